@@ -103,9 +103,7 @@ WITH_FILES = ("read", "write", "no room", "kill, with files")
         lambda *cell: cell in (("kill", 1, 3), ("raise", 1, 2), ("read", 1, 3)),
     ),
 )
-def test_a_rank_that_ends_is_named_by_the_other_and_leaves_no_file(
-    way: str, odd: int, stage: int, tmp_path: Path
-) -> None:
+def test_a_rank_that_ends_is_named_by_the_other_and_leaves_no_file(way, odd, stage, tmp_path):
     whole = sys.executable if way == "finish" else ""  # its interpreter ends as it does
     disk = [str(tmp_path)] if way in WITH_FILES else []
     outputs = plainly(
@@ -128,7 +126,7 @@ def test_a_rank_that_ends_is_named_by_the_other_and_leaves_no_file(
         lambda way, odd: odd == 1,
     ),
 )
-def test_a_rank_that_reads_the_model_alone_is_served_by_one_that_is_through(way: str, odd: int):
+def test_a_rank_that_reads_the_model_alone_is_served_by_one_that_is_through(way, odd):
     """The other rank's script is over, or waits in a collective of its own."""
     outputs = plainly(SCRIPT, way, str(odd), "3", interpreter=sys.executable, limit=LIMIT)
     assert [code for code, _ in outputs] == [0, 0], outputs
@@ -142,9 +140,7 @@ def test_a_rank_that_reads_the_model_alone_is_served_by_one_that_is_through(way:
         lambda way, whole: way == "kill",
     ),
 )
-def test_a_checkpoint_that_is_being_written_is_whole_or_not_there(
-    way: str, whole: bool, tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_is_being_written_is_whole_or_not_there(way, whole, tmp_path):
     codes, outputs = zip(*plainly(SAVING, way, str(tmp_path), limit=LIMIT))
     assert all((code == 0) == (way in ("return", "full")) for code in codes), outputs
     if way == "full":  # no step is left that could raise it
@@ -167,7 +163,7 @@ LAUNCHERS: dict[str, Callable[[Path], list[str]]] = {
 @pytest.mark.long
 @pytest.mark.parametrize("way", ["kill", "raise"])
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_what_a_user_of_a_launcher_sees(launcher: str, way: str, tmp_path: Path):
+def test_what_a_user_of_a_launcher_sees(launcher, way, tmp_path):
     """The launcher ends the other rank at once: its message is printed before.
 
     The first failure is the right one.
@@ -203,11 +199,7 @@ def test_a_port_in_use_is_named_with_the_remedy():
         port = taken.getsockname()[1]
         code = f"import hf_zero; hf_zero.init_distributed(timeout=20, port={port})"
         place = {"MASTER_ADDR": HOST, "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
-        done = completed(
-            [python(), "-c", code],
-            env={**environment(), **place},
-            timeout=LIMIT,
-        )
+        done = completed([python(), "-c", code], env={**environment(), **place}, timeout=LIMIT)
     assert done.returncode == 1
     assert re.search(
         rf"ConfigError: the ranks cannot meet at {HOST}:{port}: another program .* uses "

@@ -34,7 +34,7 @@ def train_then_part(rank: int) -> tuple[list[Trace], str]:
 
 
 @pytest.mark.long
-def test_experts_on_two_processes() -> None:
+def test_experts_on_two_processes():
     answers = run_processes(2, train_then_part, timeout=300)
     for index in range(2):
         oracle.compare(

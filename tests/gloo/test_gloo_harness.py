@@ -49,7 +49,7 @@ def between_hosts(rank: int) -> tuple[torch.Tensor, list[int]]:
     return whole, axis.maximum_on_hosts([rank, -rank, int(rank == 1)], "numbers")
 
 
-def test_hosts_tell_each_other_numbers_beside_a_device() -> None:
+def test_hosts_tell_each_other_numbers_beside_a_device():
     for whole, largest in run_processes(3, between_hosts, timeout=300):
         assert whole.tolist() == [[0, 0], [1, 7], [2, 14]] and largest == [2, 0, 1]
 

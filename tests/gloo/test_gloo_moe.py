@@ -44,7 +44,7 @@ def check(ranks: int, cells: list[Cell], timeout: float) -> None:
 
 
 @pytest.mark.long
-def test_experts_on_two_processes() -> None:
+def test_experts_on_two_processes():
     patterns = ("none on one rank in one step", "in step 2 as never before")
     check(
         2,
@@ -58,6 +58,6 @@ def test_experts_on_two_processes() -> None:
 
 
 @pytest.mark.long
-def test_more_experts_on_three_processes() -> None:
+def test_more_experts_on_three_processes():
     kinds = [*(("model", name) for name in MODELS), *(("flat", name) for name in PATTERNS)]
     check(3, [(kind, name, 3) for kind, name in kinds], timeout=400)

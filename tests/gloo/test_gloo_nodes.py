@@ -83,14 +83,14 @@ def apart_in_two_hops(rank: int) -> list[Any]:
     return answers
 
 
-def test_two_hops_over_gloo() -> None:
+def test_two_hops_over_gloo():
     for (losses, without, most), (found, within, less) in run_processes(RANKS, apart_in_two_hops):
         assert found == losses
         assert all(torch.equal(within[name], without[name]) for name in without)
         assert less < 0.85 * most  # reductions are what they were
 
 
-def test_over_gloo() -> None:
+def test_over_gloo():
     for (without, _), (within, counts) in run_processes(RANKS, trained_twice):
         assert all(torch.equal(within[name], without[name]) for name in without)
         for gathers, near, sent in counts[1:]:

@@ -99,13 +99,13 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", ("stage 1", "stage 3", "loaded in shards"))
-def test_as_in_one_process(ranks: list[dict[str, Any]], case: str) -> None:
+def test_as_in_one_process(ranks, case):
     expected = oracle.run(JOB, PLAN)
     oracle.compare(merge([found[case] for found in ranks]), expected, weight_floor=oracle.ROUNDING)
 
 
 @pytest.mark.long
-def test_recomputed_dropout(ranks: list[dict[str, Any]]) -> None:
+def test_recomputed_dropout(ranks):
     """Each of the two batches of a step with the masks of its two ranks, one after another."""
     masks = [found["dropped"][1] for found in ranks]
     groups = [
@@ -126,7 +126,7 @@ def test_recomputed_dropout(ranks: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.long
-def test_a_rank_that_leaves_is_named_with_its_axis(ranks: list[dict[str, Any]]) -> None:
+def test_a_rank_that_leaves_is_named_with_its_axis(ranks):
     for rank, found in enumerate(ranks):
         if rank % 2 == 0:
             assert "sequence parallelism" in found["left"] and str(rank + 1) in found["left"]

@@ -65,7 +65,7 @@ def _train(rank: int, axis: str) -> str:
 
 
 @pytest.mark.parametrize("axis", list(KEYS))
-def test_the_timeout_of_the_configuration_holds_and_the_rank_that_hangs_is_named(axis: str) -> None:
+def test_the_timeout_of_the_configuration_holds_and_the_rank_that_hangs_is_named(axis):
     said = run_processes(2, _train, axis, timeout=200)[1 - HANGS]
     assert "which is the timeout" in said and f"rank {HANGS} on" in said, said
     assert f"{axis} " in said, said

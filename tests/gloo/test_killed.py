@@ -168,7 +168,7 @@ def _last(words: list[tuple[str, Any]], wanted: str) -> int:
     return max((value for kind, value in words if kind == wanted), default=0)
 
 
-def test_killed_a_few_times(tmp_path: Path, draw: random.Random) -> None:
+def test_killed_a_few_times(tmp_path, draw):
     kill_again_and_again(tmp_path, 3, 2, draw, keep=2)
 
 
@@ -178,7 +178,5 @@ def test_killed_a_few_times(tmp_path: Path, draw: random.Random) -> None:
     [(3, {"keep": 2}), (1, {"tag": "last"}), (2, {"keep": 1})],
     ids=["tags of their own", "over the same tag", "one that stays"],
 )
-def test_killed_at_many_moments(
-    tmp_path: Path, stage: int, how: dict[str, Any], draw: random.Random
-) -> None:
+def test_killed_at_many_moments(tmp_path, stage, how, draw):
     kill_again_and_again(tmp_path, stage, 60, draw, **how)

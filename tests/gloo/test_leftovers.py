@@ -88,7 +88,7 @@ def train_and_end(
 
 
 @pytest.mark.parametrize("cases", [CASES, pytest.param(LONG, marks=pytest.mark.long)])
-def test_what_the_job_holds_does_not_grow(cases: list[Case], tmp_path: Path) -> None:
+def test_what_the_job_holds_does_not_grow(cases, tmp_path):
     """By the second engine of a kind what is made once is made."""
     answers = run_processes(2, train_and_end, cases, 3, tmp_path, timeout=590)
     for rank, seen in enumerate(answers):

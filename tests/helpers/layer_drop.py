@@ -70,11 +70,7 @@ def _features(step: int, micro: int, rank: int) -> Batch:
 FAMILIES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Batch], tuple[str, ...]]] = {
     "stack": (lambda: models.Stack(DEPTH, 8), _features, ("blocks",)),
     "bert": (deep(models.bert, "num_hidden_layers"), _OF["bert"].batch, ("bert.encoder.layer",)),
-    "roberta": (
-        deep(roberta, "num_hidden_layers"),
-        _OF["bert"].batch,
-        ("roberta.encoder.layer",),
-    ),
+    "roberta": (deep(roberta, "num_hidden_layers"), _OF["bert"].batch, ("roberta.encoder.layer",)),
     "gpt2": (deep(models.gpt2, "n_layer"), _OF["gpt2"].batch, ("transformer.h",)),
     "llama": (deep(models.llama, "num_hidden_layers"), _OF["llama"].batch, ("model.layers",)),
     "vit": (deep(vit, "num_hidden_layers"), _images, ("vit.layers",)),

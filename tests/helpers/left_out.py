@@ -10,8 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.models import Stack, features, seeded
-from tests.helpers.training import At, Driver, trainable
-from tests.helpers.ways_checkpointed import StackJob
+from tests.helpers.training import At, Driver, StackJob, trainable
 
 Choose = Callable[[At], Collection[int]]
 

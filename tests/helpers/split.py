@@ -205,12 +205,7 @@ def split(model: nn.Module, groups: ParallelGroups) -> nn.Module:
         elif expert.size > 1 and isinstance(module, Experts):
             module.axis = expert
             for name in ("up", "down"):
-                cut(
-                    module,
-                    name,
-                    ("expert",),
-                    lambda s: Box.even(s, 0, expert.rank, expert.size),
-                )
+                cut(module, name, ("expert",), lambda s: Box.even(s, 0, expert.rank, expert.size))
     return model
 
 

@@ -4,7 +4,9 @@ time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -28,12 +30,61 @@ def squared(net: Any, at: At, dtype: torch.dtype = torch.float32) -> torch.Tenso
     return net(features(at.step, at.micro, at.rank).to(dtype)).float().pow(2).mean()
 
 
+def steps(
+    engine: Any,
+    rank: int,
+    numbers: Iterable[int],
+    micros: int = 1,
+    after: Callable[[int], Any] = lambda step: None,
+) -> list[float]:
+    """Train a stack in the steps ``numbers``, of ``micros`` micro-batches each, in the dtype of its
+    parameters; ``after`` is called with the number of each. Returns the losses.
+    """
+    dtype, losses = next(engine.module.parameters()).dtype, []
+    for number in numbers:
+        for micro in range(micros):
+            loss = squared(engine, At(number, micro, rank), dtype)
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+        after(number)
+    return losses
+
+
 def on_ranks(
     world: int, fn: Callable[..., Any], *args: Any, build: Callable[[], nn.Module] = stack
 ) -> list[Any]:
     """``fn(rank, model, *args)`` on ``world`` threads, each with its own copy of the same model."""
     models = [build() for _ in range(world)]
     return run_ranks(world, lambda rank: fn(rank, models[rank], *args))
+
+
+def on_each_rank(
+    world: int | str, build: Callable[[], nn.Module] = stack, timeout: float = 240.0
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of ``rank`` (and ``model``, if it asks for one) and of pytest's arguments run on
+    ``world`` threads, each with its own copy of the same model. ``world`` may be the name of an
+    argument.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(test).parameters
+        asked = {name: own[name] for name in own if name not in ("rank", "model")}
+        if isinstance(world, str) and world not in asked:
+            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+            asked[world] = inspect.Parameter(world, kind)
+
+        @wraps(test)
+        def on_threads(**given: Any) -> None:
+            count = given[world] if isinstance(world, str) else world
+            made = [{"model": build()} if "model" in own else {} for _ in range(count)]
+            passed = {name: value for name, value in given.items() if name in own}
+            run_ranks(count, lambda rank: test(rank=rank, **made[rank], **passed), timeout=timeout)
+
+        on_threads.__signature__ = inspect.Signature([*asked.values()])  # type: ignore
+        return on_threads
+
+    return decorate
 
 
 def by_hand(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.helpers.models import Architecture, Batch
+from tests.helpers.models import ARCHITECTURES, Architecture, Batch, Stack, features, seeded
 
 Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -172,6 +172,57 @@ class ArchitectureJob(Job):
 
     def loss(self, net: Driver, at: At) -> torch.Tensor:
         return net(**self.batch(at)).loss
+
+
+class StackJob(Job):
+    """A :class:`Stack` (or a subclass named by ``model``) on random features, squared error
+    against zero.
+    """
+
+    model: type[nn.Module] = Stack
+
+    def build(self) -> nn.Module:
+        return seeded(self.model)
+
+    def loss(self, net: Driver, at: At) -> torch.Tensor:
+        return squared_output(net, at)
+
+
+def squared_output(net: Driver, at: At) -> torch.Tensor:
+    return net(features(at.step, at.micro, at.rank).to(net.dtype)).float().pow(2).mean()
+
+
+@dataclass
+class Way(Job):
+    """One way to call a model, put together of functions: ``make`` makes the model (which
+    :func:`seeded` seeds), ``loss_of`` calls it, ``micro_of`` replaces :meth:`micro`.
+    """
+
+    name: str
+    make: Callable[[], nn.Module] = Stack
+    loss_of: Callable[[Driver, At], torch.Tensor] = squared_output
+    make_optimizer: Optimizers = adamw
+    micro_of: Callable[[Driver, At], torch.Tensor] | None = None
+
+    def build(self) -> nn.Module:
+        return seeded(self.make)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return self.make_optimizer(model)
+
+    def loss(self, net: Driver, at: At) -> torch.Tensor:
+        return self.loss_of(net, at)
+
+    def micro(self, net: Driver, at: At) -> torch.Tensor:
+        return self.micro_of(net, at) if self.micro_of else super().micro(net, at)
+
+
+def own_loss(name: str, micros: int = 0, **more: Any) -> Callable[[Driver, At], torch.Tensor]:
+    """A loss that an architecture computes itself, ``micros`` micro-batches later; ``more`` are
+    arguments of its call.
+    """
+    batch = ARCHITECTURES[name].batch
+    return lambda net, at: net(**batch(at.step, at.micro + micros, at.rank), **more).loss
 
 
 @dataclass

@@ -1,83 +1,108 @@
-"""Ways of calling a model that a counter of forwards gets wrong: twice, in part, in vain, in
-between, by another door.
+"""Ways of calling a model that a counter of forwards gets wrong: recomputed, twice, in part, in
+vain, in between, by another door.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from tests.helpers.models import ARCHITECTURES, Stack, features, seeded, tokens
-from tests.helpers.training import ArchitectureJob, At, Driver, Job
-from tests.helpers.ways_checkpointed import StackJob
+from tests.helpers.models import ARCHITECTURES, Stack, features, tokens
+from tests.helpers.training import At, Driver, Job, StackJob, Way, own_loss, squared_output
 
 
-class _Reused(Stack):
+def later(at: At, micros: int) -> At:
+    """A micro-batch that no window has."""
+    return replace(at, micro=at.micro + micros)
+
+
+def checkpointing(name: str, use_reentrant: bool) -> Way:
+    """transformers' own switch."""
+
+    def make() -> nn.Module:
+        model: Any = ARCHITECTURES[name].make()
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        if hasattr(model.config, "use_cache"):
+            model.config.use_cache = False
+        return model
+
+    return Way(f"gradient_checkpointing_enable({use_reentrant=}) on {name}", make, own_loss(name))
+
+
+class Body(Stack):
+    """A stack whose blocks :attr:`call` calls."""
+
+    call: Callable[[Any, torch.Tensor], torch.Tensor]
+
     def body(self, x: torch.Tensor) -> torch.Tensor:
-        for index in (0, 1, 0, 2, 0):
-            x = self.blocks[index](x)
+        return self.call(x)
+
+
+def stack_of(call: Callable[[Any, torch.Tensor], torch.Tensor]) -> type[nn.Module]:
+    return type("Called", (Body,), {"call": call})
+
+
+def each_checkpointed(use_reentrant: bool, again: bool = False) -> Any:
+    def call(self: Any, x: torch.Tensor) -> torch.Tensor:
+        for block in (*self.blocks, *([self.blocks[0]] if again else [])):
+            x = checkpoint(block, x, use_reentrant=use_reentrant)
         return x
 
-
-class CalledTwice(StackJob):
-    name = "a block called three times, with others in between"
-    model = _Reused
+    return stack_of(call)
 
 
-class TwoForwards(StackJob):
-    name = "two forwards before one backward"
+def two_checkpointed(use_reentrant: bool) -> Any:
+    def call(self: Any, x: torch.Tensor) -> torch.Tensor:
+        first, one, other = self.blocks
+        x = checkpoint(lambda y: other(one(y)), first(x), use_reentrant=use_reentrant)
+        return first(x)
 
-    def loss(self, net: Driver, at: At) -> torch.Tensor:
-        first = super().loss(net, at)
-        second = super().loss(net, At(at.step, at.micro + 40, at.rank))
-        return first + 0.5 * second
-
-
-class TwoForwardsOneUsed(ArchitectureJob):
-    name = "a forward whose output is dropped at once"
-
-    def __init__(self) -> None:
-        super().__init__(ARCHITECTURES["gpt2"])
-        self.name = type(self).name
-
-    def loss(self, net: Driver, at: At) -> torch.Tensor:
-        net(**self.batch(At(at.step, at.micro + 40, at.rank)))
-        return super().loss(net, at)
+    return stack_of(call)
 
 
-class DroppedLater(StackJob):
-    name = "a forward that is dropped during the next window"
+def nested_checkpoints(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def inner(y: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.blocks[1], self.blocks[0](y), use_reentrant=False)
 
-    def loss(self, net: Driver, at: At) -> torch.Tensor:
-        loss = super().loss(net, at)
-        net.memory["unused"] = super().loss(net, At(at.step, at.micro + 40, at.rank))
-        return loss
+    return self.blocks[2](checkpoint(inner, x, use_reentrant=False))
 
 
-class KeptLoss(StackJob):
-    name = "losses kept with their graphs"
-
-    def loss(self, net: Driver, at: At) -> torch.Tensor:
-        loss = super().loss(net, at)
-        net.memory.setdefault("losses", []).append(loss)
-        return loss
+def block_three_times(self: Any, x: torch.Tensor) -> torch.Tensor:
+    for index in (0, 1, 0, 2, 0):
+        x = self.blocks[index](x)
+    return x
 
 
-class KeptOutput(ArchitectureJob):
-    name = "outputs with hidden states kept over steps"
+def two_forwards(net: Driver, at: At) -> torch.Tensor:
+    return squared_output(net, at) + 0.5 * squared_output(net, later(at, 40))
 
-    def __init__(self) -> None:
-        super().__init__(ARCHITECTURES["bert"])
-        self.name = type(self).name
 
-    def loss(self, net: Driver, at: At) -> torch.Tensor:
-        output = net(**self.batch(at), output_hidden_states=True)
-        net.memory.setdefault("outputs", []).append(output)
-        return output.loss
+def one_dropped(net: Driver, at: At) -> torch.Tensor:
+    own_loss("gpt2", 40)(net, at)
+    return own_loss("gpt2")(net, at)
+
+
+def dropped_later(net: Driver, at: At) -> torch.Tensor:
+    loss = squared_output(net, at)
+    net.memory["unused"] = squared_output(net, later(at, 40))
+    return loss
+
+
+def kept_loss(net: Driver, at: At) -> torch.Tensor:
+    net.memory.setdefault("losses", []).append(squared_output(net, at))
+    return net.memory["losses"][-1]
+
+
+def kept_output(net: Driver, at: At) -> torch.Tensor:
+    batch = ARCHITECTURES["bert"].batch(at.step, at.micro, at.rank)
+    output = net(**batch, output_hidden_states=True)
+    net.memory.setdefault("outputs", []).append(output)
+    return output.loss
 
 
 class Interleaved(StackJob):
@@ -93,271 +118,129 @@ class Interleaved(StackJob):
         return losses
 
 
-class Evaluated(ArchitectureJob):
+def evaluated(name: str, guard: Callable[[], Any], architecture: str = "bert") -> Way:
     """Evaluation of other data before each micro-batch, and once more between its forward and
     its backward.
     """
+    loss_of, other = own_loss(architecture), own_loss(architecture, 60)
 
-    def __init__(self, name: str, guard: Callable[[], Any], architecture: str = "bert") -> None:
-        super().__init__(ARCHITECTURES[architecture])
-        self.name, self.guard = name, guard
-
-    def look(self, net: Driver, at: At) -> None:
+    def look(net: Driver, at: At) -> None:
         net.module.eval()
-        with self.guard():
-            value = net(**self.batch(At(at.step, at.micro + 60, at.rank))).loss
+        with guard():
+            value = other(net, at)
         assert torch.isfinite(value), f"evaluation at {at} gave {value}"
         net.module.train()
 
-    def micro(self, net: Driver, at: At) -> torch.Tensor:
-        self.look(net, at)
-        loss = self.loss(net, at)
-        self.look(net, at)
+    def micro(net: Driver, at: At) -> torch.Tensor:
+        look(net, at)
+        loss = loss_of(net, at)
+        look(net, at)
         net.backward(loss)
         return loss
 
-
-class Generated(ArchitectureJob):
-    name = "generate between micro-batches"
-
-    def __init__(self) -> None:
-        super().__init__(ARCHITECTURES["gpt2"])
-        self.name = type(self).name
-
-    def micro(self, net: Driver, at: At) -> torch.Tensor:
-        net.module.eval()
-        prompt = tokens(at.step, at.micro, 0)[:, :4]
-        made = net.module.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=3,
-            min_new_tokens=3,
-            do_sample=False,
-        )
-        assert made.shape == (2, 7)
-        net.module.train()
-        return super().micro(net, at)
+    return Way(name, ARCHITECTURES[architecture].make, loss_of, micro_of=micro)
 
 
-class GradientsOfInputs(StackJob):
+def generated(net: Driver, at: At) -> torch.Tensor:
+    module: Any = net.module.eval()
+    prompt = tokens(at.step, at.micro, 0)[:, :4]
+    made = module.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=3, min_new_tokens=3,
+        do_sample=False,
+    )  # fmt: skip
+    assert made.shape == (2, 7)
+    module.train()
+    return own_loss("gpt2")(net, at)
+
+
+def gradient_of_input(net: Driver, at: At) -> torch.Tensor:
     """Adversarial training and gradient penalties look at the gradient of the input before the
     backward proper.
     """
-
-    name = "autograd.grad of the input, then the backward of the same graph"
-
-    def micro(self, net: Driver, at: At) -> torch.Tensor:
-        x = features(at.step, at.micro, at.rank).to(net.dtype).requires_grad_()
-        loss = net(x).float().pow(2).mean()
-        (slope,) = torch.autograd.grad(loss, x, retain_graph=True)
-        assert slope.shape == x.shape and bool(slope.any())
-        net.backward(loss)
-        return loss
+    x = features(at.step, at.micro, at.rank).to(net.dtype).requires_grad_()
+    loss = net(x).float().pow(2).mean()
+    (slope,) = torch.autograd.grad(loss, x, retain_graph=True)
+    assert slope.shape == x.shape and bool(slope.any())
+    net.backward(loss)
+    return loss
 
 
-class InPlace(StackJob):
-    name = "blocks that change their input in place"
-
-    class model(Stack):
-        def body(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                x = block(x)
-                x += 1.0
-            return x
-
-        def __init__(self) -> None:
-            super().__init__()
-            for index, block in enumerate(self.blocks):
-                self.blocks[index] = nn.Sequential(nn.ReLU(inplace=True), block)
+def bert_body(net: Driver, at: At) -> torch.Tensor:
+    hidden = net.module.bert(tokens(at.step, at.micro, at.rank)).last_hidden_state
+    return hidden.float().pow(4).mean()
 
 
-class ManyOutputs(Job):
-    """Blocks return a tensor, a tensor that nobody uses and one that only the next but one block
-    uses.
-    """
-
-    name = "outputs that are used late, or never"
-
-    class model(nn.Module):
-        class Piece(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.main, self.side, self.idle = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-
-            def forward(
-                self, x: torch.Tensor, side: torch.Tensor | None
-            ) -> tuple[torch.Tensor, ...]:
-                x = (
-                    x + torch.tanh(self.main(x))
-                    if side is None
-                    else x + torch.tanh(self.main(x) * side)
-                )
-                return x, self.side(x), self.idle(x)
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.enter = nn.Linear(7, 8)
-            self.blocks = nn.ModuleList(self.Piece() for _ in range(4))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x, sides = self.enter(x), []
-            for index, block in enumerate(self.blocks):
-                x, side, _ = block(x, sides[index - 2] if index >= 2 else None)
-                sides.append(side)
-            return x + sides[0]
-
-    def build(self) -> nn.Module:
-        return seeded(self.model)
-
-    def loss(self, net: Driver, at: At) -> torch.Tensor:
-        return net(features(at.step, at.micro, at.rank).to(net.dtype)).float().pow(2).mean()
+def body_then_head(net: Driver, at: At) -> torch.Tensor:
+    batch = ARCHITECTURES["gpt2"].batch(at.step, at.micro, at.rank)
+    hidden = net.module.transformer(batch["input_ids"]).last_hidden_state
+    logits = net.module.lm_head(hidden[:, :-1]).float()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
 
 
-class RawModule(ArchitectureJob):
-    def __init__(self, architecture: str) -> None:
-        super().__init__(ARCHITECTURES[architecture])
-        self.name = f"the raw module of {architecture} instead of the engine"
-
-    def loss(self, net: Driver, at: At) -> torch.Tensor:
-        return net.module(**self.batch(at)).loss
+def t5_encoder(net: Driver, at: At) -> torch.Tensor:
+    hidden = net.module.get_encoder()(input_ids=tokens(at.step, at.micro, at.rank))
+    return hidden.last_hidden_state.float().pow(4).mean()
 
 
-class BodyAlone(ArchitectureJob):
-    name = "a part of the model alone: BERT without its head"
-
-    def __init__(self) -> None:
-        super().__init__(ARCHITECTURES["bert"])
-        self.name = type(self).name
-
-    def loss(self, net: Driver, at: At) -> torch.Tensor:
-        hidden = net.module.bert(tokens(at.step, at.micro, at.rank)).last_hidden_state
-        return hidden.float().pow(4).mean()
+def one_block(net: Driver, at: At) -> torch.Tensor:
+    x = net.module.enter(features(at.step, at.micro, at.rank).to(net.dtype))
+    return net.module.blocks[1](x).float().pow(2).mean()
 
 
-class HeadOnItsOwn(ArchitectureJob):
-    name = "a part of the model alone: GPT-2's body, then its tied head by hand"
-
-    def __init__(self) -> None:
-        super().__init__(ARCHITECTURES["gpt2"])
-        self.name = type(self).name
-
-    def loss(self, net: Driver, at: At) -> torch.Tensor:
-        batch = self.batch(at)
-        hidden = net.module.transformer(batch["input_ids"]).last_hidden_state
-        logits = net.module.lm_head(hidden[:, :-1]).float()
-        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+def parts_in_turn(net: Driver, at: At) -> torch.Tensor:
+    return (bert_body if (at.step + at.micro) % 2 else own_loss("bert"))(net, at)
 
 
-class EncoderAlone(ArchitectureJob):
-    name = "a part of the model alone: T5's encoder"
-
-    def __init__(self) -> None:
-        super().__init__(ARCHITECTURES["t5"])
-        self.name = type(self).name
-
-    def loss(self, net: Driver, at: At) -> torch.Tensor:
-        hidden = net.module.get_encoder()(
-            input_ids=tokens(at.step, at.micro, at.rank)
-        ).last_hidden_state
-        return hidden.float().pow(4).mean()
+def raw_module(name: str) -> Way:
+    batch = ARCHITECTURES[name].batch
+    return Way(
+        f"the raw module of {name} instead of the engine",
+        ARCHITECTURES[name].make,
+        lambda net, at: net.module(**batch(at.step, at.micro, at.rank)).loss,
+    )
 
 
-class OneBlockAlone(StackJob):
-    name = "one block called from outside the model"
-
-    def loss(self, net: Driver, at: At) -> torch.Tensor:
-        x = net.module.enter(features(at.step, at.micro, at.rank).to(net.dtype))
-        return net.module.blocks[1](x).float().pow(2).mean()
-
-
-class PartsInTurn(ArchitectureJob):
-    name = "the whole model and a part of it, in turn"
-
-    def __init__(self) -> None:
-        super().__init__(ARCHITECTURES["bert"])
-        self.name = type(self).name
-
-    def loss(self, net: Driver, at: At) -> torch.Tensor:
-        if (at.step + at.micro) % 2:
-            return (
-                net.module.bert(tokens(at.step, at.micro, at.rank))
-                .last_hidden_state.float()
-                .pow(4)
-                .mean()
-            )
-        return super().loss(net, at)
-
-
-@dataclass
-class Nested:
-    hidden: dict[str, Any]
-    note: str
-
-
-class _NestedBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, state: Nested) -> Nested:
-        a, (b, extra) = state.hidden["a"], state.hidden["rest"]
-        return Nested(
-            {"a": a + torch.tanh(self.left(b)), "rest": (b + torch.tanh(self.right(a)), extra)},
-            state.note + ".",
-        )
-
-
-class _NestedModel(nn.Module):
-    """Blocks that take and return a dataclass holding a dict holding a tuple."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter = nn.Linear(7, 12)
-        self.blocks = nn.ModuleList(_NestedBlock() for _ in range(3))
-
-    def forward(self, *, inputs: dict[str, Any]) -> Nested:
-        a, b = self.enter(inputs["x"]["features"]).split(6, dim=-1)
-        state = Nested({"a": a, "rest": (b, None)}, "")
-        for block in self.blocks:
-            state = block(state)
-        return state
-
-
-class NestedInputsAndOutputs(Job):
-    name = "dicts, tuples and dataclasses in and out"
-
-    def build(self) -> nn.Module:
-        return seeded(_NestedModel)
-
-    def loss(self, net: Driver, at: At) -> torch.Tensor:
-        state = net(
-            inputs={
-                "x": {"features": features(at.step, at.micro, at.rank).to(net.dtype)},
-                "unused": [1, "two"],
-            }
-        )
-        assert state.note == "..."
-        return (state.hidden["a"] * state.hidden["rest"][0]).float().pow(2).mean()
-
-
-def ways() -> list[Job]:
-    plain = (
-        CalledTwice, TwoForwards, TwoForwardsOneUsed, DroppedLater, KeptLoss, KeptOutput,
-        Interleaved, Generated, BodyAlone, HeadOnItsOwn,
-        EncoderAlone, OneBlockAlone, PartsInTurn, NestedInputsAndOutputs,
-        GradientsOfInputs, InPlace, ManyOutputs,
-    )  # fmt: skip
-    return [
-        *(kind() for kind in plain),
-        Evaluated("no_grad evaluation between micro-batches and before a backward", torch.no_grad),
-        Evaluated(
-            "inference_mode between micro-batches and before a backward", torch.inference_mode
-        ),
-        Evaluated(
-            "inference_mode of T5 between micro-batches and before a backward",
-            torch.inference_mode,
-            "t5",
-        ),
-        RawModule("bert"),
-        RawModule("llama"),
-    ]
+BERT, GPT2, T5 = (ARCHITECTURES[name].make for name in ("bert", "gpt2", "t5"))
+CALLED: list[Job] = [
+    *(checkpointing(name, reentrant) for name in ("bert", "t5") for reentrant in (False, True)),
+    Way("non-reentrant checkpoint around each block", each_checkpointed(False)),
+    Way("reentrant checkpoint around each block", each_checkpointed(True)),
+    Way(
+        "non-reentrant checkpoint around two blocks, another block before and after",
+        two_checkpointed(False),
+    ),
+    Way(
+        "reentrant checkpoint around two blocks, another block before and after",
+        two_checkpointed(True),
+    ),
+    Way("a block called twice, each time under a checkpoint", each_checkpointed(False, True)),
+    Way("a checkpoint inside a checkpoint", stack_of(nested_checkpoints)),
+    Way("a block called three times, with others in between", stack_of(block_three_times)),
+    Way("two forwards before one backward", loss_of=two_forwards),
+    Way("a forward whose output is dropped at once", GPT2, one_dropped),
+    Way("a forward that is dropped during the next window", loss_of=dropped_later),
+    Way("losses kept with their graphs", loss_of=kept_loss),
+    Way("outputs with hidden states kept over steps", BERT, kept_output),
+    Interleaved(),
+    Way("generate between micro-batches", GPT2, generated),
+    Way("a part of the model alone: BERT without its head", BERT, bert_body),
+    Way(
+        "a part of the model alone: GPT-2's body, then its tied head by hand", GPT2, body_then_head
+    ),
+    Way("a part of the model alone: T5's encoder", T5, t5_encoder),
+    Way("one block called from outside the model", loss_of=one_block),
+    Way("the whole model and a part of it, in turn", BERT, parts_in_turn),
+    Way(
+        "autograd.grad of the input, then the backward of the same graph",
+        micro_of=gradient_of_input,
+    ),
+    evaluated("no_grad evaluation between micro-batches and before a backward", torch.no_grad),
+    evaluated("inference_mode between micro-batches and before a backward", torch.inference_mode),
+    evaluated(
+        "inference_mode of T5 between micro-batches and before a backward",
+        torch.inference_mode,
+        "t5",
+    ),
+    raw_module("bert"),
+    raw_module("llama"),
+]

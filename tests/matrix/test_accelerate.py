@@ -78,9 +78,7 @@ def assert_same_training(
         )
 
 
-def test_windows_with_an_uneven_end_and_a_metric_over_all_rows(
-    launched: Found, plain: Plain
-) -> None:
+def test_windows_with_an_uneven_end_and_a_metric_over_all_rows(launched, plain):
     want = plain[1]()["uneven"]
     for report in launched[1]:
         assert report["uneven"]["type"].endswith("DEEPSPEED") and want["type"].endswith("NO")
@@ -88,7 +86,7 @@ def test_windows_with_an_uneven_end_and_a_metric_over_all_rows(
         assert len(want["guesses"]) == 21 and report["uneven"]["guesses"] == want["guesses"]
 
 
-def test_whole_weights_three_ways(launched: Found, plain: Plain) -> None:
+def test_whole_weights_three_ways(launched, plain):
     assert plain[1]()
     want = torch.load(plain[0] / "uneven" / "whole.pt")
     place = launched[0] / "uneven"
@@ -100,7 +98,7 @@ def test_whole_weights_three_ways(launched: Found, plain: Plain) -> None:
         oracle.compare_tensors("weights", state, want, floor=oracle.ADAM_ROUNDING)
 
 
-def test_a_saved_state_is_gone_on_from_exactly(launched: Found, plain: Plain) -> None:
+def test_a_saved_state_is_gone_on_from_exactly(launched, plain):
     """That the three curves are equal bit for bit is asserted by the script, on every rank."""
     want = plain[1]()["resumed"]
     for report in launched[1]:
@@ -110,9 +108,7 @@ def test_a_saved_state_is_gone_on_from_exactly(launched: Found, plain: Plain) ->
 
 
 @pytest.mark.parametrize("stage", fast((0, 2, 3), lambda stage: stage == 2))
-def test_a_classifier_goes_back_into_the_middle_of_an_epoch(
-    stage: int, plain: Plain, tmp_path: Path
-) -> None:
+def test_a_classifier_goes_back_into_the_middle_of_an_epoch(stage, plain, tmp_path):
     """The second step is repeated bit for bit, each row is evaluated once, the model and a sharded
     state are saved.
     """
@@ -143,7 +139,7 @@ def test_a_classifier_goes_back_into_the_middle_of_an_epoch(
     assert len(list((state / "pytorch_model").glob("rank-*-of-00002.safetensors"))) == 2
 
 
-def test_evaluating_and_generating_anywhere_changes_nothing(launched: Found, plain: Plain) -> None:
+def test_evaluating_and_generating_anywhere_changes_nothing(launched, plain):
     """Before training, between forward and backward, inside a window: bit for bit, which the
     script asserts on every rank.
     """
@@ -151,7 +147,7 @@ def test_evaluating_and_generating_anywhere_changes_nothing(launched: Found, pla
         assert_same_training(report["looked_at"], plain[1]()["looked_at"], 6, 2)
 
 
-def test_a_batch_size_is_found(launched: Found, plain: Plain) -> None:
+def test_a_batch_size_is_found(launched, plain):
     want = plain[1]()["fitted"]
     assert want["tried"] == [32, 16, 8]
     for report in launched[1]:
@@ -159,7 +155,7 @@ def test_a_batch_size_is_found(launched: Found, plain: Plain) -> None:
         assert_same_training(report["fitted"], want, 6, 2)
 
 
-def test_what_accelerate_does_not_do_it_says(launched: Found, plain: Plain) -> None:
+def test_what_accelerate_does_not_do_it_says(launched, plain):
     """Inputs that are uneven by nature are made even by the loader: the last batch is filled up,
     as under DDP.
     """
@@ -174,7 +170,7 @@ def test_what_accelerate_does_not_do_it_says(launched: Found, plain: Plain) -> N
     assert "`join_uneven_inputs` will have no effect" in (launched[0] / "log.txt").read_text()
 
 
-def test_one_table_for_an_engine(launched: Found) -> None:
+def test_one_table_for_an_engine(launched):
     lines = (launched[0] / "log.txt").read_text().splitlines()
     tables, engines = (
         sum(start in line for line in lines)
@@ -183,7 +179,7 @@ def test_one_table_for_an_engine(launched: Found) -> None:
     assert engines > 6 and tables == (engines if "kernels" in launched[0].name else 0)
 
 
-def test_trackers_hear_of_the_same(launched: Found, plain: Plain) -> None:
+def test_trackers_hear_of_the_same(launched, plain):
     want = plain[1]()["tracked"]["told"]
     told, nothing = (report["tracked"]["told"] for report in launched[1])
     assert nothing is None and [entry["step"] for entry in told] == [
@@ -195,7 +191,7 @@ def test_trackers_hear_of_the_same(launched: Found, plain: Plain) -> None:
 
 
 @pytest.mark.long
-def test_a_bare_loop_saves_whole_weights_at_stage_3_and_ends_well(tmp_path: Path) -> None:
+def test_a_bare_loop_saves_whole_weights_at_stage_3_and_ends_well(tmp_path):
     """A model made from its configuration, its embeddings grown, saved bare, nothing tidied."""
     places = tmp_path / "alone", tmp_path / "sharded"
     alone(SCRIPT, places[0], "--cases", "bare")

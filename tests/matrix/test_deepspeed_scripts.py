@@ -70,9 +70,7 @@ def close(got: Any, expected: Any) -> bool:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_numbers_are_those_of_a_plain_run(
-    case: str, run: tuple[Reports, Path], plain: dict[str, Any]
-) -> None:
+def test_the_numbers_are_those_of_a_plain_run(case, run, plain):
     expected = plain[case]
     for rank, report in enumerate(run[0]):
         got = report[case]
@@ -90,9 +88,7 @@ def test_the_numbers_are_those_of_a_plain_run(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ranks_read_their_shares_of_the_global_batches(
-    case: str, run: tuple[Reports, Path], plain: dict[str, Any]
-) -> None:
+def test_ranks_read_their_shares_of_the_global_batches(case, run, plain):
     micro = CASES[case].means[0]
     for shares, whole in zip(
         zip(*(report[case]["places"] for report in run[0])), plain[case]["places"], strict=True
@@ -101,7 +97,7 @@ def test_ranks_read_their_shares_of_the_global_batches(
         assert sorted(place for share in shares for place in share) == sorted(whole)
 
 
-def test_epochs_differ_where_the_script_says_so(run: tuple[Reports, Path]) -> None:
+def test_epochs_differ_where_the_script_says_so(run):
     for name in ("file", "total"):
         places, epoch = (
             run[0][0][name]["places"],
@@ -111,14 +107,12 @@ def test_epochs_differ_where_the_script_says_so(run: tuple[Reports, Path]) -> No
         assert second and (first != second) is CASES[name].set_epoch
 
 
-def test_an_endless_loader(run: tuple[Reports, Path]) -> None:
+def test_an_endless_loader(run):
     for report in run[0]:
         assert report["endless"] == [[0, 1, 2, 3], [4, 5], [0, 1, 2, 3]]
 
 
-def test_the_script_in_the_checkpoint_folder_gives_whole_weights(
-    run: tuple[Reports, Path], plain: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_script_in_the_checkpoint_folder_gives_whole_weights(run, plain, tmp_path):
     folder = run[1] / "checkpoints"
     assert (folder / "latest").read_text() == "final" and (folder / f"global_step{HALF}").is_dir()
     command = [sys.executable, "zero_to_fp32.py", ".", str(tmp_path / "model")]

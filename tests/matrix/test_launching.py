@@ -171,12 +171,12 @@ def check_two_hosts(hosts: Hosts, folder: Path, oracle: Oracle) -> None:
         assert {place["GLOO_SOCKET_IFNAME"] for place in places} == {"lo"}
 
 
-def test_two_hosts_train_as_one_process(hosts: Hosts, tmp_path: Path, oracle: Oracle) -> None:
+def test_two_hosts_train_as_one_process(hosts, tmp_path, oracle):
     check_two_hosts(hosts, tmp_path / "run dir", oracle)
 
 
 @pytest.mark.long
-def test_two_loopback_addresses_train_as_one_process(tmp_path: Path, oracle: Oracle) -> None:
+def test_two_loopback_addresses_train_as_one_process(tmp_path, oracle):
     """The way of machines that forbid namespaces, on all machines."""
     with loopback(tmp_path) as two:
         assert two.kind == LOOPBACK
@@ -184,9 +184,7 @@ def test_two_loopback_addresses_train_as_one_process(tmp_path: Path, oracle: Ora
 
 
 @pytest.mark.long
-def test_shards_within_a_host_and_replicas_across(
-    hosts: Hosts, tmp_path: Path, oracle: Oracle
-) -> None:
+def test_shards_within_a_host_and_replicas_across(hosts, tmp_path, oracle):
     found = reports(
         over(
             hosts,
@@ -215,7 +213,7 @@ def test_shards_within_a_host_and_replicas_across(
 
 
 @pytest.mark.long
-def test_accelerate_launch_on_two_hosts(hosts: Hosts, tmp_path: Path, oracle: Oracle) -> None:
+def test_accelerate_launch_on_two_hosts(hosts, tmp_path, oracle):
     options = ["--preset", "zero3"]
     found = reports(
         over(hosts, tmp_path / "run", "--case", "zero3=3/1", options=options), tmp_path / "run", 2
@@ -225,7 +223,7 @@ def test_accelerate_launch_on_two_hosts(hosts: Hosts, tmp_path: Path, oracle: Or
 
 
 @pytest.mark.long
-def test_the_deepspeed_command(tmp_path: Path, oracle: Oracle) -> None:
+def test_the_deepspeed_command(tmp_path, oracle):
     """On this machine: its script gets the local rank on the command line as well."""
     out = tmp_path / "run"
     command = [
@@ -247,14 +245,12 @@ def test_the_deepspeed_command(tmp_path: Path, oracle: Oracle) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("lost", [0, 1], ids=["with the master", "the other"])
-def test_a_host_that_is_cut_off_is_named_on_both_sides(
-    hosts: Hosts, lost: int, tmp_path: Path
-) -> None:
+def test_a_host_that_is_cut_off_is_named_on_both_sides(hosts, lost, tmp_path):
     check_cut(hosts, lost, tmp_path / "run")
 
 
 @pytest.mark.long
-def test_a_host_that_is_silent_is_named(tmp_path: Path) -> None:
+def test_a_host_that_is_silent_is_named(tmp_path):
     """The way of machines that forbid namespaces, on all machines: the lost host's ranks are
     stopped.
     """
@@ -319,7 +315,7 @@ def own_address_of(hosts: Hosts, place: int) -> str:
 
 
 @pytest.mark.long
-def test_a_host_that_fails_ends_the_others(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_host_that_fails_ends_the_others(hosts, tmp_path):
     """The failing script is on one host alone; the other would sleep for an hour."""
     out = tmp_path / "run"
     out.mkdir()
@@ -345,9 +341,7 @@ def test_a_host_that_fails_ends_the_others(hosts: Hosts, tmp_path: Path) -> None
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_the_end_of_the_launcher_ends_all_hosts(
-    hosts: Hosts, number: signal.Signals, tmp_path: Path
-) -> None:
+def test_the_end_of_the_launcher_ends_all_hosts(hosts, number, tmp_path):
     """Also where it has no time for last words: the agents see their input end."""
     out = tmp_path / "run"
     out.mkdir()
@@ -463,9 +457,7 @@ def check_route(found: list[Report], route: str, oracle: Oracle) -> None:
         (hydra, "deepspeed"),
     ],
 )
-def test_processes_of_srun_and_mpi_train_as_one(
-    words: Callable[[int, str], dict[str, str]], route: str, tmp_path: Path, oracle: Oracle
-) -> None:
+def test_processes_of_srun_and_mpi_train_as_one(words, route, tmp_path, oracle):
     check_route(by_variables(words, tmp_path / "run", route), route, oracle)
 
 
@@ -477,7 +469,7 @@ def real_mpirun() -> str | None:
 
 
 @pytest.mark.long
-def test_mpirun_trains_as_one_process(tmp_path: Path, oracle: Oracle) -> None:
+def test_mpirun_trains_as_one_process(tmp_path, oracle):
     """The program where it is installed; where not, two processes with the variables it sets."""
     folder, program = tmp_path / "run", real_mpirun()
     if program is None:

@@ -152,14 +152,12 @@ def same_course(got: Run, want: Run, strategy: str, case: str, limit: float = FP
 
 @pytest.mark.parametrize("strategy", OFTEN)
 @pytest.mark.parametrize("case", ["fit", "manual", "own_hooks", "evaluated_first"])
-def test_training_is_that_of_one_process(
-    trained: Run, plain: Run, strategy: str, case: str
-) -> None:
+def test_training_is_that_of_one_process(trained, plain, strategy, case):
     same_course(trained, plain, strategy, case)
 
 
 @pytest.mark.long
-def test_offloaded_by_name_training_is_the_same(tmp_path: Path, plain: Run) -> None:
+def test_offloaded_by_name_training_is_the_same(tmp_path, plain):
     """One rank, which has the rows of both."""
     names = ("zero_stage_1_offload", "zero_stage_3_offload")
     run = cases(tmp_path, "--strategies", ",".join(names), "--cases", "fit,manual")
@@ -169,7 +167,7 @@ def test_offloaded_by_name_training_is_the_same(tmp_path: Path, plain: Run) -> N
 
 
 @pytest.mark.parametrize("strategy", OFTEN)
-def test_what_is_evaluated_is_what_was_trained(trained: Run, plain: Run, strategy: str) -> None:
+def test_what_is_evaluated_is_what_was_trained(trained, plain, strategy):
     want = plain.case("plain", "fit")
     assert trained.case(strategy, "fit")["tested"] == pytest.approx(want["tested"], rel=FP32)
     parts = [torch.tensor(report[strategy]["fit"]["predicted"]) for report in trained.reports]
@@ -185,9 +183,7 @@ def test_what_is_evaluated_is_what_was_trained(trained: Run, plain: Run, strateg
 
 
 @pytest.mark.parametrize("strategy", OFTEN)
-def test_a_model_of_transformers_is_read_as_the_stage_says(
-    trained: Run, plain: Run, strategy: str
-) -> None:
+def test_a_model_of_transformers_is_read_as_the_stage_says(trained, plain, strategy):
     found, want = trained.case(strategy, "pretrained"), plain.case("plain", "pretrained")
     assert found["kinds"] == [
         {"zero_stage_3": "ReleasedParameter", "zero_stage_2": "Parameter"}[strategy]
@@ -197,9 +193,7 @@ def test_a_model_of_transformers_is_read_as_the_stage_says(
 
 
 @pytest.mark.parametrize("strategy", OFTEN)
-def test_a_run_that_resumes_goes_on_as_if_nothing_had_been(
-    trained: Run, plain: Run, strategy: str
-) -> None:
+def test_a_run_that_resumes_goes_on_as_if_nothing_had_been(trained, plain, strategy):
     found, want = trained.case(strategy, "saved"), plain.case("plain", "fit")
     half = len(want["losses"]) // 2
     assert relative(found["losses"], want["losses"][half:]) < FP32
@@ -211,7 +205,7 @@ def test_a_run_that_resumes_goes_on_as_if_nothing_had_been(
 
 
 @pytest.mark.parametrize("strategy", OFTEN)
-def test_a_checkpoint_has_lightnings_layout(trained: Run, strategy: str) -> None:
+def test_a_checkpoint_has_lightnings_layout(trained, strategy):
     folder = trained.folder / f"{strategy}-checkpoints" / "last.ckpt"
     assert (folder / "latest").read_text().strip() == "checkpoint"
     assert sorted(path.name for path in (folder / "checkpoint").glob("rank-*")) == [
@@ -238,13 +232,13 @@ def afterwards(tmp_path_factory: pytest.TempPathFactory, sharded: Run) -> Run:
 
 
 @pytest.mark.long
-def test_it_resumes_on_another_number_of_ranks_and_stage(afterwards: Run, plain: Run) -> None:
+def test_it_resumes_on_another_number_of_ranks_and_stage(afterwards, plain):
     found, want = afterwards.case("zero_stage_0", "resumed"), plain.case("plain", "fit")
     assert relative(found["losses"], want["losses"][len(want["losses"]) // 2 :]) < FP32
     same_weights(afterwards.weights("zero_stage_0", "resumed"), plain.weights("plain", "fit"))
 
 
-def test_lightnings_own_function_converts_it(afterwards: Run, sharded: Run) -> None:
+def test_lightnings_own_function_converts_it(afterwards, sharded):
     report = afterwards.reports[0]["zero_stage_0"]["converted"]
     assert {
         "epoch",
@@ -267,7 +261,7 @@ def test_lightnings_own_function_converts_it(afterwards: Run, sharded: Run) -> N
     )
 
 
-def test_what_cannot_be_is_refused_and_said(tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused_and_said(tmp_path):
     report = alone(SCRIPTS / "lightning_refusals.py", tmp_path)
     refused: dict[str, str] = report["refused"]
     for name, text in {
@@ -327,7 +321,7 @@ def recipe(out: Path, *arguments: str) -> list[float]:
         return [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
 
 
-def test_the_recipes_card_and_script() -> None:
+def test_the_recipes_card_and_script():
     card = ModelCard.load(RECIPE / "README.md")
     assert (
         card.data.language
@@ -348,7 +342,7 @@ def test_the_recipes_card_and_script() -> None:
 
 
 @pytest.mark.long
-def test_the_recipe_trains_resumes_and_learns(tmp_path: Path) -> None:
+def test_the_recipe_trains_resumes_and_learns(tmp_path):
     images = ("--train_images", "640")  # ten steps an epoch
     sharded = recipe(tmp_path / "zero", *images, "--max_epochs", "3")
     assert len(sharded) == 30 and sum(sharded[-5:]) < sum(sharded[:5])
@@ -376,9 +370,7 @@ def test_the_recipe_trains_resumes_and_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_other_stages_and_ways(
-    tmp_path: Path, plain_and_slow: dict[str, Run], model: Path
-) -> None:
+def test_the_other_stages_and_ways(tmp_path, plain_and_slow, model):
     """Under torchrun, all the cases at stages 0 and 1, the rest of them at 2 and 3."""
     run = cases(
         tmp_path / "a",
@@ -409,9 +401,7 @@ def test_the_other_stages_and_ways(
 
 
 @pytest.mark.long
-def test_offloaded_on_two_ranks(
-    tmp_path: Path, plain: Run, plain_and_slow: dict[str, Run], model: Path
-) -> None:
+def test_offloaded_on_two_ranks(tmp_path, plain, plain_and_slow, model):
     names = ("zero_stage_2_offload", "zero_stage_3_offload")
     chosen = ("fit", "manual", "own_hooks", "evaluated_first", "pretrained", *SLOW)
     run = cases(
@@ -433,7 +423,7 @@ def test_offloaded_on_two_ranks(
 
 
 @pytest.mark.long
-def test_precisions(tmp_path: Path) -> None:
+def test_precisions(tmp_path):
     """In 16 bits losses are near those of fp32, and begin where plain Lightning with whole
     16-bit modules begins.
     """
@@ -470,7 +460,7 @@ def test_precisions(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_package_pytorch_lightning(tmp_path: Path, plain: Run) -> None:
+def test_the_package_pytorch_lightning(tmp_path, plain):
     run = cases(
         tmp_path,
         "--package",
@@ -486,7 +476,7 @@ def test_the_package_pytorch_lightning(tmp_path: Path, plain: Run) -> None:
 
 
 @pytest.mark.long
-def test_four_ranks_go_on_where_two_were(tmp_path: Path, below: Run, plain: Run) -> None:
+def test_four_ranks_go_on_where_two_were(tmp_path, below, plain):
     source = below.folder / "zero_stage_2-checkpoints" / "first.ckpt"
     run = cases(
         tmp_path,
@@ -507,7 +497,7 @@ def four(script: Path, out: Path, *arguments: str, timeout: float) -> list[Repor
 
 
 @pytest.mark.long
-def test_lightnings_deepspeed_strategy_on_the_facade(tmp_path: Path) -> None:
+def test_lightnings_deepspeed_strategy_on_the_facade(tmp_path):
     """With its check for CUDA taken away.
 
     Its windows cross epochs, its clipping is DeepSpeed's, and it divides the loss twice.

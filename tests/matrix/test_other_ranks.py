@@ -90,13 +90,13 @@ def lost(reports: list[dict[str, Any]], way: str, saved: int, ranks: int) -> lis
     return [sum(text in said for said in report[way]["said"]) for report in reports]
 
 
-def test_fewer_ranks_and_longer_windows(saved: Any, tmp_path: Path) -> None:
+def test_fewer_ranks_and_longer_windows(saved, tmp_path):
     reports = go_on(saved, tmp_path, (2, 3), (1, 2), accumulate=2)
     assert [lost(reports, way, 2, 1) for way in ("trainer", "loop")] == [[1], [1]]
 
 
 @pytest.mark.long
-def test_more_ranks(saved: Any, tmp_path: Path) -> None:
+def test_more_ranks(saved, tmp_path):
     reports = go_on(saved, tmp_path, (1, 1), (2, 3))
     assert [lost(reports, way, 1, 2) for way in ("trainer", "loop")] == [[1, 0], [1, 0]]
 
@@ -119,15 +119,13 @@ def killed_and_resumed(saved: Any, tmp_path: Path, ranks: int, stage: int, *how:
 
 
 @pytest.mark.long
-def test_a_trainer_that_is_killed_in_a_save(saved: Any, tmp_path: Path) -> None:
+def test_a_trainer_that_is_killed_in_a_save(saved, tmp_path):
     killed_and_resumed(saved, tmp_path, 1, 1)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", [(), ("--beside",)], ids=["waiting", "beside"])
-def test_ranks_of_a_trainer_that_are_killed_in_a_save(
-    how: tuple[str, ...], saved: Any, tmp_path: Path
-) -> None:
+def test_ranks_of_a_trainer_that_are_killed_in_a_save(how, saved, tmp_path):
     killed_and_resumed(saved, tmp_path, 2, 3, *how)
 
 
@@ -135,9 +133,7 @@ def test_ranks_of_a_trainer_that_are_killed_in_a_save(
 @pytest.mark.parametrize("after", [(2, 3), (4, 2), (1, 0)])
 @pytest.mark.parametrize("before", [(2, 3), (4, 1)])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_other_ranks(
-    before: tuple[int, int], after: tuple[int, int], accumulate: int, saved: Any, tmp_path: Path
-) -> None:
+def test_other_ranks(before, after, accumulate, saved, tmp_path):
     reports = go_on(saved, tmp_path, before, after, accumulate)
     changed = int(before[0] != after[0])
     for way in ("trainer", "loop"):

@@ -69,7 +69,7 @@ def only_adapters_travel(seen: dict[str, Any], stage: int, ranks: int = 2) -> No
 
 
 @pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.long)])
-def test_loops_for_accelerate(stage: int, base: Path, plain_loop: Plain, tmp_path: Path) -> None:
+def test_loops_for_accelerate(stage, base, plain_loop, tmp_path):
     folder, plain = plain_loop
     reports = launched.accelerate_launch(
         LOOP, tmp_path, "--base", str(base), stage=stage, gradient_clipping=1.0
@@ -115,8 +115,8 @@ def test_loops_for_accelerate(stage: int, base: Path, plain_loop: Plain, tmp_pat
     ids=["optimizer on cpu", "all on cpu", "stage 2, kernels", "stage 3, kernels"],
 )
 def test_loops_for_accelerate_offloaded_and_with_fused_kernels(
-    stage: int, keys: dict[str, Any], base: Path, plain_loop: Plain, tmp_path: Path
-) -> None:
+    stage, keys, base, plain_loop, tmp_path
+):
     folder, plain = plain_loop
     reports = launched.accelerate_launch(
         LOOP, tmp_path, "--base", str(base), stage=stage, gradient_clipping=1.0, **keys
@@ -146,7 +146,7 @@ def plain_trainer(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [3, 2])
-def test_trainers(stage: int, base: Path, plain_trainer: Plain, tmp_path: Path) -> None:
+def test_trainers(stage, base, plain_trainer, tmp_path):
     folder, plain = plain_trainer
     reports = launched.torchrun(TRAINER, tmp_path, "--base", str(base), "--stage", str(stage))
     want = plain()

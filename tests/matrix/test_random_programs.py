@@ -5,19 +5,9 @@ accumulation, clipping, evaluation, generation, and a checkpoint that another me
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.helpers.random_programs import (
-    STEPS,
-    Mesh,
-    Program,
-    Record,
-    kinds,
-    on_ranks,
-    runnable,
-)
+from tests.helpers.random_programs import STEPS, Mesh, Program, Record, kinds, on_ranks, runnable
 
 FAST, ALL = 10, 400
 # those of which causal_zoo.py makes no small model: layers that share weights, odd factors
@@ -56,7 +46,7 @@ def _compare_weights(program: Program, got: Record, want: Record) -> None:
     "seed",
     [seed if seed < FAST else pytest.param(seed, marks=pytest.mark.long) for seed in range(ALL)],
 )
-def test_as_in_one_process(seed: int, tmp_path: Path) -> None:
+def test_as_in_one_process(seed, tmp_path):
     program = Program.drawn(seed)
     found = runnable(program)
     if found is None:
@@ -71,6 +61,6 @@ def test_as_in_one_process(seed: int, tmp_path: Path) -> None:
             _compare_weights(program, record, want)
 
 
-def test_every_model_type_has_its_seed() -> None:
+def test_every_model_type_has_its_seed():
     assert len(kinds()) <= ALL and {Program.drawn(seed).kind for seed in range(ALL)} == set(kinds())
     assert set(kinds()) >= NOT_BUILT

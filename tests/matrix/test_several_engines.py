@@ -39,7 +39,7 @@ def compare(found: dict[str, Any], want: dict[str, Any], case: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_several_models_train_as_they_do_plainly(stage: int, plain: Plain, tmp_path: Path) -> None:
+def test_several_models_train_as_they_do_plainly(stage, plain, tmp_path):
     reports = accelerate_launch(
         SCRIPT,
         tmp_path,
@@ -62,7 +62,7 @@ def test_several_models_train_as_they_do_plainly(stage: int, plain: Plain, tmp_p
 
 
 @pytest.mark.long
-def test_a_plugin_for_each_model(plain: Plain, tmp_path: Path) -> None:
+def test_a_plugin_for_each_model(plain, tmp_path):
     """Accelerate's ``deepspeed_plugins`` and ``select_deepspeed_plugin``: stages of their own,
     in one Accelerator and in two.
     """

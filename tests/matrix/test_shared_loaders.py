@@ -13,7 +13,7 @@ APART = "shuffled by ranks that are seeded apart"
 SCRIPT = Path(__file__).parent / "scripts" / "shared_loaders.py"
 
 
-def test_ranks_read_as_their_data_parallel_rank(tmp_path: Path) -> None:
+def test_ranks_read_as_their_data_parallel_rank(tmp_path):
     """Two groups of two ranks as two ranks, and a group of four or two as one process."""
     meshes = ("--meshes", "2x1", "1x2", "2x2")
     with beside(SCRIPT, tmp_path / "alone") as alone:

@@ -55,16 +55,16 @@ def _nearly(got: Any, want: Any) -> None:
         assert got == pytest.approx(want, rel=2e-5)
 
 
-def test_two_ranks_share_the_layers(tmp_path: Path) -> None:
+def test_two_ranks_share_the_layers(tmp_path):
     _compare(tmp_path, 2, (1, 3))
 
 
 @pytest.mark.long
-def test_two_groups_of_two(tmp_path: Path) -> None:
+def test_two_groups_of_two(tmp_path):
     _compare(tmp_path, 4, (2, 3))
 
 
-def test_two_ranks_share_the_layers_and_two_the_sequences(tmp_path: Path) -> None:
+def test_two_ranks_share_the_layers_and_two_the_sequences(tmp_path):
     with beside(SCRIPT, tmp_path / "alone", *CASE) as alone:
         reports = torchrun(SCRIPT, tmp_path / "ranks", *CASE, "--stages", "2", ranks=4, timeout=400)
         _nearly(reports[0]["sequences 2"], alone()["sequences None"])

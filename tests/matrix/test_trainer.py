@@ -95,7 +95,7 @@ def compare(
             )
 
 
-def test_generation_metrics_and_early_stopping(plain: Plain, tmp_path: Path) -> None:
+def test_generation_metrics_and_early_stopping(plain, tmp_path):
     """Rows that do not fill the last batch, answers of other lengths on other ranks, batches of
     like lengths, smoothed labels.
     """
@@ -105,7 +105,7 @@ def test_generation_metrics_and_early_stopping(plain: Plain, tmp_path: Path) -> 
 
 
 @pytest.mark.long
-def test_the_same_at_stage_2(plain: Plain, tmp_path: Path) -> None:
+def test_the_same_at_stage_2(plain, tmp_path):
     compare(FAST, (2,), plain, tmp_path)
 
 
@@ -113,12 +113,12 @@ def test_the_same_at_stage_2(plain: Plain, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "stage, offloaded", [(2, "optimizer on cpu"), (3, "all on cpu"), (3, "all in files")]
 )
-def test_the_same_offloaded(stage: int, offloaded: str, plain: Plain, tmp_path: Path) -> None:
+def test_the_same_offloaded(stage, offloaded, plain, tmp_path):
     compare(FAST, (stage,), plain, tmp_path, offloaded)
 
 
 @pytest.mark.long
-def test_other_models_and_checkpoints_of_the_model_alone(plain: Plain, tmp_path: Path) -> None:
+def test_other_models_and_checkpoints_of_the_model_alone(plain, tmp_path):
     compare(LONG, (2, 3), plain, tmp_path)
     for step in (2, 4):
         want = transformers.AutoModelForCausalLM.from_pretrained(

@@ -30,7 +30,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 ZERO = ("ours0", "ours1", "ours2", "ours3", "callback3", "stock3")
 
 
-def test_two_ranks_know_that_they_are_two(routes: Seen) -> None:
+def test_two_ranks_know_that_they_are_two(routes):
     for rank, seen in enumerate(routes):
         for name, entry in seen.items():
             assert entry["world"] == [2, 2], name
@@ -38,7 +38,7 @@ def test_two_ranks_know_that_they_are_two(routes: Seen) -> None:
             assert entry["batches"] == STEPS, name  # half of the rows
 
 
-def test_stages_and_routes_train_as_ddp(routes: Seen) -> None:
+def test_stages_and_routes_train_as_ddp(routes):
     oracle = routes[0]["ddp"]
     assert oracle["kind"] == "DistributedDataParallel" and len(oracle["loss"]) == STEPS
     for name in ZERO:
@@ -51,7 +51,7 @@ def test_stages_and_routes_train_as_ddp(routes: Seen) -> None:
         assert routes[0][f"ours{stage}"]["digest"] == pytest.approx(oracle["digest"], rel=1e-7)
 
 
-def test_all_of_them_are_sharded(routes: Seen) -> None:
+def test_all_of_them_are_sharded(routes):
     whole = routes[0]["ours0"]["bytes"]
     for rank, seen in enumerate(routes):
         for name in ZERO:
@@ -74,41 +74,39 @@ def test_all_of_them_are_sharded(routes: Seen) -> None:
                 )
 
 
-def test_a_plain_trainer_afterwards_is_plain(routes: Seen) -> None:
+def test_a_plain_trainer_afterwards_is_plain(routes):
     again, oracle = routes[0]["plain again"], routes[0]["ddp"]
     assert (again["kind"], again["distributed"]) == ("DistributedDataParallel", "MULTI_CPU")
     assert again["loss"] == oracle["loss"]
 
 
-def test_the_callback_reports_on_every_rank(routes: Seen) -> None:
+def test_the_callback_reports_on_every_rank(routes):
     for seen in routes:
         entry = seen["callback3"]
         assert len(entry["tokens_per_second"]) == len(entry["memory_mib"]) == STEPS
         assert all(value > 0 for value in [*entry["tokens_per_second"], *entry["memory_mib"]])
 
 
-def test_evaluation_before_training(routes: Seen) -> None:
+def test_evaluation_before_training(routes):
     for seen in routes:
         entry = seen["whole"]
         assert entry["before"] == pytest.approx(entry["expected before"], rel=1e-6)
         assert entry["predicted"] == 5
 
 
-def test_resuming_is_exact_and_finds_the_best_model(routes: Seen) -> None:
+def test_resuming_is_exact_and_finds_the_best_model(routes):
     whole, resumed = routes[0]["whole"], routes[0]["resumed"]
     for key in ("loss", "grad_norm", "eval_loss"):
         assert resumed[key] == whole[key]
     assert resumed["best"] == resumed["found again"] == min(whole["eval_loss"])
 
 
-def test_saved_weights_are_the_models(routes: Seen) -> None:
+def test_saved_weights_are_the_models(routes):
     assert all(seen["whole"]["saved"] for seen in routes)
 
 
 @pytest.mark.long  # TRL's trainers are started so in tests/matrix
-def test_accelerate_launch_gives_a_stock_trainer_the_same_training(
-    launched: Seen, routes: Seen
-) -> None:
+def test_accelerate_launch_gives_a_stock_trainer_the_same_training(launched, routes):
     for rank, seen in enumerate(launched):
         entry = seen["launched"]
         assert (entry["kind"], entry["distributed"], entry["stage"], entry["shards"]) == (

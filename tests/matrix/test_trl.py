@@ -137,11 +137,11 @@ def often(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Started:
 
 
 @pytest.mark.parametrize("case", OFTEN)
-def test_as_in_one_process(case: str, often: Started) -> None:
+def test_as_in_one_process(case, often):
     often.compare(case)
 
 
-def test_ranks_end_their_sequences_at_different_steps(often: Started) -> None:
+def test_ranks_end_their_sequences_at_different_steps(often):
     for case in ("grpo.gathered", "grpo.sharded"):
         first, second = (
             [max(map(len, said)) for said in rank[case]["completions"]] for rank in often.ranks
@@ -156,7 +156,7 @@ def seldom(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Started:
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", SELDOM)
-def test_the_rest_as_in_one_process(case: str, seldom: Started) -> None:
+def test_the_rest_as_in_one_process(case, seldom):
     seldom.compare(case)
 
 
@@ -167,7 +167,7 @@ def below(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Started:
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", OFTEN + SELDOM)
-def test_at_stage_2_as_in_one_process(case: str, below: Started) -> None:
+def test_at_stage_2_as_in_one_process(case, below):
     below.compare(case)
 
 
@@ -182,7 +182,7 @@ def offloaded(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Start
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", OFFLOADED)
-def test_offloaded_as_in_one_process(case: str, offloaded: Started) -> None:
+def test_offloaded_as_in_one_process(case, offloaded):
     offloaded.compare(case)
 
 
@@ -207,12 +207,12 @@ def keyed(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Started:
 
 @pytest.mark.long
 @pytest.mark.parametrize("case", KEYED)
-def test_with_fused_kernels_as_in_one_process(case: str, keyed: Started) -> None:
+def test_with_fused_kernels_as_in_one_process(case, keyed):
     keyed.compare(case)
 
 
 @pytest.mark.long
-def test_the_head_that_trl_puts_in_is_left_and_said_to_be(keyed: Started) -> None:
+def test_the_head_that_trl_puts_in_is_left_and_said_to_be(keyed):
     log = (keyed.folder / "ranks" / "log.txt").read_text()
     assert "left: the model's forward is another one already, of trl.trainer.utils" in log
     assert "left: no fused head for LlamaForSequenceClassification" in log

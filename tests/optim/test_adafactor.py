@@ -45,7 +45,7 @@ def stepped_alike(ours: Any, mine: Any, theirs: Any, want: Any, first: int = 0) 
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_it_is_transformers_update(settings: dict[str, Any]) -> None:
+def test_it_is_transformers_update(settings):
     mine, want = parameters(), parameters()
     ours = Adafactor(mine, **settings)
     stepped_alike(ours, mine, transformers.Adafactor(want, **settings), want)
@@ -65,7 +65,7 @@ ADOPTED = [
 
 
 @pytest.mark.parametrize(("kind", "settings"), ADOPTED)
-def test_an_object_of_another_library_goes_on_as_it_was(kind: Any, settings: Any) -> None:
+def test_an_object_of_another_library_goes_on_as_it_was(kind, settings):
     """Also with the state of steps before."""
     mine, want = parameters(), parameters()
     ours, theirs = kind(mine, **settings), kind(want, **settings)
@@ -79,14 +79,14 @@ def test_an_object_of_another_library_goes_on_as_it_was(kind: Any, settings: Any
     assert type(ours) is kind
 
 
-def test_parameters_of_several_dtypes() -> None:
+def test_parameters_of_several_dtypes():
     mine, want = parameters(), parameters()
     for each in (mine, want):
         each[0].data, each[3].data = each[0].data.double(), each[3].data.double()
     stepped_alike(Adafactor(mine), mine, transformers.Adafactor(want), want)
 
 
-def test_a_state_dict_goes_on() -> None:
+def test_a_state_dict_goes_on():
     mine, want = parameters(), parameters()
     ours, theirs = Adafactor(mine), transformers.Adafactor(want)
     stepped_alike(ours, mine, theirs, want)
@@ -101,7 +101,7 @@ def test_a_state_dict_goes_on() -> None:
         lambda shape: st.tuples(st.just(tuple(shape)), st.integers(0, 700), st.integers(0, 700))
     )
 )
-def test_rectangles_are_the_elements_in_order(of: Any) -> None:
+def test_rectangles_are_the_elements_in_order(of):
     shape, one, other = of
     values = torch.arange(torch.Size(shape).numel())
     start, stop = sorted(min(each, values.numel()) for each in (one, other))
@@ -129,12 +129,12 @@ def test_rectangles_are_the_elements_in_order(of: Any) -> None:
         ({"beta1": 1.0}, "beta1 is 1.0"),
     ],
 )
-def test_what_is_out_of_range_is_named(settings: dict[str, Any], message: str) -> None:
+def test_what_is_out_of_range_is_named(settings, message):
     with pytest.raises(ConfigError, match=message):
         Adafactor(parameters(), **settings)
 
 
-def test_keys_of_the_configuration() -> None:
+def test_keys_of_the_configuration():
     params: dict[str, Any] = {"lr": 0.1, "relative_step": False, "beta1": None, "eps": [0.1, 0.2]}
     made = build_optimizer(OptimizerConfig(type="adafactor", params=params), parameters())
     assert isinstance(made, Adafactor)

@@ -5,12 +5,11 @@ flat ones, at every stage and offloaded.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_zero.deepspeed import optimizers
 from hf_zero.errors import ConfigError
@@ -20,7 +19,7 @@ from hf_zero.optim.fused import FusedStep
 from tests.helpers import oracle
 from tests.helpers.checked_triton import checked_triton
 from tests.helpers.engines import config_of, full_weights, start
-from tests.helpers.stacks import by_hand, on_ranks, squared
+from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, squared
 from tests.helpers.training import At
 
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.999), 1e-6, 0.1
@@ -55,7 +54,7 @@ WAYS: list[dict[str, Any]] = [{}, {"fused": True}, {"foreach": True}, {"foreach"
 
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("way", [*WAYS, "cpu"])
-def test_moments_count_as_they_are(way: Any, decoupled: bool) -> None:
+def test_moments_count_as_they_are(way, decoupled):
     start = torch.randn(37, generator=torch.Generator().manual_seed(0))
     ours, plain = (nn.Parameter(start.clone()) for _ in range(2))
     if way == "cpu":
@@ -71,7 +70,7 @@ def test_moments_count_as_they_are(way: Any, decoupled: bool) -> None:
     assert optimizer.state[ours]["step"] == 4
 
 
-def test_with_correction_it_is_torchs() -> None:
+def test_with_correction_it_is_torchs():
     start = torch.arange(5.0)
     ours, theirs = (nn.Parameter(start.clone()) for _ in range(2))
     for optimizer in (Adam([ours]), torch.optim.Adam([theirs])):
@@ -102,11 +101,11 @@ def launches(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_named_by_a_configuration_or_passed(stage: int, launches: list[Any]) -> None:
+def test_named_by_a_configuration_or_passed(stage, launches):
     want, _ = by_hand(lambda model: ByHand(model.parameters()), [[(1.0, 0)]] * 3, 2)
     params = settings(True) | {"betas": list(BETAS)}
 
-    def run(rank: int, model: nn.Module, named: bool) -> dict[str, Tensor]:
+    def run(rank, model, named):
         section = {"optimizer": {"type": "AdamW", "params": params}} if named else {}
         passed = None if named else optimizers.FusedAdam(model.parameters(), **settings(True))
         engine = start(model, passed, config_of(stage, **section))
@@ -122,12 +121,12 @@ def test_named_by_a_configuration_or_passed(stage: int, launches: list[Any]) -> 
 
 
 @pytest.mark.parametrize("kind", ["Adam", "DeepSpeedCPUAdam"])
-def test_offloaded(kind: str) -> None:
+def test_offloaded(kind):
     want, _ = by_hand(lambda model: ByHand(model.parameters()), [[(1.0, 0)]] * 3, 2)
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     section = {"type": kind, "params": settings(True) | {"betas": list(BETAS)}}
 
-    def run(rank: int, model: nn.Module) -> dict[str, Tensor]:
+    def run(rank, model):
         engine = start(model, None, config_of(2, zero_optimization=zero, optimizer=section))
         for step in range(3):
             engine.backward(squared(engine, At(step, 0, rank)))
@@ -137,11 +136,11 @@ def test_offloaded(kind: str) -> None:
     oracle.compare_tensors("weights", on_ranks(2, run)[0], want, floor=oracle.ADAM_ROUNDING)
 
 
-def test_a_checkpoint_goes_on_offloaded_and_not(tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_offloaded_and_not(tmp_path):
     want, _ = by_hand(lambda model: ByHand(model.parameters()), [[(1.0, 0)]] * 4, 2)
     section = {"type": "AdamW", "params": settings(True) | {"betas": list(BETAS)}}
 
-    def run(rank: int, model: nn.Module, steps: range, device: str) -> dict[str, Tensor]:
+    def run(rank, model, steps, device):
         zero = {"stage": 2, "offload_optimizer": {"device": device}}
         engine = start(model, None, config_of(2, zero_optimization=zero, optimizer=section))
         if steps[0]:
@@ -160,7 +159,7 @@ def test_a_checkpoint_goes_on_offloaded_and_not(tmp_path: Path) -> None:
     oracle.compare_tensors("weights", got, want, floor=oracle.ADAM_ROUNDING)
 
 
-def test_a_step_that_overflows_is_not_counted() -> None:
+def test_a_step_that_overflows_is_not_counted():
     parameter = nn.Parameter(torch.ones(4))
     optimizer: Any = Adam([parameter], bias_correction=False, fused=True)
     for found in (0.0, 1.0, 0.0):
@@ -170,11 +169,9 @@ def test_a_step_that_overflows_is_not_counted() -> None:
     assert optimizer.state[parameter]["step"] == 2
 
 
-def test_not_in_one_bit() -> None:
-    def run(rank: int, model: nn.Module) -> None:
-        optimizer = optimizers.FusedAdam(model.parameters(), bias_correction=False)
-        one_bit = {"bits": 1, "freeze_step": 2}
-        with pytest.raises(ConfigError, match="bias_correction: a group leaves it out"):
-            start(model, optimizer, config_of(1, compressed_communication=one_bit))
-
-    on_ranks(1, run)
+@on_each_rank(1)
+def test_not_in_one_bit(rank, model):
+    optimizer = optimizers.FusedAdam(model.parameters(), bias_correction=False)
+    one_bit = {"bits": 1, "freeze_step": 2}
+    with pytest.raises(ConfigError, match="bias_correction: a group leaves it out"):
+        start(model, optimizer, config_of(1, compressed_communication=one_bit))

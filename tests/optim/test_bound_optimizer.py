@@ -207,9 +207,7 @@ def places(draw: st.DrawFn) -> dict[str, Any]:
     case=st.sampled_from(sorted(CASES)),
     foreach=st.sampled_from([None, False, True]),
 )
-def test_sharded_steps_equal_whole_steps_bit_for_bit(
-    where: dict[str, Any], case: str, foreach: bool | None
-) -> None:
+def test_sharded_steps_equal_whole_steps_bit_for_bit(where, case, foreach):
     it = world(case, foreach=foreach, **unfused(case), **where)
     for _ in range(3):
         it.step()
@@ -218,7 +216,7 @@ def test_sharded_steps_equal_whole_steps_bit_for_bit(
 
 @settings(max_examples=40, deadline=None)
 @given(where=places(), case=st.sampled_from(sorted(CASES)))
-def test_existing_state_is_carried_over_bit_for_bit(where: dict[str, Any], case: str) -> None:
+def test_existing_state_is_carried_over_bit_for_bit(where, case):
     it = world(case, steps_before=2, foreach=False, **unfused(case), **where)
     for _ in range(2):
         it.step()
@@ -226,7 +224,7 @@ def test_existing_state_is_carried_over_bit_for_bit(where: dict[str, Any], case:
 
 
 @pytest.mark.parametrize("case", sorted(CASES))
-def test_every_listed_class_keeps_its_numbers_on_every_rank(case: str) -> None:
+def test_every_listed_class_keeps_its_numbers_on_every_rank(case):
     # Four shards of the small bias unit: some ranks own nothing of a group, and their counters must
     # run all the same.
     it = world(case, shards=4, units=[{"a.weight": (3, 5)}, {"a.bias": (2,), "a.scale": ()}])
@@ -241,7 +239,7 @@ def test_every_listed_class_keeps_its_numbers_on_every_rank(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", FUSED)
-def test_fused_is_switched_on_and_equals_the_plain_update_up_to_rounding(case: str) -> None:
+def test_fused_is_switched_on_and_equals_the_plain_update_up_to_rounding(case):
     it = world(case)
     assert all(group["fused"] is True for bound in it.bound for group in bound.groups)
     for _ in range(5):
@@ -252,14 +250,14 @@ def test_fused_is_switched_on_and_equals_the_plain_update_up_to_rounding(case: s
 @pytest.mark.parametrize(
     "options", [{"fused": False}, {"foreach": True}, {"foreach": False}, {"differentiable": True}]
 )
-def test_fused_stays_off_where_the_user_chose_otherwise(options: dict[str, Any]) -> None:
+def test_fused_stays_off_where_the_user_chose_otherwise(options):
     it = world("AdamW", **options)
     assert not any(group["fused"] for bound in it.bound for group in bound.groups)
     it.step()
     it.assert_equal(rtol=1e-5, atol=1e-7)
 
 
-def test_the_users_capturable_group_keeps_its_counters_on_the_device() -> None:
+def test_the_users_capturable_group_keeps_its_counters_on_the_device():
     it = world("AdamW", capturable=True)
     it.step()
     it.assert_equal(rtol=1e-5, atol=1e-7)
@@ -268,7 +266,7 @@ def test_the_users_capturable_group_keeps_its_counters_on_the_device() -> None:
 
 @pytest.mark.parametrize("case", sorted(CASES))
 @pytest.mark.parametrize("fused", [True, False])
-def test_overflow_leaves_weights_state_and_counters_alone(case: str, fused: bool) -> None:
+def test_overflow_leaves_weights_state_and_counters_alone(case, fused):
     it = world(case, **({} if fused else {"foreach": True, **unfused(case)}))
     # The first step too: torch's fused SGD would leave its momentum buffers uninitialised there.
     for found_inf in (1.0, 0.0, 3.0, 0.0):
@@ -277,7 +275,7 @@ def test_overflow_leaves_weights_state_and_counters_alone(case: str, fused: bool
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": False, "foreach": True}])
-def test_overflow_keeps_infinities_out(options: dict[str, Any]) -> None:
+def test_overflow_keeps_infinities_out(options):
     it = world("AdamW", shards=1, **options)
     before = {name: tensor.clone() for name, tensor in it.sharded().items()}
     for flat in it.ranks[0]:
@@ -289,9 +287,7 @@ def test_overflow_keeps_infinities_out(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"fused": False}, {"foreach": True}])
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float16])
-def test_gradients_of_16_bit_are_cast_first(
-    grad_dtype: torch.dtype, options: dict[str, Any]
-) -> None:
+def test_gradients_of_16_bit_are_cast_first(grad_dtype, options):
     it = world("AdamW", grad_dtype=grad_dtype, **options)
     for _ in range(2):
         it.gradients(4.0)
@@ -304,7 +300,7 @@ def test_gradients_of_16_bit_are_cast_first(
     it.assert_equal(rtol=1e-5, atol=1e-7)
 
 
-def test_hyperparameters_stay_live_and_the_object_its_own() -> None:
+def test_hyperparameters_stay_live_and_the_object_its_own():
     it = world("AdamW", shards=2)
     optimizer = it.bound[0].optimizer
     dicts = [id(group) for group in optimizer.param_groups]
@@ -323,7 +319,7 @@ def test_hyperparameters_stay_live_and_the_object_its_own() -> None:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("before", [True, False])
-def test_schedulers_see_the_step(before: bool) -> None:
+def test_schedulers_see_the_step(before):
     parameter = torch.nn.Parameter(torch.zeros(4))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     [[flat]] = shard([{"p": parameter.data}], 1, together=True)
@@ -336,7 +332,7 @@ def test_schedulers_see_the_step(before: bool) -> None:
     scheduler.step()
 
 
-def test_hooks_and_wrappers_of_the_user_run_once_a_step_and_not_for_a_load() -> None:
+def test_hooks_and_wrappers_of_the_user_run_once_a_step_and_not_for_a_load():
     it = world("AdamW", shards=1)
     bound, calls = it.bound[0], []
     bound.optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
@@ -349,7 +345,7 @@ def test_hooks_and_wrappers_of_the_user_run_once_a_step_and_not_for_a_load() -> 
     assert bound.scalars() == [{"step": 4.0}, {"step": 4.0}]
 
 
-def test_state_dict_goes_out_and_in() -> None:
+def test_state_dict_goes_out_and_in():
     it = world("Adam", steps_before=1)
     it.step()
     saved = [bound.optimizer.state_dict() for bound in it.bound]
@@ -362,7 +358,7 @@ def test_state_dict_goes_out_and_in() -> None:
     )
 
 
-def test_gradients_are_gone_after_the_step_even_when_it_fails() -> None:
+def test_gradients_are_gone_after_the_step_even_when_it_fails():
     it = world("AdamW", shards=1)
     it.gradients()
     it.bound[0].step()
@@ -374,7 +370,7 @@ def test_gradients_are_gone_after_the_step_even_when_it_fails() -> None:
     assert not hasattr(it.bound[0].optimizer, "grad_scale")
 
 
-def test_a_flat_without_gradient_counts_as_zero() -> None:
+def test_a_flat_without_gradient_counts_as_zero():
     it = world("AdamW", shards=2)
     for _ in range(2):
         it.gradients()
@@ -390,7 +386,7 @@ def test_a_flat_without_gradient_counts_as_zero() -> None:
     it.assert_equal(rtol=1e-5, atol=1e-7)
 
 
-def test_gradients_may_move_between_steps() -> None:
+def test_gradients_may_move_between_steps():
     it = world(
         "AdamW",
         shards=2,
@@ -410,7 +406,7 @@ def test_gradients_may_move_between_steps() -> None:
 # ---- the table ----
 
 
-def test_runs_follow_groups_and_padding_joins_the_run_before() -> None:
+def test_runs_follow_groups_and_padding_joins_the_run_before():
     layout = FlatLayout.build([("a", (6,)), ("b", (4,)), ("c", (9,))], 4)
     group_of = {"a": 0, "b": 1, "c": 1}
     assert (layout.numel, layout.padded) == (19, 32)
@@ -425,7 +421,7 @@ def test_runs_follow_groups_and_padding_joins_the_run_before() -> None:
     assert group_runs(FlatLayout.build([], 1), (0, 0), {}) == []
 
 
-def test_touching_runs_of_one_group_become_one_segment() -> None:
+def test_touching_runs_of_one_group_become_one_segment():
     units = [{"x": torch.randn(8, 2)}, {"y": torch.randn(16)}, {"z": torch.randn(8, 4)}]
     for group_of, lengths in [
         ({"x": 0, "y": 0, "z": 0}, [64]),
@@ -444,7 +440,7 @@ def test_touching_runs_of_one_group_become_one_segment() -> None:
         )
 
 
-def test_masters_that_touch_stay_apart_where_gradients_do_not() -> None:
+def test_masters_that_touch_stay_apart_where_gradients_do_not():
     [flats] = shard([{"x": torch.randn(8)}, {"y": torch.randn(8)}], 1, together=True)
     flats[1].grad = torch.zeros(8)
     assert len(cut(flats, {"x": 0, "y": 0})) == 2
@@ -452,7 +448,7 @@ def test_masters_that_touch_stay_apart_where_gradients_do_not() -> None:
     assert len(cut(flats, {"x": 0, "y": 0})) == 2
 
 
-def test_frozen_flats_and_ungrouped_parameters_are_left_alone() -> None:
+def test_frozen_flats_and_ungrouped_parameters_are_left_alone():
     it = world("SGD", shards=2)
     flats = it.ranks[0]
     flats[0].trainable = False
@@ -470,7 +466,7 @@ def test_frozen_flats_and_ungrouped_parameters_are_left_alone() -> None:
     assert torch.equal(flats[1].master[run:], before[1][run:])
 
 
-def test_a_trainable_flat_without_master_weights_is_named() -> None:
+def test_a_trainable_flat_without_master_weights_is_named():
     it = world("SGD", shards=1)
     it.ranks[0][0].master = None  # type: ignore[assignment]
     with pytest.raises(PartitionError, match="unit0"):
@@ -482,9 +478,7 @@ def test_a_trainable_flat_without_master_weights_is_named() -> None:
 
 @pytest.mark.parametrize("case", sorted(CASES))
 @pytest.mark.parametrize("together", [True, False])
-def test_saved_state_continues_exactly_on_another_number_of_ranks(
-    case: str, together: bool
-) -> None:
+def test_saved_state_continues_exactly_on_another_number_of_ranks(case, together):
     one = world(case, shards=3, together=together, foreach=False, **unfused(case))
     two = world(case, shards=2, together=together, foreach=False, **unfused(case))
     for _ in range(3):
@@ -511,7 +505,7 @@ def test_saved_state_continues_exactly_on_another_number_of_ranks(
     two.assert_equal()
 
 
-def test_tensors_are_views_that_may_be_written() -> None:
+def test_tensors_are_views_that_may_be_written():
     it = world("AdamW", shards=2)
     it.step()
     for flats, bound in zip(it.ranks, it.bound):
@@ -533,7 +527,7 @@ def test_tensors_are_views_that_may_be_written() -> None:
     it.assert_equal(rtol=1e-5, atol=1e-7)
 
 
-def test_state_before_the_first_step() -> None:
+def test_state_before_the_first_step():
     it = world("AdamW", shards=1)
     bound, flat = it.bound[0], it.ranks[0][0]
     assert set(bound.tensors(flat)) == {"master"}
@@ -546,7 +540,7 @@ def test_state_before_the_first_step() -> None:
     assert bound.scalars() == [{"step": 0.0}, {"step": 0.0}]
 
 
-def test_created_state_starts_where_the_class_starts() -> None:
+def test_created_state_starts_where_the_class_starts():
     it = world("Adagrad", shards=1, together=False)
     for _, tensor in it.bound[0].segments:
         assert torch.all(it.bound[0].optimizer.state[tensor]["sum"][: tensor.numel() // 2] == 0.1)
@@ -557,7 +551,7 @@ def test_created_state_starts_where_the_class_starts() -> None:
     torch.testing.assert_close(step_sizes.unique(), torch.tensor([0.003, 0.01]))
 
 
-def test_state_of_another_optimizer_is_refused() -> None:
+def test_state_of_another_optimizer_is_refused():
     it = world("SGD-momentum", shards=1)
     bound, flat = it.bound[0], it.ranks[0][0]
     with pytest.raises(
@@ -575,7 +569,7 @@ def test_state_of_another_optimizer_is_refused() -> None:
         bound.load_hyperparameters([{}, {}, {}])
 
 
-def test_state_of_one_group_passes_over_the_other() -> None:
+def test_state_of_one_group_passes_over_the_other():
     # Momentum in group 0 only. What was saved for a chunk that had both groups is loaded where only
     # group 1 is owned.
     it = world("SGD", shards=4, units=[{"x": (24,), "y": (8,)}], group_of={"x": 0, "y": 1})
@@ -589,7 +583,7 @@ def test_state_of_one_group_passes_over_the_other() -> None:
     ] == [True, True, True, False]
 
 
-def test_hyperparameters_are_json_and_keep_their_form() -> None:
+def test_hyperparameters_are_json_and_keep_their_form():
     parameter = torch.nn.Parameter(torch.zeros(8))
     optimizer = torch.optim.AdamW([parameter], lr=torch.tensor(0.1), fused=True)
     optimizer.param_groups[0]["note"] = lambda: None

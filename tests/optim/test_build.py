@@ -20,13 +20,13 @@ def build(kind: str, **params: Any) -> torch.optim.Optimizer:
     "name",
     ["Adadelta", "Adagrad", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"],
 )
-def test_torch_classes_by_name_in_any_case(name: str) -> None:
+def test_torch_classes_by_name_in_any_case(name):
     for spelled in (name, name.lower(), name.upper()):
         assert type(build(spelled, lr=0.5)) is getattr(torch.optim, name)
 
 
 @pytest.mark.parametrize("kind", ["Adam", "FusedAdam"])
-def test_adam_means_adamw_unless_told_otherwise(kind: str) -> None:
+def test_adam_means_adamw_unless_told_otherwise(kind):
     assert type(build(kind)) is torch.optim.AdamW
     assert type(build(kind, adam_w_mode=True)) is torch.optim.AdamW
     assert type(build(kind, adam_w_mode=False)) is torch.optim.Adam
@@ -46,13 +46,11 @@ def test_adam_means_adamw_unless_told_otherwise(kind: str) -> None:
         ("NAdam", {}, 0),
     ],
 )
-def test_weight_decay_defaults_are_those_of_the_dialect(
-    kind: str, params: dict[str, Any], decay: float
-) -> None:
+def test_weight_decay_defaults_are_those_of_the_dialect(kind, params, decay):
     assert build(kind, **params).param_groups[0]["weight_decay"] == decay
 
 
-def test_parameters_arrive() -> None:
+def test_parameters_arrive():
     group = build(
         "AdamW",
         lr=2e-5,
@@ -73,7 +71,7 @@ def test_parameters_arrive() -> None:
     assert build("SGD", momentum=0.9, nesterov=True, fused=False).param_groups[0]["fused"] is False
 
 
-def test_lion_and_its_aliases() -> None:
+def test_lion_and_its_aliases():
     for kind in ("Lion", "FusedLion"):
         optimizer = build(kind)
         assert type(optimizer) is Lion and optimizer.param_groups[0]["lr"] == 1e-3
@@ -89,11 +87,11 @@ def test_lion_and_its_aliases() -> None:
         ("DeepSpeedCPUAdam", CPUAdam),
     ],
 )
-def test_names_of_the_host_optimizers(kind: str, cls: type) -> None:
+def test_names_of_the_host_optimizers(kind, cls):
     assert type(build(kind)) is cls
 
 
-def test_host_adam_decays_apart_unless_told_otherwise_and_keeps_moments_as_told() -> None:
+def test_host_adam_decays_apart_unless_told_otherwise_and_keeps_moments_as_told():
     assert build("DeepSpeedCPUAdam").param_groups[0]["decoupled_weight_decay"] is True
     assert build("CPUAdam", adam_w_mode=False).param_groups[0]["decoupled_weight_decay"] is False
     assert build("CPUAdam", adamw_mode=False).param_groups[0]["decoupled_weight_decay"] is False
@@ -108,7 +106,7 @@ def test_host_adam_decays_apart_unless_told_otherwise_and_keeps_moments_as_told(
         build("CPUAdagrad", fp32_optimizer_states=False)
 
 
-def test_groups_keep_what_they_set() -> None:
+def test_groups_keep_what_they_set():
     groups = [
         {"params": [torch.nn.Parameter(torch.zeros(1))], "weight_decay": w} for w in (0.0, 0.2)
     ]
@@ -123,30 +121,22 @@ def test_groups_keep_what_they_set() -> None:
     ("kind", "close"),
     [("AdmaW", "AdamW"), ("FusedAdm", "FusedAdam"), ("SGDD", "SGD"), ("lions", "Lion")],
 )
-def test_unknown_type_is_answered_with_the_nearest(kind: str, close: str) -> None:
+def test_unknown_type_is_answered_with_the_nearest(kind, close):
     with pytest.raises(
         ConfigError, match=rf"unknown optimizer type '{kind}'; did you mean '{close}'"
     ):
         build(kind)
 
 
-def test_unknown_type_that_resembles_nothing() -> None:
+def test_unknown_type_that_resembles_nothing():
     with pytest.raises(
         ConfigError, match="unknown optimizer type 'zzz'; known here: ASGD, Adadelta"
     ):
         build("zzz")
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "MuonAdamW",
-        "LBFGS",
-        "SparseAdam",
-        "muadam",
-    ],
-)
-def test_known_but_not_built(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["MuonAdamW", "LBFGS", "SparseAdam", "muadam"])
+def test_known_but_not_built(kind):
     with pytest.raises(NotBuiltError, match=rf"(?i)optimizer type '{kind}' is not built"):
         build(kind)
 
@@ -206,8 +196,6 @@ def test_known_but_not_built(kind: str) -> None:
         ),
     ],
 )
-def test_bad_parameters_are_named(
-    kind: str, params: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_bad_parameters_are_named(kind, params, error, message):
     with pytest.raises(error, match=message):
         build(kind, **params)

@@ -67,7 +67,7 @@ def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: r
 
 
 @pytest.mark.parametrize(("ours", "theirs"), PAIRS)
-def test_updates_and_state_are_those_of_torch(ours: Make, theirs: Make) -> None:
+def test_updates_and_state_are_those_of_torch(ours, theirs):
     first, second = parameters(), parameters()
     one, other = ours(first), theirs(second)
     train(one, first, range(4))
@@ -86,7 +86,7 @@ def test_updates_and_state_are_those_of_torch(ours: Make, theirs: Make) -> None:
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("cls", [CPUAdam, CPULion])
-def test_a_resumed_run_goes_on_bit_for_bit(cls: Any, moments: str) -> None:
+def test_a_resumed_run_goes_on_bit_for_bit(cls, moments):
     straight = parameters()
     optimizer = cls(straight, lr=1e-2, moments=moments)
     train(optimizer, straight, range(6))
@@ -105,7 +105,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(cls: Any, moments: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(straight, cut))
 
 
-def test_a_state_dict_goes_between_settings_and_into_torchs_class() -> None:
+def test_a_state_dict_goes_between_settings_and_into_torchs_class():
     params = parameters()
     narrow = CPUAdam(params, lr=1e-2, moments="int8", adamw_mode=False)
     train(narrow, params, range(3))
@@ -129,7 +129,7 @@ def test_a_state_dict_goes_between_settings_and_into_torchs_class() -> None:
     assert torch.equal(ours.codes, kept.codes) and torch.equal(ours.scales, kept.scales)
 
 
-def test_a_copy_and_a_pickle_step_alike() -> None:
+def test_a_copy_and_a_pickle_step_alike():
     params = parameters()
     optimizer = CPUAdam(params, lr=1e-2, moments="bf16")
     train(optimizer, params, range(2))
@@ -142,7 +142,7 @@ def test_a_copy_and_a_pickle_step_alike() -> None:
         assert all(torch.equal(a, b) for a, b in zip(theirs, again.param_groups[0]["params"]))
 
 
-def test_a_schedule_and_a_tensor_as_learning_rate_are_followed() -> None:
+def test_a_schedule_and_a_tensor_as_learning_rate_are_followed():
     params = [nn.Parameter(torch.ones(2))]
     optimizer = CPUSGD(params, lr=torch.tensor(1.0))
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
@@ -153,11 +153,11 @@ def test_a_schedule_and_a_tensor_as_learning_rate_are_followed() -> None:
     assert params[0].detach().tolist() == pytest.approx([-0.1, -0.1])
 
 
-def test_a_closure_is_called_with_gradients_on() -> None:
+def test_a_closure_is_called_with_gradients_on():
     param = nn.Parameter(torch.ones(2))
     optimizer = CPUAdam([param])
 
-    def closure() -> torch.Tensor:
+    def closure():
         loss = param.square().sum()
         loss.backward()
         return loss
@@ -166,7 +166,7 @@ def test_a_closure_is_called_with_gradients_on() -> None:
 
 
 @pytest.mark.parametrize("cls", [CPUAdam, CPULion, CPUAdagrad, CPUSGD])
-def test_they_are_elementwise_until_the_update_is_replaced(cls: type) -> None:
+def test_they_are_elementwise_until_the_update_is_replaced(cls):
     check(cls([nn.Parameter(torch.ones(1))]))
     assert elementwise_base(type("Renamed", (cls,), {})) is cls
     assert elementwise_base(type("Other", (cls,), {"update": lambda self: None})) is None
@@ -174,9 +174,7 @@ def test_they_are_elementwise_until_the_update_is_replaced(cls: type) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("ours", "plain"), PAIRS)
-def test_parameters_in_16_bits_have_masters_of_their_own(
-    ours: Make, plain: Make, dtype: torch.dtype
-) -> None:
+def test_parameters_in_16_bits_have_masters_of_their_own(ours, plain, dtype):
     """Also across a state dict, for parameters that are not contiguous, and where the script
     writes to one.
     """
@@ -202,7 +200,7 @@ def test_parameters_in_16_bits_have_masters_of_their_own(
         assert torch.equal(half.detach(), master.to(dtype))
 
 
-def test_small_updates_of_bf16_parameters_add_up() -> None:
+def test_small_updates_of_bf16_parameters_add_up():
     param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     optimizer = CPUAdam([param], lr=1e-4)
     for _ in range(100):
@@ -212,8 +210,8 @@ def test_small_updates_of_bf16_parameters_add_up() -> None:
 
 
 @pytest.mark.parametrize("cls", [CPUAdam, CPULion, CPUAdagrad, CPUSGD])
-def test_parameters_that_are_not_taken(cls: Any) -> None:
-    def step(param: torch.Tensor, grad: torch.Tensor) -> None:
+def test_parameters_that_are_not_taken(cls):
+    def step(param, grad):
         param.grad = grad
         cls([param], weight_decay=0.1).step()
 
@@ -233,7 +231,7 @@ def test_parameters_that_are_not_taken(cls: Any) -> None:
         step(nn.Parameter(torch.ones(2, 2)), torch.ones(2, 2).to_sparse())
 
 
-def test_adagrad_takes_sparse_gradients() -> None:
+def test_adagrad_takes_sparse_gradients():
     ours, plain = (nn.Parameter(torch.linspace(-1, 1, 12).view(6, 2)) for _ in range(2))
     optimizers = CPUAdagrad([ours], lr=0.1), torch.optim.Adagrad([plain], lr=0.1)
     draw = torch.Generator().manual_seed(0)
@@ -264,12 +262,12 @@ def test_adagrad_takes_sparse_gradients() -> None:
         (lambda p: CPUSGD(p, nesterov=True), "CPUSGD: nesterov needs momentum and no dampening"),
     ],
 )
-def test_settings_out_of_range(make: Make, message: str) -> None:
+def test_settings_out_of_range(make, message):
     with pytest.raises(ConfigError, match=message):
         make([nn.Parameter(torch.ones(1))])
 
 
-def test_under_an_engine_moments_are_one_number_per_element() -> None:
+def test_under_an_engine_moments_are_one_number_per_element():
     narrow = CPUAdam([nn.Parameter(torch.ones(1))], moments="bf16")
     assert (
         fresh_state(narrow, narrow.param_groups[0], torch.zeros(1))["exp_avg"].dtype

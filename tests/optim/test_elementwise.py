@@ -18,12 +18,12 @@ def over(cls: type, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("cls", ELEMENTWISE)
-def test_listed_classes_pass(cls: type[torch.optim.Optimizer]) -> None:
+def test_listed_classes_pass(cls):
     check(over(cls))
     assert elementwise_base(cls) is cls
 
 
-def test_every_class_of_torch_optim_is_either_listed_or_refused() -> None:
+def test_every_class_of_torch_optim_is_either_listed_or_refused():
     classes = {
         c
         for c in vars(torch.optim).values()
@@ -35,9 +35,9 @@ def test_every_class_of_torch_optim_is_either_listed_or_refused() -> None:
     assert refused == {"Adafactor", "LBFGS", "Muon", "SparseAdam"}
 
 
-def test_a_subclass_with_the_same_update_passes() -> None:
+def test_a_subclass_with_the_same_update_passes():
     class Defaults(torch.optim.AdamW):
-        def __init__(self, params: Any) -> None:
+        def __init__(self, params):
             super().__init__(params, lr=0.5)
 
     check(over(Defaults))
@@ -45,7 +45,7 @@ def test_a_subclass_with_the_same_update_passes() -> None:
 
 
 @pytest.mark.parametrize("method", ["step", "_init_group"])
-def test_a_subclass_with_its_own_update_is_refused(method: str) -> None:
+def test_a_subclass_with_its_own_update_is_refused(method):
     Normed = type("Normed", (torch.optim.SGD,), {method: lambda self, *args: None})
     with pytest.raises(
         UnsupportedOptimizerError,
@@ -56,14 +56,8 @@ def test_a_subclass_with_its_own_update_is_refused(method: str) -> None:
     check(over(Normed), ("Normed",))
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("LBFGS", "dot products"),
-        ("SparseAdam", "sparse"),
-    ],
-)
-def test_whole_tensor_optimizers_are_refused_with_the_reason(name: str, why: str) -> None:
+@pytest.mark.parametrize(("name", "why"), [("LBFGS", "dot products"), ("SparseAdam", "sparse")])
+def test_whole_tensor_optimizers_are_refused_with_the_reason(name, why):
     with pytest.raises(
         UnsupportedOptimizerError,
         match=rf'optimizer {name} .*{why}.*"elementwise_optimizers": \["{name}"\]',
@@ -71,7 +65,7 @@ def test_whole_tensor_optimizers_are_refused_with_the_reason(name: str, why: str
         check(over(getattr(torch.optim, name)))
 
 
-def test_whole_matrix_optimizers_of_torch_pass_unless_their_update_is_another() -> None:
+def test_whole_matrix_optimizers_of_torch_pass_unless_their_update_is_another():
     matrix = [torch.nn.Parameter(torch.ones(2, 2))]
     check(torch.optim.Muon(matrix))
     check(torch.optim.Adafactor(matrix))
@@ -90,7 +84,7 @@ class SOAP(Own):
     pass
 
 
-def test_unknown_classes_are_refused_unless_vouched_for() -> None:
+def test_unknown_classes_are_refused_unless_vouched_for():
     with pytest.raises(UnsupportedOptimizerError, match="hf-zero does not know whether"):
         check(over(Own), ("Other",))
     check(over(Own), ("Other", "Own"))
@@ -99,7 +93,7 @@ def test_unknown_classes_are_refused_unless_vouched_for() -> None:
         check(over(SOAP), ("Own",))
 
 
-def test_something_that_is_no_optimizer_is_refused() -> None:
+def test_something_that_is_no_optimizer_is_refused():
     class Wrapper:
         optimizer = over(Lion)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -31,7 +29,7 @@ def slow(
 
 @pytest.mark.parametrize("foreach", [None, True, False])
 @pytest.mark.parametrize(("decay", "maximize"), [(0.0, False), (0.3, False), (0.3, True)])
-def test_lion_follows_the_paper(foreach: bool | None, decay: float, maximize: bool) -> None:
+def test_lion_follows_the_paper(foreach, decay, maximize):
     start = [torch.randn(3, 2), torch.randn(5), torch.randn(()), torch.randn(0)]
     parameters = [torch.nn.Parameter(t.clone()) for t in start]
     optimizer = Lion(
@@ -63,7 +61,7 @@ def test_lion_follows_the_paper(foreach: bool | None, decay: float, maximize: bo
         assert set(optimizer.state[parameter]) == {"exp_avg"}
 
 
-def test_both_paths_agree_bit_for_bit_and_leave_gradients_alone() -> None:
+def test_both_paths_agree_bit_for_bit_and_leave_gradients_alone():
     start, gradient = torch.randn(257), torch.randn(257)
     results = []
     for foreach in (True, False):
@@ -77,7 +75,7 @@ def test_both_paths_agree_bit_for_bit_and_leave_gradients_alone() -> None:
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
 
 
-def test_parameters_without_gradient_and_mixed_dtypes() -> None:
+def test_parameters_without_gradient_and_mixed_dtypes():
     parameters = [
         torch.nn.Parameter(torch.ones(2)),
         torch.nn.Parameter(torch.ones(2, dtype=torch.float64)),
@@ -91,7 +89,7 @@ def test_parameters_without_gradient_and_mixed_dtypes() -> None:
     assert parameters[2] not in optimizer.state
 
 
-def test_state_dict_round_trip() -> None:
+def test_state_dict_round_trip():
     parameter = torch.nn.Parameter(torch.zeros(3))
     optimizer = Lion([parameter])
     parameter.grad = torch.ones(3)
@@ -117,12 +115,12 @@ def test_state_dict_round_trip() -> None:
         ({"weight_decay": -0.1}, "weight_decay is -0.1"),
     ],
 )
-def test_bad_hyperparameters_are_named(options: dict[str, Any], message: str) -> None:
+def test_bad_hyperparameters_are_named(options, message):
     with pytest.raises(ConfigError, match=message):
         Lion([torch.nn.Parameter(torch.zeros(1))], **options)
 
 
-def test_sparse_gradients_are_refused() -> None:
+def test_sparse_gradients_are_refused():
     parameter = torch.nn.Parameter(torch.zeros(3))
     parameter.grad = torch.zeros(3).to_sparse()
     with pytest.raises(UnsupportedOptimizerError, match=r"shape \(3,\) is sparse; make it dense"):

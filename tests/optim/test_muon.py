@@ -15,7 +15,7 @@ from hf_zero.optim.muon import hidden_matrices
 
 
 @pytest.mark.parametrize("settings", [{}, {"nesterov": False}, {"ns_steps": 3, "lr": 0.1}])
-def test_it_is_torchs_update_and_adamws(settings: dict[str, Any]) -> None:
+def test_it_is_torchs_update_and_adamws(settings):
     torch.manual_seed(0)
     mine = [torch.nn.Parameter(torch.randn(shape)) for shape in ((6, 4), (3, 9), (5,), (2, 3, 2))]
     want = [torch.nn.Parameter(p.detach().clone()) for p in mine]
@@ -49,19 +49,19 @@ def test_it_is_torchs_update_and_adamws(settings: dict[str, Any]) -> None:
         ({"ns_coefficients": (1.0,)}, "ns_coefficients"),
     ],
 )
-def test_what_is_out_of_range_is_named(settings: dict[str, Any], message: str) -> None:
+def test_what_is_out_of_range_is_named(settings, message):
     with pytest.raises(ConfigError, match=message):
         Muon([torch.nn.Parameter(torch.ones(2, 2))], **settings)
 
 
-def test_a_vector_goes_to_adamw() -> None:
+def test_a_vector_goes_to_adamw():
     optimizer = Muon([torch.nn.Parameter(torch.ones(2, 2))])
     with pytest.raises(ConfigError, match=r"parameter 0 of group 1 has shape \(3,\).*use_muon"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
     assert len(optimizer.param_groups) == 1
 
 
-def test_a_group_stays_of_its_kind() -> None:
+def test_a_group_stays_of_its_kind():
     weight = torch.nn.Parameter(torch.ones(2, 2))
     optimizer = Muon([weight])
     weight.grad = torch.ones(2, 2)
@@ -82,7 +82,7 @@ def bert() -> Any:
     return transformers.BertForMaskedLM(config)
 
 
-def test_hidden_matrices_are_neither_embeddings_nor_the_head() -> None:
+def test_hidden_matrices_are_neither_embeddings_nor_the_head():
     model = bert()
     hidden = hidden_matrices(model)
     found = {name for name, p in model.named_parameters() if any(p is each for each in hidden)}
@@ -97,7 +97,7 @@ def test_hidden_matrices_are_neither_embeddings_nor_the_head() -> None:
     }
 
 
-def test_groups_of_the_configuration_are_parted() -> None:
+def test_groups_of_the_configuration_are_parted():
     model = bert()
     model.cls.predictions.transform.dense.weight.use_muon = False
     params = {"lr": 0.5, "muon_lr": 0.1, "adam_lr": 0.2, "momentum": 0.8}
@@ -117,7 +117,7 @@ def test_groups_of_the_configuration_are_parted() -> None:
     ]
 
 
-def test_keys_of_the_configuration() -> None:
+def test_keys_of_the_configuration():
     weight: Any = torch.nn.Parameter(torch.ones(2, 2))
     weight.use_muon = True
     params: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw", "nesterov": False}
@@ -134,7 +134,7 @@ def test_keys_of_the_configuration() -> None:
             build_optimizer(OptimizerConfig(type="Muon", params={key: value}), [weight])
 
 
-def test_without_a_model_parameters_are_tagged() -> None:
+def test_without_a_model_parameters_are_tagged():
     weight = torch.nn.Parameter(torch.ones(2, 2))
     section = OptimizerConfig(type="Muon", params={})
     with pytest.raises(ConfigError, match="no attribute use_muon"):

@@ -61,7 +61,7 @@ class Stepping:
 
 
 @pytest.mark.parametrize("order", ["abc", "cba", "cab", "bca"])
-def test_what_was_updated_is_not_announced_again(order: str) -> None:
+def test_what_was_updated_is_not_announced_again(order):
     """Flats may be updated in another order than they were announced in: what waits is what the
     next forward needs first.
     """

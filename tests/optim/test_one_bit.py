@@ -23,7 +23,7 @@ def config(stage: int = 1, zero: Any = None, **more: Any) -> ZeroConfig:
     return ZeroConfig.from_dict({"zero_optimization": {"stage": stage, **(zero or {})}, **more})
 
 
-def test_any_adam_sends_its_momentum_where_the_section_asks_for_it() -> None:
+def test_any_adam_sends_its_momentum_where_the_section_asks_for_it():
     for cls in (torch.optim.Adam, torch.optim.AdamW):
         found = one_bit_of(config(**ONE), cls(parameters(), lr=0.1))
         assert found is not None and found.block == 2048
@@ -33,7 +33,7 @@ def test_any_adam_sends_its_momentum_where_the_section_asks_for_it() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_it_runs_at_stage_1(stage: int) -> None:
+def test_it_runs_at_stage_1(stage):
     given = config(stage)
     made = as_sent(given, one_bit_of(given, OneBitAdam(parameters(), freeze_step=3)))
     assert (made.stage, made.compressed_communication.bits) == (1, 1)
@@ -53,12 +53,12 @@ def test_it_runs_at_stage_1(stage: int) -> None:
     ],
     ids=str,
 )
-def test_what_does_not_go_with_it_is_named(given: ZeroConfig, message: str) -> None:
+def test_what_does_not_go_with_it_is_named(given, message):
     with pytest.raises(ConfigError, match=message):
         one_bit_of(given, OneBitAdam(parameters(), freeze_step=3))
 
 
-def test_groups_that_do_not_go_with_it_are_named() -> None:
+def test_groups_that_do_not_go_with_it_are_named():
     groups = [{"params": parameters()}, {"params": parameters(), "betas": (0.5, 0.9)}]
     for optimizer, message in (
         (torch.optim.AdamW(parameters(), amsgrad=True), "amsgrad: a group sets it"),
@@ -88,12 +88,12 @@ def test_groups_that_do_not_go_with_it_are_named() -> None:
     ],
     ids=str,
 )
-def test_settings_outside_their_range(cls: Any, settings: Any, message: str) -> None:
+def test_settings_outside_their_range(cls, settings, message):
     with pytest.raises(ValueError, match=message):
         cls(parameters(), **settings)
 
 
-def test_what_has_no_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_has_no_effect_is_said(caplog):
     caplog.set_level("INFO", "hf_zero")
     groups = [{"params": parameters(), "exp_avg_mask": torch.ones(4, 4)}]
     ZeroOneAdam(groups, cuda_aware=False, comm_backend_name="nccl")
@@ -102,7 +102,7 @@ def test_what_has_no_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
         assert key in said, key
 
 
-def test_a_freeze_step_that_nothing_reads_is_refused() -> None:
+def test_a_freeze_step_that_nothing_reads_is_refused():
     freeze = {"freeze_step": 4}
     for given, optimizer, message in (
         (freeze, OneBitAdam(parameters()), "write freeze_step in the parameters of OneBitAdam"),

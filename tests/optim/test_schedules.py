@@ -38,14 +38,14 @@ def curve(schedule: Any, steps: int, group: int = 0) -> list[float]:
     return [float(lr) for lr in seen]
 
 
-def test_warmup_linear() -> None:
+def test_warmup_linear():
     schedule = WarmupLR(
         adam(), warmup_min_lr=0.1, warmup_max_lr=0.5, warmup_num_steps=4, warmup_type="linear"
     )
     assert curve(schedule, 7) == pytest.approx([0.1, 0.1, 0.2, 0.3, 0.4, 0.5, 0.5, 0.5])
 
 
-def test_warmup_log() -> None:
+def test_warmup_log():
     schedule = WarmupLR(adam(), warmup_min_lr=0.0, warmup_max_lr=1.0, warmup_num_steps=8)
     # log of 1, 2, 4 and 8 in units of log 8, and the cap from iteration 8 on
     got = curve(schedule, 10)
@@ -55,7 +55,7 @@ def test_warmup_log() -> None:
     assert got[3] == pytest.approx(math.log(3) / math.log(8))
 
 
-def test_warmup_goes_to_the_learning_rate_of_each_group() -> None:
+def test_warmup_goes_to_the_learning_rate_of_each_group():
     schedule = WarmupLR(adam(0.5, 2.0), warmup_num_steps=2, warmup_type="linear")
     assert curve(schedule, 3, group=0) == [0.0, 0.0, 0.25, 0.5]
     assert schedule.get_last_lr() == [0.5, 2.0]
@@ -66,7 +66,7 @@ def test_warmup_goes_to_the_learning_rate_of_each_group() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
-def test_no_warm_up_counts_as_two_steps(steps: int) -> None:
+def test_no_warm_up_counts_as_two_steps(steps):
     assert curve(WarmupLR(adam(), warmup_num_steps=steps, warmup_type="linear"), 3) == [
         0.0,
         0.0,
@@ -75,7 +75,7 @@ def test_no_warm_up_counts_as_two_steps(steps: int) -> None:
     ]
 
 
-def test_warmup_decay() -> None:
+def test_warmup_decay():
     schedule = WarmupDecayLR(
         adam(), total_num_steps=8, warmup_max_lr=1.0, warmup_num_steps=4, warmup_type="linear"
     )
@@ -92,7 +92,7 @@ def test_warmup_decay() -> None:
     ] == pytest.approx(0.3)
 
 
-def test_warmup_cosine() -> None:
+def test_warmup_cosine():
     optimizer = adam(2.0, 4.0)
     schedule = WarmupCosineLR(
         optimizer, total_num_steps=6, warmup_num_steps=2, cos_min_ratio=0.1, warmup_type="linear"
@@ -114,7 +114,7 @@ def test_warmup_cosine() -> None:
     )
 
 
-def test_lr_range_test() -> None:
+def test_lr_range_test():
     assert curve(LRRangeTest(adam(), 0.1, 2, 0.5), 5) == pytest.approx(
         [0.1, 0.125, 0.15, 0.175, 0.2, 0.225]
     )
@@ -126,7 +126,7 @@ def test_lr_range_test() -> None:
     )
 
 
-def test_one_cycle_moves_lr_and_momentum_against_each_other() -> None:
+def test_one_cycle_moves_lr_and_momentum_against_each_other():
     schedule = OneCycle(
         adam(),
         0.1,
@@ -150,7 +150,7 @@ def test_one_cycle_moves_lr_and_momentum_against_each_other() -> None:
     assert {second for _, second in momenta} == {0.99}
 
 
-def test_one_cycle_in_stairs_and_without_decay() -> None:
+def test_one_cycle_in_stairs_and_without_decay():
     schedule = OneCycle(
         adam(), 0.0, 1.0, cycle_first_step_size=4, cycle_first_stair_count=2, cycle_momentum=False
     )
@@ -172,7 +172,7 @@ def test_one_cycle_in_stairs_and_without_decay() -> None:
     assert schedule.get_mom() == [(0.9, 0.99)] and schedule.step_ratio == 1.0
 
 
-def test_one_cycle_without_betas_warns() -> None:
+def test_one_cycle_without_betas_warns():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     with pytest.warns(
         UserWarning,
@@ -199,7 +199,7 @@ PARAMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", VALID_LR_SCHEDULES)
-def test_resuming_gives_the_same_curve(name: str) -> None:
+def test_resuming_gives_the_same_curve(name):
     whole = curve(build_scheduler(SchedulerConfig(name, PARAMS[name]), adam(0.7)), 10)
     first = build_scheduler(SchedulerConfig(name, PARAMS[name]), adam(0.7))
     curve(first, 4)
@@ -218,7 +218,7 @@ def test_resuming_gives_the_same_curve(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", VALID_LR_SCHEDULES)
-def test_tensor_learning_rates_are_written_in_place(name: str) -> None:
+def test_tensor_learning_rates_are_written_in_place(name):
     tensor = torch.tensor(0.7)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=tensor)
     want = curve(build_scheduler(SchedulerConfig(name, PARAMS[name]), adam(0.7)), 5)
@@ -230,7 +230,7 @@ def test_tensor_learning_rates_are_written_in_place(name: str) -> None:
     assert schedule.get_last_lr() == pytest.approx([want[-1]])
 
 
-def test_they_are_torch_schedulers_and_find_the_optimizer_in_a_wrapper() -> None:
+def test_they_are_torch_schedulers_and_find_the_optimizer_in_a_wrapper():
     class Wrapper:
         optimizer = adam(0.5)
 
@@ -247,7 +247,7 @@ def test_they_are_torch_schedulers_and_find_the_optimizer_in_a_wrapper() -> None
         WarmupLR(3)
 
 
-def test_torchs_own_schedules_by_name() -> None:
+def test_torchs_own_schedules_by_name():
     optimizer = adam(1.0)
     schedule = build_scheduler(SchedulerConfig("steplr", {"step_size": 1, "gamma": 0.1}), optimizer)
     assert isinstance(schedule, torch.optim.lr_scheduler.StepLR)
@@ -258,7 +258,7 @@ def test_torchs_own_schedules_by_name() -> None:
         build_scheduler(SchedulerConfig("OneCycleLR", {"max_lr": 0.1}), optimizer)
 
 
-def test_a_training_shorter_than_its_warm_up_warns() -> None:
+def test_a_training_shorter_than_its_warm_up_warns():
     for cls in (WarmupDecayLR, WarmupCosineLR):
         with pytest.warns(
             UserWarning,
@@ -274,7 +274,7 @@ def test_a_training_shorter_than_its_warm_up_warns() -> None:
     ("kind", "close"),
     [("WarmupDecay", "WarmupDecayLR"), ("OneCycel", "OneCycle"), ("warmup_lr_", "WarmupLR")],
 )
-def test_unknown_types_are_answered_with_the_nearest(kind: str, close: str) -> None:
+def test_unknown_types_are_answered_with_the_nearest(kind, close):
     with pytest.raises(
         ConfigError, match=rf"unknown scheduler type '{kind}'; did you mean .*'{close}'"
     ):
@@ -282,7 +282,7 @@ def test_unknown_types_are_answered_with_the_nearest(kind: str, close: str) -> N
 
 
 @pytest.mark.parametrize("kind", ["LambdaLR", "SequentialLR", "ReduceLROnPlateau"])
-def test_schedules_that_numbers_cannot_describe(kind: str) -> None:
+def test_schedules_that_numbers_cannot_describe(kind):
     with pytest.raises(
         NotBuiltError,
         match=rf"scheduler type '{kind}' is not built from a configuration: it takes "
@@ -363,12 +363,12 @@ def test_schedules_that_numbers_cannot_describe(kind: str) -> None:
         ),
     ],
 )
-def test_bad_parameters_are_named(kind: str, params: dict[str, Any], message: str) -> None:
+def test_bad_parameters_are_named(kind, params, message):
     with pytest.raises(ConfigError, match=message):
         build_scheduler(SchedulerConfig(kind, params), adam())
 
 
-def test_the_ratio_of_a_cosine() -> None:
+def test_the_ratio_of_a_cosine():
     schedule = WarmupCosineLR(adam(), 100, warmup_num_steps=10, warmup_min_ratio=0.0)
     assert schedule.get_lr_ratio() == 0.0
     (lr,) = schedule.base_lrs

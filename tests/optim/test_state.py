@@ -42,7 +42,7 @@ def bind(
     )
 
 
-def test_the_states_of_one_step_arrive_in_place_and_the_old_ones_go() -> None:
+def test_the_states_of_one_step_arrive_in_place_and_the_old_ones_go():
     parameters = fresh()
     optimizer = stepped(torch.optim.AdamW, parameters)
     moments = torch.cat([optimizer.state[p]["exp_avg"].reshape(-1) for p in parameters.values()])
@@ -54,9 +54,7 @@ def test_the_states_of_one_step_arrive_in_place_and_the_old_ones_go() -> None:
 
 
 @pytest.mark.parametrize("scalars_of", ["w", "s"])
-def test_step_counts_that_differ_in_a_group_are_refused_and_nothing_changes(
-    scalars_of: str,
-) -> None:
+def test_step_counts_that_differ_in_a_group_are_refused_and_nothing_changes(scalars_of):
     parameters = fresh()
     optimizer = stepped(torch.optim.Adam, parameters)
     optimizer.state[parameters[scalars_of]]["step"] += 1
@@ -74,9 +72,7 @@ def test_step_counts_that_differ_in_a_group_are_refused_and_nothing_changes(
 
 
 @pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.SGD])
-def test_a_parameter_without_the_state_of_its_group_is_refused(
-    cls: type[torch.optim.Optimizer],
-) -> None:
+def test_a_parameter_without_the_state_of_its_group_is_refused(cls):
     parameters = fresh()
     optimizer = stepped(
         cls, parameters, lr=0.1, **({"momentum": 0.9} if cls is torch.optim.SGD else {})
@@ -88,7 +84,7 @@ def test_a_parameter_without_the_state_of_its_group_is_refused(
         bind(optimizer, parameters)
 
 
-def test_state_that_is_neither_per_element_nor_a_number_is_refused() -> None:
+def test_state_that_is_neither_per_element_nor_a_number_is_refused():
     for value, told in [(torch.zeros(4), r"a tensor of shape \(4,\)"), ("text", "a str")]:
         parameters = fresh()
         optimizer = stepped(torch.optim.Adam, parameters)
@@ -100,7 +96,7 @@ def test_state_that_is_neither_per_element_nor_a_number_is_refused() -> None:
             bind(optimizer, parameters)
 
 
-def test_state_of_a_stranger_is_refused() -> None:
+def test_state_of_a_stranger_is_refused():
     parameters = fresh()
     optimizer = stepped(torch.optim.Adam, parameters)
     with pytest.raises(
@@ -113,7 +109,7 @@ def test_state_of_a_stranger_is_refused() -> None:
         bind(optimizer, parameters)
 
 
-def test_an_empty_entry_of_a_stranger_is_no_state() -> None:
+def test_an_empty_entry_of_a_stranger_is_no_state():
     parameters = fresh()
     optimizer = stepped(torch.optim.Adam, parameters)
     optimizer.state[torch.nn.Parameter(torch.zeros(2))] = {}
@@ -121,7 +117,7 @@ def test_an_empty_entry_of_a_stranger_is_no_state() -> None:
     assert list(optimizer.state) == [bound.segments[0][1]]
 
 
-def test_state_of_frozen_parameters_is_dropped() -> None:
+def test_state_of_frozen_parameters_is_dropped():
     parameters = fresh()
     frozen = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
     optimizer = torch.optim.Adagrad([*parameters.values(), frozen], lr=0.1)
@@ -129,7 +125,7 @@ def test_state_of_frozen_parameters_is_dropped() -> None:
     assert list(optimizer.state) == [bound.segments[0][1]]
 
 
-def test_a_buffer_that_is_none_counts_as_absent() -> None:
+def test_a_buffer_that_is_none_counts_as_absent():
     parameters = fresh()
     optimizer = torch.optim.SGD(parameters.values(), lr=0.1, momentum=0.9)
     for parameter in parameters.values():
@@ -138,7 +134,7 @@ def test_a_buffer_that_is_none_counts_as_absent() -> None:
     assert bound.scalars() == [{}] and not optimizer.state
 
 
-def test_16_bit_state_becomes_fp32() -> None:
+def test_16_bit_state_becomes_fp32():
     parameters = {name: torch.nn.Parameter(p.data.bfloat16()) for name, p in fresh().items()}
     optimizer = stepped(torch.optim.AdamW, parameters)
     want = optimizer.state[parameters["w"]]["exp_avg"].float().reshape(-1)
@@ -168,7 +164,7 @@ class PythonCounters(torch.optim.Optimizer):
                 p.sub_(state["average"], alpha=group["lr"])
 
 
-def test_an_optimizer_the_user_vouches_for_runs_with_python_counters() -> None:
+def test_an_optimizer_the_user_vouches_for_runs_with_python_counters():
     parameters = fresh()
     optimizer = stepped(PythonCounters, parameters)
     twins = {name: torch.nn.Parameter(p.detach().clone()) for name, p in parameters.items()}
@@ -204,7 +200,7 @@ class RowMeans(PythonCounters):
             self.state[p]["means"] = torch.zeros(2)
 
 
-def test_a_class_that_only_claims_to_be_element_wise_is_found_out_at_its_first_step() -> None:
+def test_a_class_that_only_claims_to_be_element_wise_is_found_out_at_its_first_step():
     bound = bind(RowMeans(fresh().values()), {})
     bound.step()
     parameters = fresh()
@@ -220,7 +216,7 @@ def test_a_class_that_only_claims_to_be_element_wise_is_found_out_at_its_first_s
         bind(RowMeans(parameters.values()), parameters).load_scalars([{"step": 1.0}])
 
 
-def test_numbers_and_tensors_are_told_apart() -> None:
+def test_numbers_and_tensors_are_told_apart():
     assert is_scalar("step", torch.tensor(1.0), ()) and not is_elementwise(
         "step", torch.tensor(1.0), ()
     )

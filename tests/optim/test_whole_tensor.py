@@ -62,7 +62,7 @@ def lars(
         {"bias_correction": False, "eps_inside_sqrt": True, "eps": 1e-3},
     ],
 )
-def test_lamb_is_its_formula(settings: dict[str, Any]) -> None:
+def test_lamb_is_its_formula(settings):
     mine = parameters()
     want, kept = [p.detach().clone() for p in mine], [{} for _ in mine]
     optimizer = Lamb(mine, lr=0.02, **settings)
@@ -83,7 +83,7 @@ def test_lamb_is_its_formula(settings: dict[str, Any]) -> None:
     "settings",
     [{}, {"weight_decay": 0.1, "momentum": 0.5}, {"nesterov": True, "trust_coefficient": 0.1}],
 )
-def test_lars_is_its_formula(settings: dict[str, Any]) -> None:
+def test_lars_is_its_formula(settings):
     mine = parameters()
     want, kept = [p.detach().clone() for p in mine], [{} for _ in mine]
     optimizer = LARS(mine, lr=0.5, **settings)
@@ -97,7 +97,7 @@ def test_lars_is_its_formula(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", [Lamb, LARS])
-def test_parameters_without_a_gradient_stay_and_count_by_themselves(kind: Any) -> None:
+def test_parameters_without_a_gradient_stay_and_count_by_themselves(kind):
     mine = parameters()
     optimizer = kind(mine)
     for step in range(3):
@@ -110,7 +110,7 @@ def test_parameters_without_a_gradient_stay_and_count_by_themselves(kind: Any) -
 
 
 @pytest.mark.parametrize("kind", [Lamb, LARS])
-def test_a_copy_goes_on_alike(kind: Any) -> None:
+def test_a_copy_goes_on_alike(kind):
     mine = parameters()
     optimizer = kind(mine)
     other = copy.deepcopy(optimizer)
@@ -134,13 +134,13 @@ def test_a_copy_goes_on_alike(kind: Any) -> None:
         (LARS, {"trust_coefficient": 0.0}, "LARS: .*trust_coefficient 0.0"),
     ],
 )
-def test_settings_out_of_range(kind: Any, settings: dict[str, Any], match: str) -> None:
+def test_settings_out_of_range(kind, settings, match):
     with pytest.raises(ConfigError, match=match):
         kind(parameters(), **settings)
 
 
 @pytest.mark.parametrize("kind", [Lamb, LARS])
-def test_sparse_gradients_are_refused(kind: Any) -> None:
+def test_sparse_gradients_are_refused(kind):
     table = torch.nn.Embedding(4, 2, sparse=True)
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(UnsupportedOptimizerError, match=r"shape \(4, 2\) is sparse"):
@@ -152,7 +152,7 @@ class OwnStep(Lamb):
         return super().step(closure)
 
 
-def test_a_step_of_ones_own_is_refused_on_shards() -> None:
+def test_a_step_of_ones_own_is_refused_on_shards():
     check(Lamb(parameters()))
     with pytest.raises(UnsupportedOptimizerError, match="optimizer OwnStep cannot run"):
         check(OwnStep(parameters()))

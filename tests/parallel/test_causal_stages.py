@@ -21,14 +21,12 @@ from tests.parallel.causal import TYPES, batches_of, model_of
 from tests.parallel.pipelines import config, plain, sgd
 
 
-def test_every_family_is_tested() -> None:
+def test_every_family_is_tested():
     assert {type(model_of(kind)).__name__ for kind in TYPES} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_stages_one_after_another_are_the_model(
-    kind: str, as_rank: Callable[[int, int], None]
-) -> None:
+def test_stages_one_after_another_are_the_model(kind, as_rank):
     whole = model_of(kind)
     names = dict(whole.named_parameters())
     stages = []
@@ -60,9 +58,7 @@ def test_stages_one_after_another_are_the_model(
     assert stages[1].config is stages[1].hf_model.config
 
 
-def test_embeddings_that_are_added_elsewhere_come_from_no_host_memory(
-    as_rank: Callable[[int, int], None],
-) -> None:
+def test_embeddings_that_are_added_elsewhere_come_from_no_host_memory(as_rank):
     """A copy of them to a GPU would be a wait for it in each forward of a stage."""
     as_rank(1, 3)
     stage = hf_zero.pipeline_stages(model_of("gpt2"), 3)
@@ -71,11 +67,11 @@ def test_embeddings_that_are_added_elsewhere_come_from_no_host_memory(
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_one_call_and_it_trains(kind: str) -> None:
+def test_one_call_and_it_trains(kind):
     """Interleaved on one rank: the same blocks in each chunk's forward as in the whole model."""
     whole, cut = model_of(kind), model_of(kind)
 
-    def rank(_: int) -> Any:
+    def rank(_):
         stages = hf_zero.pipeline_stages(cut, 1, stages_per_rank=3)
         engine, _, _, _ = hf_zero.initialize(
             model=stages, config=config(3, 1, kernels="off"), optimizer=sgd
@@ -102,10 +98,10 @@ def test_one_call_and_it_trains(kind: str) -> None:
         torch.testing.assert_close(logits, whole.eval()(**batches_of(1)[0]).logits)
 
 
-def test_generating_on_stages() -> None:
+def test_generating_on_stages():
     models = [model_of("llama") for _ in range(2)]
 
-    def rank(rank: int) -> None:
+    def rank(rank):
         stages = hf_zero.pipeline_stages(models[rank], 2)
         engine = hf_zero.initialize(model=stages, optimizer=sgd, config=config(2, 0))[0]
         ids = batches_of(1)[0]["input_ids"]
@@ -120,7 +116,7 @@ def test_generating_on_stages() -> None:
     run_ranks(2, rank)
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused():
     bert = BertForMaskedLM(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
     with pytest.raises(ConfigError, match=r"cut a BertForMaskedLM; it cuts LlamaForCausalLM, "):
         hf_zero.pipeline_stages(bert, 1)

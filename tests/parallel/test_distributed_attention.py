@@ -59,11 +59,11 @@ def computed(module: Any, tensors: list[torch.Tensor], call: Any) -> list[torch.
 @pytest.mark.parametrize("tokens_first", [True, False])
 @pytest.mark.parametrize(("size", "shared"), [(2, HEADS), (2, 2), (4, 2)])
 @pytest.mark.parametrize("joined", [False, True])
-def test_as_in_one_process(tokens_first: bool, size: int, shared: int, joined: bool) -> None:
+def test_as_in_one_process(tokens_first, size, shared, joined):
     order, at = (FIRST, 0) if tokens_first else ((0, 1, 2, 3), 1)
     whole = [each.permute(order) for each in drawn(shared)]
 
-    def rank(number: int) -> Any:
+    def rank(number):
         sequence = hf_zero.sequence_parallel(size)
         module = DistributedAttention(Local(tokens_first, joined), sequence.group, gather_idx=at)
         parts = [each.chunk(size, at)[number] for each in whole]
@@ -81,7 +81,7 @@ def test_as_in_one_process(tokens_first: bool, size: int, shared: int, joined: b
     assert [sent for _, sent in got] == [4] * size  # two, and two in the backward
 
 
-def test_without_sequence_parallelism_nothing_is_sent() -> None:
+def test_without_sequence_parallelism_nothing_is_sent():
     whole = drawn(HEADS)
     module = deepspeed.sequence.layer.DistributedAttention(Local(False, False), None, gather_idx=1)
     found = computed(module, whole, lambda m, q, k, v: m(q, k, v, 0, None, 0.3))
@@ -89,8 +89,8 @@ def test_without_sequence_parallelism_nothing_is_sent() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, want))
 
 
-def test_what_is_refused() -> None:
-    def rank(_: int) -> None:
+def test_what_is_refused():
+    def rank(_):
         with pytest.raises(ConfigError, match=r"not the group of this job's.*call hf_zero\.seq"):
             DistributedAttention(Local(True, False), dist.group.WORLD)
         module = DistributedAttention(Local(True, False), hf_zero.sequence_parallel(2).group)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,13 +43,11 @@ def step(engine: Any, rank: int, number: int) -> None:
     [((2, 2, 3), (4, 2, 1)), ((3, 3, 1), (2, 1, 3)), ((2, 1, 2), (2, 2, 2))],
     ids=["2 columns from 1", "no axis from 3 ranks", "2 ranks from no axis"],
 )
-def test_on_other_ranks(
-    before: tuple[int, int, int], after: tuple[int, int, int], tmp_path: Path
-) -> None:
+def test_on_other_ranks(before, after, tmp_path):
     """(ranks, expert ranks, stage) of the save and of what goes on from it."""
     whole = Routed("mixtral").build()
 
-    def save(rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def save(rank):
         engine = engine_of(whole, before[2], before[1])
         step(engine, rank, 0)
         engine.save_checkpoint(tmp_path, tag="t")
@@ -67,7 +64,7 @@ def test_on_other_ranks(
         name: value.shape for name, value in saved.items() if name in dict(whole.named_parameters())
     }
 
-    def go_on(rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def go_on(rank):
         engine = engine_of(whole, after[2], after[1])
         engine.load_checkpoint(tmp_path, tag="t")
         loaded = whole_state_dict(engine)
@@ -82,12 +79,12 @@ def test_on_other_ranks(
             torch.testing.assert_close(value, further[name], rtol=1e-5, atol=2e-5)
 
 
-def test_state_dicts_are_whole_without_an_engine() -> None:
+def test_state_dicts_are_whole_without_an_engine():
     """Before one takes the model and after it is destroyed."""
     whole = Routed("mixtral").build()
     given = {key: value.clone() for key, value in whole.state_dict().items()}
 
-    def run(rank: int) -> None:
+    def run(rank):
         model = expert_parallel(copy.deepcopy(whole), 2)
         assert all(model.state_dict()[key].equal(value) for key, value in given.items())
         model.load_state_dict({key: value + 1 for key, value in given.items()})
@@ -108,25 +105,23 @@ def test_state_dicts_are_whole_without_an_engine() -> None:
     [((2, 2, 3), (4, 4, 1)), ((4, 2, 1), (1, 1, 0)), ((2, 1, 2), (4, 2, 3))],
     ids=["4 ranks from 2", "1 rank from 2 of 4", "2 of 4 from no axis"],
 )
-def test_layers_of_deepspeed(
-    before: tuple[int, int, int], after: tuple[int, int, int], tmp_path: Path
-) -> None:
+def test_layers_of_deepspeed(before, after, tmp_path):
     """(ranks, expert ranks, stage) of the save and of what goes on from it: experts stand under
     their numbers among all.
     """
     job = MixedJob("top 2")
     whole = job.build()
 
-    def train(engine: Any, at: int) -> dict[str, torch.Tensor]:
+    def train(engine, at):
         engine.backward(job.loss(engine, At(at, 0, 0)))  # the same on all ranks
         engine.step()
         return whole_state_dict(engine, dtype=torch.float32)
 
-    def opened(size: int, stage: int) -> Any:
+    def opened(size, stage):
         model = part_of(whole, size, **job.options)
         return start(model, adamw(model), config_of(stage))
 
-    def save(rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def save(rank):
         engine = opened(*before[1:])
         saved = train(engine, 0)
         engine.save_checkpoint(tmp_path, tag="t")
@@ -142,7 +137,7 @@ def test_layers_of_deepspeed(
     for name, value in saved.items():
         assert value.equal(converted[name]) and value.equal(written[name]), name
 
-    def go_on(rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def go_on(rank):
         engine = opened(*after[1:])
         engine.load_checkpoint(tmp_path, tag="t")
         loaded, trained = whole_state_dict(engine, dtype=torch.float32), train(engine, 1)

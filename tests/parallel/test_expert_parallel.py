@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +25,6 @@ from hf_zero.parallel.expert.dispatch import Routes, run_experts
 from hf_zero.parallel.expert.marks import is_expert_parameter
 from hf_zero.parallel.expert.moe_layer import MoE
 from hf_zero.parallel.expert.recomputed import _Kept
-from hf_zero.zero.layout.box import Box
 from hf_zero.zero.layout.sharding import sharding_of
 from tests.helpers import oracle
 from tests.helpers.engines import config_of, start, train_on_threads
@@ -43,9 +41,7 @@ from tests.ranks.test_moe import Routed
 @pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2), (3, 3)])
 @pytest.mark.parametrize("name", test_moe.MODELS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_models_of_transformers(
-    stage: int, name: str, ranks: int, size: int, accumulation: int
-) -> None:
+def test_models_of_transformers(stage, name, ranks, size, accumulation):
     plan = Plan(ranks=ranks, steps=2, accumulation=accumulation)
     oracle.compare(
         train_on_threads(Routed(name), plan, spread(stage, size)),
@@ -83,9 +79,7 @@ class Unlike(Routed):
     "stage",
     [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3],
 )
-def test_ranks_without_tokens_and_frozen_experts(
-    stage: int, ranks: int, size: int, kind: str
-) -> None:
+def test_ranks_without_tokens_and_frozen_experts(stage, ranks, size, kind):
     plan = Plan(ranks=ranks, steps=2, accumulation=2)
     oracle.compare(
         train_on_threads(Unlike(kind), plan, spread(stage, size)),
@@ -94,18 +88,18 @@ def test_ranks_without_tokens_and_frozen_experts(
     )
 
 
-def test_a_rank_that_has_no_tokens() -> None:
+def test_a_rank_that_has_no_tokens():
     """It sends none, and its experts compute those of others."""
     weights = torch.randn(4, 3, 3)
 
-    def run(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(rank):
         axis = expert_axis(2, "the test")
         assert axis is not None
         own = weights[2 * rank : 2 * rank + 2].clone().requires_grad_()
         tokens_ = torch.arange(15.0 * rank).view(-1, 3)
         experts = torch.arange(len(tokens_))[:, None] % 4
 
-        def compute(rows: torch.Tensor, numbers: torch.Tensor, sizes: Any) -> torch.Tensor:
+        def compute(rows, numbers, sizes):
             return torch.einsum("nd,ndh->nh", rows, own[numbers])
 
         shares = torch.ones(len(tokens_), 1)
@@ -140,7 +134,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("more", OTHERS.values(), ids=OTHERS)
-def test_with_other_keys(more: dict[str, Any]) -> None:
+def test_with_other_keys(more):
     plan = Plan(ranks=4, steps=2, accumulation=2, clip=more.get("gradient_clipping", 0.0))
     oracle.compare(
         train_on_threads(Routed("mixtral"), plan, spread(3, 2, **more)),
@@ -180,9 +174,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_faults_are_caught(
-    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faults_are_caught(fault, monkeypatch):
     plan = Plan(ranks=4, steps=1)
     fault(monkeypatch)
     with pytest.raises(AssertionError, match=r"gradient|norm|loss"):
@@ -194,7 +186,7 @@ def test_faults_are_caught(
 
 
 @pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2)])
-def test_bytes_on_the_wire(ranks: int, size: int) -> None:
+def test_bytes_on_the_wire(ranks, size):
     job = Routed("mixtral")
     models = [job.build() for _ in range(ranks)]
     config = models[0].config
@@ -209,7 +201,7 @@ def test_bytes_on_the_wire(ranks: int, size: int) -> None:
     ]
     root = held - sum(blocks)
 
-    def run(rank: int) -> tuple[dict[str, int], dict[str, int], list[str]]:
+    def run(rank):
         model = models[rank]
         keyed = {
             **keys(size),
@@ -247,14 +239,14 @@ def test_bytes_on_the_wire(ranks: int, size: int) -> None:
     ids=["", "and layers"],
 )
 @pytest.mark.usefixtures("loads_at_once")
-def test_loaded_in_shards(ranks: int, more: dict[str, Any], tmp_path: Path) -> None:
+def test_loaded_in_shards(ranks, more, tmp_path):
     """Each rank reads the part of the experts that it keeps, and nothing is whole."""
     job = Routed("mixtral")
     job.options = {**job.options, "vocab_size": 68}
     whole = job.build()
     whole.save_pretrained(tmp_path)
 
-    def run(rank: int) -> dict[str, tuple[torch.Tensor, Box | None]]:
+    def run(rank):
         config = config_of(3, **keys(2), **more)
         model = hf_zero.from_pretrained(transformers.MixtralForCausalLM, tmp_path, config)
         engine = start(model, plain_sgd(model), config)
@@ -287,7 +279,7 @@ def refused(call: Callable[[], object], ranks: int = 2) -> str:
     return str(failed.value.__cause__)
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused():
     model = Routed("mixtral").build()
     assert "does not divide the 2 ranks" in refused(lambda: hf_zero.expert_parallel(model, 3))
     linear = torch.nn.Linear(2, 2)
@@ -302,7 +294,7 @@ def test_what_is_refused() -> None:
     assert "choose a size that divides 3" in refused(lambda: hf_zero.expert_parallel(small, 2))
     owned = [Routed("mixtral").build() for _ in range(2)]
 
-    def late(rank: int) -> None:
+    def late(rank):
         engine = start(owned[rank], None, config_of(3))
         with pytest.raises(PartitionError, match=r"before hf_zero\.initialize"):
             hf_zero.expert_parallel(owned[rank], 2)
@@ -311,10 +303,10 @@ def test_what_is_refused() -> None:
     run_ranks(2, late)
 
 
-def test_names_of_groups() -> None:
+def test_names_of_groups():
     models = [Routed("mixtral").build() for _ in range(4)]
 
-    def run(rank: int) -> tuple[Any, ...]:
+    def run(rank):
         hf_zero.expert_parallel(models[rank], 2)
         groups.initialize(ep_size=2)
         with pytest.raises(ConfigError, match="name ep_size_2"):
@@ -333,7 +325,7 @@ def test_names_of_groups() -> None:
     assert all(is_expert_parameter(p) for n, p in models[0].named_parameters() if ".experts." in n)
 
 
-def test_estimate() -> None:
+def test_estimate():
     config = Routed("mixtral").build().config
     alone = hf_zero.estimate(config, 4, "fp32", stage=3)
     both = hf_zero.estimate(config, 4, "fp32", stage=3, expert_parallel=2)
@@ -350,7 +342,7 @@ def test_estimate() -> None:
     assert none.at(0).parameters - spread_out.parameters == pytest.approx(2 * experts, rel=0.01)
 
 
-def test_routes_are_those_of_the_forward_that_runs_again() -> None:
+def test_routes_are_those_of_the_forward_that_runs_again():
     """There are two forwards, in any order; a module that one of them calls twice finds its routes
     anew.
     """
@@ -358,23 +350,23 @@ def test_routes_are_those_of_the_forward_that_runs_again() -> None:
     hooks = SimpleNamespace(forward_at_work=one)
     kept, found = _Kept(hooks), list[Routes]()
 
-    def find() -> Routes:
+    def find():
         found.append(Routes([], [], [], torch.empty(0), torch.empty(0)))
         return found[-1]
 
     class AsksInBackward(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        def forward(ctx, x):
             return x.clone()
 
         @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        def backward(ctx, grad):
             asked.append(kept(find))
             return grad
 
     asked: list[Routes] = []
 
-    def backward(forward: Any) -> Routes:
+    def backward(forward):
         hooks.forward_at_work = forward
         AsksInBackward.apply(torch.ones(1, requires_grad=True)).backward()
         return asked[-1]

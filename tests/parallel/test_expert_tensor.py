@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,7 +46,7 @@ def both(name: str, stage: int, accumulation: int = 1, ranks: int = 2, **more: A
 @pytest.mark.turns
 @pytest.mark.parametrize("accumulation", (1, 2))
 @pytest.mark.parametrize("stage", STAGES)
-def test_layers_and_experts_are_shared(stage: int, accumulation: int) -> None:
+def test_layers_and_experts_are_shared(stage, accumulation):
     both("mixtral", stage, accumulation)
 
 
@@ -60,7 +59,7 @@ def test_layers_and_experts_are_shared(stage: int, accumulation: int) -> None:
         for stage in STAGES
     ],
 )
-def test_models(name: str, stage: int) -> None:
+def test_models(name, stage):
     both(name, stage)
 
 
@@ -71,7 +70,7 @@ def by_calls(model: torch.nn.Module) -> None:
 @pytest.mark.parametrize(
     "prepare", (by_calls, lambda model: hf_zero.tensor_parallel(model, 2)), ids=("both", "one")
 )
-def test_cut_before(prepare: Any) -> None:
+def test_cut_before(prepare):
     """By calls before ``initialize``, as the Trainer cuts layers."""
     both("qwen2_moe", 3, prepare=prepare)
 
@@ -100,13 +99,13 @@ OTHERS: dict[str, dict[str, Any]] = {
         for name, more in OTHERS.items()
     ],
 )
-def test_with_other_keys(more: dict[str, Any]) -> None:
+def test_with_other_keys(more):
     both("mixtral", 3, 2, **more)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("stage", (0, 3))
-def test_eight_ranks(stage: int) -> None:
+def test_eight_ranks(stage):
     """Two columns of ranks that hold the same parts of the same experts."""
     both("qwen3_moe", stage, ranks=4)
 
@@ -126,7 +125,7 @@ def _places_without_the_other_axis(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fault", (_inputs_not_summed, _places_without_the_other_axis))
-def test_faults_are_caught(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_are_caught(fault, monkeypatch):
     plan = Plan(ranks=2, steps=1)
     expected = oracle.kept(Shared("mixtral"), plan)
     fault(monkeypatch)
@@ -135,14 +134,14 @@ def test_faults_are_caught(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         oracle.compare(got, expected, weight_floor=oracle.ROUNDING)
 
 
-def test_one_sum_for_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_sum_for_a_token(monkeypatch):
     """Tensor parallelism sums the experts' output once per token, and not per pair of a token and
     an expert; and its axis stays the one of the layers.
     """
     monkeypatch.setattr(agreement.Agreement, "compare", lambda *_: None)
     models = [Shared("mixtral").build() for _ in range(4)]
 
-    def run(rank: int) -> tuple[int, int]:
+    def run(rank):
         model = hf_zero.tensor_parallel(models[rank], 2)
         before = get_parallel()
         model = hf_zero.expert_parallel(model, 2)
@@ -161,10 +160,10 @@ def test_one_sum_for_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sent == (1 + 2 * 2) * words * 32 * 4
 
 
-def test_the_order_of_calls() -> None:
+def test_the_order_of_calls():
     models = [Shared("mixtral").build() for _ in range(4)]
 
-    def run(rank: int) -> None:
+    def run(rank):
         hf_zero.expert_parallel(models[rank], 2)
         hf_zero.tensor_parallel(models[rank], 2)
 
@@ -172,10 +171,10 @@ def test_the_order_of_calls() -> None:
         run_ranks(4, run)
 
 
-def test_what_is_refused_leaves_the_job_as_it_was() -> None:
+def test_what_is_refused_leaves_the_job_as_it_was():
     models = [Shared("mixtral").build() for _ in range(4)]
 
-    def run(rank: int) -> None:
+    def run(rank):
         with pytest.raises(ConfigError, match="does not divide"):
             hf_zero.expert_parallel(models[rank], 4)
         with pytest.raises(ConfigError, match="which no module or parameter"):
@@ -191,14 +190,14 @@ def test_what_is_refused_leaves_the_job_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("stage", (1, 3))
-def test_whole_tensors(stage: int, tmp_path: Path) -> None:
+def test_whole_tensors(stage, tmp_path):
     """State dicts and checkpoints are of the whole model; those of both kinds of parallelism are
     gone on from without any, and the reverse.
     """
     whole = Shared("mixtral").build()
     wanted = {name: value.clone() for name, value in whole.state_dict().items()}
 
-    def save(rank: int) -> dict[str, torch.Tensor]:
+    def save(rank):
         model = copy.deepcopy(whole)
         engine = start(model, adamw(model), config_of(stage, **BOTH))
         for name, value in engine.state_dict().items():
@@ -216,7 +215,7 @@ def test_whole_tensors(stage: int, tmp_path: Path) -> None:
     for name in wanted:
         assert torch.equal(saved[name], converted[name]), name
 
-    def load(rank: int, section: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:
+    def load(rank, section, folder):
         model = copy.deepcopy(whole)
         engine = start(model, adamw(model), config_of(3, **section))
         engine.load_checkpoint(folder, tag="t")
@@ -232,13 +231,13 @@ def test_whole_tensors(stage: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", (0, 3))
-def test_the_estimate_is_what_a_rank_holds(stage: int) -> None:
+def test_the_estimate_is_what_a_rank_holds(stage):
     models = [Shared("qwen2_moe").build() for _ in range(4)]
     row = hf_zero.estimate(
         Shared("qwen2_moe").build(), 4, "fp32", stage=stage, tensor_parallel=2, expert_parallel=2
     ).at(stage)
 
-    def held(rank: int) -> int:
+    def held(rank):
         engine = start(models[rank], plain_sgd(models[rank]), config_of(stage, **BOTH))
         found = engine.state_bytes()["parameters"]
         engine.destroy()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,7 +79,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_output_is_the_weighted_sum_of_experts(options: dict[str, Any]) -> None:
+def test_output_is_the_weighted_sum_of_experts(options):
     model = seeded(lambda: Mixed(**options))
     hidden = torch.randn(3, 5, HIDDEN, requires_grad=True)
     layer = model.layers[0]
@@ -110,7 +109,7 @@ class MixedJob(Job):
 @pytest.mark.turns
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_experts_on_every_rank(stage: int, name: str) -> None:
+def test_experts_on_every_rank(stage, name):
     plan = Plan(ranks=2, steps=2, accumulation=2)
     oracle.compare(
         train_on_threads(MixedJob(name), plan, engine_opener(stage)),
@@ -148,7 +147,7 @@ def on_ranks(stage: int, size: int, options: dict[str, Any], **more: Any) -> Any
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2), (4, 4)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_experts_on_several_ranks(stage: int, ranks: int, size: int, name: str) -> None:
+def test_experts_on_several_ranks(stage, ranks, size, name):
     plan = Plan(ranks=ranks, steps=2, accumulation=2)
     oracle.compare(
         train_on_threads(MixedJob(name), plan, on_ranks(stage, size, OPTIONS[name])),
@@ -163,12 +162,12 @@ SHARED = {
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_experts_that_two_ranks_share_each(stage: int, tmp_path: Path) -> None:
+def test_experts_that_two_ranks_share_each(stage, tmp_path):
     """Two tensor-parallel ranks of two that hold other experts; the checkpoint has whole ones."""
     job, plan = MixedJob("top 2"), Plan(ranks=2, steps=2, accumulation=2)
     want, whole = oracle.kept(job, plan), job.build()
 
-    def run(rank: int) -> Any:
+    def run(rank):
         model = part_of(whole, 2, rank // 2, **job.options)
         hf_zero.tensor_parallel(model, 2, plan=SHARED)
         engine = start(model, plain_sgd(model), config_of(stage, plan))
@@ -198,11 +197,11 @@ def test_experts_that_two_ranks_share_each(stage: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_the_estimate_is_what_a_rank_holds(stage: int) -> None:
+def test_the_estimate_is_what_a_rank_holds(stage):
     models = [seeded(lambda: Mixed(ep_size=2)) for _ in range(4)]
     row = estimate(models[0], 4, "fp32", stage=stage)
 
-    def held(rank: int) -> int:
+    def held(rank):
         engine = start(models[rank], plain_sgd(models[rank]), config_of(stage))
         found = engine.state_bytes()["parameters"]
         engine.destroy()
@@ -213,7 +212,7 @@ def test_the_estimate_is_what_a_rank_holds(stage: int) -> None:
     assert row.total_parameters == whole
 
 
-def test_gates_compute_in_fp32_and_change_in_training_alone() -> None:
+def test_gates_compute_in_fp32_and_change_in_training_alone():
     gate = TopKGate(HIDDEN, EXPERTS, 1, 1.0, 4.0, 0, "Jitter").to(torch.bfloat16)
     tokens = torch.randn(8, HIDDEN).to(torch.bfloat16)
     aux, weights, mask, counts = gate(tokens)
@@ -226,11 +225,11 @@ def test_gates_compute_in_fp32_and_change_in_training_alone() -> None:
 
 
 @pytest.mark.parametrize("policy", ("Jitter", "RSample"))
-def test_noise_of_a_gate_is_drawn_in_training_alone(policy: str) -> None:
+def test_noise_of_a_gate_is_drawn_in_training_alone(policy):
     gate = TopKGate(HIDDEN, EXPERTS, 1, 100.0, 100.0, 0, policy, use_rts=False)
     tokens = torch.randn(32, HIDDEN)
 
-    def drawn() -> set[tuple[float, ...]]:
+    def drawn():
         return {tuple(gate.route(tokens).weights.flatten().tolist()) for _ in range(4)}
 
     assert len(drawn()) == 4
@@ -239,7 +238,7 @@ def test_noise_of_a_gate_is_drawn_in_training_alone(policy: str) -> None:
     assert len(drawn()) == 1 and torch.equal(gate.route(tokens).experts[:, 0], best)
 
 
-def test_parts_of_dimension_one_without_sizes() -> None:
+def test_parts_of_dimension_one_without_sizes():
     experts = Experts(nn.Linear(HIDDEN, HIDDEN), 2, "ep_size_1")
     experts.deepspeed_experts[1].weight.data.zero_()
     experts.deepspeed_experts[1].bias.data.zero_()
@@ -247,7 +246,7 @@ def test_parts_of_dimension_one_without_sizes() -> None:
     assert out.shape == (1, 2, 3, HIDDEN) and out[:, 0].any() and not out[:, 1].any()
 
 
-def test_groups_of_an_optimizer() -> None:
+def test_groups_of_an_optimizer():
     model = Mixed()
     shared, own = split(model.parameters())
     assert len(own) == 2 * EXPERTS * 4 and all(map(is_expert_parameter, own))
@@ -278,12 +277,12 @@ def test_groups_of_an_optimizer() -> None:
         ),
     ],
 )
-def test_what_is_refused(make: Any, error: type[Exception], says: str) -> None:
+def test_what_is_refused(make, error, says):
     with pytest.raises(error, match=says):
         make()
 
 
-def test_a_layer_from_its_parts() -> None:
+def test_a_layer_from_its_parts():
     gate = TopKGate(HIDDEN, 2, 1, 8.0, use_rts=False)
     layer = MOELayer(gate, Experts(nn.Linear(HIDDEN, 3), 2, "all"), "all", 1, 2)
     used = torch.tensor([1, 0, 1, 1])

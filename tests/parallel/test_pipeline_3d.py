@@ -49,7 +49,7 @@ def _rank(rank: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("ranks", fast(MODELS, lambda ranks: ranks == 4))
-def test_three_ways_at_once(ranks: int) -> None:
+def test_three_ways_at_once(ranks):
     data = batches_of(ranks // 2 * MICRO)
     half = len(data) // 2
     expected, _ = plain(

@@ -39,7 +39,7 @@ class Images(torch.utils.data.Dataset[Any]):
         return torch.randn(3, 8, 8, generator=draw), index % 10
 
 
-def test_a_script_that_trains_from_its_own_data() -> None:
+def test_a_script_that_trains_from_its_own_data():
     config = {
         "train_batch_size": 8,
         "train_micro_batch_size_per_gpu": 2,
@@ -48,7 +48,7 @@ def test_a_script_that_trains_from_its_own_data() -> None:
         "steps_per_print": 1,
     }
 
-    def rank(_: int) -> tuple[list[float], list[int]]:
+    def rank(_):
         layers = [*net()[:3], lambda x: torch.flatten(x, 1), *net()[4:]]
         model = PipelineModule(
             layers=layers,
@@ -101,7 +101,7 @@ def _order(engine: Any, epoch: int) -> list[int]:
     return list(sampler)
 
 
-def test_the_names_are_the_native_ones() -> None:
+def test_the_names_are_the_native_ones():
     assert deepspeed.PipelineModule is PipelineModule is hf_zero.PipelineModule
     assert deepspeed.pipe.TiedLayerSpec is hf_zero.TiedLayerSpec
     assert deepspeed.runtime.utils.partition_uniform(10, 3) == [0, 4, 7, 10]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,9 +35,7 @@ LLAMA = LlamaConfig(**SMALL, **TYPES["llama"], architectures=["LlamaForCausalLM"
 @pytest.mark.turns
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
 @pytest.mark.parametrize("stages", [2, 3])
-def test_a_row_is_that_of_the_stage_that_needs_most(
-    kind: str, stages: int, as_rank: Callable[[int, int], None]
-) -> None:
+def test_a_row_is_that_of_the_stage_that_needs_most(kind, stages, as_rank):
     ranks = 4 * stages
     found = hf_zero.estimate(model_of(kind), ranks, config=ALONE, pipeline_parallel=stages)
     assert found.pipeline == stages and [row.stage for row in found.stages] == [0, 1]
@@ -55,7 +52,7 @@ def test_a_row_is_that_of_the_stage_that_needs_most(
         assert row.tiers == of_stage.tiers
 
 
-def test_with_tensor_parallelism() -> None:
+def test_with_tensor_parallelism():
     alone = hf_zero.estimate(LLAMA, 8, config=ALONE, pipeline_parallel=2)
     both = hf_zero.estimate(LLAMA, 8, config=ALONE, tensor_parallel=2, pipeline_parallel=2)
     assert (both.tensor, both.pipeline, both.ranks) == (2, 2, 8)
@@ -70,7 +67,7 @@ def free(device: str) -> Free:
     return Free(device=parse_size(device), ram=parse_size("1TB"), host_device=False)
 
 
-def test_what_fits_a_stage() -> None:
+def test_what_fits_a_stage():
     config_of_llama = LlamaConfig(
         hidden_size=1024,
         intermediate_size=8192,
@@ -101,20 +98,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("given", "said"), REFUSED, ids=[said for _, said in REFUSED])
-def test_what_there_is_not(given: dict[str, Any], said: str) -> None:
+def test_what_there_is_not(given, said):
     with pytest.raises(ConfigError, match=said):
         hf_zero.estimate(LLAMA, 4, pipeline_parallel=2, **given)
     with pytest.raises(ConfigError, match=said):
         propose(LLAMA, 4, free("1GB"), pipeline_parallel=2, **given)
 
 
-def test_a_configuration_of_stage_3_is_not_proposed_for() -> None:
+def test_a_configuration_of_stage_3_is_not_proposed_for():
     with pytest.raises(ConfigError, match="trains at ZeRO stage 0 or 1, not at 3"):
         propose(LLAMA, 4, free("1GB"), config={"zero_optimization": {"stage": 3}},
                 pipeline_parallel=2)  # fmt: skip
 
 
-def test_the_command(tmp_path: Any) -> None:
+def test_the_command(tmp_path):
     GPT2Config(
         n_layer=4, n_embd=32, n_head=2, vocab_size=64, architectures=["GPT2LMHeadModel"]
     ).save_pretrained(tmp_path)
@@ -132,10 +129,10 @@ def test_the_command(tmp_path: Any) -> None:
     assert isinstance(linked.exception, ConfigError) and "leave it or --pp" in str(linked.exception)
 
 
-def test_a_stage_that_does_not_fit_ends_all_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_does_not_fit_ends_all_stages(monkeypatch):
     monkeypatch.setattr(on_all_ranks, "room_for", lambda *args: free("1MB"))
 
-    def rank(number: int) -> str:
+    def rank(number):
         init_parallel(ParallelDims.over(2, pipeline=2))
         layers = [nn.Linear(4, 4), nn.Linear(4, 1 << 17)]
         module = PipelineModule(layers, 2, partition_method="uniform")

@@ -393,28 +393,28 @@ def launch(
 
 
 @pytest.mark.parametrize("case", fast(ALIKE, lambda case: case in FAST))
-def test_as_one_process(launch: Launch, case: str) -> None:
+def test_as_one_process(launch, case):
     check_alike(case, *launch(case))
 
 
-def test_an_evaluation_between_steps_changes_nothing(launch: Launch) -> None:
+def test_an_evaluation_between_steps_changes_nothing(launch):
     for alone, between in zip(launch("many micro-batches")[0], launch("evaluated")[0]):
         assert between["told"] == alone["told"] and between["rates"] == alone["rates"]
         for name, value in alone["weights"].items():
             assert torch.equal(between["weights"][name], value)
 
 
-def test_loaders_of_several_lengths(launch: Launch) -> None:
+def test_loaders_of_several_lengths(launch):
     found, readers = launch("uneven")
     for told in found:
         check_uneven(told, readers)
 
 
-def test_dropout(launch: Launch) -> None:
+def test_dropout(launch):
     for found in launch("dropout")[0]:
         check_dropout(found)
 
 
 @pytest.mark.parametrize("case", fast(HALVES, lambda case: case in FAST))
-def test_16_bits(launch: Launch, case: str) -> None:
+def test_16_bits(launch, case):
     check_halved(case, *launch(case))

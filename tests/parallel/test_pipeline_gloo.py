@@ -40,13 +40,7 @@ CASES: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "2 stages x 2, interleaved": (2, 2, 1, 4, {}),
     "4 stages": (4, 1, 1, 4, {}),
     "4 stages, fewer micro-batches": (4, 1, 0, 2, {}),
-    "2 stages x 2, recomputed": (
-        2,
-        1,
-        1,
-        3,
-        {"pipeline": {"activation_checkpoint_interval": 3}},
-    ),
+    "2 stages x 2, recomputed": (2, 1, 1, 3, {"pipeline": {"activation_checkpoint_interval": 3}}),
     "4 stages, offloaded": (
         4,
         1,
@@ -211,7 +205,7 @@ def launched(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_pipelines_train_as_one_process(launched: list[dict[str, Any]], case: str) -> None:
+def test_pipelines_train_as_one_process(launched, case):
     stages, _, _, micro_batches, _ = CASES[case]
     ranks = RANKS // stages
     whole = Whole()
@@ -240,7 +234,7 @@ def test_pipelines_train_as_one_process(launched: list[dict[str, Any]], case: st
     ]
 
 
-def test_what_is_sent(launched: list[dict[str, Any]]) -> None:
+def test_what_is_sent(launched):
     micro_batches = CASES["4 stages"][3]
     first, _, _, last = (answers["4 stages"] for answers in launched)
     counts = [operation for operation, _, _ in first["log"]]
@@ -258,7 +252,7 @@ def test_what_is_sent(launched: list[dict[str, Any]]) -> None:
     assert len(tied) == 1 and tied[0][2] >= 11 * 8 * 4
 
 
-def test_a_checkpoint_resumes_over_other_stages(launched: list[dict[str, Any]]) -> None:
+def test_a_checkpoint_resumes_over_other_stages(launched):
     found = launched[0]["resumed"]
     assert all(answers["resumed"] == found for answers in launched)
     loss, norm, rates = found["2 stages x 2"]
@@ -268,14 +262,10 @@ def test_a_checkpoint_resumes_over_other_stages(launched: list[dict[str, Any]]) 
         assert found[name][2] == rates
 
 
-def test_stages_of_a_causal_model_save_the_model(
-    launched: list[dict[str, Any]], folder: Path, tmp_path: Path
-) -> None:
+def test_stages_of_a_causal_model_save_the_model(launched, folder, tmp_path):
     whole, data = model_of("llama"), batches_of(6)
     expected, _ = plain(
-        whole,
-        [data[:3], data[3:]],
-        lambda model, batch: model(**batch, use_cache=False).loss,
+        whole, [data[:3], data[3:]], lambda model, batch: model(**batch, use_cache=False).loss
     )
     told = launched[0]["causal"]
     assert all(answers["causal"] == told for answers in launched)
@@ -294,14 +284,14 @@ def test_stages_of_a_causal_model_save_the_model(
     assert again.lm_head.weight is again.model.embed_tokens.weight
 
 
-def test_overflow_is_agreed_over_stages(launched: list[dict[str, Any]]) -> None:
+def test_overflow_is_agreed_over_stages(launched):
     kept, scale, skipped, skipped_after, loss, norm = launched[0]["overflow"]
     assert kept and skipped == skipped_after == 1 and scale < 16.0
     assert loss > 0 and norm > 0
     assert all(answers["overflow"] == launched[0]["overflow"] for answers in launched)
 
 
-def test_what_ranks_of_a_pipeline_are_refused(launched: list[dict[str, Any]]) -> None:
+def test_what_ranks_of_a_pipeline_are_refused(launched):
     batch, whole, values, parallel = launched[0]["refused"]
     assert "gradient_accumulation_steps is 5" in batch and "multiple of 2" in batch
     assert "save_checkpoint" in whole and "save_checkpoint" in values

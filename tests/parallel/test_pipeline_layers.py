@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,6 +26,7 @@ from hf_zero.parallel.pipeline.topology import (
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import seeded, tokens
 from tests.helpers.ranks import run_ranks
+from tests.helpers.stacks import on_each_rank
 from tests.helpers.tensor_parallel import llama
 from tests.parallel.pipelines import (
     STEPS,
@@ -44,7 +44,7 @@ from tests.parallel.pipelines import (
 # ---- which stage holds which ----
 
 
-def test_partitions_by_number_by_parameters_and_by_class() -> None:
+def test_partitions_by_number_by_parameters_and_by_class():
     names = ["Embedding", "Block", "Block", "Block", "Head"]
     numels = [100, 10, 10, 10, 100]
     assert bounds_of("uniform", 2, names, numels) == [0, 3, 5]
@@ -65,16 +65,16 @@ def test_partitions_by_number_by_parameters_and_by_class() -> None:
         ("uniform", 6, "leaves stages empty"),
     ],
 )
-def test_partitions_that_there_are_not(method: str, parts: int, said: str) -> None:
+def test_partitions_that_there_are_not(method, parts, said):
     with pytest.raises(ConfigError, match=said):
         bounds_of(method, parts, ["Block"] * 5, [1] * 5)
 
 
-def test_a_rank_builds_the_layers_of_its_stages_alone(as_rank: Callable[[int, int], None]) -> None:
+def test_a_rank_builds_the_layers_of_its_stages_alone(as_rank):
     built: list[int] = []
 
     class Counted(nn.Linear):
-        def __init__(self, index: int) -> None:
+        def __init__(self, index):
             super().__init__(4, 4)
             if not self.weight.is_meta:
                 built.append(index)
@@ -96,9 +96,7 @@ def test_a_rank_builds_the_layers_of_its_stages_alone(as_rank: Callable[[int, in
         module.stage_owner(8)
 
 
-def test_values_of_seeded_layers_do_not_depend_on_the_stages(
-    as_rank: Callable[[int, int], None],
-) -> None:
+def test_values_of_seeded_layers_do_not_depend_on_the_stages(as_rank):
     whole = dict(Whole().named_parameters())
     found: dict[str, torch.Tensor] = {}
     for stages in (1, 2, 5):
@@ -112,7 +110,7 @@ def test_values_of_seeded_layers_do_not_depend_on_the_stages(
         assert all(torch.equal(found[name], whole[name]) for name in whole if "tied" not in name)
 
 
-def test_stages_one_after_another_are_the_model(as_rank: Callable[[int, int], None]) -> None:
+def test_stages_one_after_another_are_the_model(as_rank):
     ids, _ = batches(1)[0]
     expected, value = Whole()(ids), ids
     tied = Whole().tied_modules.state_dict()
@@ -124,7 +122,7 @@ def test_stages_one_after_another_are_the_model(as_rank: Callable[[int, int], No
     assert torch.equal(value, expected)
 
 
-def test_layers_in_both_chunks_of_a_rank(as_rank: Callable[[int, int], None]) -> None:
+def test_layers_in_both_chunks_of_a_rank(as_rank):
     as_rank(1, 2)
     module = PipelineModule(layers(), 2, stages_per_rank=2, partition_method="uniform")
     assert module.parts == [0, 3, 6, 8, 10] and module.stages_here == [1, 3]
@@ -136,7 +134,7 @@ def test_layers_in_both_chunks_of_a_rank(as_rank: Callable[[int, int], None]) ->
 
 
 @pytest.mark.parametrize("classes", [None, ["Linear", "ReLU"]])
-def test_recomputed_layers_give_the_same(classes: list[str] | None) -> None:
+def test_recomputed_layers_give_the_same(classes):
     ids, labels = batches(1)[0]
     found = []
     for interval in (0, 2):
@@ -163,7 +161,7 @@ def test_recomputed_layers_give_the_same(classes: list[str] | None) -> None:
 # ---- topologies ----
 
 
-def test_topologies() -> None:
+def test_topologies():
     topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
     assert topology.get_axis_names() == ["pipe", "data", "model"] and topology.world_size() == 8
     assert topology.get_rank(pipe=1, data=0, model=1) == 5
@@ -197,12 +195,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("given", "said"), REFUSED, ids=[said for _, said in REFUSED])
-def test_modules_that_are_refused(given: dict[str, Any], said: str) -> None:
+def test_modules_that_are_refused(given, said):
     with pytest.raises(ConfigError, match=said):
         PipelineModule(**{"layers": layers(), **given})
 
 
-def test_a_spec_of_no_module() -> None:
+def test_a_spec_of_no_module():
     with pytest.raises(ConfigError, match="needs a class of"):
         LayerSpec(torch.tanh)
     assert repr(LayerSpec(nn.Linear, 2, 3, bias=False)) == "Linear(2, 3, bias=False)"
@@ -228,22 +226,22 @@ OF_CONFIG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("keys", "said"), OF_CONFIG, ids=[said for _, said in OF_CONFIG])
-def test_configurations_that_are_refused(keys: dict[str, Any], said: str) -> None:
+def test_configurations_that_are_refused(keys, said):
     module = PipelineModule(layers(), 1, loss_fn=loss_of)
     written = {**config(2, 0), "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **keys}
     with pytest.raises(ConfigError, match=said):
         hf_zero.initialize(model=module, config=written)
 
 
-def test_windows_of_the_script_are_refused() -> None:
+def test_windows_of_the_script_are_refused():
     module = PipelineModule(layers(), 1, loss_fn=loss_of)
     written = {**config(2, 0), "managed_gradient_accumulation": False}
     with pytest.raises(UnmanagedWindowError, match="not supported with pipeline parallelism"):
         hf_zero.initialize(model=module, config=written, optimizer=sgd)
 
 
-def test_experts_and_sequences_on_several_ranks_are_refused() -> None:
-    def rank(number: int) -> None:
+def test_experts_and_sequences_on_several_ranks_are_refused():
+    def rank(number):
         init_parallel(ParallelDims.over(2, pipeline=2))
         experts = LayerSpec(MoE, 8, nn.Linear(8, 8), num_experts=2, ep_size=2)
         module = PipelineModule([experts, LayerSpec(nn.Linear, 8, 8)], 2)
@@ -252,7 +250,7 @@ def test_experts_and_sequences_on_several_ranks_are_refused() -> None:
         with pytest.raises(error, match=r"spread over 2 ranks \(expert_parallel.autoep_size, ep_s"):
             hf_zero.initialize(model=module, config=config(1, 0), optimizer=sgd)
 
-    def reads(_: int) -> None:
+    def reads(_):
         module = pipeline(1, 2)
         sequence = hf_zero.sequence_parallel(2)
         with pytest.raises(ConfigError, match=r"sequence_parallel_size is 2, and the model is"):
@@ -264,13 +262,13 @@ def test_experts_and_sequences_on_several_ranks_are_refused() -> None:
     run_ranks(2, reads)
 
 
-def test_a_stage_without_parameters_is_refused() -> None:
+def test_a_stage_without_parameters_is_refused():
     module = PipelineModule([torch.tanh], 1, loss_fn=loss_of)
     with pytest.raises(ConfigError, match="stage 0 of 1 of the pipeline has no parameters"):
         hf_zero.initialize(model=module, config=config(1, 0), optimizer=sgd)
 
 
-def test_keys() -> None:
+def test_keys():
     read = ZeroConfig.from_dict({"pipeline": {"activation_checkpoint_interval": 2}})
     assert read.pipeline.activation_checkpoint_interval == 2
     assert read.pipeline.schedule_for(1) == "1f1b"
@@ -304,7 +302,7 @@ def _trained(rank: int, stages: int, schedule: str | None) -> list[Any]:
 @pytest.mark.parametrize(
     ("stages", "schedule"), [(1, None), (1, "gpipe"), (2, None), (3, "interleaved_1f1b")]
 )
-def test_one_rank_trains_as_a_plain_loop(stages: int, schedule: str | None) -> None:
+def test_one_rank_trains_as_a_plain_loop(stages, schedule):
     whole = Whole()
     expected, _ = plain(
         whole, list(windows_of(batches(4 * STEPS), 4, 1)), lambda m, b: loss_of(m(b[0]), b[1])
@@ -324,14 +322,14 @@ def test_one_rank_trains_as_a_plain_loop(stages: int, schedule: str | None) -> N
 
 @pytest.mark.parametrize("evaluates", (False, True))
 @pytest.mark.parametrize("differs", ("inputs", "labels"))
-def test_stages_that_read_different_batches_are_told(differs: str, evaluates: bool) -> None:
+def test_stages_that_read_different_batches_are_told(differs, evaluates):
     """Before a micro-batch begins."""
     whole = batches(2)
     other = [
         (ids + 1, labels) if differs == "inputs" else (ids, labels.flip(0)) for ids, labels in whole
     ]
 
-    def rank(rank: int) -> None:
+    def rank(rank):
         engine, _, _, _ = hf_zero.initialize(
             model=pipeline(2, 2), config=config(2, 0), optimizer=sgd
         )
@@ -343,8 +341,8 @@ def test_stages_that_read_different_batches_are_told(differs: str, evaluates: bo
     run_ranks(2, rank)
 
 
-def test_what_the_engine_of_a_pipeline_refuses() -> None:
-    def rank(_: int) -> None:
+def test_what_the_engine_of_a_pipeline_refuses():
+    def rank(_):
         engine, _, _, _ = hf_zero.initialize(
             model=pipeline(1, 1), config=config(2, 0), optimizer=sgd
         )
@@ -379,8 +377,8 @@ def test_what_the_engine_of_a_pipeline_refuses() -> None:
     run_ranks(1, rank)
 
 
-def test_what_may_pass_between_stages() -> None:
-    def rank(_: int) -> None:
+def test_what_may_pass_between_stages():
+    def rank(_):
         module = PipelineModule(
             [LayerSpec(nn.Linear, 4, 4), lambda x: {"hidden": x}, lambda x: x["hidden"]],
             1,
@@ -396,24 +394,22 @@ def test_what_may_pass_between_stages() -> None:
     run_ranks(1, rank)
 
 
-def test_another_number_of_stages() -> None:
-    def run(rank: int) -> None:
-        PipelineModule(layers(), 2)
-        with pytest.raises(ConfigError, match=r"number of stages stays for the life .* new ones"):
-            PipelineModule(layers(), 1)
-
-    run_ranks(2, run)
+@on_each_rank(2)
+def test_another_number_of_stages(rank):
+    PipelineModule(layers(), 2)
+    with pytest.raises(ConfigError, match=r"number of stages stays for the life .* new ones"):
+        PipelineModule(layers(), 1)
 
 
 @pytest.mark.parametrize("zero", (0, 3))
-def test_a_model_without_stages_after_a_pipeline_is_data_parallel(zero: int) -> None:
+def test_a_model_without_stages_after_a_pipeline_is_data_parallel(zero):
     ids = [tokens(0, 0, rank) for rank in range(2)]
     whole, models = seeded(llama), [seeded(llama) for _ in range(2)]
     whole(input_ids=torch.cat(ids), labels=torch.cat(ids)).loss.backward()
     with torch.no_grad():
         wanted = {name: p - 0.1 * p.grad for name, p in whole.named_parameters()}
 
-    def run(rank: int) -> Any:
+    def run(rank):
         PipelineModule(layers(), 2)
         model = models[rank]
         engine = start(model, torch.optim.SGD(model.parameters(), lr=0.1), config_of(zero))

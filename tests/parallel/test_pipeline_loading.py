@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -37,7 +35,7 @@ def counted(values: torch.Tensor, made: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "phi3"])
-def test_a_rank_reads_its_own_layers_alone(kind: str, as_rank: AsRank, tmp_path: Path) -> None:
+def test_a_rank_reads_its_own_layers_alone(kind, as_rank, tmp_path):
     whole = model_of(kind)
     whole.save_pretrained(tmp_path)
     held: set[str] = set()
@@ -60,9 +58,7 @@ def test_a_rank_reads_its_own_layers_alone(kind: str, as_rank: AsRank, tmp_path:
     assert held == dict(whole.named_parameters()).keys()
 
 
-def test_a_rank_initialises_its_own_layers_alone(
-    as_rank: AsRank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_initialises_its_own_layers_alone(as_rank, monkeypatch):
     monkeypatch.setattr(building, "SMALL_BYTES", 0)
     made: list[int] = []
     real = Filled.whole
@@ -80,11 +76,11 @@ def test_a_rank_initialises_its_own_layers_alone(
     assert 0.01 < float(found["model.layers.0.mlp.up_proj.weight"][0].std()) < 0.03
 
 
-def test_what_a_function_loads_trains_as_the_model(tmp_path: Path) -> None:
+def test_what_a_function_loads_trains_as_the_model(tmp_path):
     whole, data = model_of("llama"), batches_of(6)
     whole.save_pretrained(tmp_path)
 
-    def rank(_: int) -> Any:
+    def rank(_):
         stages = hf_zero.pipeline_stages(
             lambda: AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager"),
             1,
@@ -108,11 +104,11 @@ def test_what_a_function_loads_trains_as_the_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("loads_at_once")
-def test_layers_in_parts_are_read_in_parts(tmp_path: Path) -> None:
+def test_layers_in_parts_are_read_in_parts(tmp_path):
     whole = model_of("qwen3")
     whole.save_pretrained(tmp_path)
 
-    def rank(_: int) -> Any:
+    def rank(_):
         stages = hf_zero.pipeline_stages(
             lambda: hf_zero.tensor_parallel(AutoModelForCausalLM.from_pretrained(tmp_path), 2), 1
         )
@@ -134,8 +130,8 @@ def test_layers_in_parts_are_read_in_parts(tmp_path: Path) -> None:
             assert torch.equal(value, own if box is None else box.take(own)), name
 
 
-def test_what_is_refused() -> None:
-    def rank(_: int) -> None:
+def test_what_is_refused():
+    def rank(_):
         with pytest.raises(ConfigError, match=r"returned a dict; it must return a causal model"):
             hf_zero.pipeline_stages(dict, 1)
         model = model_of("llama")

@@ -38,7 +38,7 @@ def defined(scores: torch.Tensor, k: int, most: int) -> tuple[torch.Tensor, torc
 
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("capacity", [Capacity(1.0, 0), Capacity(0.5, 3), Capacity(1, 0, False)])
-def test_weights_counts_and_loss(k: int, capacity: Capacity) -> None:
+def test_weights_counts_and_loss(k, capacity):
     scores = logits(spread=2.0)
     most = capacity.of(TOKENS, EXPERTS, k)
     found = (
@@ -58,12 +58,12 @@ def test_weights_counts_and_loss(k: int, capacity: Capacity) -> None:
         assert int((weights > 0).sum(0).max()) == most < int(counts.max())
 
 
-def test_gradients_reach_the_logits() -> None:
+def test_gradients_reach_the_logits():
     scores = logits(1, 2.0).requires_grad_()
     factor = torch.randn(TOKENS, EXPERTS, dtype=torch.float64)
     capacity = Capacity(1.0, 0)
 
-    def loss(found: routing.Routing) -> torch.Tensor:
+    def loss(found):
         return (found.dense().sum(2) * factor).sum() + found.aux_loss
 
     for route in (
@@ -73,7 +73,7 @@ def test_gradients_reach_the_logits() -> None:
         assert torch.autograd.gradcheck(lambda s, route=route: loss(route(s)), scores)
 
 
-def test_chance_decides_which_tokens_an_expert_takes() -> None:
+def test_chance_decides_which_tokens_an_expert_takes():
     scores = torch.zeros(TOKENS, EXPERTS)
     scores[:, 2] = 5.0
     first = routing.top1(scores, Capacity(1.0, 0), selects_at_random=False)
@@ -89,7 +89,7 @@ def test_chance_decides_which_tokens_an_expert_takes() -> None:
     assert places.tolist() == list(range(most))  # in the order of the tokens
 
 
-def test_unused_tokens_go_nowhere() -> None:
+def test_unused_tokens_go_nowhere():
     scores, used = logits(2), torch.ones(TOKENS)
     used[[0, 5]] = 0
     found = routing.top1(scores, Capacity(4.0, 0), used)
@@ -97,7 +97,7 @@ def test_unused_tokens_go_nowhere() -> None:
     assert int(found.counts.sum()) == TOKENS - 2 and not found.weights[[0, 5]].any()
 
 
-def test_noise_draws_by_the_gates() -> None:
+def test_noise_draws_by_the_gates():
     torch.manual_seed(0)
     scores = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).repeat(20_000, 1)
     wide = Capacity(4.0, 0)

@@ -72,19 +72,19 @@ ALL = [
 
 
 @pytest.mark.parametrize(("ranks", "stage", "accumulation"), FAST, ids=str)
-def test_as_in_one_process(ranks: Ranks, stage: int, accumulation: int) -> None:
+def test_as_in_one_process(ranks, stage, accumulation):
     check("llama", ranks, stage, accumulation)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize(("ranks", "stage", "accumulation"), ALL, ids=str)
-def test_every_cell(name: str, ranks: Ranks, stage: int, accumulation: int) -> None:
+def test_every_cell(name, ranks, stage, accumulation):
     check(name, ranks, stage, accumulation)
 
 
 @pytest.mark.parametrize("name", [name for name in JOBS if name != "llama"])
-def test_kinds_of_attention_and_batches(name: str) -> None:
+def test_kinds_of_attention_and_batches(name):
     check(name, SP4 if "keys" in name else SP2, 3, 1)
 
 
@@ -102,7 +102,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_seen(fault: str) -> None:
+def test_a_fault_is_seen(fault):
     plan = plan_of(SP2, 1)
     found, _ = train_on_threads(FAULTS[fault], plan, SP2, 1)
     with pytest.raises(AssertionError):
@@ -112,7 +112,7 @@ def test_a_fault_is_seen(fault: str) -> None:
 # ---- what travels ----
 
 
-def test_bytes_along_the_sequence() -> None:
+def test_bytes_along_the_sequence():
     """The traffic of a step, in each layer: queries, keys and values there, the output back, and as
     much in the backward; sizes and codes of batches and losses beside them.
     """

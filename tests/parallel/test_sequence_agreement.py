@@ -49,7 +49,7 @@ def refused(match: str, *args: Any) -> None:
     assert raised.match(match)
 
 
-def test_other_batches() -> None:
+def test_other_batches():
     refused(
         r"ranks 0, 1, which share sequences \(sequence_parallel_size = 2\), were given parts of "
         r"different batches; read data as rank // 2 of ranks // 2 .*\.batches\(loader\)",
@@ -57,7 +57,7 @@ def test_other_batches() -> None:
     )
 
 
-def test_other_batches_beside_shared_layers() -> None:
+def test_other_batches_beside_shared_layers():
     """Ranks 0 and 1 share layers, 0 and 2 sequences."""
     refused(
         r"ranks (0, 2|1, 3), which share .* read data as rank // 4 of ranks // 4",
@@ -66,7 +66,7 @@ def test_other_batches_beside_shared_layers() -> None:
     )
 
 
-def test_other_batches_later_and_after_others_were_cut() -> None:
+def test_other_batches_later_and_after_others_were_cut():
     refused(
         "different batches",
         lambda sequence, rank, step: sequence.shard(plain(At(step, 0, rank * (step == 3)))),
@@ -75,10 +75,10 @@ def test_other_batches_later_and_after_others_were_cut() -> None:
     )
 
 
-def test_other_documents_are_told_in_the_same_forward() -> None:
+def test_other_documents_are_told_in_the_same_forward():
     """Also in the third one, before which no hashes of batches are compared."""
 
-    def given(sequence: Any, rank: int, step: int) -> Any:
+    def given(sequence, rank, step):
         first = 5 + 2 * (rank == 1 and step == 2)
         places = torch.cat([torch.arange(first), torch.arange(TOKENS - first)])
         return sequence.shard(plain(At(0, 0, 0)) | {"position_ids": places.expand(2, -1)})
@@ -87,8 +87,8 @@ def test_other_documents_are_told_in_the_same_forward() -> None:
     refused("different batches", given, SP2, 3)
 
 
-def test_parts_of_other_sizes() -> None:
-    def uneven(sequence: Any, rank: int, step: int) -> Any:
+def test_parts_of_other_sizes():
+    def uneven(sequence, rank, step):
         batch = plain(At(0, 0, 0)) | {"position_ids": torch.arange(TOKENS).expand(2, -1)}
         own = slice(0, 9) if rank == 0 else slice(9, TOKENS)
         return {name: each[:, own] for name, each in batch.items()}
@@ -96,8 +96,8 @@ def test_parts_of_other_sizes() -> None:
     refused(r"ranks 0, 1, .* parts of \[\[2, 9\], \[2, 7\]\] tokens; .*shard\(batch\)", uneven)
 
 
-def test_batches_that_are_alike_and_parts_that_were_cut_by_hand() -> None:
-    def given(sequence: Any, rank: int, step: int) -> Any:
+def test_batches_that_are_alike_and_parts_that_were_cut_by_hand():
+    def given(sequence, rank, step):
         batch = plain(At(step, 0, 0))
         if step == 0 and rank == 1:  # not known to shard
             part = {name: each[:, TOKENS // 2 :] for name, each in batch.items()}
@@ -107,10 +107,10 @@ def test_batches_that_are_alike_and_parts_that_were_cut_by_hand() -> None:
     run(given, SP2, 5)
 
 
-def test_parts_that_are_alike_in_other_batches() -> None:
+def test_parts_that_are_alike_in_other_batches():
     """Padding, cut for the second rank from two batches before any of them is read."""
 
-    def given(sequence: Any, rank: int, step: int) -> Any:
+    def given(sequence, rank, step):
         batch = plain(At(step, 0, 0))
         batch["input_ids"][:, TOKENS // 2 :] = 2
         return sequence.shard(batch)
@@ -118,7 +118,7 @@ def test_parts_that_are_alike_in_other_batches() -> None:
     run(given, SP2, 2)
 
 
-def test_when_ranks_compare() -> None:
+def test_when_ranks_compare():
     assert [count for count in range(1, 1025) if due(count)] == [
         1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768, 1024,
     ]  # fmt: skip

@@ -87,7 +87,7 @@ FAST = 3
     ],
     ids=str,
 )
-def test_other_ranks_go_on(before: Ranks, after: Ranks, stage: int, tmp_path: Path) -> None:
+def test_other_ranks_go_on(before, after, stage, tmp_path):
     whole = expected()
     first = run(before, stage, tmp_path, load=False)
     second = run(after, stage, tmp_path, load=True)

@@ -22,11 +22,11 @@ def dropping() -> nn.Module:
 
 
 @pytest.mark.parametrize("stage", (1, 3))
-def test_as_in_one_process_with_the_masks_of_all_ranks(stage: int) -> None:
+def test_as_in_one_process_with_the_masks_of_all_ranks(stage):
     masks: dict[str, list[torch.Tensor]] = defaultdict(list)
     generators: dict[str, torch.Generator] = {}
 
-    def draw(shape: tuple[int, ...], p: float) -> torch.Tensor:
+    def draw(shape, p):
         rank = threading.current_thread().name
         generator = generators.setdefault(rank, torch.Generator().manual_seed(ord(rank[-1])))
         masks[rank].append((torch.rand(shape, generator=generator) >= p).float())
@@ -39,7 +39,7 @@ def test_as_in_one_process_with_the_masks_of_all_ranks(stage: int) -> None:
     whole = [torch.cat(parts, 1) for parts in zip(*(masks[f"rank-{rank}"] for rank in (0, 1)))]
     assert len(whole) == 2 * 2 * (1 + 2 * 3)
 
-    def drawn(shape: tuple[int, ...], p: float) -> torch.Tensor:
+    def drawn(shape, p):
         return whole.pop(0)
 
     with dropout_by(drawn):

@@ -70,7 +70,7 @@ def check(make: Any, stage: int, config: dict[str, Any], accumulation: int = 1) 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_as_in_one_process(case: str) -> None:
+def test_as_in_one_process(case):
     make, config = CASES[case]
     check(make, 3, config)
 
@@ -78,7 +78,7 @@ def test_as_in_one_process(case: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("case", CASES)
-def test_every_stage(case: str, stage: int) -> None:
+def test_every_stage(case, stage):
     make, config = CASES[case]
     if case == "offload" and stage < 3:
         config = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
@@ -87,14 +87,14 @@ def test_every_stage(case: str, stage: int) -> None:
     check(make, stage, config, 2)
 
 
-def test_recomputed_blocks_exchange_once_more() -> None:
+def test_recomputed_blocks_exchange_once_more():
     plain = check(llama, 3, {})
     again = check(llama, 3, BLOCKS)
     for before, after in zip(plain, again):
         assert after.counts["all_to_all"] == before.counts["all_to_all"] * 3 // 2
 
 
-def test_recomputed_documents_are_those_of_their_forward() -> None:
+def test_recomputed_documents_are_those_of_their_forward():
     job = SequenceJob(partial(llama, use_cache=False), packed)
     plan = Plan(ranks=1, steps=2, accumulation=2)
     found, _ = train_on_threads(job, plan, SP2, 2, **BLOCKS)
@@ -102,14 +102,14 @@ def test_recomputed_documents_are_those_of_their_forward() -> None:
 
 
 @pytest.mark.parametrize("differ", [False, True])
-def test_sparse_attention(differ: bool) -> None:
+def test_sparse_attention(differ):
     """The layout of a rank's heads is theirs, where heads differ."""
     section = SPARSE | {"different_layout_per_head": differ, "num_local_blocks": 1}
     from hf_zero.integrations import fused
 
     make = partial(llama, max_position_embeddings=256)
 
-    def sparse() -> nn.Module:
+    def sparse():
         model = make()
         fused.prepare(model, "off", dict(section), False, ())
         return model
@@ -123,7 +123,7 @@ def test_sparse_attention(differ: bool) -> None:
 
 
 @pytest.mark.parametrize("stage", (1, 3))
-def test_experts_of_ranks_that_share_sequences(stage: int) -> None:
+def test_experts_of_ranks_that_share_sequences(stage):
     """Two groups of two, whose four ranks have the experts among them by twos."""
     job, ranks = SequenceJob(mixtral), Ranks(2, 2)
     plan = Plan(ranks=2, steps=2)
@@ -132,7 +132,7 @@ def test_experts_of_ranks_that_share_sequences(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", (1, 3))
-def test_a_rank_without_labels_and_without_logits(stage: int) -> None:
+def test_a_rank_without_labels_and_without_logits(stage):
     job, plan = SequenceJob(llama, half_labelled), Plan(ranks=1, steps=2, accumulation=2)
     found, _ = train_on_threads(job, plan, SP2, stage, kernels=["loss"])
     oracle.compare(found, oracle.run(job, plan))
@@ -145,7 +145,7 @@ def long_rows(at: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("precision", ["bf16"])
-def test_in_16_bits(precision: str) -> None:
+def test_in_16_bits(precision):
     """Sums over the tokens of two ranks are rounded before they are added, as over two batches."""
     job, plan = SequenceJob(llama), Plan(ranks=1, steps=2, precision=precision)
     found, _ = train_on_threads(job, plan, SP2, 2)
@@ -153,7 +153,7 @@ def test_in_16_bits(precision: str) -> None:
     oracle.compare_mixed(found, oracle.run(job, plan), exact, plan.dtype, 1.5)
 
 
-def test_stretches_need_mlps() -> None:
+def test_stretches_need_mlps():
     import hf_zero
     from hf_zero.errors import ConfigError
     from tests.helpers.models import Stack

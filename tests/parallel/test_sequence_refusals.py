@@ -83,7 +83,7 @@ def refused(match: str, ranks: int, *args: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_models_that_cannot_be_split(kind: str) -> None:
+def test_models_that_cannot_be_split(kind):
     make, size, match = MODELS[kind]
     models = [seeded(make) for _ in range(size)]
     refused(match, size, initialized, models, size, config_of(1))
@@ -111,12 +111,12 @@ PADDED = torch.where(torch.arange(TOKENS) < 10, ONES, 0)
         (BATCH | {"position_ids": ONES.expand(3, ROWS, TOKENS)}, 2, r"position_ids of shape \[3"),
     ],
 )
-def test_batches_that_cannot_be_cut(batch: Any, parts: int, match: str) -> None:
+def test_batches_that_cannot_be_cut(batch, parts, match):
     with pytest.raises(ConfigError, match=match):
         cut(batch, 0, parts)
 
 
-def test_positions_of_padding_may_begin_anew_beside_a_mask() -> None:
+def test_positions_of_padding_may_begin_anew_beside_a_mask():
     """Such positions are ``mask.cumsum(1) - 1``, with any value for padding."""
     labels = BATCH["labels"].masked_fill(PADDED == 0, -100)
     positions = torch.where(PADDED == 0, 1, PADDED.cumsum(1) - 1)
@@ -126,7 +126,7 @@ def test_positions_of_padding_may_begin_anew_beside_a_mask() -> None:
     assert part["position_ids"].tolist() == positions[:, TOKENS // 2 :].tolist()
 
 
-def test_a_batch_is_cut_after_its_labels_are_shifted() -> None:
+def test_a_batch_is_cut_after_its_labels_are_shifted():
     mask = ONES.clone()
     mask[:, 10:] = 0
     labels = BATCH["labels"].masked_fill(mask == 0, -100)
@@ -161,7 +161,7 @@ PHASE = {"steps": 4, "sequence_length": 8}
         ("training_phases", {"phases": [PHASE]}),
     ),
 )  # fmt: skip
-def test_techniques_that_shorten_sequences(key: str, section: Any) -> None:
+def test_techniques_that_shorten_sequences(key, section):
     config = config_of(1, sequence_parallel_size=2, **{key: section})
     with pytest.raises(ConfigError, match=f"{key}.* shortens sequences"):
         TrainingTechniques(ZeroConfig.from_dict(config).resolve(2))
@@ -200,7 +200,7 @@ def forward(rank: int, models: list[nn.Module], change: Callable[[dict[str, Any]
         ),
     ],
 )
-def test_forwards_that_would_be_wrong(change: Any, match: str) -> None:
+def test_forwards_that_would_be_wrong(change, match):
     models = [seeded(gpt2) for _ in range(2)]
     refused(match, 2, forward, models, change)
 
@@ -220,7 +220,7 @@ def evaluate(rank: int, models: list[nn.Module], others: list[nn.Module]) -> Any
     return whole, copied, other, split, models[rank].config._attn_implementation
 
 
-def test_evaluation_copies_and_other_models_compute_whole_sequences() -> None:
+def test_evaluation_copies_and_other_models_compute_whole_sequences():
     models = [seeded(llama) for _ in range(2)]
     others = []
     for model in models:
@@ -263,13 +263,13 @@ PARTS = {
 
 
 @pytest.mark.parametrize("kind", PARTS)
-def test_parts_of_batches_in_evaluation(kind: str) -> None:
+def test_parts_of_batches_in_evaluation(kind):
     models = [seeded(llama) for _ in range(2)]
     match = "in eval.. was given a part of a batch .* in_evaluation=True"
     refused(match, 2, evaluate_parts, models, PARTS[kind], False)
 
 
-def test_parts_of_batches_where_evaluation_reads_them() -> None:
+def test_parts_of_batches_where_evaluation_reads_them():
     models = [seeded(llama) for _ in range(2)]
     expected = seeded(llama)(**BATCH).loss.detach()
     for loss in run_ranks(2, evaluate_parts, models, PARTS["batches"], True):
@@ -292,7 +292,7 @@ def sized(rank: int, sizes: list[int | None]) -> None:
         ([2, 1], "are sequence parallel in groups of 2; the size stays .*start new ones"),
     ],
 )
-def test_sizes_that_cannot_be(sizes: list[int | None], match: str) -> None:
+def test_sizes_that_cannot_be(sizes, match):
     refused(match, 2, sized, sizes)
 
 
@@ -301,7 +301,7 @@ def contradicting(rank: int, models: list[nn.Module]) -> None:
     start(models[rank], None, config, mpu=hf_zero.sequence_parallel(2))
 
 
-def test_a_size_that_contradicts_the_mpu() -> None:
+def test_a_size_that_contradicts_the_mpu():
     models = [seeded(llama) for _ in range(2)]
     refused("sequence_parallel_size = 4 .* contradicts the mpu of 2", 2, contradicting, models)
 
@@ -319,7 +319,7 @@ def both(rank: int, models: list[nn.Module], sequence: int) -> None:
         (2, 2, r"sequence_parallel_size = 2 does not divide 1 attention heads of each of 2 tensor"),
     ],
 )
-def test_sizes_that_cannot_be_beside_shared_layers(sequence: int, heads: int, match: str) -> None:
+def test_sizes_that_cannot_be_beside_shared_layers(sequence, heads, match):
     models = [seeded(partial(llama, num_attention_heads=heads)) for _ in range(4)]
     refused(match, 4, both, models, sequence)
 
@@ -329,13 +329,13 @@ def shared_before(rank: int, models: list[nn.Module]) -> None:
     start(models[rank], None, config_of(1, tensor_parallel={"autotp_size": 2}), mpu=former)
 
 
-def test_sequences_that_were_shared_before_the_configuration_shares_layers() -> None:
+def test_sequences_that_were_shared_before_the_configuration_shares_layers():
     """Ranks 0 and 1 shared a sequence, and share layers now."""
     models = [seeded(llama) for _ in range(4)]
     refused("which has moved the ranks that share a sequence; call it", 4, shared_before, models)
 
 
-def test_batch_sizes_count_groups() -> None:
+def test_batch_sizes_count_groups():
     values = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 3,
@@ -348,7 +348,7 @@ def test_batch_sizes_count_groups() -> None:
         ZeroConfig.from_dict(values).resolve(6)
 
 
-def test_another_mpu_with_parts_of_sequences() -> None:
+def test_another_mpu_with_parts_of_sequences():
     class Other:
         get_sequence_parallel_world_size = staticmethod(lambda: 2)
 

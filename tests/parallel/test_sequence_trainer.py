@@ -36,18 +36,18 @@ def check(script: str, stage: int, accumulation: int, folder: Path) -> None:
         )
 
 
-def test_the_trainer(tmp_path: Path) -> None:
+def test_the_trainer(tmp_path):
     check("sequence_trainer.py", 3, 2, tmp_path)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_the_trainer_at_other_stages(stage: int, tmp_path: Path) -> None:
+def test_the_trainer_at_other_stages(stage, tmp_path):
     check("sequence_trainer.py", stage, 1, tmp_path)
 
 
 @pytest.mark.long
-def test_supervised_fine_tuning_by_trl(tmp_path: Path) -> None:
+def test_supervised_fine_tuning_by_trl(tmp_path):
     """Plain rows, and packed ones, whose documents do not see each other."""
     script = SCRIPTS / "sequence_trl.py"
     with beside(script, tmp_path / "plain") as plain:
@@ -59,7 +59,7 @@ def test_supervised_fine_tuning_by_trl(tmp_path: Path) -> None:
                 assert step == pytest.approx(plainly, rel=1e-5)
 
 
-def test_tokens_of_whole_batches_are_counted_once() -> None:
+def test_tokens_of_whole_batches_are_counted_once():
     """By TRL's trainer, on four ranks in groups of two."""
     ids, mask = torch.ones(2, 8, dtype=torch.long), torch.ones(2, 8, dtype=torch.long)
     mask[1, 5:] = 0
@@ -73,7 +73,7 @@ def test_tokens_of_whole_batches_are_counted_once() -> None:
         _metrics={"train": {}},
     )
 
-    def count_theirs(inputs: dict[str, Any]) -> int:
+    def count_theirs(inputs):
         with counting_whole_batches(trainer, inputs):
             trainer._total_train_tokens += 8
         return int(trainer._total_train_tokens)

@@ -45,8 +45,8 @@ BATCHES = {
         if name not in NOT_SMALL
     ],
 )
-def test_as_in_one_process(name: str, batch: str) -> None:
-    def make() -> Any:
+def test_as_in_one_process(name, batch):
+    def make():
         return tiny(name, **({"pad_token_id": 1} if name == "roberta" else {}))
 
     job = SequenceJob(make, BATCHES[batch])

@@ -16,7 +16,7 @@ from hf_zero.parallel.sequence.tiled_mlp import TiledMlps
 from tests.helpers.host_syncs import HostSyncs
 
 
-def test_places_of_documents_are_made_once() -> None:
+def test_places_of_documents_are_made_once():
     positions = torch.cat([torch.arange(length) for length in (5, 4, 7)])[None]
     attention._places.cache_clear()
     for inference in (True, False, False):
@@ -33,7 +33,7 @@ def test_places_of_documents_are_made_once() -> None:
     assert attention._places.cache_info().misses == 1
 
 
-def test_ranks_that_need_not_agree_on_stretches_read_nothing_back() -> None:
+def test_ranks_that_need_not_agree_on_stretches_read_nothing_back():
     """A number on the meta device cannot be read."""
     tiled = TiledMlps(TiledMlpSection(enabled=True))
     alone, many = SimpleNamespace(size=1), SimpleNamespace(size=2)
@@ -58,7 +58,7 @@ class Repeats:
         return SimpleNamespace(wait=lambda: None)
 
 
-def test_batches_of_all_ranks_come_with_two_waits() -> None:
+def test_batches_of_all_ranks_come_with_two_waits():
     batch = {"input_ids": torch.arange(12).view(2, 6)}
     with HostSyncs() as syncs:
         came = batches._gather_objects(Repeats(), batch)  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ def test_batches_of_all_ranks_come_with_two_waits() -> None:
     assert found == {"batches.py: tolist": 1, "batches.py: cpu": 1}
 
 
-def test_documents_of_a_part_are_known_without_its_values() -> None:
+def test_documents_of_a_part_are_known_without_its_values():
     """Positions on the meta device cannot be read. A modified part is unknown, and so is one that
     the script uses with other rows.
     """

@@ -6,7 +6,6 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -20,7 +19,7 @@ from hf_zero.parallel.pipeline.stage_messages import StageMessages
 DEVICE = torch.device("cuda", 0)
 
 
-def test_the_communicator_is_made_with_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_communicator_is_made_with_its_group(monkeypatch):
     """All ranks of a pipeline have to come to it, and messages are between two of them."""
     dims, reduced = ParallelDims.over(6, pipeline=3), list[Any]()
     world = SimpleNamespace(watchdog=Watchdog(enabled=False))
@@ -29,9 +28,7 @@ def test_the_communicator_is_made_with_its_group(monkeypatch: pytest.MonkeyPatch
     )
     bound = []
 
-    def new_group(
-        ranks: list[int], timeout: Any, backend: str, device_id: torch.device
-    ) -> tuple[int, ...]:
+    def new_group(ranks, timeout, backend, device_id):
         bound.append((backend, device_id))
         return tuple(ranks)
 
@@ -52,7 +49,7 @@ def test_the_communicator_is_made_with_its_group(monkeypatch: pytest.MonkeyPatch
     assert bound == [("cpu:gloo,cuda:nccl", DEVICE)] * 2
 
 
-def test_the_host_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_needs_none(monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", None)
     flat_mesh.connect(None, (0, 1), torch.device("cpu"), Watchdog(enabled=False), "an axis")
 
@@ -70,7 +67,7 @@ def _travel(sent: list[Any], received: list[Any]) -> None:
     into.tensor.copy_(out.tensor)
 
 
-def test_a_message_of_several_tensors_is_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_of_several_tensors_is_one_operation(monkeypatch):
     """The tensors differ in dtype, strides and shape; one is empty and one is None; there
     and back.
     """
@@ -82,11 +79,11 @@ def test_a_message_of_several_tensors_is_one_operation(monkeypatch: pytest.Monke
     headers: list[torch.Tensor] = []
     arrives = SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
 
-    def isend(header: torch.Tensor, **_: Any) -> Any:
+    def isend(header, **_):
         headers.append(header)
         return arrives
 
-    def irecv(header: torch.Tensor, **_: Any) -> Any:
+    def irecv(header, **_):
         header.copy_(headers.pop())
         return arrives
 

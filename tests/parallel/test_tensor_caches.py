@@ -30,13 +30,13 @@ def _gradients(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
     (lambda: llama(key_value_heads=1), lambda: llama(key_value_heads=2), qwen3),
     ids=("one head of keys", "two", "norms of heads"),
 )
-def test_prefix_tuning(make: Any) -> None:
+def test_prefix_tuning(make):
     settings = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     model: Any = seeded(lambda: get_peft_model(make(), settings)).train()
     models = [copy.deepcopy(model) for _ in range(2)]
     loss, gradients = _gradients(model)
 
-    def run(rank: int) -> None:
+    def run(rank):
         cut = hf_zero.tensor_parallel(models[rank], 2)
         got, found = _gradients(cut)
         assert got == pytest.approx(loss, rel=1e-5)
@@ -54,12 +54,12 @@ def test_prefix_tuning(make: Any) -> None:
     ),
     ids=("heads", "latent", "tuple"),
 )
-def test_caches_that_cannot_be_cut(make: Any, heads: int, words: str) -> None:
+def test_caches_that_cannot_be_cut(make, heads, words):
     from transformers import DynamicCache
 
     models = [make() for _ in range(2)]
 
-    def run(rank: int) -> None:
+    def run(rank):
         model: Any = hf_zero.tensor_parallel(models[rank], 2)
         cache: Any = DynamicCache()
         for layer in range(2):

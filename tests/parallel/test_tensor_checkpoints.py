@@ -55,9 +55,7 @@ def _train(
         )
     ],
 )
-def test_resumed(
-    before: tuple[int, int], after: tuple[int, int], stage: int, tmp_path: Path
-) -> None:
+def test_resumed(before, after, stage, tmp_path):
     name = "llama-tied" if stage == 1 else "gpt2"
     _train(name, *before, stage, 2, tmp_path, load=False, save=True)
     one = _train(name, *before, stage, 2, tmp_path, load=True, save=False)
@@ -68,7 +66,7 @@ def test_resumed(
 
 
 @pytest.mark.parametrize("name", ("qwen3", "gpt2"))
-def test_converted(name: str, tmp_path: Path) -> None:
+def test_converted(name, tmp_path):
     _, weights = _train(name, 2, 2, 3, 1, tmp_path / "saved", load=False, save=True)
     hf_zero.convert_checkpoint(str(tmp_path / "saved"), str(tmp_path / "model"))
     files = load_file(tmp_path / "model" / "model.safetensors")
@@ -82,12 +80,12 @@ def test_converted(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ("llama-tied", "gpt2"))
-def test_state_dicts_are_whole_without_an_engine(name: str) -> None:
+def test_state_dicts_are_whole_without_an_engine(name):
     """Before one takes the model and after it is destroyed."""
     given = {key: value.clone() for key, value in MODELS[name].build().state_dict().items()}
     models = [MODELS[name].build() for _ in range(2)]
 
-    def run(rank: int) -> None:
+    def run(rank):
         model = hf_zero.tensor_parallel(models[rank], 2)
         _compare(model.state_dict(), given)
         model.load_state_dict({key: value + 1 for key, value in given.items()})

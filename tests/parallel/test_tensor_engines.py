@@ -40,13 +40,13 @@ RECOMPUTED = {"activation_checkpointing": {"number_checkpoints": 2}}
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("accumulation", (1, 2))
-def test_two_ranks_share_the_layers(stage: int, accumulation: int) -> None:
+def test_two_ranks_share_the_layers(stage, accumulation):
     plan, job = Plan(accumulation=accumulation, steps=2, clip=0.5), TensorJob("llama", plain_sgd)
     compare(train_tensor_parallel(job, plan, 2, stage), kept(job, plan))
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_groups_read_different_batches(stage: int) -> None:
+def test_groups_read_different_batches(stage):
     plan, job = Plan(ranks=2, accumulation=2, steps=2), TensorJob("qwen3", plain_sgd)
     compare(train_tensor_parallel(job, plan, 2, stage), kept(job, plan))
 
@@ -55,13 +55,13 @@ def test_groups_read_different_batches(stage: int) -> None:
     ("name", "stage"),
     [pytest.param(*cell, marks=() if cell in ONCE else pytest.mark.long) for cell in CELLS],
 )
-def test_models(name: str, stage: int) -> None:
+def test_models(name, stage):
     plan, job = Plan(ranks=2, steps=2), TensorJob(name, plain_sgd)
     compare(train_tensor_parallel(job, plan, 2, stage), kept(job, plan), 2 * FP32_TOLERANCE)
 
 
 @pytest.mark.parametrize("stage", (1, 3))
-def test_bf16(stage: int) -> None:
+def test_bf16(stage):
     plan, job = Plan(ranks=2, steps=3, precision="bf16"), TensorJob("llama")
     got = train_tensor_parallel(job, plan, 2, stage)
     exact = kept(job, Plan(ranks=2, steps=3))
@@ -79,7 +79,7 @@ def test_bf16(stage: int) -> None:
              "offload_param": {"device": "cpu"}}}),
     ),
 )  # fmt: skip
-def test_with_other_features(stage: int, keys: dict[str, Any]) -> None:
+def test_with_other_features(stage, keys):
     plan, job = Plan(ranks=2, accumulation=2, steps=2), TensorJob("llama", plain_sgd)
     if "zero_optimization" in keys:
         job = TensorJob("llama")  # AdamW, which has a host kernel
@@ -95,20 +95,20 @@ class _Adapted(TensorJob):
 
 
 @pytest.mark.parametrize("stage", (1, 3))
-def test_adapters(stage: int) -> None:
+def test_adapters(stage):
     plan, job = Plan(steps=2), _Adapted("llama", plain_sgd)
     job.name = "tensor-lora"
     compare(train_tensor_parallel(job, plan, 2, stage), kept(job, plan))
 
 
-def test_bytes_of_each_axis() -> None:
+def test_bytes_of_each_axis():
     """At stage 3 over two groups of two ranks: what is cut travels between the groups, at half the
     size; what is whole travels among all four.
     """
     job, plan = TensorJob("llama", plain_sgd), Plan(ranks=2, steps=1)
     sent: list[Any] = []
 
-    def look(engine: Any) -> None:
+    def look(engine):
         groups = get_parallel()
         assert groups is not None
         sent.append(dict(groups.stats["tensor"].bytes))
@@ -134,9 +134,7 @@ def test_bytes_of_each_axis() -> None:
     ),
     ids=("llama", "dropout", "experts", "experts, recomputed"),
 )
-def test_a_steady_step_reads_nothing_back(
-    make: Any, section: Any, wanted: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_steady_step_reads_nothing_back(make, section, wanted, monkeypatch):
     """The third step of two micro-batches: between the forwards that compare batches, and the
     generators, of which threads have one for all.
     """
@@ -145,7 +143,7 @@ def test_a_steady_step_reads_nothing_back(
     plan = Plan(accumulation=2, clip=1.0)
     config = config_of(3, plan, tensor_parallel={"autotp_size": 2}, **section)
 
-    def batch(step: int, micro: int, rank: int) -> Any:
+    def batch(step, micro, rank):
         return MODELS["llama"].batch(step, micro, rank // 2)
 
     for syncs in run_ranks(4, counted, models, batch, config):
@@ -170,10 +168,9 @@ def _outputs_not_summed(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "fault",
-    (_partial_left_alone, _first_part_for_all, _inputs_not_summed, _outputs_not_summed),
+    "fault", (_partial_left_alone, _first_part_for_all, _inputs_not_summed, _outputs_not_summed)
 )
-def test_faults_are_caught(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_are_caught(fault, monkeypatch):
     job, plan = TensorJob("qwen3", plain_sgd), Plan(steps=1)
     expected = kept(job, plan)
     fault(monkeypatch)
@@ -183,11 +180,11 @@ def test_faults_are_caught(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("stage", (1, 3))
 @pytest.mark.parametrize("name", ("llama-tied", "gpt2", "mixtral"))
-def test_state_dicts_are_whole(name: str, stage: int) -> None:
+def test_state_dicts_are_whole(name, stage):
     models = [MODELS[name].build() for _ in range(2)]
     wanted = {key: value.clone() for key, value in models[0].state_dict().items()}
 
-    def save(rank: int) -> Any:
+    def save(rank):
         model = models[rank]
         config = config_of(stage, tensor_parallel={"autotp_size": 2})
         engine = start(model, plain_sgd(model), config)
@@ -208,12 +205,12 @@ def test_state_dicts_are_whole(name: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", (0, 3))
-def test_each_rank_writes_its_own_part(stage: int) -> None:
+def test_each_rank_writes_its_own_part(stage):
     models = [seeded(llama) for _ in range(2)]
     name = "model.layers.0.mlp.down_proj.weight"
     wanted = seeded(llama).state_dict()[name] * 2
 
-    def write(rank: int) -> torch.Tensor:
+    def write(rank):
         model = hf_zero.tensor_parallel(models[rank], 2)
         weight = model.get_parameter(name)
         with pytest.raises(PartitionError, match="write its own part"):
@@ -235,10 +232,10 @@ def test_each_rank_writes_its_own_part(stage: int) -> None:
         assert torch.equal(state, wanted)
 
 
-def test_sequences_that_were_shared_before_layers() -> None:
+def test_sequences_that_were_shared_before_layers():
     models = [seeded(llama) for _ in range(4)]
 
-    def make(rank: int) -> None:
+    def make(rank):
         former = hf_zero.sequence_parallel(2)
         model = hf_zero.tensor_parallel(models[rank], 2)
         start(model, plain_sgd(model), config_of(1), mpu=former)
@@ -248,12 +245,12 @@ def test_sequences_that_were_shared_before_layers() -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_estimate_is_what_a_rank_holds(stage: int) -> None:
+def test_the_estimate_is_what_a_rank_holds(stage):
     models = [seeded(llama) for _ in range(4)]
     config = config_of(stage, tensor_parallel={"autotp_size": 2})
     row = hf_zero.estimate(seeded(llama), 4, config=config).at(stage)
 
-    def held(rank: int) -> Any:
+    def held(rank):
         engine = start(models[rank], plain_sgd(models[rank]), config)
         found = engine.state_bytes()["parameters"]
         engine.destroy()
@@ -262,7 +259,7 @@ def test_the_estimate_is_what_a_rank_holds(stage: int) -> None:
     assert run_ranks(4, held) == [row.parameters] * 4
 
 
-def test_batch_sizes_count_groups() -> None:
+def test_batch_sizes_count_groups():
     models = [seeded(llama) for _ in range(4)]
     written = {
         "tensor_parallel": {"autotp_size": 2},
@@ -272,7 +269,7 @@ def test_batch_sizes_count_groups() -> None:
         "zero_optimization": {"stage": 1},
     }
 
-    def sizes(rank: int) -> Any:
+    def sizes(rank):
         data = list(range(8))
         engine, _, loader, _ = hf_zero.initialize(
             model=models[rank],
@@ -291,10 +288,10 @@ def test_batch_sizes_count_groups() -> None:
     assert sorted(found[0][1] + found[2][1]) == list(range(8))
 
 
-def test_sizes_that_differ() -> None:
+def test_sizes_that_differ():
     models = [seeded(llama) for _ in range(2)]
 
-    def differ(rank: int) -> None:
+    def differ(rank):
         model = hf_zero.tensor_parallel(models[rank], 2)
         start(model, plain_sgd(model), config_of(1, tensor_parallel={"autotp_size": 1}))
 
@@ -303,7 +300,7 @@ def test_sizes_that_differ() -> None:
     assert isinstance(raised.value.__cause__, ConfigError)
 
 
-def test_models_of_one_job_are_cut_into_different_sizes() -> None:
+def test_models_of_one_job_are_cut_into_different_sizes():
     """Each engine goes by the size of its own model: one made after others, one made anew."""
     ids = tokens(0, 0, 0)
     batch, wanted = {"input_ids": ids, "labels": ids}, seeded(lambda: llama(4))
@@ -313,7 +310,7 @@ def test_models_of_one_job_are_cut_into_different_sizes() -> None:
     sizes = (2, 4, 1, 2)
     models = [{size: seeded(lambda: llama(4)) for size in sizes} for _ in range(4)]
 
-    def run(rank: int) -> tuple[list[float], list[int], list[dict[str, torch.Tensor]]]:
+    def run(rank):
         for size, model in models[rank].items():
             hf_zero.tensor_parallel(model, size)
         norms, batches, states = [], [], []

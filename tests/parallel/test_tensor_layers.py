@@ -20,15 +20,7 @@ from hf_zero.zero.layout.sharding import sharding_of
 from tests.helpers.models import seeded, tokens
 from tests.helpers.oracle import compare_tensors
 from tests.helpers.ranks import RankFailed, run_ranks
-from tests.helpers.tensor_parallel import (
-    MODELS,
-    VOCAB,
-    boxes_of,
-    gpt2,
-    llama,
-    put_together,
-    qwen3,
-)
+from tests.helpers.tensor_parallel import MODELS, VOCAB, boxes_of, gpt2, llama, put_together, qwen3
 
 
 def _gradients(model: nn.Module, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
@@ -52,7 +44,7 @@ def _on_ranks(model: nn.Module, size: int, batch: Any, **plan: Any) -> list[Any]
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_gradients_of_the_parts_are_those_of_the_whole(name: str) -> None:
+def test_gradients_of_the_parts_are_those_of_the_whole(name):
     architecture = MODELS[name]
     model, batch = architecture.build(), architecture.batch(0, 0, 0)
     parts = _on_ranks(model, 2, batch)
@@ -70,7 +62,7 @@ def test_gradients_of_the_parts_are_those_of_the_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize("heads", (1, 2))
-def test_keys_and_values_of_fewer_heads_than_ranks(heads: int) -> None:
+def test_keys_and_values_of_fewer_heads_than_ranks(heads):
     model = seeded(lambda: llama(key_value_heads=heads))
     batch = MODELS["llama"].batch(0, 0, 0)
     parts = _on_ranks(model, 4, batch)
@@ -104,7 +96,7 @@ def _sent(make: Any, backward: bool = True) -> Any:
     return run_ranks(2, count)[0]
 
 
-def test_a_layer_sums_twice_forward_and_twice_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_sums_twice_forward_and_twice_backward(monkeypatch):
     monkeypatch.setattr(agreement.Agreement, "compare", lambda *_: None)
     forward, both, sent, words = _sent(lambda: llama(num_hidden_layers=4))
     # embedding, and attention and MLP of 4 layers; the head's backward in place of the embedding
@@ -113,7 +105,7 @@ def test_a_layer_sums_twice_forward_and_twice_backward(monkeypatch: pytest.Monke
     assert sent == {"all_reduce": 18 * words * 32 * 4, "all_gather": words * VOCAB * 4}
 
 
-def test_what_is_joined_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_joined_in_stretches(monkeypatch):
     monkeypatch.setattr(axis, "STRETCH", 5 * VOCAB * 4)  # five tokens of logits
     monkeypatch.setattr(agreement.Agreement, "compare", lambda *_: None)
     model, batch = seeded(llama), MODELS["llama"].batch(0, 0, 0)
@@ -121,17 +113,17 @@ def test_what_is_joined_in_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = model(**batch).logits
     copies = [copy.deepcopy(model) for _ in range(2)]
 
-    def run(rank: int) -> torch.Tensor:
+    def run(rank):
         return hf_zero.tensor_parallel(copies[rank], 2)(**batch).logits.detach()
 
     for logits in run_ranks(2, run):
         torch.testing.assert_close(logits, wanted.detach(), rtol=1e-5, atol=1e-5)
 
 
-def test_adapters_are_cut_with_their_layers() -> None:
+def test_adapters_are_cut_with_their_layers():
     from peft import LoraConfig, get_peft_model
 
-    def make() -> nn.Module:
+    def make():
         settings = LoraConfig(
             r=4, target_modules="all-linear", init_lora_weights=False, modules_to_save=["lm_head"]
         )
@@ -172,10 +164,10 @@ _WAYS: dict[str, Callable[[Any, Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("way", _WAYS)
-def test_ranks_that_read_different_batches_are_told(way: str) -> None:
+def test_ranks_that_read_different_batches_are_told(way):
     models, batch = [seeded(llama) for _ in range(2)], MODELS["llama"].batch
 
-    def differ(rank: int) -> None:
+    def differ(rank):
         model = hf_zero.tensor_parallel(models[rank].train(), 2)
         _WAYS[way](model, batch(0, 0, 0), batch(0, 0, rank))
 
@@ -210,12 +202,12 @@ def _refused(model: nn.Module, size: int, **plan: Any) -> Exception:
         (lambda: nn.Linear(4, 4), 2, None, ConfigError, "has no tensor-parallel plan"),
     ),
 )  # fmt: skip
-def test_refused(make: Any, size: int, plan: Any, kind: type[Exception], words: str) -> None:
+def test_refused(make, size, plan, kind, words):
     error = _refused(seeded(make), size, plan=plan)
     assert isinstance(error, kind) and words in str(error)
 
 
-def test_a_quantised_layer_is_refused() -> None:
+def test_a_quantised_layer_is_refused():
     model = seeded(llama)
     layer = model.model.layers[0].mlp.up_proj
     layer.weight = nn.Parameter(torch.zeros(48, 32, dtype=torch.int8), requires_grad=False)
@@ -224,13 +216,13 @@ def test_a_quantised_layer_is_refused() -> None:
 
 
 @pytest.mark.parametrize("late", (False, True))
-def test_adapters_of_parts(late: bool) -> None:
+def test_adapters_of_parts(late):
     from peft import LoraConfig, get_peft_model
 
     models = [seeded(gpt2) for _ in range(2)]
     settings = LoraConfig(r=2, target_modules=["c_proj"], fan_in_fan_out=True, use_dora=not late)
 
-    def adapt(rank: int) -> None:
+    def adapt(rank):
         model = hf_zero.tensor_parallel(models[rank], 2) if late else models[rank]
         hf_zero.tensor_parallel(get_peft_model(model, settings), 2)
 
@@ -240,16 +232,16 @@ def test_adapters_of_parts(late: bool) -> None:
     assert isinstance(raised.value.__cause__, ConfigError)
 
 
-def test_a_size_that_does_not_divide_the_ranks() -> None:
+def test_a_size_that_does_not_divide_the_ranks():
     with pytest.raises(ConfigError, match="autotp_size = 2 does not divide the 1 ranks"):
         hf_zero.tensor_parallel(llama(), 2)
 
 
-def test_a_model_is_cut_once() -> None:
+def test_a_model_is_cut_once():
     model = seeded(gpt2)
     models = [copy.deepcopy(model) for _ in range(2)]
 
-    def twice(rank: int) -> Any:
+    def twice(rank):
         cut = hf_zero.tensor_parallel(hf_zero.tensor_parallel(models[rank], 2), 2)
         return tuple(cut.transformer.h[0].attn.c_attn.weight.shape), cut.transformer.h[
             0
@@ -258,14 +250,14 @@ def test_a_model_is_cut_once() -> None:
     assert run_ranks(2, twice)[0] == ((32, 48), 16)
 
 
-def test_values_are_those_of_rank_0() -> None:
+def test_values_are_those_of_rank_0():
     models = [seeded(qwen3) for _ in range(2)]
     with torch.no_grad():
         for parameter in models[1].parameters():
             parameter.add_(1)
     wanted = models[0].model.layers[0].mlp.down_proj.weight.detach()[:, 24:].clone()
 
-    def cut(rank: int) -> torch.Tensor:
+    def cut(rank):
         made = hf_zero.tensor_parallel(models[rank], 2)
         return made.model.layers[0].mlp.down_proj.weight.detach()
 
@@ -273,18 +265,18 @@ def test_values_are_those_of_rank_0() -> None:
 
 
 @pytest.mark.parametrize("name", ["tensor_parallel_sum", "tensor_parallel_join"])
-def test_no_cuda_graph_records_collectives(name: str) -> None:
+def test_no_cuda_graph_records_collectives(name):
     operator = getattr(torch.ops.hf_zero, name).default
     assert torch.Tag.cudagraph_unsafe in operator.tags
 
 
 @pytest.mark.parametrize("tied", (False, True))
 @pytest.mark.parametrize("layer", ("q_proj", "o_proj", "embed_tokens", "lm_head"))
-def test_adapters_that_are_merged(layer: str, tied: bool) -> None:
+def test_adapters_that_are_merged(layer, tied):
     """Each rank merges its part of each layer: together they equal the layers merged whole."""
     from peft import LoraConfig, get_peft_model
 
-    def make() -> Any:
+    def make():
         settings = LoraConfig(r=4, target_modules=[layer], init_lora_weights=False)
         return seeded(lambda: get_peft_model(llama(key_value_heads=2, tied=tied), settings)).eval()
 
@@ -292,7 +284,7 @@ def test_adapters_that_are_merged(layer: str, tied: bool) -> None:
     merged = make().merge_and_unload()
     expected = merged(input_ids=ids).logits.detach()
 
-    def run(rank: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def run(rank):
         model = hf_zero.tensor_parallel(models[rank], 2).merge_and_unload()
         return model(input_ids=ids).logits.detach(), model.state_dict()
 

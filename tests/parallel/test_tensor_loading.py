@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import deepspeed
 import pytest
 import torch
@@ -22,12 +19,12 @@ from tests.loading.counting import counting
 
 
 @pytest.mark.usefixtures("loads_at_once")
-def test_each_rank_reads_its_shards_of_its_part(tmp_path: Path) -> None:
+def test_each_rank_reads_its_shards_of_its_part(tmp_path):
     whole = seeded(llama)
     whole.save_pretrained(tmp_path)
     config = config_of(3, tensor_parallel={"autotp_size": 2})
 
-    def rank(_: int) -> Any:
+    def rank(_):
         with deepspeed.zero.Init(config_dict_or_path=config):
             model = LlamaForCausalLM.from_pretrained(tmp_path)
         engine = start(model, plain_sgd(model), config)

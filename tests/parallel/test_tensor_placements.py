@@ -71,7 +71,7 @@ def _compare(model: Any, batch: Any, **plan: Any) -> None:
         for name in model_types(with_plan=True)
     ],
 )
-def test_every_model_type_that_has_a_plan(name: str) -> None:
+def test_every_model_type_that_has_a_plan(name):
     if name not in REFUSED:
         _compare(tiny(name), batch_of())
         return
@@ -137,7 +137,7 @@ def _changed(name: str, made: Any) -> Any:
         ("up_proj", {"model.layers.*.mlp.up_proj.inner": "colwise"}, True),
     ),
 )
-def test_parameters_that_no_plan_names(name: str, plan: Any, whole: bool) -> None:
+def test_parameters_that_no_plan_names(name, plan, whole):
     if plan:
         plan = {f"model.layers.*.mlp.{name}": None, **plan}
     model = _changed(name, lambda inner: _Between(inner, whole))
@@ -185,11 +185,11 @@ def test_parameters_that_no_plan_names(name: str, plan: Any, whole: bool) -> Non
     ),
     ids=("mixed", "parts twice", "nothing cut", "does not run", "cannot be run"),
 )
-def test_what_cannot_be_placed(make: Any, plan: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_placed(make, plan, words):
     models = [make() for _ in range(2)]
     plan = {f"model.layers.*.{name}": style for name, style in plan.items()}
 
-    def run(rank: int) -> None:
+    def run(rank):
         hf_zero.tensor_parallel(models[rank], 2, plan=plan)
 
     with pytest.raises(RankFailed, match=words) as raised:
@@ -198,7 +198,7 @@ def test_what_cannot_be_placed(make: Any, plan: dict[str, Any], words: str) -> N
     assert not any(sharding_of(each).axes for each in models[0].parameters())
 
 
-def test_what_the_plan_says_where_nothing_runs() -> None:
+def test_what_the_plan_says_where_nothing_runs():
     model = _changed("act_fn", _ReadsNumbers)
     plan = {"model.layers.*.mlp.act_fn.weight": "replicated_with_grad_allreduce"}
     _compare(model, batch_of(), plan=plan)

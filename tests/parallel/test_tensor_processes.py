@@ -134,7 +134,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("checkpointed", (False, True))
-def test_dropout_differs_where_activations_are_parts(ranks: Any, checkpointed: bool) -> None:
+def test_dropout_differs_where_activations_are_parts(ranks, checkpointed):
     (first, second) = (each[0][checkpointed] for each in ranks)
     masks = []
     for one, other in zip(first[3], second[3], strict=True):
@@ -153,14 +153,14 @@ def test_dropout_differs_where_activations_are_parts(ranks: Any, checkpointed: b
     compare_tensors("gradient", got, gradients, floor=1e-6)
 
 
-def test_generators_that_differ_are_told_where_a_forward_draws(ranks: Any) -> None:
+def test_generators_that_differ_are_told_where_a_forward_draws(ranks):
     for _, (drops, jitters, draws_nothing), *_ in ranks:
         for told in (drops, jitters):
             assert "random generators of tensor-parallel ranks 0-1 differ" in told
         assert not draws_nothing
 
 
-def test_sampled_tokens_are_those_of_the_first_rank(ranks: Any) -> None:
+def test_sampled_tokens_are_those_of_the_first_rank(ranks):
     model = seeded(llama).eval()
     torch.manual_seed(5)
     wanted = model.generate(MODELS["llama"].batch(0, 0, 0)["input_ids"], **PROMPT), torch.rand(2)
@@ -169,7 +169,7 @@ def test_sampled_tokens_are_those_of_the_first_rank(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("place", (0, 1))
-def test_models_that_transformers_has_split(ranks: Any, place: int) -> None:
+def test_models_that_transformers_has_split(ranks, place):
     parts = [each[2][place] for each in ranks]
     model = seeded(llama)
     loss = model(**MODELS["llama"].batch(0, 0, 0)).loss

@@ -46,7 +46,7 @@ def _train(model_of: Any, prepare: Any = lambda model: None, steps: int = 2, **c
 
 @pytest.mark.parametrize("make", (llama, qwen3, gpt2), ids=("llama", "qwen3", "gpt2"))
 @pytest.mark.parametrize("stage", (0, 1, 2, 3))
-def test_a_model_that_is_right(make: Any, stage: int) -> None:
+def test_a_model_that_is_right(make, stage):
     said = _train(make, stage=stage)
     assert len(said) == 2  # one of each rank, once
     assert "are those of the whole model, on 2 ranks" in said[0]
@@ -61,7 +61,7 @@ def test_a_model_that_is_right(make: Any, stage: int) -> None:
     ),
     ids=("bf16", "accumulation", "recomputed"),
 )
-def test_with_other_sections(more: dict[str, Any]) -> None:
+def test_with_other_sections(more):
     assert len(_train(llama, stage=3, **more)) == 2
 
 
@@ -88,7 +88,7 @@ def _doubles_a_gradient(model: Any) -> None:
         (_doubles_a_gradient, r"1 of \d+ gradients differ .*model.norm.weight"),
     ),
 )
-def test_what_differs(prepare: Any, words: str) -> None:
+def test_what_differs(prepare, words):
     with pytest.raises(RankFailed, match=words) as raised:
         _train(qwen3, prepare)
     assert isinstance(raised.value.__cause__, VerificationError)
@@ -103,10 +103,10 @@ def test_what_differs(prepare: Any, words: str) -> None:
     ),
     ids=("dropout", "sequence", "expert"),
 )
-def test_refused(make: Any, more: dict[str, Any], words: str) -> None:
+def test_refused(make, more, words):
     models = [seeded(make) for _ in range(4)]
 
-    def run(rank: int) -> None:
+    def run(rank):
         start(models[rank], plain_sgd(models[rank]), config_of(1, **TP, **more))
 
     with pytest.raises(RankFailed, match=words) as raised:
@@ -114,10 +114,10 @@ def test_refused(make: Any, more: dict[str, Any], words: str) -> None:
     assert isinstance(raised.value.__cause__, ConfigError)
 
 
-def test_a_model_that_was_cut_before() -> None:
+def test_a_model_that_was_cut_before():
     models = [seeded(llama) for _ in range(2)]
 
-    def run(rank: int) -> None:
+    def run(rank):
         model = hf_zero.tensor_parallel(models[rank], 2)
         start(model, plain_sgd(model), config_of(1, **TP))
 
@@ -126,12 +126,12 @@ def test_a_model_that_was_cut_before() -> None:
     assert isinstance(raised.value.__cause__, ConfigError)
 
 
-def test_adapters_that_came_between() -> None:
+def test_adapters_that_came_between():
     from peft import LoraConfig, get_peft_model
 
     models = [seeded(llama) for _ in range(2)]
 
-    def run(rank: int) -> None:
+    def run(rank):
         model = hf_zero.tensor_parallel(models[rank], 2, verify=True)
         adapted: nn.Module = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
         adapted.train()(**batch_of())
@@ -141,7 +141,7 @@ def test_adapters_that_came_between() -> None:
     assert isinstance(raised.value.__cause__, ConfigError)
 
 
-def test_a_whole_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_model_that_does_not_fit(monkeypatch):
     monkeypatch.setattr(verification, "free_bytes", lambda device: 1000)
     with pytest.raises(RankFailed, match=r"verify a smaller model") as raised:
         _train(llama)
@@ -150,5 +150,5 @@ def test_a_whole_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(set(model_types(with_plan=True)) - set(REFUSED)))
-def test_every_model_type_that_has_a_plan(name: str) -> None:
+def test_every_model_type_that_has_a_plan(name):
     assert len(_train(lambda: tiny(name), steps=1, stage=2)) == 2

@@ -84,11 +84,11 @@ def _trained(way: str) -> Trace:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_bits_are_those_of_one_after_the_other(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bits_are_those_of_one_after_the_other(way, monkeypatch):
     computed = []
     plain = WeightGradients.compute
 
-    def compute(self: WeightGradients, x: torch.Tensor) -> Any:
+    def compute(self, x):
         found = plain(self, x)
         computed.append(sum(each is not None for each in found))
         return found
@@ -117,13 +117,11 @@ def _loss(model: nn.Module) -> torch.Tensor:
     return loss
 
 
-def test_weights_are_between_the_launch_of_a_sum_and_its_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_weights_are_between_the_launch_of_a_sum_and_its_wait(monkeypatch):
     order: dict[int, list[str]] = {}
     launch, compute = TensorAxis.launch_sum, WeightGradients.compute
 
-    def launched(self: TensorAxis, x: torch.Tensor, name: str) -> Any:
+    def launched(self, x, name):
         seen = order.setdefault(self.rank, [])
         seen.append(f"launch {name}")
         total, under_way = launch(self, x, name)
@@ -131,7 +129,7 @@ def test_weights_are_between_the_launch_of_a_sum_and_its_wait(
         monkeypatch.setattr(under_way, "wait", lambda: (seen.append("wait"), wait()))
         return total, under_way
 
-    def computed(self: WeightGradients, x: torch.Tensor) -> Any:
+    def computed(self, x):
         found = compute(self, x)
         seen = order[get_parallel().along("tensor").rank]
         seen.append(f"{sum(each is not None for each in found)} weights")
@@ -140,7 +138,7 @@ def test_weights_are_between_the_launch_of_a_sum_and_its_wait(
     monkeypatch.setattr(TensorAxis, "launch_sum", launched)
     monkeypatch.setattr(WeightGradients, "compute", computed)
 
-    def run(model: nn.Module) -> list[str]:
+    def run(model):
         loss = _loss(model)
         seen = order[get_parallel().along("tensor").rank]
         seen.clear()
@@ -154,12 +152,12 @@ def test_weights_are_between_the_launch_of_a_sum_and_its_wait(
     assert _on_ranks(run) == [wanted, wanted]
 
 
-def test_gradients_that_are_asked_for_in_part() -> None:
+def test_gradients_that_are_asked_for_in_part():
     """Gradients of one weight or of one activation alone, twice of one graph, and under
     autocast.
     """
 
-    def run(model: Any) -> list[torch.Tensor]:
+    def run(model):
         layer, kept = model.model.layers[1], list[torch.Tensor]()
         layer.input_layernorm.register_forward_hook(lambda *given: kept.append(given[1][0]))
         weights = [layer.self_attn.k_proj.weight, layer.mlp.gate_proj.weight]
@@ -179,16 +177,16 @@ def test_gradients_that_are_asked_for_in_part() -> None:
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
-def test_layers_that_compute_otherwise_keep_their_backward() -> None:
+def test_layers_that_compute_otherwise_keep_their_backward():
     """A subclass with a forward of its own, an input that is no plain memory, and weights that a
     model does not use in this forward.
     """
 
     class Doubled(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return super().forward(x) * 2
 
-    def made() -> nn.Module:
+    def made():
         model: Any = llama()
         for layer in model.model.layers:
             layer.self_attn.k_proj.__class__ = Doubled
@@ -199,7 +197,7 @@ def test_layers_that_compute_otherwise_keep_their_backward() -> None:
         gate.register_forward_hook(lambda *given: given[2].detach())
         return model
 
-    def run(model: Any) -> list[torch.Tensor | None]:
+    def run(model):
         _loss(model).backward()
         return [each.grad for each in model.parameters()]
 

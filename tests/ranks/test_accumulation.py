@@ -13,9 +13,8 @@ from hf_zero.errors import UnmanagedWindowError
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, OnEngine, config_of, full_weights, start, train_on_threads
 from tests.helpers.models import ROWS
-from tests.helpers.stacks import by_hand, on_ranks, squared
-from tests.helpers.training import At, Plan, plain_sgd
-from tests.helpers.ways_checkpointed import StackJob
+from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, squared
+from tests.helpers.training import At, Plan, StackJob, plain_sgd
 
 RANKS = 2
 
@@ -156,25 +155,23 @@ def test_windows_that_steps_end(stage, offload, heard):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_steps_are_counted_and_weights_rest_inside_a_window(stage):
-    def run(rank, model):
-        engine = start(model, plain_sgd(model), config_of(stage, Plan(accumulation=2)))
-        first = full_weights(engine)
-        assert engine.gradient_accumulation_steps() == 2
-        seen = []
-        for micro in range(4):
-            seen.append(engine.is_gradient_accumulation_boundary())
-            engine.backward(squared(engine, At(0, micro, rank)))
-            engine.step()
-            same = all(torch.equal(a, first[name]) for name, a in full_weights(engine).items())
-            assert same == (micro == 0), f"after micro-batch {micro}"
-            assert engine.was_step_applied() == (micro % 2 == 1)
-        assert seen == [False, True, False, True]
-        assert engine.counters.micro_steps == 4
-        assert engine.counters.global_steps == 2
-        assert engine.counters.global_samples == 4 * RANKS * engine.train_micro_batch_size_per_gpu()
-
-    on_ranks(RANKS, run)
+@on_each_rank(RANKS)
+def test_steps_are_counted_and_weights_rest_inside_a_window(rank, model, stage):
+    engine = start(model, plain_sgd(model), config_of(stage, Plan(accumulation=2)))
+    first = full_weights(engine)
+    assert engine.gradient_accumulation_steps() == 2
+    seen = []
+    for micro in range(4):
+        seen.append(engine.is_gradient_accumulation_boundary())
+        engine.backward(squared(engine, At(0, micro, rank)))
+        engine.step()
+        same = all(torch.equal(a, first[name]) for name, a in full_weights(engine).items())
+        assert same == (micro == 0), f"after micro-batch {micro}"
+        assert engine.was_step_applied() == (micro % 2 == 1)
+    assert seen == [False, True, False, True]
+    assert engine.counters.micro_steps == 4
+    assert engine.counters.global_steps == 2
+    assert engine.counters.global_samples == 4 * RANKS * engine.train_micro_batch_size_per_gpu()
 
 
 @pytest.mark.parametrize("stage", STAGES)

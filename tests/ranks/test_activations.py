@@ -25,7 +25,7 @@ from tests.helpers.engines import (
 )
 from tests.helpers.late_transfers import Late
 from tests.helpers.models import ARCHITECTURES, seeded
-from tests.helpers.stacks import on_ranks, squared
+from tests.helpers.stacks import on_each_rank, on_ranks, squared
 from tests.helpers.training import ArchitectureJob, At, Plan, adamw
 from tests.helpers.ways import WAYS
 
@@ -65,7 +65,7 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Late]]:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("architecture", ["bert", "llama"])
-def test_every_stage(architecture: str, name: str, stage: int, moved: list[Late]) -> None:
+def test_every_stage(architecture, name, stage, moved):
     job = ArchitectureJob(ARCHITECTURES[architecture])
     oracle.compare(
         train_on_threads(job, PLAN, engine_opener(stage, **CONFIGS[name])), oracle.kept(job, PLAN)
@@ -77,7 +77,7 @@ def test_every_stage(architecture: str, name: str, stage: int, moved: list[Late]
 @pytest.mark.turns
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("way", SOME_WAYS)
-def test_offload_under_the_checkpoints_of_a_model(way: str, stage: int) -> None:
+def test_offload_under_the_checkpoints_of_a_model(way, stage):
     job = WAYS[way]
     oracle.compare(
         train_on_threads(job, PLAN, engine_opener(stage, activation_offload=SMALL)),
@@ -86,10 +86,10 @@ def test_offload_under_the_checkpoints_of_a_model(way: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("name", [None, *CONFIGS])
-def test_no_further_gather(name: str | None) -> None:
+def test_no_further_gather(name):
     """A block's backward gathers it once, for the recomputation and for the gradients."""
 
-    def run(rank: int, model: torch.nn.Module) -> Counter[str]:
+    def run(rank, model):
         engine = start(model, adamw(model), config_of(3, **(CONFIGS[name] if name else {})))
         for number in range(4):
             engine.mesh.stats.counts.clear()
@@ -105,8 +105,8 @@ def test_no_further_gather(name: str | None) -> None:
         assert counts["reduce_scatter"] == 4
 
 
-def test_nothing_of_the_parameters_leaves(moved: list[Late]) -> None:
-    def run(rank: int, model: torch.nn.Module) -> tuple[int, int]:
+def test_nothing_of_the_parameters_leaves(moved):
+    def run(rank, model):
         engine = start(model, adamw(model), config_of(3, activation_offload=SMALL))
         loss = squared(engine, At(0, 0, rank))
         held = engine.patches.activations.offload.slabs.nbytes
@@ -118,8 +118,8 @@ def test_nothing_of_the_parameters_leaves(moved: list[Late]) -> None:
     assert 0 < moved[0].sent_bytes < 10_000
 
 
-def test_cpu_checkpointing_without_checkpoints_says_so(heard: list[str], moved: list[Late]) -> None:
-    def run(rank: int, model: torch.nn.Module) -> None:
+def test_cpu_checkpointing_without_checkpoints_says_so(heard, moved):
+    def run(rank, model):
         engine = start(
             model, adamw(model), config_of(2, activation_checkpointing={"cpu_checkpointing": True})
         )
@@ -140,7 +140,7 @@ def test_cpu_checkpointing_without_checkpoints_says_so(heard: list[str], moved: 
     assert moved[0].sent_bytes == 0
 
 
-def test_cpu_checkpointing_of_a_model_that_checkpoints_by_itself(moved: list[Late]) -> None:
+def test_cpu_checkpointing_of_a_model_that_checkpoints_by_itself(moved):
     job = WAYS["gradient_checkpointing_enable(use_reentrant=False) on bert"]
     plan = Plan(ranks=1, steps=2)
     config = {
@@ -151,12 +151,10 @@ def test_cpu_checkpointing_of_a_model_that_checkpoints_by_itself(moved: list[Lat
     assert moved[0].sent_bytes > 0
 
 
-def test_where_the_device_is_the_host_nothing_moves(
-    monkeypatch: pytest.MonkeyPatch, heard_in_full: list[str]
-) -> None:
+def test_where_the_device_is_the_host_nothing_moves(monkeypatch, heard_in_full):
     monkeypatch.undo()
 
-    def run(rank: int, model: torch.nn.Module) -> None:
+    def run(rank, model):
         engine = start(model, adamw(model), config_of(2, activation_offload=True))
         assert engine.patches.activations.offload is None
         engine.destroy()
@@ -168,13 +166,13 @@ def test_where_the_device_is_the_host_nothing_moves(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_a_forward_that_is_broken_off(error: type[BaseException], moved: list[Late]) -> None:
-    def run(rank: int, model: torch.nn.Module) -> list[torch.Tensor]:
+def test_a_forward_that_is_broken_off(error, moved):
+    def run(rank, model):
         engine = start(model, adamw(model), config_of(3, **CONFIGS["blocks, inputs offloaded"]))
         blocks = dict(model.named_modules())
         inner, times = blocks["blocks.1"].forward, [0]
 
-        def once(*args: Any, **kwargs: Any) -> Any:
+        def once(*args, **kwargs):
             times[0] += 1
             if times[0] == 2:
                 raise error
@@ -194,7 +192,7 @@ def test_a_forward_that_is_broken_off(error: type[BaseException], moved: list[La
         engine.destroy()
         return weights
 
-    def plain(rank: int, model: torch.nn.Module) -> list[torch.Tensor]:
+    def plain(rank, model):
         engine = start(model, adamw(model), config_of(3))
         for number in (0, 1):
             engine.backward(squared(engine, At(number, 0, rank)))
@@ -207,19 +205,17 @@ def test_a_forward_that_is_broken_off(error: type[BaseException], moved: list[La
         assert torch.equal(got, want)
 
 
-def test_host_memory_is_kept_over_steps_and_given_back(moved: list[Late]) -> None:
-    def run(rank: int, model: torch.nn.Module) -> None:
-        engine = start(model, adamw(model), config_of(2, activation_offload=SMALL))
-        offload, sizes = engine.patches.activations.offload, []
-        for number in range(3):
-            engine.backward(squared(engine, At(number, 0, rank)))
-            engine.step()
-            sizes.append(offload.slabs.nbytes)
-        assert sizes[0] > 0 and len(set(sizes)) == 1
-        engine.destroy()
-        assert offload.slabs.nbytes == 0
-
-    on_ranks(1, run)
+@on_each_rank(1)
+def test_host_memory_is_kept_over_steps_and_given_back(rank, model, moved):
+    engine = start(model, adamw(model), config_of(2, activation_offload=SMALL))
+    offload, sizes = engine.patches.activations.offload, []
+    for number in range(3):
+        engine.backward(squared(engine, At(number, 0, rank)))
+        engine.step()
+        sizes.append(offload.slabs.nbytes)
+    assert sizes[0] > 0 and len(set(sizes)) == 1
+    engine.destroy()
+    assert offload.slabs.nbytes == 0
 
 
 class CheckpointsItself(torch.nn.Module):
@@ -245,10 +241,8 @@ class CheckpointsItself(torch.nn.Module):
 
 @pytest.mark.parametrize("input_requires_grad", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
-def test_selective_checkpoints_in_the_models_own_code(
-    stage: int, input_requires_grad: bool
-) -> None:
-    def batch() -> torch.Tensor:
+def test_selective_checkpoints_in_the_models_own_code(stage, input_requires_grad):
+    def batch():
         generator = torch.Generator().manual_seed(1)
         return torch.randn(4, 8, generator=generator).requires_grad_(input_requires_grad)
 
@@ -256,7 +250,7 @@ def test_selective_checkpoints_in_the_models_own_code(
     plain(batch()).square().mean().backward()
     wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
 
-    def run(rank: int, model: torch.nn.Module) -> None:
+    def run(rank, model):
         engine = start(model, adamw(model), config_of(stage))
         engine.backward(engine(batch()).square().mean())
         for name, grad in full_grads(engine).items():

@@ -99,7 +99,7 @@ def batch(model: Any, at: At) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", [*ZOO, *MORE])
-def test_a_step_equals_the_oracle(name: str) -> None:
+def test_a_step_equals_the_oracle(name):
     job = Typed(name)
     oracle.compare(
         train_on_threads(job, PLAN, engine_opener(3)),

@@ -22,8 +22,8 @@ def loss_of(model: torch.nn.Module, step: int, rank: int) -> tuple[torch.Tensor,
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_forward_computes_in_fewer_bits_and_parameters_keep_theirs(stage: int) -> None:
-    def run(rank: int, model: torch.nn.Module) -> tuple[list[float], dict[str, torch.Tensor]]:
+def test_the_forward_computes_in_fewer_bits_and_parameters_keep_theirs(stage):
+    def run(rank, model):
         section = {"enabled": True, "dtype": "torch.bfloat16"}
         engine = start(model, adamw(model), config_of(stage, torch_autocast=section))
         losses = []
@@ -54,13 +54,13 @@ def test_the_forward_computes_in_fewer_bits_and_parameters_keep_theirs(stage: in
         torch.testing.assert_close(value, exact[name].detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_autocast_in_fp16_is_refused() -> None:
+def test_autocast_in_fp16_is_refused():
     section = {"enabled": True, "dtype": "torch.float16"}
     with pytest.raises(NotBuiltError, match=r"torch_autocast\.dtype = 'fp16' .* loss scale"):
         ZeroConfig.coerce(config_of(1, torch_autocast=section))
 
 
-def test_a_section_that_is_off_changes_nothing() -> None:
+def test_a_section_that_is_off_changes_nothing():
     model = stack()
     section = {"enabled": False, "dtype": "torch.bfloat16"}
     engine, *_ = hf_zero.initialize(model=model, config=config_of(0, torch_autocast=section))

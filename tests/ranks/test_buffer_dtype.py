@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,15 +31,13 @@ class WithBuffers(nn.Module):
 
 @pytest.mark.parametrize("written", [None, "bf16", "fp16"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_buffers_are_cast_where_it_is_asked_for(
-    stage: int, written: str | None, tmp_path: Path
-) -> None:
+def test_buffers_are_cast_where_it_is_asked_for(stage, written, tmp_path):
     models = [WithBuffers() for _ in range(2)]
     for p in models[1].buffers():
         p.zero_()  # rank 0's values count
     dtype = {None: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[written]
 
-    def run(rank: int) -> None:
+    def run(rank):
         model: Any = models[rank]
         config = config_of(stage, Plan(precision="bf16"))
         config["data_types"] = {"buffer_dtype": written} if written else {}

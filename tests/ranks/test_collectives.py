@@ -11,7 +11,7 @@ import torch
 
 from tests.helpers.engines import STAGES, config_of, start
 from tests.helpers.models import Stack, seeded
-from tests.helpers.stacks import on_ranks, squared
+from tests.helpers.stacks import on_each_rank, on_ranks, squared
 from tests.helpers.training import At, Plan, adamw
 from tests.helpers.ways import WAYS
 
@@ -116,25 +116,23 @@ def test_one_rank_sends_nothing():
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_recorded_steps_need_no_agreement(stage):
-    def run(rank, model):
-        engine = start(model, adamw(model), config_of(stage))
-        gathers = engine.mesh.consensus.gathers
-        asked, settle = [], gathers.agree
+@on_each_rank(2)
+def test_recorded_steps_need_no_agreement(rank, model, stage):
+    engine = start(model, adamw(model), config_of(stage))
+    gathers = engine.mesh.consensus.gathers
+    asked, settle = [], gathers.agree
 
-        def counting(*args, **kwargs):
-            asked.append(args)
-            return settle(*args, **kwargs)
+    def counting(*args, **kwargs):
+        asked.append(args)
+        return settle(*args, **kwargs)
 
-        gathers.agree = counting
-        seen = []
-        for number in range(4):
-            step(engine, rank, number, Plan())
-            seen.append(len(asked))
-        assert seen[-1] == seen[-3], f"agreements after each step: {seen}"
-        assert (seen[0] > 0) == (stage == 3)
-
-    on_ranks(2, run)
+    gathers.agree = counting
+    seen = []
+    for number in range(4):
+        step(engine, rank, number, Plan())
+        seen.append(len(asked))
+    assert seen[-1] == seen[-3], f"agreements after each step: {seen}"
+    assert (seen[0] > 0) == (stage == 3)
 
 
 def test_gathers_run_ahead_and_few_units_are_whole():

@@ -98,11 +98,10 @@ JOBS = {
 @pytest.mark.parametrize(
     "name, stage",
     fast(
-        itertools.product(JOBS, STAGES),
-        lambda name, stage: stage == 3 and not JOBS[name].adapted,
+        itertools.product(JOBS, STAGES), lambda name, stage: stage == 3 and not JOBS[name].adapted
     ),
 )
-def test_equal_to_the_plain_loop(name: str, stage: int) -> None:
+def test_equal_to_the_plain_loop(name, stage):
     job, plan = JOBS[name], Plan(ranks=2, steps=2, accumulation=2)
     got = train_on_threads(job, plan, engine_opener(stage, compile=BLOCKS))
     assert graphs() > 0
@@ -110,7 +109,7 @@ def test_equal_to_the_plain_loop(name: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", fast([0, 3], lambda stage: stage == 3))
-def test_bf16(stage: int) -> None:
+def test_bf16(stage):
     job, plan = Compiled("bert"), Plan(steps=2, precision="bf16")
     got = train_on_threads(job, plan, engine_opener(stage, compile=BLOCKS))
     oracle.compare_mixed(
@@ -144,13 +143,13 @@ class Dropping(nn.Module):
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_dropout_is_recomputed_as_it_was(inside: bool) -> None:
+def test_dropout_is_recomputed_as_it_was(inside):
     class Model(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.blocks = nn.ModuleList(Dropping(inside) for _ in range(2))
 
-        def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        def forward(self, x):
             return [block(x) for block in self.blocks]
 
     engine = start(model := seeded(Model), plain_sgd(model), config_of(3, compile=BLOCKS))
@@ -169,8 +168,8 @@ def test_dropout_is_recomputed_as_it_was(inside: bool) -> None:
     engine.destroy()
 
 
-def test_autocast_around_compiled_blocks() -> None:
-    def losses(**more: Any) -> list[torch.Tensor]:
+def test_autocast_around_compiled_blocks():
+    def losses(**more):
         engine = start(model := seeded(Stack), plain_sgd(model), config_of(3, **more))
         found = []
         for number in range(3):
@@ -195,14 +194,14 @@ def test_autocast_around_compiled_blocks() -> None:
         lambda checkpointed, stage: stage == (3 if checkpointed else 0),
     ),
 )
-def test_one_compilation_for_all_blocks_and_steps(stage: int, checkpointed: bool) -> None:
+def test_one_compilation_for_all_blocks_and_steps(stage, checkpointed):
     engine = start(
         model := Compiled("gpt2", checkpointed).build(),
         adamw(model),
         config_of(stage, compile=BLOCKS),
     )
 
-    def step(number: int) -> None:
+    def step(number):
         model.train()
         engine.backward(engine(**ARCHITECTURES["gpt2"].batch(number, 0, 0), use_cache=False).loss)
         engine.step()
@@ -219,7 +218,7 @@ def test_one_compilation_for_all_blocks_and_steps(stage: int, checkpointed: bool
 
 
 @pytest.mark.long
-def test_kinds_of_blocks_have_a_graph_each() -> None:
+def test_kinds_of_blocks_have_a_graph_each():
     engine = start(model := ARCHITECTURES["t5"].build(), adamw(model), config_of(3, compile=BLOCKS))
     for number in range(2):
         engine.backward(engine(**ARCHITECTURES["t5"].batch(number, 0, 0), use_cache=False).loss)
@@ -229,10 +228,10 @@ def test_kinds_of_blocks_have_a_graph_each() -> None:
     engine.destroy()
 
 
-def test_other_shapes_share_a_second_graph() -> None:
+def test_other_shapes_share_a_second_graph():
     engine = start(model := seeded(llama), adamw(model), config_of(1, compile=BLOCKS))
 
-    def step(length: int) -> None:
+    def step(length):
         ids = tokens(0, 0, 0)[:, :length]
         engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
         engine.step()
@@ -246,7 +245,7 @@ def test_other_shapes_share_a_second_graph() -> None:
     engine.destroy()
 
 
-def test_each_shape_has_its_own_graph_where_none_is_dynamic() -> None:
+def test_each_shape_has_its_own_graph_where_none_is_dynamic():
     engine = start(
         model := seeded(Stack), plain_sgd(model), config_of(0, compile=BLOCKS | {"dynamic": False})
     )
@@ -257,7 +256,7 @@ def test_each_shape_has_its_own_graph_where_none_is_dynamic() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_generation_and_evaluation_are_not_compiled(stage: int) -> None:
+def test_generation_and_evaluation_are_not_compiled(stage):
     engine = start(model := seeded(llama), adamw(model), config_of(stage, compile=BLOCKS))
     model.eval()
     want = seeded(llama).eval().generate(tokens(0, 0, 0), max_new_tokens=4, do_sample=False)
@@ -268,7 +267,7 @@ def test_generation_and_evaluation_are_not_compiled(stage: int) -> None:
     engine.destroy()
 
 
-def test_a_training_forward_with_a_cache_runs_uncompiled_and_says_so(heard: list[str]) -> None:
+def test_a_training_forward_with_a_cache_runs_uncompiled_and_says_so(heard):
     engine = start(model := seeded(llama), adamw(model), config_of(0, compile=BLOCKS))
     for number in range(2):
         engine(input_ids=tokens(number, 0, 0), use_cache=True).logits.sum().backward()
@@ -281,7 +280,7 @@ def test_a_training_forward_with_a_cache_runs_uncompiled_and_says_so(heard: list
     engine.destroy()
 
 
-def test_what_transformers_records_inside_blocks_is_recorded(heard: list[str]) -> None:
+def test_what_transformers_records_inside_blocks_is_recorded(heard):
     plain = seeded(ARCHITECTURES["bert"].make)
     engine = start(
         model := seeded(ARCHITECTURES["bert"].make), adamw(model), config_of(3, compile=BLOCKS)
@@ -310,7 +309,7 @@ def test_what_transformers_records_inside_blocks_is_recorded(heard: list[str]) -
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_reader_inside_gathered_parameters_runs_uncompiled(stage: int) -> None:
+def test_a_reader_inside_gathered_parameters_runs_uncompiled(stage):
     engine = start(model := seeded(Stack), plain_sgd(model), config_of(stage, compile=BLOCKS))
     with hf_zero.GatheredParameters(list(model.parameters())):
         got = engine(features(0, 0, 0))
@@ -319,7 +318,7 @@ def test_a_reader_inside_gathered_parameters_runs_uncompiled(stage: int) -> None
     engine.destroy()
 
 
-def test_blocks_are_given_back() -> None:
+def test_blocks_are_given_back():
     engine = start(model := seeded(Stack), plain_sgd(model), config_of(2, compile=BLOCKS))
     copied = copy.deepcopy(model)
     assert all("forward" in block.__dict__ for block in model.blocks)
@@ -334,7 +333,7 @@ def doubled(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return 2 * type(self).forward(self, x)
 
 
-def test_a_forward_that_was_replaced_before_is_compiled_and_given_back() -> None:
+def test_a_forward_that_was_replaced_before_is_compiled_and_given_back():
     plain, model = seeded(Stack), seeded(Stack)
     for stack in (plain, model):
         for block in stack.blocks:
@@ -351,9 +350,9 @@ def test_a_forward_that_was_replaced_before_is_compiled_and_given_back() -> None
     assert all(block.forward.__func__ is doubled for block in model.blocks)
 
 
-def test_blocks_that_read_parameters_of_others_are_left_alone(heard: list[str]) -> None:
+def test_blocks_that_read_parameters_of_others_are_left_alone(heard):
     class Tied(Stack):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             for block in self.blocks:
                 block.down.weight = self.blocks[0].down.weight
@@ -378,7 +377,7 @@ def test_blocks_that_read_parameters_of_others_are_left_alone(heard: list[str]) 
         ),
     ],
 )
-def test_what_torch_cannot_compile_with_is_refused(section: dict, said: str) -> None:
+def test_what_torch_cannot_compile_with_is_refused(section, said):
     model = seeded(Stack)
     with pytest.raises(ConfigError, match=said):
         start(model, plain_sgd(model), config_of(0, compile=section))
@@ -426,9 +425,7 @@ def captured_before(model: Stack) -> None:
         ),
     ],
 )
-def test_cuda_graphs_are_refused_where_parameters_move(
-    before: Any, section: Any, said: str
-) -> None:
+def test_cuda_graphs_are_refused_where_parameters_move(before, section, said):
     model = seeded(Stack)
     if before is not None:
         before(model)
@@ -452,9 +449,7 @@ def test_cuda_graphs_are_refused_where_parameters_move(
         ({"backend": "cudagraphs"}, "backend='cudagraphs'"),
     ],
 )
-def test_compile_called_for_cuda_graphs_is_refused_where_parameters_move(
-    asked: Any, said: str
-) -> None:
+def test_compile_called_for_cuda_graphs_is_refused_where_parameters_move(asked, said):
     engine = start(model := seeded(Stack), plain_sgd(model), config_of(3))
     with pytest.raises(ConfigError, match=said):
         engine.compile(**asked)
@@ -472,7 +467,7 @@ def test_compile_called_for_cuda_graphs_is_refused_where_parameters_move(
     engine.destroy()
 
 
-def test_compile_called_by_a_script() -> None:
+def test_compile_called_by_a_script():
     engine = start(model := seeded(Stack), plain_sgd(model), config_of(3))
     engine.compile(backend="eager")
     engine.compile(backend="aot_eager", compile_kwargs={"dynamic": False})
@@ -483,13 +478,13 @@ def test_compile_called_by_a_script() -> None:
 
 
 @pytest.mark.parametrize("stage", fast([0, 3], lambda stage: stage == 3))
-def test_modules_compiled_in_place_keep_their_hooks_outside(stage: int) -> None:
+def test_modules_compiled_in_place_keep_their_hooks_outside(stage):
     """Accelerate's regional compilation calls ``Module.compile`` on every block and on the other
     modules.
     """
     job, plan = Compiled("bert"), Plan(steps=2)
 
-    def opener(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> OnEngine:
+    def opener(model, optimizer, plan):
         engine = start(model, optimizer, config_of(stage, plan))
         for module in (
             *model.bert.encoder.layer,
@@ -504,7 +499,7 @@ def test_modules_compiled_in_place_keep_their_hooks_outside(stage: int) -> None:
     oracle.compare(got, oracle.kept(job, plan))
 
 
-def test_a_model_compiled_in_place_compiles_its_blocks() -> None:
+def test_a_model_compiled_in_place_compiles_its_blocks():
     engine = start(model := seeded(Stack), plain_sgd(model), config_of(3))
     model.compile(backend="aot_eager")
     engine(features(0, 0, 0)).sum().backward()
@@ -516,14 +511,14 @@ def test_a_model_compiled_in_place_compiles_its_blocks() -> None:
 
 
 @pytest.mark.long
-def test_inductor() -> None:
+def test_inductor():
     class Small(Job):
         name = "compiled stack"
 
-        def build(self) -> nn.Module:
+        def build(self):
             return seeded(lambda: Stack(width=HIDDEN))
 
-        def loss(self, net: Driver, at: At) -> torch.Tensor:
+        def loss(self, net, at):
             return net(features(at.step, at.micro, at.rank)).square().mean()
 
     plan = Plan(steps=3)
@@ -539,7 +534,7 @@ def test_inductor() -> None:
     oracle.compare(got, oracle.kept(Small(), plan))
 
 
-def test_attention_comes_first_as_configured_until_the_engine_ends() -> None:
+def test_attention_comes_first_as_configured_until_the_engine_ends():
     before = torch._C._get_sdp_priority_order()
     engine = start(
         model := seeded(Stack), plain_sgd(model), config_of(0, attention_backend="cudnn")
@@ -553,7 +548,7 @@ def test_attention_comes_first_as_configured_until_the_engine_ends() -> None:
     assert torch._C._get_sdp_priority_order() == before
 
 
-def test_an_order_of_attention_set_by_somebody_else_stays() -> None:
+def test_an_order_of_attention_set_by_somebody_else_stays():
     before = torch._C._get_sdp_priority_order()
     engine = start(
         model := seeded(Stack), plain_sgd(model), config_of(0, attention_backend="cudnn")
@@ -566,7 +561,7 @@ def test_an_order_of_attention_set_by_somebody_else_stays() -> None:
         torch._C._set_sdp_priority_order(before)
 
 
-def test_auto_takes_what_was_measured_on_such_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_what_was_measured_on_such_a_gpu(monkeypatch):
     hopper = SimpleNamespace(major=9, minor=0)
     monkeypatch.setattr(attention.kinds, "properties", lambda device: hopper)
     gpu = torch.device("cuda")

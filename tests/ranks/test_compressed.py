@@ -21,7 +21,7 @@ from tests.helpers.compressed import (
 )
 from tests.helpers.engines import start
 from tests.helpers.models import Stack, seeded
-from tests.helpers.stacks import on_ranks, squared
+from tests.helpers.stacks import on_each_rank, on_ranks, squared
 from tests.helpers.training import At, Plan, adamw
 
 
@@ -149,86 +149,79 @@ def as_gathered(flat: Any, values: torch.Tensor, block: int | None = None) -> to
 
 
 @pytest.mark.parametrize(("ranks", "precision"), [(2, "fp32"), (3, "bf16"), (4, "fp32")])
-def test_weights_are_gathered_in_8_bits_and_kept_as_they_are(ranks, precision):
+@on_each_rank("ranks")
+def test_weights_are_gathered_in_8_bits_and_kept_as_they_are(rank, model, precision):
     """Every rank, the owner too, computes with C(w); masters, ``safe_get_*`` and whole state dicts
     have full precision; a script that gathers gets the shards as they are.
     """
     import hf_zero
 
     plan = Plan(precision=precision)
-
-    def run(rank, model):
-        engine = start(model, adamw(model), config(3, plan, WEIGHTS))
-        flats = {name: flat for flat in engine.flats for name in flat.layout.by_name}
-        used: dict[str, torch.Tensor] = {}
-        for module in model.modules():
-            if isinstance(module, torch.nn.Linear):
-                module.register_forward_pre_hook(
-                    lambda module, args: used.update({module.weight_name: module.weight.clone()})
-                )
-        for name, module in model.named_modules():
-            module.weight_name = f"{name}.weight"
-        for number in range(3):
-            shards = {flat: flat.whole_from_shards() for flat in engine.flats}
-            engine.backward(squared(engine, At(number, 0, rank), plan.dtype))
-            for name, weight in used.items():
-                flat = flats[name]
-                slot = flat.layout.by_name[name]
-                want = as_gathered(flat, shards[flat])[slot.offset : slot.end]
-                assert torch.equal(weight.reshape(-1), want), (number, name)
-            engine.step()
-        rounded = [flat for flat in engine.flats if compressible(flat.layout)]
-        assert rounded and len(rounded) < len(engine.flats)
-        for flat in rounded:
-            whole = flat.whole_from_shards()
-            assert not torch.equal(as_gathered(flat, whole), whole)
-            for name, slot in flat.layout.by_name.items():
-                exact, parameter = whole[slot.offset : slot.end], flat.parameters[name]
-                with hf_zero.GatheredParameters([parameter]):
-                    assert torch.equal(parameter.detach().reshape(-1), exact)
-                full = hf_zero.safe_get_full_fp32_param(parameter)
-                assert torch.equal(full.reshape(-1).to(flat.dtype), exact)
-        for name, value in engine.module.state_dict().items():
-            slot, flat = flats[name].layout.by_name[name], flats[name]
-            assert torch.equal(value.reshape(-1), flat.whole_from_shards()[slot.offset : slot.end])
-
-    on_ranks(ranks, run)
+    engine = start(model, adamw(model), config(3, plan, WEIGHTS))
+    flats = {name: flat for flat in engine.flats for name in flat.layout.by_name}
+    used: dict[str, torch.Tensor] = {}
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(
+                lambda module, args: used.update({module.weight_name: module.weight.clone()})
+            )
+    for name, module in model.named_modules():
+        module.weight_name = f"{name}.weight"
+    for number in range(3):
+        shards = {flat: flat.whole_from_shards() for flat in engine.flats}
+        engine.backward(squared(engine, At(number, 0, rank), plan.dtype))
+        for name, weight in used.items():
+            flat = flats[name]
+            slot = flat.layout.by_name[name]
+            want = as_gathered(flat, shards[flat])[slot.offset : slot.end]
+            assert torch.equal(weight.reshape(-1), want), (number, name)
+        engine.step()
+    rounded = [flat for flat in engine.flats if compressible(flat.layout)]
+    assert rounded and len(rounded) < len(engine.flats)
+    for flat in rounded:
+        whole = flat.whole_from_shards()
+        assert not torch.equal(as_gathered(flat, whole), whole)
+        for name, slot in flat.layout.by_name.items():
+            exact, parameter = whole[slot.offset : slot.end], flat.parameters[name]
+            with hf_zero.GatheredParameters([parameter]):
+                assert torch.equal(parameter.detach().reshape(-1), exact)
+            full = hf_zero.safe_get_full_fp32_param(parameter)
+            assert torch.equal(full.reshape(-1).to(flat.dtype), exact)
+    for name, value in engine.module.state_dict().items():
+        slot, flat = flats[name].layout.by_name[name], flats[name]
+        assert torch.equal(value.reshape(-1), flat.whole_from_shards()[slot.offset : slot.end])
 
 
-def test_a_write_inside_gathered_parameters_keeps_the_rest_exact():
+@on_each_rank(2)
+def test_a_write_inside_gathered_parameters_keeps_the_rest_exact(rank, model):
     import hf_zero
 
-    def run(rank, model):
-        engine = start(model, adamw(model), config(3, Plan(), WEIGHTS))
-        engine.backward(squared(engine, At(0, 0, rank)))
-        engine.step()
-        weight = model.blocks[0].up.weight
-        before = hf_zero.safe_get_full_fp32_param(weight).clone()
-        engine.eval()
-        with torch.no_grad():  # leaves units whole, in 8 bits
-            squared(engine, At(1, 0, rank))
-        with hf_zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
-            weight[0, 0] = 3.0
-        after = hf_zero.safe_get_full_fp32_param(weight)
-        before[0, 0] = 3.0
-        assert torch.equal(before, after)
-
-    on_ranks(2, run)
+    engine = start(model, adamw(model), config(3, Plan(), WEIGHTS))
+    engine.backward(squared(engine, At(0, 0, rank)))
+    engine.step()
+    weight = model.blocks[0].up.weight
+    before = hf_zero.safe_get_full_fp32_param(weight).clone()
+    engine.eval()
+    with torch.no_grad():  # leaves units whole, in 8 bits
+        squared(engine, At(1, 0, rank))
+    with hf_zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+        weight[0, 0] = 3.0
+    after = hf_zero.safe_get_full_fp32_param(weight)
+    before[0, 0] = 3.0
+    assert torch.equal(before, after)
 
 
-def test_a_script_gathers_once():
+@on_each_rank(2)
+def test_a_script_gathers_once(rank, model):
     """The gather sends the exact values, without one in few bits before it."""
     import hf_zero
 
-    def run(rank, model):
-        engine = start(model, adamw(model), config(3, Plan(), WEIGHTS))
-        weight, stats = model.blocks[0].up.weight, engine.mesh.stats
-        for _ in range(2):
-            stats.counts.clear()
-            with hf_zero.GatheredParameters([weight]):
-                assert stats.counts["all_gather"] == 1
-
-    on_ranks(2, run)
+    engine = start(model, adamw(model), config(3, Plan(), WEIGHTS))
+    weight, stats = model.blocks[0].up.weight, engine.mesh.stats
+    for _ in range(2):
+        stats.counts.clear()
+        with hf_zero.GatheredParameters([weight]):
+            assert stats.counts["all_gather"] == 1
 
 
 def test_bytes_of_gathers_in_8_bits(monkeypatch):
@@ -321,37 +314,32 @@ def test_parameters_approach_their_masters_where_nothing_moves():
         assert left[0] > 0 and left[-1] < left[0] * 1e-3
 
 
-def test_a_unit_that_is_fetched_has_the_values_of_a_gather():
+@on_each_rank(3)
+def test_a_unit_that_is_fetched_has_the_values_of_a_gather(rank, model):
     """A rank that needs a unit out of order takes the shards of others as they are, and makes of
     them what a gather gives.
     """
-
-    def run(rank, model):
-        engine = start(model, adamw(model), config(3, Plan(), WEIGHTS))
-        unit = engine.units[1]
-        unit.launch_gather()
-        unit.finish_gather()
-        gathered = [flat.full.clone() for flat in unit.sharded]
-        unit.release()
-        chunks = engine.mesh.all_gather_object(unit.chunk_bytes())
-        unit.fill({shard: data for shard, data in enumerate(chunks) if shard != rank})
-        assert all(torch.equal(flat.full, full) for flat, full in zip(unit.sharded, gathered))
-        unit.release()
-        assert any(flat.spec.gather_codec is not None for flat in unit.sharded)
-
-    on_ranks(3, run)
+    engine = start(model, adamw(model), config(3, Plan(), WEIGHTS))
+    unit = engine.units[1]
+    unit.launch_gather()
+    unit.finish_gather()
+    gathered = [flat.full.clone() for flat in unit.sharded]
+    unit.release()
+    chunks = engine.mesh.all_gather_object(unit.chunk_bytes())
+    unit.fill({shard: data for shard, data in enumerate(chunks) if shard != rank})
+    assert all(torch.equal(flat.full, full) for flat, full in zip(unit.sharded, gathered))
+    unit.release()
+    assert any(flat.spec.gather_codec is not None for flat in unit.sharded)
 
 
-def test_a_unit_that_is_pinned_across_a_step_is_exact():
-    def run(rank, model):
-        engine = start(model, adamw(model), config(3, Plan(), WEIGHTS))
-        with engine.gathered(engine.units[1]):
-            engine.backward(squared(engine, At(0, 0, rank)))
-            engine.step()
-            for flat in engine.units[1].sharded:
-                assert torch.equal(flat.full, flat.whole_from_shards())
-
-    on_ranks(2, run)
+@on_each_rank(2)
+def test_a_unit_that_is_pinned_across_a_step_is_exact(rank, model):
+    engine = start(model, adamw(model), config(3, Plan(), WEIGHTS))
+    with engine.gathered(engine.units[1]):
+        engine.backward(squared(engine, At(0, 0, rank)))
+        engine.step()
+        for flat in engine.units[1].sharded:
+            assert torch.equal(flat.full, flat.whole_from_shards())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

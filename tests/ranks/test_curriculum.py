@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from tests.helpers.engines import (
 )
 from tests.helpers.models import ARCHITECTURES, LENGTH, VOCAB, tokens
 from tests.helpers.ranks import run_ranks
+from tests.helpers.stacks import on_each_rank
 from tests.helpers.training import ArchitectureJob, At, Driver, Plan, adamw
 
 GROWING = [3, 5, 8, LENGTH]  # by step
@@ -93,31 +93,28 @@ def test_by_the_metrics_of_data_efficiency(metric, by_hand):
     oracle.compare(got, oracle.kept(by_hand(chosen), plan))
 
 
-def test_the_model_itself_is_called_and_evaluation_sees_whole_sequences():
+@on_each_rank(1)
+def test_the_model_itself_is_called_and_evaluation_sees_whole_sequences(rank):
     """``model(...)``, positional arguments, ``no_grad``, ``eval``, and a second model untouched."""
-
-    def run(rank: int) -> None:
-        model = ARCHITECTURES["bert"].build()
-        engine = start(model, adamw(model), config_of(2, **LEGACY))
-        ids = tokens(0, 0, rank)
-        for call in (engine, model):
-            assert call(ids, torch.ones_like(ids)).logits.shape[1] == 3
-            assert call({"input_ids": ids}["input_ids"]).logits.shape[1] == 3
-            with torch.no_grad():
-                assert call(ids).logits.shape[1] == LENGTH
-        engine.eval()
-        assert engine(ids).logits.shape[1] == LENGTH
-        engine.destroy()
-        model.train()
-        assert model(ids).logits.shape[1] == LENGTH
-
-    run_ranks(1, run)
+    model = ARCHITECTURES["bert"].build()
+    engine = start(model, adamw(model), config_of(2, **LEGACY))
+    ids = tokens(0, 0, rank)
+    for call in (engine, model):
+        assert call(ids, torch.ones_like(ids)).logits.shape[1] == 3
+        assert call({"input_ids": ids}["input_ids"]).logits.shape[1] == 3
+        with torch.no_grad():
+            assert call(ids).logits.shape[1] == LENGTH
+    engine.eval()
+    assert engine(ids).logits.shape[1] == LENGTH
+    engine.destroy()
+    model.train()
+    assert model(ids).logits.shape[1] == LENGTH
 
 
 def test_a_step_that_overflows_counts_as_in_deepspeed():
     """A skipped step makes the sequences longer, too: its number is the same in a resumed run."""
 
-    def run(rank: int) -> list[int]:
+    def run(rank):
         model = ARCHITECTURES["bert"].build()
         config = config_of(1, fp16={"enabled": True, "initial_scale_power": 30}, **LEGACY)
         engine = start(model, adamw(model), config)
@@ -135,11 +132,11 @@ def test_a_step_that_overflows_counts_as_in_deepspeed():
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_run_that_was_resumed(stage, tmp_path: Path):
+def test_a_run_that_was_resumed(stage, tmp_path):
     """On another number of ranks; a function of the script is given again."""
     custom = {**LEGACY["curriculum_learning"], "schedule_type": "custom", "max_difficulty": 8}
 
-    def lengths(engine: Any, steps: range) -> list[int]:
+    def lengths(engine, steps):
         seen = []
         for step in steps:
             out = engine(**ARCHITECTURES["gpt2"].batch(step, 0, 0))
@@ -148,7 +145,7 @@ def test_a_run_that_was_resumed(stage, tmp_path: Path):
             engine.step()
         return seen
 
-    def run(rank: int, name: str, schedule: Any, steps: range, load: bool) -> Any:
+    def run(rank, name, schedule, steps, load):
         model = ARCHITECTURES["gpt2"].build()
         config = config_of(stage, curriculum_learning=schedule)
         engine = start(model, adamw(model), config)
@@ -175,32 +172,29 @@ def test_a_run_that_was_resumed(stage, tmp_path: Path):
         oracle.compare_tensors("weights", weights, wanted, floor=oracle.ADAM_ROUNDING)
 
 
-def test_a_loop_that_passes_the_number_of_its_labels():
+@on_each_rank(1)
+def test_a_loop_that_passes_the_number_of_its_labels(rank):
     """Unlike a mean: the loss is divided by what the loop says, which is taken for a number of
     whole sequences' labels; after prepare_batch it is the loop's own.
     """
-
-    def run(rank: int) -> None:
-        model = ARCHITECTURES["llama"].build()
-        engine = start(model, adamw(model), config_of(0, **LEGACY))
-        batch = ARCHITECTURES["llama"].batch(0, 0, rank)
-        short = cut(batch, 3)
-        counted = batch["labels"][:, 1:].numel()
-        plain = ARCHITECTURES["llama"].build()
-        wanted = plain(**short, num_items_in_batch=short["labels"][:, 1:].numel()).loss
-        torch.testing.assert_close(wanted, plain(**short).loss)
-        for number in (counted, torch.tensor(counted)):
-            torch.testing.assert_close(engine(**batch, num_items_in_batch=number).loss, wanted)
-        prepared = engine.prepare_batch(batch)
-        assert {name: value.shape[1] for name, value in prepared.items()} == dict.fromkeys(batch, 3)
-        got = engine(**prepared, num_items_in_batch=prepared["labels"][:, 1:].numel()).loss
-        torch.testing.assert_close(got, wanted)
-        hidden = {**batch, "labels": batch["labels"].clone()}
-        hidden["labels"][:, :3] = -100  # nothing that counts is left
-        assert engine(**hidden, num_items_in_batch=counted).loss.item() == 0.0
-        engine.destroy()
-
-    run_ranks(1, run)
+    model = ARCHITECTURES["llama"].build()
+    engine = start(model, adamw(model), config_of(0, **LEGACY))
+    batch = ARCHITECTURES["llama"].batch(0, 0, rank)
+    short = cut(batch, 3)
+    counted = batch["labels"][:, 1:].numel()
+    plain = ARCHITECTURES["llama"].build()
+    wanted = plain(**short, num_items_in_batch=short["labels"][:, 1:].numel()).loss
+    torch.testing.assert_close(wanted, plain(**short).loss)
+    for number in (counted, torch.tensor(counted)):
+        torch.testing.assert_close(engine(**batch, num_items_in_batch=number).loss, wanted)
+    prepared = engine.prepare_batch(batch)
+    assert {name: value.shape[1] for name, value in prepared.items()} == dict.fromkeys(batch, 3)
+    got = engine(**prepared, num_items_in_batch=prepared["labels"][:, 1:].numel()).loss
+    torch.testing.assert_close(got, wanted)
+    hidden = {**batch, "labels": batch["labels"].clone()}
+    hidden["labels"][:, :3] = -100  # nothing that counts is left
+    assert engine(**hidden, num_items_in_batch=counted).loss.item() == 0.0
+    engine.destroy()
 
 
 class Words(nn.Module):
@@ -221,25 +215,23 @@ class Words(nn.Module):
         return functional.cross_entropy(self.head(self.embed(idx)).flatten(0, 1), targets.flatten())
 
 
-def test_models_with_names_of_their_own():
-    def run(rank: int) -> None:
-        model = Words()
-        engine = start(model, adamw(model), config_of(0, **LEGACY))
-        ids = tokens(0, 0, rank)
-        square = torch.zeros(2, 1, LENGTH, LENGTH)
-        for call in (
-            lambda: engine(ids, ids),
-            lambda: engine(ids, targets=ids, mask=square, scores=torch.zeros(2, LENGTH, 4)),
-            lambda: engine({"tokens": ids, "targets": ids}, 0),
-            lambda: engine([ids, ids]),
-        ):
-            call()
-            assert model.seen["idx"].shape == model.seen["targets"].shape == (2, 3)
-        engine(ids, ids, mask=square, scores=torch.zeros(2, LENGTH, 4))
-        assert model.seen["mask"].shape == (2, 1, 3, 3) and model.seen["scores"].shape == (2, 3, 4)
-        engine.destroy()
-
-    run_ranks(1, run)
+@on_each_rank(1)
+def test_models_with_names_of_their_own(rank):
+    model = Words()
+    engine = start(model, adamw(model), config_of(0, **LEGACY))
+    ids = tokens(0, 0, rank)
+    square = torch.zeros(2, 1, LENGTH, LENGTH)
+    for call in (
+        lambda: engine(ids, ids),
+        lambda: engine(ids, targets=ids, mask=square, scores=torch.zeros(2, LENGTH, 4)),
+        lambda: engine({"tokens": ids, "targets": ids}, 0),
+        lambda: engine([ids, ids]),
+    ):
+        call()
+        assert model.seen["idx"].shape == model.seen["targets"].shape == (2, 3)
+    engine(ids, ids, mask=square, scores=torch.zeros(2, LENGTH, 4))
+    assert model.seen["mask"].shape == (2, 1, 3, 3) and model.seen["scores"].shape == (2, 3, 4)
+    engine.destroy()
 
 
 def technique(config: dict[str, Any], model: nn.Module) -> Any:
@@ -351,27 +343,25 @@ def test_configurations_that_are_refused(config, error, said):
         technique(config, Words())
 
 
-def test_functions_as_schedules():
-    def run(rank: int) -> None:
-        custom = by_metric("seqlen_truncate", schedule_type="custom")
-        for config, given, error in (
-            ({}, len, "curriculum learning, which is off"),
-            (LEGACY, len, "write custom, or leave the call out"),
-            (custom, {"seqlen_reshape": len}, "seqlen_truncate is what is scheduled"),
-        ):
-            model = Words()
-            engine = start(model, adamw(model), config_of(0, **config))
-            with pytest.raises(ConfigError, match=error):
-                engine.set_custom_curriculum_learning_schedule(given)
-            engine.destroy()
+@on_each_rank(1)
+def test_functions_as_schedules(rank):
+    custom = by_metric("seqlen_truncate", schedule_type="custom")
+    for config, given, error in (
+        ({}, len, "curriculum learning, which is off"),
+        (LEGACY, len, "write custom, or leave the call out"),
+        (custom, {"seqlen_reshape": len}, "seqlen_truncate is what is scheduled"),
+    ):
         model = Words()
-        engine = start(model, adamw(model), config_of(0, **custom))
-        engine.set_custom_curriculum_learning_schedule({"seqlen_truncate": lambda step: 2 * step})
-        ids = tokens(0, 0, 0)
-        assert engine.prepare_batch({"input_ids": ids})["input_ids"].shape == (2, 2)
+        engine = start(model, adamw(model), config_of(0, **config))
+        with pytest.raises(ConfigError, match=error):
+            engine.set_custom_curriculum_learning_schedule(given)
         engine.destroy()
-
-    run_ranks(1, run)
+    model = Words()
+    engine = start(model, adamw(model), config_of(0, **custom))
+    engine.set_custom_curriculum_learning_schedule({"seqlen_truncate": lambda step: 2 * step})
+    ids = tokens(0, 0, 0)
+    assert engine.prepare_batch({"input_ids": ids})["input_ids"].shape == (2, 2)
+    engine.destroy()
 
 
 @pytest.mark.parametrize(
@@ -384,7 +374,7 @@ def test_functions_as_schedules():
     ],
 )  # fmt: skip
 def test_nothing_is_installed_where_it_is_off(off):
-    def run(rank: int) -> tuple[int, Any]:
+    def run(rank):
         model = Words()
         engine = start(model, adamw(model), config_of(0, **off))
         batch = {"input_ids": tokens(0, 0, 0)}

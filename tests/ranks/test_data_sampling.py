@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain, islice, repeat
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,7 +73,7 @@ def together(shares: list[list[list[int]]], accumulation: int) -> list[list[int]
 
 
 @pytest.mark.parametrize(("ranks", "accumulation"), [(1, 1), (1, 4), (2, 2), (4, 1), (4, 2)])
-def test_ranks_draw_the_one_order(tmp_path: Path, ranks: int, accumulation: int) -> None:
+def test_ranks_draw_the_one_order(tmp_path, ranks, accumulation):
     """Across the ends of epochs, with windows of several micro-batches."""
     index = index_in(tmp_path)
     config = configured(index, ranks, accumulation)
@@ -87,10 +86,10 @@ def test_ranks_draw_the_one_order(tmp_path: Path, ranks: int, accumulation: int)
 
 
 @pytest.mark.parametrize("saved", [1, 3, 7])
-def test_a_run_goes_on_on_other_ranks(tmp_path: Path, saved: int) -> None:
+def test_a_run_goes_on_on_other_ranks(tmp_path, saved):
     index = index_in(tmp_path)
 
-    def first(rank: int) -> None:
+    def first(rank):
         engine, loader = started(configured(index, 2, 2))
         batches = iter(loader)
         for number in range(2 * saved + 1):  # the last one begins a window that is lost
@@ -101,8 +100,8 @@ def test_a_run_goes_on_on_other_ranks(tmp_path: Path, saved: int) -> None:
                 engine.save_checkpoint(str(tmp_path / "saved"))
         engine.destroy()
 
-    def second(ranks: int, accumulation: int) -> list[list[int]]:
-        def go_on(rank: int) -> list[list[int]]:
+    def second(ranks, accumulation):
+        def go_on(rank):
             engine, loader = started(configured(index, ranks, accumulation))
             engine.load_checkpoint(str(tmp_path / "saved"))
             return train(engine, loader, 12 - saved)
@@ -114,13 +113,13 @@ def test_a_run_goes_on_on_other_ranks(tmp_path: Path, saved: int) -> None:
     assert second(4, 1) == second(1, 2) == expected
 
 
-def test_a_function_as_the_schedule(tmp_path: Path) -> None:
+def test_a_function_as_the_schedule(tmp_path):
     """The same draws as the schedule whose numbers it returns, over two iterations of the
     loader.
     """
     index = index_in(tmp_path)
 
-    def run(rank: int) -> list[list[int]]:
+    def run(rank):
         engine, loader = started(configured(index, 1, 1, schedule_type="custom"))
         engine.set_custom_curriculum_learning_schedule({"hard": sampled.at})
         return train(engine, loader, 12)
@@ -128,12 +127,12 @@ def test_a_function_as_the_schedule(tmp_path: Path) -> None:
     assert run_ranks(1, run)[0] == sampled.drawn(index, 12)
 
 
-def test_workers_that_load_ahead_change_nothing(tmp_path: Path) -> None:
+def test_workers_that_load_ahead_change_nothing(tmp_path):
     index = index_in(tmp_path)
     config = configured(index, 1, 2)
     config["data_efficiency"]["data_sampling"]["num_workers"] = 2
 
-    def run(rank: int) -> list[list[int]]:
+    def run(rank):
         engine, loader = started(config)
         assert loader.num_workers == 2
         return train(engine, loader, 6)
@@ -158,13 +157,13 @@ def tagged(batch: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_function_makes_the_batches(tmp_path: Path, workers: int) -> None:
+def test_a_function_makes_the_batches(tmp_path, workers):
     """A metric that admits every sample has no other visible effect."""
     index = index_in(tmp_path)
     config = configured(index, 1, 1, clustering_type="single_cluster", index_to_metric_path=None)
     config["data_efficiency"]["data_sampling"]["num_workers"] = workers
 
-    def run(rank: int) -> None:
+    def run(rank):
         engine, loader = started(config)
         seen = {int(row) for batch in loader for row in batch["id"]}
         assert seen == {*range(ROWS)}, "an epoch is a shuffle of all"
@@ -175,17 +174,17 @@ def test_a_function_makes_the_batches(tmp_path: Path, workers: int) -> None:
     run_ranks(1, run)
 
 
-def test_functions_that_nothing_calls_are_refused(tmp_path: Path) -> None:
+def test_functions_that_nothing_calls_are_refused(tmp_path):
     index = index_in(tmp_path)
     single = configured(index, 1, 1, clustering_type="single_cluster")
 
-    def stepping(config: dict[str, Any]) -> Any:
+    def stepping(config):
         engine, loader = started(config)
         batch = next(iter(loader))
         engine.backward(engine(batch["x"]).mean())
         return engine
 
-    def run(rank: int) -> None:
+    def run(rank):
         engine = stepping(single)
         with pytest.raises(ConfigError, match=r"hard\.clustering_type is 'single_cluster', which"):
             engine.step()
@@ -225,12 +224,10 @@ class Stream(IterableDataset[Any]):
         ),
     ],
 )
-def test_configurations_that_are_refused(
-    tmp_path: Path, changes: dict[str, Any], error: type[Exception], said: str
-) -> None:
+def test_configurations_that_are_refused(tmp_path, changes, error, said):
     index = index_in(tmp_path)
 
-    def run(rank: int) -> None:
+    def run(rank):
         engine, loader = started(configured(index, 1, 1, **changes))
         try:
             next(iter(loader))
@@ -244,10 +241,10 @@ def test_configurations_that_are_refused(
         raise failed.value.__cause__
 
 
-def test_data_that_cannot_be_drawn_from_is_refused(tmp_path: Path) -> None:
+def test_data_that_cannot_be_drawn_from_is_refused(tmp_path):
     config = configured(index_in(tmp_path), 1, 1)
 
-    def run(rank: int) -> None:
+    def run(rank):
         with pytest.raises(DifficultyIndexError, match="row 0 of the dataset has another 'id'"):
             started(config, sampled.data()[::-1])
         grows = {"training_phases": {"phases": [{"steps": 2}, {"train_batch_size": 16}]}}
@@ -259,10 +256,10 @@ def test_data_that_cannot_be_drawn_from_is_refused(tmp_path: Path) -> None:
     run_ranks(1, run)
 
 
-def test_training_that_draws_otherwise_is_refused(tmp_path: Path) -> None:
+def test_training_that_draws_otherwise_is_refused(tmp_path):
     config = configured(index_in(tmp_path), 1, 1)
 
-    def run(rank: int) -> None:
+    def run(rank):
         model = nn.Linear(4, 1)
         engine = hf_zero.initialize(model=model, optimizer=adamw(model), config=config)[0]
         engine.backward(engine(torch.ones(8, 4)).mean())

@@ -16,7 +16,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.techniques.eigenvalue import direction_of
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import ARCHITECTURES, Stack, features, seeded
-from tests.helpers.stacks import on_ranks
+from tests.helpers.stacks import on_each_rank, on_ranks
 from tests.helpers.training import Plan, plain_sgd
 
 WIDTH = 4
@@ -202,19 +202,13 @@ def test_a_measurement_changes_nothing_but_bits():
     [
         ({"layer_name": "encoder.layer"}, {}, "Losing has no list of them at 'encoder.layer'"),
         ({"layer_num": 4}, {}, "layer_num = 4 is more than the 3 layers of Losing"),
-        (
-            {},
-            {"compressed_communication": {"bits": 4}},
-            "gradients in few bits are too coarse",
-        ),
+        ({}, {"compressed_communication": {"bits": 4}}, "gradients in few bits are too coarse"),
     ],
 )
-def test_refuses(section, more, said):
-    def run(rank, model):
-        with pytest.raises(ConfigError, match=said):
-            engine_of(model, 1, more, **section)
-
-    on_ranks(2, run, build=wide_without_dropout)
+@on_each_rank(2, build=wide_without_dropout)
+def test_refuses(rank, model, section, more, said):
+    with pytest.raises(ConfigError, match=said):
+        engine_of(model, 1, more, **section)
 
 
 def test_a_model_that_returns_no_loss_is_refused():

@@ -33,7 +33,7 @@ from tests.helpers.leftovers import (
     working,
 )
 from tests.helpers.models import seeded
-from tests.helpers.offloads import DEVICE, Values, offload, opened, train
+from tests.helpers.offloads import DEVICE, offload, opened, train
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import by_hand, on_ranks, squared
 from tests.helpers.training import At, Plan, adamw, plain_sgd
@@ -74,15 +74,13 @@ def often(place: tuple[str, int], ending: str, when: tuple[int, ...]) -> bool:
 @pytest.mark.parametrize(
     "place, ending, when", fast(itertools.product(PLACES, PASSES, WHEN), often), ids=str
 )
-def test_a_pass_that_breaks_is_forgotten(
-    place: tuple[str, int], ending: str, when: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_a_pass_that_breaks_is_forgotten(place, ending, when, tmp_path):
     """The user catches the error (out of memory, say), drops the micro-batch and continues."""
     way, stage = place
     make = plain_sgd if way == DEVICE else adamw
     want, norms = by_hand(make, [[(1.0, 0)]] * 3, RANKS)
 
-    def run(rank: int, model: Any) -> tuple[Values, list[float]]:
+    def run(rank, model):
         model.error = PASSES[ending]
         engine = opened(model, offload(way, stage, tmp_path, max_in_cpu=0), make)
         found = []
@@ -112,12 +110,12 @@ LOST = {
 @pytest.mark.turns
 @pytest.mark.parametrize("together", [0, 1 << 20])  # blocks are units, or all of them one
 @pytest.mark.parametrize("stage", STAGES)
-def test_gradients_lost_in_a_broken_backward_forbid_the_step(stage: int, together: int) -> None:
+def test_gradients_lost_in_a_broken_backward_forbid_the_step(stage, together):
     """Plain PyTorch keeps those that had come, and what the window had before."""
     want, _ = by_hand(plain_sgd, [[(0.5, 0), (0.5, 1)]], RANKS)
     zero = {"stage": stage, "stage3_module_granularity_threshold": together}
 
-    def run(rank: int, model: nn.Module) -> Values:
+    def run(rank, model):
         engine = opened(model, zero, plain_sgd, gradient_accumulation_steps=2)
         for then in LOST.values():
             engine.backward(squared(engine, At(0, 0, rank)))
@@ -142,10 +140,10 @@ def test_gradients_lost_in_a_broken_backward_forbid_the_step(stage: int, togethe
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_ranks_keep_one_window_where_one_of_them_broke_alone(stage: int) -> None:
+def test_ranks_keep_one_window_where_one_of_them_broke_alone(stage):
     """In the middle of a window: the passes of these stages have no collectives there."""
 
-    def run(rank: int, model: nn.Module) -> int:
+    def run(rank, model):
         engine = start(model, plain_sgd(model), config_of(stage, Plan(accumulation=4)))
         for restart in (engine.zero_grad, engine.restart_window):
             engine.backward(squared(engine, At(0, 0, rank)))
@@ -159,10 +157,10 @@ def test_ranks_keep_one_window_where_one_of_them_broke_alone(stage: int) -> None
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_backward_that_breaks_before_any_gradient_leaves_the_window_as_it_was(stage: int) -> None:
+def test_a_backward_that_breaks_before_any_gradient_leaves_the_window_as_it_was(stage):
     want, norms = by_hand(plain_sgd, [[(0.5, 0)]], RANKS)
 
-    def run(rank: int, model: nn.Module) -> tuple[Values, float]:
+    def run(rank, model):
         engine = start(model, plain_sgd(model), config_of(stage, Plan(accumulation=2)))
         engine.backward(squared(engine, At(0, 0, rank)))
         engine.step()
@@ -250,7 +248,7 @@ def grown(
     ),
 )
 @pytest.mark.usefixtures("collecting")
-def test_nothing_is_left(ending: str, way: str, stage: int, tmp_path: Path) -> None:
+def test_nothing_is_left(ending, way, stage, tmp_path):
     folder = tmp_path / way.split()[-1]
     folder.mkdir()
     times = 10 if way == DEVICE else 2
@@ -261,10 +259,10 @@ def test_nothing_is_left(ending: str, way: str, stage: int, tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("collecting")
-def test_the_measure_sees_what_stays(tmp_path: Path) -> None:
+def test_the_measure_sees_what_stays(tmp_path):
     kept: list[Any] = []
 
-    def keep(engine: Any) -> None:
+    def keep(engine):
         kept.append([flat.full for flat in engine.flats])
         engine.destroy()
 
@@ -272,10 +270,10 @@ def test_the_measure_sees_what_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_destroy_gives_back_a_plain_model_with_what_it_learnt(stage: int) -> None:
+def test_destroy_gives_back_a_plain_model_with_what_it_learnt(stage):
     want, _ = by_hand(plain_sgd, [[(1.0, 0)]] * 2, RANKS)
 
-    def run(rank: int, model: nn.Module) -> None:
+    def run(rank, model):
         names = [name for name, _ in model.named_parameters()]
         engine = start(model, plain_sgd(model), config_of(stage))
         train(engine, rank, range(2))
@@ -303,10 +301,10 @@ def test_destroy_gives_back_a_plain_model_with_what_it_learnt(stage: int) -> Non
 
 
 @pytest.mark.parametrize("first, second", [(3, 1), (0, 3), (3, 3), (2, 0)])
-def test_initialize_again_at_another_stage(first: int, second: int) -> None:
+def test_initialize_again_at_another_stage(first, second):
     want, _ = by_hand(plain_sgd, [[(1.0, 0)]] * 4, RANKS)
 
-    def run(rank: int, model: nn.Module) -> Values:
+    def run(rank, model):
         for stage, steps in ((first, range(2)), (second, range(2, 4))):
             engine = start(model, plain_sgd(model), config_of(stage))
             train(engine, rank, steps)

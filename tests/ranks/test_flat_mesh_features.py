@@ -141,7 +141,7 @@ def run(name: str, sizes: str, stage: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "sizes", "stage"), FAST)
-def test_as_in_one_process(name: str, sizes: str, stage: int, tmp_path: Path) -> None:
+def test_as_in_one_process(name, sizes, stage, tmp_path):
     run(name, sizes, stage, tmp_path)
 
 
@@ -149,7 +149,7 @@ def test_as_in_one_process(name: str, sizes: str, stage: int, tmp_path: Path) ->
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("sizes", AXES)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_every_cell(name: str, sizes: str, stage: int, tmp_path: Path) -> None:
+def test_every_cell(name, sizes, stage, tmp_path):
     run(name, sizes, stage, tmp_path)
 
 
@@ -208,7 +208,7 @@ def check_overflow(sizes: str, stage: int, at: int) -> None:
 
 
 @pytest.mark.parametrize(("sizes", "stage", "at"), [("tp2", 3, 1)])
-def test_an_overflow_on_one_rank_changes_nothing_on_any(sizes: str, stage: int, at: int) -> None:
+def test_an_overflow_on_one_rank_changes_nothing_on_any(sizes, stage, at):
     check_overflow(sizes, stage, at)
 
 
@@ -216,5 +216,5 @@ def test_an_overflow_on_one_rank_changes_nothing_on_any(sizes: str, stage: int, 
 @pytest.mark.parametrize("sizes", AXES)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("at", [0, 1, 2, 3])
-def test_overflows_of_every_rank(sizes: str, stage: int, at: int) -> None:
+def test_overflows_of_every_rank(sizes, stage, at):
     check_overflow(sizes, stage, at)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.parallel_dims import ParallelDims
@@ -50,25 +49,21 @@ def without(change: dict[str, float]) -> Any:
     ],
     ids=["replicated twice", "1/world 1", "1/world 3", "rank 0's parts 0", "parts 3"],
 )
-def test_faults_are_caught(
-    stage: int, name: str, fault: Any, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faults_are_caught(stage, name, fault, message, monkeypatch):
     monkeypatch.setattr(Mesh, name, fault)
     with pytest.raises(AssertionError, match=message):
         check(TP2, stage, 1, plain_sgd)
 
 
-def test_a_partial_gradient_that_is_left_partial_is_caught(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_partial_gradient_that_is_left_partial_is_caught(monkeypatch):
     marked = helpers.set_sharding
     monkeypatch.setattr(helpers, "set_sharding", lambda p, s: s.partial or marked(p, s))
     with pytest.raises(AssertionError, match=r"norm|gradient"):
         check(TP2, 1, 1, plain_sgd)
 
 
-def test_a_block_is_gathered_in_one_message() -> None:
-    def run(rank: int, whole: nn.Module) -> Any:
+def test_a_block_is_gathered_in_one_message():
+    def run(rank, whole):
         model = split(copy.deepcopy(whole), init_parallel(ParallelDims.over(4, tensor=2)))
         engine = start(model, plain_sgd(model), config_of_split(3))
         rows = batches(2, 1, 2)[:, 0, rank // 2]
@@ -98,7 +93,7 @@ def test_a_block_is_gathered_in_one_message() -> None:
     ],
     ids=["offload", "offload both", "all used", "persistent", "packed"],
 )
-def test_what_else_works_on_parts(stage: int, zero: Any) -> None:
+def test_what_else_works_on_parts(stage, zero):
     if stage != 3:
         zero = {key: value for key, value in zero.items() if key != "offload_param"}
     check(TP2, stage, 2, adamw, CLIP, **zero)
@@ -113,8 +108,8 @@ def test_what_else_works_on_parts(stage: int, zero: Any) -> None:
         ({"replicate_size": 2}, "replicate_size"),
     ],
 )
-def test_keys_that_need_one_mesh_are_refused(section: Any, key: str) -> None:
-    def run(rank: int, whole: nn.Module) -> None:
+def test_keys_that_need_one_mesh_are_refused(section, key):
+    def run(rank, whole):
         model = split(copy.deepcopy(whole), init_parallel(ParallelDims.over(4, tensor=2)))
         made = config_of_split(3)
         made["zero_optimization"].update(section.get("zero_optimization", {}))
@@ -125,8 +120,8 @@ def test_keys_that_need_one_mesh_are_refused(section: Any, key: str) -> None:
     run_ranks(4, run, seeded(Split))
 
 
-def test_what_ranks_do_not_have_is_refused() -> None:
-    def run(rank: int, whole: nn.Module) -> None:
+def test_what_ranks_do_not_have_is_refused():
+    def run(rank, whole):
         model = split(copy.deepcopy(whole), init_parallel(ParallelDims.over(2, tensor=2)))
         with pytest.raises(UnsupportedOptimizerError, match=r"LARS .* of \S*(weight|bias) a"):
             start(model, LARS(model.parameters(), lr=0.1), config_of_split(1))
@@ -147,7 +142,5 @@ def test_what_ranks_do_not_have_is_refused() -> None:
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("optimizer", [plain_sgd, adamw])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_split_model_trains_as_one_process(
-    stage: int, optimizer: Any, accumulation: int, sizes: Any
-) -> None:
+def test_a_split_model_trains_as_one_process(stage, optimizer, accumulation, sizes):
     check(sizes, stage, accumulation, optimizer, CLIP)

@@ -12,7 +12,7 @@ import hf_zero
 from hf_zero.errors import PartitionError
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, full_weights, start
-from tests.helpers.stacks import by_hand, on_ranks, squared, stack
+from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, squared, stack
 from tests.helpers.training import At, Plan, adamw, plain_sgd
 
 RANKS = 2
@@ -95,18 +95,16 @@ def test_optimizer_state_is_read_and_set(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_gradient_set_before_the_backward_would_be_lost(stage):
-    def run(rank, model):
-        engine = start(model, plain_sgd(model), config_of(stage))
-        for _ in range(2):
-            with pytest.raises(
-                PartitionError, match=r"head\.weight has no gradient yet.*between backward and step"
-            ):
-                hf_zero.safe_set_full_grad(model.head.weight, torch.ones(5, 32))
-            engine.backward(squared(engine, At(0, 0, rank)))
-            engine.step()
-
-    on_ranks(RANKS, run)
+@on_each_rank(RANKS)
+def test_a_gradient_set_before_the_backward_would_be_lost(rank, model, stage):
+    engine = start(model, plain_sgd(model), config_of(stage))
+    for _ in range(2):
+        with pytest.raises(
+            PartitionError, match=r"head\.weight has no gradient yet.*between backward and step"
+        ):
+            hf_zero.safe_set_full_grad(model.head.weight, torch.ones(5, 32))
+        engine.backward(squared(engine, At(0, 0, rank)))
+        engine.step()
 
 
 @pytest.mark.parametrize("stage", STAGES)

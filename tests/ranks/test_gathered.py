@@ -11,7 +11,7 @@ from hf_zero.errors import PartitionError, ReleasedParameterError
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, full_grads, full_weights, start
 from tests.helpers.models import ARCHITECTURES, Stack, features, seeded
-from tests.helpers.stacks import by_hand, on_ranks, squared, stack
+from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, squared, stack
 from tests.helpers.training import At, Plan, adamw, plain_sgd
 
 RANKS = 2
@@ -22,26 +22,24 @@ def whole() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_whole_inside_and_released_after(stage):
-    def run(rank, model):
-        start(model, adamw(model), config_of(stage))
-        named = dict(model.named_parameters())
-        with hf_zero.GatheredParameters(named.values()):
-            for name, p in named.items():
-                assert torch.equal(p, whole()[name]), name
-        weight = model.blocks[1].up.weight
-        with hf_zero.GatheredParameters(weight):
-            assert torch.equal(weight, whole()["blocks.1.up.weight"])
-        with hf_zero.GatheredParameters([None, weight, None]):
-            assert weight.abs().sum() > 0
-        if stage == 3:
-            with pytest.raises(ReleasedParameterError, match=r"blocks\.1\.up\.weight"):
-                weight.sum()
-            assert weight.ds_status == type(weight).ds_status
-        else:
-            assert torch.equal(weight, whole()["blocks.1.up.weight"])
-
-    on_ranks(RANKS, run)
+@on_each_rank(RANKS)
+def test_whole_inside_and_released_after(rank, model, stage):
+    start(model, adamw(model), config_of(stage))
+    named = dict(model.named_parameters())
+    with hf_zero.GatheredParameters(named.values()):
+        for name, p in named.items():
+            assert torch.equal(p, whole()[name]), name
+    weight = model.blocks[1].up.weight
+    with hf_zero.GatheredParameters(weight):
+        assert torch.equal(weight, whole()["blocks.1.up.weight"])
+    with hf_zero.GatheredParameters([None, weight, None]):
+        assert weight.abs().sum() > 0
+    if stage == 3:
+        with pytest.raises(ReleasedParameterError, match=r"blocks\.1\.up\.weight"):
+            weight.sum()
+        assert weight.ds_status == type(weight).ds_status
+    else:
+        assert torch.equal(weight, whole()["blocks.1.up.weight"])
 
 
 @pytest.mark.turns
@@ -84,42 +82,37 @@ def test_what_one_rank_writes_reaches_all_and_the_master(stage, writer, precisio
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_is_not_written_keeps_its_master(stage):
+@on_each_rank(RANKS)
+def test_what_is_not_written_keeps_its_master(rank, model, stage):
     """Not what it was rounded to for the script."""
-
-    def run(rank, model):
-        config = config_of(stage, Plan(precision="bf16"))
-        engine = start(model, plain_sgd(model), config)
-        engine.backward(squared(engine, At(0, 0, rank), torch.bfloat16))
-        engine.step()
-        before = full_weights(engine)
-        weight = model.blocks[0].down.weight
-        with hf_zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
-            weight[0, 0] = 0.5
-        after = full_weights(engine)
-        before["blocks.0.down.weight"][0, 0] = 0.5
-        assert before.keys() == after.keys()
-        for name, tensor in before.items():
-            assert torch.equal(after[name], tensor), name
-        assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in after.values())
-
-    on_ranks(RANKS, run)
+    config = config_of(stage, Plan(precision="bf16"))
+    engine = start(model, plain_sgd(model), config)
+    engine.backward(squared(engine, At(0, 0, rank), torch.bfloat16))
+    engine.step()
+    before = full_weights(engine)
+    weight = model.blocks[0].down.weight
+    with hf_zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+        weight[0, 0] = 0.5
+    after = full_weights(engine)
+    before["blocks.0.down.weight"][0, 0] = 0.5
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor), name
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in after.values())
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_nested_contexts_release_at_the_last_exit(stage):
-    def run(rank, model):
-        start(model, adamw(model), config_of(stage))
-        weight = model.blocks[0].up.weight
-        with hf_zero.GatheredParameters([weight]):
-            with hf_zero.GatheredParameters(model.blocks[0].parameters()):
-                pass
-            assert torch.equal(weight, whole()["blocks.0.up.weight"])
-        if stage == 3:
-            with pytest.raises(ReleasedParameterError):
-                weight.sum()
-
-    on_ranks(RANKS, run)
+@on_each_rank(RANKS)
+def test_nested_contexts_release_at_the_last_exit(rank, model, stage):
+    start(model, adamw(model), config_of(stage))
+    weight = model.blocks[0].up.weight
+    with hf_zero.GatheredParameters([weight]):
+        with hf_zero.GatheredParameters(model.blocks[0].parameters()):
+            pass
+        assert torch.equal(weight, whole()["blocks.0.up.weight"])
+    if stage == 3:
+        with pytest.raises(ReleasedParameterError):
+            weight.sum()
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -146,48 +139,41 @@ def test_forwards_and_training_inside(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_error_inside_leaves_it_released(stage):
-    def run(rank, model):
-        engine = start(model, adamw(model), config_of(stage))
-        with (
-            pytest.raises(KeyError),
-            hf_zero.GatheredParameters(list(model.parameters()), modifier_rank=0),
-        ):
-            raise KeyError("user's own")
-        if stage == 3:
-            with pytest.raises(ReleasedParameterError):
-                model.head.weight.sum()
-        engine.backward(squared(engine, At(0, 0, rank)))
-        engine.step()
-
-    on_ranks(RANKS, run)
-
-
-def test_plain_parameters_are_broadcast():
-    """transformers gathers lists in which some parameters belong to no engine."""
-
-    def run(rank, model):
-        plain = nn.Parameter(torch.full((3,), float(rank)))
-        with hf_zero.GatheredParameters([plain], modifier_rank=1):
-            if rank == 1:
-                plain.data.fill_(7.0)
-        assert plain.tolist() == [7.0] * 3
-        with hf_zero.GatheredParameters([plain]):
-            assert plain.tolist() == [7.0] * 3
-
-    on_ranks(RANKS, run)
-
-
-def test_disabled_does_nothing():
-    def run(rank, model):
-        start(model, adamw(model), config_of(3))
-        with (
-            hf_zero.GatheredParameters(list(model.parameters()), enabled=False),
-            pytest.raises(ReleasedParameterError),
-        ):
+@on_each_rank(RANKS)
+def test_an_error_inside_leaves_it_released(rank, model, stage):
+    engine = start(model, adamw(model), config_of(stage))
+    with (
+        pytest.raises(KeyError),
+        hf_zero.GatheredParameters(list(model.parameters()), modifier_rank=0),
+    ):
+        raise KeyError("user's own")
+    if stage == 3:
+        with pytest.raises(ReleasedParameterError):
             model.head.weight.sum()
+    engine.backward(squared(engine, At(0, 0, rank)))
+    engine.step()
 
-    on_ranks(RANKS, run)
+
+@on_each_rank(RANKS)
+def test_plain_parameters_are_broadcast(rank, model):
+    """transformers gathers lists in which some parameters belong to no engine."""
+    plain = nn.Parameter(torch.full((3,), float(rank)))
+    with hf_zero.GatheredParameters([plain], modifier_rank=1):
+        if rank == 1:
+            plain.data.fill_(7.0)
+    assert plain.tolist() == [7.0] * 3
+    with hf_zero.GatheredParameters([plain]):
+        assert plain.tolist() == [7.0] * 3
+
+
+@on_each_rank(RANKS)
+def test_disabled_does_nothing(rank, model):
+    start(model, adamw(model), config_of(3))
+    with (
+        hf_zero.GatheredParameters(list(model.parameters()), enabled=False),
+        pytest.raises(ReleasedParameterError),
+    ):
+        model.head.weight.sum()
 
 
 def test_stage_3_parameters_answer_as_deepspeeds_do():

@@ -4,8 +4,6 @@ engine holds it.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -30,17 +28,17 @@ def deep() -> nn.Module:
 @pytest.mark.turns
 @pytest.mark.parametrize("prefetch, ahead", [(0, 0), (BLOCK // 2, 1), (BLOCK, 2), (50_000_000, 2)])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_most_that_is_gathered_at_once(ranks: int, prefetch: int, ahead: int) -> None:
+def test_the_most_that_is_gathered_at_once(ranks, prefetch, ahead):
     zero = {"stage": 3, "stage3_prefetch_bucket_size": prefetch}
 
-    def run(rank: int, model: Any) -> int:
+    def run(rank, model):
         engine = start(
             model, adamw(model), config_of(3, Run(precision="bf16"), zero_optimization=zero)
         )
         held: list[int] = []
         for unit in engine.units:
 
-            def launch(*how: bool, gather: Any = unit.launch_gather, **named: bool) -> None:
+            def launch(*how, gather=unit.launch_gather, **named):
                 gather(*how, **named)
                 held.append(
                     sum(

@@ -14,6 +14,7 @@ from tests.helpers import tensor_parallel as split
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import ARCHITECTURES
 from tests.helpers.ranks import run_ranks
+from tests.helpers.stacks import on_each_rank
 from tests.helpers.training import adamw, plain_sgd
 from tests.parallel import expert_cases
 from tests.ranks.test_gathered import At, by_hand, on_ranks, squared
@@ -228,17 +229,15 @@ def test_what_is_written_inside_is_kept_with_writeback(stage, writeback, caplog,
     assert (dropped in caplog.text) == (stage == 3 and not writeback)
 
 
-def test_an_error_inside_keeps_nothing():
-    def run(rank, model):
-        engine = start(model, plain_sgd(model), config_of(3))
-        before = full_weights(engine)
-        with pytest.raises(KeyError), hf_zero.summon_full_params(model, writeback=True):
-            with torch.no_grad():
-                model.head.weight.zero_()
-            raise KeyError("the user's own")
-        assert torch.equal(full_weights(engine)["head.weight"], before["head.weight"])
-
-    on_ranks(RANKS, run)
+@on_each_rank(RANKS)
+def test_an_error_inside_keeps_nothing(rank, model):
+    engine = start(model, plain_sgd(model), config_of(3))
+    before = full_weights(engine)
+    with pytest.raises(KeyError), hf_zero.summon_full_params(model, writeback=True):
+        with torch.no_grad():
+            model.head.weight.zero_()
+        raise KeyError("the user's own")
+    assert torch.equal(full_weights(engine)["head.weight"], before["head.weight"])
 
 
 @pytest.mark.turns

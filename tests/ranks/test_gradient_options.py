@@ -17,8 +17,7 @@ from tests.helpers.engines import (
 )
 from tests.helpers.models import Stack, seeded
 from tests.helpers.stacks import on_ranks, squared
-from tests.helpers.training import At, Plan, plain_sgd
-from tests.helpers.ways_checkpointed import StackJob
+from tests.helpers.training import At, Plan, StackJob, plain_sgd
 
 RANKS = 2
 

@@ -5,7 +5,6 @@ what they do in a plain loop.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from hf_zero.errors import PartitionError
 from tests.helpers.cells import fast
 from tests.helpers.engines import STAGES, config_of, full_weights, start
 from tests.helpers.oracle import compare_tensors
-from tests.helpers.stacks import on_ranks, squared, stack
+from tests.helpers.stacks import on_each_rank, on_ranks, squared, stack
 from tests.helpers.training import At, Plan, adamw
 
 RANKS, STEPS, WINDOW = 2, 3, 3
@@ -90,12 +89,10 @@ def by_hand(write: Write) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("write", "stage", "precision", "more"), CELLS)
-def test_a_gradient_that_a_script_writes_is_the_one_that_is_used(
-    write: str, stage: int, precision: str, more: Any
-) -> None:
+def test_a_gradient_that_a_script_writes_is_the_one_that_is_used(write, stage, precision, more):
     plan = Plan(ranks=RANKS, accumulation=WINDOW, precision=precision, scale=64.0)
 
-    def run(rank: int, model: nn.Module) -> dict[str, torch.Tensor]:
+    def run(rank, model):
         config = config_of(stage, plan)
         config["zero_optimization"] |= more
         engine = start(model, adamw(model), config)
@@ -119,7 +116,7 @@ def test_a_gradient_that_a_script_writes_is_the_one_that_is_used(
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(1, "fp32"), (0, "fp16"), (2, "fp16")])
-def test_gradients_that_no_backward_has_left_are_used(stage: int, precision: str) -> None:
+def test_gradients_that_no_backward_has_left_are_used(stage, precision):
     plan = Plan(ranks=RANKS, precision=precision, scale=64.0)
     plain = stack()
     optimizer = adamw(plain)
@@ -128,7 +125,7 @@ def test_gradients_that_no_backward_has_left_are_used(stage: int, precision: str
             p.grad = torch.full_like(p, 0.5 * step + 0.25)  # the mean over ranks
         optimizer.step()
 
-    def run(rank: int, model: nn.Module) -> dict[str, torch.Tensor]:
+    def run(rank, model):
         engine = start(model, adamw(model), config_of(stage, plan))
         for step in range(STEPS):
             if step == 1 and precision == "fp16":
@@ -149,22 +146,20 @@ def test_gradients_that_no_backward_has_left_are_used(stage: int, precision: str
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_gradient_of_another_shape_is_refused_by_torch_and_changes_nothing(stage: int) -> None:
-    def run(rank: int, model: nn.Module) -> None:
-        engine = start(model, adamw(model), config_of(stage))
-        engine.backward(squared(engine, At(0, 0, rank)))
-        before = hf_zero.safe_get_full_grad(model.head.bias)
-        with pytest.raises(RuntimeError, match="attempting to assign a gradient of size"):
-            model.head.bias.grad = torch.zeros(6)
-        assert torch.equal(hf_zero.safe_get_full_grad(model.head.bias), before)
-        engine.step()
-        engine.destroy()
-
-    on_ranks(RANKS, run)
+@on_each_rank(RANKS)
+def test_a_gradient_of_another_shape_is_refused_by_torch_and_changes_nothing(rank, model, stage):
+    engine = start(model, adamw(model), config_of(stage))
+    engine.backward(squared(engine, At(0, 0, rank)))
+    before = hf_zero.safe_get_full_grad(model.head.bias)
+    with pytest.raises(RuntimeError, match="attempting to assign a gradient of size"):
+        model.head.bias.grad = torch.zeros(6)
+    assert torch.equal(hf_zero.safe_get_full_grad(model.head.bias), before)
+    engine.step()
+    engine.destroy()
 
 
-def test_a_gradient_whose_update_has_begun_is_refused() -> None:
-    def run(rank: int, model: nn.Module) -> None:
+def test_a_gradient_whose_update_has_begun_is_refused():
+    def run(rank, model):
         config = config_of(2)
         config["zero_optimization"] |= {
             "offload_optimizer": {"device": "cpu", "update_in_backward": True}
@@ -186,24 +181,21 @@ def test_a_gradient_whose_update_has_begun_is_refused() -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_optimizers_state_of_a_parameter_is_never_an_empty_dict(stage: int) -> None:
-    def run(rank: int, model: nn.Module) -> None:
-        optimizer = adamw(model)
-        engine = start(model, optimizer, config_of(stage))
-        engine.backward(squared(engine, At(0, 0, rank)))
-        engine.step()
-        optimizer.load_state_dict(optimizer.state_dict())
-        for ask in (
-            lambda: optimizer.state[model.head.bias],
-            lambda: optimizer.state.get(model.head.bias),
+@on_each_rank(RANKS)
+def test_the_optimizers_state_of_a_parameter_is_never_an_empty_dict(rank, model, stage):
+    optimizer = adamw(model)
+    engine = start(model, optimizer, config_of(stage))
+    engine.backward(squared(engine, At(0, 0, rank)))
+    engine.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    for ask in (
+        lambda: optimizer.state[model.head.bias],
+        lambda: optimizer.state.get(model.head.bias),
+    ):
+        with pytest.raises(
+            PartitionError, match=r"optimizer\.state\[head\.bias\].*safe_get_full_optimizer_state"
         ):
-            with pytest.raises(
-                PartitionError,
-                match=r"optimizer\.state\[head\.bias\].*safe_get_full_optimizer_state",
-            ):
-                ask()
-        assert hf_zero.safe_get_full_optimizer_state(model.head.bias, "exp_avg").shape == (5,)
-        engine.destroy(gather=True)
-        assert optimizer.state[model.head.bias] == {}
-
-    on_ranks(RANKS, run)
+            ask()
+    assert hf_zero.safe_get_full_optimizer_state(model.head.bias, "exp_avg").shape == (5,)
+    engine.destroy(gather=True)
+    assert optimizer.state[model.head.bias] == {}

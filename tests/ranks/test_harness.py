@@ -29,7 +29,7 @@ def test_results_come_in_rank_order_and_collectives_work():
 
 
 def test_a_failure_names_the_rank_and_stops_the_others():
-    def fails(rank: int) -> None:
+    def fails(rank):
         if rank == 2:
             raise KeyError("lost key")
         total(rank, 0)
@@ -45,11 +45,11 @@ def test_a_missing_collective_is_shown_not_waited_for(monkeypatch):
 
     come = threading.Barrier(3)
 
-    def waits(rank: int) -> None:
+    def waits(rank):
         come.wait(60)
         total(rank, 0)
 
-    def hangs(rank: int) -> None:
+    def hangs(rank):
         come.wait(60) if rank == 1 else waits(rank)
 
     with pytest.raises(RanksHung) as caught:
@@ -65,7 +65,7 @@ def test_a_rank_that_waits_on_the_store_is_abandoned(monkeypatch):
 
     stores: list[dist.Store] = []
 
-    def waits(rank: int) -> None:
+    def waits(rank):
         if rank == 0:
             stores.append(dist.distributed_c10d._get_default_store())
             stores[0].get("late")
@@ -86,7 +86,7 @@ def test_collectives_are_asynchronous():
     nobody blocks at the start.
     """
 
-    def run(rank: int) -> tuple[float, float]:
+    def run(rank):
         first, second = torch.tensor([1.0 + rank]), torch.tensor([10.0 + rank])
         works = [dist.all_reduce(first, async_op=True), dist.all_reduce(second, async_op=True)]
         for work in works if rank else reversed(works):
@@ -99,7 +99,7 @@ def test_collectives_are_asynchronous():
 def test_groups_do_not_wait_for_each_other():
     """Ranks may interleave two groups as they like, as on a real backend."""
 
-    def run(rank: int) -> list[float]:
+    def run(rank):
         groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
         values = [torch.tensor([1.0 + rank]), torch.tensor([10.0 + rank])]
         works = [
@@ -115,7 +115,7 @@ def test_groups_do_not_wait_for_each_other():
 
 @pytest.mark.parametrize("size", [3, 4])
 def test_a_mismatch_is_an_error(size):
-    def run(rank: int) -> None:
+    def run(rank):
         if rank == 0:
             dist.all_reduce(torch.zeros(3))
         elif size == 4:
@@ -147,7 +147,7 @@ def test_an_operator_is_made_once(monkeypatch):
         library.define("made_once(Tensor x) -> Tensor")
         come = threading.Barrier(2)
 
-        def first_use(rank: int) -> object:
+        def first_use(rank):
             come.wait(60)
             return torch.ops.hf_zero_tests.made_once.default
 

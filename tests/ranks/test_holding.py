@@ -20,7 +20,7 @@ from hf_zero.zero.layout.parameter import ReleasedParameter
 from hf_zero.zero.layout.pending import pending
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, full_weights, start
-from tests.helpers.stacks import by_hand, on_ranks, squared, stack
+from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, squared, stack
 from tests.helpers.training import At, plain_sgd
 
 RANKS = 2
@@ -118,44 +118,40 @@ def test_a_rank_that_still_looks_at_a_weight_hangs_nobody():
         assert all(torch.equal(weights[name], value) for name, value in want.items())
 
 
-def test_it_may_be_frozen_copied_and_read_before_it_is_trained():
-    def run(rank, model):
-        held(model)
-        model.requires_grad_(False)
-        model.head.requires_grad_(True)
-        whole = copy.deepcopy(model.head)  # as adapters do with modules that are saved whole
-        assert {type(p) for p in whole.parameters()} == {nn.Parameter} and torch.equal(
-            whole.weight, stack().head.weight
-        )
-        assert float(model.blocks[0].up.weight.norm()) == pytest.approx(
-            float(stack().blocks[0].up.weight.norm())
-        )
-        with (
-            pytest.raises(ReleasedParameterError, match=r"zero_ on blocks\.2\.up\.weight"),
-            torch.no_grad(),
-        ):
-            model.blocks[2].up.weight.zero_()
-        model.extra = whole
-        engine = start(
-            model,
-            torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
-            config_of(3),
-        )
-        trained = {name for flat in engine.flats if flat.trainable for name in flat.parameters}
-        assert trained == {"head.weight", "head.bias", "extra.weight", "extra.bias"}
-
-    on_ranks(RANKS, run)
+@on_each_rank(RANKS)
+def test_it_may_be_frozen_copied_and_read_before_it_is_trained(rank, model):
+    held(model)
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    whole = copy.deepcopy(model.head)  # as adapters do with modules that are saved whole
+    assert {type(p) for p in whole.parameters()} == {nn.Parameter} and torch.equal(
+        whole.weight, stack().head.weight
+    )
+    assert float(model.blocks[0].up.weight.norm()) == pytest.approx(
+        float(stack().blocks[0].up.weight.norm())
+    )
+    with (
+        pytest.raises(ReleasedParameterError, match=r"zero_ on blocks\.2\.up\.weight"),
+        torch.no_grad(),
+    ):
+        model.blocks[2].up.weight.zero_()
+    model.extra = whole
+    engine = start(
+        model,
+        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+        config_of(3),
+    )
+    trained = {name for flat in engine.flats if flat.trainable for name in flat.parameters}
+    assert trained == {"head.weight", "head.bias", "extra.weight", "extra.bias"}
 
 
-def test_the_memory_of_a_holder_is_given_back():
-    def run(rank, model):
-        holder = hold(model, ZeroConfig(stage=3))
-        assert all(flat.shard_bytes()["device"] for flat in holder.flats)
-        start(model, plain_sgd(model), config_of(3))
-        assert all(not any(flat.shard_bytes().values()) and not flat.views for flat in holder.flats)
-        assert holder.mesh.shard._group is None, "its process groups are left behind"
-
-    on_ranks(RANKS, run)
+@on_each_rank(RANKS)
+def test_the_memory_of_a_holder_is_given_back(rank, model):
+    holder = hold(model, ZeroConfig(stage=3))
+    assert all(flat.shard_bytes()["device"] for flat in holder.flats)
+    start(model, plain_sgd(model), config_of(3))
+    assert all(not any(flat.shard_bytes().values()) and not flat.views for flat in holder.flats)
+    assert holder.mesh.shard._group is None, "its process groups are left behind"
 
 
 class Counted:

@@ -103,9 +103,7 @@ def expected_of_the_engine(precision: str, offload: str) -> dict[str, int]:
         ),
     ),
 )
-def test_the_engine_reads_nothing_back(
-    family: str, stage: int, precision: str, offload: str
-) -> None:
+def test_the_engine_reads_nothing_back(family, stage, precision, offload):
     architecture = FAMILIES[family]
     config = config_of(stage, Plan(accumulation=2, clip=1.0, precision=precision))
     config["zero_optimization"].update(OFFLOADS[offload])
@@ -121,7 +119,7 @@ def test_the_engine_reads_nothing_back(
         assert {owner for owner, _, _ in syncs.found} <= {"hf_zero", "transformers"}
 
 
-def test_without_clipping_a_norm_is_not_read_either() -> None:
+def test_without_clipping_a_norm_is_not_read_either():
     architecture = FAMILIES["llama"]
     for syncs in run_ranks(
         2, counted, [architecture.build() for _ in range(2)], architecture.batch, config_of(1)
@@ -147,14 +145,14 @@ WAITS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_what_waits_is_counted(name: str) -> None:
+def test_what_waits_is_counted(name):
     with HostSyncs() as syncs:
         WAITS[name]()
     assert Counter({found: count for (_, _, found), count in syncs.found.items()}) == {name: 1}
     assert {(owner, file) for owner, file, _ in syncs.found} == {("tests", "test_host_syncs.py")}
 
 
-def test_what_does_not_wait_is_not_counted() -> None:
+def test_what_does_not_wait_is_not_counted():
     with HostSyncs() as syncs:
         y = X[torch.tensor([1, 2])] * 2
         y[0] = 5.0
@@ -163,14 +161,14 @@ def test_what_does_not_wait_is_not_counted() -> None:
     assert not syncs.found
 
 
-def test_a_backward_is_counted_too() -> None:
+def test_a_backward_is_counted_too():
     class Reads(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        def forward(ctx, x):
             return x.clone()
 
         @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        def backward(ctx, grad):
             return grad * grad.sum().item()
 
     x = torch.ones(3, requires_grad=True)

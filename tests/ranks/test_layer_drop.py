@@ -44,7 +44,7 @@ def check(job: LayerDropJob, plan: Plan, stage: int, **more: Any) -> None:
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_as_by_hand(stage: int, ranks: int, accumulation: int) -> None:
+def test_as_by_hand(stage, ranks, accumulation):
     check(
         LayerDropJob("stack"),
         Plan(ranks, 4, accumulation, clip=0.5),
@@ -67,12 +67,12 @@ EVERYWHERE = list(itertools.product(FAMILIES, STAGES, (1, 2, 4), (1, 2)))
         ),
     ),
 )
-def test_families(family: str, stage: int, ranks: int, accumulation: int) -> None:
+def test_families(family, stage, ranks, accumulation):
     check(LayerDropJob(family), Plan(ranks, 3, accumulation), stage)
 
 
 @pytest.mark.parametrize("family", fast(["stack", "t5"], lambda family: family == "stack"))
-def test_each_rank_its_own(family: str) -> None:
+def test_each_rank_its_own(family):
     job = LayerDropJob(family, per_rank=True)
     check(job, Plan(2, 4, 2), 3, zero_optimization={"stage": 3, **APART})
     assert any(job.left_out[step, 0, 0] != job.left_out[step, 0, 1] for step in range(4))
@@ -83,7 +83,7 @@ def test_each_rank_its_own(family: str) -> None:
     ("optimizer on cpu", 3, {}),
     ("all in files", 3, {"update_in_backward": True}),
 ])  # fmt: skip
-def test_offloaded(way: str, stage: int, more: Any, tmp_path: Any) -> None:
+def test_offloaded(way, stage, more, tmp_path):
     zero = {**offload(way, stage, tmp_path, **more), **APART}
     check(LayerDropJob("stack"), Plan(2, 4, 2), stage, zero_optimization=zero)
 
@@ -94,7 +94,7 @@ def test_offloaded(way: str, stage: int, more: Any, tmp_path: Any) -> None:
     {"compile": COMPILED},
     {"bf16": {"enabled": False}, "replicate_size": 2},
 ], ids=str)  # fmt: skip
-def test_with_what_else_is_on_blocks(more: Any) -> None:
+def test_with_what_else_is_on_blocks(more):
     check(LayerDropJob("gpt2"), Plan(2, 2), 3, **more)
 
 
@@ -107,7 +107,7 @@ class CheckpointsItself(LayerDropJob):
         return model
 
 
-def test_inside_transformers_own_checkpoints() -> None:
+def test_inside_transformers_own_checkpoints():
     check(CheckpointsItself("bert"), Plan(2, 2), 3)
     # recomputed once for each forward that was kept, and not otherwise
     job = CheckpointsItself("bert")
@@ -146,14 +146,14 @@ class InOneCheckpoint(Stack):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_around_blocks_recomputes_what_it_ran(reentrant: bool) -> None:
+def test_a_checkpoint_around_blocks_recomputes_what_it_ran(reentrant):
     class Job(LayerDropJob):
-        def build(self) -> nn.Module:
+        def build(self):
             model = seeded(lambda: InOneCheckpoint(DEPTH, 8))
             model.reentrant = reentrant  # type: ignore[assignment]
             return model
 
-        def window(self, net: Any, at: Any, end_micro: Any) -> list[torch.Tensor]:
+        def window(self, net, at, end_micro):
             """Each forward runs before the backward of the one before: two have the draws of the
             first micro-batch, and the last one's are made before the second one's backward.
             """

@@ -20,17 +20,10 @@ from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.techniques.layer_drop import draw, keep_probability, theta_at
 from tests.helpers import oracle
 from tests.helpers.engines import OnEngine, config_of, start
-from tests.helpers.layer_drop import (
-    DEPTH,
-    GAMMA,
-    THETA,
-    LayerDropJob,
-    left_out,
-    probabilities,
-)
+from tests.helpers.layer_drop import DEPTH, GAMMA, THETA, LayerDropJob, left_out, probabilities
 from tests.helpers.models import Block, Stack, features, floats, seeded, tokens
 from tests.helpers.ranks import RankFailed, run_ranks
-from tests.helpers.stacks import on_ranks, squared
+from tests.helpers.stacks import on_each_rank, on_ranks, squared
 from tests.helpers.training import At, Plan, adamw, plain_sgd
 
 APART = {"stage3_module_granularity_threshold": 0, "stage3_param_persistence_threshold": 0}
@@ -48,7 +41,7 @@ def opened(model: nn.Module, stage: int = 3, accumulation: int = 1, **more: Any)
     return start(model, adamw(model), {**config, "zero_optimization": zero})
 
 
-def test_the_schedule_of_the_paper() -> None:
+def test_the_schedule_of_the_paper():
     assert theta_at(0, 0.5, 0.001) == 1.0
     assert theta_at(10_000, 0.5, 0.001) == pytest.approx(0.5, abs=1e-4)
     assert [keep_probability(i, 12, 0.5) for i in (1, 6, 12)] == pytest.approx([23 / 24, 0.75, 0.5])
@@ -57,7 +50,7 @@ def test_the_schedule_of_the_paper() -> None:
         assert p == pytest.approx(probabilities(step, [DEPTH]))
 
 
-def test_numbers_are_uniform_and_apart() -> None:
+def test_numbers_are_uniform_and_apart():
     numbers = torch.tensor([draw(3, step, 0, 64) for step in range(300)])
     assert numbers.min() >= 0 and numbers.max() < 1
     assert numbers.mean() == pytest.approx(0.5, abs=0.01)
@@ -69,38 +62,34 @@ def test_numbers_are_uniform_and_apart() -> None:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_what_all_ranks_leave_out_is_neither_gathered_nor_reduced(stage: int) -> None:
+@on_each_rank(2, build=lambda: seeded(lambda: Stack(DEPTH, 400)))
+def test_what_all_ranks_leave_out_is_neither_gathered_nor_reduced(rank, model, stage):
     """Seen at the process group, micro-batch by micro-batch; nothing is asked of the device."""
-
-    def run(rank: int, model: Any) -> None:
-        engine = opened(model, stage, MICRO)
-        stats = engine.mesh.stats
-        stats.keep_log = True
-        skipped = 0
-        for step in range(6):
-            p, used = probabilities(step, [DEPTH]), [False] * DEPTH
-            for micro in range(MICRO):
-                stats.log.clear()
-                engine.backward(squared(engine, At(step, micro, rank)))
-                out = left_out(step, p, micro)
-                used = [one or not other for one, other in zip(used, out)]
-                for block, gone in enumerate(out):
-                    sent = [op for op, key, _ in stats.log if f"blocks.{block}" in key]
-                    # the last one stays from the end of the forward to its backward
-                    gathers = (2 if block < DEPTH - 1 else 1) if stage == 3 and not gone else 0
-                    assert sent.count("all_gather") == gathers, (step, micro, block, sent)
-                    assert sent.count("reduce_scatter") == (not gone), (step, micro, block, sent)
-                stats.log.clear()
-                engine.step()
-                skipped += sum(out)
-            for block, once in enumerate(used):
-                sent = [op for op, key, _ in stats.log if key.startswith(f"updated blocks.{block}")]
-                assert len(sent) == (once and stage == 2), (step, block, sent)
-        assert skipped > 10
-        engine.destroy()
-
-    # no packing of small units into one message: each block is larger than what waits for others
-    on_ranks(2, run, build=lambda: seeded(lambda: Stack(DEPTH, 400)))
+    engine = opened(model, stage, MICRO)
+    stats = engine.mesh.stats
+    stats.keep_log = True
+    skipped = 0
+    for step in range(6):
+        p, used = probabilities(step, [DEPTH]), [False] * DEPTH
+        for micro in range(MICRO):
+            stats.log.clear()
+            engine.backward(squared(engine, At(step, micro, rank)))
+            out = left_out(step, p, micro)
+            used = [one or not other for one, other in zip(used, out)]
+            for block, gone in enumerate(out):
+                sent = [op for op, key, _ in stats.log if f"blocks.{block}" in key]
+                # the last one stays from the end of the forward to its backward
+                gathers = (2 if block < DEPTH - 1 else 1) if stage == 3 and not gone else 0
+                assert sent.count("all_gather") == gathers, (step, micro, block, sent)
+                assert sent.count("reduce_scatter") == (not gone), (step, micro, block, sent)
+            stats.log.clear()
+            engine.step()
+            skipped += sum(out)
+        for block, once in enumerate(used):
+            sent = [op for op, key, _ in stats.log if key.startswith(f"updated blocks.{block}")]
+            assert len(sent) == (once and stage == 2), (step, block, sent)
+    assert skipped > 10
+    engine.destroy()
 
 
 TOGETHER = {"stage3_module_granularity_threshold": 10**6, "reduce_bucket_size": 10**6}
@@ -137,8 +126,8 @@ def trained(run: Any, loss_of: Any, steps: int) -> LayerDropJob:
     + [(stage, penalized) for stage in (0, 1, 2)],
 )
 def test_which_parameters_are_unused_is_known_without_reading_what_ranks_have_sent(
-    loss_of: Any, stage: int, units: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    loss_of, stage, units, monkeypatch
+):
     """Whether blocks are units of their own or share one. A penalty on the weights brings gradients
     to what was left out: that is read.
     """
@@ -147,7 +136,7 @@ def test_which_parameters_are_unused_is_known_without_reading_what_ranks_have_se
     if loss_of is not penalized:
         monkeypatch.setattr(Usage, "_counts", None)
 
-    def run(rank: int, model: Any) -> Any:
+    def run(rank, model):
         engine = opened(model, stage, MICRO, zero=units)
         for step, micro in itertools.product(range(8), range(MICRO)):
             engine.backward(loss_of(engine, model, At(step, micro, rank)))
@@ -163,8 +152,8 @@ def test_which_parameters_are_unused_is_known_without_reading_what_ranks_have_se
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_penalty_on_one_rank_alone_is_refused_where_it_would_part_the_ranks(stage: int) -> None:
-    def run(rank: int, model: Any) -> None:
+def test_a_penalty_on_one_rank_alone_is_refused_where_it_would_part_the_ranks(stage):
+    def run(rank, model):
         engine = opened(model, stage, zero=TOGETHER)
         for step in range(8):
             at = At(step, 0, rank)
@@ -175,8 +164,8 @@ def test_a_penalty_on_one_rank_alone_is_refused_where_it_would_part_the_ranks(st
         on_ranks(2, run, build=small)
 
 
-def test_a_run_that_is_resumed_makes_the_same_decisions(tmp_path: Any) -> None:
-    def steps(engine: Any, rank: int, numbers: range) -> list[float]:
+def test_a_run_that_is_resumed_makes_the_same_decisions(tmp_path):
+    def steps(engine, rank, numbers):
         losses = []
         for step in numbers:
             for micro in range(MICRO):
@@ -186,13 +175,13 @@ def test_a_run_that_is_resumed_makes_the_same_decisions(tmp_path: Any) -> None:
                 losses.append(float(loss.detach()))
         return losses
 
-    def first(rank: int, model: Any) -> Any:
+    def first(rank, model):
         engine = opened(model, accumulation=MICRO)
         steps(engine, rank, range(3))
         engine.save_checkpoint(str(tmp_path / "run"))
         return steps(engine, rank, range(3, 6)), OnEngine(engine, Plan()).weights()
 
-    def second(rank: int, model: Any) -> Any:
+    def second(rank, model):
         engine = opened(model, accumulation=MICRO)
         engine.load_checkpoint(str(tmp_path / "run"))
         return steps(engine, rank, range(3, 6)), OnEngine(engine, Plan()).weights()
@@ -203,10 +192,10 @@ def test_a_run_that_is_resumed_makes_the_same_decisions(tmp_path: Any) -> None:
         assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
-def test_a_run_that_goes_back_makes_the_decisions_of_the_step(tmp_path: Any) -> None:
+def test_a_run_that_goes_back_makes_the_decisions_of_the_step(tmp_path):
     """Whatever was run since, evaluation with a graph included."""
 
-    def run(rank: int, model: Any) -> None:
+    def run(rank, model):
         engine = opened(model)
         for step in range(3):
             engine.backward(squared(engine, At(step, 0, rank)))
@@ -221,7 +210,7 @@ def test_a_run_that_goes_back_makes_the_decisions_of_the_step(tmp_path: Any) -> 
         squared(engine, At(3, 0, rank))
         assert micro_batches(engine, rank) == first
 
-    def micro_batches(engine: Any, rank: int) -> list[float]:
+    def micro_batches(engine, rank):
         losses = []
         for _ in range(6):
             losses.append(squared(engine, At(3, 0, rank)))
@@ -232,17 +221,17 @@ def test_a_run_that_goes_back_makes_the_decisions_of_the_step(tmp_path: Any) -> 
 
 
 @pytest.mark.parametrize("per_rank", [False, True])
-def test_a_block_that_trains_is_kept_where_nothing_else_does(per_rank: bool) -> None:
+def test_a_block_that_trains_is_kept_where_nothing_else_does(per_rank):
     keys = {"progressive_layer_drop": {"enabled": True, "theta": 0.05, "gamma": 1.0}}
     keys["progressive_layer_drop"]["per_rank"] = per_rank
 
-    def build() -> nn.Module:
+    def build():
         model = small()
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name.startswith((f"blocks.{DEPTH - 1}.", "blocks.0.")))
         return model
 
-    def run(rank: int, model: Any) -> None:
+    def run(rank, model):
         engine = opened(model, **keys)
         for step in range(12):
             engine.backward(squared(engine, At(step, 0, rank)))
@@ -251,7 +240,7 @@ def test_a_block_that_trains_is_kept_where_nothing_else_does(per_rank: bool) -> 
     on_ranks(2, run, build=build)
 
 
-def test_evaluation_and_generation_run_every_block() -> None:
+def test_evaluation_and_generation_run_every_block():
     model: Any = LayerDropJob("gpt2").build()
     plain = copy.deepcopy(model)
     engine = start(model, plain_sgd(model), config_of(3, **KEYS))
@@ -271,7 +260,7 @@ def test_evaluation_and_generation_run_every_block() -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert", "t5"])
-def test_outputs_are_those_of_the_whole_model(family: str) -> None:
+def test_outputs_are_those_of_the_whole_model(family):
     """Their kinds, the number of hidden states, and what a cache holds."""
     job = LayerDropJob(family)
     model: Any = job.build()
@@ -290,7 +279,7 @@ def test_outputs_are_those_of_the_whole_model(family: str) -> None:
     engine.destroy()
 
 
-def test_classes_stay_what_they_are() -> None:
+def test_classes_stay_what_they_are():
     from transformers.models.bert.modeling_bert import BertLayer
 
     model: Any = LayerDropJob("bert").build()
@@ -309,14 +298,14 @@ def test_classes_stay_what_they_are() -> None:
     assert type(pickle.loads(pickle.dumps(layer))) is BertLayer
 
 
-def test_a_penalty_on_weights_counts_for_blocks_that_are_left_out() -> None:
+def test_a_penalty_on_weights_counts_for_blocks_that_are_left_out():
     """Its gradient comes without a forward of the block: it is reduced at the step."""
 
-    def loss_of(net: Any, model: Any, at: At) -> torch.Tensor:
+    def loss_of(net, model, at):
         penalty = sum(p.pow(2).sum() for p in model.blocks[DEPTH - 1].parameters())
         return squared(net, at) + 0.1 * penalty
 
-    def run(rank: int, model: Any) -> Any:
+    def run(rank, model):
         config = config_of(2, **KEYS)
         engine = start(model, plain_sgd(model), config)
         for step in range(4):
@@ -338,10 +327,10 @@ def test_a_penalty_on_weights_counts_for_blocks_that_are_left_out() -> None:
     oracle.compare_tensors("weights", got, dict(plain.named_parameters()), 1e-4)
 
 
-def test_a_loss_of_two_forwards() -> None:
+def test_a_loss_of_two_forwards():
     """Both leave out the same blocks."""
 
-    def run(rank: int, model: Any) -> Any:
+    def run(rank, model):
         engine = opened(model)
         for step in range(4):
             x = features(step, 0, rank)
@@ -397,13 +386,11 @@ def alone(net: Any, model: Any, rank: int, draw: Any) -> Iterator[torch.Tensor]:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("losses", [older, evaluated, alone])
-def test_a_backward_through_forwards_that_have_left_out_other_blocks(
-    losses: Any, stage: int
-) -> None:
+def test_a_backward_through_forwards_that_have_left_out_other_blocks(losses, stage):
     """A block that any of them uses is gathered and reduced."""
     late = 50  # steps, after which most blocks are left out
 
-    def run(rank: int, model: Any) -> Any:
+    def run(rank, model):
         engine = opened(model, stage, MICRO)
         engine.counters.global_steps = late
         for _ in range(2):
@@ -419,7 +406,7 @@ def test_a_backward_through_forwards_that_have_left_out_other_blocks(
         for rank in range(2):
             at = At(step, 0, rank)
 
-            def draw(micro: int | None, at: At = at) -> None:
+            def draw(micro, at=at):
                 for block in plain.blocks:
                     vars(block).pop("forward", None)
                 if micro is not None:
@@ -459,12 +446,12 @@ def in_eval_mode(engine: Any, model: Any) -> None:
     # a backward is reduced in the last micro-batch alone
     + [(stage, explained) for stage in (0, 1)],
 )
-def test_what_one_rank_alone_runs_changes_nothing_for_the_others(stage: int, extra: Any) -> None:
+def test_what_one_rank_alone_runs_changes_nothing_for_the_others(stage, extra):
     """A forward in training mode that is logged by rank 0, say: wherever it is in a step, blocks
     that are left out are those of plain PyTorch with the draws of the micro-batch.
     """
 
-    def run(rank: int, model: Any) -> Any:
+    def run(rank, model):
         engine = opened(model, stage, MICRO)
         at_work = itertools.cycle(range(3))
         for step, micro in itertools.product(range(6), range(MICRO)):
@@ -504,14 +491,14 @@ class Narrowing(nn.Module):
         return self.layer(x)
 
 
-def test_what_cannot_be_left_out_is_refused() -> None:
+def test_what_cannot_be_left_out_is_refused():
     single = nn.Sequential(nn.Linear(4, 4))
     narrowing = nn.Sequential(*(Narrowing(width) for width in (7, 6, 5)))
     model = nn.Module()
     model.blocks = nn.ModuleList(narrowing)  # type: ignore[assignment]
     model.forward = lambda x: narrowing(x)  # type: ignore[method-assign, assignment]
 
-    def run(rank: int) -> None:
+    def run(rank):
         with pytest.raises(ConfigError, match=r"layer_drop\.enabled concerns .* Sequential has"):
             opened(single)
         engine = start(model, plain_sgd(model), config_of(0, **KEYS))
@@ -536,12 +523,12 @@ def test_what_cannot_be_left_out_is_refused() -> None:
         ),
     ],
 )
-def test_mistakes_in_the_section(section: Any, more: Any, said: str) -> None:
+def test_mistakes_in_the_section(section, more, said):
     with pytest.raises(ConfigError, match=said):
         ZeroConfig.from_dict({"progressive_layer_drop": {"enabled": True, **section}, **more})
 
 
-def test_a_section_that_is_off_changes_nothing() -> None:
+def test_a_section_that_is_off_changes_nothing():
     config = ZeroConfig.from_dict({"progressive_layer_drop": {"enabled": False, "theta": 0.2}})
     assert not config.progressive_layer_drop.enabled
     model: Any = small()

@@ -15,13 +15,7 @@ from torch import nn
 import hf_zero
 from tests.helpers import oracle
 from tests.helpers.cells import fast
-from tests.helpers.engines import (
-    config_of,
-    engine_opener,
-    full_weights,
-    start,
-    train_on_threads,
-)
+from tests.helpers.engines import config_of, engine_opener, full_weights, start, train_on_threads
 from tests.helpers.left_out import Dropping, LeftOut, at_random, first_used, on_one
 from tests.helpers.models import Stack, features, floats, seeded
 from tests.helpers.ranks import run_ranks
@@ -145,7 +139,7 @@ def test_a_forward_that_one_rank_adds_where_all_is_gathered(place):
     models = [seeded(Stack) for _ in range(2)]
     apart = {"stage3_module_granularity_threshold": 0, "stage3_param_persistence_threshold": 0}
 
-    def run(rank: int) -> dict[str, torch.Tensor]:
+    def run(rank):
         model = models[rank]
         config = {**config_of(3), "zero_optimization": {"stage": 3, **apart}}
         engine = start(model, plain_sgd(model), config)
@@ -246,10 +240,10 @@ class _Chain(nn.Module):
         return loss
 
 
-def test_a_graph_that_one_rank_still_holds_at_a_step_makes_it_join_no_gather() -> None:
+def test_a_graph_that_one_rank_still_holds_at_a_step_makes_it_join_no_gather():
     models = [seeded(_Chain) for _ in range(2)]
 
-    def run(rank: int) -> tuple[int, list[float]]:
+    def run(rank):
         engine = start(models[rank], adamw(models[rank]), config_of(3))
         held, losses = None, []
         for step in range(4):

@@ -11,7 +11,7 @@ from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, full_weights, start
 from tests.helpers.models import ARCHITECTURES, seeded
 from tests.helpers.ranks import run_ranks
-from tests.helpers.stacks import by_hand, on_ranks, squared, stack
+from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, squared, stack
 from tests.helpers.training import At, Plan, adamw, plain_sgd
 
 RANKS = 2
@@ -39,26 +39,24 @@ def test_two_engines_side_by_side():
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_bf16_destroy_and_names_of_the_engine(stage):
-    def run(rank, model):
-        engine = start(model, adamw(model), config_of(stage, Plan(precision="bf16")))
-        assert engine.stage == stage and engine.config.precision == "bf16"
-        assert (engine.global_rank, engine.world_size, engine.device.type) == (rank, RANKS, "cpu")
-        assert engine.train_batch_size() == engine.train_micro_batch_size_per_gpu() * RANKS
-        assert engine.module is model
-        assert engine.head is model.head
-        with pytest.raises(AttributeError, match="no_such_name"):
-            engine.no_such_name  # noqa: B018
-        engine.eval()
-        assert not model.training
-        engine.train()
-        assert model.training
-        engine.backward(squared(engine, At(0, 0, rank), torch.bfloat16))
-        engine.step()
-        engine.destroy(gather=True)
-        assert all(p.isfinite().all() for p in model.parameters())
-
-    on_ranks(RANKS, run)
+@on_each_rank(RANKS)
+def test_bf16_destroy_and_names_of_the_engine(rank, model, stage):
+    engine = start(model, adamw(model), config_of(stage, Plan(precision="bf16")))
+    assert engine.stage == stage and engine.config.precision == "bf16"
+    assert (engine.global_rank, engine.world_size, engine.device.type) == (rank, RANKS, "cpu")
+    assert engine.train_batch_size() == engine.train_micro_batch_size_per_gpu() * RANKS
+    assert engine.module is model
+    assert engine.head is model.head
+    with pytest.raises(AttributeError, match="no_such_name"):
+        engine.no_such_name  # noqa: B018
+    engine.eval()
+    assert not model.training
+    engine.train()
+    assert model.training
+    engine.backward(squared(engine, At(0, 0, rank), torch.bfloat16))
+    engine.step()
+    engine.destroy(gather=True)
+    assert all(p.isfinite().all() for p in model.parameters())
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -100,16 +98,13 @@ def test_buffers_of_every_layout_have_rank_0s_values():
     run_ranks(RANKS, run)
 
 
-def test_t5_keeps_in_fp32_what_transformers_keeps():
+@on_each_rank(RANKS, build=ARCHITECTURES["t5"].build)
+def test_t5_keeps_in_fp32_what_transformers_keeps(rank, model):
     """``wo`` in fp16, as from_pretrained(dtype=float16) has it."""
-
-    def run(rank, model):
-        start(model, adamw(model), config_of(3, Plan(precision="fp16")))
-        for name, p in model.named_parameters():
-            kept = ".wo." in name
-            assert p.dtype == (torch.float32 if kept else torch.float16), name
-
-    on_ranks(RANKS, run, build=ARCHITECTURES["t5"].build)
+    start(model, adamw(model), config_of(3, Plan(precision="fp16")))
+    for name, p in model.named_parameters():
+        kept = ".wo." in name
+        assert p.dtype == (torch.float32 if kept else torch.float16), name
 
 
 def test_a_model_without_parameters_to_train_is_told():

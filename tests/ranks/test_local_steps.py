@@ -20,7 +20,7 @@ from hf_zero.optim import ZeroOneAdam
 from tests.helpers.compressed import Recorder, flat_of, window
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.one_bit import ADAM, C, WholeLocal, config, local_state
-from tests.helpers.stacks import on_ranks, squared
+from tests.helpers.stacks import on_each_rank, on_ranks, squared
 from tests.helpers.training import At, Plan
 
 # steps 1 and 2 are dense; 5 and 6 synchronise every second step, those from 7 on every fourth
@@ -166,7 +166,7 @@ def test_bytes_of_a_step(monkeypatch):
     """At the process group, nothing leaves a rank in a local step."""
     sent: dict[int, Counter[str]] = {rank: Counter() for rank in range(3)}
 
-    def counted(call: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    def counted(call, name, *args, **kwargs):
         tensors = [each.nbytes for each in args if isinstance(each, torch.Tensor)]
         sent[dist.get_rank()][name] += max(tensors, default=1)
         return call(*args, **kwargs)
@@ -314,7 +314,7 @@ def test_what_is_wanted_is_sent_sooner_or_later(monkeypatch, tmp_path):
     plan, beta = Plan(precision="fp16", scale=16.0), ADAM["betas"][0]
     mean, heard = LocalMomentum.mean, dict[tuple[int, str], list[Any]]()
 
-    def taken(self: LocalMomentum) -> torch.Tensor:
+    def taken(self):
         found = mean(self)
         key = (dist.get_rank(), self.momentum.flat.key)
         heard.setdefault(key, []).append((found.clone(), self.momentum.values()))
@@ -510,20 +510,17 @@ def test_the_interval_doubles_up_to_the_clipper(caplog):
         assert caplog.text.count(said) == 1
 
 
-def test_memory_is_counted():
+@on_each_rank(2)
+def test_memory_is_counted(rank, model):
     """Two fp32 numbers an element, and what modules compute with."""
-
-    def run(rank, model):
-        engine = started(model)
-        train(engine, rank, range(BEGIN))
-        before = engine.state_bytes()
-        train(engine, rank, range(BEGIN, 9))
-        after = engine.state_bytes()
-        padded = sum(flat.layout.padded for flat in engine.sharded_model.trainable)
-        assert after["parameters"] - before["parameters"] == 4 * padded
-        assert after["optimizer"] - before["optimizer"] >= 8 * padded
-
-    on_ranks(2, run)
+    engine = started(model)
+    train(engine, rank, range(BEGIN))
+    before = engine.state_bytes()
+    train(engine, rank, range(BEGIN, 9))
+    after = engine.state_bytes()
+    padded = sum(flat.layout.padded for flat in engine.sharded_model.trainable)
+    assert after["parameters"] - before["parameters"] == 4 * padded
+    assert after["optimizer"] - before["optimizer"] >= 8 * padded
 
 
 def test_what_does_not_go_with_it_is_named():

@@ -10,7 +10,7 @@ import torch
 from hf_zero.errors import PartitionError
 from tests.helpers.engines import STAGES, config_of, full_weights, start
 from tests.helpers.models import features
-from tests.helpers.stacks import on_ranks, squared
+from tests.helpers.stacks import on_each_rank, on_ranks, squared
 from tests.helpers.training import At, Plan, adamw, plain_sgd
 
 RANKS = 2
@@ -146,44 +146,37 @@ def test_a_skipped_step_leaves_weights_optimizer_and_scheduler(
 
 
 @pytest.mark.parametrize("update_in_backward", [False, True])
-def test_a_skipped_step_in_bf16_with_the_optimizer_offloaded(update_in_backward):
+@on_each_rank(RANKS)
+def test_a_skipped_step_in_bf16_with_the_optimizer_offloaded(rank, model, update_in_backward):
     """The update that may begin in the backward waits for the norm here."""
     offload = {"device": "cpu", "update_in_backward": update_in_backward}
     zero = {"stage": 2, "offload_optimizer": offload}
-
-    def run(rank, model):
-        config = config_of(2, zero_optimization=zero, **CHECKED)
-        engine = start(model, adamw(model), config)
-        one_step(engine, rank, 0, overflow=False)
-        before = full_weights(engine)
-        one_step(engine, rank, 1, overflow=True)
-        assert not engine.was_step_applied()
-        assert all(torch.equal(before[name], value) for name, value in full_weights(engine).items())
-
-    on_ranks(RANKS, run)
+    config = config_of(2, zero_optimization=zero, **CHECKED)
+    engine = start(model, adamw(model), config)
+    one_step(engine, rank, 0, overflow=False)
+    before = full_weights(engine)
+    one_step(engine, rank, 1, overflow=True)
+    assert not engine.was_step_applied()
+    assert all(torch.equal(before[name], value) for name, value in full_weights(engine).items())
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_overflow_in_one_micro_batch_spoils_its_window_alone(stage):
-    def run(rank, model):
-        engine = start(model, adamw(model), config_of(stage, Plan(accumulation=2), fp16=fp16()))
-        first = full_weights(engine)
-        for micro in range(2):
-            loss = squared(engine, At(0, micro, rank), HALF)
-            engine.backward(loss * float("inf") if micro == 0 and rank == 0 else loss)
-            engine.step()
-        assert engine.optimizer.overflow is True
-        assert all(
-            torch.equal(weight, first[name]) for name, weight in full_weights(engine).items()
-        )
-        for micro in range(2):
-            engine.backward(squared(engine, At(1, micro, rank), HALF))
-            engine.step()
-        assert engine.optimizer.overflow is False
-        assert all(weight.isfinite().all() for weight in full_weights(engine).values())
-        assert 0 < engine.get_global_grad_norm() < 100
-
-    on_ranks(RANKS, run)
+@on_each_rank(RANKS)
+def test_an_overflow_in_one_micro_batch_spoils_its_window_alone(rank, model, stage):
+    engine = start(model, adamw(model), config_of(stage, Plan(accumulation=2), fp16=fp16()))
+    first = full_weights(engine)
+    for micro in range(2):
+        loss = squared(engine, At(0, micro, rank), HALF)
+        engine.backward(loss * float("inf") if micro == 0 and rank == 0 else loss)
+        engine.step()
+    assert engine.optimizer.overflow is True
+    assert all(torch.equal(weight, first[name]) for name, weight in full_weights(engine).items())
+    for micro in range(2):
+        engine.backward(squared(engine, At(1, micro, rank), HALF))
+        engine.step()
+    assert engine.optimizer.overflow is False
+    assert all(weight.isfinite().all() for weight in full_weights(engine).values())
+    assert 0 < engine.get_global_grad_norm() < 100
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -206,16 +199,14 @@ def test_a_scale_too_large_finds_its_level(stage):
         assert losses[-1] < losses[0]
 
 
-def test_an_fp16_loss_that_cannot_carry_its_scale():
-    def run(rank, model):
-        engine = start(
-            model, plain_sgd(model), config_of(2, fp16={"enabled": True, "loss_scale": 131072.0})
-        )
-        with pytest.raises(
-            PartitionError,
-            match="an fp16 loss cannot carry a loss_scale of 131072; compute the loss in fp32",
-        ):
-            engine.backward(engine(features(0, 0, rank).half()).pow(2).mean())
-        engine.backward(engine(features(0, 0, rank).half()).float().pow(2).mean() * 1e-3)
-
-    on_ranks(1, run)
+@on_each_rank(1)
+def test_an_fp16_loss_that_cannot_carry_its_scale(rank, model):
+    engine = start(
+        model, plain_sgd(model), config_of(2, fp16={"enabled": True, "loss_scale": 131072.0})
+    )
+    with pytest.raises(
+        PartitionError,
+        match="an fp16 loss cannot carry a loss_scale of 131072; compute the loss in fp32",
+    ):
+        engine.backward(engine(features(0, 0, rank).half()).pow(2).mean())
+    engine.backward(engine(features(0, 0, rank).half()).float().pow(2).mean() * 1e-3)

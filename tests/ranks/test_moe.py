@@ -93,7 +93,7 @@ def sessions(stage: int, **more: Any) -> Callable[..., OnEngine]:
 )
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.long), 3])
-def test_models_of_transformers(stage: int, name: str, leaf: bool) -> None:
+def test_models_of_transformers(stage, name, leaf):
     plan = Plan(ranks=2, steps=3, accumulation=2)
     oracle.compare(
         train_on_threads(Routed(name, leaf), plan, sessions(stage)),
@@ -198,13 +198,13 @@ PLAN = Plan(ranks=2, steps=4, accumulation=2)
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("model", [Layered, Flat])
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.long), 3])
-def test_experts_without_tokens(stage: int, model: type[nn.Module], pattern: str) -> None:
+def test_experts_without_tokens(stage, model, pattern):
     job = Patterned(model, pattern)
     oracle.compare(train_on_threads(job, PLAN, sessions(stage)), oracle.kept(job, PLAN))
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_marked_as_a_leaf_no_rank_asks_for_an_expert_alone(pattern: str, heard: list[str]) -> None:
+def test_marked_as_a_leaf_no_rank_asks_for_an_expert_alone(pattern, heard):
     job = Patterned(Flat, pattern, leaf=True)
     oracle.compare(
         train_on_threads(job, PLAN, sessions(3)), oracle.kept(Patterned(Flat, pattern), PLAN)
@@ -213,7 +213,7 @@ def test_marked_as_a_leaf_no_rank_asks_for_an_expert_alone(pattern: str, heard: 
 
 
 @pytest.mark.parametrize("leaf", [False, True])
-def test_what_a_leaf_changes(leaf: bool) -> None:
+def test_what_a_leaf_changes(leaf):
     units = {
         model: [
             unit.name
@@ -226,7 +226,7 @@ def test_what_a_leaf_changes(leaf: bool) -> None:
     assert units[Layered] == ["", *(f"layers.{number}" for number in range(3))]
 
 
-def test_without_the_mark_a_rank_that_calls_another_expert_says_so(heard: list[str]) -> None:
+def test_without_the_mark_a_rank_that_calls_another_expert_says_so(heard):
     job = Patterned(Flat, "in step 2 as never before")
     oracle.compare(train_on_threads(job, PLAN, sessions(3)), oracle.kept(job, PLAN))
     assert any(

@@ -19,7 +19,7 @@ from tests.helpers.engines import OnEngine, config_of, full_weights, start
 from tests.helpers.models import Stack, seeded
 from tests.helpers.offloads import offload
 from tests.helpers.ranks import run_ranks
-from tests.helpers.stacks import on_ranks, squared
+from tests.helpers.stacks import on_each_rank, on_ranks, squared
 from tests.helpers.training import At, Job, Plan, adamw, plain_sgd, train
 from tests.helpers.ways import WAYS
 
@@ -62,7 +62,7 @@ def trained(job: Job, plan: Plan, zero: Any) -> Any:
     ],
     ids=str,
 )
-def test_a_run_is_bit_for_bit_the_one_without(way: str, zero: Any) -> None:
+def test_a_run_is_bit_for_bit_the_one_without(way, zero):
     plan = Plan(ranks=4, steps=3, accumulation=2)
     without, within = trained(WAYS[way], plan, zero), trained(WAYS[way], plan, {**zero, **HPZ})
     for (losses, weights), (found, kept) in zip(without, within):
@@ -87,9 +87,7 @@ def test_a_run_is_bit_for_bit_the_one_without(way: str, zero: Any) -> None:
     ],
     ids=str,
 )
-def test_in_two_hops_a_run_is_bit_for_bit_the_one_without(
-    way: str, zero: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_two_hops_a_run_is_bit_for_bit_the_one_without(way, zero, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     plan = Plan(ranks=4, steps=3, accumulation=2)
     without, within = trained(WAYS[way], plan, zero), trained(WAYS[way], plan, {**zero, **HOPS})
@@ -98,13 +96,13 @@ def test_in_two_hops_a_run_is_bit_for_bit_the_one_without(
         assert all(torch.equal(kept[name], weights[name]) for name in weights)
 
 
-def test_a_copy_over_two_nodes_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_over_two_nodes_of_several(monkeypatch):
     """Two copies (MiCS), each of two nodes of two ranks; weights that stay whole are gathered after
     the step, too.
     """
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
 
-    def run(rank: int, model: Any, more: Any) -> Any:
+    def run(rank, model, more):
         made = config({"mics_shard_size": 4, **more})
         made["zero_optimization"]["stage3_param_persistence_threshold"] = 100
         engine = start(model, adamw(model), made)
@@ -129,13 +127,11 @@ def test_a_copy_over_two_nodes_of_several(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(("here", "message"), [("3", "hosts have 3: choose"), ("4", "")])
-def test_hosts_that_do_not_divide_a_copy(
-    here: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hosts_that_do_not_divide_a_copy(here, message, monkeypatch):
     """One host is one hop."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
 
-    def run(rank: int, model: Any) -> Any:
+    def run(rank, model):
         if message:
             with pytest.raises(ConfigError, match=message):
                 start(model, adamw(model), config(HOPS))
@@ -145,23 +141,18 @@ def test_hosts_that_do_not_divide_a_copy(
     on_ranks(4, run)
 
 
-def test_a_backward_gathers_in_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_each_rank(4, build=lambda: seeded(lambda: Stack(4)))
+def test_a_backward_gathers_in_the_node(rank, model, monkeypatch):
     """Each gather of the backward is one over the node, with values as they are."""
-
-    def run(rank: int, model: Any) -> Any:
-        engine = start(model, adamw(model), config({**HPZ, **EIGHT}))
-        for step in range(3):
-            loss = squared(engine, At(step, 0, rank))
-            engine.mesh.stats.keep_log = True
-            engine.mesh.stats.log.clear()
-            engine.backward(loss)
-            found = [
-                key for operation, key, _ in engine.mesh.stats.log if operation == "all_gather"
-            ]
-            assert found and all(key.endswith("in a node") for key in found), found
-            engine.step()
-
-    on_ranks(4, run, build=lambda: seeded(lambda: Stack(4)))
+    engine = start(model, adamw(model), config({**HPZ, **EIGHT}))
+    for step in range(3):
+        loss = squared(engine, At(step, 0, rank))
+        engine.mesh.stats.keep_log = True
+        engine.mesh.stats.log.clear()
+        engine.backward(loss)
+        found = [key for operation, key, _ in engine.mesh.stats.log if operation == "all_gather"]
+        assert found and all(key.endswith("in a node") for key in found), found
+        engine.step()
 
 
 class Traffic:
@@ -237,7 +228,7 @@ def sent(specs: Any, codec: str) -> int:
     )
 
 
-def test_bytes_between_nodes_and_within() -> None:
+def test_bytes_between_nodes_and_within():
     """Per micro-step and rank, of P bytes of weights (M = 2 nodes): dense 3 P (M - 1) / M between
     nodes, with hpZ 2, and in few bits what the messages have.
     """
@@ -270,7 +261,7 @@ def test_bytes_between_nodes_and_within() -> None:
 
 
 @pytest.mark.parametrize("zero", [{}, EIGHT], ids=["dense", "eight"])
-def test_bytes_of_two_hops(zero: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_of_two_hops(zero, monkeypatch):
     """Each chunk enters a node once and is forwarded there: with 2 nodes of 2 ranks half the bytes
     between nodes, and inside each the bytes that the other has sent, too.
     """
@@ -286,7 +277,7 @@ def test_bytes_of_two_hops(zero: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (less[name], more[name]) == (apart[name], within[name])
 
 
-def test_bytes_of_mics(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_of_mics(monkeypatch):
     """A shard group that is a node: nothing between nodes but one sum of gradients a step."""
     apart, within, specs = traffic(monkeypatch, {"mics_shard_size": 2})
     assert set(+apart) == {"all_reduce"}
@@ -296,8 +287,8 @@ def test_bytes_of_mics(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("way", ["all on cpu", "optimizer in files"])
-def test_offloaded(way: str, tmp_path: Any) -> None:
-    def run(rank: int, model: Any, more: Any) -> Any:
+def test_offloaded(way, tmp_path):
+    def run(rank, model, more):
         zero = {**offload(way, 3, tmp_path), **more}
         engine = start(model, adamw(model), config(zero, Plan()))
         for step in range(3):
@@ -309,19 +300,16 @@ def test_offloaded(way: str, tmp_path: Any) -> None:
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_memory_is_that_of_the_engine() -> None:
+@on_each_rank(4)
+def test_memory_is_that_of_the_engine(rank, model):
     """2 / G bytes a parameter more in bf16: counted, and foreseen."""
     plan = Plan(precision="bf16")
-
-    def run(rank: int, model: Any) -> Any:
-        engine = start(model, adamw(model), config(HPZ, plan))
-        before = engine.state_bytes()["parameters"]
-        engine.backward(squared(engine, At(0, 0, rank), plan.dtype))
-        more = engine.state_bytes()["parameters"] - before
-        assert more == sum(flat.layout.padded // 2 * 2 for flat in engine.flats)
-        row = hf_zero.estimate(engine.module, 4, config=config(HPZ, plan)).at(3)
-        assert row.parameters == engine.state_bytes()["parameters"]
-        dense = hf_zero.estimate(engine.module, 4, config=config({}, plan)).at(3)
-        assert row.tiers.device - dense.tiers.device == more
-
-    on_ranks(4, run)
+    engine = start(model, adamw(model), config(HPZ, plan))
+    before = engine.state_bytes()["parameters"]
+    engine.backward(squared(engine, At(0, 0, rank), plan.dtype))
+    more = engine.state_bytes()["parameters"] - before
+    assert more == sum(flat.layout.padded // 2 * 2 for flat in engine.flats)
+    row = hf_zero.estimate(engine.module, 4, config=config(HPZ, plan)).at(3)
+    assert row.parameters == engine.state_bytes()["parameters"]
+    dense = hf_zero.estimate(engine.module, 4, config=config({}, plan)).at(3)
+    assert row.tiers.device - dense.tiers.device == more

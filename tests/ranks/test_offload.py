@@ -13,7 +13,7 @@ import torch
 
 import hf_zero.zero.step.optimizer_step as optimizer_step
 from hf_zero.ops import native
-from hf_zero.optim import CPUAdam, Lion
+from hf_zero.optim import CPUAdam
 from hf_zero.zero.step.update import Updater
 from tests.helpers import oracle
 from tests.helpers.cells import fast
@@ -26,9 +26,9 @@ from tests.helpers.engines import (
     train_on_threads,
 )
 from tests.helpers.models import ARCHITECTURES
-from tests.helpers.offloads import PLACES, WAYS, offload, same, stages_of
+from tests.helpers.offloads import WAYS, offload, same, stages_of
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import ArchitectureJob, Plan, sgd, trainable
+from tests.helpers.training import ArchitectureJob, Plan, trainable
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 CELLS = [(way, stage) for way in WAYS for stage in stages_of(way)]
@@ -96,47 +96,6 @@ def test_the_whole_product(cell, precision, ranks, accumulation, clip, tmp_path)
 
 def rmsprop(model):
     return torch.optim.RMSprop(trainable(model), lr=1e-3, eps=1e-6)
-
-
-def lion(model):
-    return Lion(trainable(model), lr=1e-4, weight_decay=0.1)
-
-
-def amsgrad(model):
-    return torch.optim.Adam(trainable(model), lr=1e-3, eps=1e-6, amsgrad=True)
-
-
-def adagrad(model):
-    return torch.optim.Adagrad(trainable(model), lr=1e-2, initial_accumulator_value=0.1)
-
-
-def dampened(model):
-    return torch.optim.SGD(
-        trainable(model), lr=0.05, momentum=0.9, dampening=0.3, weight_decay=0.01
-    )
-
-
-def nadam(model):
-    return torch.optim.NAdam(trainable(model), lr=1e-3, eps=1e-6)
-
-
-OPTIMIZERS = (sgd, rmsprop, lion, amsgrad, adagrad, dampened, nadam)
-
-
-@pytest.mark.parametrize(
-    "way, make",
-    fast(
-        itertools.product(PLACES, OPTIMIZERS),
-        lambda way, make: way == PLACES[OPTIMIZERS.index(make) % 2],
-    ),
-)
-def test_every_optimizer(way, make, tmp_path):
-    """Optimizers that a host kernel updates, and optimizers that step themselves."""
-    job = ArchitectureJob(ARCHITECTURES["gpt2"], make)
-    job.name += f" with {make.__name__}"
-    plan = Plan(ranks=2, steps=4, clip=1.0)
-    got = train_on_threads(job, plan, engine_opener(2, zero_optimization=offload(way, 2, tmp_path)))
-    oracle.compare(got, oracle.kept(job, plan))
 
 
 def weights_after(rank, models, section, make, steps, precision):

@@ -17,7 +17,7 @@ from tests.helpers.engines import config_of, start
 from tests.helpers.models import ARCHITECTURES
 from tests.helpers.offloads import WAYS, offload, stages_of
 from tests.helpers.ranks import run_ranks
-from tests.helpers.stacks import on_ranks, squared
+from tests.helpers.stacks import on_each_rank, on_ranks, squared
 from tests.helpers.training import At, Plan, adamw
 
 LLAMA = ARCHITECTURES["llama"]
@@ -82,27 +82,23 @@ def test_tiers_hold_what_was_estimated(way, stage, precision, moments, tmp_path)
         assert found[tier] == pytest.approx(estimated, rel=0.1), tier
 
 
-def test_memory_goes_back_with_the_engine_though_the_optimizer_stays(tmp_path):
-    def run(rank, model):
-        optimizer = adamw(model)
-        engine = start(
-            model,
-            optimizer,
-            config_of(2, zero_optimization=offload("optimizer on cpu", 2, tmp_path)),
-        )
-        engine.backward(squared(engine, At(0, 0, rank)))
-        engine.step()
-        arenas = list(engine.sharded_model.placement._arenas.values())
-        assert sum(arena.nbytes for arena in arenas) > 4 * 4 * sum(
-            p.numel() for p in model.parameters()
-        )
-        engine.destroy()
-        gc.collect()
-        assert sum(arena.nbytes for arena in arenas) == 0
-        given = [id(p) for group in optimizer.param_groups for p in group["params"]]
-        assert given == [id(p) for p in model.parameters()]  # and none of its segments
-
-    on_ranks(1, run)
+@on_each_rank(1)
+def test_memory_goes_back_with_the_engine_though_the_optimizer_stays(rank, model, tmp_path):
+    optimizer = adamw(model)
+    engine = start(
+        model, optimizer, config_of(2, zero_optimization=offload("optimizer on cpu", 2, tmp_path))
+    )
+    engine.backward(squared(engine, At(0, 0, rank)))
+    engine.step()
+    arenas = list(engine.sharded_model.placement._arenas.values())
+    assert sum(arena.nbytes for arena in arenas) > 4 * 4 * sum(
+        p.numel() for p in model.parameters()
+    )
+    engine.destroy()
+    gc.collect()
+    assert sum(arena.nbytes for arena in arenas) == 0
+    given = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert given == [id(p) for p in model.parameters()]  # and none of its segments
 
 
 @pytest.mark.parametrize("way", ["none", "optimizer on cpu", "all in files"])

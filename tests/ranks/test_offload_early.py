@@ -15,7 +15,7 @@ import torch
 
 from hf_zero.errors import PartitionError
 from tests.helpers import offloads
-from tests.helpers.offloads import Values, ended, offload, same, train, trained
+from tests.helpers.offloads import ended, offload, same, train, trained
 from tests.helpers.stacks import on_ranks, squared
 from tests.helpers.training import At
 
@@ -70,10 +70,10 @@ AFTER: dict[str, tuple[str, Callable[[Any, Path], None]]] = {
 
 
 @pytest.mark.parametrize("what", AFTER)
-def test_what_would_use_a_half_updated_model_is_refused(what: str, tmp_path: Path) -> None:
+def test_what_would_use_a_half_updated_model_is_refused(what, tmp_path):
     words, call = AFTER[what]
 
-    def run(rank: int, model: torch.nn.Module) -> None:
+    def run(rank, model):
         engine = opened(model, tmp_path)
         train(engine, rank, range(2))
         backward(engine, 2)
@@ -93,10 +93,10 @@ def test_what_would_use_a_half_updated_model_is_refused(what: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("mended", [False, True])
-def test_a_backward_that_breaks_after_updates_have_begun(mended: bool, tmp_path: Path) -> None:
+def test_a_backward_that_breaks_after_updates_have_begun(mended, tmp_path):
     """A checkpoint mends what it has left half updated."""
 
-    def run(rank: int, model: torch.nn.Module) -> Values:
+    def run(rank, model):
         engine = opened(model, tmp_path)
         train(engine, rank, range(2))
         if mended:
@@ -114,10 +114,10 @@ def test_a_backward_that_breaks_after_updates_have_begun(mended: bool, tmp_path:
         same(got, trained(section), exact=True)
 
 
-def test_windows_whose_end_is_said_from_outside(tmp_path: Path) -> None:
+def test_windows_whose_end_is_said_from_outside(tmp_path):
     """Backwards before the last one begin nothing."""
 
-    def run(rank: int, model: torch.nn.Module, early: bool) -> Values:
+    def run(rank, model, early):
         section = offload("optimizer on cpu", 2, tmp_path, update_in_backward=early)
         engine = offloads.opened(model, section)
         for step in range(4):

@@ -55,16 +55,14 @@ def after(steps: int, stage: int) -> Values:
     ],
 )
 @pytest.mark.parametrize("way, stage", WAYS)
-def test_a_disk_that_is_full_loses_no_step(
-    way: str, stage: int, fault: str, tmp_path: Path
-) -> None:
+def test_a_disk_that_is_full_loses_no_step(way, stage, fault, tmp_path):
     """On one rank of two: the step is complete, the next one is refused on both, and what is
     saved goes on elsewhere.
     """
     disk, saved = tmp_path / "disk", tmp_path / "saved"
     disk.mkdir()
 
-    def run(rank: int, model: torch.nn.Module) -> None:
+    def run(rank, model):
         engine = opened(model, way, stage, disk)
         train(engine, rank, range(2))
         engine.updater.finish()
@@ -84,7 +82,7 @@ def test_a_disk_that_is_full_loses_no_step(
         engine.save_checkpoint(str(saved))
         engine.destroy()
 
-    def resume(rank: int, model: torch.nn.Module) -> Values:
+    def resume(rank, model):
         engine = offloads.opened(model, {"stage": 3 - stage}, gradient_clipping=1.0)
         engine.load_checkpoint(str(saved))
         assert engine.global_steps == 3
@@ -101,9 +99,7 @@ def test_a_disk_that_is_full_loses_no_step(
     "fault", ["read:1+:short,write:1+:short", "read:2:slow=30,write:3:slow=30"]
 )
 @pytest.mark.parametrize("way, stage", WAYS)
-def test_short_and_slow_transfers_change_nothing(
-    way: str, stage: int, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_and_slow_transfers_change_nothing(way, stage, fault, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ZERO_IO_FAULT", fault)
 
     section = offload(way, stage, tmp_path, max_in_cpu=0)
@@ -111,13 +107,11 @@ def test_short_and_slow_transfers_change_nothing(
 
 
 @pytest.mark.parametrize("way, stage", WAYS)
-def test_what_cannot_be_read_is_said_wherever_it_is_needed_and_never_saved(
-    way: str, stage: int, tmp_path: Path
-) -> None:
+def test_what_cannot_be_read_is_said_wherever_it_is_needed_and_never_saved(way, stage, tmp_path):
     disk, saved = tmp_path / "disk", tmp_path / "saved"
     disk.mkdir()
 
-    def run(rank: int, model: torch.nn.Module) -> None:
+    def run(rank, model):
         engine = opened(model, way, stage, disk)
         train(engine, rank, range(1))
         engine.updater.finish()
@@ -139,10 +133,10 @@ def test_what_cannot_be_read_is_said_wherever_it_is_needed_and_never_saved(
     assert not list(disk.iterdir())
 
 
-def test_two_engines_share_a_disk(tmp_path: Path) -> None:
+def test_two_engines_share_a_disk(tmp_path):
     others = [stack() for _ in range(2)]
 
-    def run(rank: int, model: torch.nn.Module) -> list[Values]:
+    def run(rank, model):
         first = opened(model, "all in files", 3, tmp_path)
         second = opened(others[rank], "optimizer in files", 2, tmp_path)
         for step in range(3):
@@ -168,17 +162,15 @@ class Rows(torch.utils.data.Dataset):
 @pytest.mark.parametrize(
     "way, stage", [("optimizer on cpu", 0), ("optimizer in files", 0), ("all in files", 3)]
 )
-def test_workers_of_a_data_loader_are_forked_beside_an_update(
-    way: str, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_of_a_data_loader_are_forked_beside_an_update(way, stage, tmp_path, monkeypatch):
     forked = threading.Event()
     run_update = Update.run
 
-    def slow(self: Update, *args: Any) -> None:
+    def slow(self, *args):
         forked.wait(60.0)
         run_update(self, *args)
 
-    def run(rank: int, model: torch.nn.Module, beside: bool) -> Values:
+    def run(rank, model, beside):
         engine = opened(model, way, stage, tmp_path)
         for _ in range(2):
             loader = torch.utils.data.DataLoader(
@@ -206,13 +198,13 @@ def test_workers_of_a_data_loader_are_forked_beside_an_update(
 @pytest.mark.parametrize("way, stage", WAYS)
 @pytest.mark.parametrize("what", ["full", "missing"])
 def test_a_disk_that_one_rank_cannot_use_is_found_before_anything_changes(
-    way: str, stage: int, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    way, stage, what, tmp_path, monkeypatch
+):
     """After the look at what is free, which other processes may take meanwhile."""
     monkeypatch.setenv("HF_ZERO_PREFLIGHT", "0")
     take = os.posix_fallocate
 
-    def full(descriptor: int, offset: int, length: int) -> None:
+    def full(descriptor, offset, length):
         if "rank1" in os.readlink(f"/proc/self/fd/{descriptor}"):
             raise OSError(errno.ENOSPC, "No space left on device")
         take(descriptor, offset, length)
@@ -220,7 +212,7 @@ def test_a_disk_that_one_rank_cannot_use_is_found_before_anything_changes(
     if what == "full":
         monkeypatch.setattr(os, "posix_fallocate", full)
 
-    def run(rank: int, model: torch.nn.Module) -> None:
+    def run(rank, model):
         before = {name: value.clone() for name, value in model.state_dict().items()}
         folder = tmp_path / "gone" if what == "missing" and rank == 1 else tmp_path
         error: type[Exception] = (

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +20,6 @@ from tests.helpers.offloads import (
     DEVICE,
     PLACES,
     Make,
-    Values,
     ended,
     offload,
     opened,
@@ -30,7 +27,7 @@ from tests.helpers.offloads import (
     train,
     trained,
 )
-from tests.helpers.stacks import on_ranks, stack
+from tests.helpers.stacks import on_each_rank, on_ranks, stack
 from tests.helpers.training import adamw
 
 
@@ -114,9 +111,7 @@ KINDS: dict[str, dict[str, Any]] = {
         lambda kind, way, core: kind.startswith("momentum") or core == "native",
     ),
 )
-def test_it_trains_as_on_the_device(
-    kind: str, way: str, core: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_trains_as_on_the_device(kind, way, core, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ZERO_NATIVE", "1" if core == "native" else "0")
     native._loaded.cache_clear()
     try:
@@ -129,7 +124,7 @@ def test_it_trains_as_on_the_device(
 @pytest.mark.parametrize(
     "way, stage", [("optimizer on cpu", 1), ("optimizer in files", 2), ("all in files", 3)]
 )
-def test_parameters_of_64_bits(way: str, stage: int, tmp_path: Path) -> None:
+def test_parameters_of_64_bits(way, stage, tmp_path):
     want, got = (
         trained(offload(each, stage, tmp_path), adamw, build=lambda: stack().double(), ranks=2)
         for each in (DEVICE, way)
@@ -150,14 +145,12 @@ class Constant(nn.Module):
 
 
 @pytest.mark.parametrize("make", [Lion, CPULion, CPUAdam])
-def test_rounding_of_16_bit_moments_does_not_add_up(
-    make: Callable[..., torch.optim.Optimizer], tmp_path: Path
-) -> None:
+def test_rounding_of_16_bit_moments_does_not_add_up(make, tmp_path):
     """Each step rounds with numbers of its own: the mean over many elements follows the exact
     moment.
     """
 
-    def run(rank: int, model: nn.Module, moments: str) -> torch.Tensor:
+    def run(rank, model, moments):
         section = offload("optimizer on cpu", 2, tmp_path, moments=moments)
         engine = opened(model, section, lambda model: make(model.parameters(), lr=1e-4))
         for step in range(120):
@@ -181,9 +174,9 @@ def dampened(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("make", [adamw, dampened])
 @pytest.mark.parametrize("way", [*PLACES, "half on cpu"])
 def test_the_state_dict_of_the_optimizer_holds_what_is_kept_and_can_be_loaded(
-    way: str, make: Make, steps: int, tmp_path: Path
-) -> None:
-    def run(rank: int, model: nn.Module, way: str) -> tuple[dict[str, Any], Values]:
+    way, make, steps, tmp_path
+):
+    def run(rank, model, way):
         engine = opened(model, offload(way, 2, tmp_path), make)
         train(engine, rank, range(steps))
         saved = copy.deepcopy(engine.optimizer.state_dict())
@@ -192,7 +185,7 @@ def test_the_state_dict_of_the_optimizer_holds_what_is_kept_and_can_be_loaded(
         train(engine, rank, range(8, 9))
         return saved, ended(engine)
 
-    def numbers(saved: dict[str, Any], name: str) -> torch.Tensor:
+    def numbers(saved, name):
         found = [entry[name].flatten() for entry in saved["state"].values() if name in entry]
         return torch.cat(found).sort().values if found else torch.zeros(0)
 
@@ -205,8 +198,8 @@ def test_the_state_dict_of_the_optimizer_holds_what_is_kept_and_can_be_loaded(
     assert steps == 0 or any(len(numbers(got, name)) for name in ("exp_avg", "momentum_buffer"))
 
 
-def test_moments_of_eight_bits_that_the_optimizer_asks_for(tmp_path: Path) -> None:
-    def make(**more: Any) -> Make:
+def test_moments_of_eight_bits_that_the_optimizer_asks_for(tmp_path):
+    def make(**more):
         return lambda model: CPUAdam(model.parameters(), lr=1e-3, eps=1e-6, **more)
 
     section = offload("optimizer on cpu", 2, tmp_path)
@@ -216,34 +209,32 @@ def test_moments_of_eight_bits_that_the_optimizer_asks_for(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("counter", ["group", "tensor", "object"])
+@on_each_rank(1)
 def test_an_optimizer_that_counts_its_calls_is_not_stepped_in_pieces(
-    counter: str, tmp_path: Path
-) -> None:
-    def run(rank: int, model: nn.Module) -> None:
-        optimizer = Own(model.parameters(), counter)
-        section = offload("optimizer on cpu", 2, tmp_path)
-        with pytest.raises(
-            UnsupportedOptimizerError, match=r"changes \['steps'\] of its groups or of itself"
-        ):
-            opened(model, section, lambda model: optimizer, elementwise_optimizers=["Own"])
-        assert optimizer.steps == 0 and float(optimizer.param_groups[0]["steps"]) == 0
-        keys = {"elementwise_optimizers": ["Own"]}
-        opened(model, {"stage": 2}, lambda model: optimizer, **keys).destroy()
-
-    on_ranks(1, run)
+    rank, model, counter, tmp_path
+):
+    optimizer = Own(model.parameters(), counter)
+    section = offload("optimizer on cpu", 2, tmp_path)
+    with pytest.raises(
+        UnsupportedOptimizerError, match=r"changes \['steps'\] of its groups or of itself"
+    ):
+        opened(model, section, lambda model: optimizer, elementwise_optimizers=["Own"])
+    assert optimizer.steps == 0 and float(optimizer.param_groups[0]["steps"]) == 0
+    keys = {"elementwise_optimizers": ["Own"]}
+    opened(model, {"stage": 2}, lambda model: optimizer, **keys).destroy()
 
 
 @pytest.mark.parametrize("cores, threads", [(0.5, 4), (0.01, 1), (1.0, 8)])
 def test_the_share_of_cores_is_of_those_of_the_rank_and_for_as_long_as_the_engine(
-    cores: float, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    cores, threads, tmp_path, monkeypatch
+):
     count = [8]
     monkeypatch.setattr(native, "available", lambda: True)
     monkeypatch.setattr(native, "threads", lambda: count[0])
     monkeypatch.setattr(native, "set_threads", lambda wanted: count.__setitem__(0, wanted))
     monkeypatch.setattr(native, "default_share", lambda: Share(8, "this test"))
 
-    def run(rank: int, model: nn.Module) -> None:
+    def run(rank, model):
         section = offload("optimizer on cpu", 2, tmp_path, cpuadam_cores_perc=cores)
         first, second = opened(model, section), opened(stack(), section)
         assert count == [threads]
@@ -255,13 +246,11 @@ def test_the_share_of_cores_is_of_those_of_the_rank_and_for_as_long_as_the_engin
 
 
 @pytest.mark.parametrize("way, stage", [("optimizer on cpu", 1), ("all in files", 3)])
-def test_a_checkpoint_from_before_the_first_step_has_no_momentum(
-    way: str, stage: int, tmp_path: Path
-) -> None:
+def test_a_checkpoint_from_before_the_first_step_has_no_momentum(way, stage, tmp_path):
     """With one of zeros the first gradient would be damped."""
     (tmp_path / "disk").mkdir()
 
-    def run(rank: int, model: nn.Module) -> Values:
+    def run(rank, model):
         engine = opened(model, offload(way, stage, tmp_path / "disk"), dampened)
         engine.save_checkpoint(str(tmp_path / "saved"))
         train(engine, rank, range(5, 6))

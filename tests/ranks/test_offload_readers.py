@@ -31,7 +31,7 @@ from tests.helpers.offloads import (
     train,
     trained,
 )
-from tests.helpers.stacks import by_hand, on_ranks, squared
+from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, squared
 from tests.helpers.training import At, adamw
 
 NAME = "blocks.1.up.weight"
@@ -124,12 +124,10 @@ CASES = [(0, what, read) for what, read in {**WHOLE, **ALWAYS}.items()] + [
 @pytest.mark.parametrize(
     "stage, what, read", CASES, ids=lambda value: value if isinstance(value, (str, int)) else ""
 )
-def test_readers_see_the_step(
-    held_up: None, stage: int, what: str, read: Any, way: str, tmp_path: Path
-) -> None:
+def test_readers_see_the_step(held_up, stage, what, read, way, tmp_path):
     (tmp_path / "disk").mkdir()
 
-    def run(rank: int, model: torch.nn.Module) -> None:
+    def run(rank, model):
         before = model.blocks[1].up.weight.detach().clone()
         engine = opened(model, offload(way, stage, tmp_path / "disk"))
         train(engine, rank, range(2))
@@ -163,14 +161,12 @@ def test_readers_see_the_step(
 @pytest.mark.parametrize(
     "stage", [pytest.param(0, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3]
 )
-def test_what_else_may_come_after_a_step(
-    held_up: None, stage: int, what: str, tmp_path: Path
-) -> None:
+def test_what_else_may_come_after_a_step(held_up, stage, what, tmp_path):
     """The same as in an engine that keeps everything on the device, where an update is over when
     ``step`` returns.
     """
 
-    def run(rank: int, model: torch.nn.Module, section: dict[str, Any]) -> list[torch.Tensor]:
+    def run(rank, model, section):
         engine = opened(model, section, bf16={"enabled": True})
         found = []
         for step in range(4):
@@ -218,15 +214,13 @@ def test_what_else_may_come_after_a_step(
 
 
 @pytest.mark.parametrize("kind", [float, torch.tensor], ids=["number", "tensor"])
-def test_what_a_scheduler_sets_right_after_the_step_belongs_to_the_next(
-    held_up: None, kind: Callable[[float], Any], tmp_path: Path
-) -> None:
+def test_what_a_scheduler_sets_right_after_the_step_belongs_to_the_next(held_up, kind, tmp_path):
     """Also where the rate is a tensor, which schedulers write in place."""
 
-    def make(model: torch.nn.Module) -> torch.optim.Optimizer:
+    def make(model):
         return torch.optim.AdamW(model.parameters(), lr=kind(1e-2), eps=1e-6)
 
-    def told(step: int, optimizer: torch.optim.Optimizer) -> None:
+    def told(step, optimizer):
         for group in optimizer.param_groups:
             group["lr"] *= 0.1
             if step == 2:
@@ -252,27 +246,25 @@ STATE: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("how", STATE)
+@on_each_rank(1)
 def test_the_state_of_the_optimizer_is_read_and_written_behind_the_update(
-    held_up: None, how: str
-) -> None:
-    def run(rank: int, model: torch.nn.Module) -> None:
-        engine = opened(model, offload("optimizer on cpu", 3, Path()))
-        train(engine, rank, range(2))
-        assert engine.updater.pending
-        entries = STATE[how](engine.optimizer.state)
-        assert not engine.updater.pending
-        for entry in entries:
-            entry["exp_avg"].zero_()
-        if entries:
-            assert not hf_zero.safe_get_full_optimizer_state(weight(engine), "exp_avg").any()
-        engine.destroy()
-
-    on_ranks(1, run)
+    rank, model, held_up, how
+):
+    engine = opened(model, offload("optimizer on cpu", 3, Path()))
+    train(engine, rank, range(2))
+    assert engine.updater.pending
+    entries = STATE[how](engine.optimizer.state)
+    assert not engine.updater.pending
+    for entry in entries:
+        entry["exp_avg"].zero_()
+    if entries:
+        assert not hf_zero.safe_get_full_optimizer_state(weight(engine), "exp_avg").any()
+    engine.destroy()
 
 
 @pytest.mark.parametrize("way", [DEVICE, *PLACES])
-def test_state_that_is_cleared_begins_anew(way: str, tmp_path: Path) -> None:
-    def told(step: int, optimizer: torch.optim.Optimizer) -> None:
+def test_state_that_is_cleared_begins_anew(way, tmp_path):
+    def told(step, optimizer):
         if step == 1:
             optimizer.state.clear()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -34,12 +32,10 @@ class Growing(nn.Module):
 @pytest.mark.turns
 @pytest.mark.parametrize("count", [1, 2, 6])
 @pytest.mark.parametrize("prefetch", [0, 5_000_000])
-def test_shards_are_read_ahead_of_their_gather(
-    prefetch: int, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_are_read_ahead_of_their_gather(prefetch, count, tmp_path, monkeypatch):
     found, fetch = [], NvmeStorage.fetch_into
 
-    def counted(self: NvmeStorage, name: str, start: int, out: torch.Tensor) -> None:
+    def counted(self, name, start, out):
         found.append(0 in self._blocks)
         fetch(self, name, start, out)
 

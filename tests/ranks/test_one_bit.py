@@ -16,17 +16,8 @@ from hf_zero.zero.access.local import safe_get_local_fp32_param, safe_set_local_
 from tests.helpers.compressed import Recorder, flat_of
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import Stack, seeded
-from tests.helpers.one_bit import (
-    ADAM,
-    BLOCK,
-    FREEZE,
-    check,
-    config,
-    nbytes,
-    state_of,
-    trained,
-)
-from tests.helpers.stacks import on_ranks, squared
+from tests.helpers.one_bit import ADAM, BLOCK, FREEZE, check, config, nbytes, state_of, trained
+from tests.helpers.stacks import on_each_rank, on_ranks, squared
 from tests.helpers.training import At, Plan
 
 
@@ -202,54 +193,48 @@ def test_what_is_wanted_is_sent_sooner_or_later(tmp_path):
             left[key] = beta * whole(3)
 
 
-def test_an_overflow_on_one_rank_leaves_all_state_as_it_is():
+@on_each_rank(2)
+def test_an_overflow_on_one_rank_leaves_all_state_as_it_is(rank, model):
     plan = Plan(precision="fp16", scale=16.0)
-
-    def run(rank, model):
-        engine = started(model, plan)
-        train(engine, rank, range(5), dtype=plan.dtype)
-        before = state_of(engine)
-        loss = squared(engine, At(5, 0, rank), plan.dtype)
-        engine.backward(loss * (1e9 if rank == 1 else 1.0))
-        engine.step()
-        assert not engine.was_step_applied()
-        for key, state in state_of(engine).items():
-            for name, value in state.items():
-                if name != "layout":
-                    assert torch.equal(value, before[key][name]), (key, name)
-        train(engine, rank, range(6, 8), dtype=plan.dtype)
-        assert engine.was_step_applied()
-
-    on_ranks(2, run)
+    engine = started(model, plan)
+    train(engine, rank, range(5), dtype=plan.dtype)
+    before = state_of(engine)
+    loss = squared(engine, At(5, 0, rank), plan.dtype)
+    engine.backward(loss * (1e9 if rank == 1 else 1.0))
+    engine.step()
+    assert not engine.was_step_applied()
+    for key, state in state_of(engine).items():
+        for name, value in state.items():
+            if name != "layout":
+                assert torch.equal(value, before[key][name]), (key, name)
+    train(engine, rank, range(6, 8), dtype=plan.dtype)
+    assert engine.was_step_applied()
 
 
-def test_unused_and_frozen_parameters_stay():
+@on_each_rank(2)
+def test_unused_and_frozen_parameters_stay(rank, model):
     """A parameter that no rank has used keeps weights, average and errors; a frozen one is
     untouched.
     """
-
-    def run(rank, model):
-        model.blocks[1].up.weight.requires_grad_(False)
-        engine = started(model)
-        train(engine, rank, range(5))
-        frozen, left = model.blocks[1].up.weight.clone(), model.blocks[0].up.weight
-        before, state = left.clone(), state_of(engine)
-        engine.backward(squared(engine, At(5, 0, rank)))
-        left.grad = None
-        engine.step()
-        assert torch.equal(left, before) and torch.equal(model.blocks[1].up.weight, frozen)
-        name = "blocks.0.up.weight"
-        (key,) = [key for key, each in state.items() if name in each["layout"].by_name]
-        slot, after = state[key]["layout"].by_name[name], state_of(engine)[key]
-        for what in ("error", "full"):
-            assert torch.equal(
-                after[what][slot.offset : slot.end], state[key][what][slot.offset : slot.end]
-            )
-        assert not torch.equal(after["full"], state[key]["full"])
-        train(engine, rank, range(6, 8))
-        assert not torch.equal(left, before)
-
-    on_ranks(2, run)
+    model.blocks[1].up.weight.requires_grad_(False)
+    engine = started(model)
+    train(engine, rank, range(5))
+    frozen, left = model.blocks[1].up.weight.clone(), model.blocks[0].up.weight
+    before, state = left.clone(), state_of(engine)
+    engine.backward(squared(engine, At(5, 0, rank)))
+    left.grad = None
+    engine.step()
+    assert torch.equal(left, before) and torch.equal(model.blocks[1].up.weight, frozen)
+    name = "blocks.0.up.weight"
+    (key,) = [key for key, each in state.items() if name in each["layout"].by_name]
+    slot, after = state[key]["layout"].by_name[name], state_of(engine)[key]
+    for what in ("error", "full"):
+        assert torch.equal(
+            after[what][slot.offset : slot.end], state[key][what][slot.offset : slot.end]
+        )
+    assert not torch.equal(after["full"], state[key]["full"])
+    train(engine, rank, range(6, 8))
+    assert not torch.equal(left, before)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -282,21 +267,18 @@ def test_writes_between_steps_count(precision):
         assert torch.equal(other, answers[0][3]) and torch.equal(weight, answers[0][2])
 
 
-def test_a_write_to_parameters_in_16_bits_counts_alone():
+@on_each_rank(2)
+def test_a_write_to_parameters_in_16_bits_counts_alone(rank, model):
     """A write of a script, with nothing else that would take it in before the step."""
     plan = Plan(precision="bf16")
-
-    def run(rank, model):
-        engine = started(model, plan, lr=1e-5)
-        train(engine, rank, range(5), dtype=plan.dtype)
-        with torch.no_grad():
-            model.blocks[0].up.weight.fill_(0.5)
-        train(engine, rank, range(5, 6), dtype=plan.dtype)
-        after = full_weights(engine)["blocks.0.up.weight"]
-        assert torch.allclose(after, torch.tensor(0.5), atol=1e-3)
-        assert torch.allclose(model.blocks[0].up.weight.float(), after, atol=2e-3)
-
-    on_ranks(2, run)
+    engine = started(model, plan, lr=1e-5)
+    train(engine, rank, range(5), dtype=plan.dtype)
+    with torch.no_grad():
+        model.blocks[0].up.weight.fill_(0.5)
+    train(engine, rank, range(5, 6), dtype=plan.dtype)
+    after = full_weights(engine)["blocks.0.up.weight"]
+    assert torch.allclose(after, torch.tensor(0.5), atol=1e-3)
+    assert torch.allclose(model.blocks[0].up.weight.float(), after, atol=2e-3)
 
 
 @pytest.mark.parametrize("others", [2, 3])
@@ -366,19 +348,17 @@ def test_an_engine_goes_back_to_before_a_parameter_was_used(at, tmp_path):
             assert torch.equal(found[name], value), name
 
 
-def test_a_save_after_a_load_is_what_was_loaded(tmp_path):
-    def run(rank, model):
-        engine = started(model)
-        train(engine, rank, range(5))
-        engine.save_checkpoint(tmp_path, tag="first")
-        train(engine, rank, range(5, 7))
-        engine.load_checkpoint(tmp_path, tag="first")
-        before = state_of(engine)
-        engine.save_checkpoint(tmp_path, tag="second")
-        for key, each in state_of(engine).items():
-            assert torch.equal(each["average"], before[key]["average"])
-
-    on_ranks(2, run)
+@on_each_rank(2)
+def test_a_save_after_a_load_is_what_was_loaded(rank, model, tmp_path):
+    engine = started(model)
+    train(engine, rank, range(5))
+    engine.save_checkpoint(tmp_path, tag="first")
+    train(engine, rank, range(5, 7))
+    engine.load_checkpoint(tmp_path, tag="first")
+    before = state_of(engine)
+    engine.save_checkpoint(tmp_path, tag="second")
+    for key, each in state_of(engine).items():
+        assert torch.equal(each["average"], before[key]["average"])
 
 
 class Rows(torch.nn.Module):
@@ -516,18 +496,15 @@ def test_gradients_that_outgrow_the_frozen_variance_do_not_make_huge_steps(
     assert caplog.text.count("give a larger freeze_step") == 1
 
 
-def test_rows_without_gradients_hardly_move():
+@on_each_rank(2, build=lambda: seeded(Rows))
+def test_rows_without_gradients_hardly_move(rank, model):
     """They share blocks with rows that have some, and 1 bit has no zero."""
-
-    def run(rank, model):
-        engine = start(model, OneBitAdam(model.parameters(), lr=LR, freeze_step=10), config())
-        on_rows(engine, rank, range(10))
-        before = full_weights(engine)["embed.weight"]
-        on_rows(engine, rank, range(10, 40))
-        moved = (full_weights(engine)["embed.weight"] - before).abs()
-        assert float(moved[12:].max()) < 5 * LR < float(moved[:12].max())
-
-    on_ranks(2, run, build=lambda: seeded(Rows))
+    engine = start(model, OneBitAdam(model.parameters(), lr=LR, freeze_step=10), config())
+    on_rows(engine, rank, range(10))
+    before = full_weights(engine)["embed.weight"]
+    on_rows(engine, rank, range(10, 40))
+    moved = (full_weights(engine)["embed.weight"] - before).abs()
+    assert float(moved[12:].max()) < 5 * LR < float(moved[:12].max())
 
 
 class Scaled(torch.nn.Module):
@@ -633,20 +610,18 @@ def test_what_sends_nothing_in_one_bit_says_so(ranks, caplog):
     assert caplog.text.count(f"nothing travels in 1 bit ({said}") == 1
 
 
-def test_gradients_cannot_be_read_while_they_are_not_averaged():
+@on_each_rank(2)
+def test_gradients_cannot_be_read_while_they_are_not_averaged(rank, model):
     import hf_zero
     from hf_zero.errors import PartitionError
 
-    def run(rank, model):
-        engine = started(model)
-        train(engine, rank, range(FREEZE))
-        engine.backward(squared(engine, At(FREEZE, 0, rank)))
-        assert engine.gradient_norm() > 0.0
-        with pytest.raises(PartitionError, match="not averaged over the ranks while"):
-            hf_zero.safe_get_full_grad(model.blocks[0].up.weight)
-        engine.step()
-
-    on_ranks(2, run)
+    engine = started(model)
+    train(engine, rank, range(FREEZE))
+    engine.backward(squared(engine, At(FREEZE, 0, rank)))
+    assert engine.gradient_norm() > 0.0
+    with pytest.raises(PartitionError, match="not averaged over the ranks while"):
+        hf_zero.safe_get_full_grad(model.blocks[0].up.weight)
+    engine.step()
 
 
 def test_the_norm_is_close_to_that_of_the_average():

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,7 +114,7 @@ def check(kind: str, *sections: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "kind, stage", [("adamw", 0), ("unfused", 1), ("sgd", 2), ("adamw", 3), ("lamb", 3)]
 )
-def test_a_snapshot_is_loaded_whatever_was_cut_since(kind: str, stage: int) -> None:
+def test_a_snapshot_is_loaded_whatever_was_cut_since(kind, stage):
     check(kind, {"stage": stage}, {"stage": stage})
 
 
@@ -128,37 +127,37 @@ def test_a_snapshot_is_loaded_whatever_was_cut_since(kind: str, stage: int) -> N
     ("half on cpu", "adamw", 3),
     ("all in files", "adagrad", 3),
 ])  # fmt: skip
-def test_offloaded(way: str, kind: str, stage: int, tmp_path: Path) -> None:
+def test_offloaded(way, kind, stage, tmp_path):
     """Pieces are small, so that segments are cut at their ends, too."""
     section = offload(way, stage, tmp_path, buffer_size=512)
     check(kind, section, section)
 
 
 @pytest.mark.parametrize("ways", [(None, "optimizer on cpu"), ("optimizer on cpu", None)])
-def test_between_ways_of_offloading(ways: tuple[str | None, str | None], tmp_path: Path) -> None:
+def test_between_ways_of_offloading(ways, tmp_path):
     check("adamw", *(
         {"stage": 2} if way is None else offload(way, 2, tmp_path, buffer_size=512) for way in ways
     ))  # fmt: skip
 
 
-def test_between_stages() -> None:
+def test_between_stages():
     """A rank has the same elements at stages 1 to 3."""
     check("adamw", {"stage": 3}, {"stage": 1})
 
 
-def test_by_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_one_launch(monkeypatch):
     monkeypatch.setattr(dispatch, "wanted", lambda name, kernels, device: dispatch.runs_on(device))
     monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
     with checked_triton(poison=False):
         check("adamw", {"stage": 2}, {"stage": 2})
 
 
-def test_elements_of_another_rank_and_other_groups_are_refused() -> None:
+def test_elements_of_another_rank_and_other_groups_are_refused():
     job = HeadsJob("adamw", RANKS)
     models = [job.build() for _ in range(RANKS)]
     dicts: list[dict[str, Any]] = [{}] * RANKS
 
-    def on_rank(rank: int) -> None:
+    def on_rank(rank):
         run = Sharded(job, models[rank], {"stage": 2}, rank)
         run.step(0)
         dicts[rank] = copy.deepcopy(run.optimizer.state_dict())
@@ -193,15 +192,13 @@ NONE, SOME, ALL = map(keeping, (0, 40, 10**6))
         ("lamb", (NONE, ALL)),
     ],
 )
-def test_other_parameters_stay_whole(kind: str, sections: tuple[dict[str, Any], ...]) -> None:
+def test_other_parameters_stay_whole(kind, sections):
     """Ranks exchange what they keep; parameters that had made other steps keep their counts."""
     check(kind, *sections)
 
 
 @pytest.mark.parametrize("ways", [(None, "optimizer on cpu"), ("optimizer in files", None)])
-def test_other_parameters_stay_whole_offloaded(
-    ways: tuple[str | None, str | None], tmp_path: Path
-) -> None:
+def test_other_parameters_stay_whole_offloaded(ways, tmp_path):
     sections = [
         (keeping(0) if way is None else offload(way, 3, tmp_path, buffer_size=512))
         | {"stage3_param_persistence_threshold": threshold}
@@ -210,19 +207,19 @@ def test_other_parameters_stay_whole_offloaded(
     check("adamw", *sections)
 
 
-def test_other_parameters_stay_whole_of_another_number_of_ranks() -> None:
+def test_other_parameters_stay_whole_of_another_number_of_ranks():
     """A rank's dict alone: elements are missing, or their state is of whole tensors."""
     job = HeadsJob("adamw", RANKS)
     models = [job.build() for _ in range(RANKS)]
     dicts: list[dict[str, Any]] = [{}] * RANKS
 
-    def saved(rank: int) -> None:
+    def saved(rank):
         run = Sharded(job, models[rank], NONE, rank)
         run.step(0)
         dicts[rank] = copy.deepcopy(run.optimizer.state_dict())
         run.close()
 
-    def loaded(rank: int, given: dict[str, Any], message: str) -> None:
+    def loaded(rank, given, message):
         run = Sharded(job, job.build(), ALL, rank)
         with pytest.raises(UnsupportedOptimizerError, match=message):
             run.optimizer.load_state_dict(copy.deepcopy(given))

@@ -4,9 +4,6 @@ and nothing else changes.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -83,7 +80,7 @@ class Packed(Job):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_run_equals_the_oracle_and_packs_are_adjacent(stage: int) -> None:
+def test_a_run_equals_the_oracle_and_packs_are_adjacent(stage):
     plan, job = Plan(ranks=2, steps=3, accumulation=2), Packed(True)
     oracle.compare(
         train_on_threads(job, plan, engine_opener(stage)), oracle.run(Packed(False), plan)
@@ -93,7 +90,7 @@ def test_a_run_equals_the_oracle_and_packs_are_adjacent(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_frozen_one_parts_them_and_the_run_is_right(stage: int) -> None:
+def test_a_frozen_one_parts_them_and_the_run_is_right(stage):
     plan, job = Plan(ranks=2, steps=2), Packed(True, frozen=True)
     oracle.compare(
         train_on_threads(job, plan, engine_opener(stage)),
@@ -104,18 +101,16 @@ def test_a_frozen_one_parts_them_and_the_run_is_right(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("packed", [True, False])
-def test_checkpoints_are_the_same_with_and_without(
-    tmp_path: Path, packed: bool, stage: int
-) -> None:
+def test_checkpoints_are_the_same_with_and_without(tmp_path, packed, stage):
     """Saved by one, loaded by the other: the weights, and the step that follows with the
     optimizer's state.
     """
 
-    def step(engine: Any, number: int, rank: int) -> None:
+    def step(engine, number, rank):
         engine.backward(squared(engine, At(number, 0, rank)))
         engine.step()
 
-    def save(rank: int, model: nn.Module) -> dict[str, torch.Tensor]:
+    def save(rank, model):
         engine = start(model, adamw(model), config_of(stage))
         step(engine, 0, rank)
         engine.save_checkpoint(str(tmp_path))
@@ -124,7 +119,7 @@ def test_checkpoints_are_the_same_with_and_without(
         engine.destroy()
         return weights
 
-    def load(rank: int, model: nn.Module) -> dict[str, torch.Tensor]:
+    def load(rank, model):
         engine = start(model, adamw(model), config_of(stage))
         engine.load_checkpoint(str(tmp_path))
         step(engine, 1, rank)

@@ -37,9 +37,8 @@ from tests.helpers.models import Stack, seeded
 from tests.helpers.offloads import offload
 from tests.helpers.processes import run_processes
 from tests.helpers.stacks import by_hand, on_ranks, squared
-from tests.helpers.training import At, Plan, adamw
+from tests.helpers.training import At, Plan, StackJob, adamw
 from tests.helpers.ways import WAYS
-from tests.helpers.ways_checkpointed import StackJob
 
 SMALL = 64  # biases, norms and the scale; matrices are larger
 ALL = 1_000_000
@@ -229,7 +228,7 @@ def test_what_is_read_and_asked_between_steps():
 
 @pytest.mark.parametrize("precision, way", [("fp32", "none"), ("bf16", "all on cpu")])
 def test_writes_between_steps_count_as_in_a_plain_loop(precision, way, tmp_path):
-    def write(step: int, model: nn.Module) -> None:
+    def write(step, model):
         with torch.no_grad():
             model.logit_scale.clamp_(-0.25, 0.25)
             model.blocks[step].norm.bias.data += 0.5
@@ -238,9 +237,7 @@ def test_writes_between_steps_count_as_in_a_plain_loop(precision, way, tmp_path)
     def run(rank, model):
         plan = Plan(precision=precision)
         engine = start(
-            model,
-            adamw(model),
-            config_of(3, plan, zero_optimization=zero_of(SMALL, way, tmp_path)),
+            model, adamw(model), config_of(3, plan, zero_optimization=zero_of(SMALL, way, tmp_path))
         )
         for step in range(3):
             engine.backward(squared(engine, At(step, 0, rank), plan.dtype))
@@ -301,7 +298,7 @@ def test_what_is_updated_in_the_backward_does_not_wait_for_them(monkeypatch):
     sent: list[int] = []  # messages, when the update of the last block begins
     early = Updater.start_early
 
-    def start_early(self: Any, update: Any, unit: Any) -> None:
+    def start_early(self, update, unit):
         if unit.label == "blocks.2":
             log = unit.flats[0].engine().mesh.stats.log
             sent.append(sum(what == "reduce_scatter" for what, _, _ in log))
@@ -317,12 +314,12 @@ def test_what_is_updated_in_the_backward_does_not_wait_for_them(monkeypatch):
 
 def test_a_root_of_small_parameters_alone_is_never_gathered():
     class Small(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
             self.norm = nn.LayerNorm(32)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             for block in self.blocks:
                 x = torch.tanh(block(nn.functional.pad(x, (0, 32 - x.shape[-1]))))
             return self.norm(x)
@@ -385,7 +382,7 @@ def test_the_default_is_deepspeeds():
 
 def test_parameters_that_are_packed_stay_whole_together():
     class Attention(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
             self._hf_zero_packed = (

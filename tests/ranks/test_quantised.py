@@ -24,7 +24,7 @@ from tests.helpers.engines import STAGES, config_of, full_weights, start
 from tests.helpers.models import HIDDEN, Stack
 from tests.helpers.packed import Linear4bit, LinearOfBytes, Params4bit, dequantise, quantise
 from tests.helpers.ranks import RankFailed
-from tests.helpers.stacks import by_hand, on_ranks, squared, stack
+from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, squared, stack
 from tests.helpers.training import At, Plan
 
 RANKS, STEPS = 2, 3
@@ -135,98 +135,83 @@ def test_no_precision_casts_quantised_weights(storage, precision):
         assert all(alike(value, given.get_parameter(name)) for name, value in state.items())
 
 
-def test_class_name_and_attributes_are_there_in_every_state():
-    def run(rank, model):
-        weight = model.get_parameter(PACKED[0])
-        values, state = weight.detach().clone(), weight.quant_state
-        engine = start(model, adam(model), config_of(3))
-        assert isinstance(weight, ReleasedParameter) and isinstance(weight, Params4bit)
-        assert (type(weight).__name__, type(weight).__module__) == (
-            "Params4bit",
-            "tests.helpers.packed",
+@on_each_rank(RANKS, build=build())
+def test_class_name_and_attributes_are_there_in_every_state(rank, model):
+    weight = model.get_parameter(PACKED[0])
+    values, state = weight.detach().clone(), weight.quant_state
+    engine = start(model, adam(model), config_of(3))
+    assert isinstance(weight, ReleasedParameter) and isinstance(weight, Params4bit)
+    assert (type(weight).__name__, type(weight).__module__) == (
+        "Params4bit",
+        "tests.helpers.packed",
+    )
+    assert (
+        weight.quant_state is state
+        and weight.bnb_quantized
+        and weight.module is model.blocks[0].up.base_layer
+    )
+    assert not isinstance(model.enter.weight, Params4bit)
+    with pytest.raises(ReleasedParameterError, match=r"t on blocks\.0\.up\.base_layer\.weight"):
+        weight.t()
+    with hf_zero.GatheredParameters(weight):
+        assert isinstance(weight, Params4bit) and torch.equal(weight, values)
+        parts = torch.chunk(weight, 2)  # its own __torch_function__
+        assert {type(part) for part in parts} == {Params4bit} and parts[0].quant_state is state
+        copied = copy.deepcopy(weight)
+        loaded = pickle.loads(
+            pickle.dumps(torch.nn.Parameter(weight.detach().clone(), requires_grad=False))
         )
-        assert (
-            weight.quant_state is state
-            and weight.bnb_quantized
-            and weight.module is model.blocks[0].up.base_layer
-        )
-        assert not isinstance(model.enter.weight, Params4bit)
-        with pytest.raises(ReleasedParameterError, match=r"t on blocks\.0\.up\.base_layer\.weight"):
-            weight.t()
-        with hf_zero.GatheredParameters(weight):
-            assert isinstance(weight, Params4bit) and torch.equal(weight, values)
-            parts = torch.chunk(weight, 2)  # its own __torch_function__
-            assert {type(part) for part in parts} == {Params4bit} and parts[0].quant_state is state
-            copied = copy.deepcopy(weight)
-            loaded = pickle.loads(
-                pickle.dumps(torch.nn.Parameter(weight.detach().clone(), requires_grad=False))
-            )
-        assert (
-            type(copied) is Params4bit
-            and torch.equal(copied, values)
-            and torch.equal(loaded, values)
-        )
-        assert copied.quant_state is not state and torch.equal(
-            copied.quant_state.absmax, state.absmax
-        )
-        engine.destroy(gather=True)
-        assert (
-            type(weight) is Params4bit
-            and torch.equal(weight, values)
-            and weight.quant_state is state
-        )
-        assert not any(name.startswith("_hf_zero") for name in weight.__dict__)
-
-    on_ranks(RANKS, run, build=build())
+    assert (
+        type(copied) is Params4bit and torch.equal(copied, values) and torch.equal(loaded, values)
+    )
+    assert copied.quant_state is not state and torch.equal(copied.quant_state.absmax, state.absmax)
+    engine.destroy(gather=True)
+    assert (
+        type(weight) is Params4bit and torch.equal(weight, values) and weight.quant_state is state
+    )
+    assert not any(name.startswith("_hf_zero") for name in weight.__dict__)
 
 
-def test_bytes_are_gathered_never_reduced_and_have_no_optimizer_state():
+@on_each_rank(RANKS, build=build(width=128))
+def test_bytes_are_gathered_never_reduced_and_have_no_optimizer_state(rank, model):
     """At stage 3 a rank keeps half of the frozen bytes; only adapters are reduced and have
     moments.
     """
-
-    def run(rank, model):
-        frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
-        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        engine = start(model, adam(model), config_of(3))
-        for step in range(2):
-            engine.mesh.stats.bytes.clear()
-            engine.backward(squared(engine, At(step, 0, rank)))
-            engine.step()
-        padding = 2 * RANKS * 8 * 8 * len(engine.flats)
-        held = engine.state_bytes()
-        assert (
-            (frozen + 4 * trained) / 2 <= held["parameters"] <= (frozen + 4 * trained) / 2 + padding
-        )
-        assert 4 * trained <= held["optimizer"] <= 4 * trained + padding, (
-            "two moments of half the adapters"
-        )
-        moved = engine.mesh.stats.bytes
-        assert 4 * trained <= moved["reduce_scatter"] <= 4 * trained + padding
-        assert moved["all_gather"] >= frozen
-        assert {flat.dtype for flat in engine.flats if not flat.trainable} == {
-            torch.float32, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2
-        }  # fmt: skip
-        assert engine.optimizer.state and all(
-            p.grad is None for p in model.parameters() if not p.requires_grad
-        )
-
-    on_ranks(RANKS, run, build=build(width=128))
+    frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    engine = start(model, adam(model), config_of(3))
+    for step in range(2):
+        engine.mesh.stats.bytes.clear()
+        engine.backward(squared(engine, At(step, 0, rank)))
+        engine.step()
+    padding = 2 * RANKS * 8 * 8 * len(engine.flats)
+    held = engine.state_bytes()
+    assert (frozen + 4 * trained) / 2 <= held["parameters"] <= (frozen + 4 * trained) / 2 + padding
+    assert 4 * trained <= held["optimizer"] <= 4 * trained + padding, (
+        "two moments of half the adapters"
+    )
+    moved = engine.mesh.stats.bytes
+    assert 4 * trained <= moved["reduce_scatter"] <= 4 * trained + padding
+    assert moved["all_gather"] >= frozen
+    assert {flat.dtype for flat in engine.flats if not flat.trainable} == {
+        torch.float32, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2
+    }  # fmt: skip
+    assert engine.optimizer.state and all(
+        p.grad is None for p in model.parameters() if not p.requires_grad
+    )
 
 
-def test_ranks_that_differ_take_rank_0s_bytes_and_scales():
-    def run(rank, model):
-        weight = model.get_parameter(PACKED[1])
-        other = weight.data.clone()
-        want = dequantise(other, weight.quant_state)
-        if rank == 1:
-            weight.data = torch.zeros_like(other)
-            weight.quant_state.absmax = weight.quant_state.absmax * 2
-        start(model, adam(model), config_of(3))
-        with hf_zero.GatheredParameters(weight):
-            assert torch.equal(dequantise(weight, weight.quant_state), want)
-
-    on_ranks(RANKS, run, build=build())
+@on_each_rank(RANKS, build=build())
+def test_ranks_that_differ_take_rank_0s_bytes_and_scales(rank, model):
+    weight = model.get_parameter(PACKED[1])
+    other = weight.data.clone()
+    want = dequantise(other, weight.quant_state)
+    if rank == 1:
+        weight.data = torch.zeros_like(other)
+        weight.quant_state.absmax = weight.quant_state.absmax * 2
+    start(model, adam(model), config_of(3))
+    with hf_zero.GatheredParameters(weight):
+        assert torch.equal(dequantise(weight, weight.quant_state), want)
 
 
 def test_ranks_with_other_scales_are_told():

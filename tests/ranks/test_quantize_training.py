@@ -24,7 +24,7 @@ from hf_zero.zero.layout.wrap import find_units
 from tests.helpers.engines import config_of as configured
 from tests.helpers.engines import full_weights, start
 from tests.helpers.models import Stack, features, gpt2, seeded, tokens
-from tests.helpers.stacks import on_ranks, squared, stack
+from tests.helpers.stacks import on_each_rank, on_ranks, squared, stack
 from tests.helpers.training import At, Plan, sgd
 
 STEPS = 6
@@ -299,46 +299,43 @@ def levels(weight: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_only_modules_see_few_bits(stage, precision):
+@on_each_rank(2)
+def test_only_modules_see_few_bits(rank, model, stage, precision):
     """State dicts, scripts between passes and GatheredParameters have the values as they are."""
     name = "blocks.1.up.weight"
-
-    def run(rank, model):
-        config = config_of(stage, Plan(precision=precision), quantize_training=at_once())
-        engine = start(model, sgd(model), config)
-        seen = []
-        linear = engine.module.get_submodule("blocks.1.up")
-        linear.register_forward_hook(lambda *_: seen.append(linear.weight.detach().clone()))
-        x = features(0, 0, rank).to(Plan(precision=precision).dtype)
-        wanted = stack().state_dict()[name]
+    config = config_of(stage, Plan(precision=precision), quantize_training=at_once())
+    engine = start(model, sgd(model), config)
+    seen = []
+    linear = engine.module.get_submodule("blocks.1.up")
+    linear.register_forward_hook(lambda *_: seen.append(linear.weight.detach().clone()))
+    x = features(0, 0, rank).to(Plan(precision=precision).dtype)
+    wanted = stack().state_dict()[name]
+    with torch.no_grad():
+        engine(x)
+    loss = engine(x).float().pow(2).mean()
+    assert levels(seen[0]) <= 8 and torch.equal(seen[0], seen[1])
+    between = engine.state_dict()[name].float().clone()
+    assert distance(between, wanted) < 1e-2 and levels(between) > 100
+    with hf_zero.GatheredParameters([linear.weight]):
+        assert torch.equal(linear.weight.detach().float().cpu(), between)
         with torch.no_grad():
             engine(x)
-        loss = engine(x).float().pow(2).mean()
-        assert levels(seen[0]) <= 8 and torch.equal(seen[0], seen[1])
-        between = engine.state_dict()[name].float().clone()
-        assert distance(between, wanted) < 1e-2 and levels(between) > 100
-        with hf_zero.GatheredParameters([linear.weight]):
-            assert torch.equal(linear.weight.detach().float().cpu(), between)
-            with torch.no_grad():
-                engine(x)
-            assert torch.equal(seen[-1], seen[0])
-            assert torch.equal(linear.weight.detach().float().cpu(), between)
-        engine.backward(loss)
-        with hf_zero.GatheredParameters([linear.weight], modifier_rank=0):
-            linear.weight.data.mul_(2.0)
+        assert torch.equal(seen[-1], seen[0])
+        assert torch.equal(linear.weight.detach().float().cpu(), between)
+    engine.backward(loss)
+    with hf_zero.GatheredParameters([linear.weight], modifier_rank=0):
+        linear.weight.data.mul_(2.0)
+    with torch.no_grad():
+        engine(x)
+    assert torch.equal(seen[-1], 2 * seen[0])
+    assert torch.equal(engine.state_dict()[name].float(), 2 * between)
+    if stage < 3:
+        linear.weight.data.mul_(0.5)
         with torch.no_grad():
             engine(x)
-        assert torch.equal(seen[-1], 2 * seen[0])
-        assert torch.equal(engine.state_dict()[name].float(), 2 * between)
-        if stage < 3:
-            linear.weight.data.mul_(0.5)
-            with torch.no_grad():
-                engine(x)
-            assert torch.equal(seen[-1], seen[0])
-        engine.destroy(gather=True)
-        assert levels(linear.weight) > 100
-
-    on_ranks(2, run)
+        assert torch.equal(seen[-1], seen[0])
+    engine.destroy(gather=True)
+    assert levels(linear.weight) > 100
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -364,19 +361,16 @@ def test_a_module_that_writes_to_its_weight_is_refused(stage):
     on_ranks(1, run, build=lambda: seeded(Writes))
 
 
-def test_torch_func_is_refused():
+@on_each_rank(1)
+def test_torch_func_is_refused(rank, model):
     """It would see the weights as they are."""
-
-    def run(rank, model):
-        engine = start(model, sgd(model), config_of(1, quantize_training=at_once()))
-        x = features(0, 0, rank)
-        with pytest.raises(PartitionError, match=r"torch\.func goes through .* in fewer bits"):
-            torch.func.grad(lambda x: engine(x).sum())(x)
-        engine.backward(squared(engine, At(0, 0, rank)))
-        engine.destroy()
-        torch.func.grad(lambda x: model(x).sum())(x)
-
-    on_ranks(1, run)
+    engine = start(model, sgd(model), config_of(1, quantize_training=at_once()))
+    x = features(0, 0, rank)
+    with pytest.raises(PartitionError, match=r"torch\.func goes through .* in fewer bits"):
+        torch.func.grad(lambda x: engine(x).sum())(x)
+    engine.backward(squared(engine, At(0, 0, rank)))
+    engine.destroy()
+    torch.func.grad(lambda x: model(x).sum())(x)
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -489,10 +483,7 @@ PARAMS = {"start_bits": 8, "target_bits": 4}
             "module is no key of weight quantization",
         ),
         (
-            {
-                "quantize_training": at_once(),
-                "compression_training": groups(a={"params": PARAMS}),
-            },
+            {"quantize_training": at_once(), "compression_training": groups(a={"params": PARAMS})},
             "both quantize weights; keep one",
         ),
     ],

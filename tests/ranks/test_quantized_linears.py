@@ -91,7 +91,7 @@ def test_a_checkpoint_becomes_a_quantized_folder(stage, tmp_path):
 
     from hf_zero.cli.app import app
 
-    def wide() -> nn.Module:
+    def wide():
         config = copy.deepcopy(llama().config)
         config.update(
             {"hidden_size": 32, "intermediate_size": 64, "architectures": ["LlamaForCausalLM"]}

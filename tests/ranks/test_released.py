@@ -12,7 +12,7 @@ import torch
 
 from hf_zero.errors import HfZeroError, PartitionError, ReleasedParameterError
 from tests.helpers.engines import STAGES, config_of, start
-from tests.helpers.stacks import on_ranks, squared
+from tests.helpers.stacks import on_each_rank, on_ranks, squared
 from tests.helpers.training import At, adamw
 
 RANKS = 2
@@ -47,200 +47,166 @@ READS = {
 
 
 @pytest.mark.parametrize("operation", READS)
-def test_values_of_a_released_parameter(operation):
-    def run(rank, model):
-        start(model, adamw(model), config_of(3))
-        with pytest.raises(ReleasedParameterError, match=NAME) as caught:
-            READS[operation](model.blocks[0].up.weight)
-        assert "GatheredParameters" in str(caught.value)
-
-    on_ranks(RANKS, run)
+@on_each_rank(RANKS)
+def test_values_of_a_released_parameter(rank, model, operation):
+    start(model, adamw(model), config_of(3))
+    with pytest.raises(ReleasedParameterError, match=NAME) as caught:
+        READS[operation](model.blocks[0].up.weight)
+    assert "GatheredParameters" in str(caught.value)
 
 
-def test_what_needs_no_values_answers():
-    def run(rank, model):
-        plain = {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
-        start(model, adamw(model), config_of(3))
-        for name, p in model.named_parameters():
-            assert isinstance(p, torch.nn.Parameter)
-            assert (p.shape, p.dtype) == plain[name]
-            assert p.numel() == p.shape.numel() and p.dim() == len(p.shape) and p.size() == p.shape
-            assert p.requires_grad and p.is_leaf and p.device.type == "cpu" and p.grad is None
-            assert p.data.shape == p.shape and p.element_size() == 4 and p.is_floating_point()
-            assert name.split(".")[-1] in repr(p)
-            assert p in {p} and {p: 1}[p] == 1
-        assert sum(p.numel() for p in model.parameters()) == sum(
-            shape.numel() for shape, _ in plain.values()
-        )
-        assert (
-            model.num_parameters() > 0
-            if hasattr(model, "num_parameters")
-            else "Block" in repr(model)
-        )
-
-    on_ranks(RANKS, run)
+@on_each_rank(RANKS)
+def test_what_needs_no_values_answers(rank, model):
+    plain = {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
+    start(model, adamw(model), config_of(3))
+    for name, p in model.named_parameters():
+        assert isinstance(p, torch.nn.Parameter)
+        assert (p.shape, p.dtype) == plain[name]
+        assert p.numel() == p.shape.numel() and p.dim() == len(p.shape) and p.size() == p.shape
+        assert p.requires_grad and p.is_leaf and p.device.type == "cpu" and p.grad is None
+        assert p.data.shape == p.shape and p.element_size() == 4 and p.is_floating_point()
+        assert name.split(".")[-1] in repr(p)
+        assert p in {p} and {p: 1}[p] == 1
+    assert sum(p.numel() for p in model.parameters()) == sum(
+        shape.numel() for shape, _ in plain.values()
+    )
+    assert (
+        model.num_parameters() > 0 if hasattr(model, "num_parameters") else "Block" in repr(model)
+    )
 
 
-def test_copying_and_pickling_a_sharded_model_is_refused():
+@on_each_rank(RANKS)
+def test_copying_and_pickling_a_sharded_model_is_refused(rank, model):
     """torch.save(model) and deepcopy(model) would store placeholders."""
-
-    def run(rank, model):
-        start(model, adamw(model), config_of(3))
-        for take in (copy.deepcopy, lambda m: torch.save(m, io.BytesIO())):
-            with pytest.raises(HfZeroError):
-                take(model)
-
-    on_ranks(RANKS, run)
+    start(model, adamw(model), config_of(3))
+    for take in (copy.deepcopy, lambda m: torch.save(m, io.BytesIO())):
+        with pytest.raises(HfZeroError):
+            take(model)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_copy_of_a_whole_model_is_a_plain_one(stage):
+@on_each_rank(RANKS)
+def test_a_copy_of_a_whole_model_is_a_plain_one(rank, model, stage):
     """Averages of weights over time start from deepcopy(model): it must neither share memory nor
     hooks with the engine.
     """
-
-    def run(rank, model):
-        engine = start(model, adamw(model), config_of(stage))
-        engine.backward(squared(engine, At(0, 0, rank)))
-        engine.step()
-        copied = copy.deepcopy(model)
-        assert {type(p) for p in copied.parameters()} == {torch.nn.Parameter}
-        before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        copied.half().float()
-        squared(copied, At(1, 0, rank)).backward()
-        torch.optim.SGD(copied.parameters(), lr=0.1).step()
-        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-        engine.backward(squared(engine, At(1, 0, rank)))
-        engine.step()
-
-    on_ranks(RANKS, run)
+    engine = start(model, adamw(model), config_of(stage))
+    engine.backward(squared(engine, At(0, 0, rank)))
+    engine.step()
+    copied = copy.deepcopy(model)
+    assert {type(p) for p in copied.parameters()} == {torch.nn.Parameter}
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    copied.half().float()
+    squared(copied, At(1, 0, rank)).backward()
+    torch.optim.SGD(copied.parameters(), lr=0.1).step()
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    engine.backward(squared(engine, At(1, 0, rank)))
+    engine.step()
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("cast", ["half", "double", "to dtype"])
-def test_casting_the_model_is_refused(stage, cast):
-    def run(rank, model):
-        engine = start(model, adamw(model), config_of(stage))
-        with pytest.raises(HfZeroError, match=r"dtype|cast|precision|sharded"):
-            {
-                "half": lambda: model.half(),
-                "double": lambda: model.double(),
-                "to dtype": lambda: model.to(torch.bfloat16),
-            }[cast]()
-        engine.backward(squared(engine, At(0, 0, rank)))
-        engine.step()
-
-    on_ranks(RANKS, run)
+@on_each_rank(RANKS)
+def test_casting_the_model_is_refused(rank, model, stage, cast):
+    engine = start(model, adamw(model), config_of(stage))
+    with pytest.raises(HfZeroError, match=r"dtype|cast|precision|sharded"):
+        {
+            "half": lambda: model.half(),
+            "double": lambda: model.double(),
+            "to dtype": lambda: model.to(torch.bfloat16),
+        }[cast]()
+    engine.backward(squared(engine, At(0, 0, rank)))
+    engine.step()
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_moving_to_where_it_is_does_nothing(stage):
+@on_each_rank(RANKS)
+def test_moving_to_where_it_is_does_nothing(rank, model, stage):
     """The Trainer calls model.to(device) on a model that is there already."""
-
-    def run(rank, model):
-        engine = start(model, adamw(model), config_of(stage))
-        assert model.to("cpu") is model
-        model.cpu()
-        engine.backward(squared(engine, At(0, 0, rank)))
-        engine.step()
-
-    on_ranks(RANKS, run)
+    engine = start(model, adamw(model), config_of(stage))
+    assert model.to("cpu") is model
+    model.cpu()
+    engine.backward(squared(engine, At(0, 0, rank)))
+    engine.step()
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_add_param_group_after_initialize(stage):
-    def run(rank, model):
-        optimizer = adamw(model)
-        start(model, optimizer, config_of(stage))
-        groups = len(optimizer.param_groups)
-        with pytest.raises(PartitionError, match="initialize"):
-            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
-        assert len(optimizer.param_groups) == groups
-
-    on_ranks(RANKS, run)
+@on_each_rank(RANKS)
+def test_add_param_group_after_initialize(rank, model, stage):
+    optimizer = adamw(model)
+    start(model, optimizer, config_of(stage))
+    groups = len(optimizer.param_groups)
+    with pytest.raises(PartitionError, match="initialize"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    assert len(optimizer.param_groups) == groups
 
 
 @pytest.mark.parametrize("stage", (0, 3))
 @pytest.mark.parametrize("fused", (False, True))
 @pytest.mark.parametrize("unscaled", (False, True))
 @pytest.mark.filterwarnings("ignore:GradScaler is going to stop")
-def test_a_scaler_of_torch_steps(stage: int, fused: bool, unscaled: bool) -> None:
-    def run(rank, model):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
-        engine = start(model, optimizer, config_of(stage))
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        scaler.scale(squared(engine, At(0, 0, rank))).backward()
-        if unscaled:
-            scaler.unscale_(optimizer)
-        with pytest.raises(
-            PartitionError, match=r'GradScaler .*"fp16": .* or make it with enabled'
-        ):
-            scaler.step(optimizer)
-        torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
-        engine.destroy()
-        assert vars(optimizer).get("_step_supports_amp_scaling", False) is fused
-
-    on_ranks(RANKS, run)
+@on_each_rank(RANKS)
+def test_a_scaler_of_torch_steps(rank, model, stage, fused, unscaled):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
+    engine = start(model, optimizer, config_of(stage))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(squared(engine, At(0, 0, rank))).backward()
+    if unscaled:
+        scaler.unscale_(optimizer)
+    with pytest.raises(PartitionError, match=r'GradScaler .*"fp16": .* or make it with enabled'):
+        scaler.step(optimizer)
+    torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
+    engine.destroy()
+    assert vars(optimizer).get("_step_supports_amp_scaling", False) is fused
 
 
-def test_a_model_whose_engine_is_gone_is_called() -> None:
-    def run(rank, model):
-        start(model, adamw(model), config_of(3)).destroy()
-        with pytest.raises(ReleasedParameterError, match=r"its engine was destroyed .*initialize"):
-            squared(model, At(0, 0, rank))
-
-    on_ranks(RANKS, run)
+@on_each_rank(RANKS)
+def test_a_model_whose_engine_is_gone_is_called(rank, model):
+    start(model, adamw(model), config_of(3)).destroy()
+    with pytest.raises(ReleasedParameterError, match=r"its engine was destroyed .*initialize"):
+        squared(model, At(0, 0, rank))
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_foreign_optimizer_over_released_parameters(kind, fused):
-    def run(rank, model):
-        engine = start(model, adamw(model), config_of(3))
-        with pytest.raises(HfZeroError):
-            foreign = kind(model.parameters(), lr=0.1, fused=fused)
-            engine.backward(squared(engine, At(0, 0, rank)))
-            foreign.step()
-
-    on_ranks(RANKS, run)
+@on_each_rank(RANKS)
+def test_a_foreign_optimizer_over_released_parameters(rank, model, kind, fused):
+    engine = start(model, adamw(model), config_of(3))
+    with pytest.raises(HfZeroError):
+        foreign = kind(model.parameters(), lr=0.1, fused=fused)
+        engine.backward(squared(engine, At(0, 0, rank)))
+        foreign.step()
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_foreign_optimizer_never_steps_in_silence(stage):
+@on_each_rank(RANKS)
+def test_a_foreign_optimizer_never_steps_in_silence(rank, model, stage):
     """At every stage: after engine.backward the gradients are the engine's, and another
     optimizer would step with none.
     """
-
-    def run(rank, model):
-        foreign = torch.optim.SGD(list(model.parameters()), lr=0.1)
-        engine = start(model, adamw(model), config_of(stage))
-        engine.backward(squared(engine, At(0, 0, rank)))
-        with pytest.raises(HfZeroError):
-            foreign.step()
-
-    on_ranks(RANKS, run)
+    foreign = torch.optim.SGD(list(model.parameters()), lr=0.1)
+    engine = start(model, adamw(model), config_of(stage))
+    engine.backward(squared(engine, At(0, 0, rank)))
+    with pytest.raises(HfZeroError):
+        foreign.step()
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("clip", [torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_])
-def test_clipping_by_hand(stage, clip):
-    def run(rank, model):
-        engine = start(model, adamw(model), config_of(stage))
-        engine.backward(squared(engine, At(0, 0, rank)))
-        with pytest.raises(HfZeroError, match=r"gradient_clipping|Gathered"):
-            clip(model.parameters(), 1.0)
-        engine.step()
-
-    on_ranks(RANKS, run)
+@on_each_rank(RANKS)
+def test_clipping_by_hand(rank, model, stage, clip):
+    engine = start(model, adamw(model), config_of(stage))
+    engine.backward(squared(engine, At(0, 0, rank)))
+    with pytest.raises(HfZeroError, match=r"gradient_clipping|Gathered"):
+        clip(model.parameters(), 1.0)
+    engine.step()
 
 
-def test_swap_tensors_of_a_released_parameter():
-    def run(rank, model):
-        start(model, adamw(model), config_of(3))
-        with pytest.raises((HfZeroError, RuntimeError)):
-            torch.utils.swap_tensors(model.head.weight, torch.nn.Parameter(torch.zeros(5, 32)))
-
-    on_ranks(RANKS, run)
+@on_each_rank(RANKS)
+def test_swap_tensors_of_a_released_parameter(rank, model):
+    start(model, adamw(model), config_of(3))
+    with pytest.raises((HfZeroError, RuntimeError)):
+        torch.utils.swap_tensors(model.head.weight, torch.nn.Parameter(torch.zeros(5, 32)))
 
 
 @pytest.mark.parametrize("move", ["to", "cpu", "float", "to dtype"])

@@ -48,9 +48,7 @@ def diverges(rank: int, models: list[nn.Module], stage: int, precision: str) -> 
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (2, "bf16"), (3, "fp32")])
-def test_a_loss_that_is_not_finite_is_named_once(
-    stage: int, precision: str, heard: list[str]
-) -> None:
+def test_a_loss_that_is_not_finite_is_named_once(stage, precision, heard):
     run_ranks(2, diverges, [stack(), stack()], stage, precision)
     (message,) = of_finite(heard)
     assert message.startswith("step 3: the loss of rank 0 is nan and the gradient norm nan")
@@ -64,13 +62,13 @@ def one_rank_diverges(rank: int, models: list[nn.Module]) -> None:
     engine.destroy()
 
 
-def test_the_norm_tells_of_the_other_ranks(heard: list[str]) -> None:
+def test_the_norm_tells_of_the_other_ranks(heard):
     run_ranks(2, one_rank_diverges, [stack(), stack()])
     (message,) = of_finite(heard)
     assert message.startswith("step 1: the gradient norm is ")
 
 
-def test_labels_that_are_all_ignored(heard: list[str]) -> None:
+def test_labels_that_are_all_ignored(heard):
     """Their loss is NaN, their gradient is zero."""
     engine = engine_of(stack())
     logits = engine(features(0, 0, 0))
@@ -83,7 +81,7 @@ def test_labels_that_are_all_ignored(heard: list[str]) -> None:
     )
 
 
-def test_an_overflow_in_fp16_is_the_scales_business(heard: list[str]) -> None:
+def test_an_overflow_in_fp16_is_the_scales_business(heard):
     engine = engine_of(stack(), precision="fp16")
     engine.backward(loss_of(engine) * float("inf"))
     engine.step()
@@ -91,7 +89,7 @@ def test_an_overflow_in_fp16_is_the_scales_business(heard: list[str]) -> None:
     engine.destroy()
 
 
-def test_backwards_that_no_step_follows(heard: list[str]) -> None:
+def test_backwards_that_no_step_follows(heard):
     engine = engine_of(stack(), accumulation=2)
     for _ in range(12):
         engine.backward(loss_of(engine))
@@ -100,7 +98,7 @@ def test_backwards_that_no_step_follows(heard: list[str]) -> None:
     engine.destroy()
 
 
-def test_a_loop_that_collects_micro_batches_by_itself(heard: list[str]) -> None:
+def test_a_loop_that_collects_micro_batches_by_itself(heard):
     """It steps once a window: each step counts one micro-batch, and nothing is updated."""
     engine = engine_of(stack(), accumulation=3)
     for _ in range(4):
@@ -113,7 +111,7 @@ def test_a_loop_that_collects_micro_batches_by_itself(heard: list[str]) -> None:
     engine.destroy()
 
 
-def test_steps_after_each_backward_are_no_news(heard: list[str]) -> None:
+def test_steps_after_each_backward_are_no_news(heard):
     engine = engine_of(stack(), accumulation=3)
     for _ in range(6):
         engine.backward(loss_of(engine))
@@ -123,7 +121,7 @@ def test_steps_after_each_backward_are_no_news(heard: list[str]) -> None:
     engine.destroy()
 
 
-def test_a_window_of_another_size_is_known(heard: list[str]) -> None:
+def test_a_window_of_another_size_is_known(heard):
     engine = engine_of(stack())
     engine.accumulation.steps = 12
     for _ in range(12):
@@ -161,7 +159,7 @@ def without_warning(engine: Engine) -> None:
     engine.step()
 
 
-def test_windows_that_a_script_chooses(heard: list[str]) -> None:
+def test_windows_that_a_script_chooses(heard):
     engine = engine_of(stack())
     without_warning(engine)
     engine.destroy()
@@ -175,9 +173,7 @@ class Event:
         return self.over
 
 
-def test_on_a_device_the_norm_is_read_when_its_copy_is_over(
-    monkeypatch: pytest.MonkeyPatch, heard: list[str]
-) -> None:
+def test_on_a_device_the_norm_is_read_when_its_copy_is_over(monkeypatch, heard):
     event, copies = Event(), []
     monkeypatch.setattr(
         "hf_zero.zero.step.nonfinite_warnings.streams.record_here",

@@ -9,7 +9,7 @@ import torch
 
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, full_weights, start
-from tests.helpers.stacks import by_hand, on_ranks, squared
+from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, squared
 from tests.helpers.training import At, Plan, plain_sgd
 
 RANKS = 2
@@ -105,24 +105,21 @@ def test_from_the_config(name, params):
         assert first[rising:] == pytest.approx([0.1] * (5 - rising))
 
 
-def test_a_rate_that_a_script_has_written_is_there_after_a_load(tmp_path):
+@on_each_rank(RANKS)
+def test_a_rate_that_a_script_has_written_is_there_after_a_load(rank, model, tmp_path):
     """Until the schedule's next step, as in the run that was saved."""
-
-    def run(rank, model):
-        config = config_of(1, scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}})
-        engine = start(model, plain_sgd(model), config)
-        engine.backward(squared(engine, At(0, 0, rank)))
-        engine.step()
-        group = engine.optimizer.param_groups[0]
-        group["lr"] = 0.25
-        engine.save_checkpoint(str(tmp_path))
-        engine.lr_scheduler.step()
-        engine.load_checkpoint(str(tmp_path))
-        assert group["lr"] == 0.25
-        engine.load_checkpoint(str(tmp_path), load_optimizer_states=False)
-        assert group["lr"] == engine.lr_scheduler.get_last_lr()[0] != 0.25
-
-    on_ranks(RANKS, run)
+    config = config_of(1, scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}})
+    engine = start(model, plain_sgd(model), config)
+    engine.backward(squared(engine, At(0, 0, rank)))
+    engine.step()
+    group = engine.optimizer.param_groups[0]
+    group["lr"] = 0.25
+    engine.save_checkpoint(str(tmp_path))
+    engine.lr_scheduler.step()
+    engine.load_checkpoint(str(tmp_path))
+    assert group["lr"] == 0.25
+    engine.load_checkpoint(str(tmp_path), load_optimizer_states=False)
+    assert group["lr"] == engine.lr_scheduler.get_last_lr()[0] != 0.25
 
 
 @pytest.mark.parametrize("form", ["object", "callable"])

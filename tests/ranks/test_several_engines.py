@@ -183,7 +183,7 @@ LOSSES = {loss.__name__: loss for loss in (fed, beside, back_and_forth)}
 @pytest.mark.turns
 @pytest.mark.parametrize("stages", PAIRS, ids=str)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_loss_over_two_engines(loss: str, stages: tuple[int, int]) -> None:
+def test_a_loss_over_two_engines(loss, stages):
     found = on_engines(
         LOSSES[loss], [config_of(stage, Plan(accumulation=2)) for stage in stages], accumulation=2
     )
@@ -191,7 +191,7 @@ def test_a_loss_over_two_engines(loss: str, stages: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("stages", [(3, 3, 3), (3, 2, 0), (1, 3, 2)], ids=str)
-def test_a_loss_over_three_engines(stages: tuple[int, ...]) -> None:
+def test_a_loss_over_three_engines(stages):
     compare(on_engines(in_a_ring, [config_of(stage) for stage in stages]), plainly(in_a_ring, 3))
 
 
@@ -212,7 +212,7 @@ def divided_already(engines: Sequence[Any], loss: torch.Tensor) -> None:
     "backward", [lastly, by_itself, divided_already], ids=lambda each: each.__name__
 )
 @pytest.mark.parametrize("stages", [(3, 2), (0, 3)], ids=str)
-def test_whoever_is_given_the_loss(stages: tuple[int, int], backward: Callable[..., None]) -> None:
+def test_whoever_is_given_the_loss(stages, backward):
     found = on_engines(
         fed, [config_of(stage, Plan(accumulation=2)) for stage in stages], 2, backward
     )
@@ -236,9 +236,7 @@ PRECISIONS = [
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("precisions", PRECISIONS, ids=str)
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.long), 3])
-def test_precisions_side_by_side(
-    stage: int, precisions: tuple[str, str], loss: str, backward: Callable[..., None]
-) -> None:
+def test_precisions_side_by_side(stage, precisions, loss, backward):
     """A gradient contains a loss scale once, whichever engines it passes through."""
     configs = [
         config_of(stage, Plan(precision=precision, scale=scale))
@@ -256,9 +254,7 @@ def in_fp16(*scales: dict[str, Any], stage: int = 3) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "precisions", [("fp16", "fp16"), ("fp32", "fp16"), ("fp16", "fp32")], ids=str
 )
-def test_a_plain_backward_through_two_engines_cannot_be_scaled(
-    precisions: tuple[str, str], loss: str
-) -> None:
+def test_a_plain_backward_through_two_engines_cannot_be_scaled(precisions, loss):
     """In the second step the same loss is given to an engine; what the refusal has left is
     forgotten.
     """
@@ -266,7 +262,7 @@ def test_a_plain_backward_through_two_engines_cannot_be_scaled(
     configs = [config_of(3, Plan(precision=precision)) for precision in precisions]
     everybody = [wides(2) for _ in range(RANKS)]
 
-    def run(rank: int) -> list[dict[str, torch.Tensor]]:
+    def run(rank):
         engines = [
             start(model, plain_sgd(model), config)
             for model, config in zip(everybody[rank], configs)
@@ -290,10 +286,10 @@ def test_a_plain_backward_through_two_engines_cannot_be_scaled(
         oracle.compare_tensors(f"model {number}", weights, want.weights[number], 3e-2, 3e-3)
 
 
-def test_engines_whose_losses_do_not_meet_are_scaled_by_themselves() -> None:
+def test_engines_whose_losses_do_not_meet_are_scaled_by_themselves():
     everybody = [wides(2) for _ in range(RANKS)]
 
-    def run(rank: int) -> list[dict[str, torch.Tensor]]:
+    def run(rank):
         engines = [
             start(m, plain_sgd(m), c)
             for m, c in zip(everybody[rank], in_fp16({"loss_scale": 64.0}, {"loss_scale": 512.0}))
@@ -318,7 +314,7 @@ def test_engines_whose_losses_do_not_meet_are_scaled_by_themselves() -> None:
 @pytest.mark.turns
 @pytest.mark.parametrize("given_to", [0, 1])
 @pytest.mark.parametrize("first", ["fp32", "bf16", "fp16"])
-def test_a_scale_that_is_too_large_falls_whoever_overflows(first: str, given_to: int) -> None:
+def test_a_scale_that_is_too_large_falls_whoever_overflows(first, given_to):
     """The second engine has a scale; what it sends back into the first overflows, and no weight
     is spoiled by it.
     """
@@ -331,7 +327,7 @@ def test_a_scale_that_is_too_large_falls_whoever_overflows(first: str, given_to:
     ]
     everybody = [wides(2) for _ in range(RANKS)]
 
-    def run(rank: int) -> tuple[list[int], list[float], list[bool]]:
+    def run(rank):
         engines = [
             start(model, plain_sgd(model), config)
             for model, config in zip(everybody[rank], configs)
@@ -362,7 +358,7 @@ def test_a_scale_that_is_too_large_falls_whoever_overflows(first: str, given_to:
             assert scales[1] == 2.0 ** (24 - max(skipped))
 
 
-def test_a_scale_that_fell_in_the_middle_of_a_window_counts_from_the_next() -> None:
+def test_a_scale_that_fell_in_the_middle_of_a_window_counts_from_the_next():
     """The first engine steps, overflows and so lowers the second's scale while the second still
     holds gradients.
     """
@@ -372,7 +368,7 @@ def test_a_scale_that_fell_in_the_middle_of_a_window_counts_from_the_next() -> N
         config_of(3, fp16={"enabled": True, "initial_scale_power": 10, "hysteresis": 1}),
     ]
 
-    def run(rank: int) -> dict[str, torch.Tensor]:
+    def run(rank):
         engines = [
             start(model, plain_sgd(model), config)
             for model, config in zip(everybody[rank], configs)
@@ -425,13 +421,13 @@ def one_against_the_other(
 @pytest.mark.parametrize(
     "stages", [(0, 0), (1, 1), (2, 2), (3, 3), (3, 2), (2, 3), (0, 3)], ids=str
 )
-def test_a_generator_and_its_critic_in_turn(stages: tuple[int, int]) -> None:
+def test_a_generator_and_its_critic_in_turn(stages):
     """The generator's forward waits while the critic is stepped; the critic's gradients of its
     loss are thrown away.
     """
     everybody = [wides(2) for _ in range(RANKS)]
 
-    def run(rank: int) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
+    def run(rank):
         engines = [
             start(model, plain_sgd(model), config_of(stage))
             for model, stage in zip(everybody[rank], stages)
@@ -480,13 +476,13 @@ def test_a_generator_and_its_critic_in_turn(stages: tuple[int, int]) -> None:
 @pytest.mark.turns
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stages", [(3, 2), (2, 3), (3, 3), (0, 3)], ids=str)
-def test_a_teacher_that_never_learns(stages: tuple[int, int], precision: str) -> None:
+def test_a_teacher_that_never_learns(stages, precision):
     """It has no optimizer, another precision, and is asked between the student's forward and its
     backward, too.
     """
     everybody = [wides(2) for _ in range(RANKS)]
 
-    def distil(student: Any, teacher: Any, x: torch.Tensor) -> torch.Tensor:
+    def distil(student, teacher, x):
         with torch.no_grad():
             goal = teacher(x).float()
         answer = student(x)
@@ -495,7 +491,7 @@ def test_a_teacher_that_never_learns(stages: tuple[int, int], precision: str) ->
         assert torch.equal(goal, again)
         return (answer - goal).pow(2).mean()
 
-    def run(rank: int) -> dict[str, torch.Tensor]:
+    def run(rank):
         student, teacher = everybody[rank]
         asked = start(
             teacher.requires_grad_(False).eval(),
@@ -545,7 +541,7 @@ def _after_another(
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_an_engine_that_one_rank_still_holds_lends_its_scale_there_alone(stage: int) -> None:
+def test_an_engine_that_one_rank_still_holds_lends_its_scale_there_alone(stage):
     """It was dropped without ``destroy``, and ranks collect garbage at different times."""
     models, plain = [seeded(Wide) for _ in range(RANKS)], seeded(Wide)
     got = run_ranks(RANKS, _after_another, [seeded(Wide) for _ in range(RANKS)], models, stage, 0)
@@ -558,12 +554,12 @@ def test_an_engine_that_one_rank_still_holds_lends_its_scale_there_alone(stage: 
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_an_engine_at_rest_lends_no_scale(stage: int) -> None:
+def test_an_engine_at_rest_lends_no_scale(stage):
     """While an fp16 engine has no backward to run, gradients of another that are not finite are
     used, as in a plain loop, and no step of either is skipped.
     """
 
-    def run(rank: int, models: Sequence[nn.Module]) -> tuple[int, int, float, bool]:
+    def run(rank, models):
         half = start(models[0], plain_sgd(models[0]), config_of(stage, fp16={"enabled": True}))
         half.backward(half(data(0, 0, rank).half()).float().square().mean())
         half.step()

@@ -5,7 +5,6 @@ refused by name otherwise.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -57,9 +56,7 @@ def in_two_groups(model: Net) -> torch.optim.Optimizer:
     [(sgd, False), (sgd, True), (adamw, True)],
     ids=["sgd as by memory", "sgd as one object", "adamw as one object"],
 )
-def test_the_same_elements_are_one_parameter(
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer], by_object: bool, stage: int
-) -> None:
+def test_the_same_elements_are_one_parameter(optimizer, by_object, stage):
     """SGD is linear in the gradients, so that plain PyTorch, which makes two steps of the same
     elements, comes to the same.
     """
@@ -71,7 +68,7 @@ def test_the_same_elements_are_one_parameter(
         stepped.step()
         stepped.zero_grad()
 
-    def train(rank: int) -> dict[str, torch.Tensor]:
+    def train(rank):
         engine = start(models[rank], optimizer(models[rank]), config_of(stage))
         assert models[rank].one.weight is models[rank].two.weight
         for both in inputs:
@@ -120,20 +117,20 @@ def _frozen(model: Net) -> None:
         (_frozen, r"one\.weight and head\.weight are a parameter that trains and one that is froz"),
     ],
 )
-def test_tensors_that_share_otherwise_are_refused(change: Callable[[Net], None], said: str) -> None:
+def test_tensors_that_share_otherwise_are_refused(change, said):
     model = Net()
     change(model)
     with pytest.raises(PartitionError, match=rf"{said}.*share memory.*\.clone\(\)"):
         start(model, sgd(model), config_of(1))
 
 
-def test_one_memory_in_two_groups_is_refused() -> None:
+def test_one_memory_in_two_groups_is_refused():
     model = Net()
     with pytest.raises(PartitionError, match="different groups of the optimizer"):
         start(model, in_two_groups(model), config_of(1))
 
 
-def test_tensors_beside_each_other_in_one_memory_are_left_alone() -> None:
+def test_tensors_beside_each_other_in_one_memory_are_left_alone():
     held = torch.randn(2 * WIDTH, 2 * WIDTH)
     model = Net(by_object=True)
     model.one.weight.data = held[:WIDTH, ::2]

@@ -13,7 +13,7 @@ from hf_zero.zero.layout.stage_policy import bytes_per_parameter
 from tests.helpers.cells import fast
 from tests.helpers.engines import STAGES, config_of, start
 from tests.helpers.models import Stack, seeded
-from tests.helpers.stacks import on_ranks, squared
+from tests.helpers.stacks import on_each_rank, on_ranks, squared
 from tests.helpers.training import At, Plan, adamw, plain_sgd, sgd
 
 RANKS = 4
@@ -119,18 +119,16 @@ def test_frozen_parameters_cost_their_own_bytes_alone(stage):
     assert state <= total <= state + 4 * unit
 
 
-def test_nothing_is_left_gathered_after_a_step_or_an_evaluation():
-    def run(rank, model):
-        engine = start(model, adamw(model), config_of(3))
-        for number in range(2):
-            engine.backward(squared(engine, At(number, 0, rank)))
-            engine.step()
-            assert sum(flat.full.untyped_storage().size() for flat in engine.flats) == 0
-        with torch.no_grad():
-            squared(engine, At(0, 0, rank))
+@on_each_rank(2, build=deep)
+def test_nothing_is_left_gathered_after_a_step_or_an_evaluation(rank, model):
+    engine = start(model, adamw(model), config_of(3))
+    for number in range(2):
+        engine.backward(squared(engine, At(number, 0, rank)))
+        engine.step()
         assert sum(flat.full.untyped_storage().size() for flat in engine.flats) == 0
-
-    on_ranks(2, run, build=deep)
+    with torch.no_grad():
+        squared(engine, At(0, 0, rank))
+    assert sum(flat.full.untyped_storage().size() for flat in engine.flats) == 0
 
 
 def test_dropped_engines_are_freed():

@@ -11,7 +11,7 @@ from hf_zero.zero.access.consolidate import whole_state_dict
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, full_weights, start
 from tests.helpers.models import ARCHITECTURES
-from tests.helpers.stacks import by_hand, on_ranks, squared, stack
+from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, squared, stack
 from tests.helpers.training import At, Plan, adamw, plain_sgd
 
 RANKS = 2
@@ -54,20 +54,16 @@ def test_whole_on_the_bare_model_and_submodules(stage, name):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_it_is_a_copy_that_survives_training(stage):
-    def run(rank, model):
-        engine = start(model, adamw(model), config_of(stage))
-        state = (
-            model.state_dict()
-            if stage == 3
-            else {k: v.clone() for k, v in model.state_dict().items()}
-        )
-        engine.backward(squared(engine, At(0, 0, rank)))
-        engine.step()
-        same(state, plain_state())
-        assert not torch.equal(model.state_dict()["head.weight"], state["head.weight"])
-
-    on_ranks(RANKS, run)
+@on_each_rank(RANKS)
+def test_it_is_a_copy_that_survives_training(rank, model, stage):
+    engine = start(model, adamw(model), config_of(stage))
+    state = (
+        model.state_dict() if stage == 3 else {k: v.clone() for k, v in model.state_dict().items()}
+    )
+    engine.backward(squared(engine, At(0, 0, rank)))
+    engine.step()
+    same(state, plain_state())
+    assert not torch.equal(model.state_dict()["head.weight"], state["head.weight"])
 
 
 @pytest.mark.turns
@@ -140,60 +136,49 @@ def test_loading_into_the_bare_model_is_trained_on(stage, precision):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_loading_into_a_submodule(stage):
-    def run(rank, model):
-        engine = start(model, adamw(model), config_of(stage))
-        model.blocks[2].load_state_dict(
-            {
-                name: torch.full_like(value, 0.5)
-                for name, value in stack().blocks[2].state_dict().items()
-            }
-        )
-        for name, value in full_weights(engine).items():
-            want = (
-                torch.full_like(value, 0.5) if name.startswith("blocks.2.") else plain_state()[name]
-            )
-            assert torch.equal(value, want), name
-
-    on_ranks(RANKS, run)
+@on_each_rank(RANKS)
+def test_loading_into_a_submodule(rank, model, stage):
+    engine = start(model, adamw(model), config_of(stage))
+    model.blocks[2].load_state_dict(
+        {
+            name: torch.full_like(value, 0.5)
+            for name, value in stack().blocks[2].state_dict().items()
+        }
+    )
+    for name, value in full_weights(engine).items():
+        want = torch.full_like(value, 0.5) if name.startswith("blocks.2.") else plain_state()[name]
+        assert torch.equal(value, want), name
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_bad_states_are_refused_and_leave_the_engine_sound(stage):
-    def run(rank, model):
-        engine = start(model, adamw(model), config_of(stage))
-        state = plain_state()
-        with pytest.raises(RuntimeError, match=r"head\.bias"):
-            model.load_state_dict(
-                {name: value for name, value in state.items() if name != "head.bias"}
-            )
-        with pytest.raises(RuntimeError, match=r"size mismatch for blocks\.0\.up\.weight"):
-            model.load_state_dict(state | {"blocks.0.up.weight": torch.zeros(3, 3)})
-        with pytest.raises(RuntimeError, match="surplus"):
-            model.load_state_dict(state | {"surplus": torch.zeros(1)})
-        answer = model.load_state_dict({"head.bias": torch.ones(5)}, strict=False)
-        assert "head.weight" in answer.missing_keys
-        same(model.state_dict(), state | {"head.bias": torch.ones(5)})
-        engine.backward(squared(engine, At(0, 0, rank)))
-        engine.step()
-
-    on_ranks(RANKS, run)
+@on_each_rank(RANKS)
+def test_bad_states_are_refused_and_leave_the_engine_sound(rank, model, stage):
+    engine = start(model, adamw(model), config_of(stage))
+    state = plain_state()
+    with pytest.raises(RuntimeError, match=r"head\.bias"):
+        model.load_state_dict({name: value for name, value in state.items() if name != "head.bias"})
+    with pytest.raises(RuntimeError, match=r"size mismatch for blocks\.0\.up\.weight"):
+        model.load_state_dict(state | {"blocks.0.up.weight": torch.zeros(3, 3)})
+    with pytest.raises(RuntimeError, match="surplus"):
+        model.load_state_dict(state | {"surplus": torch.zeros(1)})
+    answer = model.load_state_dict({"head.bias": torch.ones(5)}, strict=False)
+    assert "head.weight" in answer.missing_keys
+    same(model.state_dict(), state | {"head.bias": torch.ones(5)})
+    engine.backward(squared(engine, At(0, 0, rank)))
+    engine.step()
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_16_bit_weights_of_a_trained_model(stage):
+@on_each_rank(RANKS)
+def test_16_bit_weights_of_a_trained_model(rank, model, stage):
     """Weights consolidated in 16 bits are the rounded masters."""
-
-    def run(rank, model):
-        plan = Plan(precision="bf16")
-        engine = start(model, adamw(model), config_of(stage, plan))
-        engine.backward(squared(engine, At(0, 0, rank), plan.dtype))
-        engine.step()
-        masters = full_weights(engine)
-        state = whole_state_dict(engine, everywhere=False)
-        if rank == 0:
-            same(state, {name: value.bfloat16() for name, value in masters.items()})
-        for name, value in engine.consolidated(dtype=torch.float32):
-            assert torch.equal(value, masters[name]), name
-
-    on_ranks(RANKS, run)
+    plan = Plan(precision="bf16")
+    engine = start(model, adamw(model), config_of(stage, plan))
+    engine.backward(squared(engine, At(0, 0, rank), plan.dtype))
+    engine.step()
+    masters = full_weights(engine)
+    state = whole_state_dict(engine, everywhere=False)
+    if rank == 0:
+        same(state, {name: value.bfloat16() for name, value in masters.items()})
+    for name, value in engine.consolidated(dtype=torch.float32):
+        assert torch.equal(value, masters[name]), name

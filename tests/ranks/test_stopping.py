@@ -16,7 +16,7 @@ from hf_zero.zero.step.preemption import _Handler
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, full_weights, start
 from tests.helpers.ranks import RankFailed
-from tests.helpers.stacks import by_hand, on_ranks, squared, stack
+from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, squared, stack
 from tests.helpers.training import At, Plan, plain_sgd
 
 LIMIT = 50  # steps after which nobody waits any longer
@@ -165,16 +165,14 @@ def test_who_does_not_listen_cannot_ask(one_process):
         engine.request_stop()
 
 
-def test_signals_need_the_main_thread():
-    def run(rank, model):
-        engine = start(model, None, config_of(1))
-        with pytest.raises(
-            PartitionError,
-            match=r"stop_on with signals needs the main thread.*request_stop\(\) from a handler",
-        ):
-            engine.stop_on(signal.SIGTERM)
-
-    on_ranks(2, run)
+@on_each_rank(2)
+def test_signals_need_the_main_thread(rank, model):
+    engine = start(model, None, config_of(1))
+    with pytest.raises(
+        PartitionError,
+        match=r"stop_on with signals needs the main thread.*request_stop\(\) from a handler",
+    ):
+        engine.stop_on(signal.SIGTERM)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 from hf_zero.errors import PartitionError
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, full_weights, start
-from tests.helpers.stacks import by_hand, on_ranks, squared, stack
+from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, squared, stack
 from tests.helpers.training import At, adamw, plain_sgd
 
 RANKS = 2
@@ -120,19 +120,16 @@ def test_what_trains_may_be_frozen_for_a_while(stage, freeze):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_it_may_change_between_engines(stage):
+@on_each_rank(RANKS)
+def test_it_may_change_between_engines(rank, model, stage):
     """This is the remedy that the error names."""
-
-    def run(rank, model):
-        start(model, adamw(model), config_of(stage)).destroy()
-        model.requires_grad_(False)
-        model.head.requires_grad_(True)
-        engine = start(model, plain_sgd(model.head), config_of(stage))
-        engine.backward(squared(engine, At(0, 0, rank)))
-        engine.step()
-        assert {name for flat in engine.flats if flat.trainable for name in flat.parameters} == {
-            "head.weight",
-            "head.bias",
-        }
-
-    on_ranks(RANKS, run)
+    start(model, adamw(model), config_of(stage)).destroy()
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    engine = start(model, plain_sgd(model.head), config_of(stage))
+    engine.backward(squared(engine, At(0, 0, rank)))
+    engine.step()
+    assert {name for flat in engine.flats if flat.trainable for name in flat.parameters} == {
+        "head.weight",
+        "head.bias",
+    }

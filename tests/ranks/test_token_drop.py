@@ -25,8 +25,7 @@ from tests.helpers.engines import (
 )
 from tests.helpers.layer_drop import DEPTH, FAMILIES, LayerDropJob
 from tests.helpers.models import LENGTH, floats, seeded, tokens
-from tests.helpers.ranks import run_ranks
-from tests.helpers.stacks import on_ranks
+from tests.helpers.stacks import on_each_rank, on_ranks
 from tests.helpers.token_drop import LOW, TokenDropJob, section
 from tests.helpers.training import At, Plan, plain_sgd
 
@@ -43,12 +42,12 @@ TOLERANCE = 1e-4
         (10, 15, 10, 8, (15, 15, 15, 15, 15, 15, 15)),
     ],
 )
-def test_the_schedule(low: int, high: int, steps: int, every: int, expected: Any) -> None:
+def test_the_schedule(low, high, steps, every, expected):
     made = TokenDropSection(min_value=low, max_value=high, require_steps=steps, seq_per_step=every)
     assert tuple(tokens_read(step, made) for step in (0, 1, 5, 9, 10, 11, 100)) == expected
 
 
-def test_samples_are_rising_and_differ() -> None:
+def test_samples_are_rising_and_differ():
     cpu = torch.device("cpu")
     one = sample(7, (3, 0, 1), 2, 40, 30, 11, cpu)
     assert one.shape == (40, 11) and bool((one[:, 1:] > one[:, :-1]).all()) and int(one.max()) < 30
@@ -84,22 +83,22 @@ CASES: dict[str, dict[str, Any]] = {
         ),
     ),
 )
-def test_families(family: str, stage: int, ranks: int, accumulation: int) -> None:
+def test_families(family, stage, ranks, accumulation):
     check(TokenDropJob(family, **CASES[family]), Plan(ranks, 3, accumulation), stage)
 
 
-def test_images() -> None:
+def test_images():
     """Four patches and the token of the class, of which a step or two leave one out."""
     job = TokenDropJob("vit")
     check(job, Plan(1, 3), 3)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_that_is_resumed_reads_the_same_tokens(ranks: int, tmp_path: Any) -> None:
+def test_a_run_that_is_resumed_reads_the_same_tokens(ranks, tmp_path):
     """In a window of two micro-batches, after three of six steps."""
     job = TokenDropJob("bert", padded=True)
 
-    def steps(engine: Any, rank: int, numbers: range) -> list[float]:
+    def steps(engine, rank, numbers):
         losses = []
         for at in (At(step, micro, rank) for step in numbers for micro in range(2)):
             loss = job.loss_of(engine, at)
@@ -108,7 +107,7 @@ def test_a_run_that_is_resumed_reads_the_same_tokens(ranks: int, tmp_path: Any) 
             losses.append(float(loss.detach()))
         return losses
 
-    def run(rank: int, model: Any, resumed: bool) -> Any:
+    def run(rank, model, resumed):
         engine = start(model, plain_sgd(model), config_of(2, Plan(accumulation=2), **job.keys))
         if resumed:
             engine.load_checkpoint(str(tmp_path / "run"))
@@ -130,11 +129,11 @@ def test_a_run_that_is_resumed_reads_the_same_tokens(ranks: int, tmp_path: Any) 
     {"activation_checkpointing": {"blocks": True}},
     pytest.param({"compile": {"blocks": True, "backend": "aot_eager"}}, marks=pytest.mark.long),
 ], ids=str)  # fmt: skip
-def test_with_what_else_is_on_blocks(more: Any) -> None:
+def test_with_what_else_is_on_blocks(more):
     check(TokenDropJob("llama", eager=True, padded=True), Plan(2, 2), 3, **more)
 
 
-def test_evaluation_reads_everything_and_classes_come_back() -> None:
+def test_evaluation_reads_everything_and_classes_come_back():
     job = TokenDropJob("gpt2")
     model: Any = job.build()
     kinds = [type(block) for block in job.blocks(model)[0]]
@@ -148,7 +147,7 @@ def test_evaluation_reads_everything_and_classes_come_back() -> None:
     assert [type(block) for block in job.blocks(model)[0]] == kinds
 
 
-def test_beside_layers_that_are_left_out() -> None:
+def test_beside_layers_that_are_left_out():
     job = TokenDropJob("gpt2")
     model: Any = job.build()
     keys = {**section(), **LayerDropJob("gpt2").keys}
@@ -172,13 +171,11 @@ def test_beside_layers_that_are_left_out() -> None:
         ("t5", {"random_ltd_layer_id": [0]}, r"names \[0\].* reads all tokens"),
     ],
 )
-def test_mistakes_that_the_model_shows(family: str, more: Any, said: str) -> None:
-    def run(rank: int) -> None:
-        model = LayerDropJob(family).build()
-        with pytest.raises(ConfigError, match=said):
-            start(model, plain_sgd(model), config_of(0, **section(**more)))
-
-    run_ranks(1, run)
+@on_each_rank(1)
+def test_mistakes_that_the_model_shows(rank, family, more, said):
+    model = LayerDropJob(family).build()
+    with pytest.raises(ConfigError, match=said):
+        start(model, plain_sgd(model), config_of(0, **section(**more)))
 
 
 @pytest.mark.parametrize(
@@ -201,24 +198,22 @@ def test_mistakes_that_the_model_shows(family: str, more: Any, said: str) -> Non
         ({"random_ltd_schedule": {"schedule_type": "fixed_root"}}, "schedule_type"),
     ],
 )
-def test_mistakes_in_the_section(ltd: Any, said: str) -> None:
-    def run(rank: int) -> None:
-        model = LayerDropJob("gpt2").build()
-        config = section()
-        config["data_efficiency"]["data_routing"]["random_ltd"] |= ltd
-        with pytest.raises((ConfigError, NotBuiltError), match=said):
-            start(model, plain_sgd(model), config_of(0, **config))
-
-    run_ranks(1, run)
+@on_each_rank(1)
+def test_mistakes_in_the_section(rank, ltd, said):
+    model = LayerDropJob("gpt2").build()
+    config = section()
+    config["data_efficiency"]["data_routing"]["random_ltd"] |= ltd
+    with pytest.raises((ConfigError, NotBuiltError), match=said):
+        start(model, plain_sgd(model), config_of(0, **config))
 
 
-def test_arguments_that_cannot_be_narrowed() -> None:
+def test_arguments_that_cannot_be_narrowed():
     model: Any = LayerDropJob("gpt2").build()
     engine = start(model, plain_sgd(model), config_of(0, **section()))
     block = model.transformer.h[1]
 
-    def call(**given: Any) -> Any:
-        def inside(module: nn.Module, args: Any, output: Any) -> None:
+    def call(**given):
+        def inside(module, args, output):
             block(**{"hidden_states": torch.zeros(2, LENGTH, 32), **given})
 
         hook = model.transformer.wte.register_forward_hook(inside)
@@ -253,7 +248,7 @@ def test_arguments_that_cannot_be_narrowed() -> None:
         ),
     ],
 )
-def test_mistakes_that_a_forward_shows(ltd: Any, said: str) -> None:
+def test_mistakes_that_a_forward_shows(ltd, said):
     model: Any = LayerDropJob("gpt2").build()
     engine = start(model, plain_sgd(model), config_of(0, **section(**ltd)))
     with pytest.raises(ConfigError, match=said):
@@ -278,8 +273,8 @@ class Encoder(nn.Module):
         return x
 
 
-def test_hidden_states_with_tokens_first() -> None:
-    def run(batch_first: bool, order: str) -> torch.Tensor:
+def test_hidden_states_with_tokens_first():
+    def run(batch_first, order):
         model = seeded(lambda: Encoder(batch_first))
         keys = section([1], hidden_state_order=order)
         engine = start(model, plain_sgd(model), config_of(0, **keys))
@@ -298,7 +293,7 @@ def test_hidden_states_with_tokens_first() -> None:
             run(batch_first, order)
 
 
-def test_a_section_that_is_off() -> None:
+def test_a_section_that_is_off():
     keys = section()
     keys["data_efficiency"]["data_routing"]["enabled"] = False
     engine = start(LayerDropJob("gpt2").build(), None, config_of(0, **keys))

@@ -62,10 +62,10 @@ def _trains(engine: Any, rank: int) -> dict[str, torch.Tensor]:
 @pytest.mark.turns
 @pytest.mark.parametrize("stage", STAGES[:3])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_transform_gives_what_it_gives_in_plain_torch(way: str, stage: int) -> None:
+def test_a_transform_gives_what_it_gives_in_plain_torch(way, stage):
     want, trained = WAYS[way](stack(), stack()), by_hand(plain_sgd, [[(1.0, 0)], [(1.0, 0)]], 2)[0]
 
-    def run(rank: int, model: nn.Module) -> dict[str, torch.Tensor]:
+    def run(rank, model):
         engine = start(model, plain_sgd(model), config_of(stage))
         net = engine if rank else model
         torch.testing.assert_close(WAYS[way](net, model), want)
@@ -81,10 +81,10 @@ def test_a_transform_gives_what_it_gives_in_plain_torch(way: str, stage: int) ->
 
 
 @pytest.mark.parametrize("way", ALONE)
-def test_forward_mode(way: str) -> None:
+def test_forward_mode(way):
     want = ALONE[way](stack(), stack())
 
-    def run(rank: int, model: nn.Module) -> None:
+    def run(rank, model):
         engine = start(model, plain_sgd(model), config_of(1))
         torch.testing.assert_close(ALONE[way](engine, model), want)
         _trains(engine, rank)
@@ -101,10 +101,10 @@ AROUND = [
 
 
 @pytest.mark.parametrize(("more", "way"), AROUND)
-def test_a_transform_of_a_model_with_more_around_its_blocks(more: str, way: str) -> None:
+def test_a_transform_of_a_model_with_more_around_its_blocks(more, way):
     want = WAYS[way](stack(), stack())
 
-    def run(rank: int, model: nn.Module) -> None:
+    def run(rank, model):
         engine = start(model, plain_sgd(model), config_of(2, **MORE[more]))
         if more == "fp16":
             got = WAYS[way](lambda x: model(x.half()).float(), model)
@@ -116,18 +116,18 @@ def test_a_transform_of_a_model_with_more_around_its_blocks(more: str, way: str)
     on_ranks(1, run)
 
 
-def test_a_loss_over_a_gradient_trains_the_weights() -> None:
+def test_a_loss_over_a_gradient_trains_the_weights():
     """A penalty on the gradient of the output: the backward goes through what the transform has
     recorded.
     """
 
-    def penalty(net: Any) -> torch.Tensor:
+    def penalty(net):
         return grad(lambda x: net(x).pow(2).sum())(X).pow(2).mean()
 
     want = stack()
     penalty(want).backward()
 
-    def run(rank: int, model: nn.Module) -> None:
+    def run(rank, model):
         engine = start(model, plain_sgd(model), config_of(1))
         engine.backward(penalty(engine))
         engine.step()
@@ -140,10 +140,10 @@ def test_a_loss_over_a_gradient_trains_the_weights() -> None:
 
 
 @pytest.mark.parametrize("way", ["grad of the input", "jacrev"])
-def test_stage_3_refuses_a_transform_before_it_does_anything(way: str) -> None:
+def test_stage_3_refuses_a_transform_before_it_does_anything(way):
     trained = by_hand(plain_sgd, [[(1.0, 0)], [(1.0, 0)]], 2)[0]
 
-    def run(rank: int, model: nn.Module) -> dict[str, torch.Tensor]:
+    def run(rank, model):
         engine = start(model, plain_sgd(model), config_of(3))
         with pytest.raises(
             PartitionError, match=r"torch\.func goes through \(root\).*\(stage 3\).*; use stage 2"
@@ -157,11 +157,11 @@ def test_stage_3_refuses_a_transform_before_it_does_anything(way: str) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_vmap_alone_trains_at_every_stage(stage: int) -> None:
+def test_vmap_alone_trains_at_every_stage(stage):
     want = stack()
     vmap(want)(X).pow(2).mean().backward()
 
-    def run(rank: int, model: nn.Module) -> None:
+    def run(rank, model):
         engine = start(model, plain_sgd(model), config_of(stage))
         engine.backward(vmap(engine)(X).pow(2).mean())
         engine.step()
@@ -187,7 +187,7 @@ def _adapted(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_first_order_maml_trains_as_in_plain_torch(stage: int, accumulation: int) -> None:
+def test_first_order_maml_trains_as_in_plain_torch(stage, accumulation):
     """A backward that brings no gradient to parameters shows nothing of those that do."""
     plain = stack()
     optimizer = plain_sgd(plain)
@@ -201,7 +201,7 @@ def test_first_order_maml_trains_as_in_plain_torch(stage: int, accumulation: int
             (_adapted(plain, x) / 2 / accumulation).backward()
         optimizer.step()
 
-    def run(rank: int, model: nn.Module) -> dict[str, torch.Tensor]:
+    def run(rank, model):
         engine = start(model, plain_sgd(model), config_of(stage, Plan(accumulation=accumulation)))
         for batch in itertools.chain.from_iterable(windows):
             engine.backward(_adapted(model, batch[rank]))

@@ -41,15 +41,13 @@ def model() -> Any:
     ],
     ids=str,
 )
-def test_bytes_are_those_that_are_sent(
-    stage: int, precision: str, zero: Any, more: Any, way: str
-) -> None:
+def test_bytes_are_those_that_are_sent(stage, precision, zero, more, way):
     ranks = 4 if more.get("replicate_size") else 2
     plan = Plan(precision=precision, accumulation=MICRO)
     config = config_of(stage, plan, **more)
     config["zero_optimization"].update(stage3_param_persistence_threshold=0, **zero)
 
-    def run(rank: int, module: Any) -> float:
+    def run(rank, module):
         engine = start(module, adamw(module), config)
         for step in range(2):
             engine.mesh.stats.keep_log = True
@@ -72,7 +70,7 @@ def test_bytes_are_those_that_are_sent(
     assert 0.98 < foreseen / sent < (1.25 if stage == 3 else 1.06)
 
 
-def test_one_bit_is_a_fifteenth() -> None:
+def test_one_bit_is_a_fifteenth():
     for stage in (0, 1, 2):
         ways = {each.name: each for each in traffic(big(), 4, stage=stage)[stage]}
         assert ways["1 bit after the freeze"].nbytes < ways["dense"].nbytes / 15
@@ -84,7 +82,7 @@ def big() -> Any:
         return Stack(4, 512)
 
 
-def test_fewer_bits_pay_below_a_link() -> None:
+def test_fewer_bits_pay_below_a_link():
     """The break-even link, where the time saved on it equals the time of encoding the elements."""
     dense, few = Traffic("dense", 4_000), Traffic("few", 1_000, 1e-3)
     link = few.pays_below(dense)
@@ -105,11 +103,11 @@ def test_fewer_bits_pay_below_a_link() -> None:
         ("1Tbit", 1e12, "1 Tbit/s"),
     ],
 )
-def test_speeds_of_links(text: str, bits: float, shown: str) -> None:
+def test_speeds_of_links(text, bits, shown):
     assert parse_rate(text) == bits and rate_in_units(bits) == shown
 
 
 @pytest.mark.parametrize("text", ["fast", "0Gbit", "1GB", "-1Mbit"])
-def test_what_is_no_speed(text: str) -> None:
+def test_what_is_no_speed(text):
     with pytest.raises(ConfigError, match="is no speed of a link; write 100Mbit"):
         parse_rate(text)

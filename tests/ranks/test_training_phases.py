@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, full_weights, start
 from tests.helpers.models import ARCHITECTURES, ROWS
 from tests.helpers.ranks import run_ranks
+from tests.helpers.stacks import on_each_rank
 from tests.helpers.training import adamw
 
 # By step: micro-batches of a rank, tokens of a row, and what multiplies the learning rate.
@@ -115,10 +115,10 @@ def test_updates_of_what_is_offloaded(early):
     equals_a_plain_loop(2, 2, exponential, offload_optimizer=offload)
 
 
-def test_resumed_in_a_phase(tmp_path: Path):
+def test_resumed_in_a_phase(tmp_path):
     """On another number of ranks: the samples of a step stay, not its micro-batches."""
 
-    def run(rank: int, steps: range, load: bool) -> Any:
+    def run(rank, steps, load):
         model = ARCHITECTURE.build()
         section = phases(2)
         section["phases"][2].pop("train_batch_size")
@@ -150,7 +150,7 @@ def test_resumed_in_a_phase(tmp_path: Path):
 
 
 def test_a_step_that_overflows_counts():
-    def run(rank: int) -> list[int]:
+    def run(rank):
         model = ARCHITECTURE.build()
         config = config_of(
             1, training_phases=phases(1), fp16={"enabled": True, "initial_scale_power": 30}
@@ -181,7 +181,7 @@ def test_micro_batches_of_the_engines_own_loader():
         ]
     }
 
-    def run(rank: int, drop: bool) -> list[tuple[int, ...]]:
+    def run(rank, drop):
         import hf_zero
 
         model = ARCHITECTURE.build()
@@ -216,7 +216,7 @@ def test_micro_batches_of_the_engines_own_loader():
 def test_a_batch_that_grows_as_megatrons():
     """The numbers are those of Megatron's rule: start + increment · floor(samples / share)."""
 
-    def rule(start: int, increment: int, samples: int, end: int, steps: int) -> list[int]:
+    def rule(start, increment, samples, end, steps):
         sizes, done = [], 0
         for _ in range(steps):
             share = samples / ((end - start) // increment)
@@ -234,7 +234,7 @@ def test_a_batch_that_grows_as_megatrons():
 
     assert rampup(16, 4, 50, 16) == []
 
-    def run(rank: int) -> list[int]:
+    def run(rank):
         model = ARCHITECTURE.build()
         section = {"rampup_batch_size": [ROWS, ROWS, 3 * ROWS], "lr_scaling_method": "linear"}
         config = config_of(0, training_phases=section, gradient_accumulation_steps=3)
@@ -268,7 +268,7 @@ def test_a_batch_that_grows_as_megatrons():
     ],
 )
 def test_phases_that_are_refused(section, said):
-    def run(rank: int) -> None:
+    def run(rank):
         model = nn.Linear(2, 2)
         config = config_of(0, training_phases=section, gradient_accumulation_steps=2)
         start(model, adamw(model), config)
@@ -299,19 +299,17 @@ def test_steps_beyond_a_decay_to_zero_are_told_once(caplog):
     ]  # fmt: skip
 
 
-def test_what_cannot_be_changed():
-    def run(rank: int) -> None:
-        model = nn.Linear(2, 2)
-        section = {"phases": [{"train_batch_size": 4}]}
-        config = config_of(0, training_phases=section, managed_gradient_accumulation=False)
-        with pytest.raises(ConfigError, match="managed_gradient_accumulation is false; remove"):
-            start(model, adamw(model), config)
-        model = nn.Linear(2, 2)
-        optimizer = Adafactor(model.parameters(), lr=None, relative_step=True)
-        with pytest.raises(ConfigError, match="Adafactor makes its own; give it an lr"):
-            start(model, optimizer, config_of(0, training_phases=section))
-
-    run_ranks(1, run)
+@on_each_rank(1)
+def test_what_cannot_be_changed(rank):
+    model = nn.Linear(2, 2)
+    section = {"phases": [{"train_batch_size": 4}]}
+    config = config_of(0, training_phases=section, managed_gradient_accumulation=False)
+    with pytest.raises(ConfigError, match="managed_gradient_accumulation is false; remove"):
+        start(model, adamw(model), config)
+    model = nn.Linear(2, 2)
+    optimizer = Adafactor(model.parameters(), lr=None, relative_step=True)
+    with pytest.raises(ConfigError, match="Adafactor makes its own; give it an lr"):
+        start(model, optimizer, config_of(0, training_phases=section))
 
 
 def test_a_batch_that_the_script_sets():
@@ -346,11 +344,9 @@ def test_two_lengths_at_once():
         of_config(config)
 
 
-def test_nothing_is_installed_without_phases():
-    def run(rank: int) -> None:
-        model = nn.Linear(2, 2)
-        config = config_of(0, training_phases={"lr_scaling_method": "sqrt"})
-        engine = start(model, adamw(model), config)
-        assert engine.techniques.by_key == {} and engine.get_lr() == [1e-3]
-
-    run_ranks(1, run)
+@on_each_rank(1)
+def test_nothing_is_installed_without_phases(rank):
+    model = nn.Linear(2, 2)
+    config = config_of(0, training_phases={"lr_scaling_method": "sqrt"})
+    engine = start(model, adamw(model), config)
+    assert engine.techniques.by_key == {} and engine.get_lr() == [1e-3]

@@ -12,20 +12,18 @@ from hf_zero.errors import PartitionError, RankMismatchError
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, full_grads, full_weights, start
 from tests.helpers.models import features
-from tests.helpers.stacks import by_hand, on_ranks, squared, stack
+from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, squared, stack
 from tests.helpers.training import At, Plan, adamw, plain_sgd, trainable
 
 RANKS = 2
 
 
-def test_a_rank_that_does_not_come_is_named():
-    def run(rank, model):
-        engine = start(model, adamw(model), config_of(3, timeout=2))
-        if rank == 0:
-            with pytest.raises(RankMismatchError, match=r"ranks? 1\b"):
-                squared(engine, At(0, 0, rank))
-
-    on_ranks(RANKS, run)
+@on_each_rank(RANKS)
+def test_a_rank_that_does_not_come_is_named(rank, model):
+    engine = start(model, adamw(model), config_of(3, timeout=2))
+    if rank == 0:
+        with pytest.raises(RankMismatchError, match=r"ranks? 1\b"):
+            squared(engine, At(0, 0, rank))
 
 
 def test_work_that_fails_on_one_rank_is_given_up_by_all():
@@ -116,16 +114,14 @@ def test_autocast_around_the_engine(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_fp16_inputs_are_cast_by_auto_cast(stage):
-    def run(rank, model):
-        config = config_of(stage, fp16={"enabled": True, "loss_scale": 128.0, "auto_cast": True})
-        engine = start(model, plain_sgd(model), config)
-        loss = squared(engine, At(0, 0, rank))  # fp32 features
-        engine.backward(loss)
-        engine.step()
-        assert not engine.optimizer.overflow
-
-    on_ranks(RANKS, run)
+@on_each_rank(RANKS)
+def test_fp16_inputs_are_cast_by_auto_cast(rank, model, stage):
+    config = config_of(stage, fp16={"enabled": True, "loss_scale": 128.0, "auto_cast": True})
+    engine = start(model, plain_sgd(model), config)
+    loss = squared(engine, At(0, 0, rank))  # fp32 features
+    engine.backward(loss)
+    engine.step()
+    assert not engine.optimizer.overflow
 
 
 @pytest.mark.parametrize("stage", STAGES)

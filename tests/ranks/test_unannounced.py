@@ -14,7 +14,7 @@ import hf_zero
 from hf_zero.errors import PartitionError
 from tests.helpers.engines import STAGES, config_of, full_grads, full_weights, start
 from tests.helpers.oracle import compare_tensors
-from tests.helpers.stacks import on_ranks, squared, stack
+from tests.helpers.stacks import on_each_rank, on_ranks, squared, stack
 from tests.helpers.training import At, Plan, adamw
 
 RANKS, STEPS, WINDOW = 2, 2, 2
@@ -56,10 +56,10 @@ def _penalise(engine: Any, model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("stage", "precision"), [*((stage, "fp32") for stage in STAGES), (0, "fp16"), (2, "fp16")]
 )
-def test_it_counts_wherever_it_stands(stage: int, precision: str, place: str, plain: bool) -> None:
+def test_it_counts_wherever_it_stands(stage, precision, place, plain):
     plan = Plan(ranks=RANKS, accumulation=WINDOW, precision=precision, scale=64.0)
 
-    def run(rank: int, model: nn.Module) -> dict[str, torch.Tensor]:
+    def run(rank, model):
         engine = start(model, adamw(model), config_of(stage, plan))
         for step in range(STEPS):
             for micro in range(WINDOW):
@@ -86,12 +86,12 @@ def test_it_counts_wherever_it_stands(stage: int, precision: str, place: str, pl
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_asks_for_gradients_finds_it(stage: int) -> None:
+def test_what_asks_for_gradients_finds_it(stage):
     model = stack()
     penalty(model).backward()
     want = model.head.weight.grad
 
-    def run(rank: int, model: nn.Module) -> None:
+    def run(rank, model):
         engine = start(model, adamw(model), config_of(stage))
         _penalise(engine, model)
         assert engine.gradient_norm() == pytest.approx(float(want.norm()), rel=1e-6)
@@ -112,19 +112,14 @@ def test_what_asks_for_gradients_finds_it(stage: int) -> None:
     on_ranks(RANKS, run)
 
 
-def test_a_gradient_runs_no_python_of_its_own_unless_a_loss_may_be_scaled() -> None:
+@on_each_rank(RANKS)
+def test_a_gradient_runs_no_python_of_its_own_unless_a_loss_may_be_scaled(rank, model):
     """A model of many small parameters would spend its host time there."""
-
-    def run(rank: int, model: nn.Module) -> None:
-        other = stack()
-        engine = start(model, adamw(model), config_of(2))
-        assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
-        scaling = start(other, adamw(other), config_of(2, Plan(precision="fp16")))
-        assert all(
-            p._post_accumulate_grad_hooks for each in (model, other) for p in each.parameters()
-        )
-        engine.destroy()
-        scaling.destroy()
-        assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
-
-    on_ranks(RANKS, run)
+    other = stack()
+    engine = start(model, adamw(model), config_of(2))
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    scaling = start(other, adamw(other), config_of(2, Plan(precision="fp16")))
+    assert all(p._post_accumulate_grad_hooks for each in (model, other) for p in each.parameters())
+    engine.destroy()
+    scaling.destroy()
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())

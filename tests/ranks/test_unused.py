@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from hf_zero.ops import dispatch
-from hf_zero.optim import CPUAdam, Lamb, Lion
 from hf_zero.zero.reduce.usage import Usage
 from tests.helpers import oracle
 from tests.helpers.cells import fast
@@ -28,6 +27,7 @@ from tests.helpers.engines import (
 )
 from tests.helpers.models import Block, features, seeded
 from tests.helpers.offloads import offload
+from tests.helpers.optimizers import OF_GROUPS
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import At, Driver, Job, Plan, merge, train, trainable
 
@@ -54,30 +54,6 @@ class Heads(nn.Module):
         return sum((self.heads[head](x) for head in heads), torch.zeros(5))
 
 
-OPTIMIZERS = {
-    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2, eps=1e-6, weight_decay=0.1),
-    "lamb": lambda groups: Lamb(groups, lr=1e-2, weight_decay=0.1, max_coeff=0.3),
-    "amsgrad": lambda groups: torch.optim.AdamW(
-        groups, lr=1e-2, eps=1e-6, weight_decay=0.1, amsgrad=True
-    ),
-    "unfused": lambda groups: torch.optim.Adam(
-        groups, lr=1e-2, eps=1e-6, weight_decay=0.1, foreach=True
-    ),
-    "sgd": lambda groups: torch.optim.SGD(
-        groups, lr=0.05, momentum=0.9, dampening=0.3, weight_decay=0.1
-    ),
-    "lion": lambda groups: Lion(groups, lr=1e-3, weight_decay=0.1),
-    "adagrad": lambda groups: torch.optim.Adagrad(
-        groups, lr=1e-2, lr_decay=0.1, weight_decay=0.1, initial_accumulator_value=0.1
-    ),
-    "rmsprop": lambda groups: torch.optim.RMSprop(
-        groups, lr=1e-3, weight_decay=0.1, momentum=0.5, eps=1e-4
-    ),
-    "nadam": lambda groups: torch.optim.NAdam(groups, lr=1e-2, eps=1e-6, weight_decay=0.1),
-    "cpu adam": lambda groups: CPUAdam(groups, lr=1e-2, eps=1e-6, weight_decay=0.1),
-}
-
-
 @dataclass
 class HeadsJob(Job):
     """In each step another pair of heads: one that all ranks use in all micro-batches, one that
@@ -97,7 +73,7 @@ class HeadsJob(Job):
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Two groups, so that units have several segments."""
         thick = [p for p in trainable(model) if p.ndim > 1]
-        return OPTIMIZERS[self.kind](
+        return OF_GROUPS[self.kind](
             [{"params": thick}, {"params": [p for p in trainable(model) if p.ndim < 2], "lr": 2e-3}]
         )
 
@@ -140,7 +116,7 @@ def test_an_unused_parameter_is_left_as_it_is(stage, ranks, accumulation):
 
 @pytest.mark.parametrize(
     "kind, stage",
-    fast(itertools.product(OPTIMIZERS, STAGES), lambda kind, stage: stage == 3 and kind != "adamw"),
+    fast(itertools.product(OF_GROUPS, STAGES), lambda kind, stage: stage == 3 and kind != "adamw"),
 )
 def test_by_every_optimizer(kind, stage):
     check(kind, Plan(2, 5, clip=1.0), engine_opener(stage), stage)

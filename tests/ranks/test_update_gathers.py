@@ -74,9 +74,7 @@ def _steps(rank: int, models: Any, stage: int, folder: Any, more: Any) -> None:
     [(1, 2, {}), (2, 3, {}), (2, 2, {"update_in_backward": True})],
     ids=["stage 1", "stage 2", "updated in the backward"],
 )
-def test_all_ranks_issue_their_collectives_in_one_order(
-    stage: int, ranks: int, more: Any, issued: dict[int, list[str]], tmp_path: Any
-) -> None:
+def test_all_ranks_issue_their_collectives_in_one_order(stage, ranks, more, issued, tmp_path):
     run_ranks(ranks, _steps, [LLAMA.build() for _ in range(ranks)], stage, tmp_path, more)
     assert len(issued) == ranks
     assert all(order == issued[0] for order in issued.values())
@@ -84,30 +82,28 @@ def test_all_ranks_issue_their_collectives_in_one_order(
     assert len(gathers) >= 3 * STEPS
 
 
-def test_ranks_differ_where_gathers_leave_as_units_are_updated(
-    issued: dict[int, list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
+def test_ranks_differ_where_gathers_leave_as_units_are_updated(issued, monkeypatch, tmp_path):
     """A failure that the test above would detect: rank 0 sums its norm after a gather, rank 1
     before all.
     """
     add, launch, run, units = UpdateGathers.add, MeshDim._launching, Update.run, 3
 
-    def at_once(gathers: UpdateGathers, *args: Any) -> Any:
+    def at_once(gathers, *args):
         gathers._allowed += 1
         return add(gathers, *args)
 
-    def ahead() -> int:
+    def ahead():
         """Gathers that this rank has issued since the step of its last norm."""
         order = issued[dist.get_rank()]
         gathers, norms = (sum(what in each for each in order) for what in (" updated ", " norm"))
         return gathers - units * norms
 
-    def after_a_gather(axis: MeshDim, pending: Any) -> Any:
+    def after_a_gather(axis, pending):
         while dist.get_rank() == 0 and " norm" in pending.what and ahead() <= 0:
             time.sleep(0.001)
         return launch(axis, pending)
 
-    def after_the_norm(update: Update, *args: Any) -> None:
+    def after_the_norm(update, *args):
         while dist.get_rank() == 1 and ahead() >= 0:
             time.sleep(0.001)
         run(update, *args)
@@ -143,9 +139,7 @@ def _one_reads(rank: int, models: Any, folder: Any, how: str, gate: threading.Ev
 
 
 @pytest.mark.parametrize("how", ["a forward", "a parameter"])
-def test_one_rank_reads_while_the_others_stand_in_a_barrier(
-    how: str, gate: threading.Event, tmp_path: Any
-) -> None:
+def test_one_rank_reads_while_the_others_stand_in_a_barrier(how, gate, tmp_path):
     """``step`` returns before any gather; rank 0 continues alone."""
     gate.clear()
     seen = run_ranks(3, _one_reads, [LLAMA.build() for _ in range(3)], tmp_path, how, gate)
@@ -167,7 +161,7 @@ def _nobody_asks(rank: int, models: Any, folder: Any) -> Any:
     return sent
 
 
-def test_nothing_leaves_that_no_rank_needs(tmp_path: Any, monkeypatch: Any) -> None:
+def test_nothing_leaves_that_no_rank_needs(tmp_path, monkeypatch):
     """The thread that trains may be about to issue something else."""
     monkeypatch.setattr(update_gathers, "GRACE_SECONDS", 0.0)
     for sent in run_ranks(2, _nobody_asks, [LLAMA.build() for _ in range(2)], tmp_path):
@@ -188,16 +182,14 @@ def _breaks(rank: int, models: Any, folder: Any) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_update_that_fails_is_raised_and_holds_up_nothing_else(
-    ranks: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(update: Update, *args: Any) -> None:
+def test_an_update_that_fails_is_raised_and_holds_up_nothing_else(ranks, tmp_path, monkeypatch):
+    def broken(update, *args):
         raise OSError(5, "Input/output error", "/disk")
 
     monkeypatch.setattr(Update, "run", broken)
     run_ranks(ranks, _breaks, [LLAMA.build() for _ in range(ranks)], tmp_path)
 
 
-def test_the_thread_ends_with_its_engine(tmp_path: Any) -> None:
+def test_the_thread_ends_with_its_engine(tmp_path):
     run_ranks(2, _steps, [LLAMA.build() for _ in range(2)], 2, tmp_path, {})
     assert not [each for each in threading.enumerate() if "update gathers" in each.name]

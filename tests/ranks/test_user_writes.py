@@ -23,7 +23,7 @@ from tests.helpers.cells import fast
 from tests.helpers.engines import STAGES, config_of, full_weights, start
 from tests.helpers.models import Stack, seeded
 from tests.helpers.oracle import compare_tensors
-from tests.helpers.stacks import on_ranks, squared, stack
+from tests.helpers.stacks import on_each_rank, on_ranks, squared, stack
 from tests.helpers.training import At, Plan, plain_sgd
 
 STEPS, RANKS = 3, 2
@@ -159,12 +159,10 @@ CELLS = fast(
 
 
 @pytest.mark.parametrize(("write", "stage", "precision", "more"), CELLS)
-def test_what_is_written_after_a_step_is_what_the_next_one_updates(
-    write: str, stage: int, precision: str, more: Any
-) -> None:
+def test_what_is_written_after_a_step_is_what_the_next_one_updates(write, stage, precision, more):
     plan = Plan(ranks=RANKS, precision=precision)
 
-    def run(rank: int, model: nn.Module) -> dict[str, torch.Tensor]:
+    def run(rank, model):
         config = config_of(stage, plan)
         config["zero_optimization"] |= more
         engine, memory = start(model, plain_sgd(model), config), {}
@@ -243,7 +241,7 @@ def _forward_loss(net: Any, step: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("stage", "more"), [*((s, {}) for s in STAGES), (2,
 {"offload_optimizer": CPU}), (3, {"offload_optimizer": CPU, "offload_param": CPU})])  # fmt: skip
-def test_weights_that_a_forward_changes_stay_changed(stage: int, more: Any) -> None:
+def test_weights_that_a_forward_changes_stay_changed(stage, more):
     """``nn.Embedding(max_norm=)``, a forced weight norm, a codebook: also after an evaluation
     without a step.
     """
@@ -255,7 +253,7 @@ def test_weights_that_a_forward_changes_stay_changed(stage: int, more: Any) -> N
         optimizer.zero_grad()
     _forward_loss(want, 4)
 
-    def run(rank: int, model: nn.Module) -> dict[str, torch.Tensor]:
+    def run(rank, model):
         config = config_of(stage)
         config["zero_optimization"] |= more
         engine = start(model, plain_sgd(model), config)
@@ -269,64 +267,58 @@ def test_weights_that_a_forward_changes_stay_changed(stage: int, more: Any) -> N
         compare_tensors("weights", got, {name: p.detach() for name, p in want.named_parameters()})
 
 
-def test_a_forward_that_writes_at_stage_3_in_bf16_reaches_the_master_weights() -> None:
-    def run(rank: int, model: nn.Module) -> None:
-        engine = start(model, plain_sgd(model), config_of(3, Plan(precision="bf16")))
-        engine.backward(_forward_loss(engine, 0))
-        engine.step()
-        _forward_loss(engine, 1)
-        for index in (0, 2):
-            norms = hf_zero.safe_get_full_fp32_param(model.blocks[index].weight).norm(dim=1)
-            assert (norms - 1).abs().max() < 1e-2, f"block {index} is not normalised: {norms}"
-
-    on_ranks(RANKS, run, build=lambda: seeded(ForwardWrites))
+@on_each_rank(RANKS, build=lambda: seeded(ForwardWrites))
+def test_a_forward_that_writes_at_stage_3_in_bf16_reaches_the_master_weights(rank, model):
+    engine = start(model, plain_sgd(model), config_of(3, Plan(precision="bf16")))
+    engine.backward(_forward_loss(engine, 0))
+    engine.step()
+    _forward_loss(engine, 1)
+    for index in (0, 2):
+        norms = hf_zero.safe_get_full_fp32_param(model.blocks[index].weight).norm(dim=1)
+        assert (norms - 1).abs().max() < 1e-2, f"block {index} is not normalised: {norms}"
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_what_is_written_is_saved_and_read_before_the_next_step(stage: int, tmp_path: Any) -> None:
-    def run(rank: int, model: nn.Module) -> None:
-        engine = start(model, plain_sgd(model), config_of(stage, Plan(precision="bf16")))
-        engine.backward(squared(engine, At(0, 0, rank), torch.bfloat16))
-        engine.step()
-        with hf_zero.GatheredParameters([model.head.weight], modifier_rank=0):
-            model.head.weight.data.fill_(2.0)
-        if stage < 3:
-            model.head.bias.data = torch.full_like(model.head.bias, 3.0)
-            assert hf_zero.safe_get_full_fp32_param(model.head.bias).eq(3).all()
-            model.head.bias.data.fill_(4.0)
-            # of the same buffer
-            hf_zero.safe_set_full_fp32_param(model.head.weight, torch.full((5, 32), 2.0))
-        saved = engine.save_checkpoint(str(tmp_path), "now")
-        with (
-            torch.no_grad(),
-            hf_zero.GatheredParameters([model.head.bias, model.head.weight], modifier_rank=0),
-        ):
-            model.head.weight.zero_(), model.head.bias.zero_()
-        engine.load_checkpoint(str(tmp_path), "now")
-        assert saved and hf_zero.safe_get_full_fp32_param(model.head.weight).eq(2).all()
-        assert stage == 3 or model.head.bias.eq(4).all()
-        assert stage == 3 or hf_zero.safe_get_full_fp32_param(model.head.bias).eq(4).all()
-
-    on_ranks(RANKS, run)
+@on_each_rank(RANKS)
+def test_what_is_written_is_saved_and_read_before_the_next_step(rank, model, stage, tmp_path):
+    engine = start(model, plain_sgd(model), config_of(stage, Plan(precision="bf16")))
+    engine.backward(squared(engine, At(0, 0, rank), torch.bfloat16))
+    engine.step()
+    with hf_zero.GatheredParameters([model.head.weight], modifier_rank=0):
+        model.head.weight.data.fill_(2.0)
+    if stage < 3:
+        model.head.bias.data = torch.full_like(model.head.bias, 3.0)
+        assert hf_zero.safe_get_full_fp32_param(model.head.bias).eq(3).all()
+        model.head.bias.data.fill_(4.0)
+        # of the same buffer
+        hf_zero.safe_set_full_fp32_param(model.head.weight, torch.full((5, 32), 2.0))
+    saved = engine.save_checkpoint(str(tmp_path), "now")
+    with (
+        torch.no_grad(),
+        hf_zero.GatheredParameters([model.head.bias, model.head.weight], modifier_rank=0),
+    ):
+        model.head.weight.zero_(), model.head.bias.zero_()
+    engine.load_checkpoint(str(tmp_path), "now")
+    assert saved and hf_zero.safe_get_full_fp32_param(model.head.weight).eq(2).all()
+    assert stage == 3 or model.head.bias.eq(4).all()
+    assert stage == 3 or hf_zero.safe_get_full_fp32_param(model.head.bias).eq(4).all()
 
 
-def test_what_is_written_inside_gathered_parameters_without_a_modifier_is_dropped_at_stage_3() -> (
-    None
+@on_each_rank(RANKS)
+def test_what_is_written_inside_gathered_parameters_without_a_modifier_is_dropped_at_stage_3(
+    rank, model
 ):
-    def run(rank: int, model: nn.Module) -> None:
-        engine = start(model, plain_sgd(model), config_of(3))
-        before = hf_zero.safe_get_full_fp32_param(model.head.weight).clone()
-        with torch.no_grad(), hf_zero.GatheredParameters(model.head):
-            model.head.weight.zero_()
-            model.head.bias.data.zero_()
-        engine.backward(squared(engine, At(0, 0, rank)))
-        assert torch.equal(before, hf_zero.safe_get_full_fp32_param(model.head.weight))
-
-    on_ranks(RANKS, run)
+    engine = start(model, plain_sgd(model), config_of(3))
+    before = hf_zero.safe_get_full_fp32_param(model.head.weight).clone()
+    with torch.no_grad(), hf_zero.GatheredParameters(model.head):
+        model.head.weight.zero_()
+        model.head.bias.data.zero_()
+    engine.backward(squared(engine, At(0, 0, rank)))
+    assert torch.equal(before, hf_zero.safe_get_full_fp32_param(model.head.weight))
 
 
 @pytest.mark.parametrize("stage", STAGES[:3])
-def test_data_of_another_kind_is_refused(stage: int) -> None:
+def test_data_of_another_kind_is_refused(stage):
     model = stack()
     engine = start(model, plain_sgd(model), config_of(stage))
     bias = model.head.bias
@@ -346,7 +338,7 @@ def test_data_of_another_kind_is_refused(stage: int) -> None:
     process_group.destroy_process_group()
 
 
-def test_a_frozen_parameter_may_still_be_cast() -> None:
+def test_a_frozen_parameter_may_still_be_cast():
     """Libraries cast biases of quantised layers in their forward."""
     model = stack()
     model.head.requires_grad_(False)
@@ -357,9 +349,7 @@ def test_a_frozen_parameter_may_still_be_cast() -> None:
     process_group.destroy_process_group()
 
 
-def test_a_step_looks_closer_only_where_something_was_written(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_step_looks_closer_only_where_something_was_written(monkeypatch):
     from hf_zero.zero.layout.flat_buffer import FlatBuffer
 
     looked: list[str] = []
@@ -384,15 +374,13 @@ def test_a_step_looks_closer_only_where_something_was_written(
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_graph_from_before_a_step_does_not_go_backward_after_it(
-    stage: int, offload: bool
-) -> None:
+def test_a_graph_from_before_a_step_does_not_go_backward_after_it(stage, offload):
     """Plain PyTorch raises as well: weights that the backward reads have changed in place."""
     zero: dict[str, Any] = {"stage": stage}
     if offload:
         zero["offload_optimizer"] = {"device": "cpu"}
 
-    def run(rank: int, model: nn.Module) -> dict[str, torch.Tensor]:
+    def run(rank, model):
         engine = start(model, plain_sgd(model), config_of(stage, zero_optimization=zero))
         for step in range(2):
             early = squared(engine, At(step, 1, rank))

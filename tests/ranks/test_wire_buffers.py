@@ -6,10 +6,8 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import partial
-from typing import Any
 
 import pytest
-import torch
 
 from hf_zero.zero.reduce.gradient_intake import WireBuffers
 from hf_zero.zero.reduce.reductions import IN_FLIGHT
@@ -23,16 +21,16 @@ DEPTH = 12
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_few_at_once(stage: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_at_once(stage, ranks, monkeypatch):
     taken, most = Counter[WireBuffers](), Counter[WireBuffers]()
     acquire, release = WireBuffers.acquire, WireBuffers.release
 
-    def acquires(self: WireBuffers, *args: Any) -> torch.Tensor:
+    def acquires(self, *args):
         taken[self] += 1
         most[self] = max(most[self], taken[self])
         return acquire(self, *args)
 
-    def releases(self: WireBuffers, buffer: torch.Tensor | None) -> None:
+    def releases(self, buffer):
         taken[self] -= buffer is not None
         release(self, buffer)
 
@@ -40,7 +38,7 @@ def test_few_at_once(stage: int, ranks: int, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(WireBuffers, "release", releases)
     blocks = {"stage": stage, "stage3_module_granularity_threshold": 0}
 
-    def run(rank: int, model: torch.nn.Module) -> None:
+    def run(rank, model):
         engine = start(model, adamw(model), config_of(stage, zero_optimization=blocks))
         for step in range(2):
             engine.backward(squared(engine, At(step, 0, rank)))

@@ -51,9 +51,7 @@ def inject(files: NvmeFiles, faults: str) -> None:
 
 
 @pytest.mark.parametrize("paths", [1, 2, 3])
-def test_extents_hold_what_was_written_and_begin_as_zeros(
-    backend: str, paths: int, tmp_path: Path
-) -> None:
+def test_extents_hold_what_was_written_and_begin_as_zeros(backend, paths, tmp_path):
     folders = [tmp_path / str(index) for index in range(paths)]
     for folder in folders:
         folder.mkdir()
@@ -85,7 +83,7 @@ def test_extents_hold_what_was_written_and_begin_as_zeros(
     files.close()
 
 
-def test_blocks_go_round_the_paths(tmp_path: Path) -> None:
+def test_blocks_go_round_the_paths(tmp_path):
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
@@ -101,7 +99,7 @@ def test_blocks_go_round_the_paths(tmp_path: Path) -> None:
     files.close()
 
 
-def test_room_is_taken_when_an_extent_is_allocated(files: NvmeFiles) -> None:
+def test_room_is_taken_when_an_extent_is_allocated(files):
     files.allocate("a", 1_000_001)
     state = os.fstat(files._files[0].descriptor)
     assert state.st_size == files.nbytes == 1_003_520
@@ -111,7 +109,7 @@ def test_room_is_taken_when_an_extent_is_allocated(files: NvmeFiles) -> None:
     assert files.nbytes == 1_003_520 + (1 << 20)
 
 
-def test_a_read_asked_for_after_a_write_sees_it(files: NvmeFiles) -> None:
+def test_a_read_asked_for_after_a_write_sees_it(files):
     extent = files.allocate("r", 10 * BLOCK)
     first, second = bytes_of(10 * BLOCK), bytes_of(3 * BLOCK)
     inject(files, "write:1:slow=100")
@@ -124,7 +122,7 @@ def test_a_read_asked_for_after_a_write_sees_it(files: NvmeFiles) -> None:
     assert torch.equal(out, expected)
 
 
-def test_a_write_asked_for_after_a_read_does_not_reach_it(files: NvmeFiles) -> None:
+def test_a_write_asked_for_after_a_read_does_not_reach_it(files):
     extent = files.allocate("r", 4 * BLOCK)
     before = bytes_of(4 * BLOCK)
     extent.write(0, before).wait()
@@ -136,7 +134,7 @@ def test_a_write_asked_for_after_a_read_does_not_reach_it(files: NvmeFiles) -> N
     assert torch.equal(out, before)
 
 
-def test_a_read_elsewhere_overtakes_writes(files: NvmeFiles) -> None:
+def test_a_read_elsewhere_overtakes_writes(files):
     extent = files.allocate("r", 201 * BLOCK)
     inject(files, "write:1+:slow=50")  # ten seconds
     writing = extent.write(0, bytes_of(200 * BLOCK))
@@ -145,7 +143,7 @@ def test_a_read_elsewhere_overtakes_writes(files: NvmeFiles) -> None:
     inject(files, "")
 
 
-def test_what_a_failed_write_should_have_replaced_is_not_read(files: NvmeFiles) -> None:
+def test_what_a_failed_write_should_have_replaced_is_not_read(files):
     extent, other = files.allocate("master of unit 4", 4 * BLOCK), files.allocate("other", BLOCK)
     kept = bytes_of(BLOCK)
     other.write(0, kept).wait()
@@ -166,7 +164,7 @@ def test_what_a_failed_write_should_have_replaced_is_not_read(files: NvmeFiles) 
     files.flush()
 
 
-def test_a_failed_read_says_that_nothing_changed_and_can_be_repeated(files: NvmeFiles) -> None:
+def test_a_failed_read_says_that_nothing_changed_and_can_be_repeated(files):
     extent = files.allocate("r", BLOCK)
     values = bytes_of(BLOCK)
     extent.write(0, values)
@@ -176,7 +174,7 @@ def test_a_failed_read_says_that_nothing_changed_and_can_be_repeated(files: Nvme
     assert torch.equal(content(extent), values)
 
 
-def test_flush_waits_for_writes_that_nobody_waits_for(files: NvmeFiles) -> None:
+def test_flush_waits_for_writes_that_nobody_waits_for(files):
     extent = files.allocate("r", 6 * BLOCK)
     inject(files, "write:1+:slow=10")
     tickets = [extent.write(index * BLOCK, bytes_of(BLOCK)) for index in range(6)]
@@ -184,7 +182,7 @@ def test_flush_waits_for_writes_that_nobody_waits_for(files: NvmeFiles) -> None:
     assert all(ticket.done() for ticket in tickets)
 
 
-def test_a_removed_folder_and_a_lost_permission_reach_nobody(backend: str, tmp_path: Path) -> None:
+def test_a_removed_folder_and_a_lost_permission_reach_nobody(backend, tmp_path):
     folder = tmp_path / "nvme"
     folder.mkdir()
     files = NvmeFiles([folder], block_size=BLOCK, backend=backend)
@@ -204,9 +202,7 @@ def test_a_removed_folder_and_a_lost_permission_reach_nobody(backend: str, tmp_p
     files.close()
 
 
-def test_a_full_disk_is_an_error_at_once_with_path_need_and_free_space(
-    files: NvmeFiles, tmp_path: Path
-) -> None:
+def test_a_full_disk_is_an_error_at_once_with_path_need_and_free_space(files, tmp_path):
     with pytest.raises(
         DiskSpaceError,
         match=r"1152921504\.607 GB more are needed for 'huge' of rank 3, and \d+\.\d+ GB are free",
@@ -220,7 +216,7 @@ def test_a_full_disk_is_an_error_at_once_with_path_need_and_free_space(
     files.allocate("huge", 100)
 
 
-def test_a_limit_of_the_system_on_file_sizes(files: NvmeFiles) -> None:
+def test_a_limit_of_the_system_on_file_sizes(files):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
@@ -238,10 +234,8 @@ def test_a_limit_of_the_system_on_file_sizes(files: NvmeFiles) -> None:
     ("number", "raised"),
     [(errno.ENOSPC, DiskSpaceError), (errno.EDQUOT, DiskSpaceError), (errno.EIO, OSError)],
 )
-def test_room_that_is_refused_in_the_act(
-    files: NvmeFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, raised: type
-) -> None:
-    def refuse(descriptor: int, offset: int, length: int) -> None:
+def test_room_that_is_refused_in_the_act(files, tmp_path, monkeypatch, number, raised):
+    def refuse(descriptor, offset, length):
         os.ftruncate(descriptor, offset + length // 2)
         raise OSError(number, os.strerror(number))
 
@@ -253,7 +247,7 @@ def test_room_that_is_refused_in_the_act(
     assert os.fstat(files._files[0].descriptor).st_size == 0
 
 
-def test_paths_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_that_cannot_be_used(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     for path in (tmp_path / "missing", tmp_path / "file"):
         with pytest.raises(ConfigError, match=f"nvme_path '{path}' is not a directory"):
@@ -270,7 +264,7 @@ def test_paths_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ]
     for number, raised, text in cases:
 
-        def refuse(prefix: str, dir: str, number: int = number) -> tuple[int, str]:
+        def refuse(prefix, dir, number=number):
             raise OSError(number, os.strerror(number), dir)
 
         monkeypatch.setattr(nvme_files.tempfile, "mkstemp", refuse)
@@ -279,9 +273,7 @@ def test_paths_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert str(tmp_path) in str(caught.value)
 
 
-def test_a_file_system_without_o_direct_is_said_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard: list[str]
-) -> None:
+def test_a_file_system_without_o_direct_is_said_once(tmp_path, monkeypatch, heard):
     monkeypatch.setattr(nvme_files, "open_direct", lambda path: -1)
     files = NvmeFiles([tmp_path], block_size=BLOCK)
     assert not files.direct
@@ -297,7 +289,7 @@ def test_a_file_system_without_o_direct_is_said_once(
     files.close()
 
 
-def test_asking_for_what_is_not_there(files: NvmeFiles) -> None:
+def test_asking_for_what_is_not_there(files):
     extent = files.allocate("r", 100)
     for offset, nbytes in ((0, 101), (-1, 1), (100, 1)):
         with pytest.raises(OffloadError, match="extent 'r', which has 100"):
@@ -326,7 +318,7 @@ def descriptors() -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["close", "forget"])
-def test_the_disk_is_given_back(backend: str, tmp_path: Path, how: str) -> None:
+def test_the_disk_is_given_back(backend, tmp_path, how):
     files = NvmeFiles([tmp_path], block_size=BLOCK, backend=backend)
     extent = files.allocate("r", 1 << 20)
     ticket = extent.write(0, bytes_of(1 << 20))
@@ -339,7 +331,7 @@ def test_the_disk_is_given_back(backend: str, tmp_path: Path, how: str) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_what_is_queued_is_dropped_at_the_end(tmp_path: Path) -> None:
+def test_what_is_queued_is_dropped_at_the_end(tmp_path):
     files = NvmeFiles([tmp_path], block_size=BLOCK, queue_depth=1)
     extent = files.allocate("r", 200 * BLOCK)
     inject(files, "write:1+:slow=50")
@@ -348,13 +340,11 @@ def test_what_is_queued_is_dropped_at_the_end(tmp_path: Path) -> None:
     assert ticket.done() and ticket.failed()
 
 
-def test_the_queue_is_shared_by_regions_of_all_paths(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_queue_is_shared_by_regions_of_all_paths(tmp_path, monkeypatch):
     made: list[FileQueue] = []
 
     class Counted(FileQueue):
-        def __init__(self, *arguments: object) -> None:
+        def __init__(self, *arguments):
             super().__init__(*arguments)  # type: ignore[arg-type]
             made.append(self)
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 from hf_zero.storage.nvme_files import PREFIX, NvmeFiles, remove_leftovers
@@ -46,7 +45,7 @@ def living(folder: Path) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_nothing(tmp_path):
     process = living(tmp_path)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=300)
@@ -54,7 +53,7 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_living_processes_leave_each_other_alone(tmp_path: Path) -> None:
+def test_living_processes_leave_each_other_alone(tmp_path):
     process = living(tmp_path)
     for _ in range(3):
         files = NvmeFiles([tmp_path], 0, block_size=8192)
@@ -75,9 +74,7 @@ nvme_files.NvmeFiles([sys.argv[1]])
 """
 
 
-def test_the_next_run_removes_a_file_of_one_that_was_killed_as_it_made_it(
-    tmp_path: Path, heard_in_full: list[str]
-) -> None:
+def test_the_next_run_removes_a_file_of_one_that_was_killed_as_it_made_it(tmp_path, heard_in_full):
     done = completed([sys.executable, "-c", KILLED_EARLY, str(tmp_path)], timeout=300)
     assert done.returncode == -signal.SIGKILL
     (left,) = os.listdir(tmp_path)
@@ -86,7 +83,7 @@ def test_the_next_run_removes_a_file_of_one_that_was_killed_as_it_made_it(
     assert heard_in_full == [f"removed {tmp_path / left}, which a run that was killed had left"]
 
 
-def test_what_is_not_a_leftover_stays(tmp_path: Path) -> None:
+def test_what_is_not_a_leftover_stays(tmp_path):
     leftover, locked = tmp_path / f"{PREFIX}a", tmp_path / f"{PREFIX}b"
     full, folder, link, foreign = (
         tmp_path / f"{PREFIX}c",
@@ -109,12 +106,10 @@ def test_what_is_not_a_leftover_stays(tmp_path: Path) -> None:
     assert remove_leftovers(str(tmp_path)) == [str(locked)]
 
 
-def test_a_file_that_another_rank_took_for_a_leftover_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_another_rank_took_for_a_leftover_is_made_again(tmp_path, monkeypatch):
     real, taken = fcntl.flock, []
 
-    def late(descriptor: int, how: int) -> None:
+    def late(descriptor, how):
         if not taken:
             taken.extend(os.listdir(tmp_path))
             assert remove_leftovers(str(tmp_path)) == [str(tmp_path / taken[0])]

@@ -55,7 +55,7 @@ def row(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_it_starts_at_zero_and_gives_back_what_was_stored(row: Open, dtype: torch.dtype) -> None:
+def test_it_starts_at_zero_and_gives_back_what_was_stored(row, dtype):
     storage = row(24, dtype)
     assert storage.dtype(SHARD) == dtype and sum(storage.nbytes().values()) >= 24 * dtype.itemsize
     assert storage.fetch(SHARD)[0:24].tolist() == [0] * 24
@@ -68,14 +68,14 @@ def test_it_starts_at_zero_and_gives_back_what_was_stored(row: Open, dtype: torc
     assert out.tolist() == [2, 3, 4]
 
 
-def test_values_are_cast_to_the_dtype_of_the_row(row: Open) -> None:
+def test_values_are_cast_to_the_dtype_of_the_row(row):
     storage = row(4, torch.bfloat16)
     values = torch.tensor([1.0, 1.001, -3.0, 1e-3])
     storage.store(SHARD, 0, values)
     assert torch.equal(storage.fetch(SHARD)[0:4], values.bfloat16())
 
 
-def test_memory_that_was_acquired_can_be_filled_and_stored(row: Open) -> None:
+def test_memory_that_was_acquired_can_be_filled_and_stored(row):
     storage = row(8, torch.float32)
     values = storage.acquire(0, overwrite=True)[SHARD]
     values.fill_(4)
@@ -83,7 +83,7 @@ def test_memory_that_was_acquired_can_be_filled_and_stored(row: Open) -> None:
     assert storage.fetch(SHARD)[0:8].tolist() == [4] * 8
 
 
-def test_the_host_writes_in_place_part_by_part(row: Open) -> None:
+def test_the_host_writes_in_place_part_by_part(row):
     storage = row(8, torch.float32)
     storage.prefetch(0)  # what was read ahead must not be taken for what is written now
     for start in (0, 3):
@@ -97,13 +97,13 @@ def test_the_host_writes_in_place_part_by_part(row: Open) -> None:
     assert storage.fetch(SHARD)[0:8].tolist() == [1, 1, 1, 4, 4, 4, 9, 9]
 
 
-def test_nothing_can_be_stored_and_fetched(row: Open) -> None:
+def test_nothing_can_be_stored_and_fetched(row):
     storage = row(0, torch.float32)
     storage.store(SHARD, 0, torch.empty(0))
     assert storage.fetch(SHARD)[0:0].numel() == 0 and sum(storage.nbytes().values()) == 0
 
 
-def test_only_files_are_read_to_fetch_an_array(row: Open, request: pytest.FixtureRequest) -> None:
+def test_only_files_are_read_to_fetch_an_array(row, request):
     storage = row(16, torch.float32)
     storage.fetch(SHARD).fill_(3.0)
     kind = request.node.callspec.params["row"]
@@ -111,7 +111,7 @@ def test_only_files_are_read_to_fetch_an_array(row: Open, request: pytest.Fixtur
     assert storage.offloaded is (kind != "device")
 
 
-def test_more_shards_than_buffers_are_announced_and_read_in_any_order(tmp_path: Path) -> None:
+def test_more_shards_than_buffers_are_announced_and_read_in_any_order(tmp_path):
     files, pool = NvmeFiles([tmp_path], 0), BufferPool(3, zeros)
     shards = [in_files(str(i), 5000, torch.float32, files, pool) for i in range(6)]
     for i, shard in enumerate(shards):
@@ -124,7 +124,7 @@ def test_more_shards_than_buffers_are_announced_and_read_in_any_order(tmp_path: 
     assert pool.nbytes == 3 * 20480
 
 
-def test_a_shard_announced_while_it_is_rewritten_is_read_anew(tmp_path: Path) -> None:
+def test_a_shard_announced_while_it_is_rewritten_is_read_anew(tmp_path):
     shard = in_files("shard", 5000, torch.float32, NvmeFiles([tmp_path], 0), BufferPool(5, zeros))
     part = shard.acquire(0, overwrite=True)[SHARD]
     assert part is not None
@@ -134,9 +134,7 @@ def test_a_shard_announced_while_it_is_rewritten_is_read_anew(tmp_path: Path) ->
     assert shard.fetch(SHARD)[0:5000].eq(1).all()
 
 
-def test_a_shard_that_cannot_be_written_stays_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_shard_that_cannot_be_written_stays_in_memory(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ZERO_IO_FAULT", "write:2+:EIO")
     files, pool = NvmeFiles([tmp_path], 0), BufferPool(2, zeros)
     shard = in_files("shard", 4096, torch.float32, files, pool)
@@ -152,7 +150,7 @@ def test_a_shard_that_cannot_be_written_stays_in_memory(
     assert shard.fetch(SHARD)[0:7].tolist() == [7, 7, 2, 2, 2, 0, 2]
 
 
-def test_shards_that_are_larger_than_those_written_before(tmp_path: Path) -> None:
+def test_shards_that_are_larger_than_those_written_before(tmp_path):
     files, pool = NvmeFiles([tmp_path], 0), BufferPool(2, zeros)
     shards = []
     for number, numel in enumerate((10, 5000, 3, 20_000, 9000)):
@@ -169,8 +167,8 @@ def test_shards_that_are_larger_than_those_written_before(tmp_path: Path) -> Non
 
 
 def test_a_copy_to_the_device_is_not_waited_for_and_its_buffer_is_used_again_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     played, asked = play_streams(monkeypatch, prompt=False), []
     files, pool = NvmeFiles([tmp_path], 0), BufferPool(2, zeros)
     shards = [in_files(str(i), 5000, torch.float32, files, pool) for i in range(3)]
@@ -179,7 +177,7 @@ def test_a_copy_to_the_device_is_not_waited_for_and_its_buffer_is_used_again_aft
     pool.flush()
     copy = torch.Tensor.copy_
 
-    def copied(out: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    def copied(out, source, non_blocking=False):
         asked.append(non_blocking)
         return copy(out, source, non_blocking)
 
@@ -202,7 +200,7 @@ def test_a_copy_to_the_device_is_not_waited_for_and_its_buffer_is_used_again_aft
     assert part is not None and played.events[1].over
 
 
-def test_what_was_read_ahead_and_not_acquired_is_not_released(tmp_path: Path) -> None:
+def test_what_was_read_ahead_and_not_acquired_is_not_released(tmp_path):
     """Its buffer is free for others, and a later acquisition is not taken for a read ahead."""
     files, pool = NvmeFiles([tmp_path], 0), BufferPool(2, zeros)
     shards = [in_files(key, 4096, torch.float32, files, pool) for key in "abc"]
@@ -222,16 +220,14 @@ def test_what_was_read_ahead_and_not_acquired_is_not_released(tmp_path: Path) ->
     assert torch.equal(first.fetch(SHARD), torch.full((4096,), 7.0))
 
 
-def test_a_read_ahead_that_failed_does_not_matter_to_what_overwrites_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_ahead_that_failed_does_not_matter_to_what_overwrites_it(tmp_path, monkeypatch):
     files, pool = NvmeFiles([tmp_path], 0), BufferPool(2, zeros)
     shard = in_files("a", 4096, torch.float32, files, pool)
     shard.store(SHARD, 0, torch.ones(4096))
     pool.flush()
 
     class Failed:
-        def wait(self) -> None:
+        def wait(self):
             raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(FileExtent, "read", lambda *args: Failed())

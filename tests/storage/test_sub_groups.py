@@ -55,7 +55,7 @@ def update(storage: Storage, order: list[int]) -> None:
         storage.release(sub_group)
 
 
-def test_sub_groups_are_changed_in_place_and_read_as_a_whole(storage: Storage) -> None:
+def test_sub_groups_are_changed_in_place_and_read_as_a_whole(storage):
     storage.add(MASTER, StorageFormat(torch.float32))
     storage.add("exp_avg", StorageFormat(torch.bfloat16))
     storage.add("sum", StorageFormat(torch.float32))
@@ -69,7 +69,7 @@ def test_sub_groups_are_changed_in_place_and_read_as_a_whole(storage: Storage) -
     assert storage.fetch("sum").eq(6.5).all()
 
 
-def test_a_range_over_sub_groups_is_overwritten(storage: Storage) -> None:
+def test_a_range_over_sub_groups_is_overwritten(storage):
     storage.add(MASTER, StorageFormat(torch.float32))
     update(storage, [0, 1, 2, 3])
     storage.prefetch(1)  # and must not come back with the old values
@@ -82,7 +82,7 @@ def test_a_range_over_sub_groups_is_overwritten(storage: Storage) -> None:
     assert torch.equal(storage.fetch(MASTER), want)
 
 
-def test_moments_in_eight_bits_take_a_quarter_and_a_scale(storage: Storage) -> None:
+def test_moments_in_eight_bits_take_a_quarter_and_a_scale(storage):
     storage.add(MASTER, StorageFormat(torch.float32))
     storage.add("exp_avg_sq", StorageFormat(torch.float32, blocks=True, signed=False))
     values = torch.rand(NUMEL)
@@ -96,7 +96,7 @@ def test_moments_in_eight_bits_take_a_quarter_and_a_scale(storage: Storage) -> N
     storage.release(2)
 
 
-def test_bytes_by_tier(tmp_path: Path) -> None:
+def test_bytes_by_tier(tmp_path):
     memory, (files, pool) = HostStorage(NUMEL, SUB_GROUPS, zeros), in_files(tmp_path)
     for storage in (memory, files):
         storage.add(MASTER, StorageFormat(torch.float32))
@@ -108,9 +108,7 @@ def test_bytes_by_tier(tmp_path: Path) -> None:
     assert pool.nbytes == 3 * pages
 
 
-def test_a_sub_group_that_cannot_be_written_stays_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sub_group_that_cannot_be_written_stays_in_memory(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ZERO_IO_FAULT", "write:3+:ENOSPC")
     storage, pool = in_files(tmp_path)
     storage.add(MASTER, StorageFormat(torch.float32))
@@ -122,9 +120,7 @@ def test_a_sub_group_that_cannot_be_written_stays_in_memory(
     assert storage.fetch(MASTER)[8188:8196].tolist() == [3, 3, 0, 0, 0, 0, 3, 3]
 
 
-def test_a_read_that_fails_raises_with_the_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_that_fails_raises_with_the_path(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ZERO_IO_FAULT", "read:2+:EIO")
     storage, _ = in_files(tmp_path)
     storage.add(MASTER, StorageFormat(torch.float32))
@@ -136,9 +132,7 @@ def test_a_read_that_fails_raises_with_the_path(
     storage.close()
 
 
-def test_a_read_that_has_failed_once_can_be_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_read_that_has_failed_once_can_be_repeated(tmp_path, monkeypatch):
     """Its buffer is free again: there are no more of them than three."""
     monkeypatch.setenv("HF_ZERO_IO_FAULT", "read:1:EIO,read:2:EIO,read:3:EIO")
     storage, _ = in_files(tmp_path)
@@ -150,7 +144,7 @@ def test_a_read_that_has_failed_once_can_be_repeated(
     assert storage.fetch(MASTER)[4096:8192].eq(1).all()
 
 
-def test_a_fetch_leaves_an_acquired_sub_group_to_its_release(tmp_path: Path) -> None:
+def test_a_fetch_leaves_an_acquired_sub_group_to_its_release(tmp_path):
     storage, _ = in_files(tmp_path)
     storage.add(MASTER, StorageFormat(torch.float32))
     held = storage.acquire(1)[MASTER]

@@ -48,7 +48,7 @@ def written(tmp_path: Path) -> dict[str, str]:
     return {name: write_items(tmp_path / f"hard_{name}", *each) for name, each in files.items()}
 
 
-def test_an_index_is_that_of_its_values(written: dict[str, str], tmp_path: Path) -> None:
+def test_an_index_is_that_of_its_values(written, tmp_path):
     ours = write_index(tmp_path / "ours", VALUES, "hard")
     index = AnalyzerIndex(written["index_to_sample"], written["index_to_metric"])
     merged = AnalyzerIndex(written["index_to_sample_percentile_merged"])
@@ -63,7 +63,7 @@ def test_an_index_is_that_of_its_values(written: dict[str, str], tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", ["value", "percentile"])
-def test_a_configuration_of_deepspeeds(written: dict[str, str], tmp_path: Path, kind: str) -> None:
+def test_a_configuration_of_deepspeeds(written, tmp_path, kind):
     """The same pools by its files as by an index of ours."""
     ours = write_index(tmp_path / "ours", VALUES, "hard")
     by_value = kind == "value"
@@ -83,7 +83,7 @@ def test_a_configuration_of_deepspeeds(written: dict[str, str], tmp_path: Path, 
     assert counts[0] == counts[1] and len({*counts[0]}) == 3
 
 
-def test_files_that_are_refused(written: dict[str, str], tmp_path: Path) -> None:
+def test_files_that_are_refused(written, tmp_path):
     samples, values = written["index_to_sample"], written["index_to_metric"]
     with pytest.raises(DifficultyIndexError, match=r"has 5 values, and .* the samples of 3"):
         AnalyzerIndex(written["index_to_sample_percentile_merged"], values)

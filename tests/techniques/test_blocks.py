@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 import transformers
 from torch import nn
 
@@ -21,20 +20,20 @@ SMALL = {
 
 
 @pytest.mark.parametrize("kind", ["Wav2Vec2", "Hubert", "WavLM"])
-def test_strided_convolutions_of_speech_models_stay(kind: str) -> None:
+def test_strided_convolutions_of_speech_models_stay(kind):
     """They are layers that can be checkpointed, in a list of their own."""
     config = getattr(transformers, f"{kind}Config")(**SMALL)
     model = getattr(transformers, f"{kind}Model")(config)
     assert [layer.stack for layer in layers_of(model, "x")] == ["encoder.layers"] * 2
 
 
-def test_a_model_of_strided_convolutions_alone_is_refused() -> None:
+def test_a_model_of_strided_convolutions_alone_is_refused():
     class Convolutions(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.layers = nn.ModuleList(nn.Conv1d(8, 8, 3, stride=2) for _ in range(3))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             for layer in self.layers:
                 x = layer(x)
             return x

@@ -54,7 +54,7 @@ def schedule(low: Any, high: Any, kind: Any, config: Any = None) -> DifficultySc
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_numbers(case: str) -> None:
+def test_numbers(case):
     *settings, expected = CASES[case]
     made = schedule(*settings)
     assert [made.at(step) for step in range(1, 31)] == expected
@@ -62,7 +62,7 @@ def test_numbers(case: str) -> None:
     assert made.state_dict() == {}
 
 
-def test_a_function_of_the_script() -> None:
+def test_a_function_of_the_script():
     made = schedule(8, 24, "custom")
     with pytest.raises(ConfigError, match=r"no function was given; call engine\.set_custom"):
         made.at(1)
@@ -105,6 +105,6 @@ ROOT = {"total_curriculum_step": 20, "difficulty_step": 8, "root_degree": 2}
         ((1, 9, "fixed_discrete", {"difficulty": 9, "max_step": [1]}), "= 9 is no list of numbers"),
     ],
 )
-def test_settings_that_are_no_schedule(settings: Any, said: str) -> None:
+def test_settings_that_are_no_schedule(settings, said):
     with pytest.raises(ConfigError, match=said):
         schedule(*settings)

@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
     return write_index(tmp_path / "index", VALUES, "seqlen", "input_ids", DATA).folder
 
 
-def test_files_hold_values_and_rows_by_value(folder: Path) -> None:
+def test_files_hold_values_and_rows_by_value(folder):
     index = DifficultyIndex(folder)
     assert index.values.tolist() == VALUES.tolist()
     assert index.order.tolist() == [1, 2, 3, 0, 4]
@@ -33,7 +33,7 @@ def test_files_hold_values_and_rows_by_value(folder: Path) -> None:
     assert [index.count_of(p, 100) for p in (-1, 0, 19, 20, 99, 100, 120)] == [0, 0, 0, 1, 4, 5, 5]
 
 
-def test_the_same_data_in_another_form_passes(folder: Path) -> None:
+def test_the_same_data_in_another_form_passes(folder):
     index = DifficultyIndex(folder)
     index.check(DATA)
     index.check([{"input_ids": torch.tensor(row["input_ids"])} for row in DATA])
@@ -45,7 +45,7 @@ class Fingerprinted(list[dict[str, Any]]):
     _fingerprint = "abc"
 
 
-def test_a_fingerprint_that_is_the_same_is_enough(tmp_path: Path) -> None:
+def test_a_fingerprint_that_is_the_same_is_enough(tmp_path):
     index = write_index(tmp_path, VALUES, "seqlen", "input_ids", Fingerprinted(DATA))
     index.check(Fingerprinted(reversed(DATA)))
 
@@ -58,7 +58,7 @@ def test_a_fingerprint_that_is_the_same_is_enough(tmp_path: Path) -> None:
         ([*DATA[:4], {"input_ids": list(range(8))}], "row 4 of the dataset"),
     ],
 )
-def test_other_data_is_refused(folder: Path, data: list[Any], message: str) -> None:
+def test_other_data_is_refused(folder, data, message):
     with pytest.raises(DifficultyIndexError, match=message):
         DifficultyIndex(folder).check(data)
 
@@ -72,14 +72,12 @@ def test_other_data_is_refused(folder: Path, data: list[Any], message: str) -> N
         (np.array([1.0, float("nan")]), "gave nan for row 1"),
     ],
 )
-def test_values_that_are_no_numbers_are_refused(
-    tmp_path: Path, values: np.ndarray, message: str
-) -> None:
+def test_values_that_are_no_numbers_are_refused(tmp_path, values, message):
     with pytest.raises(DifficultyIndexError, match=message):
         write_index(tmp_path, values, "mine")
 
 
-def test_folders_without_an_index_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_folders_without_an_index_are_refused(folder, tmp_path):
     with pytest.raises(DifficultyIndexError, match=r"holds no difficulty index.*hf-zero analyze"):
         DifficultyIndex(tmp_path)
     (folder / ORDER).write_bytes((folder / ORDER).read_bytes()[:40])

@@ -50,22 +50,22 @@ def check_definition(order: SampleOrder, samples: Sequence[int]) -> int:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_draws_follow_the_definition(index: DifficultyIndex, schedule: str) -> None:
+def test_draws_follow_the_definition(index, schedule):
     order = SampleOrder(ROWS, [Criterion("m", index, SCHEDULES[schedule], 100)], 6, seed=3)
     drawn = list(itertools.islice(order.after(0), 50 * 6))
     assert check_definition(order, drawn) > 3
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_draws_go_on_from_any_number(index: DifficultyIndex, schedule: str) -> None:
+def test_draws_go_on_from_any_number(index, schedule):
     order = SampleOrder(ROWS, [Criterion("m", index, SCHEDULES[schedule], 100)], 6, seed=3)
     drawn = list(itertools.islice(order.after(0), 200))
     for consumed in range(150):
         assert list(itertools.islice(order.after(consumed), 50)) == drawn[consumed : consumed + 50]
 
 
-def test_the_seed_decides_and_epochs_differ(index: DifficultyIndex) -> None:
-    def drawn(seed: int) -> list[int]:
+def test_the_seed_decides_and_epochs_differ(index):
+    def drawn(seed):
         order = SampleOrder(ROWS, [], 8, seed)
         return list(itertools.islice(order.after(0), 2 * ROWS))
 
@@ -74,7 +74,7 @@ def test_the_seed_decides_and_epochs_differ(index: DifficultyIndex) -> None:
     assert first != second and sorted(first) == sorted(second) == list(range(ROWS))
 
 
-def test_all_of_the_pool_are_equally_likely(tmp_path: Path) -> None:
+def test_all_of_the_pool_are_equally_likely(tmp_path):
     """Old and new members of a pool that has grown, over many seeds."""
     index = made(tmp_path, range(8))
     order = [
@@ -87,7 +87,7 @@ def test_all_of_the_pool_are_equally_likely(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("by", ["value", "percentile"])
-def test_pools_by_brute_force(tmp_path: Path, by: str) -> None:
+def test_pools_by_brute_force(tmp_path, by):
     values = np.random.default_rng(2).normal(size=ROWS).round(1)
     index = made(tmp_path, values)
     for difficulty in np.linspace(-2, 2, 17) if by == "value" else range(3, 101, 7):
@@ -105,7 +105,7 @@ def test_pools_by_brute_force(tmp_path: Path, by: str) -> None:
             assert order.pool(1).tolist() == expected
 
 
-def test_every_metric_must_admit_a_sample(tmp_path: Path) -> None:
+def test_every_metric_must_admit_a_sample(tmp_path):
     generator = np.random.default_rng(3)
     lengths, rarities = generator.integers(0, 20, ROWS), generator.normal(size=ROWS)
     order = SampleOrder(
@@ -124,7 +124,7 @@ def test_every_metric_must_admit_a_sample(tmp_path: Path) -> None:
     check_definition(order, list(itertools.islice(order.after(0), 200)))
 
 
-def test_a_step_that_admits_nothing_is_an_error(index: DifficultyIndex) -> None:
+def test_a_step_that_admits_nothing_is_an_error(index):
     order = SampleOrder(ROWS, [Criterion("m", index, lambda step: 5 - 3 * step)], 4, 0)
     with pytest.raises(
         ConfigError, match=r"no sample is admitted at step 2.*m ≤ -1.*min_difficulty"
@@ -137,12 +137,12 @@ def sampler_over(order: SampleOrder, drop_last: bool = False) -> CurriculumSampl
 
 
 @pytest.mark.parametrize(("ranks", "micro"), [(1, 8), (2, 4), (4, 2), (4, 1), (2, 2), (1, 3)])
-def test_ranks_share_one_order(index: DifficultyIndex, ranks: int, micro: int) -> None:
+def test_ranks_share_one_order(index, ranks, micro):
     """The micro-batches of all ranks, put together, are the order, on any number of ranks."""
     batch = 24
     order = SampleOrder(ROWS, [Criterion("m", index, SCHEDULES["grows in stages"], 100)], batch, 5)
 
-    def sampler() -> CurriculumSampler:
+    def sampler():
         made = sampler_over(order)
         made.follow(order, lambda: 1)
         return made
@@ -157,14 +157,14 @@ def test_ranks_share_one_order(index: DifficultyIndex, ranks: int, micro: int) -
         assert len(RankBatches(sampler(), micro, ranks, rank)) == len(shares[rank])
 
 
-def test_an_epoch_of_the_loader_is_whole_batches() -> None:
+def test_an_epoch_of_the_loader_is_whole_batches():
     order = SampleOrder(10, [], 4, 0)
     assert len(sampler_over(order)) == 12
     assert len(sampler_over(order, drop_last=True)) == 8
     assert len(sampler_over(SampleOrder(3, [], 4, 0), drop_last=True)) == 4
 
 
-def test_an_iteration_begins_at_the_next_step(index: DifficultyIndex) -> None:
+def test_an_iteration_begins_at_the_next_step(index):
     order = SampleOrder(ROWS, [Criterion("m", index, SCHEDULES["grows each step"], 100)], 8, 5)
     drawn = list(itertools.islice(order.after(0), 500))
     sampler = sampler_over(order)

@@ -48,7 +48,7 @@ def begun(
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_loss_that_is_no_scalar(stage: int) -> None:
+def test_a_loss_that_is_no_scalar(stage):
     engine, _ = begun(stage)
     with pytest.raises(
         PartitionError, match=r"scalar loss, not one of shape \(3, 5\); reduce it with \.mean\(\)"
@@ -61,20 +61,17 @@ def test_a_loss_that_is_no_scalar(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_step_without_a_backward(stage: int) -> None:
+def test_a_step_without_a_backward(stage):
     engine, _ = begun(stage)
 
-    def dropped() -> None:
+    def dropped():
         backward(engine)
         engine.zero_grad()
 
     cases: list[tuple[Callable[[], None], str]] = [
         (lambda: None, r"no backward since the last step or zero_grad\(\), or its loss does not"),
         (dropped, r"zero_grad\(\) not between it and step"),
-        (
-            torch.ones((), requires_grad=True).backward,
-            "does not depend on a parameter that trains",
-        ),
+        (torch.ones((), requires_grad=True).backward, "does not depend on a parameter that trains"),
     ]
     for number, (before, words) in enumerate(cases):
         before()
@@ -92,7 +89,7 @@ def test_a_step_without_a_backward(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_step_without_an_optimizer(stage: int) -> None:
+def test_a_step_without_an_optimizer(stage):
     engine, _ = begun(stage, lambda model: None)
     with pytest.raises(
         PartitionError,
@@ -102,7 +99,7 @@ def test_a_step_without_an_optimizer(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_step_inside_no_sync(stage: int) -> None:
+def test_a_step_inside_no_sync(stage):
     engine, _ = begun(stage)
     with engine.no_sync():
         backward(engine)
@@ -113,7 +110,7 @@ def test_a_step_inside_no_sync(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_optimizer_step_with_a_closure(stage: int) -> None:
+def test_an_optimizer_step_with_a_closure(stage):
     engine, _ = begun(stage)
     backward(engine)
     with pytest.raises(PartitionError, match=r"step\(closure\) cannot run under ZeRO.*without it"):
@@ -123,7 +120,7 @@ def test_an_optimizer_step_with_a_closure(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_arguments_of_load_checkpoint_that_do_not_exist(stage: int) -> None:
+def test_arguments_of_load_checkpoint_that_do_not_exist(stage):
     engine, _ = begun(stage)
     with pytest.raises(
         PartitionError,
@@ -133,7 +130,7 @@ def test_arguments_of_load_checkpoint_that_do_not_exist(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_a_gradient_that_comes_after_its_reduction(stage: int) -> None:
+def test_a_gradient_that_comes_after_its_reduction(stage):
     model = seeded(Latecomer)
     engine = start(model, plain_sgd(model), config_of(stage))
     for number in range(2):
@@ -149,7 +146,7 @@ def test_a_gradient_that_comes_after_its_reduction(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_a_gradient_that_comes_late_from_the_first_backward_on(stage: int) -> None:
+def test_a_gradient_that_comes_late_from_the_first_backward_on(stage):
     """The first backward shows it: the block is reduced last from then on, with all of its
     gradient.
     """
@@ -202,9 +199,7 @@ CHANGES: dict[Callable[[nn.Module], None], str] = {
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_change_of_the_model_that_nothing_would_train(
-    stage: int, change: Callable[[nn.Module], None], steps: int
-) -> None:
+def test_a_change_of_the_model_that_nothing_would_train(stage, change, steps):
     """Before the first step, which looks at everything, and after some: a step that finds all
     modules as the step before has left them looks no closer.
     """
@@ -231,7 +226,7 @@ def test_a_change_of_the_model_that_nothing_would_train(
 # ---- parameters and their values ----
 
 
-def test_a_released_parameter_cannot_be_copied_saved_or_written() -> None:
+def test_a_released_parameter_cannot_be_copied_saved_or_written():
     _, model = begun(3)
     weight = model.blocks[1].up.weight
     assert type(weight) is ReleasedParameter
@@ -253,7 +248,7 @@ def test_a_released_parameter_cannot_be_copied_saved_or_written() -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_gradient_the_engine_has_taken(stage: int) -> None:
+def test_a_gradient_the_engine_has_taken(stage):
     engine, model = begun(stage)
     weight = model.blocks[1].up.weight
     assert weight.grad is None
@@ -268,7 +263,7 @@ def test_a_gradient_the_engine_has_taken(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_loading_by_assignment(stage: int) -> None:
+def test_loading_by_assignment(stage):
     engine, model = begun(stage)
     before = {type(p) for p in model.parameters()}
     state = {name: torch.zeros_like(value) for name, value in stack().state_dict().items()}
@@ -285,7 +280,7 @@ def test_loading_by_assignment(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_pickling_the_whole_model(stage: int) -> None:
+def test_pickling_the_whole_model(stage):
     """A released parameter says so itself; elsewhere the first module that the engine has
     changed.
     """
@@ -301,7 +296,7 @@ def test_pickling_the_whole_model(stage: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [-1, 1, 7])
-def test_a_modifier_that_does_not_exist(rank: int) -> None:
+def test_a_modifier_that_does_not_exist(rank):
     _, model = begun(3)
     with pytest.raises(
         PartitionError,
@@ -325,7 +320,7 @@ OWNED_ALONE = {
 
 
 @pytest.mark.parametrize("function", ON_A_PARAMETER)
-def test_a_tensor_of_no_engine(function: str) -> None:
+def test_a_tensor_of_no_engine(function):
     with pytest.raises(
         PartitionError,
         match=rf"{function}: this tensor of shape \(2, 3\) belongs to no hf-zero "
@@ -336,7 +331,7 @@ def test_a_tensor_of_no_engine(function: str) -> None:
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("function", [name for name in OWNED_ALONE if "_get_" not in name])
-def test_a_frozen_parameter(function: str, stage: int) -> None:
+def test_a_frozen_parameter(function, stage):
     model = stack()
     model.blocks[1].requires_grad_(False)
     start(model, adamw(model), config_of(stage))
@@ -348,7 +343,7 @@ def test_a_frozen_parameter(function: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_value_of_another_shape(stage: int) -> None:
+def test_a_value_of_another_shape(stage):
     engine, model = begun(stage)
     backward(engine)
     engine.step()
@@ -370,7 +365,7 @@ def test_a_value_of_another_shape(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_state_that_the_optimizer_does_not_keep(stage: int) -> None:
+def test_state_that_the_optimizer_does_not_keep(stage):
     engine, model = begun(stage)
     backward(engine)
     engine.step()
@@ -384,7 +379,7 @@ def test_state_that_the_optimizer_does_not_keep(stage: int) -> None:
         hf_zero.safe_set_full_optimizer_state(weight, torch.zeros(64, 32), "momentum")
 
 
-def test_a_unit_that_is_held_whole() -> None:
+def test_a_unit_that_is_held_whole():
     engine, model = begun(3)
     engine.schedule.check_all_released()
     match = r"units \['blocks\.1'\] are still gathered; leave the GatheredParameters blocks"

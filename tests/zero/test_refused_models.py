@@ -21,7 +21,7 @@ from hf_zero.errors import (
 from hf_zero.zero.layout.materialize import check_parameters
 from hf_zero.zero.layout.wrap import find_units
 from tests.helpers.engines import STAGES, config_of, start
-from tests.helpers.stacks import on_ranks, stack
+from tests.helpers.stacks import on_each_rank, stack
 from tests.helpers.training import adamw, plain_sgd
 
 NAME = r"blocks\.1\.up\.weight"
@@ -38,7 +38,7 @@ def plain(model: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_parameter_without_values(stage: int) -> None:
+def test_a_parameter_without_values(stage):
     model = stack()
     model.blocks[1].up.weight = nn.Parameter(torch.empty(64, 32, device="meta"))
     with pytest.raises(
@@ -49,9 +49,7 @@ def test_a_parameter_without_values(stage: int) -> None:
     assert plain(model)
 
 
-def test_a_device_whose_tensors_torch_does_not_put_into_a_parameter(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_device_whose_tensors_torch_does_not_put_into_a_parameter(monkeypatch):
     """Tensors of PrivateUse1 backends are refused by torch; those of CUDA are not."""
     specs, _ = find_units(stack())
     check_parameters(specs, torch.device("cpu"))
@@ -65,7 +63,7 @@ def test_a_device_whose_tensors_torch_does_not_put_into_a_parameter(
         check_parameters(specs, torch.device("xpu"))
 
 
-def test_a_buffer_without_values() -> None:
+def test_a_buffer_without_values():
     model = stack()
     model.blocks[1].norm.register_buffer("angles", torch.empty(4, device="meta"))
     with pytest.raises(
@@ -77,7 +75,7 @@ def test_a_buffer_without_values() -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_state_that_cannot_be_carried_over_leaves_the_model_whole(stage: int) -> None:
+def test_state_that_cannot_be_carried_over_leaves_the_model_whole(stage):
     model = stack()
     optimizer = adamw(model)
     for p in model.parameters():
@@ -106,7 +104,7 @@ class Special(torch.Tensor):
         return Special(args[0])
 
 
-def test_a_parameter_of_a_special_class() -> None:
+def test_a_parameter_of_a_special_class():
     model = stack()
     model.blocks[1].up.weight = nn.Parameter(Special(torch.zeros(64, 32)))
     with pytest.raises(
@@ -118,14 +116,14 @@ def test_a_parameter_of_a_special_class() -> None:
     assert type(model.head.weight) is nn.Parameter
 
 
-def test_a_lazy_parameter() -> None:
+def test_a_lazy_parameter():
     model = stack()
     model.head = nn.LazyLinear(5)
     with pytest.raises((PartitionError, ValueError), match=r"head\.weight|uninitialized"):
         start(model, None, config_of(1))
 
 
-def test_16_bit_weights_in_fp32_training() -> None:
+def test_16_bit_weights_in_fp32_training():
     model = stack().bfloat16()
     with pytest.raises(ConfigError, match=r'parameter enter\.weight is torch\.bfloat16.*"bf16"'):
         start(model, plain_sgd(model), config_of(3))
@@ -133,7 +131,7 @@ def test_16_bit_weights_in_fp32_training() -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_optimizer_over_another_models_parameters(stage: int) -> None:
+def test_an_optimizer_over_another_models_parameters(stage):
     model = stack()
     optimizer = adamw(model)
     model.head = nn.Linear(32, 5)
@@ -149,31 +147,29 @@ def test_an_optimizer_over_another_models_parameters(stage: int) -> None:
 @pytest.mark.turns
 @pytest.mark.parametrize("different", ["shape", "dtype", "group", "name"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_ranks_that_hold_different_models(stage: int, different: str) -> None:
-    def run(rank: int, model: nn.Module) -> None:
+@on_each_rank(2)
+def test_ranks_that_hold_different_models(rank, model, stage, different):
+    groups = [{"params": list(model.parameters())}]
+    if rank == 1:
+        if different == "shape":
+            model.head = nn.Linear(32, 6)
+        if different == "dtype":
+            model.head.double()
+        if different == "name":
+            model.tail, model.head = model.head, nn.Identity()
+        if different == "group":
+            groups = [
+                {"params": list(model.head.parameters())},
+                {"params": [*model.enter.parameters(), *model.blocks.parameters()]},
+            ]
+    if different != "group":
         groups = [{"params": list(model.parameters())}]
-        if rank == 1:
-            if different == "shape":
-                model.head = nn.Linear(32, 6)
-            if different == "dtype":
-                model.head.double()
-            if different == "name":
-                model.tail, model.head = model.head, nn.Identity()
-            if different == "group":
-                groups = [
-                    {"params": list(model.head.parameters())},
-                    {"params": [*model.enter.parameters(), *model.blocks.parameters()]},
-                ]
-        if different != "group":
-            groups = [{"params": list(model.parameters())}]
-        with pytest.raises(RankMismatchError, match="ranks 0 and 1 hold different models") as told:
-            start(model, torch.optim.SGD(groups, lr=0.1), config_of(stage))
-        assert "head" in str(told.value) or different == "group"
-
-    on_ranks(2, run)
+    with pytest.raises(RankMismatchError, match="ranks 0 and 1 hold different models") as told:
+        start(model, torch.optim.SGD(groups, lr=0.1), config_of(stage))
+    assert "head" in str(told.value) or different == "group"
 
 
-def test_a_model_that_has_an_engine_already() -> None:
+def test_a_model_that_has_an_engine_already():
     model = stack()
     engine = start(model, adamw(model), config_of(3))
     with pytest.raises(HfZeroError, match="destroy"):
@@ -183,7 +179,7 @@ def test_a_model_that_has_an_engine_already() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
-def test_a_parameter_of_complex_numbers_that_trains(dtype: torch.dtype) -> None:
+def test_a_parameter_of_complex_numbers_that_trains(dtype):
     model = stack()
     model.blocks[1].up.weight = nn.Parameter(torch.zeros(64, 32, dtype=dtype))
     with pytest.raises(

@@ -77,11 +77,7 @@ def interrupted(folder: Path, stage: int) -> tuple[dict[str, Any], dict[str, Any
     evaluated = run.evaluate()["eval_loss"]
     rows_seen = run.predict(rows()[:5]).predictions.shape[0]
     run.train()
-    whole = state(run) | {
-        "expected before": before,
-        "before": evaluated,
-        "predicted": rows_seen,
-    }
+    whole = state(run) | {"expected before": before, "before": evaluated, "predicted": rows_seen}
     run.save_model(str(folder / "saved"))
     torch.distributed.barrier()
     saved = transformers.AutoModelForMaskedLM.from_pretrained(folder / "saved").state_dict()

@@ -24,7 +24,7 @@ BOXES = [
 
 
 @pytest.mark.parametrize("box", BOXES, ids=str)
-def test_runs_are_the_elements_that_indexing_gives(box: Box) -> None:
+def test_runs_are_the_elements_that_indexing_gives(box):
     whole = torch.arange(float(math.prod(box.whole))).view(box.whole)
     part = box.take(whole)
     assert tuple(part.shape) == box.shape
@@ -47,7 +47,7 @@ def test_runs_are_the_elements_that_indexing_gives(box: Box) -> None:
     assert Box.from_json(box.to_json()) == box
 
 
-def test_even_parts_of_packed_matrices_make_the_whole() -> None:
+def test_even_parts_of_packed_matrices_make_the_whole():
     whole = torch.arange(48.0).view(12, 4)
     boxes = [Box.even(whole.shape, 0, rank, 3, packed=2) for rank in range(3)]
     assert boxes[1].cuts == ((0, ((2, 4), (8, 10))),)
@@ -66,14 +66,14 @@ def test_even_parts_of_packed_matrices_make_the_whole() -> None:
         (((0, ((2, 9),)),), "must follow one another within it"),
     ],
 )
-def test_boxes_lie_within_their_tensor(cuts: object, message: str) -> None:
+def test_boxes_lie_within_their_tensor(cuts, message):
     with pytest.raises(ValueError, match=message):
         Box((8, 3), cuts)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a box holds the whole shape"):
         Box.from_json({"whole": [2]})
 
 
-def test_what_a_parameter_says_of_its_ranks() -> None:
+def test_what_a_parameter_says_of_its_ranks():
     part = torch.nn.Parameter(torch.zeros(4, 3))
     assert sharding_of(part) is WHOLE and not WHOLE.key
     held = Sharding(("tensor",), box=Box.even((8, 3), 0, 1, 2))

@@ -23,7 +23,7 @@ def buffer(whole: bool = True, offloaded: bool = False) -> GradientBuffer:
     return made
 
 
-def test_the_shard_is_a_part_of_the_accumulated_gradient_unless_it_is_offloaded() -> None:
+def test_the_shard_is_a_part_of_the_accumulated_gradient_unless_it_is_offloaded():
     made, apart = buffer(), buffer(offloaded=True)
     for each in (made, apart):
         assert each.accumulated_grad is not None and each.shard is not None
@@ -32,7 +32,7 @@ def test_the_shard_is_a_part_of_the_accumulated_gradient_unless_it_is_offloaded(
     assert apart.shard is not None and not apart.shard.any()
 
 
-def test_a_reduction_of_later_gradients_is_added_to_the_first() -> None:
+def test_a_reduction_of_later_gradients_is_added_to_the_first():
     """One average is not averaged again: it is set aside, and added to the next."""
     made = buffer()
     assert made.accumulated_grad is not None and made.shard is not None
@@ -52,14 +52,14 @@ def test_a_reduction_of_later_gradients_is_added_to_the_first() -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_shard_of_its_own_is_added_to_by_the_reduction(whole: bool) -> None:
+def test_a_shard_of_its_own_is_added_to_by_the_reduction(whole):
     made = buffer(whole, offloaded=True)
     made.mark_reduced()
     made.keep_reduced()
     assert made.adds_to_shard and made.pending_grad is None
 
 
-def test_a_write_replaces_what_is_reduced_and_what_is_not_counts_once() -> None:
+def test_a_write_replaces_what_is_reduced_and_what_is_not_counts_once():
     """After it the gradient is the value: in unreduced gradients, where there are any."""
     value = torch.arange(10.0)
     made = buffer()
@@ -78,7 +78,7 @@ def test_a_write_replaces_what_is_reduced_and_what_is_not_counts_once() -> None:
 
 
 @pytest.mark.parametrize("holds", [True, False])
-def test_an_upcast_keeps_what_is_held(holds: bool) -> None:
+def test_an_upcast_keeps_what_is_held(holds):
     made = buffer()
     made.allocate(None, torch.full((WHOLE,), 1.5, dtype=torch.bfloat16), True)
     made._others = [made]
@@ -91,7 +91,7 @@ def test_an_upcast_keeps_what_is_held(holds: bool) -> None:
     assert made.accumulated_grad.eq(1.5 if holds else 0.0).all()
 
 
-def test_a_gradient_that_stays_is_put_into_its_shard_at_once() -> None:
+def test_a_gradient_that_stays_is_put_into_its_shard_at_once():
     made, copies = buffer(), NoGradientOffload()
     copies.send(made, torch.full((8,), 2.0), accumulate=False, scale=0.5)
     copies.send(made, torch.full((8,), 2.0), accumulate=True, scale=3.0)

@@ -32,7 +32,7 @@ def offload(monkeypatch: pytest.MonkeyPatch) -> GradientOffload:
     return GradientOffload(CPU, lambda numel, dtype: torch.empty(numel, dtype=dtype))
 
 
-def test_buffers_of_different_sizes_take_turns(offload: GradientOffload) -> None:
+def test_buffers_of_different_sizes_take_turns(offload):
     flats = [flat(numel) for numel in (600, 400, 200, 700, 100, 300, 500, 800, 250, 350)]
     expected = [torch.zeros(each.shard.numel()) for each in flats]
     for each in flats:
@@ -49,9 +49,7 @@ def test_buffers_of_different_sizes_take_turns(offload: GradientOffload) -> None
 
 
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16])
-def test_another_dtype_is_cast_into_place(
-    offload: GradientOffload, wire: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_dtype_is_cast_into_place(offload, wire, monkeypatch):
     calls: list[str] = []
     for name in ("accumulate", "cast"):
         own = getattr(host, name)
@@ -72,7 +70,7 @@ def test_another_dtype_is_cast_into_place(
     ]
 
 
-def test_64_bits_are_added_and_cast(offload: GradientOffload) -> None:
+def test_64_bits_are_added_and_cast(offload):
     here = flat(10, torch.float64)
     offload.send(here, torch.full((10,), 4.0), accumulate=False, scale=0.5)
     offload.send(here, torch.full((10,), 1e-12, dtype=torch.float64), accumulate=True)
@@ -80,9 +78,7 @@ def test_64_bits_are_added_and_cast(offload: GradientOffload) -> None:
     assert torch.equal(here.shard, torch.full((10,), 2.0, dtype=torch.float64) + 1e-12)
 
 
-def test_what_was_sent_is_kept_until_it_has_been_copied_and_no_longer_when_all_is_over(
-    offload: GradientOffload,
-) -> None:
+def test_what_was_sent_is_kept_until_it_has_been_copied_and_no_longer_when_all_is_over(offload):
     flats, kept = [flat(64) for _ in range(UNDER_WAY)], []
     for each in flats:
         values = torch.ones(64)

@@ -36,9 +36,7 @@ def elements(shapes: list[tuple[int, ...]]) -> list[tuple[str, int]]:
 
 @few
 @given(SHAPES, SHARDS)
-def test_the_shards_cover_every_element_once_and_in_order(
-    shapes: list[tuple[int, ...]], shards: int
-) -> None:
+def test_the_shards_cover_every_element_once_and_in_order(shapes, shards):
     layout = laid_out(shapes, shards)
     found = []
     for shard in range(shards):
@@ -53,9 +51,7 @@ def test_the_shards_cover_every_element_once_and_in_order(
 
 @few
 @given(SHAPES, st.data())
-def test_pieces_of_any_range_are_that_range_without_padding(
-    shapes: list[tuple[int, ...]], data: st.DataObject
-) -> None:
+def test_pieces_of_any_range_are_that_range_without_padding(shapes, data):
     layout = laid_out(shapes, 3)
     start = data.draw(st.integers(0, layout.padded))
     stop = data.draw(st.integers(start, layout.padded))
@@ -69,9 +65,7 @@ def test_pieces_of_any_range_are_that_range_without_padding(
 
 @few
 @given(SHAPES, SHARDS)
-def test_shards_are_equal_aligned_neighbours_with_little_padding(
-    shapes: list[tuple[int, ...]], shards: int
-) -> None:
+def test_shards_are_equal_aligned_neighbours_with_little_padding(shapes, shards):
     layout = laid_out(shapes, shards)
     ranges = [layout.rank_range(shard) for shard in range(shards)]
     assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])]
@@ -86,9 +80,7 @@ def test_shards_are_equal_aligned_neighbours_with_little_padding(
 
 @few
 @given(SHAPES, SHARDS, SHARDS)
-def test_resharding_moves_no_parameter(
-    shapes: list[tuple[int, ...]], before: int, after: int
-) -> None:
+def test_resharding_moves_no_parameter(shapes, before, after):
     layout = laid_out(shapes, before)
     again = layout.reshard(after)
     assert again == laid_out(shapes, after)
@@ -99,12 +91,12 @@ def test_resharding_moves_no_parameter(
 
 @few
 @given(SHAPES, SHARDS)
-def test_json_round_trip(shapes: list[tuple[int, ...]], shards: int) -> None:
+def test_json_round_trip(shapes, shards):
     layout = laid_out(shapes, shards)
     assert FlatLayout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
 
 
-def test_parameters_of_no_dimension_and_of_no_element() -> None:
+def test_parameters_of_no_dimension_and_of_no_element():
     layout = FlatLayout.build(
         [("none", (0, 4)), ("one", ()), ("also none", (3, 0)), ("four", (2, 2)), ("last", (0,))], 2
     )
@@ -123,7 +115,7 @@ def test_parameters_of_no_dimension_and_of_no_element() -> None:
     assert list(layout.pieces(8, 16)) == []
 
 
-def test_a_layout_of_nothing() -> None:
+def test_a_layout_of_nothing():
     layout = FlatLayout.build([], 4)
     assert (layout.numel, layout.padded, layout.chunk, layout.rank_range(3)) == (0, 0, 0, (0, 0))
     assert list(layout.pieces(0, 0)) == []
@@ -131,20 +123,20 @@ def test_a_layout_of_nothing() -> None:
 
 
 @pytest.mark.parametrize("shard", [-1, 4, 100])
-def test_a_shard_that_does_not_exist_is_named(shard: int) -> None:
+def test_a_shard_that_does_not_exist_is_named(shard):
     with pytest.raises(IndexError, match=rf"shard {shard} of a layout with 4 shards"):
         laid_out([(3,)], 4).rank_range(shard)
 
 
 @pytest.mark.parametrize("shards", [0, -2])
-def test_a_layout_without_shards_is_refused(shards: int) -> None:
+def test_a_layout_without_shards_is_refused(shards):
     with pytest.raises(ValueError, match=rf"at least one shard, not {shards}"):
         laid_out([(3,)], shards)
     with pytest.raises(ValueError, match="shard group"):
         laid_out([(3,)], 1).reshard(shards)
 
 
-def test_a_name_given_twice_is_refused() -> None:
+def test_a_name_given_twice_is_refused():
     with pytest.raises(ValueError, match=r"named twice in one layout: \['w'\]"):
         FlatLayout.build([("w", (2,)), ("b", (1,)), ("w", (2,))], 1)
 
@@ -169,7 +161,7 @@ DAMAGE: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_description_is_refused(damage: str) -> None:
+def test_a_damaged_description_is_refused(damage):
     whole = FlatLayout.build([("w", (2, 3)), ("b", (3,))], 2).to_json()
     damaged = copy.deepcopy(whole)
     DAMAGE[damage](damaged)
@@ -178,7 +170,7 @@ def test_a_damaged_description_is_refused(damage: str) -> None:
     assert FlatLayout.from_json(whole).numel == 9
 
 
-def test_slots_know_their_ends() -> None:
+def test_slots_know_their_ends():
     slot = Slot("w", (2, 5), 7)
     assert (slot.numel, slot.end) == (10, 17)
     assert Slot("s", (), 3).end == 4

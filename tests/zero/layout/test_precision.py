@@ -44,12 +44,12 @@ def parameter(dtype: torch.dtype, trains: bool = True) -> nn.Parameter:
     ],
     ids=str,
 )
-def test_compute_dtype(dtype: torch.dtype, trains: bool, precision: str, want: torch.dtype) -> None:
+def test_compute_dtype(dtype, trains, precision, want):
     assert compute_dtype("w", parameter(dtype, trains), precision, nn.Module()) == want
 
 
 @pytest.mark.parametrize("dtype, key", [(BRAIN, "bf16"), (HALF, "fp16")])
-def test_training_16_bit_weights_without_masters_is_refused(dtype: torch.dtype, key: str) -> None:
+def test_training_16_bit_weights_without_masters_is_refused(dtype, key):
     with pytest.raises(
         ConfigError,
         match=rf'parameter up\.weight is {dtype}.*"{key}": {{"enabled": '
@@ -79,7 +79,7 @@ def kept(**sets: Any) -> nn.Module:
         ("routerXclassifier.weight", "bf16", BRAIN),
     ],
 )
-def test_modules_that_a_model_keeps_in_fp32(name: str, precision: str, want: torch.dtype) -> None:
+def test_modules_that_a_model_keeps_in_fp32(name, precision, want):
     """The rules of transformers: the plain list counts in fp16 alone, the strict one in bf16, too.
 
     Only whole names match.
@@ -89,12 +89,12 @@ def test_modules_that_a_model_keeps_in_fp32(name: str, precision: str, want: tor
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_model_that_keeps_nothing(precision: str) -> None:
+def test_a_model_that_keeps_nothing(precision):
     model = kept(_keep_in_fp32_modules=None, _keep_in_fp32_modules_strict=None)
     assert compute_dtype("wo.weight", parameter(WIDE), precision, model).itemsize == 2
 
 
-def test_t5_keeps_wo() -> None:
+def test_t5_keeps_wo():
     model = ARCHITECTURES["t5"].build()
     dtypes = {name: compute_dtype(name, p, "fp16", model) for name, p in model.named_parameters()}
     assert {name for name, dtype in dtypes.items() if dtype == WIDE} == {
@@ -145,7 +145,7 @@ SCALES = [
 @pytest.mark.parametrize(
     "events, options, want", [row[1:] for row in SCALES], ids=[row[0] for row in SCALES]
 )
-def test_the_scale_event_by_event(events: str, options: dict[str, Any], want: list[float]) -> None:
+def test_the_scale_event_by_event(events, options, want):
     scaler = Fp16LossScaler(16.0, dynamic=True, **options)
     seen = []
     for event in events:
@@ -161,9 +161,7 @@ def test_the_scale_event_by_event(events: str, options: dict[str, Any], want: li
     st.integers(1, 3),
     st.booleans(),
 )
-def test_the_scale_is_that_of_deepspeeds_rule(
-    events: list[str], window: int, hysteresis: int, consecutive: bool
-) -> None:
+def test_the_scale_is_that_of_deepspeeds_rule(events, window, hysteresis, consecutive):
     """Its rule as it is written there: by the number of the step, less that of the last overflow,
     less one.
     """
@@ -182,7 +180,7 @@ def test_the_scale_is_that_of_deepspeeds_rule(
         assert scaler.scale == scale, step
 
 
-def test_a_static_scale_never_moves() -> None:
+def test_a_static_scale_never_moves():
     scaler = Fp16LossScaler(128.0, window=1, hysteresis=1)
     for overflow in (True, False, True, False):
         scaler.update(overflow)
@@ -198,10 +196,8 @@ def test_a_static_scale_never_moves() -> None:
     st.booleans(),
     st.sampled_from([1, 4]),
 )
-def test_a_restored_scaler_goes_on_alike(
-    events: list[bool], cut: int, window: int, hysteresis: int, consecutive: bool, minimum: float
-) -> None:
-    def make() -> Fp16LossScaler:
+def test_a_restored_scaler_goes_on_alike(events, cut, window, hysteresis, consecutive, minimum):
+    def make():
         return Fp16LossScaler(256.0, True, window, hysteresis, minimum, consecutive)
 
     whole, first, second = make(), make(), make()
@@ -222,7 +218,7 @@ def scaler_of(**config: Any) -> Fp16LossScaler:
     )
 
 
-def test_the_scaler_of_a_config() -> None:
+def test_the_scaler_of_a_config():
     assert scaler_of().scale == scaler_of(bf16={"enabled": True}).scale == 1.0
     assert not scaler_of().dynamic and not scaler_of(bf16={"enabled": True}).dynamic
     static = scaler_of(fp16={"enabled": True, "loss_scale": 512})
@@ -258,15 +254,15 @@ WORLDS = st.sampled_from([1, 2, 3, 8, 1024])
     st.booleans(),
 )
 def test_before_and_after_make_the_average_and_the_weight(
-    world: int, precision: str, prescale: bool, predivide: float, weight: float, wire: bool
-) -> None:
+    world, precision, prescale, predivide, weight, wire
+):
     scaling = Scaling.over(world, precision, prescale, predivide)
     assert scaling.before(weight, wire) * scaling.after(weight, wire) == pytest.approx(
         weight / world
     )
 
 
-def test_where_the_average_is_multiplied_in() -> None:
+def test_where_the_average_is_multiplied_in():
     """After the reduction, over a chunk and with nothing small lost on the way; prescaling
     splits it.
     """
@@ -282,7 +278,7 @@ def test_where_the_average_is_multiplied_in() -> None:
         assert (scaling.pre, scaling.post) == (pre, post), (precision, prescale)
 
 
-def test_the_weight_goes_on_a_wire_alone_that_could_overflow() -> None:
+def test_the_weight_goes_on_a_wire_alone_that_could_overflow():
     unscaled, half = Scaling.over(8, "fp32", wire="fp16"), Scaling.over(8, "fp16")
     assert (unscaled.before(0.25, True), unscaled.after(0.25, True)) == (0.25 / 8, 1.0)
     assert (half.before(0.25, True), half.after(0.25, True)) == (1.0, 0.25 / 8)

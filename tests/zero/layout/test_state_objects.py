@@ -82,7 +82,7 @@ def writes(source: str) -> list[str]:
     return found
 
 
-def test_no_file_writes_the_state_of_another() -> None:
+def test_no_file_writes_the_state_of_another():
     found = {
         str(path.relative_to(PACKAGE)): writes(path.read_text())
         for path in PACKAGE.rglob("*.py")
@@ -102,5 +102,5 @@ def test_no_file_writes_the_state_of_another() -> None:
         "each.grad_sq_norm = None",
     ],
 )
-def test_such_a_write_is_found(line: str) -> None:
+def test_such_a_write_is_found(line):
     assert len(writes(line)) == 1

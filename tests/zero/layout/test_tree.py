@@ -76,7 +76,7 @@ CONTAINERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_every_tensor_is_replaced_and_the_container_keeps_its_class(name: str) -> None:
+def test_every_tensor_is_replaced_and_the_container_keeps_its_class(name):
     value = CONTAINERS[name]
     before = firsts(value)
     changed = map_tensors(value, plus_ten)
@@ -86,12 +86,12 @@ def test_every_tensor_is_replaced_and_the_container_keeps_its_class(name: str) -
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
-def test_nothing_changed_is_the_same_object(name: str) -> None:
+def test_nothing_changed_is_the_same_object(name):
     value = CONTAINERS[name]
     assert map_tensors(value, lambda tensor: tensor) is value
 
 
-def test_only_the_changed_branch_is_rebuilt() -> None:
+def test_only_the_changed_branch_is_rebuilt():
     kept, other = {"a": t(1)}, [t(2)]
     changed = map_tensors(
         (kept, other), lambda tensor: tensor + 1 if tensor is other[0] else tensor
@@ -99,7 +99,7 @@ def test_only_the_changed_branch_is_rebuilt() -> None:
     assert changed[0] is kept and changed[1] is not other and float(changed[1][0][0]) == 3
 
 
-def test_in_place_lists_and_dicts_stay_the_objects_that_were_passed() -> None:
+def test_in_place_lists_and_dicts_stay_the_objects_that_were_passed():
     """Whoever passed a list may wait for what a module appends to it."""
     inner, outer = [t(1)], {"a": t(2), "b": 3}
     given = (inner, outer, [t(3), inner])
@@ -117,7 +117,7 @@ def test_in_place_lists_and_dicts_stay_the_objects_that_were_passed() -> None:
     )
 
 
-def test_the_rest_of_a_container_survives() -> None:
+def test_the_rest_of_a_container_survives():
     assert list(map_tensors(OrderedDict(b=t(1), a=3), plus_ten)) == ["b", "a"]
     assert map_tensors(defaultdict(list, {"a": t(1)}), plus_ten).default_factory is list
     assert map_tensors(Typed(t(1), ("n",)), plus_ten).names == ("n",)
@@ -131,7 +131,7 @@ def test_the_rest_of_a_container_survives() -> None:
     )
 
 
-def test_a_model_output_keeps_keys_and_attributes_that_are_no_fields() -> None:
+def test_a_model_output_keeps_keys_and_attributes_that_are_no_fields():
     output = CausalLMOutputWithPast(loss=t(1), logits=t(2))
     output["aux"], output.note = t(3), "kept"
     changed = map_tensors(output, plus_ten)
@@ -171,14 +171,14 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("value", OTHERS, ids=repr)
-def test_what_holds_no_tensor_is_left_alone(value: Any) -> None:
+def test_what_holds_no_tensor_is_left_alone(value):
     assert map_tensors(value, plus_ten) is value
     unknown: list[Any] = []
     assert list(tensors_in(value, unknown)) == []
     assert unknown in ([], [value])
 
 
-def test_sets_are_searched() -> None:
+def test_sets_are_searched():
     assert firsts({t(4)}) == [4] and firsts(frozenset([t(5)])) == [5]
 
 
@@ -190,7 +190,7 @@ class Cache:
         self.deeper = SimpleNamespace(hidden=t(3))
 
 
-def test_unknown_objects_are_searched_one_level_and_reported() -> None:
+def test_unknown_objects_are_searched_one_level_and_reported():
     cache, unknown = Cache(), []
     assert firsts({"cache": cache, "x": t(9)}) == [1, 2, 9]
     list(tensors_in({"cache": cache}, unknown))
@@ -198,7 +198,7 @@ def test_unknown_objects_are_searched_one_level_and_reported() -> None:
     assert map_tensors(cache, plus_ten) is cache
 
 
-def test_a_tokenizers_batch_is_searched() -> None:
+def test_a_tokenizers_batch_is_searched():
     assert firsts(BatchEncoding({"input_ids": t(1), "mask": t(2)})) == [1, 2]
 
 
@@ -217,7 +217,7 @@ NESTED = st.recursive(
 
 @settings(max_examples=40, deadline=None)
 @given(NESTED)
-def test_mapping_visits_what_searching_finds(value: Any) -> None:
+def test_mapping_visits_what_searching_finds(value):
     visited: list[torch.Tensor] = []
     changed = map_tensors(value, lambda tensor: visited.append(tensor) or tensor + 10)
     found = list(tensors_in(value))

@@ -59,7 +59,7 @@ TIED = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_transformers_models(name: str) -> None:
+def test_transformers_models(name):
     model = ARCHITECTURES[name].build()
     specs, aliases = find_units(model)
     assert names(specs) == ["", *LAYERS[name]]
@@ -72,7 +72,7 @@ def test_transformers_models(name: str) -> None:
     )
 
 
-def test_large_embeddings_and_heads_of_a_language_model_are_units() -> None:
+def test_large_embeddings_and_heads_of_a_language_model_are_units():
     """Untied: the input embedding and the head. Tied: neither, their weight belongs to the root."""
     config = transformers.LlamaConfig(
         vocab_size=4096,
@@ -93,19 +93,19 @@ def test_large_embeddings_and_heads_of_a_language_model_are_units() -> None:
         assert aliases == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
 
 
-def test_checkpointing_layers_by_class_name() -> None:
+def test_checkpointing_layers_by_class_name():
     class GradientCheckpointingLayer(nn.Module):
         pass
 
     class Layer(GradientCheckpointingLayer):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.inner = nn.ModuleList(Block(4) for _ in range(2))
 
     class Model(nn.Module):
         _no_split_modules = ("Block",)
 
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.enter, self.one, self.two = Block(4), Layer(), Layer()
 
@@ -118,7 +118,7 @@ def test_checkpointing_layers_by_class_name() -> None:
 
 
 @pytest.mark.parametrize("kind", [list, tuple, set])
-def test_no_split_modules(kind: type) -> None:
+def test_no_split_modules(kind):
     model = Stack(3)
     model._no_split_modules = kind(["LayerNorm", "Missing"])
     specs, _ = find_units(model)
@@ -127,7 +127,7 @@ def test_no_split_modules(kind: type) -> None:
 
 
 @pytest.mark.parametrize("nothing", [None, [], ["Missing"]])
-def test_items_of_module_lists_where_nothing_is_named(nothing: list[str] | None) -> None:
+def test_items_of_module_lists_where_nothing_is_named(nothing):
     model = Stack(3)
     model._no_split_modules = nothing
     specs, aliases = find_units(model)
@@ -136,9 +136,9 @@ def test_items_of_module_lists_where_nothing_is_named(nothing: list[str] | None)
     assert owned(specs)[""] == ["enter.weight", "enter.bias", "head.weight", "head.bias"]
 
 
-def test_small_lists_and_empty_items_are_no_units() -> None:
+def test_small_lists_and_empty_items_are_no_units():
     class Model(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.blocks = nn.ModuleList([Block(16), nn.Identity(), Block(16)])
             # from a quarter of the largest list on
@@ -152,9 +152,9 @@ def test_small_lists_and_empty_items_are_no_units() -> None:
     assert names(specs) == ["", "blocks.0", "blocks.2", "towers.0", "towers.1"]
 
 
-def test_lists_in_lists_are_cut_at_the_outer_one() -> None:
+def test_lists_in_lists_are_cut_at_the_outer_one():
     class Model(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.stages = nn.ModuleList(nn.ModuleList(Block(8) for _ in range(2)) for _ in range(2))
 
@@ -162,7 +162,7 @@ def test_lists_in_lists_are_cut_at_the_outer_one() -> None:
     assert names(specs) == ["", "stages.0", "stages.1"]
 
 
-def test_a_model_without_blocks_is_cut_by_size() -> None:
+def test_a_model_without_blocks_is_cut_by_size():
     wide = wrap.MIN_UNIT // 256
     model = nn.Sequential(*(nn.Linear(256, wide, bias=False) for _ in range(8)), nn.Linear(2, 2))
     specs, _ = find_units(model)
@@ -171,11 +171,11 @@ def test_a_model_without_blocks_is_cut_by_size() -> None:
     assert owned(specs)[""] == ["8.weight", "8.bias"]
 
 
-def test_by_size_goes_inside_what_is_too_large() -> None:
+def test_by_size_goes_inside_what_is_too_large():
     width = 2 * wrap.MIN_UNIT // 256
 
     class Half(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.layers = nn.Sequential(*(nn.Linear(256, width, bias=False) for _ in range(10)))
             self.norm = nn.LayerNorm(8)
@@ -190,7 +190,7 @@ def test_by_size_goes_inside_what_is_too_large() -> None:
     ]
 
 
-def test_by_size_never_cuts_at_a_container() -> None:
+def test_by_size_never_cuts_at_a_container():
     """Hooks on a module that nobody calls would never fire: a ModuleDict, or a module without a
     forward.
     """
@@ -218,23 +218,23 @@ def test_by_size_never_cuts_at_a_container() -> None:
     ]
 
 
-def test_a_small_model_without_blocks_is_one_unit() -> None:
+def test_a_small_model_without_blocks_is_one_unit():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     specs, _ = find_units(model)
     check_complete(model, specs)
     assert names(specs) == [""]
 
 
-def test_a_model_without_parameters_is_one_empty_unit() -> None:
+def test_a_model_without_parameters_is_one_empty_unit():
     specs, aliases = find_units(nn.Sequential(nn.ReLU(), nn.ReLU()))
     assert owned(specs) == {"": []} and aliases == {}
 
 
-def test_large_leaves_beside_blocks() -> None:
+def test_large_leaves_beside_blocks():
     """From a quarter of a block and MIN_UNIT elements on; a convolution is no leaf of this kind."""
 
     class Model(Stack):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__(2, 64)
             self.words = nn.Embedding(wrap.MIN_UNIT // 8, 8)
             self.fewer = nn.Embedding(wrap.MIN_UNIT // 8 - 1, 8)
@@ -246,9 +246,7 @@ def test_large_leaves_beside_blocks() -> None:
     assert names(specs) == ["", "blocks.0", "blocks.1", "words"]
 
 
-def test_a_leaf_that_is_small_beside_its_blocks_stays_in_the_root(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_leaf_that_is_small_beside_its_blocks_stays_in_the_root(monkeypatch):
     monkeypatch.setattr(wrap, "MIN_UNIT", 1)
     model = Stack(2, 32)
     quarter = sum(p.numel() for p in model.blocks[0].parameters()) / 4
@@ -261,7 +259,7 @@ def test_a_leaf_that_is_small_beside_its_blocks_stays_in_the_root(
     assert names(find_units(model)[0]) == ["", "blocks.0", "blocks.1", "head"]
 
 
-def test_weights_tied_between_two_blocks_or_with_the_outside_belong_to_the_root() -> None:
+def test_weights_tied_between_two_blocks_or_with_the_outside_belong_to_the_root():
     model = Stack(3)
     model.blocks[2].up.weight = model.blocks[0].up.weight
     model.enter.extra = model.blocks[1].norm.weight
@@ -275,7 +273,7 @@ def test_weights_tied_between_two_blocks_or_with_the_outside_belong_to_the_root(
     assert "blocks.1.norm.weight" not in owned(specs)["blocks.1"]
 
 
-def test_a_large_head_tied_to_the_embedding_is_no_unit_for_its_bias() -> None:
+def test_a_large_head_tied_to_the_embedding_is_no_unit_for_its_bias():
     model = Stack(2, 64)
     model.words = nn.Embedding(2048, 64)
     model.head = nn.Linear(64, 2048)
@@ -286,7 +284,7 @@ def test_a_large_head_tied_to_the_embedding_is_no_unit_for_its_bias() -> None:
     assert names(specs) == ["", "blocks.0", "blocks.1"] and "head.bias" in owned(specs)[""]
 
 
-def test_a_model_that_is_a_block_itself_is_cut_inside() -> None:
+def test_a_model_that_is_a_block_itself_is_cut_inside():
     class GradientCheckpointingLayer(Stack):
         pass
 
@@ -294,7 +292,7 @@ def test_a_model_that_is_a_block_itself_is_cut_inside() -> None:
     assert names(specs) == ["", "blocks.0", "blocks.1"]
 
 
-def test_weights_tied_inside_a_block_stay_there() -> None:
+def test_weights_tied_inside_a_block_stay_there():
     model = Stack(2)
     model.blocks[1].norm.bias = model.blocks[1].norm.weight
     specs, aliases = find_units(model)
@@ -303,7 +301,7 @@ def test_weights_tied_inside_a_block_stay_there() -> None:
     assert aliases == {"blocks.1.norm.bias": "blocks.1.norm.weight"}
 
 
-def test_a_block_used_twice_is_one_unit() -> None:
+def test_a_block_used_twice_is_one_unit():
     """ALBERT has one block under several names."""
     model = Stack(1)
     model.blocks = nn.ModuleList([model.blocks[0]] * 3)
@@ -313,7 +311,7 @@ def test_a_block_used_twice_is_one_unit() -> None:
     assert aliases["blocks.2.up.weight"] == "blocks.0.up.weight" and len(aliases) == 12
 
 
-def test_a_block_whose_parameters_are_all_shared_is_no_unit() -> None:
+def test_a_block_whose_parameters_are_all_shared_is_no_unit():
     model = Stack(2)
     other = Block()
     for name, child in model.blocks[1].named_children():
@@ -325,7 +323,7 @@ def test_a_block_whose_parameters_are_all_shared_is_no_unit() -> None:
     assert names(specs) == ["", "blocks.0"]
 
 
-def test_parameters_of_a_pack_follow_the_first_of_them() -> None:
+def test_parameters_of_a_pack_follow_the_first_of_them():
     model = Stack(depth=2)
     model.blocks[1]._hf_zero_packed = (("up.weight", "down.weight"), ("up.bias", "down.bias"))
     plain = [name.removeprefix("blocks.0.") for name in owned(find_units(model)[0])["blocks.0"]]
@@ -342,7 +340,7 @@ def test_parameters_of_a_pack_follow_the_first_of_them() -> None:
     check_complete(model, find_units(model)[0])
 
 
-def test_a_pack_has_the_order_it_is_named_in_and_reaches_no_further_than_a_unit() -> None:
+def test_a_pack_has_the_order_it_is_named_in_and_reaches_no_further_than_a_unit():
     model = Stack(depth=2)
     model._hf_zero_packed = (
         ("blocks.0.down.weight", "enter.weight", "blocks.0.up.weight", "blocks.1.up.weight"),
@@ -360,7 +358,7 @@ def test_a_pack_has_the_order_it_is_named_in_and_reaches_no_further_than_a_unit(
     check_complete(model, find_units(model)[0])
 
 
-def test_a_name_of_a_pack_that_is_not_there_is_refused() -> None:
+def test_a_name_of_a_pack_that_is_not_there_is_refused():
     model = Stack(depth=2)
     model.blocks[0]._hf_zero_packed = (("up.weight", "left.weight"),)
     with pytest.raises(

@@ -34,7 +34,7 @@ def flat(grad: torch.Tensor, squares: torch.Tensor | None = None) -> Any:
     )()
 
 
-def test_sums_taken_in_host_memory_cross_to_the_device_together() -> None:
+def test_sums_taken_in_host_memory_cross_to_the_device_together():
     flats = [flat(torch.randn(100)) for _ in range(5)] + [
         flat(torch.empty(3), torch.empty((), dtype=torch.float64, device="meta"))
     ]
@@ -43,7 +43,7 @@ def test_sums_taken_in_host_memory_cross_to_the_device_together() -> None:
     assert crossings.shapes == [(5,)] and total.device.type == "meta" and total.shape == ()
 
 
-def test_the_sum_is_that_of_all_flats_in_their_order() -> None:
+def test_the_sum_is_that_of_all_flats_in_their_order():
     grads = [torch.randn(1000) for _ in range(4)]
     flats = [flat(grad) for grad in grads]
     flats[2].grad_sq_norm = grads[2].double().square().sum()
