@@ -9,7 +9,7 @@ from collections import deque
 import torch
 
 from hf_zero.errors import HostMemoryError
-from hf_zero.storage.base import Allocator
+from hf_zero.offload.storage import Allocator
 
 # bytes of a slab: each new slab doubles the total, because pinning memory costs far more than using
 # it

@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import UnsupportedOptimizerError
+from hf_zero.offload.sub_group_update import Counted, Rule, Update
 from hf_zero.optim import hyperparameters, snapshot_exchange, snapshots, state, torch_fused
 from hf_zero.optim.device_state import StateEntries
 from hf_zero.optim.elementwise import update_base
 from hf_zero.optim.fused import FusedStep
 from hf_zero.optim.group_numbers import GroupNumbers
-from hf_zero.optim.host_rules import Rule
 from hf_zero.optim.offloaded_state import refuse_offload
 from hf_zero.optim.segment_steps import SegmentSteps
 from hf_zero.optim.segment_table import SegmentTable
 from hf_zero.optim.sharded_tensors import OneRank, ShardedTensors, ShardRanks
-from hf_zero.optim.sub_group_update import Counted, Update
 from hf_zero.optim.table import Flat, Segment, masters, split
 from hf_zero.optim.tensor_factors import TensorFactors
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import ConfigError
+from hf_zero.offload.sub_group_update import Call
 from hf_zero.optim.cpu_base import CPUOptimizer, check_moments, check_range
-from hf_zero.optim.kernel_calls import Call, adagrad, adam, lion, sgd
+from hf_zero.optim.kernel_calls import adagrad, adam, lion, sgd
 
 
 class CPUAdam(CPUOptimizer):

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
+from hf_zero.offload.storage import MASTER
 from hf_zero.ops.blocks import Blocks
-from hf_zero.optim.kernel_calls import MASTER
 
 MOMENTS = ("fp32", "bf16", "int8")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

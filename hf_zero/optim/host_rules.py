@@ -8,33 +8,18 @@ update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_zero.ops.host import Moment
+from hf_zero.offload.storage import MASTER
+from hf_zero.offload.sub_group_update import Call, Rule
 from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion
-from hf_zero.optim.kernel_calls import MASTER, Call, adagrad, adam, lion, sgd
+from hf_zero.optim.kernel_calls import adagrad, adam, lion, sgd
 from hf_zero.optim.lion import Lion
 from hf_zero.optim.whole_tensor import Parts, WholeTensorOptimizer
-
-
-@dataclass(frozen=True)
-class Rule:
-    """``update(arrays by state name, gradient, values to write, call)``; ``compressible`` are the
-    states that may be kept in 16 or 8 bits.
-
-    ``prepare(arrays, gradient, call, at)``, if any, runs before the update, for everything that is
-    updated: it returns the input that round ``at`` of a whole-tensor optimizer combines.
-    """
-
-    update: Callable[[Mapping[str, Moment], Tensor, Tensor | None, Call], None]
-    knows: Callable[[Mapping[str, Any]], bool]
-    compressible: Mapping[str, bool]  # name: signed
-    prepare: Callable[[Mapping[str, Moment], Tensor, Call, int], Tensor] | None = None
 
 
 def _usual(group: Mapping[str, Any]) -> bool:

@@ -5,39 +5,13 @@ for offloaded state.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from hf_zero.offload.storage import MASTER
+from hf_zero.offload.sub_group_update import Call
 from hf_zero.ops import host
-
-MASTER = "master"
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    """The arguments of a kernel other than its arrays: the optimizer's ``group`` as it was when the
-    step began, and the number of the step, from 1 on.
-    """
-
-    group: Mapping[str, Any]
-    step: int
-    divisor: float  # divides the gradient
-    seed: int  # seed of stochastic rounding
-    fresh: bool  # no step has been made yet
-    whole: WholeTensorCall | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class WholeTensorCall:
-    """The arguments of an update that needs whole tensors: see
-    :class:`hf_zero.optim.whole_tensor.Parts`.
-    """
-
-    place: Any
-    factors: dict[str, Tensor]
-    results: tuple[Tensor, ...]
 
 
 def _shared(out: Tensor | None, call: Call) -> dict[str, Any]:

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
+from hf_zero.offload.storage import MASTER, StorageFormat, moment_format
+from hf_zero.offload.sub_group_update import Rule
 from hf_zero.ops import native
 from hf_zero.optim import state
 from hf_zero.optim.cpu import CPUSGD
 from hf_zero.optim.device_state import StateEntries
 from hf_zero.optim.elementwise import update_base
-from hf_zero.optim.host_rules import Rule, rule_of
-from hf_zero.optim.kernel_calls import MASTER
+from hf_zero.optim.host_rules import rule_of
 from hf_zero.optim.table import Flat, MemoryRegion, Segment, apart
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
-from hf_zero.storage.base import StorageFormat, moment_format
 
 # classes whose first step sets the momentum to the gradient
 BEGIN_WITH_GRADIENT = (torch.optim.SGD, CPUSGD)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_zero.offload.storage import MASTER
 from hf_zero.optim import torch_fused
-from hf_zero.optim.kernel_calls import MASTER
 from hf_zero.optim.offloaded_state import BEGIN_WITH_GRADIENT
 from hf_zero.optim.table import Segment
 

@@ -46,7 +46,7 @@ class Flat(Protocol):
 
     @property
     def storage(self) -> Any:
-        """The :class:`hf_zero.storage.base.Storage` of master weights, and of moments that are
+        """The :class:`hf_zero.offload.storage.Storage` of master weights, and of moments that are
         offloaded.
         """
 

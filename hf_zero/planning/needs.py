@@ -31,11 +31,10 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_zero.offload.nvme import paged, pool_size, size_in_file
+from hf_zero.offload.storage import StorageFormat, moment_format
 from hf_zero.planning.moments import MASTER_BYTES, moment_bytes
 from hf_zero.planning.plan import SIXTEEN_BITS, FlatParameters, MemoryPlan
-from hf_zero.storage.base import StorageFormat, moment_format
-from hf_zero.storage.buffer_pool import pool_size
-from hf_zero.storage.nvme import paged, size_in_file
 from hf_zero.zero.gather.schedule import AHEAD
 from hf_zero.zero.reduce.reductions import IN_FLIGHT
 

@@ -14,6 +14,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.device.spans import span
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import UnsupportedOptimizerError
+from hf_zero.offload.placement import Placement
 from hf_zero.ops import native
 from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.elementwise import check
@@ -21,7 +22,6 @@ from hf_zero.optim.fused_support import reads_16_bits
 from hf_zero.optim.one_bit import one_bit_of
 from hf_zero.optim.state import collect, numbers_kept
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer, moments_by_group
-from hf_zero.storage.placement import Placement
 from hf_zero.zero.gather.model_patches import ModuleGuards
 from hf_zero.zero.gather.schedule import Schedule
 from hf_zero.zero.layout.compression import Compression, report

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from hf_zero.offload.storage import MASTER
 from hf_zero.ops.error_codec import ErrorCodec
-from hf_zero.storage.base import MASTER
 
 KINDS = ("parameters", "gradients", "optimizer")
 TIERS = ("device", "ram", "disk")

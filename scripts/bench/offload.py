@@ -191,9 +191,9 @@ def bandwidth(folder: str) -> dict[str, float]:
     """
     import torch
 
+    from hf_zero.offload.nvme_files import NvmeFiles
     from hf_zero.ops.files import Priority
     from hf_zero.ops.host_memory import HostArena
-    from hf_zero.storage.nvme_files import NvmeFiles
 
     piece = 16 << 20
     files, memory = NvmeFiles([folder]), HostArena().take(piece, torch.uint8)

@@ -279,10 +279,10 @@ class Recorder:
     def recording(self) -> Iterator[Schedule]:
         """Steps in the block are recorded; :meth:`mark` after each."""
         from hf_zero.device import streams
-        from hf_zero.optim.sub_group_update import Update
+        from hf_zero.offload import update as updates
+        from hf_zero.offload.gradient_offload import GradientOffload
+        from hf_zero.offload.sub_group_update import Update
         from hf_zero.zero.layout.flat_buffer import FlatBuffer
-        from hf_zero.zero.reduce.gradient_offload import GradientOffload
-        from hf_zero.zero.step import update as updates
 
         engine, gpu = self._engine, torch.device("cuda", 0)
         engine.updater.finish()
@@ -416,9 +416,9 @@ class Recorder:
         return stepped
 
     def _proxy_files(self, replace: Any) -> None:
+        from hf_zero.offload.nvme import NvmeStorage, paged
+        from hf_zero.offload.storage import SHARD
         from hf_zero.ops.blocks import BLOCK
-        from hf_zero.storage.base import SHARD
-        from hf_zero.storage.nvme import NvmeStorage, paged
 
         def proxy(flat: Any, storage: Any) -> None:
             def real_of(name: str) -> Callable[[int, int], float]:

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed.mesh import Mesh
-from hf_zero.storage.placement import Placement
+from hf_zero.offload.placement import Placement
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.flat_memory import Dtypes

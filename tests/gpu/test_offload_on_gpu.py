@@ -22,10 +22,10 @@ import hf_zero
 from hf_zero.distributed.init import init_distributed
 from hf_zero.distributed.process_group import destroy_process_group
 from hf_zero.errors import ConfigError
+from hf_zero.offload.gradient_offload import GradientOffload
+from hf_zero.offload.sub_group_update import Update
 from hf_zero.ops.host_memory import HostArena
-from hf_zero.optim.sub_group_update import Update
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.reduce.gradient_offload import GradientOffload
 from tests.helpers import oracle
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import ARCHITECTURES, Stack, seeded

@@ -24,10 +24,9 @@ import torch  # isort: skip
 from hf_zero.activations import streams as transfers  # isort: skip
 from torch.distributed.pipelining import schedules  # isort: skip
 from hf_zero.zero.gather import schedule  # isort: skip
-from hf_zero.zero.step import update, update_gathers  # isort: skip
+from hf_zero.offload import gradient_offload, update, update_gathers  # isort: skip
 from hf_zero.distributed import two_hops  # isort: skip
 from hf_zero.zero.layout import unit  # isort: skip
-from hf_zero.zero.reduce import gradient_offload  # isort: skip
 from hf_zero.device import kinds, streams  # isort: skip
 
 
@@ -203,7 +202,7 @@ def _gathers_leave_at_once() -> Iterator[Callable[[], int]]:
     def waits(plain: Any, self: update.Updater, begun: Any, updated: unit.Unit) -> None:
         plain(self, begun, updated)
         _, gather = self._pending[updated]
-        if gather is not None and len(self._started) == 1:
+        if gather is not None and len(self.updated_early) == 1:
             gather.issued.result()
 
     if os.environ.get("RANK") == "1":

@@ -19,8 +19,8 @@ from tests.late import device, families, timeline, training
 
 import torch  # isort: skip
 import hf_zero  # isort: skip
-from hf_zero.zero.step import update, update_gathers  # isort: skip
-from hf_zero.optim import sub_group_update  # isort: skip
+from hf_zero.offload import update, update_gathers  # isort: skip
+from hf_zero.offload import sub_group_update  # isort: skip
 from hf_zero.parallel.tensor import shared_inputs  # isort: skip
 
 # A block computes for about twenty times as long as its gather, its copies or its update take. The

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_zero.optim.kernel_calls import MASTER
-from hf_zero.optim.sub_group_update import Counted, Update
+from hf_zero.offload.storage import MASTER
+from hf_zero.offload.sub_group_update import Counted, Update
 from hf_zero.optim.table import Segment, SegmentPart
 
 SUB_GROUPS = 3

@@ -26,7 +26,7 @@ LAYERS = {
     "hf_zero.errors": 0,
     "hf_zero.logging": 0,
     "hf_zero.distributed": 0,
-    "hf_zero.storage": 1,
+    "hf_zero.offload": 1,
     "hf_zero.one_bit": 2,
     "hf_zero.zero": 3,
     "hf_zero.zero.layout": 2,
@@ -252,13 +252,13 @@ def test_every_layer_is_of_something_that_is_there() -> None:
         ("import torch.distributed as dist", "hf_zero.zero.gather.hooks", "torch.distributed"),
         ("from torch import distributed", "hf_zero.zero.gather.hooks", "torch.distributed"),
         (
-            "import hf_zero.storage.nvme_files",
+            "import hf_zero.offload.nvme_files",
             "hf_zero.distributed.mesh",
-            "hf_zero.storage.nvme_files",
+            "hf_zero.offload.nvme_files",
         ),
         (
             "import hf_zero.zero.layout.flat_layout",
-            "hf_zero.storage.nvme_files",
+            "hf_zero.offload.nvme_files",
             "hf_zero.zero.layout.flat_layout",
         ),
         (

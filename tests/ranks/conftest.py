@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hf_zero.optim.sub_group_update import Update
-from hf_zero.zero.step.update import Updater
+from hf_zero.offload.sub_group_update import Update
+from hf_zero.offload.update import Updater
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import hf_zero.zero.step.optimizer_step as optimizer_step
+from hf_zero.offload.update import Updater
 from hf_zero.ops import native
 from hf_zero.optim import CPUAdam
-from hf_zero.zero.step.update import Updater
 from tests.helpers import oracle
 from tests.helpers.cells import fast
 from tests.helpers.engines import (

@@ -19,8 +19,8 @@ from hf_zero.errors import (
     OffloadError,
     RankMismatchError,
 )
+from hf_zero.offload.sub_group_update import Update
 from hf_zero.ops.files import parse_faults
-from hf_zero.optim.sub_group_update import Update
 from tests.helpers import offloads
 from tests.helpers.engines import full_weights
 from tests.helpers.offloads import Values, ended, offload, same, train, trained

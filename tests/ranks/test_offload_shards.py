@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.storage.nvme import NvmeStorage
+from hf_zero.offload.nvme import NvmeStorage
 from tests.helpers.offloads import offload, same, trained
 
 STEPS = 4

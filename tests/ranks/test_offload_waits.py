@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from hf_zero.optim.sub_group_update import Update
+from hf_zero.offload.sub_group_update import Update
 from tests.helpers import offloads
 from tests.helpers.models import ARCHITECTURES
 
@@ -35,7 +35,7 @@ def test_step_returns_while_units_are_updated_and_a_forward_waits_unit_by_unit(
     last = threading.Event()
 
     def held_up(update, shard, place, placed):
-        if unit_of[shard] is engine.updater._order[-1]:
+        if unit_of[shard] is engine.updater.units[-1]:
             assert last.wait(120)
         run(update, shard, place, placed)
         order.append(unit_of[shard])
@@ -48,10 +48,10 @@ def test_step_returns_while_units_are_updated_and_a_forward_waits_unit_by_unit(
         unit.module.register_forward_hook(
             lambda module, args, output, label=unit.label: reached.append(label)
         )
-    blocks = [unit for unit in engine.updater._order if unit.label.startswith("model.layers")]
+    blocks = [unit for unit in engine.updater.units if unit.label.startswith("model.layers")]
     assert [unit.label for unit in blocks] == ["model.layers.0", "model.layers.1"]
     blocks[1].module.register_forward_pre_hook(lambda module, args: last.set(), prepend=True)
-    assert engine.updater._order[-1] is blocks[1], "it is needed last"
+    assert engine.updater.units[-1] is blocks[1], "it is needed last"
     train(engine, 2)
     assert reached[0] == "model.layers.0" and order[-1] is not None
     engine.destroy()

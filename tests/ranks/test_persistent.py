@@ -18,11 +18,11 @@ import hf_zero
 from hf_zero.config import ZeroConfig
 from hf_zero.deepspeed.zero_config import DEFAULTS
 from hf_zero.errors import PartitionError, ReleasedParameterError
+from hf_zero.offload.update import Updater
 from hf_zero.planning import MemoryPlan, groups_of, needs
 from hf_zero.zero.layout import wrap
 from hf_zero.zero.layout.parameter import LiveParameter, ReleasedParameter, ZeroParamStatus
 from hf_zero.zero.layout.wrap import find_units, persistent_names
-from hf_zero.zero.step.update import Updater
 from tests.helpers import oracle
 from tests.helpers.cells import fast
 from tests.helpers.engines import (

@@ -10,7 +10,7 @@ import pytest
 
 from hf_zero.device import kinds
 from hf_zero.distributed import rank_requests
-from hf_zero.zero.step.update import Updater
+from hf_zero.offload.update import Updater
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import ARCHITECTURES
 from tests.helpers.offloads import offload

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.distributed.collectives import MeshDim
-from hf_zero.optim.sub_group_update import Update
-from hf_zero.zero.step import update_gathers
-from hf_zero.zero.step.update_gathers import UpdateGathers
+from hf_zero.offload import update_gathers
+from hf_zero.offload.sub_group_update import Update
+from hf_zero.offload.update_gathers import UpdateGathers
 from tests.helpers import offloads
 from tests.helpers.models import ARCHITECTURES
 from tests.helpers.offloads import offload

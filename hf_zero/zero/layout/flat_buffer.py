@@ -11,6 +11,7 @@ release must follow the last read of such a view: a later read would crash the p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -22,13 +23,13 @@ from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.flat_mesh import FlatMesh
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
-from hf_zero.storage.base import SHARD, Storage, numbers
-from hf_zero.storage.memory import DeviceStorage
+from hf_zero.offload.storage import SHARD, DeviceStorage, Storage, numbers
 from hf_zero.zero.layout.compute_copy import Change, Computing
 from hf_zero.zero.layout.flat_layout import FlatLayout, Slot
 from hf_zero.zero.layout.flat_spec import FlatSpec, reading
 from hf_zero.zero.layout.gradient_buffer import GradientBuffer
 from hf_zero.zero.layout.optimizer_shard import OptimizerShard
+from hf_zero.zero.layout.parameter import OwnedParameter, UpdatingParameter
 from hf_zero.zero.layout.parameter_handles import ParameterHandles
 from hf_zero.zero.layout.writes import UserWrites
 
@@ -172,6 +173,25 @@ class FlatBuffer:
         """
         if not self.optimizer_shard.update_runs:
             self._storage.prefetch(0)
+
+    def begin_update(
+        self, finish: Callable[[], None], update: Future[streams.Event | None]
+    ) -> None:
+        """Register an update of the offloaded state, as :meth:`OptimizerShard.begin_update`; until
+        its end every use of a whole parameter waits for it.
+        """
+        self.optimizer_shard.begin_update(finish, update)
+        if not self.sharded:
+            self.handles.turn(OwnedParameter, UpdatingParameter)
+
+    def end_update(self, copied: streams.Event | None) -> None:
+        """Record the end of the update, if one was registered; its copies to the device end with
+        the event ``copied``.
+        """
+        if self.optimizer_shard.finish_update is not None:
+            self.optimizer_shard.end_update(copied)
+            if not self.sharded:
+                self.handles.turn(UpdatingParameter, OwnedParameter)
 
     def store_shard(self, values: torch.Tensor) -> None:
         """Overwrite this rank's elements, cast to compute dtype."""

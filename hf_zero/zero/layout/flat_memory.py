@@ -9,10 +9,9 @@ from functools import partial
 import torch
 
 from hf_zero.distributed.world_group import raise_on_all_ranks
+from hf_zero.offload.placement import Placement, ShardSpec
+from hf_zero.offload.storage import MASTER, DeviceStorage
 from hf_zero.optim.table import sub_groups
-from hf_zero.storage.base import MASTER
-from hf_zero.storage.memory import DeviceStorage
-from hf_zero.storage.placement import Placement, ShardSpec
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.stage_policy import Policy
 

@@ -15,7 +15,7 @@ from hf_zero.device.host_limits import release_freed
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.errors import PartitionError, RankMismatchError
-from hf_zero.storage.placement import Placement
+from hf_zero.offload.placement import Placement
 from hf_zero.zero.layout import attributes
 from hf_zero.zero.layout.compression import UNCOMPRESSED, Compression
 from hf_zero.zero.layout.flat_buffer import EngineFlats, FlatBuffer

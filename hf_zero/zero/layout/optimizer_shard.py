@@ -10,8 +10,7 @@ from concurrent.futures import Future
 import torch
 
 from hf_zero.device import streams
-from hf_zero.storage.base import MASTER, Storage
-from hf_zero.storage.memory import DeviceStorage
+from hf_zero.offload.storage import MASTER, DeviceStorage, Storage
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.flat_spec import FlatSpec, reading
 from hf_zero.zero.layout.gradient_buffer import GradientBuffer

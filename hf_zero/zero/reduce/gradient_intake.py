@@ -21,12 +21,12 @@ import torch
 
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.logging import log_rank0
+from hf_zero.offload.gradient_offload import GradientOffload
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.gradient_buffer import GradState
 from hf_zero.zero.layout.precision import Scaling
 from hf_zero.zero.layout.raw_grads import any_raw_grad, drop_raw_grads, raw_grads
 from hf_zero.zero.layout.unit import Unit
-from hf_zero.zero.reduce.gradient_offload import GradientOffload, NoGradientOffload
 
 _warned: weakref.WeakSet[Mesh] = weakref.WeakSet()  # meshes of engines
 KEPT = 2  # free buffers kept per size
@@ -76,9 +76,7 @@ class WireBuffers:
 class GradientIntake:
     """Takes gradients off the parameters of a unit."""
 
-    def __init__(
-        self, scaling: Scaling, buffers: WireBuffers, offload: GradientOffload | NoGradientOffload
-    ):
+    def __init__(self, scaling: Scaling, buffers: WireBuffers, offload: GradientOffload | None):
         self.scaling = scaling
         self._buffers = buffers
         self._offload = offload
@@ -116,7 +114,8 @@ class GradientIntake:
         it.
         """
         if flat.gradient.upcast_on_accumulate:
-            self._offload.wait()
+            if self._offload is not None:
+                self._offload.wait()
             flat.optimizer_shard.wait_for_update()
             flat.gradient.upcast()
 

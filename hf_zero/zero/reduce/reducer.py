@@ -18,6 +18,7 @@ import torch
 
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
+from hf_zero.offload.gradient_offload import GradientOffload
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.precision import Scaling
 from hf_zero.zero.layout.raw_grads import any_raw_grad
@@ -32,7 +33,6 @@ from hf_zero.zero.reduce.gradient_intake import (
     mark_present,
     take_in,
 )
-from hf_zero.zero.reduce.gradient_offload import GradientOffload, NoGradientOffload
 from hf_zero.zero.reduce.reduction_order import Gathers, Outstanding, ReductionOrder, Shown
 from hf_zero.zero.reduce.reductions import Reductions
 from hf_zero.zero.reduce.usage import IdleParameters, Usage, settle_left_out
@@ -80,7 +80,7 @@ class _BackwardPass:
 class Reducer:
     """Takes gradients in as units become ready, and reduces them in order.
 
-    ``offload`` copies offloaded gradients from a GPU to the host.
+    ``offload`` copies offloaded gradients from a GPU to the host; None without such.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Reducer:
         policy: Policy,
         options: ReductionOptions,
         usage: Usage,
-        offload: GradientOffload | NoGradientOffload,
+        offload: GradientOffload | None,
     ):
         self._units = list(units)
         self._order = ReductionOrder(units)
@@ -352,7 +352,8 @@ class Reducer:
             self._send_accumulated(flat)
         if left:
             self._reductions.finish()
-        self._offload.finish_sums()
+        if self._offload is not None:
+            self._offload.finish_sums()
         self._settle()
 
     def _settle(self) -> None:
@@ -370,13 +371,15 @@ class Reducer:
 
     def wait(self) -> None:
         """Wait until every reduced gradient can be read."""
-        self._offload.wait()
+        if self._offload is not None:
+            self._offload.wait()
 
     def close(self) -> None:
         """Free everything: the engine is destroyed."""
         self.clear()
         self._buffers.clear()
-        self._offload.close()
+        if self._offload is not None:
+            self._offload.close()
 
     def abandon(self) -> None:
         """Abort the backward under way after an exception, and drop the gradients it left on the
@@ -483,7 +486,7 @@ class Reducer:
             or backward.key not in self._known
             or flat not in unit.offloaded
             or not backward.reduced.issuperset(unit.offloaded)
-            or self._offload.is_adding
+            or (self._offload is not None and self._offload.is_adding)
         ):
             return
         self._usage.receive(unit)

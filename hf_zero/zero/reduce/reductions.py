@@ -13,11 +13,11 @@ import torch
 from hf_zero.device.spans import span
 from hf_zero.distributed.collectives import Handle
 from hf_zero.distributed.mesh import Mesh
+from hf_zero.offload.gradient_offload import GradientOffload
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.gradient_buffer import GradState
 from hf_zero.zero.layout.packing import Pack
 from hf_zero.zero.reduce.gradient_intake import GradientIntake, WireBuffers
-from hf_zero.zero.reduce.gradient_offload import GradientOffload, NoGradientOffload
 from hf_zero.zero.reduce.norm import sums_of_squares
 
 IN_FLIGHT = 2  # acquired buffers that may be on the wire at once
@@ -61,7 +61,7 @@ class Reductions:
         mesh: Mesh,
         intake: GradientIntake,
         buffers: WireBuffers,
-        offload: GradientOffload | NoGradientOffload,
+        offload: GradientOffload | None,
         kernels: Any,
         packed: int,
         before_wait: Callable[[], None] = _nothing,
@@ -158,7 +158,7 @@ class Reductions:
             len(reductions) > 1
             or reductions[0].acquired is not None
             or flat.spec.reduce_codec is not None
-            or (flat.gradient.offloaded and self._offload.copies)
+            or (flat.gradient.offloaded and self._offload is not None)
         )
         self._messages.append(_Message(reductions, handles, self.sent, takes_memory, part))
         self._taking_memory += takes_memory
@@ -217,7 +217,7 @@ class Reductions:
                 handle.reduce_into(part, False, 1.0)
             handle = flat.mesh.replicate.all_reduce(part, flat.key, ordered=True)
         assert gradient.shard is not None
-        if gradient.offloaded and self._offload.copies:
+        if gradient.offloaded and self._offload is not None:
             gradient.mark_reduced(self._send_to_host(reduction, handle, adds))
         else:
             with span("wait_reduction", flat.key):
@@ -241,5 +241,6 @@ class Reductions:
         with span("wait_reduction", gradient.key):
             handle.reduce_into(values, False, reduction.scale / later)
         squares = None if adds else sums_of_squares([values], self._kernels)[0] * later**2
+        assert self._offload is not None
         self._offload.send(gradient, values, adds, later)
         return squares

@@ -16,21 +16,21 @@ from hf_zero.device import kinds
 from hf_zero.device.spans import span
 from hf_zero.errors import OffloadError, PartitionError
 from hf_zero.logging import logger
+from hf_zero.offload.gradient_offload import GradientOffload
+from hf_zero.offload.placement import ShardSpec, room_beside_a_step
+from hf_zero.offload.storage import MASTER
+from hf_zero.offload.update import StagedCopies, Updater
 from hf_zero.one_bit.steps import OneBitSteps
 from hf_zero.optim.hyperparameters import scaled_rates
-from hf_zero.storage.base import MASTER
-from hf_zero.storage.placement import ShardSpec, room_beside_a_step
 from hf_zero.zero.layout.flat_memory import keeps_master, ways_back
 from hf_zero.zero.layout.gradient_buffer import GradientBuffer
 from hf_zero.zero.layout.precision import Fp16LossScaler
 from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.reduce.gradient_errors import GradientErrors
-from hf_zero.zero.reduce.gradient_offload import GradientOffload, NoGradientOffload
 from hf_zero.zero.reduce.norm import squared_norm
 from hf_zero.zero.reduce.usage import Usage
 from hf_zero.zero.sharded_model import ShardedModel
 from hf_zero.zero.step.nonfinite_warnings import SanityChecks
-from hf_zero.zero.step.update import StagedCopies, Updater
 
 
 class OptimizerStep:
@@ -50,7 +50,7 @@ class OptimizerStep:
         mesh, placement = model.mesh, model.placement
         self.bound: Any = None if optimizer is None else model.bind(optimizer, config)
         # copies gradients from a GPU to the host
-        self.gradient_offload: GradientOffload | NoGradientOffload = NoGradientOffload()
+        self.gradient_offload: GradientOffload | None = None
         offloads = placement.offloads_optimizer and self.bound is not None
         if offloads and not kinds.is_host(mesh.device):
             self.gradient_offload = GradientOffload(mesh.device, placement.take_pinned)
@@ -102,7 +102,7 @@ class OptimizerStep:
         none (collective if something is in files).
 
         That update is complete even so: what could not be written stays in memory
-        (storage/buffer_pool.py, the note).
+        (offload/nvme.py, the note).
         """
         model = self._model
         if not model.placement.in_files:

@@ -8,7 +8,6 @@ import torch
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.flat_spec import FlatSpec
 from hf_zero.zero.layout.gradient_buffer import GradientBuffer, GradState
-from hf_zero.zero.reduce.gradient_offload import NoGradientOffload
 
 WHOLE, OWNED = 16, (8, 16)  # elements, of which rank 1 of 2 owns the second half
 
@@ -89,10 +88,3 @@ def test_an_upcast_keeps_what_is_held(holds):
     assert made.accumulated_grad.dtype == torch.float32 and not made.upcast_on_accumulate
     assert made.shard.data_ptr() == made.accumulated_grad[8:].data_ptr()
     assert made.accumulated_grad.eq(1.5 if holds else 0.0).all()
-
-
-def test_a_gradient_that_stays_is_put_into_its_shard_at_once():
-    made, copies = buffer(), NoGradientOffload()
-    copies.send(made, torch.full((8,), 2.0), accumulate=False, scale=0.5)
-    copies.send(made, torch.full((8,), 2.0), accumulate=True, scale=3.0)
-    assert made.shard is not None and made.shard.eq(7).all()

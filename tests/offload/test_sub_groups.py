@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_zero.offload.nvme import BufferPool, NvmeStorage
+from hf_zero.offload.nvme_files import NvmeFiles
+from hf_zero.offload.storage import MASTER, HostStorage, Storage, StorageFormat
 from hf_zero.ops.host import Blocks
-from hf_zero.storage.base import MASTER, Storage, StorageFormat
-from hf_zero.storage.buffer_pool import BufferPool
-from hf_zero.storage.memory import HostStorage
-from hf_zero.storage.nvme import NvmeStorage
-from hf_zero.storage.nvme_files import NvmeFiles
 
 SUB_GROUPS = [(0, 4096), (4096, 8192), (8192, 8201), (8201, 9001)]
 NUMEL = 9001

@@ -17,11 +17,10 @@ from typing import Any
 import pytest
 import torch
 
+from hf_zero.offload.gradient_offload import UNDER_WAY
 from hf_zero.zero.layout.flat_buffer import EngineFlats, FlatBuffer
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.flat_spec import FlatSpec
-from hf_zero.zero.reduce.gradient_offload import UNDER_WAY
-from hf_zero.zero.step.update import _unmark
 from tests.helpers.training import trainable
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
@@ -73,10 +72,7 @@ def test_another_rank_that_fetches_right_after_an_update_waits_for_its_copies():
     flat.use_full(torch.arange(4.0))
     assert flat.shard_for_others().tolist() == [2.0, 3.0] and not waited
     flat.optimizer_shard.begin_update(lambda: None, Future())
-    _unmark(
-        SimpleNamespace(trainable=[flat]),
-        SimpleNamespace(synchronize=lambda: waited.append("copied")),
-    )
+    flat.end_update(SimpleNamespace(synchronize=lambda: waited.append("copied")))
     assert flat.optimizer_shard.finish_update is None
     assert flat.shard_for_others().tolist() == [2.0, 3.0] and waited == ["copied"]
 

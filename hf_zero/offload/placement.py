@@ -13,12 +13,19 @@ import torch
 
 from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds, usage
+from hf_zero.offload.nvme import BufferPool, NvmeStorage, paged, pool_size, size_in_file
+from hf_zero.offload.nvme_files import NvmeFiles
+from hf_zero.offload.storage import (
+    MASTER,
+    SHARD,
+    DeviceStorage,
+    HostStorage,
+    Storage,
+    StorageFormat,
+    SubGroup,
+    moment_format,
+)
 from hf_zero.ops.host_memory import HostArena
-from hf_zero.storage.base import MASTER, SHARD, Storage, StorageFormat, SubGroup, moment_format
-from hf_zero.storage.buffer_pool import BufferPool, pool_size
-from hf_zero.storage.memory import DeviceStorage, HostStorage
-from hf_zero.storage.nvme import NvmeStorage, paged, size_in_file
-from hf_zero.storage.nvme_files import NvmeFiles
 
 # the size of a sub-group is a multiple of this, so that each begins at a page and at a block
 SUB_GROUP_ELEMENTS = 4096

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from hf_zero.offload.gradient_offload import STAGED, UNDER_WAY, GradientOffload
 from hf_zero.ops import host
-from hf_zero.zero.reduce.gradient_offload import STAGED, UNDER_WAY, GradientOffload
 from tests.helpers.accelerators import play_streams
 
 CPU = torch.device("cpu")

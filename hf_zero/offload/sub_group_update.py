@@ -9,20 +9,61 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from hf_zero.ops.host import Blocks
-from hf_zero.optim.host_rules import Rule
-from hf_zero.optim.kernel_calls import MASTER, Call, WholeTensorCall
-from hf_zero.optim.sharded_tensors import ShardedTensors
-from hf_zero.optim.table import Flat, Segment
+from hf_zero.offload.storage import MASTER
+from hf_zero.ops.host import Blocks, Moment
+
+if TYPE_CHECKING:
+    from hf_zero.optim.sharded_tensors import ShardedTensors
+    from hf_zero.optim.table import Flat, Segment
 
 AHEAD = 8  # announced sub-groups to prefetch; there may be fewer buffers
 # returns memory for the new values of elements [start, stop), in the dtype of the parameters
 Place = Callable[[int, int], Tensor | None]
 Placed = Callable[[int, int, Tensor | None], None]
+
+
+@dataclass(frozen=True, eq=False)
+class WholeTensorCall:
+    """The arguments of an update that needs whole tensors: see
+    :class:`hf_zero.optim.whole_tensor.Parts`.
+    """
+
+    place: Any
+    factors: dict[str, Tensor]
+    results: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """The arguments of a kernel other than its arrays: the optimizer's ``group`` as it was when the
+    step began, and the number of the step, from 1 on.
+    """
+
+    group: Mapping[str, Any]
+    step: int
+    divisor: float  # divides the gradient
+    seed: int  # seed of stochastic rounding
+    fresh: bool  # no step has been made yet
+    whole: WholeTensorCall | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``update(arrays by state name, gradient, values to write, call)``; ``compressible`` are the
+    states that may be kept in 16 or 8 bits.
+
+    ``prepare(arrays, gradient, call, at)``, if any, runs before the update, for everything that is
+    updated: it returns the input that round ``at`` of a whole-tensor optimizer combines.
+    """
+
+    update: Callable[[Mapping[str, Moment], Tensor, Tensor | None, Call], None]
+    knows: Callable[[Mapping[str, Any]], bool]
+    compressible: Mapping[str, bool]  # name: signed
+    prepare: Callable[[Mapping[str, Moment], Tensor, Call, int], Tensor] | None = None
 
 
 @dataclass(frozen=True, eq=False)

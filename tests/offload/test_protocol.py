@@ -12,11 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.storage.base import SHARD, Storage, StorageFormat, numbers
-from hf_zero.storage.buffer_pool import BufferPool
-from hf_zero.storage.memory import DeviceStorage, HostStorage
-from hf_zero.storage.nvme import NvmeStorage
-from hf_zero.storage.nvme_files import FileExtent, NvmeFiles
+from hf_zero.offload.nvme import BufferPool, NvmeStorage
+from hf_zero.offload.nvme_files import FileExtent, NvmeFiles
+from hf_zero.offload.storage import (
+    SHARD,
+    DeviceStorage,
+    HostStorage,
+    Storage,
+    StorageFormat,
+    numbers,
+)
 from tests.helpers.accelerators import play_streams
 
 CPU = torch.device("cpu")

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import torch
 
-from hf_zero.storage.nvme_files import PREFIX, NvmeFiles, remove_leftovers
+from hf_zero.offload.nvme_files import PREFIX, NvmeFiles, remove_leftovers
 from tests.helpers.commands import completed
 
 LIVING = """
 import sys, torch
-from hf_zero.storage.nvme_files import NvmeFiles
+from hf_zero.offload.nvme_files import NvmeFiles
 files = NvmeFiles([sys.argv[1]], 0, block_size=8192)
 extent = files.allocate("r", 1 << 22)
 values = torch.arange(1 << 20, dtype=torch.int32)
@@ -68,7 +68,7 @@ def test_living_processes_leave_each_other_alone(tmp_path):
 
 KILLED_EARLY = """
 import os, signal, sys
-from hf_zero.storage import nvme_files
+from hf_zero.offload import nvme_files
 nvme_files.open_direct = lambda path: os.kill(os.getpid(), signal.SIGKILL)
 nvme_files.NvmeFiles([sys.argv[1]])
 """

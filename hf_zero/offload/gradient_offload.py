@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from hf_zero.device import streams
 from hf_zero.device.spans import span
+from hf_zero.offload.storage import Allocator
 from hf_zero.ops import host
-from hf_zero.storage.base import Allocator
-from hf_zero.zero.layout.gradient_buffer import GradientBuffer
+
+if TYPE_CHECKING:
+    from hf_zero.zero.layout.gradient_buffer import GradientBuffer
 
 STAGED = 2  # gradients in staging memory at once, to be added or cast by the host
 # gradients whose GPU memory is kept for the copy; the host waits for the oldest, so that its lead
@@ -35,8 +38,6 @@ class GradientOffload:
 
     ``allocator`` allocates memory that a GPU can copy to.
     """
-
-    copies = True
 
     def __init__(self, device: torch.device, allocator: Allocator):
         self._device = device
@@ -118,35 +119,6 @@ class GradientOffload:
         if self._stream is not None:
             self._stream.synchronize()
         self._copies, self._staging, self._events, self.last = [], [], {}, None
-
-
-class NoGradientOffload:
-    """Replacement for :class:`GradientOffload` if gradients stay on the device that has reduced
-    them, possibly the host.
-    """
-
-    copies = False
-    is_adding = False
-    last: GradientBuffer | None = None
-
-    def send(
-        self, gradient: GradientBuffer, values: torch.Tensor, accumulate: bool, scale: float = 1.0
-    ) -> None:
-        """Compute ``gradient.shard = scale * values``, or ``+=``, at once."""
-        assert gradient.shard is not None
-        _put(gradient.shard, values, accumulate, scale)
-
-    def event(self, gradient: GradientBuffer) -> streams.Event | None:
-        """Return None: nothing is sent."""
-
-    def finish_sums(self) -> None:
-        """Do nothing: no copy is under way."""
-
-    def wait(self) -> None:
-        """Do nothing: no copy is under way."""
-
-    def close(self) -> None:
-        """Do nothing: it holds no memory."""
 
 
 def _put(grad: torch.Tensor, values: torch.Tensor, adds: bool, scale: float) -> None:

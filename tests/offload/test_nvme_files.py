@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from hf_zero.errors import ConfigError, DiskSpaceError, OffloadError
+from hf_zero.offload import nvme_files
+from hf_zero.offload.nvme_files import NvmeFiles
 from hf_zero.ops.files import FileQueue, Priority, parse_faults
-from hf_zero.storage import nvme_files
-from hf_zero.storage.nvme_files import NvmeFiles
 from tests.helpers.file_backends import BACKENDS
 
 BLOCK = 8192

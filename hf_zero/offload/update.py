@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,13 +30,14 @@ from hf_zero.device.spans import span
 from hf_zero.distributed.collective_log import PendingCollective
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.mesh import Mesh
-from hf_zero.optim.sub_group_update import Update
-from hf_zero.storage.base import Allocator
-from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.parameter import OwnedParameter, UpdatingParameter
-from hf_zero.zero.layout.unit import Unit
-from hf_zero.zero.reduce.gradient_offload import GradientOffload, NoGradientOffload
-from hf_zero.zero.step.update_gathers import Gather, UpdateGathers
+from hf_zero.offload.gradient_offload import GradientOffload
+from hf_zero.offload.storage import Allocator
+from hf_zero.offload.sub_group_update import Update
+from hf_zero.offload.update_gathers import Gather, UpdateGathers
+
+if TYPE_CHECKING:
+    from hf_zero.zero.layout.flat_buffer import FlatBuffer
+    from hf_zero.zero.layout.unit import Unit
 
 
 class Updater:
@@ -52,7 +53,7 @@ class Updater:
         mesh: Mesh,
         device: torch.device,
         copies: StagedCopies,
-        offload: GradientOffload | NoGradientOffload,
+        offload: GradientOffload | None,
     ):
         self._all = list(units)
         self._watchdog = mesh.watchdog
@@ -69,32 +70,22 @@ class Updater:
         self._pending: dict[Unit, tuple[Future[streams.Event | None], Gather | None]] = {}
         self._uses: list[Unit] = []  # units in the order of the forward under way
         self._queue = UpdateQueue(device)
-        self.early: Update | None = None  # update begun in the backward under way
-        self._started: list[Unit] = []  # units of that update
+        self.early: Update | None = None  # update begun in the backward under way, before its step
+        self.updated_early: list[Unit] = []  # units of that update
         self.refresh()
 
     def refresh(self) -> None:
         """Find the units that have offloaded flat buffers now."""
-        self._order = [unit for unit in self._all if unit.offloaded]
-
-    @property
-    def units(self) -> Sequence[Unit]:
-        """Units with offloaded state."""
-        return self._order
+        self.units = [unit for unit in self._all if unit.offloaded]
 
     @property
     def pending(self) -> tuple[Unit, ...]:
         """Units whose update has begun and not been waited for."""
         return tuple(self._pending)
 
-    @property
-    def updated_early(self) -> Sequence[Unit]:
-        """Units whose update has begun in the backward, before their step."""
-        return self._started if self.early is not None else ()
-
     def used(self, unit: Unit) -> None:
         """Record that a forward needs ``unit`` now."""
-        if unit in self._order and unit not in self._uses:
+        if unit in self.units and unit not in self._uses:
             self._uses.append(unit)
 
     def start(self, update: Update) -> None:
@@ -102,16 +93,16 @@ class Updater:
         gathered.
         """
         if self._gathers is None and self._uses:
-            self._order = self._uses + [unit for unit in self._order if unit not in self._uses]
+            self.units = self._uses + [unit for unit in self.units if unit not in self._uses]
         self._uses = []
         order = [
             unit
-            for unit in self._order
+            for unit in self.units
             if not all(flat.gradient.all_unused for flat in unit.offloaded)
         ]
         if self.early is update:
-            self.early = None
-            self._submit(update, [unit for unit in order if unit not in self._started])
+            started, self.early, self.updated_early = self.updated_early, None, []
+            self._submit(update, [unit for unit in order if unit not in started])
         else:
             self.finish()
             self._submit(update, order)
@@ -124,14 +115,14 @@ class Updater:
         """
         if self.early is not update:
             self.finish()
-            self.early, self._started = update, []
-        self._started.append(unit)
+            self.early, self.updated_early = update, []
+        self.updated_early.append(unit)
         self._submit(update, [unit])
 
     def drop_early(self) -> None:
         """Drop the rest of an update begun in a backward: all state is about to be overwritten."""
         self.finish()
-        self.early = None
+        self.early, self.updated_early = None, []
 
     def _submit(self, update: Update, units: Sequence[Unit]) -> None:
         units = self._begun_at_once(units)
@@ -161,13 +152,14 @@ class Updater:
         for place, unit in enumerate(units):
             future: Future[streams.Event | None] = Future()
             self._add(unit, future)
-            _mark(unit, partial(self.finish, unit), future)
+            for flat in unit.offloaded:
+                flat.begin_update(partial(self.finish, unit), future)
             # The thread takes the waiting unit that the next forward needs first, or the oldest one
             # if all ranks gather.
             urgency = (
-                self._order.index(unit)
+                self.units.index(unit)
                 if self._gathers is None and update is self.early
-                else len(self._order) + place
+                else len(self.units) + place
             )
             run = partial(self._run, update, unit, [*events, *self._copied_gradients(unit)])
             self._queue.submit(urgency, run, future)
@@ -188,7 +180,10 @@ class Updater:
 
     def _copied_gradients(self, unit: Unit) -> list[streams.Event]:
         """Return the ends of the copies of the gradients of ``unit`` to host memory."""
-        found = [self._offload.event(flat.gradient) for flat in unit.offloaded]
+        offload = self._offload
+        if offload is None:
+            return []
+        found = [offload.event(flat.gradient) for flat in unit.offloaded]
         return [event for event in found if event is not None]
 
     def _begun_at_once(self, units: Sequence[Unit]) -> Sequence[Unit]:
@@ -198,6 +193,7 @@ class Updater:
         if (
             self._gathers is not None
             or len(units) < 2
+            or self._offload is None
             or self._offload.last not in [flat.gradient for flat in units[0].trainable]
         ):
             return units
@@ -218,7 +214,7 @@ class Updater:
                 if self._gathers is not None and gather is not None:
                     self._gathers.wait(gather)
             if self._pending.pop(each, None) is not None:
-                _unmark(each, copied)
+                _end(each, copied)
 
     def _wait_for(self, copied: streams.Event | None) -> None:
         if copied is not None:
@@ -233,7 +229,7 @@ class Updater:
             except Exception as error:
                 failure = failure or error
                 del self._pending[unit]
-                _unmark(unit)
+                _end(unit, None)
         self._queue.close()
         if self._gathers is not None:
             self._gathers.close()
@@ -265,19 +261,9 @@ class Updater:
         return copies.record()
 
 
-def _mark(unit: Unit, finish: Callable[[], None], future: Future[streams.Event | None]) -> None:
-    for flat in unit.offloaded:
-        flat.optimizer_shard.begin_update(finish, future)
-        if not flat.sharded:
-            flat.handles.turn(OwnedParameter, UpdatingParameter)
-
-
-def _unmark(unit: Unit, copied: streams.Event | None = None) -> None:
+def _end(unit: Unit, copied: streams.Event | None) -> None:
     for flat in unit.trainable:
-        if flat.optimizer_shard.finish_update is not None:
-            flat.optimizer_shard.end_update(copied)
-            if not flat.sharded:
-                flat.handles.turn(UpdatingParameter, OwnedParameter)
+        flat.end_update(copied)
 
 
 # ---- The update thread, which runs the most urgent waiting job first ----
