@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint.async_save import AsyncSaver
+from hf_zero.checkpoint.load_sharded import load
+from hf_zero.checkpoint.save_job import AsyncSaver
+from hf_zero.checkpoint.save_sharded import save
 from hf_zero.device.spans import span
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.rank_requests import STOP
@@ -184,7 +186,7 @@ class Engine(TrainingEngine):
         self.wait_for_checkpoint(f"the save of {save_dir}")
         in_background = self.config.checkpoint.async_save if blocking is None else not blocking
         with span("save", str(tag or save_dir)):
-            checkpoint.save(
+            save(
                 self,
                 save_dir,
                 tag,
@@ -222,7 +224,7 @@ class Engine(TrainingEngine):
         self.wait_for_checkpoint(f"the load of {load_dir}")
         self.updater.drop_early()
         with self.schedule.shards.writing():
-            answer = checkpoint.load(
+            answer = load(
                 self,
                 load_dir,
                 tag,

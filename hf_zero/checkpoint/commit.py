@@ -14,7 +14,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from hf_zero.checkpoint import find, storage
-from hf_zero.checkpoint.collective_try import describe_error
 from hf_zero.checkpoint.find import (
     DROPPED,
     OBJECTS_NAME,
@@ -28,6 +27,7 @@ from hf_zero.checkpoint.find import (
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.storage import (
     AnyPath,
+    describe_error,
     fsync_folder,
     is_remote,
     make_folder,

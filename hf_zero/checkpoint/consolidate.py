@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_zero.checkpoint import engine_state, find, storage
-from hf_zero.checkpoint.collective_try import collective_try
 from hf_zero.checkpoint.convert.export import convert_checkpoint
 from hf_zero.checkpoint.convert.outputs import choose, dtype_option, outputs
 from hf_zero.checkpoint.find import find_checkpoint
-from hf_zero.checkpoint.foreign import open_checkpoint
-from hf_zero.checkpoint.records import pair_names, strip_wrappers
-from hf_zero.checkpoint.storage import local_path, write_all
+from hf_zero.checkpoint.manifest import pair_names, strip_wrappers
+from hf_zero.checkpoint.reader import open_checkpoint
+from hf_zero.checkpoint.storage import collective_try, local_path, write_all
 from hf_zero.checkpoint.tensorfile import FilePlan, bytes_view, plan_file
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed
-from hf_zero.zero.access.consolidate import whole_state_dict
+from hf_zero.zero.access.consolidate import persistent_buffers, whole_state_dict
 from hf_zero.zero.layout.cut_parameters import WholeNames
 
 if TYPE_CHECKING:
@@ -221,7 +220,7 @@ def _stream(
             temporary.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
             write_all(fd, memoryview(plan.header), 0)
-            for name, buffer in engine_state.persistent_buffers(engine.module).items():
+            for name, buffer in persistent_buffers(engine.module).items():
                 if name in places:
                     write_all(fd, bytes_view(buffer.detach().cpu().contiguous()), places[name])
         except Exception as error:
@@ -242,8 +241,8 @@ def _stream(
 
 def _file_plan(engine: TrainingEngine, exclude_frozen: bool) -> tuple[FilePlan, dict[str, str]]:
     """Return the plan of the file, and the map from parameter name to name in the file."""
-    export = engine_state.export_of(engine.module, engine.aliases)
     names = WholeNames(engine.module)
+    export = engine_state.export_of(engine.module, engine.aliases, names)
     held = {
         each: (flat.dtype, slot.whole)
         for flat in engine.flats
@@ -256,7 +255,7 @@ def _file_plan(engine: TrainingEngine, exclude_frozen: bool) -> tuple[FilePlan, 
         for name in engine_state.model_order(engine.module, engine.aliases, held)
     }
     tensors = [(saved_as[name], *held[name]) for name in saved_as]
-    buffers = engine_state.persistent_buffers(
+    buffers = persistent_buffers(
         engine.module, engine_state.frozen_names(engine) if exclude_frozen else ()
     )
     tensors += [(name, b.dtype, tuple(b.shape)) for name, b in buffers.items()]

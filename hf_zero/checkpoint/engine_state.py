@@ -1,25 +1,38 @@
-"""State of an engine that a checkpoint holds: this rank's tensors, and the names and configuration
-of the model.
+"""State of an engine that a checkpoint holds: the plan of this rank's file, and the manifest's
+description of the model (for a pipeline, described stage by stage).
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import re
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_zero.checkpoint.records import MASTER, RNG, SHARD, Adapter, Export, strip_wrappers
+from hf_zero.checkpoint.manifest import (
+    BUFFER,
+    FORMAT,
+    MASTER,
+    RNG,
+    SHARD,
+    Adapter,
+    Export,
+    FileEntry,
+    FlatEntry,
+    dtype_of,
+    factor_key,
+    strip_wrappers,
+)
+from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, plan_file
 from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed
-from hf_zero.zero.access.consolidate import belongs, written
+from hf_zero.zero.access.consolidate import persistent_buffers
 from hf_zero.zero.layout.cut_parameters import WholeNames
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.sharding import sharding_of
@@ -28,8 +41,6 @@ if TYPE_CHECKING:
     from hf_zero.zero.layout.flat_buffer import FlatBuffer
     from hf_zero.zero.training_engine import TrainingEngine
 
-# key suffix of get_extra_state, which is not part of the format
-EXTRA_STATE = torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 # torch holds a mutex while it creates the tensor of a generator's state. A garbage collection at
 # that point may switch to another thread, which would wait for the mutex while it holds the GIL:
 # a deadlock.
@@ -66,7 +77,7 @@ def saved_key(flat: FlatBuffer) -> str:
     """
     axes, dims = flat.mesh.axes, flat.engine_mesh.dims
     lost = []
-    for slot in flat.layout.slots:
+    for slot in flat.layout.slots if axes else ():
         named = bool(sharding_of(flat.parameters[slot.name]).names)
         if slot.box is None and axes[named:]:
             lost.append(slot.name)
@@ -81,62 +92,35 @@ def saved_key(flat: FlatBuffer) -> str:
 
 @dataclass(frozen=True)
 class DeferredTensor:
-    """A tensor of this rank, [numel], that need not be in memory until it is written."""
+    """A tensor of this rank that is fetched when it is called, to be written."""
 
     dtype: torch.dtype
-    numel: int
-    values: Callable[[], torch.Tensor]
+    length: int
+    fetch: Callable[[], torch.Tensor]
 
-    @classmethod
-    def here(cls, tensor: torch.Tensor) -> DeferredTensor:
-        return cls(tensor.dtype, tensor.numel(), lambda: tensor)
+    def numel(self) -> int:
+        return self.length
+
+    def __call__(self) -> torch.Tensor:
+        return self.fetch()
 
 
-def flat_tensors(flat: FlatBuffer, bound: Any) -> dict[str, DeferredTensor]:
+Stored = torch.Tensor | DeferredTensor
+
+
+def flat_tensors(flat: FlatBuffer, bound: Any) -> dict[str, Stored]:
     """Return the weights and per-element optimizer states that this rank stores for ``flat``."""
-    kept = flat.optimizer_shard
+    kept, numel = flat.optimizer_shard, flat.owned[1] - flat.owned[0]
     if kept.storage.offloaded and bound is not None:
         kept.wait_for_update()
-        storage, numel = kept.storage, flat.owned[1] - flat.owned[0]
+        storage = kept.storage
         return {
             name: DeferredTensor(storage.dtype(name), numel, partial(storage.fetch, name))
             for name in bound.names(kept)
         }
     if not flat.trainable:
-        return {
-            SHARD: DeferredTensor(
-                flat.dtype, flat.owned[1] - flat.owned[0], lambda: weights_of(flat)[1]
-            )
-        }
-    name, weights = weights_of(flat)
-    held = {name: DeferredTensor.here(weights)}
-    if bound is not None:
-        held |= {
-            key: DeferredTensor.here(tensor)
-            for key, tensor in bound.tensors(kept).items()
-            if key != MASTER
-        }
-    return held
-
-
-def persistent_buffers(
-    module: torch.nn.Module, without: Collection[str] = ()
-) -> dict[str, torch.Tensor]:
-    """Return the tensors in ``state_dict`` that are not parameters, under every name they have
-    there: buffers, the state of quantised weights.
-
-    Tensors that accompany a parameter named in ``without`` are left out.
-    """
-    held = {}
-    for prefix, child in module.named_modules(remove_duplicate=False):
-        for name, value in written(child).items():
-            if (
-                name not in child._parameters
-                and name != EXTRA_STATE
-                and isinstance(value, torch.Tensor)
-            ):
-                held[f"{prefix}.{name}" if prefix else name] = value
-    return {name: value for name, value in held.items() if not belongs(name, without)}
+        return {SHARD: DeferredTensor(flat.dtype, numel, lambda: weights_of(flat)[1])}
+    return dict([weights_of(flat)]) if bound is None else bound.tensors(kept)
 
 
 def model_buffers(engine: TrainingEngine, exclude_frozen: bool) -> dict[str, torch.Tensor]:
@@ -145,12 +129,12 @@ def model_buffers(engine: TrainingEngine, exclude_frozen: bool) -> dict[str, tor
 
 
 def buffers_of_other_stages(
-    engine: TrainingEngine, exclude_frozen: bool
+    engine: TrainingEngine, names: WholeNames, exclude_frozen: bool
 ) -> dict[str, torch.Tensor]:
     """Return the buffers that rank 0 lacks, on the CPU: those of other pipeline stages, and those
     of modules that differ between ranks. Collective if the model has any of these.
     """
-    mesh, names = engine.mesh, WholeNames(engine.module)
+    mesh = engine.mesh
     if mesh.dims.pipeline == 1 and not names:
         return {}
     sent = {}
@@ -201,7 +185,9 @@ def model_order(
     return order + [name for name in left if name not in set(order)]
 
 
-def export_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> Export:
+def export_of(
+    module: torch.nn.Module, aliases: Mapping[str, str], whole_names: WholeNames
+) -> Export:
     """Return the names for ``save_pretrained``: the one of several tied names that Hugging Face
     keeps, and the names it leaves out, read from the model's own lists.
     """
@@ -220,8 +206,8 @@ def export_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> Export:
         if sources and held not in sources:
             names[held] = min(sources)
     skip = tuple(sorted(getattr(module, "_keys_to_ignore_on_save", None) or ()))
-    names = WholeNames(module).pairs(names)
-    return Export(names, skip, type(unwrapped(module)).__name__, adapters_of(module, aliases))
+    model_class = type(unwrapped(module)).__name__
+    return Export(whole_names.pairs(names), skip, model_class, adapters_of(module, aliases))
 
 
 def adapters_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> dict[str, Adapter]:
@@ -252,64 +238,174 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     return inner if cut is None else cut
 
 
-def config_files(module: torch.nn.Module) -> dict[str, bytes]:
-    """Return the configuration files that make a converted folder loadable, by name; {} for a model
-    without a configuration (duck-typed).
-    """
-    files = {}
-    config: Any = getattr(module, "config", None)
-    if hasattr(config, "to_json_string"):
-        content = json.loads(config.to_json_string())
-        # save_pretrained sets this field; it is empty if the model was built from a bare
-        # configuration and never saved.
-        content["architectures"] = content.get("architectures") or [
-            type(unwrapped(module)).__name__
-        ]
-        files["config.json"] = json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
-    generation: Any = getattr(module, "generation_config", None)
-    if hasattr(generation, "to_json_string"):
-        files["generation_config.json"] = generation.to_json_string().encode()
-    return files
-
-
-def scalars_of(engine: TrainingEngine) -> list[dict[str, Any]]:
-    return [] if engine.bound is None else [dict(group) for group in engine.bound.scalars()]
-
-
-def saved_layout(flat: FlatBuffer, names: WholeNames) -> FlatLayout:
-    """Return the layout of ``flat`` with parameter names of the whole model."""
-    slots = tuple(replace(slot, name=names.own(slot.name)) for slot in flat.layout.slots)
-    return replace(flat.layout, slots=slots)
-
-
-def apart_of(engine: TrainingEngine) -> list[dict[str, Any]]:
-    """Return, for each optimizer group, the scalars of its parameters by name if these have not all
-    made the same steps, else {}. Covers the parameters of which this rank has elements.
-    """
-    if engine.bound is None:
-        return []
-    names = WholeNames(engine.module)
-    return [
-        {names.own(name): numbers for name, numbers in group.items()}
-        for group in engine.bound.apart()
-    ]
-
-
-def factors_of(engine: TrainingEngine) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the optimizer states of whole tensors, by parameter and state name, for the parameters
-    whose first elements this rank writes.
-    """
-    if engine.bound is None:
-        return {}
-    written = {
-        slot.name
-        for flat in engine.flats
-        if flat.writes and is_of_this_stage(flat)
-        for slot in flat.layout.slots
-    }
-    held = engine.bound.factors.held(firsts=True)
-    return {name: of for name, of in held.items() if name in written}
-
-
 def class_name(instance: Any) -> str:
     return f"{type(instance).__module__}.{type(instance).__qualname__}"
+
+
+@dataclass(frozen=True, eq=False)
+class Described:
+    """Manifest entries for the model of one engine: the whole model, or one stage of a pipeline.
+
+    flats: entries without their chunks. groups: parameter names in each optimizer group.
+    """
+
+    flats: tuple[FlatEntry, ...]
+    parameters: dict[str, torch.dtype]  # in the model's order
+    aliases: dict[str, str]
+    excluded: tuple[str, ...]
+    export: Export
+    groups: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(
+        cls,
+        engine: TrainingEngine,
+        saved: Iterable[FlatBuffer],
+        names: WholeNames,
+        exclude_frozen: bool,
+    ) -> Described:
+        """Return the entries for the flat buffers ``saved`` of the engine."""
+        flats, left_out = [], []
+        dtypes: dict[str, torch.dtype] = {}
+        for flat in saved:
+            held = [slot.name for slot in flat.layout.slots]
+            if exclude_frozen and not flat.trainable:
+                left_out += held
+                continue
+            key = stage_key(flat)
+            flats.append(FlatEntry(key, flat.trainable, flat.dtype, flat.layout, (), flat.raw))
+            dtypes |= {name: dtype_of(engine.param_dtypes[name]) for name in held}
+        order = model_order(engine.module, engine.aliases, dtypes)
+        group_of = {} if engine.bound is None else engine.bound.group_of
+        every = names.every_of([*order, *left_out, *group_of])
+        groups: list[list[str]]
+        groups = [] if engine.bound is None else [[] for _ in engine.bound.groups]
+        for name, at in group_of.items():
+            groups[at] += every[name]
+        return cls(
+            tuple(flats),
+            {each: dtypes[name] for name in order for each in every[name]},
+            names.pairs(engine.aliases),
+            tuple(each for name in left_out for each in every[name]),
+            export_of(engine.module, engine.aliases, names),
+            tuple(tuple(sorted(group)) for group in groups),
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Described]) -> Described:
+        """Merge the descriptions of the pipeline's stages into that of one model.
+
+        Raises CheckpointError if the stages have different numbers of optimizer groups.
+        """
+        if len({len(part.groups) for part in parts}) > 1:
+            raise CheckpointError(
+                "the stages of the pipeline have different numbers of optimizer groups "
+                f"({[len(part.groups) for part in parts]}); give each of them all groups, empty "
+                "ones too"
+            )
+        exports = [part.export for part in parts]
+        names = {held: name for export in exports for held, name in export.names.items()}
+        return cls(
+            tuple(flat for part in parts for flat in part.flats),
+            {name: dtype for part in parts for name, dtype in part.parameters.items()},
+            {name: held for part in parts for name, held in part.aliases.items()},
+            tuple(name for part in parts for name in part.excluded),
+            replace(exports[0], names=names),
+            tuple(
+                tuple(sorted({name for group in groups for name in group}))
+                for groups in zip(*(part.groups for part in parts))
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """Report of one rank to rank 0.
+
+    file: its rank file. chunks: by flat, (start, stop, tensor names). scalars, apart: numbers of
+    each optimizer group, and of single parameters in it. factors: state of whole parameters in its
+    file. layouts: for flats that tensor or expert parallelism cuts, key in the checkpoint -> (key,
+    layout). model: set by the first rank of each pipeline stage.
+    """
+
+    file: FileEntry
+    chunks: dict[str, tuple[int, int, tuple[str, ...]]]
+    scalars: list[dict[str, Any]]
+    apart: list[dict[str, Any]]
+    factors: dict[str, dict[str, tuple[int, ...]]]  # shapes, by parameter and name
+    layouts: dict[str, tuple[str, FlatLayout]]
+    model: Described | None
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """Plan of this rank's file: the place of each tensor, and the tensors by name."""
+
+    file: FilePlan
+    tensors: dict[str, Stored]
+    report: RankReport
+
+
+def plan_save(
+    engine: TrainingEngine,
+    file_name: str,
+    save_id: str,
+    exclude_frozen: bool,
+    names: WholeNames,
+    buffers: Mapping[str, torch.Tensor],
+) -> SavePlan:
+    """Return the plan of this rank's file. ``buffers`` go into the file of rank 0."""
+    bound, rank = engine.bound, engine.global_rank
+    of_stage = [flat for flat in engine.flats if is_of_this_stage(flat)]
+    tensors: dict[str, Stored] = {}
+    chunks: dict[str, tuple[int, int, tuple[str, ...]]] = {}
+    layouts: dict[str, tuple[str, FlatLayout]] = {}
+    first_here: set[str] = set()  # parameters whose flat buffer this rank writes
+    for flat in of_stage:
+        if not flat.writes:
+            continue
+        first_here |= {slot.name for slot in flat.layout.slots}
+        if exclude_frozen and not flat.trainable:
+            continue
+        held, key = flat_tensors(flat, bound), saved_key(flat)
+        tensors |= {f"{key}::{name}": each for name, each in held.items()}
+        chunks[key] = (*flat.owned, tuple(held))
+        if flat.mesh.axes:  # a part of tensors that ranks along these axes share
+            slots = tuple(replace(slot, name=names.own(slot.name)) for slot in flat.layout.slots)
+            layouts[key] = stage_key(flat), replace(flat.layout, slots=slots)
+    if rank == 0:
+        tensors |= {BUFFER + name: buffer for name, buffer in buffers.items()}
+    tensors |= rng_states()
+    # the state of a whole tensor is written by the rank that has its first element
+    whole_states = {} if bound is None else bound.factors.held(firsts=True)
+    factors = {name: of for name, of in whole_states.items() if name in first_here}
+    tensors |= {
+        factor_key(parameter, name): each.reshape(-1)
+        for parameter, of in factors.items()
+        for name, each in of.items()
+    }
+    plan = plan_file(
+        [(name, each.dtype, [each.numel()]) for name, each in tensors.items()],
+        {"format": FORMAT, "save_id": save_id, "rank": str(rank)},
+        DATA_ALIGNMENT,
+    )
+    report = RankReport(
+        file=FileEntry(file_name, rank, plan.size, ""),
+        chunks=chunks,
+        scalars=[] if bound is None else [dict(group) for group in bound.scalars()],
+        # numbers of parameters that have not all made the same steps, if this rank has elements
+        apart=[]
+        if bound is None
+        else [
+            {names.own(name): numbers for name, numbers in group.items()} for group in bound.apart()
+        ],
+        factors={
+            parameter: {name: tuple(each.shape) for name, each in of.items()}
+            for parameter, of in factors.items()
+        },
+        layouts=layouts,
+        model=Described.of(engine, of_stage, names, exclude_frozen)
+        if engine.mesh.whole.is_first
+        else None,
+    )
+    return SavePlan(plan, tensors, report)

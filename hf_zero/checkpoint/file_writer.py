@@ -15,9 +15,14 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.hashes import FileHasher, FileHashes
 from hf_zero.checkpoint.storage import BLOCK, AnyPath, Upload, is_remote
-from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, bytes_view
+from hf_zero.checkpoint.tensorfile import (
+    DATA_ALIGNMENT,
+    FileHasher,
+    FileHashes,
+    FilePlan,
+    bytes_view,
+)
 from hf_zero.device import kinds
 from hf_zero.device.spans import span
 

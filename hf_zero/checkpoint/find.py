@@ -8,9 +8,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from hf_zero.checkpoint.foreign import recognise
 from hf_zero.checkpoint.manifest import MANIFEST_NAME
-from hf_zero.checkpoint.reader import Checkpoint
+from hf_zero.checkpoint.reader import Checkpoint, recognise
 from hf_zero.checkpoint.storage import AnyPath, as_path, is_remote, modified_ns, store_errors
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed, logger

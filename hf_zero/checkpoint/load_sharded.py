@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from hf_zero.checkpoint import find
-from hf_zero.checkpoint.collective_try import collective_try
 from hf_zero.checkpoint.engine_state import (
     model_order,
-    persistent_buffers,
     refuse_destroyed,
     weights_of,
 )
 from hf_zero.checkpoint.find import whole_tags_beside
-from hf_zero.checkpoint.foreign import open_checkpoint
+from hf_zero.checkpoint.manifest import RNG
 from hf_zero.checkpoint.match import (
     NameMatch,
     check_optimizer,
@@ -29,13 +27,12 @@ from hf_zero.checkpoint.match import (
     match_names,
     reorder_schedule,
 )
-from hf_zero.checkpoint.progress import Tick, progress_bar
-from hf_zero.checkpoint.reader import Checkpoint, CopyRange, copy_ranges
-from hf_zero.checkpoint.records import RNG
-from hf_zero.checkpoint.storage import AnyPath
+from hf_zero.checkpoint.reader import Checkpoint, CopyRange, copy_ranges, open_checkpoint
+from hf_zero.checkpoint.storage import AnyPath, Tick, collective_try, progress_bar
 from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed, log_rank0
+from hf_zero.zero.access.consolidate import persistent_buffers
 
 if TYPE_CHECKING:
     from hf_zero.zero.layout.flat_buffer import FlatBuffer

@@ -9,13 +9,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hf_zero.checkpoint.engine_state import class_name, persistent_buffers
-from hf_zero.checkpoint.manifest import Manifest
-from hf_zero.checkpoint.records import GroupEntry, pair_names, strip_wrappers
+from hf_zero.checkpoint.engine_state import class_name
+from hf_zero.checkpoint.manifest import GroupEntry, Manifest, pair_names, strip_wrappers
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed
 from hf_zero.optim.one_bit import plain_name
-from hf_zero.zero.access.consolidate import belongs
+from hf_zero.zero.access.consolidate import belongs, persistent_buffers
 from hf_zero.zero.layout.cut_parameters import WholeNames
 
 if TYPE_CHECKING:

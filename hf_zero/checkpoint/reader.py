@@ -1,12 +1,14 @@
-"""Reader of a checkpoint: files checked against the manifest, and the element ranges of a load or a
-conversion mapped to stored ranges, for any number of ranks, stage and division into units.
+"""Reader of a checkpoint, whoever wrote it: files checked against the manifest, element ranges of a
+load or a conversion mapped to stored ranges, for any number of ranks, stage and division into
+units, and ``objects.pt``, from which nothing executes.
 """
 
 from __future__ import annotations
 
 import bisect
+import importlib
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
@@ -14,12 +16,24 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint import objects
-from hf_zero.checkpoint.hashes import algorithm_of, hash_of_file
-from hf_zero.checkpoint.manifest import FORMAT, MANIFEST_NAME, Manifest
-from hf_zero.checkpoint.records import BUFFER, FileEntry, FlatEntry, factor_key
-from hf_zero.checkpoint.storage import BLOCK, AnyPath, ClosedAtExit, modified_ns, store_errors
-from hf_zero.checkpoint.tensorfile import TensorFile
+from hf_zero.checkpoint.manifest import (
+    BUFFER,
+    FORMAT,
+    MANIFEST_NAME,
+    FileEntry,
+    FlatEntry,
+    Manifest,
+    factor_key,
+)
+from hf_zero.checkpoint.storage import (
+    BLOCK,
+    AnyPath,
+    ClosedAtExit,
+    is_remote,
+    modified_ns,
+    store_errors,
+)
+from hf_zero.checkpoint.tensorfile import TensorFile, algorithm_of, hash_of_file
 from hf_zero.errors import CheckpointError
 from hf_zero.zero.layout.box import BoxRun
 from hf_zero.zero.layout.flat_layout import FlatLayout
@@ -298,10 +312,10 @@ class Checkpoint(ClosedAtExit):
         if self.manifest.objects is None:
             return {}
         self.verify([self.manifest.objects])
-        return objects.load_objects(self.folder / self.manifest.objects.name)
+        return load_objects(self.folder / self.manifest.objects.name)
 
     def client_state(self) -> dict[str, Any]:
-        return objects.join(
+        return join(
             "client_state",
             self.manifest.client_state,
             self.objects.get("client_state", {}),
@@ -310,7 +324,7 @@ class Checkpoint(ClosedAtExit):
 
     def scheduler_state(self) -> dict[str, Any]:
         state = (self.manifest.lr_scheduler or {"state": {"json": {}, "objects": []}})["state"]
-        return objects.join(
+        return join(
             "the lr scheduler", state, self.objects.get("lr_scheduler", {}), self._objects_path()
         )
 
@@ -338,3 +352,83 @@ def read_range(file: TensorFile, name: str, start: int, out: torch.Tensor) -> No
         part = block[: min(block.numel(), out.numel() - at)]
         file.read_into(name, start + at, part)
         out[at : at + part.numel()].copy_(part)
+
+
+def load_objects(path: AnyPath) -> dict[str, dict[str, Any]]:
+    """Return the content of ``objects.pt``.
+
+    Raises CheckpointError if the file is damaged or would execute code.
+    """
+    try:
+        with store_errors(path), path.open("rb") as file:
+            content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged file can make the unpickler raise anything
+        raise CheckpointError(
+            f"{path} cannot be loaded ({type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else 'no detail'}); "
+            "restore the file, or load another tag of this run"
+        ) from error
+    if not isinstance(content, dict) or not all(
+        isinstance(part, dict) for part in content.values()
+    ):
+        raise CheckpointError(
+            f"{path} does not hold what hf-zero writes there; restore the file, or load "
+            "another tag of this run"
+        )
+    return content
+
+
+def join(
+    what: str, state: Mapping[str, Any], objects: Mapping[str, Any], source: AnyPath
+) -> dict[str, Any]:
+    """Inverse of :func:`split`.
+
+    Raises CheckpointError for a promised key that ``objects`` lacks.
+    """
+    missing = [key for key in state["objects"] if key not in objects]
+    if missing:
+        raise CheckpointError(
+            f"{source} lacks {missing} of {what}; restore the file, or load another tag of this run"
+        )
+    return dict(state["json"]) | {key: objects[key] for key in state["objects"]}
+
+
+# Glob pattern that identifies a kind of folder -> the module that opens it.
+SIGNS = {
+    "*mp_rank_*_model_states.pt": "deepspeed",
+    ".metadata": "dcp",
+    "pytorch_model_fsdp*/.metadata": "dcp",
+    "model.safetensors": "huggingface",
+    "model.safetensors.index.json": "huggingface",
+}
+
+
+def recognise(folder: AnyPath) -> str:
+    """Return the module of ``foreign`` that reads ``folder``, or "" if none does. A run's folder,
+    which has a ``latest`` file, gives "" too.
+
+    In an object store only checkpoints of hf-zero can be read.
+    """
+    if is_remote(folder) or (folder / "latest").is_file():
+        return ""
+    return next(
+        (module for sign, module in SIGNS.items() if next(folder.glob(sign), None) is not None), ""
+    )
+
+
+def open_checkpoint(
+    folder: AnyPath,
+    grouped: Callable[[], Sequence[Sequence[str]]] = tuple,
+    hashes: bool = True,
+) -> Checkpoint:
+    """Open the checkpoint in ``folder``, written by hf-zero or a program that ``foreign`` supports.
+    ``grouped`` returns the parameter names in each optimizer group of the engine that loads.
+    ``hashes`` compares what is read with the block hashes, which only hf-zero's checkpoints have.
+
+    Raises CheckpointError.
+    """
+    if not (folder / MANIFEST_NAME).is_file() and (module := recognise(folder)):
+        program = importlib.import_module(f"hf_zero.checkpoint.foreign.{module}")
+        opened: Checkpoint = program.open_checkpoint(folder, grouped())
+        return opened
+    return Checkpoint(folder, hashes=hashes)

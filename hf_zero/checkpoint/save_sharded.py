@@ -1,47 +1,64 @@
 """Save in five steps: check, plan, stage, write, commit. Every rank writes its own file; rank 0
-commits once all files are written (plan.py).
+also writes the manifest and the other files, and commits once all are written (save_job.py).
 
-A blocking save runs inline and streams tensors into the file. A background save copies them into
-staging memory first, and a thread writes and commits (async_save.py).
+A blocking save streams tensors into the file, in the call. A background save copies them into
+staging memory first, and a thread writes and commits.
 """
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+import hf_zero
 from hf_zero.checkpoint import find
-from hf_zero.checkpoint.collective_try import collective_try
 from hf_zero.checkpoint.commit import CommitTarget, check_keep, commit_target
 from hf_zero.checkpoint.engine_state import (
+    Described,
+    RankReport,
+    SavePlan,
     buffers_of_other_stages,
+    class_name,
     model_buffers,
+    plan_save,
     refuse_destroyed,
+    unwrapped,
 )
 from hf_zero.checkpoint.file_writer import write_tensors
-from hf_zero.checkpoint.hashes import FileHashes
-from hf_zero.checkpoint.plan import (
-    NOTHING_SAVED,
-    Outcome,
-    SaveJob,
-    SavePlan,
-    SharedFiles,
-    extra_state,
-    plan_save,
-    shared_files,
+from hf_zero.checkpoint.manifest import (
+    Chunk,
+    FactorEntry,
+    FileEntry,
+    GroupEntry,
+    Manifest,
+    OptimizerEntry,
 )
-from hf_zero.checkpoint.progress import progress_bar
-from hf_zero.checkpoint.storage import AnyPath, as_path
+from hf_zero.checkpoint.save_job import (
+    NOTHING_SAVED,
+    AsyncSaver,
+    ByCollectives,
+    SaveJob,
+    SharedFiles,
+)
+from hf_zero.checkpoint.storage import AnyPath, as_path, collective_try, progress_bar
+from hf_zero.checkpoint.tensorfile import FileHashes, hash_of
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import logger
+from hf_zero.zero.layout.cut_parameters import WholeNames
 
 if TYPE_CHECKING:
-    from hf_zero.checkpoint.async_save import AsyncSaver
     from hf_zero.zero.training_engine import TrainingEngine
+
+SCRIPT = "zero_to_fp32.py"
 
 
 def save(
@@ -85,7 +102,8 @@ def save(
     nothing_saved = NOTHING_SAVED.format(target.tag)
     plans: list[SavePlan] = []
     shared: list[SharedFiles] = []
-    elsewhere = buffers_of_other_stages(engine, exclude_frozen_parameters)
+    names = WholeNames(engine.module)
+    elsewhere = buffers_of_other_stages(engine, names, exclude_frozen_parameters)
     buffers: dict[str, torch.Tensor] = {}
 
     def plan() -> tuple[Any, str]:
@@ -94,10 +112,10 @@ def save(
             # first: state that cannot be saved must raise before anything is written
             extras.append(extra_state(engine, client_state or {}))
             target.begin()
-        plans.append(
-            plan_save(engine, path.name, target.save_id, exclude_frozen_parameters, buffers)
-        )
-        return plans[0].report, "" if background is None else background.stage(plans[0])
+        save_id, left_out = target.save_id, exclude_frozen_parameters
+        own = plan_save(engine, path.name, save_id, left_out, names, buffers)
+        plans.append(own)
+        return own.report, "" if background is None else background.stage(own.file, own.tensors)
 
     def describe() -> None:
         if rank == 0:
@@ -124,7 +142,13 @@ def save(
             target.tag,
             not_staged[0],
         )
-    failure, cause = job.run(lambda: _stream(job, plans[0]), _ByCollectives(job_ranks))
+
+    def write() -> FileHashes:
+        file, shown = plans[0].file, None if rank == 0 else False
+        with progress_bar(shown, file.size, f"saving {target.directory}") as tick:
+            return write_tensors(path, file, plans[0].tensors, tick)
+
+    failure, cause = job.run(write, ByCollectives(job_ranks))
     if failure:
         raise CheckpointError(failure) from cause
     return target.final
@@ -156,22 +180,210 @@ def _agree_on_target(
     return commit_target(roots[0], name, save_id=answers[0][1])
 
 
-def _stream(job: SaveJob, plan: SavePlan) -> FileHashes:
-    """Write this rank's file from its tensors; return its hashes. Rank 0 shows progress."""
-    with progress_bar(
-        None if job.rank == 0 else False, plan.file.size, f"saving {job.target.directory}"
-    ) as tick:
-        tensors = {name: each.values for name, each in plan.tensors.items()}
-        return write_tensors(job.path, plan.file, tensors, tick)
+@dataclass(frozen=True)
+class ExtraState:
+    """State other than tensors, in the manifest's form, and its part for ``objects.pt``."""
+
+    client_state: dict[str, Any]
+    lr_scheduler: dict[str, Any] | None
+    objects: dict[str, dict[str, Any]]
 
 
-class _ByCollectives:
-    def __init__(self, mesh: Any) -> None:
-        self._mesh = mesh
+def extra_state(engine: TrainingEngine, client_state: Mapping[str, Any]) -> ExtraState:
+    """Return the current state other than tensors. Raises CheckpointError if it cannot be saved."""
+    client, objects_of_client = split("client_state", client_state)
+    scheduler: dict[str, Any] | None = None
+    objects_of_scheduler: dict[str, Any] = {}
+    if hasattr(engine.lr_scheduler, "state_dict"):
+        state, objects_of_scheduler = split(
+            "the state of the lr scheduler", engine.lr_scheduler.state_dict()
+        )
+        scheduler = {"class": class_name(engine.lr_scheduler), "state": state}
+    return ExtraState(
+        client, scheduler, {"client_state": objects_of_client, "lr_scheduler": objects_of_scheduler}
+    )
 
-    def gather(self, own: Outcome) -> list[Outcome]:
-        outcomes: list[Outcome] = self._mesh.all_gather_object(own)
-        return outcomes
 
-    def broadcast(self, failure: str) -> str:
-        return str(self._mesh.all_gather_object(failure)[0])
+def build_manifest(
+    engine: TrainingEngine,
+    tag: str,
+    save_id: str,
+    reports: list[RankReport],
+    extra: ExtraState,
+    buffers: Mapping[str, torch.Tensor],
+) -> Manifest:
+    """Return the manifest, without its ``objects``. It is a copy: later changes of the engine do
+    not reach it.
+    """
+    flats = []
+    model = Described.joined([report.model for report in reports if report.model is not None])
+    for flat in model.flats:
+        layouts = {
+            key: layout
+            for report in reports
+            for key, (of, layout) in report.layouts.items()
+            if of == flat.key
+        }
+        for key, layout in sorted(layouts.items()) or [(flat.key, flat.layout)]:
+            chunks = _chunks(key, reports)
+            flats.append(replace(flat, key=key, layout=layout, chunks=chunks))
+    manifest = Manifest(
+        save_id=save_id,
+        tag=tag,
+        world={
+            "size": engine.mesh.dims.world,
+            "shard": engine.shard_world,
+            "replicate": engine.world_size // engine.shard_world,
+        },
+        stage=engine.stage,
+        precision=engine.config.precision,
+        files=tuple(report.file for report in reports),
+        flats=tuple(flats),
+        parameters=model.parameters,
+        buffers={name: (b.dtype, tuple(b.shape)) for name, b in buffers.items()},
+        aliases=model.aliases,
+        excluded=model.excluded,
+        export=model.export,
+        optimizer=_optimizer(engine, model.groups, reports),
+        scaler=engine.scaler.state_dict() if engine.config.precision == "fp16" else None,
+        lr_scheduler=extra.lr_scheduler,
+        counters=asdict(engine.counters),
+        techniques=engine.techniques.state_dict(),
+        client_state=extra.client_state,
+        objects=None,
+        software={"hf_zero": hf_zero.__version__, "torch": torch.__version__},
+    )
+    return deepcopy(manifest)
+
+
+def _chunks(key: str, reports: list[RankReport]) -> tuple[Chunk, ...]:
+    """Return the chunks of the flat ``key``, in order."""
+    held = sorted(
+        (report.chunks[key][0], file, report.chunks[key])
+        for file, report in enumerate(reports)
+        if key in report.chunks
+    )
+    return tuple(Chunk(file, start, stop, tensors) for _, file, (start, stop, tensors) in held)
+
+
+def _optimizer(
+    engine: TrainingEngine, names: Sequence[tuple[str, ...]], reports: list[RankReport]
+) -> OptimizerEntry | None:
+    if engine.bound is None:
+        return None
+    groups = []
+    for index, hyperparameters in enumerate(engine.bound.hyperparameters()):
+        # A rank on which a group is empty has no scalars for it. Scalars of other ranks are equal,
+        # except on a rank that has seen a parameter left unused: it reports each parameter apart.
+        # Parameters that no rank has seen unused have made every step, as the group has.
+        even = [
+            report.scalars[index]
+            for report in reports
+            if report.scalars[index] and not report.apart[index]
+        ]
+        own = {name: numbers for report in reports for name, numbers in report.apart[index].items()}
+        scalars = (
+            even[0]
+            if even
+            else max(own.values(), key=lambda numbers: numbers.get("step", 0.0), default={})
+        )
+        apart = {name: numbers for name, numbers in own.items() if numbers != scalars}
+        groups.append(GroupEntry(dict(hyperparameters), scalars, names[index], apart))
+    factors = {
+        parameter: FactorEntry(file, shapes)
+        for file, report in enumerate(reports)
+        for parameter, shapes in report.factors.items()
+    }
+    return OptimizerEntry(class_name(engine.bound.optimizer), tuple(groups), factors)
+
+
+def shared_files(
+    engine: TrainingEngine,
+    target: CommitTarget,
+    reports: list[RankReport],
+    extra: ExtraState,
+    buffers: Mapping[str, torch.Tensor],
+    save_latest: bool,
+) -> SharedFiles:
+    """Return the files that rank 0 writes beside its own rank file."""
+    manifest = build_manifest(engine, target.tag, target.save_id, reports, extra, buffers)
+    files = config_files(engine.module)
+    if any(extra.objects.values()):
+        buffer = io.BytesIO()
+        torch.save(extra.objects, buffer)
+        name = target.file_name(find.OBJECTS_NAME)
+        files[name] = content = buffer.getvalue()
+        manifest = replace(manifest, objects=FileEntry(name, 0, len(content), hash_of(content)))
+    above = {SCRIPT: Path(__file__).with_name(SCRIPT).read_bytes()}
+    if save_latest:
+        above[find.LATEST] = target.tag.encode()
+    return SharedFiles(manifest, files, above)
+
+
+def config_files(module: torch.nn.Module) -> dict[str, bytes]:
+    """Return the configuration files that make a converted folder loadable, by name; {} for a model
+    without a configuration (duck-typed).
+    """
+    files = {}
+    config: Any = getattr(module, "config", None)
+    if hasattr(config, "to_json_string"):
+        content = json.loads(config.to_json_string())
+        # save_pretrained sets this field; it is empty if the model was built from a bare
+        # configuration and never saved.
+        content["architectures"] = content.get("architectures") or [
+            type(unwrapped(module)).__name__
+        ]
+        files["config.json"] = json.dumps(content, indent=2, sort_keys=True).encode() + b"\n"
+    generation: Any = getattr(module, "generation_config", None)
+    if hasattr(generation, "to_json_string"):
+        files["generation_config.json"] = generation.to_json_string().encode()
+    return files
+
+
+def is_json(value: Any) -> bool:
+    """Whether ``json.loads(json.dumps(value))`` equals ``value``, with equal types (no tuples, no
+    integer keys).
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return True
+    if type(value) is list:
+        return all(is_json(item) for item in value)
+    return type(value) is dict and all(
+        type(key) is str and is_json(item) for key, item in value.items()
+    )
+
+
+def split(what: str, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Divide ``state`` into its manifest form ``{"json", "objects"}`` and the values for
+    ``objects.pt``.
+
+    ``what`` names the state in errors. Raises CheckpointError for a value that neither form can
+    hold.
+    """
+    plain, objects = {}, {}
+    for key, value in state.items():
+        if type(key) is not str:
+            raise CheckpointError(
+                f"{what} has the key {key!r} of type {type(key).__name__}; keys must be strings"
+            )
+        if is_json(value):
+            plain[key] = value
+        else:
+            _check_loadable(f"{what}[{key!r}]", value)
+            objects[key] = value
+    return {"json": plain, "objects": sorted(objects)}, objects
+
+
+def _check_loadable(what: str, value: Any) -> None:
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, map_location="cpu", weights_only=True)
+    except Exception as error:  # pickling runs code of the value, which may raise anything
+        raise CheckpointError(
+            f"{what} of type {type(value).__name__} cannot be saved without a "
+            "pickle that executes code "
+            f"({str(error).splitlines()[0] if str(error) else type(error).__name__}); "
+            "store numbers, strings, tensors, or lists and dictionaries of these"
+        ) from error

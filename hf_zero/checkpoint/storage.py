@@ -1,5 +1,6 @@
-"""The two kinds of storage: local folders as paths, and object stores as URLs through fsspec. Reads
-ranges from either, and writes small files that are flushed to the device.
+"""Storage of checkpoints: local folders as paths, object stores as URLs through fsspec. Reads
+ranges from either, writes small files that are flushed to the device, shows progress in bytes, and
+raises an error of one rank on all ranks, with its remedy.
 """
 
 from __future__ import annotations
@@ -8,7 +9,10 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -331,3 +335,137 @@ def objects_in(folder: AnyPath) -> list[AnyPath]:
     with store_errors(folder):
         found = folder.iterdir() if folder.is_dir() else ()
         return sorted((item for item in found if item.is_file()), key=lambda item: item.name)
+
+
+T = TypeVar("T")
+
+_REMEDIES = {
+    errno.ENOSPC: "the disk is full: free space or save into another folder",
+    errno.EDQUOT: "the quota is used up: free space or save into another folder",
+    errno.EACCES: "make the folder writable for this user or choose another one",
+    errno.EPERM: "make the folder writable for this user or choose another one",
+    errno.EROFS: "the file system is read-only: choose another folder",
+    errno.ENOENT: "the folder must be on storage that all ranks share, and nobody "
+    "may remove it meanwhile",
+    errno.EEXIST: "a file stands where a folder is needed: choose another folder",
+    errno.ENOTDIR: "a file stands where a folder is needed: choose another folder",
+    errno.EISDIR: "a folder stands where a file is needed: choose another folder",
+}
+
+
+def describe_error(error: BaseException, path: Any = None) -> str:
+    """Return one line: what was wrong, in which file (by default ``path``), and what to do."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError):
+        file = error.filename if error.filename is not None else path
+        remedy = _REMEDIES.get(error.errno or 0, "check the storage, then try again")
+        return f"{file}: {error.strerror or error}; {remedy}"
+    return f"{type(error).__name__}: {error}" + (f" ({path})" if path is not None else "")
+
+
+def describe_failures(failed: Mapping[int, str], world: int) -> str:
+    """Return one line for the ranks that failed, out of ``world``: rank -> text in ``failed``. A
+    text that all ranks share is given once, without ranks.
+    """
+    texts = list(dict.fromkeys(failed.values()))
+    if len(failed) == world and len(texts) == 1:
+        return texts[0]
+    shown = list(failed.items())[:4]
+    more = f" (and {len(failed) - len(shown)} more ranks)" if len(failed) > len(shown) else ""
+    return "; ".join(f"rank {rank}: {text}" for rank, text in shown) + more
+
+
+def collective_try(
+    mesh: Any, action: Callable[[], T], path: Any = None, after: str = ""
+) -> list[T]:
+    """Run ``action`` on every rank, exchange the outcomes, and return the results by rank.
+    Collective.
+
+    If ``action`` raised on any rank, all ranks raise one CheckpointError that names these ranks and
+    their errors. ``path`` is the file to name where an error has none; ``after`` is appended to the
+    message and says what still holds.
+    """
+    cause: BaseException | None = None
+    try:
+        outcome: tuple[bool, Any] = (True, action())
+    except Exception as error:
+        cause, outcome = error, (False, describe_error(error, path))
+    outcomes = mesh.all_gather_object(outcome)
+    failed = {rank: text for rank, (ok, text) in enumerate(outcomes) if not ok}
+    if not failed:
+        return [value for _, value in outcomes]
+    message = describe_failures(failed, len(outcomes))
+    raise CheckpointError(message + (f". {after}" if after else "")) from cause
+
+
+Tick = Callable[[int], None]
+
+
+SHOWN_AFTER = 2.0  # seconds before a bar appears that was not asked for
+
+
+@contextmanager
+def progress_bar(progress: bool | None, total: int, what: str) -> Iterator[Tick]:
+    """Show a progress bar on stderr and yield the function that advances it by a number of bytes,
+    which several threads may call.
+
+    With ``progress`` None the bar is shown only if stderr is a terminal, and only once the work has
+    lasted :data:`SHOWN_AFTER` seconds. False shows none.
+    """
+    if not (sys.stderr.isatty() if progress is None else progress):
+        yield lambda count: None
+        return
+    shown = _Bar(total, what, time.monotonic() + (0.0 if progress else SHOWN_AFTER))
+    try:
+        if progress:
+            shown.advance(0)
+        yield shown.advance
+    finally:
+        shown.stop()
+
+
+class _Bar:
+    """A bar that appears at the time ``since`` (``time.monotonic``)."""
+
+    def __init__(self, total: int, what: str, since: float) -> None:
+        self._total, self._what, self._since = total, what, since
+        self._done = 0
+        self._live: Any = None
+        self._lock = threading.Lock()
+
+    def advance(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+            if self._live is None and time.monotonic() >= self._since:
+                self._live = self._start()
+            if self._live is not None:
+                self._live.update(self._task, completed=self._done)
+
+    def _start(self) -> Any:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+        )
+        live = Progress(*columns, console=Console(stderr=True))
+        live.start()
+        self._task = live.add_task(self._what, total=self._total)
+        return live
+
+    def stop(self) -> None:
+        with self._lock:
+            if self._live is not None:
+                self._live.stop()

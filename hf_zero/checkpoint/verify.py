@@ -12,12 +12,10 @@ from functools import partial
 
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.find import find_checkpoint, walk
-from hf_zero.checkpoint.foreign import huggingface, recognise
-from hf_zero.checkpoint.manifest import MANIFEST_NAME
-from hf_zero.checkpoint.progress import Tick, progress_bar
-from hf_zero.checkpoint.reader import Checkpoint
-from hf_zero.checkpoint.records import FileEntry
-from hf_zero.checkpoint.storage import AnyPath, as_path, is_remote
+from hf_zero.checkpoint.foreign import huggingface
+from hf_zero.checkpoint.manifest import MANIFEST_NAME, FileEntry
+from hf_zero.checkpoint.reader import Checkpoint, recognise
+from hf_zero.checkpoint.storage import AnyPath, Tick, as_path, is_remote, progress_bar
 from hf_zero.checkpoint.tensorfile import TensorEntry, TensorFile
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed

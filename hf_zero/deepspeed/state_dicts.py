@@ -21,9 +21,8 @@ from safetensors.torch import load_file
 
 from hf_zero.checkpoint import convert_zero_checkpoint_to_fp32_state_dict as _convert
 from hf_zero.checkpoint.find import find_checkpoint
-from hf_zero.checkpoint.foreign import open_checkpoint
-from hf_zero.checkpoint.reader import Checkpoint
-from hf_zero.checkpoint.records import strip_wrappers
+from hf_zero.checkpoint.manifest import strip_wrappers
+from hf_zero.checkpoint.reader import Checkpoint, open_checkpoint
 
 
 def clone_tensors_for_torch_save(item: Any, device: str | torch.device = "cpu") -> Any:

@@ -18,10 +18,9 @@ import torch
 
 from hf_zero.checkpoint.convert.outputs import outputs
 from hf_zero.checkpoint.find import find_checkpoint
-from hf_zero.checkpoint.foreign import open_checkpoint
 from hf_zero.checkpoint.foreign.deepspeed import FOLDER, SETTINGS, STEP, WEIGHTS
-from hf_zero.checkpoint.reader import Checkpoint, parameter_ranges
-from hf_zero.checkpoint.records import strip_wrappers
+from hf_zero.checkpoint.manifest import strip_wrappers
+from hf_zero.checkpoint.reader import Checkpoint, open_checkpoint, parameter_ranges
 from hf_zero.errors import CheckpointError
 
 LATEST_UNIVERSAL = "latest_universal"

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.checkpoint import find
-from hf_zero.checkpoint.collective_try import describe_error
 from hf_zero.checkpoint.find import integrity_error
+from hf_zero.checkpoint.storage import describe_error
 from hf_zero.distributed import process_group, world_group
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import logger

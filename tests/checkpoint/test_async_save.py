@@ -20,16 +20,16 @@ import pytest
 import torch
 
 from hf_zero.checkpoint import (
-    async_save,
     commit,
-    engine_state,
     load_sharded,
-    progress,
+    save_job,
     save_sharded,
+    storage,
     verify_checkpoint,
 )
 from hf_zero.errors import CheckpointError, HostMemoryError
 from hf_zero.logging import logger
+from hf_zero.zero.access.consolidate import persistent_buffers
 from tests.checkpoint.test_engine import Setup, second_half, train
 from tests.checkpoint.test_offloaded import Away, described
 from tests.helpers.cells import fast
@@ -40,13 +40,13 @@ from tests.helpers.ranks import run_ranks
 @pytest.fixture
 def held(monkeypatch):
     """Threads write only once the lock that this gives is free."""
-    lock, write = threading.Lock(), async_save.write_image
+    lock, write = threading.Lock(), save_job.write_image
 
     def waiting(path, *rest):
         with lock:
             return write(path, *rest)
 
-    monkeypatch.setattr(async_save, "write_image", waiting)
+    monkeypatch.setattr(save_job, "write_image", waiting)
     return lock
 
 
@@ -62,7 +62,7 @@ def heard(monkeypatch):
 
 def failing_on(monkeypatch, rank: int, number: int, times: int = 1) -> None:
     """The thread of ``rank`` cannot write, ``times`` times."""
-    write, left = async_save.write_image, [times]
+    write, left = save_job.write_image, [times]
 
     def full(path, *rest):
         if path.name.startswith(f"rank-{rank:05d}") and left[0]:
@@ -70,7 +70,7 @@ def failing_on(monkeypatch, rank: int, number: int, times: int = 1) -> None:
             raise OSError(number, os.strerror(number), str(path))
         return write(path, *rest)
 
-    monkeypatch.setattr(async_save, "write_image", full)
+    monkeypatch.setattr(save_job, "write_image", full)
 
 
 WAYS = [
@@ -162,7 +162,7 @@ def test_both_ways_write_the_same_bytes_and_each_byte_of_state_once(
         torch.set_rng_state(state)
         engine.save_checkpoint(str(tmp_path), tag="beside", blocking=False)
         engine.wait_for_checkpoint()
-        buffers = sum(b.nbytes for b in engine_state.persistent_buffers(engine.module).values())
+        buffers = sum(b.nbytes for b in persistent_buffers(engine.module).values())
         numel = sum(flat.layout.numel for flat in engine.flats)
         engine.destroy()
         # masters and two moments; padding is written, too
@@ -290,7 +290,7 @@ def test_a_wait_that_is_interrupted_leaves_the_thread_its_memory(
         held.acquire()
         engine.save_checkpoint(str(tmp_path), tag="first", blocking=False)
         with monkeypatch.context() as patch:
-            patch.setattr(async_save.Future, "result", interrupt)
+            patch.setattr(save_job.Future, "result", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 engine.save_checkpoint(str(tmp_path), tag="second", blocking=False)
         threading.Timer(0.2, held.release).start()
@@ -320,10 +320,10 @@ def test_killed_between_the_copy_and_the_end(tmp_path: Path, monkeypatch, at: st
         engine.save_checkpoint(str(tmp_path), tag="old")
         train(engine, rank, range(1))
         module, name = {
-            "staged": (async_save, "write_image"),
-            "written": (save_sharded.SaveJob, "_publish"),
+            "staged": (save_job, "write_image"),
+            "written": (save_job.SaveJob, "_publish"),
             "manifest": (commit, "publish_folder"),
-            "renamed": (save_sharded.SaveJob, "_finish"),
+            "renamed": (save_job.SaveJob, "_finish"),
         }[at]
         with monkeypatch.context() as patch:
             patch.setattr(module, name, die)
@@ -403,17 +403,17 @@ def test_client_state_that_cannot_be_saved_is_raised_at_the_call(tmp_path: Path)
 
 def test_a_bar_appears_for_work_that_lasts(monkeypatch, capsys) -> None:
     clock = [0.0]
-    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True, raising=False)
-    with progress.progress_bar(None, 100, "saving run") as tick:
+    monkeypatch.setattr(storage, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(storage.sys.stderr, "isatty", lambda: True, raising=False)
+    with storage.progress_bar(None, 100, "saving run") as tick:
         tick(50)
     assert "saving run" not in capsys.readouterr().err, "it was over at once"
-    with progress.progress_bar(None, 100, "saving run") as tick:
+    with storage.progress_bar(None, 100, "saving run") as tick:
         tick(25)
-        clock[0] = progress.SHOWN_AFTER
+        clock[0] = storage.SHOWN_AFTER
         tick(75)
     assert "saving run" in capsys.readouterr().err
-    with progress.progress_bar(False, 100, "saving run") as tick:
+    with storage.progress_bar(False, 100, "saving run") as tick:
         tick(100)
     assert "saving run" not in capsys.readouterr().err
 

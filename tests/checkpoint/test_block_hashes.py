@@ -18,12 +18,11 @@ import torch
 from typer.testing import CliRunner
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint import hashes, zero_to_fp32
+from hf_zero.checkpoint import tensorfile, zero_to_fp32
 from hf_zero.checkpoint.file_writer import write_image, write_tensors
-from hf_zero.checkpoint.hashes import BlockHashes
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.storage import as_path
-from hf_zero.checkpoint.tensorfile import TensorFile, plan_file
+from hf_zero.checkpoint.tensorfile import BlockHashes, TensorFile, plan_file
 from hf_zero.cli.app import app
 from hf_zero.deepspeed import state_dicts, universal_files
 from hf_zero.errors import CheckpointError
@@ -40,7 +39,7 @@ BLOCK = 64  # bytes
 @pytest.fixture
 def blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that are smaller than tensors."""
-    monkeypatch.setattr(hashes, "MIN_BLOCK", BLOCK)
+    monkeypatch.setattr(tensorfile, "MIN_BLOCK", BLOCK)
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -142,8 +141,8 @@ def test_images_and_streams_have_the_same_hashes(tmp_path: Path) -> None:
 
 
 def test_blocks_of_large_files_are_longer() -> None:
-    size = hashes.FileHasher([4096, 1 << 40]).result().blocks.size
-    assert size * hashes.MOST_BLOCKS >= 1 << 40 > size // 4 * hashes.MOST_BLOCKS
+    size = tensorfile.FileHasher([4096, 1 << 40]).result().blocks.size
+    assert size * tensorfile.MOST_BLOCKS >= 1 << 40 > size // 4 * tensorfile.MOST_BLOCKS
 
 
 TWO = Job(2, 3, units=("first",))

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.checkpoint import engine_state, hashes
+from hf_zero.checkpoint import tensorfile
 from hf_zero.checkpoint.find import rank_file
+from hf_zero.zero.access.consolidate import persistent_buffers
 from tests.checkpoint.test_offloaded import Away, described, train
 from tests.helpers.ranks import run_ranks
 
@@ -113,7 +114,7 @@ def test_each_rank_reads_what_it_owns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And, to compare hashes, the rest of the blocks at the ends of what it owns: once."""
-    monkeypatch.setattr(hashes, "MIN_BLOCK", BLOCK)
+    monkeypatch.setattr(tensorfile, "MIN_BLOCK", BLOCK)
     (tmp_path / "disk").mkdir()
     before, after = (
         dataclasses.replace(setup, folder=tmp_path / "disk", frozen="h.0.attn")
@@ -129,9 +130,7 @@ def test_each_rank_reads_what_it_owns(
     def load(rank: int, models: list[torch.nn.Module]) -> tuple[int, int]:
         engine = after.open(models[rank])
         owned = owned_bytes(engine, moments)
-        buffers = sum(
-            buffer.nbytes for buffer in engine_state.persistent_buffers(engine.module).values()
-        )
+        buffers = sum(buffer.nbytes for buffer in persistent_buffers(engine.module).values())
         engine.load_checkpoint(str(tmp_path / "run"), **asked, verify=verify)
         engine.destroy()
         return owned, buffers

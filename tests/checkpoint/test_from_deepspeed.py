@@ -23,9 +23,9 @@ from hf_zero.checkpoint import (
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
-from hf_zero.checkpoint.foreign import open_foreign, recognise
 from hf_zero.checkpoint.foreign.deepspeed_parts import CLASSES
 from hf_zero.checkpoint.foreign.torch_files import load_pickle
+from hf_zero.checkpoint.reader import open_checkpoint, recognise
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.deepspeed_inputs.model import (
     SAVED_AFTER,
@@ -154,7 +154,7 @@ def test_stage_0_without_names(heard):
     """
     folder = INPUTS / "stage0" / "global_step3"
     model = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=True)
-    with open_foreign(folder) as opened:
+    with open_checkpoint(folder) as opened:
         assert [len(group.parameters) for group in opened.manifest.optimizer.groups] == [
             5,
             6,
@@ -185,7 +185,7 @@ def test_masters_that_no_parameter_rounds_to(tmp_path, heard):
     data = torch.load(path, weights_only=True)
     data["module"]["norm.weight"] += 1
     torch.save(data, path)
-    with open_foreign(folder) as opened:
+    with open_checkpoint(folder) as opened:
         assert opened.manifest.optimizer is None and "norm.weight" in opened.manifest.parameters
     assert "its master weights do not tell: the weights are read in 16 bits" in heard[0]
 
@@ -210,7 +210,7 @@ def test_the_client_state_may_hold_numbers_of_numpy(tmp_path):
     data = load_pickle(folder / "global_step3" / "mp_rank_00_model_states.pt", CLASSES)
     torch.save({**data, **dict(add)}, folder / "new")
     (folder / "new").replace(folder / "global_step3" / "mp_rank_00_model_states.pt")
-    with open_foreign(folder / "global_step3") as opened:
+    with open_checkpoint(folder / "global_step3") as opened:
         read = opened.client_state()
     assert (read["curve"] == given["curve"]).all()
     assert {key: read[key] for key in given if key != "curve"} == {
@@ -259,7 +259,7 @@ def test_frozen_weights_that_are_tied_are_written_once(tmp_path):
     data["module"]["again.weight"] = data["module"]["frozen.weight"]
     torch.save(data, folder / "new")
     (folder / "new").replace(path)
-    with open_foreign(folder / "global_step3") as opened:
+    with open_checkpoint(folder / "global_step3") as opened:
         assert opened.manifest.aliases["again.weight"] == "frozen.weight"
         assert "again.weight" not in opened.manifest.parameters
 
@@ -352,7 +352,7 @@ def test_stage_0_whose_shapes_do_not_tell(tmp_path, heard):
     data = torch.load(path, weights_only=True)
     data["module"]["further.weight"] = torch.ones(9, 5)  # as blocks.0.up.weight
     torch.save(data, path)
-    with open_foreign(folder) as opened:
+    with open_checkpoint(folder) as opened:
         assert opened.manifest.optimizer is None and "further.weight" in opened.manifest.parameters
     assert "their shapes do not tell" in heard[0]
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hf_zero import checkpoint
+from hf_zero.checkpoint.manifest import GroupEntry
 from hf_zero.checkpoint.match import pair_groups, reorder_schedule
-from hf_zero.checkpoint.records import GroupEntry
 from tests.checkpoint.jobs import Engine, Job, good, other, run, small, state_of, train_some
 from tests.checkpoint.test_save_load import assert_equal
 

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint.manifest import Manifest
-from hf_zero.checkpoint.records import dtype_of
+from hf_zero.checkpoint.manifest import Manifest, dtype_of
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.jobs import Job, good, run, small, train_some
 

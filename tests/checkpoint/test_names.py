@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_zero.checkpoint.foreign import unnamed
-from hf_zero.checkpoint.records import pair_names, strip_wrappers
+from hf_zero.checkpoint.manifest import pair_names, strip_wrappers
 
 SHAPES = {
     "up.weight": (4, 3),

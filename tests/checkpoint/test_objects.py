@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_zero.checkpoint.objects import is_json, join, load_objects, split
+from hf_zero.checkpoint.reader import join, load_objects
+from hf_zero.checkpoint.save_sharded import is_json, split
 from hf_zero.errors import CheckpointError
 
 

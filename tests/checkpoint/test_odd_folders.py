@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint import async_save, find
+from hf_zero.checkpoint import find, save_job
 from hf_zero.checkpoint.commit import CommitTarget
 from hf_zero.checkpoint.find import LATEST, SAVING
 from hf_zero.errors import CheckpointError
@@ -59,13 +59,13 @@ def test_the_working_folder_changes_while_a_thread_writes(
 ) -> None:
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
-    write, moved = async_save.write_image, threading.Event()
+    write, moved = save_job.write_image, threading.Event()
 
     def waiting(path, *rest):
         assert moved.wait(50)
         return write(path, *rest)
 
-    monkeypatch.setattr(async_save, "write_image", waiting)
+    monkeypatch.setattr(save_job, "write_image", waiting)
     monkeypatch.chdir(tmp_path / "here")
 
     def train(rank: int) -> None:

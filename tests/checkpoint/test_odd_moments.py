@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.checkpoint import async_save, tensorfile, verify_checkpoint
+from hf_zero.checkpoint import save_job, tensorfile, verify_checkpoint
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import logger
 from tests.checkpoint.test_elastic import Elastic, grouped, micro_losses, place
@@ -38,13 +38,13 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Threads write only once this is set."""
-    free, write = threading.Event(), async_save.write_image
+    free, write = threading.Event(), save_job.write_image
 
     def waiting(path: Path, *rest: Any) -> Any:
         assert free.wait(50)
         return write(path, *rest)
 
-    monkeypatch.setattr(async_save, "write_image", waiting)
+    monkeypatch.setattr(save_job, "write_image", waiting)
     yield free
     free.set()
 
@@ -225,14 +225,14 @@ def test_a_save_that_waits_follows_one_of_the_same_tag_that_a_thread_writes(
     """The later one is what the tag names; where the thread fails, on one rank, all ranks hear
     of it and can save again.
     """
-    write = async_save.write_image
+    write = save_job.write_image
 
     def failing(path: Path, *rest: Any) -> Any:
         if fails and path.name.startswith("rank-00001"):
             raise OSError(28, "No space left on device", str(path))
         return write(path, *rest)
 
-    monkeypatch.setattr(async_save, "write_image", failing)
+    monkeypatch.setattr(save_job, "write_image", failing)
 
     def run(rank: int, models: list[torch.nn.Module]) -> None:
         engine = TWO.open(models[rank])

@@ -15,9 +15,8 @@ import torch
 
 import hf_zero
 from hf_zero import checkpoint
-from hf_zero.checkpoint.manifest import Manifest
+from hf_zero.checkpoint.manifest import Chunk, FlatEntry, Manifest
 from hf_zero.checkpoint.reader import copy_ranges, parameter_ranges
-from hf_zero.checkpoint.records import Chunk, FlatEntry
 from hf_zero.checkpoint.tensorfile import CODES, TensorFile, plan_file
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from tests.checkpoint.jobs import Engine, Job, good, other, run, small, state_of, train_some

@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_zero.checkpoint.manifest import Manifest
+from hf_zero.checkpoint.manifest import Chunk, FlatEntry, Manifest
 from hf_zero.checkpoint.reader import copy_ranges
-from hf_zero.checkpoint.records import Chunk, FlatEntry
 from hf_zero.zero.layout.flat_layout import FlatLayout
 
 

@@ -19,8 +19,15 @@ from safetensors.torch import save_file
 
 from hf_zero.checkpoint import file_writer, storage, tensorfile
 from hf_zero.checkpoint.file_writer import DirectFile, write_image, write_tensors
-from hf_zero.checkpoint.hashes import hash_of, hash_of_file
-from hf_zero.checkpoint.tensorfile import CODES, MAX_HEADER, FilePlan, TensorFile, plan_file
+from hf_zero.checkpoint.tensorfile import (
+    CODES,
+    MAX_HEADER,
+    FilePlan,
+    TensorFile,
+    hash_of,
+    hash_of_file,
+    plan_file,
+)
 from hf_zero.errors import CheckpointError
 
 DTYPES = sorted(CODES, key=str)

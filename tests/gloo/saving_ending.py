@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint import async_save
+from hf_zero.checkpoint import save_job
 from hf_zero.zero.layout import wrap
 from tests.helpers.broken_stacks import Latecomer
 from tests.helpers.engines import config_of, start
@@ -31,7 +31,7 @@ def main(rank: int, way: str, folder: str) -> None:
     model = seeded(Latecomer)
     engine = start(model, plain_sgd(model), config_of(3, timeout=300))
     engine.save_checkpoint(folder, tag="old")
-    write = async_save.write_image
+    write = save_job.write_image
 
     def slow(*arguments: Any) -> str:
         # a rank that is killed has not written before, however late its end comes
@@ -40,7 +40,7 @@ def main(rank: int, way: str, folder: str) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(arguments[0]))
         return write(*arguments)
 
-    async_save.write_image = slow
+    save_job.write_image = slow
     engine.backward(squared(engine, At(0, 0, rank)))
     engine.step()
     engine.save_checkpoint(folder, tag="new", blocking=False)

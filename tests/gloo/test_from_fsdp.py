@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import hf_zero
-from hf_zero.checkpoint.foreign import open_foreign
+from hf_zero.checkpoint.reader import open_checkpoint
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.deepspeed_inputs.model import SAVED_AFTER, STEPS, batch, build, optimizer_of
 from tests.helpers.processes import run_processes
@@ -141,7 +141,7 @@ def test_every_form_converts_to_the_same(written, form, tmp_path):
 
 
 def test_what_lies_beside_the_model_keeps_its_shape(written, heard):
-    with open_foreign(written[0] / "beside") as opened:
+    with open_checkpoint(written[0] / "beside") as opened:
         assert opened.client_state() == {
             "runs": {"a": {"step": 1}, "b": {"step": 2}},
             "seen": [None, 5],
@@ -151,7 +151,7 @@ def test_what_lies_beside_the_model_keeps_its_shape(written, heard):
 
 def test_states_that_no_engine_names_are_left_out(written, heard):
     """By their places alone they would go to the wrong parameters."""
-    with open_foreign(written[0] / "unnamed") as opened:
+    with open_checkpoint(written[0] / "unnamed") as opened:
         assert (
             opened.manifest.optimizer is None
             and {name for flat in opened.manifest.flats for name in flat.states} == set()
@@ -162,7 +162,7 @@ def test_states_that_no_engine_names_are_left_out(written, heard):
         [name for name, p in model.named_parameters() if p.requires_grad and p.ndim == ndim]
         for ndim in (1, 2)
     ]
-    with open_foreign(written[0] / "unnamed", other) as opened:
+    with open_checkpoint(written[0] / "unnamed", lambda: other) as opened:
         assert opened.manifest.optimizer is None
 
 

@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.strategies import deepspeed as deepspeed_strategy
 
-from hf_zero.checkpoint import async_save, find
+from hf_zero.checkpoint import find, save_job
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations.checkpoint_folders import engine_checkpoint_error, trainer_folder_error
 from tests.helpers.trainers import logged, model, routed, weights
@@ -45,7 +45,7 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate, write = Gate(), async_save.write_image
+    gate, write = Gate(), save_job.write_image
 
     def waiting(path: Path, *rest: Any) -> Any:
         assert gate.open.wait(60)
@@ -54,7 +54,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return write(path, *rest)
 
-    monkeypatch.setattr(async_save, "write_image", waiting)
+    monkeypatch.setattr(save_job, "write_image", waiting)
     yield gate
     gate.open.set()
 

@@ -17,7 +17,6 @@ import torch
 
 import hf_zero
 from hf_zero.checkpoint import storage
-from hf_zero.checkpoint.collective_try import describe_error
 from hf_zero.checkpoint.convert import card
 from hf_zero.checkpoint.convert.files import Journal, lock_folder, temporary_path, write_part
 from hf_zero.checkpoint.convert.outputs import CONFIG as ADAPTER
@@ -30,12 +29,9 @@ from hf_zero.checkpoint.convert.outputs import (
     outputs,
 )
 from hf_zero.checkpoint.find import find_checkpoint
-from hf_zero.checkpoint.foreign import open_checkpoint
-from hf_zero.checkpoint.manifest import Manifest
-from hf_zero.checkpoint.progress import progress_bar
-from hf_zero.checkpoint.reader import Checkpoint
-from hf_zero.checkpoint.records import dtype_name, strip_wrappers
-from hf_zero.checkpoint.storage import AnyPath, local_path
+from hf_zero.checkpoint.manifest import Manifest, dtype_name, strip_wrappers
+from hf_zero.checkpoint.reader import Checkpoint, open_checkpoint
+from hf_zero.checkpoint.storage import AnyPath, describe_error, local_path, progress_bar
 from hf_zero.checkpoint.tensorfile import FilePlan, plan_file
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.logging import in_units, logger

@@ -25,9 +25,8 @@ import torch
 
 from hf_zero.checkpoint import find, storage
 from hf_zero.checkpoint.convert.outputs import OutputTensor, Scratch, read_cast
-from hf_zero.checkpoint.progress import Tick
 from hf_zero.checkpoint.reader import Checkpoint
-from hf_zero.checkpoint.storage import write_all
+from hf_zero.checkpoint.storage import Tick, write_all
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan
 from hf_zero.errors import CheckpointError
 

@@ -18,9 +18,8 @@ from math import prod
 import torch
 
 from hf_zero.checkpoint.convert.card import json_object, places
-from hf_zero.checkpoint.manifest import Manifest, is_plain
+from hf_zero.checkpoint.manifest import BUFFER, Adapter, Manifest, is_plain, strip_wrappers
 from hf_zero.checkpoint.reader import Checkpoint, parameter_ranges
-from hf_zero.checkpoint.records import BUFFER, Adapter, strip_wrappers
 from hf_zero.checkpoint.storage import AnyPath
 from hf_zero.checkpoint.tensorfile import TensorFile
 from hf_zero.errors import CheckpointError, ConfigError

@@ -13,9 +13,7 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.foreign.torch_files import MappedFiles
-from hf_zero.checkpoint.manifest import Manifest
-from hf_zero.checkpoint.reader import Checkpoint
-from hf_zero.checkpoint.records import (
+from hf_zero.checkpoint.manifest import (
     BUFFER,
     MASTER,
     SHARD,
@@ -24,8 +22,10 @@ from hf_zero.checkpoint.records import (
     FileEntry,
     FlatEntry,
     GroupEntry,
+    Manifest,
     OptimizerEntry,
 )
+from hf_zero.checkpoint.reader import Checkpoint
 from hf_zero.checkpoint.tensorfile import TensorEntry, TensorFile
 from hf_zero.errors import CheckpointError
 from hf_zero.zero.layout.flat_layout import FlatLayout

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.records import pair_names
+from hf_zero.checkpoint.manifest import pair_names
 
 Shape = tuple[int, ...]
 Names = list[list[str]]

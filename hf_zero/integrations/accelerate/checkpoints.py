@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hf_zero.checkpoint.async_save import after_commit
 from hf_zero.checkpoint.commit import excess, remove
 from hf_zero.checkpoint.find import DROPPED
+from hf_zero.checkpoint.save_job import after_commit
 from hf_zero.integrations import finder
 from hf_zero.integrations.checkpoint_folders import (
     StateContents,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
-from hf_zero.checkpoint.objects import split
+from hf_zero.checkpoint.save_sharded import split
 from hf_zero.config.curriculum import METRICS
 from hf_zero.config.training_phases import PHASES
 from hf_zero.deepspeed.zero_init import Init

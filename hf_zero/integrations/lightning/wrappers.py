@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hf_zero.checkpoint.async_save import after_commit
 from hf_zero.checkpoint.commit import remove
+from hf_zero.checkpoint.save_job import after_commit
 from hf_zero.engine import Engine
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.integrations import finder

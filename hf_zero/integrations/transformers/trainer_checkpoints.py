@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.checkpoint import find
-from hf_zero.checkpoint.async_save import after_commit
 from hf_zero.checkpoint.commit import excess, remove
+from hf_zero.checkpoint.save_job import after_commit
 from hf_zero.distributed import world_group
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations import finder

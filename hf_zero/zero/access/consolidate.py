@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 
 from hf_zero.zero.layout.cut_parameters import WholeNames
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
@@ -128,6 +129,26 @@ def written(module: nn.Module) -> dict[str, Any]:
     state: dict[str, Any] = {}
     module._save_to_state_dict(state, "", False)
     return state
+
+
+def persistent_buffers(
+    module: torch.nn.Module, without: Collection[str] = ()
+) -> dict[str, torch.Tensor]:
+    """Return the tensors in ``state_dict`` that are not parameters, under every name they have
+    there: buffers, the state of quantised weights.
+
+    Tensors that accompany a parameter named in ``without`` are left out.
+    """
+    held = {}
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        for name, value in written(child).items():
+            if (
+                name not in child._parameters
+                and name != EXTRA_STATE
+                and isinstance(value, torch.Tensor)
+            ):
+                held[f"{prefix}.{name}" if prefix else name] = value
+    return {name: value for name, value in held.items() if not belongs(name, without)}
 
 
 def belongs(name: str, parameters: Collection[str]) -> bool:

@@ -127,6 +127,14 @@ class WholeNames:
         names = self.every(name)
         return names[self._rank] if len(names) > 1 else name
 
+    def every_of(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+        """Return :meth:`every` by name."""
+        return {name: self.every(name) for name in names}
+
+    def own_of(self, names: Iterable[str]) -> dict[str, str]:
+        """Return :meth:`own` by name."""
+        return {name: self.own(name) for name in names}
+
     def pairs(self, names: Mapping[str, str]) -> dict[str, str]:
         """Return the mapping ``names`` of this rank's names for all ranks, in whole-model names."""
         found = (zip(self.every(one), self.every(other)) for one, other in names.items())

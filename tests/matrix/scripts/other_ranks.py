@@ -129,7 +129,7 @@ def loop(args, ranks, folder):
 
 
 def die_in_a_save(number):
-    from hf_zero.checkpoint import async_save, save_sharded
+    from hf_zero.checkpoint import save_job, save_sharded
 
     saves = iter(range(1, number + 1))
 
@@ -143,8 +143,8 @@ def die_in_a_save(number):
 
         return written
 
-    async_save.write_image, save_sharded.write_tensors = (
-        dying(async_save.write_image),
+    save_job.write_image, save_sharded.write_tensors = (
+        dying(save_job.write_image),
         dying(save_sharded.write_tensors),
     )
 

@@ -1,13 +1,14 @@
-"""Background saves: the state is copied into staging memory at the call, and a thread writes it
-while training continues.
+"""The job of a save: each rank writes its file, the ranks exchange outcomes, rank 0 commits; in the
+call, or in a thread beside the training.
 
 [Note: without a collective]
-All collectives (tag, folder, copies, manifest) run before the thread starts. Afterwards each rank
-publishes the outcome of its file in the store; rank 0 commits once all ranks have succeeded, and
-publishes the result. A thread that waits for another rank therefore never interleaves with a
-collective of the training. Every rank adopts the result of rank 0, so that a call that waits for
-the save (another save, a load, ``wait_for_checkpoint``) raises on all ranks or on none. A rank that
-has lost the store reads the result from the folder instead.
+A background save copies the state into staging memory at the call. All collectives (tag, folder,
+copies, manifest) run before its thread starts. Afterwards each rank publishes the outcome of its
+file in the store; rank 0 commits once all ranks have succeeded, and publishes the result. A thread
+that waits for another rank therefore never interleaves with a collective of the training. Every
+rank adopts the result of rank 0, so that a call that waits for the save (another save, a load,
+``wait_for_checkpoint``) raises on all ranks or on none. A rank that has lost the store reads the
+result from the folder instead.
 
 The threads are not daemons: an interpreter that exits, even by an exception, waits for them. A
 process that is killed leaves a temporary folder and no checkpoint.
@@ -18,26 +19,156 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from hf_zero.checkpoint.collective_try import describe_error
+from hf_zero.checkpoint.commit import CommitTarget, retain
 from hf_zero.checkpoint.file_writer import copy_bytes, write_image
-from hf_zero.checkpoint.hashes import BlockHashes, FileHashes
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
-from hf_zero.checkpoint.plan import Outcome, SaveJob, SavePlan
-from hf_zero.checkpoint.storage import AnyPath, is_remote
-from hf_zero.checkpoint.tensorfile import FilePlan, bytes_view
+from hf_zero.checkpoint.storage import AnyPath, describe_error, describe_failures, is_remote
+from hf_zero.checkpoint.tensorfile import BlockHashes, FileHashes, FilePlan, bytes_view
 from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError, HfZeroError, HostMemoryError
 from hf_zero.logging import logger
 from hf_zero.ops.host_memory import HostArena
+
+
+@dataclass(frozen=True)
+class SharedFiles:
+    """The files other than rank files, as bytes: ``files`` in the checkpoint folder, ``above`` in
+    its parent.
+
+    The manifest still lacks the hashes of the rank files.
+    """
+
+    manifest: Manifest
+    files: dict[str, bytes]
+    above: dict[str, bytes]
+
+
+NOTHING_SAVED = "Nothing was saved as {!r}; earlier checkpoints are as they were."
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of writing the file of one rank: its hashes, or an error message."""
+
+    hashes: FileHashes | None
+    error: str = ""
+
+
+class Exchange(Protocol):
+    """Protocol by which the ranks of one save exchange their outcomes."""
+
+    def gather(self, own: Outcome) -> list[Outcome]:
+        """Return the outcomes of all ranks, by rank, on rank 0; the result on others is unused."""
+
+    def broadcast(self, failure: str) -> str:
+        """Return rank 0's ``failure`` on all ranks."""
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """A planned save: its target, this rank's file and, on rank 0, all shared files."""
+
+    target: CommitTarget
+    path: AnyPath
+    rank: int
+    world: int
+    shared: SharedFiles | None
+    keep: int | None = None
+
+    def run(
+        self,
+        write: Callable[[], FileHashes],
+        exchange: Exchange,
+        committed: Callable[[], object] = lambda: None,
+    ) -> tuple[str, Exception | None]:
+        """Write this rank's file with ``write``, which returns its hashes, and commit on rank 0,
+        which calls ``committed`` last.
+
+        Returns the failure, equal on all ranks and "" on success, and the exception of this rank,
+        if any.
+        """
+        causes: list[Exception] = []
+        failure = ""
+        try:
+            try:
+                own = Outcome(write())
+            except Exception as error:
+                causes.append(error)
+                own = Outcome(None, describe_error(error, self.path))
+            outcomes = exchange.gather(own)
+            if self.shared is not None:
+                failure = self._publish(outcomes, causes)
+        except BaseException:
+            if self.shared is not None:
+                self.target.abort()
+            raise
+        if self.shared is not None and failure:
+            self.target.abort()
+        elif self.shared is not None:
+            failure = self._finish(committed, causes)
+        return exchange.broadcast(failure), causes[0] if causes else None
+
+    def _publish(self, outcomes: list[Outcome], causes: list[Exception]) -> str:
+        """Write the shared files, with the hashes in the manifest, if all ranks have written their
+        files. Returns "" once the checkpoint exists, else the failure; nothing has changed then.
+        """
+        assert self.shared is not None
+        failed = {rank: outcome.error for rank, outcome in enumerate(outcomes) if outcome.error}
+        if not failed:
+            entries = self.shared.manifest.files
+            files = tuple(
+                replace(entry, hash=outcome.hashes.whole, blocks=outcome.hashes.blocks)
+                for entry, outcome in zip(entries, outcomes, strict=True)
+                if outcome.hashes is not None
+            )
+            manifest = replace(self.shared.manifest, files=files)
+            try:
+                self.target.publish(manifest, self.shared.files, self.shared.above)
+                return ""
+            except Exception as error:
+                causes.append(error)
+                failed = {0: describe_error(error, self.path.parent)}
+        return f"{describe_failures(failed, self.world)}. {NOTHING_SAVED.format(self.target.tag)}"
+
+    def _finish(self, committed: Callable[[], object], causes: list[Exception]) -> str:
+        """Point ``latest`` to the new checkpoint, then remove the one that it replaces and those
+        beyond ``keep``. Returns the failure, or "".
+        """
+        assert self.shared is not None
+        try:
+            self.target.finish(self.shared.above)
+            if self.keep is not None:
+                retain(self.target.final, self.keep)
+            committed()
+        except Exception as error:
+            causes.append(error)
+            text = describe_failures({0: describe_error(error, self.target.final)}, self.world)
+            return f"{text}. {self.target.final} itself is whole; pass its tag to load it."
+        return ""
+
+
+class ByCollectives:
+    """Exchange of outcomes by collectives."""
+
+    def __init__(self, mesh: Any) -> None:
+        self._mesh = mesh
+
+    def gather(self, own: Outcome) -> list[Outcome]:
+        outcomes: list[Outcome] = self._mesh.all_gather_object(own)
+        return outcomes
+
+    def broadcast(self, failure: str) -> str:
+        return str(self._mesh.all_gather_object(failure)[0])
+
 
 Action = Callable[[], object]
 
@@ -140,27 +271,29 @@ class AsyncSaver:
             if future.done():  # after an interrupted wait the thread still uses its memory
                 self._running = None
 
-    def stage(self, plan: SavePlan) -> str:
-        """Copy the file of ``plan`` to staging memory. Return "" on success, otherwise the reason
-        why it could not be staged.
+    def stage(
+        self, plan: FilePlan, tensors: Mapping[str, torch.Tensor | Callable[[], torch.Tensor]]
+    ) -> str:
+        """Copy the file of ``plan``, with the values of ``tensors``, to staging memory. Return ""
+        on success, otherwise the reason why it could not be staged.
         """
         if self._mail is None and self._world > 1:
             return "the ranks of this process group share no store"
-        begun, size = time.perf_counter(), plan.file.size
+        begun, size = time.perf_counter(), plan.size
         if self._memory.numel() < size:
             self._memory = torch.empty(0, dtype=torch.uint8)  # free the old block first
             try:
                 self._memory = self._arena.take(size, torch.uint8)
             except HostMemoryError as error:
                 return str(error)
-        at = len(plan.file.header)
-        copy_bytes(
-            self._memory[:at], torch.frombuffer(bytearray(plan.file.header), dtype=torch.uint8)
-        )
-        for entry in plan.file.entries:
-            values = plan.tensors[entry.name].values().detach().reshape(-1)
+        at = len(plan.header)
+        header = torch.frombuffer(bytearray(plan.header), dtype=torch.uint8)
+        copy_bytes(self._memory[:at], header)
+        for entry in plan.entries:
+            given = tensors[entry.name]
+            values = (given if isinstance(given, torch.Tensor) else given()).detach().reshape(-1)
             copy_bytes(self._memory[at + entry.begin : at + entry.end], values, wait=False)
-            del values
+            del given, values
         kinds.synchronize(self._device)  # the copies must end before training changes the state
         self._size, self._stall = size, time.perf_counter() - begun
         return ""
