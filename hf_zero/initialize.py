@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from hf_zero.activations.compile import to_be_compiled
 from hf_zero.activations.policy import ActivationPatches
+from hf_zero.compression.registry import extensions_of
 from hf_zero.config import ZeroConfig, explaining
 from hf_zero.config.curriculum import METRICS
 from hf_zero.config.monitors import MONITORS
@@ -202,7 +203,9 @@ def initialize_as(
     if isinstance(model, StagedModule):
         check_pipeline(settings, model, techniques.by_key, one_bit is not None)
         engine_class = pipelined(engine_class)
-    engine = engine_class(model, settings, patches, techniques, made)
+    engine = engine_class(
+        model, settings, patches, techniques, made, extensions=extensions_of(settings, made)
+    )
     engine.training_dataloader = loader
     try:
         engine.lr_scheduler = scheduler = _scheduler(lr_scheduler, settings, made)

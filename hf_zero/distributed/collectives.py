@@ -118,6 +118,18 @@ class MeshDim:
         """Global ranks of the other members."""
         return tuple(rank for place, rank in enumerate(self.ranks) if place != self.rank)
 
+    @property
+    def gathers_in_stages(self) -> bool:
+        """Whether a gather sends a second message once its first has arrived."""
+        return self.hops is not None
+
+    def advance_gathers(self, ahead: int = 0) -> None:
+        """Launch the second messages of gathers, except of the last ``ahead``; nothing to do where
+        gathers have one message.
+        """
+        if self.hops is not None:
+            self.hops.advance(ahead)
+
     def _peers(self) -> list[int]:
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from torch import nn
 
 from hf_zero.activations.policy import ActivationPatches
+from hf_zero.compression.registry import extensions_of
 from hf_zero.config import ZeroConfig, ZeroSection
 from hf_zero.distributed import process_group
 from hf_zero.engine import Engine
@@ -44,7 +45,8 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
         process_group.get_world_size(), require_batch_size=False, training=False
     )
     patches, techniques = ActivationPatches(resolved), TrainingTechniques(resolved)
-    return Engine(model, resolved, patches, techniques, shard_only=True)
+    extensions = extensions_of(resolved)
+    return Engine(model, resolved, patches, techniques, shard_only=True, extensions=extensions)
 
 
 def engines_of(model: nn.Module) -> list[Engine]:

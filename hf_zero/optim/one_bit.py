@@ -1,8 +1,8 @@
 """Optimizers with a momentum sent in one bit after a warm-up: 1-bit Adam (Tang et al. 2021,
 arXiv:2102.02888) and 0/1 Adam (Lu et al. 2022, arXiv:2202.06009), with DeepSpeed's settings.
 
-This module has AdamW and the decision when to compress; the engine compresses (hf_zero/one_bit), at
-stage 1. A step that is not compressed is AdamW's own.
+This module has AdamW and the decision when to compress; the engine compresses
+(hf_zero/compression), at stage 1. A step that is not compressed is AdamW's own.
 """
 
 from __future__ import annotations

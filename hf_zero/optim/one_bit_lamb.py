@@ -1,5 +1,5 @@
 """1-bit LAMB (Li et al. 2021, arXiv:2104.06069), with DeepSpeed's settings: LAMB, and the scale of
-its updates after the freeze. The engine sends the momentum (hf_zero/one_bit).
+its updates after the freeze. The engine sends the momentum (hf_zero/compression).
 """
 
 from __future__ import annotations

@@ -139,8 +139,8 @@ class SegmentTable:
             self.offloaded.replace(changed)
 
     def rest(self, names: frozenset[str]) -> None:
-        """Leave the parameters ``names`` to other code (hf_zero/one_bit): from now on only their
-        steps are counted here. Create missing state, as of before the first step.
+        """Leave the parameters ``names`` to other code (hf_zero/compression): from now on only
+        their steps are counted here. Create missing state, as of before the first step.
         """
         if names == self.resting_names:
             return

@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, ZeroConfig
 from hf_zero.planning.moments import moments_of
-from hf_zero.zero.layout.compression import DEFAULT_BLOCKS, SMALLEST_TENSOR
+from hf_zero.zero.layout.codecs import DEFAULT_BLOCKS, SMALLEST_TENSOR
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.precision import compute_dtype
 from hf_zero.zero.layout.sharding import Sharding, sharding_of

@@ -17,7 +17,7 @@ import torch
 from hf_zero.device import kinds
 from hf_zero.ops.symmetric_blocks import SymmetricBlocks
 from hf_zero.planning.plan import FlatParameters, MemoryPlan
-from hf_zero.zero.layout.compression import DEFAULT_BLOCKS, SMALLEST_TENSOR
+from hf_zero.zero.layout.codecs import DEFAULT_BLOCKS, SMALLEST_TENSOR
 
 ONE_BIT_BLOCK = 2048
 SAMPLE = 1 << 20  # elements encoded to measure the time

@@ -156,7 +156,11 @@ class WeightsInBits:
         if self._engine is None or self._began == (self.step >= 0):
             return
         self._began = not self._began
-        self._engine.schedule.computed.change(self._flats, self._round if self._began else None)
+        self._engine.schedule.computed.change(
+            self._flats,
+            self._round if self._began else None,
+            "weights in fewer bits (quantize_training, compression_training)",
+        )
 
     def _round(self, values: Mapping[str, torch.Tensor]) -> None:
         if self._stretched is not None and self._stretched.measuring:

@@ -202,8 +202,8 @@ class Backward:
         whether they are reduced and used.
         """
         update, window = self._update, self._window
-        if update.one_bit is not None:
-            update.one_bit.begin_backward()
+        for each in update.extensions:
+            each.begin_backward()
         if update.bound is not None:
             refuse_switched(self._model.flats)
             refuse_half_done(update.updater, "another backward")
@@ -239,8 +239,8 @@ class Backward:
         self._reduce_accumulated()
 
     def _reduce_accumulated(self) -> None:
-        if self._update.one_bit is not None:
-            self._update.one_bit.before_reduction(self.reducer.local_scale)
+        for each in self._update.extensions:
+            each.before_reduction(self.reducer.local_scale)
         self.reducer.reduce_accumulated()
 
     def write(self, flat: FlatBuffer, name: str, value: torch.Tensor | None) -> None:

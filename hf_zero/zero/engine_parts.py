@@ -17,6 +17,7 @@ from hf_zero.distributed import process_group, rank_status
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.offload.placement import Placement
 from hf_zero.zero.backward import AccumulationWindow, Backward, Counters
+from hf_zero.zero.extensions import PLAIN, Extensions
 from hf_zero.zero.gather.model_patches import Override, Patches, Techniques, refuse_foreign_step
 from hf_zero.zero.layout.making_mesh import make_mesh
 from hf_zero.zero.layout.precision import Fp16LossScaler
@@ -59,9 +60,9 @@ class EngineParts(AroundModel):
         patches: Patches,
         techniques: Techniques,
         optimizer: torch.optim.Optimizer | None = None,
-        lr_scheduler: Any = None,
         device: torch.device | None = None,
         shard_only: bool = False,
+        extensions: Extensions = PLAIN,
     ):
         super().__init__()
         self.module = model
@@ -69,7 +70,7 @@ class EngineParts(AroundModel):
         self.patches = patches
         self.techniques = techniques
         self.optimizer: Any = optimizer
-        self.lr_scheduler = lr_scheduler
+        self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         # names of frozen parameters that whole state dicts keep even with exclude_frozen
         self.kept_when_frozen: frozenset[str] = frozenset()
@@ -81,7 +82,15 @@ class EngineParts(AroundModel):
         device = device or process_group.default_device()
         kinds.set_device(device)
         policy = POLICIES[config.stage]
-        mesh = make_mesh(model, config, device)
+        self.extensions = extensions
+        mesh = make_mesh(
+            model,
+            config,
+            device,
+            extensions.node,
+            extensions.hierarchical,
+            extensions.needs_one_mesh,
+        )
         try:
             with ExitStack() as installed:
                 self._build(mesh, None if shard_only else config.precision, installed)
@@ -106,7 +115,9 @@ class EngineParts(AroundModel):
         self.patches.check(model, not POLICIES[config.stage].shards_parameters)
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         given = [list(group["params"]) for group in groups]
-        sharded = ShardedModel(model, config, mesh, placement, self.optimizer, precision)
+        sharded = ShardedModel(
+            model, config, mesh, placement, self.optimizer, precision, self.extensions
+        )
         self.sharded_model = sharded
         installed.callback(sharded.retire)
         sharded.attach(weakref.ref(self))

@@ -19,12 +19,12 @@ from hf_zero.ops import native
 from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.elementwise import check
 from hf_zero.optim.fused_support import reads_16_bits
-from hf_zero.optim.one_bit import one_bit_of
 from hf_zero.optim.state import collect, numbers_kept
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer, moments_by_group
+from hf_zero.zero.extensions import PLAIN, Extensions
 from hf_zero.zero.gather.model_patches import ModuleGuards
 from hf_zero.zero.gather.schedule import Schedule
-from hf_zero.zero.layout.compression import Compression, report
+from hf_zero.zero.layout.codecs import report
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_layout import Slot
 from hf_zero.zero.layout.flat_memory import Dtypes
@@ -57,6 +57,7 @@ class ShardedModel:
         placement: Placement,
         optimizer: torch.optim.Optimizer | None,
         precision: str | None,
+        extensions: Extensions = PLAIN,
     ):
         self.module = model
         self.mesh = mesh
@@ -77,7 +78,6 @@ class ShardedModel:
             name: str(p.dtype).removeprefix("torch.") for name, p in self.parameters.items()
         }
         self.group_of = _groups(optimizer, self.parameters, config)
-        self.one_bit = one_bit_of(config, optimizer)  # format of its momentum, if it sends that
         accumulate, wire = config.gradient_accumulation_dtype, config.communication_data_type
         dtypes = Dtypes(
             precision,
@@ -96,9 +96,12 @@ class ShardedModel:
             placement,
             dtypes,
             whole,
-            Compression.of(config, self.one_bit),
+            extensions.codecs,
             moments_by_group(optimizer),
         )
+        self.extensions = extensions
+        for unit in self.units:
+            unit.gather_from(extensions.gathers)
         self.flats: list[FlatBuffer] = [flat for unit in self.units for flat in unit.flats]
         self.trainable = [flat for flat in self.flats if flat.trainable]
         report(self.flats, dtypes.wire)
@@ -190,6 +193,8 @@ class ShardedModel:
         """Detach the parameters from their flat buffers, as :func:`retire_flats` does."""
         for flat in self.flats:
             flat.retire()
+        for unit in self.units:
+            unit.source.free()
 
     def bind(self, optimizer: torch.optim.Optimizer, config: ZeroConfig) -> BoundOptimizer:
         """Return ``optimizer`` bound to this rank's segments, with its state where the placement

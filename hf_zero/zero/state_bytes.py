@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from hf_zero.offload.storage import MASTER
-from hf_zero.ops.error_codec import ErrorCodec
 
 KINDS = ("parameters", "gradients", "optimizer")
 TIERS = ("device", "ram", "disk")
@@ -37,7 +36,7 @@ def bytes_by_tier(engine: Any) -> dict[str, int]:
 
 def _held(engine: Any) -> Counter[tuple[str, str]]:
     """Return the bytes by kind and tier."""
-    bound, one_bit = engine.bound, engine.optimizer_step.one_bit
+    bound = engine.bound
     found: Counter[tuple[str, str]] = Counter()
     counted: set[int] = set()
 
@@ -46,8 +45,11 @@ def _held(engine: Any) -> Counter[tuple[str, str]]:
             counted.add(tensor.data_ptr())
             found[kind, tier] += tensor.nbytes
 
-    if one_bit is not None:
-        found["optimizer", "device"] += one_bit.nbytes()
+    for extension in engine.optimizer_step.extensions:
+        for kind, nbytes in extension.state_bytes().items():
+            found[kind, "device"] += nbytes
+    for unit in engine.units:
+        found["parameters", "device"] += unit.source.nbytes()
     for flat in engine.flats:
         if flat.sharded and flat.is_away:
             for tier, nbytes in flat.shard_bytes().items():
@@ -56,12 +58,9 @@ def _held(engine: Any) -> Counter[tuple[str, str]]:
             add("parameters", "device", flat.shard if flat.sharded else flat.full)
         for buffer in flat.computing.memory if flat.computing is not None else ():
             add("parameters", "device", buffer)
-        add("parameters", "device", flat.secondary_shard)
         if not flat.trainable:
             continue
         add("gradients", "device", flat.gradient.accumulated_grad)
-        if isinstance(flat.spec.reduce_codec, ErrorCodec):
-            add("gradients", "device", flat.spec.reduce_codec.error)
         if flat.optimizer_shard.offloaded:
             add("gradients", "ram", flat.gradient.shard)
             for tier, nbytes in flat.optimizer_shard.storage.nbytes().items():

@@ -222,7 +222,8 @@ class TrainingEngine(EngineParts):
         chosen = self.flats if flats is None else list(flats)
         self.sharded_model.refresh(chosen, chosen)
         if flats is None:
-            self.optimizer_step.errors.clear(self.scaler.scale)
+            for each in self.optimizer_step.extensions:
+                each.forget(self.scaler.scale)
 
     # ---- the step ----
 
@@ -271,7 +272,8 @@ class TrainingEngine(EngineParts):
         self.stop_requests.end_step()
         self.backward_pass.reducer.clear()
         scaler = losses.update_scale(overflow)
-        optimizer_step.errors.end_step(self.global_steps + 1, overflow, scaler.scale)
+        for each in optimizer_step.extensions:
+            each.end_step(self.global_steps + 1, overflow, scaler.scale)
         if self.optimizer is not None:
             self.optimizer.overflow = overflow
         self.publish_scale()

@@ -1,5 +1,5 @@
-"""Momenta in one bit from their equations (hf_zero/one_bit/flat_momentum.py, the note), on whole
-vectors in one process with the gradients of N ranks.
+"""Momenta in one bit from their equations (hf_zero/compression/flat_momentum.py, the note), on
+whole vectors in one process with the gradients of N ranks.
 """
 
 from __future__ import annotations
@@ -12,12 +12,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from hf_zero.compression.one_bit_steps import OneBitSteps
 from hf_zero.optim import OneBitAdam
 from tests.helpers.compressed import Recorder, flat_of, window
 from tests.helpers.engines import config_of, start
 from tests.helpers.training import Plan
 
 BLOCK = 64
+
+
+def one_bit_steps(engine: Any) -> OneBitSteps:
+    """Return the part of ``engine`` that makes its steps in one bit."""
+    return next(e for e in engine.optimizer_step.extensions if isinstance(e, OneBitSteps))
 
 
 def mean_of(part: Tensor) -> Tensor:
@@ -172,7 +178,7 @@ def config(plan: Plan | None = None, stage: int = 1, **more: Any) -> dict[str, A
 
 def state_of(engine: Any) -> dict[str, Any]:
     """Return this rank's state of each flat buffer that is sent in one bit."""
-    momenta = {each.flat.key: each for each in engine.optimizer_step.one_bit._momenta}
+    momenta = {each.flat.key: each for each in one_bit_steps(engine)._momenta}
     found = {}
     for key, each in momenta.items():
         flat = each.flat
@@ -321,7 +327,7 @@ class WholeLocal(Whole):
 
 def local_state(engine: Any) -> dict[str, Any]:
     """Return this rank's state of each flat buffer that takes part in local steps."""
-    one_bit = engine.optimizer_step.one_bit
+    one_bit = one_bit_steps(engine)
     found = {}
     for each in (*one_bit._chosen, *one_bit._local.others):
         tensors = engine.bound.tensors(each.flat.optimizer_shard)

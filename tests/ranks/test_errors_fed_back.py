@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import hf_zero
+from hf_zero.compression.error_feedback import ErrorCodec
 from hf_zero.ops.block_codec import BlockCodec
-from hf_zero.ops.error_codec import ErrorCodec
 from hf_zero.ops.symmetric_blocks import SymmetricBlocks
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import Stack, seeded

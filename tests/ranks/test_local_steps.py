@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
+from hf_zero.compression.local_steps import LocalMomentum
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
-from hf_zero.one_bit.local_steps import LocalMomentum
 from hf_zero.ops.sign_blocks_reference import powers
 from hf_zero.optim import ZeroOneAdam
 from tests.helpers.compressed import Recorder, flat_of, window
 from tests.helpers.engines import config_of, full_weights, start
-from tests.helpers.one_bit import ADAM, C, WholeLocal, config, local_state
+from tests.helpers.one_bit import ADAM, C, WholeLocal, config, local_state, one_bit_steps
 from tests.helpers.stacks import on_each_rank, on_ranks, squared
 from tests.helpers.training import At, Plan
 
@@ -186,7 +186,7 @@ def test_bytes_of_a_step(monkeypatch):
             if number + 1 not in SYNCHRONISED:
                 assert not sent[rank], (number, sent[rank])
                 continue
-            one_bit = engine.optimizer_step.one_bit
+            one_bit = one_bit_steps(engine)
             size = sum(3 * each.blocks.nbytes for each in one_bit._chosen)
             size += sum(4 * each.flat.layout.padded for each in one_bit._local.others)
             gathers = sum(sent[rank][name] for name in CALLS[:2])
@@ -218,7 +218,7 @@ def test_a_resumed_run_goes_on_as_the_saved_one(ranks, precision, at, tmp_path):
     def save(rank, model):
         engine = started(model, plan)
         train(engine, rank, range(at), plan)
-        assert engine.optimizer_step.one_bit._local.pending == (at in (7, 9))
+        assert one_bit_steps(engine)._local.pending == (at in (7, 9))
         engine.save_checkpoint(tmp_path)
         before = full_weights(engine)
         train(engine, rank, range(at, at + 5), plan)
@@ -244,7 +244,7 @@ def test_a_read_of_the_whole_model_synchronises():
         train(engine, rank, range(9))
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         state = dict(engine.consolidated())
-        assert not engine.optimizer_step.one_bit._local.pending
+        assert not one_bit_steps(engine)._local.pending
         assert not torch.equal(state[NAME], before[NAME])
         assert all(torch.equal(p, state[name]) for name, p in model.named_parameters())
         return state
@@ -297,7 +297,7 @@ def test_an_engine_that_made_local_steps_goes_back(tmp_path):
             train(engine, rank, range(3, 10))
         engine.load_checkpoint(tmp_path)
         train(engine, rank, range(3, 4))
-        assert not engine.optimizer_step.one_bit._local.pending
+        assert not one_bit_steps(engine)._local.pending
         train(engine, rank, range(4, 7))
         return full_weights(engine)
 
@@ -332,13 +332,13 @@ def test_what_is_wanted_is_sent_sooner_or_later(monkeypatch, tmp_path):
             engine.backward(loss * (1e9 if number == 9 and rank == 1 else 1.0))
             engine.step()
             assert engine.was_step_applied() == (number != 9)
-            for each in engine.optimizer_step.one_bit._chosen:
+            for each in one_bit_steps(engine)._chosen:
                 values = after.setdefault(each.flat.key, [])
                 if len(heard.get((rank, each.flat.key), ())) > len(values):
                     values.append(each.values())
         before = local_state(engine)
         engine.save_checkpoint(tmp_path)
-        for each in engine.optimizer_step.one_bit._chosen:
+        for each in one_bit_steps(engine)._chosen:
             values = after.setdefault(each.flat.key, [])
             if len(heard.get((rank, each.flat.key), ())) > len(values):
                 values.append(each.values())
@@ -374,7 +374,7 @@ def test_an_overflow_on_one_rank_leaves_all_state_as_it_is():
     def run(rank, model):
         engine = started(model, plan)
         train(engine, rank, range(9), plan)
-        local = engine.optimizer_step.one_bit._local
+        local = one_bit_steps(engine)._local
         before = [each._moved.clone() for each in local._of.values()]
         assert local.pending
         loss = squared(engine, At(9, 0, rank), plan.dtype)

@@ -16,7 +16,17 @@ from hf_zero.zero.access.local import safe_get_local_fp32_param, safe_set_local_
 from tests.helpers.compressed import Recorder, flat_of
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import Stack, seeded
-from tests.helpers.one_bit import ADAM, BLOCK, FREEZE, check, config, nbytes, state_of, trained
+from tests.helpers.one_bit import (
+    ADAM,
+    BLOCK,
+    FREEZE,
+    check,
+    config,
+    nbytes,
+    one_bit_steps,
+    state_of,
+    trained,
+)
 from tests.helpers.stacks import on_each_rank, on_ranks, squared
 from tests.helpers.training import At, Plan
 
@@ -160,7 +170,7 @@ def test_what_is_wanted_is_sent_sooner_or_later(tmp_path):
         return gradients, applied, before, state_of(engine)
 
     def sent(engine):
-        momenta = engine.optimizer_step.one_bit._momenta
+        momenta = one_bit_steps(engine)._momenta
         if momenta[0].momentum is None:
             return {}
         return {each.flat.key: each.values() for each in momenta}
@@ -306,7 +316,7 @@ def test_parameters_that_come_late(others, tmp_path):
             engine.save_checkpoint(tmp_path)
         before = full_weights(engine)
         steps(engine, rank, range(6, 8))
-        one_bit = engine.optimizer_step.one_bit
+        one_bit = one_bit_steps(engine)
         return before, full_weights(engine), one_bit._made
 
     saved = on_ranks(2, run, False)

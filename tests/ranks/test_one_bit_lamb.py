@@ -12,7 +12,7 @@ import torch
 from hf_zero.optim import Lamb, OneBitLamb
 from tests.helpers.compressed import Recorder, flat_of
 from tests.helpers.engines import config_of, full_weights, start
-from tests.helpers.one_bit import BLOCK, C, WholeLamb, inverses
+from tests.helpers.one_bit import BLOCK, C, WholeLamb, inverses, one_bit_steps
 from tests.helpers.stacks import on_ranks, squared
 from tests.helpers.training import At, Plan
 
@@ -39,7 +39,7 @@ def train(engine: Any, rank: int, steps: range, dtype: torch.dtype = torch.float
 
 def state_of(engine: Any) -> dict[str, Any]:
     found = {}
-    for each in engine.optimizer_step.one_bit._momenta:
+    for each in one_bit_steps(engine)._momenta:
         flat = each.flat
         tensors = {n: t.clone() for n, t in engine.bound.tensors(flat.optimizer_shard).items()}
         tensors["master"] = flat.optimizer_shard.master.clone()
@@ -148,7 +148,7 @@ def test_it_resumes(others, tmp_path):
         return start(model, optimizer, config(Plan(precision="bf16")))
 
     def scales(engine):
-        momenta = engine.optimizer_step.one_bit._momenta
+        momenta = one_bit_steps(engine)._momenta
         return {each.flat.key: each._scales.clone() for each in momenta}
 
     def run(rank, model, resume):

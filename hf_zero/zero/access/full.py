@@ -220,14 +220,15 @@ def _reduced_gradient(flat: FlatBuffer) -> tuple[Any, torch.Tensor | None]:
     included: [owned]; None before the first backward of a step. Collective: reduces unreduced
     gradients.
 
-    Raises PartitionError while the momentum is sent in 1 bit: gradients are not averaged then.
+    Raises PartitionError while momenta are sent in place of gradients, which are not averaged then.
     """
     engine = _engine_of(flat)
     engine.reduce_gradients()
     if flat.gradient.stays_local:
         raise PartitionError(
             f"the gradients of {listed(list(flat.parameters), 6)} are not averaged over the ranks "
-            "while the momentum travels in 1 bit; read and change gradients in dense steps alone"
+            "while the optimizer sends momenta in place of gradients; read and change gradients in "
+            "steps that reduce them (before freeze_step)"
         )
     return engine, flat.gradient.shard if flat.gradient.has_reduced else None
 

@@ -278,11 +278,12 @@ class Hooks:
                 "would read weights that are released by then; use stage 2 for "
                 "models under torch.func"
             )
-        if any(flat.computing is not None for flat in unit.flats):
+        changed = [flat.computing for flat in unit.flats if flat.computing is not None]
+        if changed:
             raise PartitionError(
-                f"torch.func goes through {unit.label}, whose modules compute with weights in "
-                "fewer bits (quantize_training, compression_training), and a transform would see "
-                "them as they are; apply it to a model without an engine"
+                f"torch.func goes through {unit.label}, whose modules compute with "
+                f"{changed[0].values}, and a transform would see them as they are; apply it to a "
+                "model without an engine"
             )
         unit.wait_for_update()
 

@@ -146,9 +146,9 @@ class Schedule:
                 return
             self._kept = []
             self._release_unused()
-            if self._mesh.whole.node is not None:
-                for unit in self._units:
-                    unit.forget_secondary()
+            for unit in self._units:
+                if unit.source.keeps_values:
+                    unit.source.forget()
         key = (*kind, self.resident)
         self._pass = Pass(key, backward, self._plans.get(key), left_out)
         if not backward:
@@ -218,10 +218,10 @@ class Schedule:
                 self._gathered_for_others.append((under_way.cursor, unit))
                 unit.launch_gather(backward=under_way.backward)
             under_way.cursor += 1
-        if self._mesh.shard.hops is not None:
+        if self._mesh.shard.gathers_in_stages:
             later = under_way.plan[count : under_way.cursor]
             ahead = sum(unit not in under_way.left_out for unit in later)
-            self._mesh.shard.hops.advance(ahead)
+            self._mesh.shard.advance_gathers(ahead)
 
     def _with_left_out(self, under_way: Pass) -> list[Unit]:
         """Return the recorded and the left-out units of a pass in model order (backward: reversed),
@@ -400,8 +400,7 @@ class Schedule:
         chosen = self._units[abs(agreed[1])]
         # outside passes the gather is for a script or a checkpoint, with exact values
         chosen.launch_gather(under_way is None, under_way is not None and under_way.backward)
-        if self._mesh.shard.hops is not None:
-            self._mesh.shard.hops.advance()  # all ranks have issued it, or are about to
+        self._mesh.shard.advance_gathers()  # all ranks have issued it, or are about to
         if under_way is not None:
             under_way.record.append(chosen)
         return True

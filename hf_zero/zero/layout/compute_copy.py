@@ -24,11 +24,12 @@ Change = Callable[[Mapping[str, torch.Tensor]], None]
 
 
 class Computing:
-    """Changed values of ``flat`` that modules compute with."""
+    """Changed values of ``flat`` that modules compute with; ``values`` names them in messages."""
 
-    def __init__(self, flat: Any, change: Change):
+    def __init__(self, flat: Any, change: Change, values: str):
         self._flat = flat
         self._change = change
+        self.values = values
         self._exact = True  # the parameters have their unchanged values
         self._for_script = False  # the gather under way is for a script
         # for whole parameters the second buffer; for parameters that a script has gathered, their
@@ -110,10 +111,12 @@ class ComputedValues:
         self._changed: set[Any] = set()  # flat buffers
         self.on = False  # some flat buffer has changed values
 
-    def change(self, flats: Sequence[Any], change: Change | None) -> None:
-        """Call ``compute_with(change)`` on each of ``flats``. Called between passes."""
+    def change(
+        self, flats: Sequence[Any], change: Change | None, values: str = "changed weights"
+    ) -> None:
+        """Call ``compute_with`` on each of ``flats``. Called between passes."""
         for flat in flats:
-            flat.compute_with(change)
+            flat.compute_with(change, values)
         self._changed = self._changed - {*flats} if change is None else self._changed | {*flats}
         self.on = bool(self._changed)
 

@@ -97,7 +97,6 @@ class FlatBuffer:
         self.full: torch.Tensor
         self._own: torch.Tensor  # this rank's part of ``full``
         self._storage: Storage = DeviceStorage({})  # storage of the parameter shard
-        self._secondary: torch.Tensor | None = None
         self.computing: Computing | None = None
         engine_flats.add(self)
 
@@ -240,23 +239,6 @@ class FlatBuffer:
         _, start, stop = self.spec.own_range(name)
         return self.shard[start:stop]
 
-    # ---- this rank's part among the ranks of its node ----
-
-    @property
-    def secondary_shard(self) -> torch.Tensor | None:
-        """This rank's part of the values of the last forward, sharded over the ranks of its node:
-        [padded / ranks of a node], compute dtype; None without such a copy (ZeRO++'s hpZ).
-        """
-        return self._secondary
-
-    def keep_secondary(self, node: MeshDim) -> None:
-        """Copy this rank's secondary shard over ``node`` from the gathered values."""
-        numel = self.layout.padded // node.size
-        part = self.full.narrow(0, node.rank * numel, numel)
-        if self._secondary is None:
-            self._secondary = torch.empty_like(part)
-        self._secondary.copy_(part)
-
     # ---- what a script writes ----
 
     def refuse_changed(self, name: str) -> None:
@@ -267,7 +249,7 @@ class FlatBuffer:
             self.user_writes.accept()
             raise PartitionError(
                 f"{name} was written to in a forward or backward, where modules compute with "
-                "other values than its own (quantized ones, say), and what was written is lost; "
+                f"{self.computing.values}, and what was written is lost; "
                 "write to it between steps, inside GatheredParameters"
             )
 
@@ -363,11 +345,11 @@ class FlatBuffer:
 
     # ---- the whole buffer ----
 
-    def compute_with(self, change: Change | None) -> None:
-        """Let modules compute with the values changed by ``change`` from the next pass on; None:
-        with the values themselves. Called between passes.
+    def compute_with(self, change: Change | None, values: str) -> None:
+        """Let modules compute with the values changed by ``change`` from the next pass on, named
+        ``values`` in messages; None: with the values themselves. Called between passes.
         """
-        self.computing = None if change is None else Computing(self, change)
+        self.computing = None if change is None else Computing(self, change, values)
 
     def make_room(self, exact: bool = False) -> None:
         """Allocate ``full`` before new values are written into it; call :meth:`fill` afterwards.
@@ -413,7 +395,6 @@ class FlatBuffer:
         """
         self.optimizer_shard.wait_for_update()
         self.retired = True
-        self._secondary = None
         self.gradient.free()
         self.optimizer_shard.free()
         self.handles.restore()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -20,9 +20,16 @@ from hf_zero.zero.layout.sharding import sharding_of
 from hf_zero.zero.layout.stage_policy import POLICIES
 
 
-def make_mesh(model: nn.Module, config: ZeroConfig, device: torch.device) -> Mesh:
+def make_mesh(
+    model: nn.Module,
+    config: ZeroConfig,
+    device: torch.device,
+    node: int = 1,
+    hierarchical: str = "",
+    needs_one_mesh: Sequence[str] = (),
+) -> Mesh:
     """Return the mesh for the engine of ``model`` on ``device`` (collective over all ranks of the
-    job).
+    job); the other arguments as in :class:`hf_zero.zero.extensions.Extensions`.
 
     Raises PartitionError for parameters cut along axes that the job does not have, and ConfigError
     for keys that do not go with model parallelism.
@@ -39,27 +46,26 @@ def make_mesh(model: nn.Module, config: ZeroConfig, device: torch.device) -> Mes
                     f"init_parallel(ParallelDims.over(ranks, {axis}=...)) before the model is cut"
                 )
     if parallel is not None and parallel.dims.splits_model:
-        _refuse_keys(config)
+        _refuse_keys(needs_one_mesh)
         ranks //= parallel.dims.pipeline
         # pipeline stages may hold other kinds, and every rank takes part in making process groups
         every = get_world_group().all_gather_object(sorted(cuts), "how parameters are cut")
         cuts = set(itertools.chain.from_iterable(every))
     shards = policy.shards(ranks, config.replicate_size)
-    in_hops = config.zero.hierarchical_gather and policy.shards_parameters
     options = MeshOptions(
         config.offload_optimizer.on and policy.gathers_after_step,
-        config.zero.hpz_partition_size if policy.shards_parameters else 1,
-        _ranks_of_a_host(shards) if in_hops else 1,
+        node,
+        _ranks_of_a_host(shards, hierarchical) if hierarchical else 1,
         tuple(sorted(cuts)),
     )
     return Mesh(shards, device, config.timeout, options, parallel)
 
 
-def _ranks_of_a_host(shards: int) -> int:
+def _ranks_of_a_host(shards: int, key: str) -> int:
     """Return the number of ranks per host, 1 if one host has all ``shards`` ranks that share a copy
-    (collective over all ranks of the job).
+    (collective over all ranks of the job); ``key`` asks for it.
     """
-    key, world = "zero_optimization.mics_hierarchical_params_gather", get_world_group()
+    world = get_world_group()
     here = int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size()))
     each = set(world.all_gather_object(here, "ranks of each host"))
     if shards <= min(each):
@@ -68,7 +74,7 @@ def _ranks_of_a_host(shards: int) -> int:
         raise ConfigError(
             f"{key} needs the same number of ranks on each host, of which the {shards} that share "
             f"one copy are a multiple; hosts have {', '.join(map(str, sorted(each)))}: choose "
-            "another zero_optimization.mics_shard_size, or remove the key"
+            "another number of ranks for a copy, or remove the key"
         )
     return min(each)
 
@@ -78,19 +84,8 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_buffers()
 
 
-def _refuse_keys(config: ZeroConfig) -> None:
+def _refuse_keys(wrong: Sequence[str]) -> None:
     """Raise ConfigError for keys whose messages need one mesh of all ranks."""
-    zero, prefix = config.zero, "zero_optimization.zero_"
-    asked = {
-        "replicate_size": (config.replicate_size or 1) > 1,
-        f"{prefix}hpz_partition_size": zero.hpz_partition_size > 1,
-        "zero_optimization.mics_hierarchical_params_gather": zero.hierarchical_gather,
-        f"{prefix}quantized_gradients": zero.quantized_gradients,
-        f"{prefix}quantized_weights": zero.quantized_weights,
-        f"{prefix}quantized_nontrainable_weights": zero.quantized_nontrainable_weights,
-        "compressed_communication.bits": config.compressed_communication.bits is not None,
-    }
-    wrong = [key for key, on in asked.items() if on]
     if wrong:
         raise ConfigError(
             f"{', '.join(wrong)} does not go with a model that is split over ranks by tensor, "

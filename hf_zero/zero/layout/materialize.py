@@ -17,7 +17,7 @@ from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.errors import PartitionError, RankMismatchError
 from hf_zero.offload.placement import Placement
 from hf_zero.zero.layout import attributes
-from hf_zero.zero.layout.compression import UNCOMPRESSED, Compression
+from hf_zero.zero.layout.codecs import UNCOMPRESSED, Codecs
 from hf_zero.zero.layout.flat_buffer import EngineFlats, FlatBuffer
 from hf_zero.zero.layout.flat_layout import ALIGNMENT, FlatLayout
 from hf_zero.zero.layout.flat_memory import Dtypes, FlatMemory
@@ -47,7 +47,7 @@ def partition(
     placement: Placement,
     dtypes: Dtypes,
     persistent: frozenset[str] = frozenset(),
-    compression: Compression = UNCOMPRESSED,
+    compression: Codecs = UNCOMPRESSED,
     moments: Sequence[tuple[str, ...]] = (),
 ) -> list[Unit]:
     """Partition ``model`` into units on the device of ``mesh``, with rank 0's values on every rank
@@ -199,7 +199,7 @@ def _plan_unit(
     engine_flats: EngineFlats,
     precision: str | None,
     persistent: frozenset[str],
-    compression: Compression,
+    compression: Codecs,
     moments: Sequence[tuple[str, ...]],
 ) -> Unit:
     kinds: dict[

@@ -25,14 +25,6 @@ class State(Enum):
     GATHERED = "gathered"
 
 
-class Secondary(Enum):
-    """Whether the secondary shards hold the values of this forward, or the last one."""
-
-    NONE = "none"
-    COMING = "coming"  # being filled by the gather under way
-    HERE = "here"
-
-
 class RootForward:
     """One outermost forward, and the units gathered for its backward. Its lifetime is that of its
     graph.
@@ -123,6 +115,61 @@ class UnitForwards:
         self.pinned_by: weakref.WeakSet[RootForward] = weakref.WeakSet()
 
 
+# Handles of the messages, and the event after which the shards that they read are on the device.
+GatherUnderWay = tuple[Sequence[Handle], "streams.Event | None"]
+
+
+class ShardGather:
+    """The all-gather of one unit from the shards of all ranks.
+
+    A subclass may read the values from other memory, if they are the same. All ranks choose alike.
+    """
+
+    # whether :meth:`keep` and :meth:`forget` do something
+    keeps_values = False
+
+    def __init__(self, unit: Unit):
+        self.unit = unit
+        # flat buffers by axis: those with the same ranks share a message
+        self._together = [
+            [flat for flat in unit.sharded if flat.axis is axis]
+            for axis in dict.fromkeys(flat.axis for flat in unit.sharded)
+        ]
+
+    def launch(self, exact: bool, backward: bool) -> GatherUnderWay:
+        """Launch the messages; ``exact`` and ``backward`` as for :meth:`Unit.launch_gather`."""
+        unit = self.unit
+        device = unit.sharded[0].full.device
+        away = any(flat.is_away for flat in unit.sharded)
+        beside = streams.shard_stream(device) if away else None
+        if beside is not None:
+            # ``beside`` must follow the compute stream, which has used this memory before
+            beside.wait_stream(streams.current_stream(device))
+        handles = []
+        with torch.no_grad(), streams.on_stream(beside):
+            for flats in self._together:
+                pairs, codecs = [], []
+                for flat in flats:
+                    pairs.append((flat.full, flat.bring_shard()))
+                    codecs.append(None if exact else flat.spec.gather_codec)
+                handles.append(flats[0].axis.all_gather(pairs, unit.label, codecs))
+            brought = streams.record_event(beside) if beside is not None else None
+        return handles, brought
+
+    def keep(self) -> None:
+        """Keep gathered values for a later gather, before modules or scripts change them."""
+
+    def forget(self) -> None:
+        """Begin a forward: its gathers read the values of the last step."""
+
+    def nbytes(self) -> int:
+        """Return the bytes that this rank keeps besides its shards."""
+        return 0
+
+    def free(self) -> None:
+        """Free what :meth:`nbytes` counts."""
+
+
 class Unit:
     """One module, or several small ones, with the flat buffers that are gathered and released
     together for them.
@@ -143,15 +190,8 @@ class Unit:
         # streams of forwards, on which gradients accumulate
         self._streams: set[streams.Stream] = set()
         self._shared = False  # views of the values may be alive
-        # flat buffers of ``sharded`` by axis: those with the same ranks share a message
-        self._together = [
-            [flat for flat in self.sharded if flat.axis is axis]
-            for axis in dict.fromkeys(flat.axis for flat in self.sharded)
-        ]
-        # the gathers under way, and the event after which the shards that they read are on the
-        # device
-        self._coming: tuple[list[Handle], streams.Event | None] | None = None
-        self._secondary = Secondary.NONE  # equal on all ranks, except while one waits for a gather
+        self._coming: GatherUnderWay | None = None
+        self.source = ShardGather(self)
         for flat in self.flats:
             flat.join(self)
 
@@ -237,9 +277,13 @@ class Unit:
             for flat in self.sharded
         )
 
+    def gather_from(self, source: Callable[[Unit], ShardGather]) -> None:
+        """Set where later gathers take the values from."""
+        self.source = source(self)
+
     def launch_gather(self, exact: bool = False, backward: bool = False) -> None:
         """Launch the all-gather into the storage of the flat buffers. ``exact``: uncompressed and
-        unchanged values. ``backward``: from secondary shards, if there are any.
+        unchanged values. ``backward``: for a backward, which needs the values of its forward.
 
         If the unit is gathered already, this waits for the gather and the values are new on return.
         """
@@ -247,49 +291,12 @@ class Unit:
         self.take_user_writes()
         with torch.inference_mode(False):
             for flat in self.sharded:
-                storage = flat.full.untyped_storage()
-                if storage.size() == 0:
-                    storage.resize_(flat.layout.padded * flat.dtype.itemsize)
-                if flat.computing is not None:
-                    flat.computing.expect(exact)
-            node = self.sharded[0].mesh.node
-            secondary = backward and self._secondary is Secondary.HERE
-            if node is None or exact:
-                self._secondary = Secondary.NONE
-            elif not secondary:
-                self._secondary = Secondary.COMING
-            if secondary and node is not None:
-                pairs = [
-                    (flat.full, flat.secondary_shard)
-                    for flat in self.sharded
-                    if flat.secondary_shard is not None
-                ]
-                self._coming = [node.all_gather(pairs, f"{self.label} in a node")], None
-            else:
-                device = self.sharded[0].full.device
-                away = any(flat.is_away for flat in self.sharded)
-                beside = streams.shard_stream(device) if away else None
-                if beside is not None:
-                    # ``beside`` must follow the compute stream, which has used this memory before
-                    beside.wait_stream(streams.current_stream(device))
-                handles = []
-                with torch.no_grad(), streams.on_stream(beside):
-                    for flats in self._together:
-                        pairs, codecs = [], []
-                        for flat in flats:
-                            pairs.append((flat.full, flat.bring_shard()))
-                            codecs.append(None if exact else flat.spec.gather_codec)
-                        handles.append(flats[0].axis.all_gather(pairs, self.label, codecs))
-                    brought = streams.record_event(beside) if beside is not None else None
-                self._coming = handles, brought
+                flat.make_room(exact)
+            self._coming = self.source.launch(exact, backward)
         if self.state is State.RELEASED:
             self.state = State.GATHERING
         else:
             self.finish_gather()
-
-    def forget_secondary(self) -> None:
-        """Begin a forward: its gathers read the primary shards."""
-        self._secondary = Secondary.NONE
 
     def finish_gather(self) -> None:
         """Wait for the all-gather and point the parameters at the values."""
@@ -300,8 +307,8 @@ class Unit:
             with span("wait_all_gather", self.label):
                 for handle in handles:
                     handle.wait()
-            if self._secondary is Secondary.COMING:
-                self._keep_secondary()
+            if self.source.keeps_values:
+                self.source.keep()
             for flat in self.sharded:
                 if flat.computing is not None:
                     flat.computing.gathered()
@@ -310,14 +317,6 @@ class Unit:
                 for flat in self.sharded:
                     flat.handles.point_at_full(self.guard.gathered_class)
             self.state = State.GATHERED
-
-    def _keep_secondary(self) -> None:
-        node = self.sharded[0].mesh.node
-        assert node is not None
-        self._secondary = Secondary.HERE
-        with torch.inference_mode(False), torch.no_grad():
-            for flat in self.sharded:
-                flat.keep_secondary(node)
 
     def take_user_writes(self) -> None:
         """Copy a script's writes to whole parameters into the shards (a module may change its own

@@ -152,8 +152,8 @@ class Usage:
             if refused := _names(flat, few & gradient.used & gradient.idle):
                 raise PartitionError(
                     f"{sorted(refused)} got a gradient on some ranks alone, of a penalty on the "
-                    "weights, say, while all ranks have left out their block "
-                    "(progressive_layer_drop): the others would not update them; have the penalty "
+                    "weights, say, while all ranks have dropped their layer: the others would not "
+                    "update them; have the penalty "
                     "in the loss of every rank, or of none"
                 )
             gradient.set_unused(_names(flat, lacking))

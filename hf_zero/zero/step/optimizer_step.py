@@ -5,8 +5,8 @@ state.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -20,13 +20,13 @@ from hf_zero.offload.gradient_offload import GradientOffload
 from hf_zero.offload.placement import ShardSpec, room_beside_a_step
 from hf_zero.offload.storage import MASTER
 from hf_zero.offload.update import StagedCopies, Updater
-from hf_zero.one_bit.steps import OneBitSteps
 from hf_zero.optim.hyperparameters import scaled_rates
+from hf_zero.zero.extensions import StepExtension
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_memory import keeps_master, ways_back
 from hf_zero.zero.layout.gradient_buffer import GradientBuffer
 from hf_zero.zero.layout.precision import Fp16LossScaler
 from hf_zero.zero.layout.unit import Unit
-from hf_zero.zero.reduce.gradient_errors import GradientErrors
 from hf_zero.zero.reduce.norm import squared_norm
 from hf_zero.zero.reduce.usage import Usage
 from hf_zero.zero.sharded_model import ShardedModel
@@ -63,31 +63,18 @@ class OptimizerStep:
         # the norm to which gradients are clipped; 0.0: no clipping
         self.max_norm = float(config.gradient_clipping or 0.0)
         self.lr_scale = 1.0  # factor of an update on the learning rates of the groups
-        # if the momentum is sent in one bit
-        self.one_bit = (
-            None
-            if model.one_bit is None
-            else OneBitSteps(
-                model.flats,
-                mesh,
-                self.bound,
-                model.one_bit,
-                config.kernels,
-                model.schedule.computed,
-            )
-        )
         self.norm: torch.Tensor | None = None  # of the last step, 0-dim on the device
         self.applied = False  # whether the last step has changed the weights
         # the engine itself reads and writes the optimizer's state now, without waiting for an
         # update
         self.updates_state = False
-        self.errors = GradientErrors(model.trainable, config.zeropp_loco_param.every, scaler.scale)
-        self._model = model
-        self._scaler = scaler
+        self.model = model
+        self.scaler = scaler
+        self.kernels = config.kernels
         self._sanity = sanity
-        self._kernels = config.kernels
         # whether non-finite gradients prevent a step even without a loss scale
         self.refuses_infinite = config.precision == "bf16" and config.bf16.check_grad_overflow
+        self.extensions: Sequence[StepExtension] = [make(self) for make in model.extensions.steps]
 
     @contextmanager
     def _updating_state(self) -> Iterator[None]:
@@ -104,7 +91,7 @@ class OptimizerStep:
         That update is complete even so: what could not be written stays in memory
         (offload/nvme.py, the note).
         """
-        model = self._model
+        model = self.model
         if not model.placement.in_files:
             return ""
         self.updater.finish()
@@ -141,26 +128,30 @@ class OptimizerStep:
         """Return the norm of the reduced gradient, before clipping, without the loss scale; 0.0
         without a gradient (collective).
         """
-        if not any(flat.gradient.ready for flat in self._model.trainable):
+        if not any(flat.gradient.ready for flat in self.model.trainable):
             return 0.0
         total = self._squares()
-        for axis in (self._model.mesh.sums.stages, self._model.mesh.sums.each):
+        for axis in (self.model.mesh.sums.stages, self.model.mesh.sums.each):
             axis.all_reduce(total, "gradient norm").wait()
-        return float(total.sqrt()) / self._scaler.scale
+        return float(total.sqrt()) / self.scaler.scale
 
     def _squares(self, alone: bool = False) -> torch.Tensor:
         """Return this rank's part of the square of the gradient norm: fp64, 0-dim. ``alone``: the
         whole square, as far as this rank knows it.
         """
         by_weight: defaultdict[float, list[GradientBuffer]] = defaultdict(list, {1.0: []})
-        for flat in self._model.trainable:
+        for flat in self.model.trainable:
             if not flat.gradient.stays_local:
                 by_weight[flat.mesh.weight].append(flat.gradient)
-        device = self._model.mesh.device
-        squares = squared_norm(by_weight.pop(1.0), device, self._kernels)
+        device = self.model.mesh.device
+        squares = squared_norm(by_weight.pop(1.0), device, self.kernels)
         for weight, gradients in by_weight.items():
-            squares = squares + weight * squared_norm(gradients, device, self._kernels)
-        return squares if self.one_bit is None else squares + self.one_bit.squares(alone)
+            squares = squares + weight * squared_norm(gradients, device, self.kernels)
+        for each in self.extensions:
+            own = each.squares(alone)
+            if own is not None:
+                squares = squares + own
+        return squares
 
     def update(self, steps: int, may_overflow: bool) -> bool:
         """Run one optimizer step on the reduced gradients, after ``steps`` others (collective).
@@ -168,22 +159,16 @@ class OptimizerStep:
         or any if so configured.
         """
         assert self.bound is not None
-        model = self._model
-        one_bit, stale = self.one_bit, False
-        if one_bit is None:
-            (total,) = self.usage.agree(self._squares().view(1), steps)
-        else:
-            one_bit.measure()
-            with model.schedule.shards.writing(), self._updating_state():
-                self.take_user_writes()  # is_stale reads them in the master weights
-            if one_bit.is_local and not (may_overflow or self.refuses_infinite):
-                total = self._squares(alone=True)  # nothing is sent
-            else:
-                stale = one_bit.is_stale()
-                (total,) = self.usage.agree(self._squares().view(1), steps)
-        scale, limit = self._scaler.scale, self.max_norm
+        model, may_skip = self.model, may_overflow or self.refuses_infinite
+        alone = False
+        for each in self.extensions:
+            alone |= each.begin_step(must_agree=may_skip)
+        total = self._squares(alone)
+        if not alone:
+            (total,) = self.usage.agree(total.view(1), steps)
+        scale, limit = self.scaler.scale, self.max_norm
         self.norm = total.sqrt() / scale
-        if (may_overflow or self.refuses_infinite) and not bool(torch.isfinite(total)):
+        if may_skip and not bool(torch.isfinite(total)):
             return True
         if not may_overflow:
             self._sanity.on_norm(self.norm, steps + 1)
@@ -192,23 +177,20 @@ class OptimizerStep:
             divisor = scale * ((self.norm + 1e-6) / limit).clamp(min=1.0)
         elif scale != 1.0:
             divisor = torch.full((), scale, device=model.mesh.device)
-        with (
-            model.schedule.shards.writing(),
-            self._updating_state(),
-            scaled_rates(self.bound.groups, self.lr_scale),
-        ):  # in fp32 the master weights are the shards
-            self.take_user_writes()
-            if one_bit is not None:
-                one_bit.rest()
+        resting = set[FlatBuffer]()  # their shards on the device are not written here
+        # in fp32 the master weights are the shards
+        with self.changing_state(), scaled_rates(self.bound.groups, self.lr_scale):
+            for each in self.extensions:
+                each.before_update()
             with span("update", "parameters on the device"):
                 written = self.bound.step(divisor, shards=self._shards_to_write())
-            done = [] if one_bit is None else one_bit.step(divisor, stale)
+            for each in self.extensions:
+                resting.update(each.update(divisor))
             if self.updater.units:
                 update = self.updater.early or self.bound.begin(
                     1.0 if divisor is None else float(divisor), steps
                 )
                 self.updater.start(update)
-        resting = set(done)  # flat buffers whose shards on the device are not written here
         for flat in model.trainable:
             if flat.gradient.unused and flat.gradient.all_unused:
                 resting.add(flat)
@@ -222,28 +204,35 @@ class OptimizerStep:
         model.refresh(behind, model.flats, frozenset(written), differences=True)
         return False
 
+    @contextmanager
+    def changing_state(self) -> Iterator[None]:
+        """Context for changes of shards and optimizer state, with a script's writes taken over."""
+        with self.model.schedule.shards.writing(), self._updating_state():
+            self.take_user_writes()
+            yield
+
     def synchronise(self) -> None:
         """Make the weights of all ranks equal, before whole weights are read, if steps do not
         always send their changes (collective).
         """
-        if self.one_bit is not None:
-            with self._model.schedule.shards.writing(), self._updating_state():
-                self.take_user_writes()
-                self.one_bit.synchronise()
+        for each in self.extensions:
+            each.synchronise()
 
     def complete_state(self) -> None:
         """Send unsent parts of the state to the ranks that own them, before state is saved
         (collective).
         """
-        self.synchronise()
-        if self.one_bit is not None:
-            self.one_bit.fold()
+        for each in self.extensions:
+            each.complete_state()
 
-    def counted_state(self) -> AbstractContextManager[bool]:
+    @contextmanager
+    def counted_state(self) -> Iterator[bool]:
         """Context in which the counters and tensors of the optimizer's state belong to one step,
         for readers other than a save. Yields True if they change again at its exit.
         """
-        return nullcontext(False) if self.one_bit is None else self.one_bit.counted()
+        with ExitStack() as counted:
+            contexts = [counted.enter_context(each.counted_state()) for each in self.extensions]
+            yield any(contexts)
 
     def forget_state(self) -> None:
         """Reset the optimizer's state to that before the first step.
@@ -259,7 +248,7 @@ class OptimizerStep:
         PartitionError for units updated in the backward.
         """
         updated_early = self.updater.updated_early
-        for unit in self._model.units:
+        for unit in self.model.units:
             if unit in updated_early:
                 for name in (name for flat in unit.trainable for name in flat.user_writes.names()):
                     refuse_half_done(self.updater, f"a write to {name}")
@@ -273,7 +262,7 @@ class OptimizerStep:
             return {}
         here = [
             flat
-            for flat in self._model.trainable
+            for flat in self.model.trainable
             if flat.optimizer_shard.has_own_master
             and not flat.spec.momentum_blocks
             and not flat.spec.sends_differences
@@ -286,12 +275,12 @@ class OptimizerStep:
         """Move the state of the first units back to the device, as far as it has room after the
         first step (collective).
         """
-        model = self._model
+        model = self.model
         model.placement.measured()
         self.updater.finish()
         chunks = [
             ShardSpec(flat.key, flat.spec.owned_numel, flat.dtype, True)
-            for flat in self._model.trainable
+            for flat in self.model.trainable
             if flat.optimizer_shard.offloaded
         ]
         names = {
@@ -319,10 +308,10 @@ class OptimizerStep:
     def close(self) -> None:
         """Wait for the update under way, and raise its exception."""
         failure = self.updater.close()
-        if self._model.placement.offloads_anything:
+        if self.model.placement.offloads_anything:
             # no copy may outlive the host memory that it reads or fills
-            kinds.synchronize(self._model.mesh.device)
-        self.bound = None
+            kinds.synchronize(self.model.mesh.device)
+        self.bound, self.extensions = None, ()
         if failure is not None:  # the values in the model are not those of the last step
             raise failure
 

@@ -24,24 +24,23 @@ move no weight too far; that of m is bounded by LIMIT_OF_MEANS, because one rank
 larger than a mean.
 
 A parameter that no rank has used since the last synchronisation stays unchanged. Tensors too small
-for blocks take part in fp32 (flat_dense.py), their variance frozen with the first local step.
+for blocks take part in fp32 (:class:`FlatDense`), their variance frozen with the first local step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_zero.compression.flat_momentum import AVERAGE, LIMIT, FlatMomentum
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import UnsupportedOptimizerError
-from hf_zero.one_bit.flat_dense import FlatDense
-from hf_zero.one_bit.flat_momentum import FlatMomentum
 from hf_zero.ops.sign_blocks_reference import powers
 from hf_zero.optim.one_bit import OneBit
-from hf_zero.zero.layout.compression import FLOATS
+from hf_zero.zero.layout.codecs import FLOATS
 from hf_zero.zero.layout.compute_copy import ComputedValues
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 
@@ -186,7 +185,7 @@ class LocalSteps:
         if self.on and not self._moves:
             self._moves = True
             for momentum, each in self._of.items():
-                self._computed.change([momentum.flat], each.move)
+                self._computed.change([momentum.flat], each.move, "weights of this rank alone")
 
     def unused(self, mesh: Mesh) -> dict[FlatMomentum, frozenset[str]]:
         """Return the parameters unused on all ranks since the last synchronisation (collective)."""
@@ -210,3 +209,39 @@ class LocalSteps:
         """Return the bytes that this rank keeps for local steps."""
         own = sum(each.nbytes() for each in self._of.values())
         return own + sum(each.nbytes() for each in self.others)
+
+
+class FlatDense(FlatMomentum):
+    """A :class:`FlatMomentum` without compression; ``momentum`` and the messages are fp32 [ranks,
+    chunk], and errors stay zero.
+    """
+
+    def renew(self) -> tuple[Tensor, Tensor]:
+        layout = self.flat.layout
+        if self.momentum is None:
+            self.momentum = torch.empty(
+                layout.shards, layout.chunk, dtype=torch.float32, device=self.flat.full.device
+            )
+        return self.momentum.view(-1), self.state(AVERAGE).clone()
+
+    def compress(self, gradient: Tensor, beta: float, factor: Tensor) -> Tensor:
+        return torch.add(self.values() * beta, gradient * factor).view(self.flat.layout.shards, -1)
+
+    def combine(self, came: Tensor, beta: float) -> Tensor:
+        average = self.state(AVERAGE)
+        torch.sum(came, 0, out=average)
+        return average.div_(came.shape[0]).clone()
+
+    def apply(
+        self, made: int, settings: Callable[[int], tuple[float, float]], limit: float = LIMIT
+    ) -> None:
+        assert self.weights is not None and self.exponents is not None
+        values = self.values()
+        for index, start, stop in self.runs:
+            keep, size = settings(index)
+            update = values[start:stop] * powers(self.exponents[start:stop])
+            self.weights[start:stop].mul_(keep).sub_(update, alpha=size)
+
+    def values(self) -> Tensor:
+        assert self.momentum is not None
+        return self.momentum.view(-1)

@@ -1,5 +1,12 @@
 """The steps of an optimizer with a momentum in one bit: the choice between dense and one-bit steps,
-the freeze between them, and the work of each.
+the freeze between them, the messages of each, and the gradient norm.
+
+[Note: the gradient norm]
+In one bit no rank has the average gradient before its momentum is sent, and clipping must precede
+that. The norm is estimated as the root mean square of the ranks' own gradient norms times the ratio
+of the two, measured in the last dense steps. A step that sends nothing uses this rank's own
+gradient and that ratio. The ratio stays on the device, in the groups of the optimizer; a checkpoint
+stores it as a number.
 """
 
 from __future__ import annotations
@@ -12,41 +19,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_zero.compression.flat_lamb import FlatLamb
+from hf_zero.compression.flat_momentum import LIMIT, FlatMomentum
+from hf_zero.compression.local_steps import LIMIT_OF_MEANS, LocalSteps
 from hf_zero.device.spans import span
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.logging import logger
-from hf_zero.one_bit.flat_lamb import FlatLamb
-from hf_zero.one_bit.flat_momentum import LIMIT, FlatMomentum
-from hf_zero.one_bit.local_steps import LIMIT_OF_MEANS, LocalSteps
-from hf_zero.one_bit.rank_norm import RankNorm, note
-from hf_zero.optim.hyperparameters import ALL_FROZEN_AT, FROZEN_AT
+from hf_zero.optim.hyperparameters import ALL_FROZEN_AT, FROZEN_AT, NORM_RATIO
 from hf_zero.optim.one_bit import OneBit
-from hf_zero.zero.layout.compute_copy import ComputedValues
+from hf_zero.zero.extensions import StepExtension
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.reduce.norm import sums_of_squares
 
 OUTGROWN_EVERY = 10  # steps between checks, because the host waits for the device
 MEASURED = 16  # number of last dense steps that measure the ratio of gradient norms
 
 
-class OneBitSteps:
-    """The steps of ``bound`` over ``flats``, some of whose momenta are sent in one bit."""
+class OneBitSteps(StepExtension):
+    """The steps of an engine some of whose momenta are sent in one bit. ``step``: its
+    :class:`hf_zero.zero.step.optimizer_step.OptimizerStep`.
+    """
 
-    def __init__(
-        self,
-        flats: Sequence[FlatBuffer],
-        mesh: Mesh,
-        bound: Any,
-        one_bit: OneBit,
-        kernels: Any,
-        computed: ComputedValues,
-    ) -> None:
+    def __init__(self, step: Any, one_bit: OneBit) -> None:
+        flats, mesh, bound = step.model.flats, step.model.mesh, step.bound
+        self._step = step
         chosen = [flat for flat in flats if flat.trainable and flat.spec.momentum_blocks]
         self._lamb = [FlatLamb(flat, bound) for flat in chosen if one_bit.lamb]
         self._chosen: Sequence[FlatMomentum] = self._lamb
         if not one_bit.lamb:
             self._chosen = [FlatMomentum(flat, bound) for flat in chosen]
         self._mesh, self._bound, self._one_bit = mesh, bound, one_bit
-        self._local = LocalSteps(self._chosen, flats, bound, one_bit, computed)
+        self._local = LocalSteps(self._chosen, flats, bound, one_bit, step.model.schedule.computed)
         if not chosen and mesh.rank == 0:
             why = "no matrix has a block of elements on each rank" if mesh.world > 1 else "one rank"
             logger.warning("nothing travels in 1 bit (%s): all steps are dense", why)
@@ -54,7 +57,8 @@ class OneBitSteps:
         self._made = 0  # number of steps made
         self._compressing = False  # whether the last step was in one bit
         self._writes = 0  # count of writes by scripts to state at the last gather
-        self._norm = RankNorm(mesh, bound, kernels)
+        self._stale = False  # a script has written to weights or state since the last step
+        self._norm = RankNorm(mesh, bound, step.kernels)
         self._lr = 0.0  # learning rate of the last dense step
         self._warned = False  # about momenta that have outgrown the variance
 
@@ -73,10 +77,8 @@ class OneBitSteps:
         """The flat buffers that :meth:`step` updates."""
         return [*self._chosen, *self._local.others] if self._local.on else [*self._chosen]
 
-    # ---- gradients ----
-
     def begin_backward(self) -> None:
-        """Prepare a backward: gradients that the next step takes unreduced stay on their rank."""
+        """Keep gradients that the next step takes unreduced on their rank."""
         if not self._chosen:
             return
         if self._loads != self._bound.numbers.loads:
@@ -125,16 +127,20 @@ class OneBitSteps:
         self._norm.take(held, scale)
         self._keep_local(self.sends)
 
-    def squares(self, alone: bool) -> Tensor:
-        """Return this rank's share of the squared gradient norm of the next step, for the gradients
-        that are not reduced: fp64, 0-dim. ``alone``: the whole square, estimated from this rank's
-        gradients.
-        """
+    def squares(self, alone: bool) -> Tensor | None:
         if not self.sends:
-            return torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+            return None
         return self._norm.estimated(1.0 if alone else 1.0 / self._mesh.shard.size)
 
-    def is_stale(self) -> bool:
+    def begin_step(self, must_agree: bool) -> bool:
+        self._measure()
+        with self._step.changing_state():
+            pass  # a script's writes are in the master weights
+        local = self.is_local and not must_agree
+        self._stale = not local and self._is_stale()
+        return local
+
+    def _is_stale(self) -> bool:
         """Whether a script on any rank has written to weights or state (collective)."""
         if not self.sends or not self._compressing:
             return False
@@ -142,7 +148,7 @@ class OneBitSteps:
         own |= any(each.is_stale for each in self._momenta)
         return any(self._mesh.shard.maximum_on_hosts([own], "writes to weights and state"))
 
-    def measure(self) -> None:
+    def _measure(self) -> None:
         """Compare the norm of a dense step's reduced gradients with the ranks' own norms, if those
         were taken (collective then).
         """
@@ -152,17 +158,14 @@ class OneBitSteps:
 
     # ---- the step ----
 
-    def step(self, divisor: Tensor | None, stale: bool) -> list[FlatBuffer]:
-        """Count a step after the optimizer's own, and update the momenta if it is in one bit
-        (collective). The gradients are divided by ``divisor``. Return the flat buffers whose whole
-        parameters are up to date.
-        """
+    def update(self, divisor: Tensor | None) -> Sequence[FlatBuffer]:
+        """Count a step after the optimizer's own, and update the momenta if it is in one bit."""
         compresses = self.sends
         self._made += 1
         if not compresses:
             self._compressing = False
             return []
-        if not self._compressing or stale:
+        if not self._compressing or self._stale:
             self._gather_all()
         self._compressing = True
         self._norm.drop()
@@ -179,7 +182,7 @@ class OneBitSteps:
                 self._synchronise()
         return [each.flat for each in momenta]
 
-    def rest(self) -> None:
+    def before_update(self) -> None:
         """Exclude the flat buffers that :meth:`step` updates from the optimizer's own step; freeze
         the variance (collective) or rescale it if the kind of step changes.
         """
@@ -354,12 +357,13 @@ class OneBitSteps:
         self._warn_of_outgrown(limit)
 
     def synchronise(self) -> None:
-        """Synchronise pending local steps, so that all ranks have equal weights (collective)."""
+        """Synchronise pending local steps."""
         if not self._local.pending:
             return
-        if self.is_stale():
-            self._gather_all()
-        self._synchronise()
+        with self._step.changing_state():
+            if self._is_stale():
+                self._gather_all()
+            self._synchronise()
 
     def _synchronise(self) -> None:
         local, unused = self._local, self._local.unused(self._mesh)
@@ -405,10 +409,11 @@ class OneBitSteps:
 
     # ---- checkpoints ----
 
-    def fold(self) -> None:
-        """Move the errors of all ranks into the optimizer's state, which then is complete: the run
-        continues as a resumed one would (collective). Only for ranks without pending local steps.
+    def complete_state(self) -> None:
+        """Move the errors of all ranks into the optimizer's state: the run continues as a resumed
+        one would.
         """
+        self.synchronise()
         # after a load, the errors belong to another run
         loaded = self._loads != self._bound.numbers.loads
         if loaded or any(each.error is None for each in self._chosen):
@@ -427,7 +432,7 @@ class OneBitSteps:
         self._compressing = False  # everything is gathered anew, as after a load
 
     @contextmanager
-    def counted(self) -> Iterator[bool]:
+    def counted_state(self) -> Iterator[bool]:
         """Rescale the variance in this rank's state to the last step made, as in a checkpoint,
         inside this context. Yields whether it did. Errors are not added to the state.
         """
@@ -444,6 +449,58 @@ class OneBitSteps:
                 held.copy_(before)
             note(self._bound, FROZEN_AT, frozen_at)
 
-    def nbytes(self) -> int:
-        """Return the bytes that this rank keeps besides the optimizer's state."""
-        return sum(each.nbytes() for each in self._chosen) + self._local.nbytes()
+    def state_bytes(self) -> Mapping[str, int]:
+        own = sum(each.nbytes() for each in self._chosen) + self._local.nbytes()
+        return {"optimizer": own}
+
+
+class RankNorm:
+    """The sum of squares of this rank's own gradients, if taken in this step."""
+
+    def __init__(self, mesh: Mesh, bound: Any, kernels: Any) -> None:
+        self._mesh, self._bound, self._kernels = mesh, bound, kernels
+        self._squares: Tensor | None = None
+        self.scale = 1.0  # factor that makes the gradients summands of a mean
+
+    def take(self, gradients: Sequence[Tensor], scale: float) -> None:
+        self._squares, self.scale = self._sum(gradients) * scale**2, scale
+
+    def drop(self) -> None:
+        self._squares = None
+
+    def estimated(self, share: float) -> Tensor:
+        """Return ``share`` of the estimated square of the average gradient's norm: fp64, 0-dim."""
+        if self._squares is None:
+            return torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        ratio = self._ratio()
+        return self._squares * (torch.where(ratio < 0.0, 1.0, ratio) * share)
+
+    def measure(self, shards: Sequence[Tensor]) -> None:
+        """Update the ratio by the average gradient: this rank has ``shards`` (collective)."""
+        if self._squares is None:
+            return
+        both = torch.stack([self._sum(shards), self._squares])
+        self._squares = None
+        self._mesh.shard.all_reduce(both, "norms of gradients").wait()
+        mean, local = both.unbind()
+        ratio, before = mean * self._mesh.shard.size / local, self._ratio()
+        mixed = torch.where(before < 0.0, ratio, 0.9 * before + 0.1 * ratio)
+        measured = (ratio >= 0.0) & (ratio < float("inf"))  # excludes zero gradients and overflows
+        note(self._bound, NORM_RATIO, torch.where(measured, mixed, before))
+
+    def _ratio(self) -> Tensor:
+        """Return the ratio measured so far, fp64, 0-dim; -1: none."""
+        held = self._bound.groups[0].get(NORM_RATIO, -1.0)
+        if isinstance(held, Tensor):
+            return held
+        return torch.full((), held, dtype=torch.float64, device=self._mesh.device)
+
+    def _sum(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the sum of squares of ``tensors`` on the device, fp64."""
+        return torch.stack(sums_of_squares(tensors, self._kernels)).sum().to(self._mesh.device)
+
+
+def note(bound: Any, key: str, value: float | Tensor) -> None:
+    """Store ``value`` in all groups of the optimizer ``bound``, and so in checkpoints."""
+    for group in bound.groups:
+        group[key] = value

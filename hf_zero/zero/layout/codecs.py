@@ -1,20 +1,15 @@
-"""The choice of compressed collectives: one codec per flat buffer and direction."""
+"""The codecs of compressed collectives: one per flat buffer and direction."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from hf_zero.config import ZeroConfig
 from hf_zero.distributed.collectives import Codec
 from hf_zero.logging import logger
-from hf_zero.ops.block_codec import BlockCodec
-from hf_zero.ops.error_codec import ErrorCodec
 from hf_zero.ops.sign_blocks import SignBlocks
-from hf_zero.ops.symmetric_blocks import SymmetricBlocks
-from hf_zero.optim.one_bit import OneBit
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_layout import FlatLayout
 
@@ -27,45 +22,23 @@ SMALLEST_TENSOR = 256  # elements
 
 
 @dataclass(frozen=True)
-class Compression:
+class Codecs:
     """Codecs for reductions of gradients and for gathers of weights; None sends values
     uncompressed.
 
-    weights, frozen: for gathers at stage 3 of trainable and of frozen parameters. updates: for the
-    changes of a step, where all ranks keep whole weights. block: tensors with fewer elements, and
-    1-D tensors, are sent uncompressed in flat buffers of their own: next to a matrix their elements
-    would share a block scale that is too large for them.
+    gradients: makes the codec of one flat buffer, which may keep state. weights, frozen: for
+    gathers at stage 3 of trainable and of frozen parameters. updates: for the changes of a step,
+    where all ranks keep whole weights. momentum: for a momentum that is sent in place of gradients.
+    block: tensors with fewer elements, and 1-D tensors, are sent uncompressed in flat buffers of
+    their own: next to a matrix their elements would share a block scale that is too large for them.
     """
 
-    gradients: BlockCodec | None = None
-    weights: BlockCodec | None = None
-    frozen: BlockCodec | None = None
-    updates: BlockCodec | None = None
+    gradients: Callable[[], Codec] | None = None
+    weights: Codec | None = None
+    frozen: Codec | None = None
+    updates: Codec | None = None
     momentum: SignBlocks | None = None
     block: int = SMALLEST_TENSOR
-    error_beta: float | None = None  # errors of gradients are fed back (``error_codec.py``)
-
-    @classmethod
-    def of(cls, config: ZeroConfig, one_bit: OneBit | None = None) -> Compression:
-        """Return the choice for ``config``, or for an optimizer with a ``one_bit`` momentum."""
-        if one_bit is not None:
-            return cls(momentum=SignBlocks(one_bit.block), block=one_bit.block)
-        zero, both = config.zero, config.compressed_communication
-        loco = config.zeropp_loco_param
-        four, eight = (
-            BlockCodec(SymmetricBlocks(bits, both.block_size or DEFAULT_BLOCKS[bits]))
-            for bits in (4, 8)
-        )
-        # an offloaded update sends its new values uncompressed
-        differences = both.bits is not None and not config.offload_optimizer.on
-        return cls(
-            four if both.bits or zero.quantized_gradients else None,
-            eight if zero.quantized_weights else None,
-            eight if zero.quantized_weights or zero.quantized_nontrainable_weights else None,
-            BlockCodec(four.blocks, differences=True) if differences else None,
-            block=both.block_size or SMALLEST_TENSOR,
-            error_beta=loco.beta if loco.on else None,
-        )
 
     def takes(self, parameter: torch.Tensor, trains: bool) -> bool:
         """Whether ``parameter`` may be placed in a compressed flat buffer."""
@@ -91,13 +64,11 @@ class Compression:
             return None, None
         if not trains:
             return None, self.frozen if sharded else None
-        up: Codec | None = self.gradients
-        if self.gradients is not None and self.error_beta is not None:
-            up = ErrorCodec(self.gradients, self.error_beta)
+        up = self.gradients() if self.gradients is not None else None
         return up, self.weights if sharded else None if persistent else self.updates
 
 
-UNCOMPRESSED = Compression()
+UNCOMPRESSED = Codecs()
 
 
 def report(flats: Sequence[FlatBuffer], wire: torch.dtype | None) -> None:

@@ -4,11 +4,15 @@ arXiv:2407.04480).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from hf_zero.ops.block_codec import BlockCodec
 from hf_zero.ops.symmetric_blocks import SymmetricBlocks
+from hf_zero.zero.extensions import StepExtension
 
 
 class ErrorCodec:
@@ -74,3 +78,31 @@ class ErrorCodec:
             start = self._blocks.scales_at(self._numel)
             stop = start + 2 * self._blocks.scales(self._numel)
             self._error[:, start:stop].view(torch.bfloat16).mul_(factor)
+
+
+class ErrorFeedback(StepExtension):
+    """The error buffers of an engine, cleared after every ``every`` steps. ``step``: its
+    :class:`hf_zero.zero.step.optimizer_step.OptimizerStep`.
+    """
+
+    def __init__(self, step: Any, every: int):
+        codecs = (flat.spec.reduce_codec for flat in step.model.trainable)
+        self._codecs = [codec for codec in codecs if isinstance(codec, ErrorCodec)]
+        self._every, self._scale = every, step.scaler.scale
+
+    def end_step(self, number: int, overflow: bool, scale: float) -> None:
+        if overflow or number % self._every == 0:
+            self.forget(scale)
+        elif scale != self._scale:
+            for codec in self._codecs:
+                codec.rescale(scale / self._scale)
+        self._scale = scale
+
+    def forget(self, scale: float) -> None:
+        for codec in self._codecs:
+            codec.clear()
+        self._scale = scale
+
+    def state_bytes(self) -> Mapping[str, int]:
+        errors = (codec.error for codec in self._codecs)
+        return {"gradients": sum(error.nbytes for error in errors if error is not None)}

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.device.pinned import upload
-from hf_zero.one_bit.flat_momentum import (
+from hf_zero.compression.flat_momentum import (
     AVERAGE,
     FLOOR,
     VARIANCE,
     FlatMomentum,
     squares_of,
 )
+from hf_zero.device.pinned import upload
 from hf_zero.ops.sign_blocks_reference import powers
 from hf_zero.optim.hyperparameters import FROZEN_AT
 from hf_zero.optim.lamb import step_size

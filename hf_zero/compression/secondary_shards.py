@@ -1,0 +1,70 @@
+"""Secondary shards: each node keeps the gathered values, so that the gathers of the backward stay
+within it (hpZ of ZeRO++, arXiv:2306.10209, section 3.2).
+
+A forward gathers a unit over all ranks; before anything changes the values, each rank keeps its
+part of them, sharded over the ranks of its node. The gather of the backward reads these parts.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.unit import GatherUnderWay, ShardGather, Unit
+
+
+class Kept(Enum):
+    """Whether the secondary shards hold the values of this forward."""
+
+    NO = "no"
+    COMING = "coming"  # the gather under way fills them
+    YES = "yes"
+
+
+class SecondaryShards(ShardGather):
+    """The gathers of ``unit``: over all ranks in a forward, within the node in its backward.
+
+    ``shards``: by flat buffer, this rank's part of the values of the last forward, [padded / ranks
+    of a node], compute dtype.
+    """
+
+    keeps_values = True
+
+    def __init__(self, unit: Unit):
+        super().__init__(unit)
+        self.shards: dict[FlatBuffer, torch.Tensor] = {}
+        self._kept = Kept.NO  # equal on all ranks, except while one waits for a gather
+
+    def launch(self, exact: bool, backward: bool) -> GatherUnderWay:
+        node = self.unit.sharded[0].mesh.node
+        if backward and self._kept is Kept.YES and node is not None:
+            pairs = [(flat.full, self.shards[flat]) for flat in self.unit.sharded]
+            return [node.all_gather(pairs, f"{self.unit.label} in a node")], None
+        self._kept = Kept.NO if exact or node is None else Kept.COMING
+        return super().launch(exact, backward)
+
+    def keep(self) -> None:
+        if self._kept is not Kept.COMING:
+            return
+        self._kept = Kept.YES
+        with torch.inference_mode(False), torch.no_grad():
+            for flat in self.unit.sharded:
+                node = flat.mesh.node
+                assert node is not None
+                numel = flat.layout.padded // node.size
+                part = flat.full.narrow(0, node.rank * numel, numel)
+                if flat not in self.shards:
+                    self.shards[flat] = torch.empty_like(part)
+                self.shards[flat].copy_(part)
+
+    def forget(self) -> None:
+        self._kept = Kept.NO
+
+    def nbytes(self) -> int:
+        return sum(shard.nbytes for shard in self.shards.values())
+
+    def free(self) -> None:
+        self.shards.clear()
+        self._kept = Kept.NO

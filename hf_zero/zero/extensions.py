@@ -1,0 +1,101 @@
+"""The replaceable parts of an engine. A technique provides some of them, and a row of
+``hf_zero/compression/registry.py`` names it; the engine knows only these interfaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_zero.zero.layout.codecs import UNCOMPRESSED, Codecs
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.unit import ShardGather, Unit
+
+
+class StepExtension:
+    """Part of a technique in each step. Every method is called in the order below, does nothing
+    here, and may be collective, except for reports.
+    """
+
+    def begin_backward(self) -> None:
+        """Prepare a backward, before it takes gradients in."""
+
+    def before_reduction(self, scale: float) -> None:
+        """Prepare the reduction at the end of an accumulation window; ``scale`` makes the gradients
+        that stay on their rank (:meth:`GradientBuffer.keep_local`) summands of a mean.
+        """
+
+    def begin_step(self, must_agree: bool) -> bool:
+        """Begin a step, whose gradients are reduced. Return whether ranks make it without a message
+        of any kind, which needs ``must_agree`` to be False.
+        """
+        return False
+
+    def squares(self, alone: bool) -> torch.Tensor | None:
+        """Return what the gradients that stay on their rank add to this rank's part of the squared
+        gradient norm: fp64, 0-dim. ``alone``: all of it, estimated from this rank's gradients.
+        """
+        return None
+
+    def before_update(self) -> None:
+        """Prepare the optimizer's update; flat buffers that :meth:`update` changes may be excluded
+        from it.
+        """
+
+    def update(self, divisor: torch.Tensor | None) -> Sequence[FlatBuffer]:
+        """Update flat buffers after the optimizer, from gradients to be divided by ``divisor``.
+        Return those whose whole parameters are up to date on all ranks.
+        """
+        return ()
+
+    def end_step(self, number: int, overflow: bool, scale: float) -> None:
+        """End step ``number``, counted from 1; ``scale`` is the loss scale of the next one."""
+
+    # ---- between steps ----
+
+    def synchronise(self) -> None:
+        """Make the weights of all ranks equal, before whole weights are read."""
+
+    def complete_state(self) -> None:
+        """Complete the optimizer's state on the ranks that own it, before it is saved."""
+
+    @contextmanager
+    def counted_state(self) -> Iterator[bool]:
+        """Context in which the counters and tensors of the optimizer's state belong to one step.
+        Yields whether they change again at its exit.
+        """
+        yield False
+
+    def forget(self, scale: float) -> None:
+        """Drop what belongs to other weights: all were replaced; ``scale`` is the loss scale."""
+
+    def state_bytes(self) -> Mapping[str, int]:
+        """Return the bytes that this rank keeps on the device, by kind: gradients, optimizer."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Extensions:
+    """The parts that the techniques of one engine provide.
+
+    codecs: of compressed collectives. gathers: makes the source of a unit's gathers. steps: make
+    the :class:`StepExtension` objects of an :class:`OptimizerStep`. node: number of neighbouring
+    ranks of a shard group that form a mesh dimension of their own, for gathers. hierarchical: the
+    configuration key that asks for gathers across hosts and then within each, if any.
+    needs_one_mesh: configuration keys in use whose messages go over one mesh of all ranks, so that
+    they exclude tensor, expert and pipeline parallelism.
+    """
+
+    codecs: Codecs = UNCOMPRESSED
+    gathers: Callable[[Unit], ShardGather] = ShardGather
+    steps: tuple[Callable[[Any], StepExtension], ...] = ()
+    node: int = 1
+    hierarchical: str = ""
+    needs_one_mesh: tuple[str, ...] = ()
+
+
+PLAIN = Extensions()
