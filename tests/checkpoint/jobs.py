@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from hf_zero import checkpoint
 from hf_zero.engine import Engine
+from hf_zero.errors import CheckpointError
 from hf_zero.zero.layout.wrap import WHOLE
 from tests.helpers.engines import start
 from tests.helpers.ranks import run_ranks
@@ -74,6 +78,10 @@ class Job:
         return engine
 
 
+ONE, TWO = (Job(world, 3, units=("first",)) for world in (1, 2))
+RANK1 = "rank-00001-of-00002.safetensors"
+
+
 def value(what: str, name: str, shape: Sequence[int]) -> torch.Tensor:
     """Numbers that tell which parameter and which tensor they are from."""
     seed = int.from_bytes(
@@ -124,13 +132,20 @@ def state_of(engines: Sequence[Engine]) -> dict[str, dict[str, torch.Tensor]]:
     return whole
 
 
+class Failed(AssertionError):
+    """The exceptions of ranks, and what the others returned."""
+
+    def __init__(self, results: list[Any], engines: list[Engine]) -> None:
+        super().__init__(results)
+        self.results, self.engines = results, engines
+
+
 def run(
     job: Job, make: Callable[[], nn.Module], action: Callable[[Engine], Any]
 ) -> tuple[list[Engine], list[Any]]:
     """Make an engine per rank, call ``action`` on each; return engines and results.
 
-    An exception comes back in the place of a result, so that a test can see that every rank has
-    one.
+    Raises :class:`Failed` once every rank has ended, so that a test can see that each has raised.
     """
     modules = [make() for _ in range(job.world)]
 
@@ -141,16 +156,84 @@ def run(
         except Exception as error:
             return engine, error
 
-    ended = run_ranks(job.world, on_rank)
-    return [engine for engine, _ in ended], [result for _, result in ended]
+    engines, results = zip(*run_ranks(job.world, on_rank))
+    raised = [result for result in results if isinstance(result, Exception)]
+    if raised:
+        raise Failed(list(results), list(engines)) from raised[0]
+    return list(engines), list(results)
 
 
-def good(results: list[Any]) -> list[Any]:
-    """The results; the first exception among them is raised."""
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-    return results
+def errors(call: Callable[..., Any], *args: Any, **options: Any) -> list[str]:
+    """What the CheckpointError says that each rank raises."""
+    with pytest.raises(Failed) as failed:
+        call(*args, **options)
+    results = failed.value.results
+    assert [type(result) for result in results] == [CheckpointError] * len(results), results
+    return [str(result) for result in results]
+
+
+def fails(parts: Sequence[str], call: Callable[..., Any], *args: Any, **options: Any) -> None:
+    """Each rank raises a CheckpointError, and all of them hold all ``parts``."""
+    for text in errors(call, *args, **options):
+        for part in parts:
+            assert part in text, f"{part!r} is not in {text!r}"
+
+
+def saved(folder: Any, job: Job | None = None, steps: int = 1, **options: Any) -> list[Engine]:
+    """Engines that have trained and saved."""
+
+    def action(engine: Engine) -> Any:
+        train_some(engine, steps)
+        return checkpoint.save(engine, folder, **options)
+
+    return run(job or TWO, small, action)[0]
+
+
+def load(
+    folder: Any, job: Job | None = None, make: Callable[[], nn.Module] | None = None, **options: Any
+) -> list[Engine]:
+    """Engines of another model that have loaded."""
+    return run(
+        job or TWO, make or other, lambda engine: checkpoint.load(engine, folder, **options)
+    )[0]
+
+
+def weights(engines: Sequence[Engine]) -> dict[str, torch.Tensor]:
+    return {name: kinds["weights"].clone() for name, kinds in state_of(engines).items()}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(left[name], right[name]) for name in left)
+
+
+def names(folder: Any) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
+def run_holds(folder: Any) -> list[str]:
+    """What the folder of a run holds beside ``latest`` and the script, which are there."""
+    found = names(folder)
+    assert {"latest", "zero_to_fp32.py"} <= {*found}, found
+    return [name for name in found if name not in ("latest", "zero_to_fp32.py")]
+
+
+def edit(path: Any, change: Callable[[dict[str, Any]], Any] | tuple[str, str]) -> None:
+    """Change a manifest, as somebody does who knows what the digest is for: its document, or
+    the first text in it to the second.
+    """
+    text = path.read_text()
+    document = json.loads(text.replace(*change) if isinstance(change, tuple) else text)
+    if not isinstance(change, tuple):
+        change(document)
+    document.pop("digest", None)
+    path.write_text(json.dumps(document))
+
+
+def flip(path: Any, at: int, bit: int = 0) -> None:
+    """Change one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1 << bit
+    path.write_bytes(content)
 
 
 class Normed(nn.BatchNorm1d):

@@ -19,7 +19,7 @@ from hf_zero import checkpoint
 from hf_zero.checkpoint import convert_checkpoint
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.integrations.peft import adapter_files
-from tests.checkpoint.jobs import Engine, Job, good, run, train_some
+from tests.checkpoint.jobs import Engine, Job, run, train_some
 from tests.helpers.adapters import KINDS, llama
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.ranks import run_ranks
@@ -55,9 +55,7 @@ def saved(folder: Path, model: Any, **options: Any) -> Any:
         train_some(engine)
         return checkpoint.save(engine, folder, **options)
 
-    good(
-        run(Job(2, 3, frozen=lambda name: name in frozen), lambda: copy.deepcopy(model), action)[1]
-    )
+    run(Job(2, 3, frozen=lambda name: name in frozen), lambda: copy.deepcopy(model), action)
     if not options:
         checkpoint.load_state_dict_from_zero_checkpoint(model, folder)
     return model

@@ -26,7 +26,7 @@ from hf_zero.checkpoint.tensorfile import BlockHashes, TensorFile, plan_file
 from hf_zero.cli.app import app
 from hf_zero.deepspeed import state_dicts, universal_files
 from hf_zero.errors import CheckpointError
-from tests.checkpoint.jobs import Job, good, other, run, small, state_of, train_some, value
+from tests.checkpoint.jobs import TWO, Job, flip, other, run, small, state_of, train_some, value
 from tests.checkpoint.written import write
 from tests.helpers.engines import start
 from tests.helpers.ranks import run_ranks
@@ -53,12 +53,6 @@ def written(path: Any) -> tuple[Any, BlockHashes]:
     held = tensors()
     plan = plan_file([(name, each.dtype, each.shape) for name, each in held.items()], {}, 128)
     return plan, write_tensors(path, plan, held).blocks
-
-
-def flip(path: Path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 16
-    path.write_bytes(content)
 
 
 @pytest.mark.usefixtures("blocks")
@@ -145,7 +139,6 @@ def test_blocks_of_large_files_are_longer() -> None:
     assert size * tensorfile.MOST_BLOCKS >= 1 << 40 > size // 4 * tensorfile.MOST_BLOCKS
 
 
-TWO = Job(2, 3, units=("first",))
 DAMAGED = "rank-00001-of-00002.safetensors"
 
 
@@ -157,7 +150,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         train_some(engine, 1)
         engine.save_checkpoint(str(folder), tag="a")
 
-    good(run(TWO, small, action)[1])
+    run(TWO, small, action)
     shutil.copytree(folder / "a", folder / "whole")
     return folder
 
@@ -166,7 +159,7 @@ def load_on(ranks: int, stage: int, folder: Path, verify: bool | None) -> None:
     def action(engine: Any) -> None:
         engine.load_checkpoint(str(folder), tag="a", verify=verify)
 
-    good(run(Job(ranks, stage, units=("first",)), other, action)[1])
+    run(Job(ranks, stage, units=("first",)), other, action)
 
 
 def main_of(folder: Path, target: Path, verify: bool | None) -> None:
@@ -257,7 +250,7 @@ def test_loads_name_the_whole_checkpoints_and_go_on_from_one(saved: Path, tmp_pa
         train_some(engine, 1)
         engine.load_checkpoint(str(folder), tag="a", load_module_only=True)
 
-    good(run(TWO, other, action)[1])
+    run(TWO, other, action)
 
     def trusting(rank: int, model: Any) -> None:
         config = {**TWO.config, "checkpoint": {"verify": False}}
@@ -293,7 +286,7 @@ def test_versions_without_hashes_of_blocks(version: int, ranks: int, stage: int)
         return client_state
 
     engines, results = run(Job(ranks, stage, units=("first",)), other, action)
-    assert all(state == write.CLIENT_STATE for state in good(results))
+    assert all(state == write.CLIENT_STATE for state in results)
     shapes = {name: tuple(each.shape) for name, each in small().named_parameters()}
     found = state_of(engines)
     assert found.keys() == {name for name, shape in shapes.items() if 0 not in shape}

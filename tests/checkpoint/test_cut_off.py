@@ -18,11 +18,21 @@ from hf_zero import checkpoint
 from hf_zero.checkpoint import file_writer, find
 from hf_zero.checkpoint.find import DROPPED, REPLACED, SAVING, find_checkpoint, integrity_error
 from tests.checkpoint.faults import Disk
-from tests.checkpoint.jobs import Engine, Job, good, run, small, state_of, train_some
-from tests.checkpoint.test_failures import load, same, saved, weights
+from tests.checkpoint.jobs import (
+    ONE,
+    Engine,
+    load,
+    run,
+    run_holds,
+    same,
+    saved,
+    small,
+    state_of,
+    train_some,
+    weights,
+)
 from tests.helpers.cells import fast
 
-ONE = Job(1, 3, units=("first",))
 HOW = ("process", "torn", "power")
 TAGS = {"a": "over the old one", "b": "beside it"}
 STATE = {"seen": torch.arange(3)}  # not JSON: objects.pt is written too
@@ -60,7 +70,7 @@ def every_moment(
 
 @pytest.fixture
 def start(tmp_path: Path) -> Path:
-    good(saved(tmp_path / "start", ONE, tag="a", client_state=STATE)[1])
+    saved(tmp_path / "start", ONE, tag="a", client_state=STATE)
     return tmp_path / "start"
 
 
@@ -77,20 +87,19 @@ def test_cut_off_at_every_call(
     tmp_path: Path, start: Path, tag: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_writer, "BLOCK_BYTES", 1024)  # the rank's file in many writes
-    old = weights(load(start, ONE)[0])
+    old = weights(load(start, ONE))
     engine = trained(4)
     new = weights([engine])
 
     def check(folder: Path, done: bool, where: str) -> None:
-        resumed, results = load(folder, ONE, verify=True)
-        good(results)
+        resumed = load(folder, ONE, verify=True)
         found = weights(resumed)
         assert same(found, new) or (same(found, old) and not done), where
         for held in find.tags_in(folder):
             assert not integrity_error(folder / held), where
         # The next save works as if nothing had happened.
-        good(run(ONE, small, lambda engine: checkpoint.save(engine, folder, tag=tag))[1])
-        assert same(weights(load(folder, ONE)[0]), weights(run(ONE, small, lambda engine: None)[0]))
+        run(ONE, small, lambda engine: checkpoint.save(engine, folder, tag=tag))
+        assert same(weights(load(folder, ONE)), weights(run(ONE, small, lambda engine: None)[0]))
         assert not [path.name for path in folder.iterdir() if path.name.startswith(".")], where
 
     made = every_moment(
@@ -112,7 +121,7 @@ def test_cut_off_while_older_ones_go(tmp_path: Path, how: str) -> None:
     whole.
     """
     for step in (1, 2, 3):
-        good(saved(tmp_path / "start", ONE, steps=step)[1])
+        saved(tmp_path / "start", ONE, steps=step)
     engine = trained(4)
     states = {f"global_step{step}": weights([trained(step)]) for step in (1, 2, 3, 4)}
 
@@ -122,23 +131,15 @@ def test_cut_off_while_older_ones_go(tmp_path: Path, how: str) -> None:
             where
         )
         for tag in held:
-            resumed, results = load(folder, ONE, tag=tag, verify=True)
-            good(results)
+            resumed = load(folder, ONE, tag=tag, verify=True)
             assert same(weights(resumed), states[tag]), where
         assert (folder / "latest").read_text() in ("global_step3", "global_step4"), where
-        good(
-            run(
-                ONE,
-                small,
-                lambda engine: (train_some(engine, 4), checkpoint.save(engine, folder, keep=2)),
-            )[1]
+        run(
+            ONE,
+            small,
+            lambda engine: (train_some(engine, 4), checkpoint.save(engine, folder, keep=2)),
         )
-        assert sorted(path.name for path in folder.iterdir()) == [
-            "global_step3",
-            "global_step4",
-            "latest",
-            "zero_to_fp32.py",
-        ], where
+        assert run_holds(folder) == ["global_step3", "global_step4"], where
 
     made = every_moment(
         tmp_path,
@@ -165,8 +166,7 @@ def test_the_first_save_of_a_run_in_a_folder_that_does_not_exist(tmp_path: Path)
     def check(folder: Path, done: bool, where: str) -> None:
         run_folder = folder / "runs" / "one"
         if done or (run_folder / "latest").exists():
-            resumed, results = load(run_folder, ONE, verify=True)
-            good(results)
+            resumed = load(run_folder, ONE, verify=True)
             assert same(weights(resumed), weights([engine])), where
         else:
             assert all(not integrity_error(run_folder / tag) for tag in find.tags_in(run_folder)), (
@@ -199,7 +199,7 @@ def test_the_fault_layer_sees_a_save_that_does_not_flush_its_files(
 
 
 def test_states_are_compared_with_their_moments(start: Path) -> None:
-    assert set(state_of(load(start, ONE)[0])["first.weight"]) == {
+    assert set(state_of(load(start, ONE))["first.weight"]) == {
         "weights",
         "exp_avg",
         "exp_avg_sq",

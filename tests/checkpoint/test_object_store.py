@@ -32,10 +32,22 @@ from hf_zero.checkpoint.verify import verify_all
 from hf_zero.cli.app import app
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.faults import Killed
-from tests.checkpoint.jobs import Job, good, run, small, train_some
+from tests.checkpoint.jobs import (
+    TWO,
+    Job,
+    errors,
+    load,
+    names,
+    run,
+    run_holds,
+    same,
+    saved,
+    small,
+    train_some,
+    weights,
+)
 from tests.checkpoint.test_cut_off import ONE, STATE, trained
 from tests.checkpoint.test_engine import Setup, global_losses, second_half, train
-from tests.checkpoint.test_failures import TWO, errors, load, same, saved, weights
 from tests.checkpoint.test_offloaded import Away
 from tests.helpers.ranks import run_ranks
 
@@ -52,25 +64,19 @@ def store() -> Iterator[UPath]:
     MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
-def names(folder: Any) -> list[str]:
-    return sorted(item.name for item in folder.iterdir()) if folder.exists() else []
-
-
 # ---- what is there ----
 
 
 def test_what_a_save_puts(store: UPath) -> None:
     engines, results = saved(URL, client_state=STATE)
-    good(results)
     assert str(results[0]) == f"{URL}/global_step1"
-    assert names(store) == ["global_step1", "latest", "zero_to_fp32.py"]
+    assert run_holds(store) == ["global_step1"]
     assert (store / "latest").read_text() == "global_step1"
     held = names(store / "global_step1")
     mark = held[1].removeprefix("objects-").removesuffix(".pt")
     ranks = [f"rank-{rank:05d}-of-00002-{mark}.safetensors" for rank in range(2)]
     assert len(mark) == 12 and held == ["manifest.json", f"objects-{mark}.pt", *ranks]
     again, results = load(URL, verify=True)
-    good(results)
     assert torch.equal(results[0][1]["seen"], STATE["seen"])
     assert same(weights(again), weights(engines))
     assert find.tags_in(storage.as_path(URL)) == ["global_step1"]
@@ -106,8 +112,8 @@ def test_training_goes_on_elsewhere(before: Setup, after: Setup, blocking: bool)
 
 
 def test_the_converter_and_the_iterator_read_it(store: UPath, tmp_path: Path) -> None:
-    good(saved(tmp_path / "run")[1])
-    good(saved(URL)[1])
+    saved(tmp_path / "run")
+    saved(URL)
     (store / "config.json").write_text('{"model_type": "none"}')
     (store / "tokenizer_config.json").write_text("{}")
     convert_checkpoint(tmp_path / "run", tmp_path / "one")
@@ -120,7 +126,7 @@ def test_the_converter_and_the_iterator_read_it(store: UPath, tmp_path: Path) ->
 
 
 def test_the_command_line_takes_urls(tmp_path: Path) -> None:
-    good(saved(URL)[1])
+    saved(URL)
     runner = CliRunner()
     verified = runner.invoke(app, ["verify", URL])
     assert verified.exit_code == 0 and "whole" in verified.output
@@ -132,13 +138,13 @@ def test_the_command_line_takes_urls(tmp_path: Path) -> None:
 
 
 def test_a_url_of_files_is_a_folder(tmp_path: Path) -> None:
-    good(saved(f"file://{tmp_path}/run")[1])
+    saved(f"file://{tmp_path}/run")
     assert names(tmp_path / "run" / "global_step1") == [
         "manifest.json",
         *(f"rank-{rank:05d}-of-00002.safetensors" for rank in range(2)),
     ]
-    good(load(f"file://{tmp_path}/run")[1])
-    good(load(UPath(f"file://{tmp_path}/run"))[1])
+    load(f"file://{tmp_path}/run")
+    load(UPath(f"file://{tmp_path}/run"))
 
 
 def test_ranges_are_asked_for_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,10 +159,8 @@ def test_ranges_are_asked_for_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(self, path, start, end, **kwargs)
 
     monkeypatch.setattr(MemoryFileSystem, "cat_file", counted)
-    engines, results = saved(URL)
-    good(results)
-    again, results = load(URL, verify=True)
-    good(results)
+    engines = saved(URL)
+    again = load(URL, verify=True)
     assert same(weights(again), weights(engines)) and max(asked) == 64 and len(asked) > 100
 
 
@@ -167,27 +171,26 @@ def test_a_tag_that_is_saved_again(store: UPath) -> None:
     saved(URL, tag="a")
     (store / "a" / "notes.txt").write_text("mine")
     old = set(names(store / "a"))
-    after = weights(saved(URL, tag="a", steps=4, job=Job(3, 3))[0])
+    after = weights(saved(URL, tag="a", steps=4, job=Job(3, 3)))
     new = set(names(store / "a"))
     assert old & new == {"manifest.json", "notes.txt"} and len(new) == 5
-    engines, results = load(URL)
-    good(results)
+    engines = load(URL)
     assert same(weights(engines), after)
 
 
 def test_older_ones_go(store: UPath) -> None:
     for step in range(1, 5):
-        good(saved(URL, steps=step, keep=2)[1])
-    assert names(store) == ["global_step3", "global_step4", "latest", "zero_to_fp32.py"]
+        saved(URL, steps=step, keep=2)
+    assert run_holds(store) == ["global_step3", "global_step4"]
     (store / "global_step4" / "manifest.json").write_text("{")
-    good(saved(URL, steps=5, keep=1)[1])
+    saved(URL, steps=5, keep=1)
     assert names(store)[:2] == ["global_step4", "global_step5"], "a damaged one is not thrown away"
     assert [verdict.whole for verdict in verify_all(URL)] == [False, True]
 
 
 def test_what_is_none_of_ours_stays(store: UPath) -> None:
     (store / "a" / "precious").write_text("")
-    for text in errors(saved(URL, tag="a")[1]):
+    for text in errors(saved, URL, tag="a"):
         assert f"{URL}/a holds precious and is no checkpoint of hf-zero; move it away" in text
     assert names(store / "a") == ["precious"]
 
@@ -251,20 +254,19 @@ def test_a_save_that_is_cut_off_at_every_request(
     tag: str, store: UPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(file_writer, "BLOCK_BYTES", 1024)
-    good(saved(URL, ONE, tag="a", client_state=STATE)[1])
-    old = weights(load(URL, ONE)[0])
+    saved(URL, ONE, tag="a", client_state=STATE)
+    old = weights(load(URL, ONE))
     engine = trained(4)
     new = weights([engine])
 
     def check(done: bool, where: str) -> None:
-        resumed, results = load(URL, ONE, verify=True)
-        good(results)
+        resumed = load(URL, ONE, verify=True)
         found = weights(resumed)
         assert same(found, new) or (same(found, old) and not done), where
         for held in find.tags_in(store):
             assert not integrity_error(store / held), where
-        good(run(ONE, small, lambda engine: checkpoint.save(engine, URL, tag=tag))[1])
-        assert same(weights(load(URL, ONE)[0]), weights(run(ONE, small, lambda engine: None)[0])), (
+        run(ONE, small, lambda engine: checkpoint.save(engine, URL, tag=tag))
+        assert same(weights(load(URL, ONE)), weights(run(ONE, small, lambda engine: None)[0])), (
             where
         )
         # the manifest and one rank: nothing is left over
@@ -278,7 +280,7 @@ def test_a_save_that_is_cut_off_at_every_request(
 
 def test_cut_off_while_older_ones_go(store: UPath) -> None:
     for step in (1, 2, 3):
-        good(saved(URL, ONE, steps=step)[1])
+        saved(URL, ONE, steps=step)
     engine = trained(4)
     states = {f"global_step{step}": weights([trained(step)]) for step in (1, 2, 3, 4)}
 
@@ -288,8 +290,7 @@ def test_cut_off_while_older_ones_go(store: UPath) -> None:
             where
         )
         for tag in held:
-            resumed, results = load(URL, ONE, tag=tag, verify=True)
-            good(results)
+            resumed = load(URL, ONE, tag=tag, verify=True)
             assert same(weights(resumed), states[tag]), where
 
     made = every_request(lambda: checkpoint.save(engine, URL, keep=2), check)
@@ -300,8 +301,8 @@ def test_cut_off_while_older_ones_go(store: UPath) -> None:
 def test_a_rank_that_cannot_put_its_file(
     kind: type[Exception], store: UPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    good(saved(URL, tag="a")[1])
-    before = weights(load(URL)[0])
+    saved(URL, tag="a")
+    before = weights(load(URL))
     original = MemoryFile.write
 
     def failing(self: Any, data: Any) -> int:
@@ -310,19 +311,18 @@ def test_a_rank_that_cannot_put_its_file(
         return original(self, data)
 
     monkeypatch.setattr(MemoryFile, "write", failing)
-    for text in errors(saved(URL, steps=3, tag="b")[1]):
+    for text in errors(saved, URL, steps=3, tag="b"):
         assert text.startswith(f"rank 1: {URL}/b/rank-00001-of-00002-") and "403: Forbidden" in text
         assert "earlier checkpoints are as they were" in text
     monkeypatch.undo()
     assert names(store / "b") == [] and (store / "latest").read_text() == "a"
-    engines, results = load(URL)
-    good(results)
+    engines = load(URL)
     assert same(weights(engines), before)
 
 
 def test_a_manifest_that_cannot_be_put(store: UPath, monkeypatch: pytest.MonkeyPatch) -> None:
-    good(saved(URL, tag="a")[1])
-    before = weights(load(URL)[0])
+    saved(URL, tag="a")
+    before = weights(load(URL))
     original = MemoryFileSystem.pipe_file
 
     def failing(self: Any, path: str, value: bytes, **kwargs: Any) -> None:
@@ -331,11 +331,10 @@ def test_a_manifest_that_cannot_be_put(store: UPath, monkeypatch: pytest.MonkeyP
         original(self, path, value, **kwargs)
 
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", failing)
-    for text in errors(saved(URL, steps=3, tag="a")[1]):
+    for text in errors(saved, URL, steps=3, tag="a"):
         assert f"{URL}/a/manifest.json" in text and "reset by peer" in text
     monkeypatch.undo()
-    engines, results = load(URL, verify=True)
-    good(results)
+    engines = load(URL, verify=True)
     assert same(weights(engines), before) and len(names(store / "a")) == 3
 
 
@@ -357,16 +356,16 @@ def flipped(content: bytes) -> bytes:
     ids=["gone", "cut", "flipped"],
 )
 def test_damage_is_named(damage: Callable[[UPath], None], said: str, store: UPath) -> None:
-    good(saved(URL)[1])
+    saved(URL)
     item = rank_1(store)
     damage(item)
-    for text in errors(load(URL, verify=True)[1]):
+    for text in errors(load, URL, verify=True):
         assert str(item) in text and said in text
     assert said in verify_checkpoint(URL).problems[0]
 
 
 def test_nothing_there(store: UPath) -> None:
-    for text in errors(load(URL)[1]):
+    for text in errors(load, URL):
         assert f"no checkpoint in {URL}: {URL}/latest is missing" in text
     with pytest.raises(CheckpointError, match="no checkpoint at memory://bucket/run"):
         verify_checkpoint(URL)
@@ -383,7 +382,7 @@ def test_an_object_that_shrinks_while_it_is_read(store: UPath) -> None:
 
 
 def test_urls_that_nothing_opens(monkeypatch: pytest.MonkeyPatch) -> None:
-    for text in errors(saved("nosuch://bucket/run")[1]):
+    for text in errors(saved, "nosuch://bucket/run"):
         assert "nosuch://bucket/run cannot be opened" in text
         assert "install the package of fsspec for it" in text
 
@@ -400,7 +399,7 @@ def test_urls_that_nothing_opens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_url_that_was_made_a_path() -> None:
-    for text in errors(saved(Path("s3://bucket/run"))[1]):
+    for text in errors(saved, Path("s3://bucket/run")):
         assert (
             "s3:/bucket/run looks like a URL that was made a path, which lost a slash; "
             "pass the URL as a string" in text
@@ -415,7 +414,7 @@ def test_what_is_no_place() -> None:
 
 
 def test_a_model_is_converted_to_a_file_system(tmp_path: Path) -> None:
-    good(saved(tmp_path)[1])
+    saved(tmp_path)
     with pytest.raises(
         CheckpointError,
         match="memory://bucket/model: a converted model must be a folder of a file system",
@@ -440,7 +439,7 @@ def test_one_file_of_the_whole_model_is_written_to_a_file_system() -> None:
 
 def test_other_engines_than_the_first(store: UPath) -> None:
     """Rank 0's identifier of the save is in all names, though every rank draws one."""
-    good(run(TWO, small, lambda engine: (train_some(engine, 1), checkpoint.save(engine, URL)))[1])
+    run(TWO, small, lambda engine: (train_some(engine, 1), checkpoint.save(engine, URL)))
     marks = {
         item.stem.rpartition("-")[2]
         for item in (store / "global_step1").iterdir()

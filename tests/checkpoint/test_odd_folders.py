@@ -18,17 +18,26 @@ from hf_zero.checkpoint import find, save_job
 from hf_zero.checkpoint.commit import CommitTarget
 from hf_zero.checkpoint.find import LATEST, SAVING
 from hf_zero.errors import CheckpointError
-from tests.checkpoint.jobs import Job, good, run, small, train_some
+from tests.checkpoint.jobs import (
+    ONE,
+    RANK1,
+    TWO,
+    errors,
+    fails,
+    load,
+    names,
+    run,
+    run_holds,
+    same,
+    saved,
+    small,
+    train_some,
+    weights,
+)
 from tests.checkpoint.test_engine import Setup
-from tests.checkpoint.test_failures import RANK1, TWO, errors, load, refused, same, saved, weights
+from tests.checkpoint.test_failures import refused
 from tests.helpers.cells import fast
 from tests.helpers.ranks import run_ranks
-
-ONE = Job(1, 3, units=("first",))
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def saving(folder: Path) -> Path:
@@ -86,19 +95,18 @@ def test_the_file_of_a_rank_changes_before_the_folder_is_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """The checkpoint that the save replaces stays."""
-    before = weights(saved(tmp_path, tag="a")[0])
+    before = weights(saved(tmp_path, tag="a"))
 
     def damage() -> None:
         file = saving(tmp_path) / RANK1
         file.unlink() if way == "gone" else os.truncate(file, 5000)
 
     once(monkeypatch, damage)
-    for text in errors(saved(tmp_path, tag="a", steps=3)[1]):
+    for text in errors(saved, tmp_path, tag="a", steps=3):
         assert RANK1 in text and "Nothing was saved as 'a'" in text
         assert ("nobody may remove it meanwhile" if way == "gone" else "has 5000 bytes") in text
-    engines, results = load(tmp_path, verify=True)
-    good(results)
-    assert same(weights(engines), before) and names(tmp_path) == ["a", "latest", "zero_to_fp32.py"]
+    engines = load(tmp_path, verify=True)
+    assert same(weights(engines), before) and run_holds(tmp_path) == ["a"]
 
 
 @pytest.mark.parametrize("ends", ["first", "last"])
@@ -136,14 +144,9 @@ def test_two_jobs_save_under_one_tag(
     gone_on.set()
     thread.join(50)
     assert SAVING in str(refused.value) and others == [tmp_path / "a"]
-    loaded, results = load(tmp_path, verify=True)
-    good(results)
+    loaded = load(tmp_path, verify=True)
     assert same(weights(loaded), weights(engines[1]))
-    assert names(tmp_path) == [
-        "a",
-        "latest",
-        "zero_to_fp32.py",
-    ]
+    assert run_holds(tmp_path) == ["a"]
 
 
 # ---- links ----
@@ -151,36 +154,31 @@ def test_two_jobs_save_under_one_tag(
 
 def test_a_tag_that_is_a_link(tmp_path: Path) -> None:
     """The link is replaced; the checkpoint that it led to, and what lies beside it, stay."""
-    old = weights(saved(tmp_path / "archive", tag="a")[0])
+    old = weights(saved(tmp_path / "archive", tag="a"))
     (tmp_path / "archive" / "a" / "notes.txt").write_text("mine")
     archived = names(tmp_path / "archive" / "a")
     (tmp_path / "run").mkdir()
     os.symlink(tmp_path / "archive" / "a", tmp_path / "run" / "a")
     for steps in (3, 4):
-        engines, results = saved(tmp_path / "run", tag="a", steps=steps)
-        good(results)
+        engines = saved(tmp_path / "run", tag="a", steps=steps)
         assert not (tmp_path / "run" / "a").is_symlink()
-        assert names(tmp_path / "run") == [
-            "a",
-            "latest",
-            "zero_to_fp32.py",
-        ]
-        assert same(weights(load(tmp_path / "run", verify=True)[0]), weights(engines))
+        assert run_holds(tmp_path / "run") == ["a"]
+        assert same(weights(load(tmp_path / "run", verify=True)), weights(engines))
     assert names(tmp_path / "archive" / "a") == archived
-    assert same(weights(load(tmp_path / "archive", verify=True)[0]), old)
+    assert same(weights(load(tmp_path / "archive", verify=True)), old)
 
 
 def test_a_link_that_a_stopped_save_had_replaced(tmp_path: Path) -> None:
     saved(tmp_path / "archive", tag="a"), saved(tmp_path / "run", tag="a")
     os.symlink(tmp_path / "archive" / "a", tmp_path / "run" / ".hf-zero-replaced-a")
-    good(saved(tmp_path / "run", tag="a")[1])
-    assert names(tmp_path / "run") == ["a", "latest", "zero_to_fp32.py"]
-    good(load(tmp_path / "archive", verify=True)[1])
+    saved(tmp_path / "run", tag="a")
+    assert run_holds(tmp_path / "run") == ["a"]
+    load(tmp_path / "archive", verify=True)
 
 
 def test_a_tag_that_is_a_link_to_nothing(tmp_path: Path) -> None:
     os.symlink(tmp_path / "nothing", tmp_path / "a")
-    for text in errors(saved(tmp_path, tag="a")[1]):
+    for text in errors(saved, tmp_path, tag="a"):
         assert f"{tmp_path / 'a'} exists and is no checkpoint of hf-zero; move it away" in text
     assert names(tmp_path) == ["a"]
 
@@ -189,10 +187,9 @@ def test_a_run_behind_a_link(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     os.symlink(tmp_path / "disk", tmp_path / "run")
     for steps in (1, 2):
-        engines, results = saved(tmp_path / "run", tag="a", steps=steps)
-        good(results)
+        engines = saved(tmp_path / "run", tag="a", steps=steps)
     assert (tmp_path / "run").is_symlink()
-    assert same(weights(load(tmp_path / "disk")[0]), weights(engines))
+    assert same(weights(load(tmp_path / "disk")), weights(engines))
 
 
 # ---- names ----
@@ -207,10 +204,8 @@ def test_a_run_behind_a_link(tmp_path: Path) -> None:
 )
 def test_tags_of_all_kinds(tmp_path: Path, tag: str) -> None:
     for steps in (1, 2):
-        engines, results = saved(tmp_path / "spa ce ü", tag=tag, steps=steps, keep=1)
-        good(results)
-    loaded, results = load(tmp_path / "spa ce ü")
-    good(results)
+        engines = saved(tmp_path / "spa ce ü", tag=tag, steps=steps, keep=1)
+    loaded = load(tmp_path / "spa ce ü")
     assert same(weights(loaded), weights(engines))
 
 
@@ -227,7 +222,7 @@ def test_tags_of_all_kinds(tmp_path: Path, tag: str) -> None:
 def test_tags_that_latest_or_the_file_system_would_not_give_back(
     tmp_path: Path, tag: str, says: str
 ) -> None:
-    for text in errors(saved(tmp_path, tag=tag)[1]):
+    for text in errors(saved, tmp_path, tag=tag):
         assert "cannot be a tag; pass" in text and says in text
     assert names(tmp_path) == []
 
@@ -235,15 +230,15 @@ def test_tags_that_latest_or_the_file_system_would_not_give_back(
 def test_latest_does_not_depend_on_the_locale(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    good(saved(tmp_path, tag="größe")[1])
+    saved(tmp_path, tag="größe")
     monkeypatch.setattr(
         locale,
         "getencoding" if hasattr(locale, "getencoding") else "getpreferredencoding",
         lambda *_: "latin-1",
     )
     monkeypatch.setattr("io.text_encoding", lambda encoding, level=2: encoding or "latin-1")
-    good(load(tmp_path)[1])
-    good(saved(tmp_path, tag="größe 2", save_latest=False, keep=1)[1])
+    load(tmp_path)
+    saved(tmp_path, tag="größe 2", save_latest=False, keep=1)
 
 
 # ---- latest ----
@@ -258,14 +253,14 @@ def test_latest_does_not_depend_on_the_locale(
     ids=repr,
 )
 def test_a_latest_that_names_no_tag(tmp_path: Path, content: bytes) -> None:
-    good(saved(tmp_path, tag="a")[1])
+    saved(tmp_path, tag="a")
     (tmp_path / LATEST).write_bytes(content)
     refused(tmp_path, [str(tmp_path / LATEST), "pass one of the tags that exist: a"])
-    good(load(tmp_path, tag="a")[1])
+    load(tmp_path, tag="a")
 
 
 def test_a_latest_that_names_what_is_gone(tmp_path: Path) -> None:
-    good(saved(tmp_path, tag="a")[1])
+    saved(tmp_path, tag="a")
     (tmp_path / LATEST).write_text("b")
     refused(
         tmp_path, ["no checkpoint 'b'", str(tmp_path / "b"), "pass one of the tags that exist: a"]
@@ -274,7 +269,7 @@ def test_a_latest_that_names_what_is_gone(tmp_path: Path) -> None:
 
 def test_a_latest_that_is_no_text_file(tmp_path: Path) -> None:
     """A terabyte of it is not read."""
-    good(saved(tmp_path, tag="a")[1])
+    saved(tmp_path, tag="a")
     with open(tmp_path / LATEST, "wb") as file:
         file.truncate(1 << 40)
     refused(tmp_path, [f"{tmp_path / LATEST} ", "pass one of the tags that exist: a"])
@@ -290,9 +285,9 @@ def test_nothing_is_removed_while_latest_cannot_be_read(
     monkeypatch.setattr(
         "hf_zero.checkpoint.commit.logger.warning", lambda text, *args: heard.append(text % args)
     )
-    good(saved(tmp_path, tag="s1")[1])
+    saved(tmp_path, tag="s1")
     (tmp_path / LATEST).write_bytes(b"\xff")
-    good(saved(tmp_path, tag="s2", save_latest=False, keep=1)[1])
+    saved(tmp_path, tag="s2", save_latest=False, keep=1)
     assert find.tags_in(tmp_path) == ["s1", "s2"]
     assert any("nothing is removed" in text and str(tmp_path / LATEST) in text for text in heard)
 
@@ -300,40 +295,40 @@ def test_nothing_is_removed_while_latest_cannot_be_read(
 # ---- ranks that do not see the same ----
 
 
+def each_loads(where) -> None:
+    run(TWO, small, lambda engine: checkpoint.load(engine, *where(engine.global_rank)))
+
+
 def test_ranks_that_load_different_checkpoints(tmp_path: Path) -> None:
     """Each is whole and of the same model; half of one and half of the other is no state that
     training was ever in.
     """
     for steps in (1, 2):
-        good(saved(tmp_path, tag=f"t{steps}", steps=steps)[1])
-    _, results = run(
-        TWO,
-        small,
-        lambda engine: checkpoint.load(engine, tmp_path, tag=f"t{engine.global_rank + 1}"),
+        saved(tmp_path, tag=f"t{steps}", steps=steps)
+    fails(
+        [
+            "rank 0 t1 (",
+            "rank 1 t2 (",
+            "pass the same folder and tag on every rank",
+            "Nothing was loaded",
+        ],
+        each_loads,
+        lambda rank: (tmp_path, f"t{rank + 1}"),
     )
-    for text in errors(results):
-        assert "rank 0 t1 (" in text
-        assert "rank 1 t2 (" in text
-        assert "pass the same folder and tag on every rank" in text
-        assert "Nothing was loaded" in text
 
 
 def test_ranks_that_see_different_saves_of_one_tag(tmp_path: Path) -> None:
     for folder in ("0", "1"):
-        good(saved(tmp_path / folder, tag="a")[1])
-    _, results = run(
-        TWO, small, lambda engine: checkpoint.load(engine, tmp_path / str(engine.global_rank))
+        saved(tmp_path / folder, tag="a")
+    fails(
+        ["the ranks see different checkpoints", "Nothing was loaded"],
+        each_loads,
+        lambda rank: [tmp_path / str(rank)],
     )
-    for text in errors(results):
-        assert "the ranks see different checkpoints" in text and "Nothing was loaded" in text
     shutil.rmtree(tmp_path / "1")
     # one folder that two machines have mounted under different names
     shutil.copytree(tmp_path / "0", tmp_path / "1")
-    good(
-        run(TWO, small, lambda engine: checkpoint.load(engine, tmp_path / str(engine.global_rank)))[
-            1
-        ]
-    )
+    each_loads(lambda rank: [tmp_path / str(rank)])
 
 
 # ---- permissions ----
@@ -343,7 +338,7 @@ def test_ranks_that_see_different_saves_of_one_tag(tmp_path: Path) -> None:
 def test_files_have_the_permissions_that_the_umask_leaves(tmp_path: Path, mask: int) -> None:
     old = os.umask(mask)
     try:
-        good(saved(tmp_path / "run", tag="a", client_state={"pair": (1, 2)})[1])
+        saved(tmp_path / "run", tag="a", client_state={"pair": (1, 2)})
     finally:
         os.umask(old)
     for path in (tmp_path / "run").rglob("*"):

@@ -19,10 +19,23 @@ from hf_zero.checkpoint.manifest import Chunk, FlatEntry, Manifest
 from hf_zero.checkpoint.reader import copy_ranges, parameter_ranges
 from hf_zero.checkpoint.tensorfile import CODES, TensorFile, plan_file
 from hf_zero.zero.layout.flat_layout import FlatLayout
-from tests.checkpoint.jobs import Engine, Job, good, other, run, small, state_of, train_some
-from tests.checkpoint.test_failures import errors, load, refused, same, saved, weights
+from tests.checkpoint.jobs import (
+    TWO,
+    Engine,
+    Job,
+    errors,
+    load,
+    other,
+    run,
+    same,
+    saved,
+    small,
+    state_of,
+    train_some,
+    weights,
+)
+from tests.checkpoint.test_failures import refused
 
-TWO = Job(2, 3, units=("first",))
 EVERY = sorted(CODES, key=str)
 
 
@@ -48,12 +61,11 @@ def with_buffers(
 
 
 def put(folder: Path, make: Callable[[], torch.nn.Module]) -> None:
-    good(run(TWO, make, lambda engine: checkpoint.save(engine, folder))[1])
+    run(TWO, make, lambda engine: checkpoint.save(engine, folder))
 
 
 def got(folder: Path, make: Callable[[], torch.nn.Module], name: str) -> torch.Tensor:
-    engines, results = run(TWO, make, lambda engine: checkpoint.load(engine, folder))
-    good(results)
+    engines, _ = run(TWO, make, lambda engine: checkpoint.load(engine, folder))
     return engines[1].module.get_buffer(name)
 
 
@@ -68,8 +80,7 @@ def test_buffers_of_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     make = with_buffers(
         other, odd=odd(dtype, False), scalar=odd(dtype, False)[1, 2], none=value[:0]
     )
-    engines, results = run(TWO, make, lambda engine: checkpoint.load(engine, tmp_path, verify=True))
-    good(results)
+    engines, _ = run(TWO, make, lambda engine: checkpoint.load(engine, tmp_path, verify=True))
     for engine in engines:
         assert bits(engine.module.odd) == bits(value)
         assert bits(engine.module.scalar) == bits(value[1, 2])
@@ -80,13 +91,11 @@ def test_buffers_of_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
 def test_a_dtype_that_the_format_has_not(tmp_path: Path, dtype: torch.dtype) -> None:
     put(tmp_path, small)
     make = with_buffers(small, phase=torch.ones(3, dtype=dtype))
-    for text in errors(
-        run(TWO, make, lambda engine: checkpoint.save(engine, tmp_path, tag="b"))[1]
-    ):
+    for text in errors(run, TWO, make, lambda engine: checkpoint.save(engine, tmp_path, tag="b")):
         assert f"rank 0: 'buffer::phase' is of {dtype}" in text
         assert "persistent=False" in text
         assert "Nothing was saved as 'b'" in text
-    good(load(tmp_path)[1])
+    load(tmp_path)
 
 
 def test_strided_shared_and_conjugated_buffers(tmp_path: Path) -> None:
@@ -108,8 +117,7 @@ def test_strided_shared_and_conjugated_buffers(tmp_path: Path) -> None:
         return module
 
     put(tmp_path, shared)
-    engines, results = run(TWO, into, lambda engine: checkpoint.load(engine, tmp_path))
-    good(results)
+    engines, _ = run(TWO, into, lambda engine: checkpoint.load(engine, tmp_path))
     module = engines[1].module
     assert torch.equal(module.turned, turned) and torch.equal(module.conjugated, conjugated)
     assert module.second.same is module.every_other
@@ -138,14 +146,12 @@ def test_values_that_are_no_numbers(tmp_path: Path) -> None:
             hf_zero.safe_set_full_optimizer_state(parameter, diverged, "exp_avg")
         checkpoint.save(engine, tmp_path)
 
-    before, results = run(TWO, with_buffers(small, odd=odd_values), train)
-    good(results)
-    after, results = run(
+    before, _ = run(TWO, with_buffers(small, odd=odd_values), train)
+    after, _ = run(
         Job(3, 1),
         with_buffers(other, odd=torch.zeros(4)),
         lambda engine: checkpoint.load(engine, tmp_path),
     )
-    good(results)
     assert bits(after[0].module.odd) == bits(odd_values)
     one, two = state_of(before), state_of(after)
     for name, kinds in one.items():
@@ -168,7 +174,7 @@ def test_integers_that_the_models_dtype_cannot_hold(tmp_path: Path) -> None:
         tmp_path, with_buffers(other, count=torch.zeros(2, dtype=torch.int32)), "count"
     ).tolist() == [3, 70000]
     for text in errors(
-        load(tmp_path, make=with_buffers(other, count=torch.zeros(2, dtype=torch.int16)))[1]
+        load, tmp_path, make=with_buffers(other, count=torch.zeros(2, dtype=torch.int16))
     ):
         assert "other values of count, which the model cannot take" in text
 
@@ -190,20 +196,17 @@ def test_models_of_nothing_but_scalars_and_empty_parameters(
 
         return build
 
-    good(
-        run(
-            Job(world, 3, optimizer=None),
-            make(2.5),
-            lambda engine: checkpoint.save(engine, tmp_path),
-        )[1]
+    run(
+        Job(world, 3, optimizer=None),
+        make(2.5),
+        lambda engine: checkpoint.save(engine, tmp_path),
     )
     assert checkpoint.verify_checkpoint(tmp_path).whole
-    engines, results = run(
+    engines, _ = run(
         Job(4 - world, 2, optimizer=None),
         make(0.0),
         lambda engine: checkpoint.load(engine, tmp_path),
     )
-    good(results)
     assert {name: kinds["weights"].tolist() for name, kinds in state_of(engines).items()} == (
         {} if only == "empty" else {"one": [2.5]}
     )
@@ -281,9 +284,9 @@ def test_ranges_of_files_beyond_32_bits(tmp_path: Path) -> None:
 
 
 def test_a_buffer_of_another_shape_is_refused_before_anything_changes(tmp_path: Path) -> None:
-    before = weights(saved(tmp_path)[0])
+    before = weights(saved(tmp_path))
     refused(tmp_path, ["norm.running_mean (checkpoint [13], model [14])"], make=wider_norm)
-    assert same(weights(load(tmp_path)[0]), before)
+    assert same(weights(load(tmp_path)), before)
 
 
 def wider_norm() -> torch.nn.Module:

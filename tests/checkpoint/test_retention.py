@@ -15,13 +15,10 @@ import pytest
 from hf_zero import checkpoint
 from hf_zero.checkpoint import commit, find, storage
 from hf_zero.config import ZeroConfig
-from tests.checkpoint.jobs import Job, good, run, small, train_some
-from tests.checkpoint.test_failures import errors
+from tests.checkpoint.jobs import TWO, errors, run, run_holds, small, train_some
 from tests.helpers.engines import start
 from tests.helpers.models import ARCHITECTURES
 from tests.helpers.training import adamw
-
-TWO = Job(2, 3, units=("first",))
 
 
 def save(folder: Path, step: int, **options):
@@ -29,11 +26,7 @@ def save(folder: Path, step: int, **options):
         TWO,
         small,
         lambda engine: (train_some(engine, step), checkpoint.save(engine, folder, **options)),
-    )[1]
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    )
 
 
 def cut_short(folder: Path) -> None:
@@ -43,59 +36,57 @@ def cut_short(folder: Path) -> None:
 
 def test_the_newest_stay(tmp_path):
     for step in (1, 2, 3, 10):
-        good(save(tmp_path, step, keep=2))
-    assert names(tmp_path) == ["global_step10", "global_step3", "latest", "zero_to_fp32.py"]
+        save(tmp_path, step, keep=2)
+    assert run_holds(tmp_path) == ["global_step10", "global_step3"]
 
 
 def test_the_last_saved_is_the_newest_whatever_its_number(tmp_path):
     """Resumed from an older one in a folder that holds later steps."""
     for step in (7, 8, 2):
-        good(save(tmp_path, step, keep=1))
+        save(tmp_path, step, keep=1)
     assert find.tags_in(tmp_path) == ["global_step2"]
 
 
 def test_without_a_number_all_stay(tmp_path):
     for step in (1, 2, 3):
-        good(save(tmp_path, step))
+        save(tmp_path, step)
     assert len(find.tags_in(tmp_path)) == 3
 
 
 def test_other_names_are_not_looked_at(tmp_path):
-    good(save(tmp_path, 1, tag="best"))
-    good(save(tmp_path, 1, tag="epoch1"))
+    save(tmp_path, 1, tag="best")
+    save(tmp_path, 1, tag="epoch1")
     (tmp_path / "global_step0").mkdir()
     (tmp_path / "global_step0" / "notes.txt").write_text("mine")
     (tmp_path / "kept").mkdir()
-    good(save(tmp_path / "kept", 1))
+    save(tmp_path / "kept", 1)
     os.symlink(tmp_path / "kept" / "global_step1", tmp_path / "global_step5")
     for step in (2, 3):
-        good(save(tmp_path, step, keep=1))
-    assert names(tmp_path) == [
+        save(tmp_path, step, keep=1)
+    assert run_holds(tmp_path) == [
         "best",
         "epoch1",
         "global_step0",
         "global_step3",
         "global_step5",
         "kept",
-        "latest",
-        "zero_to_fp32.py",
     ]
     assert find.is_checkpoint(tmp_path / "global_step5")
 
 
 def test_what_latest_names_stays(tmp_path):
-    good(save(tmp_path, 1))
+    save(tmp_path, 1)
     for step in (2, 3):
-        good(save(tmp_path, step, save_latest=False, keep=1))
+        save(tmp_path, step, save_latest=False, keep=1)
     assert sorted(find.tags_in(tmp_path)) == ["global_step1", "global_step3"]
     assert find.locate(tmp_path).name == "global_step1"
 
 
 def test_damaged_ones_are_neither_counted_nor_removed(tmp_path, heard):
     for step in (1, 2, 3):
-        good(save(tmp_path, step))
+        save(tmp_path, step)
     cut_short(tmp_path / "global_step3")
-    good(save(tmp_path, 4, keep=2))
+    save(tmp_path, 4, keep=2)
     assert sorted(find.tags_in(tmp_path)) == ["global_step2", "global_step3", "global_step4"]
     assert any(
         "global_step3 is damaged and is neither counted nor removed" in text and "cut short" in text
@@ -105,7 +96,7 @@ def test_damaged_ones_are_neither_counted_nor_removed(tmp_path, heard):
 
 def test_nothing_goes_if_the_new_one_is_damaged(tmp_path, monkeypatch, heard):
     """A disk that loses what it has just been given is not to be trusted with the rest."""
-    good(save(tmp_path, 1))
+    save(tmp_path, 1)
     published = commit.publish_folder
 
     def losing(temporary, tag):
@@ -114,47 +105,47 @@ def test_nothing_goes_if_the_new_one_is_damaged(tmp_path, monkeypatch, heard):
         return final
 
     monkeypatch.setattr(commit, "publish_folder", losing)
-    good(save(tmp_path, 2, keep=1))
+    save(tmp_path, 2, keep=1)
     assert sorted(find.tags_in(tmp_path)) == ["global_step1", "global_step2"]
     assert any("global_step2 is damaged" in text for text in heard)
 
 
 def test_one_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch, heard):
-    good(save(tmp_path, 1))
+    save(tmp_path, 1)
 
     def busy(source, target):
         raise OSError(errno.EACCES, "Permission denied", str(source))
 
     monkeypatch.setattr(storage, "rename_durably", busy)
-    good(save(tmp_path, 2, keep=1))
+    save(tmp_path, 2, keep=1)
     assert sorted(find.tags_in(tmp_path)) == ["global_step1", "global_step2"]
     assert any(
         "global_step1 is to be removed" in text and "make the folder writable" in text
         for text in heard
     )
     monkeypatch.undo()
-    good(save(tmp_path, 3, keep=1))
+    save(tmp_path, 3, keep=1)
     assert find.tags_in(tmp_path) == ["global_step3"]
 
 
 def test_leftovers_of_a_removal_go_with_the_next_save(tmp_path):
-    good(save(tmp_path, 1))
+    save(tmp_path, 1)
     os.rename(tmp_path / "global_step1", tmp_path / ".hf-zero-dropped-global_step1")
-    good(save(tmp_path, 2))
-    assert names(tmp_path) == ["global_step2", "latest", "zero_to_fp32.py"]
+    save(tmp_path, 2)
+    assert run_holds(tmp_path) == ["global_step2"]
 
 
 def test_one_that_a_stopped_save_had_replaced_does_not_come_back(tmp_path):
     for step in (1, 1, 2):
-        good(save(tmp_path, step))
+        save(tmp_path, step)
     os.rename(tmp_path / "global_step2", tmp_path / ".hf-zero-replaced-global_step1")
     commit.drop(tmp_path / "global_step1")
-    assert names(tmp_path) == ["latest", "zero_to_fp32.py"]
+    assert run_holds(tmp_path) == []
 
 
 @pytest.mark.parametrize("keep", [0, -1, True, 1.5])
 def test_numbers_that_cannot_be_kept(tmp_path, keep):
-    for text in errors(save(tmp_path, 1, keep=keep)):
+    for text in errors(save, tmp_path, 1, keep=keep):
         assert f"keep={keep!r} is no number of checkpoints; pass 1 or more" in text
     assert not (tmp_path / "latest").exists()
 

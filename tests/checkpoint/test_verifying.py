@@ -21,9 +21,7 @@ from hf_zero import checkpoint
 from hf_zero.checkpoint import reader
 from hf_zero.cli.app import app
 from hf_zero.errors import CheckpointError
-from tests.checkpoint.jobs import Job, run, small, train_some
-
-TWO = Job(2, 3, units=("first",))
+from tests.checkpoint.jobs import TWO, run, small, train_some
 
 
 def save(folder: Path, **options) -> Path:
