@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -26,20 +27,8 @@ from hf_zero.logging import LEVELS, logger
 
 LOGS = {"": False, "debug": True, "debug:all": True}  # values of HF_ZERO_LOG
 _started = time.perf_counter()
+_NOTHING = nullcontext()  # while nothing is recorded
 _open: dict[int, tuple[str, str, float]] = {}  # blocks whose forward or backward is being logged
-
-
-class _Nothing:
-    """The context manager that ``span`` returns while nothing is recorded."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *raised: Any) -> None:
-        pass
-
-
-_NOTHING = _Nothing()
 
 
 class _Span:
@@ -65,7 +54,7 @@ class _Span:
             _log(self._what, self._unit, self._nbytes, self._began)
 
 
-def span(what: str, unit: str, nbytes: int = 0) -> _Span | _Nothing:
+def span(what: str, unit: str, nbytes: int = 0) -> _Span | nullcontext[None]:
     """Return a context manager around the operation ``what`` on ``nbytes`` bytes of ``unit``."""
     return _Span(what, unit, nbytes) if logs or profiler._is_profiler_enabled else _NOTHING
 

@@ -12,7 +12,6 @@ threads before the next collective of its training thread.
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,19 +29,32 @@ class PendingCollective(NamedTuple):
     needs: tuple[int, ...] = ()  # global ranks without which it cannot complete
     warns: bool = False  # the waiting code issues its own warnings
 
-    @property
-    def tag(self) -> int:
-        """The tag of its point-to-point messages: those of different collectives never match,
-        whatever their sizes are.
-        """
-        return zlib.crc32(f"{self.number} {self.what}".encode()) & 0x7FFFFFFF
-
     def __str__(self) -> str:
         return (
             f"{self.what} (number {self.number} of {self.log.name})"
             if self.log is not None
             else self.what
         )
+
+
+class DeferredCollectives:
+    """Calls that issue the collectives of this rank's other threads; shared by all engines."""
+
+    def __init__(self) -> None:
+        self.calls: list[weakref.WeakMethod[Callable[[], None]]] = []
+
+    def add(self, call: Callable[[], None]) -> None:
+        """Have ``call``, a method whose object is held weakly, called before each collective."""
+        self.calls.append(weakref.WeakMethod(call))
+
+    def issue(self) -> None:
+        """Issue all deferred collectives. Waits for no other rank."""
+        for each in list(self.calls):
+            call = each()
+            if call is None:
+                self.calls.remove(each)
+            else:
+                call()
 
 
 class CollectiveLog:
@@ -69,15 +81,15 @@ class CollectiveLog:
         self.closed = ""  # why this rank will issue nothing more
         # called before the next collective, after a pass has broken (recovery.py)
         self.before_issue: Callable[[CollectiveLog, str], None] | None = None
-        # issues the deferred collectives first (the note)
-        self.issue_deferred: Callable[[], None] = lambda: None
+        self.deferred = DeferredCollectives()  # issued before each of its own (the note)
 
     def issue(self, what: str, needs: tuple[int, ...] | None = None) -> PendingCollective:
         """Count a collective and return its entry.
 
         ``needs`` are the ranks without which it cannot complete on this rank, by default all.
         """
-        self.issue_deferred()
+        if self.deferred.calls:
+            self.deferred.issue()
         if self.before_issue is not None:
             self.before_issue(self, what)
         number = self.sequence_number
@@ -111,23 +123,3 @@ class CollectiveStats:
         self.bytes[operation] += size
         if self.keep_log:
             self.log.append((operation, key, size))
-
-
-class DeferredCollectives:
-    """Calls that issue the collectives of this rank's other threads; shared by all engines."""
-
-    def __init__(self) -> None:
-        self._calls: list[weakref.WeakMethod[Callable[[], None]]] = []
-
-    def add(self, call: Callable[[], None]) -> None:
-        """Have ``call``, a method whose object is held weakly, called before each collective."""
-        self._calls.append(weakref.WeakMethod(call))
-
-    def issue(self) -> None:
-        """Issue all deferred collectives. Waits for no other rank."""
-        for each in list(self._calls):
-            call = each()
-            if call is None:
-                self._calls.remove(each)
-            else:
-                call()

@@ -17,18 +17,20 @@ in each step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from types import TracebackType
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.autograd import profiler
 
-from hf_zero.device import kinds, streams
-from hf_zero.device.spans import span
+from hf_zero.device import kinds, spans, streams
 from hf_zero.distributed import hosts
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats, PendingCollective
 from hf_zero.distributed.process_group import CPU, abort, backend_serving, destroy_group
@@ -42,422 +44,32 @@ SMALL_NUMEL = 6  # sums of at most this many numbers carry a code of their colle
 BLOCKING = ("gloo", "threaded", "fake")
 
 
-@dataclass(frozen=True)
-class DimGroups:
-    """The process groups of one mesh dimension; None for a dimension of one rank."""
+class Codec(Protocol):
+    """Encode what one rank sends to another as a message of bytes, and decode what it receives.
 
-    gather: Any
-    reduce: Any  # None if nothing is reduced over the dimension
-    backend: str
-    device: torch.device = CPU
-
-
-class MeshDim:
-    """One dimension of the mesh: the ranks among which state is sharded (shard dimension) or
-    replicated (replicate dimension), with this one.
+    The result is the same on all ranks: the sender, too, uses the decoded values of its message.
     """
 
-    def __init__(
-        self,
-        ranks: Sequence[int],
-        rank: int,
-        groups: DimGroups,
-        stats: CollectiveStats,
-        watchdog: Watchdog,
-        name: str = "axis",
-        timeout: float = DEFAULT_TIMEOUT,
-    ):
-        """``ranks`` are global, ``rank`` is this one among them; ``name`` names the dimension in
-        messages.
-        """
-        backend, device = groups.backend, groups.device
-        self.ranks = list(ranks)
-        self.size = len(self.ranks)
-        self.rank = self.ranks.index(rank)
-        self._group = groups.gather
-        # Reductions use a separate communicator, so that gathers and reductions may interleave
-        # differently on different ranks.
-        self._reduce_group = groups.reduce
-        self._point_to_point = backend == "gloo"
-        self._copies_input = backend == "threaded"
-        self._follows = None if backend in BLOCKING or kinds.is_host(device) else device
-        self._stats = stats
-        self._watchdog = watchdog
-        self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        self._verified: Handle | None = None
-        self._small = SMALL_NUMEL
-        self.hops: TwoHops | None = None  # two-hop gathers, if configured
-        logs = []
-        for kind, each in (("gathers", groups.gather), ("reductions", groups.reduce)):
-            off = partial(abort, each, backend, self.size, self.rank, device)
-            title = f"{kind} of {name} over ranks {hosts.numbers(self.ranks)}"
-            log = CollectiveLog(title, self.ranks, timeout, off, native=self._follows is None)
-            logs.append(
-                log
-                if watchdog.rank_status is None or each is None
-                else watchdog.rank_status.register(log)
-            )
-        self.gathers, self.reductions = logs
-
     @property
-    def group(self) -> Any:
-        """The torch process group of its gathers, for external code; None for one rank."""
-        return self._group
+    def differences(self) -> bool:
+        """Whether messages are differences from the values that the receivers already have."""
 
-    @property
-    def host_messages_on(self) -> torch.device:
-        """The device for messages that the host reads: host memory if the process group has a
-        backend for it, so that reading them does not wait for work launched on the device.
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of a message of ``numel`` elements."""
+
+    def encode(
+        self, values: torch.Tensor, rows: int = 1, there: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return messages for ``rows`` equal parts of ``values``, 1-D: uint8 [rows, bytes].
+
+        ``there``: the receivers' present values at the place of ``values``, equal on all of them.
         """
-        if self._follows is None or (self.size > 1 and backend_serving(CPU)):
-            return CPU
-        return self._follows
 
-    @property
-    def peers(self) -> tuple[int, ...]:
-        """Global ranks of the other members."""
-        return tuple(rank for place, rank in enumerate(self.ranks) if place != self.rank)
+    def decode(self, messages: torch.Tensor, full: torch.Tensor) -> None:
+        """Decode the rows of ``messages`` into ``full``, one part after the other."""
 
-    @property
-    def gathers_in_stages(self) -> bool:
-        """Whether a gather sends a second message once its first has arrived."""
-        return self.hops is not None
-
-    def advance_gathers(self, ahead: int = 0) -> None:
-        """Launch the second messages of gathers, except of the last ``ahead``; nothing to do where
-        gathers have one message.
-        """
-        if self.hops is not None:
-            self.hops.advance(ahead)
-
-    def _peers(self) -> list[int]:
-        return [(self.rank + step) % self.size for step in range(1, self.size)]
-
-    @contextmanager
-    def _launching(self, pending: PendingCollective) -> Iterator[None]:
-        """Wrap the calls that start the collective of ``pending``."""
-        self._watchdog.check()
-        try:
-            yield
-        except RuntimeError as error:  # the connection was already lost
-            raise self._watchdog.explain_failure(pending, error) from error
-
-    def all_gather(
-        self,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        key: str,
-        codecs: Sequence[Codec | None] = (),
-    ) -> Handle:
-        """Gather each ``(full, chunk)``: ``full`` [size * n] from ``chunk`` [n] of each rank.
-
-        The pairs count as one logical message; ``codecs``, if given, has an entry for each pair.
-        Pairs in host memory beside a device (:attr:`host_messages_on`) are exchanged by the hosts:
-        waiting for the handle then blocks the host.
-        """
-        decodes: list[Callable[[], None]] = []
-        if any(codecs) and self.size > 1:
-            pairs, decodes = self._encoded(pairs, codecs)
-        size = sum(full.nbytes for full, _ in pairs)
-        pending = self.gathers.issue(f"all-gather of {key}, {size} bytes")
-        works: list[Any] = []
-        # tensors in host memory beside a device: exchanged by gloo on the default group
-        beside = self._follows is not None and all(full.device.type == "cpu" for full, _ in pairs)
-        if self.hops is not None and not beside:
-            works, pairs = [self.hops.gather(pairs, key, self._follows)], ()
-        elif self.size > 1:
-            self._stats.record("all_gather", key, size)
-        with span("all_gather", key, size), self._launching(pending):
-            for full, chunk in pairs:
-                own = full.narrow(0, self.rank * chunk.numel(), chunk.numel())
-                if own.data_ptr() != chunk.data_ptr():
-                    own.copy_(chunk)
-                if self.size == 1 or not chunk.numel():
-                    continue
-                # as bytes: not every backend supports every dtype
-                whole, own = full.view(torch.uint8), own.view(torch.uint8)
-                if beside or (self._point_to_point and full.device.type == "cpu"):
-                    parts = whole.chunk(self.size)
-                    group = None if beside else self._group
-                    works += self._exchange([own] * self.size, parts, group, pending.tag)
-                    continue
-                gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-                own = own.clone() if self._copies_input else own
-                works.append(gather(whole, own, group=self._group, async_op=True))
-        follows = None if beside else self._follows
-        handle = Handle(works, self._watchdog, pending, follows=follows)
-        if decodes:
-            handle.finish_with(partial(_call_each, decodes))
-        return handle
-
-    def _encoded(
-        self,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        codecs: Sequence[Codec | None],
-    ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[Callable[[], None]]]:
-        """Replace tensors that have a codec by messages; return pairs and the calls that decode."""
-        sent, decodes = [], list[Callable[[], None]]()
-        for (full, chunk), codec in zip(pairs, codecs, strict=True):
-            if codec is None:
-                sent.append((full, chunk))
-                continue
-            own = full.narrow(0, self.rank * chunk.numel(), chunk.numel())
-            message = codec.encode(chunk, there=own).view(-1)
-            messages = message.new_empty(self.size, message.numel())
-            sent.append((messages.view(-1), message))
-            decodes.append(partial(codec.decode, messages, full))
-        return sent, decodes
-
-    def all_gather_packed(
-        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], key: str
-    ) -> Handle:
-        """Gather pairs of one dtype like :meth:`all_gather`, in one message.
-
-        The two copies cost less than separate messages for a few small chunks.
-        """
-        if len(pairs) == 1 or self.size == 1:
-            return self.all_gather(pairs, key)
-        own = torch.cat([chunk for _, chunk in pairs])
-        packed = own.new_empty(self.size * own.numel())
-        handle = self.all_gather([(packed, own)], key)
-        into = [full.view(self.size, chunk.numel()) for full, chunk in pairs]
-
-        def unpack() -> None:
-            came = packed.view(self.size, own.numel()).split([each.shape[1] for each in into], 1)
-            torch._foreach_copy_(into, list(came))
-
-        handle.finish_with(unpack)
-        return handle
-
-    def reduce_packed(self, fulls: Sequence[torch.Tensor], key: str) -> list[Handle]:
-        """Reduce-scatter each of ``fulls``, of one dtype, in one message; return their handles."""
-        sizes = [full.numel() // self.size for full in fulls]
-        rows = [full.view(self.size, size) for full, size in zip(fulls, sizes)]
-        packed = torch.cat(rows, 1).view(-1)
-        return self.reduce_scatter(packed, key).split(sizes)
-
-    def _exchange(
-        self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: Any, tag: int
-    ) -> list[Any]:
-        """Send ``sent[peer]`` to each peer, receive into ``received[peer]``; return the works."""
-        works: list[Any] = []
-        peers = self._peers()
-        for peer in peers:
-            if received[peer].numel():
-                works.append(dist.irecv(received[peer], self.ranks[peer], group, tag))
-        for peer in peers:
-            if sent[peer].numel():
-                works.append(dist.isend(sent[peer], self.ranks[peer], group, tag))
-        return works
-
-    def all_to_all(
-        self, sent: torch.Tensor, sizes: Sequence[int], counts: Sequence[int], key: str
-    ) -> tuple[Handle, torch.Tensor]:
-        """Send ``sizes[peer]`` elements of ``sent``, 1-D, to each peer. Return a handle and the
-        tensor that holds, after the wait, ``counts[peer]`` elements from each peer, in the order of
-        the peers.
-        """
-        came = sent.new_empty(sum(counts))
-        pending = self.reductions.issue(f"all-to-all of {key}")
-        self._stats.record("all_to_all", key, sent.nbytes)
-        with span("all_to_all", key, sent.nbytes), self._launching(pending):
-            works = self._swap(sent, sizes, came, counts, pending.tag)
-        handle = Handle(works, self._watchdog, pending, follows=self._follows)
-        return handle, came
-
-    def _swap(
-        self,
-        sent: torch.Tensor,
-        sizes: Sequence[int],
-        received: torch.Tensor,
-        counts: Sequence[int],
-        tag: int,
-    ) -> list[Any]:
-        """Send ``sizes[peer]`` elements of ``sent`` to each peer, receive ``counts[peer]``."""
-        group = self._reduce_group
-        if self.size > 1 and not (self._point_to_point and sent.device.type == "cpu"):
-            sizes, counts = list(sizes), list(counts)
-            return [dist.all_to_all_single(received, sent, counts, sizes, group, async_op=True)]
-        raw = [part.view(torch.uint8) for part in sent.split(list(sizes))]
-        into = [part.view(torch.uint8) for part in received.split(list(counts))]
-        into[self.rank].copy_(raw[self.rank])
-        return self._exchange(raw, into, group, tag)
-
-    def reduce_scatter(self, full: torch.Tensor, key: str, codec: Codec | None = None) -> Handle:
-        """Sum ``full`` [size * n] over the dimension; the handle reduces this rank's chunk [n] into
-        its destination. With a ``codec`` each rank sends one message to each other rank, the sum is
-        taken in fp32 in the order of the ranks, and ``full`` may be overwritten at once.
-        """
-        if codec is not None and self.size > 1:
-            return self._reduce_encoded(full, key, codec)
-        n = full.numel() // self.size
-        own = full.narrow(0, self.rank * n, n)
-        pending = self.reductions.issue(f"reduce-scatter of {key}, {full.nbytes} bytes")
-        if self.size == 1:
-            return Handle([], self._watchdog, pending, [full])
-        self._stats.record("reduce_scatter", key, full.nbytes)
-        if self._point_to_point and full.device.type == "cpu":
-            buffers = {peer: self._acquire(n, full.dtype, full.device) for peer in self._peers()}
-            raw = full.view(torch.uint8).chunk(self.size) if full.numel() else [full] * self.size
-            into = [
-                buffers[peer].view(torch.uint8) if peer in buffers else own
-                for peer in range(self.size)
-            ]
-            with span("reduce_scatter", key, full.nbytes), self._launching(pending):
-                works = self._exchange(raw, into, self._reduce_group, pending.tag)
-            received = list(buffers.values())
-            return Handle(
-                works, self._watchdog, pending, [own, *received], lambda: self._release(received)
-            )
-        out = self._acquire(n, full.dtype, full.device)
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        with span("reduce_scatter", key, full.nbytes), self._launching(pending):
-            work = scatter(out, full, group=self._reduce_group, async_op=True)
-        return Handle(
-            [work],
-            self._watchdog,
-            pending,
-            [out],
-            lambda: self._release([out]),
-            follows=self._follows,
-        )
-
-    def _reduce_encoded(self, full: torch.Tensor, key: str, codec: Codec) -> Handle:
-        sent = codec.encode(full, self.size)
-        pending = self.reductions.issue(f"reduce-scatter of {key}, {sent.nbytes} bytes")
-        self._stats.record("reduce_scatter", key, sent.nbytes)
-        received, sizes = torch.empty_like(sent), [sent.shape[1]] * self.size
-        with span("reduce_scatter", key, sent.nbytes), self._launching(pending):
-            works = self._swap(sent.view(-1), sizes, received.view(-1), sizes, pending.tag)
-        total = torch.empty(full.numel() // self.size, device=full.device)
-        finish = partial(codec.decode_sum, received, total)
-        return Handle(works, self._watchdog, pending, [total], finish=finish, follows=self._follows)
-
-    def all_reduce(
-        self, tensor: torch.Tensor, key: str, maximum: bool = False, ordered: bool = False
-    ) -> Handle:
-        """Sum (or maximum) over the dimension, in place.
-
-        ``ordered``: no rank can be at another reduction (see the note), so no agreement is needed.
-        """
-        pending = self.reductions.issue(f"all-reduce of {key}, {tensor.nbytes} bytes")
-        if self.size == 1:
-            return Handle([], self._watchdog, pending, [tensor])
-        self._stats.record("all_reduce", key, tensor.nbytes)
-        if self._point_to_point and not ordered:
-            if tensor.device.type == "cpu" and tensor.numel() <= self._small and not maximum:
-                return self._sum_small(tensor, pending, self._reduce_group)
-            tagged_barrier(pending, self.ranks, self.rank, self._reduce_group, self._watchdog)
-        operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-        with span("all_reduce", key, tensor.nbytes), self._launching(pending):
-            work = dist.all_reduce(tensor, operation, self._reduce_group, async_op=True)
-        return Handle([work], self._watchdog, pending, [tensor], follows=self._follows)
-
-    def maximum_on_hosts(self, values: Sequence[int], key: str) -> list[int]:
-        """Return the maximum of each of ``values`` over the dimension (collective; blocks)."""
-        own = torch.tensor(values, dtype=torch.int64, device=self.host_messages_on)
-        if self._follows is None or own.device.type != "cpu" or self.size == 1:
-            self.all_reduce(own, key, maximum=True).wait()
-            return [int(each) for each in own.tolist()]
-        pending = self.reductions.issue(f"all-reduce of {key}, {own.nbytes} bytes")
-        self._stats.record("all_reduce", key, own.nbytes)
-        with span("all_reduce", key, own.nbytes), self._launching(pending):
-            own = maximum_between_hosts(own, self.ranks, self.rank, pending, self._watchdog)
-        return [int(each) for each in own.tolist()]
-
-    def allow_small_sums(self, numel: int) -> None:
-        """Send sums of up to ``numel`` numbers the way small sums are sent. Call it with the same
-        number on all ranks, before the first such sum.
-        """
-        self._small = max(self._small, numel)
-
-    def verify_same_collective(self, what: str, values: torch.Tensor) -> Handle:
-        """Sum ``values`` over a dimension of more than one rank, and on gloo compare ``what`` with
-        the other ranks.
-
-        It blocks only if the caller waits for the sum: a difference raises at the next call.
-        """
-        pending = self.gathers.issue(what)
-        self._stats.record("all_reduce", "used parameters", values.nbytes)
-        if self._point_to_point and values.device.type == "cpu":
-            handle = self._sum_small(values, pending, self._group)
-        else:
-            with span("all_reduce", "used parameters", values.nbytes), self._launching(pending):
-                work = dist.all_reduce(values, group=self._group, async_op=True)
-            handle = Handle([work], self._watchdog, pending, [values], follows=self._follows)
-        before, self._verified = self._verified, handle
-        if before is not None:
-            before.wait()
-        return handle
-
-    def _sum_small(self, tensor: torch.Tensor, pending: PendingCollective, group: Any) -> Handle:
-        """Sum ``tensor`` together with a code of ``pending``.
-
-        All such messages have one size, so gloo survives a mismatch.
-        """
-        code = float(pending.tag & 0xFFFFF)
-        message = torch.zeros(self._small + 2, dtype=torch.float64)
-        message[: tensor.numel()] = tensor.reshape(-1)
-        message[-2], message[-1] = code, code * code
-        with span("all_reduce", "a few numbers", message.nbytes), self._launching(pending):
-            work = dist.all_reduce(message, group=group, async_op=True)
-
-        def finish() -> None:
-            total, squares = message[-2:].tolist()
-            # equal on all ranks if and only if the variance of the codes is zero
-            if (total, squares) != (code * self.size, code * code * self.size):
-                raise self._watchdog.report_mismatch(pending)
-            tensor.copy_(message[: tensor.numel()].view(tensor.shape))
-
-        return Handle([work], self._watchdog, pending, [tensor], finish=finish)
-
-    def wait_at_most(self, seconds: float) -> None:
-        """Set the timeout of waits for its collectives to ``seconds``."""
-        self.gathers.timeout = self.reductions.timeout = seconds
-        for group in (self._group, self._reduce_group):
-            if group is not None and self._watchdog.rank_status is not None:
-                group.set_timeout(timedelta(seconds=seconds + MARGIN_SECONDS))
-
-    def free_buffers(self) -> None:
-        """Free the buffers kept for the next reductions."""
-        self._spare.clear()
-
-    def aborts(self) -> dict[str, Callable[[], None]]:
-        """Return the calls that abort its communicators, by name: nobody waits for their
-        collectives on this rank, and closing a communicator would wait for collectives that other
-        ranks have not joined.
-        """
-        self._verified = None
-        if self._watchdog.rank_status is None:
-            return {}
-        logs = ((self._group, self.gathers), (self._reduce_group, self.reductions))
-        return {log.name: log.abort for group, log in logs if group is not None}
-
-    def close(self) -> None:
-        """Release the communicators and the spare buffers."""
-        self.free_buffers()
-        marked, self._verified = self._verified, None
-        if marked is not None and not self._watchdog.verdict:
-            marked.wait()
-        for group in (self._group, self._reduce_group):
-            destroy_group(group)
-        self._group = self._reduce_group = None
-        for log in (self.gathers, self.reductions):
-            log.close()
-
-    def _acquire(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        spare = self._spare.get((numel, dtype))
-        return spare.pop() if spare else torch.empty(numel, dtype=dtype, device=device)
-
-    def _release(self, tensors: Sequence[torch.Tensor]) -> None:
-        for tensor in tensors:
-            spare = self._spare.setdefault((tensor.numel(), tensor.dtype), [])
-            if len(spare) < self.size:
-                spare.append(tensor)
-
-
-def _call_each(calls: Sequence[Callable[[], None]]) -> None:
-    for call in calls:
-        call()
+    def decode_sum(self, messages: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the sum over the rows of ``messages``, in their order, to ``out``, fp32."""
 
 
 class Handle:
@@ -493,18 +105,25 @@ class Handle:
         if not self._works:
             return
         works, self._works = self._works, []
+        watchdog = self._watchdog
+        if not watchdog.started:
+            watchdog.start()
+        # as in Watchdog.watching, without a call
+        outer, watchdog.current = watchdog.current, (self._pending, time.monotonic())
         try:
-            with self._watchdog.watching(self._pending):
+            try:
                 for work in works:
                     work.wait()
+            finally:
+                watchdog.current = outer
         except RuntimeError as error:
-            raise self._watchdog.explain_failure(self._pending, error) from error
+            raise watchdog.explain_failure(self._pending, error) from error
         if self._follows is not None:
             # Works keep tensors alive; an event recorded on the stream that waits for them does
             # not.
             event = streams.record_here(self._follows)
             is_over = partial(_are_completed, works) if event is None else event.query
-            self._watchdog.follow(self._pending, is_over, self._follows)
+            watchdog.follow(self._pending, is_over, self._follows)
         if self._finish is not None:
             self._finish()
 
@@ -573,6 +192,465 @@ def _copy(out: torch.Tensor, source: torch.Tensor) -> None:
         out.copy_(source)
 
 
+class _Launch:
+    """Context of the calls that start one collective: a span of the step around them, and an error
+    that names the cause if the connection was lost before.
+    """
+
+    def __init__(
+        self,
+        watchdog: Watchdog,
+        pending: PendingCollective,
+        operation: str,
+        key: str,
+        nbytes: int,
+    ):
+        if watchdog.verdict:
+            watchdog.check()
+        self._watchdog, self._pending = watchdog, pending
+        recorded = spans.logs or profiler._is_profiler_enabled
+        self._span = spans.span(operation, key, nbytes) if recorded else None
+
+    def __enter__(self) -> None:
+        if self._span is not None:
+            self._span.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._span is not None:
+            self._span.__exit__(kind, error, trace)
+        if isinstance(error, RuntimeError):
+            raise self._watchdog.explain_failure(self._pending, error) from error
+
+
+@dataclass(frozen=True)
+class DimGroups:
+    """The process groups of one mesh dimension; None for a dimension of one rank."""
+
+    gather: Any
+    reduce: Any  # None if nothing is reduced over the dimension
+    backend: str
+    device: torch.device = CPU
+
+
+class MeshDim:
+    """One dimension of the mesh: the ranks among which state is sharded (shard dimension) or
+    replicated (replicate dimension), with this one.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        groups: DimGroups,
+        stats: CollectiveStats,
+        watchdog: Watchdog,
+        name: str = "axis",
+        timeout: float = DEFAULT_TIMEOUT,
+    ):
+        """``ranks`` are global, ``rank`` is this one among them; ``name`` names the dimension in
+        messages.
+        """
+        backend, device = groups.backend, groups.device
+        self.ranks = list(ranks)
+        self.size = len(self.ranks)
+        self.rank = self.ranks.index(rank)
+        self._group = groups.gather
+        # Reductions use a separate communicator, so that gathers and reductions may interleave
+        # differently on different ranks.
+        self._reduce_group = groups.reduce
+        self._point_to_point = backend == "gloo"
+        self._copies_input = backend == "threaded"
+        self._follows = None if backend in BLOCKING or kinds.is_host(device) else device
+        self._stats = stats
+        self._watchdog = watchdog
+        # the places of the other ranks, from the one after this
+        self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self._verified: Handle | None = None
+        self._small = SMALL_NUMEL
+        self.hops: TwoHops | None = None  # two-hop gathers, if configured
+        logs = []
+        for kind, each in (("gathers", groups.gather), ("reductions", groups.reduce)):
+            off = partial(abort, each, backend, self.size, self.rank, device)
+            title = f"{kind} of {name} over ranks {hosts.numbers(self.ranks)}"
+            log = CollectiveLog(title, self.ranks, timeout, off, native=self._follows is None)
+            logs.append(
+                log
+                if watchdog.rank_status is None or each is None
+                else watchdog.rank_status.register(log)
+            )
+        self.gathers, self.reductions = logs
+
+    @property
+    def group(self) -> Any:
+        """The torch process group of its gathers, for external code; None for one rank."""
+        return self._group
+
+    @property
+    def host_messages_on(self) -> torch.device:
+        """The device for messages that the host reads: host memory if the process group has a
+        backend for it, so that reading them does not wait for work launched on the device.
+        """
+        if self._follows is None or (self.size > 1 and backend_serving(CPU)):
+            return CPU
+        return self._follows
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """Global ranks of the other members."""
+        return tuple(rank for place, rank in enumerate(self.ranks) if place != self.rank)
+
+    @property
+    def gathers_in_stages(self) -> bool:
+        """Whether a gather sends a second message once its first has arrived."""
+        return self.hops is not None
+
+    def advance_gathers(self, ahead: int = 0) -> None:
+        """Launch the second messages of gathers, except of the last ``ahead``; nothing to do where
+        gathers have one message.
+        """
+        if self.hops is not None:
+            self.hops.advance(ahead)
+
+    def all_gather(
+        self,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        key: str,
+        codecs: Sequence[Codec | None] = (),
+    ) -> Handle:
+        """Gather each ``(full, chunk)``: ``full`` [size * n] from ``chunk`` [n] of each rank.
+
+        The pairs count as one logical message; ``codecs``, if given, has an entry for each pair.
+        Pairs in host memory beside a device (:attr:`host_messages_on`) are exchanged by the hosts:
+        waiting for the handle then blocks the host.
+        """
+        decodes: list[Callable[[], None]] = []
+        if any(codecs) and self.size > 1:
+            pairs, decodes = self._encoded(pairs, codecs)
+        size = 0
+        for full, _ in pairs:
+            size += full.nbytes
+        pending = self.gathers.issue(f"all-gather of {key}, {size} bytes")
+        works: list[Any] = []
+        # tensors in host memory beside a device: exchanged by gloo on the default group
+        beside = self._follows is not None and all(full.device.type == "cpu" for full, _ in pairs)
+        if self.hops is not None and not beside:
+            works, pairs = [self.hops.gather(pairs, key, self._follows)], ()
+        elif self.size > 1:
+            self._stats.record("all_gather", key, size)
+        with _Launch(self._watchdog, pending, "all_gather", key, size):
+            for full, chunk in pairs:
+                own = full.narrow(0, self.rank * chunk.numel(), chunk.numel())
+                if own.data_ptr() != chunk.data_ptr():
+                    own.copy_(chunk)
+                if self.size == 1 or not chunk.numel():
+                    continue
+                # as bytes: not every backend supports every dtype
+                whole, own = full.view(torch.uint8), own.view(torch.uint8)
+                if beside or (self._point_to_point and full.device.type == "cpu"):
+                    parts = whole.chunk(self.size)
+                    group = None if beside else self._group
+                    works += self._exchange([own] * self.size, parts, group, pending)
+                    continue
+                gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+                own = own.clone() if self._copies_input else own
+                works.append(gather(whole, own, group=self._group, async_op=True))
+        follows = None if beside else self._follows
+        handle = Handle(works, self._watchdog, pending, follows=follows)
+        if decodes:
+            handle.finish_with(partial(_call_each, decodes))
+        return handle
+
+    def _encoded(
+        self,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        codecs: Sequence[Codec | None],
+    ) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[Callable[[], None]]]:
+        """Replace tensors that have a codec by messages; return pairs and the calls that decode."""
+        sent, decodes = [], list[Callable[[], None]]()
+        for (full, chunk), codec in zip(pairs, codecs, strict=True):
+            if codec is None:
+                sent.append((full, chunk))
+                continue
+            own = full.narrow(0, self.rank * chunk.numel(), chunk.numel())
+            message = codec.encode(chunk, there=own).view(-1)
+            messages = message.new_empty(self.size, message.numel())
+            sent.append((messages.view(-1), message))
+            decodes.append(partial(codec.decode, messages, full))
+        return sent, decodes
+
+    def all_gather_packed(
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], key: str
+    ) -> Handle:
+        """Gather pairs of one dtype like :meth:`all_gather`, in one message.
+
+        The two copies cost less than separate messages for a few small chunks.
+        """
+        if len(pairs) == 1 or self.size == 1:
+            return self.all_gather(pairs, key)
+        own = torch.cat([chunk for _, chunk in pairs])
+        packed = own.new_empty(self.size * own.numel())
+        handle = self.all_gather([(packed, own)], key)
+        into = [full.view(self.size, chunk.numel()) for full, chunk in pairs]
+
+        def unpack() -> None:
+            came = packed.view(self.size, own.numel()).split([each.shape[1] for each in into], 1)
+            torch._foreach_copy_(into, list(came))
+
+        handle.finish_with(unpack)
+        return handle
+
+    def reduce_packed(self, fulls: Sequence[torch.Tensor], key: str) -> list[Handle]:
+        """Reduce-scatter each of ``fulls``, of one dtype, in one message; return their handles."""
+        sizes = [full.numel() // self.size for full in fulls]
+        rows = [full.view(self.size, size) for full, size in zip(fulls, sizes)]
+        packed = torch.cat(rows, 1).view(-1)
+        return self.reduce_scatter(packed, key).split(sizes)
+
+    def _exchange(
+        self,
+        sent: Sequence[torch.Tensor],
+        received: Sequence[torch.Tensor],
+        group: Any,
+        pending: PendingCollective,
+    ) -> list[Any]:
+        """Send ``sent[peer]`` to each peer, receive into ``received[peer]``; return the works."""
+        works: list[Any] = []
+        tag = _tag(pending)
+        for peer in self._peers:
+            if received[peer].numel():
+                works.append(dist.irecv(received[peer], self.ranks[peer], group, tag))
+        for peer in self._peers:
+            if sent[peer].numel():
+                works.append(dist.isend(sent[peer], self.ranks[peer], group, tag))
+        return works
+
+    def all_to_all(
+        self, sent: torch.Tensor, sizes: Sequence[int], counts: Sequence[int], key: str
+    ) -> tuple[Handle, torch.Tensor]:
+        """Send ``sizes[peer]`` elements of ``sent``, 1-D, to each peer. Return a handle and the
+        tensor that holds, after the wait, ``counts[peer]`` elements from each peer, in the order of
+        the peers.
+        """
+        came = sent.new_empty(sum(counts))
+        pending = self.reductions.issue(f"all-to-all of {key}")
+        self._stats.record("all_to_all", key, sent.nbytes)
+        with _Launch(self._watchdog, pending, "all_to_all", key, sent.nbytes):
+            works = self._swap(sent, sizes, came, counts, pending)
+        handle = Handle(works, self._watchdog, pending, follows=self._follows)
+        return handle, came
+
+    def _swap(
+        self,
+        sent: torch.Tensor,
+        sizes: Sequence[int],
+        received: torch.Tensor,
+        counts: Sequence[int],
+        pending: PendingCollective,
+    ) -> list[Any]:
+        """Send ``sizes[peer]`` elements of ``sent`` to each peer, receive ``counts[peer]``."""
+        group = self._reduce_group
+        if self.size > 1 and not (self._point_to_point and sent.device.type == "cpu"):
+            sizes, counts = list(sizes), list(counts)
+            return [dist.all_to_all_single(received, sent, counts, sizes, group, async_op=True)]
+        raw = [part.view(torch.uint8) for part in sent.split(list(sizes))]
+        into = [part.view(torch.uint8) for part in received.split(list(counts))]
+        into[self.rank].copy_(raw[self.rank])
+        return self._exchange(raw, into, group, pending)
+
+    def reduce_scatter(self, full: torch.Tensor, key: str, codec: Codec | None = None) -> Handle:
+        """Sum ``full`` [size * n] over the dimension; the handle reduces this rank's chunk [n] into
+        its destination. With a ``codec`` each rank sends one message to each other rank, the sum is
+        taken in fp32 in the order of the ranks, and ``full`` may be overwritten at once.
+        """
+        if codec is not None and self.size > 1:
+            return self._reduce_encoded(full, key, codec)
+        n = full.numel() // self.size
+        own = full.narrow(0, self.rank * n, n)
+        pending = self.reductions.issue(f"reduce-scatter of {key}, {full.nbytes} bytes")
+        if self.size == 1:
+            return Handle([], self._watchdog, pending, [full])
+        self._stats.record("reduce_scatter", key, full.nbytes)
+        if self._point_to_point and full.device.type == "cpu":
+            raw = full.view(torch.uint8).chunk(self.size) if full.numel() else [full] * self.size
+            into, received = list(raw), list[torch.Tensor]()
+            for peer in self._peers:
+                received.append(self._acquire(n, full.dtype, full.device))
+                into[peer] = received[-1].view(torch.uint8)
+            with _Launch(self._watchdog, pending, "reduce_scatter", key, full.nbytes):
+                works = self._exchange(raw, into, self._reduce_group, pending)
+            free = partial(self._release, received)
+            return Handle(works, self._watchdog, pending, [own, *received], free)
+        out = self._acquire(n, full.dtype, full.device)
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        with _Launch(self._watchdog, pending, "reduce_scatter", key, full.nbytes):
+            work = scatter(out, full, group=self._reduce_group, async_op=True)
+        return Handle(
+            [work],
+            self._watchdog,
+            pending,
+            [out],
+            partial(self._release, [out]),
+            follows=self._follows,
+        )
+
+    def _reduce_encoded(self, full: torch.Tensor, key: str, codec: Codec) -> Handle:
+        sent = codec.encode(full, self.size)
+        pending = self.reductions.issue(f"reduce-scatter of {key}, {sent.nbytes} bytes")
+        self._stats.record("reduce_scatter", key, sent.nbytes)
+        received, sizes = torch.empty_like(sent), [sent.shape[1]] * self.size
+        with _Launch(self._watchdog, pending, "reduce_scatter", key, sent.nbytes):
+            works = self._swap(sent.view(-1), sizes, received.view(-1), sizes, pending)
+        total = torch.empty(full.numel() // self.size, device=full.device)
+        finish = partial(codec.decode_sum, received, total)
+        return Handle(works, self._watchdog, pending, [total], finish=finish, follows=self._follows)
+
+    def all_reduce(
+        self, tensor: torch.Tensor, key: str, maximum: bool = False, ordered: bool = False
+    ) -> Handle:
+        """Sum (or maximum) over the dimension, in place.
+
+        ``ordered``: no rank can be at another reduction (see the note), so no agreement is needed.
+        """
+        pending = self.reductions.issue(f"all-reduce of {key}, {tensor.nbytes} bytes")
+        if self.size == 1:
+            return Handle([], self._watchdog, pending, [tensor])
+        self._stats.record("all_reduce", key, tensor.nbytes)
+        if self._point_to_point and not ordered:
+            if tensor.device.type == "cpu" and tensor.numel() <= self._small and not maximum:
+                return self._sum_small(tensor, pending, self._reduce_group)
+            tagged_barrier(pending, self.ranks, self.rank, self._reduce_group, self._watchdog)
+        operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+        with _Launch(self._watchdog, pending, "all_reduce", key, tensor.nbytes):
+            work = dist.all_reduce(tensor, operation, self._reduce_group, async_op=True)
+        return Handle([work], self._watchdog, pending, [tensor], follows=self._follows)
+
+    def maximum_on_hosts(self, values: Sequence[int], key: str) -> list[int]:
+        """Return the maximum of each of ``values`` over the dimension (collective; blocks)."""
+        own = torch.tensor(values, dtype=torch.int64, device=self.host_messages_on)
+        if self._follows is None or own.device.type != "cpu" or self.size == 1:
+            self.all_reduce(own, key, maximum=True).wait()
+            return [int(each) for each in own.tolist()]
+        pending = self.reductions.issue(f"all-reduce of {key}, {own.nbytes} bytes")
+        self._stats.record("all_reduce", key, own.nbytes)
+        with _Launch(self._watchdog, pending, "all_reduce", key, own.nbytes):
+            own = self._maximum_between_hosts(own, pending)
+        return [int(each) for each in own.tolist()]
+
+    def _maximum_between_hosts(self, own: torch.Tensor, pending: PendingCollective) -> torch.Tensor:
+        """Return the element-wise maximum of ``own``, in host memory: in log2(ranks) rounds over
+        the default group.
+        """
+        tag = _tag(pending)
+        for step in (1 << power for power in range((self.size - 1).bit_length())):
+            came = torch.empty_like(own)
+            source, target = (self.ranks[(self.rank + way) % self.size] for way in (-step, step))
+            works = [dist.irecv(came, source, None, tag), dist.isend(own, target, None, tag)]
+            Handle(works, self._watchdog, pending).wait()
+            own = torch.maximum(own, came)
+        return own
+
+    def allow_small_sums(self, numel: int) -> None:
+        """Send sums of up to ``numel`` numbers the way small sums are sent. Call it with the same
+        number on all ranks, before the first such sum.
+        """
+        self._small = max(self._small, numel)
+
+    def verify_same_collective(self, what: str, values: torch.Tensor) -> Handle:
+        """Sum ``values`` over a dimension of more than one rank, and on gloo compare ``what`` with
+        the other ranks.
+
+        It blocks only if the caller waits for the sum: a difference raises at the next call.
+        """
+        pending = self.gathers.issue(what)
+        self._stats.record("all_reduce", "used parameters", values.nbytes)
+        if self._point_to_point and values.device.type == "cpu":
+            handle = self._sum_small(values, pending, self._group)
+        else:
+            with _Launch(self._watchdog, pending, "all_reduce", "used parameters", values.nbytes):
+                work = dist.all_reduce(values, group=self._group, async_op=True)
+            handle = Handle([work], self._watchdog, pending, [values], follows=self._follows)
+        before, self._verified = self._verified, handle
+        if before is not None:
+            before.wait()
+        return handle
+
+    def _sum_small(self, tensor: torch.Tensor, pending: PendingCollective, group: Any) -> Handle:
+        """Sum ``tensor`` together with a code of ``pending``.
+
+        All such messages have one size, so gloo survives a mismatch.
+        """
+        code = float(_tag(pending) & 0xFFFFF)
+        message = torch.zeros(self._small + 2, dtype=torch.float64)
+        message[: tensor.numel()] = tensor.reshape(-1)
+        message[-2], message[-1] = code, code * code
+        with _Launch(self._watchdog, pending, "all_reduce", "a few numbers", message.nbytes):
+            work = dist.all_reduce(message, group=group, async_op=True)
+
+        def finish() -> None:
+            total, squares = message[-2:].tolist()
+            # equal on all ranks if and only if the variance of the codes is zero
+            if (total, squares) != (code * self.size, code * code * self.size):
+                raise self._watchdog.report_mismatch(pending)
+            tensor.copy_(message[: tensor.numel()].view(tensor.shape))
+
+        return Handle([work], self._watchdog, pending, [tensor], finish=finish)
+
+    def wait_at_most(self, seconds: float) -> None:
+        """Set the timeout of waits for its collectives to ``seconds``."""
+        self.gathers.timeout = self.reductions.timeout = seconds
+        for group in (self._group, self._reduce_group):
+            if group is not None and self._watchdog.rank_status is not None:
+                group.set_timeout(timedelta(seconds=seconds + MARGIN_SECONDS))
+
+    def free_buffers(self) -> None:
+        """Free the buffers kept for the next reductions."""
+        self._spare.clear()
+
+    def aborts(self) -> dict[str, Callable[[], None]]:
+        """Return the calls that abort its communicators, by name: nobody waits for their
+        collectives on this rank, and closing a communicator would wait for collectives that other
+        ranks have not joined.
+        """
+        self._verified = None
+        if self._watchdog.rank_status is None:
+            return {}
+        logs = ((self._group, self.gathers), (self._reduce_group, self.reductions))
+        return {log.name: log.abort for group, log in logs if group is not None}
+
+    def close(self) -> None:
+        """Release the communicators and the spare buffers."""
+        self.free_buffers()
+        marked, self._verified = self._verified, None
+        if marked is not None and not self._watchdog.verdict:
+            marked.wait()
+        for group in (self._group, self._reduce_group):
+            destroy_group(group)
+        self._group = self._reduce_group = None
+        for log in (self.gathers, self.reductions):
+            log.close()
+
+    def _acquire(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        spare = self._spare.get((numel, dtype))
+        return spare.pop() if spare else torch.empty(numel, dtype=dtype, device=device)
+
+    def _release(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            spare = self._spare.setdefault((tensor.numel(), tensor.dtype), [])
+            if len(spare) < self.size:
+                spare.append(tensor)
+
+
+def _call_each(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
+
+
 def tagged_barrier(
     pending: PendingCollective,
     ranks: Sequence[int],
@@ -588,7 +666,7 @@ def tagged_barrier(
     are sent.
     """
     peers = [peer for peer in range(len(ranks)) if peer != rank]
-    empty, tag = torch.zeros(1, dtype=torch.uint8), pending.tag
+    empty, tag = torch.zeros(1, dtype=torch.uint8), _tag(pending)
     watchdog.check()
     try:
         sent = [
@@ -609,51 +687,8 @@ def tagged_barrier(
     return []
 
 
-def maximum_between_hosts(
-    own: torch.Tensor,
-    ranks: Sequence[int],
-    rank: int,
-    pending: PendingCollective,
-    watchdog: Watchdog,
-) -> torch.Tensor:
-    """Return the element-wise maximum of ``own``, in host memory, over ``ranks`` (global), of which
-    this one is number ``rank``: in log2(ranks) rounds over the default group.
+def _tag(pending: PendingCollective) -> int:
+    """Return the tag of the point-to-point messages of a collective: those of different collectives
+    never match, whatever their sizes are.
     """
-    for step in (1 << power for power in range((len(ranks) - 1).bit_length())):
-        came = torch.empty_like(own)
-        source, target = (ranks[(rank + way) % len(ranks)] for way in (-step, step))
-        works = [
-            dist.irecv(came, source, None, pending.tag),
-            dist.isend(own, target, None, pending.tag),
-        ]
-        Handle(works, watchdog, pending).wait()
-        own = torch.maximum(own, came)
-    return own
-
-
-class Codec(Protocol):
-    """Encode what one rank sends to another as a message of bytes, and decode what it receives.
-
-    The result is the same on all ranks: the sender, too, uses the decoded values of its message.
-    """
-
-    @property
-    def differences(self) -> bool:
-        """Whether messages are differences from the values that the receivers already have."""
-
-    def nbytes(self, numel: int) -> int:
-        """Return the bytes of a message of ``numel`` elements."""
-
-    def encode(
-        self, values: torch.Tensor, rows: int = 1, there: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return messages for ``rows`` equal parts of ``values``, 1-D: uint8 [rows, bytes].
-
-        ``there``: the receivers' present values at the place of ``values``, equal on all of them.
-        """
-
-    def decode(self, messages: torch.Tensor, full: torch.Tensor) -> None:
-        """Decode the rows of ``messages`` into ``full``, one part after the other."""
-
-    def decode_sum(self, messages: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the sum over the rows of ``messages``, in their order, to ``out``, fp32."""
+    return zlib.crc32(f"{pending.number} {pending.what}".encode()) & 0x7FFFFFFF

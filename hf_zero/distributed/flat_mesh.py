@@ -266,7 +266,7 @@ class FlatMeshMaker:
         axis = self._maker.make(sets, name, self._stats, places)
         if axis.size > 1:
             for log in (axis.gathers, axis.reductions):
-                log.issue_deferred = get_world_group().deferred.issue
+                log.deferred = get_world_group().deferred
             self.logs |= {f"gathers{role}": axis.gathers, f"reductions{role}": axis.reductions}
         return axis
 

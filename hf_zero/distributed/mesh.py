@@ -42,7 +42,7 @@ from hf_zero.distributed.process_group import (
     get_world_size,
     group_backend,
 )
-from hf_zero.distributed.rank_status import RankStatus, first_line
+from hf_zero.distributed.rank_status import RankStatus
 from hf_zero.distributed.recovery import PassTracker
 from hf_zero.distributed.store import StoreMessages
 from hf_zero.distributed.watchdog import Watchdog
@@ -176,6 +176,7 @@ class Mesh:
         self.world = len(self.ranks)
         self.stats = CollectiveStats()
         self.device, self.timeout = device, timeout
+        self.blocks = kinds.is_host(device)  # waiting for a collective blocks the host, no stream
         if parallel is not None:
             parallel.wait_at_most(timeout)
         self.watchdog = Watchdog(enabled=False)
@@ -218,11 +219,6 @@ class Mesh:
 
     shard = property(attrgetter("whole.shard"))
     replicate = property(attrgetter("whole.replicate"))
-
-    @property
-    def blocks(self) -> bool:
-        """Whether waiting for a collective blocks the host, not a stream."""
-        return kinds.is_host(self.device)
 
     @property
     def job(self) -> Any:
@@ -296,13 +292,6 @@ class Mesh:
         if groups:
             self._resources.close_groups()
         settle_all([self._resources])
-
-    def record_last_error(self, error: BaseException | None) -> None:
-        """Set the exception of the last forward, to be published if this rank ends now; None after
-        a forward without one.
-        """
-        if self.watchdog.rank_status is not None:
-            self.watchdog.rank_status.last_error = "" if error is None else first_line(error)
 
     def barrier(self) -> None:
         """Wait for all peers."""

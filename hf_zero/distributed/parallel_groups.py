@@ -61,7 +61,7 @@ class ParallelGroups:
             made = self._axes[axis] = maker.make(sets, name, self.stats[axis], 1, shares=True)
             if shared and made.size > 1:
                 for log in (made.gathers, made.reductions):
-                    log.issue_deferred = get_world_group().deferred.issue
+                    log.deferred = get_world_group().deferred
 
     def wait_at_most(self, seconds: float) -> None:
         """Set the timeout of waits along each axis to ``seconds``: the ``timeout`` of an engine,

@@ -138,8 +138,10 @@ class StepEvents:
                     break
             for number in heard:
                 self._learn_when(number)
-        events = {event for at, event in self._due if at == step}
-        self._due = {(at, event) for at, event in self._due if at > step}
+        events: set[int] = set()
+        if self._due:
+            events = {event for at, event in self._due if at == step}
+            self._due = {(at, event) for at, event in self._due if at > step}
         self.stopped = self.stopped or STOP in events
         self.events = frozenset(events - {RENEW, STOP})
         return RENEW in events

@@ -23,9 +23,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
+from hf_zero.distributed.rank_status import first_line
 from hf_zero.distributed.store import TimeoutStore
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import RankMismatchError
@@ -37,6 +39,7 @@ REMEDY = (
     "place, or let the job end"
 )
 Numbers = dict[str, int]
+_sequence_number = attrgetter("sequence_number")
 
 
 @dataclass
@@ -76,6 +79,7 @@ class PassTracker:
         self._logs = dict(logs)
         self._watchdog, self._timeout = watchdog, timeout
         self._passes: deque[_Pass] = deque(maxlen=BEGINNINGS)
+        self._open: _Pass | None = None  # the pass under way
         self._broken: _Pass | None = None  # set until another pass begins
         self._serials = itertools.count()
         self._board = board
@@ -83,12 +87,7 @@ class PassTracker:
             board.add(self)
 
     def _at(self) -> tuple[int, ...]:
-        return tuple(log.sequence_number for log in self._logs.values())
-
-    @property
-    def _open(self) -> _Pass | None:
-        last = self._passes[-1] if self._passes else None
-        return last if last is not None and last.ended is None else None
+        return tuple(map(_sequence_number, self._logs.values()))
 
     def begin(self, what: str, kind: Hashable, joint: bool = True) -> None:
         """Begin a pass of a ``kind`` that is the same on all ranks. ``joint``: every rank issues
@@ -97,13 +96,15 @@ class PassTracker:
         After a broken pass, return once all ranks begin this one here.
         """
         self.end()
-        self._passes.append(_Pass(what, kind, joint, self._at()))
+        self._open = _Pass(what, kind, joint, self._at())
+        self._passes.append(self._open)
         if self._broken is not None:
-            self._resume(str(self._passes[-1]), None, what)
+            self._resume(str(self._open), None, what)
 
     def end(self) -> None:
         if self._open is not None:
             self._open.ended = self._at()
+            self._open = None
 
     def broke(self) -> None:
         """Note that the current pass, if any, has ended with an exception."""
@@ -117,6 +118,13 @@ class PassTracker:
             self._broken = broken
             for log in self._logs.values():
                 log.before_issue = self._resume_with
+
+    def record_last_error(self, error: BaseException | None) -> None:
+        """Set the exception of the last forward, to be published if this rank ends now; None after
+        a forward without one.
+        """
+        if self._watchdog.rank_status is not None:
+            self._watchdog.rank_status.last_error = "" if error is None else first_line(error)
 
     def _resume_with(self, log: CollectiveLog, what: str) -> None:
         role = next(role for role, each in self._logs.items() if each is log)

@@ -65,7 +65,9 @@ class Watchdog:
         self._warn_after = warn_after
         self.rank_status = rank_status
         self.verdict = ""  # the final reason why this rank ends: communicators are aborted for it
-        self._current: tuple[PendingCollective, float] | None = None
+        # what this rank waits for, and since when; a collective's wait sets it, as `watching` does
+        self.current: tuple[PendingCollective, float] | None = None
+        self.started = not enabled  # whether a thread looks at waits, or none is to
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._reported: tuple[PendingCollective, float] | None = None
@@ -99,22 +101,21 @@ class Watchdog:
     @contextmanager
     def watching(self, pending: PendingCollective) -> Iterator[None]:
         """Mark the enclosed block as waiting."""
-        if not self._enabled:
-            yield
-            return
-        self._start()
-        outer, self._current = self._current, (pending, time.monotonic())
+        if not self.started:
+            self.start()
+        outer, self.current = self.current, (pending, time.monotonic())
         try:
             yield
         finally:
-            self._current = outer
+            self.current = outer
 
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=_run, args=(weakref.ref(self), self._stop), name="hf_zero-watch", daemon=True
-            )
-            self._thread.start()
+    def start(self) -> None:
+        """Start the thread, at the first wait."""
+        self.started = True
+        self._thread = threading.Thread(
+            target=_run, args=(weakref.ref(self), self._stop), name="hf_zero-watch", daemon=True
+        )
+        self._thread.start()
 
     def follow(
         self,
@@ -133,7 +134,8 @@ class Watchdog:
         if not self._enabled or pending.log is None:
             return
         self._device = device
-        self._start()
+        if not self.started:
+            self.start()
         with self._following:
             followed = self._followed.setdefault(pending.log, deque())
             while followed and followed[0][1]():
@@ -258,7 +260,7 @@ class Watchdog:
             return
         frame = sys._current_frames().get(self._script)
         waits = (
-            self._current is None
+            self.current is None
             and frame is not None
             and frame.f_globals.get("__name__") == SCRIPTS_COLLECTIVES
         )
@@ -285,7 +287,7 @@ class Watchdog:
         """Warn if the current wait has lasted long since it began or since the last warning; end it
         if it can never end.
         """
-        current = self._current or self._oldest_followed()
+        current = self.current or self._oldest_followed()
         if current is None:
             return
         pending, now = current[0], time.monotonic()
@@ -325,7 +327,7 @@ class Watchdog:
         self, current: tuple[PendingCollective, float], waited: float, rank_status: RankStatus
     ) -> None:
         pending, log = current[0], current[0].log
-        follows = current is not self._current
+        follows = current is not self.current
         if log is not None and self._posted is not current:
             rank_status.publish("follows" if follows else "waits", pending=pending)
             self._posted = current
@@ -351,7 +353,7 @@ class Watchdog:
                 "the config"
             )
             verdict = HangDiagnosis(text, text)
-        if verdict is not None and (self._current or self._oldest_followed()) is current:
+        if verdict is not None and (self.current or self._oldest_followed()) is current:
             self._conclude(*verdict)
 
 

@@ -183,7 +183,7 @@ class WorldGroup(RankGroup):
         self.deferred = DeferredCollectives()
         # resources of ended engines that are not released yet
         self.unsettled: list[Any] = []
-        self.log.issue_deferred = self.deferred.issue
+        self.log.deferred = self.deferred
 
     def part(
         self, ranks: Sequence[int], group: Any, timeout: float, owner: str = "a job"
@@ -206,7 +206,7 @@ class WorldGroup(RankGroup):
         log = CollectiveLog(name, ranks, timeout, off, self.log.native)
         if self.watchdog.rank_status is not None:
             self.watchdog.rank_status.register(log)
-        log.issue_deferred = self.deferred.issue
+        log.deferred = self.deferred
         return RankGroup(ranks, self.rank, group, log, self.watchdog, self._agrees)
 
 

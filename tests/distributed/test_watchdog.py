@@ -54,7 +54,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(Watchdog, "_start", lambda self: None)
+    monkeypatch.setattr(Watchdog, "start", lambda self: None)
     return clock
 
 
@@ -154,7 +154,7 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Watchdog], list[Col
         rank_status = RankStatus(store, rank, 2)
         logs.append(rank_status.register(CollectiveLog("gathers", range(2), 1000.0, native=False)))
         watches.append(Watchdog(rank_status=rank_status))
-        monkeypatch.setattr(watches[-1], "_start", lambda: None)
+        monkeypatch.setattr(watches[-1], "start", lambda: None)
     return watches, logs
 
 

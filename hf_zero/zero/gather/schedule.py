@@ -265,7 +265,7 @@ class Schedule:
         """Record, for the other ranks, the exception of a forward; None after a
         successful forward.
         """
-        self._mesh.record_last_error(error)
+        self._mesh.passes.record_last_error(error)
 
     def abandon(self) -> None:
         """Abort the pass under way after an exception, and release the units that no pass uses."""
