@@ -192,7 +192,7 @@ def _copy(out: torch.Tensor, source: torch.Tensor) -> None:
         out.copy_(source)
 
 
-class _Launch:
+class _Starting:
     """Context of the calls that start one collective: a span of the step around them, and an error
     that names the cause if the connection was lost before.
     """
@@ -273,7 +273,9 @@ class MeshDim:
         self._spare: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self._verified: Handle | None = None
         self._small = SMALL_NUMEL
-        self.hops: TwoHops | None = None  # two-hop gathers, if configured
+        self._hops: TwoHops | None = None
+        # whether a gather sends a second message once its first has arrived
+        self.gathers_in_stages = False
         logs = []
         for kind, each in (("gathers", groups.gather), ("reductions", groups.reduce)):
             off = partial(abort, each, backend, self.size, self.rank, device)
@@ -305,17 +307,16 @@ class MeshDim:
         """Global ranks of the other members."""
         return tuple(rank for place, rank in enumerate(self.ranks) if place != self.rank)
 
-    @property
-    def gathers_in_stages(self) -> bool:
-        """Whether a gather sends a second message once its first has arrived."""
-        return self.hops is not None
+    def gather_in_two_hops(self, across: MeshDim, node: MeshDim) -> None:
+        """Gather ``across`` nodes, then within each ``node`` (two_hops.py)."""
+        self._hops, self.gathers_in_stages = TwoHops(across, node), True
 
     def advance_gathers(self, ahead: int = 0) -> None:
         """Launch the second messages of gathers, except of the last ``ahead``; nothing to do where
         gathers have one message.
         """
-        if self.hops is not None:
-            self.hops.advance(ahead)
+        if self._hops is not None:
+            self._hops.advance(ahead)
 
     def all_gather(
         self,
@@ -339,11 +340,11 @@ class MeshDim:
         works: list[Any] = []
         # tensors in host memory beside a device: exchanged by gloo on the default group
         beside = self._follows is not None and all(full.device.type == "cpu" for full, _ in pairs)
-        if self.hops is not None and not beside:
-            works, pairs = [self.hops.gather(pairs, key, self._follows)], ()
+        if self._hops is not None and not beside:
+            works, pairs = [self._hops.gather(pairs, key, self._follows)], ()
         elif self.size > 1:
             self._stats.record("all_gather", key, size)
-        with _Launch(self._watchdog, pending, "all_gather", key, size):
+        with _Starting(self._watchdog, pending, "all_gather", key, size):
             for full, chunk in pairs:
                 own = full.narrow(0, self.rank * chunk.numel(), chunk.numel())
                 if own.data_ptr() != chunk.data_ptr():
@@ -440,7 +441,7 @@ class MeshDim:
         came = sent.new_empty(sum(counts))
         pending = self.reductions.issue(f"all-to-all of {key}")
         self._stats.record("all_to_all", key, sent.nbytes)
-        with _Launch(self._watchdog, pending, "all_to_all", key, sent.nbytes):
+        with _Starting(self._watchdog, pending, "all_to_all", key, sent.nbytes):
             works = self._swap(sent, sizes, came, counts, pending)
         handle = Handle(works, self._watchdog, pending, follows=self._follows)
         return handle, came
@@ -482,13 +483,13 @@ class MeshDim:
             for peer in self._peers:
                 received.append(self._acquire(n, full.dtype, full.device))
                 into[peer] = received[-1].view(torch.uint8)
-            with _Launch(self._watchdog, pending, "reduce_scatter", key, full.nbytes):
+            with _Starting(self._watchdog, pending, "reduce_scatter", key, full.nbytes):
                 works = self._exchange(raw, into, self._reduce_group, pending)
             free = partial(self._release, received)
             return Handle(works, self._watchdog, pending, [own, *received], free)
         out = self._acquire(n, full.dtype, full.device)
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        with _Launch(self._watchdog, pending, "reduce_scatter", key, full.nbytes):
+        with _Starting(self._watchdog, pending, "reduce_scatter", key, full.nbytes):
             work = scatter(out, full, group=self._reduce_group, async_op=True)
         return Handle(
             [work],
@@ -504,7 +505,7 @@ class MeshDim:
         pending = self.reductions.issue(f"reduce-scatter of {key}, {sent.nbytes} bytes")
         self._stats.record("reduce_scatter", key, sent.nbytes)
         received, sizes = torch.empty_like(sent), [sent.shape[1]] * self.size
-        with _Launch(self._watchdog, pending, "reduce_scatter", key, sent.nbytes):
+        with _Starting(self._watchdog, pending, "reduce_scatter", key, sent.nbytes):
             works = self._swap(sent.view(-1), sizes, received.view(-1), sizes, pending)
         total = torch.empty(full.numel() // self.size, device=full.device)
         finish = partial(codec.decode_sum, received, total)
@@ -526,7 +527,7 @@ class MeshDim:
                 return self._sum_small(tensor, pending, self._reduce_group)
             tagged_barrier(pending, self.ranks, self.rank, self._reduce_group, self._watchdog)
         operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-        with _Launch(self._watchdog, pending, "all_reduce", key, tensor.nbytes):
+        with _Starting(self._watchdog, pending, "all_reduce", key, tensor.nbytes):
             work = dist.all_reduce(tensor, operation, self._reduce_group, async_op=True)
         return Handle([work], self._watchdog, pending, [tensor], follows=self._follows)
 
@@ -538,7 +539,7 @@ class MeshDim:
             return [int(each) for each in own.tolist()]
         pending = self.reductions.issue(f"all-reduce of {key}, {own.nbytes} bytes")
         self._stats.record("all_reduce", key, own.nbytes)
-        with _Launch(self._watchdog, pending, "all_reduce", key, own.nbytes):
+        with _Starting(self._watchdog, pending, "all_reduce", key, own.nbytes):
             own = self._maximum_between_hosts(own, pending)
         return [int(each) for each in own.tolist()]
 
@@ -572,7 +573,7 @@ class MeshDim:
         if self._point_to_point and values.device.type == "cpu":
             handle = self._sum_small(values, pending, self._group)
         else:
-            with _Launch(self._watchdog, pending, "all_reduce", "used parameters", values.nbytes):
+            with _Starting(self._watchdog, pending, "all_reduce", "used parameters", values.nbytes):
                 work = dist.all_reduce(values, group=self._group, async_op=True)
             handle = Handle([work], self._watchdog, pending, [values], follows=self._follows)
         before, self._verified = self._verified, handle
@@ -589,7 +590,7 @@ class MeshDim:
         message = torch.zeros(self._small + 2, dtype=torch.float64)
         message[: tensor.numel()] = tensor.reshape(-1)
         message[-2], message[-1] = code, code * code
-        with _Launch(self._watchdog, pending, "all_reduce", "a few numbers", message.nbytes):
+        with _Starting(self._watchdog, pending, "all_reduce", "a few numbers", message.nbytes):
             work = dist.all_reduce(message, group=group, async_op=True)
 
         def finish() -> None:

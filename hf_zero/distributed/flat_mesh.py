@@ -19,7 +19,6 @@ from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats, P
 from hf_zero.distributed.collectives import MARGIN_SECONDS, DimGroups, MeshDim
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.process_group import backends_of_parts
-from hf_zero.distributed.two_hops import TwoHops
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.distributed.world_group import RankGroup, get_world_group
 from hf_zero.errors import ConfigError
@@ -242,7 +241,7 @@ class FlatMeshMaker:
         hops: tuple[MeshDim, ...] = ()
         if 1 < self._options.hop < shards:
             hops = self._hops(rows, name, kind)
-            shard.hops = TwoHops(*hops)
+            shard.gather_in_two_hops(*hops)
         # sums over all ranks count each replica; sums over one replica's shards do not
         weight = 1.0 / replicate.size if self._dims.splits_model else 1.0
         # its gradients are summed over 1 / tensor of the ranks that the mean divides by
