@@ -44,12 +44,12 @@ from hf_zero.parallel.pipeline.staged import StagedModule, make_parallel_for
 from hf_zero.parallel.sequence import configured
 from hf_zero.parallel.tensor.configured import as_configured, ranks_of_a_stage, readers
 from hf_zero.planning import check_on_all_ranks
-from hf_zero.techniques.curriculum_sampler import (
+from hf_zero.techniques.data_sampling import (
     CurriculumLoader,
     CurriculumSampler,
     RankBatches,
+    sampled_metrics,
 )
-from hf_zero.techniques.data_sampling import sampled_metrics
 from hf_zero.techniques.quantized_linears import quantize_linears
 from hf_zero.techniques.registry import TrainingTechniques, follow
 from hf_zero.zero.layout.leaf_modules import mark_configured

@@ -1,15 +1,37 @@
-"""The blocks of a model for techniques, found as for units and checkpoints."""
+"""The repeated blocks of a model, for techniques: how they are found, and how their calls are
+intercepted.
+
+Blocks are found as for units and checkpoints.
+
+[Note: around everything]
+The calls of a block go through a subclass of its class, of the same name, which the block gets in
+place of it, as FSDP2 does. ``__call__`` of that class runs outside all hooks of the block (gathers,
+marks, activation offload), outside its checkpoint and its compiled forward, so that a call that is
+not made costs nothing. ``forward`` stays the very function that it was: transformers asks by it
+whether a layer is to be checkpointed. Copies have the class of before; pickles are refused with the
+words in which an engine refuses them without a technique
+(``hf_zero.zero.gather.model_patches.Override``).
+"""
 
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from hf_zero.errors import ConfigError
+from hf_zero.zero.gather.model_patches import outside_graphs
+from hf_zero.zero.layout.unit import RootForward
 from hf_zero.zero.layout.wrap import find_blocks, repeated_blocks
+
+Call = Callable[..., Any]
+# call(block, run, args, kwargs), instead of run(*args, **kwargs)
+TakesOver = Callable[[nn.Module, Call, tuple[Any, ...], dict[str, Any]], Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,3 +105,151 @@ def _returns_a_tensor(block: nn.Module) -> bool:
     """Return whether the forward of ``block`` is annotated to return a single tensor."""
     said = inspect.signature(type(block).forward).return_annotation
     return said in (torch.Tensor, "torch.Tensor", "Tensor", torch.FloatTensor, "torch.FloatTensor")
+
+
+class BlockCalls:
+    """Route the calls of ``blocks`` to ``take_over`` until :meth:`remove`."""
+
+    def __init__(self, blocks: Sequence[nn.Module], take_over: TakesOver):
+        self._before = {block: type(block) for block in blocks}
+        made = {kind: _subclass(kind, take_over) for kind in set(self._before.values())}
+        for block, kind in self._before.items():
+            block.__class__ = made[kind]
+
+    def remove(self) -> None:
+        """Restore the classes of the blocks. Idempotent."""
+        for block, kind in self._before.items():
+            block.__class__ = kind
+        self._before = {}
+
+
+def _subclass(kind: type[nn.Module], take_over: TakesOver) -> type[nn.Module]:
+    plain = getattr(kind, "_hf_zero_plain", kind)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return take_over(self, kind.__call__.__get__(self), args, kwargs)
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        made = kind.__reduce_ex__(self, protocol)
+        return _new, (plain, *made[1][1:]), *made[2:]
+
+    metaclass: Any = type(kind)
+    made: type[nn.Module] = metaclass(kind.__name__, (kind,), {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "__call__": outside_graphs(call),
+        "__reduce_ex__": reduce,
+        "_hf_zero_plain": plain,
+    })  # fmt: skip
+    if made.forward is not kind.forward:  # transformers wraps the forward of each subclass
+        made.forward = kind.forward  # type: ignore[method-assign]
+    return made
+
+
+def _new(kind: type[nn.Module], *args: Any) -> nn.Module:
+    """Construct an instance for a pickle; unlike ``copyreg.__newobj__`` it permits a class other
+    than the block's.
+    """
+    return kind.__new__(kind, *args)
+
+
+def hidden_state(
+    args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[int | str, torch.Tensor] | None:
+    """Return the input hidden state of a block and its index or name among the arguments: the
+    keyword ``hidden_states``, or the first floating-point tensor; None if there is none.
+    """
+    named = kwargs.get("hidden_states")
+    if isinstance(named, torch.Tensor):
+        return "hidden_states", named
+    every: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for place, value in every:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return place, value
+    return None
+
+
+def first_of(output: Any) -> Any:
+    """Return the output hidden state of a block: the output itself, or the first item of a
+    tuple.
+    """
+    return output[0] if isinstance(output, tuple) and output else output
+
+
+def with_first(output: Any, state: torch.Tensor) -> Any:
+    """Return a block's ``output`` with its hidden state replaced by ``state``."""
+    if not isinstance(output, tuple):
+        return state
+    rest = output[1:]
+    return type(output)(state, *rest) if hasattr(output, "_fields") else (state, *rest)
+
+
+class ReturnedBefore:
+    """The last tuple returned in each stack of blocks, kept for the next block of the stack. It
+    must not outlive a forward, whose graph it would keep alive.
+    """
+
+    def __init__(self) -> None:
+        self._tuples: dict[str, Any] = {}
+
+    def take(self, layer: Layer) -> Any:
+        """Return and forget the output of the block before ``layer`` if it was a tuple, else
+        None.
+        """
+        return self._tuples.pop(layer.stack, None)
+
+    def note(self, layer: Layer, output: Any) -> Any:
+        """Record ``output`` of ``layer`` for the next block of its stack, and return it."""
+        if isinstance(output, tuple) and layer.place < layer.of:
+            self._tuples[layer.stack] = output
+        return output
+
+    def clear(self) -> None:
+        self._tuples.clear()
+
+
+class DrawsForBlocks(ABC):
+    """What techniques have in common that draw at random for the repeated blocks of a model: a
+    :class:`hf_zero.techniques.registry.Technique` but for ``install``.
+    """
+
+    def __init__(self) -> None:
+        self._before = ReturnedBefore()
+        self._calls: BlockCalls | None = None
+        self._engine: Any = None
+
+    def _take_over(self, engine: Any, blocks: Sequence[nn.Module]) -> None:
+        """Call :meth:`_draw` for each forward of ``engine``, and :meth:`_call` for each call of
+        ``blocks``.
+        """
+        self._engine = engine
+        self._calls = BlockCalls(blocks, self._call)
+        engine.backward_pass.hooks.draws.append(self._draw)
+
+    @abstractmethod
+    def _draw(self, forward: RootForward) -> Collection[nn.Module]:
+        """Draw for ``forward``; return the blocks that all ranks skip."""
+
+    @abstractmethod
+    def _call(
+        self, block: nn.Module, run: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Return the result of ``block`` for these arguments; ``run(*args, **kwargs)`` executes the
+        block.
+        """
+
+    def end_step(self) -> None:  # noqa: B027
+        """No-op: all state is computed from the counters."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
+        """No-op: nothing is saved."""
+
+    def remove(self) -> None:
+        if self._calls is not None:
+            self._calls.remove()
+            self._engine.backward_pass.hooks.draws.remove(self._draw)
+        self._calls, self._engine = None, None

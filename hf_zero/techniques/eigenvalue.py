@@ -23,7 +23,7 @@ from hf_zero.config.quantization import EIGENVALUE, EigenvalueSection
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from hf_zero.techniques.blocks import layers_at
-from hf_zero.techniques.rounding import Precision
+from hf_zero.techniques.schedules import BitSchedule, Precision
 from hf_zero.zero.gather.model_patches import Attached
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter import name_of, owner_of
@@ -203,8 +203,8 @@ class StretchedPeriods:
     next is dropped at step 2 (1 + floor(4 λ)) s, with λ from 0 to 1.
     """
 
-    def __init__(self, section: EigenvalueSection, begin: Precision, target: int):
-        self._section, self._begin, self._target = section, begin, target
+    def __init__(self, section: EigenvalueSection, bits: BitSchedule):
+        self._section, self._bits = section, bits
         self._engine: Any = None
         self._eigenvalues: HessianEigenvalues | None = None
         self._layer_of: dict[str, int] = {}  # by parameter
@@ -225,7 +225,7 @@ class StretchedPeriods:
         self._layer_of = {
             name_of(p): number for number, layer in enumerate(layers) for p in layer.parameters()
         }
-        self._precisions = [self._begin] * len(layers)
+        self._precisions = [self._bits.begin()] * len(layers)
         self._eigenvalues = HessianEigenvalues(engine, self._section, layers)
 
     def precision(self, name: str) -> Precision | None:
@@ -238,7 +238,7 @@ class StretchedPeriods:
         this step is a multiple of ``gas_boundary_resolution`` or none were measured yet
         (collective).
         """
-        due = any(each.bits > self._target and step >= each.until for each in self._precisions)
+        due = any(each.bits > self._bits.target and step >= each.until for each in self._precisions)
         if not due or self._eigenvalues is None:
             return
         looks = self._engine.global_steps % self._section.gas_boundary_resolution == 0
@@ -249,7 +249,7 @@ class StretchedPeriods:
             finally:
                 self.measuring = False
         self._precisions = [
-            each.at(step, self._target, 1 + int(4 * value))
+            self._bits.after(each, step, 1 + int(4 * value))
             for each, value in zip(self._precisions, self._measured)
         ]
 
@@ -266,7 +266,7 @@ class StretchedPeriods:
         """
         layers, measured = state.get("layers", ()), state.get("eigenvalues", ())
         if len(layers) != len(self._precisions):
-            begin = self._begin
+            begin = self._bits.begin()
             layers, measured = [(begin.bits, begin.until, begin.since)] * len(self._precisions), ()
         self._precisions = [Precision(*each) for each in layers]
         self._measured = list(measured)

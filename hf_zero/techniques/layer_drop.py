@@ -36,7 +36,6 @@ of keys and values has no entry for a skipped block.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -46,23 +45,20 @@ from torch import nn
 from hf_zero.config import LayerDropSection, ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.ops import philox
-from hf_zero.techniques.block_calls import (
+from hf_zero.techniques.blocks import (
     Call,
     DrawsForBlocks,
+    Layer,
     first_of,
     hidden_state,
+    layers_of,
     with_first,
 )
-from hf_zero.techniques.blocks import Layer, layers_of
+from hf_zero.techniques.schedules import Decay
 from hf_zero.zero.gather.model_patches import Attached
 from hf_zero.zero.layout.unit import RootForward
 
 KEY = "progressive_layer_drop"
-
-
-def theta_at(step: int, theta: float, gamma: float) -> float:
-    """Return theta(t) after ``step`` steps, decreasing from 1 to ``theta``."""
-    return (1.0 - theta) * math.exp(-gamma * step) + theta
 
 
 def keep_probability(layer: int, layers: int, theta: float) -> float:
@@ -92,6 +88,7 @@ class LayerDrop(DrawsForBlocks):
     def __init__(self, section: LayerDropSection, seed: int):
         super().__init__()
         self._section, self._seed = section, seed
+        self._theta = Decay(section.theta, section.gamma)
         self._layers: list[Layer] = []
         self._of: dict[nn.Module, Layer] = {}
         # indices of the trainable blocks, if only blocks train
@@ -107,7 +104,7 @@ class LayerDrop(DrawsForBlocks):
     def theta(self) -> float:
         """The value of theta(t) in the next forward."""
         steps = 0 if self._engine is None else self._engine.global_steps
-        return theta_at(steps, self._section.theta, self._section.gamma)
+        return self._theta.at(steps)
 
     def install(self, engine: Any) -> None:
         """Raises ConfigError if ranks that compute a block together would draw differently."""

@@ -8,9 +8,9 @@ weights, gradients, messages and checkpoints are those of training without it.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,38 +27,20 @@ from hf_zero.config.quantization import (
 )
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
+from hf_zero.ops.level_rounding import round_to_levels
 from hf_zero.techniques.eigenvalue import StretchedPeriods
-from hf_zero.techniques.rounding import Precision, Rounding, noise_for
+from hf_zero.techniques.schedules import BitSchedule, Precision
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.wrap import names_in_blocks
 
 
-@dataclass(frozen=True)
-class Fall:
-    """The bit schedule of a group of weights: from ``start`` to ``target`` bits, with the first bit
-    dropped after ``period`` steps.
+def noise_for(values: torch.Tensor, name: str, seed: int, step: int) -> torch.Tensor:
+    """Return numbers in [0, 1) for the stochastic rounding of parameter ``name`` in ``step``: fp32,
+    on the device of ``values``, equal on all ranks with the same kind of device.
     """
-
-    name: str  # section of the configuration
-    start: int
-    target: int
-    period: int
-
-    def begin(self) -> Precision:
-        """Return the precision before the first step."""
-        return Precision(self.start, self.period)
-
-
-@dataclass(frozen=True)
-class Mixing:
-    """Mixed quantization: (1 - share) × rounded weight + share × unrounded weight."""
-
-    on: bool
-    change_ratio: float
-
-    def share(self, steps: int) -> float:
-        """Return the share of full precision, ``steps`` after the last dropped bit."""
-        return max(0.0, 1.0 - self.change_ratio * steps) if self.on else 0.0
+    digest = hashlib.blake2b(f"{seed} {step} {name}".encode(), digest_size=7).digest()
+    generator = torch.Generator(values.device).manual_seed(int.from_bytes(digest, "big"))
+    return torch.rand(values.shape, generator=generator, device=values.device)
 
 
 class WeightsInBits:
@@ -67,7 +49,7 @@ class WeightsInBits:
     def __init__(
         self,
         section: QuantizeTraining | WeightQuantization,
-        falls_of: Callable[[nn.Module], Mapping[str, Fall]],
+        falls_of: Callable[[nn.Module], Mapping[str, BitSchedule]],
         nothing_found: str,
         seed: int,
         stretched: StretchedPeriods | None = None,
@@ -79,11 +61,8 @@ class WeightsInBits:
         self._section = section
         self._falls_of, self._nothing_found = falls_of, nothing_found
         self._seed = seed
-        self._rounding = Rounding(
-            section.groups, section.type == "symmetric", section.rounding == "stochastic"
-        )
-        self._mixing = Mixing(section.mixed, section.change_ratio)
-        self._falls: dict[str, Fall] = {}  # by parameter
+        self._stochastic = section.rounding == "stochastic"
+        self._falls: dict[str, BitSchedule] = {}  # by parameter
         self._flats: list[FlatBuffer] = []
         self._began = False
         self._told: dict[str, set[int]] = {}
@@ -114,7 +93,7 @@ class WeightsInBits:
             self._stretched.install(engine)
         self._begin()
 
-    def _check_groups(self, flat: FlatBuffer, falls: Mapping[str, Fall]) -> None:
+    def _check_groups(self, flat: FlatBuffer, falls: Mapping[str, BitSchedule]) -> None:
         for name, fall in falls.items():
             slot = flat.layout.by_name[name]
             if slot.box is not None:
@@ -125,9 +104,9 @@ class WeightsInBits:
                     "the number of ranks; leave one of the two out"
                 )
             numel = slot.numel
-            if numel % self._rounding.groups:
+            if numel % self._section.groups:
                 raise ConfigError(
-                    f"{fall.name}: quantize_groups = {self._rounding.groups} does not divide the "
+                    f"{fall.name}: quantize_groups = {self._section.groups} does not divide the "
                     f"{numel} elements of {name}; write a divisor of the elements of each weight"
                 )
 
@@ -147,7 +126,7 @@ class WeightsInBits:
         """Return the current precision of parameter ``name``."""
         stretched = self._stretched.precision(name) if self._stretched is not None else None
         fall = self._falls[name]
-        return stretched or fall.begin().at(self.step, fall.target)
+        return stretched or fall.at(self.step)
 
     def _begin(self) -> None:
         """Switch rounding on at the offset, and off before it: a load may restore an earlier
@@ -165,14 +144,15 @@ class WeightsInBits:
     def _round(self, values: Mapping[str, torch.Tensor]) -> None:
         if self._stretched is not None and self._stretched.measuring:
             return
+        section, step = self._section, self.step
         for name, value in values.items():
             if name in self._falls:
                 precision = self.precision(name)
-                noise = None
-                if self._rounding.stochastic:
-                    noise = noise_for(value, name, self._seed, self.step)
-                share = self._mixing.share(self.step - precision.since)
-                self._rounding.round_(value, precision.bits, noise, share)
+                noise = noise_for(value, name, self._seed, step) if self._stochastic else None
+                since = step - precision.since  # the last dropped bit
+                share = max(0.0, 1.0 - section.change_ratio * since) if section.mixed else 0.0
+                symmetric = section.type == "symmetric"
+                round_to_levels(value, precision.bits, section.groups, symmetric, noise, share)
 
     def end_step(self) -> None:
         if self._engine is None:
@@ -219,11 +199,11 @@ def quantize_training(config: ZeroConfig) -> WeightsInBits | None:
                 f"which is off; write {QUANTIZE}.enabled: true, or remove the section"
             )
         return None
-    fall = Fall(QUANTIZE, section.start_bits, section.target_bits, section.period)
+    fall = BitSchedule(QUANTIZE, section.start_bits, section.target_bits, section.period)
     _check(fall)
     stretched = None
     if config.eigenvalue.enabled:
-        stretched = StretchedPeriods(config.eigenvalue, fall.begin(), fall.target)
+        stretched = StretchedPeriods(config.eigenvalue, fall)
     nothing = (
         f"{QUANTIZE} quantizes the weights of blocks, and this model has no block with a weight "
         "that trains; write compression_training.weight_quantization, which names modules"
@@ -261,8 +241,8 @@ def weight_quantization(config: ZeroConfig) -> WeightsInBits | None:
 
 
 def _first(
-    groups: Sequence[tuple[Fall, Sequence[re.Pattern[str]]]], model: nn.Module
-) -> dict[str, Fall]:
+    groups: Sequence[tuple[BitSchedule, Sequence[re.Pattern[str]]]], model: nn.Module
+) -> dict[str, BitSchedule]:
     """Map each parameter to the first of ``groups`` with a pattern for its module; a tied parameter
     has several modules.
     """
@@ -285,7 +265,7 @@ def _named(parameter: str, patterns: Sequence[re.Pattern[str]]) -> bool:
     return any(each.search(module) for each in patterns)
 
 
-def _group(path: str, group: Any, in_forward: bool) -> tuple[Fall, list[re.Pattern[str]]]:
+def _group(path: str, group: Any, in_forward: bool) -> tuple[BitSchedule, list[re.Pattern[str]]]:
     params = group.get("params") if isinstance(group, dict) else None
     if not isinstance(params, dict) or not {"start_bits", "target_bits"} <= set(params):
         raise ConfigError(f"{path}.params lacks start_bits or target_bits; write both")
@@ -301,7 +281,9 @@ def _group(path: str, group: Any, in_forward: bool) -> tuple[Fall, list[re.Patte
             "target_bits, quantization_period; modules)"
         )
     start, target = params["start_bits"], params["target_bits"]
-    fall = Fall(path, target if in_forward else start, target, params.get("quantization_period", 1))
+    fall = BitSchedule(
+        path, target if in_forward else start, target, params.get("quantization_period", 1)
+    )
     _check(fall)
     patterns = group.get("modules", ["*"])
     try:
@@ -316,7 +298,7 @@ def _group(path: str, group: Any, in_forward: bool) -> tuple[Fall, list[re.Patte
         ) from None
 
 
-def _check(fall: Fall) -> None:
+def _check(fall: BitSchedule) -> None:
     numbers = (fall.start, fall.target, fall.period)
     if not all(isinstance(each, int) and each > 0 for each in numbers) or fall.start > 16:
         raise ConfigError(

@@ -12,12 +12,12 @@ from hf_zero.config.training_phases import PHASES
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.sequence.tiled_mlp import KEY as TILED_MLP
 from hf_zero.parallel.sequence.tiled_mlp import TiledMlps
-from hf_zero.techniques import curriculum, data_sampling, training_phases
-from hf_zero.techniques.curriculum_sampler import CurriculumSampler
-from hf_zero.techniques.difficulty import DifficultySchedule
+from hf_zero.techniques import data_sampling, sequence_length, training_phases
+from hf_zero.techniques.data_sampling import CurriculumSampler
 from hf_zero.techniques.layer_drop import KEY as LAYER_DROP
 from hf_zero.techniques.layer_drop import LayerDrop
 from hf_zero.techniques.quantization import quantize_training, weight_quantization
+from hf_zero.techniques.schedules import DifficultySchedule
 from hf_zero.techniques.token_drop import TokenDrop
 
 
@@ -47,7 +47,7 @@ class PreparesBatches(Protocol):
 # Factories by the key of their section, in the order of installation; None if the configuration
 # does not enable the technique.
 TECHNIQUES: Mapping[str, Callable[[ZeroConfig], Technique | None]] = {
-    LEGACY: curriculum.of_config,
+    LEGACY: sequence_length.of_config,
     SAMPLING: data_sampling.of_config,
     PHASES: training_phases.of_config,
     # after the curricula: eigenvalues are measured on truncated batches

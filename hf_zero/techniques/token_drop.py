@@ -15,7 +15,6 @@ block, rank and position (Philox), so recomputations and resumed runs draw the s
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -27,13 +26,15 @@ from hf_zero.config.spelling import did_you_mean
 from hf_zero.config.token_drop import MASK, ORDERS, SCHEDULE, TOKEN_DROP
 from hf_zero.errors import ConfigError
 from hf_zero.ops import philox
-from hf_zero.techniques.block_calls import (
+from hf_zero.techniques.blocks import (
     Call,
     DrawsForBlocks,
+    Layer,
     first_of,
+    layers_of,
     with_first,
 )
-from hf_zero.techniques.blocks import Layer, layers_of
+from hf_zero.techniques.schedules import Growth
 from hf_zero.techniques.sequence_length import DECODER_TOKENS, NOT_TEXT, TOKENS
 from hf_zero.zero.gather.model_patches import Attached
 from hf_zero.zero.layout.unit import RootForward
@@ -44,15 +45,13 @@ ELSEWHERE = ("encoder_hidden_states", "encoder_attention_mask", "encoder_decoder
 PACKED = ("cu_seq_lens", "cu_seqlens", "max_length_q", "max_length_k")
 
 
-def tokens_read(step: int, section: TokenDropSection) -> int:
-    """Return the number of tokens that the selected blocks read after ``step`` steps."""
+def tokens_read(section: TokenDropSection) -> Growth:
+    """Return the schedule of the number of tokens that the selected blocks read."""
     low, high, every, steps = (
         section.min_value, section.max_value, section.seq_per_step, section.require_steps,
     )  # fmt: skip
     assert low is not None and high is not None and every is not None and steps is not None
-    number = math.floor(step / steps * (high - low) + low)
-    least = -(-low // every) * every
-    return min(max(number - number % every, least), high)
+    return Growth(low, high, steps, every, least=-(-low // every) * every)
 
 
 def sample(
@@ -94,6 +93,7 @@ class TokenDrop(DrawsForBlocks):
     def __init__(self, section: TokenDropSection, seed: int):
         super().__init__()
         self._section, self._seed = section, seed
+        self._tokens_read = tokens_read(section)
         self._count = ForwardCount()
         self._layers: dict[nn.Module, tuple[int, Layer]] = {}
         self._chosen: set[nn.Module] = set()
@@ -236,7 +236,7 @@ class TokenDrop(DrawsForBlocks):
         states = state if first else state.transpose(0, 1)  # [rows, tokens, width]
         self._check_call(block, bound.arguments, states)
         rows, tokens = states.shape[:2]
-        read = tokens_read(at[0], self._section)
+        read = int(self._tokens_read.at(at[0]))
         if read >= tokens:
             return self._before.note(layer, run(*args, **kwargs))
         kept = sample(self._seed, at, number, rows, tokens, read, state.device)

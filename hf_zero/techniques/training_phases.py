@@ -21,7 +21,8 @@ from hf_zero.config.spelling import did_you_mean
 from hf_zero.config.training_phases import PHASES
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
-from hf_zero.techniques import curriculum
+from hf_zero.techniques import sequence_length
+from hf_zero.techniques.schedules import Stairs
 from hf_zero.techniques.sequence_length import SequenceLength
 from hf_zero.zero.backward import Counters
 
@@ -86,11 +87,10 @@ class Phase:
         return self.lr_scale * max(0.0, left) ** self.lr_decay_power
 
 
-def rampup(start: int, increment: int, samples: int, end: int) -> list[tuple[int, int]]:
-    """Return (samples of a step, number of steps) for each size of a batch that grows from
-    ``start`` to ``end``, by one increment after each equal share of ``samples``; ``end`` itself
-    follows and is not listed. As in Megatron, the batch of a step depends on the samples before it.
-    Raises ConfigError if ``increment`` does not divide the difference.
+def rampup(start: int, increment: int, samples: int, end: int) -> Stairs[int]:
+    """Return the samples of each step for a batch that grows from ``start`` to ``end``, by one
+    increment after each equal share of ``samples``. As in Megatron, the batch of a step depends on
+    the samples before it. Raises ConfigError if ``increment`` does not divide the difference.
     """
     grows, rest = divmod(end - start, increment)
     if rest or grows < 0:
@@ -98,13 +98,14 @@ def rampup(start: int, increment: int, samples: int, end: int) -> list[tuple[int
             f"{PHASES}.rampup_batch_size goes from {start} by {increment} past {TOTAL} = {end}; "
             "write an increment that divides the difference"
         )
-    done, found = 0, []
-    for grown in range(grows):
-        size = start + grown * increment
-        steps = max(0, math.ceil((samples * (grown + 1) / grows - done) / size))
+    done, last, ends = 0, 0, []
+    sizes = [start + grown * increment for grown in range(grows)]
+    for grown, size in enumerate(sizes, 1):
+        steps = max(0, math.ceil((samples * grown / grows - done) / size))
         done += steps * size
-        found.append((size, steps))
-    return found
+        last += steps
+        ends.append(last)
+    return Stairs([*sizes, end], ends)
 
 
 class TrainingPhases:
@@ -123,15 +124,15 @@ class TrainingPhases:
                 raise ConfigError(
                     f"{PHASES}.phases[{at}] has no steps, and others follow; write its steps"
                 )
-        # the last step of each phase except the last phase
-        self._ends = list(accumulate(phase.steps or 0 for phase in self.phases[:-1]))
+        ends = list(accumulate(phase.steps or 0 for phase in self.phases[:-1]))
+        self._schedule = Stairs(self.phases, ends)
         self._rampup = section.rampup_batch_size
         if self._rampup and any(phase.train_batch_size for phase in self.phases):
             raise ConfigError(
                 f"{PHASES}.rampup_batch_size and {TOTAL} of a phase both say how many samples a "
                 "step has; keep one"
             )
-        self._grown: list[tuple[int, int]] = []
+        self._batches: Stairs[int] | None = None  # samples of a step, while the batch grows
         self._power = _SCALING[section.lr_scaling_method]
         cuts = any(phase.sequence_length for phase in self.phases)
         self.sequences = (
@@ -155,22 +156,15 @@ class TrainingPhases:
         """Return the phase of optimizer step ``step``, counted from 1, and the step's number within
         it.
         """
-        before = 0
-        for phase, end in zip(self.phases, self._ends):
-            if step <= end:
-                return phase, step - before
-            before = end
-        return self.phases[-1], step - before
+        number = self._schedule.number(step)
+        before = self._schedule.ends[number - 1] if number else 0
+        return self.phases[number], step - int(before)
 
     def batch_size(self, step: int) -> int:
         """Return the number of samples of optimizer step ``step`` over all ranks."""
-        for size, steps in self._grown:
-            if step <= steps:
-                return size
-            step -= steps
-        return (
-            self._sizes[0] if self._grown else self.at(step)[0].train_batch_size or self._sizes[0]
-        )
+        if self._batches is not None:
+            return self._batches.at(step)
+        return self._schedule.at(step).train_batch_size or self._sizes[0]
 
     def lr_scale(self, step: int) -> float:
         """Return the factor of the schedule's learning rate in optimizer step ``step``."""
@@ -182,7 +176,7 @@ class TrainingPhases:
         self._sizes = (batch, micro)
         if self._rampup:
             start, increment, samples = self._rampup
-            self._grown = rampup(start, increment, samples, batch)
+            self._batches = rampup(start, increment, samples, batch)
 
     def install(self, engine: Any) -> None:
         if engine.optimizer is None:
@@ -199,7 +193,8 @@ class TrainingPhases:
         """Raise ConfigError for batches that micro-batches do not divide, optimizers without a
         learning rate, and unmanaged accumulation windows.
         """
-        sizes = {(size, self._sizes[1]) for size, _ in self._grown} or {
+        grown = self._batches.values[:-1] if self._batches is not None else ()
+        sizes = {(size, self._sizes[1]) for size in grown} or {
             (
                 phase.train_batch_size or self._sizes[0],
                 phase.train_micro_batch_size_per_gpu or self._sizes[1],
@@ -312,7 +307,7 @@ def of_config(config: ZeroConfig) -> TrainingPhases | None:
     if section.phases is None and section.rampup_batch_size is None:
         return None
     made = TrainingPhases(config)
-    if made.sequences is not None and curriculum.of_config(config) is not None:
+    if made.sequences is not None and sequence_length.of_config(config) is not None:
         raise ConfigError(
             f"a phase of {PHASES} and a curriculum both cut sequences to a length of their own; "
             "keep one"

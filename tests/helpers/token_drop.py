@@ -68,7 +68,7 @@ class TokenDropJob(LayerDropJob):
         made = TokenDropSection(
             min_value=LOW, max_value=HIGH, require_steps=STEPS, seq_per_step=EVERY
         )
-        read = tokens_read(at.step, made)
+        read = int(tokens_read(made).at(at.step))
         for number in self.chosen:
             place = (at.step, at.micro, at.rank)
             blocks[number].forward = self.narrowed(blocks[number], number, place, read)  # type: ignore

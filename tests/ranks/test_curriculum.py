@@ -236,7 +236,7 @@ def test_models_with_names_of_their_own(rank):
 
 def technique(config: dict[str, Any], model: nn.Module) -> Any:
     from hf_zero.config import ZeroConfig
-    from hf_zero.techniques.curriculum import of_config
+    from hf_zero.techniques.sequence_length import of_config
 
     made = of_config(ZeroConfig.from_dict(config))
     assert made is not None

@@ -17,7 +17,8 @@ from torch import nn
 
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError, PartitionError
-from hf_zero.techniques.layer_drop import draw, keep_probability, theta_at
+from hf_zero.techniques.layer_drop import draw, keep_probability
+from hf_zero.techniques.schedules import Decay
 from tests.helpers import oracle
 from tests.helpers.engines import OnEngine, config_of, start
 from tests.helpers.layer_drop import DEPTH, GAMMA, THETA, LayerDropJob, left_out, probabilities
@@ -42,11 +43,11 @@ def opened(model: nn.Module, stage: int = 3, accumulation: int = 1, **more: Any)
 
 
 def test_the_schedule_of_the_paper():
-    assert theta_at(0, 0.5, 0.001) == 1.0
-    assert theta_at(10_000, 0.5, 0.001) == pytest.approx(0.5, abs=1e-4)
+    assert Decay(0.5, 0.001).at(0) == 1.0
+    assert Decay(0.5, 0.001).at(10_000) == pytest.approx(0.5, abs=1e-4)
     assert [keep_probability(i, 12, 0.5) for i in (1, 6, 12)] == pytest.approx([23 / 24, 0.75, 0.5])
     for step in (0, 1, 7):
-        p = [keep_probability(i, DEPTH, theta_at(step, THETA, GAMMA)) for i in range(1, DEPTH + 1)]
+        p = [keep_probability(i, DEPTH, Decay(THETA, GAMMA).at(step)) for i in range(1, DEPTH + 1)]
         assert p == pytest.approx(probabilities(step, [DEPTH]))
 
 

@@ -19,7 +19,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.planning.needs import needs
 from hf_zero.planning.plan import MemoryPlan, groups_of
-from hf_zero.techniques.rounding import noise_for
+from hf_zero.techniques.quantization import noise_for
 from hf_zero.zero.layout.wrap import find_units
 from tests.helpers.engines import config_of as configured
 from tests.helpers.engines import full_weights, start

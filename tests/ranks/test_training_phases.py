@@ -232,7 +232,7 @@ def test_a_batch_that_grows_as_megatrons():
         made.resize(end, 1)
         assert [made.batch_size(step) for step in range(1, 41)] == rule(*settings, 40)
 
-    assert rampup(16, 4, 50, 16) == []
+    assert rampup(16, 4, 50, 16).values == [16]
 
     def run(rank):
         model = ARCHITECTURE.build()

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from hf_zero.errors import ConfigError, DifficultyIndexError
-from hf_zero.techniques.analyzer_index import AnalyzerIndex, is_analyzers
 from hf_zero.techniques.data_sampling import DifficultySampling
-from hf_zero.techniques.difficulty_index import write_index
+from hf_zero.techniques.difficulty_index import AnalyzerIndex, is_analyzers, write_index
 from tests.helpers.sampled import metric
 
 VALUES = np.array([7, 300, 7, 12, 2, 12, 7, 40, 300, 2])

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from hf_zero.errors import ConfigError
-from hf_zero.techniques.curriculum_sampler import CurriculumSampler, RankBatches
+from hf_zero.techniques.data_sampling import Criterion, CurriculumSampler, RankBatches, SampleOrder
 from hf_zero.techniques.difficulty_index import DifficultyIndex, write_index
-from hf_zero.techniques.sample_order import Criterion, SampleOrder
 
 ROWS = 40
 SCHEDULES: dict[str, Callable[[int], float]] = {

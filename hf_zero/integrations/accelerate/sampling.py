@@ -33,7 +33,7 @@ def draw_by_difficulty(original: Callable[..., Any]) -> Callable[..., Any]:
         prepared = original(self, data_loader, device_placement, slice_fn_for_dispatch)
 
         def choose(shared: Any, size: int) -> Any:
-            from hf_zero.techniques.curriculum_sampler import CurriculumSampler
+            from hf_zero.techniques.data_sampling import CurriculumSampler
 
             batches = data_loader.batch_sampler
             ranks = 1 if self.split_batches else self.num_processes // size
@@ -88,7 +88,7 @@ def skip_what_was_trained(original: Callable[..., Any]) -> Callable[..., Any]:
         if finder.chosen() and type(skipping) is DataLoaderDispatcher:
             # Accelerate constructs it anew without these two
             skipping.state, skipping.slice_fn = dataloader.state, dataloader.slice_fn
-        from hf_zero.techniques.curriculum_sampler import CurriculumSampler
+        from hf_zero.techniques.data_sampling import CurriculumSampler
 
         sampler = _sampler_of(dataloader)
         if isinstance(sampler, CurriculumSampler):

@@ -31,8 +31,12 @@ from hf_zero.integrations.lightning.settings import read, resolve
 from hf_zero.integrations.transformers.loading import made_under
 from hf_zero.loading.shard_only import hold, release_holders
 from hf_zero.parallel.tensor.configured import readers
-from hf_zero.techniques.curriculum_sampler import CurriculumSampler, RankBatches, RankSamples
-from hf_zero.techniques.data_sampling import sampled_metrics
+from hf_zero.techniques.data_sampling import (
+    CurriculumSampler,
+    RankBatches,
+    RankSamples,
+    sampled_metrics,
+)
 from hf_zero.techniques.registry import follow
 from hf_zero.zero.access.consolidate import whole_state_dict
 from hf_zero.zero.layout.parameter import owner_of

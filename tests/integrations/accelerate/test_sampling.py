@@ -23,7 +23,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.integrations.accelerate.sampling import skip_what_was_trained
 from hf_zero.integrations.accelerate.shared_batches import _DataParallelState
 from hf_zero.launch.reaching import free_port
-from hf_zero.techniques.curriculum_sampler import CurriculumSampler
+from hf_zero.techniques.data_sampling import CurriculumSampler
 from tests.helpers import launched, sampled
 from tests.helpers.plain_process import forget
 from tests.helpers.sampled import BATCH, ROWS, index_in, metric, section

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_zero.errors import ConfigError
-from hf_zero.techniques.difficulty import DifficultySchedule
+from hf_zero.techniques.schedules import DifficultySchedule
 
 # What DeepSpeed 0.15.4 gives for steps 1 to 30.
 LINEAR = [8] * 2 + [16] * 3 + [24] * 3 + [32] * 3 + [40] * 3 + [48] * 3 + [56] * 2 + [64] * 11

@@ -1,4 +1,10 @@
-"""Difficulty schedules of curriculum learning: the difficulty admitted at each step.
+"""Schedules: quantities that are functions of the optimizer step, for all techniques.
+
+A :class:`Schedule` has ``at(step)`` and no state, so that a resumed run computes what an
+uninterrupted one does: :class:`Growth` (sequence lengths, difficulties, tokens that a block reads),
+:class:`Stairs` (discrete difficulties, phases, sizes of batches), :class:`Decay` (layers that are
+kept) and :class:`BitSchedule` (bits of weights). :class:`DifficultySchedule` chooses one by the
+keys of curriculum learning, or calls a function of the script.
 
 Curriculum learning: Bengio et al., 2009; by sequence length: Li, Zhang and He, "The
 Stability-Efficiency Dilemma", 2022. Keys, formulas and their rounding are those of DeepSpeed.
@@ -8,13 +14,114 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError
 
 Number = int | float
+T = TypeVar("T")
+Value = TypeVar("Value", covariant=True)
+
+
+class Schedule(Protocol[Value]):
+    """A quantity that is a function of the step."""
+
+    def at(self, step: int) -> Value: ...
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Growth from ``low`` at step 0 to ``high`` at step ``steps``, as a root of the step of degree
+    ``degree``, in multiples of ``every``, and ``high`` afterwards. Before it reaches ``least`` it
+    is ``least``.
+    """
+
+    low: Number
+    high: Number
+    steps: Number
+    every: Number
+    degree: Number = 1
+    least: float = -math.inf
+
+    def at(self, step: int) -> Number:
+        if self.low == self.high:
+            return self.low
+        grown = (step / self.steps) ** (1.0 / self.degree)
+        whole = math.floor(grown * (self.high - self.low) + self.low)
+        return min(max(whole - whole % self.every, self.least), self.high)
+
+
+@dataclass(frozen=True)
+class Stairs(Generic[T]):
+    """``values`` one after another: each but the last until its step in ``ends``, included."""
+
+    values: Sequence[T]
+    ends: Sequence[Number]
+
+    def number(self, step: int) -> int:
+        """Return the index of the value of ``step``."""
+        return next((n for n, end in enumerate(self.ends) if step <= end), len(self.ends))
+
+    def at(self, step: int) -> T:
+        return self.values[self.number(step)]
+
+
+@dataclass(frozen=True)
+class Decay:
+    """Exponential decay from 1 at step 0 towards ``end``, by ``rate`` a step."""
+
+    end: float
+    rate: float
+
+    def at(self, step: int) -> float:
+        return (1.0 - self.end) * math.exp(-self.rate * step) + self.end
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The number of bits of weights: ``bits`` since step ``since``, one less from step ``until``
+    on.
+    """
+
+    bits: int
+    until: int
+    since: int = 0
+
+
+@dataclass(frozen=True)
+class BitSchedule:
+    """Bits that fall from ``start`` to ``target``, one at a time: the first at step ``period``,
+    each later one at twice the step of the one before.
+    """
+
+    name: str  # section of the configuration
+    start: int
+    target: int
+    period: int
+
+    def begin(self) -> Precision:
+        """Return the precision before the first step."""
+        return Precision(self.start, self.period)
+
+    def at(self, step: int) -> Precision:
+        return self.after(self.begin(), step)
+
+    def after(self, precision: Precision, step: int, factor: int = 1) -> Precision:
+        """Return the precision at ``step`` that follows ``precision``, if each bit stays ``factor``
+        times as long.
+        """
+        while precision.bits > self.target and step >= precision.until:
+            precision = replace(
+                precision,
+                bits=precision.bits - 1,
+                until=precision.until * 2 * factor,
+                since=precision.until,
+            )
+        return precision
+
 
 _NEEDS: Mapping[str, tuple[str, ...]] = {
     "fixed_linear": ("total_curriculum_step", "difficulty_step"),
@@ -65,23 +172,14 @@ class DifficultySchedule:
                     f"{section}.schedule_config has no {name}, which {self.schedule_type} needs; "
                     f"write {section}.schedule_config.{name}"
                 )
-        self._settings = self._checked(given)
+        # None: a custom function
+        self._schedule = self._read(given)
 
     def at(self, step: int) -> Number:
         """Return the difficulty of optimizer step ``step``, counted from 1."""
-        low, high = self.min_difficulty, self.max_difficulty
-        if low == high:
-            return low
-        if self.schedule_type == "custom":
-            return self._custom(step)
-        settings = self._settings
-        if self.schedule_type == "fixed_discrete":
-            for difficulty, last in zip(settings["difficulty"], [*settings["max_step"], math.inf]):
-                if step <= last or difficulty >= high:
-                    return difficulty  # type: ignore[no-any-return]
-        risen = (step / settings["total_curriculum_step"]) ** (1.0 / settings["root_degree"])
-        whole = math.floor(risen * (high - low) + low)
-        return min(whole - whole % settings["difficulty_step"], high)
+        if self.min_difficulty == self.max_difficulty:
+            return self.min_difficulty
+        return self._custom(step) if self._schedule is None else self._schedule.at(step)
 
     def set_function(self, function: Callable[[int], Number]) -> None:
         """Set the custom schedule: ``function(step)`` returns the difficulty of optimizer step
@@ -122,10 +220,10 @@ class DifficultySchedule:
             self._reached = difficulty
         return difficulty
 
-    def _checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _read(self, given: Mapping[str, Any]) -> Schedule[Number] | None:
         section = "schedule_config."
         if self.schedule_type == "custom":
-            return {}
+            return None
         if self.schedule_type == "fixed_discrete":
             difficulties = self._numbers(f"{section}difficulty", given["difficulty"])
             last_steps = self._numbers(f"{section}max_step", given["max_step"])
@@ -135,11 +233,14 @@ class DifficultySchedule:
                     f"{len(last_steps)} of max_step; write one max_step for each difficulty but "
                     "the last, which stays"
                 )
-            return {"difficulty": difficulties, "max_step": last_steps}
-        linear = self.schedule_type == "fixed_linear"
-        names = [name for name in _NEEDS["fixed_root"] if not (linear and name == "root_degree")]
-        numbers = {name: self._number(section + name, given[name], above=0) for name in names}
-        return {"root_degree": 1, **numbers}
+            # max_difficulty, once reached, stays
+            reached = [at for at, each in enumerate(difficulties) if each >= self.max_difficulty]
+            return Stairs(difficulties, last_steps[: min(reached, default=None)])
+        low, high = self.min_difficulty, self.max_difficulty
+        names = _NEEDS[self.schedule_type]
+        return Growth(
+            low, high, *(self._number(section + name, given[name], above=0) for name in names)
+        )
 
     def _numbers(self, name: str, value: Any) -> list[Number]:
         if isinstance(value, str) or not isinstance(value, Sequence):
