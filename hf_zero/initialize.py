@@ -20,8 +20,8 @@ from hf_zero.activations.compile import to_be_compiled
 from hf_zero.activations.policy import ActivationPatches
 from hf_zero.compression.registry import extensions_of
 from hf_zero.config import ZeroConfig, explaining
-from hf_zero.config.curriculum import METRICS
 from hf_zero.config.monitors import MONITORS
+from hf_zero.config.techniques import METRICS
 from hf_zero.device.kinds import device_count
 from hf_zero.distributed import init, process_group
 from hf_zero.distributed.parallel_dims import check_mpu

@@ -5,10 +5,9 @@ from hf_zero.config.activations import (
     ActivationOffload,
     TiledMlpSection,
 )
-from hf_zero.config.expert_parallel import ExpertParallelSection
 from hf_zero.config.explaining import ExplainRow
-from hf_zero.config.layer_drop import LayerDropSection
 from hf_zero.config.offload import AioSection, OffloadOptimizer, OffloadParam
+from hf_zero.config.parallelism import ExpertParallelSection
 from hf_zero.config.sections import (
     Bf16Section,
     CheckpointSection,
@@ -19,7 +18,7 @@ from hf_zero.config.sections import (
     SchedulerConfig,
     ZeroSection,
 )
-from hf_zero.config.token_drop import TokenDropSection
+from hf_zero.config.techniques import LayerDropSection, TokenDropSection
 from hf_zero.config.zero_config import PRESETS, ZeroConfig
 
 __all__ = [

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hf_zero.config.kinds import BOOLEAN, COUNT, Kind, integer
-from hf_zero.config.rows import inert, key, under
+from hf_zero.config.rows import inert, key, under, without
 
 CHECKPOINTING = "activation_checkpointing"
 BLOCKS = f"{CHECKPOINTING}.blocks"
@@ -95,10 +95,6 @@ class ActivationCheckpointing:
         return self.blocks == "selective"
 
 
-def _idle_tiles(values: Mapping[str, Any]) -> str:
-    return "" if values.get("tiled_mlp.enabled") else "tiled_mlp.enabled is false"
-
-
 @dataclass(frozen=True)
 class TiledMlpSection:
     """Tiled MLPs: the MLPs of the model's blocks process the tokens tile by tile and recompute each
@@ -116,7 +112,7 @@ class TiledMlpSection:
         None,
         "stretches; null: tokens / hidden size, the most of any rank",
         unit="stretches",
-        idle=_idle_tiles,
+        idle=without("tiled_mlp.enabled"),
     )
 
 

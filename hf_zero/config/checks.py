@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hf_zero.config.activations import BLOCKS, ENABLED, NUMBER
 from hf_zero.config.activations import OFFLOAD as ACTIVATION_OFFLOAD
-from hf_zero.config.layer_drop import LAYER_DROP
 from hf_zero.config.reading import ConfigReading
+from hf_zero.config.techniques import LAYER_DROP
 from hf_zero.errors import ConfigError, NotBuiltError
 
 OPTIMIZER = "zero_optimization.offload_optimizer"

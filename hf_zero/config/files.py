@@ -1,6 +1,8 @@
 """Parsers of configuration text: JSON, Hjson and YAML files, and JSON or Hjson strings.
 
-Each returns a mapping, or raises ConfigError with the position of the mistake.
+Each returns a mapping, or raises ConfigError with the position of the mistake. Hjson, which
+DeepSpeed accepts, is JSON with comments, unquoted keys and strings, and optional or trailing
+commas.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ from typing import Any
 
 import yaml
 
-from hf_zero.config import hjson
 from hf_zero.errors import ConfigError
 
 
@@ -63,8 +64,8 @@ def load_json(text: str, label: str) -> dict[str, Any]:
         value = json.loads(text, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         try:
-            value = hjson.parse(text)
-        except hjson.HjsonError as other:
+            value = parse_hjson(text)
+        except HjsonError as other:
             line = text.count("\n", 0, other.position) + 1
             raise ConfigError(
                 f"{label} is not valid JSON: {error.msg} in line {error.lineno}, column "
@@ -127,3 +128,138 @@ _Loader.add_implicit_resolver(
     re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
     list("-+0123456789"),
 )
+
+
+# tokens of Hjson
+_SPACE = re.compile(r"(?:\s|#[^\n]*|//[^\n]*|/\*.*?\*/)*", re.DOTALL)
+_KEY = re.compile(r"[^\s,:\[\]{}'\"]+")
+_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"')
+_SINGLE = re.compile(r"'(?:[^'\\\n]|\\.)*'")
+_BARE = re.compile(r"[^\n]*")
+_WORD = re.compile(
+    r"(true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?)[ \t\r]*(?=[,\]}#\n]|//|/\*|$)"
+)
+
+
+class HjsonError(ValueError):
+    """A syntax error in Hjson text at offset ``position``."""
+
+    def __init__(self, message: str, position: int) -> None:
+        super().__init__(message)
+        self.position = position
+
+
+def parse_hjson(text: str) -> Any:
+    """Parse the value in ``text``; an object at the top may omit its braces. Raises HjsonError for
+    invalid Hjson and for duplicate keys in one object.
+    """
+    reader = _Reader(text)
+    reader.skip()
+    if text[reader.at : reader.at + 1] in ("{", "["):
+        value = reader.value()
+    else:
+        value = reader.members("")
+    reader.skip()
+    if reader.at < len(text):
+        raise HjsonError("more than one value", reader.at)
+    return value
+
+
+class _Reader:
+    """A cursor at offset ``at`` of ``text``."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self.at = 0
+
+    def skip(self) -> None:
+        """Skip whitespace and comments."""
+        self._take(_SPACE)
+
+    def value(self) -> Any:
+        here = self._text[self.at : self.at + 1]
+        if here == "{":
+            self.at += 1
+            return self.members("}")
+        if here == "[":
+            self.at += 1
+            return self._items()
+        if self._text.startswith("'''", self.at):
+            return self._block()
+        if here in ('"', "'"):
+            return self._string()
+        if here in ("", ",", ":", "]", "}"):
+            raise HjsonError(f"a value is missing before {here or 'the end'!r}", self.at)
+        word = _WORD.match(self._text, self.at)
+        if word:
+            self.at = word.end(1)
+            return json.loads(word[1])
+        return self._take(_BARE).strip()
+
+    def members(self, end: str) -> dict[str, Any]:
+        """Parse the members of an object up to and including ``end``."""
+        found: dict[str, Any] = {}
+        while not self._ends(end):
+            start = self.at
+            key = self._string() if self._text[start] in "\"'" else self._take(_KEY)
+            self.skip()
+            if not key or self._text[self.at : self.at + 1] != ":":
+                raise HjsonError("a key and a colon are expected", start)
+            if key in found:
+                raise HjsonError(f"the key {key!r} stands twice in one section", start)
+            self.at += 1
+            self.skip()
+            found[key] = self.value()
+        return found
+
+    def _items(self) -> list[Any]:
+        found = []
+        while not self._ends("]"):
+            found.append(self.value())
+        return found
+
+    def _ends(self, end: str) -> bool:
+        """Skip a comma and return whether ``end`` follows, which is skipped too; "" is the end of
+        the text.
+        """
+        self.skip()
+        if self._text[self.at : self.at + 1] == ",":
+            self.at += 1
+            self.skip()
+        if self.at >= len(self._text):
+            if end:
+                raise HjsonError(f"{end!r} is missing", self.at)
+            return True
+        if end and self._text[self.at] == end:
+            self.at += 1
+            return True
+        return False
+
+    def _string(self) -> str:
+        start, single = self.at, self._text[self.at] == "'"
+        quoted = self._take(_SINGLE if single else _QUOTED)
+        if not quoted:
+            raise HjsonError("a quote is not closed", start)
+        if single:
+            inner = quoted[1:-1].replace("\\'", "'").replace('"', '\\"')
+            quoted = f'"{inner}"'
+        try:
+            return str(json.loads(quoted))
+        except json.JSONDecodeError:
+            raise HjsonError("a string has an escape that there is not", start) from None
+
+    def _block(self) -> str:
+        """Parse a multi-line string between triple quotes."""
+        end = self._text.find("'''", self.at + 3)
+        if end < 0:
+            raise HjsonError("three quotes are not closed", self.at)
+        lines = self._text[self.at + 3 : end].strip().split("\n")
+        self.at = end + 3
+        return "\n".join(line.strip() for line in lines)
+
+    def _take(self, pattern: re.Pattern[str]) -> str:
+        found = pattern.match(self._text, self.at)
+        if found is None:
+            return ""
+        self.at = found.end()
+        return found[0]

@@ -8,8 +8,6 @@ Any other key is an error, whose message suggests the key that was likely meant.
 from __future__ import annotations
 
 from hf_zero.config.activations import ACTIVATIONS
-from hf_zero.config.curriculum import CURRICULUM, SAMPLING
-from hf_zero.config.expert_parallel import EXPERT_KEYS
 from hf_zero.config.kinds import (
     BOOLEAN,
     COUNT,
@@ -21,6 +19,7 @@ from hf_zero.config.kinds import (
     integer,
 )
 from hf_zero.config.offload import FORMER, OFFLOAD, OFFLOAD_ALIASES
+from hf_zero.config.parallelism import EXPERT_KEYS, TENSOR_ALIASES, TENSOR_KEYS
 from hf_zero.config.quantization import COMPRESSIONS, SPELLINGS
 from hf_zero.config.rows import (
     Key,
@@ -34,9 +33,7 @@ from hf_zero.config.rows import (
     under,
 )
 from hf_zero.config.settings import Settings
-from hf_zero.config.tensor_parallel import ALIASES as TENSOR_ALIASES
-from hf_zero.config.tensor_parallel import OTHERS as TENSOR_KEYS
-from hf_zero.config.token_drop import ROUTING, TOKEN_DROP
+from hf_zero.config.techniques import CURRICULUM, ROUTING, SAMPLING, TOKEN_DROP
 
 _UNIT = "a unit, usually one transformer block, is gathered and released whole"
 _MESSAGE = "a unit is one message"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hf_zero.config.kinds import BOOLEAN, TEXT, Kind, integer
-from hf_zero.config.rows import key
+from hf_zero.config.rows import key, without
 
 FIGURES = (
     "write loss, learning rate and loss scale of each step, and its times with "
@@ -29,15 +28,8 @@ def _folder(value: Any) -> str:
 FOLDER = Kind("a path, or an empty string", _folder, {"type": "string"})
 
 
-def _idle_without(section: str) -> Callable[[Mapping[str, Any]], str]:
-    def idle(values: Mapping[str, Any]) -> str:
-        return "" if values.get(f"{section}.enabled") else f"{section}.enabled is false"
-
-    return idle
-
-
-_tensorboard, _csv = _idle_without("tensorboard"), _idle_without("csv_monitor")
-_wandb, _comet = _idle_without("wandb"), _idle_without("comet")
+_tensorboard, _csv = without("tensorboard.enabled"), without("csv_monitor.enabled")
+_wandb, _comet = without("wandb.enabled"), without("comet.enabled")
 
 
 @dataclass(frozen=True)

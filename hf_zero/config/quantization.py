@@ -4,13 +4,12 @@ quantization of its ``compression_training``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from hf_zero.config.kinds import BOOLEAN, SECTION, TEXT, choice, integer, number
-from hf_zero.config.rows import Key, inert, key, switched, under
+from hf_zero.config.rows import Key, inert, key, switched, under, without
 
 QUANTIZE = "quantize_training"
 EIGENVALUE = f"{QUANTIZE}.eigenvalue"
@@ -23,15 +22,9 @@ _KERNEL = "weights are quantized by the same operations of torch on every device
 _TYPES = choice("symmetric", "asymmetric")
 _ROUNDINGS = choice("nearest", "stochastic")
 
-
-def _without(switch: str) -> Callable[[Mapping[str, Any]], str]:
-    """Return an ``idle`` function for keys that act only if ``switch`` is true."""
-    return lambda values: "" if values.get(switch) else f"{switch} is false"
-
-
-_moq = partial(key, idle=_without(f"{QUANTIZE}.enabled"))
-_eigenvalue = partial(key, idle=_without(f"{EIGENVALUE}.enabled"))
-_weights = partial(key, idle=_without(f"{WEIGHTS}.shared_parameters.enabled"))
+_moq = partial(key, idle=without(f"{QUANTIZE}.enabled"))
+_eigenvalue = partial(key, idle=without(f"{EIGENVALUE}.enabled"))
+_weights = partial(key, idle=without(f"{WEIGHTS}.shared_parameters.enabled"))
 
 
 @dataclass(frozen=True)
@@ -175,7 +168,7 @@ class WeightQuantization:
         None,
         "by name: params (start_bits, target_bits, quantization_period) and modules, patterns of "
         'the names of modules (["*"]: all)',
-        idle=_without(f"{WEIGHTS}.shared_parameters.enabled"),
+        idle=without(f"{WEIGHTS}.shared_parameters.enabled"),
         hash=False,
     )
 

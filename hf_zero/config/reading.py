@@ -1,24 +1,56 @@
-"""Reader of raw mappings: looks each key up in the table, converts and checks its value, and
-records its source.
+"""Reader of raw mappings: looks each key up in the table, converts and checks its value, records
+its source, and collects all errors into one exception, so that a user fixes them in one pass.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from hf_zero.config.error_list import Mistakes
 from hf_zero.config.keys import ALIASES, KEYS, OWN_AUTOS, SECTIONS
 from hf_zero.config.provenance import SourcedDict
 from hf_zero.config.rows import Key, Status
 from hf_zero.config.spelling import closest, did_you_mean, is_foreign
-from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.errors import ConfigError, HfZeroError, NotBuiltError
 from hf_zero.logging import log_rank0
 
 AUTO = "auto"
+
+
+class Mistakes(list[HfZeroError]):
+    """Errors about a configuration, in the order of their discovery."""
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Context manager that collects a ConfigError or NotBuiltError raised inside and continues
+        after the block.
+        """
+        try:
+            yield
+        except (ConfigError, NotBuiltError) as error:
+            self.append(error)
+
+    def throw(self) -> None:
+        """Raise the collected errors: a single one as it is, several as a list of their
+        messages.
+        """
+        errors = {str(error): error for error in self}  # one mistake may be found twice
+        if len(errors) == 1:
+            raise next(iter(errors.values()))
+        if errors:
+            kind = (
+                NotBuiltError
+                if all(isinstance(error, NotBuiltError) for error in self)
+                else ConfigError
+            )
+            raise kind(
+                f"{len(errors)} mistakes in the configuration:"
+                + "".join(f"\n- {said}" for said in errors)
+            )
 
 
 @dataclass

@@ -95,6 +95,19 @@ def key(
     return dataclasses.field(metadata={"key": declared}, **more)
 
 
+def without(switch: str, *outer: str) -> Callable[[Mapping[str, Any]], str]:
+    """Return an ``idle`` function for keys that act only if the key ``switch`` is true and none of
+    ``outer`` is false.
+    """
+
+    def idle(values: Mapping[str, Any]) -> str:
+        if not values.get(switch):
+            return f"{switch} is false"
+        return next((f"{path} is false" for path in outer if values.get(path) is False), "")
+
+    return idle
+
+
 def section(path: str, made_of: type, **more: Any) -> Any:
     """Declare a field that holds the section ``made_of``, whose keys are below ``path``."""
     return dataclasses.field(metadata={"section": (path, made_of)}, **more)

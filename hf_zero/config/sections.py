@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ from hf_zero.config.kinds import (
     number,
     one_of,
 )
-from hf_zero.config.rows import inert, key
+from hf_zero.config.rows import inert, key, without
 
 _MESSAGE = "a unit is one message"
 
@@ -221,10 +220,6 @@ class Fp16Section:
     min_loss_scale: float = key(number(above=0), 1.0, "the scale never falls below")
 
 
-def _idle_without_bf16(values: Mapping[str, Any]) -> str:
-    return "" if values.get("bf16.enabled") else "bf16.enabled is false"
-
-
 @dataclass(frozen=True)
 class Bf16Section:
     """Training in bfloat16 with fp32 master weights."""
@@ -235,7 +230,7 @@ class Bf16Section:
         False,
         "skip a step whose gradients are not finite, at any stage, for one wait for the device a "
         "step; false (DeepSpeed's default is true): a warning one step later",
-        idle=_idle_without_bf16,
+        idle=without("bf16.enabled"),
     )
 
 
@@ -290,8 +285,7 @@ class CheckpointSection:
     )
 
 
-def _idle_without_log(values: Mapping[str, Any]) -> str:
-    return "" if values.get("comms_logger.enabled") else "comms_logger.enabled is false"
+_WITHOUT_LOG = without("comms_logger.enabled")
 
 
 @dataclass(frozen=True)
@@ -304,21 +298,20 @@ class CommsLoggerSection:
         "time the collectives that the script calls in deepspeed.comm, for its log_summary(); "
         "gathers and reductions of the engine are spans: HF_ZERO_LOG=debug",
     )
-    verbose: bool = key(BOOLEAN, False, "log each as it ends", idle=_idle_without_log)
+    verbose: bool = key(BOOLEAN, False, "log each as it ends", idle=_WITHOUT_LOG)
     prof_all: bool = key(
         BOOLEAN,
         True,
         "all; false: those of prof_ops, and calls with prof=True",
-        idle=_idle_without_log,
+        idle=_WITHOUT_LOG,
     )
     debug: bool | None = key(
         BOOLEAN, row=inert("debug", BOOLEAN, "a call is logged by its name or log_name")
     )
-    prof_ops: tuple[str, ...] = key(NAMES, (), "names of operations", idle=_idle_without_log)
+    prof_ops: tuple[str, ...] = key(NAMES, (), "names of operations", idle=_WITHOUT_LOG)
 
 
-def _idle_without_profile(values: Mapping[str, Any]) -> str:
-    return "" if values.get("flops_profiler.enabled") else "flops_profiler.enabled is false"
+_WITHOUT_PROFILE = without("flops_profiler.enabled")
 
 
 @dataclass(frozen=True)
@@ -336,31 +329,30 @@ class FlopsProfilerSection:
         1,
         "steps that have ended before the profiled one",
         unit="steps",
-        idle=_idle_without_profile,
+        idle=_WITHOUT_PROFILE,
     )
     module_depth: int = key(
         integer(-1),
         -1,
         "modules inside modules that are listed; -1: all",
-        idle=_idle_without_profile,
+        idle=_WITHOUT_PROFILE,
     )
     top_modules: int = key(
         COUNT,
         1,
         "classes of modules with the most operations that are named at each depth",
-        idle=_idle_without_profile,
+        idle=_WITHOUT_PROFILE,
     )
-    detailed: bool = key(BOOLEAN, True, "list the modules, too", idle=_idle_without_profile)
+    detailed: bool = key(BOOLEAN, True, "list the modules, too", idle=_WITHOUT_PROFILE)
     output_file: str | None = key(
-        PATH, None, "write a file instead of printing", idle=_idle_without_profile
+        PATH, None, "write a file instead of printing", idle=_WITHOUT_PROFILE
     )
     recompute_fwd_factor: float | None = key(
         number(0), row=inert("recompute_fwd_factor", number(0), "backwards are not profiled")
     )
 
 
-def _idle_uncompiled(values: Mapping[str, Any]) -> str:
-    return "" if values.get("compile.blocks") else "compile.blocks is false"
+_UNCOMPILED = without("compile.blocks")
 
 
 @dataclass(frozen=True)
@@ -377,16 +369,16 @@ class CompileSection:
         choice("default", "max-autotune-no-cudagraphs"),
         "default",
         "mode of torch.compile",
-        idle=_idle_uncompiled,
+        idle=_UNCOMPILED,
     )
     dynamic: bool | None = key(
         BOOLEAN,
         None,
         "null: the first shapes get a graph of their own, all others one that fits any; false: "
         "a graph for all shapes; true: one for any",
-        idle=_idle_uncompiled,
+        idle=_UNCOMPILED,
     )
-    backend: str = key(TEXT, "inductor", "backend of torch.compile", idle=_idle_uncompiled)
+    backend: str = key(TEXT, "inductor", "backend of torch.compile", idle=_UNCOMPILED)
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,6 @@ from hf_zero.config.activations import (
     ActivationOffload,
     TiledMlpSection,
 )
-from hf_zero.config.curriculum import (
-    CURRICULUM,
-    EFFICIENCY,
-    LEGACY,
-    SAMPLING,
-    CurriculumSection,
-    DataEfficiency,
-    DataSampling,
-    MetricCurricula,
-)
-from hf_zero.config.expert_parallel import EXPERT_PARALLEL, ExpertParallelSection
 from hf_zero.config.kinds import (
     BOOLEAN,
     COUNT,
@@ -35,10 +24,15 @@ from hf_zero.config.kinds import (
     integer,
     number,
 )
-from hf_zero.config.layer_drop import LAYER_DROP, LayerDropSection
 from hf_zero.config.monitors import CometSection, CsvSection, TensorBoardSection, WandbSection
 from hf_zero.config.offload import AioSection, OffloadOptimizer, OffloadParam
-from hf_zero.config.pipeline import PipelineSection
+from hf_zero.config.parallelism import (
+    EXPERT_PARALLEL,
+    TENSOR,
+    ExpertParallelSection,
+    PipelineSection,
+    TensorParallelSection,
+)
 from hf_zero.config.quantization import (
     EIGENVALUE,
     FLOAT8,
@@ -66,9 +60,24 @@ from hf_zero.config.sections import (
     SchedulerConfig,
     ZeroSection,
 )
-from hf_zero.config.tensor_parallel import TENSOR, TensorParallelSection
-from hf_zero.config.token_drop import ROUTING, TOKEN_DROP, DataRouting, TokenDropSection
-from hf_zero.config.training_phases import PHASES, TrainingPhasesSection
+from hf_zero.config.techniques import (
+    CURRICULUM,
+    EFFICIENCY,
+    LAYER_DROP,
+    LEGACY,
+    PHASES,
+    ROUTING,
+    SAMPLING,
+    TOKEN_DROP,
+    CurriculumSection,
+    DataEfficiency,
+    DataRouting,
+    DataSampling,
+    LayerDropSection,
+    MetricCurricula,
+    TokenDropSection,
+    TrainingPhasesSection,
+)
 
 ATTENTION_BACKENDS = ("auto", "flash", "cudnn", "efficient", "math")
 

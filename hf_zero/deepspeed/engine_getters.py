@@ -7,8 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hf_zero.config.curriculum import CURRICULUM, EFFICIENCY, LEGACY, SAMPLING
-from hf_zero.config.token_drop import TOKEN_DROP
+from hf_zero.config.techniques import CURRICULUM, EFFICIENCY, LEGACY, SAMPLING, TOKEN_DROP
 from hf_zero.deepspeed.placeholders import function
 from hf_zero.deepspeed.zero_config import DEFAULTS, ZERO
 from hf_zero.techniques.layer_drop import LayerDrop

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, ZeroConfig
-from hf_zero.config.expert_parallel import AUTOEP_SIZE
-from hf_zero.config.tensor_parallel import TENSOR_SIZE
+from hf_zero.config.parallelism import AUTOEP_SIZE, TENSOR_SIZE
 from hf_zero.device import kinds
 from hf_zero.device.free_memory import Free
 from hf_zero.distributed.parallel_dims import ParallelDims, check_size

@@ -26,8 +26,8 @@ import numpy as np
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.curriculum import LENGTHS, METRICS
 from hf_zero.config.spelling import did_you_mean
+from hf_zero.config.techniques import LENGTHS, METRICS
 from hf_zero.errors import ConfigError
 from hf_zero.techniques.difficulty_index import (
     AnalyzerIndex,

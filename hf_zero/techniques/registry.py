@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.curriculum import LEGACY, METRICS, SAMPLING
-from hf_zero.config.token_drop import TOKEN_DROP
-from hf_zero.config.training_phases import PHASES
+from hf_zero.config.techniques import LEGACY, METRICS, PHASES, SAMPLING, TOKEN_DROP
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.sequence.tiled_mlp import KEY as TILED_MLP
 from hf_zero.parallel.sequence.tiled_mlp import TiledMlps

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.curriculum import LEGACY, LENGTHS, METRICS
+from hf_zero.config.techniques import LEGACY, LENGTHS, METRICS
 from hf_zero.errors import ConfigError
 from hf_zero.techniques.schedules import DifficultySchedule
 from hf_zero.zero.backward import Counters

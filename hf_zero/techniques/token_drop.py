@@ -23,7 +23,7 @@ from torch import nn
 
 from hf_zero.config import TokenDropSection, ZeroConfig
 from hf_zero.config.spelling import did_you_mean
-from hf_zero.config.token_drop import MASK, ORDERS, SCHEDULE, TOKEN_DROP
+from hf_zero.config.techniques import MASK, ORDERS, SCHEDULE, TOKEN_DROP
 from hf_zero.errors import ConfigError
 from hf_zero.ops import philox
 from hf_zero.techniques.blocks import (

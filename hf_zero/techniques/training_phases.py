@@ -18,7 +18,7 @@ from typing import Any
 from hf_zero.config import ZeroConfig
 from hf_zero.config.kinds import COUNT, integer, number
 from hf_zero.config.spelling import did_you_mean
-from hf_zero.config.training_phases import PHASES
+from hf_zero.config.techniques import PHASES
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from hf_zero.techniques import sequence_length

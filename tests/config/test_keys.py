@@ -16,7 +16,7 @@ from hf_zero.config.kinds import KERNELS, choice
 from hf_zero.config.offload import FORMER
 from hf_zero.config.quantization import AWARE
 from hf_zero.config.rows import Key, Status
-from hf_zero.config.training_phases import PHASE_LIST, RAMPUP
+from hf_zero.config.techniques import PHASE_LIST, RAMPUP
 from hf_zero.errors import ConfigError, NotBuiltError
 from tests.helpers.cells import in_one_item
 from tests.helpers.commands import completed

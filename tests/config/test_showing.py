@@ -21,7 +21,7 @@ from hf_zero.config.kinds import KERNELS, choice
 from hf_zero.config.offload import FORMER
 from hf_zero.config.quantization import AWARE
 from hf_zero.config.rows import Status
-from hf_zero.config.training_phases import PHASE_LIST, RAMPUP
+from hf_zero.config.techniques import PHASE_LIST, RAMPUP
 from hf_zero.errors import ConfigError, NotBuiltError
 
 NUMBERS = st.floats(0.125, 1e6, allow_nan=False)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.elasticity import elastic_batch, elastic_sizes
+from hf_zero.config.resolving import elastic_batch, elastic_sizes
 from hf_zero.errors import ConfigError, NotBuiltError
 
 SECTION = {

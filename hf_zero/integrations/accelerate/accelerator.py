@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from hf_zero.config.training_phases import PHASES
+from hf_zero.config.techniques import PHASES
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.sampling import follow_engines

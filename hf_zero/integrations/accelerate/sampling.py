@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, RandomSampler
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.curriculum import EFFICIENCY
+from hf_zero.config.techniques import EFFICIENCY
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.shared_batches import sequence_ranks, tensor_ranks
 

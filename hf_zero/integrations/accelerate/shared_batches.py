@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
+from hf_zero.config.parallelism import TENSOR, TENSOR_ALIASES, TENSOR_SIZE
 from hf_zero.config.provenance import value_at
-from hf_zero.config.tensor_parallel import ALIASES, TENSOR, TENSOR_SIZE
 from hf_zero.integrations import finder
 
 
@@ -36,7 +36,7 @@ def name_the_size(config: Any) -> None:
     distributes the data, and the Trainer counts batches, by that key alone.
     """
     section, size = config.get(TENSOR), TENSOR_SIZE.rpartition(".")[2]
-    for alias in ALIASES:
+    for alias in TENSOR_ALIASES:
         inner, name = alias.split(".")[1:]
         other = section.get(inner) if isinstance(section, Mapping) else None
         if isinstance(other, Mapping) and name in other and size not in section:

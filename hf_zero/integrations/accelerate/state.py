@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from hf_zero.config.tensor_parallel import TENSOR_SIZE
+from hf_zero.config.parallelism import TENSOR_SIZE
 from hf_zero.errors import ConfigError, NotBuiltError, RankMismatchError
 from hf_zero.integrations import finder, hooks
 from hf_zero.integrations.accelerate.launch import cpu_forced, launched, zero_asked_for

@@ -18,8 +18,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
 from hf_zero.checkpoint.save_sharded import split
-from hf_zero.config.curriculum import METRICS
-from hf_zero.config.training_phases import PHASES
+from hf_zero.config.techniques import METRICS, PHASES
 from hf_zero.deepspeed.zero_init import Init
 from hf_zero.distributed import init, process_group
 from hf_zero.engine import Engine

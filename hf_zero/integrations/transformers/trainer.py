@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hf_zero.config.tensor_parallel import TENSOR_SIZE
+from hf_zero.config.parallelism import TENSOR_SIZE
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.shared_batches import tensor_ranks

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.training_phases import PHASES
+from hf_zero.config.techniques import PHASES
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.transformers.trainer_route import under_zero
 from hf_zero.techniques import training_phases

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.config.tensor_parallel import TENSOR_SIZE
+from hf_zero.config.parallelism import TENSOR_SIZE
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.tensor.axis import TensorAxis, copy_to, split
 from hf_zero.parallel.tensor.layers import Colwise, KeyValueHeads

@@ -5,9 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.expert_parallel import AUTOEP_SIZE
+from hf_zero.config.parallelism import AUTOEP_SIZE, TENSOR_SIZE, VERIFY
 from hf_zero.config.resolving import SEQUENCE
-from hf_zero.config.tensor_parallel import TENSOR_SIZE, VERIFY
 from hf_zero.distributed import process_group
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError

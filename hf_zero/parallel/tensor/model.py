@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_zero.config.tensor_parallel import TENSOR_SIZE, VERIFY
+from hf_zero.config.parallelism import TENSOR_SIZE, VERIFY
 from hf_zero.distributed import init, process_group
 from hf_zero.distributed.parallel_dims import ParallelDims, check_size
 from hf_zero.distributed.parallel_groups import get_parallel, init_parallel
