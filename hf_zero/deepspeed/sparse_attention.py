@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from hf_zero.errors import KernelError
-from hf_zero.integrations.fused.attention import sparsify
 from hf_zero.integrations.fused.positions import extend_position_embedding
+from hf_zero.integrations.fused.sparse_attention import sparsify
 from hf_zero.ops.sparse_attention import SparsityConfig, sparse_attention
 
 

@@ -154,7 +154,7 @@ def test_rows_at_16k_tokens() -> None:
 def test_a_model_trains_without_synchronising() -> None:
     import transformers as hf
 
-    from hf_zero.integrations.fused.attention import sparsify
+    from hf_zero.integrations.fused.sparse_attention import sparsify
 
     config = hf.BertConfig(
         hidden_size=128,

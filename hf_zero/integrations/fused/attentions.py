@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from hf_zero.integrations.fused.conditions import takes
-from hf_zero.integrations.fused.fingerprints import fingerprint
-from hf_zero.integrations.fused.projecting import whole
+from hf_zero.integrations.fused.recognition import fingerprint, takes
+from hf_zero.integrations.fused.sublayers import whole
 from hf_zero.ops.rotary import rotary, split_rotary
 
 HALF_ROTATION = "7b6c9b425ca0"  # rotate_half

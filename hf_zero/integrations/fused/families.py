@@ -10,9 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from hf_zero.integrations.fused import attentions, mlps, norms, residuals
-from hf_zero.integrations.fused.conditions import gelu_of, is_silu, name_of
-from hf_zero.integrations.fused.fingerprints import of_class
+from hf_zero.integrations.fused import attentions, residuals, sublayers
+from hf_zero.integrations.fused.recognition import gelu_of, is_silu, name_of, of_class
 
 Forward = Callable[..., Any]
 
@@ -42,13 +41,13 @@ def look(module: nn.Module, wanted: Collection[str]) -> FusionCandidate | None:
 def _norm(module: nn.Module, wanted: Collection[str]) -> FusionCandidate | None:
     if "norms" not in wanted or not type(module).__name__.endswith("Norm"):
         return None
-    if norms.is_layer_norm(module):
-        return FusionCandidate(("norms",), norms.layer_norm)
+    if sublayers.is_layer_norm(module):
+        return FusionCandidate(("norms",), sublayers.layer_norm)
     code = of_class(type(module))
     forwards = {
-        norms.LLAMA: norms.rms_norm,
-        norms.T5: norms.rms_norm,
-        norms.GEMMA: norms.gemma_norm,
+        sublayers.LLAMA: sublayers.rms_norm,
+        sublayers.T5: sublayers.rms_norm,
+        sublayers.GEMMA: sublayers.gemma_norm,
     }
     if code in forwards:
         return FusionCandidate(("norms",), forwards[code])
@@ -103,14 +102,14 @@ class _Mlp:
 
 
 _MLPS = {
-    "7d2027d4464e": _Mlp("act_fn", mlps.gated_mlp, True, ("gate_proj", "up_proj")),
-    "e8d404cbecb9": _Mlp("activation_fn", lambda packed: mlps.packed_gate_up, True),
-    "95b63e5ccb21": _Mlp("act", mlps.t5_gated, True, ("wi_0", "wi_1")),
-    "0711daaf9810": _Mlp("act", lambda packed: mlps.t5_plain),
-    "ab3f9454469b": _Mlp("intermediate_act_fn", lambda packed: mlps.bert_intermediate),
-    "13885f42f2bb": _Mlp("activation_fn", lambda packed: mlps.two_layers),
-    "b3995b24651e+caf28119c4da": _Mlp("activation", lambda packed: mlps.distilbert),
-    "41ab05398d2a": _Mlp("act", lambda packed: mlps.gpt2),
+    "7d2027d4464e": _Mlp("act_fn", sublayers.gated_mlp, True, ("gate_proj", "up_proj")),
+    "e8d404cbecb9": _Mlp("activation_fn", lambda packed: sublayers.packed_gate_up, True),
+    "95b63e5ccb21": _Mlp("act", sublayers.t5_gated, True, ("wi_0", "wi_1")),
+    "0711daaf9810": _Mlp("act", lambda packed: sublayers.t5_plain),
+    "ab3f9454469b": _Mlp("intermediate_act_fn", lambda packed: sublayers.bert_intermediate),
+    "13885f42f2bb": _Mlp("activation_fn", lambda packed: sublayers.two_layers),
+    "b3995b24651e+caf28119c4da": _Mlp("activation", lambda packed: sublayers.distilbert),
+    "41ab05398d2a": _Mlp("act", lambda packed: sublayers.gpt2),
 }
 
 
@@ -130,7 +129,7 @@ def _mlp(module: nn.Module, wanted: Collection[str]) -> FusionCandidate | None:
     activation = getattr(module, rule.activation)
     if gelu_of(activation) is None and not (rule.gated and is_silu(activation)):
         return FusionCandidate(("activations",), why_not=f"its activation is {name_of(activation)}")
-    if rule.make(False) is mlps.packed_gate_up and not is_silu(activation):
+    if rule.make(False) is sublayers.packed_gate_up and not is_silu(activation):
         return FusionCandidate(("activations",), why_not=f"its activation is {name_of(activation)}")
     if getattr(module, "chunk_size_feed_forward", 0):
         return FusionCandidate(("activations",), why_not="chunk_size_feed_forward is set")

@@ -9,8 +9,11 @@ language model drops rows without a label at its first module. Without labels, o
 without gradients, or when the head is no longer the fused one (an adapter wraps it), everything
 runs as if nothing had been replaced.
 
-In training with labels there are no logits until ``outputs.logits`` is read. Evaluation and
-prediction have them.
+[Note: logits that are read]
+In training with labels there are no logits until ``outputs.logits`` is read, by a script for an
+accuracy next to the loss, or for a loss of its own in ``Trainer.compute_loss``. The read runs the
+head on the hidden states of the loss, with gradients. The outputs have no logits as a key, in a
+tuple, or in a copy (a flattened and rebuilt pytree). Evaluation and prediction have them.
 """
 
 from __future__ import annotations
@@ -27,12 +30,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_zero.errors import KernelError
-from hf_zero.integrations.fused.late_logits import with_late_logits
 from hf_zero.integrations.fused.replacement import Replacement
 from hf_zero.logging import log_rank0
 from hf_zero.ops.linear_cross_entropy import linear_cross_entropy
 from hf_zero.ops.masked_rows import RowCapacity, RowCount, select_rows
 
+MAKER = "_hf_zero_make_logits"
 IGNORED = -100  # the default ignore_index of transformers' losses
 
 
@@ -384,3 +387,51 @@ def _enter(entry: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
                 rows, labels, ignore_index=pending.ignore_index, capacity=places
             )
     return type(entry).forward(entry, hidden, *args, **kwargs)
+
+
+def with_late_logits(outputs: Any, make: Callable[[], Any]) -> Any:
+    """Return ``outputs``, an instance of a ModelOutput without logits, whose attribute ``logits``
+    calls ``make()`` once, on demand.
+    """
+    kind: Callable[..., Any] = type(outputs)  # mypy considers a type unhashable
+    outputs.__class__ = _kind(kind)
+    outputs.__dict__[MAKER] = make
+    return outputs
+
+
+@functools.cache
+def _kind(kind: Callable[..., Any]) -> Any:
+    """Return the subclass of ``kind`` that computes logits on demand, under the same name."""
+    return type(
+        kind.__name__,
+        (kind,),  # type: ignore[arg-type]
+        {
+            "__module__": kind.__module__,
+            "logits": property(_read, _write),
+            "__repr__": _shown,
+            "__reduce__": _without,
+        },
+    )
+
+
+def _read(outputs: Any) -> Any:
+    make = outputs.__dict__.pop(MAKER, None)
+    if make is not None:
+        outputs.__dict__["logits"] = make()
+    return outputs.__dict__.get("logits")
+
+
+def _shown(outputs: Any) -> str:
+    """Return a repr without unread logits: at stage 3 a single rank that prints its outputs would
+    wait for the others.
+    """
+    fields = ", ".join(f"{name}={value!r}" for name, value in outputs.items())
+    return f"{type(outputs).__name__}({fields})"
+
+
+def _without(outputs: Any) -> tuple[Any, ...]:
+    return functools.partial(type(outputs).__bases__[0], **outputs), ()
+
+
+def _write(outputs: Any, value: Any) -> None:
+    outputs.__dict__["logits"] = value

@@ -17,11 +17,10 @@ from hf_zero.config.kernels import IN_COMPILED_BLOCKS, NAMES, auto, in_order
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.device import kinds
 from hf_zero.errors import KernelError
-from hf_zero.integrations.fused import families, norms
-from hf_zero.integrations.fused.conditions import replaced
-from hf_zero.integrations.fused.pre_layer_norm import normalise_before
-from hf_zero.integrations.fused.replacement import Replacement
-from hf_zero.integrations.fused.reporting import Line, Report
+from hf_zero.integrations.fused import families, sublayers
+from hf_zero.integrations.fused.recognition import replaced
+from hf_zero.integrations.fused.replacement import Line, Replacement, Report
+from hf_zero.integrations.fused.residuals import normalise_before
 from hf_zero.logging import log_rank0
 from hf_zero.ops.dispatch import kind_for_auto
 from hf_zero.ops.packed_linear import adjacent, pack_
@@ -179,7 +178,7 @@ def _put_in(
                 model, normalise_before(model, fused=fused), replacements, lines, "pre_layer_norm"
             )
         for name, module in list(model.named_modules()):
-            norms.learn(module)
+            sublayers.learn(module)
             chosen = left_to_them if module in in_compiled else names
             _replace(model, module, name, chosen, replacements, lines, packs=not engine)
         if "loss" in names:
@@ -189,7 +188,7 @@ def _put_in(
             base: Any = model if get_base is None else get_base()
             _keep(base, fuse_head(base), replacements, lines, "loss")
         if sparse_attention is not None:
-            from hf_zero.integrations.fused.attention import sparsify
+            from hf_zero.integrations.fused.sparse_attention import sparsify
 
             _keep(model, sparsify(model, sparse_attention), replacements, lines, "sparse_attention")
     except BaseException:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from hf_zero.errors import ConfigError, KernelError
-from hf_zero.integrations.fused import attention as sparse
+from hf_zero.integrations.fused import sparse_attention as sparse
 from hf_zero.integrations.fused.replacement import Replacement
 from hf_zero.logging import log_rank0
 from hf_zero.ops.sparse_attention.layouts import HeadsOf
