@@ -215,7 +215,7 @@ def adapters_of(module: torch.nn.Module, aliases: Mapping[str, str]) -> dict[str
     if not getattr(module, "peft_config", None):
         return {}
     inner = unwrapped(module)
-    described = importlib.import_module("hf_zero.integrations.peft.adapter_files").described(
+    described = importlib.import_module("hf_zero.integrations.peft.adapters").described(
         inner, set(persistent_buffers(inner))
     )
     outer = "_orig_mod." if hasattr(module, "_orig_mod") else ""

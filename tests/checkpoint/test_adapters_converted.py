@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from hf_zero import checkpoint
 from hf_zero.checkpoint import convert_checkpoint
 from hf_zero.errors import CheckpointError, ConfigError
-from hf_zero.integrations.peft import adapter_files
+from hf_zero.integrations.peft import adapters
 from tests.checkpoint.jobs import Engine, Job, run, train_some
 from tests.helpers.adapters import KINDS, llama
 from tests.helpers.engines import config_of, full_weights, start
@@ -348,7 +348,7 @@ def test_a_base_that_is_not_on_this_machine_is_not_asked_for(
         raise AssertionError("a save went to the network")
 
     monkeypatch.setattr(socket.socket, "connect", refused)
-    assert adapter_files._base_configuration(name) == {}
+    assert adapters._base_configuration(name) == {}
 
 
 def test_a_base_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,7 +356,7 @@ def test_a_base_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         "huggingface_hub.try_to_load_from_cache", lambda name, file: str(tmp_path / file)
     )
-    assert adapter_files._base_configuration("some/model") == {"vocab_size": 5}
+    assert adapters._base_configuration("some/model") == {"vocab_size": 5}
 
 
 @pytest.mark.turns

@@ -28,8 +28,8 @@ from hf_zero.config import (
     OptimizerConfig,
     ZeroConfig,
     ZeroSection,
-    hjson,
 )
+from hf_zero.config.files import parse_hjson
 from hf_zero.errors import ConfigError, NotBuiltError
 
 
@@ -663,7 +663,7 @@ def test_hjson_is_read(text: str, tmp_path: Path) -> None:
     ],
 )
 def test_values_of_hjson(text: str, value: Any) -> None:
-    assert hjson.parse(text) == value
+    assert parse_hjson(text) == value
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
-"""Wrappers of ``Accelerator``: preparation of models and optimizers, whole state dicts.
+"""Wrappers of ``Accelerator``: preparation of models and optimizers, whole state dicts, and the
+names that TRL uses around generation at stage 3.
 
-Imported while ``import accelerate`` runs.
+TRL removes the engine's hooks inside GatheredParameters and restores them. hf-zero's hooks may
+stay: a unit that is gathered already is neither gathered again nor released by them. So the names
+exist, without hooks to remove. Imported while ``import accelerate`` runs.
 """
 
 from __future__ import annotations
@@ -16,8 +19,7 @@ from torch.utils.data import DataLoader
 from hf_zero.config.techniques import PHASES
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.integrations import finder
-from hf_zero.integrations.accelerate.sampling import follow_engines
-from hf_zero.integrations.accelerate.shared_batches import sequence_ranks, tensor_ranks
+from hf_zero.integrations.accelerate.loaders import follow_engines, sequence_ranks, tensor_ranks
 from hf_zero.zero.layout.parameter import owner_of
 
 AUTO = "auto"
@@ -54,7 +56,6 @@ def prepare_engines(original: Callable[..., Any]) -> Callable[..., Any]:
             result = original(self, *args)
         from hf_zero.engine import Engine
         from hf_zero.integrations.accelerate.multiple_models import register_engines
-        from hf_zero.integrations.accelerate.trl_offload_hooks import offer_offload_names
 
         for engine in result:
             if isinstance(engine, Engine) and engine.optimizer is not None:
@@ -219,3 +220,41 @@ def _refuse_optimizer_alone(args: tuple[Any, ...]) -> None:
                 "ZeRO the model is laid out for its optimizer; "
                 "prepare both in one call, model, optimizer = accelerator.prepare(model, optimizer)"
             )
+
+
+class ParameterCoordinator:
+    """Coordinator without a trace of a forward pass that generation could make stale: a changed
+    order is recorded anew.
+    """
+
+    def is_invalid_trace(self) -> bool:
+        return False
+
+    def _invalidate_trace(self) -> None:
+        """No-op: there is no trace."""
+
+
+class ParameterOffload:
+    """The object at ``engine.optimizer.parameter_offload``."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+        self.param_coordinator = ParameterCoordinator()
+
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        """No-op: the hooks were never removed."""
+
+
+def no_external_parameters() -> Iterator[tuple[str, nn.Parameter]]:
+    """Replacement of ``module.ds_external_parameters()``, always empty: a unit gathers what its
+    modules use, whichever module owns it.
+    """
+    return iter(())
+
+
+def offer_offload_names(engine: Any) -> None:
+    """Add the names that TRL uses to ``engine``."""
+    engine.optimizer.parameter_offload = ParameterOffload(engine.module)
+    engine.module.ds_external_parameters = no_external_parameters

@@ -16,9 +16,8 @@ from hf_zero.config.keys import OWN_AUTOS
 from hf_zero.config.provenance import SourcedDict
 from hf_zero.deepspeed.zero3_context import forced_config
 from hf_zero.integrations import finder
-from hf_zero.integrations.accelerate.config_sources import mapping_of, remember_launch
-from hf_zero.integrations.accelerate.launch import written_keys
-from hf_zero.integrations.accelerate.shared_batches import name_the_size
+from hf_zero.integrations.accelerate.launch import mapping_of, remember_launch, written_keys
+from hf_zero.integrations.accelerate.loaders import name_the_size
 
 
 def read_strictly(original: Callable[..., None]) -> Callable[..., None]:

@@ -1,13 +1,34 @@
-"""Combination of a ZeRO configuration with the arguments of a Lightning Trainer, which overlap."""
+"""Configuration and precision of ZeroStrategy, combined with the overlapping arguments of a
+Lightning Trainer. Weights are in the dtype of ``Trainer(precision=…)``; fp32 master weights and the
+loss scale are in the engine.
+
+Nothing of Lightning is imported here: ``lightning_pytorch.py`` and
+``hf_zero/integrations/pytorch_lightning.py`` make the classes for its two packages.
+"""
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import torch
+from torch import nn
 
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
-from hf_zero.integrations.lightning.precision import KINDS
+from hf_zero.zero.layout.parameter import OwnedParameter
+from hf_zero.zero.layout.tree import map_tensors
+from hf_zero.zero.sharded_model import DTYPES
 
+KINDS = {
+    "32-true": "fp32",
+    "bf16-mixed": "bf16",
+    "bf16-true": "bf16",
+    "16-mixed": "fp16",
+    "16-true": "fp16",
+}
 TOTAL, MICRO, ACCUMULATION = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -97,3 +118,106 @@ def _micro_batch(config: ZeroConfig, trainer: Any, ranks: int) -> int:
             "leave batch sizes to the DataLoader"
         )
     return micro
+
+
+class PrecisionMethods:
+    """Implementation of ``Trainer(precision=…)`` for an engine.
+
+    ``bf16-mixed`` and ``16-mixed``: the engine holds 16-bit weights and trains fp32 master weights;
+    buffers keep their dtype. ``bf16-true`` and ``16-true``: the module itself is cast too, before
+    the master weights are copied from it. A model evaluated before any training has cast it runs
+    under autocast.
+    """
+
+    package: str
+    engine: Any = None  # assigned by the strategy
+
+    def __init__(self, precision: Any) -> None:
+        if precision not in KINDS:
+            raise ConfigError(
+                f"Trainer(precision={precision!r}) cannot run under ZeroStrategy; choose one "
+                f"of {', '.join(KINDS)}"
+            )
+        self.precision = precision
+        self.kind = KINDS[precision]
+        self.dtype = DTYPES[self.kind]
+        self._true = precision.endswith("true")
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        if self._true and self.kind != "fp32":
+            _cast(module, self.dtype)
+        return module
+
+    def convert_input(self, data: Any) -> Any:
+        return map_tensors(
+            data, lambda tensor: tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+        )
+
+    @contextmanager
+    def tensor_init_context(self) -> Iterator[None]:
+        before = torch.get_default_dtype()
+        if self._true:
+            torch.set_default_dtype(self.dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+    def module_init_context(self) -> Any:
+        return self.tensor_init_context()
+
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        if self.engine.config.precision == self.kind:
+            yield
+            return
+        with torch.autocast(self.engine.device.type, self.dtype, enabled=self.kind != "fp32"):
+            yield
+
+    def backward(
+        self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        helpers = importlib.import_module(f"{self.package}.utilities.model_helpers")
+        if args or kwargs.keys() - {"retain_graph"} or helpers.is_overridden("backward", model):
+            model.backward(tensor, *args, **kwargs)
+        else:
+            self.engine.backward(tensor, scale_wrt_gas=False, **kwargs)
+
+    def optimizer_step(
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        engine = self.engine
+        loss = closure()
+        self._after_closure(model, optimizer)  # type: ignore[attr-defined]
+        if engine.bound is None or (model.automatic_optimization and loss is None):
+            return loss  # nothing trains, or training_step returned None: there is no gradient
+        engine.set_gradient_accumulation_boundary(True)
+        engine.step()
+        engine.max_norm = float(engine.config.gradient_clipping or 0.0)
+        return loss
+
+    def clip_gradients(
+        self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
+    ) -> None:
+        """Clip the next step to this norm over all ranks: the engine holds the gradients. Raises
+        ConfigError for clipping by value.
+        """
+        if clip_val <= 0:
+            return
+        if getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm) != "norm":
+            raise ConfigError(
+                f"gradient_clip_algorithm={gradient_clip_algorithm!r} is not built; a sharded "
+                "gradient is clipped by its norm: use 'norm'"
+            )
+        self.engine.max_norm = float(clip_val)
+
+
+def _cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the modules without parameters of an engine; sharded parameters are cast by the engine
+    that trains them.
+    """
+    if not any(isinstance(parameter, OwnedParameter) for parameter in module.parameters()):
+        module.to(dtype)
+        return
+    for child in module.children():
+        _cast(child, dtype)

@@ -23,7 +23,7 @@ from hf_zero.integrations.checkpoint_folders import (
     numbered_folders,
 )
 from hf_zero.integrations.engine_teardown import destroy_and_restore
-from hf_zero.integrations.lightning.precision import PrecisionMethods
+from hf_zero.integrations.lightning.settings import PrecisionMethods
 from hf_zero.integrations.lightning.strategy import (
     StrategyMethods,
     engine_of,

@@ -121,7 +121,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="accelerate.accelerator:Accelerator.prepare_data_loader",
         signature="(self, data_loader, device_placement=None, slice_fn_for_dispatch=None)",
-        wrapper="hf_zero.integrations.accelerate.sampling:draw_by_difficulty",
+        wrapper="hf_zero.integrations.accelerate.loaders:draw_by_difficulty",
         versions=ACCELERATE,
         why="the one place that the loaders of scripts and of the Trainer come through, which "
         "draw by difficulty where the configuration says so",
@@ -133,7 +133,7 @@ SEAMS: tuple[Seam, ...] = (
         "even_batches=True, slice_fn_for_dispatch=None, use_seedable_sampler=False, "
         "data_seed=None, non_blocking=False, use_stateful_dataloader=False, "
         "torch_device_mesh=None)",
-        wrapper="hf_zero.integrations.accelerate.shared_batches:share_out",
+        wrapper="hf_zero.integrations.accelerate.loaders:share_out",
         versions=ACCELERATE,
         why="a loader that dispatches gives all tensor-parallel groups the same batches, and once "
         "some were skipped each rank others",
@@ -141,7 +141,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="accelerate.data_loader:DataLoaderAdapter.adjust_state_dict_for_prefetch",
         signature="(self)",
-        wrapper="hf_zero.integrations.accelerate.shared_batches:rewind_what_was_fetched",
+        wrapper="hf_zero.integrations.accelerate.loaders:rewind_what_was_fetched",
         versions=ACCELERATE,
         why="takes back one batch a process from the state of a loader that dispatches, which has "
         "fetched one a data-parallel rank",
@@ -149,7 +149,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="accelerate.data_loader:skip_first_batches",
         signature="(dataloader, num_batches=0)",
-        wrapper="hf_zero.integrations.accelerate.sampling:skip_what_was_trained",
+        wrapper="hf_zero.integrations.accelerate.loaders:skip_what_was_trained",
         versions=ACCELERATE,
         why="counts from the beginning of an epoch, and a loader that draws by difficulty begins "
         "with the training's next step",
@@ -187,7 +187,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="accelerate.accelerator:Accelerator.gather_for_metrics",
         signature="(self, input_data, use_gather_object=False)",
-        wrapper="hf_zero.integrations.accelerate.shared_batches:count_samples_once",
+        wrapper="hf_zero.integrations.accelerate.loaders:count_samples_once",
         versions=ACCELERATE,
         why="gathers what tensor-parallel ranks have of the same samples from each of them, and "
         "cuts a last batch off in the middle of that",
@@ -195,7 +195,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="accelerate.scheduler:AcceleratedScheduler.step",
         signature="(self, *args, **kwargs)",
-        wrapper="hf_zero.integrations.accelerate.shared_batches:count_batches_once",
+        wrapper="hf_zero.integrations.accelerate.loaders:count_batches_once",
         versions=ACCELERATE,
         why="steps as many times as there are processes, as if each had a batch of its own: a "
         "schedule would run faster by the size of tensor and sequence parallelism",

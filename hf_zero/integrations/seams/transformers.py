@@ -99,7 +99,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="transformers.modeling_utils:PreTrainedModel._from_config",
         signature="(cls, config, **kwargs)",
-        wrapper="hf_zero.integrations.transformers.building:build_in_shards",
+        wrapper="hf_zero.integrations.transformers.loading:build_in_shards",
         versions=TRANSFORMERS,
         why="a model from a configuration comes back sharded, and no rank has held it",
     ),
@@ -286,7 +286,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="transformers.trainer_jit_checkpoint:JITCheckpointCallback.set_trainer",
         signature="(self, trainer)",
-        wrapper="hf_zero.integrations.transformers.preemption:agree_to_stop",
+        wrapper="hf_zero.integrations.transformers.trainer_checkpoints:agree_to_stop",
         versions=TRANSFORMERS,
         why="ranks that get SIGTERM at different moments save at different steps, or wait for "
         "a rank that got none",

@@ -1,14 +1,15 @@
-"""Loading of checkpoints under ZeRO-3.
+"""Models of transformers under ZeRO-3: loaded from checkpoints, or built from a configuration.
 
 ``from_pretrained`` runs transformers' own loader (renames, conversions, dtypes, reports of missing
-keys) on lazy tensors; then each rank reads its own elements. So no rank ever holds the model. For
-models built from a configuration see building.py.
+keys) on lazy tensors; then each rank reads its own elements. So no rank ever holds the model.
+``from_config`` builds it directly into shards, as in zero.Init.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import nn
 
 from hf_zero.checkpoint.manifest import MANIFEST_NAME as MANIFEST
 from hf_zero.config import ZeroConfig
+from hf_zero.deepspeed import zero_init
 from hf_zero.deepspeed.zero3_context import (
     Loading,
     active_config,
@@ -31,7 +33,7 @@ from hf_zero.deepspeed.zero_init import give_facts
 from hf_zero.distributed import init, process_group, world_group
 from hf_zero.errors import ConfigError, NoModelFolderError, PartitionError
 from hf_zero.integrations import finder
-from hf_zero.loading import Building, LazyTensor, make_pending, make_real
+from hf_zero.loading import Building, LazyTensor, make_pending, make_real, record_in
 from hf_zero.loading.shard_only import hold
 from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.sharding import sharding_of
@@ -319,3 +321,37 @@ def read_later() -> Iterator[Building]:
     finally:
         postponed.reset(token)
         loading.opened.close()
+
+
+def build_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``PreTrainedModel._from_config``: a large model is constructed sharded."""
+    # it holds references to torch's init functions, which a model's _init_weights calls
+    if "transformers.initialization" in sys.modules:
+        record_in(sys.modules["transformers.initialization"].TORCH_INIT_FUNCTIONS)
+
+    def _from_config(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        config = active_config()
+        if (
+            config is None
+            or postponed.get() is not None
+            or current_loading.get() is not None
+            or torch.get_default_device().type == "meta"
+        ):
+            return original(cls, *args, **kwargs)
+        init.init_from_config(config)
+        log_zero3()
+        token = current_loading.set(Loading(shards=False))
+        try:
+            if process_group.get_world_size() == 1:
+                model = original(cls, *args, **kwargs)
+                zero_init.give_facts(model.parameters())
+                return model
+            building = Building(zero_init.WHOLE_BYTES)
+            with building:
+                model = original(cls, *args, **kwargs)
+            zero_init.hold_roots(building.roots, config)
+            return model
+        finally:
+            current_loading.reset(token)
+
+    return _from_config

@@ -22,7 +22,7 @@ from typing import Any
 from hf_zero.config.parallelism import TENSOR_SIZE
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
-from hf_zero.integrations.accelerate.shared_batches import tensor_ranks
+from hf_zero.integrations.accelerate.loaders import tensor_ranks
 from hf_zero.integrations.transformers.trainer_checkpoints import whole_to_resume
 from hf_zero.integrations.transformers.trainer_route import (
     CALLBACK,

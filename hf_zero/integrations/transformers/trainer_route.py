@@ -13,11 +13,11 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from hf_zero.config.provenance import value_at
+from hf_zero.config.provenance import flattened, value_at
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.transformers.trainer_config import refuse_contradictions
@@ -130,7 +130,9 @@ def agree(config: dict[str, Any], args: Any) -> None:
     differing = [
         f"{path}: {given!r} in ZeroCallback, {other!r} in the arguments"
         for path, given in flattened(config)
-        if (other := value_at(theirs, path)) != given and "auto" not in (given, other)
+        if not isinstance(given, Mapping)
+        and (other := value_at(theirs, path)) != given
+        and "auto" not in (given, other)
     ]
     if differing:
         raise ConfigError(
@@ -138,15 +140,6 @@ def agree(config: dict[str, Any], args: Any) -> None:
             + "; ".join(differing)
             + "); give the ZeRO config in one place"
         )
-
-
-def flattened(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield ``(dotted path, value)`` of every leaf."""
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield from flattened(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
 
 
 def _left_by_callback() -> bool:

@@ -10,8 +10,7 @@ import transformers
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
-from hf_zero.integrations.accelerate.config_sources import LAUNCH_FILE
-from hf_zero.integrations.accelerate.launch import zero_asked_for
+from hf_zero.integrations.accelerate.launch import LAUNCH_FILE, zero_asked_for
 from hf_zero.integrations.transformers.trainer_config import read, refuse_contradictions
 
 

@@ -20,8 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler
 
 from hf_zero.errors import ConfigError
-from hf_zero.integrations.accelerate.sampling import skip_what_was_trained
-from hf_zero.integrations.accelerate.shared_batches import _DataParallelState
+from hf_zero.integrations.accelerate.loaders import _DataParallelState, skip_what_was_trained
 from hf_zero.launch.reaching import free_port
 from hf_zero.techniques.data_sampling import CurriculumSampler
 from tests.helpers import launched, sampled
