@@ -1,6 +1,6 @@
 """Schedules: quantities that are functions of the optimizer step, for all techniques.
 
-A :class:`Schedule` has ``at(step)`` and no state, so that a resumed run computes what an
+A :class:`StepSchedule` has ``at(step)`` and no state, so that a resumed run computes what an
 uninterrupted one does: :class:`Growth` (sequence lengths, difficulties, tokens that a block reads),
 :class:`Stairs` (discrete difficulties, phases, sizes of batches), :class:`Decay` (layers that are
 kept) and :class:`BitSchedule` (bits of weights). :class:`DifficultySchedule` chooses one by the
@@ -26,7 +26,7 @@ T = TypeVar("T")
 Value = TypeVar("Value", covariant=True)
 
 
-class Schedule(Protocol[Value]):
+class StepSchedule(Protocol[Value]):
     """A quantity that is a function of the step."""
 
     def at(self, step: int) -> Value: ...
@@ -220,7 +220,7 @@ class DifficultySchedule:
             self._reached = difficulty
         return difficulty
 
-    def _read(self, given: Mapping[str, Any]) -> Schedule[Number] | None:
+    def _read(self, given: Mapping[str, Any]) -> StepSchedule[Number] | None:
         section = "schedule_config."
         if self.schedule_type == "custom":
             return None
