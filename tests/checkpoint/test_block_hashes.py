@@ -26,7 +26,18 @@ from hf_zero.checkpoint.tensorfile import BlockHashes, TensorFile, plan_file
 from hf_zero.cli.app import app
 from hf_zero.deepspeed import state_dicts, universal_files
 from hf_zero.errors import CheckpointError
-from tests.checkpoint.jobs import TWO, Job, flip, other, run, small, state_of, train_some, value
+from tests.checkpoint.jobs import (
+    TWO,
+    Failed,
+    Job,
+    flip,
+    other,
+    run,
+    small,
+    state_of,
+    train_some,
+    value,
+)
 from tests.checkpoint.written import write
 from tests.helpers.engines import start
 from tests.helpers.ranks import run_ranks
@@ -159,7 +170,10 @@ def load_on(ranks: int, stage: int, folder: Path, verify: bool | None) -> None:
     def action(engine: Any) -> None:
         engine.load_checkpoint(str(folder), tag="a", verify=verify)
 
-    run(Job(ranks, stage, units=("first",)), other, action)
+    try:
+        run(Job(ranks, stage, units=("first",)), other, action)
+    except Failed as failed:
+        raise failed.results[0] from failed
 
 
 def main_of(folder: Path, target: Path, verify: bool | None) -> None:
