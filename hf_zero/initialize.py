@@ -33,10 +33,9 @@ from hf_zero.loading import give_values
 from hf_zero.loading.shard_only import release_holders
 from hf_zero.logging import log_rank0, logger, set_level
 from hf_zero.ops.dispatch import kind_for_auto
-from hf_zero.optim.build import build_optimizer
-from hf_zero.optim.convert import adopt
+from hf_zero.optim.build import build_optimizer, build_scheduler
+from hf_zero.optim.elementwise import adopt
 from hf_zero.optim.one_bit import as_sent, one_bit_of
-from hf_zero.optim.schedules import build_scheduler
 from hf_zero.parallel.expert.model import on_model, spread_experts
 from hf_zero.parallel.pipeline.checks import check_pipeline, check_uncut
 from hf_zero.parallel.pipeline.engine import pipelined

@@ -33,7 +33,7 @@ from torch import Tensor
 from hf_zero.device.pinned import upload
 from hf_zero.ops.sign_blocks import BlockTable, SignBlocks
 from hf_zero.ops.sign_blocks_reference import exponents_of
-from hf_zero.optim.table import group_runs
+from hf_zero.optim.segments import group_runs
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.reduce.norm import sums_of_squares
 

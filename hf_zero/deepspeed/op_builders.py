@@ -76,7 +76,7 @@ CPUAdamBuilder = _builder("CPUAdamBuilder", "cpu_adam", "hf_zero.optim.cpu")
 CPUAdagradBuilder = _builder("CPUAdagradBuilder", "cpu_adagrad", "hf_zero.optim.cpu")
 CPULionBuilder = _builder("CPULionBuilder", "cpu_lion", "hf_zero.optim.cpu")
 FusedAdamBuilder = _builder("FusedAdamBuilder", "fused_adam", "torch.optim")
-FusedLionBuilder = _builder("FusedLionBuilder", "fused_lion", "hf_zero.optim.lion")
+FusedLionBuilder = _builder("FusedLionBuilder", "fused_lion", "hf_zero.optim.adam_lion")
 AsyncIOBuilder = _builder("AsyncIOBuilder", "async_io", "hf_zero.ops.files")
 PinMemoryBuilder = _builder("PinMemoryBuilder", "pin_memory", "hf_zero.deepspeed.locked_memory")
 UtilsBuilder = _builder(
@@ -85,7 +85,7 @@ UtilsBuilder = _builder(
 SparseAttnBuilder = _builder(
     "SparseAttnBuilder", "sparse_attn", "hf_zero.ops.sparse_attention", _has_triton
 )
-FusedLambBuilder = _builder("FusedLambBuilder", "fused_lamb", "hf_zero.optim.lamb")
+FusedLambBuilder = _builder("FusedLambBuilder", "fused_lamb", "hf_zero.optim.trust_ratio")
 GDSBuilder = _builder(
     "GDSBuilder", "gds", instead="files are read into host memory; leave aio.use_gds false"
 )

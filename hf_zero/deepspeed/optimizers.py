@@ -17,8 +17,7 @@ import torch
 from hf_zero.deepspeed.placeholders import refuse
 from hf_zero.deepspeed.sub_group_steps import SubGroupSteps
 from hf_zero.optim import CPUAdagrad, CPULion, Lamb
-from hf_zero.optim.adam import Adam
-from hf_zero.optim.lion import Lion
+from hf_zero.optim.adam_lion import Adam, Lion
 
 if TYPE_CHECKING:
     from hf_zero.config import ZeroConfig

@@ -17,8 +17,8 @@ from hf_zero.offload.storage import MASTER
 from hf_zero.ops.host import Blocks, Moment
 
 if TYPE_CHECKING:
+    from hf_zero.optim.segments import Flat, Segment
     from hf_zero.optim.sharded_tensors import ShardedTensors
-    from hf_zero.optim.table import Flat, Segment
 
 AHEAD = 8  # announced sub-groups to prefetch; there may be fewer buffers
 # returns memory for the new values of elements [start, stop), in the dtype of the parameters

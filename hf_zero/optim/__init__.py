@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
     "Adafactor": "hf_zero.optim.adafactor",
-    "Adam": "hf_zero.optim.adam",
+    "Adam": "hf_zero.optim.adam_lion",
     "BoundOptimizer": "hf_zero.optim.bound_optimizer",
     "CPUAdagrad": "hf_zero.optim.cpu",
     "CPUAdam": "hf_zero.optim.cpu",
     "CPULion": "hf_zero.optim.cpu",
     "CPUSGD": "hf_zero.optim.cpu",
-    "LARS": "hf_zero.optim.lars",
+    "LARS": "hf_zero.optim.trust_ratio",
     "Muon": "hf_zero.optim.muon",
-    "Lamb": "hf_zero.optim.lamb",
-    "Lion": "hf_zero.optim.lion",
+    "Lamb": "hf_zero.optim.trust_ratio",
+    "Lion": "hf_zero.optim.adam_lion",
     "LRRangeTest": "hf_zero.optim.schedules",
     "OneBitAdam": "hf_zero.optim.one_bit",
     "OneBitLamb": "hf_zero.optim.one_bit_lamb",
@@ -30,23 +30,22 @@ _EXPORTS = {
     "WarmupLR": "hf_zero.optim.schedules",
     "ZeroOneAdam": "hf_zero.optim.one_bit",
     "build_optimizer": "hf_zero.optim.build",
-    "build_scheduler": "hf_zero.optim.schedules",
+    "build_scheduler": "hf_zero.optim.build",
 }
 
 __all__ = list(_EXPORTS)
 
 if TYPE_CHECKING:
     from hf_zero.optim.adafactor import Adafactor as Adafactor
-    from hf_zero.optim.adam import Adam as Adam
+    from hf_zero.optim.adam_lion import Adam as Adam
+    from hf_zero.optim.adam_lion import Lion as Lion
     from hf_zero.optim.bound_optimizer import BoundOptimizer as BoundOptimizer
     from hf_zero.optim.build import build_optimizer as build_optimizer
+    from hf_zero.optim.build import build_scheduler as build_scheduler
     from hf_zero.optim.cpu import CPUSGD as CPUSGD
     from hf_zero.optim.cpu import CPUAdagrad as CPUAdagrad
     from hf_zero.optim.cpu import CPUAdam as CPUAdam
     from hf_zero.optim.cpu import CPULion as CPULion
-    from hf_zero.optim.lamb import Lamb as Lamb
-    from hf_zero.optim.lars import LARS as LARS
-    from hf_zero.optim.lion import Lion as Lion
     from hf_zero.optim.muon import Muon as Muon
     from hf_zero.optim.one_bit import OneBitAdam as OneBitAdam
     from hf_zero.optim.one_bit import ZeroOneAdam as ZeroOneAdam
@@ -57,7 +56,8 @@ if TYPE_CHECKING:
     from hf_zero.optim.schedules import WarmupCosineLR as WarmupCosineLR
     from hf_zero.optim.schedules import WarmupDecayLR as WarmupDecayLR
     from hf_zero.optim.schedules import WarmupLR as WarmupLR
-    from hf_zero.optim.schedules import build_scheduler as build_scheduler
+    from hf_zero.optim.trust_ratio import LARS as LARS
+    from hf_zero.optim.trust_ratio import Lamb as Lamb
 
 
 def __getattr__(name: str) -> Any:

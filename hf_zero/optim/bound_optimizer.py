@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -10,17 +11,15 @@ from torch import Tensor
 
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.offload.sub_group_update import Counted, Rule, Update
-from hf_zero.optim import hyperparameters, snapshot_exchange, snapshots, state, torch_fused
-from hf_zero.optim.device_state import StateEntries
+from hf_zero.optim import hyperparameters, snapshots, state
 from hf_zero.optim.elementwise import update_base
 from hf_zero.optim.fused import FusedStep
-from hf_zero.optim.group_numbers import GroupNumbers
 from hf_zero.optim.offloaded_state import refuse_offload
-from hf_zero.optim.segment_steps import SegmentSteps
-from hf_zero.optim.segment_table import SegmentTable
+from hf_zero.optim.own_step import OwnStep
+from hf_zero.optim.segment_table import GroupNumbers, SegmentTable, TensorFactors
+from hf_zero.optim.segments import Flat, Segment, masters, split
 from hf_zero.optim.sharded_tensors import OneRank, ShardedTensors, ShardRanks
-from hf_zero.optim.table import Flat, Segment, masters, split
-from hf_zero.optim.tensor_factors import TensorFactors
+from hf_zero.optim.state import StateEntries
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 from hf_zero.zero.layout.flat_layout import Slot
 
@@ -75,11 +74,10 @@ class BoundOptimizer:
         self.optimizer = optimizer
         self.group_of = dict(group_of)
         self._base = update_base(type(optimizer))
-        self._step = optimizer.step  # with the wrappers LR schedulers have put on the object
-        self._fused = FusedStep(optimizer, self._base, self._step, kernels)
+        self._own = OwnStep(optimizer, self._base)
+        self._fused = FusedStep(optimizer, self._base, self._own.step, kernels)
         self._entries = StateEntries(optimizer)
         self._table = SegmentTable(self._entries, self._base, self._fused, moments)
-        self._steps = SegmentSteps(optimizer, self._base)
         self.numbers = GroupNumbers(self._entries, self._table)
         self.factors = TensorFactors(self._entries, self._table)
         self._flats, self._ranks = [flat for flat in flats if flat.trainable], ranks or OneRank()
@@ -118,9 +116,13 @@ class BoundOptimizer:
         """Make :meth:`step` only count the steps of parameters ``names``: others update them."""
         self._table.rest(names)
 
+    def scaled_rates(self, factor: float) -> AbstractContextManager[None]:
+        """Return a context with the learning rate of each group multiplied by ``factor``."""
+        return nullcontext() if factor == 1.0 else hyperparameters.scaled_rates(self.groups, factor)
+
     def takes_shards(self) -> bool:
         """Whether the next :meth:`step` can also write the new values into the shards."""
-        return self._fused.takes(self._table.stepped)
+        return self._fused.ready and self._fused.takes(self._table.stepped)
 
     def step(
         self,
@@ -148,63 +150,41 @@ class BoundOptimizer:
             run.
         """
         optimizer: Any = self.optimizer
-        self._table.count_resting()
+        table, fused = self._table, self._fused
+        if table.resting:
+            table.count_resting()
         unused = frozenset[str]().union(*(flat.unused for flat in self._flats if flat.unused))
-        own = [segment for segment in self._table.stepped if segment.parts]
-        left_out = self._table.leave_out(own, unused) if unused else ()
-        if self._fused.takes(self._table.stepped):
-            written = self._fused.step(
-                self._table.device.regions,
-                self._table.stepped,
-                left_out,
-                grad_scale,
-                found_inf,
-                shards or {},
+        left_out: Collection[Segment] = ()
+        if unused:
+            own = [segment for segment in table.stepped if segment.parts]
+            left_out = table.leave_out(own, unused)
+        written: set[str] = set()
+        if fused.ready and fused.takes(table.stepped):
+            regions = table.device.regions
+            written = fused.step(
+                regions, table.stepped, left_out, grad_scale, found_inf, shards or {}
             )
-            optimizer._opt_called = True
-            self._table.device.stepped(together=True)
-            self._step_stand_ins_apart(found_inf)
-            return written
-        self._fused.part()
-        segments = (
-            [segment for segment in self._table.stepped if segment not in left_out]
-            if left_out
-            else self._table.stepped
-        )
-        with torch_fused.beginning_apart(optimizer, self._base, segments):
-            in_kernel = torch_fused.takes_scale(optimizer, self._base, found_inf)
-            if found_inf is not None and not in_kernel and bool(found_inf.ne(0)):
+            table.device.together = True  # in the arenas
+        else:
+            if fused.ready:
+                fused.part()
+            segments = table.stepped
+            if left_out:
+                segments = [segment for segment in segments if segment not in left_out]
+            if not self._own.update(segments, grad_scale, found_inf):
                 optimizer._opt_called = True
-                return set()
-            gradients = [
-                segment.gradient() if segment.parts else torch.zeros_like(segment.tensor)
-                for segment in segments
-            ]
-            self._steps.over(segments, gradients, grad_scale, found_inf, in_kernel, self._step)
+                return written
+            if table.parted:  # segments of a split group get their first state in different steps
+                table.device.together = False
+            elif not table.device.together:
+                table.device.bring_together()
         # A scheduler made after binding wraps ``optimizer.step`` to set this flag; the step above
         # does not call through that wrapper.
         optimizer._opt_called = True
-        # segments of a split group get their first state in different steps
-        self._table.device.stepped(together=False if self._table.parted else None)
-        self._step_stand_ins_apart(found_inf)
-        return set()
-
-    def _step_stand_ins_apart(self, found_inf: Tensor | None) -> None:
-        """Step the stand-ins that are not stepped with the other segments, with a zero gradient and
-        without a gradient scale on the device.
-        """
-        if not self._table.steps_stand_ins_apart or not self._table.stand_ins:
-            return
-        if found_inf is None or not bool(found_inf.ne(0)):
-            zeros = [torch.zeros_like(segment.tensor) for segment in self._table.stand_ins]
-            self._steps.over(
-                self._table.stand_ins,
-                zeros,
-                None,
-                None,
-                self._steps.takes_scale(),
-                self._steps.bare,
-            )
+        # without a gradient scale on the device, unlike the other segments
+        if table.stand_ins_apart and (found_inf is None or not bool(found_inf.ne(0))):
+            self._own.stand_ins(table.stand_ins_apart)
+        return written
 
     # ---- the second half of a step: offloaded state ----
 
@@ -248,7 +228,7 @@ class BoundOptimizer:
         self, segment: Segment, held: Mapping[str, Any], grad: Tensor, divisor: float, fresh: bool
     ) -> None:
         """Make one update of ``segment`` by the optimizer itself, over the arrays in ``held``."""
-        self._steps.sub_group(segment, held, grad, divisor, fresh)
+        self._own.sub_group(segment, held, grad, divisor, fresh)
 
     def bring_back(self, moved: Mapping[str, Callable[[], None]]) -> None:
         """Move the states of some flat buffers back to the device for good. ``moved``: key of a
@@ -403,7 +383,7 @@ class BoundOptimizer:
         """
         self._same_groups(packed["param_groups"], "a state dict")
         kind, cut = type(self.optimizer).__name__, self._table.segments
-        packed = snapshot_exchange.over_flats(packed, self._flats, cut, self._ranks, kind)
+        packed = snapshots.over_flats(packed, self._flats, cut, self._ranks, kind)
         saved = snapshots.read(packed, kind)
         if saved is None:
             return packed
@@ -420,7 +400,7 @@ class BoundOptimizer:
     def unpacked(self) -> None:
         """Update the bookkeeping after the optimizer's ``load_state_dict`` has replaced state."""
         self.numbers.note_load(self.scalars(), self.apart())
-        self._table.device.stepped(together=False)
+        self._table.device.together = False
         self._table.offloaded.unpacked()
 
     def keeps(self, name: str) -> bool:

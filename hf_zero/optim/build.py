@@ -1,4 +1,5 @@
-"""Optimizers by name, from the ``optimizer`` section of a configuration.
+"""Optimizers and schedules by name, from the sections ``optimizer`` and ``scheduler`` of a
+configuration: DeepSpeed's five schedules, and torch's that take only numbers.
 
 Names are case-insensitive. DeepSpeed's names have DeepSpeed's meaning: ``Adam`` decays weights like
 AdamW unless ``adam_w_mode`` is false, and ``weight_decay`` defaults to 0 (also for ``AdamW``, where
@@ -13,21 +14,21 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import lr_scheduler as torch_schedules
 
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.optim.adafactor import Adafactor
-from hf_zero.optim.adam import Adam
+from hf_zero.optim.adam_lion import Adam, Lion
 from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion
-from hf_zero.optim.lamb import Lamb
-from hf_zero.optim.lars import LARS
-from hf_zero.optim.lion import Lion
 from hf_zero.optim.muon import Muon, muon_groups
 from hf_zero.optim.one_bit import OneBitAdam, ZeroOneAdam
 from hf_zero.optim.one_bit_lamb import OneBitLamb
+from hf_zero.optim.schedules import SCHEDULES
+from hf_zero.optim.trust_ratio import LARS, Lamb
 
 if TYPE_CHECKING:
-    from hf_zero.config import OptimizerConfig
+    from hf_zero.config import OptimizerConfig, SchedulerConfig
 
 _Class = type[torch.optim.Optimizer]
 _Settings = dict[str, Any]
@@ -262,3 +263,85 @@ _DIALECTS: dict[str, Callable[[_Class, Mapping[str, Any], _Settings], tuple[_Cla
     "CPUAdam": _cpu_adam,
     "CPULion": _lion,
 }
+
+
+# ---- schedules ----
+
+_TORCH_SCHEDULES = (
+    "StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "ExponentialLR", "PolynomialLR",
+    "CosineAnnealingLR",
+    "CosineAnnealingWarmRestarts", "CyclicLR", "OneCycleLR",
+)  # fmt: skip
+_OBJECTS_ONLY = {
+    "LambdaLR": "takes a function",
+    "MultiplicativeLR": "takes a function",
+    "SequentialLR": "takes schedules",
+    "ChainedScheduler": "takes schedules",
+    "ReduceLROnPlateau": "takes a metric at each step",
+    "WarmupLayerTokenDecayLR": "belongs to random layer-token drop",
+}
+
+
+def build_scheduler(cfg: SchedulerConfig, optimizer: Any) -> torch_schedules.LRScheduler:
+    """Build the schedule that ``cfg`` names, over ``optimizer``. Names are case-insensitive.
+
+    Args:
+        cfg: ``type`` and ``params`` of the configuration's ``scheduler`` section.
+        optimizer: a torch optimizer, or an object that holds one as ``.optimizer``.
+
+    Raises:
+        ConfigError: a type or parameter that does not exist or is missing, an ``"auto"`` left over,
+            a value of the wrong type or range.
+        NotBuiltError: a schedule that cannot be described by numbers alone.
+    """
+    name = _canonical_schedule(str(cfg.type))
+    cls: Any = SCHEDULES.get(name) or getattr(torch_schedules, name)
+    params = dict(cfg.params)
+    known = {
+        key: p
+        for key, p in inspect.signature(cls.__init__).parameters.items()
+        if key not in ("self", "optimizer")
+    }
+    for key, value in params.items():
+        if key not in known:
+            raise ConfigError(
+                f"unknown scheduler.params key {key!r} for {name}{did_you_mean(key, known)}"
+            )
+        if isinstance(value, str) and value == "auto":
+            raise ConfigError(
+                f'scheduler.params.{key} of {name} is "auto" and nothing has filled it in; write a '
+                "value, or set it in the trainer's arguments"
+            )
+    missing = [
+        key
+        for key, p in known.items()
+        if p.default is inspect.Parameter.empty and key not in params
+    ]
+    if missing:
+        raise ConfigError(
+            f"scheduler {name} needs {', '.join(missing)}; write them in scheduler.params"
+        )
+    try:
+        return cls(optimizer, **params)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"scheduler {name} with {params}: {error}. Correct scheduler.params."
+        ) from error
+
+
+def _canonical_schedule(kind: str) -> str:
+    key = kind.lower()
+    by_key = {name.lower(): name for name in (*SCHEDULES, *_TORCH_SCHEDULES)}
+    if key in by_key:
+        return by_key[key]
+    objects_only = {name.lower(): name for name in _OBJECTS_ONLY}
+    if key in objects_only:
+        name = objects_only[key]
+        raise NotBuiltError(
+            f"scheduler type {name!r} is not built from a configuration: it {_OBJECTS_ONLY[name]}; "
+            "pass lr_scheduler= to hf_zero.initialize"
+        )
+    known = (*SCHEDULES, *_TORCH_SCHEDULES)
+    raise ConfigError(f"unknown scheduler type {kind!r}{did_you_mean(kind, known)}")

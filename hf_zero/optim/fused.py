@@ -31,8 +31,9 @@ from hf_zero.ops.flat_optimizers import (
     settings_table,
 )
 from hf_zero.ops.flat_tiles import PHASE, FlatRun, Tiles
-from hf_zero.optim.fused_support import KERNELS, is_own, is_plain, is_ready
-from hf_zero.optim.table import MemoryRegion, Segment, SegmentPart
+from hf_zero.optim.adam_lion import Adam, Lion
+from hf_zero.optim.elementwise import elementwise_base
+from hf_zero.optim.segments import MemoryRegion, Segment, SegmentPart
 
 _MOMENTS = {"flat_adam": ("exp_avg", "exp_avg_sq"), "flat_lion": ("exp_avg",)}
 
@@ -65,10 +66,19 @@ class FusedStep:
         self._kernel = KERNELS.get(base) if base is not None else None
         self._kernels = kernels
         self._own_step = is_own(step, optimizer)
-        self.reset()
+        self.reset(None)
 
-    def reset(self) -> None:
-        """Drop all tables and arenas, because segments have been cut anew."""
+    def reset(self, device: torch.device | None) -> None:
+        """Drop all tables and arenas, because segments have been cut anew; ``device`` has those
+        that are stepped, if any.
+        """
+        # whether a launch may take the place of the optimizer's step at all
+        self.ready = (
+            self._kernel is not None
+            and self._own_step
+            and device is not None
+            and dispatch.wanted("optimizer", self._kernels, device)
+        )
         self._arenas: dict[str, Tensor] = {}
         self._homes: dict[Segment, dict[str, Tensor]] = {}
         self._apart = False  # count steps per segment, not per group
@@ -92,16 +102,12 @@ class FusedStep:
         """
         if (
             self._kernel is None
-            or not self._own_step
+            or not self.ready
+            or self._kernel.name in dispatch.broken()
             or not any(segment.parts for segment in segments)
         ):
             return False
         device = segments[0].tensor.device
-        if (
-            not dispatch.wanted("optimizer", self._kernels, device)
-            or self._kernel.name in dispatch.broken()
-        ):
-            return False
         # pre-step hooks may read the gradient of each tensor
         if self._optimizer._optimizer_step_pre_hooks:
             return False
@@ -391,4 +397,65 @@ def _storage_of(tensor: Tensor) -> Tensor:
     """Return the whole storage of ``tensor`` as a 1-D tensor of its dtype."""
     return tensor.detach().as_strided(
         (tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0
+    )
+
+
+KERNELS: dict[type, Any] = {
+    **dict.fromkeys((torch.optim.Adam, torch.optim.AdamW, Adam), ADAM),
+    Lion: LION,
+}
+_GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def reads_16_bits(optimizer: torch.optim.Optimizer, kernels: Any, device: torch.device) -> bool:
+    """Whether the update of ``optimizer`` on ``device`` is a launch that reads 16-bit gradients
+    directly. torch's own update first casts all of them to fp32, so it needs more memory at its
+    peak than fp32 gradients take.
+    """
+    base = elementwise_base(type(optimizer))
+    kernel = KERNELS.get(base) if base is not None else None
+    if (
+        kernel is None
+        or not dispatch.wanted("optimizer", kernels, device)
+        or kernel.name in dispatch.broken()
+    ):
+        return False
+    # binding switches ``fused`` on for torch's classes unless the group says otherwise
+    plain = [
+        {**group, "fused": group.get("fused") is not False and group.get("foreach") is None}
+        for group in optimizer.param_groups
+    ]
+    return all(is_plain(group, base) for group in plain)
+
+
+def is_own(step: Any, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``step`` is the method of the class, at most wrapped by a scheduler that counts
+    calls.
+    """
+    function = getattr(
+        step, "__wrapped__" if getattr(step, "_wrapped_by_lr_sched", False) else "__func__", None
+    )
+    return function is type(optimizer).step
+
+
+def is_plain(group: Mapping[str, Any], base: type | None) -> bool:
+    """Whether the kernels support all settings of ``group``."""
+    numbers = (*group["betas"], group["weight_decay"], group.get("eps", 0.0))
+    known = all(isinstance(number, (int, float)) for number in numbers) and _is_number(group["lr"])
+    if base is Lion:
+        return known and group["foreach"] is None
+    return known and bool(group["fused"]) and not group["amsgrad"] and not group["differentiable"]
+
+
+def _is_number(lr: Any) -> bool:
+    return isinstance(lr, (int, float)) or (isinstance(lr, Tensor) and lr.numel() == 1)
+
+
+def is_ready(part: SegmentPart, device: torch.device) -> bool:
+    grad = part.flat.grad
+    return (
+        grad is not None
+        and grad.device == device
+        and grad.dtype in _GRADIENTS
+        and grad.is_contiguous()
     )

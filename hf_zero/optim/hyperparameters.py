@@ -36,7 +36,7 @@ def scaled_rates(groups: Sequence[MutableMapping[str, Any]], factor: float) -> I
     """Multiply the learning rate of each group by ``factor`` inside this context. Schedules, which
     compute rates from the current ones, never see the product.
     """
-    rates = [] if factor == 1.0 else [group["lr"] for group in groups]
+    rates = [group["lr"] for group in groups]
     kept = [rate.clone() if isinstance(rate, Tensor) else rate for rate in rates]
     for group, rate in zip(groups, rates):
         restore(group, {"lr": rate * factor})

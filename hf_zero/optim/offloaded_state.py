@@ -1,5 +1,10 @@
 """Optimizer state of segments whose state is offloaded: one segment for each sub-group of a flat
-buffer's storage, with placeholders for its arrays in ``optimizer.state``.
+buffer's storage, with placeholders for its arrays in ``optimizer.state``; the rules by which host
+kernels update it.
+
+A rule is chosen by the listed class of an optimizer (see ``elementwise.py``). Its result equals the
+class's own up to rounding; with a setting that the rule does not support, the class makes the
+update.
 """
 
 from __future__ import annotations
@@ -12,15 +17,15 @@ from torch import Tensor
 
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.offload.storage import MASTER, StorageFormat, moment_format
-from hf_zero.offload.sub_group_update import Rule
+from hf_zero.offload.sub_group_update import Call, Rule
 from hf_zero.ops import native
 from hf_zero.optim import state
-from hf_zero.optim.cpu import CPUSGD
-from hf_zero.optim.device_state import StateEntries
+from hf_zero.optim.adam_lion import Lion
+from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion, adagrad, adam, lion, sgd
 from hf_zero.optim.elementwise import update_base
-from hf_zero.optim.host_rules import rule_of
-from hf_zero.optim.table import Flat, MemoryRegion, Segment, apart
-from hf_zero.optim.whole_tensor import WholeTensorOptimizer
+from hf_zero.optim.segments import Flat, MemoryRegion, Segment, apart
+from hf_zero.optim.state import StateEntries
+from hf_zero.optim.whole_tensor import Parts, WholeTensorOptimizer
 
 # classes whose first step sets the momentum to the gradient
 BEGIN_WITH_GRADIENT = (torch.optim.SGD, CPUSGD)
@@ -276,3 +281,67 @@ class OffloadedState:
                     given[name] = self._entry(segment, name)
                     self._fresh.discard(segment)
             live[segment.tensor].update(given)
+
+
+def _usual(group: Mapping[str, Any]) -> bool:
+    return not group.get("differentiable") and not group.get("capturable")
+
+
+def _numbers(group: Mapping[str, Any]) -> bool:
+    return _usual(group) and not any(isinstance(value, torch.Tensor) for value in group["betas"])
+
+
+ADAM = Rule(adam, _numbers, {"exp_avg": True, "exp_avg_sq": False})
+LION = Rule(lion, _numbers, {"exp_avg": True})
+ADAGRAD, SGD = Rule(adagrad, _usual, {}), Rule(sgd, _usual, {})
+RULES: dict[type, Rule] = {
+    torch.optim.Adam: ADAM,
+    CPUAdam: ADAM,
+    Lion: LION,
+    CPULion: LION,
+    torch.optim.Adagrad: ADAGRAD,
+    CPUAdagrad: ADAGRAD,
+    torch.optim.SGD: SGD,
+    CPUSGD: SGD,
+}
+
+
+def of_rounds(cls: type[WholeTensorOptimizer], group: Mapping[str, Any]) -> Rule:
+    """Return the rule of ``cls`` for ``group``: its own rounds and update."""
+    names = cls.moments_of(group)
+
+    def parts(held: Mapping[str, Any], grad: Tensor, call: Call) -> Parts:
+        assert call.whole is not None
+        found = Parts(
+            [held[MASTER]],
+            [grad],
+            [[held[name]] for name in names],
+            [call.step],
+            [call.whole.factors],
+            [call.whole.place],
+            divisor=call.divisor,
+        )
+        found.results = [result.unsqueeze(0) for result in call.whole.results]
+        return found
+
+    def prepare(held: Mapping[str, Any], grad: Tensor, call: Call, at: int) -> Tensor:
+        return cls.prepare(call.group, parts(held, grad, call), at)[0]
+
+    def update(held: Mapping[str, Any], grad: Tensor, out: Tensor | None, call: Call) -> None:
+        cls.apply(call.group, parts(held, grad, call))
+        if out is not None:
+            out.copy_(held[MASTER])
+
+    return Rule(update, _usual, {}, prepare if cls.prepares(group) else None)
+
+
+def rule_of(base: type | None, group: Mapping[str, Any]) -> Rule | None:
+    """Return the rule for a group of an optimizer with the update of the listed class ``base``, or
+    None.
+    """
+    if base is not None and issubclass(base, WholeTensorOptimizer):
+        return of_rounds(base, group)
+    for cls in base.__mro__ if base is not None else ():
+        if cls in RULES:
+            return RULES[cls] if RULES[cls].knows(group) else None
+    return None

@@ -19,7 +19,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from hf_zero.ops.sign_blocks import BLOCKS
-from hf_zero.optim.adam import Adam
+from hf_zero.optim.adam_lion import Adam
 from hf_zero.optim.elementwise import elementwise_base
 from hf_zero.optim.whole_tensor import TensorSumOptimizer
 

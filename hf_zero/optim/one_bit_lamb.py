@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import ConfigError
-from hf_zero.optim.lamb import Lamb, ratios
 from hf_zero.optim.one_bit import SendsMomentum, check_momentum, say_what_is_idle, steps_of
+from hf_zero.optim.trust_ratio import Lamb, ratios
 from hf_zero.optim.whole_tensor import Parts
 
 FRESH = "exp_avg_sq_fresh"  # the variance that is updated after the freeze

@@ -1,117 +1,493 @@
-"""Learning-rate schedules by name: DeepSpeed's five, and those of torch.optim.lr_scheduler that
-take only numbers.
+"""DeepSpeed's learning-rate schedules: warm-ups that then stay, fall linearly or along a cosine;
+the range test and the one-cycle policy (Smith 2018, arXiv:1803.09820).
+
+A schedule counts optimizer steps and writes the values of the groups.
 """
 
 from __future__ import annotations
 
-import inspect
-from typing import TYPE_CHECKING, Any
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
 
-from torch.optim import lr_scheduler as torch_schedules
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from hf_zero.config.spelling import did_you_mean
-from hf_zero.errors import ConfigError, NotBuiltError
-from hf_zero.optim.cycles import LRRangeTest, OneCycle
-from hf_zero.optim.schedule_base import LRSchedule
-from hf_zero.optim.warmup import WarmupCosineLR, WarmupDecayLR, WarmupLR
+from hf_zero.errors import ConfigError
 
-if TYPE_CHECKING:
-    from hf_zero.config import SchedulerConfig
+PerGroup = float | Sequence[float]
 
-__all__ = [
-    "VALID_LR_SCHEDULES",
-    "LRRangeTest",
-    "LRSchedule",
-    "OneCycle",
-    "WarmupCosineLR",
-    "WarmupDecayLR",
-    "WarmupLR",
-    "build_scheduler",
-]
 
-_OURS: dict[str, type[LRSchedule]] = {
+class LRSchedule(LRScheduler, ABC):
+    """A schedule whose values depend on the number of steps alone.
+
+    Constructing it writes the values before the first step; ``step()`` after the n-th optimizer
+    step writes those of iteration n - 1, as in DeepSpeed. It is a torch ``LRScheduler`` for
+    isinstance, but does not run ``LRScheduler.__init__``, which would take a step of its own and
+    wrap the optimizer's.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = _torch_optimizer(optimizer, type(self).__name__)
+        self.last_batch_iteration = -1
+        self.base_lrs: list[Any] = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self._last_lr: list[Any] = list(self.base_lrs)
+
+    def _start(self, last_batch_iteration: int) -> None:
+        """Finish a constructor: -1 starts anew and writes the first values; from any other
+        iteration the next step continues.
+        """
+        self.last_batch_iteration = last_batch_iteration
+        if last_batch_iteration == -1:
+            self._write()
+
+    @abstractmethod
+    def lrs_at(self, iteration: int) -> list[float]:
+        """Return the learning rate of each group at ``iteration``; iterations count from 0, and -1
+        is before the first step.
+        """
+
+    @property
+    def last_epoch(self) -> int:  # type: ignore[override]
+        """The iteration, under the name that torch's schedulers use."""
+        return self.last_batch_iteration
+
+    def get_lr(self) -> list[float]:  # type: ignore[override]
+        """Return the learning rates of the current iteration, computed anew."""
+        return self.lrs_at(self.last_batch_iteration)
+
+    def get_last_lr(self) -> list[float]:  # type: ignore[override]
+        """Return the learning rates that were written last, as numbers."""
+        return self._last_lr
+
+    def step(self, last_batch_iteration: int | None = None) -> None:  # type: ignore[override]
+        """Advance to the next iteration, or to ``last_batch_iteration``, and write its values into
+        the optimizer's groups.
+        """
+        self.last_batch_iteration = (
+            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
+        )
+        self._write()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the iteration to the saved one and write its values into the optimizer's groups."""
+        self.last_batch_iteration = int(state_dict["last_batch_iteration"])
+        self._write()
+
+    def _write(self) -> None:
+        self._last_lr = [float(lr) for lr in self.get_lr()]
+        for group, lr in zip(self.optimizer.param_groups, self._last_lr):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+    def _per_group(self, name: str, value: Any) -> list[float]:
+        groups = len(self.optimizer.param_groups)
+        values = list(value) if isinstance(value, (list, tuple)) else [value] * groups
+        if len(values) != groups or not all(_is_number(item) for item in values):
+            raise ConfigError(
+                f"{self._where(name)} is {value!r}; write a number, or a list of {groups} numbers, "
+                "one for each parameter group"
+            )
+        return [float(item) for item in values]
+
+    def _number(self, name: str, value: Any) -> float:
+        if not _is_number(value):
+            raise ConfigError(
+                f"{self._where(name)} is {value!r}; write a number (YAML reads 1e-5 "
+                "as text: write 1.0e-5)"
+            )
+        return float(value)
+
+    def _count(self, name: str, value: Any, least: int = 0) -> int:
+        if not _is_number(value) or value != math.floor(value) or value < least:
+            raise ConfigError(
+                f"{self._where(name)} is {value!r}; write a whole number of at least {least}"
+            )
+        return int(value)
+
+    def _where(self, name: str) -> str:
+        return f"scheduler.params.{name} of {type(self).__name__}"
+
+
+def _torch_optimizer(optimizer: Any, schedule: str) -> torch.optim.Optimizer:
+    for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
+        if isinstance(candidate, torch.optim.Optimizer):
+            return candidate
+    raise ConfigError(
+        f"{schedule} needs a torch.optim.Optimizer, not a {type(optimizer).__name__}; pass the "
+        "optimizer that is stepped"
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+class _Warmup(LRSchedule):
+    """Base class of the three schedules: the rise from 0 to 1 over ``warmup_num_steps`` steps."""
+
+    def _rise(self, steps: Any, kind: Any) -> None:
+        # At least 2: log(1) is 0, and 0 is what the Trainer fills in for no warm-up.
+        self.warmup_num_steps = max(2, self._count("warmup_num_steps", steps))
+        if kind not in ("log", "linear"):
+            raise ConfigError(
+                f"{self._where('warmup_type')} is "
+                f"{kind!r}{did_you_mean(str(kind), ('log', 'linear'))}"
+            )
+        self.warmup_type = kind
+
+    def _risen(self, iteration: int) -> float:
+        if self.warmup_type == "linear":
+            return iteration / self.warmup_num_steps
+        return math.log(iteration + 1) / math.log(self.warmup_num_steps)
+
+    def _warn_if_short(self, total: int) -> None:
+        if total < self.warmup_num_steps:
+            warnings.warn(
+                f"{type(self).__name__}: total_num_steps {total} is less than warmup_num_steps "
+                f"{self.warmup_num_steps}; "
+                "training ends before the warm-up does",
+                stacklevel=3,
+            )
+
+
+class WarmupLR(_Warmup):
+    """A rise from ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps`` steps, then
+    constant.
+
+    Args:
+        optimizer: the optimizer whose groups are written.
+        warmup_min_lr: learning rate at the start, one number or one per group.
+        warmup_max_lr: learning rate after the warm-up, likewise; None: the groups' current rates.
+        warmup_num_steps: length of the warm-up in optimizer steps (0 and 1 count as 2).
+        warmup_type: ``"log"`` (steep at first) or ``"linear"``.
+        last_batch_iteration: the iteration to continue from; -1 starts anew and writes the first
+            values.
+
+    Raises:
+        ConfigError: a value of the wrong type or range, or not one per group.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer)
+        self.min_lrs = self._per_group("warmup_min_lr", warmup_min_lr)
+        self.max_lrs = (
+            list(self.base_lrs)
+            if warmup_max_lr is None
+            else self._per_group("warmup_max_lr", warmup_max_lr)
+        )
+        self._rise(warmup_num_steps, warmup_type)
+        self._start(last_batch_iteration)
+
+    def lrs_at(self, iteration: int) -> list[float]:
+        share = self._share(iteration) if iteration >= 0 else 0.0
+        return [low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs)]
+
+    def _share(self, iteration: int) -> float:
+        return self._risen(iteration) if iteration < self.warmup_num_steps else 1.0
+
+
+class WarmupDecayLR(WarmupLR):
+    """A rise as in :class:`WarmupLR`, then a linear fall to ``warmup_min_lr`` that ends at
+    ``total_num_steps`` optimizer steps.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup | None = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.total_num_steps = self._count("total_num_steps", total_num_steps)
+        super().__init__(
+            optimizer,
+            warmup_min_lr,
+            warmup_max_lr,
+            warmup_num_steps,
+            warmup_type,
+            last_batch_iteration,
+        )
+        self._warn_if_short(self.total_num_steps)
+
+    def _share(self, iteration: int) -> float:
+        if iteration < self.warmup_num_steps:
+            return self._risen(iteration)
+        return max(
+            0.0,
+            (self.total_num_steps - iteration)
+            / max(1, self.total_num_steps - self.warmup_num_steps),
+        )
+
+
+class WarmupCosineLR(_Warmup):
+    """The optimizer's own learning rate times a ratio: a warm-up to 1, then half a cosine down to
+    ``cos_min_ratio``.
+
+    Args:
+        optimizer: the optimizer whose groups are written; its current learning rates are
+            multiplied.
+        total_num_steps: optimizer steps in all.
+        warmup_min_ratio: ratio at the start of the warm-up (before the first step the learning rate
+            is 0).
+        warmup_num_steps: length of the warm-up in optimizer steps (0 and 1 count as 2).
+        cos_min_ratio: ratio at the end and after it.
+        warmup_type: ``"log"`` (steep at first) or ``"linear"``.
+        last_batch_iteration: the iteration to continue from; -1 starts anew and writes the first
+            values.
+
+    Raises:
+        ConfigError: a value of the wrong type or range.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer)
+        self.total_num_steps = self._count("total_num_steps", total_num_steps)
+        self.warmup_min_ratio = self._number("warmup_min_ratio", warmup_min_ratio)
+        self.cos_min_ratio = self._number("cos_min_ratio", cos_min_ratio)
+        self._rise(warmup_num_steps, warmup_type)
+        self._warn_if_short(self.total_num_steps)
+        self._start(last_batch_iteration)
+
+    def lrs_at(self, iteration: int) -> list[float]:
+        ratio = self._ratio(iteration)
+        return [lr * ratio for lr in self.base_lrs]
+
+    def get_lr_ratio(self) -> float:
+        """Return the ratio of the current iteration; 0.0 before the first step."""
+        return self._ratio(self.last_batch_iteration)
+
+    def _ratio(self, iteration: int) -> float:
+        if iteration < 0:
+            return 0.0
+        if iteration < self.warmup_num_steps:
+            return self.warmup_min_ratio + (1.0 - self.warmup_min_ratio) * self._risen(iteration)
+        done = (iteration - self.warmup_num_steps + 1) / max(
+            1, self.total_num_steps - self.warmup_num_steps
+        )
+        cosine = (1.0 + math.cos(math.pi * min(1.0, done))) / 2.0
+        return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * cosine)
+
+
+class LRRangeTest(LRSchedule):
+    """A learning rate that only grows, to find the rate at which training diverges.
+
+    Args:
+        optimizer: the optimizer whose groups are written.
+        lr_range_test_min_lr: learning rate at the start, one number or one per group.
+        lr_range_test_step_size: optimizer steps of one interval.
+        lr_range_test_step_rate: growth per interval, as a multiple of the start.
+        lr_range_test_staircase: grow once an interval instead of every step.
+        last_batch_iteration: the iteration to continue from; -1 starts anew and writes the first
+            values.
+
+    Raises:
+        ConfigError: a value of the wrong type or range, or not one per group.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        lr_range_test_min_lr: PerGroup = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer)
+        self.min_lrs = self._per_group("lr_range_test_min_lr", lr_range_test_min_lr)
+        self.step_size = self._count("lr_range_test_step_size", lr_range_test_step_size, 1)
+        self.step_rate = self._number("lr_range_test_step_rate", lr_range_test_step_rate)
+        self.staircase = bool(lr_range_test_staircase)
+        self._start(last_batch_iteration)
+
+    def lrs_at(self, iteration: int) -> list[float]:
+        intervals = (
+            (iteration + 1) // self.step_size
+            if self.staircase
+            else (iteration + 1) / self.step_size
+        )
+        return [lr * (1.0 + self.step_rate * intervals) for lr in self.min_lrs]
+
+
+class OneCycle(LRSchedule):
+    """A rise from ``cycle_min_lr`` to ``cycle_max_lr``, a fall back, then a decay; momentum moves
+    the other way.
+
+    Momentum is the first of an optimizer's ``betas``; the second becomes 0.99 while momentum is
+    cycled, as in DeepSpeed. For an optimizer without ``betas`` only the learning rate moves, with a
+    warning.
+
+    Args:
+        optimizer: the optimizer whose groups are written.
+        cycle_min_lr: lower learning rate, one number or one per group.
+        cycle_max_lr: upper learning rate, likewise.
+        decay_lr_rate: after the cycle the learning rate is ``cycle_min_lr / (1 + decay_lr_rate *
+            intervals)``.
+        cycle_first_step_size: optimizer steps of the rise, more than 0.
+        cycle_second_step_size: optimizer steps of the fall; None for as many.
+        cycle_first_stair_count: levels of the rise, 0 for a line.
+        cycle_second_stair_count: levels of the fall; None for as many.
+        decay_step_size: optimizer steps of one interval of the decay; 0 for no decay.
+        cycle_momentum: whether to cycle momentum too.
+        cycle_min_mom: lower momentum, one number or one per group.
+        cycle_max_mom: upper momentum, likewise.
+        decay_mom_rate: after the cycle momentum is ``cycle_max_mom * (1 + decay_mom_rate *
+            intervals)``.
+        last_batch_iteration: the iteration to continue from; -1 starts anew and writes the first
+            values.
+
+    Raises:
+        ConfigError: a value of the wrong type or range, or not one per group.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        cycle_min_lr: PerGroup,
+        cycle_max_lr: PerGroup,
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: PerGroup = 0.8,
+        cycle_max_mom: PerGroup = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        super().__init__(optimizer)
+        first = self._count("cycle_first_step_size", cycle_first_step_size, 1)
+        second = (
+            first
+            if cycle_second_step_size is None
+            else self._count("cycle_second_step_size", cycle_second_step_size)
+        )
+        stairs = self._count("cycle_first_stair_count", cycle_first_stair_count)
+        second_stairs = (
+            stairs
+            if cycle_second_stair_count is None
+            else self._count("cycle_second_stair_count", cycle_second_stair_count)
+        )
+        self.halves = ((first, stairs), (second, second_stairs))
+        self.total_size = first + second
+        self.decay_step_size = self._number("decay_step_size", decay_step_size)
+        self.min_lrs = self._per_group("cycle_min_lr", cycle_min_lr)
+        self.max_lrs = self._per_group("cycle_max_lr", cycle_max_lr)
+        self.decay_lr_rate = self._number("decay_lr_rate", decay_lr_rate)
+        self.min_moms = self._per_group("cycle_min_mom", cycle_min_mom)
+        self.max_moms = self._per_group("cycle_max_mom", cycle_max_mom)
+        self.decay_mom_rate = self._number("decay_mom_rate", decay_mom_rate)
+        self.cycle_momentum = bool(cycle_momentum)
+        if self.cycle_momentum and not all(
+            "betas" in group for group in self.optimizer.param_groups
+        ):
+            warnings.warn(
+                f"OneCycle: {type(self.optimizer).__name__} has no betas, so momentum is not "
+                "cycled; set cycle_momentum: false",
+                stacklevel=2,
+            )
+            self.cycle_momentum = False
+        self._start(last_batch_iteration)
+
+    def lrs_at(self, iteration: int) -> list[float]:
+        if iteration < 0:
+            return list(self.min_lrs)
+        if iteration < self.total_size:
+            height = self._height(iteration)
+            return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs)]
+        return [
+            low / (1.0 + self.decay_lr_rate * self._intervals(iteration)) for low in self.min_lrs
+        ]
+
+    def moms_at(self, iteration: int) -> list[float]:
+        """Return the momentum of each group at ``iteration``."""
+        if iteration < 0:
+            return list(self.min_moms)
+        if iteration < self.total_size:
+            height = self._height(iteration)
+            return [high - (high - low) * height for low, high in zip(self.min_moms, self.max_moms)]
+        return [
+            high * (1.0 + self.decay_mom_rate * self._intervals(iteration))
+            for high in self.max_moms
+        ]
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """Return the ``betas`` of the current iteration, or None if momentum is not cycled. Before
+        the first step these are the upper ones, the start of the cycle; as in DeepSpeed the groups
+        hold the lower ones for that step.
+        """
+        if not self.cycle_momentum:
+            return None
+        begun = self.last_batch_iteration >= 0
+        momenta = self.moms_at(self.last_batch_iteration) if begun else self.max_moms
+        return [(momentum, 0.99) for momentum in momenta]
+
+    @property
+    def step_ratio(self) -> float:
+        """The fraction of the cycle that is its rise."""
+        return self.halves[0][0] / self.total_size
+
+    def _height(self, iteration: int) -> float:
+        """Return the height in the cycle at ``iteration``, from 0 (lower) to 1 (upper)."""
+        place = (iteration + 1) % self.total_size
+        rising = place <= self.halves[0][0]
+        size, stairs = self.halves[0] if rising else self.halves[1]
+        climbed = place if rising else self.total_size - place
+        return math.floor(climbed * stairs / size) / stairs if stairs else climbed / size
+
+    def _intervals(self, iteration: int) -> float:
+        return (
+            (iteration - self.total_size + 1) / self.decay_step_size
+            if self.decay_step_size
+            else 0.0
+        )
+
+    def _write(self) -> None:
+        super()._write()
+        if self.cycle_momentum:
+            momenta = self.moms_at(self.last_batch_iteration)
+            for group, momentum in zip(self.optimizer.param_groups, momenta):
+                group["betas"] = (momentum, 0.99)
+
+
+SCHEDULES: dict[str, type[LRSchedule]] = {
     "LRRangeTest": LRRangeTest,
     "OneCycle": OneCycle,
     "WarmupLR": WarmupLR,
     "WarmupDecayLR": WarmupDecayLR,
     "WarmupCosineLR": WarmupCosineLR,
 }
-VALID_LR_SCHEDULES = list(_OURS)
-
-_TORCH = (
-    "StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "ExponentialLR", "PolynomialLR",
-    "CosineAnnealingLR",
-    "CosineAnnealingWarmRestarts", "CyclicLR", "OneCycleLR",
-)  # fmt: skip
-_OBJECTS_ONLY = {
-    "LambdaLR": "takes a function",
-    "MultiplicativeLR": "takes a function",
-    "SequentialLR": "takes schedules",
-    "ChainedScheduler": "takes schedules",
-    "ReduceLROnPlateau": "takes a metric at each step",
-    "WarmupLayerTokenDecayLR": "belongs to random layer-token drop",
-}
-
-
-def build_scheduler(cfg: SchedulerConfig, optimizer: Any) -> torch_schedules.LRScheduler:
-    """Build the schedule that ``cfg`` names, over ``optimizer``. Names are case-insensitive.
-
-    Args:
-        cfg: ``type`` and ``params`` of the configuration's ``scheduler`` section.
-        optimizer: a torch optimizer, or an object that holds one as ``.optimizer``.
-
-    Raises:
-        ConfigError: a type or parameter that does not exist or is missing, an ``"auto"`` left over,
-            a value of the wrong type or range.
-        NotBuiltError: a schedule that cannot be described by numbers alone.
-    """
-    name = _canonical(str(cfg.type))
-    cls: Any = _OURS.get(name) or getattr(torch_schedules, name)
-    params = dict(cfg.params)
-    known = {
-        key: p
-        for key, p in inspect.signature(cls.__init__).parameters.items()
-        if key not in ("self", "optimizer")
-    }
-    for key, value in params.items():
-        if key not in known:
-            raise ConfigError(
-                f"unknown scheduler.params key {key!r} for {name}{did_you_mean(key, known)}"
-            )
-        if isinstance(value, str) and value == "auto":
-            raise ConfigError(
-                f'scheduler.params.{key} of {name} is "auto" and nothing has filled it in; write a '
-                "value, or set it in the trainer's arguments"
-            )
-    missing = [
-        key
-        for key, p in known.items()
-        if p.default is inspect.Parameter.empty and key not in params
-    ]
-    if missing:
-        raise ConfigError(
-            f"scheduler {name} needs {', '.join(missing)}; write them in scheduler.params"
-        )
-    try:
-        return cls(optimizer, **params)
-    except (TypeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(
-            f"scheduler {name} with {params}: {error}. Correct scheduler.params."
-        ) from error
-
-
-def _canonical(kind: str) -> str:
-    key = kind.lower()
-    by_key = {name.lower(): name for name in (*_OURS, *_TORCH)}
-    if key in by_key:
-        return by_key[key]
-    objects_only = {name.lower(): name for name in _OBJECTS_ONLY}
-    if key in objects_only:
-        name = objects_only[key]
-        raise NotBuiltError(
-            f"scheduler type {name!r} is not built from a configuration: it {_OBJECTS_ONLY[name]}; "
-            "pass lr_scheduler= to hf_zero.initialize"
-        )
-    raise ConfigError(f"unknown scheduler type {kind!r}{did_you_mean(kind, (*_OURS, *_TORCH))}")
+VALID_LR_SCHEDULES = list(SCHEDULES)

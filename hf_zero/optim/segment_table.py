@@ -1,5 +1,9 @@
-"""The table of the segments that an optimizer steps: cut from the flat buffers, assigned to its
-groups, and split where the step counts of parameters diverge.
+"""The segments that an optimizer steps: cut from the flat buffers, assigned to its groups, and
+split where the step counts of parameters diverge; the numbers that a group shares, and the factors
+of whole tensors.
+
+Factors (of Adafactor's second moment) are replicated: every segment of a tensor, on every rank that
+has a part of it, keeps all factors with equal values.
 """
 
 from __future__ import annotations
@@ -8,13 +12,18 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from hf_zero.optim import state, table, torch_fused
-from hf_zero.optim.device_state import DeviceState, StateEntries, replace_segments
+from hf_zero.errors import UnsupportedOptimizerError
+from hf_zero.optim import segments as cuts
+from hf_zero.optim import state
 from hf_zero.optim.fused import FusedStep
 from hf_zero.optim.offloaded_state import OffloadedState
-from hf_zero.optim.table import Flat, Segment, masters
-from hf_zero.optim.whole_tensor import WholeTensorOptimizer
+from hf_zero.optim.own_step import choose_fused
+from hf_zero.optim.segments import Flat, Segment, masters
+from hf_zero.optim.sharded_tensors import extent_of
+from hf_zero.optim.state import DeviceState, StateEntries, replace_segments
+from hf_zero.optim.whole_tensor import FACTORS, WholeTensorOptimizer
 
 
 class SegmentTable:
@@ -32,6 +41,9 @@ class SegmentTable:
         self.stepped: list[Segment] = []  # all at once, by the optimizer's step
         # one zero each, for groups that own nothing on this rank
         self.stand_ins: list[Segment] = []
+        # those that are in host memory, whatever device the others of their group are on: they are
+        # stepped separately
+        self.stand_ins_apart: list[Segment] = []
         self.resting_names: frozenset[str] = frozenset()
         self.resting: list[Segment] = []  # their segments, which other code updates
         # groups whose parameters, as far as this rank has them, have made different numbers of
@@ -42,9 +54,9 @@ class SegmentTable:
         """Cut ``flats`` into segments without state and assign them to the optimizer's groups; each
         of ``groups`` gets at least a stand-in.
         """
-        self._fused.reset()
         here = [flat for flat in flats if not flat.offloaded]
         away = [flat for flat in flats if flat.offloaded]
+        self._fused.reset(masters(here[0]).device if here else None)
         self.device.cut(here, group_of)
         self.offloaded.cut(away, group_of)
         regions = [*self.device.regions, *self.offloaded.regions]
@@ -57,13 +69,14 @@ class SegmentTable:
             stand_in.tensor = torch.nn.Parameter(zero, requires_grad=False)
             self.stand_ins.append(stand_in)
         self.segments = segments + self.stand_ins
+        self.stand_ins_apart = self.stand_ins if away and not self._adds_up else []
         self.parted = set()
         dict.clear(self._optimizer.state)  # not SegmentStates.clear, which resets all state
         self._list()
         if self._adds_up:  # each segment must be a part of one tensor
             self.divide(segments, lambda name: name)
         for live in self._optimizer.param_groups:
-            torch_fused.choose(self._base, live)
+            choose_fused(self._base, live)
         self.offloaded.create_all()
 
     def carry(self, carried: state.Carried, group_of: Mapping[str, int]) -> None:
@@ -85,7 +98,7 @@ class SegmentTable:
     def _list(self) -> None:
         """Write the current segments into the optimizer's groups and rebuild the lists by kind."""
         self.stepped = [segment for segment in self.segments if not segment.offloaded]
-        if self.steps_stand_ins_apart:
+        if self.stand_ins_apart:
             self.stepped = [segment for segment in self.stepped if segment.parts]
         if self.resting_names or self.resting:
             rests = [
@@ -95,13 +108,6 @@ class SegmentTable:
             self.stepped = [segment for segment in self.stepped if segment not in rests]
         for index, live in enumerate(self._optimizer.param_groups):
             live["params"] = [segment.tensor for segment in self.segments if segment.group == index]
-
-    @property
-    def steps_stand_ins_apart(self) -> bool:
-        """Whether stand-ins are in host memory, whatever device the others of their group are on:
-        they are then stepped separately.
-        """
-        return bool(self.offloaded.regions) and not self._adds_up
 
     def state_of(self, segment: Segment) -> DeviceState | OffloadedState:
         """Return the store that keeps the state of ``segment``."""
@@ -113,7 +119,7 @@ class SegmentTable:
         """Split ``segments``, with their state, wherever a parameter of another kind begins; return
         the pieces of each, with their kinds.
         """
-        divided = {segment: table.divide(segment, kind_of) for segment in segments}
+        divided = {segment: cuts.divide(segment, kind_of) for segment in segments}
         self.replace({segment: [piece for _, piece in found] for segment, found in divided.items()})
         return divided
 
@@ -171,3 +177,151 @@ class SegmentTable:
         for found in self.divide(mixed, unused.__contains__).values():
             left_out |= {piece for is_unused, piece in found if is_unused}
         return left_out
+
+
+class GroupNumbers:
+    """The shared numbers of the groups of one optimizer."""
+
+    def __init__(self, entries: StateEntries, table: SegmentTable) -> None:
+        self._entries = entries
+        self._table = table
+        # number of loads of all state from outside; the most steps of a parameter in the last one
+        self.loads, self.loaded_steps = 0, 0
+        self.writes = 0  # number of writes to per-element state from outside
+
+    def scalars(self) -> list[dict[str, float]]:
+        """Return per group the numbers that its parameters share, such as ``{"step": 3.0}``. Equal
+        on every rank; :meth:`apart` has the exceptions.
+        """
+        out: list[dict[str, float]] = [{} for _ in self._entries.groups]
+        # from the first segment of the group that has any: the first step creates state on the
+        # device
+        for segment in self._table.segments:
+            if not out[segment.group]:
+                out[segment.group] = self._entries.numbers(segment)
+        return out
+
+    def apart(self) -> list[dict[str, dict[str, float]]]:
+        """Return per group, if its parameters have made different numbers of steps, the numbers of
+        each parameter with elements on this rank; otherwise an empty dict.
+        """
+        out: list[dict[str, dict[str, float]]] = [{} for _ in self._entries.groups]
+        for segment in self._table.segments:
+            if segment.group in self._table.parted and segment.parts:
+                out[segment.group] |= dict.fromkeys(segment.names, self._entries.numbers(segment))
+        return out
+
+    def note_load(
+        self,
+        scalars: Sequence[Mapping[str, float]],
+        apart: Sequence[Mapping[str, Mapping[str, float]]] = (),
+    ) -> None:
+        """Record that state with these numbers, equal on all ranks, has replaced the former."""
+        each = [*scalars, *(numbers for group in apart for numbers in group.values())]
+        self.loads += 1
+        self._table.rest(frozenset())  # the loaded state may lack theirs
+        self.loaded_steps = int(max((numbers.get("step", 0) for numbers in each), default=0))
+
+    def load(
+        self,
+        scalars: Sequence[Mapping[str, float]],
+        apart: Sequence[Mapping[str, Mapping[str, float]]],
+    ) -> None:
+        """Load the results of :meth:`scalars` and of :meth:`apart`, which may name parameters of
+        any rank; create state that does not exist yet.
+        """
+        self.note_load(scalars, apart)
+        own = {name: values for group in apart for name, values in group.items()}
+        if own:
+            numbers_of = {name: tuple(sorted(values.items())) for name, values in own.items()}
+            concerned = [
+                segment
+                for segment in self._table.segments
+                if segment.parts and not segment.names.isdisjoint(own)
+            ]
+            self._table.parted |= {index for index, group in enumerate(apart) if group}
+            self._table.divide(concerned, numbers_of.get)
+        for segment in self._table.segments:
+            values = (
+                own.get(min(segment.names), scalars[segment.group])
+                if own and segment.parts
+                else scalars[segment.group]
+            )
+            if not values:
+                if own and segment.parts and min(segment.names) in own:
+                    self._table.state_of(segment).unstep(segment)
+                continue
+            self._table.state_of(segment).create(segment)
+            kept = self._entries.of(segment)
+            for name, number in values.items():
+                if name not in kept:
+                    raise UnsupportedOptimizerError(
+                        f"optimizer {type(self._entries.optimizer).__name__} keeps no number "
+                        f"{name!r} in group {segment.group}; the state was saved by "
+                        "another optimizer. Use the same one, or load without optimizer states."
+                    )
+                if isinstance(kept[name], Tensor):
+                    kept[name].fill_(number)
+                else:
+                    self._entries.optimizer.state[segment.tensor][name] = state.scalar_like(
+                        kept[name], number
+                    )
+
+
+# by parameter and state name
+Factors = Mapping[str, Mapping[str, Tensor]]
+
+
+class TensorFactors:
+    """The factors of the parameters of one optimizer."""
+
+    def __init__(self, entries: StateEntries, table: SegmentTable) -> None:
+        self._entries = entries
+        self._table = table
+        optimizer = entries.optimizer
+        # possible names of factors
+        self.known = optimizer.FACTOR_NAMES if isinstance(optimizer, WholeTensorOptimizer) else ()
+
+    def of(self, segment: Segment) -> dict[str, Tensor]:
+        """Return the factors of ``segment``, which must have been stepped or be stepped now."""
+        if not self.known:
+            return {}
+        live = self._entries.optimizer.state[segment.tensor]
+        factors: dict[str, Tensor] = live.setdefault(FACTORS, {})
+        return factors
+
+    def held(self, firsts: bool = False) -> dict[str, dict[str, Tensor]]:
+        """Return factors by parameter; ``firsts``: only if this rank has its first element."""
+        found = {}
+        for segment in self._table.segments if self.known else ():
+            start, stop = extent_of(segment) if segment.parts else (0, 0)
+            if start < stop and not (firsts and start):
+                factors = self._entries.of(segment).get(FACTORS)
+                if factors:
+                    found[min(segment.names)] = factors
+        return found
+
+    def load(self, saved: Factors) -> None:
+        """Load the result of :meth:`held`, which may have parameters of any rank; factors of all
+        others are reset.
+        """
+        for segment in self._table.segments if self.known else ():
+            entries = self._entries.of(segment)
+            if segment.parts and entries:
+                factors = state.copied(saved.get(min(segment.names), {}))
+                entry = self._entries.optimizer.state[segment.tensor]
+                entry[FACTORS] = {
+                    name: each.to(segment.tensor.device, segment.tensor.dtype)
+                    for name, each in factors.items()
+                }
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters with elements on this rank that may have factors."""
+        return sorted(
+            {
+                min(segment.names)
+                for segment in (self._table.segments if self.known else ())
+                if segment.parts
+            }
+        )

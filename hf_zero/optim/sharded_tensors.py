@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.device.pinned import upload
-from hf_zero.optim.table import Flat, Segment
+from hf_zero.optim.segments import Flat, Segment
 from hf_zero.optim.whole_tensor import TensorPlace, Tensors, WholeTensorOptimizer
 
 

@@ -18,7 +18,7 @@ from hf_zero.offload.placement import Placement
 from hf_zero.ops import native
 from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.elementwise import check
-from hf_zero.optim.fused_support import reads_16_bits
+from hf_zero.optim.fused import reads_16_bits
 from hf_zero.optim.state import collect, numbers_kept
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer, moments_by_group
 from hf_zero.zero.extensions import PLAIN, Extensions

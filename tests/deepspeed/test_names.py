@@ -30,8 +30,8 @@ from hf_zero.errors import (
     OffloadError,
     UnsupportedOptimizerError,
 )
+from hf_zero.optim.adam_lion import Lion
 from hf_zero.optim.elementwise import check
-from hf_zero.optim.lion import Lion
 from hf_zero.zero.layout import leaf_modules
 from tests.helpers.late_transfers import Late
 

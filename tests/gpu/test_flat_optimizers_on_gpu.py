@@ -21,7 +21,7 @@ from hf_zero.ops.flat_optimizers import (
     squared_norm,
 )
 from hf_zero.ops.lamb import LambSettings, apply_, measure_
-from hf_zero.optim.lion import Lion
+from hf_zero.optim.adam_lion import Lion
 from tests.helpers.engines import STAGES, start
 from tests.helpers.stacks import stack
 

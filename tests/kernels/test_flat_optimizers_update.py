@@ -22,7 +22,7 @@ from hf_zero.ops.flat_optimizers import (
     settings_table,
 )
 from hf_zero.ops.flat_tiles import PHASE
-from hf_zero.optim.lion import Lion
+from hf_zero.optim.adam_lion import Lion
 from tests.helpers.checked_triton import checked_triton
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -15,7 +15,7 @@ from hf_zero.config import OptimizerConfig
 from hf_zero.errors import ConfigError
 from hf_zero.optim import Adafactor, build_optimizer
 from hf_zero.optim.adafactor import rectangles
-from hf_zero.optim.convert import adopt, give_back
+from hf_zero.optim.elementwise import adopt, give_back
 
 SHAPES = ((4, 3), (5,), (), (3, 2, 4), (1, 6))
 SETTINGS: list[dict[str, Any]] = [

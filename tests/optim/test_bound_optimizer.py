@@ -16,7 +16,7 @@ from hf_zero.errors import PartitionError, UnsupportedOptimizerError
 from hf_zero.optim import CPUSGD, CPUAdagrad, CPUAdam, CPULion, Lion
 from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.cpu_base import CPUOptimizer
-from hf_zero.optim.table import Run, cut, group_runs
+from hf_zero.optim.segments import Run, cut, group_runs
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from tests.helpers.flats import ShardFlat, shard
 

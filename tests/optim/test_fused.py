@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from hf_zero.ops import dispatch
+from hf_zero.optim.adam_lion import Lion
 from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.fused import FusedStep
-from hf_zero.optim.lion import Lion
 from tests.helpers.flats import shard
 
 UNITS = [

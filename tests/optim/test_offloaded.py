@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_zero.offload.storage import MASTER
 from hf_zero.offload.sub_group_update import Counted, Update
-from hf_zero.optim.table import Segment, SegmentPart
+from hf_zero.optim.segments import Segment, SegmentPart
 
 SUB_GROUPS = 3
 

@@ -16,7 +16,7 @@ from torch import nn
 import hf_zero
 from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, ZeroConfig
 from hf_zero.ops.files import ALIGNMENT as SECTOR
-from hf_zero.optim.lion import Lion
+from hf_zero.optim.adam_lion import Lion
 from hf_zero.planning import FlatParameters, MemoryPlan, Needs, groups_of, needs
 from hf_zero.planning.moments import moment_bytes, moments_of
 from hf_zero.planning.needs import gathered_bytes, gradient_buffers

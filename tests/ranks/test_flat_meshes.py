@@ -15,7 +15,7 @@ from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.errors import ConfigError, PartitionError, UnsupportedOptimizerError
-from hf_zero.optim.lars import LARS
+from hf_zero.optim.trust_ratio import LARS
 from hf_zero.zero.layout.box import Box
 from hf_zero.zero.layout.cut_parameters import join_parts
 from hf_zero.zero.layout.sharding import Sharding

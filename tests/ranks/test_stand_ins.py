@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.optim.segment_steps import SegmentSteps
+from hf_zero.optim.own_step import OwnStep
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Plan
@@ -61,7 +61,7 @@ def train(rank, models, make, section):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_stand_in_is_stepped_apart_and_counts_as_the_others_do(name, monkeypatch):
     calls = []
-    over = SegmentSteps.over
+    over = OwnStep._over
 
     def recorded(self, segments, gradients, grad_scale, *more):
         calls.append(
@@ -82,7 +82,7 @@ def test_a_stand_in_is_stepped_apart_and_counts_as_the_others_do(name, monkeypat
         return run_ranks(2, train, models, OPTIMIZERS[name], section)
 
     plain = run({"stage": 2})
-    monkeypatch.setattr(SegmentSteps, "over", recorded)
+    monkeypatch.setattr(OwnStep, "_over", recorded)
     offloaded = run({"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}})
     assert [stand_ins for *_, stand_ins in offloaded] == [1, 0]
     assert any(not owned for owned, *_ in calls), "no stand-in was stepped: the case is another one"

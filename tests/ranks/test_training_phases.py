@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.optim.adafactor import Adafactor
-from hf_zero.optim.warmup import WarmupDecayLR
+from hf_zero.optim.schedules import WarmupDecayLR
 from hf_zero.techniques.training_phases import TrainingPhases, of_config, rampup
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, full_weights, start

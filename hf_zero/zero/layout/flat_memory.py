@@ -11,7 +11,7 @@ import torch
 from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.offload.placement import Placement, ShardSpec
 from hf_zero.offload.storage import MASTER, DeviceStorage
-from hf_zero.optim.table import sub_groups
+from hf_zero.optim.segments import sub_groups
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.stage_policy import Policy
 

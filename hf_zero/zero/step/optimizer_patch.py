@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hf_zero.errors import PartitionError
-from hf_zero.optim.convert import give_back
+from hf_zero.optim.elementwise import give_back
 from hf_zero.zero.layout.parameter import name_of, owner_of
 
 TAKEN = ("step", "add_param_group", "zero_grad", "state_dict", "load_state_dict")

@@ -20,7 +20,6 @@ from hf_zero.offload.gradient_offload import GradientOffload
 from hf_zero.offload.placement import ShardSpec, room_beside_a_step
 from hf_zero.offload.storage import MASTER
 from hf_zero.offload.update import StagedCopies, Updater
-from hf_zero.optim.hyperparameters import scaled_rates
 from hf_zero.zero.extensions import StepExtension
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_memory import keeps_master, ways_back
@@ -120,7 +119,7 @@ class OptimizerStep:
         """
         if unit.offloaded:
             unit.take_user_writes()
-            with self._updating_state(), scaled_rates(self.bound.groups, self.lr_scale):
+            with self._updating_state(), self.bound.scaled_rates(self.lr_scale):
                 self.updater.start_early(self.updater.early or self.bound.begin(1.0, steps), unit)
 
     @torch.no_grad()
@@ -179,7 +178,7 @@ class OptimizerStep:
             divisor = torch.full((), scale, device=model.mesh.device)
         resting = set[FlatBuffer]()  # their shards on the device are not written here
         # in fp32 the master weights are the shards
-        with self.changing_state(), scaled_rates(self.bound.groups, self.lr_scale):
+        with self.changing_state(), self.bound.scaled_rates(self.lr_scale):
             for each in self.extensions:
                 each.before_update()
             with span("update", "parameters on the device"):

@@ -1,11 +1,13 @@
-"""Lion: the sign of an interpolated momentum, with decoupled weight decay (Chen et al. 2023,
-arXiv:2302.06675).
+"""Adam and AdamW with optional bias correction, and Lion: element-wise updates beside torch's own
+classes.
 
-It keeps one state tensor (``exp_avg``) instead of Adam's two. The update is element-wise.
+Lion (Chen et al. 2023, arXiv:2302.06675) applies the sign of an interpolated momentum, with
+decoupled weight decay; it keeps one state tensor (``exp_avg``) instead of Adam's two.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,40 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
+
+
+class Adam(torch.optim.Adam):
+    """torch.optim.Adam, or AdamW by ``decoupled_weight_decay``, with one more setting per group.
+
+    With ``bias_correction`` false the moments, which start at zero, are used uncorrected, as in
+    BERT's AdamW (Devlin et al. 2018, arXiv:1810.04805)::
+
+        w <- w - lr * m / (sqrt(v) + eps)
+
+    Args:
+        params: parameters or parameter groups.
+        bias_correction: whether to correct the moments for their start at zero.
+        settings: the other arguments of torch.optim.Adam.
+    """
+
+    def __init__(self, params: Any, *args: Any, bias_correction: bool = True, **settings: Any):
+        super().__init__(params, *args, **settings)
+        self.defaults["bias_correction"] = bias_correction
+        for group in self.param_groups:
+            group.setdefault("bias_correction", bias_correction)
+
+    def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
+        """Collect the lists as torch.optim.Adam does. Without bias correction, count the steps here
+        and replace them by infinity, where the correction factor is 1.
+        """
+        answer = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
+        steps: list[Tensor] = lists[-1]
+        if steps and not group.get("bias_correction", True):
+            skipped: Tensor | None = getattr(self, "found_inf", None)
+            for step in steps:
+                step += 1 if skipped is None else 1 - skipped.to(step.device)
+            steps[:] = [torch.full_like(step, math.inf) for step in steps]
+        return answer
 
 
 class Lion(torch.optim.Optimizer):

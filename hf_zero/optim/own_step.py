@@ -1,0 +1,208 @@
+"""Steps of the user's optimizer itself over segments, with torch's fused kernels where a group runs
+them, and workarounds for the errors of those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zero.offload.storage import MASTER
+from hf_zero.optim.adam_lion import Adam
+from hf_zero.optim.offloaded_state import BEGIN_WITH_GRADIENT
+from hf_zero.optim.segments import Segment
+from hf_zero.optim.state import kept
+
+# Classes whose fused step reads ``optimizer.grad_scale`` and ``optimizer.found_inf``, with its op.
+_OPS: dict[type, str] = {
+    Adam: "aten::_fused_adam_",
+    torch.optim.Adam: "aten::_fused_adam_",
+    torch.optim.AdamW: "aten::_fused_adamw_",
+    torch.optim.SGD: "aten::_fused_sgd_",
+    torch.optim.Adagrad: "aten::_fused_adagrad_",
+}
+
+
+def choose_fused(base: type | None, group: dict[str, Any]) -> None:
+    """Switch ``fused`` on in a group of an optimizer of class ``base`` that leaves it open, if
+    there is a kernel for its tensors.
+    """
+    op = _OPS.get(base) if base is not None else None
+    if (
+        op is None
+        or not group["params"]
+        or group["fused"] is not None
+        or group["foreach"] is not None
+        or group["differentiable"]
+    ):
+        return
+    kinds = {(tensor.dtype, tensor.device.type) for tensor in group["params"]}
+    if all(dtype == torch.float32 and _has_kernel(op, device) for dtype, device in kinds):
+        group["fused"] = True
+
+
+def _has_kernel(op: str, device_type: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(
+        op, torch._C._dispatch_key_for_device(device_type)
+    )
+
+
+class OwnStep:
+    """Steps of ``optimizer``; ``base`` is its class among those with a known update."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, base: Any) -> None:
+        self._optimizer = optimizer
+        self._base = base
+        self.step = optimizer.step  # with the wrappers LR schedulers have put on the object
+
+    def update(
+        self, segments: Sequence[Segment], grad_scale: Tensor | None, found_inf: Tensor | None
+    ) -> bool:
+        """Step ``segments`` from the gradients of their flat buffers, divided by ``grad_scale``.
+        Return False if the host has read ``found_inf`` and nothing may change.
+        """
+        unfused = self._groups_to_unfuse(segments) if self._base is torch.optim.SGD else ()
+        for group in unfused:
+            group["fused"] = False
+        try:
+            in_kernel = self._takes_scale(found_inf)
+            if found_inf is not None and not in_kernel and bool(found_inf.ne(0)):
+                return False
+            gradients = [
+                segment.gradient() if segment.parts else torch.zeros_like(segment.tensor)
+                for segment in segments
+            ]
+            self._over(segments, gradients, grad_scale, found_inf, in_kernel, self.step)
+        finally:
+            for group in unfused:
+                group["fused"] = True
+        return True
+
+    def stand_ins(self, segments: Sequence[Segment]) -> None:
+        """Step ``segments``, which own nothing, with zero gradients."""
+        zeros = [torch.zeros_like(segment.tensor) for segment in segments]
+        self._over(segments, zeros, None, None, self._takes_scale(None), self._bare)
+
+    def sub_group(
+        self, segment: Segment, held: Mapping[str, Any], grad: Tensor, divisor: float, fresh: bool
+    ) -> None:
+        """Make one update of ``segment`` by the optimizer itself, over the arrays in ``held``."""
+        entries: Any = self._optimizer.state[segment.tensor]
+        waiting = segment.tensor.data
+        between = {name: entries[name] for name in held if name in entries}
+        segment.tensor.data = held[MASTER]
+        entries.update({name: held[name] for name in between})
+        if fresh and self._base in BEGIN_WITH_GRADIENT:
+            entries.pop("momentum_buffer", None)
+        gradient = grad if grad.dtype == segment.tensor.dtype else grad.to(segment.tensor.dtype)
+        scale = None if divisor == 1.0 else torch.tensor(divisor, dtype=torch.float32)
+        self._over([segment], [gradient], scale, None, self._takes_scale(None), self._bare)
+        for name, entry in between.items():
+            made = entries.get(name)
+            if made is not None and made.data_ptr() != held[name].data_ptr():
+                held[name].copy_(made)
+            entries[name] = entry
+        segment.tensor.data = waiting
+
+    def _over(
+        self,
+        segments: Sequence[Segment],
+        gradients: list[Tensor],
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        in_kernel: bool,
+        step: Callable[[], Any],
+    ) -> None:
+        """Run ``step`` with ``gradients`` of ``segments``; the optimizer skips all others."""
+        optimizer: Any = self._optimizer
+        if grad_scale is not None and not in_kernel and gradients:
+            torch._foreach_div_(
+                gradients, grad_scale.to(dtype=gradients[0].dtype, device=gradients[0].device)
+            )
+        try:
+            if in_kernel:
+                # The kernels skip only if the flag is exactly 1.0, and take fp32.
+                optimizer.grad_scale = (
+                    None
+                    if grad_scale is None
+                    else grad_scale.detach().to(torch.float32).reshape(())
+                )
+                optimizer.found_inf = (
+                    None if found_inf is None else found_inf.ne(0).to(torch.float32).reshape(())
+                )
+            for segment, gradient in zip(segments, gradients):
+                segment.tensor.grad = gradient
+            step()
+        finally:
+            for segment in segments:
+                segment.tensor.grad = None
+            if in_kernel:
+                del optimizer.grad_scale, optimizer.found_inf
+
+    def _bare(self) -> None:
+        """Run the class's own step without hooks, which run once for the whole step."""
+        own = type(self._optimizer).step
+        getattr(own, "__wrapped__", own)(self._optimizer)
+
+    # ---- torch's fused kernels ----
+
+    def _takes_scale(self, found_inf: Tensor | None) -> bool:
+        """Whether every group runs a fused kernel that takes the scale and the overflow flag
+        itself.
+        """
+        if self._base not in _OPS:
+            return False
+        groups = []
+        for group in self._optimizer.param_groups:
+            if group["params"]:
+                if not group.get("fused"):
+                    return False
+                groups.append(group)
+        if not groups:
+            return False
+        if self._base is torch.optim.SGD and found_inf is not None:
+            # torch's fused SGD leaves a new momentum buffer uninitialised when its first step
+            # overflows. Zeros give the same first step unless there is dampening; then the host
+            # checks the flag.
+            fresh = [
+                (group, p)
+                for group in groups
+                if group["momentum"] != 0
+                for p in group["params"]
+                if not self._has_state(p)
+            ]
+            if any(group["dampening"] != 0 for group, _ in fresh):
+                return False
+            self._begin_with_zeros([p for _, p in fresh])
+        return True
+
+    def _groups_to_unfuse(self, segments: Sequence[Segment]) -> list[dict[str, Any]]:
+        """Return the groups that must run unfused because some of their tensors make their first
+        step and others do not; without dampening, begin those with zeros instead.
+
+        torch's fused SGD raises then: it initialises the momentum of all tensors of a group or of
+        none.
+        """
+        unfused = []
+        for number, group in enumerate(self._optimizer.param_groups):
+            if not (group["fused"] and group["momentum"]):
+                continue
+            tensors = [segment.tensor for segment in segments if segment.group == number]
+            fresh = [tensor for tensor in tensors if not self._has_state(tensor)]
+            if 0 < len(fresh) < len(tensors):
+                if group["dampening"]:
+                    unfused.append(group)
+                else:
+                    self._begin_with_zeros(fresh)
+        return unfused
+
+    def _has_state(self, tensor: Tensor) -> bool:
+        entries: Mapping[str, Any] = self._optimizer.state.get(tensor, {})
+        return bool(kept(entries))
+
+    def _begin_with_zeros(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            self._optimizer.state[tensor]["momentum_buffer"] = torch.zeros_like(tensor)
