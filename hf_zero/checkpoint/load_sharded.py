@@ -16,7 +16,6 @@ from hf_zero.checkpoint import find
 from hf_zero.checkpoint.engine_state import (
     model_order,
     refuse_destroyed,
-    weights_of,
 )
 from hf_zero.checkpoint.find import whole_tags_beside
 from hf_zero.checkpoint.manifest import RNG
@@ -213,16 +212,19 @@ class _Load:
         if self.scheduler is not None and self.groups:
             self.scheduler = reorder_schedule(self.scheduler, self.groups)
         self.client_state = checkpoint.client_state()
-        self.runs: list[tuple[FlatBuffer, list[CopyRange]]] = []
+        # for each flat buffer the runs of its weights, and those of each optimizer state
+        self.runs: list[tuple[FlatBuffer, list[CopyRange], dict[str, list[CopyRange]]]] = []
+        self.nbytes = 0  # to read for the flat buffers
         for flat in engine.flats:
             found = list(
                 copy_ranges(
                     self.manifest, flat.layout, flat.owned[0], flat.owned[1], self.match.held
                 )
             )
-            self.runs.append((flat, found))
-            for run in found:
-                checkpoint.file(run.flat.chunks[run.chunk].file)
+            states = checkpoint.states(found) if optimizer and flat.trainable else {}
+            self.runs.append((flat, found, states))
+            self.nbytes += checkpoint.nbytes(found)
+            self.nbytes += sum(checkpoint.nbytes(runs, name) for name, runs in states.items())
         saved = self.manifest.optimizer.factors if optimizer and self.manifest.optimizer else {}
         for name in engine.bound.factors.names if saved else ():
             if self.match.held.get(name) in saved:
@@ -232,54 +234,24 @@ class _Load:
         if verify:
             checkpoint.verify(checkpoint.listed()[engine.global_rank :: engine.mesh.dims.world])
 
-        self.tick: Tick = lambda count: None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that this rank reads for its flat buffers."""
-        total = 0
-        for flat, found in self.runs:
-            states = (
-                {name for run in found for name in run.flat.states}
-                if self.optimizer and flat.trainable
-                else set()
-            )
-            total += self._stored(found) + sum(
-                self._stored([r for r in found if self.checkpoint.holds(r, name)], name)
-                for name in states
-            )
-        return total
-
-    def _stored(self, found: list[CopyRange], tensor: str | None = None) -> int:
-        """Return the bytes that the ranges ``found`` occupy in the files."""
-        files = self.checkpoint.file
-        keys = [(run, f"{run.flat.key}::{tensor or run.flat.weights}") for run in found]
-        return sum(
-            run.length * files(run.flat.chunks[run.chunk].file).entries[key].dtype.itemsize
-            for run, key in keys
-        )
-
-    def _fill(self, out: torch.Tensor, found: list[CopyRange], tensor: str | None = None) -> None:
-        for run in found:
-            self.checkpoint.fill(out, [run], tensor)
-            self.tick(self._stored([run], tensor))
+        self.tick: Tick | None = None
 
     @torch.no_grad()
     def apply(self, module_only: bool, rng: bool) -> None:
         if self.optimizer:
             self._forget_unsaved()
-        for flat, found in self.runs:
+        for flat, found, states in self.runs:
             kept = flat.optimizer_shard.master
             if kept is not None:
                 master = kept.detach()
-                self._fill(master, found)
+                self.checkpoint.fill(master, found, tick=self.tick)
                 flat.optimizer_shard.store_master(master)
             else:
-                values = weights_of(flat)[1].detach().clone()
-                self._fill(values, found)
+                values = flat.shard.detach().clone()
+                self.checkpoint.fill(values, found, tick=self.tick)
                 flat.store_shard(values)
             if self.optimizer and flat.trainable:
-                self._load_states(flat, found)
+                self._load_states(flat, found, states)
         self._load_buffers()
         if self.scheduler is not None:
             self.engine.lr_scheduler.load_state_dict(self.scheduler)
@@ -330,24 +302,19 @@ class _Load:
         if nothing and not any(flat.states for flat in self.manifest.flats):
             self.engine.bound.forget()
 
-    def _load_states(self, flat: FlatBuffer, found: list[CopyRange]) -> None:
-        bound = self.engine.bound
-        live = {
-            name: tensor
-            for name, tensor in bound.tensors(flat.optimizer_shard).items()
-            if name != "master"
-        }
-        saved = {
-            name for run in found for name in run.flat.states if self.checkpoint.holds(run, name)
-        }
-        for name in sorted(saved | set(live)):
-            chosen = [run for run in found if self.checkpoint.holds(run, name)]
-            out = live.get(name)
+    def _load_states(
+        self, flat: FlatBuffer, found: list[CopyRange], saved: dict[str, list[CopyRange]]
+    ) -> None:
+        bound, wanted = self.engine.bound, sum(run.length for run in found)
+        live = dict(bound.tensors(flat.optimizer_shard))
+        master = live.pop("master")
+        for name in sorted({*saved, *live}):
+            runs, out = saved.get(name, []), live.get(name)
             if out is None:
-                out = torch.zeros_like(weights_of(flat)[1])
-            elif sum(run.length for run in chosen) < sum(run.length for run in found):
+                out = torch.zeros_like(master)
+            elif sum(run.length for run in runs) < wanted:
                 out.zero_()
-            self._fill(out, chosen, name)
+            self.checkpoint.fill(out, runs, name, self.tick)
             bound.load_tensor(flat.optimizer_shard, name, out)
 
     def _load_groups(self) -> None:

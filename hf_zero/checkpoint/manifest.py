@@ -4,14 +4,12 @@ as JSON; and parameter names without the prefixes of wrappers.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -270,19 +268,6 @@ class Manifest:
         cut = any(slot.box is not None for parts in self.parts.values() for _, slot in parts)
         return PARTS_VERSION if cut else VERSION
 
-    def runs(self, name: str, start: int, stop: int) -> Iterator[tuple[FlatEntry, int, int]]:
-        """Yield the runs that hold elements ``[start, stop)`` of the whole parameter ``name``, in
-        order, as (flat, at, length): ``length`` elements from element ``at`` of the flat.
-        """
-        parts = self.parts[name]
-        flat, slot = parts[0]
-        if slot.box is None:
-            yield flat, slot.offset + start, stop - start
-            return
-        of_parts = (_runs_of(flat, slot, start, stop) for flat, slot in parts)
-        for _, flat, at, length in heapq.merge(*of_parts, key=itemgetter(0)):
-            yield flat, at, length
-
     def to_json(self) -> dict[str, Any]:
         optimizer = self.optimizer and {
             "class": self.optimizer.class_name,
@@ -390,14 +375,6 @@ class Manifest:
                 f"{source} is damaged: {detail}; restore it, or load another tag of this run"
             ) from error
         return manifest
-
-
-def _runs_of(
-    flat: FlatEntry, slot: Slot, start: int, stop: int
-) -> Iterator[tuple[int, FlatEntry, int, int]]:
-    assert slot.box is not None
-    for run in slot.box.runs_within(start, stop):
-        yield run.place, flat, slot.offset + run.at, run.length
 
 
 def _is_as_written(content: bytes, digest: Any) -> bool:
@@ -566,8 +543,10 @@ def _parse(data: dict[str, Any]) -> Manifest:
 
 def _check_parts(name: str, slots: Sequence[Slot]) -> None:
     """Raise ValueError unless ``slots`` hold each element of parameter ``name`` exactly once."""
+    if len(slots) == 1 and slots[0].box is None:
+        return  # held whole, once
     whole, numel = slots[0].whole, sum(slot.numel for slot in slots)
-    if any(slot.box is None for slot in slots) and len(slots) > 1:
+    if any(slot.box is None for slot in slots):
         raise ValueError(f"parameter {name!r} is held twice")
     if any(slot.whole != whole for slot in slots) or numel != math.prod(whole):
         raise ValueError(f"the parts of parameter {name!r} do not make one of shape {whole}")

@@ -83,8 +83,8 @@ def _pair(
     names there that match only names held on other ranks.
     """
     live = list(live)
-    found = pair_names([each for name in live for each in names.every(name)], there)
-    own = {name: found[names.own(name)] for name in live if names.own(name) in found}
+    found = pair_names([each for every in names.every_of(live).values() for each in every], there)
+    own = {name: found[each] for name, each in names.own_of(live).items() if each in found}
     return own, set(found.values()) - set(own.values())
 
 

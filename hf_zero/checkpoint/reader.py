@@ -6,12 +6,14 @@ units, and ``objects.pt``, from which nothing executes.
 from __future__ import annotations
 
 import bisect
+import heapq
 import importlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from hf_zero.checkpoint.manifest import (
     BUFFER,
     FORMAT,
     MANIFEST_NAME,
+    MASTER,
+    SHARD,
     FileEntry,
     FlatEntry,
     Manifest,
@@ -36,7 +40,7 @@ from hf_zero.checkpoint.storage import (
 from hf_zero.checkpoint.tensorfile import TensorFile, algorithm_of, hash_of_file
 from hf_zero.errors import CheckpointError
 from hf_zero.zero.layout.box import BoxRun
-from hf_zero.zero.layout.flat_layout import FlatLayout
+from hf_zero.zero.layout.flat_layout import FlatLayout, Slot
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,16 @@ def parameter_ranges(
     """Yield the runs that hold elements ``[start, stop)`` of the whole parameter ``name``, in
     order, without gaps.
     """
-    for flat, at, numel in manifest.runs(name, start, stop):
+    parts = manifest.parts[name]
+    flat, slot = parts[0]
+    stretches: Iterable[tuple[int, FlatEntry, int, int]] = [
+        (start, flat, slot.offset + start, stop - start)
+    ]
+    if slot.box is not None:
+        stretches = heapq.merge(
+            *(_stretches(flat, slot, start, stop) for flat, slot in parts), key=itemgetter(0)
+        )
+    for _, flat, at, numel in stretches:
         end = at + numel
         # the last chunk that starts at or before `at`: others with the same start are empty
         index = bisect.bisect_right(flat.starts, at) - 1
@@ -72,6 +85,17 @@ def parameter_ranges(
                 yield CopyRange(flat, index, at - chunk.start, target, length)
                 at, target = at + length, target + length
             index += 1
+
+
+def _stretches(
+    flat: FlatEntry, slot: Slot, start: int, stop: int
+) -> Iterator[tuple[int, FlatEntry, int, int]]:
+    """Yield the elements ``[start, stop)`` of a whole parameter that one of its parts holds, as
+    (element of the parameter, flat, element of the flat, length).
+    """
+    assert slot.box is not None
+    for run in slot.box.runs_within(start, stop):
+        yield run.place, flat, slot.offset + run.at, run.length
 
 
 def copy_ranges(
@@ -262,19 +286,40 @@ class Checkpoint(ClosedAtExit):
             "another tag of this run"
         )
 
-    def fill(self, out: torch.Tensor, runs: Iterable[CopyRange], tensor: str | None = None) -> None:
+    def fill(
+        self,
+        out: torch.Tensor,
+        runs: Iterable[CopyRange],
+        tensor: str | None = None,
+        tick: Callable[[int], None] | None = None,
+    ) -> None:
         """Copy ``runs`` into ``out``, 1-D, of any dtype and device. ``tensor`` is the name of an
-        optimizer state; by default the weights are read.
+        optimizer state; by default the weights are read. ``tick`` is called with the bytes read.
         """
         for run in runs:
-            name = tensor or run.flat.weights
-            file = self.file(run.flat.chunks[run.chunk].file)
-            read_range(
-                file,
-                f"{run.flat.key}::{name}",
-                run.source,
-                out[run.target : run.target + run.length],
-            )
+            file, key = self._place(run, tensor)
+            read_range(file, key, run.source, out[run.target : run.target + run.length])
+            if tick is not None:
+                tick(run.length * file.entries[key].dtype.itemsize)
+
+    def nbytes(self, runs: Iterable[CopyRange], tensor: str | None = None) -> int:
+        """Return the bytes that ``runs`` occupy in the files; ``tensor`` as in :meth:`fill`."""
+        places = [(run, *self._place(run, tensor)) for run in runs]
+        return sum(run.length * file.entries[key].dtype.itemsize for run, file, key in places)
+
+    def _place(self, run: CopyRange, tensor: str | None) -> tuple[TensorFile, str]:
+        """Return the file of ``run``, and the name in it of the tensor to read."""
+        file = self.file(run.flat.chunks[run.chunk].file)
+        return file, f"{run.flat.key}::{tensor or run.flat.weights}"
+
+    def states(self, runs: Iterable[CopyRange]) -> dict[str, list[CopyRange]]:
+        """Return the optimizer states that the chunks of ``runs`` have, each with its runs."""
+        found: dict[str, list[CopyRange]] = {}
+        for run in runs:
+            for name in run.flat.chunks[run.chunk].tensors:
+                if name not in (MASTER, SHARD):
+                    found.setdefault(name, []).append(run)
+        return found
 
     def factors(self, parameter: str) -> dict[str, torch.Tensor]:
         """Return the states of the whole ``parameter``, by name; {} if none was saved."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from types import SimpleNamespace
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_zero.checkpoint.manifest import Chunk, FlatEntry, Manifest
+from hf_zero.checkpoint.manifest import Chunk, FlatEntry
 from hf_zero.checkpoint.reader import copy_ranges
 from hf_zero.zero.layout.flat_layout import FlatLayout
 
@@ -23,11 +22,7 @@ def stored(names, sizes, cuts, shards):
         chunks = tuple(Chunk(rank, *layout.rank_range(rank), ("master",)) for rank in range(shards))
         flats.append(FlatEntry(f"flat{len(flats)}", True, torch.float32, layout, chunks))
     slots = {slot.name: (flat, slot) for flat in flats for slot in flat.layout.slots}
-    manifest = SimpleNamespace(
-        slots=slots, parts={name: [placed] for name, placed in slots.items()}
-    )
-    manifest.runs = partial(Manifest.runs, manifest)
-    return manifest
+    return SimpleNamespace(slots=slots, parts={name: [placed] for name, placed in slots.items()})
 
 
 @settings(max_examples=80, deadline=None)

@@ -127,7 +127,7 @@ def written(module: nn.Module) -> dict[str, Any]:
     parameter has only a shape there.
     """
     state: dict[str, Any] = {}
-    module._save_to_state_dict(state, "", False)
+    module._save_to_state_dict(state, "", keep_vars=True)
     return state
 
 
