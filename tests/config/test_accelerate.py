@@ -14,7 +14,7 @@ import pytest
 from hf_zero.config import LaunchSection, ZeroConfig
 from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS, TRANSLATED
 from hf_zero.config.keys import KEYS
-from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.errors import ConfigError
 
 # What `accelerate config` writes.
 YAML = """
@@ -85,19 +85,8 @@ def test_a_standard_yaml(tmp_path: Path) -> None:
 
 
 def test_precisions() -> None:
-    assert accelerate(mixed_precision="no").precision == "fp32"
-    assert accelerate(mixed_precision=False).precision == "fp32"  # a bare no in YAML
-    assert accelerate(mixed_precision="fp16").precision == "fp16"
-    with pytest.raises(
-        NotBuiltError,
-        match=r"mixed_precision = 'fp8' asks for fp8 training, .*write bf16, fp16 or no",
-    ):
-        accelerate(mixed_precision="fp8")
-    with pytest.raises(
-        ConfigError,
-        match=r"mixed_precision = 'bf32' \(str\) is not one of 'no', 'fp16', 'bf16', 'fp8'",
-    ):
-        accelerate(mixed_precision="bf32")
+    for written, precision in (("no", "fp32"), (False, "fp32"), ("fp16", "fp16")):  # a bare no
+        assert accelerate(mixed_precision=written).precision == precision
 
 
 def test_a_stage_that_is_not_written_is_accelerates() -> None:
@@ -134,97 +123,6 @@ def test_every_deepspeed_option_of_accelerate_launch_is_known() -> None:
         *(key.partition(".")[2] for key in ACCELERATE_KEYS if "." in key),
     }
     assert set(TRANSLATED.values()) <= set(KEYS)
-
-
-def test_unknown_keys() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"config file a\.yaml: unknown key 'num_proceses'; did you mean 'num_processes'",
-    ):
-        accelerate(num_proceses=2)
-    with pytest.raises(
-        ConfigError, match=r"unknown key 'deepspeed_config\.zero_stag'; did you mean 'zero_stage'"
-    ):
-        accelerate({"zero_stag": 3})
-    with pytest.raises(
-        ConfigError,
-        match=r"unknown key 'zero_stage' beside Accelerate's own; put 'zero_stage' "
-        r"under deepspeed_config",
-    ):
-        accelerate(zero_stage=3)
-    with pytest.raises(
-        ConfigError, match=r"unknown key 'zero_optimization' beside Accelerate's own"
-    ):
-        accelerate(zero_optimization={"stage": 3})
-
-
-@pytest.mark.parametrize(
-    ("config", "error", "says"),
-    [
-        (
-            {"distributed_type": "MULTI_GPU"},
-            ConfigError,
-            "distributed_type = 'MULTI_GPU' does not train with ZeRO; write "
-            "distributed_type: DEEPSPEED",
-        ),
-        (
-            {"deepspeed_config": 3},
-            ConfigError,
-            "deepspeed_config = 3 is not a section of keys and values; write "
-            "deepspeed_config: {zero_stage: 3}",
-        ),
-        (
-            {"deepspeed_config": {"zero_stage": "3"}},
-            ConfigError,
-            "deepspeed_config.zero_stage = '3' (str) is not an integer from 0 to 3",
-        ),
-        (
-            {"deepspeed_config": {"zero3_init_flag": "yes"}},
-            ConfigError,
-            "deepspeed_config.zero3_init_flag = 'yes' (str) is not true or false",
-        ),
-        (
-            {"deepspeed_config": {"gradient_clipping": "auto"}},
-            ConfigError,
-            "gradient_clipping (config dict: deepspeed_config.gradient_clipping)",
-        ),
-        (
-            {"deepspeed_config": {}, "fsdp_config": {"fsdp_version": 2}},
-            NotBuiltError,
-            "fsdp_config asks for FSDP",
-        ),
-        (
-            {"deepspeed_config": {}, "megatron_lm_config": {"x": 2}},
-            NotBuiltError,
-            "megatron_lm_config asks for Megatron-LM",
-        ),
-        (
-            {"deepspeed_config": {}, "fp8_config": {"backend": "TE"}},
-            NotBuiltError,
-            "remove the section fp8_config",
-        ),
-        (
-            {"deepspeed_config": {}, "parallelism_config": {"parallelism_config_cp_size": 2}},
-            NotBuiltError,
-            "parallelism_config.parallelism_config_cp_size = 2 asks for a parallelism that hf-zero "
-            "does not provide; write parallelism_config_sp_size",
-        ),
-        (
-            {"deepspeed_config": {"deepspeed_config_file": 3}},
-            ConfigError,
-            "deepspeed_config.deepspeed_config_file = 3 (int) is not a path",
-        ),
-        (
-            {"deepspeed_config": {"deepspeed_config_file": "no.json"}},
-            ConfigError,
-            "config file no.json does not exist",
-        ),
-    ],
-)
-def test_what_cannot_be_meant(config: dict[str, Any], error: type[Exception], says: str) -> None:
-    with pytest.raises(error) as caught:
-        ZeroConfig.from_dict(config)
-    assert says in str(caught.value)
 
 
 def test_sequences_in_parts() -> None:
@@ -273,22 +171,11 @@ def test_keys_of_ours_stand_in_the_section_as_they_are() -> None:
     config = accelerate(
         {"zero_stage": 3, "kernels": ["loss"], "compile": "blocks", "activation_offload": True}
     )
-    assert (
-        config.stage,
-        config.kernels,
-        config.compile.blocks,
-        config.activation_offload.enabled,
-    ) == (3, ("loss",), True, True)
+    assert (config.stage, config.kernels) == (3, ("loss",))
+    assert config.compile.blocks and config.activation_offload.enabled
     assert config.sources["kernels"].endswith("deepspeed_config: kernels")
-    with pytest.raises(
-        ConfigError, match=r"unknown key 'deepspeed_config\.kernel'; did you mean 'kernels'"
-    ):
-        accelerate({"kernel": "auto"})
-    with pytest.raises(ConfigError, match=r"deepspeed_config: attention_backend = 'fast'"):
-        accelerate({"attention_backend": "fast"})
-    with pytest.raises(
-        ConfigError, match=r"kernels stands beside deepspeed_config\.deepspeed_config_file"
-    ):
+    said = r"kernels stands beside deepspeed_config\.deepspeed_config_file"
+    with pytest.raises(ConfigError, match=said):
         accelerate({"deepspeed_config_file": "ds.json", "kernels": "auto"})
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hf_zero.config import ZeroConfig
-from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.errors import ConfigError
 
 FP16 = {
     "enabled": "auto",
@@ -301,21 +301,6 @@ def test_accepted(name: str) -> None:
     config = ZeroConfig.from_dict(ACCEPTED[name])
     assert ZeroConfig.from_dict(config.to_dict()) == config
     assert not config.autos
-
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "autotp": ({"tensor_parallel": {"preset_model": "llama"}}, "tensor_parallel.preset_model"),
-    "hybrid engine": ({"hybrid_engine": {"enabled": True}}, "hybrid_engine"),
-    "memory": ({"memory_breakdown": True}, "memory_breakdown"),
-    "deepcompile": ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_by_name(name: str) -> None:
-    config, key = REFUSED[name]
-    with pytest.raises(NotBuiltError, match=rf"config dict: {key} = .* does not provide"):
-        ZeroConfig.from_dict(config)
 
 
 def test_a_reference_model_of_trl_shares_an_unfinished_configuration() -> None:

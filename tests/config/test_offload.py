@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hf_zero.config import AioSection, OffloadOptimizer, OffloadParam, ZeroConfig
-from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.errors import ConfigError
 
 PIN = "zero_optimization.offload_optimizer.pin_memory"
 
@@ -167,72 +167,6 @@ def test_relative_paths_are_resolved_and_shown(
     )
 
 
-@pytest.mark.parametrize("section", ["offload_optimizer", "offload_param"])
-@pytest.mark.parametrize("path", [None, "none", []])
-def test_nvme_needs_a_folder(section: str, path: Any) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=rf"zero_optimization\.{section}\.device = 'nvme' .* names no folder .*write "
-        rf"zero_optim.*nvme_path",
-    ):
-        zero(**{section: {"device": "nvme", "nvme_path": path}})
-
-
-@pytest.mark.parametrize("path", ["/a,/b", "", 3, ["/a", "/a"], ["/a", ""]])
-def test_a_path_that_cannot_be_meant(path: Any) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"offload_param\.nvme_path = .* is not a path, or a list of different paths",
-    ):
-        zero(offload_param={"device": "nvme", "nvme_path": path})
-
-
-@pytest.mark.parametrize(
-    ("keys", "says"),
-    [
-        (
-            {"offload_optimizer": {"ratio": 1.5}},
-            r"ratio = 1\.5 \(float\) is not a number from 0 to 1, or 'auto'",
-        ),
-        (
-            {"offload_optimizer": {"moments": "fp8"}},
-            "moments = 'fp8' .* one of 'fp32', 'bf16', 'int8'",
-        ),
-        ({"offload_optimizer": {"buffer_size": 0}}, "buffer_size = 0 .* at least 1"),
-        ({"offload_optimizer": {"buffer_count": 0}}, "buffer_count = 0 .* at least 1"),
-        (
-            {"offload_optimizer": {"cpuadam_cores_perc": 0}},
-            "cpuadam_cores_perc = 0 .* above 0 and at most 1",
-        ),
-        ({"offload_optimizer": {"cores": 1.5}}, r"cores = 1\.5 .* above 0 and at most 1"),
-        (
-            {"offload_optimizer": {"device": "disk"}},
-            "device = 'disk' .* one of 'none', 'cpu', 'nvme'",
-        ),
-        ({"aio": {"block_size": 1000}}, "block_size = 1000 .* a multiple of 4096 bytes"),
-        ({"aio": {"block_size": 5000}}, "block_size = 5000 .* a multiple of 4096 bytes"),
-        (
-            {"aio": {"thread_count": 2, "intra_op_parallelism": 3}},
-            "intra_op_parallelism = 3 contradicts .*thread_count = 2",
-        ),
-        (
-            {"cpu_offload": True, "offload_optimizer": {"device": "nvme", "nvme_path": "/a"}},
-            "cpu_offload = True contradicts .*= 'nvme'",
-        ),
-    ],
-)
-def test_values_that_cannot_be_meant(keys: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        zero(**keys)
-
-
-def test_reading_into_gpu_memory_is_not_built() -> None:
-    with pytest.raises(
-        NotBuiltError, match="use_gds = True asks for reads from NVMe into GPU memory"
-    ):
-        ZeroConfig.from_dict({"aio": {"use_gds": True}})
-
-
 # -- former names and 16-bit states ----------------------------------------------------------------
 
 
@@ -253,28 +187,16 @@ def test_former_names_may_be_auto_and_off() -> None:
 def test_optimizer_states_in_bf16() -> None:
     config = zero(offload_optimizer={"device": "cpu"})
     states = config.override({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "cli")
+    moments = "zero_optimization.offload_optimizer.moments"
     assert (config.offload_optimizer.moments, states.offload_optimizer.moments) == ("fp32", "bf16")
-    assert (
-        states.sources["zero_optimization.offload_optimizer.moments"]
-        == "computed: bf16.bf16_optimizer_states"
-    )
+    assert states.sources[moments] == "computed: bf16.bf16_optimizer_states"
     assert ZeroConfig.from_dict(states.to_dict()) == states
     assert states.resolve(2).resolve(4).offload_optimizer.moments == "bf16"
-    assert (
-        states.override({"bf16": {"bf16_optimizer_states": False}}, "cli").offload_optimizer.moments
-        == "fp32"
-    )
-    with pytest.raises(
-        ConfigError,
-        match=r"moments = 'int8' \(cli: offload_optimizer\.moments\) contradicts "
-        r"bf16\.bf16_optimizer_states = True",
-    ):
+    without = states.override({"bf16": {"bf16_optimizer_states": False}}, "cli")
+    assert without.offload_optimizer.moments == "fp32"
+    said = r"moments = 'int8' \(cli: offload_optimizer\.moments\) contradicts bf16\.bf16_optimizer"
+    with pytest.raises(ConfigError, match=said):
         states.override({"offload_optimizer": {"moments": "int8"}}, "cli")
-    with pytest.raises(
-        NotBuiltError,
-        match=r"asks for optimizer states in bf16 on the device.* or offload the optimizer",
-    ):
-        ZeroConfig.from_dict({"bf16": {"bf16_optimizer_states": True}})
 
 
 # -- "auto" ----------------------------------------------------------------------------------------
@@ -285,8 +207,6 @@ def test_auto_is_a_value_of_the_ratio_and_a_hole_elsewhere() -> None:
     assert config.offload_optimizer.ratio == config.resolve(8).offload_optimizer.ratio == "auto"
     assert not config.autos
     assert config.to_dict()["zero_optimization"]["offload_optimizer"]["ratio"] == "auto"
-    with pytest.raises(ConfigError, match=r"still 'auto'.*\n.*offload_optimizer\.buffer_count"):
-        zero(offload_optimizer={"device": "cpu", "buffer_count": "auto"})
 
 
 def test_what_accelerate_fills_in() -> None:
