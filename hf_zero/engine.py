@@ -21,6 +21,7 @@ from hf_zero.logging import logger
 from hf_zero.techniques.data_sampling import Finish
 from hf_zero.techniques.registry import set_custom_schedule, set_post_process
 from hf_zero.zero.gather.shared_shards import SharedShards
+from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.step.optimizer_step import refuse_half_done
 from hf_zero.zero.training_engine import TrainingEngine
 
@@ -96,8 +97,8 @@ class Engine(TrainingEngine):
     writes_figures = False
     """Whether monitors of the configuration get the figures of each step."""
 
-    def _build(self, mesh: Mesh, precision: str | None, installed: ExitStack) -> None:
-        super()._build(mesh, precision, installed)
+    def _build(self, plan: EnginePlan, mesh: Mesh, installed: ExitStack) -> None:
+        super()._build(plan, mesh, installed)
         self.async_saves = AsyncSaves(mesh, self.schedule.shards)
 
     def _publish_events(self) -> None:

@@ -35,6 +35,7 @@ from hf_zero.logging import log_rank0, logger, set_level
 from hf_zero.ops.dispatch import kind_for_auto
 from hf_zero.optim.build import build_optimizer, build_scheduler
 from hf_zero.optim.elementwise import adopt
+from hf_zero.optim.elementwise import check as check_elementwise
 from hf_zero.optim.one_bit import as_sent, one_bit_of
 from hf_zero.parallel.expert.model import on_model, spread_experts
 from hf_zero.parallel.pipeline.checks import check_pipeline, check_uncut
@@ -52,6 +53,7 @@ from hf_zero.techniques.data_sampling import (
 from hf_zero.techniques.quantized_linears import quantize_linears
 from hf_zero.techniques.registry import TrainingTechniques, follow
 from hf_zero.zero.layout.leaf_modules import mark_configured
+from hf_zero.zero.layout.making_mesh import plan_on_this_rank
 from hf_zero.zero.layout.shared_memory import tie_shared_memory, without_tied
 from hf_zero.zero.layout.wrap import PERSISTENCE
 
@@ -194,7 +196,10 @@ def initialize_as(
     loader: Any = data_loader(training_data, collate_fn, settings)
     if loader is not None and sequence is not None:
         loader = sequence.batches(loader)
-    check_on_all_ranks(model, settings, made)
+    if made is not None:
+        check_elementwise(made, settings.elementwise_optimizers)
+    device = process_group.default_device()
+    check_on_all_ranks(plan_on_this_rank(model, settings, made, extensions_of, device))
     release_holders(model)
     patches = ActivationPatches(settings)
     techniques = TrainingTechniques(settings, {**configured.on_model(sequence), **on_model(model)})

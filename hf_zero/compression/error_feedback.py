@@ -44,6 +44,12 @@ class ErrorCodec:
         """Return the bytes of a message of ``numel`` elements."""
         return self._codec.nbytes(numel)
 
+    def error_nbytes(self, numel: int, rows: int) -> int:
+        """Return the bytes of :attr:`error` once messages of ``rows`` times ``numel`` elements have
+        been encoded.
+        """
+        return rows * self._blocks.nbytes(numel)
+
     @torch.no_grad()
     def encode(self, values: Tensor, rows: int = 1, there: Tensor | None = None) -> Tensor:
         """Encode, see :class:`~hf_zero.distributed.collectives.Codec`. Uses 8 bytes an element."""

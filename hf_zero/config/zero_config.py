@@ -7,6 +7,7 @@ Each key is acted on, accepted with the reason why it has no effect, or refused:
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -17,6 +18,7 @@ from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS, is_accelerate, read_
 from hf_zero.config.explaining import ExplainRow, Unset
 from hf_zero.config.files import load_file, load_text
 from hf_zero.config.keys import KEYS
+from hf_zero.config.offload import OffloadOptimizer, OffloadParam
 from hf_zero.config.provenance import SourcedDict
 from hf_zero.config.reading import ConfigReading
 from hf_zero.config.rows import section, sections_of
@@ -180,6 +182,19 @@ class ZeroConfig(Settings):
         reading.values["kernels"] = kernels.auto(device) or "off"
         reading.sources["kernels"] = f"computed: {self.sources['kernels']} is auto, on {device}"
         return self._of(reading, self.world_size)
+
+    def placed(
+        self, stage: int, offload_optimizer: OffloadOptimizer, offload_param: OffloadParam
+    ) -> ZeroConfig:
+        """Return a copy with another stage and other places of state, for plans and estimates. It
+        is not checked, and its sources stay those of this configuration.
+        """
+        copied = copy.copy(self)
+        object.__setattr__(copied, "stage", stage)
+        object.__setattr__(copied, "offload_optimizer", offload_optimizer)
+        nowhere = offload_param if stage == 3 else OffloadParam()
+        object.__setattr__(copied, "offload_param", nowhere)
+        return copied
 
     def uses(self, kernel: str) -> bool:
         """Return whether the fused kernel ``kernel`` is on. :meth:`on_device` must have resolved

@@ -21,7 +21,7 @@ from hf_zero.parallel.tensor.configured import readers
 from hf_zero.techniques.layer_drop import KEY as LAYER_DROP
 from hf_zero.techniques.layer_drop import LayerDrop
 from hf_zero.techniques.registry import TrainingTechniques
-from hf_zero.zero.sharded_model import DTYPES
+from hf_zero.zero.layout.precision import COMPUTE
 
 
 class ReportingEngine(Engine):
@@ -107,16 +107,16 @@ class ReportingEngine(Engine):
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtypes of the model and of accumulated gradients."""
         summed = self.config.gradient_accumulation_dtype
-        return DTYPES[self.config.precision], DTYPES[summed or self.config.precision]
+        return COMPUTE[self.config.precision], COMPUTE[summed or self.config.precision]
 
     def torch_autocast_dtype(self) -> torch.dtype:
         """Return the compute dtype of the engine's forward under ``torch_autocast``."""
-        return DTYPES[self.config.torch_autocast.dtype]
+        return COMPUTE[self.config.torch_autocast.dtype]
 
     @property
     def communication_data_type(self) -> torch.dtype:
         """The dtype of reductions."""
-        return DTYPES[self.config.communication_data_type or self.config.precision]
+        return COMPUTE[self.config.communication_data_type or self.config.precision]
 
     def postscale_gradients(self) -> bool:
         return not self.config.prescale_gradients

@@ -4,8 +4,7 @@ for optimizer state.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 
 from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds, usage
-from hf_zero.offload.nvme import BufferPool, NvmeStorage, paged, pool_size, size_in_file
+from hf_zero.offload.nvme import BufferPool, NvmeStorage, pool_size
 from hf_zero.offload.nvme_files import NvmeFiles
 from hf_zero.offload.storage import (
     MASTER,
@@ -23,7 +22,6 @@ from hf_zero.offload.storage import (
     Storage,
     StorageFormat,
     SubGroup,
-    moment_format,
 )
 from hf_zero.ops.host_memory import HostArena
 
@@ -55,29 +53,18 @@ def room_beside_a_step(device: torch.device) -> int:
     return 0 if kinds.is_host(device) else max(0, int(0.9 * usage.free_at_the_peak(device)))
 
 
-class Placement:
-    """Storage for the flat buffers of one engine on this rank.
-
-    Memory and files are allocated on first use.
+class PlacementRules:
+    """The tiers that a configuration chooses for the flat buffers of one engine of ``world`` ranks.
+    Arithmetic only.
     """
 
-    def __init__(self, config: ZeroConfig, device: torch.device, rank: int, world: int):
-        self._optimizer, self._param, self._aio = (
-            config.offload_optimizer,
-            config.offload_param,
-            config.aio,
-        )
-        self._device, self._rank = device, rank
+    def __init__(self, config: ZeroConfig, world: int):
+        self._optimizer, self._param = config.offload_optimizer, config.offload_param
         self._accumulates = (config.gradient_accumulation_steps or 1) > 1
         self._divides_later = (
             config.precision == "fp16" and world > 1
         ) or config.prescale_gradients
         self._explicit = config.gradient_accumulation_dtype is not None
-        self._arenas: dict[bool, HostArena] = {}
-        self._files: dict[tuple[str, ...], NvmeFiles] = {}
-        self._pools: dict[str, BufferPool] = {}  # by kind of content
-        self._measured = False
-        self._kept_in_memory = 0  # elements of parameters that need not go to files
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -109,16 +96,6 @@ class Placement:
         """Whether anything is offloaded to a disk, on any rank."""
         return "nvme" in (self._optimizer.device, self._param.device)
 
-    def write_error(self) -> OSError | None:
-        """Return the error of a failed write, if any; the data is still in memory.
-
-        Waits for pending writes.
-        """
-        for pool in self._pools.values():
-            pool.flush()
-        errors = [pool.write_error for pool in self._pools.values()]
-        return next((error for error in errors if error is not None), None)
-
     def offloaded(self, specs: Sequence[ShardSpec]) -> set[str]:
         """Return the keys of the flat buffers whose states are offloaded.
 
@@ -145,15 +122,6 @@ class Placement:
     def updates_in_backward(self) -> bool:
         return self._optimizer.on and self._optimizer.update_in_backward
 
-    @property
-    def measures(self) -> bool:
-        """Whether a first step must measure how much of the offloaded state fits on the device."""
-        return self._optimizer.on and self._optimizer.ratio == "auto" and not self._measured
-
-    def measured(self) -> None:
-        """Record that the first step has measured how much fits."""
-        self._measured = True
-
     def fitting(
         self, specs: Sequence[ShardSpec], moments: int, room: int, with_master: Collection[str]
     ) -> list[str]:
@@ -169,6 +137,61 @@ class Placement:
                 break
             chosen.append(spec.key)
         return chosen
+
+    def shard_tiers(self, specs: Iterable[ShardSpec]) -> dict[str, str]:
+        """Return where the parameter shards of ``specs``, of sharded parameters, are kept, by key:
+        "device", "ram" or "disk". The first ones in the model need not go to files.
+        """
+        if not self._param.on:
+            return {spec.key: "device" for spec in specs}
+        found, room = {}, self._param.max_in_cpu
+        for spec in specs:
+            stays = self._param.device == "cpu" or spec.numel <= room
+            found[spec.key] = "ram" if stays else "disk"
+            room -= spec.numel if stays else 0
+        return found
+
+    def gradient_dtype(self, spec: ShardSpec, wire: torch.dtype) -> torch.dtype:
+        """Return the dtype of a gradient that is offloaded or that the update reads in 16 bits: 16
+        bits if a single reduction writes it unchanged.
+        """
+        if wire.itemsize == 2 and not (self._accumulates or self._divides_later or self._explicit):
+            return wire
+        return spec.wide
+
+
+class Placement(PlacementRules):
+    """Storage for the flat buffers of one engine on this rank.
+
+    Memory and files are allocated on first use.
+    """
+
+    def __init__(self, config: ZeroConfig, device: torch.device, rank: int, world: int):
+        super().__init__(config, world)
+        self._device, self._rank, self._aio = device, rank, config.aio
+        self._arenas: dict[bool, HostArena] = {}
+        self._files: dict[tuple[str, ...], NvmeFiles] = {}
+        self._pools: dict[str, BufferPool] = {}  # by kind of content
+        self._measured = False
+
+    @property
+    def measures(self) -> bool:
+        """Whether a first step must measure how much of the offloaded state fits on the device."""
+        return self._optimizer.on and self._optimizer.ratio == "auto" and not self._measured
+
+    def measured(self) -> None:
+        """Record that the first step has measured how much fits."""
+        self._measured = True
+
+    def write_error(self) -> OSError | None:
+        """Return the error of a failed write, if any; the data is still in memory.
+
+        Waits for pending writes.
+        """
+        for pool in self._pools.values():
+            pool.flush()
+        errors = [pool.write_error for pool in self._pools.values()]
+        return next((error for error in errors if error is not None), None)
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate host memory that only the host reads and writes."""
@@ -204,7 +227,7 @@ class Placement:
             )
         return self._files[paths]
 
-    def shards(self, specs: Iterable[ShardSpec]) -> Callable[[ShardSpec], Storage]:
+    def shards(self, specs: Sequence[ShardSpec]) -> Callable[[ShardSpec], Storage]:
         """Return a function from a spec to the storage of its parameter shard, for sharded
         parameters. Shards on the device are adjacent.
 
@@ -212,7 +235,8 @@ class Placement:
         freed before the next one is converted.
         """
         if self._param.on:
-            return self._shard
+            tiers = self.shard_tiers(specs)
+            return lambda spec: self._shard(spec, tiers[spec.key] == "disk")
         placed: dict[str, Storage] = {}
         alike: dict[torch.dtype, list[ShardSpec]] = {}
         for spec in specs:
@@ -225,17 +249,16 @@ class Placement:
             )
         return lambda spec: placed[spec.key]
 
-    def _shard(self, spec: ShardSpec) -> Storage:
+    def _shard(self, spec: ShardSpec, in_files: bool) -> Storage:
         whole: list[SubGroup] = [(0, spec.numel)]
         made: Storage
-        if self._stays_in_memory(spec, self._kept_in_memory):
-            self._kept_in_memory += spec.numel
-            made = HostStorage(spec.numel, whole, self.take_for_shards)
-        else:
+        if in_files:
             count = pool_size(self._param.buffer_count)
             pool = self._pool("shards", count, self.take_for_shards)
             files = self._files_on(self._param.nvme_path)
             made = NvmeStorage(spec.key, spec.numel, whole, files, pool)
+        else:
+            made = HostStorage(spec.numel, whole, self.take_for_shards)
         made.add(SHARD, StorageFormat(spec.dtype))
         return made
 
@@ -244,37 +267,11 @@ class Placement:
             self._pools[what] = BufferPool(*args)
         return self._pools[what]
 
-    def _stays_in_memory(self, spec: ShardSpec, before: int) -> bool:
-        """Whether the shard of ``spec``, which is not on the device, stays in memory if ``before``
-        elements already do.
-        """
-        return self._param.device == "cpu" or before + spec.numel <= self._param.max_in_cpu
-
-    def reserve(
-        self,
-        shards: Iterable[ShardSpec],
-        states: Iterable[tuple[ShardSpec, Sequence[SubGroup]]],
-        moments: int,
-    ) -> None:
-        """Reserve the room for everything that will be in files; ``moments`` numbers are kept for
-        each element that trains.
+    def reserve(self, wanted: Mapping[tuple[str, ...], int]) -> None:
+        """Reserve room for everything that will be in files: bytes by the folders that share them.
 
         Raises ConfigError and DiskSpaceError, before anything else has been done.
         """
-        wanted: Counter[tuple[str, ...]] = Counter()
-        in_memory = 0
-        for spec in shards if self._param.device == "nvme" else ():
-            if self._stays_in_memory(spec, in_memory):
-                in_memory += spec.numel
-            else:
-                wanted[self._param.nvme_path] += paged(spec.numel * spec.dtype.itemsize)
-        for spec, those in states if self._optimizer.device == "nvme" else ():
-            master = StorageFormat(spec.wide)
-            kept = moment_format(self.moments, spec.wide)
-            for start, stop in those:
-                wanted[self._optimizer.nvme_path] += size_in_file(
-                    master, stop - start
-                ) + moments * size_in_file(kept, stop - start)
         for paths, nbytes in wanted.items():
             self._files_on(paths).reserve(nbytes)
 
@@ -292,14 +289,6 @@ class Placement:
             made = HostStorage(spec.numel, sub_groups, self.take)
         made.add(MASTER, StorageFormat(spec.wide))
         return made
-
-    def gradient_dtype(self, spec: ShardSpec, wire: torch.dtype) -> torch.dtype:
-        """Return the dtype of a gradient that is offloaded or that the update reads in 16 bits: 16
-        bits if a single reduction writes it unchanged.
-        """
-        if wire.itemsize == 2 and not (self._accumulates or self._divides_later or self._explicit):
-            return wire
-        return spec.wide
 
     def close(self) -> None:
         """Drop the references: memory and files are freed with their last user."""

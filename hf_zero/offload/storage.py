@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from hf_zero.device import kinds
-from hf_zero.ops.host import Blocks, Moment
+from hf_zero.ops.host import BLOCK, Blocks, Moment
 
 SHARD, MASTER = "shard", "master"
 SubGroup = tuple[int, int]  # elements [start, stop) of owned
@@ -111,6 +111,11 @@ def overwrite(array: Moment, start: int, values: torch.Tensor) -> None:
 def numbers(array: Moment) -> torch.Tensor:
     """Return the elements of the array of one sub-group: itself, or a decoded copy if quantised."""
     return array.decode() if isinstance(array, Blocks) else array
+
+
+def size_in_memory(how: StorageFormat, numel: int) -> int:
+    """Return the bytes that a sub-group of ``numel`` elements takes in host memory."""
+    return numel + 4 * -(-numel // BLOCK) if how.blocks else numel * how.dtype.itemsize
 
 
 class DeviceStorage:

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from hf_zero.ops.chunked_head import rows_of_a_chunk
 from hf_zero.parallel.sequence.attention import KEY as SEQUENCE
 from hf_zero.parallel.sequence.tiled_mlp import TiledMlps
 from hf_zero.planning.fit import ActivationWay
-from hf_zero.zero.layout.precision import compute_dtype
+from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.wrap import repeated_blocks
 
 META = torch.device("meta")
@@ -121,19 +121,21 @@ class Sequences:
 def activation_bytes(
     model: nn.Module,
     sequences: Sequences,
-    precision: str = "fp32",
+    dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
     saving: Saving | None = None,
     device: torch.device | None = None,
 ) -> ActivationBytes:
     """Return the bytes that a rank holds for one micro-batch in addition to parameters and
     gradients.
 
-    ``model``: a language model on any device, left unchanged. ``device``: where it would compute;
-    None: a GPU. The gradient of a parameter counts until it is complete. Raises ConfigError for a
-    model that cannot run without memory, and for sequences that it cannot process.
+    ``model``: a language model on any device, left unchanged. ``dtypes``: those in which its
+    parameters compute, by name, as the plan of an engine has them; others keep theirs. ``device``:
+    where it would compute; None: a GPU. The gradient of a parameter counts until it is complete.
+    Raises ConfigError for a model that cannot run without memory, and for sequences that it cannot
+    process.
     """
     sequences.check(model)
-    copied = _on_meta(model, precision).train()
+    copied = _on_meta(model, dtypes).train()
     saving = saving or Saving()
     inputs = torch.zeros(
         sequences.rows, sequences.length // sequences.ranks, dtype=torch.int64, device=META
@@ -161,29 +163,27 @@ def activation_bytes(
     return ActivationBytes(kept, counted.most)
 
 
-def length_estimate(
-    model: nn.Module, length: int, ranks: int, config: ZeroConfig, gpu: bool = True
-) -> LengthEstimate:
-    """Return the estimate for sequences of ``length`` tokens, each shared by ``ranks`` ranks, in
-    micro-batches as in ``config``.
+def length_estimate(plan: EnginePlan, length: int) -> LengthEstimate:
+    """Return the estimate for sequences of ``length`` tokens, each shared by the sequence-parallel
+    ranks, in micro-batches as in the settings of ``plan``.
 
     Raises ConfigError as :func:`activation_bytes` does.
     """
-    device = kinds.meant(gpu)
-    config = config.on_device(device.type)
+    device, ranks = plan.device, plan.settings.sequence_parallel_size
+    config = plan.settings.on_device(device.type)
     sequences = Sequences(length, config.train_micro_batch_size_per_gpu or 1, ranks)
     ways = []
     for name, saving, keys in Saving.of(config).and_more():
-        found = activation_bytes(model, sequences, config.precision, saving, device)
+        found = activation_bytes(plan.model, sequences, plan.dtypes, saving, device)
         ways.append(ActivationWay(name, keys, found.kept, found.most))
     return LengthEstimate(length, sequences.rows, length // ranks, tuple(ways))
 
 
-def _on_meta(model: nn.Module, precision: str) -> nn.Module:
+def _on_meta(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> nn.Module:
     """Return a copy of the model on the meta device, in the dtypes in which it computes."""
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
-        dtype = compute_dtype(name, parameter, precision, model)
+        dtype = dtypes.get(name, parameter.dtype)
         empty = torch.empty(parameter.shape, dtype=dtype, device=META)
         memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
     for buffer in model.buffers():

@@ -1,32 +1,34 @@
-"""The preflight check: needs of a configuration against free memory, the report, and the
-refusal.
+"""The check before training: needs of a plan against free memory, on all ranks together; the
+report, the refusal in words, and the communicators that no figure counts.
+
+How much memory a communicator takes on a device depends on NCCL's version, channels and links. No
+figure has been measured here; users report 0.5 to 0.7 GB for one on some machines, which
+:data:`REPORTED` repeats.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from hf_zero.config import ZeroConfig
+from hf_zero.config import OffloadOptimizer, OffloadParam, ZeroConfig
 from hf_zero.device import kinds
 from hf_zero.device.free_memory import Free, measure
-from hf_zero.distributed.parallel_groups import get_parallel
+from hf_zero.distributed.world_group import get_world_group, raise_on_all_ranks
 from hf_zero.errors import DoesNotFitError
-from hf_zero.logging import in_units
-from hf_zero.planning.communicators import REPORTED, allowance, communicators
-from hf_zero.planning.fit import Fit, fit
+from hf_zero.logging import in_units, logger
+from hf_zero.planning.fit import ACTIVATIONS, Fit, MemoryVerdict, fit, judge
 from hf_zero.planning.needs import Needs, needs
-from hf_zero.planning.plan import FlatParameters, MemoryPlan, groups_of
-from hf_zero.planning.verdict import ACTIVATIONS, MemoryVerdict, judge
+from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.parameter import owner_of
-from hf_zero.zero.layout.wrap import UnitSpec, find_units, persistent_names
 
 SWITCH = "HF_ZERO_PREFLIGHT"
+REPORTED = (500_000_000, 700_000_000)  # bytes of a communicator, as users report of some machines
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class PreflightReport:
     that was overridden.
     """
 
-    plan: MemoryPlan
+    plan: EnginePlan
     needs: Needs
     free: Free
     verdict: MemoryVerdict
@@ -45,67 +47,47 @@ class PreflightReport:
     warning: str = ""
 
 
-def check(
-    model: nn.Module | Sequence[UnitSpec],
-    config: ZeroConfig,
-    world: int,
-    *,
-    device: torch.device | None = None,
-    free: Free | None = None,
-    moments: int | None = None,
-    trains: bool = True,
-) -> PreflightReport:
-    """Check whether a model can train with ``config`` in the free memory. Allocates none itself.
+def check_on_all_ranks(plan: EnginePlan) -> None:
+    """Refuse, on all ranks alike and before any memory is taken, a plan that does not fit.
+    Collective.
+
+    Raises DoesNotFitError; in a pipeline, on the ranks of the stages that do not fit, and
+    RankMismatchError on the others.
+    """
+    dims, free = plan.dims, room_for(plan.model, plan.settings, plan.device)
+    if dims.world > 1:
+        every = get_world_group().all_gather_object(free.numbers(), "free memory")
+        free = free.with_numbers([min(numbers) for numbers in zip(*every)])
+    # Pipeline stages differ in their needs: if one does not fit, all ranks raise together.
+    together = raise_on_all_ranks("fit its pipeline stage into its memory")
+    with together if dims.pipeline > 1 else nullcontext():
+        report = check(plan, free)
+    if plan.rank % dims.in_a_stage == 0:
+        for line in filter(None, (report.warning, report.note)):
+            logger.warning("%s", line)
+
+
+def check(plan: EnginePlan, free: Free | None = None) -> PreflightReport:
+    """Check whether a model can train by ``plan`` in the free memory. Allocates none itself.
 
     Args:
-        model: the module, on any device, or its units by
-            :func:`hf_zero.zero.layout.wrap.find_units` (the first is the root).
-        config: resolved for ``world`` ranks, those of one pipeline stage.
-        device: the device on which the model computes; None: a GPU if there is one.
+        plan: the plan of this rank's engine.
         free: free memory of this rank, agreed over the ranks by :meth:`Free.numbers`, so that all
             ranks reach the same verdict. None measures this rank's own and adds what the model
             itself occupies, which is given back.
-        moments: numbers the optimizer keeps per parameter; None: those of the configuration's
-            optimizer.
-        trains: False for an engine without an optimizer.
 
     Raises:
         DoesNotFitError: some tier is too small. If the variable HF_ZERO_PREFLIGHT is 0, the report
             has the text as its ``warning`` instead.
     """
-    granularity = config.zero.module_granularity_threshold
-    specs = find_units(model, granularity)[0] if isinstance(model, nn.Module) else list(model)
-    root = specs[0].module
-    where = device or torch.device(kinds.accelerator() or "cpu")
-    persistent = persistent_names(
-        root, config.zero.param_persistence_threshold, config.zero.model_persistence_threshold
-    )
-    groups = groups_of(specs, root, config.precision, persistent)
-    if not trains:
-        groups = [replace(group, trainable=False) for group in groups]
-    plan, parallel = MemoryPlan.of(config, world, not kinds.is_host(where), moments), get_parallel()
-    if parallel is not None:  # the configuration does not have all of the parallel sizes
-        dims = parallel.dims
-        plan = replace(
-            plan,
-            tensor=dims.tensor,
-            sequence=dims.sequence,
-            expert=dims.expert,
-            pipeline=dims.pipeline,
-        )
-    found = free if free is not None else room_for(root, config, where)
-    own = needs(groups, plan)
+    found = free if free is not None else room_for(plan.model, plan.settings, plan.device)
+    own = needs(plan)
     verdict = judge(own, found)
-    beside = _of_communicators(groups, plan, own, found)
+    beside = _of_communicators(plan, own, found)
     if verdict.fits:
-        return PreflightReport(
-            plan,
-            own,
-            found,
-            verdict,
-            note="; ".join([*_slower(groups, plan, found), *verdict.notes, *beside]),
-        )
-    said = "\n".join([refusal(plan, own, verdict, fit(groups, plan, found)), *beside])
+        note = "; ".join([*_slower(plan, found), *verdict.notes, *beside])
+        return PreflightReport(plan, own, found, verdict, note=note)
+    said = "\n".join([refusal(plan, own, verdict, fit(plan, found)), *beside])
     if os.environ.get(SWITCH, "1").strip() != "0":
         raise DoesNotFitError(f"{said}\n{SWITCH}=0 in the environment tries it all the same")
     return PreflightReport(plan, own, found, verdict, note="; ".join(verdict.notes), warning=said)
@@ -145,10 +127,11 @@ def _occupied(parameter: torch.Tensor) -> tuple[int, str, int]:
         return storage._cdata, parameter.device.type, storage.nbytes()
 
 
-def refusal(plan: MemoryPlan, own: Needs, verdict: MemoryVerdict, found: Fit) -> str:
+def refusal(plan: EnginePlan, own: Needs, verdict: MemoryVerdict, found: Fit) -> str:
     """Return the error text: a table of the tiers, and the nearest configuration that fits."""
-    one = "the one rank" if plan.ranks == 1 else f"each of {plan.ranks} ranks"
-    one += " of this pipeline stage" if plan.pipeline > 1 else ""
+    ranks = plan.dims.in_a_stage
+    one = "the one rank" if ranks == 1 else f"each of {ranks} ranks"
+    one += " of this pipeline stage" if plan.dims.pipeline > 1 else ""
     lines = [
         f"training as configured does not fit on this machine (bytes for {one}, "
         "activations not counted):"
@@ -196,22 +179,14 @@ def table(verdict: MemoryVerdict) -> list[str]:
     ]
 
 
-def _of_communicators(
-    groups: Sequence[FlatParameters], plan: MemoryPlan, own: Needs, free: Free
-) -> list[str]:
-    """What to say of communicators on a device that may be too small for them."""
-    if not plan.gpu or free.host_device or plan.ranks * plan.pipeline == 1:
-        return []
-    count = sum(communicators((group.axes for group in groups), plan).values())
-    fits = own.device_bytes + count * REPORTED[1] <= free.device
-    return [] if fits else [allowance(count)]
-
-
-def _slower(groups: Sequence[FlatParameters], plan: MemoryPlan, free: Free) -> list[str]:
+def _slower(plan: EnginePlan, free: Free) -> list[str]:
     """Return a note if the offload only costs time, because everything fits on the device."""
-    if not plan.offloads or free.host_device:
+    settings = plan.settings
+    offloads = settings.offload_optimizer.on or settings.offload_param.on
+    if not offloads or free.host_device:
         return []
-    without = needs(groups, plan.on_device())
+    on_device = settings.placed(settings.stage, OffloadOptimizer(), OffloadParam())
+    without = needs(plan.replan(on_device))
     if not judge(without, free, ACTIVATIONS).fits:
         return []
     return [
@@ -220,3 +195,50 @@ def _slower(groups: Sequence[FlatParameters], plan: MemoryPlan, free: Free) -> l
         f"{in_units(free.device)}, {ACTIVATIONS:.0%} left to activations); remove "
         "offload_optimizer and offload_param unless you need the room"
     ]
+
+
+def _of_communicators(plan: EnginePlan, own: Needs, free: Free) -> list[str]:
+    """Return a note on communicators if the device may be too small for them."""
+    if kinds.is_host(plan.device) or free.host_device or plan.dims.world == 1:
+        return []
+    count = sum(communicators(plan).values())
+    fits = own.device_bytes + count * REPORTED[1] <= free.device
+    return [] if fits else [allowance(count)]
+
+
+def communicators(plan: EnginePlan) -> dict[str, int]:
+    """Return the communicators of a rank on its device, at most, by what they are for.
+
+    Of a pipeline, two for each set of stages that tie weights are added to these.
+    """
+    dims, policy, shards_of_all = plan.dims, plan.policy, plan.shards
+    found = {"all ranks": int(dims.world > 1)}
+    for axis in ("tensor", "sequence", "expert", "pipeline"):
+        found[f"{axis} parallelism"] = int(dims.size(axis) > 1)
+    found["messages between stages"] = int(dims.pipeline > 1)
+    for axes in sorted(plan.axes):
+        of = f" of {'- and '.join(axes)}-parallel parts" if axes else ""
+        sharing = len(dims.ranks_sharing(plan.rank, axes))
+        shards = shards_of_all if not axes else sharing if shards_of_all > 1 else 1
+        sharded = shards > 1
+        found[f"gathers and reductions{of}"] = 2 * sharded
+        found[f"sums over replicas{of}"] = 2 * (sharing > shards)
+        found[f"first values{of}"] = int(1 < sharing < dims.world)
+        updates = plan.settings.offload_optimizer.on and policy.gathers_after_step
+        found[f"gathers of updates{of}"] = int(sharded and updates)
+        in_node, extensions = sharded and not axes, plan.extensions
+        found["gathers in a node"] = int(in_node and extensions.node > 1)
+        found["gathers in two hops"] = 2 * (in_node and bool(extensions.hierarchical))
+        if not axes and dims.splits_model:
+            found["sums over all ranks"] = 2 * (sharing > shards)
+    return {name: count for name, count in found.items() if count}
+
+
+def allowance(count: int) -> str:
+    """Return the line on memory that ``count`` communicators may take."""
+    least, most = (in_units(count * each) for each in REPORTED)
+    return (
+        f"{count} NCCL communicator{'s' if count > 1 else ''} of a GPU's rank "
+        f"{'are' if count > 1 else 'is'} not counted: users report 0.5 to 0.7 GB each on some "
+        f"machines (here {least} to {most}), which was not measured"
+    )

@@ -1,44 +1,44 @@
-"""``hf_zero.estimate``: bytes of training state per rank, computed from layouts without memory for
-the model.
+"""``hf_zero.estimate`` and ``hf_zero.propose``: bytes of training state per rank, and the
+configuration that fits a machine, from the plan of an engine, without memory for the model.
 
-The model is cut into units and laid out, with padding, as the engine does it; bytes follow from the
-policy table of the stages and, tier by tier, from :mod:`hf_zero.planning`. Activations depend on
-the batch: they are counted for given sequence lengths (:mod:`hf_zero.planning.activation_memory`).
+Activations depend on the batch: they are counted for given sequence lengths
+(:mod:`hf_zero.planning.activation_memory`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from hf_zero.compression.registry import extensions_of
 from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, ZeroConfig
 from hf_zero.config.parallelism import AUTOEP_SIZE, TENSOR_SIZE
 from hf_zero.device import kinds
 from hf_zero.device.free_memory import Free
 from hf_zero.distributed.parallel_dims import ParallelDims, check_size
 from hf_zero.errors import ConfigError
+from hf_zero.optim.build import build_optimizer
+from hf_zero.optim.one_bit import one_bit_of
 from hf_zero.parallel.expert.model import cuts_of_experts, experts_of_layers
 from hf_zero.parallel.sequence.attention import KEY as SEQUENCE
 from hf_zero.parallel.tensor import cuts_of
-from hf_zero.planning import ACTIVATIONS, Fit, FlatParameters, MemoryPlan, fit, groups_of, needs
 from hf_zero.planning.activation_memory import LengthEstimate, length_estimate
-from hf_zero.planning.communicators import communicators
-from hf_zero.planning.estimated import MemoryEstimate, Proposal, StageEstimate, Tiers, in_places
-from hf_zero.planning.fit import ActivationWay
-from hf_zero.planning.moments import moments_of
-from hf_zero.planning.needs import gradient_buffers, unit_bytes
+from hf_zero.planning.checking import communicators
+from hf_zero.planning.fit import ACTIVATIONS, BESIDE_ACTIVATIONS, ActivationWay, Fit, fit
+from hf_zero.planning.needs import Needs, gradient_buffers, needs, state_bytes, unit_bytes
 from hf_zero.planning.traffic import Traffic, codings
 from hf_zero.planning.traffic import traffic as ways
-from hf_zero.planning.verdict import BESIDE_ACTIVATIONS
+from hf_zero.zero.extensions import PLAIN
+from hf_zero.zero.layout.engine_plan import EnginePlan, PlannedExtensions, plan
 from hf_zero.zero.layout.sharding import Sharding
 from hf_zero.zero.layout.stage_policy import POLICIES
-from hf_zero.zero.layout.wrap import find_units, persistent_names
 
 __all__ = [
     "MemoryEstimate",
@@ -46,7 +46,6 @@ __all__ = [
     "StageEstimate",
     "Tiers",
     "estimate",
-    "moments_of",
     "propose",
     "traffic",
 ]
@@ -60,6 +59,139 @@ PRECISIONS = {
     "fp16": "fp16",
     "float16": "fp16",
 }
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """Bytes of one rank in each tier.
+
+    ``device`` includes gathered units and gradient buffers; ``pinned`` is part of ``ram``.
+    """
+
+    device: int
+    pinned: int
+    ram: int
+    disk: int
+
+
+@dataclass(frozen=True)
+class StageEstimate:
+    """Bytes of one rank at one stage.
+
+    ``parameters``, ``gradients`` and ``optimizer`` (fp32 master weights and moments) are there all
+    the time; they are what they are without offload, and ``tiers`` says where the bytes lie with
+    it. The largest unit is whole while it computes (stage 3), and so are its neighbours ahead.
+    ``gradient_buffers`` hold gradients on their way between ranks and stay for the next step; over
+    gloo with more than two ranks, chunks from all peers add to it. ``communicators``: how many a
+    rank takes on a GPU, at most, whose bytes are in none of these. ``pipeline_stage``: of a
+    pipeline, the stage that needs most.
+    """
+
+    stage: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    largest_unit: int
+    largest_unit_name: str
+    gradient_buffers: int
+    tiers: Tiers
+    communicators: int
+    pipeline_stage: int = 0
+
+    @property
+    def state(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "state": self.state}
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Result of :func:`estimate`: the size of the model, and one row per stage.
+
+    ``moments``: numbers the optimizer keeps per parameter. ``tensor``, ``expert``, ``pipeline``:
+    numbers of ranks or stages over which layers, experts and the model are spread.
+    """
+
+    model: str
+    total_parameters: int
+    trainable_parameters: int
+    units: int
+    ranks: int
+    replicas: int
+    precision: str
+    optimizer: str
+    moments: int
+    stages: tuple[StageEstimate, ...]
+    offload_optimizer: OffloadOptimizer = field(default_factory=OffloadOptimizer)
+    offload_param: OffloadParam = field(default_factory=OffloadParam)
+    tensor: int = 1
+    expert: int = 1
+    pipeline: int = 1
+    lengths: tuple[LengthEstimate, ...] = ()
+
+    def at(self, stage: int) -> StageEstimate:
+        for row in self.stages:
+            if row.stage == stage:
+                return row
+        raise ConfigError(
+            f"stage {stage!r} was not estimated; estimated were "
+            f"{[row.stage for row in self.stages]}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as values for JSON."""
+        plain = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        offload = {
+            name: dataclasses.asdict(plain[name]) for name in ("offload_optimizer", "offload_param")
+        }
+        stages = [row.to_dict() for row in self.stages]
+        lengths = [dataclasses.asdict(row) for row in self.lengths]
+        return {**plain, **offload, "stages": stages, "lengths": lengths}
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Result of :func:`propose`: a configuration that fits, None if none does, and all trials.
+    ``cut``: code that cuts the model before ``initialize``, "" if it is not cut.
+    """
+
+    model: str
+    config: dict[str, Any] | None
+    fit: Fit
+    free: Free
+    cut: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as values for JSON."""
+        tried = [
+            {
+                "name": trial.name,
+                "fits": trial.verdict.fits,
+                "why_not": trial.why,
+                **in_places(trial.needs),
+            }
+            for trial in self.fit.trials
+        ]
+        return {
+            "model": self.model,
+            "config": self.config,
+            "cut": self.cut,
+            "margin": self.fit.margin,
+            "free": dataclasses.asdict(self.free),
+            "tried": tried,
+        }
+
+
+def in_places(own: Needs) -> dict[str, int]:
+    """Return the bytes of one rank in each tier, by the field names of :class:`Tiers`."""
+    return {
+        "device": own.device_bytes,
+        "pinned": own.pinned,
+        "ram": own.ram_bytes,
+        "disk": own.disk_bytes,
+    }
 
 
 def estimate(
@@ -107,35 +239,51 @@ def estimate(
         ConfigError: an invalid model, precision, optimizer, stage or number of ranks; ranks, heads
             or lengths that do not divide.
     """
-    wanted, settings = _settings(
-        ranks, precision, optimizer, config, pipeline_parallel, sequence_parallel
+    asked = _asked(
+        ranks,
+        precision,
+        optimizer,
+        config,
+        tensor_parallel,
+        expert_parallel,
+        pipeline_parallel,
+        sequence_parallel,
     )
-    plan = _plan(settings, wanted, offload_optimizer, offload_param, ranks, pipeline_parallel)
-    plan = _split(plan, tensor_parallel, expert_parallel)
-    stages = _stages(plan, stage, list(plan.stages))
-    name, module, groups, units = _counted(model, plan)
-    plan = _with_layers(plan, module)
-    parts = _of_stages(module, groups, plan)
+    # Validated at stage 3, which allows every offload section; the rows of smaller stages do not
+    # offload parameters.
+    given = {"offload_optimizer": offload_optimizer, "offload_param": offload_param}
+    sections = ZeroConfig(3, **given)
+    settings = asked.settings
+    whole_optimizer, whole_param = (
+        getattr(sections if given[name] is not None else settings, name) for name in given
+    )
+    name, module = _open(model)
+    plans = _plans(module, asked, asked.settings.placed(3, whole_optimizer, whole_param))
+    stages = _stages(plans[0], settings.stage, stage, list(plans[0].stages))
     counts: Counter[bool] = Counter()
-    for group in groups:
-        counts[group.trainable] += group.numel * plan.apart(group)
+    for parameter in module.parameters():
+        counts[parameter.requires_grad] += plans[0].whole_numel(parameter)
+    dims = plans[0].dims
     return MemoryEstimate(
         model=name,
         total_parameters=counts[True] + counts[False],
         trainable_parameters=counts[True],
-        units=units,
+        units=len(plans[0].units),
         ranks=ranks,
-        replicas=plan.replicas,
-        precision=plan.precision,
-        optimizer=wanted.type,
-        moments=plan.moments,
-        stages=tuple(_largest_row(parts, replace(plan, stage=each)) for each in stages),
-        offload_optimizer=plan.optimizer,
-        offload_param=plan.param,
-        tensor=plan.tensor,
-        expert=plan.expert,
-        pipeline=plan.pipeline,
-        lengths=_lengths(model, sequence_lengths, settings, plan),
+        replicas=settings.replicate_size,
+        precision=settings.precision,
+        optimizer=asked.optimizer.type,
+        moments=plans[0].moments,
+        stages=tuple(
+            _largest_row(plans, settings.placed(each, whole_optimizer, whole_param))
+            for each in stages
+        ),
+        offload_optimizer=whole_optimizer,
+        offload_param=whole_param,
+        tensor=dims.tensor,
+        expert=dims.expert,
+        pipeline=dims.pipeline,
+        lengths=_lengths(plans[0], sequence_lengths),
     )
 
 
@@ -156,14 +304,12 @@ def traffic(
     ``device``: where the time of compression is measured; default: the accelerator of this machine,
     else its CPU.
     """
-    wanted, settings = _settings(ranks, precision, "AdamW", config)
-    plan = _plan(settings, wanted, None, None, ranks)
-    plan = _split(plan, tensor_parallel, expert_parallel)
-    _, module, groups, _ = _counted(model, plan)
-    plan = _with_layers(plan, module)
+    asked = _asked(ranks, precision, "AdamW", config, tensor_parallel, expert_parallel)
+    settings = asked.settings
+    [whole] = _plans(_open(model)[1], asked, settings)
     seconds = codings(device or torch.device(kinds.accelerator() or "cpu"))
     stages = [stage] if stage is not None else sorted(POLICIES)
-    return {each: ways(groups, replace(plan, stage=each), seconds) for each in stages}
+    return {each: ways(_at_stage(whole, each), seconds) for each in stages}
 
 
 def propose(
@@ -190,59 +336,53 @@ def propose(
     known, 10 % if they are. Other arguments as for :func:`estimate`. With ``stage`` only that stage
     is tried, with ``config`` its stage and the larger ones, else stages 1 to 3.
     """
-    wanted, settings = _settings(
-        ranks, precision, optimizer, config, pipeline_parallel, sequence_parallel
+    asked = _asked(
+        ranks,
+        precision,
+        optimizer,
+        config,
+        tensor_parallel,
+        expert_parallel,
+        pipeline_parallel,
+        sequence_parallel,
     )
-    plan = _plan(settings, wanted, None, None, ranks, pipeline_parallel)
-    plan = replace(_split(plan, tensor_parallel, expert_parallel), gpu=not free.host_device)
-    begins = plan.stage if config is not None else 1
-    stages = _stages(plan, stage, list(plan.stages[begins:]))
-    name, module, groups, _ = _counted(model, plan)
-    spread = _with_layers(plan, module)
-    largest = max(
-        _of_stages(module, groups, spread),
-        key=lambda part: _row(part, replace(spread, stage=stages[0])).state,
-    )
-    known = _lengths(model, () if sequence_length is None else (sequence_length,), settings, plan)
-    ways = [way for row in known for way in row.ways]
+    device = kinds.meant(gpu=not free.host_device)
+    settings = asked.settings
+    name, module = _open(model)
+    plans = _plans(module, asked, settings, device)
+    begins = settings.stage if config is not None else 1
+    stages = _stages(plans[0], settings.stage, stage, list(plans[0].stages[begins:]))
+    largest = max(plans, key=lambda part: _row(_at_stage(part, stages[0])).state)
+    known = _lengths(plans[0], () if sequence_length is None else (sequence_length,))
+    found_ways = [way for row in known for way in row.ways]
     if margin is None:
         margin = BESIDE_ACTIVATIONS if known else ACTIVATIONS
-    found = fit(largest, spread, free, margin, stages, ways or (ActivationWay(),))
-    return Proposal(name, _written(config, settings, plan, wanted, found), found, free, _cut(plan))
+    found = fit(largest, free, margin, stages, found_ways or (ActivationWay(),))
+    return Proposal(name, _written(config, asked, found), found, free, _cut(largest.dims))
 
 
-def _stages(plan: MemoryPlan, stage: int | None, otherwise: list[int]) -> list[int]:
-    """Return the ZeRO stages to consider: ``stage``, or ``otherwise``.
+@dataclass(frozen=True)
+class _Asked:
+    """What an estimate is asked for: settings, an optimizer, and the sizes of the axes."""
 
-    Raises ConfigError for an unknown stage, or one that a pipeline does not have.
-    """
-    if stage is not None and stage not in POLICIES:
-        raise ConfigError(f"stage {stage!r} is unknown; choose one of {sorted(POLICIES)}")
-    chosen = otherwise if stage is None else [stage]
-    if plan.pipeline > 1 and (not chosen or max(chosen) not in plan.stages):
-        raise ConfigError(
-            f"a pipeline of {plan.pipeline} stages trains at ZeRO stage 0 or 1, not at "
-            f"{plan.stage if stage is None else stage}; leave --stage out, or write stage 1"
-        )
-    return chosen
+    settings: ZeroConfig
+    optimizer: OptimizerConfig
+    dims: ParallelDims
 
 
-def _cut(plan: MemoryPlan) -> str:
-    """Return the code that cuts the model into the stages of ``plan``, and its layers before."""
-    if plan.pipeline == 1:
-        return ""
-    model = "model" if plan.tensor == 1 else f"hf_zero.tensor_parallel(model, {plan.tensor})"
-    return f"hf_zero.pipeline_stages({model}, {plan.pipeline})"
-
-
-def _settings(
+def _asked(
     ranks: int,
     precision: str,
     optimizer: str | OptimizerConfig,
     config: Any,
+    tensor: int | None,
+    expert: int | None,
     pipeline: int = 1,
     sequence: int | None = None,
-) -> tuple[OptimizerConfig, ZeroConfig]:
+) -> _Asked:
+    """Return the settings that the arguments of :func:`estimate` describe. Raises ConfigError for
+    sizes that do not divide the ranks.
+    """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ConfigError(
             f"ranks = {ranks!r} is not a number of ranks; pass an integer of at least 1"
@@ -260,107 +400,132 @@ def _settings(
         settings = settings.override({SEQUENCE: sequence}, "what was asked for")
     if config is not None or sequence is not None:
         settings = settings.resolve(in_a_stage, training=False)
-    return settings.optimizer or wanted, settings
-
-
-def _plan(
-    settings: ZeroConfig,
-    wanted: OptimizerConfig,
-    offload: Any,
-    param: Any,
-    ranks: int,
-    pipeline: int = 1,
-) -> MemoryPlan:
-    # Validated at stage 3, which allows every offload section; the rows of smaller stages do not
-    # offload parameters.
-    given = {
-        name: section
-        for name, section in (("offload_optimizer", offload), ("offload_param", param))
-        if section is not None
-    }
-    sections = ZeroConfig(3, **given)
-    plan = MemoryPlan.of(settings, ranks // pipeline, moments=moments_of(wanted))
-    return replace(
-        plan,
-        pipeline=pipeline,
-        optimizer=sections.offload_optimizer if offload is not None else plan.optimizer,
-        param=sections.offload_param if param is not None else plan.param,
+    for size, key in ((tensor, TENSOR_SIZE), (expert, AUTOEP_SIZE)):
+        if size is not None:
+            check_size(size, key)
+    dims = _dims(
+        ranks,
+        tensor or settings.tensor_parallel.size,
+        expert or settings.expert_parallel.size,
+        pipeline,
+        settings.sequence_parallel_size,
     )
+    return _Asked(settings, settings.optimizer or wanted, dims)
 
 
-def _lengths(
-    model: Any, lengths: Sequence[int], settings: ZeroConfig, plan: MemoryPlan
-) -> tuple[LengthEstimate, ...]:
+def _dims(ranks: int, tensor: int, expert: int, pipeline: int, sequence: int) -> ParallelDims:
+    if expert > 1 < pipeline:
+        raise ConfigError(
+            f"experts over {expert} ranks in a pipeline of {pipeline} stages are not "
+            "built; leave --pp or --ep out"
+        )
+    within = {"tensor": tensor, "expert": expert}
+    ParallelDims.over(ranks // pipeline, **within)  # names the ranks of a stage in its error
+    return ParallelDims.over(ranks, sequence=sequence, pipeline=pipeline, **within)
+
+
+def _plans(
+    module: nn.Module, asked: _Asked, settings: ZeroConfig, device: torch.device | None = None
+) -> list[EnginePlan]:
+    """Return the plan of the first rank of each pipeline stage, on a GPU unless ``device`` is
+    another kind.
+    """
+    dims = asked.dims
+    sizes = experts_of_layers(module)
+    if sizes:  # the layers of the model have an expert-parallel size themselves
+        most = max(sizes.values())
+        dims = _dims(dims.world, dims.tensor, most, dims.pipeline, dims.sequence)
+    device = device or kinds.meant(gpu=True)
+    settings = settings.on_device(device.type)
+    cuts = cuts_of(module, dims.tensor)
+    if asked.dims.expert > 1:
+        cuts = {**cuts, **cuts_of_experts(module, 0, asked.dims.expert, cuts)}
+    cuts = {**cuts, **dict.fromkeys(sizes, Sharding(("expert",)))}
+    trained = [p for p in module.parameters() if p.requires_grad]
+    optimizer = build_optimizer(asked.optimizer, trained, module) if trained else None
+    stages: list[frozenset[str] | None] = [None]
+    if dims.pipeline > 1:
+        from hf_zero.integrations.transformers.pipeline_stages import names_of_stages
+
+        stages = [*names_of_stages(module, dims.pipeline)]
+    return [
+        plan(
+            module,
+            settings,
+            dims,
+            optimizer,
+            extensions_of=_extensions_of,
+            rank=stage * dims.in_a_stage,
+            device=device,
+            cuts=cuts,
+            held=held,
+        )
+        for stage, held in enumerate(stages)
+    ]
+
+
+def _extensions_of(
+    settings: ZeroConfig, optimizer: torch.optim.Optimizer | None
+) -> PlannedExtensions:
+    """Return the extensions of an engine. A momentum in one bit is sent at stage 1 only, so that
+    the rows of other stages are those of the dense optimizer.
+    """
+    at_one = settings.placed(1, settings.offload_optimizer, settings.offload_param)
+    if settings.stage != 1 and one_bit_of(at_one, optimizer) is not None:
+        return PLAIN
+    return extensions_of(settings, optimizer)
+
+
+def _at_stage(whole: EnginePlan, stage: int) -> EnginePlan:
+    now = whole.settings
+    return whole.replan(now.placed(stage, now.offload_optimizer, now.offload_param))
+
+
+def _stages(
+    whole: EnginePlan, configured: int, stage: int | None, otherwise: list[int]
+) -> list[int]:
+    """Return the ZeRO stages to consider: ``stage``, or ``otherwise``.
+
+    Raises ConfigError for an unknown stage, or one that a pipeline does not have.
+    """
+    if stage is not None and stage not in POLICIES:
+        raise ConfigError(f"stage {stage!r} is unknown; choose one of {sorted(POLICIES)}")
+    chosen = otherwise if stage is None else [stage]
+    if whole.dims.pipeline > 1 and (not chosen or max(chosen) not in whole.stages):
+        raise ConfigError(
+            f"a pipeline of {whole.dims.pipeline} stages trains at ZeRO stage 0 or 1, not at "
+            f"{configured if stage is None else stage}; leave --stage out, or write stage 1"
+        )
+    return chosen
+
+
+def _cut(dims: ParallelDims) -> str:
+    """Return the code that cuts the model into the stages of a pipeline, and its layers before."""
+    if dims.pipeline == 1:
+        return ""
+    model = "model" if dims.tensor == 1 else f"hf_zero.tensor_parallel(model, {dims.tensor})"
+    return f"hf_zero.pipeline_stages({model}, {dims.pipeline})"
+
+
+def _lengths(whole: EnginePlan, lengths: Sequence[int]) -> tuple[LengthEstimate, ...]:
     """Return the activation estimates for sequences of each of ``lengths``.
 
     Raises ConfigError with tensor, expert or pipeline parallelism.
     """
-    if not lengths:
-        return ()
-    if max(plan.tensor, plan.expert, plan.pipeline) > 1:
+    if lengths and whole.dims.splits_model:
         raise ConfigError(
             "activations beside tensor, expert or pipeline parallelism are not known; leave the "
             "lengths of sequences out, or estimate without it, which is the most it can be"
         )
-    module, ranks = _open(model)[1], settings.sequence_parallel_size
-    return tuple(length_estimate(module, each, ranks, settings, plan.gpu) for each in lengths)
+    return tuple(length_estimate(whole, each) for each in lengths)
 
 
-def _split(plan: MemoryPlan, tensor: int | None, expert: int | None) -> MemoryPlan:
-    """Return ``plan`` with the given numbers of tensor- and expert-parallel ranks. Raises
-    ConfigError for sizes that do not divide the ranks.
-    """
-    for size, asked in ((tensor, TENSOR_SIZE), (expert, AUTOEP_SIZE)):
-        if size is not None:
-            check_size(size, asked)
-    plan = replace(plan, tensor=tensor or plan.tensor, expert=expert or plan.expert)
-    ParallelDims.over(plan.ranks, tensor=plan.tensor, expert=plan.expert)
-    if plan.expert > 1 < plan.pipeline:
-        raise ConfigError(
-            f"experts over {plan.expert} ranks in a pipeline of {plan.pipeline} stages are not "
-            "built; leave --pp or --ep out"
-        )
-    return plan
-
-
-def _counted(model: Any, plan: MemoryPlan) -> tuple[str, nn.Module, list[FlatParameters], int]:
-    name, module = _open(model)
-    specs, _ = find_units(module, plan.granularity)
-    persistent = persistent_names(module, *plan.persistence)
-    cuts = cuts_of(module, plan.tensor)
-    if plan.expert > 1:
-        cuts = {**cuts, **cuts_of_experts(module, 0, plan.expert, cuts)}
-    cuts = {**cuts, **dict.fromkeys(experts_of_layers(module), Sharding(("expert",)))}
-    return name, module, groups_of(specs, module, plan.precision, persistent, cuts), len(specs)
-
-
-def _with_layers(plan: MemoryPlan, model: nn.Module) -> MemoryPlan:
-    """Return ``plan`` with the expert-parallel size that layers of ``model`` itself have."""
-    sizes = experts_of_layers(model).values()
-    return _split(plan, None, max(sizes)) if sizes else plan
-
-
-def _of_stages(
-    model: nn.Module, groups: Sequence[FlatParameters], plan: MemoryPlan
-) -> list[list[FlatParameters]]:
-    """Return the part of ``groups`` that each pipeline stage holds."""
-    if plan.pipeline == 1:
-        return [list(groups)]
-    from hf_zero.integrations.transformers.pipeline_stages import names_of_stages
-
-    return [
-        [
-            replace(group, shapes=kept)
-            for group in groups
-            if (kept := tuple(shape for shape in group.shapes if shape[0] in names))
-        ]
-        for names in names_of_stages(model, plan.pipeline)
+def _largest_row(parts: Sequence[EnginePlan], settings: ZeroConfig) -> StageEstimate:
+    """Return the row, with ``settings``, of the pipeline stage with the most state."""
+    rows = [
+        replace(_row(part.replan(settings)), pipeline_stage=stage)
+        for stage, part in enumerate(parts)
     ]
-
-
-def _largest_row(parts: Sequence[Sequence[FlatParameters]], plan: MemoryPlan) -> StageEstimate:
-    """Return the row of the pipeline stage with the most state."""
-    rows = [replace(_row(part, plan), pipeline_stage=each) for each, part in enumerate(parts)]
     return max(rows, key=lambda row: row.state)
 
 
@@ -375,61 +540,43 @@ def _open(model: Any) -> tuple[str, nn.Module]:
     ).__name__, module
 
 
-def _row(groups: Sequence[FlatParameters], plan: MemoryPlan) -> StageEstimate:
-    if plan.stage < 3:
-        plan = replace(plan, param=OffloadParam())
-    plain = plan.on_device()
+def _row(own: EnginePlan) -> StageEstimate:
+    stage = own.settings.stage
+    plain = own.replan(own.settings.placed(stage, OffloadOptimizer(), OffloadParam()))
     sums: Counter[str] = Counter()
-    for group in plan.flats_of(groups):
-        policy, shards = plan.policy_of(group), plan.shards_of(group)
-        layout = group.layout(shards if group.trainable else policy.parameter_shards(shards))
-        kept = {"gradient": _name(plan.accumulation_dtype)} if plan.accumulation_dtype else {}
-        price = policy.bytes_per_parameter(
-            layout.shards, str(group.dtype).removeprefix("torch."), plan.moments, **kept
-        )
-        for what in (
-            ("parameters", "gradients", "optimizer") if group.trainable else ("parameters",)
-        ):
-            sums[what] += round(price[what] * layout.padded)
-        sums["gradients"] += plan.error_bytes(group) if group.trainable else 0
-        sums["parameters"] += plan.secondary_bytes(group, layout.padded)
-        sums["parameters"] += plan.rounded_bytes(group, layout.padded)
-    largest, size = max(unit_bytes(groups, plan).items(), key=lambda item: item[1], default=("", 0))
+    for (kind, _), nbytes in state_bytes(plain).items():
+        sums[kind] += nbytes
+    largest, size = max(unit_bytes(own).items(), key=lambda item: item[1], default=("", 0))
     return StageEstimate(
-        plan.stage,
+        stage,
         sums["parameters"],
         sums["gradients"],
         sums["optimizer"],
         size,
         largest,
-        gradient_buffers(groups, plain),
-        Tiers(**in_places(needs(groups, plan))),
-        sum(communicators((group.axes for group in groups), plan).values()),
+        gradient_buffers(plain),
+        Tiers(**in_places(needs(own))),
+        sum(communicators(own).values()),
     )
 
 
-def _name(dtype: str) -> str:
-    return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[dtype]
-
-
-def _written(
-    config: Any, settings: ZeroConfig, plan: MemoryPlan, wanted: OptimizerConfig, found: Fit
-) -> dict[str, Any] | None:
+def _written(config: Any, asked: _Asked, found: Fit) -> dict[str, Any] | None:
     """Return the given configuration, or one made of the arguments, with the settings that fit."""
     if found.chosen is None:
         return None
+    wanted, settings, dims = asked.optimizer, asked.settings, asked.dims
     if config is not None:
         written: dict[str, Any] = ZeroConfig.coerce(config, allow_auto=True).to_dict()
     else:
         written = {"optimizer": {"type": wanted.type, "params": dict(wanted.params)}}
-        if plan.precision != "fp32":
-            written[plan.precision] = {"enabled": True}
-    if plan.tensor > 1 and plan.pipeline == 1:  # with a pipeline, `_cut` cuts the layers
-        written["tensor_parallel"] = {"autotp_size": plan.tensor}
+        if settings.precision != "fp32":
+            written[settings.precision] = {"enabled": True}
+    if dims.tensor > 1 and dims.pipeline == 1:  # with a pipeline, `_cut` cuts the layers
+        written["tensor_parallel"] = {"autotp_size": dims.tensor}
     if settings.sequence_parallel_size > 1:
         written[SEQUENCE] = settings.sequence_parallel_size
-    if plan.expert > 1:
-        written["expert_parallel"] = {"enabled": True, "autoep_size": plan.expert}
+    if dims.expert > 1:
+        written["expert_parallel"] = {"enabled": True, "autoep_size": dims.expert}
     kept = {
         key: value
         for key, value in written.get("zero_optimization", {}).items()

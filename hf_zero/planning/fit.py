@@ -1,9 +1,11 @@
-"""Search for a configuration that fits, from the fastest placement to the slowest.
+"""Whether the bytes that an engine needs fit into free memory, and the search for a configuration
+that does, from the fastest placement to the slowest.
 
-State on the device is fastest; then the optimizer on the CPU, with as much of it as fits left on
-the device; then smaller moments, which need less memory traffic and lose a little precision; then
-parameters on the CPU; then files. For a given placement the smaller stage is tried first, since it
-communicates less.
+The verdict is pure arithmetic, so that ranks that have agreed on the free bytes reach the same one.
+In the search, state on the device is fastest; then the optimizer on the CPU, with as much of it as
+fits left on the device; then smaller moments, which need less memory traffic and lose a little
+precision; then parameters on the CPU; then files. For a given placement the smaller stage is tried
+first, since it communicates less.
 """
 
 from __future__ import annotations
@@ -11,18 +13,107 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
-from hf_zero.config import OffloadOptimizer, OffloadParam
+from hf_zero.config import OffloadOptimizer, OffloadParam, ZeroConfig
 from hf_zero.config.offload import Moments
 from hf_zero.device.free_memory import Free
+from hf_zero.errors import ConfigError
 from hf_zero.logging import in_units
 from hf_zero.planning.needs import NamedBytes, Needs, needs
-from hf_zero.planning.plan import FlatParameters, MemoryPlan
-from hf_zero.planning.verdict import ACTIVATIONS, MemoryVerdict, judge
+from hf_zero.zero.layout.engine_plan import EnginePlan
 
+# usable share of a host's free memory: page tables, loaders and the allocator need some too
+RAM_SHARE = 0.96
+# share of the device left for activations, whose size depends on the batch
+ACTIVATIONS = 0.2
+# share of the device left if activations are counted: for fragmentation, communicators' buffers
+BESIDE_ACTIVATIONS = 0.1
 MOMENTS: tuple[Moments, ...] = ("fp32", "bf16", "int8")
 STEP = 0.05  # proposed offload ratios are multiples of this
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tier: the bytes needed, made up of ``parts``, and the free bytes.
+
+    ``limited_by`` names the source of the limit.
+    """
+
+    tier: str
+    needed: int
+    free: int
+    parts: tuple[NamedBytes, ...]
+    limited_by: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.free
+
+
+@dataclass(frozen=True)
+class MemoryVerdict:
+    """One row for each tier of which something is needed.
+
+    ``notes`` are remarks that refuse nothing.
+    """
+
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        return all(row.fits for row in self.rows)
+
+    @property
+    def short(self) -> tuple[Row, ...]:
+        """The tiers that are too small."""
+        return tuple(row for row in self.rows if not row.fits)
+
+
+def judge(needs: Needs, free: Free, margin: float = 0.0) -> MemoryVerdict:
+    """Return whether ``needs`` fit into ``free``, both of one rank, row by row. ``margin`` is the
+    share of the device that is left free.
+
+    If the device computes in host memory, both are one tier. A folder with unknown free bytes is
+    not judged.
+    """
+    return MemoryVerdict(tuple(_rows(needs, free, margin)), tuple(_notes(needs, free)))
+
+
+def _rows(needs: Needs, free: Free, margin: float) -> Iterator[Row]:
+    ram = int(free.ram * RAM_SHARE)
+    kept = f"{1 - RAM_SHARE:.0%} left to the rest of the process"
+    why = f"{free.limited_by}; {kept}" if free.limited_by else kept
+    if free.host_device:
+        own = tuple(NamedBytes(f"{part.what} (device)", part.nbytes) for part in needs.device)
+        yield Row("memory", needs.device_bytes + needs.ram_bytes, ram, (*own, *needs.ram), why)
+    else:
+        left = f"{margin:.0%} left to activations" if margin else ""
+        yield Row("device", needs.device_bytes, int(free.device * (1 - margin)), needs.device, left)
+        if needs.ram:
+            yield Row("RAM", needs.ram_bytes, ram, needs.ram, why)
+    written = dict(needs.files)
+    for number in dict.fromkeys(disk.disk for disk in free.disks):
+        shared = [disk for disk in free.disks if disk.disk == number]
+        needed = sum(written.get(disk.path, 0) for disk in shared)
+        if needed:
+            yield Row(
+                f"disk of {', '.join(disk.path for disk in shared)}",
+                needed,
+                min(disk.nbytes for disk in shared),
+                needs.disk,
+            )
+
+
+def _notes(needs: Needs, free: Free) -> Iterator[str]:
+    if free.memlock is not None and needs.pinned > free.memlock:
+        yield (
+            f"ulimit -l is {in_units(free.memlock)}, below the {in_units(needs.pinned)} to be "
+            "pinned: NVIDIA's driver is not bound by it; where "
+            "pinning is refused all the same, transfers go through memory that is not "
+            "pinned, and are slower"
+        )
 
 
 @dataclass(frozen=True)
@@ -43,7 +134,7 @@ class Trial:
     """One configuration that was tried: its name, its needs, and whether they fit."""
 
     name: str
-    plan: MemoryPlan
+    plan: EnginePlan
     needs: Needs
     verdict: MemoryVerdict
     activations: ActivationWay = ActivationWay()
@@ -60,10 +151,11 @@ class Trial:
         """Return the configuration in DeepSpeed's dialect: the stage, the offload sections, and the
         keys that reduce activations.
         """
-        zero: dict[str, Any] = {"stage": self.plan.stage}
+        settings = self.plan.settings
+        zero: dict[str, Any] = {"stage": settings.stage}
         for name, section, default in (
-            ("offload_optimizer", self.plan.optimizer, OffloadOptimizer()),
-            ("offload_param", self.plan.param, OffloadParam()),
+            ("offload_optimizer", settings.offload_optimizer, OffloadOptimizer()),
+            ("offload_param", settings.offload_param, OffloadParam()),
         ):
             if not section.on:
                 continue
@@ -98,26 +190,31 @@ class Fit:
 
 
 def fit(
-    groups: Sequence[FlatParameters],
-    plan: MemoryPlan,
+    plan: EnginePlan,
     free: Free,
     margin: float = ACTIVATIONS,
     stages: Sequence[int] | None = None,
     activations: Sequence[ActivationWay] = (ActivationWay(),),
 ) -> Fit:
-    """Find the fastest configuration like ``plan`` that fits into ``free`` with ``margin`` of the
-    device left for unknown activations.
+    """Find the fastest configuration like that of ``plan`` that fits into ``free`` with ``margin``
+    of the device left for unknown activations.
 
     Only the stage, placement and moments vary, and ``activations``, the ways of computing them from
-    the fastest on. ``stages``: those to try; None: that of ``plan`` and the larger ones. Files are
-    tried in the folders listed in ``free``.
+    the fastest on. ``stages``: those to try; None: that of ``plan`` and the larger ones that it
+    may have. Files are tried in the folders listed in ``free``. A configuration that no engine runs
+    is left out.
     """
     trials: list[Trial] = []
-    for name, candidate in _candidates(plan, free, sorted(stages or plan.stages[plan.stage :])):
+    begin = plan.settings.stage
+    for name, settings in _candidates(plan, free, sorted(stages or plan.stages[begin:])):
+        try:
+            candidate = plan.replan(settings)
+        except ConfigError:
+            continue
         for way in activations:
             left = free.with_room(device=-way.most)
-            for ratio, tried in _ratios(groups, candidate, left, margin):
-                own = _with_activations(needs(groups, tried), way)
+            for ratio, tried in _ratios(candidate, left, margin):
+                own = _with_activations(needs(tried), way)
                 what = ", ".join(filter(None, (name + ratio, way.name)))
                 trial = Trial(what, tried, own, judge(own, free, margin), way)
                 trials.append(trial)
@@ -133,20 +230,19 @@ def _with_activations(own: Needs, way: ActivationWay) -> Needs:
 
 
 def _candidates(
-    plan: MemoryPlan, free: Free, stages: Sequence[int]
-) -> Iterator[tuple[str, MemoryPlan]]:
+    plan: EnginePlan, free: Free, stages: Sequence[int]
+) -> Iterator[tuple[str, ZeroConfig]]:
     folders = tuple(disk.path for disk in free.disks)
+    now, own_param = plan.settings.offload_optimizer, plan.settings.offload_param
     # Without accumulation stage 1 has no advantage over stage 2 when offloading: it keeps whole
     # gradients on the device, and stage 2 sends as much.
-    away = [stage for stage in stages if stage >= 2 or 2 not in stages or plan.accumulation > 1]
+    accumulates = (plan.settings.gradient_accumulation_steps or 1) > 1
+    away = [stage for stage in stages if stage >= 2 or 2 not in stages or accumulates]
     kinds = MOMENTS if plan.moments else MOMENTS[:1]
     # If the plan already has small moments, larger ones are not tried.
-    if plan.optimizer.on and plan.optimizer.moments in kinds:
-        kinds = kinds[kinds.index(plan.optimizer.moments) :]
-    own_optimizer, own_param = replace(plan.optimizer, ratio=1.0), plan.param
-
-    def at(stage: int, optimizer: OffloadOptimizer, param: OffloadParam) -> MemoryPlan:
-        return replace(plan, stage=stage, optimizer=optimizer, param=param)
+    if now.on and now.moments in kinds:
+        kinds = kinds[kinds.index(now.moments) :]
+    own_optimizer, at = replace(now, ratio=1.0), plan.settings.placed
 
     for stage in stages:
         yield f"stage {stage}, all on the device", at(stage, OffloadOptimizer(), OffloadParam())
@@ -191,27 +287,23 @@ def _candidates(
             )
 
 
-def _ratios(
-    groups: Sequence[FlatParameters], plan: MemoryPlan, free: Free, margin: float
-) -> Iterator[tuple[str, MemoryPlan]]:
+def _ratios(plan: EnginePlan, free: Free, margin: float) -> Iterator[tuple[str, EnginePlan]]:
     """Yield ``plan`` with the optimizer fully offloaded (ratio "auto", which training then tunes),
     and with only as much offloaded as does not fit on the device.
     """
-    if not plan.optimizer.on or free.host_device:
+    if not plan.settings.offload_optimizer.on or free.host_device:
         yield "", plan
         return
-    whole = judge(needs(groups, plan), free, margin)
-    yield ", ratio auto", replace(plan, optimizer=replace(plan.optimizer, ratio="auto"))
+    whole = judge(needs(plan), free, margin)
+    yield ", ratio auto", _offloading(plan, "auto")
     if any(row.tier == "device" for row in whole.short):
         return
-    least = _least_ratio(groups, plan, free, margin)
+    least = _least_ratio(plan, free, margin)
     if least < 1.0:
-        yield f", ratio {least:g}", replace(plan, optimizer=replace(plan.optimizer, ratio=least))
+        yield f", ratio {least:g}", _offloading(plan, least)
 
 
-def _least_ratio(
-    groups: Sequence[FlatParameters], plan: MemoryPlan, free: Free, margin: float
-) -> float:
+def _least_ratio(plan: EnginePlan, free: Free, margin: float) -> float:
     """Return the smallest offload ratio, a multiple of STEP, with which the device has enough room.
     Device bytes fall as the ratio grows, so this is a binary search.
     """
@@ -219,8 +311,13 @@ def _least_ratio(
     low, high = 1, math.ceil(1 / STEP)
     while low < high:
         middle = (low + high) // 2
-        tried = replace(plan, optimizer=replace(plan.optimizer, ratio=middle * STEP))
-        low, high = (
-            (low, middle) if needs(groups, tried).device_bytes <= room else (middle + 1, high)
-        )
+        fits = needs(_offloading(plan, middle * STEP)).device_bytes <= room
+        low, high = (low, middle) if fits else (middle + 1, high)
     return round(low * STEP, 2)
+
+
+def _offloading(plan: EnginePlan, ratio: float | Literal["auto"]) -> EnginePlan:
+    """Return ``plan`` with another share of the optimizer offloaded."""
+    now = plan.settings
+    optimizer = replace(now.offload_optimizer, ratio=ratio)
+    return plan.replan(now.placed(now.stage, optimizer, now.offload_param))

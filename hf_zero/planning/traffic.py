@@ -9,15 +9,15 @@ Gathers that are skipped because a unit is still whole are counted, as are persi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from hf_zero.device import kinds
 from hf_zero.ops.symmetric_blocks import SymmetricBlocks
-from hf_zero.planning.plan import FlatParameters, MemoryPlan
 from hf_zero.zero.layout.codecs import DEFAULT_BLOCKS, SMALLEST_TENSOR
+from hf_zero.zero.layout.engine_plan import EnginePlan, FlatPlan
 
 ONE_BIT_BLOCK = 2048
 SAMPLE = 1 << 20  # elements encoded to measure the time
@@ -81,18 +81,22 @@ class _Sizes:
         return times * self.sent * (self.shards * nbytes(chunk) + self.rest * self.item)
 
 
-def traffic(groups: Sequence[FlatParameters], plan: MemoryPlan, codings: Codings) -> list[Traffic]:
+def traffic(plan: EnginePlan, codings: Codings) -> list[Traffic]:
     """Return the ways of sending at the stage of ``plan``, the dense one first; that alone with one
     rank, and if ranks hold different parts of the model, whose own exchanges are not counted.
     """
-    stage, shards = plan.stage, plan.shards if plan.stage else plan.ranks // plan.replicas
-    every = [_sizes(group, max(1, shards // plan.apart(group))) for group in plan.flats_of(groups)]
-    trains = [each for each, group in zip(every, plan.flats_of(groups)) if group.trainable]
-    in_few_bits = shards > 1 and plan.tensor * plan.expert == 1
-    reduces = plan.accumulation if stage > 1 else 1
-    gathers = 2 * plan.accumulation
+    stage, replicas = plan.settings.stage, plan.settings.replicate_size
+    shards, accumulation = (
+        plan.dims.in_a_stage // replicas,
+        plan.settings.gradient_accumulation_steps or 1,
+    )
+    every = [_sizes(flat, max(1, plan.sharers(flat) // replicas)) for flat in plan.flats]
+    trains = [each for each, flat in zip(every, plan.flats) if flat.spec.trainable]
+    in_few_bits = shards > 1 and plan.dims.tensor * plan.dims.expert == 1
+    reduces = accumulation if stage > 1 else 1
+    gathers = 2 * accumulation
     # the all-reduce of the reduced shards across replicas
-    copies = 2 * (plan.replicas - 1) / plan.replicas / shards * reduces
+    copies = 2 * (replicas - 1) / replicas / shards * reduces
     across = sum(copies * each.nbytes for each in trains)
     few = sum(each.few for each in trains)
 
@@ -135,10 +139,11 @@ def traffic(groups: Sequence[FlatParameters], plan: MemoryPlan, codings: Codings
     return found
 
 
-def _sizes(group: FlatParameters, shards: int) -> _Sizes:
-    numels = [(torch.Size(shape).numel(), len(shape) > 1) for _, shape in group.shapes]
-    few = sum(numel for numel, matrix in numels if matrix and numel >= SMALLEST_TENSOR)
-    return _Sizes(group.dtype.itemsize, few, group.numel - few, shards)
+def _sizes(flat: FlatPlan, shards: int) -> _Sizes:
+    slots = flat.spec.layout.slots
+    matrices = (slot.numel for slot in slots if len(slot.shape) > 1)
+    few = sum(numel for numel in matrices if numel >= SMALLEST_TENSOR)
+    return _Sizes(flat.spec.dtype.itemsize, few, flat.spec.layout.numel - few, shards)
 
 
 def _one_bit(numel: int) -> float:

@@ -22,11 +22,11 @@ from hf_zero.zero.gather.backward_tracker import BackwardTracker
 from hf_zero.zero.gather.hooks import Hooks
 from hf_zero.zero.gather.model_patches import Attached, refuse_switched
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.precision import Fp16LossScaler, Scaling
+from hf_zero.zero.layout.precision import COMPUTE, Fp16LossScaler, Scaling
 from hf_zero.zero.reduce.gradient_intake import MicroBatch
 from hf_zero.zero.reduce.losses import Losses
 from hf_zero.zero.reduce.reducer import Reducer, ReductionOptions
-from hf_zero.zero.sharded_model import DTYPES, ShardedModel
+from hf_zero.zero.sharded_model import ShardedModel
 from hf_zero.zero.step.nonfinite_warnings import SanityChecks
 from hf_zero.zero.step.optimizer_step import OptimizerStep, refuse_half_done
 
@@ -121,7 +121,7 @@ class Backward:
                     wire,
                     config.gradient_allreduce_op == "mean",
                 ),
-                DTYPES[wire] if wire else None,
+                COMPUTE[wire] if wire else None,
                 config.kernels,
                 model.packed_elements,
             ),

@@ -19,9 +19,9 @@ from hf_zero.offload.placement import Placement
 from hf_zero.zero.backward import AccumulationWindow, Backward, Counters
 from hf_zero.zero.extensions import PLAIN, Extensions
 from hf_zero.zero.gather.model_patches import Override, Patches, Techniques, refuse_foreign_step
-from hf_zero.zero.layout.making_mesh import make_mesh
+from hf_zero.zero.layout.engine_plan import EnginePlan
+from hf_zero.zero.layout.making_mesh import make_mesh, plan_on_this_rank
 from hf_zero.zero.layout.precision import Fp16LossScaler
-from hf_zero.zero.layout.stage_policy import POLICIES
 from hf_zero.zero.sharded_model import ShardedModel, retire_flats, take_native_threads
 from hf_zero.zero.state_bytes import bytes_by_tier, state_bytes
 from hf_zero.zero.step.nonfinite_warnings import SanityChecks
@@ -81,43 +81,45 @@ class EngineParts(AroundModel):
         self._installed: ExitStack | None = None  # undone by destroy; None: destroyed
         device = device or process_group.default_device()
         kinds.set_device(device)
-        policy = POLICIES[config.stage]
         self.extensions = extensions
-        mesh = make_mesh(
-            model,
-            config,
-            device,
-            extensions.node,
-            extensions.hierarchical,
-            extensions.needs_one_mesh,
-        )
+        plan = self._plan(device, shard_only)
+        mesh = make_mesh(plan, device)
         try:
             with ExitStack() as installed:
-                self._build(mesh, None if shard_only else config.precision, installed)
+                self._build(plan, mesh, installed)
                 self._installed = installed.pop_all()
         except BaseException as error:
             mesh.close(
-                groups=not policy.shards_parameters,
+                groups=not plan.policy.shards_parameters,
                 why=f"could not build the engine ({rank_status.first_line(error)})",
             )
             raise
         if not _guarding:
             _guarding.append(register_optimizer_step_pre_hook(refuse_foreign_step))
 
-    def _build(self, mesh: Mesh, precision: str | None, installed: ExitStack) -> None:
-        """Partition the model and install everything on it; ``installed`` collects the inverse
-        operations, in reverse order. Without ``precision`` nothing is trained.
+    def _plan(self, device: torch.device, shard_only: bool) -> EnginePlan:
+        """Return the plan that the engine builds."""
+        return plan_on_this_rank(
+            self.module,
+            self.config,
+            self.optimizer,
+            lambda settings, optimizer: self.extensions,
+            device,
+            shard_only,
+        )
+
+    def _build(self, plan: EnginePlan, mesh: Mesh, installed: ExitStack) -> None:
+        """Build ``plan`` and install everything on the model; ``installed`` collects the inverse
+        operations, in reverse order.
         """
         config, model, device = self.config, self.module, mesh.device
         placement = Placement(config, device, mesh.rank, mesh.world)
         installed.callback(placement.close)
         installed.callback(retire_flats, model, mesh)
-        self.patches.check(model, not POLICIES[config.stage].shards_parameters)
+        self.patches.check(model, not plan.policy.shards_parameters)
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         given = [list(group["params"]) for group in groups]
-        sharded = ShardedModel(
-            model, config, mesh, placement, self.optimizer, precision, self.extensions
-        )
+        sharded = ShardedModel(plan, mesh, placement, self.extensions)
         self.sharded_model = sharded
         installed.callback(sharded.retire)
         sharded.attach(weakref.ref(self))

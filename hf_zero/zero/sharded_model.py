@@ -18,101 +18,67 @@ from hf_zero.offload.placement import Placement
 from hf_zero.ops import native
 from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.elementwise import check
-from hf_zero.optim.fused import reads_16_bits
-from hf_zero.optim.state import collect, numbers_kept
-from hf_zero.optim.whole_tensor import WholeTensorOptimizer, moments_by_group
+from hf_zero.optim.state import collect
+from hf_zero.optim.whole_tensor import WholeTensorOptimizer
 from hf_zero.zero.extensions import PLAIN, Extensions
 from hf_zero.zero.gather.model_patches import ModuleGuards
 from hf_zero.zero.gather.schedule import Schedule
 from hf_zero.zero.layout.codecs import report
+from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_layout import Slot
-from hf_zero.zero.layout.flat_memory import Dtypes
-from hf_zero.zero.layout.materialize import check_parameters, partition
+from hf_zero.zero.layout.materialize import check_parameters, materialize
 from hf_zero.zero.layout.packing import packs
 from hf_zero.zero.layout.parameter import owner_of
-from hf_zero.zero.layout.sharding import sharding_of
-from hf_zero.zero.layout.stage_policy import POLICIES, Policy
 from hf_zero.zero.layout.unit import Unit
-from hf_zero.zero.layout.wrap import find_units, packed_elements, persistent_names
+from hf_zero.zero.layout.wrap import packed_elements
 from hf_zero.zero.step.optimizer_patch import refuse_unknown_params
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class ShardedModel:
-    """The units of ``model`` on ``mesh``, partitioned by the constructor (collective).
+    """The units of ``plan`` on ``mesh``, built by the constructor (collective).
 
-    Parameters in no group of ``optimizer`` are frozen; without ``precision`` all keep their dtypes.
-    Raises the errors of :func:`hf_zero.zero.layout.materialize.partition`, and
-    UnsupportedOptimizerError for an optimizer that flat shards cannot run; the model is then
-    unchanged.
+    Raises PartitionError for parameters that cannot be laid out, the errors of
+    :func:`hf_zero.zero.layout.materialize.materialize`, and UnsupportedOptimizerError for an
+    optimizer that flat shards cannot run; the model is then unchanged.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        config: ZeroConfig,
+        plan: EnginePlan,
         mesh: Mesh,
         placement: Placement,
-        optimizer: torch.optim.Optimizer | None,
-        precision: str | None,
         extensions: Extensions = PLAIN,
     ):
-        self.module = model
+        self.module = plan.model
         self.mesh = mesh
         self.placement = placement
-        self.shard_only = precision is None
-        self.policy = POLICIES[config.stage]
-        zero = config.zero
-        whole = persistent_names(
-            model, zero.param_persistence_threshold, zero.model_persistence_threshold
-        )
-        in_root = _gathered_with_the_root(model, mesh, self.policy, whole)
-        specs, self.aliases = find_units(model, zero.module_granularity_threshold, in_root)
+        self.shard_only = plan.keeps_dtypes
+        self.policy = plan.policy
+        self.aliases = plan.aliases
+        zero = plan.settings.zero
         # maximum number of elements of small units in one message
-        self.packed_elements = packed_elements(config.zero.module_granularity_threshold)
-        check_parameters(specs, mesh.device)
-        self.parameters = {name: p for spec in specs for name, p in spec.parameters}
+        self.packed_elements = packed_elements(zero.module_granularity_threshold)
+        check_parameters(plan.units, mesh.device)
+        self.parameters = {name: p for spec in plan.units for name, p in spec.parameters}
         self.param_dtypes = {
             name: str(p.dtype).removeprefix("torch.") for name, p in self.parameters.items()
         }
-        self.group_of = _groups(optimizer, self.parameters, config)
-        accumulate, wire = config.gradient_accumulation_dtype, config.communication_data_type
-        dtypes = Dtypes(
-            precision,
-            DTYPES[accumulate] if accumulate else None,
-            DTYPES[wire] if wire else None,
-            numbers_kept(optimizer) if optimizer is not None and placement.in_files else 0,
-            optimizer is not None and reads_16_bits(optimizer, config.kernels, mesh.device),
-            DTYPES[config.buffer_dtype] if config.buffer_dtype and precision else None,
-        )
-        self.units = partition(
-            model,
-            specs,
-            self.group_of,
-            self.policy,
-            mesh,
-            placement,
-            dtypes,
-            whole,
-            extensions.codecs,
-            moments_by_group(optimizer),
-        )
+        self.group_of = plan.group_of
+        if plan.optimizer is not None:
+            _check_optimizer(plan.optimizer, self.parameters, plan)
+        self.units = materialize(plan, mesh, placement)
         self.extensions = extensions
         for unit in self.units:
             unit.gather_from(extensions.gathers)
         self.flats: list[FlatBuffer] = [flat for unit in self.units for flat in unit.flats]
         self.trainable = [flat for flat in self.flats if flat.trainable]
-        report(self.flats, dtypes.wire)
+        report(self.flats, plan.wire_dtype)
         itemsize = max((flat.dtype.itemsize for flat in self.flats), default=4)
         self.schedule = Schedule(
-            self.units,
-            mesh,
-            int(config.zero.prefetch_bucket_size) * itemsize,
-            placement.reads_ahead,
+            self.units, mesh, int(zero.prefetch_bucket_size) * itemsize, placement.reads_ahead
         )
-        self.guards = ModuleGuards(model, self.units, self.schedule)
+        self.guards = ModuleGuards(plan.model, self.units, self.schedule)
 
     def attach(self, engine: Callable[[], Any]) -> None:
         """Set ``engine``, a weak reference, as the engine of these parameters."""
@@ -256,44 +222,17 @@ class MeshRanks:
         return [every[rank] for rank in self._axis.ranks]
 
 
-def _gathered_with_the_root(
-    model: nn.Module, mesh: Mesh, policy: Policy, whole: frozenset[str]
-) -> frozenset[int]:
-    """Return the ids of vectors that all tensor-parallel ranks hold whole. They join the root:
-    among the cut matrices of another unit they would add a message to each gather.
+def _check_optimizer(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], plan: EnginePlan
+) -> None:
+    """Raise UnsupportedOptimizerError for an optimizer that flat shards cannot run, before the
+    model is changed.
     """
-    if mesh.dims.tensor == 1 or not policy.shards_parameters:
-        return frozenset()
-    named = model.named_parameters()
-    return frozenset(
-        id(p) for name, p in named if p.dim() < 2 and name not in whole and not sharding_of(p).axes
-    )
-
-
-def _groups(
-    optimizer: torch.optim.Optimizer | None,
-    parameters: Mapping[str, nn.Parameter],
-    config: ZeroConfig,
-) -> dict[str, int]:
-    """Return the optimizer group of each trainable parameter, by name.
-
-    Raises UnsupportedOptimizerError for an optimizer that flat shards cannot run, before the model
-    is changed.
-    """
-    if optimizer is None:
-        return {}
-    check(optimizer, config.elementwise_optimizers)
-    groups = {
-        id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]
-    }
+    check(optimizer, plan.settings.elementwise_optimizers)
     refuse_unknown_params(optimizer, {id(p) for p in parameters.values()})
-    group_of = {
-        name: groups[id(p)] for name, p in parameters.items() if id(p) in groups and p.requires_grad
-    }
-    # state that cannot be carried over is refused before the model is partitioned
-    slots = {name: Slot(name, tuple(parameters[name].shape), 0) for name in group_of}
-    collect(optimizer, parameters, slots, group_of)
-    return group_of
+    # state that cannot be carried over
+    slots = {name: Slot(name, tuple(parameters[name].shape), 0) for name in plan.group_of}
+    collect(optimizer, parameters, slots, plan.group_of)
 
 
 def retire_flats(model: nn.Module, mesh: Mesh) -> None:

@@ -16,9 +16,9 @@ from hf_zero.logging import listed, logger
 from hf_zero.zero.access.consolidate import consolidated, whole_state_dict
 from hf_zero.zero.engine_parts import EngineParts
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.precision import COMPUTE
 from hf_zero.zero.layout.tree import map_tensors, tensors_in
 from hf_zero.zero.layout.unit import Unit
-from hf_zero.zero.sharded_model import DTYPES
 from hf_zero.zero.step.optimizer_step import refuse_half_done
 
 # names of dtypes in torch's messages
@@ -46,7 +46,7 @@ class TrainingEngine(EngineParts):
             try:
                 if not self.config.torch_autocast.enabled:
                     return self.module(*args, **kwargs)
-                dtype = DTYPES[self.config.torch_autocast.dtype]
+                dtype = COMPUTE[self.config.torch_autocast.dtype]
                 with torch.autocast(self.device.type, dtype):
                     return self.module(*args, **kwargs)
             except RuntimeError as error:
@@ -62,7 +62,7 @@ class TrainingEngine(EngineParts):
         """Raise PartitionError if torch's ``error`` is caused by inputs with a dtype other than the
         model's compute dtype.
         """
-        dtype = DTYPES[self.config.precision]
+        dtype = COMPUTE[self.config.precision]
         if dtype == torch.float32 or TORCH_NAMES[dtype] not in str(error):
             return
         named = {f"argument {place}": value for place, value in enumerate(args)} | kwargs

@@ -20,7 +20,9 @@ import transformers
 
 import hf_zero
 from hf_zero.config import ZeroConfig
+from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.planning.activation_memory import length_estimate
+from hf_zero.zero.layout.engine_plan import plan
 
 
 def peak_of(run: Any) -> int:
@@ -103,8 +105,10 @@ def main() -> None:
         stage = hf_zero.estimate(model_of(args), ranks, "fp32", "AdamW", 3).at(3)
         gathered = stage.tiers.device - stage.state - stage.gradient_buffers
     for length in args.lengths:
-        config = ZeroConfig.from_dict({"train_micro_batch_size_per_gpu": 1})
-        for way in length_estimate(model_of(args), length, args.sp, config, gpu=False).ways:
+        config = {"train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": args.sp}
+        settings = ZeroConfig.from_dict(config)
+        own = plan(model_of(args), settings, ParallelDims.over(ranks, sequence=args.sp))
+        for way in length_estimate(own, length).ways:
             row = {
                 "bench": "activation_bytes",
                 "when": datetime.datetime.now(datetime.timezone.utc).isoformat("T", "seconds"),

@@ -260,13 +260,18 @@ def machine_for(shape: Shape) -> Machine:
 
 def device_bytes(shape: Shape, case: Case, activations: float) -> float:
     """Bytes on the GPU: state as the preflight adds it up, and activations."""
-    from hf_zero.config import ZeroConfig
-    from hf_zero.planning import MemoryPlan, groups_of, needs
-    from hf_zero.zero.layout.wrap import find_units
+    import torch
 
-    model = shape.build(device="meta")
-    plan = MemoryPlan.of(ZeroConfig.coerce(case.config("/tmp", PIECE)).resolve(1), 1)
-    return needs(groups_of(find_units(model)[0], model, "bf16"), plan).device_bytes + activations
+    from hf_zero.config import ZeroConfig
+    from hf_zero.device import kinds
+    from hf_zero.distributed.parallel_dims import ParallelDims
+    from hf_zero.planning import needs
+    from hf_zero.zero.layout.engine_plan import plan
+
+    model, settings = shape.build(device="meta"), ZeroConfig.coerce(case.config("/tmp", PIECE))
+    optimizer, gpu = torch.optim.AdamW(model.parameters()), kinds.meant(gpu=True)
+    own = plan(model, settings.resolve(1), ParallelDims(), optimizer, device=gpu)
+    return needs(own).device_bytes + activations
 
 
 def chain(result: Result, shape: Shape, machine: Machine) -> float:

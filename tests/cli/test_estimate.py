@@ -17,7 +17,6 @@ import hf_zero
 from hf_zero.config import OptimizerConfig
 from hf_zero.device.free_memory import Free
 from hf_zero.errors import ConfigError
-from hf_zero.planning.estimate import moments_of
 from hf_zero.zero.layout.flat_layout import ALIGNMENT
 from hf_zero.zero.layout.stage_policy import bytes_per_parameter
 
@@ -130,14 +129,9 @@ def test_a_16_bit_configuration_trains_in_what_is_asked(tmp_path: Path) -> None:
 def test_moments_are_what_the_optimizer_keeps(
     optimizer: str | OptimizerConfig, moments: int
 ) -> None:
-    assert (
-        moments_of(
-            optimizer if isinstance(optimizer, OptimizerConfig) else OptimizerConfig(optimizer, {})
-        )
-        == moments
-    )
-    row = hf_zero.estimate(TINY, ranks=1, precision="fp32", optimizer=optimizer, stage=0).at(0)
-    assert row.optimizer == moments * row.parameters
+    found = hf_zero.estimate(TINY, ranks=1, precision="fp32", optimizer=optimizer, stage=0)
+    assert found.moments == moments
+    assert found.at(0).optimizer == moments * found.at(0).parameters
 
 
 def test_a_config_decides_precision_optimizer_and_replicas() -> None:

@@ -16,11 +16,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed.mesh import Mesh
+from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.offload.placement import Placement
+from hf_zero.zero.layout.engine_plan import plan
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_layout import FlatLayout
-from hf_zero.zero.layout.flat_memory import Dtypes
-from hf_zero.zero.layout.materialize import partition
+from hf_zero.zero.layout.materialize import materialize
 from hf_zero.zero.layout.stage_policy import POLICIES
 from hf_zero.zero.layout.unit import State, Unit
 from hf_zero.zero.layout.wrap import find_units
@@ -61,12 +62,12 @@ def cut_up(
     model: nn.Module, stage: int, replicas: int, frozen: bool = False
 ) -> tuple[list[Unit], Mesh]:
     model = copy.deepcopy(model)
-    mesh = Mesh(POLICIES[stage].shards(dist.get_world_size(), replicas), META)
-    groups = {} if frozen else {name: 0 for name, _ in model.named_parameters()}
-    placement = Placement(ZeroConfig(stage), META, mesh.rank, mesh.world)
-    return partition(
-        model, find_units(model)[0], groups, POLICIES[stage], mesh, placement, Dtypes("bf16")
-    ), mesh
+    world, rank = dist.get_world_size(), dist.get_rank()
+    settings = ZeroConfig(stage, bf16=True, replicate_size=replicas).resolve(world)
+    optimizer = None if frozen else torch.optim.SGD(model.parameters(), 0.1)
+    own = plan(model, settings, ParallelDims(world), optimizer, rank=rank, device=META)
+    mesh = Mesh(own.shards, META)
+    return materialize(own, mesh, Placement(settings, META, mesh.rank, mesh.world)), mesh
 
 
 @pytest.mark.turns

@@ -17,8 +17,10 @@ import hf_zero  # isort: skip
 from hf_zero.distributed import world_group  # isort: skip
 from hf_zero.launch.reaching import free_port  # isort: skip
 from hf_zero.planning.estimate import estimate  # isort: skip
-from hf_zero.planning.communicators import communicators  # isort: skip
-from hf_zero.planning.plan import MemoryPlan  # isort: skip
+from hf_zero.config import ZeroConfig  # isort: skip
+from hf_zero.distributed.parallel_dims import ParallelDims  # isort: skip
+from hf_zero.planning.checking import communicators  # isort: skip
+from hf_zero.zero.layout.engine_plan import plan  # isort: skip
 
 EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
 SEQUENCE = {"sequence_parallel_size": 2}
@@ -56,7 +58,8 @@ def pipeline(rank: int) -> None:
     """Two stages: nothing is sent over the group of all ranks, which is foreseen."""
     before = made()
     pipelines.train("1f1b")
-    foreseen = sum(communicators([], MemoryPlan(1, 1, pipeline=2)).values())
+    dims = ParallelDims.over(2, pipeline=2)
+    foreseen = sum(communicators(plan(torch.nn.Module(), ZeroConfig(1), dims)).values())
     counted = {"made": len(made() - before), "foreseen": foreseen - 1}
     start_again()
     print(json.dumps({"case": "pipeline", "rank": rank, **counted}), flush=True)

@@ -47,7 +47,6 @@ LAYERS = {
     "hf_zero.deepspeed": 4,
     "hf_zero.planning.activation_memory": 5,
     "hf_zero.planning.estimate": 5,
-    "hf_zero.planning.estimated": 5,
     "hf_zero.cli": 5,
 }
 # Of these packages none imports one that stands after it.

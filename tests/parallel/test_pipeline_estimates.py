@@ -18,7 +18,7 @@ from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.errors import ConfigError, DoesNotFitError, RankMismatchError
 from hf_zero.logging import parse_size
 from hf_zero.parallel.pipeline.module import PipelineModule
-from hf_zero.planning import on_all_ranks
+from hf_zero.planning import checking
 from hf_zero.planning.estimate import propose
 from tests.helpers.ranks import run_ranks
 from tests.parallel.causal import SMALL, TYPES, model_of
@@ -130,7 +130,7 @@ def test_the_command(tmp_path):
 
 
 def test_a_stage_that_does_not_fit_ends_all_stages(monkeypatch):
-    monkeypatch.setattr(on_all_ranks, "room_for", lambda *args: free("1MB"))
+    monkeypatch.setattr(checking, "room_for", lambda *args: free("1MB"))
 
     def rank(number):
         init_parallel(ParallelDims.over(2, pipeline=2))

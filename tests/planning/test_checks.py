@@ -17,26 +17,25 @@ from torch import nn
 from transformers import LlamaConfig
 
 import hf_zero
-from hf_zero.config import OffloadOptimizer, OffloadParam, ZeroConfig
+from hf_zero.config import ZeroConfig
 from hf_zero.device.free_memory import DiskFree, Free
 from hf_zero.errors import DoesNotFitError
 from hf_zero.integrations.transformers.meta_model import build_on_meta
 from hf_zero.planning import (
     ACTIVATIONS,
-    FlatParameters,
-    MemoryPlan,
     NamedBytes,
     Needs,
-    check,
+    PreflightReport,
     fit,
-    groups_of,
     judge,
     needs,
     room_for,
 )
+from hf_zero.planning import check as check_plan
 from hf_zero.planning.checking import SWITCH
-from hf_zero.planning.verdict import RAM_SHARE
-from hf_zero.zero.layout.wrap import find_units
+from hf_zero.planning.fit import RAM_SHARE
+from hf_zero.zero.layout.engine_plan import EnginePlan
+from tests.helpers.plans import APART, Blocks, adamw_of, planned
 
 GIB = 1 << 30
 GPU = torch.device("cuda")
@@ -67,6 +66,19 @@ def llama_8b() -> nn.Module:
 @pytest.fixture(scope="module")
 def llama_13b() -> nn.Module:
     return llama(5120, 40, 13824, 40, 32000)
+
+
+def check(
+    model: nn.Module,
+    config: ZeroConfig,
+    ranks: int,
+    *,
+    device: torch.device,
+    free: Free | None = None,
+    optimizer: Any = adamw_of,
+) -> PreflightReport:
+    gpu = device.type == "cuda"
+    return check_plan(planned(model, config, ranks, optimizer, gpu=gpu), free)
 
 
 def offloading(stage: int = 2, accumulation: int = 1, **optimizer: Any) -> ZeroConfig:
@@ -126,15 +138,14 @@ def test_13b_runs_with_int8_moments(llama_13b: nn.Module, moments: str, fits: bo
 
 def test_70b_is_judged_from_its_cuts_alone() -> None:
     model = llama(8192, 80, 28672, 64, 128256, 8)
-    specs = find_units(model)[0]
     whole = replace(H200, disks=(DiskFree("/nvme", 2000 * GIB, 0),))
     with pytest.raises(DoesNotFitError, match=r"RAM .*TOO LITTLE"):
-        check(specs, offloading(), 1, device=GPU, free=whole)
+        check(model, offloading(), 1, device=GPU, free=whole)
     config = {"device": "nvme", "nvme_path": "/nvme"}
     runs = ZeroConfig(
         3, bf16=True, offload_optimizer=config, offload_param={**config, "max_in_cpu": 0}
     ).resolve(8)
-    report = check(specs, runs, 8, device=GPU, free=whole)
+    report = check(model, runs, 8, device=GPU, free=whole)
     assert report.needs.disk_bytes == pytest.approx(70.55e9 * (12 + 2) / 8, rel=0.01)
     assert all(parameter.is_meta for parameter in model.parameters())
 
@@ -208,7 +219,7 @@ def test_an_offload_that_only_costs_time_is_said() -> None:
     # 16 bytes a parameter and what is under way would fill more than the margin leaves
     tight = Free(
         int(
-            needs(groups_of(find_units(SMALL)[0], SMALL, "bf16"), MemoryPlan(2, 1)).device_bytes
+            needs(planned(SMALL, ZeroConfig(2, bf16=True), gpu=True)).device_bytes
             / (1 - ACTIVATIONS)
         )
         - 8,
@@ -257,7 +268,7 @@ def test_ranks_with_the_same_free_bytes_say_the_same() -> None:
 
 def test_an_engine_that_only_evaluates_needs_its_parameters() -> None:
     config = ZeroConfig(0, bf16=True).resolve(1, training=False)
-    report = check(SMALL, config, 1, device=GPU, free=Free(GIB, GIB), trains=False)
+    report = check(SMALL, config, 1, device=GPU, free=Free(GIB, GIB), optimizer=None)
     parameters = sum(parameter.numel() for parameter in SMALL.parameters())
     assert report.needs.device == (NamedBytes("parameters", 2 * parameters),)
 
@@ -327,28 +338,37 @@ def test_this_machine_is_measured_where_nothing_is_given(tmp_path: Any) -> None:
 # -- the search ------------------------------------------------------------------------------------
 
 
-GROUPS = [
-    FlatParameters(name, True, torch.bfloat16, ((name, (1_000_000,)),))
-    for name in ("a", "b", "c", "d")
-]
-PLAN = MemoryPlan(
-    2,
-    1,
-    optimizer=OffloadOptimizer("none", buffer_size=8_192),
-    param=OffloadParam("none", buffer_count=1),
-)
+BLOCKS = Blocks([(1_000_000,)] * 4)
+
+
+def searched(
+    optimizer: Any = None, param: Any = None, made: Any = adamw_of, gpu: bool = True, **more: Any
+) -> EnginePlan:
+    """The plan that a search begins with."""
+    zero = {
+        "stage": 2,
+        **APART,
+        "offload_optimizer": {"device": "none", "buffer_size": 8_192, **(optimizer or {})},
+        "offload_param": {"device": "none", "buffer_count": 1, **(param or {})},
+    }
+    top = {key: more.pop(key) for key in ("gradient_accumulation_steps",) if key in more}
+    config = {"bf16": {"enabled": True}, "zero_optimization": {**zero, **more}, **top}
+    return planned(BLOCKS, config, 1, made, gpu=gpu)
 
 
 def found(
-    device: float, ram: float, disk: float | None = None, plan: MemoryPlan = PLAN, **more: Any
+    device: float,
+    ram: float,
+    disk: float | None = None,
+    plan: EnginePlan | None = None,
+    **more: Any,
 ) -> Any:
     """Return the plan that fits free memory in MB, the margin of device and host memory
     excluded.
     """
     disks = (DiskFree("/nvme", int(disk * 1e6), 0),) if disk is not None else ()
     return fit(
-        GROUPS,
-        plan,
+        searched() if plan is None else plan,
         Free(int(device * 1e6 / 0.8) + 1, int(ram * 1e6 / RAM_SHARE) + 1, disks),
         **more,
     )
@@ -385,12 +405,12 @@ def test_the_fastest_that_fits(device: float, ram: float, disk: float | None, na
 
 
 def test_parameters_in_files_keep_what_ram_holds_back() -> None:
-    plan = replace(PLAN, param=OffloadParam("none", buffer_count=2, max_in_cpu=10_000_000))
+    plan = searched(param={"buffer_count": 2, "max_in_cpu": 10_000_000})
     assert (
         found(10, 12.5, 60, plan).chosen.name
         == "stage 3, optimizer and parameters in files alone, fp32 moments, ratio auto"
     )
-    smaller = replace(plan, param=replace(plan.param, max_in_cpu=100_000))
+    smaller = searched(param={"buffer_count": 2, "max_in_cpu": 100_000})
     assert (
         found(10, 12.5, 60, smaller).chosen.name
         == "stage 3, optimizer and parameters in files, fp32 moments, ratio auto"
@@ -416,14 +436,12 @@ def test_what_is_proposed_fits_as_a_configuration(device: int, ram: int, disk: i
     config = ZeroConfig.from_dict(
         {"bf16": {"enabled": True}, **json.loads(json.dumps(chosen.to_config()))}
     ).resolve(1)
-    assert (config.stage, config.offload_optimizer, config.offload_param) == (
-        chosen.plan.stage,
-        chosen.plan.optimizer,
-        chosen.plan.param,
-    ) or (
-        not chosen.plan.offloads and not config.offload_optimizer.on and not config.offload_param.on
-    )
-    own = needs(GROUPS, chosen.plan)
+    wanted = chosen.plan.settings
+    assert config.stage == wanted.stage
+    for section in ("offload_optimizer", "offload_param"):
+        ours, theirs = getattr(config, section), getattr(wanted, section)
+        assert ours == theirs or not (ours.on or theirs.on)
+    own = needs(chosen.plan)
     assert (
         own.device_bytes <= device * 1e6 + 1
         and own.ram_bytes <= ram * 1e6 + 1
@@ -432,7 +450,7 @@ def test_what_is_proposed_fits_as_a_configuration(device: int, ram: int, disk: i
 
 
 def test_whoever_has_chosen_small_moments_is_not_given_large_ones() -> None:
-    plan = replace(PLAN, optimizer=replace(PLAN.optimizer, device="cpu", moments="bf16", cores=0.5))
+    plan = searched({"device": "cpu", "moments": "bf16", "cpuadam_cores_perc": 0.5})
     chosen = found(60, 57, plan=plan).chosen
     assert chosen.name == "stage 2, optimizer on the CPU, bf16 moments, ratio auto"
     section = chosen.to_config()["zero_optimization"]["offload_optimizer"]
@@ -446,7 +464,7 @@ def test_whoever_has_chosen_small_moments_is_not_given_large_ones() -> None:
 
 
 def test_small_moments_are_not_tried_where_there_are_none() -> None:
-    plan = replace(PLAN, moments=0)
+    plan = searched(made=lambda model: torch.optim.SGD(model.parameters(), 0.1))
     assert not any(
         "bf16" in trial.name or "int8" in trial.name for trial in found(1, 1, 1, plan).trials
     )
@@ -454,21 +472,22 @@ def test_small_moments_are_not_tried_where_there_are_none() -> None:
 
 def test_a_whole_gradient_on_the_device_is_kept_for_accumulation_alone() -> None:
     away = [
-        trial.plan.stage
-        for trial in found(1, 1, plan=replace(PLAN, stage=0)).trials
-        if trial.plan.optimizer.on
+        trial.plan.settings.stage
+        for trial in found(1, 1, plan=searched(stage=0)).trials
+        if trial.plan.settings.offload_optimizer.on
     ]
     assert set(away) == {2, 3}
-    summed = found(1, 1, plan=replace(PLAN, stage=1, accumulation=2)).trials
-    assert {trial.plan.stage for trial in summed if trial.plan.optimizer.on} == {1, 2, 3}
+    summed = found(1, 1, plan=searched(stage=1, gradient_accumulation_steps=2)).trials
+    settings = [trial.plan.settings for trial in summed]
+    assert {each.stage for each in settings if each.offload_optimizer.on} == {1, 2, 3}
 
 
 def test_only_the_stages_that_are_asked_for() -> None:
-    assert {trial.plan.stage for trial in found(1, 1, 1, stages=[1]).trials} == {1}
+    assert {trial.plan.settings.stage for trial in found(1, 1, 1, stages=[1]).trials} == {1}
 
 
 def test_on_a_cpu_there_is_nothing_to_share_out() -> None:
-    trials = fit(GROUPS, replace(PLAN, gpu=False), Free(1000, 1000, host_device=True)).trials
+    trials = fit(searched(gpu=False), Free(1000, 1000, host_device=True)).trials
     assert not any("ratio" in trial.name for trial in trials)
 
 

@@ -1,10 +1,9 @@
-"""The one model of the engine's bytes: against the stage table, against sums written out by
-hand, and its edges.
+"""The model of an engine's bytes: against the stage table, against sums written out by hand, and
+its edges.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,218 +13,222 @@ from hypothesis import strategies as st
 from torch import nn
 
 import hf_zero
-from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, ZeroConfig
+from hf_zero.config import ZeroConfig
 from hf_zero.ops.files import ALIGNMENT as SECTOR
 from hf_zero.optim.adam_lion import Lion
-from hf_zero.planning import FlatParameters, MemoryPlan, Needs, groups_of, needs
-from hf_zero.planning.moments import moment_bytes, moments_of
+from hf_zero.planning import Needs, needs
 from hf_zero.planning.needs import gathered_bytes, gradient_buffers
+from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.stage_policy import POLICIES
-from hf_zero.zero.layout.wrap import find_units
+from tests.helpers.plans import APART, Blocks, planned
 
-BF16, FP32 = torch.bfloat16, torch.float32
-NAMES = {BF16: "bfloat16", FP32: "float32"}
+NAMES = {False: "bfloat16", True: "float32"}
+MOMENTS = ["fp32", "bf16", "int8"]
+KEEPS = {
+    0: lambda model: torch.optim.SGD(trained(model), 0.1),
+    1: lambda model: torch.optim.SGD(trained(model), 0.1, momentum=0.9),
+    2: lambda model: torch.optim.AdamW(trained(model)),
+}
+SMALL = [(1001,), (1001,), (9, True, True), (77, False)]
 
 
-def group(
-    unit: str, numel: int, trainable: bool = True, dtype: torch.dtype = BF16
-) -> FlatParameters:
-    return FlatParameters(unit, trainable, dtype, ((f"{unit}.weight", (numel,)),))
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
 
 
-GROUPS = [
-    group("(root)", 40),
-    group("a", 1001),
-    group("b", 1001),
-    group("b", 9, dtype=FP32),
-    group("c", 77, trainable=False),
-]
+class Case:
+    """A model of blocks, and what its engine is configured by."""
 
-plans = st.builds(
-    MemoryPlan,
+    def __init__(self, blocks: list[tuple[int, bool, bool]], **how: Any) -> None:
+        self.blocks, self.how = blocks, how
+        self.stage, self.ranks, self.moments = how["stage"], how["ranks"], how["moments"]
+
+    def plan(self, **zero: Any) -> EnginePlan:
+        how = self.how
+        config = {
+            how["precision"]: {"enabled": True},
+            "gradient_accumulation_steps": how["accumulation"],
+            "zero_optimization": {"stage": self.stage, **APART, **zero},
+        }
+        if how["summed"]:
+            config["data_types"] = {"grad_accum_dtype": how["summed"]}
+        model = Blocks(self.blocks)
+        optimizer = KEEPS[self.moments](model) if trained(model) else None
+        return planned(model, config, self.ranks, optimizer, gpu=how["gpu"])
+
+    def layouts(self, trains: bool | None = True) -> list[tuple[bool, FlatLayout, bool]]:
+        """Whether each flat buffer trains, its layout, and whether it is in fp32."""
+        policy, found = POLICIES[self.stage], []
+        shards = policy.shards(self.ranks)
+        for numel, own, wide in self.blocks:
+            if trains is None or own is trains:
+                over = shards if own else policy.parameter_shards(shards)
+                found.append((own, FlatLayout.build([("x", (numel,))], over), wide))
+        return found
+
+    @property
+    def gradient(self) -> dict[bool, int]:
+        """Bytes of an element of an offloaded gradient, in 16 bits and in fp32."""
+        how = self.how
+        fp16 = how["precision"] == "fp16" and self.ranks > 1
+        sums = how["accumulation"] > 1 or how["summed"] or fp16
+        kept = 2 if how["summed"] == "bf16" else 4
+        return {False: kept if sums else 2, True: kept}
+
+
+cases = st.builds(
+    Case,
+    st.lists(st.tuples(st.integers(1, 9000), st.booleans(), st.booleans()), max_size=5),
     stage=st.integers(0, 3),
     ranks=st.sampled_from([1, 2, 3, 8]),
     precision=st.sampled_from(["bf16", "fp16"]),
     moments=st.integers(0, 2),
     accumulation=st.integers(1, 2),
-    accumulation_dtype=st.sampled_from([None, "fp32", "bf16"]),
+    summed=st.sampled_from([None, "fp32", "bf16"]),
     gpu=st.booleans(),
 )
-groups = st.lists(
-    st.builds(
-        group,
-        st.sampled_from(["(root)", "a", "b"]),
-        st.integers(0, 3000),
-        trainable=st.booleans(),
-        dtype=st.sampled_from([BF16, FP32]),
-    ),
-    max_size=5,
-)
+examples = settings(max_examples=25, deadline=None)
 
 
 def part(parts: Any, what: str) -> int:
     return sum(each.nbytes for each in parts if each.what == what)
 
 
-def chunks(
-    model: list[FlatParameters], plan: MemoryPlan, trainable: bool | None = True
-) -> list[tuple[FlatParameters, FlatLayout]]:
-    found = []
-    for each in model:
-        if trainable is None or each.trainable is trainable:
-            shards = plan.shards if each.trainable else plan.policy.parameter_shards(plan.shards)
-            found.append((each, FlatLayout.build(each.shapes, shards)))
-    return found
+def to(device: str, **more: Any) -> dict[str, Any]:
+    return {"device": device, **more}
 
 
-@given(groups, plans)
-def test_without_offload_it_is_the_stage_table(
-    model: list[FlatParameters], plan: MemoryPlan
-) -> None:
-    policy = POLICIES[plan.stage]
-    gradient = {None: "float32", "fp32": "float32", "bf16": "bfloat16"}[plan.accumulation_dtype]
+@examples
+@given(cases)
+def test_without_offload_it_is_the_stage_table(case: Case) -> None:
+    policy, plan = POLICIES[case.stage], case.plan()
+    gradient = {None: "float32", "fp32": "float32", "bf16": "bfloat16"}[case.how["summed"]]
     table = 0.0
-    for each, layout in chunks(model, plan, None):
-        price = policy.bytes_per_parameter(layout.shards, NAMES[each.dtype], plan.moments, gradient)
-        table += layout.padded * (sum(price.values()) if each.trainable else price["parameters"])
-    own = needs(model, plan)
-    beside = gathered_bytes(model, plan) + gradient_buffers(model, plan)
+    for trains, layout, wide in case.layouts(None):
+        price = policy.bytes_per_parameter(layout.shards, NAMES[wide], case.moments, gradient)
+        table += layout.padded * (sum(price.values()) if trains else price["parameters"])
+    own = needs(plan)
+    beside = gathered_bytes(plan) + gradient_buffers(plan)
     assert own.device_bytes == pytest.approx(table + beside, abs=1e-6)
     assert (own.ram_bytes, own.pinned, own.disk_bytes, own.files) == (0, 0, 0, ())
 
 
-@settings(max_examples=80, deadline=None)
-@given(groups, plans, st.sampled_from(["fp32", "bf16", "int8"]))
-def test_the_optimizer_on_the_cpu(
-    model: list[FlatParameters], plan: MemoryPlan, moments: Any
-) -> None:
-    plan = replace(plan, optimizer=OffloadOptimizer("cpu", moments=moments, buffer_size=64))
-    own, price = needs(model, plan), {"fp32": 4, "bf16": 2, "int8": 1}[moments]
+@examples
+@given(cases, st.sampled_from(MOMENTS))
+def test_the_optimizer_on_the_cpu(case: Case, moments: str) -> None:
+    own = needs(case.plan(offload_optimizer=to("cpu", moments=moments, buffer_size=64)))
+    price = {"fp32": 4, "bf16": 2, "int8": 1}[moments]
     state = gradients = window = largest = wide = 0
-    for each, layout in chunks(model, plan):
+    for _, layout, own_wide in case.layouts():
         scales = 4 * -(-layout.chunk // 256) if moments == "int8" else 0
-        state += 4 * layout.chunk + plan.moments * (price * layout.chunk + scales)
-        summed = (
-            plan.accumulation > 1
-            or plan.accumulation_dtype is not None
-            or (plan.precision == "fp16" and plan.ranks > 1)
-        )
-        g = (2 if plan.accumulation_dtype == "bf16" else 4) if summed or each.dtype == FP32 else 2
-        gradients += g * layout.chunk
-        window += g * layout.padded
-        largest, wide = max(largest, layout.chunk), max(wide, each.dtype.itemsize)
+        state += 4 * layout.chunk + case.moments * (price * layout.chunk + scales)
+        gradients += case.gradient[own_wide] * layout.chunk
+        window += case.gradient[own_wide] * layout.padded
+        largest, wide = max(largest, layout.chunk), max(wide, 4 if own_wide else 2)
     assert part(own.ram, "master weights and moments") == state
     assert part(own.ram, "gradients") == gradients
-    assert part(own.device, "gradients") == (0 if plan.stage >= 2 else window)
+    assert part(own.device, "gradients") == (0 if case.stage >= 2 else window)
     assert part(own.device, "master weights and moments") == 0
-    assert part(own.device, "parameters") == part(
-        needs(model, plan.on_device()).device, "parameters"
-    )
-    assert own.ram_bytes - state - gradients == (3 * min(64, largest) * wide if plan.gpu else 0)
-    assert own.pinned == (own.ram_bytes - state if plan.gpu else 0) and own.disk_bytes == 0
+    assert part(own.device, "parameters") == part(needs(case.plan()).device, "parameters")
+    gpu = case.how["gpu"]
+    assert own.ram_bytes - state - gradients == (3 * min(64, largest) * wide if gpu else 0)
+    assert own.pinned == (own.ram_bytes - state if gpu else 0) and own.disk_bytes == 0
 
 
-@given(groups, plans, st.sampled_from(["fp32", "bf16", "int8"]))
-def test_the_optimizer_in_files(
-    model: list[FlatParameters], plan: MemoryPlan, moments: Any
-) -> None:
-    in_files = replace(
-        plan,
-        optimizer=OffloadOptimizer(
-            "nvme", ("/a", "/b", "/c"), moments=moments, buffer_count=3, buffer_size=128
-        ),
-    )
-    own, on_cpu = (
-        needs(model, in_files),
-        needs(model, replace(in_files, optimizer=replace(in_files.optimizer, device="cpu"))),
-    )
-    # codes and scales: of a piece of 128 elements each takes a sector
-    each_array = 2 if moments == "int8" else 1
-    a_piece = (1 + plan.moments * each_array) * SECTOR
-    count = [-(-layout.chunk // 128) for _, layout in chunks(model, in_files)]
-    assert own.disk_bytes == sum(count) * a_piece
-    assert part(own.ram, "pieces between files and the update") == (
-        3 * a_piece if any(count) else 0
-    )
-    assert (
-        part(own.ram, "gradients") == part(on_cpu.ram, "gradients") and own.device == on_cpu.device
-    )
-    assert part(own.ram, "master weights and moments") == 0
+@examples
+@given(cases, st.sampled_from(MOMENTS))
+def test_the_optimizer_in_files(case: Case, moments: str) -> None:
+    how = {"moments": moments, "buffer_count": 3, "buffer_size": 4096}
+    own = needs(case.plan(offload_optimizer=to("nvme", nvme_path=["/a", "/b", "/c"], **how)))
+    on_cpu = needs(case.plan(offload_optimizer=to("cpu", **how)))
+
+    def sectors(nbytes: int) -> int:
+        return -(-nbytes // SECTOR) * SECTOR
+
+    def piece(numel: int) -> int:
+        own_moment = {
+            "fp32": sectors(4 * numel),
+            "bf16": sectors(2 * numel),
+            "int8": sectors(numel) + sectors(4 * -(-numel // 256)),
+        }[moments]
+        return sectors(4 * numel) + case.moments * own_moment
+
+    pieces = [
+        piece(min(4096, layout.chunk - start))
+        for _, layout, _ in case.layouts()
+        for start in range(0, layout.chunk, 4096)
+    ]
+    assert own.disk_bytes == sum(pieces)
+    assert part(own.ram, "pieces between files and the update") == 3 * max(pieces, default=0)
+    assert part(own.ram, "gradients") == part(on_cpu.ram, "gradients")
+    assert own.device == on_cpu.device and part(own.ram, "master weights and moments") == 0
     assert {folder for folder, _ in own.files} == ({"/a", "/b", "/c"} if own.disk_bytes else set())
     assert own.disk_bytes <= sum(nbytes for _, nbytes in own.files) <= own.disk_bytes + 2
 
 
-@given(groups, plans, st.floats(0, 1))
-def test_a_share_of_the_elements_is_offloaded(
-    model: list[FlatParameters], plan: MemoryPlan, ratio: float
-) -> None:
+@examples
+@given(cases, st.floats(0, 1))
+def test_a_share_of_the_elements_is_offloaded(case: Case, ratio: float) -> None:
     """Flat for flat: what leaves the device arrives in RAM, and the ends are all and nothing."""
-    plan = replace(plan, gpu=False)
-    own = needs(model, replace(plan, optimizer=OffloadOptimizer("cpu", ratio=ratio)))
-    everything = needs(model, replace(plan, optimizer=OffloadOptimizer("cpu")))
-    total = sum(layout.chunk for _, layout in chunks(model, plan))
-    room, expected, leaves = (1.0 - ratio) * total, 0, 0
-    for each, layout in chunks(model, plan):
+    case.how["gpu"] = False
+    own = needs(case.plan(offload_optimizer=to("cpu", ratio=ratio)))
+    total = sum(layout.chunk for _, layout, _ in case.layouts())
+    room, stays, leaves = (1.0 - ratio) * total, 0, 0
+    for _, layout, wide in case.layouts():
         room -= layout.chunk
         leaves += layout.chunk if room < 0 else 0
-        expected += (
-            0 if room < 0 else layout.chunk * ((4 if each.dtype == BF16 else 0) + 4 * plan.moments)
-        )
-    assert part(own.device, "master weights and moments") == expected
-    assert part(own.ram, "master weights and moments") == leaves * (4 + 4 * plan.moments)
+        own_master = 0 if wide else 4
+        stays += 0 if room < 0 else layout.chunk * (own_master + 4 * case.moments)
+    assert part(own.device, "master weights and moments") == stays
+    assert part(own.ram, "master weights and moments") == leaves * (4 + 4 * case.moments)
     if leaves == total:
-        assert own.ram == everything.ram
+        assert own.ram == needs(case.plan(offload_optimizer=to("cpu"))).ram
     if leaves == 0:
         assert own.ram_bytes == 0
-        assert part(own.device, "gradients") == part(
-            needs(model, plan.on_device()).device, "gradients"
-        )
+        assert part(own.device, "gradients") == part(needs(case.plan()).device, "gradients")
+
+
+def small(ranks: int = 1, stage: int = 3, **zero: Any) -> Needs:
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage, **APART, **zero}}
+    return needs(planned(Blocks(SMALL, root=40), config, ranks, gpu=True))
 
 
 def test_auto_is_all_of_it_until_the_first_step_is_measured() -> None:
-    plan = MemoryPlan(2, 2, optimizer=OffloadOptimizer("cpu"))
-    assert needs(GROUPS, replace(plan, optimizer=OffloadOptimizer("cpu", ratio="auto"))) == needs(
-        GROUPS, plan
-    )
+    auto = small(2, 2, offload_optimizer=to("cpu", ratio="auto"))
+    assert auto == small(2, 2, offload_optimizer=to("cpu"))
 
 
-@given(groups, st.sampled_from([1, 2, 8]), st.integers(0, 4000))
-def test_parameters_beside_the_device(
-    model: list[FlatParameters], ranks: int, max_in_cpu: int
-) -> None:
-    plan = MemoryPlan(3, ranks, param=OffloadParam("cpu"))
-    whole = sum(layout.chunk * each.dtype.itemsize for each, layout in chunks(model, plan, None))
-    own = needs(model, plan)
-    assert part(own.ram, "parameters") == own.pinned == whole
-    assert part(own.device, "parameters") == 0 and part(
-        own.device, "gathered units"
-    ) == gathered_bytes(model, plan)
-    in_files = needs(
-        model,
-        replace(plan, param=OffloadParam("nvme", ("/a",), max_in_cpu=max_in_cpu, buffer_count=2)),
-    )
-    kept = part(in_files.ram, "parameters")
-    assert kept <= 4 * max_in_cpu and in_files.disk_bytes % SECTOR == 0
-    assert kept + in_files.disk_bytes >= whole
-    room, away = max_in_cpu, [0]
-    for each, layout in chunks(model, plan, None):
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("max_in_cpu", [0, 100, 1010, 4000])
+def test_parameters_beside_the_device(ranks: int, max_in_cpu: int) -> None:
+    on_cpu = small(ranks, offload_param=to("cpu"))
+    layouts = [
+        (FlatLayout.build([("x", (numel,))], ranks), size)
+        for numel, size in ((40, 2), (1001, 2), (1001, 2), (9, 4), (77, 2))
+    ]
+    whole = sum(layout.chunk * size for layout, size in layouts)
+    assert part(on_cpu.ram, "parameters") == on_cpu.pinned == whole
+    assert part(on_cpu.device, "parameters") == 0 < part(on_cpu.device, "gathered units")
+    how = {"nvme_path": "/a", "max_in_cpu": max_in_cpu, "buffer_count": 2}
+    in_files = small(ranks, offload_param=to("nvme", **how))
+    room, kept, away = max_in_cpu, 0, [0]
+    for layout, size in layouts:
+        nbytes = layout.chunk * size
         fits = layout.chunk <= room
         room -= layout.chunk if fits else 0
-        away += [] if fits else [-(-layout.chunk * each.dtype.itemsize // SECTOR) * SECTOR]
-    assert in_files.disk_bytes == sum(away)
+        kept += nbytes if fits else 0
+        away += [] if fits else [-(-nbytes // SECTOR) * SECTOR]
+    assert part(in_files.ram, "parameters") == kept and in_files.disk_bytes == sum(away)
     assert part(in_files.ram, "shards between files and the device") == 2 * max(away)
     assert in_files.files == ((("/a", in_files.disk_bytes),) if in_files.disk_bytes else ())
 
 
 def test_folders_that_both_use_add_up() -> None:
-    plan = MemoryPlan(
-        3,
-        1,
-        optimizer=OffloadOptimizer("nvme", ("/a",)),
-        param=OffloadParam("nvme", ("/a", "/b"), max_in_cpu=0),
+    own = small(
+        offload_optimizer=to("nvme", nvme_path="/a"),
+        offload_param=to("nvme", nvme_path=["/a", "/b"], max_in_cpu=0),
     )
-    own = needs(GROUPS, plan)
     both = dict(own.files)
     assert both["/a"] == part(own.disk, "master weights and moments") + both["/b"]
     assert 2 * both["/b"] == part(own.disk, "parameters")
@@ -233,66 +236,24 @@ def test_folders_that_both_use_add_up() -> None:
 
 @pytest.mark.parametrize("pin", [None, True, False])
 def test_what_is_pinned(pin: bool | None) -> None:
-    plan = MemoryPlan(
-        3,
-        1,
-        optimizer=OffloadOptimizer("cpu", pin_memory=pin),
-        param=OffloadParam("cpu", pin_memory=pin),
-    )
-    own = needs(GROUPS, plan)
-    assert own.pinned == (
-        own.ram_bytes - part(own.ram, "master weights and moments") if pin is not False else 0
-    )
+    how = to("cpu", pin_memory=pin)
+    own = small(offload_optimizer=how, offload_param=how)
+    state = part(own.ram, "master weights and moments")
+    assert own.pinned == (own.ram_bytes - state if pin is not False else 0)
 
 
-def test_a_configuration_makes_the_plan() -> None:
-    config = ZeroConfig(
-        2,
-        bf16=True,
-        gradient_accumulation_steps=4,
-        gradient_accumulation_dtype="bf16",
-        replicate_size=2,
-        optimizer={"type": "Lion", "params": {}},
-        offload_optimizer={"device": "cpu", "moments": "int8"},
-        prefetch_bucket_size=7,
-    ).resolve(4)
-    plan = MemoryPlan.of(config, 4, gpu=False)
-    assert plan == MemoryPlan(
-        2, 4, 2, "bf16", 1, 4, "bf16", 7, None, OffloadOptimizer("cpu", moments="int8"), gpu=False
-    )
-    assert (plan.shards, plan.ratio, plan.offloads, plan.on_device().offloads) == (
-        2,
-        1.0,
-        True,
-        False,
-    )
-    assert MemoryPlan.of(config, 4, moments=5).moments == 5
-    assert MemoryPlan.of(ZeroConfig(2), 1).moments == 2
-
-
-def test_groups_are_the_flats_of_the_engine() -> None:
+def test_flat_buffers_are_those_of_the_engine() -> None:
     model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(4)))
     model[0].requires_grad_(False)
     model[1].bias.requires_grad_(False)
-    groups = groups_of(find_units(model)[0], model, "bf16")
-    engine = hf_zero.initialize(
-        model=model,
-        config=ZeroConfig(0, bf16=True, optimizer={"type": "SGD", "params": {"lr": 0.1}}),
-    )[0]
-    flats = {
-        (flat.unit.label, flat.trainable, flat.dtype, flat.layout.numel) for flat in engine.flats
-    }
+    config = ZeroConfig(0, bf16=True, optimizer={"type": "SGD", "params": {"lr": 0.1}})
+    own = planned(model, config)
+    engine = hf_zero.initialize(model=model, config=config)[0]
+    flats = [(flat.unit.name, flat.key, flat.layout, flat.dtype) for flat in engine.flats]
     engine.destroy()
-    assert {(each.unit, each.trainable, each.dtype, each.numel) for each in groups} == flats
-
-
-@pytest.mark.parametrize(
-    ("kind", "nbytes"),
-    [("fp32", 2 * 4 * 257), ("bf16", 2 * 2 * 257), ("int8", 2 * (257 + 2 * 4))],
-    ids=["fp32", "bf16", "int8"],
-)
-def test_bytes_of_moments(kind: str, nbytes: int) -> None:
-    assert moment_bytes(kind, 2, 257) == nbytes and moment_bytes(kind, 2, 0) == 0
+    assert flats == [
+        (each.unit.name, each.spec.key, each.spec.layout, each.spec.dtype) for each in own.flats
+    ]
 
 
 def optimizers(parameters: list[nn.Parameter]) -> list[tuple[torch.optim.Optimizer, int]]:
@@ -314,21 +275,18 @@ def optimizers(parameters: list[nn.Parameter]) -> list[tuple[torch.optim.Optimiz
 
 
 def test_moments_of_a_living_optimizer_without_touching_it() -> None:
-    parameters = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2, 2))]
+    model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))
+    parameters = list(model.parameters())
+    values = [p.detach().clone() for p in parameters]
     for optimizer, moments in optimizers(parameters):
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
         before = {key: list(value) for key, value in optimizer.state.items()}
-        assert moments_of(optimizer) == moments
+        assert planned(model, ZeroConfig(0), 1, optimizer).moments == moments
         assert {key: list(value) for key, value in optimizer.state.items()} == before
-    assert all(torch.equal(parameter, torch.ones_like(parameter)) for parameter in parameters)
-    assert moments_of(OptimizerConfig("AdamW", {})) == 2
+    assert all(torch.equal(parameter, value) for parameter, value in zip(parameters, values))
 
 
 def test_nothing_of_a_model_without_parameters() -> None:
-    own = needs(
-        [],
-        MemoryPlan(
-            3, 4, optimizer=OffloadOptimizer("nvme", ("/a",)), param=OffloadParam("nvme", ("/a",))
-        ),
-    )
-    assert own == Needs((), (), (), 0, ())
+    where = to("nvme", nvme_path="/a")
+    config = {"zero_optimization": {"stage": 3, "offload_optimizer": where, "offload_param": where}}
+    assert needs(planned(nn.Module(), config, 4, None)) == Needs((), (), (), 0, ())

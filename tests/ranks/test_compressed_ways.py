@@ -10,12 +10,10 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.config import ZeroConfig
 from hf_zero.planning.needs import needs
-from hf_zero.planning.plan import MemoryPlan, groups_of
-from hf_zero.zero.layout.wrap import find_units
 from tests.helpers.engines import OnEngine, config_of, full_weights, start
 from tests.helpers.models import ARCHITECTURES, Stack, seeded
+from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import on_ranks, squared
 from tests.helpers.training import At, Job, Plan, adamw, plain_sgd, train
@@ -232,9 +230,7 @@ def test_the_memory_of_masters_is_foreseen(precision):
         return engine.bytes_by_tier()["device"]
 
     build = lambda: seeded(lambda: Stack(6, 48))  # noqa: E731
-    model = build()
-    groups = groups_of(find_units(model)[0], model, precision)
-    said = needs(groups, MemoryPlan.of(ZeroConfig.from_dict(wanted).resolve(2), 2, False, 2))
+    said = needs(planned(build(), wanted, 2))
     apart = ("gathered units", "gradients under way")
     device = sum(part.nbytes for part in said.device if part.what not in apart)
     for found in on_ranks(2, run, build=build):

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.planning import MemoryPlan, groups_of
 from hf_zero.planning.needs import gathered_bytes
-from hf_zero.zero.layout.wrap import find_units
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import Stack, seeded
+from tests.helpers.plans import planned
 from tests.helpers.stacks import on_ranks, squared
 from tests.helpers.training import At, adamw
 from tests.helpers.training import Plan as Run
@@ -54,9 +53,8 @@ def test_the_most_that_is_gathered_at_once(ranks, prefetch, ahead):
             engine.step()
         return max(held)
 
-    model = deep()
-    groups = groups_of(find_units(model)[0], model, "bf16")
-    predicted = gathered_bytes(groups, MemoryPlan(3, ranks, prefetch=prefetch))
+    plan = planned(deep(), config_of(3, Run(precision="bf16"), zero_optimization=zero), ranks)
+    predicted = gathered_bytes(plan)
     assert on_ranks(ranks, run, build=deep) == [predicted] * ranks
-    root = sum(group.numel for group in groups if group.unit == "(root)") * 2
+    root = sum(flat.spec.layout.numel for flat in plan.flats if not flat.unit.name) * 2
     assert predicted == pytest.approx(root + (1 + ahead) * BLOCK, abs=64)

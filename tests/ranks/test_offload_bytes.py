@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
 
 import pytest
 
 from hf_zero.config import ZeroConfig
 from hf_zero.planning.needs import NamedBytes, needs
-from hf_zero.planning.plan import MemoryPlan, groups_of
 from hf_zero.zero.layout import materialize
-from hf_zero.zero.layout.wrap import find_units
 from tests.helpers.cells import fast
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import ARCHITECTURES
 from tests.helpers.offloads import WAYS, offload, stages_of
+from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import on_each_rank, on_ranks, squared
 from tests.helpers.training import At, Plan, adamw
@@ -71,8 +69,7 @@ def test_tiers_hold_what_was_estimated(way, stage, precision, moments, tmp_path)
     )
     models = [LLAMA.build() for _ in range(RANKS)]
     wanted = ZeroConfig.from_dict(config).resolve(RANKS)
-    groups = groups_of(find_units(models[0])[0], models[0], precision)
-    said = needs(groups, replace(MemoryPlan.of(wanted, RANKS, False, 2)))
+    said = needs(planned(models[0], wanted, RANKS))
     found = run_ranks(RANKS, held, models, config)[0]
     for tier, estimated in (
         ("device", total(said.device)),

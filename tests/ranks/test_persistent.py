@@ -19,10 +19,10 @@ from hf_zero.config import ZeroConfig
 from hf_zero.deepspeed.zero_config import DEFAULTS
 from hf_zero.errors import PartitionError, ReleasedParameterError
 from hf_zero.offload.update import Updater
-from hf_zero.planning import MemoryPlan, groups_of, needs
+from hf_zero.planning import needs
 from hf_zero.zero.layout import wrap
 from hf_zero.zero.layout.parameter import LiveParameter, ReleasedParameter, ZeroParamStatus
-from hf_zero.zero.layout.wrap import find_units, persistent_names
+from hf_zero.zero.layout.wrap import persistent_names
 from tests.helpers import oracle
 from tests.helpers.cells import fast
 from tests.helpers.engines import (
@@ -35,6 +35,7 @@ from tests.helpers.engines import (
 )
 from tests.helpers.models import Stack, seeded
 from tests.helpers.offloads import offload
+from tests.helpers.plans import planned
 from tests.helpers.processes import run_processes
 from tests.helpers.stacks import by_hand, on_ranks, squared
 from tests.helpers.training import At, Plan, StackJob, adamw
@@ -465,8 +466,7 @@ def test_tiers_hold_what_was_estimated(threshold, way, tmp_path):
 
     build = lambda: seeded(lambda: Stack(6, 48))  # noqa: E731
     model, wanted = build(), ZeroConfig.from_dict(config).resolve(2)
-    groups = groups_of(find_units(model)[0], model, "bf16", persistent_names(model, threshold))
-    said = needs(groups, MemoryPlan.of(wanted, 2, False, 2))
+    said = needs(planned(model, wanted, 2))
     apart = ("gathered units", "gradients under way")
     device = sum(part.nbytes for part in said.device if part.what not in apart)
     ram = sum(part.nbytes for part in said.ram)

@@ -18,12 +18,11 @@ import hf_zero
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.planning.needs import needs
-from hf_zero.planning.plan import MemoryPlan, groups_of
 from hf_zero.techniques.quantization import noise_for
-from hf_zero.zero.layout.wrap import find_units
 from tests.helpers.engines import config_of as configured
 from tests.helpers.engines import full_weights, start
 from tests.helpers.models import Stack, features, gpt2, seeded, tokens
+from tests.helpers.plans import planned
 from tests.helpers.stacks import on_each_rank, on_ranks, squared, stack
 from tests.helpers.training import At, Plan, sgd
 
@@ -384,12 +383,9 @@ def test_bytes_are_those_of_the_estimate(stage):
         return engine.state_bytes()["parameters"]
 
     found = on_ranks(2, held, config)[0]
-    plan = MemoryPlan.of(config, 2, gpu=False, moments=1)
-    model = stack()
-    named = groups_of(find_units(model)[0], model, "fp32")
     wanted = sum(
         row.nbytes
-        for row in needs(named, plan).device
+        for row in needs(planned(stack(), config, 2)).device
         if row.what in ("parameters", "rounded weights")
     )
     assert found == wanted

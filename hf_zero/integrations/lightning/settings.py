@@ -19,8 +19,8 @@ from torch import nn
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.zero.layout.parameter import OwnedParameter
+from hf_zero.zero.layout.precision import COMPUTE
 from hf_zero.zero.layout.tree import map_tensors
-from hf_zero.zero.sharded_model import DTYPES
 
 KINDS = {
     "32-true": "fp32",
@@ -140,7 +140,7 @@ class PrecisionMethods:
             )
         self.precision = precision
         self.kind = KINDS[precision]
-        self.dtype = DTYPES[self.kind]
+        self.dtype = COMPUTE[self.kind]
         self._true = precision.endswith("true")
 
     def convert_module(self, module: nn.Module) -> nn.Module:

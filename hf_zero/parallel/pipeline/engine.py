@@ -21,6 +21,7 @@ from hf_zero.parallel.pipeline.rank_stages import PipelineRun, Stage
 from hf_zero.parallel.pipeline.stage_messages import StageMessages
 from hf_zero.parallel.pipeline.staged import StagedModule
 from hf_zero.parallel.pipeline.tied import TiedParameters
+from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.tree import map_tensors
 from hf_zero.zero.training_engine import TrainingEngine
 
@@ -33,11 +34,16 @@ class PipelineTraining(TrainingEngine):
     module: StagedModule
     pipeline_parallelism = True
 
-    def _build(self, mesh: Mesh, precision: str | None, installed: ExitStack) -> None:
+    def _plan(self, device: torch.device, shard_only: bool) -> EnginePlan:
         groups = get_parallel()
         assert groups is not None
-        self._tied = TiedParameters(self.module, groups, mesh.timeout)
-        super()._build(mesh, precision, installed)
+        self._tied = TiedParameters(self.module, groups, self.config.timeout)
+        return super()._plan(device, shard_only)
+
+    def _build(self, plan: EnginePlan, mesh: Mesh, installed: ExitStack) -> None:
+        groups = get_parallel()
+        assert groups is not None
+        super()._build(plan, mesh, installed)
         self._tied.check(self.flats)
         installed.callback(self._tied.close)
         messages = StageMessages.over(groups, mesh.name, mesh.timeout)

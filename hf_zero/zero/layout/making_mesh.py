@@ -1,10 +1,9 @@
-"""Construction of an engine's mesh from its configuration and the sharding of its parameters."""
+"""Construction of an engine's mesh from its plan."""
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -12,53 +11,57 @@ from torch import nn
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed.flat_mesh import MeshOptions
 from hf_zero.distributed.mesh import Mesh
+from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import get_parallel
-from hf_zero.distributed.process_group import get_world_size
+from hf_zero.distributed.process_group import get_rank, get_world_size
 from hf_zero.distributed.world_group import get_world_group
-from hf_zero.errors import ConfigError, PartitionError
-from hf_zero.zero.layout.sharding import sharding_of
-from hf_zero.zero.layout.stage_policy import POLICIES
+from hf_zero.errors import ConfigError
+from hf_zero.zero.layout.engine_plan import EnginePlan, ExtensionsOf, plan
 
 
-def make_mesh(
+def plan_on_this_rank(
     model: nn.Module,
-    config: ZeroConfig,
+    settings: ZeroConfig,
+    optimizer: torch.optim.Optimizer | None,
+    extensions_of: ExtensionsOf,
     device: torch.device,
-    node: int = 1,
-    hierarchical: str = "",
-    needs_one_mesh: Sequence[str] = (),
-) -> Mesh:
-    """Return the mesh for the engine of ``model`` on ``device`` (collective over all ranks of the
-    job); the other arguments as in :class:`hf_zero.zero.extensions.Extensions`.
-
-    Raises PartitionError for parameters cut along axes that the job does not have, and ConfigError
-    for keys that do not go with model parallelism.
+    keeps_dtypes: bool = False,
+) -> EnginePlan:
+    """Return the plan of an engine of this rank of the running job; see
+    :func:`hf_zero.zero.layout.engine_plan.plan`.
     """
-    policy, parallel = POLICIES[config.stage], get_parallel()
-    ranks = get_world_size()
-    cuts: set[tuple[str, ...]] = {()}
-    for name, tensor in _tensors(model):
-        cuts.add(axes := sharding_of(tensor).axes)
-        for axis in axes:
-            if parallel is None or parallel.dims.size(axis) == 1:
-                raise PartitionError(
-                    f"{name} is cut along the {axis!r} axis, which this job does not have; call "
-                    f"init_parallel(ParallelDims.over(ranks, {axis}=...)) before the model is cut"
-                )
-    if parallel is not None and parallel.dims.splits_model:
-        _refuse_keys(needs_one_mesh)
-        ranks //= parallel.dims.pipeline
+    parallel = get_parallel()
+    dims = ParallelDims(get_world_size()) if parallel is None else parallel.dims
+    return plan(
+        model,
+        settings,
+        dims,
+        optimizer,
+        extensions_of=extensions_of,
+        rank=get_rank(),
+        device=device,
+        keeps_dtypes=keeps_dtypes,
+    )
+
+
+def make_mesh(planned: EnginePlan, device: torch.device) -> Mesh:
+    """Return the mesh for the engine of ``planned`` on ``device`` (collective over all ranks of the
+    job).
+    """
+    settings, extensions, parallel = planned.settings, planned.extensions, get_parallel()
+    cuts = set(planned.axes)
+    if planned.dims.splits_model:
         # pipeline stages may hold other kinds, and every rank takes part in making process groups
         every = get_world_group().all_gather_object(sorted(cuts), "how parameters are cut")
         cuts = set(itertools.chain.from_iterable(every))
-    shards = policy.shards(ranks, config.replicate_size)
+    hierarchical = extensions.hierarchical
     options = MeshOptions(
-        config.offload_optimizer.on and policy.gathers_after_step,
-        node,
-        _ranks_of_a_host(shards, hierarchical) if hierarchical else 1,
+        settings.offload_optimizer.on and planned.policy.gathers_after_step,
+        extensions.node,
+        _ranks_of_a_host(planned.shards, hierarchical) if hierarchical else 1,
         tuple(sorted(cuts)),
     )
-    return Mesh(shards, device, config.timeout, options, parallel)
+    return Mesh(planned.shards, device, settings.timeout, options, parallel)
 
 
 def _ranks_of_a_host(shards: int, key: str) -> int:
@@ -77,17 +80,3 @@ def _ranks_of_a_host(shards: int, key: str) -> int:
             "another number of ranks for a copy, or remove the key"
         )
     return min(each)
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
-def _refuse_keys(wrong: Sequence[str]) -> None:
-    """Raise ConfigError for keys whose messages need one mesh of all ranks."""
-    if wrong:
-        raise ConfigError(
-            f"{', '.join(wrong)} does not go with a model that is split over ranks by tensor, "
-            "expert or pipeline parallelism; remove the key"
-        )

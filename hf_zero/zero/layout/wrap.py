@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import nn
 
@@ -20,6 +21,9 @@ GRANULARITY = MIN_UNIT
 # elements: default limit for parameters that stay whole between steps where others are sharded;
 # DeepSpeed's default, which its scripts rely on when they read a scale or a bias between steps
 PERSISTENCE = 100_000
+# elements of parameters that are yet to be cut among ranks, in place of their own
+Sizes = Mapping[nn.Parameter, int]
+OWN: Sizes = MappingProxyType({})
 PACKED_UNITS = 4  # 1 MiB in fp32, like DDP's first bucket: a backward begins to send early
 
 
@@ -41,13 +45,13 @@ class UnitSpec:
     def module(self) -> nn.Module:
         return self.modules[0]
 
-    @property
-    def numel(self) -> int:
-        return sum(parameter.numel() for _, parameter in self.parameters)
+
+def _size(parameter: nn.Parameter, sizes: Sizes) -> int:
+    return sizes[parameter] if parameter in sizes else parameter.numel()
 
 
-def _numel(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
+def _numel(module: nn.Module, sizes: Sizes = OWN) -> int:
+    return sum(_size(parameter, sizes) for parameter in module.parameters())
 
 
 def _is_called(module: nn.Module) -> bool:
@@ -84,12 +88,12 @@ def _with_parameters(modules: Iterable[nn.Module]) -> set[int]:
     return {id(m) for m in modules if any(True for _ in m.parameters())}
 
 
-def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def find_blocks(model: nn.Module, sizes: Sizes = OWN) -> list[tuple[str, nn.Module]]:
     """Return the repeated blocks of ``model``, else parts of about equal size."""
-    return repeated_blocks(model) or _by_size(model)
+    return repeated_blocks(model, sizes) or _by_size(model, sizes)
 
 
-def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def repeated_blocks(model: nn.Module, sizes: Sizes = OWN) -> list[tuple[str, nn.Module]]:
     """Return gradient-checkpointing layers, else ``_no_split_modules``, else the items of
     ModuleLists, in definition order.
     """
@@ -107,8 +111,9 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
         lists = [
             m for m in modules if isinstance(m, nn.ModuleList) and len(m) > 1 and m is not model
         ]
-        largest = max(map(_numel, lists), default=0)
-        chosen = [m for m in lists if _numel(m) * 4 >= largest > 0]
+        numels = [_numel(m, sizes) for m in lists]
+        largest = max(numels, default=0)
+        chosen = [m for m, numel in zip(lists, numels) if numel * 4 >= largest > 0]
         blocks = _outermost(model, _with_parameters(item for m in chosen for item in m))
     return blocks
 
@@ -119,8 +124,8 @@ def names_in_blocks(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, p in model.named_parameters() if id(p) in inside)
 
 
-def _by_size(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    total = _numel(model)
+def _by_size(model: nn.Module, sizes: Sizes) -> list[tuple[str, nn.Module]]:
+    total = _numel(model, sizes)
     if total < 2 * MIN_UNIT:
         return []
     target = max(total // PARTS, MIN_UNIT)
@@ -128,11 +133,12 @@ def _by_size(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
     def visit(module: nn.Module) -> None:
         for child in module.children():
-            size = _numel(child)
+            size = _numel(child, sizes)
             if size < target // 4:
                 continue
             if _is_called(child) and (
-                size <= target or not any(_numel(part) >= target // 4 for part in child.children())
+                size <= target
+                or not any(_numel(part, sizes) >= target // 4 for part in child.children())
             ):
                 wanted.add(id(child))
             else:
@@ -143,7 +149,10 @@ def _by_size(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def find_units(
-    model: nn.Module, granularity: int | None = None, in_root: Collection[int] = ()
+    model: nn.Module,
+    granularity: int | None = None,
+    in_root: Collection[int] = (),
+    sizes: Sizes = OWN,
 ) -> tuple[list[UnitSpec], dict[str, str]]:
     """Return the units of ``model`` (the first is the root) and its tied names as ``{alias: first
     name}``.
@@ -155,11 +164,11 @@ def find_units(
     unit that a module lists together in :data:`PACKED` follow the first of them; raises
     PartitionError for a name that the module does not have. A parameter reached from two units
     belongs to the root: their lowest common ancestor, since units do not nest. Parameters with ids
-    in ``in_root`` belong to it, too.
+    in ``in_root`` belong to it, too. ``sizes``: elements of parameters, in place of their own.
     """
     names, aliases = _names(model)
-    blocks = find_blocks(model)
-    alone = _alone(model, blocks)
+    blocks = find_blocks(model, sizes)
+    alone = _alone(model, blocks, sizes)
     wrapped = _outermost(model, alone | {id(block) for _, block in blocks})
     root, owned = _owners(model, names, wrapped, in_root)
     packs = _packs(model)
@@ -170,11 +179,8 @@ def find_units(
             continue
         spec = UnitSpec((name,), (module,), _in_packs(parameters, packs))
         last = specs[-1]
-        joins = (
-            len(specs) > 1
-            and not alone & {id(last.module), id(module)}
-            and last.numel + spec.numel <= limit
-        )
+        numel = sum(_size(parameter, sizes) for _, parameter in (*last.parameters, *parameters))
+        joins = len(specs) > 1 and not alone & {id(last.module), id(module)} and numel <= limit
         if joins and last.paths[-1].rpartition(".")[0] == name.rpartition(".")[0]:
             specs[-1] = UnitSpec(
                 last.paths + spec.paths,
@@ -202,7 +208,7 @@ def _names(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
     return names, aliases
 
 
-def _alone(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> set[int]:
+def _alone(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]], sizes: Sizes) -> set[int]:
     """Return the ids of modules that are units by themselves: those marked :data:`WHOLE`, and large
     embeddings and heads outside ``blocks``.
     """
@@ -212,14 +218,14 @@ def _alone(model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]) -> set[int
         for own in module._parameters.values():
             if own is not None:
                 users[id(own)] = users.get(id(own), 0) + 1
-    largest = max((_numel(block) for _, block in blocks), default=0)
+    largest = max((_numel(block, sizes) for _, block in blocks), default=0)
     leaves = {
         id(m)
         for m in model.modules()
         if id(m) not in inside
         and isinstance(m, (nn.Embedding, nn.Linear))
         and largest
-        and _numel(m) >= max(LARGE_LEAF * largest, MIN_UNIT)
+        and _numel(m, sizes) >= max(LARGE_LEAF * largest, MIN_UNIT)
         and all(users[id(p)] == 1 for p in m.parameters())
     }
     whole = _with_parameters(
@@ -255,20 +261,24 @@ def _owners(
 
 
 def persistent_names(
-    model: nn.Module, most: int | None = None, in_all: int | None = None
+    model: nn.Module,
+    most: int | None = None,
+    in_all: int | None = None,
+    sizes: Sizes = OWN,
 ) -> frozenset[str]:
     """Return first names of the parameters of ``model`` that stay whole between steps where
     parameters are sharded: those of at most ``most`` elements (None: :data:`PERSISTENCE`), in the
     order of the model, as long as they have at most ``in_all`` elements together (None: any
     number).
 
-    A pack (:data:`PACKED`) stays whole as a whole, or not at all.
+    A pack (:data:`PACKED`) stays whole as a whole, or not at all. ``sizes``: elements of
+    parameters, in place of their own.
     """
     limit = PERSISTENCE if most is None else most
     chosen: dict[int, str] = {}
     left = in_all
     for name, parameter in model.named_parameters():
-        size = parameter.numel()
+        size = _size(parameter, sizes)
         if 0 < size <= limit and (left is None or size <= left):
             chosen[id(parameter)] = name
             left = None if left is None else left - size

@@ -1,0 +1,596 @@
+"""The plan of an engine: units, flat buffers, their sharding, dtypes, codecs, tiers and bytes.
+
+:func:`plan` is pure arithmetic. It needs no process group and allocates nothing, so it can plan for
+any rank of any job, of a model on any device, meta included. An engine builds exactly what its plan
+says (``materialize.py``); estimates and the check before training read the same plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from hf_zero.config import ZeroConfig
+from hf_zero.distributed.parallel_dims import ParallelDims
+from hf_zero.errors import ConfigError, PartitionError
+from hf_zero.offload.nvme import paged, size_in_file
+from hf_zero.offload.placement import PlacementRules, ShardSpec
+from hf_zero.offload.storage import StorageFormat, SubGroup, moment_format, size_in_memory
+from hf_zero.optim.fused import reads_16_bits
+from hf_zero.optim.segments import group_runs, sub_groups
+from hf_zero.optim.state import fresh_state, in_numbers, is_elementwise
+from hf_zero.optim.whole_tensor import moments_by_group
+from hf_zero.zero.layout.codecs import UNCOMPRESSED, Codecs
+from hf_zero.zero.layout.flat_layout import ALIGNMENT, FlatLayout
+from hf_zero.zero.layout.flat_spec import FlatSpec
+from hf_zero.zero.layout.precision import COMPUTE, compute_dtype, is_raw
+from hf_zero.zero.layout.sharding import Sharding, sharding_of
+from hf_zero.zero.layout.stage_policy import POLICIES, Policy
+from hf_zero.zero.layout.wrap import UnitSpec, find_units, persistent_names
+
+Cuts = Mapping[nn.Parameter, Sharding]
+UNCUT: Cuts = MappingProxyType({})
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+CPU = torch.device("cpu")
+
+
+class PlannedExtensions(Protocol):
+    """What a plan reads of :class:`hf_zero.zero.extensions.Extensions`."""
+
+    @property
+    def codecs(self) -> Codecs: ...
+    @property
+    def node(self) -> int: ...
+    @property
+    def hierarchical(self) -> str: ...
+    @property
+    def needs_one_mesh(self) -> tuple[str, ...]: ...
+
+
+ExtensionsOf = Callable[[ZeroConfig, "torch.optim.Optimizer | None"], PlannedExtensions]
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """The extensions of an engine without techniques."""
+
+    codecs: Codecs = UNCOMPRESSED
+    node: int = 1
+    hierarchical: str = ""
+    needs_one_mesh: tuple[str, ...] = ()
+
+
+def _plain(settings: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> PlannedExtensions:
+    return _Plain()
+
+
+@dataclass(frozen=True, eq=False)
+class FlatPlan:
+    """One flat buffer on one rank, before anything is allocated.
+
+    spec: its fixed properties, without a mesh. unit: the unit that gathers it. parameters: by name,
+    in the order of the layout. shard_tier: "device", "ram" or "disk", where its parameter shard is
+    kept. sub_groups: the pieces of its offloaded optimizer state; None: the state stays on the
+    device. gradient_dtype: of the sum of its gradients. sums_whole: that sum has all elements until
+    it is reduced, as at stages 0 and 1.
+    """
+
+    spec: FlatSpec
+    unit: UnitSpec
+    parameters: dict[str, nn.Parameter]
+    shard_tier: str
+    sub_groups: tuple[SubGroup, ...] | None
+    gradient_dtype: torch.dtype
+    sums_whole: bool
+
+    @property
+    def needs_master(self) -> bool:
+        """Whether an update on the device needs master weights besides the parameter shard, even if
+        that is on the device, too.
+        """
+        return self.spec.dtype in SIXTEEN_BITS or self.spec.sends_differences
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of its master weights."""
+        return shard_spec(self.spec).wide
+
+    @property
+    def device_gradient_numel(self) -> int:
+        """Number of elements of the sum of its gradients on the device."""
+        if self.sub_groups is not None and not self.sums_whole:
+            return 0
+        return self.spec.layout.padded if self.sums_whole else self.spec.owned_numel
+
+    def parameter_bytes(self) -> Counter[str]:
+        """Return the bytes of its values between steps, by tier."""
+        spec = self.spec
+        nbytes = (spec.owned_numel if spec.sharded else spec.layout.padded) * spec.dtype.itemsize
+        return Counter({self.shard_tier: paged(nbytes) if self.shard_tier == "disk" else nbytes})
+
+    def gradient_bytes(self) -> Counter[str]:
+        """Return the bytes of its gradient between a backward and its step, by tier."""
+        if not self.spec.trainable:
+            return Counter()
+        size = self.gradient_dtype.itemsize
+        found = Counter({"device": size * self.device_gradient_numel})
+        if self.sub_groups is not None:
+            found["ram"] = size * self.spec.owned_numel
+        return found
+
+
+def shard_spec(spec: FlatSpec) -> ShardSpec:
+    """Return the properties of a flat buffer that its placement depends on."""
+    return ShardSpec(spec.key, spec.owned_numel, spec.dtype, spec.trainable)
+
+
+@dataclass(frozen=True, eq=False)
+class EnginePlan:
+    """The plan of an engine of one rank. Made by :func:`plan`, whose arguments it keeps.
+
+    units: the partition of the model, the root first. flats: the flat buffers of all units, in
+    order. aliases: other names of tied parameters. group_of: the optimizer group
+    of each trainable parameter, by name.
+    """
+
+    model: nn.Module
+    settings: ZeroConfig
+    dims: ParallelDims
+    optimizer: torch.optim.Optimizer | None
+    rank: int
+    device: torch.device
+    cuts: Cuts
+    held: Collection[str] | None
+    keeps_dtypes: bool
+    units: tuple[UnitSpec, ...]
+    aliases: dict[str, str]
+    group_of: dict[str, int]
+    flats: tuple[FlatPlan, ...]
+    axes: frozenset[tuple[str, ...]]
+    extensions: PlannedExtensions
+    extensions_of: ExtensionsOf
+
+    def replan(self, settings: ZeroConfig) -> EnginePlan:
+        """Return the plan of the same model and job with other ``settings``."""
+        return plan(
+            self.model,
+            settings,
+            self.dims,
+            self.optimizer,
+            extensions_of=self.extensions_of,
+            rank=self.rank,
+            device=self.device,
+            cuts=self.cuts,
+            held=self.held,
+            keeps_dtypes=self.keeps_dtypes,
+        )
+
+    @cached_property
+    def trainable(self) -> tuple[FlatPlan, ...]:
+        return tuple(flat for flat in self.flats if flat.spec.trainable)
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The compute dtype of each parameter, by its first name."""
+        return {name: flat.spec.dtype for flat in self.flats for name in flat.parameters}
+
+    @property
+    def policy(self) -> Policy:
+        return POLICIES[self.settings.stage]
+
+    @property
+    def shards(self) -> int:
+        """Number of shards of a flat buffer that all ranks of the stage hold."""
+        return self.policy.shards(self.dims.in_a_stage, self.settings.replicate_size)
+
+    @property
+    def stages(self) -> range:
+        """The available ZeRO stages: 0 and 1 for pipelines, which reduce once per step."""
+        return range(4 if self.dims.pipeline == 1 else 2)
+
+    def sharers(self, flat: FlatPlan) -> int:
+        """Return the number of ranks of the stage that hold the same parts as ``flat``."""
+        return self.dims.in_a_stage // math.prod(map(self.dims.size, flat.spec.sharding.axes))
+
+    def whole_numel(self, parameter: nn.Parameter) -> int:
+        """Return the number of elements that all ranks together hold of ``parameter``."""
+        own = math.prod(_shape(parameter, self.cuts))
+        return own * math.prod(map(self.dims.size, _sharding(parameter, self.cuts).axes))
+
+    @cached_property
+    def rules(self) -> PlacementRules:
+        """The choice of tiers."""
+        return PlacementRules(self.settings, self.dims.in_a_stage)
+
+    @property
+    def buffer_dtype(self) -> torch.dtype | None:
+        """The dtype to which floating-point buffers of the model are cast; None keeps theirs."""
+        wanted = self.settings.buffer_dtype
+        return COMPUTE[wanted] if wanted and not self.keeps_dtypes else None
+
+    @property
+    def wire_dtype(self) -> torch.dtype | None:
+        """The dtype of gradients in messages; None: that of the parameters."""
+        wire = self.settings.communication_data_type
+        return COMPUTE[wire] if wire else None
+
+    @property
+    def upcasts(self) -> bool:
+        """Whether sums of gradients in 16 bits become fp32 as soon as something is added."""
+        return self.settings.gradient_accumulation_dtype is None
+
+    @cached_property
+    def moments(self) -> int:
+        """Numbers that the optimizer keeps for an element, in the group that keeps most."""
+        groups = () if self.optimizer is None else self.optimizer.param_groups
+        return max((len(self._kept(i, torch.float32)) for i in range(len(groups))), default=0)
+
+    def _kept(self, group: int, dtype: torch.dtype) -> dict[str, tuple[torch.dtype, str]]:
+        """Return what the optimizer keeps for an element of ``group`` with master weights of
+        ``dtype``: by name, the dtype on the device and the format where it is offloaded.
+        """
+        if (group, dtype) not in self._kept_by_group:
+            assert self.optimizer is not None
+            settings, like = self.optimizer.param_groups[group], torch.zeros(1, dtype=dtype)
+            kind = self.rules.moments
+            kind = str(settings.get("moments", "fp32")) if kind == "fp32" else kind
+            there = fresh_state(self.optimizer, settings, like)
+            self._kept_by_group[group, dtype] = {
+                name: (there[name].dtype, kind if dtype == torch.float32 else "fp32")
+                for name, value in fresh_state(self.optimizer, in_numbers(settings), like).items()
+                if is_elementwise(name, value, (1,))
+            }
+        return self._kept_by_group[group, dtype]
+
+    @cached_property
+    def _kept_by_group(
+        self,
+    ) -> dict[tuple[int, torch.dtype], dict[str, tuple[torch.dtype, str]]]:
+        return {}
+
+    def moments_of(self, flat: FlatPlan) -> dict[str, tuple[torch.dtype, str]]:
+        """Return what the optimizer keeps for each element that this rank owns of ``flat``: by
+        name, the dtype on the device and the format where it is offloaded.
+        """
+        found: dict[str, tuple[torch.dtype, str]] = {}
+        for run in group_runs(flat.spec.layout, flat.spec.owned, self.group_of):
+            if run.group is not None:
+                found = self._kept(run.group, flat.wide) | found
+        return found
+
+    def optimizer_bytes(self, flat: FlatPlan) -> Counter[str]:
+        """Return the bytes of master weights and moments of ``flat``, by tier."""
+        if not flat.spec.trainable:
+            return Counter()
+        if flat.sub_groups is None:
+            numel = flat.spec.owned_numel
+            own = flat.wide.itemsize if flat.needs_master or flat.shard_tier != "device" else 0
+            moments = sum(dtype.itemsize for dtype, _ in self.moments_of(flat).values())
+            return Counter({"device": numel * (own + moments)})
+        in_files = self.settings.offload_optimizer.device == "nvme"
+        return Counter({"disk" if in_files else "ram": sum(self.piece_bytes(flat))})
+
+    def piece_bytes(self, flat: FlatPlan) -> list[int]:
+        """Return the bytes of master weights and moments of each offloaded piece of ``flat``."""
+        formats = [StorageFormat(flat.wide)]
+        formats += [moment_format(kind, flat.wide) for _, kind in self.moments_of(flat).values()]
+        in_files = self.settings.offload_optimizer.device == "nvme"
+        size = size_in_file if in_files else size_in_memory
+        pieces = flat.sub_groups or ()
+        return [sum(size(how, stop - start) for how in formats) for start, stop in pieces]
+
+    def file_bytes(self) -> Counter[tuple[str, ...]]:
+        """Return the bytes in files, by the folders that share them."""
+        found: Counter[tuple[str, ...]] = Counter()
+        for flat in self.flats:
+            shards = flat.parameter_bytes()["disk"]
+            if shards:
+                found[self.settings.offload_param.nvme_path] += shards
+            states = self.optimizer_bytes(flat)["disk"]
+            if states:
+                found[self.settings.offload_optimizer.nvme_path] += states
+        return found
+
+
+def plan(
+    model: nn.Module,
+    settings: ZeroConfig,
+    dims: ParallelDims,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    extensions_of: ExtensionsOf = _plain,
+    rank: int = 0,
+    device: torch.device = CPU,
+    cuts: Cuts = UNCUT,
+    held: Collection[str] | None = None,
+    keeps_dtypes: bool = False,
+) -> EnginePlan:
+    """Return the plan of an engine of ``model`` on one rank. Pure: no collectives, no memory.
+
+    Args:
+        model: a module on any device, left unchanged.
+        settings: resolved for the ranks of one pipeline stage.
+        dims: the sizes of the parallel axes of the job.
+        optimizer: an optimizer over the model's parameters; those in none of its groups are frozen:
+            gathered and released as the stage requires, never reduced. None: all are.
+        extensions_of: the function from settings and optimizer to the parts that techniques
+            provide (``hf_zero.compression.registry.extensions_of``); default: none do.
+        rank: the rank of the job that is planned for.
+        device: the kind of device that computes.
+        cuts: the sharding of parameters that tensor and expert parallelism have yet to cut.
+        held: names of the parameters that this pipeline stage holds; None: all.
+        keeps_dtypes: parameters compute in their own dtypes, as in an engine that only holds them.
+
+    Raises:
+        ConfigError: a 16-bit trainable parameter in fp32 training, and keys that do not go with
+            model parallelism or the optimizer.
+        PartitionError: parameters without a shape, those cut along axes that the job does not have,
+            and packed ones that do not exist.
+    """
+    axes = _axes(model, dims, cuts)
+    extensions = extensions_of(settings, optimizer)
+    if dims.splits_model and extensions.needs_one_mesh:
+        raise ConfigError(
+            f"{', '.join(extensions.needs_one_mesh)} does not go with a model that is split over "
+            "ranks by tensor, expert or pipeline parallelism; remove the key"
+        )
+    policy, zero = POLICIES[settings.stage], settings.zero
+    sizes = {p: math.prod(_shape(p, cuts)) for p in model.parameters()}
+    persistent = persistent_names(
+        model, zero.param_persistence_threshold, zero.model_persistence_threshold, sizes
+    )
+    in_root: frozenset[int] = frozenset()
+    if dims.tensor > 1 and policy.shards_parameters:
+        # Vectors that all tensor-parallel ranks hold whole join the root: among the cut matrices of
+        # another unit they would add a message to each gather.
+        in_root = frozenset(
+            id(p)
+            for name, p in model.named_parameters()
+            if p.dim() < 2 and name not in persistent and not _sharding(p, cuts).axes
+        )
+    units, aliases = find_units(model, zero.module_granularity_threshold, in_root, sizes)
+    groups = [] if optimizer is None else optimizer.param_groups
+    group_by_id = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
+    group_of = {
+        name: group_by_id[id(p)]
+        for unit in units
+        for name, p in unit.parameters
+        if id(p) in group_by_id and p.requires_grad
+    }
+    laying = _Laying(
+        model,
+        None if keeps_dtypes else settings.precision,
+        policy,
+        persistent,
+        extensions.codecs,
+        group_of,
+        moments_by_group(optimizer),
+        cuts,
+        _Places(dims, rank, policy.shards(dims.in_a_stage, settings.replicate_size)),
+    )
+    laid = [(unit, *flat) for unit in units for flat in laying.flats_of(unit, held)]
+    return EnginePlan(
+        model=model,
+        settings=settings,
+        dims=dims,
+        optimizer=optimizer,
+        rank=rank,
+        device=device,
+        cuts=cuts,
+        held=held,
+        keeps_dtypes=keeps_dtypes,
+        units=tuple(units),
+        aliases=aliases,
+        group_of=group_of,
+        flats=_placed(laid, settings, dims, optimizer, device, group_of),
+        axes=axes,
+        extensions=extensions,
+        extensions_of=extensions_of,
+    )
+
+
+def _axes(model: nn.Module, dims: ParallelDims, cuts: Cuts) -> frozenset[tuple[str, ...]]:
+    """Return the axes that cut parameters and buffers of ``model`` besides ZeRO, for each kind."""
+    found: set[tuple[str, ...]] = {()}
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise PartitionError(
+                f"{name} has no shape yet, as its module is lazy; call the model once before "
+                "hf_zero.initialize"
+            )
+        axes = _sharding(tensor, cuts).axes
+        found.add(axes)
+        for axis in axes:
+            if dims.size(axis) == 1:
+                raise PartitionError(
+                    f"{name} is cut along the {axis!r} axis, which this job does not have; call "
+                    f"init_parallel(ParallelDims.over(ranks, {axis}=...)) before the model is cut"
+                )
+    return frozenset(found)
+
+
+def _sharding(tensor: torch.Tensor, cuts: Cuts) -> Sharding:
+    return cuts.get(tensor, sharding_of(tensor))  # type: ignore[call-overload]  # buffers, too
+
+
+def _shape(parameter: nn.Parameter, cuts: Cuts) -> tuple[int, ...]:
+    """Return the shape of this rank's part of ``parameter``, cut already or by ``cuts``."""
+    box = _sharding(parameter, cuts).box
+    return tuple(parameter.shape) if box is None else box.shape
+
+
+@dataclass(frozen=True)
+class _Places:
+    """The places of ``rank`` among the ranks that hold the same parts; ``shards``: of flat buffers
+    that all ranks of its stage hold.
+    """
+
+    dims: ParallelDims
+    rank: int
+    shards: int
+
+    def along(self, axes: tuple[str, ...]) -> tuple[int, int, int]:
+        """Return, for flat buffers that ``axes`` cut besides ZeRO: the number of their shards, the
+        number of the shard of this rank, and that of its replica.
+        """
+        sharing = self.dims.ranks_sharing(self.rank, axes)
+        shards = len(sharing) if axes and self.shards > 1 else self.shards
+        place = sharing.index(self.rank)
+        return shards, place % shards, place // shards
+
+
+@dataclass(frozen=True)
+class _Laying:
+    """The layout of the parameters of units in flat buffers."""
+
+    model: nn.Module
+    precision: str | None
+    policy: Policy
+    persistent: frozenset[str]
+    codecs: Codecs
+    group_of: Mapping[str, int]
+    moments: Sequence[tuple[str, ...]]
+    cuts: Cuts
+    places: _Places
+    _places_of: dict[tuple[str, ...], tuple[int, int, int]] = field(default_factory=dict)
+
+    def flats_of(
+        self, unit: UnitSpec, held: Collection[str] | None
+    ) -> Iterator[tuple[FlatSpec, dict[str, nn.Parameter]]]:
+        """Yield the flat buffers of ``unit``, each with its parameters by name. ``held``: names of
+        the parameters of this pipeline stage; None: all.
+        """
+        kinds: dict[
+            tuple[bool, torch.dtype, bool, Policy, bool, str, Sharding], dict[str, nn.Parameter]
+        ] = {}
+        parameters = [item for item in unit.parameters if held is None or item[0] in held]
+        # Ordered by group: the elements of a group in a unit are one run. Odd sizes last: the
+        # others are aligned.
+        for name, parameter in sorted(
+            parameters,
+            key=lambda item: (
+                self.group_of.get(item[0], -1),
+                math.prod(_shape(item[1], self.cuts)) % ALIGNMENT != 0,
+            ),
+        ):
+            dtype = (
+                parameter.dtype
+                if self.precision is None
+                else compute_dtype(name, parameter, self.precision, self.model)
+            )
+            own = self.policy.of_persistent if name in self.persistent else self.policy
+            trains, raw = name in self.group_of, is_raw(parameter)
+            compressed = not raw and self.codecs.takes(parameter, trains)
+            differ = trains and len(set(self.moments)) > 1
+            kept = "+".join(self.moments[self.group_of[name]]) if differ else ""
+            sharding = replace(_sharding(parameter, self.cuts), box=None, names=())
+            kind = (trains, dtype, raw, own, compressed, kept, sharding)
+            kinds.setdefault(kind, {})[name] = parameter
+        for kind, named in kinds.items():
+            yield self._flat(unit, *kind, named), named
+
+    def _flat(
+        self,
+        unit: UnitSpec,
+        trainable: bool,
+        dtype: torch.dtype,
+        raw: bool,
+        own: Policy,
+        compressed: bool,
+        kept: str,
+        sharding: Sharding,
+        parameters: dict[str, nn.Parameter],
+    ) -> FlatSpec:
+        if sharding.axes not in self._places_of:
+            self._places_of[sharding.axes] = self.places.along(sharding.axes)
+        shards, shard, replica = self._places_of[sharding.axes]
+        shards = shards if trainable else own.parameter_shards(shards)
+        stays = own != self.policy
+        layout = FlatLayout.build(
+            [(name, _shape(p, self.cuts)) for name, p in parameters.items()],
+            shards,
+            {name: _sharding(p, self.cuts).box for name, p in parameters.items()},
+        )
+        state = "trainable" if trainable else "frozen"
+        key = f"{unit.name}|{state}|{str(dtype).removeprefix('torch.')}{'|raw' if raw else ''}"
+        key += "|whole" if stays else ""
+        key += "|blocks" if compressed else ""
+        key += f"|{kept}" if kept else ""
+        key += f"|{sharding.key}" if sharding.key else ""
+        codecs = (
+            self.codecs.codecs(layout, dtype, trainable, own.shards_parameters, stays)
+            if compressed
+            else (None, None)
+        )
+        return FlatSpec(
+            number=-1,
+            key=key,
+            layout=layout,
+            dtype=dtype,
+            trainable=trainable,
+            raw=raw,
+            sharded=own.shards_parameters,
+            persistent=stays,
+            writes=replica == 0 and (shards > 1 or shard == 0),
+            owned=layout.rank_range(shard if shards > 1 else 0),
+            reduce_codec=codecs[0],
+            gather_codec=codecs[1],
+            momentum_blocks=self.codecs.momentum_of(layout, dtype)
+            if compressed and trainable
+            else None,
+            sharding=sharding,
+        )
+
+
+def _placed(
+    laid: Sequence[tuple[UnitSpec, FlatSpec, dict[str, nn.Parameter]]],
+    settings: ZeroConfig,
+    dims: ParallelDims,
+    optimizer: torch.optim.Optimizer | None,
+    device: torch.device,
+    group_of: Mapping[str, int],
+) -> tuple[FlatPlan, ...]:
+    """Return the flat buffers ``laid`` out, with numbers, tiers and dtypes of gradients."""
+    rules, policy = PlacementRules(settings, dims.in_a_stage), POLICIES[settings.stage]
+    specs = [shard_spec(spec) for _, spec, _ in laid]
+    away = rules.offloaded([own for own, (_, spec, _) in zip(specs, laid) if not spec.persistent])
+    tiers = rules.shard_tiers([own for own, (_, spec, _) in zip(specs, laid) if spec.sharded])
+    accumulate = settings.gradient_accumulation_dtype
+    wire = settings.communication_data_type
+    narrow = (
+        optimizer is not None
+        and not policy.shards_gradients
+        and reads_16_bits(optimizer, settings.kernels, device)
+    )
+
+    def gradient_dtype(own: ShardSpec) -> torch.dtype:
+        if accumulate:
+            return COMPUTE[accumulate]
+        if own.key in away or narrow:
+            return rules.gradient_dtype(own, COMPUTE[wire] if wire else own.dtype)
+        return own.wide
+
+    return tuple(
+        FlatPlan(
+            replace(spec, number=number),
+            unit,
+            parameters,
+            tiers.get(own.key, "device"),
+            tuple(sub_groups(spec.layout, spec.owned, group_of, rules.sub_group_size))
+            if own.key in away
+            else None,
+            gradient_dtype(own),
+            not policy.shards_gradients,
+        )
+        for number, (own, (unit, spec, parameters)) in enumerate(zip(specs, laid))
+    )
