@@ -38,6 +38,7 @@ from tests.checkpoint.jobs import (
     errors,
     load,
     names,
+    other,
     run,
     run_holds,
     same,
@@ -68,15 +69,19 @@ def store() -> Iterator[UPath]:
 
 
 def test_what_a_save_puts(store: UPath) -> None:
-    engines, results = saved(URL, client_state=STATE)
-    assert str(results[0]) == f"{URL}/global_step1"
+    engines, paths = run(
+        TWO,
+        small,
+        lambda engine: (train_some(engine, 1), checkpoint.save(engine, URL, client_state=STATE)),
+    )
+    assert str(paths[0][1]) == f"{URL}/global_step1"
     assert run_holds(store) == ["global_step1"]
     assert (store / "latest").read_text() == "global_step1"
     held = names(store / "global_step1")
     mark = held[1].removeprefix("objects-").removesuffix(".pt")
     ranks = [f"rank-{rank:05d}-of-00002-{mark}.safetensors" for rank in range(2)]
     assert len(mark) == 12 and held == ["manifest.json", f"objects-{mark}.pt", *ranks]
-    again, results = load(URL, verify=True)
+    again, results = run(TWO, other, lambda engine: checkpoint.load(engine, URL, verify=True))
     assert torch.equal(results[0][1]["seen"], STATE["seen"])
     assert same(weights(again), weights(engines))
     assert find.tags_in(storage.as_path(URL)) == ["global_step1"]
