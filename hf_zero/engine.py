@@ -61,16 +61,18 @@ class AsyncSaves:
             self.writer.wait(who, None if below is None else Path(below))
 
     def publish_failure(self) -> None:
-        """Announce a failed save, seen on rank 0, before the ranks meet at the end of a step."""
+        """Announce a failed save of the ``writer``, seen on rank 0, before the ranks meet at the
+        end of a step.
+        """
         writer, consensus = self.writer, self._mesh.consensus
-        if writer is not None and writer.failed and self._mesh.rank == 0 and consensus is not None:
+        assert writer is not None
+        if writer.failed and self._mesh.rank == 0 and consensus is not None:
             consensus.steps.broadcast_event(SAVE_FAILED - writer.number)
 
     def raise_failure(self) -> None:
-        """Raise the error of a failed save on all ranks, at the end of a step."""
+        """Raise the error of a failed save of the ``writer`` on all ranks, at the end of a step."""
         writer, consensus = self.writer, self._mesh.consensus
-        if writer is None:
-            return
+        assert writer is not None
         if consensus is None:
             failed = writer.failed
         else:
@@ -102,7 +104,8 @@ class Engine(TrainingEngine):
         self.async_saves = AsyncSaves(mesh, self.schedule.shards)
 
     def _publish_events(self) -> None:
-        self.async_saves.publish_failure()
+        if self.async_saves.writer is not None:
+            self.async_saves.publish_failure()
 
     def step(self) -> None:
         """End an accumulation window: clip, update, step the scheduler. Inside a window: count the
@@ -116,7 +119,7 @@ class Engine(TrainingEngine):
         with self.step_times.timed("step"):
             super().step()
         self.step_times.end(ends_window, self.global_steps)
-        if ends_window:
+        if ends_window and self.async_saves.writer is not None:
             self.async_saves.raise_failure()
 
     def set_custom_curriculum_learning_schedule(

@@ -1,5 +1,5 @@
 """``deepspeed.launcher.runner``: hostfiles and filters of hosts under DeepSpeed's names, read by
-``hf_zero.launch.hostfile``; lists of cores.
+``hf_zero.launch.hosts``; lists of cores.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.errors import ConfigError, LaunchError
-from hf_zero.launch.hostfile import Host, read_hostfile, select
+from hf_zero.launch.hosts import Host, read_hostfile, select
 from hf_zero.logging import logger
 
 

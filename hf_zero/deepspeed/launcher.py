@@ -17,9 +17,8 @@ from hf_zero.deepspeed.hostfiles import (
 )
 from hf_zero.deepspeed.multinode_runner import RUNNERS, MultiNodeRunner
 from hf_zero.errors import ConfigError, LaunchError, NotBuiltError
-from hf_zero.launch.exported import exported
 from hf_zero.launch.front import carry_out
-from hf_zero.launch.plan import Request, plan
+from hf_zero.launch.plan import Request, exported, plan
 
 ENVIRONMENT_FILE = os.getenv("DS_ENV_FILE", ".deepspeed_env")
 DEFAULT_HOSTFILE = "/job/hostfile"

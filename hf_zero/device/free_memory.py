@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from hf_zero.device import kinds, usage
+from hf_zero.device import kinds
 from hf_zero.device.host_limits import free_ram, memlock
 
 
@@ -81,7 +81,7 @@ def free_bytes(device: torch.device) -> int:
     """Return the bytes free on ``device`` for this rank: on a GPU including torch's unused cache,
     on the CPU this rank's share of the machine's memory.
     """
-    return free_ram(ranks=_ranks_here()).nbytes if kinds.is_host(device) else usage.free(device)
+    return free_ram(ranks=_ranks_here()).nbytes if kinds.is_host(device) else free_on_device(device)
 
 
 def measure(device: torch.device, folders: Sequence[str] = (), ranks: int | None = None) -> Free:
@@ -121,3 +121,28 @@ def _nearest(folder: str) -> Path:
 
 def _ranks_here() -> int:
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def allocated(device: torch.device) -> int:
+    """Return the bytes of tensors of this process."""
+    return int(kinds.module_of(device).memory_allocated(device))
+
+
+def most_allocated(device: torch.device) -> int:
+    """Return the peak of :func:`allocated` since the process began, or since its last reset."""
+    return int(kinds.module_of(device).max_memory_allocated(device))
+
+
+def _had(device: torch.device) -> int:
+    module = kinds.module_of(device)
+    return int(module.mem_get_info(device)[0]) + int(module.memory_reserved(device))
+
+
+def free_on_device(device: torch.device) -> int:
+    """Return the bytes that this process may still take, including torch's unused cache."""
+    return _had(device) - allocated(device)
+
+
+def free_at_the_peak(device: torch.device) -> int:
+    """Return the bytes of :func:`free_on_device` at the peak of use."""
+    return _had(device) - most_allocated(device)

@@ -19,7 +19,8 @@ TRITON = frozenset({"cuda"})  # kinds supported by kernels/gpu
 
 
 @functools.cache
-def _drives_streams(kind: str) -> bool:
+def drives_streams(kind: str) -> bool:
+    """Whether work on this kind of device is ordered by streams and events."""
     module = getattr(torch, kind, None)
     names = ("Stream", "Event", "stream", "current_stream")
     return kind not in IN_HOST_MEMORY and all(hasattr(module, name) for name in names)
@@ -29,7 +30,7 @@ def is_host(device: torch.device | str) -> bool:
     """Whether ``device``, or a device of this kind, computes in the host's order: no streams, and
     synchronous copies.
     """
-    return not _drives_streams(device if isinstance(device, str) else device.type)
+    return not drives_streams(device if isinstance(device, str) else device.type)
 
 
 def module_of(device: torch.device | str) -> Any:

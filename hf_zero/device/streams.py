@@ -83,7 +83,7 @@ def record_event(stream: Stream) -> Event:
 
 def record_here(device: torch.device) -> Event | None:
     """Record an event on this thread's current stream; None on the host, which needs none."""
-    return None if kinds.is_host(device) else record_event(current_stream(device))
+    return record_event(current_stream(device)) if kinds.drives_streams(device.type) else None
 
 
 def _new_event(kind: str) -> Event:

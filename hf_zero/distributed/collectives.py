@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.autograd import profiler
 
 from hf_zero.device import kinds, spans, streams
-from hf_zero.distributed import hosts
+from hf_zero.distributed import rank_hosts
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats, PendingCollective
 from hf_zero.distributed.process_group import CPU, abort, backend_serving, destroy_group
 from hf_zero.distributed.two_hops import TwoHops
@@ -279,7 +279,7 @@ class MeshDim:
         logs = []
         for kind, each in (("gathers", groups.gather), ("reductions", groups.reduce)):
             off = partial(abort, each, backend, self.size, self.rank, device)
-            title = f"{kind} of {name} over ranks {hosts.numbers(self.ranks)}"
+            title = f"{kind} of {name} over ranks {rank_hosts.numbers(self.ranks)}"
             log = CollectiveLog(title, self.ranks, timeout, off, native=self._follows is None)
             logs.append(
                 log

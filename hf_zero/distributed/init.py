@@ -15,13 +15,13 @@ from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds
 from hf_zero.distributed.collective_log import PendingCollective
 from hf_zero.distributed.collectives import DEFAULT_TIMEOUT, MARGIN_SECONDS
-from hf_zero.distributed.hosts import choose_interface
 from hf_zero.distributed.process_group import (
     backends_asked,
     default_device,
     get_world_size,
     is_initialized,
 )
+from hf_zero.distributed.rank_hosts import choose_interface
 from hf_zero.distributed.rendezvous import LOOPBACK, announce
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.distributed.world_group import get_world_group

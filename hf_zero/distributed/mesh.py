@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.device import kinds
-from hf_zero.distributed import hosts
+from hf_zero.distributed import rank_hosts
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats
 from hf_zero.distributed.collectives import DEFAULT_TIMEOUT, MeshDim
 from hf_zero.distributed.consensus import Consensus
@@ -256,7 +256,7 @@ class Mesh:
             # Making groups blocks in native code, which cannot name a missing rank.
             self.consensus.gathers.agree("initialize", (0, 0), lambda _: "making of the engine")
         if rank_status is not None:
-            hosts.learn(store, self.rank, self.dims.world)
+            rank_hosts.learn(store, self.rank, self.dims.world)
             if rank_status.store_host is not None:
                 rank_status.learn_identity(rank_status.store_host)  # while it can still be asked
         return log

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.device import kinds
-from hf_zero.distributed.hosts import choose_interface
+from hf_zero.distributed.rank_hosts import choose_interface
 from hf_zero.logging import logger
 
 CPU = torch.device("cpu")

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from hf_zero.device import kinds
-from hf_zero.distributed import hosts, uncaught
+from hf_zero.distributed import rank_hosts, uncaught
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
 from hf_zero.distributed.process_group import abort_together
 from hf_zero.distributed.rank_status import (
@@ -187,7 +187,7 @@ class Watchdog:
                 self._conclude(*found)
                 return RankMismatchError(found.text)
         if cause is None:
-            others = hosts.of(
+            others = rank_hosts.of(
                 rank
                 for rank in pending.needs
                 if self.rank_status is None or rank != self.rank_status.rank
@@ -347,7 +347,7 @@ class Watchdog:
             needed = late or [rank for rank in pending.needs if rank != rank_status.rank]
             text = (
                 f"rank {rank_status.rank} has waited {waited:.0f} s, which is the timeout, for "
-                f"{pending}; {hosts.of(needed)} {'has' if len(needed) == 1 else 'have'} not "
+                f"{pending}; {rank_hosts.of(needed)} {'has' if len(needed) == 1 else 'have'} not "
                 "come there. See where such a rank stands (py-spy dump): it hangs, or it is "
                 "through with a loop of fewer steps than the others. Or set a longer timeout in "
                 "the config"

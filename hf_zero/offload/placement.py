@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hf_zero.config import ZeroConfig
-from hf_zero.device import kinds, usage
+from hf_zero.device import free_memory, kinds
 from hf_zero.offload.nvme import BufferPool, NvmeStorage, pool_size
 from hf_zero.offload.nvme_files import NvmeFiles
 from hf_zero.offload.storage import (
@@ -50,7 +50,7 @@ def room_beside_a_step(device: torch.device) -> int:
     """Return the bytes of ``device`` left free by the largest step so far, less a tenth for
     fragmentation. 0 for a CPU: its memory is the host's.
     """
-    return 0 if kinds.is_host(device) else max(0, int(0.9 * usage.free_at_the_peak(device)))
+    return 0 if kinds.is_host(device) else max(0, int(0.9 * free_memory.free_at_the_peak(device)))
 
 
 class PlacementRules:

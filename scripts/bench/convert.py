@@ -45,7 +45,7 @@ from safetensors import safe_open
 from torch import nn
 
 import hf_zero
-from hf_zero.launch.reaching import free_port
+from hf_zero.launch.hosts import free_port
 
 MEASURED = """
 import json, os, sys, time

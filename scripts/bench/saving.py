@@ -43,7 +43,7 @@ import hf_zero
 from hf_zero.checkpoint.file_writer import aligned_buffer
 from hf_zero.checkpoint.storage import BLOCK
 from hf_zero.checkpoint.tensorfile import bytes_view, hash_of
-from hf_zero.launch.reaching import free_port
+from hf_zero.launch.hosts import free_port
 
 WIDTH = 1024
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from hf_zero.device import kinds, pinned, streams, usage
+from hf_zero.device import free_memory, kinds, pinned, streams
 from hf_zero.distributed.process_group import backend_for
 from hf_zero.ops.host_memory import HostArena, numa_node
 from tests.helpers.cells import in_one_item
@@ -155,7 +155,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[_Played, Any]]:
     monkeypatch.setattr(torch, "made_up", played, raising=False)
     monkeypatch.setattr(torch, "get_device_module", lambda device: played)
     yield played, _Device("made_up", 1)
-    for cached in (kinds._drives_streams, streams._options, streams._side_streams):
+    for cached in (kinds.drives_streams, streams._options, streams._side_streams):
         cached.cache_clear()
 
 
@@ -179,7 +179,11 @@ def test_a_kind_that_nobody_has_heard_of_has_streams_and_events(
         ("record", played.current),
         ("set_device", 1),
     ]
-    assert (usage.free(device), usage.free_at_the_peak(device), usage.allocated(device)) == (
+    assert (
+        free_memory.free_on_device(device),
+        free_memory.free_at_the_peak(device),
+        free_memory.allocated(device),
+    ) == (
         120,
         105,
         30,

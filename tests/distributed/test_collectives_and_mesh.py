@@ -25,7 +25,7 @@ from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import ConfigError
-from hf_zero.launch.reaching import free_port
+from hf_zero.launch.hosts import free_port
 from tests.helpers.accelerators import play_accelerator
 
 CPU = torch.device("cpu")

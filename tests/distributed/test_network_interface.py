@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from hf_zero.distributed import hosts
-from hf_zero.distributed.hosts import (
+from hf_zero.distributed import rank_hosts
+from hf_zero.distributed.rank_hosts import (
     VARIABLES,
     choose_interface,
     interface_of,
@@ -54,10 +54,10 @@ def test_a_name_that_is_loopback_in_etc_hosts_does_not_lead_other_hosts_astray(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Many machines know their own name as 127.0.1.1."""
-    ways = {"worker-0": "127.0.0.1", hosts.SOMEWHERE: "10.9.8.7"}
-    monkeypatch.setattr(hosts, "_source", lambda address: ways.get(address))
+    ways = {"worker-0": "127.0.0.1", rank_hosts.SOMEWHERE: "10.9.8.7"}
+    monkeypatch.setattr(rank_hosts, "_source", lambda address: ways.get(address))
     monkeypatch.setattr(
-        hosts,
+        rank_hosts,
         "interface_of",
         lambda address: {"127.0.0.1": "lo", "10.9.8.7": "eth0"}.get(address),
     )

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from hf_zero.distributed import hosts
+from hf_zero.distributed import rank_hosts
 from hf_zero.distributed.collective_log import CollectiveLog
 from hf_zero.distributed.collectives import Handle
 from hf_zero.distributed.watchdog import Watchdog
@@ -23,7 +23,7 @@ class Lost:
 @pytest.fixture
 def known(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
-    monkeypatch.setattr(hosts, "_hosts", names)
+    monkeypatch.setattr(rank_hosts, "_hosts", names)
     return names
 
 
@@ -33,28 +33,27 @@ def test_every_rank_learns_every_host(known: list[str], monkeypatch: pytest.Monk
     with ThreadPoolExecutor(3) as ranks:
         for rank in (2, 1):  # they wait for rank 0, which collects
             monkeypatch.setenv("HF_ZERO_HOST", "worker-1")
-            ranks.submit(hosts.learn, store, rank, 3)
-            store.wait([f"{hosts.KEY}/{rank}"], timedelta(seconds=60))
+            ranks.submit(rank_hosts.learn, store, rank, 3)
+            store.wait([f"{rank_hosts.KEY}/{rank}"], timedelta(seconds=60))
         monkeypatch.setenv("HF_ZERO_HOST", "worker-0")
-        hosts.learn(store, 0, 3)
+        rank_hosts.learn(store, 0, 3)
     assert known == ["worker-0 (127.0.0.1)", "worker-1 (127.0.0.1)", "worker-1 (127.0.0.1)"]
-    assert (
-        hosts.of([0, 1, 2]) == "rank 0 on worker-0 (127.0.0.1), ranks 1, 2 on worker-1 (127.0.0.1)"
-    )
+    said = rank_hosts.of([0, 1, 2])
+    assert said == "rank 0 on worker-0 (127.0.0.1), ranks 1, 2 on worker-1 (127.0.0.1)"
 
 
-@pytest.mark.parametrize("name", hosts.NAMES)
+@pytest.mark.parametrize("name", rank_hosts.NAMES)
 def test_a_host_has_the_name_that_its_launcher_gives_it(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for each in (*hosts.NAMES, "MASTER_ADDR"):
+    for each in (*rank_hosts.NAMES, "MASTER_ADDR"):
         monkeypatch.delenv(each, raising=False)
     monkeypatch.setenv(name, "gpu07")
-    assert hosts.own_host() == "gpu07"
+    assert rank_hosts.own_host() == "gpu07"
 
 
 def test_hosts_that_nobody_told_are_left_out(known: list[str]) -> None:
-    assert hosts.of([0, 3]) == "ranks 0, 3"
+    assert rank_hosts.of([0, 3]) == "ranks 0, 3"
 
 
 def test_a_collective_that_breaks_names_the_peers_and_their_hosts(known: list[str]) -> None:
@@ -72,4 +71,4 @@ def test_a_collective_that_breaks_names_the_peers_and_their_hosts(known: list[st
 def test_numbers_of_ranks_name_those_alone() -> None:
     groups = ([0, 1, 2, 3], [0, 2], [4, 5], [0, 1, 2, 8, 10, 9], [7])
     said = ["0-3", "0, 2", "4, 5", "0-2, 8-10", "7"]
-    assert [hosts.numbers(ranks) for ranks in groups] == said
+    assert [rank_hosts.numbers(ranks) for ranks in groups] == said

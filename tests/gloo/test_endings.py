@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hf_zero.checkpoint import verify_checkpoint
-from hf_zero.launch.reaching import free_port
+from hf_zero.launch.hosts import free_port
 from tests.helpers.cells import fast
 from tests.helpers.commands import completed
 from tests.helpers.launched import (

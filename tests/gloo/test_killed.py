@@ -16,7 +16,7 @@ import pytest
 
 import hf_zero
 from hf_zero.checkpoint import find
-from hf_zero.launch.reaching import free_port
+from hf_zero.launch.hosts import free_port
 from tests.gloo.killing import Plan, rank_main
 
 PATIENCE = 120.0

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import yaml
 
-from hf_zero.launch.reaching import free_port
+from hf_zero.launch.hosts import free_port
 from tests.helpers.commands import end_group
 from tests.helpers.python_server import server
 

@@ -15,7 +15,7 @@ from tests.late import device, families, pipelines, training
 import torch  # isort: skip
 import hf_zero  # isort: skip
 from hf_zero.distributed import world_group  # isort: skip
-from hf_zero.launch.reaching import free_port  # isort: skip
+from hf_zero.launch.hosts import free_port  # isort: skip
 from hf_zero.planning.estimate import estimate  # isort: skip
 from hf_zero.config import ZeroConfig  # isort: skip
 from hf_zero.distributed.parallel_dims import ParallelDims  # isort: skip

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from hf_zero.launch.reaching import free_port
+from hf_zero.launch.hosts import free_port
 from tests.helpers import launched
 from tests.helpers.python_server import server
 from tests.late import build

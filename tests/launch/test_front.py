@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hf_zero.launch.front import carry_out
-from hf_zero.launch.hostfile import Host
+from hf_zero.launch.hosts import Host
 from hf_zero.launch.plan import LaunchPlan, Start
 from tests.helpers.commands import completed, end_group
 
@@ -132,7 +132,7 @@ def test_signals_end_all_and_are_told(number: signal.Signals, tmp_path: Path) ->
     code = f"""
 import sys
 from hf_zero.launch.front import carry_out
-from hf_zero.launch.hostfile import Host
+from hf_zero.launch.hosts import Host
 from hf_zero.launch.plan import LaunchPlan, Start
 def on(host, line):
     return Start(Host(host, (0,)), ["sh", "-c", line], {{}}, ["sh", "-c", {AGENT!r}], False)
@@ -161,7 +161,7 @@ def test_output_that_nobody_reads_holds_nobody_up(tmp_path: Path) -> None:
     code = f"""
 import sys
 from hf_zero.launch.front import carry_out
-from hf_zero.launch.hostfile import Host
+from hf_zero.launch.hosts import Host
 from hf_zero.launch.plan import LaunchPlan, Start
 line = "i=0; while [ $i -lt 3000 ]; do echo {"x" * 100}; i=$((i+1)); done; touch {tmp_path}/done"
 start = Start(Host("a", (0,)), ["sh", "-c", line], {{}}, ["sh", "-c", {AGENT!r}], False)

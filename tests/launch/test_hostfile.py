@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hf_zero.errors import LaunchError
-from hf_zero.launch.exported import exported
-from hf_zero.launch.hostfile import Host, read_hostfile, select
+from hf_zero.launch.hosts import Host, read_hostfile, select
+from hf_zero.launch.plan import exported
 
 HOSTS = [Host("worker-0", (0, 1, 2, 3)), Host("worker-1", (0, 1)), Host("10.0.0.3", (0,))]
 

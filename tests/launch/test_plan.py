@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from hf_zero.errors import LaunchError
+from hf_zero.launch import hosts
 from hf_zero.launch import plan as planning
-from hf_zero.launch import reaching
+from hf_zero.launch.hosts import SSH, address_of, free_port, is_here, ssh_command
 from hf_zero.launch.plan import LAUNCHER, LaunchPlan, Request, plan
-from hf_zero.launch.reaching import SSH, address_of, free_port, is_here, ssh_command
 from tests.helpers.commands import completed
 
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (reaching.VARIABLE, "CUDA_VISIBLE_DEVICES", "PYTHONPATH", "HF_HOME"):
+    for name in (hosts.VARIABLE, "CUDA_VISIBLE_DEVICES", "PYTHONPATH", "HF_HOME"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -121,7 +121,7 @@ def test_hosts_are_reached_through_the_ssh_program(
 
 def test_the_ssh_program(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ssh_command() == shlex.split(SSH) and "BatchMode=yes" in SSH
-    monkeypatch.setenv(reaching.VARIABLE, "/bin/my ssh".replace(" ", "\\ ") + " -v")
+    monkeypatch.setenv(hosts.VARIABLE, "/bin/my ssh".replace(" ", "\\ ") + " -v")
     assert ssh_command() == ["/bin/my ssh", "-v"]
     assert ssh_command("other") == ["other"]
     with pytest.raises(LaunchError, match="cannot be read as a command"):
@@ -275,7 +275,7 @@ def test_a_host_tells_its_address_where_its_name_does_not(
         "getaddrinfo",
         lambda host, *rest, **more: [(0, 0, 0, "", (address, 0)) for address in known[host]],
     )
-    monkeypatch.setattr(reaching, "is_here", lambda host: False)
+    monkeypatch.setattr(hosts, "is_here", lambda host: False)
     assert address_of("both", ssh) == "10.4.4.4"
     assert address_of("own", ssh) == "10.1.2.3", "what is loopback here is loopback there"
 
@@ -305,10 +305,10 @@ def test_a_free_port_can_be_taken() -> None:
 def test_a_free_port_is_none_that_an_outgoing_connection_gets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    first, last = reaching.PORTS
+    first, last = hosts.PORTS
     assert all(first <= free_port() < last for _ in range(20))
     with socket.socket() as taken:
         port = free_port()
         taken.bind(("", port))
-        monkeypatch.setattr(reaching, "PORTS", (port, port + 1))  # none is left there
+        monkeypatch.setattr(hosts, "PORTS", (port, port + 1))  # none is left there
         assert free_port() != port

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from hf_zero.distributed.rendezvous import discover
-from hf_zero.launch.reaching import free_port
+from hf_zero.launch.hosts import free_port
 from tests.helpers.commands import completed, end_group
 from tests.helpers.hosts import LOOPBACK, NAMESPACES, Hosts, loopback, two_hosts
 from tests.helpers.launched import Report, beside, environment

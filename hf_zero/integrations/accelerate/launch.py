@@ -16,7 +16,7 @@ from hf_zero.config.accelerate_yaml import PASSED_ON, is_accelerate
 from hf_zero.config.files import load_file, load_text
 from hf_zero.config.keys import KEYS
 from hf_zero.config.provenance import DICT, SourcedDict, flattened
-from hf_zero.distributed.hosts import choose_interface
+from hf_zero.distributed.rank_hosts import choose_interface
 from hf_zero.distributed.rendezvous import announce
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from hf_zero.device import kinds, usage
+from hf_zero.device import free_memory, kinds
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError
@@ -119,7 +119,7 @@ def _sharding() -> bool:
 def memory(device: torch.device) -> dict[str, float]:
     """Return ``memory_mib`` and ``peak_memory_mib`` of this rank."""
     if not kinds.is_host(device):
-        now, peak = usage.allocated(device), usage.most_allocated(device)
+        now, peak = free_memory.allocated(device), free_memory.most_allocated(device)
     else:
         import psutil
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.accelerate.loaders import _DataParallelState, skip_what_was_trained
-from hf_zero.launch.reaching import free_port
+from hf_zero.launch.hosts import free_port
 from hf_zero.techniques.data_sampling import CurriculumSampler
 from tests.helpers import launched, sampled
 from tests.helpers.plain_process import forget

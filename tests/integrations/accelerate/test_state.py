@@ -17,7 +17,7 @@ from accelerate.utils import DeepSpeedPlugin, DistributedType
 from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError, NotBuiltError, RankMismatchError
 from hf_zero.integrations import finder
-from hf_zero.launch.reaching import free_port
+from hf_zero.launch.hosts import free_port
 from tests.helpers.accelerators import play_accelerator
 
 pytestmark = pytest.mark.usefixtures("plain_process")

@@ -127,7 +127,7 @@ def until_lost(out: Path, limit: float) -> None:
 
 def place() -> dict[str, Any]:
     """Return this rank's address, arguments and launcher variables."""
-    from hf_zero.distributed.hosts import own_address
+    from hf_zero.distributed.rank_hosts import own_address
 
     named = (
         "RANK",
