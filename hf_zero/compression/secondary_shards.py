@@ -7,12 +7,13 @@ part of them, sharded over the ranks of its node. The gather of the backward rea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 
 import torch
 
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.unit import GatherUnderWay, ShardGather, Unit
+from hf_zero.zero.layout.unit import GatherMessage, ShardGather, Unit
 
 
 class Kept(Enum):
@@ -37,13 +38,13 @@ class SecondaryShards(ShardGather):
         self.shards: dict[FlatBuffer, torch.Tensor] = {}
         self._kept = Kept.NO  # equal on all ranks, except while one waits for a gather
 
-    def launch(self, exact: bool, backward: bool) -> GatherUnderWay:
+    def messages(self, exact: bool, backward: bool) -> Sequence[GatherMessage]:
         node = self.unit.sharded[0].mesh.node
         if backward and self._kept is Kept.YES and node is not None:
             pairs = [(flat.full, self.shards[flat]) for flat in self.unit.sharded]
-            return [node.all_gather(pairs, f"{self.unit.label} in a node")], None
+            return [GatherMessage(node, f"{self.unit.label} in a node", pairs)]
         self._kept = Kept.NO if exact or node is None else Kept.COMING
-        return super().launch(exact, backward)
+        return super().messages(exact, backward)
 
     def keep(self) -> None:
         if self._kept is not Kept.COMING:

@@ -36,7 +36,7 @@ from hf_zero.parallel.tensor.configured import readers
 from hf_zero.techniques.registry import follow
 from hf_zero.zero.access.consolidate import whole_state_dict
 from hf_zero.zero.access.full import GatheredParameters
-from hf_zero.zero.layout.precision import Fp16LossScaler
+from hf_zero.zero.reduce.losses import Fp16LossScaler
 
 
 class _ScaledLoss(torch.autograd.Function):

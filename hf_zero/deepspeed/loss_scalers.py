@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.zero.layout.precision import Fp16LossScaler
+from hf_zero.zero.reduce.losses import Fp16LossScaler
 
 INITIAL_LOSS_SCALE = "init_scale"
 SCALE_WINDOW = "scale_window"

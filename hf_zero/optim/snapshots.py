@@ -1,7 +1,7 @@
 """State dicts of an optimizer over segments: the position of each entry's elements, and entries for
 segments that are cut elsewhere.
 
-Segments are split in the course of a run (see zero/reduce/usage.py), so a state dict may have fewer
+Segments are split in the course of a run (see zero/reduce/norm.py), so a state dict may have fewer
 or more of them than exist when it is loaded. Elements are counted in the whole flat buffer, equally
 on all ranks. The set of flat buffers depends on the units and on the parameters that stay whole
 between steps; with others, a rank owns other elements, and ranks exchange the state of each

@@ -22,10 +22,10 @@ from hf_zero.zero.gather.backward_tracker import BackwardTracker
 from hf_zero.zero.gather.hooks import Hooks
 from hf_zero.zero.gather.model_patches import Attached, refuse_switched
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.precision import COMPUTE, Fp16LossScaler, Scaling
-from hf_zero.zero.reduce.gradient_intake import MicroBatch
-from hf_zero.zero.reduce.losses import Losses
+from hf_zero.zero.layout.precision import COMPUTE
+from hf_zero.zero.reduce.losses import Fp16LossScaler, Losses, Scaling
 from hf_zero.zero.reduce.reducer import Reducer, ReductionOptions
+from hf_zero.zero.reduce.reductions import MicroBatch
 from hf_zero.zero.sharded_model import ShardedModel
 from hf_zero.zero.step.nonfinite_warnings import SanityChecks
 from hf_zero.zero.step.optimizer_step import OptimizerStep, refuse_half_done

@@ -28,10 +28,10 @@ from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_layout import Slot
 from hf_zero.zero.layout.materialize import check_parameters, materialize
-from hf_zero.zero.layout.packing import packs
 from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.layout.wrap import packed_elements
+from hf_zero.zero.reduce.reductions import packs
 from hf_zero.zero.step.optimizer_patch import refuse_unknown_params
 
 

@@ -132,7 +132,7 @@ def test_which_parameters_are_unused_is_known_without_reading_what_ranks_have_se
     """Whether blocks are units of their own or share one. A penalty on the weights brings gradients
     to what was left out: that is read.
     """
-    from hf_zero.zero.reduce.usage import Usage
+    from hf_zero.zero.reduce.norm import Usage
 
     if loss_of is not penalized:
         monkeypatch.setattr(Usage, "_counts", None)

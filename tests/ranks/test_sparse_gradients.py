@@ -32,7 +32,7 @@ def ids_of(step: int, rank: int) -> torch.Tensor:
 def test_a_sparse_gradient_counts_as_a_dense_one_and_is_named_once(stage, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(
-        "hf_zero.zero.reduce.gradient_intake.log_rank0", lambda message, level: said.append(message)
+        "hf_zero.zero.reduce.reductions.log_rank0", lambda message, level: said.append(message)
     )
     model = seeded(Words)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zero.zero.layout.raw_grads import raw_grad
+from hf_zero.zero.layout.parameter import raw_grad
 from hf_zero.zero.layout.stage_policy import bytes_per_parameter
 from tests.helpers.cells import fast
 from tests.helpers.engines import STAGES, config_of, start

@@ -76,7 +76,7 @@ def test_parameters_outside_the_optimizer_rest_and_leave_no_gradient_behind(stag
         for step in range(3):
             engine.backward(squared(engine, At(step, 0, rank)))
             engine.step()
-        from hf_zero.zero.layout.raw_grads import raw_grad
+        from hf_zero.zero.layout.parameter import raw_grad
 
         assert [name for name, p in model.named_parameters() if raw_grad(p) is not None] == []
         return {name: p.detach().clone() for name, p in engine.consolidated()}

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hf_zero.ops import dispatch
-from hf_zero.zero.reduce.usage import Usage
+from hf_zero.zero.reduce.norm import Usage
 from tests.helpers import oracle
 from tests.helpers.cells import fast
 from tests.helpers.checked_triton import checked_triton

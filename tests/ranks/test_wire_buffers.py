@@ -9,8 +9,7 @@ from functools import partial
 
 import pytest
 
-from hf_zero.zero.reduce.gradient_intake import WireBuffers
-from hf_zero.zero.reduce.reductions import IN_FLIGHT
+from hf_zero.zero.reduce.reductions import IN_FLIGHT, WireBuffers
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import Stack, seeded
 from tests.helpers.stacks import on_ranks, squared

@@ -13,7 +13,7 @@ import torch
 from hf_zero.compression import registry
 from hf_zero.zero.extensions import StepExtension
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.unit import GatherUnderWay, ShardGather, Unit
+from hf_zero.zero.layout.unit import GatherMessage, ShardGather, Unit
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.stacks import on_ranks, squared, stack
 from tests.helpers.training import At, plain_sgd
@@ -53,14 +53,14 @@ class KeptWhole(ShardGather):
         super().__init__(unit)
         self.copies: list[torch.Tensor] = []
 
-    def launch(self, exact: bool, backward: bool) -> GatherUnderWay:
+    def messages(self, exact: bool, backward: bool) -> Sequence[GatherMessage]:
         if not (backward and self.copies):
             self.copies = []
-            return super().launch(exact, backward)
+            return super().messages(exact, backward)
         with torch.no_grad():
             for flat, copy in zip(self.unit.sharded, self.copies):
                 flat.full.copy_(copy)
-        return [], None
+        return []
 
     def keep(self) -> None:
         if not self.copies:

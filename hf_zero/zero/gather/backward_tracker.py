@@ -224,11 +224,13 @@ class BackwardTracker:
                     self._reducer.wait_for_older()
             for unit in self.outstanding.reach(moment):
                 self._reducer.ready(unit)
-        self._reducer.advance()
-        self._schedule.release_skipped(self._reducer.depth, self._awaits)
+        while (complete := self._reducer.take_next()) is not None:
+            self._reducer.launch(complete)
+        if self._schedule.gathered_for_others:
+            self._schedule.release_skipped(self._reducer.backward.depth, self._awaits)
 
     def _awaits(self, unit: Unit) -> bool:
-        return self.outstanding.awaits(unit, self._reducer.learns)
+        return self.outstanding.awaits(unit, self._reducer.backward.learns)
 
     # ---- the whole backward ----
 

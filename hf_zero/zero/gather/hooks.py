@@ -37,7 +37,7 @@ from hf_zero.zero.gather.backward_tracker import BackwardTracker, graph_task, ke
 from hf_zero.zero.gather.model_patches import Attached
 from hf_zero.zero.gather.schedule import Schedule
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.raw_grads import any_raw_grad
+from hf_zero.zero.layout.parameter import any_raw_grad
 from hf_zero.zero.layout.tree import requiring_grad, tensors_in, transformed, with_replaced
 from hf_zero.zero.layout.unit import RootForward, Unit, UnitForward
 

@@ -1,5 +1,5 @@
-"""The schedule of gathers and releases: recorded orders, prefetching, and agreement on gathers that
-no order has yet.
+"""The schedule of gathers and releases: recorded orders, prefetching, agreement on gathers that no
+order has yet, and other ranks' access to shards outside all orders.
 
 [Note: passes]
 Gathers happen in passes: a forward from the outermost module called, or a backward from its first
@@ -19,15 +19,17 @@ gathered twice, and the last unit of a forward is still gathered when its backwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from torch import nn
 
+from hf_zero.device import kinds, streams
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
-from hf_zero.zero.gather.shared_shards import SharedShards
 from hf_zero.zero.layout.compute_copy import ComputedValues
 from hf_zero.zero.layout.unit import State, Unit
 from hf_zero.zero.reduce.reduction_order import merged, places
@@ -87,7 +89,7 @@ class Schedule:
         self._to_reshard: list[Unit] = []
         self._ahead: list[Unit] = []
         # units gathered only for other ranks so far, with their places in the plan
-        self._gathered_for_others: list[tuple[int, Unit]] = []
+        self.gathered_for_others: list[tuple[int, Unit]] = []
         self._kept: list[Unit] = []  # for the backward that may follow
         self.on_use: Callable[[Unit], None] | None = None  # called with each unit when it is needed
         self.reductions: ReductionsUnderWay | None = None
@@ -215,7 +217,7 @@ class Schedule:
         while under_way.cursor < count:
             unit = under_way.plan[under_way.cursor]
             if unit not in under_way.left_out:
-                self._gathered_for_others.append((under_way.cursor, unit))
+                self.gathered_for_others.append((under_way.cursor, unit))
                 unit.launch_gather(backward=under_way.backward)
             under_way.cursor += 1
         if self._mesh.shard.gathers_in_stages:
@@ -237,15 +239,13 @@ class Schedule:
         """Release units among the first ``through`` of the plan that were gathered only for other
         ranks, unless ``awaits(unit)``: this backward still needs them.
         """
-        if not self._gathered_for_others:
-            return
         kept = []
-        for place, unit in self._gathered_for_others:
+        for place, unit in self.gathered_for_others:
             if place >= through or awaits(unit):
                 kept.append((place, unit))
             elif unit.state is State.GATHERING and not unit.in_use and unit not in self._kept:
                 unit.release()
-        self._gathered_for_others = kept
+        self.gathered_for_others = kept
 
     @property
     def issued(self) -> int:
@@ -364,7 +364,7 @@ class Schedule:
         """Record prefetched units that were not needed at their turn."""
         if self._pass is not None and self._pass.plan is not None:
             issued = self._pass.plan[: self._pass.cursor]
-            self._gathered_for_others += [
+            self.gathered_for_others += [
                 (len(issued) - 1 - issued[::-1].index(unit), unit) for unit in units
             ]
 
@@ -452,7 +452,7 @@ class Schedule:
                 and unit not in self._kept
             ):
                 unit.release()
-        self._to_reshard, self._ahead, self._gathered_for_others = [], [], []
+        self._to_reshard, self._ahead, self.gathered_for_others = [], [], []
 
     def check_all_released(self) -> None:
         """Raise PartitionError if a unit is still gathered. For tests and for saving."""
@@ -462,3 +462,78 @@ class Schedule:
                 f"units {held} are still gathered; leave the GatheredParameters "
                 "blocks around this call"
             )
+
+
+# ---- access to shards outside the recorded orders, through the store (consensus.py, the note) ----
+
+EVENTS = 256  # writes whose events are kept; a GPU's queue of launches holds fewer
+
+
+class SharedShards:
+    """The shards of ``units``, numbered by their writes: all ranks write in the same order."""
+
+    def __init__(self, units: Sequence[Unit], mesh: Mesh):
+        self._units = list(units)
+        self._mesh = mesh
+        # on a GPU: when the shards were written, by epoch
+        self._written: dict[int, streams.Event] = {}
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Context around every change of this rank's shards: other ranks may be fetching them."""
+        consensus = self._mesh.consensus
+        if consensus is None:
+            yield
+            return
+        with consensus.fetches.writing():
+            yield
+            if not self._mesh.blocks:
+                here = streams.current_stream(self._mesh.device)
+                self._written[consensus.fetches.epoch + 1] = streams.record_event(here)
+                self._written.pop(consensus.fetches.epoch + 1 - EVENTS, None)
+
+    def serve(self) -> None:
+        """Answer other ranks' fetches from now on, on a thread of its own. Idempotent."""
+        if self._mesh.consensus is not None:
+            self._mesh.consensus.fetches.serve(
+                self.read, partial(kinds.set_device, self._mesh.device)
+            )
+
+    def read(self, index: int, epoch: int) -> bytes:
+        """Return this rank's chunks of a unit after ``epoch`` writes, for another rank's fetch.
+
+        Raises PartitionError if they have been overwritten since.
+        """
+        written = self._written.get(epoch)
+        if written is None:
+            assert self._mesh.consensus is not None
+            if not self._mesh.blocks or epoch != self._mesh.consensus.fetches.epoch:
+                raise PartitionError(
+                    "the values asked for have been overwritten since; keep the ranks together "
+                    "around writes to parameters"
+                )
+            return self._units[index].chunk_bytes()
+        # On a side stream: work that this host has queued on the compute stream may wait for the
+        # rank that asks.
+        device = self._units[index].sharded[0].full.device
+        stream = streams.side_stream(device, streams.Use.FETCHES)
+        with streams.on_stream(stream):
+            stream.wait_event(written)
+            return self._units[index].chunk_bytes()
+
+    def fetch(self, unit: Unit, alone: bool = False) -> None:
+        """Gather ``unit`` without the other ranks, whose order does not contain it; ``alone``:
+        outside passes, where no other rank asks for it, with exact values.
+        """
+        consensus = self._mesh.consensus
+        assert consensus is not None
+        peers = sorted({rank for flat in unit.sharded for rank in flat.axis.peers})
+        size = sum(flat.layout.chunk * flat.dtype.itemsize for flat in unit.sharded)
+        fetches = consensus.fetches
+        fetch = fetches.fetch_alone if alone else fetches.fetch
+        unit.fill(fetch(unit.index, unit.label, peers, size), exact=alone)
+
+    def end_asking(self) -> None:
+        """Tell the other ranks, once this rank's fetches are complete, that they may end."""
+        if self._mesh.consensus is not None:
+            self._mesh.consensus.gathers.end_asking()

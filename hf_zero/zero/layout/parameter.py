@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
+from itertools import repeat
+from operator import is_
 from typing import Any
 
 import torch
@@ -27,7 +29,6 @@ from torch import nn
 
 from hf_zero.device import kinds
 from hf_zero.errors import PartitionError, ReleasedParameterError
-from hf_zero.zero.layout.raw_grads import raw_grad, set_raw_grad
 from hf_zero.zero.layout.tree import tensors_in, transformed
 
 _data: Any = torch.Tensor.data
@@ -419,3 +420,38 @@ class ReleasedParameter(_Stage3Facts, OwnedParameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _refuse(name_of(self), "pickling", self.__dict__["_hf_zero_flat"])
+
+
+# ---- gradients that autograd leaves on parameters, past the guard of OwnedParameter.grad ----
+
+_grad: Any = torch.Tensor.grad
+
+
+def raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient that autograd left on ``parameter``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _grad.__get__(parameter)
+
+
+def raw_grads(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Return :func:`raw_grad` of each. Fast: a step reads every parameter's."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [_grad.__get__(parameter) for parameter in parameters]
+
+
+def any_raw_grad(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether autograd has left a gradient on one of ``parameters``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return not all(map(is_, map(_grad.__get__, parameters), repeat(None)))
+
+
+def set_raw_grad(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        _grad.__set__(parameter, value)
+
+
+def drop_raw_grads(parameters: Iterable[torch.Tensor]) -> None:
+    """Clear the gradients of ``parameters``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for parameter in parameters:
+            _grad.__set__(parameter, None)

@@ -1,11 +1,11 @@
-"""The ``nn.Parameter`` objects of one flat buffer: the memory they point at and their class in each
+"""The ``nn.Parameter`` objects of flat buffers: the memory they point at, and their class in each
 state.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from hf_zero.zero.layout.parameter import (
     LiveParameter,
     OwnedParameter,
     ReleasedParameter,
+    WatchedParameter,
     become,
     given_class,
     owned_class,
@@ -140,3 +141,81 @@ def forget(parameter: nn.Parameter) -> None:
     for key in ("_hf_zero_flat", "_hf_zero_name", "_hf_zero_id"):
         parameter.__dict__.pop(key, None)
     parameter.__class__ = given_class(parameter)
+
+
+# ---- the classes of the parameters of a gathered unit ----
+
+
+class ParameterGuard:
+    """The classes of the ``members`` of a gathered unit: ``LiveParameter`` while their own module
+    runs, else ``WatchedParameter``, which records graphs and views taken of them.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], members: Sequence[nn.Parameter]):
+        self._members = list(members)
+        # With several modules: the parameters of each, and the modules that are running or ran
+        # last.
+        owned = set(map(id, self._members))
+        self._own = {
+            module: [p for p in module.parameters() if id(p) in owned]
+            for module in (modules if len(modules) > 1 else ())
+        }
+        self._bare: set[nn.Module] = set()
+        self._watchers = 0
+        self._watches = False  # with one module: its gathered parameters are watched
+        # the class of newly gathered parameters
+        self.gathered_class: type[OwnedParameter] = WatchedParameter if self._own else LiveParameter
+
+    @property
+    def watched(self) -> bool:
+        """Whether a script holds the values through :meth:`watch`."""
+        return self._watchers > 0 and bool(self._members)
+
+    def on(self) -> None:
+        """Watch all gathered parameters: their own module is not running."""
+        if not self._own and not self._watches:
+            _become(LiveParameter, WatchedParameter, self._members)
+            self._watches = True
+        for module in self._bare:
+            _become(LiveParameter, WatchedParameter, self._own[module])
+        self._bare.clear()
+
+    def off(self, module: nn.Module | None = None) -> None:
+        """Stop watching the parameters of ``module`` while it runs; None: those of a unit with one
+        module.
+        """
+        if self._watchers:
+            return
+        if self._watches:
+            _become(WatchedParameter, LiveParameter, self._members)
+            self._watches = False
+        elif self._own and module is not None and module not in self._bare:
+            self._bare.add(module)
+            _become(WatchedParameter, LiveParameter, self._own[module])
+
+    def watch(self) -> None:
+        """Watch all parameters until :meth:`unwatch`, whatever module runs."""
+        self._watchers += 1
+        if self._watchers == 1:
+            self.on()
+
+    def unwatch(self) -> None:
+        self._watchers -= 1
+
+    def released(self) -> None:
+        """Record the release: no parameter is live or watched any more."""
+        self._bare.clear()
+        self._watches = False
+
+
+def _become(
+    before: type[OwnedParameter],
+    after: type[OwnedParameter],
+    parameters: Sequence[nn.Parameter],
+) -> None:
+    for parameter in parameters:
+        kind = type(parameter)
+        if kind is before:
+            parameter.__class__ = after
+        elif kind is owned_class(before, given_class(parameter)):
+            become(parameter, after)

@@ -6,15 +6,16 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from hf_zero.device import kinds, streams
 from hf_zero.device.spans import span
-from hf_zero.distributed.collectives import Handle
+from hf_zero.distributed.collectives import Codec, Handle, MeshDim
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.parameter_guard import ParameterGuard
+from hf_zero.zero.layout.parameter_handles import ParameterGuard
 
 
 class State(Enum):
@@ -115,14 +116,21 @@ class UnitForwards:
         self.pinned_by: weakref.WeakSet[RootForward] = weakref.WeakSet()
 
 
-# Handles of the messages, and the event after which the shards that they read are on the device.
-GatherUnderWay = tuple[Sequence[Handle], "streams.Event | None"]
+class GatherMessage(NamedTuple):
+    """One message of a gather: ``(full, chunk)`` of each flat buffer, as for
+    :meth:`MeshDim.all_gather`, and their codecs.
+    """
+
+    axis: MeshDim
+    key: str
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    codecs: Sequence[Codec | None] = ()
 
 
 class ShardGather:
-    """The all-gather of one unit from the shards of all ranks.
+    """Where the gathers of one unit take the values from: the shards of all ranks.
 
-    A subclass may read the values from other memory, if they are the same. All ranks choose alike.
+    A subclass may take the same values from other memory. All ranks choose alike.
     """
 
     # whether :meth:`keep` and :meth:`forget` do something
@@ -136,25 +144,16 @@ class ShardGather:
             for axis in dict.fromkeys(flat.axis for flat in unit.sharded)
         ]
 
-    def launch(self, exact: bool, backward: bool) -> GatherUnderWay:
-        """Launch the messages; ``exact`` and ``backward`` as for :meth:`Unit.launch_gather`."""
-        unit = self.unit
-        device = unit.sharded[0].full.device
-        away = any(flat.is_away for flat in unit.sharded)
-        beside = streams.shard_stream(device) if away else None
-        if beside is not None:
-            # ``beside`` must follow the compute stream, which has used this memory before
-            beside.wait_stream(streams.current_stream(device))
-        handles = []
-        with torch.no_grad(), streams.on_stream(beside):
-            for flats in self._together:
-                pairs, codecs = [], []
-                for flat in flats:
-                    pairs.append((flat.full, flat.bring_shard()))
-                    codecs.append(None if exact else flat.spec.gather_codec)
-                handles.append(flats[0].axis.all_gather(pairs, unit.label, codecs))
-            brought = streams.record_event(beside) if beside is not None else None
-        return handles, brought
+    def messages(self, exact: bool, backward: bool) -> Sequence[GatherMessage]:
+        """Return the messages; ``exact`` and ``backward`` as for :meth:`Unit.launch_gather`."""
+        found = []
+        for flats in self._together:
+            pairs, codecs = [], []
+            for flat in flats:
+                pairs.append((flat.full, flat.bring_shard()))
+                codecs.append(None if exact else flat.spec.gather_codec)
+            found.append(GatherMessage(flats[0].axis, self.unit.label, pairs, codecs))
+        return found
 
     def keep(self) -> None:
         """Keep gathered values for a later gather, before modules or scripts change them."""
@@ -179,6 +178,7 @@ class Unit:
         self, index: int, name: str, modules: Mapping[str, nn.Module], flats: Sequence[FlatBuffer]
     ):
         self.index, self.name = index, name
+        self.label = name or "(root)"
         self.modules = dict(modules)  # by path in the model
         self.flats = list(flats)
         self.sharded = [flat for flat in flats if flat.sharded]
@@ -186,21 +186,21 @@ class Unit:
         self._optimizer_shards = [flat.optimizer_shard for flat in self.trainable]
         self.state, self.pins = State.GATHERED, 0
         self.forwards = UnitForwards()
-        self.guard = ParameterGuard(list(modules.values()), self.sharded)
+        self.guard = ParameterGuard(
+            list(modules.values()), [p for flat in self.sharded for p in flat.members]
+        )
         # streams of forwards, on which gradients accumulate
         self._streams: set[streams.Stream] = set()
         self._shared = False  # views of the values may be alive
-        self._coming: GatherUnderWay | None = None
+        # the gathers under way, and the event after which the shards that they read are on the
+        # device
+        self._coming: tuple[list[Handle], streams.Event | None] | None = None
         self.source = ShardGather(self)
         for flat in self.flats:
             flat.join(self)
 
     def __repr__(self) -> str:
         return f"Unit({self.label}, {self.state.value})"
-
-    @property
-    def label(self) -> str:
-        return self.name or "(root)"
 
     def name_of(self, module: nn.Module) -> str:
         """Return the path in the model of ``module``, one of this unit's."""
@@ -292,7 +292,19 @@ class Unit:
         with torch.inference_mode(False):
             for flat in self.sharded:
                 flat.make_room(exact)
-            self._coming = self.source.launch(exact, backward)
+            device = self.sharded[0].full.device
+            away = any(flat.is_away for flat in self.sharded)
+            beside = streams.shard_stream(device) if away else None
+            if beside is not None:
+                # ``beside`` must follow the compute stream, which has used this memory before
+                beside.wait_stream(streams.current_stream(device))
+            handles = []
+            with torch.no_grad(), streams.on_stream(beside):
+                for message in self.source.messages(exact, backward):
+                    axis, key, pairs, codecs = message
+                    handles.append(axis.all_gather(pairs, key, codecs))
+                brought = streams.record_event(beside) if beside is not None else None
+            self._coming = handles, brought
         if self.state is State.RELEASED:
             self.state = State.GATHERING
         else:

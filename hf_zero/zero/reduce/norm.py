@@ -1,16 +1,36 @@
-"""The norm of gradients on any device, summed in fp64."""
+"""The numbers that ranks agree on before a step, in one message: the gradient norm, summed in fp64,
+and the parameters that have a gradient on any rank.
+
+[Note: unused parameters]
+A parameter without a gradient on any rank in an accumulation window is unchanged by the step,
+weight and optimizer state, as plain PyTorch skips one whose ``.grad`` is None. Every rank adds the
+parameters it has used to one message, which is sent with the sum of the gradient norm. Parameters
+used on this rank are used, and those that all ranks leave out of every backward
+(:class:`IdleParameters`) are known to be unused. So the message is read, which on a GPU waits for
+the device, only if another parameter has no gradient on this rank. A rank with all gradients reads
+nothing. A rank with a gradient of a left-out parameter, from a penalty on the weights, reads
+whether all others have it, too.
+
+The message counts ranks: an fp64 number holds the counts of as many parameters as fit exactly.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from operator import mul
 from typing import Any
 
 import torch
 
 from hf_zero.device.pinned import upload
+from hf_zero.distributed.collectives import Handle
+from hf_zero.distributed.mesh import Mesh
+from hf_zero.errors import PartitionError
 from hf_zero.ops import dispatch, host
 from hf_zero.ops.flat_norm import RUNS, squared_norms
-from hf_zero.zero.layout.gradient_buffer import GradientBuffer
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.gradient_buffer import GradientBuffer, GradState
+from hf_zero.zero.layout.unit import Unit
 
 RUN = 1 << 14  # elements summed in fp32 before fp64 takes over
 
@@ -78,3 +98,212 @@ def _sum_of_squares(grad: torch.Tensor) -> torch.Tensor:
         if norms
         else torch.zeros((), dtype=torch.float64, device=grad.device)
     )
+
+
+# ---- parameters that have a gradient ----
+
+EXACT = 1 << 53  # integers up to here are exact in fp64
+
+
+class Usage:
+    """The trainable parameters of ``flats``, by their places in the message."""
+
+    def __init__(self, flats: Sequence[FlatBuffer], mesh: Mesh, device: torch.device):
+        self._flats = list(flats)
+        self._mesh = mesh
+        self._device = device
+        self._base = mesh.world + 1
+        self._powers = [1]
+        while self._powers[-1] * self._base**2 <= EXACT:
+            self._powers.append(self._powers[-1] * self._base)
+        # the message of a rank that has used all parameters
+        self._all = self._message(self._flats, [flat.gradient.all_used for flat in self._flats])
+        self._units: dict[Unit, tuple[torch.Tensor, Handle]] = {}
+        for axis in mesh.sums:
+            axis.allow_small_sums(2 + self._all.numel())
+
+    def _message(self, flats: Sequence[FlatBuffer], used: Sequence[int]) -> torch.Tensor:
+        """Return [words] fp64: a digit for each parameter, 1 if its bit in ``used`` is set."""
+        digits = [
+            bits >> place & 1
+            for flat, bits in zip(flats, used)
+            for place in range(len(flat.members))
+        ]
+        length = len(self._powers)
+        words = [
+            sum(map(mul, digits[at : at + length], self._powers))
+            for at in range(0, len(digits), length)
+        ]
+        return upload(torch.tensor(words, dtype=torch.float64), self._device)
+
+    def agree(self, numbers: torch.Tensor, step: int) -> torch.Tensor:
+        """Return the sum over all ranks of ``numbers`` (a few, fp64), of which each replica has
+        all, and set the unused parameters of the flat buffers (collective).
+
+        Raises PartitionError if some ranks only have a gradient of a parameter that all have left
+        out.
+        """
+        sums, repeats, stages = self._mesh.sums
+        stages.all_reduce(numbers, "gradient norm of stages").wait()
+        complete = _complete(self._flats)
+        idle = [flat for flat in self._flats if flat.gradient.idle]
+        words = (
+            self._all
+            if complete and not idle
+            else self._message(self._flats, [flat.gradient.used for flat in self._flats])
+        )
+        if sums.size > 1:
+            both = torch.cat([numbers, words])
+            sums.all_reduce(both, "gradient norm").wait()
+            numbers, words = both[: numbers.numel()], both[numbers.numel() :]
+        if repeats.size > 1:
+            words = words.clone()
+            # The collective's name reveals a rank that is at another micro-batch.
+            handle = repeats.verify_same_collective(
+                f"step {step} after {repeats.reductions.sequence_number} reductions", words
+            )
+            if not complete:
+                handle.wait()
+        if complete:
+            _mark_idle(self._flats)
+        else:
+            self._read(self._flats, words)
+        return numbers
+
+    def missing(self) -> list[str]:
+        """Return the names of parameters without a gradient on one rank or more. Equal on all ranks
+        (collective).
+        """
+        words = self._message(self._flats, [flat.gradient.used for flat in self._flats])
+        for axis in self._mesh.sums[:2]:
+            if axis.size > 1:
+                axis.all_reduce(words, "parameters that have a gradient").wait()
+        return [
+            slot.name
+            for flat, counts in zip(self._flats, self._counts(self._flats, words))
+            for slot, count in zip(flat.layout.slots, counts)
+            if count < self._mesh.world
+        ]
+
+    def send(self, unit: Unit) -> None:
+        """Begin :meth:`agree` for one unit, whose last gradients of the window are on the wire;
+        :meth:`receive` completes it (collective).
+        """
+        each, repeats, _ = self._mesh.sums
+        axis = each if each.size > 1 else repeats
+        words = self._message(unit.trainable, [flat.gradient.used for flat in unit.trainable])
+        if unit in self._units:
+            self._units[unit][1].wait()
+        self._units[unit] = (
+            words,
+            axis.all_reduce(words, f"used parameters of {unit.label}", ordered=True),
+        )
+
+    def receive(self, unit: Unit) -> None:
+        words, handle = self._units.pop(unit)
+        handle.wait()
+        each, repeats, _ = self._mesh.sums
+        if each.size > 1 and repeats.size > 1:
+            repeats.all_reduce(words, f"used parameters of {unit.label}", ordered=True).wait()
+        if _complete(unit.trainable):
+            _mark_idle(unit.trainable)
+        else:
+            self._read(unit.trainable, words)
+
+    def drop(self) -> None:
+        """Wait for messages sent and not received, and drop them."""
+        for _, handle in self._units.values():
+            handle.wait()
+        self._units.clear()
+
+    def _read(self, flats: Sequence[FlatBuffer], total: torch.Tensor) -> None:
+        for flat, counts in zip(flats, self._counts(flats, total)):
+            gradient = flat.gradient
+            if gradient.unused and gradient.all_unused:
+                continue  # all ranks know this; others send that they have all
+            lacking = sum(1 << place for place, count in enumerate(counts) if count == 0)
+            few = sum(1 << place for place, count in enumerate(counts) if count < self._mesh.world)
+            if refused := _names(flat, few & gradient.used & gradient.idle):
+                raise PartitionError(
+                    f"{sorted(refused)} got a gradient on some ranks alone, of a penalty on the "
+                    "weights, say, while all ranks have dropped their layer: the others would not "
+                    "update them; have the penalty "
+                    "in the loss of every rank, or of none"
+                )
+            gradient.set_unused(_names(flat, lacking))
+
+    def _counts(self, flats: Sequence[FlatBuffer], total: torch.Tensor) -> list[list[int]]:
+        """Return the number of ranks with a gradient, for each parameter of each flat buffer."""
+        words = [int(word) for word in total.tolist()]
+        digits = iter([word // power % self._base for word in words for power in self._powers])
+        return [[next(digits) for _ in flat.members] for flat in flats]
+
+
+class IdleParameters:
+    """Parameters that all ranks leave out of every backward of a window, and know it: a bit for
+    each member of a flat buffer.
+    """
+
+    def __init__(self) -> None:
+        self._of_backward: Mapping[FlatBuffer, int] | None = None
+        self._of_window: Mapping[FlatBuffer, int] | None = None
+
+    def reach(self, idle: Mapping[FlatBuffer, int]) -> None:
+        """Record that the backward under way reaches a forward without the parameters ``idle``."""
+        self._of_backward = _both(self._of_backward, idle)
+
+    def end_backward(self) -> None:
+        self._of_window = _both(self._of_window, self._of_backward or {})
+        self._of_backward = None
+
+    def settle(self) -> None:
+        """Set the flat buffers' idle parameters, once the gradients of the window are reduced."""
+        for flat, bits in (self._of_window or {}).items():
+            flat.gradient.set_idle(bits)
+
+    def clear(self) -> None:
+        """Begin another window."""
+        self._of_backward = self._of_window = None
+
+
+def _both(
+    one: Mapping[FlatBuffer, int] | None, other: Mapping[FlatBuffer, int]
+) -> Mapping[FlatBuffer, int]:
+    if one is None or one is other:
+        return other
+    return {flat: bits & other[flat] for flat, bits in one.items() if flat in other}
+
+
+def _mark_idle(flats: Sequence[FlatBuffer]) -> None:
+    """Mark the idle parameters of ``flats`` as unused."""
+    for flat in flats:
+        if flat.gradient.idle and not flat.gradient.all_unused:
+            flat.gradient.set_unused(_names(flat, flat.gradient.idle))
+
+
+def _names(flat: FlatBuffer, bits: int) -> frozenset[str]:
+    """Return the names of the parameters of ``flat`` in ``bits``."""
+    return frozenset(slot.name for at, slot in enumerate(flat.layout.slots) if bits >> at & 1)
+
+
+def settle_left_out(units: Sequence[Unit]) -> None:
+    """Set the gradient to zero, once the window is reduced, for flat buffers that all ranks have
+    left out of every backward.
+    """
+    flats = [flat for unit in units for flat in unit.trainable]
+    empty = [flat for flat in flats if flat.gradient.state is GradState.EMPTY]
+    if empty and any(flat.gradient.holds_gradient for flat in flats):
+        for flat in empty:
+            flat.optimizer_shard.wait_for_update()
+            flat.gradient.leave_out()
+
+
+def _complete(flats: Sequence[FlatBuffer]) -> bool:
+    """Whether the unused parameters of ``flats`` are known without reading the message: each
+    parameter is either used on this rank or idle.
+    """
+    for flat in flats:
+        gradient = flat.gradient
+        if gradient.used ^ gradient.idle != gradient.all_used and not gradient.all_unused:
+            return False
+    return True

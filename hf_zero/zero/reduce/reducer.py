@@ -9,9 +9,10 @@ that all ranks leave out of the backward, and know it, are skipped.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,22 +21,21 @@ from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
 from hf_zero.offload.gradient_offload import GradientOffload
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.precision import Scaling
-from hf_zero.zero.layout.raw_grads import any_raw_grad
+from hf_zero.zero.layout.parameter import any_raw_grad, drop_raw_grads
 from hf_zero.zero.layout.stage_policy import Policy
 from hf_zero.zero.layout.unit import Unit
-from hf_zero.zero.reduce.gradient_intake import (
+from hf_zero.zero.reduce.losses import Scaling
+from hf_zero.zero.reduce.norm import IdleParameters, Usage, settle_left_out
+from hf_zero.zero.reduce.reduction_order import Gathers, Outstanding, ReductionOrder, Shown
+from hf_zero.zero.reduce.reductions import (
     GradientIntake,
     MicroBatch,
+    Reductions,
     WireBuffers,
-    drop_grads,
     grad_versions,
     mark_present,
     take_in,
 )
-from hf_zero.zero.reduce.reduction_order import Gathers, Outstanding, ReductionOrder, Shown
-from hf_zero.zero.reduce.reductions import Reductions
-from hf_zero.zero.reduce.usage import IdleParameters, Usage, settle_left_out
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Broken(Enum):
 
 
 @dataclass(eq=False)
-class _BackwardPass:
+class BackwardProgress:
     """One backward. ``key`` identifies its kind, equal on all ranks."""
 
     key: Hashable = None
@@ -74,7 +74,9 @@ class _BackwardPass:
     # units that became complete, with the versions of their gradients then, if this pass learns
     ready: dict[Unit, list[Any] | None] = field(default_factory=dict)
     reduced: set[FlatBuffer] = field(default_factory=set)
-    shown: Shown = field(default_factory=lambda: Shown(False))
+    shown: Shown = field(default_factory=partial(Shown, False))
+    # whether it is the first of its kind, or its gathers are recorded anew
+    learns: bool = False
 
 
 class Reducer:
@@ -95,7 +97,10 @@ class Reducer:
         self._units = list(units)
         self._order = ReductionOrder(units)
         self._mesh = mesh
-        self._policy = policy
+        self._reduces_every_backward = policy.reduces_every_backward
+        self._frozen = [
+            p for unit in units for flat in unit.flats if not flat.trainable for p in flat.members
+        ]
         self._wire_dtype = options.wire_dtype
         self._usage = usage
         self._offload = offload
@@ -111,11 +116,15 @@ class Reducer:
             self._issue_gathers,
         )
         self._known: set[Hashable] = set()  # kinds of backward whose order is known
-        self._pass = _BackwardPass()
+        self._pass = BackwardProgress()
         # units left out of the backward under way that it uses after all: reduced last
         self._brought_back: set[Unit] = set()
         self.idle = IdleParameters()
         self._batch = MicroBatch()
+        self._set_factors()
+        self._members = [
+            parameter for unit in units for flat in unit.flats for parameter in flat.members
+        ]
         self._gathers: Gathers | None = None
         self._outstanding: Outstanding | None = None
         self.broken = Broken.NO
@@ -129,18 +138,31 @@ class Reducer:
     def start(self, batch: MicroBatch) -> None:
         """Set ``batch`` for the next backward."""
         self._batch = batch
+        self._set_factors()
+
+    def _set_factors(self) -> None:
+        batch, scaling = self._batch, self._intake.scaling
+        # for gradients put on the wire, and for their reduced sum
+        self._before = scaling.before(batch.weight, on_the_wire=True) * batch.unscale
+        self._after = scaling.after(batch.weight, on_the_wire=True)
+        # for the reduced sum of accumulated gradients
+        self._after_accumulation = scaling.after(batch.weight)
+        self._reduces_now = batch.reduces or self._reduces_every_backward
 
     def begin(self, key: Hashable) -> None:
         """Begin a backward; ``key`` identifies its kind, equal on all ranks."""
         self.wait()
         gathers = self._gathers is not None and self._gathers.gathers
         self._mesh.passes.begin("backward", key, joint=self._reduces_now or gathers)
-        self._pass = _BackwardPass(key, True, list(self._order.units))
+        recording = self._gathers is not None and self._gathers.recording
+        learns = recording or key not in self._known
+        self._pass = BackwardProgress(key, True, list(self._order.units), learns=learns)
         self._brought_back = set()
         # A rank must not wait for a reduction that others launch only after a gather that this rank
         # has not joined yet.
         self._reductions.begin(
-            self.learns and gathers, None if self._batch.on_reduced is None else self._on_reduced
+            self._pass.learns and gathers,
+            None if self._batch.on_reduced is None else self._on_reduced,
         )
         # more gradients will be added; an upcast copies nothing as long as none are held
         if not self._reduces_now:
@@ -164,51 +186,48 @@ class Reducer:
         self._pass.shown.waits = True
         self._reductions.hold(self._gathers is not None and self._gathers.gathers)
 
-    @property
-    def _reduces_now(self) -> bool:
-        return self._batch.reduces or self._policy.reduces_every_backward
-
-    @property
-    def learns(self) -> bool:
-        """Whether this backward is the first of its kind, or its gathers are recorded anew."""
-        return self._pass.key not in self._known or (
-            self._gathers is not None and self._gathers.recording
-        )
-
     def ready(self, unit: Unit) -> None:
         """Mark the gradients of ``unit`` as complete on this rank, as far as hooks can tell."""
         backward = self._pass
         if not unit.trainable or unit in backward.ready or not backward.under_way:
             return
-        backward.ready[unit] = grad_versions(unit) if self.learns else None
+        backward.ready[unit] = grad_versions(unit) if self._pass.learns else None
         backward.shown.complete.append(unit.index)
-        if self._gathers is not None and self.learns:
+        if self._gathers is not None and self._pass.learns:
             backward.shown.depths[unit.index] = self._gathers.issued
         if not self._reduces_now:
             backward.shown.brought |= self._intake.accumulate(unit, self._batch)
 
-    def advance(self) -> None:
-        """Launch the next reductions in order, up to the first unit that may still get gradients on
-        this rank.
+    def take_next(self) -> Unit | None:
+        """Return the next unit in order, to be launched; None if it may still get gradients on this
+        rank, or if none is left.
         """
         backward, outstanding = self._pass, self._outstanding
-        if not backward.under_way or not self._reduces_now or outstanding is None:
-            return
-        while backward.next < len(backward.units):
-            unit = backward.units[backward.next]
-            if unit in self._order.deferred:
-                return
-            awaits = outstanding.awaits_reruns if unit in backward.ready else outstanding.awaits
-            if awaits(unit, self.learns):
-                return
-            self._launch_next()
+        if (
+            not backward.under_way
+            or not self._reduces_now
+            or outstanding is None
+            or backward.next == len(backward.units)
+        ):
+            return None
+        unit = backward.units[backward.next]
+        if unit in self._order.deferred:
+            return None
+        awaits = outstanding.awaits_reruns if unit in backward.ready else outstanding.awaits
+        if awaits(unit, backward.learns):
+            return None
+        self._take(unit)
+        return unit
+
+    def _take(self, unit: Unit) -> None:
+        backward = self._pass
+        backward.next += 1
+        backward.depth = max(backward.depth, self._order.depth(backward.key, unit))
 
     @property
-    def depth(self) -> int:
-        """Number of gathers of the plan that any rank may wait for before it launches the
-        reductions that this rank has launched.
-        """
-        return self._pass.depth
+    def backward(self) -> BackwardProgress:
+        """The backward under way, or the last one."""
+        return self._pass
 
     @property
     def launched(self) -> int:
@@ -224,7 +243,7 @@ class Reducer:
     def note_unfinished(self) -> None:
         """Record, at the end of a backward, the units that could have got gradients until now."""
         backward, outstanding = self._pass, self._outstanding
-        if backward.under_way and outstanding is not None and self.learns:
+        if backward.under_way and outstanding is not None and self._pass.learns:
             left = (unit for unit in backward.units[backward.next :] if unit not in backward.ready)
             backward.shown.unfinished = [
                 unit.index for unit in left if outstanding.awaits(unit, False)
@@ -239,7 +258,7 @@ class Reducer:
         backward = self._pass
         if not backward.under_way:
             return
-        learns = learns or self.learns
+        learns = learns or backward.learns
         self._leave()
         if len(backward.units) < len(self._order.units):
             backward.units = [*backward.units, *self._used_after_all(backward.units)]
@@ -251,8 +270,9 @@ class Reducer:
                 if (before := backward.ready.get(unit)) is not None
                 and before != grad_versions(unit)
             ]
-            while backward.next < len(backward.units):
-                self._launch_next()
+            for unit in waited:
+                self._take(unit)
+                self.launch(unit)
             self._reduce_late(launched, learns)
             self._reductions.finish()
             self._usage.drop()
@@ -263,11 +283,9 @@ class Reducer:
         self.idle.end_backward()
         if self._batch.reduces:
             self._settle()
-        for unit in self._units:
-            for flat in unit.flats:
-                if not flat.trainable:
-                    # it requires grad but is in no optimizer group: nothing would ever clear it
-                    drop_grads(flat)
+        # those that require grad but are in no optimizer group: nothing would ever clear them
+        if any_raw_grad(self._frozen):
+            drop_raw_grads(self._frozen)
 
     def _used_after_all(self, units: Sequence[Unit]) -> list[Unit]:
         """Return the units outside ``units`` with a part in the finished backward: a forward
@@ -295,24 +313,17 @@ class Reducer:
         if self._pass.under_way and self._gathers is not None:
             self._gathers.issue_through(self._pass.depth)
 
-    def _launch_next(self) -> None:
-        backward, units = self._pass, self._pass.units
-        unit = units[backward.next]
-        backward.next += 1
-        backward.depth = max(backward.depth, self._order.depth(backward.key, unit))
-        self._launch(unit)
-        if self._reductions.waiting:
-            at = backward.next
-            comes = at < len(units) and units[at] not in self._order.deferred
-            self._reductions.flush_unless_fits(units[at].trainable if comes else ())
-
     def _reduce_late(self, launched: Sequence[Unit], learns: bool) -> None:
         # Gradients that arrived after their unit's reduction was launched: reduced again in the
         # first backward of a kind, else an error.
         backward = self._pass
-        late = [
-            unit for unit in launched if any(any_raw_grad(flat.members) for flat in unit.trainable)
-        ]
+        late = []
+        if any_raw_grad(self._members):
+            late = [
+                unit
+                for unit in launched
+                if any(any_raw_grad(flat.members) for flat in unit.trainable)
+            ]
         if late and backward.key in self._known:
             raise PartitionError(
                 f"gradients of {[unit.label for unit in late]} came after their reduction had "
@@ -329,8 +340,7 @@ class Reducer:
             self._reductions.finish()  # what is on the wire must not change
         for unit in self._order.units:
             if unit.index in again:
-                self._launch(unit)
-        self._reductions.flush()
+                self.launch(unit)
         # If an older forward is pending, units are not complete before the end: nothing to learn.
         if any(each.brought for each in shown) and not any(each.waits for each in shown):
             self._known.add(backward.key)
@@ -424,13 +434,15 @@ class Reducer:
         """Drop gradients on parameters and reductions on the wire."""
         self._reductions.drop()
         self._usage.drop()
-        for unit in self._units:
-            for flat in unit.flats:
-                drop_grads(flat)
+        if any_raw_grad(self._members):
+            drop_raw_grads(self._members)
 
-    def _launch(self, unit: Unit) -> None:
+    def launch(self, unit: Unit) -> None:
+        """Take in the gradients of ``unit`` and send its reductions, together with those of the
+        next units if they are small.
+        """
         batch = self._batch
-        if self._policy.reduces_every_backward:
+        if self._reduces_every_backward:
             unit.await_gradients()
         else:
             self._pass.shown.brought |= self._intake.accumulate(unit, batch)
@@ -446,32 +458,39 @@ class Reducer:
             wire = self._buffers.acquire(
                 flat.layout.padded, self._wire_dtype or flat.dtype, flat.full.device
             )
-            before = self._intake.scaling.before(batch.weight, on_the_wire=True) * batch.unscale
-            used = take_in(flat, wire, False, before)
+            used = take_in(flat, wire, False, self._before)
             flat.gradient.mark_used(used)
             self._pass.shown.brought |= used > 0
-            after = self._intake.scaling.after(batch.weight, on_the_wire=True)
-            self._reductions.add(flat, wire, wire, after * flat.mesh.gain)
+            self._send(flat)(flat, wire, wire, self._after * flat.mesh.gain)
+        if self._reductions.waiting:
+            units, at = self._pass.units, self._pass.next
+            comes = at < len(units) and units[at] not in self._order.deferred
+            self._reductions.flush_unless_fits(units[at].trainable if comes else ())
+
+    def _send(self, flat: FlatBuffer) -> Callable[..., None]:
+        """Return the way to send a reduction of ``flat``: by itself, or together with others."""
+        reductions = self._reductions
+        return reductions.collect if reductions.is_small(flat) else reductions.send
 
     @property
     def local_scale(self) -> float:
         """Factor from unreduced gradients to this rank's part of a mean over the ranks."""
-        return self._intake.scaling.after(self._batch.weight) * self._mesh.world
+        return self._after_accumulation * self._mesh.world
 
     def _send_accumulated(self, flat: FlatBuffer) -> None:
         if flat.gradient.stays_local:
             return
         accumulated = flat.gradient.accumulated_grad
-        scale = self._intake.scaling.after(self._batch.weight) * flat.mesh.gain
+        scale = self._after_accumulation * flat.mesh.gain
         assert accumulated is not None
         dtype = self._wire_dtype or flat.dtype
         encoded = flat.spec.reduce_codec is not None
         if dtype != accumulated.dtype and self._mesh.world > 1 and not encoded:
             wire = self._buffers.acquire(flat.layout.padded, dtype, flat.full.device)
             wire.copy_(accumulated)
-            self._reductions.add(flat, wire, wire, scale)
+            self._send(flat)(flat, wire, wire, scale)
         else:
-            self._reductions.add(flat, accumulated, None, scale)
+            self._send(flat)(flat, accumulated, None, scale)
 
     def _on_reduced(self, flat: FlatBuffer) -> None:
         """Begin the update of the unit of ``flat`` once the gradients of all its offloaded flat

@@ -1,10 +1,20 @@
-"""Reductions in flight: messages are sent, waited for, and written into each rank's shard of the
-gradient.
+"""Gradients on their way: taken off the parameters into flat memory, sent in messages, waited for,
+and written into each rank's shard.
+
+[Note: who divides]
+A backward leaves the gradient of the loss it was given, times the fp16 loss scale. The engine
+multiplies by the weight of the micro-batch (1 / accumulation steps) and averages over ranks when it
+takes a gradient in; nothing else divides. So ``engine.backward(loss)`` and plain
+``loss.backward()`` give the same gradient. These factors are applied after the reduction, in the
+precision of the accumulator, to this rank's chunk (:class:`Scaling` has the exceptions).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +22,15 @@ import torch
 
 from hf_zero.device.spans import span
 from hf_zero.distributed.collectives import Handle
+from hf_zero.distributed.flat_mesh import FlatMesh
 from hf_zero.distributed.mesh import Mesh
+from hf_zero.logging import log_rank0
 from hf_zero.offload.gradient_offload import GradientOffload
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.gradient_buffer import GradState
-from hf_zero.zero.layout.packing import Pack
-from hf_zero.zero.reduce.gradient_intake import GradientIntake, WireBuffers
+from hf_zero.zero.layout.parameter import drop_raw_grads, raw_grads
+from hf_zero.zero.layout.unit import Unit
+from hf_zero.zero.reduce.losses import Scaling
 from hf_zero.zero.reduce.norm import sums_of_squares
 
 IN_FLIGHT = 2  # acquired buffers that may be on the wire at once
@@ -97,31 +110,7 @@ class Reductions:
 
     # ---- sending ----
 
-    def add(
-        self, flat: FlatBuffer, wire: torch.Tensor, acquired: torch.Tensor | None, scale: float
-    ) -> None:
-        """Sum ``wire`` [padded] over the ranks. ``acquired`` is ``wire`` if it must be released
-        afterwards.
-        """
-        elements = flat.layout.padded
-        # small ones that are waiting continue to wait for others
-        if not self._is_small(flat):
-            self._send([_Reduction(flat, wire, scale, acquired)])
-            return
-        if not self._pack.has_room(elements, wire.dtype, flat.mesh):
-            self.flush()
-        self.waiting.append(_Reduction(flat, wire, scale, acquired))
-        self._pack.add(elements, wire.dtype, flat.mesh)
-
-    def flush_unless_fits(self, flats: Sequence[FlatBuffer]) -> None:
-        """Send the waiting reductions, unless the small ones of ``flats``, the next flat buffers,
-        fit into their message.
-        """
-        small = [flat.layout.padded for flat in flats if self._is_small(flat)]
-        if not small or not self._pack.has_room(sum(small)):
-            self.flush()
-
-    def _is_small(self, flat: FlatBuffer) -> bool:
+    def is_small(self, flat: FlatBuffer) -> bool:
         """Whether the gradient of ``flat`` may share a message. A sum over two axes needs two
         messages per flat buffer and does not.
         """
@@ -131,35 +120,69 @@ class Reductions:
             and not flat.mesh.sums_twice
         )
 
+    def send(
+        self, flat: FlatBuffer, wire: torch.Tensor, acquired: torch.Tensor | None, scale: float
+    ) -> None:
+        """Sum ``wire`` [padded] over the ranks, in a message of its own. ``acquired`` is ``wire``
+        if it must be released afterwards.
+        """
+        shard, replicate, part = flat.mesh.shard, flat.mesh.replicate, None
+        if flat.layout.shards > 1:
+            handle = shard.reduce_scatter(wire, flat.key, flat.spec.reduce_codec)
+            if replicate.size > 1:
+                part = wire.new_empty(flat.layout.chunk)
+        else:
+            handle = replicate.all_reduce(wire, flat.key, ordered=True)
+        takes_memory = (
+            acquired is not None
+            or flat.spec.reduce_codec is not None
+            or (flat.gradient.offloaded and self._offload is not None)
+        )
+        self._track([_Reduction(flat, wire, scale, acquired)], [handle], takes_memory, part)
+
+    def collect(
+        self, flat: FlatBuffer, wire: torch.Tensor, acquired: torch.Tensor | None, scale: float
+    ) -> None:
+        """Do the same for a small one, in a message with others."""
+        elements = flat.layout.padded
+        if not self._pack.has_room(elements, wire.dtype, flat.mesh):
+            self.flush()
+        self.waiting.append(_Reduction(flat, wire, scale, acquired))
+        self._pack.add(elements, wire.dtype, flat.mesh)
+
+    def flush_unless_fits(self, flats: Sequence[FlatBuffer]) -> None:
+        """Send the waiting reductions, unless the small ones of ``flats``, the next flat buffers,
+        fit into their message.
+        """
+        small = [flat.layout.padded for flat in flats if self.is_small(flat)]
+        if not small or not self._pack.has_room(sum(small)):
+            self.flush()
+
     def flush(self) -> None:
         """Send the waiting reductions in one message."""
         reductions, self.waiting = self.waiting, []
         self._pack.clear()
-        if reductions:
-            self._send(reductions)
+        if len(reductions) == 1:
+            one = reductions[0]
+            self.send(one.flat, one.wire, one.acquired, one.scale)
+        elif reductions:
+            wires, flat = [each.wire for each in reductions], reductions[0].flat
+            key = f"{flat.key}..{reductions[-1].flat.key}"
+            if flat.layout.shards > 1:
+                handles = flat.mesh.shard.reduce_packed(wires, key)
+            else:
+                packed = flat.mesh.replicate.all_reduce(torch.cat(wires), key, ordered=True)
+                handles = packed.split([wire.numel() for wire in wires])
+            self._track(reductions, handles, takes_memory=True)
 
-    def _send(self, reductions: Sequence[_Reduction]) -> None:
-        """Send ``reductions`` in one message."""
-        wires, flat = [each.wire for each in reductions], reductions[0].flat
-        shard, replicate, part = flat.mesh.shard, flat.mesh.replicate, None
-        key = flat.key if len(reductions) == 1 else f"{flat.key}..{reductions[-1].flat.key}"
-        if len(reductions) > 1 and flat.layout.shards > 1:
-            handles = shard.reduce_packed(wires, key)
-        elif len(reductions) > 1:
-            packed = replicate.all_reduce(torch.cat(wires), key, ordered=True)
-            handles = packed.split([wire.numel() for wire in wires])
-        elif flat.layout.shards > 1:
-            handles = [shard.reduce_scatter(wires[0], key, flat.spec.reduce_codec)]
-            if replicate.size > 1:
-                part = wires[0].new_empty(flat.layout.chunk)
-        else:
-            handles = [replicate.all_reduce(wires[0], key, ordered=True)]
-        takes_memory = (
-            len(reductions) > 1
-            or reductions[0].acquired is not None
-            or flat.spec.reduce_codec is not None
-            or (flat.gradient.offloaded and self._offload is not None)
-        )
+    def _track(
+        self,
+        reductions: Sequence[_Reduction],
+        handles: Sequence[Handle],
+        takes_memory: bool,
+        part: torch.Tensor | None = None,
+    ) -> None:
+        """Record a message that was sent, and wait for the oldest if too many are in flight."""
         self._messages.append(_Message(reductions, handles, self.sent, takes_memory, part))
         self._taking_memory += takes_memory
         self.sent += 1
@@ -244,3 +267,209 @@ class Reductions:
         assert self._offload is not None
         self._offload.send(gradient, values, adds, later)
         return squares
+
+
+# ---- intake ----
+
+_warned: weakref.WeakSet[Mesh] = weakref.WeakSet()  # meshes of engines
+KEPT = 2  # free buffers kept per size
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Properties of the backward under way.
+
+    weight: of the micro-batch, equal on all ranks. unscale: this rank's own factor, applied before
+    the reduction. reduces: the backward ends an accumulation window. on_reduced: called with each
+    unit whose last gradient of the window has been reduced.
+    """
+
+    weight: float = 1.0
+    unscale: float = 1.0
+    reduces: bool = True
+    on_reduced: Callable[[Unit], None] | None = None
+
+
+class WireBuffers:
+    """Buffers for gradients in messages, reused by units of the same size."""
+
+    def __init__(self, flats: Iterable[FlatBuffer]):
+        self._sizes = Counter(flat.layout.padded for flat in flats)
+        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+
+    def acquire(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory for this caller's use until :meth:`release`: [numel], uninitialised."""
+        free = self._free.get((numel, dtype))
+        return free.pop() if free else torch.empty(numel, dtype=dtype, device=device)
+
+    def release(self, buffer: torch.Tensor | None) -> None:
+        """Put ``buffer`` back into the pool. Sizes that occur once in a backward, as of an
+        embedding or a head, are not kept.
+        """
+        if buffer is not None and self._sizes[buffer.numel()] > 1:
+            free = self._free.setdefault((buffer.numel(), buffer.dtype), [])
+            if len(free) < KEPT:
+                free.append(buffer)
+
+    def clear(self) -> None:
+        """Free all buffers."""
+        self._free.clear()
+
+
+class GradientIntake:
+    """Takes gradients off the parameters of a unit."""
+
+    def __init__(self, scaling: Scaling, buffers: WireBuffers, offload: GradientOffload | None):
+        self.scaling = scaling
+        self._buffers = buffers
+        self._offload = offload
+
+    def accumulate(self, unit: Unit, batch: MicroBatch) -> bool:
+        """Add this backward's gradients to the whole gradients of the window; return whether there
+        were any.
+        """
+        unit.await_gradients()
+        brought = False
+        factor = self.scaling.before(batch.weight) * batch.unscale
+        for flat in unit.trainable:
+            gradient = flat.gradient
+            adds = False
+            if gradient.state is not GradState.EMPTY:
+                self.upcast(flat)
+                gradient.keep_reduced()
+                adds = gradient.has_unreduced
+            accumulated = gradient.accumulated_grad
+            assert accumulated is not None
+            if adds and accumulated.dtype != flat.dtype:
+                # A list with another dtype would be added one parameter at a time.
+                taken = self._buffers.acquire(flat.layout.padded, flat.dtype, flat.full.device)
+                used = take_in(flat, taken, False, 1.0)
+                accumulated.add_(taken, alpha=factor)
+                self._buffers.release(taken)
+            else:
+                used = take_in(flat, accumulated, adds, factor)
+            gradient.mark_accumulated(used)
+            brought |= used > 0
+        return brought
+
+    def upcast(self, flat: FlatBuffer) -> None:
+        """Upcast the gradient of ``flat``, which was kept in 16 bits, before something is added to
+        it.
+        """
+        if flat.gradient.upcast_on_accumulate:
+            if self._offload is not None:
+                self._offload.wait()
+            flat.optimizer_shard.wait_for_update()
+            flat.gradient.upcast()
+
+
+def grad_versions(unit: Unit) -> list[Any]:
+    """Return a value that changes when autograd adds to a gradient of ``unit``."""
+    grads = (grad for flat in unit.trainable for grad in raw_grads(flat.members))
+    return [
+        None if grad is None else (grad._version, id(grad) if grad.is_sparse else grad.data_ptr())
+        for grad in grads
+    ]
+
+
+def mark_present(flat: FlatBuffer) -> None:
+    """Record the parameters of ``flat`` with a gradient that is not taken in yet."""
+    bits = 0
+    for place, grad in enumerate(raw_grads(flat.members)):
+        if grad is not None:
+            bits |= 1 << place
+    flat.gradient.mark_used(bits)
+
+
+@torch.no_grad()
+def take_in(flat: FlatBuffer, target: torch.Tensor, accumulate: bool, factor: float) -> int:
+    """Compute ``target = factor * grad`` (or ``+=``) for every parameter; a missing gradient counts
+    as zero. Clears ``.grad``. Return a bit for each parameter with a gradient.
+    """
+    grads, views = [], []
+    # Parameters are adjacent: one call creates the views of all, and one takes all gradients in.
+    given = raw_grads(flat.members)
+    lacking = 0
+    for place, (grad, view) in enumerate(
+        zip(given, torch._C._nn.unflatten_dense_tensors(target, list(flat.views.values())))
+    ):
+        if grad is None:
+            lacking |= 1 << place
+            if not accumulate:
+                view.zero_()
+        elif view.numel():
+            grads.append(dense(flat, place, grad) if grad.is_sparse else grad)
+            views.append(view)
+    del given
+    drop_raw_grads(flat.members)
+    if grads and accumulate:
+        torch._foreach_add_(views, grads, alpha=factor)
+    elif grads:
+        torch._foreach_copy_(views, grads)
+        if factor != 1.0:
+            target[: flat.layout.numel].mul_(factor)
+    if not accumulate:
+        target[flat.layout.numel :].zero_()
+    return flat.gradient.all_used & ~lacking
+
+
+def dense(flat: FlatBuffer, place: int, grad: torch.Tensor) -> torch.Tensor:
+    """Return ``grad``, the sparse gradient of the parameter at ``place`` of ``flat``, as a dense
+    tensor; logs this once per engine.
+    """
+    if flat.engine_mesh not in _warned:
+        _warned.add(flat.engine_mesh)
+        log_rank0(
+            f"the gradient of {flat.layout.slots[place].name} is sparse and is made dense, because "
+            "flat buffers travel whole; "
+            "sparse=True saves nothing here and costs a copy",
+            logging.WARNING,
+        )
+    return grad.to_dense()
+
+
+# ---- flat buffers of one dtype and the same ranks in one message ----
+
+
+class Pack:
+    """A message being filled: at most ``limit`` elements of one dtype, over one mesh."""
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self._elements = 0
+        self._kind: tuple[torch.dtype, FlatMesh] | None = None
+
+    def has_room(
+        self, elements: int, dtype: torch.dtype | None = None, mesh: FlatMesh | None = None
+    ) -> bool:
+        """Whether ``elements`` more fit, of ``dtype`` and on the ranks of ``mesh`` if these are
+        given.
+        """
+        if self._elements + elements > self.limit:
+            return False
+        kind = self._kind
+        return kind is None or (
+            (dtype is None or dtype is kind[0])
+            and (mesh is None or mesh is kind[1] or mesh.axes == kind[1].axes)
+        )
+
+    def add(self, elements: int, dtype: torch.dtype, mesh: FlatMesh) -> None:
+        self._elements, self._kind = self._elements + elements, (dtype, mesh)
+
+    def clear(self) -> None:
+        self._elements, self._kind = 0, None
+
+
+def packs(flats: Iterable[FlatBuffer], limit: int) -> list[list[FlatBuffer]]:
+    """Split ``flats``, in order, into messages of at most ``limit`` elements; a larger one is
+    alone.
+    """
+    found: list[list[FlatBuffer]] = []
+    pack = Pack(limit)
+    for flat in flats:
+        if not found or not pack.has_room(flat.layout.padded, flat.dtype, flat.mesh):
+            found.append([])
+            pack.clear()
+        found[-1].append(flat)
+        pack.add(flat.layout.padded, flat.dtype, flat.mesh)
+    return found

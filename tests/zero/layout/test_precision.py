@@ -14,7 +14,8 @@ from torch import nn
 
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
-from hf_zero.zero.layout.precision import Fp16LossScaler, Scaling, compute_dtype
+from hf_zero.zero.layout.precision import compute_dtype
+from hf_zero.zero.reduce.losses import Fp16LossScaler, Scaling
 from tests.helpers.models import ARCHITECTURES
 
 WIDE, HALF, BRAIN, DOUBLE = torch.float32, torch.float16, torch.bfloat16, torch.float64
