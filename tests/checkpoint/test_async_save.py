@@ -155,8 +155,7 @@ def test_both_ways_write_the_same_bytes_and_each_byte_of_state_once(
 ) -> None:
     setup = Setup(stage=stage)
 
-    def run(rank: int, models: list[torch.nn.Module]) -> int:
-        engine = setup.open(models[rank])
+    def run(engine: Any, rank: int) -> int:
         train(engine, rank, range(2))
         state = torch.get_rng_state()
         engine.save_checkpoint(str(tmp_path), tag="waits")
@@ -165,11 +164,10 @@ def test_both_ways_write_the_same_bytes_and_each_byte_of_state_once(
         engine.wait_for_checkpoint()
         buffers = sum(b.nbytes for b in persistent_buffers(engine.module).values())
         numel = sum(flat.layout.numel for flat in engine.flats)
-        engine.destroy()
         # masters and two moments; padding is written, too
         return 3 * 4 * numel + buffers + 2 * torch.get_rng_state().numel()
 
-    expected = run_ranks(2, run, setup.models())[0]
+    expected = setup.run(run)[0]
     waits, beside = tensors_of(tmp_path / "waits"), tensors_of(tmp_path / "beside")
     assert waits == beside and len(waits) == 2
     assert sum(map(len, waits.values())) == expected
@@ -182,8 +180,7 @@ def test_a_full_disk_in_the_thread_is_raised_on_all_ranks_after_the_same_step(
     setup = Setup(ranks=ranks)
     failing_on(monkeypatch, ranks - 1, errno.ENOSPC)
 
-    def run(rank: int, models: list[torch.nn.Module]) -> tuple[int, str]:
-        engine = setup.open(models[rank])
+    def run(engine: Any, rank: int) -> tuple[int, str]:
         engine.save_checkpoint(str(tmp_path), tag="first", blocking=False)
         step, limit = 0, time.monotonic() + 50
         while True:
@@ -197,10 +194,9 @@ def test_a_full_disk_in_the_thread_is_raised_on_all_ranks_after_the_same_step(
         train(engine, rank, range(step + 1, step + 3))  # the step was complete, training goes on
         assert engine.global_steps == step + 3
         engine.save_checkpoint(str(tmp_path), tag="second", blocking=False)
-        engine.destroy()
         return told
 
-    heard = run_ranks(ranks, run, setup.models())
+    heard = setup.run(run)
     assert len(set(heard)) == 1, heard
     assert "disk is full: free space" in heard[0][1] and f"rank-{ranks - 1:05d}-of" in heard[0][1]
     assert "Nothing was saved as 'first'; earlier checkpoints are as they were" in heard[0][1]
@@ -250,8 +246,7 @@ def test_a_second_save_and_a_load_wait_for_the_first(
             time.sleep(0.01)
         held.release()
 
-    def run(rank: int, models: list[torch.nn.Module]) -> Any:
-        engine = setup.open(models[rank])
+    def run(engine: Any, rank: int) -> Any:
         held.acquire() if rank == 0 else None
         torch.distributed.barrier()
         engine.save_checkpoint(str(tmp_path), tag="one", blocking=False)
@@ -263,10 +258,9 @@ def test_a_second_save_and_a_load_wait_for_the_first(
             "staging memory is reused"
         )
         path, _ = engine.load_checkpoint(str(tmp_path))
-        engine.destroy()
         return path
 
-    assert run_ranks(2, run, setup.models()) == [str(tmp_path / "two")] * 2
+    assert setup.run(run) == [str(tmp_path / "two")] * 2
     assert any(
         f"the save of {tmp_path} waits for {tmp_path / 'one'}, which is still being written" in line
         for line in heard
@@ -312,8 +306,7 @@ def test_killed_between_the_copy_and_the_end(tmp_path: Path, monkeypatch, at: st
     def die(*args: Any, **kwargs: Any) -> None:
         raise Killed
 
-    def run(rank: int, models: list[torch.nn.Module]) -> None:
-        engine = setup.open(models[rank])
+    def run(engine: Any, rank: int) -> None:
         engine.save_checkpoint(str(tmp_path), tag="old")
         train(engine, rank, range(1))
         module, name = {
@@ -331,9 +324,8 @@ def test_killed_between_the_copy_and_the_end(tmp_path: Path, monkeypatch, at: st
         assert (tmp_path / "new").exists() == (at == "renamed")
         assert not (tmp_path / "new").exists() or verify_checkpoint(tmp_path, "new").problems == ()
         engine.save_checkpoint(str(tmp_path), tag="new", blocking=False)
-        engine.destroy()
 
-    run_ranks(1, run, setup.models())
+    setup.run(run)
     assert (tmp_path / "latest").read_text() == "new" and verify_checkpoint(tmp_path).problems == ()
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
 
@@ -385,16 +377,14 @@ def test_the_configuration_asks_for_it(tmp_path: Path, held: threading.Lock) -> 
 
 
 def test_client_state_that_cannot_be_saved_is_raised_at_the_call(tmp_path: Path) -> None:
-    def run(rank: int, models: list[torch.nn.Module]) -> None:
-        engine = Setup().open(models[rank])
+    def run(engine: Any, rank: int) -> None:
         with pytest.raises(
             CheckpointError, match=r"client_state\['model'\] of type object cannot be saved"
         ):
             engine.save_checkpoint(str(tmp_path), client_state={"model": object()}, blocking=False)
         engine.wait_for_checkpoint()
-        engine.destroy()
 
-    run_ranks(2, run, Setup().models())
+    Setup().run(run)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -432,14 +422,12 @@ def test_rank_0_alone_shows_a_bar_that_counts_all_its_bytes(
     for module in (save_sharded, load_sharded):
         monkeypatch.setattr(module, "progress_bar", counted)
 
-    def run(rank: int, models: list[torch.nn.Module]) -> None:
-        engine = Setup(ranks=ranks).open(models[rank])
+    def run(engine: Any, rank: int) -> None:
         train(engine, rank, range(1))
         engine.save_checkpoint(str(tmp_path))
         engine.load_checkpoint(str(tmp_path))
-        engine.destroy()
 
-    run_ranks(ranks, run, Setup(ranks=ranks).models())
+    Setup(ranks=ranks).run(run)
     assert len(shown) == 2
 
 
@@ -461,8 +449,7 @@ def test_a_rank_that_has_lost_the_store_believes_the_folder(
     """
     setup = Setup()
 
-    def run(rank: int, models: list[torch.nn.Module]) -> None:
-        engine = setup.open(models[rank])
+    def run(engine: Any, rank: int) -> None:
         behind = engine.async_saves.start()
         mail = behind._mail
         mail._timeout = 0.5
@@ -491,9 +478,8 @@ def test_a_rank_that_has_lost_the_store_believes_the_folder(
             behind._mail = Half()
         engine.save_checkpoint(str(tmp_path), tag="whole", blocking=False)
         engine.wait_for_checkpoint()
-        engine.destroy()
 
-    run_ranks(2, run, setup.models())
+    setup.run(run)
     assert run_holds(tmp_path) == ["whole"]
     assert any(
         "the other ranks do not hear of it, because their store is gone (Connection reset by peer)"
@@ -505,14 +491,12 @@ def test_a_rank_that_has_lost_the_store_believes_the_folder(
 def test_a_group_without_a_store_saves_while_training_waits(
     tmp_path: Path, heard: list[str]
 ) -> None:
-    def run(rank: int, models: list[torch.nn.Module]) -> None:
-        engine = Setup().open(models[rank])
+    def run(engine: Any, rank: int) -> None:
         engine.async_saves.start()._mail = None
         engine.save_checkpoint(str(tmp_path), blocking=False)
         assert (tmp_path / "latest").exists()
-        engine.destroy()
 
-    run_ranks(2, run, Setup().models())
+    Setup().run(run)
     assert any("the ranks of this process group share no store" in line for line in heard)
 
 
@@ -520,8 +504,7 @@ def test_latest_that_cannot_be_moved(tmp_path: Path, monkeypatch) -> None:
     def failing(source: Any, target: Any) -> None:
         raise OSError(errno.EIO, "Input/output error", str(target))
 
-    def run(rank: int, models: list[torch.nn.Module]) -> None:
-        engine = Setup().open(models[rank])
+    def run(engine: Any, rank: int) -> None:
         with monkeypatch.context() as patch:
             if rank == 0:
                 patch.setattr(commit.os, "replace", failing)
@@ -530,6 +513,5 @@ def test_latest_that_cannot_be_moved(tmp_path: Path, monkeypatch) -> None:
                 engine.wait_for_checkpoint()
         torch.distributed.barrier()
         engine.load_checkpoint(str(tmp_path), tag="a")
-        engine.destroy()
 
-    run_ranks(2, run, Setup().models())
+    Setup().run(run)

@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from hf_zero.checkpoint import tensorfile
 from hf_zero.checkpoint.find import rank_file
 from hf_zero.zero.access.consolidate import persistent_buffers
 from tests.checkpoint.test_offloaded import Away, described, train
-from tests.helpers.ranks import run_ranks
 
 Spans = list[tuple[str, int, int]]  # file, first byte, end
 Reads = dict[str, Spans]  # by rank
@@ -121,28 +119,24 @@ def test_each_rank_reads_what_it_owns(
         for setup in (before, after)
     )
 
-    def save(rank: int, models: list[torch.nn.Module]) -> None:
-        engine = before.open(models[rank])
+    def save(engine: Any, rank: int) -> None:
         train(engine, rank, range(1))
         engine.save_checkpoint(str(tmp_path / "run"), tag="a")
-        engine.destroy()
 
-    def load(rank: int, models: list[torch.nn.Module]) -> tuple[int, int]:
-        engine = after.open(models[rank])
+    def load(engine: Any, rank: int) -> tuple[int, int]:
         owned = owned_bytes(engine, moments)
         buffers = sum(buffer.nbytes for buffer in persistent_buffers(engine.module).values())
         engine.load_checkpoint(str(tmp_path / "run"), **asked, verify=verify)
-        engine.destroy()
         return owned, buffers
 
-    run_ranks(before.ranks, save, before.models())
+    before.run(save)
     begins = headers(tmp_path / "run" / "a")
     verify: bool | None = None
-    run_ranks(after.ranks, load, after.models())
+    after.run(load)
     compared = {rank: data_of(spans, begins) for rank, spans in reads.items()}
     reads.clear()
     verify = False
-    expected = run_ranks(after.ranks, load, after.models())
+    expected = after.run(load)
     for rank, (owned, buffers) in enumerate(expected):
         data = data_of(reads[f"rank-{rank}"], begins)
         assert sum(end - at for _, at, end in data) == owned + buffers, f"rank {rank}"
@@ -172,13 +166,11 @@ def test_verifying_reads_each_file_once_over_all_ranks(
 
     monkeypatch.setattr(Checkpoint, "verify", noted)
 
-    def run(rank: int, models: list[torch.nn.Module]) -> None:
-        engine = setup.open(models[rank])
+    def run(engine: Any, rank: int) -> None:
         engine.save_checkpoint(str(tmp_path), tag="a", client_state={"pair": (1, 2)})
         engine.load_checkpoint(str(tmp_path), verify=True)
-        engine.destroy()
 
-    run_ranks(2, run, setup.models())
+    setup.run(run)
     assert sorted(name for name in hashed if name != "objects.pt") == sorted(
         path.name for path in (tmp_path / "a").glob("rank-*")
     )

@@ -124,8 +124,7 @@ def goes_on(
         dataclasses.replace(setup, folder=tmp_path / "disk") for setup in (before, after)
     )
 
-    def uninterrupted(rank: int, models: list[torch.nn.Module]) -> Any:
-        engine = before.open(models[rank])
+    def uninterrupted(engine: Any, rank: int) -> Any:
         micro_losses(engine, rank, range(SAVED), before)
         engine.save_checkpoint(str(tmp_path / "run"), client_state={"step": SAVED})
         places = [place(engine)]
@@ -133,7 +132,6 @@ def goes_on(
         for step in range(SAVED, STEPS):
             losses += micro_losses(engine, rank, range(step, step + 1), before)
             places.append(place(engine))
-        engine.destroy()
         return losses, places
 
     def resumed(rank: int, models: list[torch.nn.Module]) -> Any:
@@ -149,7 +147,7 @@ def goes_on(
         engine.destroy()
         return losses, places
 
-    there = run_ranks(before.ranks, uninterrupted, before.models())
+    there = before.run(uninterrupted)
     here = run_ranks(after.ranks, resumed, after.models())
     for losses in (there, here):
         assert all(places == losses[0][1] for _, places in losses), "ranks agree"

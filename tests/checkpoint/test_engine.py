@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,18 @@ class Setup:
 
     def open(self, model: torch.nn.Module) -> Any:
         return start(model, self.optimizer(model), self.config)
+
+    def run(self, action: Callable[[Any, int], Any]) -> list[Any]:
+        """``action(engine, rank)`` on each rank, with an engine that ends after it."""
+        models = self.models()
+
+        def on_rank(rank: int) -> Any:
+            engine = self.open(models[rank])
+            result = action(engine, rank)
+            engine.destroy()
+            return result
+
+        return run_ranks(self.ranks, on_rank)
 
 
 def train(engine: Any, rank: int, steps: range, model: str = "gpt2") -> list[float]:

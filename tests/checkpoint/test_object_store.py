@@ -99,16 +99,14 @@ def test_what_a_save_puts(store: UPath) -> None:
 )
 @pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "beside"])
 def test_training_goes_on_elsewhere(before: Setup, after: Setup, blocking: bool) -> None:
-    def first(rank: int, models: list[torch.nn.Module]) -> Any:
-        engine = before.open(models[rank])
+    def first(engine: Any, rank: int) -> Any:
         train(engine, rank, range(3))
         engine.save_checkpoint(URL, client_state={"step": 3}, blocking=blocking)
         losses = train(engine, rank, range(3, 6))
         engine.wait_for_checkpoint()
-        engine.destroy()
         return losses
 
-    whole = run_ranks(before.ranks, first, before.models())
+    whole = before.run(first)
     resumed = run_ranks(after.ranks, second_half, after.models(), after, UPath(URL))
     expected = global_losses(whole, before.ranks)
     found = global_losses([losses for losses, _ in resumed], after.ranks)

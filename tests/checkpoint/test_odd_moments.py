@@ -91,15 +91,12 @@ def test_in_the_middle_of_a_window(
     """
     setup = dataclasses.replace(TWO, stage=stage)
 
-    def plain(rank: int, models: list[torch.nn.Module]) -> Any:
-        engine = setup.open(models[rank])
+    def plain(engine: Any, rank: int) -> Any:
         losses, weights = micro_losses(engine, rank, range(4), setup), full_weights(engine)
         engine.save_checkpoint(str(tmp_path), tag="boundary")
-        engine.destroy()
         return losses, weights
 
-    def saving(rank: int, models: list[torch.nn.Module]) -> Any:
-        engine = setup.open(models[rank])
+    def saving(engine: Any, rank: int) -> Any:
         losses = micro_losses(engine, rank, range(3), setup)
         half_a_window(engine, rank, setup, 3)
         engine.save_checkpoint(str(tmp_path), tag="middle", blocking=blocking)
@@ -112,14 +109,11 @@ def test_in_the_middle_of_a_window(
         assert engine.global_steps == 3 and not engine.window_is_open
         losses += micro_losses(engine, rank, range(3, 4), setup)
         again = full_weights(engine)
-        engine.destroy()
         return losses, weights, again
 
-    expected = run_ranks(2, plain, setup.models())
+    expected = setup.run(plain)
     assert not heard
-    for (losses, weights), (found, gone_on, resumed) in zip(
-        expected, run_ranks(2, saving, setup.models())
-    ):
+    for (losses, weights), (found, gone_on, resumed) in zip(expected, setup.run(saving)):
         assert found == losses
         assert all(
             torch.equal(weights[name], gone_on[name]) and torch.equal(weights[name], resumed[name])
@@ -132,8 +126,7 @@ def test_in_the_middle_of_a_window(
 
 
 def test_loading_twice(tmp_path: Path) -> None:
-    def run(rank: int, models: list[torch.nn.Module]) -> None:
-        engine = TWO.open(models[rank])
+    def run(engine: Any, rank: int) -> None:
         micro_losses(engine, rank, range(2), TWO)
         engine.save_checkpoint(str(tmp_path), tag="a")
         there, at = state(engine), place(engine)
@@ -143,9 +136,8 @@ def test_loading_twice(tmp_path: Path) -> None:
                 engine.load_checkpoint(str(tmp_path), tag="a")
                 assert equal(state(engine), there) and place(engine) == at
             assert micro_losses(engine, rank, range(2, 4), TWO) == losses
-        engine.destroy()
 
-    run_ranks(2, run, TWO.models())
+    TWO.run(run)
 
 
 def test_a_load_that_failed_halfway_is_mended_by_the_next(
@@ -161,8 +153,7 @@ def test_a_load_that_failed_halfway_is_mended_by_the_next(
 
     monkeypatch.setattr(tensorfile.TensorFile, "read_into", failing)
 
-    def run(rank: int, models: list[torch.nn.Module]) -> None:
-        engine = TWO.open(models[rank])
+    def run(engine: Any, rank: int) -> None:
         micro_losses(engine, rank, range(2), TWO)
         engine.save_checkpoint(str(tmp_path), tag="a")
         there, at = state(engine), place(engine)
@@ -179,9 +170,8 @@ def test_a_load_that_failed_halfway_is_mended_by_the_next(
         engine.load_checkpoint(str(tmp_path))
         assert equal(state(engine), there) and place(engine) == at
         assert micro_losses(engine, rank, range(2, 4), TWO) == losses
-        engine.destroy()
 
-    run_ranks(2, run, TWO.models())
+    TWO.run(run)
 
 
 def test_all_that_changes_while_a_thread_writes(tmp_path: Path, held: threading.Event) -> None:
@@ -235,8 +225,7 @@ def test_a_save_that_waits_follows_one_of_the_same_tag_that_a_thread_writes(
 
     monkeypatch.setattr(save_job, "write_image", failing)
 
-    def run(rank: int, models: list[torch.nn.Module]) -> None:
-        engine = TWO.open(models[rank])
+    def run(engine: Any, rank: int) -> None:
         engine.save_checkpoint(str(tmp_path), tag="a")
         micro_losses(engine, rank, range(1), TWO)
         engine.save_checkpoint(
@@ -255,9 +244,8 @@ def test_a_save_that_waits_follows_one_of_the_same_tag_that_a_thread_writes(
         micro_losses(engine, rank, range(2, 3), TWO)
         assert engine.load_checkpoint(str(tmp_path), verify=True)[1] == {"which": "later"}
         assert equal(state(engine), there) and engine.global_steps == 2
-        engine.destroy()
 
-    run_ranks(2, run, TWO.models())
+    TWO.run(run)
     assert run_holds(tmp_path) == ["a"]
     assert verify_checkpoint(tmp_path).whole
 
@@ -271,16 +259,13 @@ def test_another_precision_keeps_masters_and_moments(
     before = Elastic(ranks=2, stage=3, precision=saved)
     after = Elastic(ranks=4, stage=2, precision=wanted, turned=True)
 
-    def save(rank: int, models: list[torch.nn.Module]) -> Any:
-        engine = before.open(models[rank])
+    def save(engine: Any, rank: int) -> Any:
         micro_losses(engine, rank, range(3), before)
         engine.save_checkpoint(str(tmp_path))
         there = state(engine), engine.global_steps, engine.counters.skipped_steps
-        engine.destroy()
         return there
 
-    def load(rank: int, models: list[torch.nn.Module]) -> Any:
-        engine = after.open(models[rank])
+    def load(engine: Any, rank: int) -> Any:
         engine.load_checkpoint(str(tmp_path))
         here = state(engine), engine.global_steps, engine.counters.skipped_steps
         whole = engine.state_dict()
@@ -289,11 +274,10 @@ def test_another_precision_keeps_masters_and_moments(
                 "the parameters are the masters, rounded"
             )
         assert micro_losses(engine, rank, range(3, 4), after)[0][0] < 10
-        engine.destroy()
         return here
 
-    (there, *counts), *_ = run_ranks(2, save, before.models())
-    for here, *found in run_ranks(4, load, after.models()):
+    (there, *counts), *_ = before.run(save)
+    for here, *found in after.run(load):
         assert equal(there, here) and found == counts
 
 
@@ -304,21 +288,17 @@ def test_what_was_frozen_is_trained_and_the_other_way_round(tmp_path: Path) -> N
     before = Elastic(ranks=2, stage=3, frozen="h.0")
     after = Elastic(ranks=4, stage=2, frozen="h.1")
 
-    def save(rank: int, models: list[torch.nn.Module]) -> None:
-        engine = before.open(models[rank])
+    def save(engine: Any, rank: int) -> None:
         micro_losses(engine, rank, range(3), before)
         engine.save_checkpoint(str(tmp_path))
-        engine.destroy()
 
-    def load(rank: int, models: list[torch.nn.Module]) -> Any:
-        engine = after.open(models[rank])
+    def load(engine: Any, rank: int) -> Any:
         engine.load_checkpoint(str(tmp_path))
         losses = micro_losses(engine, rank, range(3, 6), after)
-        engine.destroy()
         return losses
 
-    run_ranks(2, save, before.models())
-    results = run_ranks(4, load, after.models())
+    before.run(save)
+    results = after.run(load)
     found = [sum(losses[step][0] for losses in results) / 4 for step in range(3)]
     assert found == pytest.approx(plainly(before, after), abs=1e-6)
 

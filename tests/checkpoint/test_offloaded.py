@@ -199,8 +199,7 @@ def test_an_engine_that_has_stepped_goes_back(way: str, tmp_path: Path) -> None:
     """And a load of the weights alone leaves moments and counters as they are."""
     setup = Away(stage=3, way=way, folder=tmp_path)
 
-    def run(rank: int, models: list[torch.nn.Module]) -> None:
-        engine = setup.open(models[rank])
+    def run(engine: Any, rank: int) -> None:
         start_weights = full_weights(engine)
         engine.save_checkpoint(str(tmp_path / "saved"), tag="start")
         train(engine, rank, range(2))
@@ -223,9 +222,8 @@ def test_an_engine_that_has_stepped_goes_back(way: str, tmp_path: Path) -> None:
         third = train(engine, rank, range(2, 4)), full_weights(engine)
         assert first[0] == third[0]
         assert all(torch.equal(value, third[1][name]) for name, value in first[1].items())
-        engine.destroy()
 
-    run_ranks(2, run, setup.models())
+    setup.run(run)
 
 
 @pytest.mark.parametrize("way, stage", [("optimizer in files", 1), ("all in files", 3)])
@@ -233,8 +231,7 @@ def test_converted_it_is_the_model_that_was_trained(way: str, stage: int, tmp_pa
     (tmp_path / "disk").mkdir()
     setup = Away(stage=stage, way=way, folder=tmp_path / "disk", precision="bf16")
 
-    def run(rank: int, models: list[torch.nn.Module]) -> Any:
-        engine = setup.open(models[rank])
+    def run(engine: Any, rank: int) -> Any:
         train(engine, rank, range(2))
         engine.save_checkpoint(str(tmp_path / "run"))
         train(engine, rank, range(2, 3))
@@ -243,10 +240,9 @@ def test_converted_it_is_the_model_that_was_trained(way: str, stage: int, tmp_pa
         state = {name: value.clone() for name, value in engine.state_dict().items()}
         engine.load_checkpoint(str(tmp_path / "run"))
         earlier = full_weights(engine)
-        engine.destroy()
         return weights, state, earlier
 
-    weights, state, earlier = run_ranks(2, run, setup.models())[0]
+    weights, state, earlier = setup.run(run)[0]
     whole = load_file(tmp_path / "whole.safetensors")
     convert_checkpoint(tmp_path / "run", tmp_path / "out")
     converted = load_file(tmp_path / "out" / "model.safetensors")
