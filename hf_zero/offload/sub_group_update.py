@@ -196,7 +196,7 @@ class Update:
     def combine(self, at: int) -> None:
         """Combine round ``at``, for which all flat buffers have been prepared (collective)."""
         assert self._tensors is not None
-        segments = list[list[Segment]]([] for _ in self._groups)
+        segments: list[list[Segment]] = [[] for _ in self._groups]
         for segment in self._prepared:
             segments[segment.group].append(segment)
         parts = [[segment.tensor for segment in of] for of in segments]

@@ -26,9 +26,8 @@ from hf_zero.distributed.parallel_dims import ParallelDims, check_size
 from hf_zero.errors import ConfigError
 from hf_zero.optim.build import build_optimizer
 from hf_zero.optim.one_bit import one_bit_of
-from hf_zero.parallel.expert.model import cuts_of_experts, experts_of_layers
+from hf_zero.parallel.planned_cuts import planned_cuts, planned_dims
 from hf_zero.parallel.sequence.attention import KEY as SEQUENCE
-from hf_zero.parallel.tensor import cuts_of
 from hf_zero.planning.activation_memory import LengthEstimate, length_estimate
 from hf_zero.planning.checking import communicators
 from hf_zero.planning.fit import ACTIVATIONS, BESIDE_ACTIVATIONS, ActivationWay, Fit, fit
@@ -37,7 +36,6 @@ from hf_zero.planning.traffic import Traffic, codings
 from hf_zero.planning.traffic import traffic as ways
 from hf_zero.zero.extensions import PLAIN
 from hf_zero.zero.layout.engine_plan import EnginePlan, PlannedExtensions, plan
-from hf_zero.zero.layout.sharding import Sharding
 from hf_zero.zero.layout.stage_policy import POLICIES
 
 __all__ = [
@@ -414,14 +412,18 @@ def _asked(
 
 
 def _dims(ranks: int, tensor: int, expert: int, pipeline: int, sequence: int) -> ParallelDims:
+    _refuse_experts(expert, pipeline)
+    within = {"tensor": tensor, "expert": expert}
+    ParallelDims.over(ranks // pipeline, **within)  # names the ranks of a stage in its error
+    return ParallelDims.over(ranks, sequence=sequence, pipeline=pipeline, **within)
+
+
+def _refuse_experts(expert: int, pipeline: int) -> None:
     if expert > 1 < pipeline:
         raise ConfigError(
             f"experts over {expert} ranks in a pipeline of {pipeline} stages are not "
             "built; leave --pp or --ep out"
         )
-    within = {"tensor": tensor, "expert": expert}
-    ParallelDims.over(ranks // pipeline, **within)  # names the ranks of a stage in its error
-    return ParallelDims.over(ranks, sequence=sequence, pipeline=pipeline, **within)
 
 
 def _plans(
@@ -430,17 +432,11 @@ def _plans(
     """Return the plan of the first rank of each pipeline stage, on a GPU unless ``device`` is
     another kind.
     """
-    dims = asked.dims
-    sizes = experts_of_layers(module)
-    if sizes:  # the layers of the model have an expert-parallel size themselves
-        most = max(sizes.values())
-        dims = _dims(dims.world, dims.tensor, most, dims.pipeline, dims.sequence)
+    dims = planned_dims(module, asked.dims)
+    _refuse_experts(dims.expert, dims.pipeline)
     device = device or kinds.meant(gpu=True)
     settings = settings.on_device(device.type)
-    cuts = cuts_of(module, dims.tensor)
-    if asked.dims.expert > 1:
-        cuts = {**cuts, **cuts_of_experts(module, 0, asked.dims.expert, cuts)}
-    cuts = {**cuts, **dict.fromkeys(sizes, Sharding(("expert",)))}
+    cuts = planned_cuts(module, dims.tensor, asked.dims.expert, dims)
     trained = [p for p in module.parameters() if p.requires_grad]
     optimizer = build_optimizer(asked.optimizer, trained, module) if trained else None
     stages: list[frozenset[str] | None] = [None]

@@ -148,7 +148,7 @@ def state_parts(plan: EnginePlan) -> Counter[tuple[str, str]]:
         if isinstance(codec, ErrorCodec):
             layout = flat.spec.layout
             found[ERRORS, "device"] += codec.error_nbytes(layout.chunk, layout.shards)
-        found[ONE_BIT, "device"] += _one_bit(flat, plan, one_bit)
+        found[ONE_BIT, "device"] += _one_bit(flat, one_bit)
     return found
 
 
@@ -183,18 +183,25 @@ def _rounded(flat: FlatPlan, plan: EnginePlan) -> int:
     return flat.spec.layout.padded * flat.spec.dtype.itemsize if rounded else 0
 
 
-def _one_bit(flat: FlatPlan, plan: EnginePlan, one_bit: OneBit | None) -> int:
+def _one_bit(flat: FlatPlan, one_bit: OneBit | None) -> int:
     """Return the bytes of a 1-bit optimizer after the freeze, which are whole on each rank: errors
     in 32 bits, exponents in 8, the momentum in 1 and, for 16-bit parameters, weights in 32. Local
-    steps add the rank's own momentum, its accumulated update, and the weights that modules compute
-    with.
+    steps add, of all flat buffers and as an upper bound, the rank's own momentum, its accumulated
+    update, and the weights that modules compute with.
     """
-    if one_bit is None or not flat.spec.trainable or plan.shards == 1:
+    if one_bit is None or not flat.spec.trainable:
         return 0
+    layout, form = flat.spec.layout, flat.spec.momentum_blocks
+    local = 0
     weights, computed = (4, 2) if flat.spec.dtype in SIXTEEN_BITS else (0, 4)
-    padded = flat.spec.layout.padded
-    local = (4 + 4 + computed) * padded if one_bit.local else 0
-    return (4 + 1 + weights) * padded + padded // 8 + local
+    if one_bit.local:
+        local = (4 + 4 + computed) * layout.padded
+        local += (4 + 4 + 1 + weights) * layout.padded if form is None else 0
+    if form is None:
+        return local
+    starts = [slot.offset for slot in layout.slots]
+    blocks = form.cut(starts, layout.numel, layout.shards, layout.chunk)
+    return (4 + 1 + weights) * layout.padded + layout.shards * blocks.nbytes + local
 
 
 def unit_bytes(plan: EnginePlan) -> dict[str, int]:

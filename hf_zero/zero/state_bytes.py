@@ -20,7 +20,7 @@ def state_bytes(engine: Any) -> dict[str, int]:
     """Return the current bytes of state on this rank, in all tiers: parameters (gathered ones
     excluded at stage 3), gradients, optimizer.
     """
-    held = _held(engine)
+    held = held_bytes(engine)
     return {kind: sum(held[kind, tier] for tier in TIERS) for kind in KINDS}
 
 
@@ -28,13 +28,13 @@ def bytes_by_tier(engine: Any) -> dict[str, int]:
     """Return the same bytes by tier: ``device``, ``ram`` (offloaded state, and the buffers between
     it and files) and ``disk``.
     """
-    held = _held(engine)
+    held = held_bytes(engine)
     tiers = {tier: sum(held[kind, tier] for kind in KINDS) for tier in TIERS}
     tiers["ram"] += sum(engine.sharded_model.placement.held().values())
     return tiers
 
 
-def _held(engine: Any) -> Counter[tuple[str, str]]:
+def held_bytes(engine: Any) -> Counter[tuple[str, str]]:
     """Return the bytes by kind and tier."""
     bound = engine.bound
     found: Counter[tuple[str, str]] = Counter()

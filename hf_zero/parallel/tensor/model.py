@@ -206,9 +206,9 @@ def _draws(model: nn.Module) -> bool:
     return False
 
 
-def cuts_of(model: nn.Module, size: int) -> dict[nn.Parameter, Sharding]:
+def cuts_of(model: nn.Module, size: int, rank: int = 0) -> dict[nn.Parameter, Sharding]:
     """Return the sharding of the parameters of ``model``, left unchanged, over ``size``
-    tensor-parallel ranks, for the first rank; fully replicated parameters are left out.
+    tensor-parallel ranks, for ``rank`` of them; fully replicated parameters are left out.
 
     Raises as :func:`tensor_parallel`.
     """
@@ -216,8 +216,8 @@ def cuts_of(model: nn.Module, size: int) -> dict[nn.Parameter, Sharding]:
         return {}
     path, inner = planned_model(model)
     modules = dict(model.named_modules(remove_duplicate=False))
-    cuts = cuts_for(modules, _planned(path, inner, None), 0, size)
-    return _placed(inner, None, cuts, 0, size)
+    cuts = cuts_for(modules, _planned(path, inner, None), rank, size)
+    return _placed(inner, None, cuts, rank, size)
 
 
 def _planned(path: str, inner: nn.Module, plan: Mapping[str, str | None] | None) -> list[Target]:
