@@ -16,8 +16,8 @@ from hf_zero.zero.layout import wrap
 from tests.helpers.broken_stacks import Latecomer
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import features, seeded
-from tests.helpers.stacks import squared
-from tests.helpers.training import At, Plan, adamw
+from tests.helpers.stacks import run_steps
+from tests.helpers.training import Plan, adamw
 
 wrap.GRANULARITY = 0  # blocks are small, and each is to be a unit
 wrap.PERSISTENCE = 0  # and its parameters sharded
@@ -25,14 +25,14 @@ wrap.PERSISTENCE = 0  # and its parameters sharded
 DISK_FAULTS = {"read": "read:20+:EIO", "write": "write:20+:ENOSPC"}
 
 
-def break_disk(way: str) -> None:
+def break_disk(way):
     if way in DISK_FAULTS:
         os.environ["HF_ZERO_IO_FAULT"] = DISK_FAULTS[way]
     elif way == "no room":
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
 
-def end(engine: Any, rank: int, way: str) -> None:
+def end(engine, rank, way):
     if way == "kill":
         os.kill(os.getpid(), 9)
     elif way == "raise":
@@ -47,7 +47,7 @@ def end(engine: Any, rank: int, way: str) -> None:
         engine.module.late = True
 
 
-def read_alone(engine: Any, here: bool) -> None:
+def read_alone(engine, here):
     """All ranks gather the model, then the one that is ``here`` reads it once more."""
     want = engine.module.state_dict()
     if here:
@@ -56,7 +56,7 @@ def read_alone(engine: Any, here: bool) -> None:
         print("read", all(torch.equal(got[name], value) for name, value in want.items()))
 
 
-def zero_section(stage: int, disk: str) -> dict[str, Any]:
+def zero_section(stage, disk):
     section: dict[str, Any] = {"stage": stage}
     if disk:
         nvme = {"device": "nvme", "nvme_path": disk}
@@ -66,7 +66,7 @@ def zero_section(stage: int, disk: str) -> dict[str, Any]:
     return section
 
 
-def train(rank: int, way: str, odd: int, stage: int, disk: str = "") -> None:
+def train(rank, way, odd, stage, disk=""):
     torch.set_num_threads(1)
     model = seeded(Latecomer)
     if rank == odd:
@@ -86,15 +86,14 @@ def train(rank: int, way: str, odd: int, stage: int, disk: str = "") -> None:
             end(engine, rank, way)
             if way == "finish":
                 return
-        engine.backward(squared(engine, At(at, 0, rank)))
-        engine.step()
+        run_steps(engine, rank, [at])
     if way.startswith("reads alone"):
         read_alone(engine, rank == odd)  # the other one is through
         if way.endswith("barrier"):
             torch.distributed.barrier()
 
 
-def spawned(rank: int, port: str, way: str, odd: int, stage: int) -> None:
+def spawned(rank, port, way, odd, stage):
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

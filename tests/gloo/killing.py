@@ -12,9 +12,7 @@ import hashlib
 import json
 import os
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,13 +24,13 @@ WIDTH, LAYERS = 7, 3
 
 
 class Wide(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = torch.nn.ModuleList([torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
         # Bytes to write, so that a save takes a while and is hit in the middle of its data.
         self.ballast = torch.nn.Parameter(torch.zeros(1 << 18))
 
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+    def forward(self, batch):
         for layer in self.layers:
             batch = torch.tanh(layer(batch))
         return batch.square().mean() + (self.ballast * batch.sum()).square().mean()
@@ -51,7 +49,7 @@ class Plan:
     keep: int | None = None
 
 
-def digest(engine: Any) -> str:
+def digest(engine):
     """Return a hash of this rank's master weights, moments, step counts, counters and LR schedule,
     bit for bit.
     """
@@ -72,7 +70,7 @@ def digest(engine: Any) -> str:
     return found.hexdigest()
 
 
-def rank_main(rank: int, port: int, plan: Plan, expected: list[str], pipe: Connection) -> None:
+def rank_main(rank, port, plan, expected, pipe):
     """``expected``: this rank's digest after 0, 1, 2 … steps; empty: say them."""
     torch.set_num_threads(1)
     os.environ.update(
@@ -92,7 +90,7 @@ def rank_main(rank: int, port: int, plan: Plan, expected: list[str], pipe: Conne
     }
     engine = start(model, adamw(model), {**config_of(plan.stage, timeout=60), **schedule})
 
-    def compare() -> None:
+    def compare():
         at, held = engine.counters.global_steps, digest(engine)
         if expected and held != expected[at]:
             pipe.send(("differs", at))

@@ -1,20 +1,31 @@
-"""An exception in a forward or backward, and a script that goes on: alike on all ranks it may; on
-one rank it is an error on all.
-
-With gloo and with a backend of which the engine knows nothing, where collectives of different
-passes would meet unseen.
+"""An exception in a forward or backward and a script that goes on, blocks that ranks leave out,
+ranks that hang: alike on all ranks it may go on, otherwise an error names the rank. With gloo and
+with backends of which the engine knows nothing.
 """
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 
+import hf_zero
+from hf_zero.distributed import collectives
 from hf_zero.errors import PartitionError, RankMismatchError
 from tests.gloo.test_divergence import ODD, Job
+from tests.helpers import oracle
+from tests.helpers import tensor_parallel as models
 from tests.helpers.backends import PLAIN, join_again
 from tests.helpers.cells import fast
+from tests.helpers.engines import engine_opener, train_on_rank
+from tests.helpers.left_out import LeftOut, at_random, on_one
 from tests.helpers.processes import run_processes, say
+from tests.helpers.training import Plan, merge
+from tests.parallel import expert_cases, pipelines
 
 FAST = [(PLAIN, 3, "forward"), (PLAIN, 2, "loss"), ("gloo", 3, "forward")]
 ALL = [
@@ -27,7 +38,7 @@ ALL = [
 ]
 
 
-def go_on(rank: int, cases: list[tuple[str, int, str]]) -> list[tuple[list[float], str]]:
+def go_on(rank, cases):
     """For each case the norms of the steps after an exception on all ranks, and the error that
     one on a single rank comes to.
     """
@@ -75,3 +86,172 @@ def test_a_script_that_goes_on_after_an_exception(cases):
                 text.startswith(f"RankMismatchError: rank {ODD} goes on with another ")
                 and "after an exception" in text
             ), (case, text)
+
+
+COMPILED = {"compile": {"blocks": True, "backend": "aot_eager"}}
+# backend, stage, accumulation, what is left out, checkpoints, configuration
+Case = tuple[str, int, int, object, object, dict[str, object]]
+
+
+def job_of(case):
+    what = case[3]
+    if what == "random":
+        return LeftOut(20, at_random(20, 0.3), case[4])
+    rank, *blocks = what
+    return LeftOut(14, on_one(rank, *blocks, since=1), case[4])
+
+
+def train_cases(rank, ranks, cases):
+    traces = []
+    for number, case in enumerate(cases):
+        backend, stage, accumulation, *_, more = case
+        say(f"{case}")
+        join_again(backend, f"case {number}")
+        plan, job = Plan(ranks=ranks, steps=3, accumulation=accumulation), job_of(case)
+        traces.append(
+            train_on_rank(
+                rank, {rank: job.build()}, job, plan, engine_opener(stage, timeout=60, **more)
+            )
+        )
+    return traces
+
+
+def check(ranks, cases, timeout):
+    answers = run_processes(ranks, train_cases, ranks, cases, timeout=timeout)
+    for number, case in enumerate(cases):
+        job, plan = job_of(case), Plan(ranks=ranks, steps=3, accumulation=case[2])
+        try:
+            oracle.compare(
+                merge([each[number] for each in answers]),
+                oracle.run(job, plan),
+                weight_floor=oracle.ROUNDING,
+            )
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
+
+
+def cases_on(backend):
+    return [
+        (backend, 3, 1, (1, 10), None, {}),
+        (backend, 3, 1, (0, 13, 12, 11, 10, 9), None, {}),
+        (backend, 3, 1, (1, 0, 1, 2, 3, 4, 5), None, {}),
+        (backend, 3, 1, "random", False, {}),
+    ]
+
+
+def test_two_processes():
+    more: Case = (PLAIN, 3, 3, "random", None, {})
+    check(2, [*cases_on("gloo")[3:], *cases_on(PLAIN)[2:3], more], timeout=400)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_more_processes(ranks):
+    cases: list[Case] = [
+        (backend, stage, accumulation, "random", checkpoints, {})
+        for backend in ("gloo", PLAIN)
+        for stage in (0, 1, 2, 3)
+        for accumulation in (1, 3)
+        for checkpoints in (None, False, True)
+    ]
+    cases.append((PLAIN, 3, 1, (1, 4, 5), None, COMPILED))
+    check(ranks, [*cases, *cases_on("gloo"), *cases_on(PLAIN)], timeout=590)
+
+
+HANGS = 1
+SECONDS = 3  # the timeout: groups made before the engine would wait for half an hour
+TOLD = "the others have raised"
+KEYS: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor_parallel": {"autotp_size": 2}},
+    "sequence": {"sequence_parallel_size": 2},
+    "expert": expert_cases.keys(2),
+    "pipeline": {},
+}
+
+
+def _hang(*_):
+    if dist.get_rank() == HANGS:
+        store = dist.distributed_c10d._get_default_store()
+        store.wait([TOLD], timedelta(seconds=200))
+
+
+def _train(rank, axis):
+    staged = axis == "pipeline"
+    built = {"expert": models.mixtral, "pipeline": lambda: pipelines.pipeline(2, 2)}
+    model = built.get(axis, models.llama)()
+    config = pipelines.config(2, 1, timeout=SECONDS, **KEYS[axis])
+    engine, *_ = hf_zero.initialize(model=model, config=config, optimizer=pipelines.sgd)
+    shares = hf_zero.sequence_parallel() if axis == "sequence" else None
+
+    def step():
+        if staged:
+            engine.train_batch(iter(pipelines.batches(2)))
+            return
+        for _ in range(2):
+            ids = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(1))
+            batch = {"input_ids": ids, "labels": ids}
+            engine.backward(engine(**(shares.shard(batch) if shares else batch)).loss)
+            engine.step()
+
+    step()
+    last = [module for module in model.modules() if isinstance(module, torch.nn.Linear)][-1]
+    last.register_forward_pre_hook(_hang)
+    try:
+        step()
+    except RankMismatchError as error:
+        return str(error)
+    finally:
+        dist.distributed_c10d._get_default_store().set(TOLD, "")
+    return "no error"
+
+
+@pytest.mark.parametrize("axis", list(KEYS))
+def test_the_timeout_of_the_configuration_holds_and_the_rank_that_hangs_is_named(axis):
+    said = run_processes(2, _train, axis, timeout=200)[1 - HANGS]
+    assert "which is the timeout" in said and f"rank {HANGS} on" in said, said
+    assert f"{axis} " in said, said
+
+
+class LateWork:
+    """A collective that a stream waits for, not the host."""
+
+    def __init__(self, work):
+        self._work = work
+
+    def wait(self):
+        pass
+
+    def is_completed(self):
+        return bool(self._work.is_completed())
+
+
+class LateHandle(collectives.Handle):
+    def __init__(self, works, *args, **kwargs):
+        super().__init__([LateWork(work) for work in works], *args, **kwargs)
+
+
+def leave(rank):
+    join_again(PLAIN, "followed")
+    job = Job(rank, 2)
+    for _ in range(2):
+        job.step()
+    if rank == ODD:
+        job.engine.mesh.close(groups=False)
+        # its process is there, and connected, until the other one knows
+        dist.distributed_c10d._get_default_store().wait(["known"], timedelta(seconds=200))
+        return ""
+    collectives.Handle, job.engine.mesh.shard._follows = LateHandle, collectives.CPU  # type: ignore[misc]
+    with pytest.raises(RankMismatchError) as raised:
+        for _ in range(2000):
+            job.step()
+            time.sleep(0.05)
+    dist.distributed_c10d._get_default_store().set("known", "")
+    return str(raised.value)
+
+
+def test_a_rank_that_leaves_others_to_their_devices():
+    said, _ = run_processes(2, leave, timeout=400)
+    assert (
+        f"rank {ODD} will never join: it has destroyed its engine" in said
+        and "rank 0 waits for reduce-scatter of" in said
+    ), said

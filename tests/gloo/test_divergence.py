@@ -35,7 +35,7 @@ LIMIT = 100  # seconds of the configuration's timeout: an error that comes by it
 class Job:
     """A training on one rank, and what its script may do at the wrong time."""
 
-    def __init__(self, rank: int, stage: int, accumulation: int = 1):
+    def __init__(self, rank, stage, accumulation=1):
         self.rank, self.model, self.at, self.accumulation = rank, seeded(Armed), 0, accumulation
         self.engine = start(
             self.model,
@@ -43,27 +43,27 @@ class Job:
             config_of(stage, Plan(accumulation=accumulation, clip=1.0), timeout=LIMIT),
         )
 
-    def backward(self) -> None:
+    def backward(self):
         self.at += 1
         self.engine.backward(squared(self.engine, At(self.at, 0, self.rank)))
 
-    def step(self) -> None:
+    def step(self):
         for _ in range(self.accumulation):
             self.backward()
             self.engine.step()
 
-    def evaluate(self) -> None:
+    def evaluate(self):
         self.engine.eval()
         with torch.no_grad():
             for _ in range(2):
                 self.engine(features(self.at, 0, self.rank))
         self.engine.train()
 
-    def save(self) -> None:
+    def save(self):
         with tempfile.TemporaryDirectory() as folder:
             self.engine.save_checkpoint(folder)
 
-    def raise_and_go_on(self, where: str) -> None:
+    def raise_and_go_on(self, where):
         self.model.at = where
         with pytest.raises(ArithmeticError):
             self.backward()
@@ -71,57 +71,57 @@ class Job:
         self.engine.zero_grad()
 
 
-def more_micro_batches(job: Job) -> None:
+def more_micro_batches(job):
     job.backward()
 
 
-def fewer_micro_batches(job: Job) -> None:
+def fewer_micro_batches(job):
     job.engine.set_gradient_accumulation_boundary(True)
     job.backward()
     job.engine.step()
     job.engine.set_gradient_accumulation_boundary(None)
 
 
-def evaluates(job: Job) -> None:
+def evaluates(job):
     job.evaluate()
 
 
-def evaluates_then_saves(job: Job) -> None:
+def evaluates_then_saves(job):
     job.evaluate()
     job.save()
 
 
-def saves(job: Job) -> None:
+def saves(job):
     job.save()
 
 
-def looks_at_a_weight(job: Job) -> None:
+def looks_at_a_weight(job):
     """The sum of a whole weight where the others sum one number: gloo aborts on that."""
     job.backward()
     for parameter in job.model.parameters():
         hf_zero.safe_get_full_fp32_param(parameter)
 
 
-def sets_a_weight(job: Job) -> None:
+def sets_a_weight(job):
     with hf_zero.GatheredParameters([job.model.head.weight], modifier_rank=0):
         pass
 
 
-def catches_an_error_in_forward(job: Job) -> None:
+def catches_an_error_in_forward(job):
     job.raise_and_go_on("forward")
 
 
-def catches_an_error_in_backward(job: Job) -> None:
+def catches_an_error_in_backward(job):
     job.raise_and_go_on("backward")
 
 
-def destroys_its_engine(job: Job) -> None:
+def destroys_its_engine(job):
     job.engine.destroy()
     time.sleep(4)  # and does not come back
     raise RankMismatchError("over")
 
 
-def waits_elsewhere(job: Job) -> None:
+def waits_elsewhere(job):
     hf_zero.distributed.world_group.barrier()
 
 
@@ -141,7 +141,7 @@ PARTED = [
 Case = tuple[str, int, int, int]  # function, stage, accumulation, steps before ODD parts
 
 
-def cases_of(steps: int) -> list[Case]:
+def cases_of(steps):
     return [
         (fn.__name__, stage, accumulation, steps)
         for fn, stages, accumulation in PARTED
@@ -149,7 +149,7 @@ def cases_of(steps: int) -> list[Case]:
     ]
 
 
-def part(rank: int, cases: list[Case]) -> list[str]:
+def part(rank, cases):
     """Run the cases on this rank; return the text of each case's error."""
     store, world = dist.distributed_c10d._get_default_store(), dist.get_world_size()
     told = []
@@ -176,7 +176,7 @@ def part(rank: int, cases: list[Case]) -> list[str]:
     return told
 
 
-def check(ranks: int, cases: list[Case], timeout: float) -> None:
+def check(ranks, cases, timeout):
     answers = run_processes(ranks, part, cases, timeout=timeout)
     wrong = []
     for number, (name, stage, _, steps) in enumerate(cases):
@@ -241,7 +241,7 @@ def test_one_of_three_ranks_parts():
     check(3, ONE_OF_THREE, timeout=300)
 
 
-def slow(rank: int, folder: str) -> list[float]:
+def slow(rank, folder):
     """A rank that is slow in its own code, one that is slow to save, and errors that a script
     gets over: all is well.
     """

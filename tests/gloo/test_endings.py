@@ -47,7 +47,7 @@ class Ending:
     absent: str = ""
 
 
-def raised(first_line: str, shown: str = "Traceback") -> Ending:
+def raised(first_line, shown="Traceback"):
     return Ending((shown,), (f"rank {{odd}} {first_line}", WAITS), absent="RankMismatchError")
 
 

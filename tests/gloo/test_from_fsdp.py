@@ -21,7 +21,7 @@ from tests.helpers.processes import run_processes
 from tests.helpers.ranks import run_ranks
 
 
-def write(rank: int, folder: str) -> list[float]:
+def write(rank, folder):
     """Train under FSDP2, save on the way in torch's two forms, and go on: the losses."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -69,24 +69,24 @@ def write(rank: int, folder: str) -> list[float]:
 class Application:
     """The single object that torch's checkpoint recipe saves, with the model and the optimizer."""
 
-    def __init__(self, weights, states) -> None:
+    def __init__(self, weights, states):
         self.held = {"model": weights, "optim": states}
 
     def state_dict(self):
         return self.held
 
-    def load_state_dict(self, state) -> None:
+    def load_state_dict(self, state):
         raise NotImplementedError
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory) -> tuple[Path, list[float]]:
+def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fsdp")
     losses = run_processes(2, write, str(folder))
     return folder, torch.tensor(losses).mean(0).tolist()
 
 
-def go_on(rank: int, folder: Path, models, stage: int):
+def go_on(rank, folder, models, stage):
     config = {
         "train_micro_batch_size_per_gpu": 6 // len(models),
         "zero_optimization": {"stage": stage},
@@ -166,7 +166,7 @@ def test_states_that_no_engine_names_are_left_out(written, heard):
         assert opened.manifest.optimizer is None
 
 
-def damaged(written, tmp_path: Path) -> Path:
+def damaged(written, tmp_path):
     return Path(shutil.copytree(written[0] / "one", tmp_path / "one"))
 
 
@@ -210,7 +210,7 @@ def test_bytes_that_are_no_tensor(written, tmp_path):
         hf_zero.convert_checkpoint(folder, tmp_path / "out")
 
 
-def rewritten(folder: Path, change) -> None:
+def rewritten(folder, change):
     path = folder / ".metadata"
     data = pickle.loads(path.read_bytes())
     change(data)

@@ -15,7 +15,7 @@ from tests.helpers.processes import run_processes, say
 from tests.helpers.ranks import RankFailed, RanksHung
 
 
-def point_to_point(rank: int, offset: int) -> list[float]:
+def point_to_point(rank, offset):
     value = torch.full((3,), float(rank + offset))
     other = torch.empty(3)
     works = [dist.isend(value, 1 - rank), dist.irecv(other, 1 - rank)]
@@ -24,19 +24,19 @@ def point_to_point(rank: int, offset: int) -> list[float]:
     return other.tolist()
 
 
-def one_fails(rank: int) -> None:
+def one_fails(rank):
     if rank == 1:
         raise ValueError("bad shard")
     dist.barrier()
 
 
-def one_waits(rank: int) -> None:
+def one_waits(rank):
     say(f"rank {rank} is here")
     if rank == 0:
         time.sleep(1000)
 
 
-def between_hosts(rank: int) -> tuple[torch.Tensor, list[int]]:
+def between_hosts(rank):
     """Exchange numbers between the hosts of a device's ranks; return the gathered ones and the
     maximum.
     """

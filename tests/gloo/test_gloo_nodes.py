@@ -6,7 +6,6 @@ node, and no rank waits in a circle where ranks leave out different blocks.
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,11 +20,11 @@ from tests.helpers.ways import WAYS
 RANKS, NODE = 4, 2
 
 
-def trained_twice(rank: int) -> list[Any]:
+def trained_twice(rank):
     peers: list[int] = []
     isend = dist.isend
 
-    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def counted(tensor, *args, **kwargs):
         peers.append(args[0])
         return isend(tensor, *args, **kwargs)
 
@@ -54,12 +53,12 @@ def trained_twice(rank: int) -> list[Any]:
     return answers
 
 
-def apart_in_two_hops(rank: int) -> list[Any]:
+def apart_in_two_hops(rank):
     """Ranks that skip other blocks in each step: weights, and bytes sent to another node."""
     sent: list[int] = []
     isend, job = dist.isend, WAYS["each rank skips another block, by step"]
 
-    def counted(tensor: torch.Tensor, peer: int, *args: Any, **kwargs: Any) -> Any:
+    def counted(tensor, peer, *args, **kwargs):
         sent.append(tensor.nbytes * (peer // NODE != rank // NODE))
         return isend(tensor, peer, *args, **kwargs)
 

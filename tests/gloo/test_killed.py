@@ -7,9 +7,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 import time
-from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +32,7 @@ IMPORTED = [
 class Running:
     """Two ranks at work, and what they have said."""
 
-    def __init__(self, plan: Plan, expected: list[list[str]]) -> None:
+    def __init__(self, plan, expected):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTED)
         self.pipes: list[Connection] = []
@@ -51,7 +49,7 @@ class Running:
             self.pipes.append(ours)
             self.ranks.append(process)
 
-    def hear(self, seconds: float) -> bool:
+    def hear(self, seconds):
         """Wait for words of any rank; False if both have nothing more to say."""
         open_pipes = [pipe for pipe in self.pipes if not pipe.closed]
         if not open_pipes:
@@ -64,7 +62,7 @@ class Running:
                 pipe.close()
         return True
 
-    def until(self, word: str, count: int = 1) -> None:
+    def until(self, word, count=1):
         """Until a rank has said ``word`` that often, or all have ended."""
         deadline = time.monotonic() + PATIENCE
         while not any(sum(kind == word for kind, _ in words) >= count for words in self.said):
@@ -72,30 +70,30 @@ class Running:
             if not self.hear(1.0):
                 return
 
-    def kill(self, first: int) -> None:
+    def kill(self, first):
         for rank in (first, 1 - first):
             self.ranks[rank].kill()
         self.end()
 
-    def end(self) -> None:
+    def end(self):
         deadline = time.monotonic() + PATIENCE
         while self.hear(1.0):
             assert time.monotonic() < deadline, self.said
         for process in self.ranks:
             process.join(PATIENCE)
 
-    def steps(self, word: str) -> list[int]:
+    def steps(self, word):
         return [value for words in self.said for kind, value in words if kind == word]
 
 
 @pytest.fixture
-def draw() -> Iterator[random.Random]:
+def draw():
     seed = random.SystemRandom().randrange(1 << 32)
     print(f"random moments of seed {seed}")  # shown where the test fails
     yield random.Random(seed)
 
 
-def uninterrupted(plan: Plan) -> tuple[list[list[str]], float]:
+def uninterrupted(plan):
     """Each rank's digests after 0, 1, 2 … steps, and the seconds that a save takes."""
     running = Running(plan, [[], []])
     began, spent = 0.0, []
@@ -114,9 +112,7 @@ def uninterrupted(plan: Plan) -> tuple[list[list[str]], float]:
     return digests, sorted(spent)[len(spent) // 2]
 
 
-def kill_again_and_again(
-    tmp_path: Path, stage: int, kills: int, draw: random.Random, **how: Any
-) -> None:
+def kill_again_and_again(tmp_path, stage, kills, draw, **how):
     steps = 2 * kills
     expected, seconds = uninterrupted(Plan(tmp_path / "whole", stage, steps, **how))
     plan = Plan(tmp_path / "killed", stage, steps, **how)
@@ -164,7 +160,7 @@ def kill_again_and_again(
     assert not left and len(find.tags_in(plan.folder)) <= (how.get("keep") or 1) + more
 
 
-def _last(words: list[tuple[str, Any]], wanted: str) -> int:
+def _last(words, wanted):
     return max((value for kind, value in words if kind == wanted), default=0)
 
 

@@ -5,8 +5,6 @@ gloo processes.
 from __future__ import annotations
 
 import gc
-import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +37,7 @@ LONG: list[Case] = [
 ]
 
 
-def one_engine(rank: int, case: Case, folder: Path) -> None:
+def one_engine(rank, case, folder):
     ending, way, stage, more = case
     section = offload(way, stage, folder, max_in_cpu=0, buffer_size=1 << 16)
     if "tensor_parallel" in more:
@@ -56,7 +54,7 @@ def one_engine(rank: int, case: Case, folder: Path) -> None:
     ENDINGS[ending](engine)
 
 
-def look(others: set[threading.Thread]) -> dict[str, int]:
+def look(others):
     """Measure what remains after all ranks have ended their engine; ``others`` are the threads of
     the job. Collective.
     """
@@ -70,9 +68,7 @@ def look(others: set[threading.Thread]) -> dict[str, int]:
     return held
 
 
-def train_and_end(
-    rank: int, cases: list[Case], times: int, tmp_path: Path
-) -> list[list[dict[str, int]]]:
+def train_and_end(rank, cases, times, tmp_path):
     one_engine(rank, cases[0], tmp_path)
     seen, others = [], working()
     for number, case in enumerate(cases):

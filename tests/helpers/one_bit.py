@@ -169,6 +169,21 @@ class WholeLamb(Whole):
 
 
 ADAM: dict[str, Any] = {"lr": 0.02, "betas": (0.8, 0.95), "weight_decay": 0.1}
+LAMB: dict[str, Any] = {
+    "lr": 0.02,
+    "betas": (0.8, 0.95),
+    "weight_decay": 0.1,
+    "eps": 1e-6,
+    "max_coeff": 0.3,
+    "min_coeff": 0.01,
+}
+# steps 1 and 2 are dense; 5 and 6 synchronise every second step, those from 7 on every fourth
+RARE = {
+    "var_freeze_step": 2,
+    "var_update_scaler": 1,
+    "local_step_scaler": 2,
+    "local_step_clipper": 4,
+}
 FREEZE, STEPS = 3, 8
 
 

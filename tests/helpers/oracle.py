@@ -277,3 +277,13 @@ def compare_mixed(
     for what, error in ours.items():
         limit = factor * theirs[what]
         assert error <= limit, f"{what}: error {error:.4g} against fp32, limit {limit:.4g}"
+
+
+def accept(got: Trace, job: Job, plan: Plan, stage: int) -> None:
+    """Compare a run by ``plan`` at ``stage`` with the plain loop, as its precision asks."""
+    if plan.precision == "fp32":
+        compare(got, kept(job, plan))
+        return
+    exact = kept(job, dataclasses.replace(plan, precision="fp32"))
+    factor = factor_at(stage, plan.ranks)
+    compare_mixed(got, mixed(job, plan, stage), exact, plan.dtype, factor)

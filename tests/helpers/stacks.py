@@ -30,13 +30,13 @@ def squared(net: Any, at: At, dtype: torch.dtype = torch.float32) -> torch.Tenso
     return net(features(at.step, at.micro, at.rank).to(dtype)).float().pow(2).mean()
 
 
-def steps(
+def run_steps(
     engine: Any,
     rank: int,
     numbers: Iterable[int],
     micros: int = 1,
     after: Callable[[int], Any] = lambda step: None,
-) -> list[float]:
+) -> list[torch.Tensor]:
     """Train a stack in the steps ``numbers``, of ``micros`` micro-batches each, in the dtype of its
     parameters; ``after`` is called with the number of each. Returns the losses.
     """
@@ -45,8 +45,9 @@ def steps(
         for micro in range(micros):
             loss = squared(engine, At(number, micro, rank), dtype)
             engine.backward(loss)
+            losses.append(loss.detach())
+            del loss  # and with it the graph
             engine.step()
-            losses.append(float(loss.detach()))
         after(number)
     return losses
 

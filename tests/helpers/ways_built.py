@@ -270,10 +270,7 @@ skipping(
     "a block used on rank 1 only (unused anywhere on one rank)",
     lambda at: () if at.rank == 1 else (1,),
 )
-skipping(
-    "each rank skips another block, by step",
-    lambda at: ((at.rank + at.step + at.micro) % 4,),
-)
+skipping("each rank skips another block, by step", lambda at: ((at.rank + at.step + at.micro) % 4,))
 skipping(
     "a block used on rank 0 only, in the last step only",
     lambda at: () if at.rank == 0 and at.step == 2 else (2,),
@@ -285,8 +282,7 @@ skipping(
     depth=9,
 )
 skipping(
-    "a block unused everywhere: decay and moments advance",
-    lambda at: (1,) if at.step > 0 else (),
+    "a block unused everywhere: decay and moments advance", lambda at: (1,) if at.step > 0 else ()
 )
 skipping("a block never used", lambda at: (2,))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ Plain = tuple[Path, Callable[[], dict[str, Any]]]  # while the ranks are at work
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
+def plain(tmp_path_factory):
     out = tmp_path_factory.mktemp("alone")
     with beside(SCRIPT, out, "--cases", *CASES, "classified") as report:
         yield out, report
@@ -52,24 +52,20 @@ FAST = ("stage 3, all on cpu",)
     scope="module",
     params=[pytest.param(way, marks=() if way in FAST else pytest.mark.long) for way in WAYS],
 )
-def launched(
-    request: pytest.FixtureRequest, plain: Plain, tmp_path_factory: pytest.TempPathFactory
-) -> Found:
+def launched(request, plain, tmp_path_factory):
     out = tmp_path_factory.mktemp(request.param.replace(" ", "_").replace(",", ""))
     stage, keys = WAYS[request.param]
     return out, launch(out, CASES, stage, **keys)
 
 
-def launch(out: Path, cases: tuple[str, ...], stage: int, **keys: Any) -> list[dict[str, Any]]:
+def launch(out, cases, stage, **keys):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_ZERO_LOG_LEVEL", "INFO")
         steps = {"gradient_clipping": 0.5, "gradient_accumulation_steps": 3}
         return accelerate_launch(SCRIPT, out, "--cases", *cases, stage=stage, **steps, **keys)
 
 
-def assert_same_training(
-    found: dict[str, Any], want: dict[str, Any], micro_batches: int, steps: int
-) -> None:
+def assert_same_training(found, want, micro_batches, steps):
     assert (len(want["losses"]), len(want["steps"])) == (micro_batches, steps)
     assert found["losses"] == pytest.approx(want["losses"], rel=1e-5)
     for key in (0, 1):

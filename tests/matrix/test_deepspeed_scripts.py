@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,14 @@ Reports = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], dict[str, Any]]]:
+def started(tmp_path_factory):
     """The plain run, while the ranks are at work."""
     with beside(SCRIPT, tmp_path_factory.mktemp("plain"), "--ranks", str(RANKS)) as report:
         yield report
 
 
 @pytest.fixture(scope="module")
-def plain(run: tuple[Reports, Path], started: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def plain(run, started):
     return started()
 
 
@@ -48,11 +47,7 @@ WAYS = [
 
 
 @pytest.fixture(scope="module", params=WAYS, ids=lambda way: f"stage{way[0]} {way[1]}".strip())
-def run(
-    request: pytest.FixtureRequest,
-    started: Callable[[], dict[str, Any]],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[Reports, Path]:
+def run(request, started, tmp_path_factory):
     stage, away = request.param
     folder = tmp_path_factory.mktemp(f"stage{stage}")
     config = folder / "ds_config.json"
@@ -63,7 +58,7 @@ def run(
     ), folder
 
 
-def close(got: Any, expected: Any) -> bool:
+def close(got, expected):
     """Relative in norm to 1e-5."""
     a, b = (torch.tensor(numbers, dtype=torch.float64).flatten() for numbers in (got, expected))
     return a.shape == b.shape and float((a - b).norm()) <= 1e-5 * float(b.norm())

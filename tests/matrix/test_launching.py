@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ import torch
 from hf_zero.distributed.rendezvous import discover
 from hf_zero.launch.hosts import free_port
 from tests.helpers.commands import completed, end_group
-from tests.helpers.hosts import LOOPBACK, NAMESPACES, Hosts, loopback, two_hosts
+from tests.helpers.hosts import LOOPBACK, NAMESPACES, loopback, two_hosts
 from tests.helpers.launched import Report, beside, environment
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -36,18 +36,18 @@ Oracle = Callable[[], Report]  # one process, while the ranks are at work
 
 
 @pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
+def oracle(tmp_path_factory):
     with beside(TRAIN, tmp_path_factory.mktemp("oracle"), "--oracle") as report:
         yield report
 
 
 @pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[Hosts]:
+def hosts(tmp_path):
     with two_hosts(tmp_path) as made:
         yield made
 
 
-def same(found: Sequence[Report], name: str, oracle: Oracle) -> None:
+def same(found, name, oracle):
     """The mean of the ranks' losses and everybody's weights are those of one process."""
     plain = oracle()
     cases = [report["cases"][name] for report in found]
@@ -64,13 +64,7 @@ def same(found: Sequence[Report], name: str, oracle: Oracle) -> None:
 class Started:
     """A command with its output in a file, in a session of its own."""
 
-    def __init__(
-        self,
-        command: list[str],
-        folder: Path,
-        extra: dict[str, str] | None = None,
-        name: str = "log",
-    ) -> None:
+    def __init__(self, command, folder, extra=None, name="log"):
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / f"{name}.txt"
         with open(self.log, "w") as file:
@@ -84,7 +78,7 @@ class Started:
                 start_new_session=True,
             )
 
-    def ends(self, timeout: float = 300.0) -> int:
+    def ends(self, timeout=300.0):
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -94,30 +88,23 @@ class Started:
         finally:
             end_group(self.process)
 
-    def until(self, condition: Callable[[], bool], timeout: float = 120.0) -> None:
+    def until(self, condition, timeout=120.0):
         limit = time.monotonic() + timeout
         while not condition():
             assert time.monotonic() < limit and self.process.poll() is None, self.said()[-8000:]
             time.sleep(0.1)
 
-    def said(self) -> str:
+    def said(self):
         return self.log.read_text()
 
 
-def reports(started: Started, folder: Path, ranks: int) -> list[Report]:
+def reports(started, folder, ranks):
     code = started.ends()
     assert code == 0, f"ended with {code}\n{started.said()[-8000:]}"
     return [json.loads((folder / f"report-{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def over(
-    hosts: Hosts,
-    folder: Path,
-    *arguments: str,
-    slots: int = 1,
-    options: Sequence[str] = (),
-    extra: dict[str, str] | None = None,
-) -> Started:
+def over(hosts, folder, *arguments, slots=1, options=(), extra=None):
     """``hf-zero launch --hostfile`` with the training script."""
     folder.mkdir(exist_ok=True)
     file = hosts.hostfile(folder / "hosts", slots)
@@ -134,7 +121,7 @@ def over(
     return Started(command, folder, {**hosts.environment(), **(extra or {})})
 
 
-def check_two_hosts(hosts: Hosts, folder: Path, oracle: Oracle) -> None:
+def check_two_hosts(hosts, folder, oracle):
     odd = 'it\'s $HOME; "two words" & *'
     started = over(
         hosts,
@@ -258,7 +245,7 @@ def test_a_host_that_is_silent_is_named(tmp_path):
         check_cut(two, 1, tmp_path / "run")
 
 
-def check_cut(hosts: Hosts, lost: int, out: Path) -> None:
+def check_cut(hosts, lost, out):
     """In the middle of a step.
 
     Each host's part is started by itself, so that nobody ends the slower one before it has spoken.
@@ -307,7 +294,7 @@ def check_cut(hosts: Hosts, lost: int, out: Path) -> None:
                 os.kill(int(file.read_text()), signal.SIGKILL)
 
 
-def own_address_of(hosts: Hosts, place: int) -> str:
+def own_address_of(hosts, place):
     """Return the address of the rank as that rank sees it: all loopback addresses are reached from
     one.
     """
@@ -367,14 +354,14 @@ def test_the_end_of_the_launcher_ends_all_hosts(hosts, number, tmp_path):
     end_group(started.process)
 
 
-def alive(pid: int) -> bool:
+def alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
 
 
-def unused_job() -> str:
+def unused_job():
     """The id of a job whose port is free: it is computed from the id."""
     while True:
         job = str(random.randrange(10**6, 10**9))
@@ -388,7 +375,7 @@ def unused_job() -> str:
                 continue
 
 
-def srun(rank: int, job: str) -> dict[str, str]:
+def srun(rank, job):
     """Return the variables that srun 22.05 sets for two tasks on this host."""
     return {
         "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0",
@@ -398,7 +385,7 @@ def srun(rank: int, job: str) -> dict[str, str]:
     }  # fmt: skip
 
 
-def open_mpi(rank: int, job: str) -> dict[str, str]:
+def open_mpi(rank, job):
     """Return the variables that mpirun of Open MPI 4.1 sets for two processes on this host."""
     return {
         "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2",
@@ -407,7 +394,7 @@ def open_mpi(rank: int, job: str) -> dict[str, str]:
     }  # fmt: skip
 
 
-def hydra(rank: int, job: str) -> dict[str, str]:
+def hydra(rank, job):
     """Return the variables that mpiexec of MPICH and Intel MPI sets, and a port, as it names no
     job.
     """
@@ -419,9 +406,7 @@ def hydra(rank: int, job: str) -> dict[str, str]:
     }  # fmt: skip
 
 
-def by_variables(
-    words: Callable[[int, str], dict[str, str]], folder: Path, route: str
-) -> list[Report]:
+def by_variables(words, folder, route):
     """Two processes with nothing but a launcher's variables."""
     job, command = (
         unused_job(),
@@ -437,7 +422,7 @@ def by_variables(
     return [json.loads((folder / f"report-{rank}.json").read_text()) for rank in (0, 1)]
 
 
-def check_route(found: list[Report], route: str, oracle: Oracle) -> None:
+def check_route(found, route, oracle):
     same(found, route, oracle)
     assert [
         (report["cases"][route]["rank"], report["cases"][route]["world"]) for report in found
@@ -461,7 +446,7 @@ def test_processes_of_srun_and_mpi_train_as_one(words, route, tmp_path, oracle):
     check_route(by_variables(words, tmp_path / "run", route), route, oracle)
 
 
-def real_mpirun() -> str | None:
+def real_mpirun():
     """An mpirun of Open MPI on this machine, if there is one."""
     program = shutil.which("mpirun")
     said = completed([program, "--version"]).stdout if program else ""

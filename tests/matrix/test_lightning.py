@@ -11,7 +11,6 @@ import ast
 import csv
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -36,13 +35,13 @@ OFTEN = fast(STRATEGIES, lambda strategy: strategy == "zero_stage_3")
 class Run:
     """The results of a launch: a report for each rank, weights, checkpoints."""
 
-    def __init__(self, folder: Path, ranks: int) -> None:
+    def __init__(self, folder, ranks):
         self.folder = folder
         self.reports: list[Report] = [
             json.loads((folder / f"report-{rank}.json").read_text()) for rank in range(ranks)
         ]
 
-    def case(self, strategy: str, case: str) -> dict[str, Any]:
+    def case(self, strategy, case):
         """The report of rank 0, with losses averaged over the ranks."""
         found = [report[strategy][case] for report in self.reports]
         return {
@@ -52,20 +51,18 @@ class Run:
             ],
         }
 
-    def weights(self, strategy: str, case: str) -> dict[str, torch.Tensor]:
+    def weights(self, strategy, case):
         return torch.load(self.folder / f"{strategy}-{case}.pt", weights_only=True)
 
 
-def cases(
-    folder: Path, *more: str, ranks: int = 1, start: Any = alone, timeout: float = 300
-) -> Run:
+def cases(folder, *more, ranks=1, start=alone, timeout=300):
     """Run the script; with more ranks than one it is Lightning that starts the others."""
     start(CASES, folder, "--devices", str(ranks), *more, timeout=timeout)
     return Run(folder, ranks)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bert")
     torch.manual_seed(0)
     shape = {
@@ -81,7 +78,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sharded_and_plain(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[Run, Run]:
+def sharded_and_plain(tmp_path_factory, model):
     """Two ranks that Lightning's own launcher starts, and one process beside them."""
     folder, place = tmp_path_factory.mktemp("sharded"), tmp_path_factory.mktemp("plain")
     chosen = ("--cases", ",".join(FAST), "--model", str(model))
@@ -92,55 +89,51 @@ def sharded_and_plain(tmp_path_factory: pytest.TempPathFactory, model: Path) -> 
 
 
 @pytest.fixture(scope="module")
-def sharded(sharded_and_plain: tuple[Run, Run]) -> Run:
+def sharded(sharded_and_plain):
     return sharded_and_plain[0]
 
 
 @pytest.fixture(scope="module")
-def below(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Run:
+def below(tmp_path_factory, model):
     chosen = ("--cases", ",".join(FAST), "--model", str(model))
     folder = tmp_path_factory.mktemp("below")
     return cases(folder, "--strategies", "zero_stage_2", *chosen, ranks=2)
 
 
 @pytest.fixture
-def trained(request: pytest.FixtureRequest, strategy: str) -> Run:
+def trained(request, strategy):
     name = "sharded" if strategy == "zero_stage_3" else "below"
     return request.getfixturevalue(name)  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
-def plain(sharded_and_plain: tuple[Run, Run]) -> Run:
+def plain(sharded_and_plain):
     return sharded_and_plain[1]
 
 
 @pytest.fixture(scope="module")
-def plain_and_slow(
-    plain: Run, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Run]:
+def plain_and_slow(plain, model, tmp_path_factory):
     """By case."""
     slow = cases(tmp_path_factory.mktemp("slow"), "--cases", ",".join(SLOW), "--model", str(model))
     return {case: slow if case in SLOW else plain for case in FAST + SLOW}
 
 
-def relative(got: Any, want: Any) -> float:
+def relative(got, want):
     got, want = (torch.as_tensor(value, dtype=torch.float64).flatten() for value in (got, want))
     assert got.shape == want.shape
     return float((got - want).norm() / want.norm())
 
 
-def whole(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+def whole(weights):
     return torch.cat([value.flatten() for value in weights.values()])
 
 
-def same_weights(
-    got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], limit: float = FP32
-) -> None:
+def same_weights(got, want, limit=FP32):
     assert got.keys() == want.keys()
     assert relative(whole(got), whole(want)) < limit
 
 
-def same_course(got: Run, want: Run, strategy: str, case: str, limit: float = FP32) -> None:
+def same_course(got, want, strategy, case, limit=FP32):
     """Losses, norms, what evaluation found, and weights."""
     found, wanted = got.case(strategy, case), want.case("plain", case)
     assert len(found["losses"]) > 4
@@ -214,7 +207,7 @@ def test_a_checkpoint_has_lightnings_layout(trained, strategy):
 
 
 @pytest.fixture(scope="module")
-def afterwards(tmp_path_factory: pytest.TempPathFactory, sharded: Run) -> Run:
+def afterwards(tmp_path_factory, sharded):
     """One process with the checkpoints of two ranks: resumed at stage 0, and converted."""
     folder, source = (
         tmp_path_factory.mktemp("afterwards"),
@@ -311,7 +304,7 @@ def test_what_cannot_be_is_refused_and_said(tmp_path):
 RECIPE = ROOT / "recipes" / "lightning"
 
 
-def recipe(out: Path, *arguments: str) -> list[float]:
+def recipe(out, *arguments):
     """The losses of the card's command with ``arguments``, step by step."""
     command = [launched.python(), "run_lightning.py", "--output_dir", str(out)]
     launched.output(
@@ -492,7 +485,7 @@ def test_four_ranks_go_on_where_two_were(tmp_path, below, plain):
     same_weights(run.weights("zero_stage_3", "resumed"), plain.weights("plain", "fit"))
 
 
-def four(script: Path, out: Path, *arguments: str, timeout: float) -> list[Report]:
+def four(script, out, *arguments, timeout):
     return torchrun(script, out, *arguments, ranks=4, timeout=timeout)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "other_ranks.py"
 A_STEP, AT = 8, 3
 
 
-def launched(ranks: int, out: Path, *arguments: str) -> list[dict[str, Any]]:
+def launched(ranks, out, *arguments):
     return (
         [alone(SCRIPT, out, *arguments)]
         if ranks == 1
@@ -25,14 +24,14 @@ def launched(ranks: int, out: Path, *arguments: str) -> list[dict[str, Any]]:
     )
 
 
-def killed(ranks: int, out: Path, *arguments: str) -> None:
+def killed(ranks, out, *arguments):
     command = [sys.executable, str(SCRIPT)] if ranks == 1 else torchrun_command(SCRIPT, ranks)
     with started(command, out, arguments) as process:
         assert ended(process, 300) not in (0, None), (out / "log.txt").read_text()
     assert not list(out.glob("report-*.json"))
 
 
-def rows(reports: list[dict[str, Any]], way: str) -> list[list[int]]:
+def rows(reports, way):
     """Return the rows of each step, in the order in which micro-batches and ranks have them."""
     seen = [
         row
@@ -44,9 +43,9 @@ def rows(reports: list[dict[str, Any]], way: str) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def saved(tmp_path_factory):
     @cache
-    def save(ranks: int, stage: int) -> tuple[Path, list[dict[str, Any]]]:
+    def save(ranks, stage):
         folder = tmp_path_factory.mktemp(f"saved{ranks}")
         return folder, launched(
             ranks, folder, "--runs", str(folder / "runs"), "--save", "--stage", str(stage)
@@ -55,9 +54,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return save
 
 
-def go_on(
-    saved: Any, tmp_path: Path, before: tuple[int, int], after: tuple[int, int], accumulate: int = 1
-) -> list[dict[str, Any]]:
+def go_on(saved, tmp_path, before, after, accumulate=1):
     """``before``, ``after``: ranks and stage."""
     folder, whole = saved(*before)
     ranks, stage = after
@@ -82,7 +79,7 @@ def go_on(
     return reports
 
 
-def lost(reports: list[dict[str, Any]], way: str, saved: int, ranks: int) -> list[int]:
+def lost(reports, way, saved, ranks):
     text = (
         f"was saved by {saved} rank(s), this run has {ranks}: random states of ranks that are "
         "gone or new do not carry over"
@@ -101,7 +98,7 @@ def test_more_ranks(saved, tmp_path):
     assert [lost(reports, way, 1, 2) for way in ("trainer", "loop")] == [[1, 0], [1, 0]]
 
 
-def killed_and_resumed(saved: Any, tmp_path: Path, ranks: int, stage: int, *how: str) -> None:
+def killed_and_resumed(saved, tmp_path, ranks, stage, *how):
     """The second save is interrupted; the run resumes after the first with the losses of the
     uninterrupted one.
     """

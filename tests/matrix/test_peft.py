@@ -4,7 +4,7 @@ weights of one plain process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,34 +25,34 @@ Plain = tuple[Path, Callable[[], dict[str, Any]]]  # while the ranks are at work
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     peft_base.make_base(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def plain_loop(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
+def plain_loop(base, tmp_path_factory):
     out = tmp_path_factory.mktemp("plain")
     with launched.beside(LOOP, out, "--base", str(base)) as report:
         yield out, report
 
 
-def adapter(folder: Path) -> dict[str, torch.Tensor]:
+def adapter(folder):
     return load_file(folder / "adapter_model.safetensors")
 
 
-def same_files(got: Path, want: Path) -> None:
+def same_files(got, want):
     """The adapter's tensors, none of them empty."""
     assert all(value.numel() for value in adapter(got).values())
     oracle.compare_tensors(str(got), adapter(got), adapter(want))
 
 
-def flat(pairs: list[list[float]]) -> list[float]:
+def flat(pairs):
     return [number for pair in pairs for number in pair]
 
 
-def only_adapters_travel(seen: dict[str, Any], stage: int, ranks: int = 2) -> None:
+def only_adapters_travel(seen, stage, ranks=2):
     """The base is sharded at stage 3 and whole below, never reduced; only adapters have
     optimizer state.
     """
@@ -133,12 +133,12 @@ def test_loops_for_accelerate_offloaded_and_with_fused_kernels(
         same_files(tmp_path / case / "adapter", folder / case / "adapter")
 
 
-def merged_plain(folder: Path, case: str) -> dict[str, torch.Tensor]:
+def merged_plain(folder, case):
     return torch.load(folder / case / "merged-0.pt")
 
 
 @pytest.fixture(scope="module")
-def plain_trainer(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
+def plain_trainer(base, tmp_path_factory):
     out = tmp_path_factory.mktemp("plain_trainer")
     with launched.beside(TRAINER, out, "--base", str(base)) as report:
         yield out, report

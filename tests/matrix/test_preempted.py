@@ -7,9 +7,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,13 +23,13 @@ LOOP, ACCELERATE, TRAINER = (
 PATIENCE = 300.0
 
 
-def begun(out: Path, rank: int) -> int:
+def begun(out, rank):
     """Steps that ``rank`` has begun."""
     file = out / f"begun-{rank}"
     return len(file.read_text().splitlines()) if file.exists() else 0
 
 
-def tell(process: Any, out: Path, whom: str) -> None:
+def tell(process, out, whom):
     """SIGTERM in the third step or after: to one rank, to both some steps apart, to the
     launcher.
     """
@@ -49,7 +48,7 @@ def tell(process: Any, out: Path, whom: str) -> None:
         os.kill(pids[0], signal.SIGTERM)
 
 
-def interrupted(command: list[str], out: Path, whom: str, *arguments: str) -> list[dict[str, Any]]:
+def interrupted(command, out, whom, *arguments):
     """Reports of the ranks of a job that is told to end. torchrun itself ends with an error if
     it got the signal, its ranks never.
     """
@@ -67,9 +66,7 @@ def interrupted(command: list[str], out: Path, whom: str, *arguments: str) -> li
     return seen
 
 
-def goes_on(
-    before: list[dict[str, Any]], after: list[dict[str, Any]], want: list[list[float]]
-) -> None:
+def goes_on(before, after, want):
     """The losses of both parts are those of an uninterrupted run: [step][rank]."""
     steps = len(before[0]["losses"])
     assert 0 < steps < len(want), "it was interrupted in the middle"
@@ -85,19 +82,19 @@ Plain = Callable[[], list[list[float]]]
 
 
 @pytest.fixture(scope="module")
-def plain_loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
+def plain_loop(tmp_path_factory):
     with launched.beside(LOOP, tmp_path_factory.mktemp("plain"), "--plain") as report:
         yield lambda: report()["losses"]
 
 
 @pytest.fixture(scope="module")
-def plain_accelerate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
+def plain_accelerate(tmp_path_factory):
     with launched.beside(ACCELERATE, tmp_path_factory.mktemp("plain")) as report:
         yield lambda: [[loss] * 2 for loss in report()["losses"]]
 
 
 @pytest.fixture(scope="module")
-def plain_trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
+def plain_trainer(tmp_path_factory):
     with launched.beside(TRAINER, tmp_path_factory.mktemp("plain")) as report:
         yield lambda: [[loss] * 2 for loss in report()["losses"]]
 

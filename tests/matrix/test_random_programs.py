@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.random_programs import STEPS, Mesh, Program, Record, kinds, on_ranks, runnable
+from tests.helpers.random_programs import STEPS, Program, kinds, on_ranks, runnable
 
 FAST, ALL = 10, 400
 # those of which causal_zoo.py makes no small model: layers that share weights, odd factors
@@ -15,7 +15,7 @@ NOT_BUILT = {"reformer", "zamba", "zamba2"}
 LOSS, NORM, WEIGHTS = 2e-4, 2e-3, 5e-3  # relative; weights: of what the training has changed
 
 
-def _compare(program: Program, part: int, mesh: Mesh, ranks: list[Record], want: Record) -> None:
+def _compare(program, part, mesh, ranks, want):
     first, last = part * STEPS, (part + 1) * STEPS
     for rank, found in enumerate(ranks):
         reader = rank // (mesh.tensor * mesh.sequence)
@@ -31,7 +31,7 @@ def _compare(program: Program, part: int, mesh: Mesh, ranks: list[Record], want:
             assert found.generated[0] == [want.generated[0][reader]], f"rank {rank} of {mesh}"
 
 
-def _compare_weights(program: Program, got: Record, want: Record) -> None:
+def _compare_weights(program, got, want):
     start = program.model().state_dict()
     changes = {
         name: float((want.weights[name].float() - start[name].float()).norm()) for name in start

@@ -5,7 +5,6 @@ beside the same lines in one process.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -18,7 +17,7 @@ CASE = ("--cases", "sequences")
 SCRIPT = Path(__file__).parent / "scripts" / "tensor_parallel_cases.py"
 
 
-def _compare(out: Path, ranks: int, stages: tuple[int, ...]) -> None:
+def _compare(out, ranks, stages):
     seeded(llama).save_pretrained(out / "start")
     chosen = ["--model", str(out / "start"), "--stages", *map(str, stages)]
     with beside(SCRIPT, out / "alone") as alone:
@@ -40,7 +39,7 @@ def _compare(out: Path, ranks: int, stages: tuple[int, ...]) -> None:
             _nearly(got[0][key], want["accelerate None"][key])
 
 
-def _nearly(got: Any, want: Any) -> None:
+def _nearly(got, want):
     if isinstance(want, dict):
         assert got.keys() == want.keys()
         for key in want:

@@ -5,7 +5,7 @@ generate, measure, save and keep.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -28,18 +28,18 @@ Plain = Callable[[tuple[str, ...]], tuple[Path, Callable[[], dict[str, Any]]]]
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
+def plain(tmp_path_factory):
     with ExitStack() as stack:
 
         @cache
-        def run(cases: tuple[str, ...]) -> tuple[Path, Callable[[], dict[str, Any]]]:
+        def run(cases):
             out = tmp_path_factory.mktemp("alone")
             return out, stack.enter_context(beside(SCRIPT, out, "--cases", *cases))
 
         yield run
 
 
-def numbers(entry: Any) -> Any:
+def numbers(entry):
     """``entry`` with its floats apart, so that the rest can be compared exactly."""
     if isinstance(entry, float):
         return [entry]
@@ -47,7 +47,7 @@ def numbers(entry: Any) -> Any:
     return [number for each in inner for number in numbers(each)]
 
 
-def shape(entry: Any) -> Any:
+def shape(entry):
     if isinstance(entry, dict):
         return {key: shape(value) for key, value in entry.items()}
     if isinstance(entry, list):
@@ -55,9 +55,7 @@ def shape(entry: Any) -> Any:
     return None if isinstance(entry, float) else entry
 
 
-def compare(
-    cases: tuple[str, ...], stages: tuple[int, ...], plain: Plain, out: Path, offloaded: str = ""
-) -> None:
+def compare(cases, stages, plain, out, offloaded=""):
     section = offload(offloaded, max(stages), out) if offloaded else {}
     section.pop("stage", None)
     place, report = plain(cases)

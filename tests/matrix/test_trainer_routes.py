@@ -16,12 +16,12 @@ Seen = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def routes(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+def routes(tmp_path_factory):
     return torchrun(SCRIPT, tmp_path_factory.mktemp("routes"), "--what", "routes")
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+def launched(tmp_path_factory):
     """With an evaluation before, in a Trainer of its own."""
     out, keys = tmp_path_factory.mktemp("launched"), {"gradient_accumulation_steps": 2}
     return accelerate_launch(SCRIPT, out, "--what", "launched", stage=3, **keys)

@@ -51,9 +51,7 @@ class Started:
     cases.
     """
 
-    def __init__(
-        self, material: Path, folder: Path, cases: tuple[str, ...], stage: int, **keys: Any
-    ):
+    def __init__(self, material, folder, cases, stage, **keys):
         self.stage, self.folder = stage, folder
         arguments = ("--material", str(material), "--cases", ",".join(cases))
         with launched.beside(
@@ -69,7 +67,7 @@ class Started:
             )
             self.plain = plain()
 
-    def compare(self, case: str) -> None:
+    def compare(self, case):
         want = self.plain[case]
         numbers = [key for key in want if key not in FACTS]
         assert {"loss", "grad_norm"} <= set(numbers)
@@ -93,7 +91,7 @@ class Started:
                 ) == sorted(said)
         self.compare_files(Path(self.ranks[0][case]["saved"]), Path(want["saved"]))
 
-    def compare_files(self, got: Path, want: Path) -> None:
+    def compare_files(self, got, want):
         names = [file.relative_to(want) for file in want.rglob("*.safetensors")]
         assert names, "nothing was saved"
         for name in names:
@@ -105,7 +103,7 @@ class Started:
             )
 
 
-def loaded(folder: Path) -> Any:
+def loaded(folder):
     """The model in ``folder``, by the class that its users load it with."""
     adapters = (folder / "adapter_config.json").exists()
     if "reward" in folder.name:
@@ -124,7 +122,7 @@ def loaded(folder: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def material(tmp_path_factory):
     folder = tmp_path_factory.mktemp("material")
     trl_material.save_models(folder)
     trl_material.save_rows(folder)
@@ -132,7 +130,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def often(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Started:
+def often(material, tmp_path_factory):
     return Started(material, tmp_path_factory.mktemp("often"), OFTEN, stage=3)
 
 
@@ -150,7 +148,7 @@ def test_ranks_end_their_sequences_at_different_steps(often):
 
 
 @pytest.fixture(scope="module")
-def seldom(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Started:
+def seldom(material, tmp_path_factory):
     return Started(material, tmp_path_factory.mktemp("seldom"), SELDOM, stage=3)
 
 
@@ -161,7 +159,7 @@ def test_the_rest_as_in_one_process(case, seldom):
 
 
 @pytest.fixture(scope="module")
-def below(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Started:
+def below(material, tmp_path_factory):
     return Started(material, tmp_path_factory.mktemp("below"), OFTEN + SELDOM, stage=2)
 
 
@@ -175,7 +173,7 @@ OFFLOADED = ("sft.plain", "sft.adapters", "dpo.resumed", "grpo.sharded")
 
 
 @pytest.fixture(scope="module")
-def offloaded(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Started:
+def offloaded(material, tmp_path_factory):
     keys = {"offload_optimizer_device": "cpu", "offload_param_device": "cpu"}
     return Started(material, tmp_path_factory.mktemp("offloaded"), OFFLOADED, stage=3, **keys)
 
@@ -199,7 +197,7 @@ KEYED = (
 
 
 @pytest.fixture(scope="module")
-def keyed(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Started:
+def keyed(material, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_ZERO_LOG_LEVEL", "INFO")
         return Started(material, tmp_path_factory.mktemp("keyed"), KEYED, stage=3, **launched.KEYS)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import gc
 import weakref
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from tests.helpers.accelerators import play_streams
 CPU = torch.device("cpu")
 
 
-def flat(numel: int, dtype: torch.dtype = torch.float32) -> Any:
+def flat(numel, dtype=torch.float32):
     made = SimpleNamespace(
         key="layers.0|trainable|float32", shard=torch.full((numel,), float("nan"), dtype=dtype)
     )
@@ -27,7 +26,7 @@ def flat(numel: int, dtype: torch.dtype = torch.float32) -> Any:
 
 
 @pytest.fixture
-def offload(monkeypatch: pytest.MonkeyPatch) -> GradientOffload:
+def offload(monkeypatch):
     play_streams(monkeypatch)
     return GradientOffload(CPU, lambda numel, dtype: torch.empty(numel, dtype=dtype))
 

@@ -9,8 +9,6 @@ import gc
 import os
 import resource
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,28 +23,28 @@ BLOCK = 8192
 
 
 @pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
+def backend(request):
     return request.param
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Iterator[NvmeFiles]:
+def files(tmp_path):
     files = NvmeFiles([tmp_path], 3, block_size=BLOCK, queue_depth=1, threads=1)
     yield files
     files.close()
 
 
-def bytes_of(nbytes: int) -> torch.Tensor:
+def bytes_of(nbytes):
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
 
 
-def content(extent: nvme_files.FileExtent) -> torch.Tensor:
+def content(extent):
     out = torch.full((extent.nbytes,), 255, dtype=torch.uint8)
     extent.read(0, out).wait()
     return out
 
 
-def inject(files: NvmeFiles, faults: str) -> None:
+def inject(files, faults):
     files._queue.inject(parse_faults(faults))
 
 
@@ -307,7 +305,7 @@ def test_asking_for_what_is_not_there(files):
     files.close()
 
 
-def descriptors() -> list[str]:
+def descriptors():
     links = []
     for name in os.listdir("/proc/self/fd"):
         try:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
 
@@ -33,7 +32,7 @@ print("same" if torch.equal(out, values) else "other", flush=True)
 """
 
 
-def living(folder: Path) -> subprocess.Popen[str]:
+def living(folder):
     process = subprocess.Popen(
         [sys.executable, "-c", LIVING, str(folder)],
         stdin=subprocess.PIPE,

@@ -5,11 +5,9 @@ the engine's order is what it replays.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -17,7 +15,7 @@ BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[Any]:
+def bench():
     """The modules of scripts/bench."""
     sys.path.insert(0, str(BENCH))
     try:
@@ -30,29 +28,29 @@ def bench() -> Iterator[Any]:
         sys.path.remove(str(BENCH))
 
 
-def machine(bench: Any) -> Any:
+def machine(bench):
     """One unit of work takes a second wherever it is done."""
     return bench.replay.Machine(
         h2d=1.0, d2h=1.0, both=1.0, host=1.0, hbm=1.0, flops=1.0, disk_write=1.0, disk_read=2.0
     )
 
 
-def seconds(bench: Any, train: list[Any], update: list[Any] | None = None) -> Any:
+def seconds(bench, train, update=None):
     schedule = bench.schedule.Schedule(
         {"train": [*train, bench.schedule.Op("mark")], "update": update or []}
     )
     return bench.replay.replay(schedule, machine(bench))
 
 
-def kernel(bench: Any, flops: float, stream: str = "compute") -> Any:
+def kernel(bench, flops, stream="compute"):
     return bench.schedule.Op("launch", "kernel", stream, flops=flops)
 
 
-def copy(bench: Any, direction: str, size: float, stream: str) -> Any:
+def copy(bench, direction, size, stream):
     return bench.schedule.Op("launch", direction, stream, size=size)
 
 
-def fence(bench: Any, stream: str, number: int) -> list[Any]:
+def fence(bench, stream, number):
     """The host waits for all that was launched on ``stream``."""
     return [
         bench.schedule.Op("launch", "record", stream, number),
@@ -137,19 +135,19 @@ def test_threads_that_wait_for_each_other_are_an_error(bench):
         seconds(bench, [bench.schedule.Op("join", event=1)], [bench.schedule.Op("begin", event=1)])
 
 
-def recorded(bench: Any, case: Any, **more: Any) -> Any:
+def recorded(bench, case, **more):
     return bench.model.record(replace(bench.model.LLAMA_3B, blocks=4), case, **more)
 
 
-def predicted(bench: Any, case: Any, **more: Any) -> Any:
+def predicted(bench, case, **more):
     return bench.replay.replay(recorded(bench, case, **more), replace(bench.model.H200, flops=4e14))
 
 
-def last_first(engine: Any) -> None:
+def last_first(engine):
     """Update units in the reverse of the order in which the forward needs them."""
     start = engine.updater.start
 
-    def reversed_start(update: Any) -> None:
+    def reversed_start(update):
         engine.updater._uses = engine.updater._uses[::-1]
         start(update)
 

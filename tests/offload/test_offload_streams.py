@@ -7,12 +7,10 @@ tests/gpu/test_offload_on_gpu.py shows the numbers.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +26,7 @@ BLOCKS = 8
 
 
 @pytest.fixture(scope="module")
-def bench() -> Iterator[Any]:
+def bench():
     sys.path.insert(0, str(BENCH))
     try:
         import offload_model
@@ -42,7 +40,7 @@ def bench() -> Iterator[Any]:
         sys.path.remove(str(BENCH))
 
 
-def recorded(bench: Any, name: str, make: Any = None) -> Any:
+def recorded(bench, name, make=None):
     key = name, make
     if key not in bench.made:
         shape = replace(bench.model.LLAMA_3B, blocks=BLOCKS)
@@ -51,12 +49,12 @@ def recorded(bench: Any, name: str, make: Any = None) -> Any:
     return bench.made[key]
 
 
-def rmsprop(model: torch.nn.Module) -> torch.optim.Optimizer:
+def rmsprop(model):
     """It steps itself, and so on the thread that trains."""
     return torch.optim.RMSprop(trainable(model), lr=1e-3)
 
 
-def of(result: Any, resource: str, label: str) -> list[Any]:
+def of(result, resource, label):
     return sorted(
         (span for span in result.spans if span.resource == resource and span.label == label),
         key=lambda span: span.start,

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,27 +28,25 @@ ROWS = ("device", "host", "files")
 Open = Callable[[int, torch.dtype], Storage]
 
 
-def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+def zeros(numel, dtype):
     return torch.zeros(numel, dtype=dtype)
 
 
-def filled(storage: Storage, dtype: torch.dtype) -> Any:
+def filled(storage, dtype):
     storage.add(SHARD, StorageFormat(dtype))
     return storage
 
 
-def on_host(numel: int, dtype: torch.dtype) -> Any:
+def on_host(numel, dtype):
     return filled(HostStorage(numel, [(0, numel)], zeros), dtype)
 
 
-def in_files(
-    key: str, numel: int, dtype: torch.dtype, files: NvmeFiles, pool: BufferPool
-) -> NvmeStorage:
+def in_files(key, numel, dtype, files, pool):
     return filled(NvmeStorage(key, numel, [(0, numel)], files, pool), dtype)
 
 
 @pytest.fixture(params=ROWS)
-def row(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
+def row(request, tmp_path):
     if request.param == "device":
         return lambda numel, dtype: DeviceStorage({SHARD: torch.zeros(numel, dtype=dtype)})
     if request.param == "host":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,11 +17,11 @@ NUMEL = 9001
 Open = Callable[[], Storage]
 
 
-def zeros(numel: int, dtype: torch.dtype) -> torch.Tensor:
+def zeros(numel, dtype):
     return torch.zeros(numel, dtype=dtype)
 
 
-def in_files(folder: Path, count: int = 3, **how: bool) -> tuple[NvmeStorage, BufferPool]:
+def in_files(folder, count=3, **how):
     pool = BufferPool(count, zeros, **how)
     return NvmeStorage(
         "layer|trainable|float32", NUMEL, SUB_GROUPS, NvmeFiles([folder], 0), pool
@@ -30,7 +29,7 @@ def in_files(folder: Path, count: int = 3, **how: bool) -> tuple[NvmeStorage, Bu
 
 
 @pytest.fixture(params=["memory", "files", "files, one buffer", "files, nothing ahead or behind"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+def storage(request, tmp_path):
     if request.param == "memory":
         return HostStorage(NUMEL, SUB_GROUPS, zeros)
     if request.param == "files, one buffer":
@@ -40,7 +39,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     return in_files(tmp_path)[0]
 
 
-def update(storage: Storage, order: list[int]) -> None:
+def update(storage, order):
     for at, sub_group in enumerate(order):
         held = storage.acquire(sub_group)
         if at + 1 < len(order):

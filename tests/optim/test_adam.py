@@ -1,10 +1,11 @@
-"""Adam without bias correction: the formula written out, by torch's loops, the host kernels and the
-flat ones, at every stage and offloaded.
+"""Adam without bias correction: the formula written out, by torch's loops, the host kernels and
+the flat ones, at every stage and offloaded; one step of what is offloaded, flat by flat.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,14 +14,16 @@ from torch import nn
 
 from hf_zero.deepspeed import optimizers
 from hf_zero.errors import ConfigError
+from hf_zero.offload.storage import MASTER
+from hf_zero.offload.sub_group_update import Counted, Update
 from hf_zero.ops import dispatch
 from hf_zero.optim import Adam, CPUAdam
 from hf_zero.optim.fused import FusedStep
+from hf_zero.optim.segments import Segment, SegmentPart
 from tests.helpers import oracle
 from tests.helpers.checked_triton import checked_triton
 from tests.helpers.engines import config_of, full_weights, start
-from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, squared
-from tests.helpers.training import At
+from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps
 
 LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.999), 1e-6, 0.1
 
@@ -28,11 +31,11 @@ LR, BETAS, EPS, DECAY = 1e-2, (0.9, 0.999), 1e-6, 0.1
 class ByHand(torch.optim.Optimizer):
     """The formula, a line per line."""
 
-    def __init__(self, params: Any, decoupled: bool = True) -> None:
+    def __init__(self, params, decoupled=True):
         super().__init__(params, {"decoupled": decoupled})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         for group in self.param_groups:
             for param in (p for p in group["params"] if p.grad is not None):
                 state, grad = self.state[param], param.grad
@@ -45,7 +48,7 @@ class ByHand(torch.optim.Optimizer):
                 param.sub_(LR * state["m"] / (state["v"].sqrt() + EPS))
 
 
-def settings(decoupled: bool) -> dict[str, Any]:
+def settings(decoupled):
     return {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY, "bias_correction": False}
 
 
@@ -81,14 +84,14 @@ def test_with_correction_it_is_torchs():
 
 
 @pytest.fixture(params=["torch's step", "one launch"])
-def launches(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def launches(request, monkeypatch):
     made: list[Any] = []
     if request.param == "torch's step":
         yield made
         return
     step = FusedStep.step
 
-    def counted(self: Any, *args: Any) -> Any:
+    def counted(self, *args):
         made.append(step(self, *args))
         return made[-1]
 
@@ -109,9 +112,7 @@ def test_named_by_a_configuration_or_passed(stage, launches):
         section = {"optimizer": {"type": "AdamW", "params": params}} if named else {}
         passed = None if named else optimizers.FusedAdam(model.parameters(), **settings(True))
         engine = start(model, passed, config_of(stage, **section))
-        for step in range(3):
-            engine.backward(squared(engine, At(step, 0, rank)))
-            engine.step()
+        run_steps(engine, rank, range(3))
         assert engine.bound.scalars()[0]["step"] == 3
         return full_weights(engine)
 
@@ -128,9 +129,7 @@ def test_offloaded(kind):
 
     def run(rank, model):
         engine = start(model, None, config_of(2, zero_optimization=zero, optimizer=section))
-        for step in range(3):
-            engine.backward(squared(engine, At(step, 0, rank)))
-            engine.step()
+        run_steps(engine, rank, range(3))
         return full_weights(engine)
 
     oracle.compare_tensors("weights", on_ranks(2, run)[0], want, floor=oracle.ADAM_ROUNDING)
@@ -145,9 +144,7 @@ def test_a_checkpoint_goes_on_offloaded_and_not(tmp_path):
         engine = start(model, None, config_of(2, zero_optimization=zero, optimizer=section))
         if steps[0]:
             engine.load_checkpoint(tmp_path)
-        for step in steps:
-            engine.backward(squared(engine, At(step, 0, rank)))
-            engine.step()
+        run_steps(engine, rank, steps)
         engine.save_checkpoint(tmp_path)
         weights = full_weights(engine)
         engine.destroy()
@@ -175,3 +172,70 @@ def test_not_in_one_bit(rank, model):
     one_bit = {"bits": 1, "freeze_step": 2}
     with pytest.raises(ConfigError, match="bias_correction: a group leaves it out"):
         start(model, optimizer, config_of(1, compressed_communication=one_bit))
+
+
+SUB_GROUPS = 3
+
+
+@dataclass(eq=False)
+class Recorded:
+    """States that tell what was held and what was announced, by flat and sub_group."""
+
+    key: str
+    events: list[tuple[str, str, int]] = field(default_factory=list)
+
+    def acquire(self, sub_group):
+        self.events.append(("held", self.key, sub_group))
+        return {MASTER: torch.zeros(4)}
+
+    def prefetch(self, sub_group):
+        self.events.append(("ahead", self.key, sub_group))
+
+    def release(self, sub_group):
+        """Nothing was kept."""
+
+
+class Stepping:
+    """Stands for the optimizer: each flat has some sub_groups."""
+
+    def __init__(self, flats):
+        self._hosted = {
+            flat.key: [
+                Segment(0, 4 * n, 4 * n + 4, [SegmentPart(flat, 4 * n, 4 * n + 4, 0)], n)
+                for n in range(SUB_GROUPS)
+            ]
+            for flat in flats
+        }
+
+    def offloaded_segments(self, flat):
+        return self._hosted[flat.key]
+
+    def count(self, flat, rules):
+        return dict.fromkeys(self._hosted[flat.key], Counted())
+
+    def step_sub_group(self, segment, held, grad, divisor, fresh):
+        held[MASTER].add_(grad)
+
+
+@pytest.mark.parametrize("order", ["abc", "cba", "cab", "bca"])
+def test_what_was_updated_is_not_announced_again(order):
+    """Flats may be updated in another order than they were announced in: what waits is what the
+    next forward needs first.
+    """
+    events: list[tuple[str, str, int]] = []
+    flats = {
+        key: SimpleNamespace(
+            key=key, storage=Recorded(key, events), grad=torch.ones(4 * SUB_GROUPS)
+        )
+        for key in "abc"
+    }
+    update = Update(Stepping(list(flats.values())), [None], [{}], 1.0, 0)
+    for key in "abc":
+        update.announce(flats[key])
+    for key in order:
+        update.run(flats[key], lambda start, stop: None, lambda start, stop, values: None)
+    held = [event for event in events if event[0] == "held"]
+    assert held == [("held", key, sub_group) for key in order for sub_group in range(SUB_GROUPS)]
+    for place, (what, key, sub_group) in enumerate(events):
+        assert what == "held" or ("held", key, sub_group) in events[place:]
+    assert len(set(events)) == 2 * len(held) - 1, "all but the first were announced"

@@ -71,7 +71,7 @@ class World:
     bound: list[BoundOptimizer]
     seed: int = 0
 
-    def gradients(self, scale: float = 1.0) -> None:
+    def gradients(self, scale=1.0):
         generator = torch.Generator().manual_seed(self.seed)
         self.seed += 1
         for parameter in self.whole.values():
@@ -86,7 +86,7 @@ class World:
                 assert flat.grad is not None
                 flat.write(scaled, flat.grad)
 
-    def step(self, scale: float | None = None, found_inf: float | None = None) -> None:
+    def step(self, scale=None, found_inf=None):
         self.gradients(1.0 if scale is None else scale)
         if not found_inf:
             self.plain.step()
@@ -96,14 +96,14 @@ class World:
                 None if found_inf is None else torch.tensor(found_inf),
             )
 
-    def sharded(self, name: str = "master") -> dict[str, Tensor]:
+    def sharded(self, name="master"):
         out = {key: torch.zeros_like(parameter.data) for key, parameter in self.whole.items()}
         for flats, bound in zip(self.ranks, self.bound):
             for flat in flats:
                 flat.read(bound.tensors(flat)[name], out)
         return out
 
-    def assert_equal(self, **tolerance: float) -> None:
+    def assert_equal(self, **tolerance):
         for name, tensor in self.sharded().items():
             torch.testing.assert_close(
                 tensor,
@@ -113,13 +113,7 @@ class World:
             )
 
 
-def make(
-    case: str,
-    parameters: dict[str, torch.nn.Parameter],
-    group_of: dict[str, int],
-    groups: int,
-    **more: Any,
-) -> torch.optim.Optimizer:
+def make(case, parameters, group_of, groups, **more):
     cls, options = CASES[case]
     options = {**options, **more}
     if issubclass(cls, CPUOptimizer):
@@ -137,15 +131,15 @@ def make(
 
 
 def world(
-    case: str,
-    shards: int = 3,
-    units: list[dict[str, tuple[int, ...]]] | None = None,
-    group_of: dict[str, int] | None = None,
-    together: bool = True,
-    grad_dtype: torch.dtype = torch.float32,
-    steps_before: int = 0,
-    **options: Any,
-) -> World:
+    case,
+    shards=3,
+    units=None,
+    group_of=None,
+    together=True,
+    grad_dtype=torch.float32,
+    steps_before=0,
+    **options,
+):
     units, group_of = units or UNITS, group_of or GROUP_OF
     groups = max(group_of.values()) + 1
     values = [{name: torch.randn(shape) for name, shape in unit.items()} for unit in units]
@@ -176,12 +170,12 @@ def world(
     return World(case, whole, plain, ranks, bound)
 
 
-def unfused(case: str) -> dict[str, Any]:
+def unfused(case):
     return {"fused": False} if case in FUSED else {}
 
 
 @st.composite
-def places(draw: st.DrawFn) -> dict[str, Any]:
+def places(draw):
     groups = draw(st.integers(1, 3))
     units, group_of = [], {}
     for u in range(draw(st.integers(1, 3))):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.optim import CPUAdagrad, CPUAdam, CPULion, Lion, build_optimizer
 
 
-def build(kind: str, **params: Any) -> torch.optim.Optimizer:
+def build(kind, **params):
     return build_optimizer(OptimizerConfig(kind, params), [torch.nn.Parameter(torch.zeros(3))])
 
 

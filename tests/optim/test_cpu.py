@@ -47,7 +47,7 @@ PAIRS: list[tuple[Make, Make]] = [
 ]
 
 
-def parameters() -> list[nn.Parameter]:
+def parameters():
     generator = torch.Generator().manual_seed(0)
     across = torch.randn(5, 7, generator=generator).t()  # not contiguous
     return [
@@ -57,7 +57,7 @@ def parameters() -> list[nn.Parameter]:
     ]
 
 
-def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: range) -> None:
+def train(optimizer, params, steps):
     for step in steps:
         for index, param in enumerate(params):
             if index == 2:

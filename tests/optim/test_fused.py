@@ -5,12 +5,10 @@ hooks and fallbacks as torch has them.
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import numpy
 import pytest
 import torch
-from torch import Tensor
 
 from hf_zero.ops import dispatch
 from hf_zero.optim.adam_lion import Lion
@@ -27,7 +25,7 @@ GROUP_OF = {name: int("bias" in name) for unit in UNITS for name in unit}
 
 
 @pytest.fixture
-def forced(monkeypatch: pytest.MonkeyPatch, checked_triton: Any) -> list[str]:
+def forced(monkeypatch, checked_triton):
     """Kernels run, in the checked interpreter; the list grows by a name at each launch."""
     launched: list[str] = []
     monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
@@ -38,7 +36,7 @@ def forced(monkeypatch: pytest.MonkeyPatch, checked_triton: Any) -> list[str]:
     )
     load = dispatch._load
 
-    def note(launch: str) -> Any:
+    def note(launch):
         launched.append(launch.partition(":")[2])
         return load(launch)
 
@@ -46,7 +44,7 @@ def forced(monkeypatch: pytest.MonkeyPatch, checked_triton: Any) -> list[str]:
     return launched
 
 
-def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def adamw(groups):
     return torch.optim.AdamW(
         [
             {**groups[0], "lr": 1e-2, "weight_decay": 0.1},
@@ -55,28 +53,20 @@ def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     )
 
 
-def adam(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def adam(groups):
     return torch.optim.Adam(
         [{**groups[0], "betas": (0.8, 0.9)}, groups[1]], lr=1e-2, weight_decay=0.1, maximize=True
     )
 
 
-def lion(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def lion(groups):
     return Lion([{**groups[0], "weight_decay": 0.1}, groups[1]], lr=1e-3)
 
 
 class Bound:
     """One rank's flats and a bound optimizer."""
 
-    def __init__(
-        self,
-        make: Any,
-        kernels: str,
-        shards: int = 1,
-        rank: int = 0,
-        together: bool = True,
-        grad_dtype: torch.dtype = torch.float32,
-    ):
+    def __init__(self, make, kernels, shards=1, rank=0, together=True, grad_dtype=torch.float32):
         torch.manual_seed(5)
         units = [{name: torch.randn(shape) for name, shape in unit.items()} for unit in UNITS]
         self.flats = shard(units, shards, together=together, grad_dtype=grad_dtype)[rank]
@@ -90,14 +80,14 @@ class Bound:
         self.optimizer = make(groups)
         self.bound = BoundOptimizer(self.optimizer, self.flats, GROUP_OF, parameters, kernels)
 
-    def step(self, seed: int, **told: Any) -> set[str]:
+    def step(self, seed, **told):
         generator = torch.Generator().manual_seed(seed)
         for flat in self.flats:
             assert flat.grad is not None
             flat.grad.copy_(torch.randn(flat.grad.numel(), generator=generator))
         return self.bound.step(**told)
 
-    def everything(self) -> dict[str, Tensor]:
+    def everything(self):
         return {
             f"{flat.key} {name}": t.clone()
             for flat in self.flats
@@ -105,7 +95,7 @@ class Bound:
         }
 
 
-def same(ours: Bound, theirs: Bound, tolerance: float = 5e-7) -> None:
+def same(ours, theirs, tolerance=5e-7):
     got, want = ours.everything(), theirs.everything()
     assert set(got) == set(want)
     for name, tensor in want.items():

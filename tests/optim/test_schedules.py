@@ -22,13 +22,13 @@ from hf_zero.optim import (
 )
 
 
-def adam(*lrs: float | torch.Tensor) -> torch.optim.Optimizer:
+def adam(*lrs):
     return torch.optim.AdamW(
         [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (lrs or (0.5,))]
     )
 
 
-def curve(schedule: Any, steps: int, group: int = 0) -> list[float]:
+def curve(schedule, steps, group=0):
     """The learning rate before the first step and after each of ``steps``."""
     seen = [schedule.optimizer.param_groups[group]["lr"]]
     for _ in range(steps):

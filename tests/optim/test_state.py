@@ -4,8 +4,6 @@ without a change.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -17,9 +15,7 @@ from tests.helpers.flats import shard
 SHAPES: dict[str, tuple[int, ...]] = {"w": (4, 5), "b": (3,), "s": ()}
 
 
-def stepped(
-    cls: type[torch.optim.Optimizer], parameters: dict[str, torch.nn.Parameter], **options: Any
-) -> torch.optim.Optimizer:
+def stepped(cls, parameters, **options):
     optimizer = cls(list(parameters.values()), **options)
     for parameter in parameters.values():
         parameter.grad = torch.randn_like(parameter)
@@ -27,15 +23,11 @@ def stepped(
     return optimizer
 
 
-def fresh() -> dict[str, torch.nn.Parameter]:
+def fresh():
     return {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in SHAPES.items()}
 
 
-def bind(
-    optimizer: torch.optim.Optimizer,
-    parameters: dict[str, torch.nn.Parameter],
-    known: dict[str, Any] | None = None,
-) -> BoundOptimizer:
+def bind(optimizer, parameters, known=None):
     [flats] = shard([{name: p.data for name, p in parameters.items()}], 1, together=True)
     return BoundOptimizer(
         optimizer, flats, dict.fromkeys(parameters, 0), parameters if known is None else known
@@ -149,11 +141,11 @@ class PythonCounters(torch.optim.Optimizer):
     numbers.
     """
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params):
         super().__init__(params, {"lr": 0.5})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]
@@ -194,7 +186,7 @@ def test_an_optimizer_the_user_vouches_for_runs_with_python_counters():
 class RowMeans(PythonCounters):
     """Claims to be element-wise, and keeps something of another size."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):  # type: ignore[override]
         super().step()
         for p in self.param_groups[0]["params"]:
             self.state[p]["means"] = torch.zeros(2)

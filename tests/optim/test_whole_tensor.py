@@ -1,4 +1,6 @@
-"""LAMB and LARS in one process against their formulas, written down tensor by tensor."""
+"""Adafactor, Muon, LAMB and LARS in one process: against transformers' and torch's updates, and
+their formulas written down tensor by tensor; what they refuse.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +10,31 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
 
+from hf_zero.config import OptimizerConfig
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
-from hf_zero.optim import LARS, Lamb
-from hf_zero.optim.elementwise import check
+from hf_zero.optim import LARS, Adafactor, Lamb, Muon, build_optimizer
+from hf_zero.optim.adafactor import rectangles
+from hf_zero.optim.elementwise import adopt, check, give_back
+from hf_zero.optim.muon import hidden_matrices
 
 SHAPES = ((4, 3), (5,), (), (7, 2, 2))
 
 
-def parameters() -> list[torch.nn.Parameter]:
+def parameters():
     made = [torch.nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in SHAPES]
     made[1].data.zero_()  # whose norm is 0 in the first step
     return made
 
 
-def ratio(weight: float, update: float, low: float, high: float) -> float:
+def ratio(weight, update, low, high):
     return min(max(weight / update, low), high) if weight and update else 1.0
 
 
-def lamb(
-    w: torch.Tensor, g: torch.Tensor, kept: dict[str, torch.Tensor], t: int, of: dict[str, Any]
-) -> float:
+def lamb(w, g, kept, t, of):
     """One step of DeepSpeed's LAMB; the trust ratio."""
     beta1, beta2 = of["betas"]
     m = kept["m"] = beta1 * kept.get("m", torch.zeros_like(w)) + (1 - beta1) * g
@@ -41,9 +47,7 @@ def lamb(
     return r
 
 
-def lars(
-    w: torch.Tensor, g: torch.Tensor, kept: dict[str, torch.Tensor], t: int, of: dict[str, Any]
-) -> None:
+def lars(w, g, kept, t, of):
     decay = of["weight_decay"]
     r = 1.0
     if w.dim() > 1 and float(w.norm()) and float(g.norm()):
@@ -148,7 +152,7 @@ def test_sparse_gradients_are_refused(kind):
 
 
 class OwnStep(Lamb):
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure=None):
         return super().step(closure)
 
 
@@ -156,3 +160,262 @@ def test_a_step_of_ones_own_is_refused_on_shards():
     check(Lamb(parameters()))
     with pytest.raises(UnsupportedOptimizerError, match="optimizer OwnStep cannot run"):
         check(OwnStep(parameters()))
+
+
+@pytest.mark.parametrize("settings", [{}, {"nesterov": False}, {"ns_steps": 3, "lr": 0.1}])
+def test_it_is_torchs_update_and_adamws(settings):
+    torch.manual_seed(0)
+    mine = [torch.nn.Parameter(torch.randn(shape)) for shape in ((6, 4), (3, 9), (5,), (2, 3, 2))]
+    want = [torch.nn.Parameter(p.detach().clone()) for p in mine]
+    ours = Muon([{"params": mine[:2]}, {"params": mine[2:], "use_muon": False}], **settings)
+    lr = settings.get("lr", 1e-3)
+    theirs = [
+        torch.optim.Muon(want[:2], **settings),
+        torch.optim.AdamW(want[2:], lr=lr, weight_decay=0.1),
+    ]
+    for _ in range(5):
+        for p, w in zip(mine, want):
+            p.grad = torch.randn_like(p)
+            w.grad = p.grad.clone()
+        for optimizer in (ours, *theirs):
+            optimizer.step()
+    for p, w in zip(mine, want):
+        torch.testing.assert_close(p, w, rtol=1e-6, atol=1e-7)
+    assert sorted(ours.state[mine[0]]) == ["momentum_buffer", "step"]
+    assert sorted(ours.state[mine[3]]) == ["exp_avg", "exp_avg_sq", "step"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": -1.0}, "lr is -1.0"),
+        ({"weight_decay": -1.0}, "weight_decay -1.0"),
+        ({"momentum": 1.0}, "momentum is 1.0"),
+        ({"betas": (0.9, 1.0)}, r"betas \(0.9, 1.0\)"),
+        ({"adjust_lr_fn": "none"}, "adjust_lr_fn is 'none'"),
+        ({"ns_steps": 100}, "ns_steps is 100"),
+        ({"ns_coefficients": (1.0,)}, "ns_coefficients"),
+    ],
+)
+def test_what_is_out_of_range_is_named(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        Muon([torch.nn.Parameter(torch.ones(2, 2))], **settings)
+
+
+def test_a_vector_goes_to_adamw():
+    optimizer = Muon([torch.nn.Parameter(torch.ones(2, 2))])
+    with pytest.raises(ConfigError, match=r"parameter 0 of group 1 has shape \(3,\).*use_muon"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_group_stays_of_its_kind():
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    optimizer = Muon([weight])
+    weight.grad = torch.ones(2, 2)
+    optimizer.step()
+    optimizer.param_groups[0]["use_muon"] = False
+    with pytest.raises(ConfigError, match=r"shape \(2, 2\) has no exp_avg, exp_avg_sq.*use_muon"):
+        optimizer.step()
+
+
+def bert():
+    config = transformers.BertConfig(
+        vocab_size=32,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+def test_hidden_matrices_are_neither_embeddings_nor_the_head():
+    model = bert()
+    hidden = hidden_matrices(model)
+    found = {name for name, p in model.named_parameters() if any(p is each for each in hidden)}
+    layer = "bert.encoder.layer.0."
+    parts = ("query", "key", "value")
+    assert found == {
+        *(f"{layer}attention.self.{part}.weight" for part in parts),
+        f"{layer}attention.output.dense.weight",
+        f"{layer}intermediate.dense.weight",
+        f"{layer}output.dense.weight",
+        "cls.predictions.transform.dense.weight",
+    }
+
+
+def test_groups_of_the_configuration_are_parted():
+    model = bert()
+    model.cls.predictions.transform.dense.weight.use_muon = False
+    params = {"lr": 0.5, "muon_lr": 0.1, "adam_lr": 0.2, "momentum": 0.8}
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    groups = [
+        {"params": decayed, "weight_decay": 0.3},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "lr": 0.7},
+    ]
+    made = build_optimizer(OptimizerConfig(type="muon", params=params), groups, model)
+    assert isinstance(made, Muon)
+    names, parted = ("use_muon", "lr", "weight_decay"), made.param_groups
+    told = [(*(group[name] for name in names), len(group["params"])) for group in parted]
+    assert told == [
+        (True, 0.1, 0.3, 6),
+        (False, 0.2, 0.3, len(decayed) - 6),
+        (False, 0.7, 0.1, len(groups[1]["params"])),
+    ]
+
+
+def test_keys_of_the_configuration():
+    weight: Any = torch.nn.Parameter(torch.ones(2, 2))
+    weight.use_muon = True
+    params: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw", "nesterov": False}
+    made = build_optimizer(OptimizerConfig(type="Muon", params=params), [weight])
+    assert made.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
+    for method in ("gram", "standard"):
+        made = build_optimizer(OptimizerConfig(type="Muon", params={"ns_method": method}), [weight])
+        assert made.param_groups[0]["ns_steps"] == 5
+    for wrong in ("svd", 3):
+        with pytest.raises(ConfigError, match="ns_method"):
+            build_optimizer(OptimizerConfig(type="Muon", params={"ns_method": wrong}), [weight])
+    for key, value in (("use_muon", False), ("adjust_lr_fn", True), ("nesterov", "yes")):
+        with pytest.raises(ConfigError, match=key):
+            build_optimizer(OptimizerConfig(type="Muon", params={key: value}), [weight])
+
+
+def test_without_a_model_parameters_are_tagged():
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    section = OptimizerConfig(type="Muon", params={})
+    with pytest.raises(ConfigError, match="no attribute use_muon"):
+        build_optimizer(section, [weight])
+    weight.use_muon = True  # type: ignore[attr-defined]
+    assert build_optimizer(section, [weight]).param_groups[0]["use_muon"]
+
+
+ADAFACTOR_SHAPES = ((4, 3), (5,), (), (3, 2, 4), (1, 6))
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"warmup_init": True, "clip_threshold": 0.3},
+    {"beta1": 0.9, "weight_decay": 0.1},
+    {"lr": 0.03, "relative_step": False, "scale_parameter": False},
+    {"lr": 0.03, "relative_step": False, "eps": (1e-3, 0.5), "decay_rate": -0.5},
+]
+
+
+def of_several_shapes():
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape)) for shape in ADAFACTOR_SHAPES]
+
+
+def stepped_alike(ours, mine, theirs, want, first=0):
+    for step in range(first, first + 5):
+        torch.manual_seed(step)
+        for p, w in zip(mine, want):
+            p.grad = torch.randn_like(p) * (0.0 if step == 2 and p.ndim == 2 else 1.0)
+            w.grad = p.grad.clone()
+        ours.step()
+        theirs.step()
+        for p, w in zip(mine, want):
+            torch.testing.assert_close(p, w, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_it_is_transformers_update(settings):
+    mine, want = of_several_shapes(), of_several_shapes()
+    ours = Adafactor(mine, **settings)
+    stepped_alike(ours, mine, transformers.Adafactor(want, **settings), want)
+    names = {"step", "factors"} | ({"exp_avg"} if "beta1" in settings else set())
+    assert set(ours.state[mine[0]]) == names
+    shapes = {name: tuple(each.shape) for name, each in ours.state[mine[3]]["factors"].items()}
+    assert shapes == {"exp_avg_sq_row": (3, 2), "exp_avg_sq_col": (3, 4)}
+
+
+ADOPTED = [
+    (transformers.Adafactor, SETTINGS[0]),
+    (transformers.Adafactor, SETTINGS[2]),
+    (torch.optim.Adafactor, {}),
+    (torch.optim.Adafactor, {"lr": 0.5, "weight_decay": 0.1, "d": 1.5, "maximize": True}),
+    (torch.optim.Adafactor, {"eps": (1e-2, 0.3), "beta2_decay": -0.5}),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings"), ADOPTED)
+def test_an_object_of_another_library_goes_on_as_it_was(kind, settings):
+    """Also with the state of steps before."""
+    mine, want = of_several_shapes(), of_several_shapes()
+    ours, theirs = kind(mine, **settings), kind(want, **settings)
+    stepped_alike(ours, mine, theirs, want)
+    schedule = torch.optim.lr_scheduler.LambdaLR(ours, lambda step: 1.0) if "lr" in settings else 0
+    adopt(ours)
+    assert isinstance(ours, kind) and type(ours) is not kind
+    stepped_alike(ours, mine, theirs, want, 5)
+    assert ours.state[mine[0]]["factors"] and schedule is not None
+    give_back(ours)
+    assert type(ours) is kind
+
+
+def test_parameters_of_several_dtypes():
+    mine, want = of_several_shapes(), of_several_shapes()
+    for each in (mine, want):
+        each[0].data, each[3].data = each[0].data.double(), each[3].data.double()
+    stepped_alike(Adafactor(mine), mine, transformers.Adafactor(want), want)
+
+
+def test_a_state_dict_goes_on():
+    mine, want = of_several_shapes(), of_several_shapes()
+    ours, theirs = Adafactor(mine), transformers.Adafactor(want)
+    stepped_alike(ours, mine, theirs, want)
+    packed = copy.deepcopy(ours.state_dict())
+    fresh = Adafactor(mine)
+    fresh.load_state_dict(packed)
+    stepped_alike(fresh, mine, theirs, want, 5)
+
+
+@given(
+    st.lists(st.integers(1, 5), min_size=2, max_size=4).flatmap(
+        lambda shape: st.tuples(st.just(tuple(shape)), st.integers(0, 700), st.integers(0, 700))
+    )
+)
+def test_rectangles_are_the_elements_in_order(of):
+    shape, one, other = of
+    values = torch.arange(torch.Size(shape).numel())
+    start, stop = sorted(min(each, values.numel()) for each in (one, other))
+    matrices = values.view(-1, *shape[-2:])
+    at = start
+    for each in rectangles(start, stop, shape):
+        found = each.of(values[start:stop])
+        want = matrices[each.matrix, each.row : each.row + each.rows]
+        assert torch.equal(found, want[:, each.column : each.column + each.columns])
+        assert each.offset == at - start
+        at += found.numel()
+    assert at == stop
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": 0.1}, "lr is 0.1 and relative_step is true"),
+        ({"relative_step": False}, "lr is None"),
+        ({"lr": 0.1, "relative_step": False, "warmup_init": True}, "warmup_init is True"),
+        ({"lr": -1.0, "relative_step": False}, "lr is -1.0"),
+        ({"clip_threshold": 0.0}, "clip_threshold 0.0"),
+        ({"decay_rate": 0.8}, "decay_rate 0.8"),
+        ({"weight_decay": -1.0}, "weight_decay -1.0"),
+        ({"beta1": 1.0}, "beta1 is 1.0"),
+    ],
+)
+def test_settings_of_adafactor_out_of_range(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        Adafactor(of_several_shapes(), **settings)
+
+
+def test_keys_of_adafactor():
+    params: dict[str, Any] = {"lr": 0.1, "relative_step": False, "beta1": None, "eps": [0.1, 0.2]}
+    made = build_optimizer(OptimizerConfig(type="adafactor", params=params), of_several_shapes())
+    assert isinstance(made, Adafactor)
+    assert (made.param_groups[0]["lr"], made.param_groups[0]["eps"]) == (0.1, (0.1, 0.2))
+    params = of_several_shapes()
+    for key, value in (("beta1", "0.9"), ("lr", True), ("warmup_init", 1), ("betas", [0.9, 0.99])):
+        with pytest.raises(ConfigError, match=key):
+            build_optimizer(
+                OptimizerConfig(type="Adafactor", params={key: value}), of_several_shapes()
+            )

@@ -32,7 +32,7 @@ TYPES: dict[str, dict[str, Any]] = {
 }
 
 
-def model_of(kind: str) -> Any:
+def model_of(kind):
     torch.manual_seed(3)
     given = TYPES[kind] if kind == "gpt2" else {**SMALL, **TYPES[kind]}
     made = AutoConfig.for_model(kind, **given)
@@ -42,7 +42,7 @@ def model_of(kind: str) -> Any:
     return AutoModelForCausalLM.from_config(made, attn_implementation="eager")
 
 
-def batches_of(count: int) -> list[dict[str, torch.Tensor]]:
+def batches_of(count):
     """Micro-batches with padding, masked labels, positions, and nothing of these."""
     draw, found = torch.Generator().manual_seed(1), []
     for number in range(count):

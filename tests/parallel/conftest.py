@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import transformers
@@ -11,10 +9,10 @@ from hf_zero.parallel.pipeline import staged
 
 
 @pytest.fixture
-def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+def as_rank(monkeypatch):
     """Have what rank ``rank`` of ``world`` has, without the others."""
 
-    def set_rank(rank: int, world: int) -> None:
+    def set_rank(rank, world):
         monkeypatch.setattr(process_group, "is_initialized", lambda: True)
         monkeypatch.setattr(process_group, "get_world_size", lambda: world)
         monkeypatch.setattr(process_group, "get_rank", lambda: rank)
@@ -25,7 +23,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
 
 
 @pytest.fixture
-def loads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def loads_at_once(monkeypatch):
     """Transformers replaces these while it loads, and threads that load at once each put back what
     they have found: after the test they are as before it.
     """

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import nn
 
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.zero.layout.sharding import sharding_of
 from tests.helpers.engines import OnEngine, config_of, start
-from tests.helpers.training import Plan
 
 LOCAL = "deepspeed_experts."
 
@@ -19,7 +14,7 @@ LOCAL = "deepspeed_experts."
 class OnSpreadExperts(OnEngine):
     """Like :class:`OnEngine`, but values of experts are gathered over the expert axis."""
 
-    def _joined(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _joined(self, values):
         parallel, found = get_parallel(), dict[str, torch.Tensor]()
         for name, p in self.module.named_parameters():
             if name not in values:  # frozen ones have no gradient
@@ -34,7 +29,7 @@ class OnSpreadExperts(OnEngine):
             found |= self._named(name, whole.view(axis.size, *own.shape))
         return found
 
-    def _named(self, name: str, parts: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _named(self, name, parts):
         """``parts`` by rank of the parameter ``name``, by the names of the whole model."""
         before, found, after = name.partition(LOCAL)
         if not found:
@@ -46,22 +41,22 @@ class OnSpreadExperts(OnEngine):
             for rank, part in enumerate(parts)
         }
 
-    def grads(self) -> dict[str, torch.Tensor]:
+    def grads(self):
         return self._joined(super().grads())
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self):
         return self._joined(super().weights())
 
 
-def keys(size: int) -> dict[str, Any]:
+def keys(size):
     """The section of a configuration that spreads experts over ``size`` ranks."""
     return {"expert_parallel": {"enabled": True, "autoep_size": size}}
 
 
-def spread(stage: int, size: int, **more: Any) -> Callable[..., OnSpreadExperts]:
+def spread(stage, size, **more):
     """Sessions of engines whose models of transformers have their experts on ``size`` ranks."""
 
-    def opened(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> OnSpreadExperts:
+    def opened(model, optimizer, plan):
         config = config_of(stage, plan, **keys(size), **more)
         return OnSpreadExperts(start(model, optimizer, config), plan)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,31 +21,31 @@ LR, MOMENTUM, CLIP = 0.5, 0.9, 0.3
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
-def unembed(module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+def unembed(module, hidden):
     return nn.functional.linear(hidden, module.weight)  # type: ignore[arg-type]
 
 
 class Pair(nn.Module):
     """Passes on what it is given beside a tensor of integers, and None."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
-    def forward(self, given: Any) -> Any:
+    def forward(self, given):
         hidden = given[0] if isinstance(given, tuple) else given
         counts = torch.arange(hidden.shape[1], device=hidden.device)
         return hidden * self.scale, counts, None
 
 
 class Joined(nn.Module):
-    def forward(self, given: Any) -> torch.Tensor:
+    def forward(self, given):
         hidden, counts, nothing = given
         assert nothing is None and counts.dtype == torch.int64
         return torch.tanh(hidden) + counts[:, None]
 
 
-def layers(tied: bool = True) -> list[Any]:
+def layers(tied=True):
     """A model whose first and last layer share a weight; activations of all kinds between."""
     last: Any = TiedLayerSpec("embed", nn.Embedding, VOCAB, WIDTH, forward_fn=unembed)
     return [
@@ -62,11 +62,11 @@ def layers(tied: bool = True) -> list[Any]:
     ]
 
 
-def loss_of(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def loss_of(output, labels):
     return nn.functional.cross_entropy(output.flatten(0, 1), labels.flatten())
 
 
-def batches(count: int, seed: int = 5) -> list[Batch]:
+def batches(count, seed=5):
     """Micro-batches whose lengths differ."""
     draw = torch.Generator().manual_seed(seed)
     return [
@@ -78,7 +78,7 @@ def batches(count: int, seed: int = 5) -> list[Batch]:
 class Whole(nn.Module):
     """``layers`` in one process, under the names that they have in a pipeline."""
 
-    def __init__(self, tied: bool = True):
+    def __init__(self, tied=True):
         super().__init__()
         self.tied_modules = nn.ModuleDict()
         self._functions: list[Callable[[Any], Any]] = []
@@ -100,18 +100,13 @@ class Whole(nn.Module):
             else:
                 self._functions.append(layer)
 
-    def forward(self, value: Any) -> Any:
+    def forward(self, value):
         for function in self._functions:
             value = function(value)
         return value
 
 
-def plain(
-    model: nn.Module,
-    windows: Sequence[Sequence[Any]],
-    loss: Callable[[nn.Module, Any], torch.Tensor],
-    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
-) -> tuple[list[tuple[float, float]], list[dict[str, torch.Tensor]]]:
+def plain(model, windows, loss, optimizer=None):
     """Train ``model`` on the micro-batches of each window: (loss, norm) and the gradients of each
     step.
     """
@@ -134,11 +129,11 @@ def plain(
     return told, gradients
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
+def sgd(parameters):
     return torch.optim.SGD(parameters, lr=LR, momentum=MOMENTUM)
 
 
-def config(micro_batches: int, stage: int, **more: Any) -> dict[str, Any]:
+def config(micro_batches, stage, **more):
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": micro_batches,
@@ -148,19 +143,19 @@ def config(micro_batches: int, stage: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def windows_of(data: Sequence[Any], micro_batches: int, ranks: int) -> Iterator[Sequence[Any]]:
+def windows_of(data, micro_batches, ranks):
     """The micro-batches of each step over ``ranks`` data-parallel ranks."""
     size = micro_batches * ranks
     return (data[at : at + size] for at in range(0, len(data), size))
 
 
-def pipeline(stages: int, world: int, **more: Any) -> PipelineModule:
+def pipeline(stages, world, **more):
     init_parallel(ParallelDims.over(world, pipeline=stages))
     given = {"seed_layers": True, "partition_method": "uniform", "loss_fn": loss_of, **more}
     return PipelineModule(layers(), stages, **given)
 
 
-def gradients_of(engine: Any) -> dict[str, torch.Tensor]:
+def gradients_of(engine):
     """The whole averaged gradients of the parameters of this rank, before clipping."""
     return {
         name: copy.deepcopy(hf_zero.safe_get_full_grad(parameter))

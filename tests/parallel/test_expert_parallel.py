@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import nn
 
 import hf_zero
 from hf_zero.deepspeed import groups
-from hf_zero.distributed.flat_mesh import FlatMesh
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError, PartitionError
@@ -55,12 +52,12 @@ class Unlike(Routed):
     experts alone, or all but them.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         super().__init__("gpt_oss")
         self.kind, self.name = kind, f"gpt_oss, {kind}"
         self.options = {**self.options, "num_local_experts": 8}
 
-    def build(self) -> nn.Module:
+    def build(self):
         model = super().build()
         for name, parameter in model.named_parameters():
             if self.kind == "first" and name.endswith("router.bias"):
@@ -143,17 +140,17 @@ def test_with_other_keys(more):
     )
 
 
-def rank_0_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def rank_0_for_all(monkeypatch):
     cuts = expert_model.cuts_of_experts
     monkeypatch.setattr(
         expert_model, "cuts_of_experts", lambda model, rank, size: cuts(model, 0, size)
     )
 
 
-def on_meshes(change: Callable[[FlatMesh], FlatMesh]) -> Callable[[pytest.MonkeyPatch], None]:
+def on_meshes(change):
     """A fault in what the engine knows of the ranks of experts."""
 
-    def put_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    def put_in(monkeypatch):
         of = Mesh.of
         monkeypatch.setattr(
             Mesh,
@@ -269,8 +266,8 @@ def test_loaded_in_shards(ranks, more, tmp_path):
                 torch.testing.assert_close(part, p.chunk(2)[rank], rtol=0, atol=0)
 
 
-def refused(call: Callable[[], object], ranks: int = 2) -> str:
-    def run(rank: int) -> None:
+def refused(call, ranks=2):
+    def run(rank):
         call()
 
     with pytest.raises(RankFailed) as failed:

@@ -18,6 +18,7 @@ from hf_zero.zero.access.consolidate import whole_state_dict
 from tests.helpers import oracle
 from tests.helpers.engines import config_of, start
 from tests.helpers.ranks import RankFailed, run_ranks
+from tests.helpers.stacks import on_each_rank, on_ranks
 from tests.helpers.tensor_parallel import train_tensor_parallel
 from tests.helpers.training import At, Plan, adamw, plain_sgd
 from tests.parallel.expert_cases import keys
@@ -31,12 +32,12 @@ BOTH = {**keys(2), "tensor_parallel": {"autotp_size": 2}}
 class Shared(Routed):
     """A mixture whose vocabulary two ranks can share."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         super().__init__(name)
         self.name, self.options = f"{name}, even", {**self.options, "vocab_size": 68}
 
 
-def both(name: str, stage: int, accumulation: int = 1, ranks: int = 2, **more: Any) -> None:
+def both(name, stage, accumulation=1, ranks=2, **more):
     clip = more.get("gradient_clipping", 0.0)
     plan = Plan(ranks=ranks, steps=2, accumulation=accumulation, clip=clip)
     got = train_tensor_parallel(Shared(name), plan, 2, stage, **keys(2), **more)
@@ -63,7 +64,7 @@ def test_models(name, stage):
     both(name, stage)
 
 
-def by_calls(model: torch.nn.Module) -> None:
+def by_calls(model):
     hf_zero.expert_parallel(hf_zero.tensor_parallel(model, 2), 2)
 
 
@@ -110,11 +111,11 @@ def test_eight_ranks(stage):
     both("qwen3_moe", stage, ranks=4)
 
 
-def _inputs_not_summed(patch: pytest.MonkeyPatch) -> None:
+def _inputs_not_summed(patch):
     patch.setattr(layers, "copy_to", lambda x, axis, name: x)
 
 
-def _places_without_the_other_axis(patch: pytest.MonkeyPatch) -> None:
+def _places_without_the_other_axis(patch):
     """The experts of a rank are those of its place in a job of experts alone."""
     cuts = expert_model.cuts_of_experts
     patch.setattr(
@@ -161,32 +162,27 @@ def test_one_sum_for_a_token(monkeypatch):
 
 
 def test_the_order_of_calls():
-    models = [Shared("mixtral").build() for _ in range(4)]
 
-    def run(rank):
-        hf_zero.expert_parallel(models[rank], 2)
-        hf_zero.tensor_parallel(models[rank], 2)
+    def run(rank, model):
+        hf_zero.expert_parallel(model, 2)
+        hf_zero.tensor_parallel(model, 2)
 
     with pytest.raises(RankFailed, match=r"call hf_zero.tensor_parallel before hf_zero.expert_par"):
-        run_ranks(4, run)
+        on_ranks(4, run, build=lambda: Shared("mixtral").build())
 
 
-def test_what_is_refused_leaves_the_job_as_it_was():
-    models = [Shared("mixtral").build() for _ in range(4)]
-
-    def run(rank):
-        with pytest.raises(ConfigError, match="does not divide"):
-            hf_zero.expert_parallel(models[rank], 4)
-        with pytest.raises(ConfigError, match="which no module or parameter"):
-            hf_zero.tensor_parallel(models[rank], 2, plan={"layers.*.nothing": "colwise"})
-        with pytest.raises(ConfigError, match="is not a layer that its style"):
-            hf_zero.tensor_parallel(models[rank], 2, plan={"model.norm": "colwise"})
-        assert get_parallel() is None
-        for call in (hf_zero.tensor_parallel, hf_zero.expert_parallel):
-            with pytest.raises(ConfigError, match=r"= 2\.0 is not a number of ranks"):
-                call(models[rank], 2.0)
-
-    run_ranks(4, run)
+@on_each_rank(4, build=lambda: Shared("mixtral").build())
+def test_what_is_refused_leaves_the_job_as_it_was(rank, model):
+    with pytest.raises(ConfigError, match="does not divide"):
+        hf_zero.expert_parallel(model, 4)
+    with pytest.raises(ConfigError, match="which no module or parameter"):
+        hf_zero.tensor_parallel(model, 2, plan={"layers.*.nothing": "colwise"})
+    with pytest.raises(ConfigError, match="is not a layer that its style"):
+        hf_zero.tensor_parallel(model, 2, plan={"model.norm": "colwise"})
+    assert get_parallel() is None
+    for call in (hf_zero.tensor_parallel, hf_zero.expert_parallel):
+        with pytest.raises(ConfigError, match=r"= 2\.0 is not a number of ranks"):
+            call(model, 2.0)
 
 
 @pytest.mark.parametrize("stage", (1, 3))
@@ -232,15 +228,14 @@ def test_whole_tensors(stage, tmp_path):
 
 @pytest.mark.parametrize("stage", (0, 3))
 def test_the_estimate_is_what_a_rank_holds(stage):
-    models = [Shared("qwen2_moe").build() for _ in range(4)]
     row = hf_zero.estimate(
         Shared("qwen2_moe").build(), 4, "fp32", stage=stage, tensor_parallel=2, expert_parallel=2
     ).at(stage)
 
-    def held(rank):
-        engine = start(models[rank], plain_sgd(models[rank]), config_of(stage, **BOTH))
+    def held(rank, model):
+        engine = start(model, plain_sgd(model), config_of(stage, **BOTH))
         found = engine.state_bytes()["parameters"]
         engine.destroy()
         return int(found)
 
-    assert run_ranks(4, held) == [row.parameters] * 4
+    assert on_ranks(4, held, build=lambda: Shared("qwen2_moe").build()) == [row.parameters] * 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
 
 import pytest
 import torch
@@ -22,13 +21,13 @@ from tests.helpers import oracle
 from tests.helpers.engines import OnEngine, config_of, engine_opener, start, train_on_threads
 from tests.helpers.models import HIDDEN, features, seeded
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import At, Driver, Job, Plan, plain_sgd, train
+from tests.helpers.training import Job, Plan, plain_sgd, train
 from tests.parallel.expert_cases import LOCAL, OnSpreadExperts
 
 EXPERTS = 4
 
 
-def expert() -> nn.Module:
+def expert():
     up, down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
     return nn.Sequential(OrderedDict(up=up, bend=nn.Tanh(), down=down))
 
@@ -36,7 +35,7 @@ def expert() -> nn.Module:
 class Mixed(nn.Module):
     """Two layers of experts between linear ones; exact gates where ``options`` say nothing else."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options):
         super().__init__()
         self.enter = nn.Linear(7, HIDDEN)
         exact = {"use_rts": False, "top2_2nd_expert_sampling": False, "min_capacity": 0}
@@ -48,7 +47,7 @@ class Mixed(nn.Module):
             for parameter in layer.deepspeed_moe.experts.parameters():
                 parameter.data += 0.1 * torch.randn_like(parameter)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x):
         x, aux = self.enter(x), torch.zeros(())
         for layer in self.layers:
             out, loss, _ = layer(x)
@@ -56,7 +55,7 @@ class Mixed(nn.Module):
         return self.head(x), aux
 
 
-def by_hand(layer: MoE, hidden: torch.Tensor) -> torch.Tensor:
+def by_hand(layer, hidden):
     """The output of ``layer`` token by token, from the dense weights of its gate."""
     tokens = hidden.reshape(-1, HIDDEN)
     weights = layer.deepspeed_moe.gate(tokens)[1].sum(2)
@@ -92,16 +91,16 @@ def test_output_is_the_weighted_sum_of_experts(options):
 
 
 class MixedJob(Job):
-    def __init__(self, name: str, **more: Any) -> None:
+    def __init__(self, name, **more):
         self.name, self.options = f"moe {name}", {**OPTIONS[name], **more}
 
-    def build(self) -> nn.Module:
+    def build(self):
         return seeded(lambda: Mixed(**self.options))
 
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+    def optimizer(self, model):
         return plain_sgd(model)
 
-    def loss(self, net: Driver, at: At) -> torch.Tensor:
+    def loss(self, net, at):
         out, aux = net(features(at.step, at.micro, at.rank, 6))
         return out.pow(2).mean() + 0.1 * aux
 
@@ -117,7 +116,7 @@ def test_experts_on_every_rank(stage, name):
     )
 
 
-def part_of(whole: nn.Module, size: int, rank: int | None = None, **options: Any) -> Mixed:
+def part_of(whole, size, rank=None, **options):
     """A model with the values of ``whole``, of which each of ``size`` ranks has its experts."""
     rank = get_rank() if rank is None else rank
     model = Mixed(ep_size=size, **options)
@@ -132,10 +131,10 @@ def part_of(whole: nn.Module, size: int, rank: int | None = None, **options: Any
     return model
 
 
-def on_ranks(stage: int, size: int, options: dict[str, Any], **more: Any) -> Any:
+def on_ranks(stage, size, options, **more):
     """Sessions whose models have the values of the whole one, each rank its part of the experts."""
 
-    def opened(whole: nn.Module, _: torch.optim.Optimizer, plan: Plan) -> OnSpreadExperts:
+    def opened(whole, _, plan):
         model = part_of(whole, size, **options)
         config = config_of(stage, plan, **more)
         return OnSpreadExperts(start(model, plain_sgd(model), config), plan)

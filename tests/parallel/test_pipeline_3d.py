@@ -4,8 +4,6 @@ eight with two data-parallel ranks.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,14 +20,14 @@ MICRO = 2
 MODELS = {4: "llama", 8: "qwen3"}  # by ranks; the first is tied over the stages
 
 
-def grouped(parameters: Any) -> torch.optim.Optimizer:
+def grouped(parameters):
     """Matrices, which decay, and vectors, in groups of their own."""
     given = list(parameters)
     groups = [{"params": [p for p in given if (p.dim() > 1) == decays]} for decays in (True, False)]
     return torch.optim.SGD([{**groups[0], "weight_decay": 0.1}, groups[1]], lr=LR)
 
 
-def _rank(rank: int) -> list[Any]:
+def _rank(rank):
     found, ranks = [], dist.get_world_size()
     for zero in (0, 1):
         say(f"stage {zero}")

@@ -17,7 +17,7 @@ import hf_zero
 from tests.helpers.ranks import run_ranks
 
 
-def net() -> nn.Sequential:
+def net():
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, 4, 3, padding=1),
@@ -31,10 +31,10 @@ def net() -> nn.Sequential:
 
 
 class Images(torch.utils.data.Dataset[Any]):
-    def __len__(self) -> int:
+    def __len__(self):
         return 16
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         draw = torch.Generator().manual_seed(index)
         return torch.randn(3, 8, 8, generator=draw), index % 10
 
@@ -95,7 +95,7 @@ def test_a_script_that_trains_from_its_own_data():
         assert loss == pytest.approx(float(expected.detach()), rel=1e-5)
 
 
-def _order(engine: Any, epoch: int) -> list[int]:
+def _order(engine, epoch):
     sampler = engine.training_dataloader.data_sampler
     sampler.set_epoch(epoch)
     return list(sampler)

@@ -5,7 +5,7 @@ which is a thread, and on four gloo processes as two stages of two ranks.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -27,7 +27,6 @@ from tests.parallel.pipelines import (
     CLIP,
     LR,
     WIDTH,
-    Batch,
     Whole,
     batches,
     config,
@@ -45,13 +44,13 @@ Told = list[tuple[float, float]]
 class Ranks:
     """Two stages on one rank, or on ``world`` ranks."""
 
-    def __init__(self, rank: int, world: int):
+    def __init__(self, rank, world):
         self.stages = min(2, world)
         self.readers = world // self.stages
         self.reader = rank % self.readers
         self.world, self.rank = world, rank
 
-    def module(self, made: list[Any] | None = None, **more: Any) -> PipelineModule:
+    def module(self, made=None, **more):
         init_parallel(ParallelDims.over(self.world, pipeline=self.stages))
         given = {"seed_layers": True, "partition_method": "uniform", "loss_fn": loss_of, **more}
         return PipelineModule(
@@ -61,7 +60,7 @@ class Ranks:
             **given,
         )
 
-    def own(self, data: list[Batch]) -> list[Batch]:
+    def own(self, data):
         return data[self.reader :: self.readers]
 
 
@@ -95,12 +94,12 @@ ALIKE: dict[str, tuple[int, tuple[str, ...], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def freeze(model: nn.Module, prefixes: tuple[str, ...]) -> None:
+def freeze(model, prefixes):
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(prefixes or ("none",)))
 
 
-def trained(ranks: Ranks, case: str, evaluates: bool = False) -> dict[str, Any]:
+def trained(ranks, case, evaluates=False):
     micro_batches, frozen, more = ALIKE[case]
     module = ranks.module()
     freeze(module, frozen)
@@ -123,7 +122,7 @@ def trained(ranks: Ranks, case: str, evaluates: bool = False) -> dict[str, Any]:
     return {"told": told, "weights": weights, "rates": rates}
 
 
-def check_alike(case: str, found: list[dict[str, Any]], readers: int) -> None:
+def check_alike(case, found, readers):
     micro_batches, frozen, more = ALIKE[case]
     whole = Whole()
     freeze(whole, frozen)
@@ -132,7 +131,7 @@ def check_alike(case: str, found: list[dict[str, Any]], readers: int) -> None:
     if "scheduler" in more:
         rates = [LR, LR * 0.55, LR * 0.1]
 
-    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+    def optimizer(parameters):
         made = sgd(parameters)
         used = iter(rates)
         made.register_step_pre_hook(lambda o, *_: o.param_groups[0].update(lr=next(used)))
@@ -155,7 +154,7 @@ def check_alike(case: str, found: list[dict[str, Any]], readers: int) -> None:
 # ---- loaders ----
 
 
-def uneven(ranks: Ranks) -> Told:
+def uneven(ranks):
     """Each reader's loader has another length, and begins anew by itself."""
     loader = batches(2 + ranks.reader, seed=20 + ranks.reader)
     engine, _, _, _ = hf_zero.initialize(model=ranks.module(), config=config(2, 1), optimizer=sgd)
@@ -165,7 +164,7 @@ def uneven(ranks: Ranks) -> Told:
     return told
 
 
-def check_uneven(told: Told, readers: int) -> None:
+def check_uneven(told, readers):
     loaders = [batches(2 + reader, seed=20 + reader) for reader in range(readers)]
     windows = [
         [loader[(2 * step + at) % len(loader)] for loader in loaders for at in range(2)]
@@ -184,7 +183,7 @@ class Dropped(nn.Dropout):
 
     dropped = seen = 0
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input):
         output = super().forward(input)
         if self.training:
             self.dropped += int(((output == 0) & (input != 0)).sum())
@@ -192,7 +191,7 @@ class Dropped(nn.Dropout):
         return output
 
 
-def with_dropout() -> list[Any]:
+def with_dropout():
     made = layers()
     made[6:7] = [made[6], LayerSpec(Dropped, 0.25)]
     made[2:3] = [LayerSpec(nn.Linear, WIDTH, 64), LayerSpec(Dropped, 0.25),
@@ -200,7 +199,7 @@ def with_dropout() -> list[Any]:
     return made
 
 
-def dropping(ranks: Ranks, folder: str, steps: int, more: dict[str, Any]) -> Any:
+def dropping(ranks, folder, steps, more):
     """Steps with dropout from one seed: their losses, and the share that was dropped; with a
     ``folder`` it is saved to before the last step, or resumed from.
     """
@@ -225,7 +224,7 @@ def dropping(ranks: Ranks, folder: str, steps: int, more: dict[str, Any]) -> Any
     return told, share
 
 
-def dropout(ranks: Ranks, folder: str) -> dict[str, Any]:
+def dropout(ranks, folder):
     torch.manual_seed(0)
     recomputed = {"pipeline": {"activation_checkpoint_interval": 3}}
     return {
@@ -236,7 +235,7 @@ def dropout(ranks: Ranks, folder: str) -> dict[str, Any]:
     }
 
 
-def check_dropout(found: dict[str, Any]) -> None:
+def check_dropout(found):
     told, (dropped, seen) = found["first"]
     assert found["again"] == found["first"]  # to the bit
     assert found["resumed"][0] == told[-1:]
@@ -259,11 +258,11 @@ HALVES: dict[str, tuple[torch.dtype, tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-def infinite(loss: Callable[..., torch.Tensor], *given: Any) -> torch.Tensor:
+def infinite(loss, *given):
     return loss(*given) * float("inf")
 
 
-def halved(ranks: Ranks, case: str) -> Any:
+def halved(ranks, case):
     """The master weights after some steps, in fp16 after a further one that overflows."""
     dtype, frozen, more = HALVES[case]
     module = ranks.module()
@@ -287,7 +286,7 @@ def halved(ranks: Ranks, case: str) -> Any:
     return told, weights
 
 
-def plain_halved(case: str, scale: float, windows: list[Any]) -> nn.Module:
+def plain_halved(case, scale, windows):
     """Masters in fp32, forward and backward in 16 bits, sums over micro-batches in fp32."""
     dtype, frozen, _ = HALVES[case]
     whole = Whole()
@@ -308,7 +307,7 @@ def plain_halved(case: str, scale: float, windows: list[Any]) -> nn.Module:
     return whole
 
 
-def rebuilt(copied: Whole) -> list[Callable[[Any], Any]]:
+def rebuilt(copied):
     """The functions of a copy of the model, over its own modules."""
     found: list[Callable[[Any], Any]] = []
     tied = copied.tied_modules["embed"]
@@ -320,11 +319,11 @@ def rebuilt(copied: Whole) -> list[Callable[[Any], Any]]:
     return found
 
 
-def layer_of(tied: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+def layer_of(tied, hidden):
     return nn.functional.linear(hidden, tied.weight)  # type: ignore[arg-type]
 
 
-def check_halved(case: str, found: list[Any], readers: int) -> None:
+def check_halved(case, found, readers):
     dtype, frozen, _ = HALVES[case]
     windows = list(windows_of(batches(2 * readers * STEPS), 2, readers))
     exact = Whole()
@@ -337,7 +336,7 @@ def check_halved(case: str, found: list[Any], readers: int) -> None:
     skipped = (1, 2.0**5, STEPS + 1) if dtype == torch.float16 else (0, 1.0, STEPS)
     assert [told for told, _ in found] == [skipped] * len(found)
 
-    def error(weights: dict[str, torch.Tensor]) -> float:
+    def error(weights):
         pairs = trained.items()
         return sum(float((weights[n] - p).detach().square().sum()) for n, p in pairs) ** 0.5
 
@@ -351,7 +350,7 @@ FAST = {"many micro-batches", "rates that fall", "fp16, the last stage is frozen
 Launch = Callable[[str], tuple[list[Any], int]]
 
 
-def one_case(rank: int, world: int, folder: str, name: str) -> Any:
+def one_case(rank, world, folder, name):
     ranks = Ranks(rank, world)
     if name in HALVES:
         return halved(ranks, name)
@@ -363,7 +362,7 @@ def one_case(rank: int, world: int, folder: str, name: str) -> Any:
     return others[name]() if name in others else trained(ranks, name)
 
 
-def every_case(rank: int, world: int, folder: str) -> dict[str, Any]:
+def every_case(rank, world, folder):
     found = {}
     for name in (*ALIKE, *HALVES, "evaluated", "uneven", "dropout"):
         say(name)
@@ -372,11 +371,11 @@ def every_case(rank: int, world: int, folder: str) -> dict[str, Any]:
     return found
 
 
-def one_rank(folder: str) -> Launch:
+def one_rank(folder):
     return cache(lambda name: (run_ranks(1, one_case, 1, folder, name), 1))
 
 
-def four_ranks(folder: str) -> Launch:
+def four_ranks(folder):
     found = run_processes(4, every_case, 4, folder)
     return lambda name: ([each[name] for each in found], 2)
 
@@ -385,9 +384,7 @@ def four_ranks(folder: str) -> Launch:
     pytest.param(one_rank, id="one rank"),
     pytest.param(four_ranks, id="four ranks", marks=pytest.mark.long),
 ])  # fmt: skip
-def launch(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Launch]:
+def launch(request, tmp_path_factory):
     """By name of a case: what each rank has found, and how many read data of their own."""
     yield request.param(str(tmp_path_factory.mktemp("saved")))
 

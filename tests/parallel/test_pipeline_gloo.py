@@ -5,7 +5,6 @@ many cases, against one process.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,7 +50,7 @@ CASES: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
 }
 
 
-def _train(rank: int, case: str) -> dict[str, Any]:
+def _train(rank, case):
     stages, per_rank, zero, micro_batches, more = CASES[case]
     module = pipeline(stages, RANKS, stages_per_rank=per_rank)
     engine, _, _, _ = hf_zero.initialize(
@@ -66,7 +65,7 @@ def _train(rank: int, case: str) -> dict[str, Any]:
     sent.keep_log = True
     real = engine.optimizer_step.update
 
-    def update(*args: Any) -> bool:
+    def update(*args):
         gradients.append(gradients_of(engine))
         return real(*args)
 
@@ -94,7 +93,7 @@ def _train(rank: int, case: str) -> dict[str, Any]:
     }
 
 
-def _overflow(rank: int) -> list[Any]:
+def _overflow(rank):
     """A gradient that overflows on the last stage alone: no stage steps."""
     module = pipeline(2, RANKS)
     written = config(2, 1, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1})
@@ -120,7 +119,7 @@ def _overflow(rank: int) -> list[Any]:
 RESUMED = {"2 stages x 2": (2, 4), "4 stages": (4, 8), "no stages": (1, 2)}
 
 
-def _resumed(rank: int, folder: str) -> dict[str, Any]:
+def _resumed(rank, folder):
     """Two steps over two stages and a save; then another step there, and over others."""
     found: dict[str, Any] = {}
     windows = list(windows_of(batches(8 * STEPS), 8, 1))
@@ -145,7 +144,7 @@ def _resumed(rank: int, folder: str) -> dict[str, Any]:
     return found
 
 
-def _causal(rank: int, folder: str) -> list[Any]:
+def _causal(rank, folder):
     """A causal model whose embeddings are tied, over four stages; and its checkpoint."""
     whole = model_of("llama")
     init_parallel(ParallelDims.over(RANKS, pipeline=RANKS))
@@ -159,7 +158,7 @@ def _causal(rank: int, folder: str) -> list[Any]:
     return told
 
 
-def _refused() -> list[str]:
+def _refused():
     said = []
     module = pipeline(2, RANKS, stages_per_rank=2)
     engine, _, _, _ = hf_zero.initialize(model=module, config=config(5, 1), optimizer=sgd)
@@ -177,7 +176,7 @@ def _refused() -> list[str]:
     return [*said, str(raised.value)]
 
 
-def _rank(rank: int, folder: str) -> dict[str, Any]:
+def _rank(rank, folder):
     found: dict[str, Any] = {}
     for case in CASES:
         say(case)
@@ -195,12 +194,12 @@ def _rank(rank: int, folder: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("checkpoints")
 
 
 @pytest.fixture(scope="module")
-def launched(folder: Path) -> list[dict[str, Any]]:
+def launched(folder):
     return run_processes(RANKS, _rank, str(folder))
 
 

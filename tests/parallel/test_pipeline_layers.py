@@ -280,7 +280,7 @@ def test_keys():
 # ---- the engine, on one rank ----
 
 
-def _trained(rank: int, stages: int, schedule: str | None) -> list[Any]:
+def _trained(rank, stages, schedule):
     module = pipeline(1, 1, stages_per_rank=stages)
     section = {} if schedule is None else {"pipeline": {"schedule": schedule}}
     engine, _, _, _ = hf_zero.initialize(

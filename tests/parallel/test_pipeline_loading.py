@@ -1,35 +1,54 @@
-"""Stages of models that a function loads: each rank reads its own layers alone."""
+"""Models as stages of a pipeline: causal models of transformers against the whole model, functions
+that load each rank's layers alone, memory of stages estimated and proposed.
+"""
 
 from __future__ import annotations
 
+import copy
+import json
+from argparse import Namespace
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, GPT2Config, LlamaConfig
+from typer.testing import CliRunner
 
 import hf_zero
+from hf_zero.cli.app import app
 from hf_zero.config import ZeroConfig
-from hf_zero.errors import ConfigError
+from hf_zero.device.free_memory import Free
+from hf_zero.distributed.parallel_dims import ParallelDims
+from hf_zero.distributed.parallel_groups import init_parallel
+from hf_zero.errors import ConfigError, DoesNotFitError, PipelineError, RankMismatchError
+from hf_zero.integrations import finder
+from hf_zero.integrations.accelerate.accelerator import prepare_engines
+from hf_zero.integrations.transformers.pipeline_stages import FAMILIES
 from hf_zero.loading import building
 from hf_zero.loading.expressions import Filled
 from hf_zero.loading.shard_only import hold
+from hf_zero.logging import parse_size
+from hf_zero.parallel.pipeline.module import PipelineModule
+from hf_zero.planning import checking
+from hf_zero.planning.estimate import propose
 from hf_zero.zero.layout.sharding import sharding_of
 from tests.helpers.ranks import run_ranks
+from tests.helpers.stacks import on_each_rank
 from tests.loading.counting import counting
-from tests.parallel.causal import batches_of, model_of
+from tests.parallel.causal import SMALL, TYPES, batches_of, model_of
 from tests.parallel.pipelines import config, plain, sgd
 
 STAGES = 3
 AsRank = Callable[[int, int], None]
 
 
-def bytes_of(module: nn.Module) -> int:
+def bytes_of(module):
     return sum(each.numel() * each.element_size() for each in module.parameters())
 
 
-def counted(values: torch.Tensor, made: list[int]) -> torch.Tensor:
+def counted(values, made):
     made.append(values.nbytes)
     return values
 
@@ -141,3 +160,245 @@ def test_what_is_refused():
         engine.destroy()
 
     run_ranks(1, rank)
+
+
+def test_every_family_is_tested():
+    assert {type(model_of(kind)).__name__ for kind in TYPES} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_stages_one_after_another_are_the_model(kind, as_rank):
+    whole = model_of(kind)
+    names = dict(whole.named_parameters())
+    stages = []
+    for rank in range(3):
+        as_rank(rank, 3)
+        stages.append(hf_zero.pipeline_stages(copy.deepcopy(whole), 3, partition_method="uniform"))
+    held = [set(dict(stage.named_parameters())) for stage in stages]
+    assert set().union(*held) == set(names)
+    shared = {name for name in names if sum(name in each for each in held) > 1}
+    tied = whole.get_input_embeddings().weight is whole.get_output_embeddings().weight
+    assert len(shared) == int(tied)
+    for batch in batches_of(3):
+        inputs, labels = stages[0].split_batch(batch)
+        value: Any = inputs
+        for stage in stages:
+            value = stage(value)
+        expected = whole(**batch, use_cache=False)
+        assert torch.equal(value, expected.logits)
+        loss = stages[-1].loss(value, labels)
+        assert torch.equal(loss, expected.loss)
+        loss.backward()
+        expected.loss.backward()
+        for name, parameter in names.items():
+            own = [dict(stage.named_parameters()).get(name) for stage in stages]
+            parts = [each.grad for each in own if each is not None and each.grad is not None]
+            total = torch.stack(parts).sum(0)
+            assert parameter.grad is not None
+            assert (total - parameter.grad).norm() <= 1e-5 * parameter.grad.norm() + 1e-9, name
+    assert stages[1].config is stages[1].hf_model.config
+
+
+def test_embeddings_that_are_added_elsewhere_come_from_no_host_memory(as_rank):
+    """A copy of them to a GPU would be a wait for it in each forward of a stage."""
+    as_rank(1, 3)
+    stage = hf_zero.pipeline_stages(model_of("gpt2"), 3)
+    nothing = stage.hf_model.transformer.wpe(torch.zeros(1, 5, dtype=torch.long, device="meta"))
+    assert nothing.device.type == "meta"
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_one_call_and_it_trains(kind):
+    """Interleaved on one rank: the same blocks in each chunk's forward as in the whole model."""
+    whole, cut = model_of(kind), model_of(kind)
+
+    def rank(_):
+        stages = hf_zero.pipeline_stages(cut, 1, stages_per_rank=3)
+        engine, _, _, _ = hf_zero.initialize(
+            model=stages, config=config(3, 1, kernels="off"), optimizer=sgd
+        )
+        data = iter(batches_of(6))
+        told = [(float(engine.train_batch(data)), engine.get_global_grad_norm()) for _ in range(2)]
+        with pytest.raises(ConfigError, match="have no labels"):
+            engine.eval_batch([{"input_ids": torch.ones(1, 4, dtype=torch.long)}] * 3)
+        outputs = engine.eval_batch(batches_of(1), compute_loss=False, num_micro_batches=1)
+        weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+        engine.destroy()
+        return told, weights, outputs[0]
+
+    data = batches_of(6)
+    expected, _ = plain(
+        whole, [data[:3], data[3:]], lambda model, batch: model(**batch, use_cache=False).loss
+    )
+    ((told, weights, logits),) = run_ranks(1, rank)
+    for (loss, norm), (want, of) in zip(told, expected):
+        assert loss == pytest.approx(want, rel=1e-6) and norm == pytest.approx(of, rel=1e-6)
+    for name, value in whole.named_parameters():
+        assert (weights[name] - value).norm() <= 1e-5 * value.norm(), name
+    with torch.no_grad():
+        torch.testing.assert_close(logits, whole.eval()(**batches_of(1)[0]).logits)
+
+
+@on_each_rank(2, build=lambda: model_of("llama"))
+def test_generating_on_stages(rank, model):
+    stages = hf_zero.pipeline_stages(model, 2)
+    engine = hf_zero.initialize(model=stages, optimizer=sgd, config=config(2, 0))[0]
+    ids = batches_of(1)[0]["input_ids"]
+    calls: tuple[Callable[..., Any], ...] = (
+        engine.module.generate, model.generate, model
+    )  # fmt: skip
+    for call in calls:
+        with pytest.raises(PipelineError, match=r"generate\(\) after pipeline_stages"):
+            call(ids)
+    engine.destroy()
+
+
+def test_stages_that_are_refused():
+    bert = BertForMaskedLM(BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
+    with pytest.raises(ConfigError, match=r"cut a BertForMaskedLM; it cuts LlamaForCausalLM, "):
+        hf_zero.pipeline_stages(bert, 1)
+    with torch.device("meta"):
+        nothing = model_of("llama")
+    with pytest.raises(ConfigError, match="on the meta device"):
+        hf_zero.pipeline_stages(nothing, 1)
+    stages = hf_zero.pipeline_stages(model_of("llama"), 1)
+    finder.choose()
+    with pytest.raises(ConfigError, match="got the stages of a pipeline, and its loops"):
+        prepare_engines(lambda *args: args)(Namespace(parallelism_config=None), stages)
+    ids = torch.ones(1, 4, dtype=torch.long)
+    for batch in ({"inputs_embeds": ids}, {"input_ids": ids, "token_type_ids": ids}):
+        with pytest.raises(ConfigError, match="for a pipeline of a causal model"):
+            stages.split_batch(batch)
+    assert stages.split_batch((ids, ids))[0].keys() == {"input_ids"}
+    with pytest.raises(ConfigError, match=r"pipeline\.activation_checkpoint_interval is for a"):
+        hf_zero.initialize(
+            model=stages,
+            config=config(1, 0, pipeline={"activation_checkpoint_interval": 1}),
+            optimizer=sgd,
+        )
+
+
+# each block is a unit, so that stages and the whole model have the same ones
+ALONE = {
+    "zero_optimization": {"stage": 1, "stage3_module_granularity_threshold": 0},
+    "bf16": {"enabled": True},
+}
+LLAMA = LlamaConfig(**SMALL, **TYPES["llama"], architectures=["LlamaForCausalLM"])
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_row_is_that_of_the_stage_that_needs_most(kind, stages, as_rank):
+    ranks = 4 * stages
+    found = hf_zero.estimate(model_of(kind), ranks, config=ALONE, pipeline_parallel=stages)
+    assert found.pipeline == stages and [row.stage for row in found.stages] == [0, 1]
+    assert found.total_parameters == model_of(kind).num_parameters()
+    held = []
+    for rank in range(stages):
+        as_rank(4 * rank, ranks)
+        own = hf_zero.pipeline_stages(model_of(kind), stages)
+        held.append(hf_zero.estimate(own, 4, config=ALONE))
+    for row in found.stages:
+        states = [each.at(row.stage).state for each in held]
+        assert row.state == max(states) and states[row.pipeline_stage] == row.state
+        of_stage = held[row.pipeline_stage].at(row.stage)
+        assert row.tiers == of_stage.tiers
+
+
+def test_with_tensor_parallelism():
+    alone = hf_zero.estimate(LLAMA, 8, config=ALONE, pipeline_parallel=2)
+    both = hf_zero.estimate(LLAMA, 8, config=ALONE, tensor_parallel=2, pipeline_parallel=2)
+    assert (both.tensor, both.pipeline, both.ranks) == (2, 2, 8)
+    assert both.total_parameters == alone.total_parameters
+    # matrices in halves; norms whole; padding
+    assert both.at(0).state < 0.7 * alone.at(0).state
+    written = {**ALONE, "tensor_parallel": {"autotp_size": 2}}
+    assert hf_zero.estimate(LLAMA, 8, config=written, pipeline_parallel=2) == both
+
+
+def free(device):
+    return Free(device=parse_size(device), ram=parse_size("1TB"), host_device=False)
+
+
+def test_what_fits_a_stage():
+    config_of_llama = LlamaConfig(
+        hidden_size=1024,
+        intermediate_size=8192,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        vocab_size=32000,
+        architectures=["LlamaForCausalLM"],
+    )
+    whole = propose(config_of_llama, 8, free("2.5GB"), stage=1)
+    assert whole.config is not None and "offload_optimizer" in str(whole.config) and not whole.cut
+    found = propose(config_of_llama, 8, free("2.5GB"), tensor_parallel=2, pipeline_parallel=2)
+    assert found.config is not None
+    assert found.config["zero_optimization"] == {"stage": 1}
+    assert "tensor_parallel" not in found.config  # the call cuts it
+    assert found.cut == "hf_zero.pipeline_stages(hf_zero.tensor_parallel(model, 2), 2)"
+    found = propose(config_of_llama, 8, free("5GB"), tensor_parallel=2)
+    assert found.config is not None and found.config["tensor_parallel"] == {"autotp_size": 2}
+    nothing = propose(config_of_llama, 8, free("1MB"), pipeline_parallel=2)
+    assert nothing.config is None and not any("stage 3" in each.name for each in nothing.fit.trials)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"stage": 2}, "a pipeline of 2 stages trains at ZeRO stage 0 or 1, not at 2"),
+    ({"stage": 5}, "stage 5 is unknown"),
+    ({"expert_parallel": 2}, "in a pipeline of 2 stages are not built"),
+    ({"tensor_parallel": 3}, "2 ranks cannot be 3 tensor x 1 sequence x 1 pipeline parallel"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), REFUSED, ids=[said for _, said in REFUSED])
+def test_what_there_is_not(given, said):
+    with pytest.raises(ConfigError, match=said):
+        hf_zero.estimate(LLAMA, 4, pipeline_parallel=2, **given)
+    with pytest.raises(ConfigError, match=said):
+        propose(LLAMA, 4, free("1GB"), pipeline_parallel=2, **given)
+
+
+def test_a_configuration_of_stage_3_is_not_proposed_for():
+    with pytest.raises(ConfigError, match="trains at ZeRO stage 0 or 1, not at 3"):
+        propose(LLAMA, 4, free("1GB"), config={"zero_optimization": {"stage": 3}},
+                pipeline_parallel=2)  # fmt: skip
+
+
+def test_the_command(tmp_path):
+    GPT2Config(
+        n_layer=4, n_embd=32, n_head=2, vocab_size=64, architectures=["GPT2LMHeadModel"]
+    ).save_pretrained(tmp_path)
+    asked = ["estimate", str(tmp_path), "--ranks", "8", "--pp", "2"]
+    shown = CliRunner().invoke(app, asked, env={"COLUMNS": "200"})
+    assert shown.exit_code == 0, shown.output
+    assert "8 ranks, 2 pipeline stages" in shown.output and "pipeline stage" in shown.output
+    said = CliRunner().invoke(app, [*asked, "--tp", "2", "--json"])
+    assert said.exit_code == 0, said.exception
+    read = json.loads(said.output)
+    assert read["pipeline"] == read["tensor"] == 2 and len(read["stages"]) == 2
+    fitting = CliRunner().invoke(app, [*asked, "--fit", "--device-memory", "1GB"])
+    assert "hf_zero.pipeline_stages(model, 2)" in fitting.output
+    linked = CliRunner().invoke(app, [*asked, "--link", "1Gbit"])
+    assert isinstance(linked.exception, ConfigError) and "leave it or --pp" in str(linked.exception)
+
+
+def test_a_stage_that_does_not_fit_ends_all_stages(monkeypatch):
+    monkeypatch.setattr(checking, "room_for", lambda *args: free("1MB"))
+
+    def rank(number):
+        init_parallel(ParallelDims.over(2, pipeline=2))
+        layers = [nn.Linear(4, 4), nn.Linear(4, 1 << 17)]
+        module = PipelineModule(layers, 2, partition_method="uniform")
+        with pytest.raises((DoesNotFitError, RankMismatchError)) as raised:
+            hf_zero.initialize(
+                model=module,
+                config=config(1, 1, optimizer={"type": "AdamW", "params": {"lr": 0.1}}),
+            )
+        return f"{type(raised.value).__name__}: {raised.value}"
+
+    small, large = run_ranks(2, rank)
+    assert small.startswith("RankMismatchError: rank 1 could not fit its pipeline stage into its")
+    assert large.startswith("DoesNotFitError: training as configured does not fit")
+    assert "(bytes for the one rank of this pipeline stage, activations not counted)" in large
+    assert "stage 3" not in large  # nor is it proposed

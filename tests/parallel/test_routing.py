@@ -13,12 +13,12 @@ from hf_zero.parallel.expert.routing import Capacity
 TOKENS, EXPERTS = 13, 4
 
 
-def logits(seed: int = 0, spread: float = 1.0) -> torch.Tensor:
+def logits(seed=0, spread=1.0):
     generator = torch.Generator().manual_seed(seed)
     return spread * torch.randn(TOKENS, EXPERTS, generator=generator, dtype=torch.float64)
 
 
-def defined(scores: torch.Tensor, k: int, most: int) -> tuple[torch.Tensor, torch.Tensor, float]:
+def defined(scores, k, most):
     """Weights [S, E], tokens by expert [E] and the auxiliary loss, in loops."""
     gates = scores.softmax(1)
     choices = [row.argsort(descending=True)[:k].tolist() for row in gates]

@@ -1,28 +1,50 @@
-"""Sequences split among ranks, against one process that reads them whole: every stage, ranks and
-data, accumulation; kinds of attention and batches; and faults that must be seen.
+"""Sequences that ranks share, against one process: features, dropout, attention of a model's own,
+work of the host once per forward.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict
+from collections.abc import Callable
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
+import peft
 import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 
+import hf_zero
+from hf_zero.config import TiledMlpSection
+from hf_zero.errors import ConfigError
+from hf_zero.parallel.sequence import attention, batches
+from hf_zero.parallel.sequence.distributed_attention import DistributedAttention
+from hf_zero.parallel.sequence.documents import Documents
+from hf_zero.parallel.sequence.tiled_mlp import TiledMlps
 from tests.helpers import oracle
+from tests.helpers.dropout import dropout_by
 from tests.helpers.engines import STAGES
+from tests.helpers.host_syncs import HostSyncs
+from tests.helpers.ranks import run_ranks
 from tests.helpers.sequences import (
     Ranks,
     SequenceJob,
     gpt2,
     half_labelled,
     llama,
+    mixtral,
     packed,
     padded,
     qwen3,
     train_on_threads,
 )
-from tests.helpers.training import Plan, Trace
+from tests.helpers.training import Plan
+from tests.parallel.expert_cases import OnSpreadExperts, keys
 
 SP2, SP4, BOTH, TENSOR = Ranks(2), Ranks(4), Ranks(2, 2), Ranks(2, 1, 2)
 JOBS = {
@@ -38,16 +60,16 @@ JOBS = {
 }
 
 
-def plan_of(ranks: Ranks, accumulation: int, **more: Any) -> Plan:
+def plan_of(ranks, accumulation, **more):
     return Plan(ranks=ranks.data, steps=2, accumulation=accumulation, **more)
 
 
 @cache
-def expected(name: str, plan: Plan) -> Trace:
+def expected(name, plan):
     return oracle.run(JOBS[name], plan)
 
 
-def check(name: str, ranks: Ranks, stage: int, accumulation: int, **more: Any) -> list[Any]:
+def check(name, ranks, stage, accumulation, **more):
     plan = plan_of(ranks, accumulation)
     found, stats = train_on_threads(JOBS[name], plan, ranks, stage, **more)
     oracle.compare(found, expected(name, plan))
@@ -91,7 +113,7 @@ def test_kinds_of_attention_and_batches(name):
 # ---- faults ----
 
 
-def local_positions(sequence: Any, batch: Any) -> Any:
+def local_positions(sequence, batch):
     return batch | {"position_ids": batch["position_ids"] - batch["position_ids"][:, :1]}
 
 
@@ -125,3 +147,325 @@ def test_bytes_along_the_sequence():
         losses, compared = 2 * 2 * 8, 2 * 4 * 8
         assert found.bytes["all_gather"] == 2 * (losses + compared)
         assert set(found.counts) == {"all_to_all", "all_gather"}
+
+
+FEATURE_SP2 = Ranks(2)
+
+
+def adapted():
+    """LoRA on every linear layer; both matrices are drawn, so that all have gradients."""
+    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    return peft.get_peft_model(llama(), config)  # type: ignore[arg-type, return-value]
+
+
+def checkpointed(reentrant):
+    model: Any = llama(use_cache=False)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    return model  # type: ignore[no-any-return]
+
+
+BLOCKS = {"activation_checkpointing": {"blocks": True, "cpu_checkpointing": True}}
+SPARSE = {"mode": "fixed", "block": 16, "attention": "unidirectional"}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "adapters": (adapted, {}),
+    "recomputed blocks, offloaded": (llama, BLOCKS),
+    "recomputed by transformers": (partial(checkpointed, False), {}),
+    "recomputed, reentrant": (partial(checkpointed, True), {}),
+    "no logits": (llama, {"kernels": ["loss"]}),
+    "all kernels, tied": (qwen3, {"kernels": ["loss", "norms", "rotary", "qkv", "activations"]}),
+    "offload": (llama, {"zero_optimization": {"stage": 3, **OFFLOAD}}),
+    "MLPs in three stretches": (llama, {"tiled_mlp": {"enabled": True, "shards": 3}}),
+    "MLPs in stretches": (gpt2, {"tiled_mlp": {"enabled": True}}),
+}
+
+
+def check_feature(make, stage, config, accumulation=1):
+    job, plan = SequenceJob(make), Plan(ranks=1, steps=2, accumulation=accumulation)
+    if "zero_optimization" in config:
+        config = config | {"zero_optimization": {**config["zero_optimization"], "stage": stage}}
+    found, stats = train_on_threads(job, plan, FEATURE_SP2, stage, **config)
+    oracle.compare(found, oracle.run(job, plan))
+    return stats
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_features_as_in_one_process(case):
+    make, config = CASES[case]
+    check_feature(make, 3, config)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("case", CASES)
+def test_every_stage(case, stage):
+    make, config = CASES[case]
+    if case == "offload" and stage < 3:
+        config = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    if case == "offload" and stage == 0:
+        pytest.skip("stage 0 keeps its optimizer on the device")
+    check_feature(make, stage, config, 2)
+
+
+def test_recomputed_blocks_exchange_once_more():
+    plain = check_feature(llama, 3, {})
+    again = check_feature(llama, 3, BLOCKS)
+    for before, after in zip(plain, again):
+        assert after.counts["all_to_all"] == before.counts["all_to_all"] * 3 // 2
+
+
+def test_recomputed_documents_are_those_of_their_forward():
+    job = SequenceJob(partial(llama, use_cache=False), packed)
+    plan = Plan(ranks=1, steps=2, accumulation=2)
+    found, _ = train_on_threads(job, plan, FEATURE_SP2, 2, **BLOCKS)
+    oracle.compare(found, oracle.run(job, plan))
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_sparse_attention(differ):
+    """The layout of a rank's heads is theirs, where heads differ."""
+    section = SPARSE | {"different_layout_per_head": differ, "num_local_blocks": 1}
+    from hf_zero.integrations import fused
+
+    make = partial(llama, max_position_embeddings=256)
+
+    def sparse():
+        model = make()
+        fused.prepare(model, "off", dict(section), False, ())
+        return model
+
+    job, plan = SequenceJob(sparse, long_rows), Plan(ranks=1, steps=1)
+    expected = oracle.run(job, plan)
+    found, _ = train_on_threads(
+        SequenceJob(make, long_rows), plan, FEATURE_SP2, 1, sparse_attention=section
+    )
+    oracle.compare(found, expected, 1e-5)
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_experts_of_ranks_that_share_sequences(stage):
+    """Two groups of two, whose four ranks have the experts among them by twos."""
+    job, ranks = SequenceJob(mixtral), Ranks(2, 2)
+    plan = Plan(ranks=2, steps=2)
+    found, _ = train_on_threads(job, plan, ranks, stage, OnSpreadExperts, **keys(2))
+    oracle.compare(found, oracle.run(job, plan))
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_a_rank_without_labels_and_without_logits(stage):
+    job, plan = SequenceJob(llama, half_labelled), Plan(ranks=1, steps=2, accumulation=2)
+    found, _ = train_on_threads(job, plan, FEATURE_SP2, stage, kernels=["loss"])
+    oracle.compare(found, oracle.run(job, plan))
+
+
+def long_rows(at):
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(3, 60, (2, 128), generator=generator)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+@pytest.mark.parametrize("precision", ["bf16"])
+def test_in_16_bits(precision):
+    """Sums over the tokens of two ranks are rounded before they are added, as over two batches."""
+    job, plan = SequenceJob(llama), Plan(ranks=1, steps=2, precision=precision)
+    found, _ = train_on_threads(job, plan, FEATURE_SP2, 2)
+    exact = oracle.run(job, Plan(ranks=1, steps=2))
+    oracle.compare_mixed(found, oracle.run(job, plan), exact, plan.dtype, 1.5)
+
+
+def test_stretches_need_mlps():
+    import hf_zero
+    from hf_zero.errors import ConfigError
+    from tests.helpers.models import Stack
+
+    config = {"tiled_mlp": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
+    with pytest.raises(ConfigError, match=r"no block of Stack has a module .* remove the section"):
+        hf_zero.initialize(model=Stack(), config=config)
+
+
+def dropping():
+    return gpt2(resid_pdrop=0.25, embd_pdrop=0.25, attn_pdrop=0.25)
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_as_in_one_process_with_the_masks_of_all_ranks(stage):
+    masks: dict[str, list[torch.Tensor]] = defaultdict(list)
+    generators: dict[str, torch.Generator] = {}
+
+    def draw(shape, p):
+        rank = threading.current_thread().name
+        generator = generators.setdefault(rank, torch.Generator().manual_seed(ord(rank[-1])))
+        masks[rank].append((torch.rand(shape, generator=generator) >= p).float())
+        return masks[rank][-1]
+
+    job, plan = SequenceJob(dropping), Plan(steps=2, accumulation=2)
+    with dropout_by(draw):
+        found, _ = train_on_threads(job, plan, Ranks(2), stage)
+    # of [rows, tokens, width] and of [rows, heads, tokens, tokens]
+    whole = [torch.cat(parts, 1) for parts in zip(*(masks[f"rank-{rank}"] for rank in (0, 1)))]
+    assert len(whole) == 2 * 2 * (1 + 2 * 3)
+
+    def drawn(shape, p):
+        return whole.pop(0)
+
+    with dropout_by(drawn):
+        expected = oracle.run(job, plan)
+    assert not whole
+    oracle.compare(found, expected)
+
+
+def test_places_of_documents_are_made_once():
+    positions = torch.cat([torch.arange(length) for length in (5, 4, 7)])[None]
+    attention._places.cache_clear()
+    for inference in (True, False, False):
+        with torch.inference_mode(inference):
+            q = torch.randn(2, 1, 16, 3, requires_grad=not inference)
+            # as each block has it, from its mask
+            documents = Documents.from_mask(Documents.of(1, positions).as_mask())
+            assert documents is not None
+            out = attention._by_document(lambda q, k, v: v.transpose(1, 2), q, q, q, documents)
+        assert torch.equal(out, q.transpose(1, 2))
+        if not inference:
+            out.sum().backward()
+            assert q.grad is not None and torch.equal(q.grad, torch.ones_like(q))
+    assert attention._places.cache_info().misses == 1
+
+
+def test_ranks_that_need_not_agree_on_stretches_read_nothing_back():
+    """A number on the meta device cannot be read."""
+    tiled = TiledMlps(TiledMlpSection(enabled=True))
+    alone, many = SimpleNamespace(size=1), SimpleNamespace(size=2)
+    model = torch.nn.Identity()
+    model.config = SimpleNamespace(hidden_size=8)  # type: ignore[assignment]
+    for stage, shard in ((3, alone), (2, many)):
+        mesh = SimpleNamespace(shard=shard, replicate=alone)
+        tiled._engine = SimpleNamespace(stage=stage, mesh=mesh, device=torch.device("meta"))
+        tiled._agree(model, (), {"input_ids": torch.ones(2, 20)})
+        assert tiled._shards == 3
+
+
+class Repeats:
+    """An axis whose other ranks send what this one does."""
+
+    size = 4
+    host_messages_on = torch.device("cpu")
+
+    def all_gather(self, pairs, key):
+        for whole, own in pairs:
+            whole.view(self.size, -1).copy_(own)
+        return SimpleNamespace(wait=lambda: None)
+
+
+def test_batches_of_all_ranks_come_with_two_waits():
+    batch = {"input_ids": torch.arange(12).view(2, 6)}
+    with HostSyncs() as syncs:
+        came = batches._gather_objects(Repeats(), batch)  # type: ignore[arg-type]
+    assert len(came) == 4
+    assert all(torch.equal(each["input_ids"], batch["input_ids"]) for each in came)
+    found = syncs.of("hf_zero")
+    found.pop("batches.py: numpy")  # of what is in host memory by then
+    assert found == {"batches.py: tolist": 1, "batches.py: cpu": 1}
+
+
+def test_documents_of_a_part_are_known_without_its_values():
+    """Positions on the meta device cannot be read. A modified part is unknown, and so is one that
+    the script uses with other rows.
+    """
+    ids = torch.zeros(2, 16, dtype=torch.int64, device="meta")
+    positions = batches.cut({"input_ids": ids}, 1, 2)["position_ids"]
+    assert batches.documents_of(positions) == Documents.one_a_row(16)
+    places = torch.cat([torch.arange(length) for length in (5, 4, 7)]).expand(2, -1)
+    packed = batches.cut({"input_ids": places, "position_ids": places}, 1, 2)["position_ids"]
+    assert batches.documents_of(packed) == Documents.of(0, places)
+    assert batches.documents_of(packed[:1]) is None
+    packed += 1
+    assert batches.documents_of(packed) is None
+
+
+ROWS, TOKENS, HEADS, WIDTH = 2, 12, 4, 5
+FIRST = (1, 0, 2, 3)  # [batch, tokens, ...] to [tokens, batch, ...] and back
+
+
+class Local(nn.Module):
+    """Causal attention of [tokens, batch, heads, D], with tokens or the batch first."""
+
+    def __init__(self, tokens_first, joined):
+        super().__init__()
+        self.tokens_first, self.joined = tokens_first, joined
+
+    def forward(self, q, k, v, scale, causal=False):
+        if self.tokens_first:
+            q, k, v = (each.permute(FIRST) for each in (q, k, v))
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, scale=scale, enable_gqa=True
+        ).transpose(1, 2)
+        out = out.permute(FIRST) if self.tokens_first else out
+        return out.flatten(2) if self.joined else out
+
+
+def drawn(shared):
+    """Queries, keys, values and a gradient, [batch, tokens, heads, D]."""
+    generator = torch.Generator().manual_seed(2)
+    return [
+        torch.randn(ROWS, TOKENS, heads, WIDTH, generator=generator)
+        for heads in (HEADS, shared, shared, HEADS)
+    ]
+
+
+def computed(module, tensors, call):
+    """The output and the gradients of queries, keys and values."""
+    given = [each.detach().clone().requires_grad_() for each in tensors[:3]]
+    out = call(module, *given)
+    out.backward(tensors[3].reshape(out.shape))
+    return [out.detach(), *(each.grad for each in given)]
+
+
+@pytest.mark.turns
+@pytest.mark.parametrize("tokens_first", [True, False])
+@pytest.mark.parametrize(("size", "shared"), [(2, HEADS), (2, 2), (4, 2)])
+@pytest.mark.parametrize("joined", [False, True])
+def test_own_attention_as_in_one_process(tokens_first, size, shared, joined):
+    order, at = (FIRST, 0) if tokens_first else ((0, 1, 2, 3), 1)
+    whole = [each.permute(order) for each in drawn(shared)]
+
+    def rank(number):
+        sequence = hf_zero.sequence_parallel(size)
+        module = DistributedAttention(Local(tokens_first, joined), sequence.group, gather_idx=at)
+        parts = [each.chunk(size, at)[number] for each in whole]
+        found = computed(
+            module, parts, lambda m, q, k, v: m(q, k, v, 1 - at, None, 0.3, causal=True)
+        )
+        return found, sequence.stats.counts["all_to_all"]
+
+    want = computed(
+        Local(tokens_first, joined), whole, lambda m, q, k, v: m(q, k, v, 0.3, causal=True)
+    )
+    got = run_ranks(size, rank)
+    for each, value in enumerate(want):
+        torch.testing.assert_close(torch.cat([found[each] for found, _ in got], at), value)
+    assert [sent for _, sent in got] == [4] * size  # two, and two in the backward
+
+
+def test_without_sequence_parallelism_nothing_is_sent():
+    whole = drawn(HEADS)
+    module = deepspeed.sequence.layer.DistributedAttention(Local(False, False), None, gather_idx=1)
+    found = computed(module, whole, lambda m, q, k, v: m(q, k, v, 0, None, 0.3))
+    want = computed(Local(False, False), whole, lambda m, q, k, v: m(q, k, v, 0.3))
+    assert all(torch.equal(a, b) for a, b in zip(found, want))
+
+
+def test_what_is_refused():
+    def rank(_):
+        with pytest.raises(ConfigError, match=r"not the group of this job's.*call hf_zero\.seq"):
+            DistributedAttention(Local(True, False), dist.group.WORLD)
+        module = DistributedAttention(Local(True, False), hf_zero.sequence_parallel(2).group)
+        q, k, v, _ = drawn(HEADS)
+        with pytest.raises(ConfigError, match="rotate queries and keys before"):
+            module(q, k, v, 1, (q, q), 1.0)
+        with pytest.raises(ConfigError, match="queries of 3 dimensions"):
+            module(q[0], k[0], v[0], 1, None, 1.0)
+        with pytest.raises(ConfigError, match="does not divide 3 attention heads"):
+            module(q[:, :, :3], k[:, :, :3], v[:, :, :3], 1, None, 1.0)
+
+    run_ranks(2, rank)

@@ -1,5 +1,5 @@
 """Refusals of sequence parallelism, by key and remedy; models that it leaves alone; state that it
-leaves behind.
+leaves behind; ranks of one group that are given other batches.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from torch import nn
 
 import hf_zero
 from hf_zero.config import ZeroConfig
-from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.errors import ConfigError, NotBuiltError, RankMismatchError
+from hf_zero.parallel.alike import due
 from hf_zero.parallel.sequence.batches import cut
 from hf_zero.techniques.registry import TrainingTechniques
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import HEADS, HIDDEN, LAYERS, VOCAB, Stack, bert, seeded, t5
 from tests.helpers.ranks import RankFailed, run_ranks
-from tests.helpers.sequences import ROWS, TOKENS, gpt2, llama, plain, qwen3
-from tests.helpers.training import At
+from tests.helpers.sequences import ROWS, TOKENS, Ranks, gpt2, llama, plain, qwen3
+from tests.helpers.training import At, sgd
 
 
-def gemma2() -> nn.Module:
+def gemma2():
     config = transformers.Gemma2Config(
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=HIDDEN, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, sliding_window=4,
@@ -35,7 +36,7 @@ def gemma2() -> nn.Module:
     return transformers.Gemma2ForCausalLM(config)
 
 
-def mistral() -> nn.Module:
+def mistral():
     config = transformers.MistralConfig(
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=HIDDEN, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, sliding_window=4,
@@ -43,7 +44,7 @@ def mistral() -> nn.Module:
     return transformers.MistralForCausalLM(config)
 
 
-def mamba() -> nn.Module:
+def mamba():
     config = transformers.MambaConfig(
         vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=1, state_size=4, time_step_rank=2
     )
@@ -65,7 +66,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
 }
 
 
-def initialized(rank: int, models: list[nn.Module], size: int, config: Any) -> None:
+def initialized(rank, models, size, config):
     model = models[rank]
     before = getattr(getattr(model, "config", None), "_attn_implementation", None)
     try:
@@ -75,7 +76,7 @@ def initialized(rank: int, models: list[nn.Module], size: int, config: Any) -> N
             assert model.config._attn_implementation == before
 
 
-def refused(match: str, ranks: int, *args: Any) -> None:
+def refused(match, ranks, *args):
     with pytest.raises(RankFailed) as raised:
         run_ranks(ranks, *args)
     assert isinstance(raised.value.__cause__, ConfigError)
@@ -170,14 +171,14 @@ def test_techniques_that_shorten_sequences(key, section):
 # ---- forwards ----
 
 
-def cache_of(tokens: int) -> transformers.DynamicCache:
+def cache_of(tokens):
     cache = transformers.DynamicCache()
     for layer in range(LAYERS):
         cache.update(*torch.randn(2, ROWS, HEADS, tokens, HIDDEN // HEADS), layer)
     return cache
 
 
-def forward(rank: int, models: list[nn.Module], change: Callable[[dict[str, Any]], Any]) -> None:
+def forward(rank, models, change):
     sequence = hf_zero.sequence_parallel(2)
     engine = start(models[rank], None, config_of(1), mpu=sequence)
     engine.train()
@@ -205,7 +206,7 @@ def test_forwards_that_would_be_wrong(change, match):
     refused(match, 2, forward, models, change)
 
 
-def evaluate(rank: int, models: list[nn.Module], others: list[nn.Module]) -> Any:
+def evaluate(rank, models, others):
     sequence = hf_zero.sequence_parallel(2)
     engine = start(models[rank], None, config_of(1), mpu=sequence)
     with torch.no_grad():
@@ -234,9 +235,7 @@ def test_evaluation_copies_and_other_models_compute_whole_sequences():
         assert implementation == "sdpa"
 
 
-def evaluate_parts(
-    rank: int, models: list[nn.Module], change: Callable[[Any, dict[str, Any]], Any], both: bool
-) -> torch.Tensor:
+def evaluate_parts(rank, models, change, both):
     sequence = hf_zero.sequence_parallel(2, in_evaluation=both)
     engine = start(models[rank], None, config_of(1), mpu=sequence)
     engine.eval()
@@ -246,7 +245,7 @@ def evaluate_parts(
         return sequence.mean_loss(engine(**part).loss, labels)
 
 
-def without_labels(sequence: Any, batch: dict[str, Any]) -> dict[str, Any]:
+def without_labels(sequence, batch):
     part = dict(sequence.shard(batch))
     part["shift_labels"] = None
     return part
@@ -279,7 +278,7 @@ def test_parts_of_batches_where_evaluation_reads_them():
 # ---- sizes ----
 
 
-def sized(rank: int, sizes: list[int | None]) -> None:
+def sized(rank, sizes):
     for size in sizes:
         hf_zero.sequence_parallel(size)
 
@@ -296,7 +295,7 @@ def test_sizes_that_cannot_be(sizes, match):
     refused(match, 2, sized, sizes)
 
 
-def contradicting(rank: int, models: list[nn.Module]) -> None:
+def contradicting(rank, models):
     config = config_of(1, sequence_parallel_size=4)
     start(models[rank], None, config, mpu=hf_zero.sequence_parallel(2))
 
@@ -306,7 +305,7 @@ def test_a_size_that_contradicts_the_mpu():
     refused("sequence_parallel_size = 4 .* contradicts the mpu of 2", 2, contradicting, models)
 
 
-def both(rank: int, models: list[nn.Module], sequence: int) -> None:
+def both(rank, models, sequence):
     tensor = {"autotp_size": 2}
     config = config_of(1, sequence_parallel_size=sequence, tensor_parallel=tensor)
     start(models[rank], None, config)
@@ -324,7 +323,7 @@ def test_sizes_that_cannot_be_beside_shared_layers(sequence, heads, match):
     refused(match, 4, both, models, sequence)
 
 
-def shared_before(rank: int, models: list[nn.Module]) -> None:
+def shared_before(rank, models):
     former = hf_zero.sequence_parallel(2)
     start(models[rank], None, config_of(1, tensor_parallel={"autotp_size": 2}), mpu=former)
 
@@ -354,3 +353,107 @@ def test_another_mpu_with_parts_of_sequences():
 
     with pytest.raises(NotBuiltError, match="sequence parallelism"):
         hf_zero.initialize(model=seeded(llama), mpu=Other(), config="zero1")
+
+
+SP2 = Ranks(2)
+Given = Callable[[Any, int, int], Any]
+
+
+def forwards(rank, models, ranks, given, count):
+    config = config_of(1, tensor_parallel={"autotp_size": ranks.tensor})
+    engine = start(
+        models[rank], sgd(models[rank]), config | {"sequence_parallel_size": ranks.sequence}
+    )
+    sequence = hf_zero.sequence_parallel()
+    engine.train()
+    parts = [given(sequence, rank, step) for step in range(count)]
+    for part in parts:
+        engine(**part)
+    engine.destroy()
+
+
+def run(given, ranks=SP2, count=1):
+    models = [seeded(llama) for _ in range(ranks.world)]
+    run_ranks(ranks.world, forwards, models, ranks, given, count)
+
+
+def parted(match, *args):
+    with pytest.raises(RankFailed) as raised:
+        run(*args)
+    assert isinstance(raised.value.__cause__, RankMismatchError)
+    assert raised.match(match)
+
+
+def test_other_batches():
+    parted(
+        r"ranks 0, 1, which share sequences \(sequence_parallel_size = 2\), were given parts of "
+        r"different batches; read data as rank // 2 of ranks // 2 .*\.batches\(loader\)",
+        lambda sequence, rank, step: sequence.shard(plain(At(0, 0, rank))),
+    )
+
+
+def test_other_batches_beside_shared_layers():
+    """Ranks 0 and 1 share layers, 0 and 2 sequences."""
+    parted(
+        r"ranks (0, 2|1, 3), which share .* read data as rank // 4 of ranks // 4",
+        lambda sequence, rank, step: sequence.shard(plain(At(0, 0, rank // 2))),
+        Ranks(2, 1, 2),
+    )
+
+
+def test_other_batches_later_and_after_others_were_cut():
+    parted(
+        "different batches",
+        lambda sequence, rank, step: sequence.shard(plain(At(step, 0, rank * (step == 3)))),
+        SP2,
+        4,
+    )
+
+
+def test_other_documents_are_told_in_the_same_forward():
+    """Also in the third one, before which no hashes of batches are compared."""
+
+    def given(sequence, rank, step):
+        first = 5 + 2 * (rank == 1 and step == 2)
+        places = torch.cat([torch.arange(first), torch.arange(TOKENS - first)])
+        return sequence.shard(plain(At(0, 0, 0)) | {"position_ids": places.expand(2, -1)})
+
+    assert not due(3)
+    parted("different batches", given, SP2, 3)
+
+
+def test_parts_of_other_sizes():
+    def uneven(sequence, rank, step):
+        batch = plain(At(0, 0, 0)) | {"position_ids": torch.arange(TOKENS).expand(2, -1)}
+        own = slice(0, 9) if rank == 0 else slice(9, TOKENS)
+        return {name: each[:, own] for name, each in batch.items()}
+
+    parted(r"ranks 0, 1, .* parts of \[\[2, 9\], \[2, 7\]\] tokens; .*shard\(batch\)", uneven)
+
+
+def test_batches_that_are_alike_and_parts_that_were_cut_by_hand():
+    def given(sequence, rank, step):
+        batch = plain(At(step, 0, 0))
+        if step == 0 and rank == 1:  # not known to shard
+            part = {name: each[:, TOKENS // 2 :] for name, each in batch.items()}
+            return part | {"position_ids": torch.arange(TOKENS // 2, TOKENS).expand(2, -1)}
+        return sequence.shard(batch)
+
+    run(given, SP2, 5)
+
+
+def test_parts_that_are_alike_in_other_batches():
+    """Padding, cut for the second rank from two batches before any of them is read."""
+
+    def given(sequence, rank, step):
+        batch = plain(At(step, 0, 0))
+        batch["input_ids"][:, TOKENS // 2 :] = 2
+        return sequence.shard(batch)
+
+    run(given, SP2, 2)
+
+
+def test_when_ranks_compare():
+    assert [count for count in range(1, 1025) if due(count)] == [
+        1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768, 1024,
+    ]  # fmt: skip

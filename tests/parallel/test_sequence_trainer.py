@@ -19,7 +19,7 @@ from tests.helpers.launched import beside, torchrun
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
-def check(script: str, stage: int, accumulation: int, folder: Path) -> None:
+def check(script, stage, accumulation, folder):
     arguments = ("--accumulation", str(accumulation))
     with beside(SCRIPTS / script, folder / "plain", *arguments) as plain:
         found = torchrun(SCRIPTS / script, folder / "split", "--stage", str(stage), *arguments)

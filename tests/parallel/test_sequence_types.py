@@ -4,8 +4,6 @@ reads them, or refused by name.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from hf_zero.errors import ConfigError
@@ -13,14 +11,14 @@ from tests.helpers import oracle
 from tests.helpers.causal_zoo import NOT_SMALL, model_types, tiny
 from tests.helpers.ranks import RankFailed
 from tests.helpers.sequences import Ranks, SequenceJob, packed, padded, plain, train_on_threads
-from tests.helpers.training import At, Plan
+from tests.helpers.training import Plan
 
 PLAN = Plan(ranks=1, steps=1)
 # positions behind the padding, in embeddings alone, rotary, in a table
 SOON = {"roberta", "opt", "biogpt", "llama", "gpt_neox"}
 
 
-def with_padding_inside(at: At) -> Any:
+def with_padding_inside(at):
     """The padding token among others, which have labels, as where it ends documents."""
     batch = plain(at)
     batch["input_ids"][0, [2, 6, 9]] = 0

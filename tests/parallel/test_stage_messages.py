@@ -54,12 +54,12 @@ def test_the_host_needs_none(monkeypatch):
     flat_mesh.connect(None, (0, 1), torch.device("cpu"), Watchdog(enabled=False), "an axis")
 
 
-def _messages() -> StageMessages:
+def _messages():
     stats, watchdog = CollectiveStats(keep_log=True), Watchdog(enabled=False)
     return StageMessages([0, 1], 0, None, torch.device("cpu"), stats, watchdog, "engine 1", 5.0)
 
 
-def _travel(sent: list[Any], received: list[Any]) -> None:
+def _travel(sent, received):
     """One operation on each side, of the same bytes."""
     (out,), (into,) = sent, received
     assert (out.op, into.op) == (dist.isend, dist.irecv)

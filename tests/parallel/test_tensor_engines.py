@@ -1,12 +1,17 @@
-"""Engines whose ranks share layers, against one plain process."""
+"""Engines whose ranks share layers, against one plain process; models that come in shards inside
+zero.Init; keys and values that enter from outside, as those of prefix tuning.
+"""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
-from torch import nn
+from peft import PrefixTuningConfig, get_peft_model
+from transformers import LlamaForCausalLM
 
 import hf_zero
 from hf_zero.distributed.parallel_groups import get_parallel
@@ -15,10 +20,20 @@ from hf_zero.parallel import alike, cutting
 from hf_zero.parallel.tensor import axis, shared_inputs
 from hf_zero.parallel.tensor import model as tensor_model
 from hf_zero.zero.access.consolidate import whole_state_dict
+from hf_zero.zero.layout.sharding import sharding_of
+from tests.helpers.causal_zoo import batch_of, tiny
 from tests.helpers.engines import STAGES, config_of, start
 from tests.helpers.models import ROWS, seeded, tokens
-from tests.helpers.oracle import FP32_TOLERANCE, compare, compare_mixed, kept, mixed
+from tests.helpers.oracle import (
+    FP32_TOLERANCE,
+    compare,
+    compare_mixed,
+    compare_tensors,
+    kept,
+    mixed,
+)
 from tests.helpers.ranks import RankFailed, run_ranks
+from tests.helpers.stacks import on_ranks
 from tests.helpers.tensor_parallel import (
     HIDDEN,
     MODELS,
@@ -26,9 +41,11 @@ from tests.helpers.tensor_parallel import (
     gpt2,
     llama,
     mixtral,
+    qwen3,
     train_tensor_parallel,
 )
 from tests.helpers.training import Plan, plain_sgd
+from tests.loading.counting import counting
 from tests.parallel.expert_cases import keys
 from tests.ranks.test_host_syncs import counted
 
@@ -87,7 +104,7 @@ def test_with_other_features(stage, keys):
 
 
 class _Adapted(TensorJob):
-    def build(self) -> nn.Module:
+    def build(self):
         from peft import LoraConfig, get_peft_model
 
         settings = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
@@ -129,7 +146,7 @@ def test_bytes_of_each_axis():
         # seeds from the host's own generator, before attention and MLP of two layers
         (lambda: gpt2(0.1), {}, {"dropout.py: _local_scalar_dense": 8}),
         # how many rows go where, layer by layer
-        (mixtral, keys(2), {"dispatch.py: tolist": 4}),
+        pytest.param(mixtral, keys(2), {"dispatch.py: tolist": 4}, marks=pytest.mark.long),
         (mixtral, keys(2) | RECOMPUTED, {"dispatch.py: tolist": 4}),
     ),
     ids=("llama", "dropout", "experts", "experts, recomputed"),
@@ -150,20 +167,20 @@ def test_a_steady_step_reads_nothing_back(make, section, wanted, monkeypatch):
         assert dict(syncs.of("hf_zero")) == wanted
 
 
-def _partial_left_alone(patch: pytest.MonkeyPatch) -> None:
+def _partial_left_alone(patch):
     patch.setattr(tensor_model, "placements", lambda twin, found: dict.fromkeys(found, False))
 
 
-def _first_part_for_all(patch: pytest.MonkeyPatch) -> None:
+def _first_part_for_all(patch):
     patch.setattr(cutting, "set_sharding", lambda parameter, sharding: None)
 
 
-def _inputs_not_summed(patch: pytest.MonkeyPatch) -> None:
+def _inputs_not_summed(patch):
     patch.setattr(shared_inputs, "copy_to", lambda x, axis, name, beside: x)
     patch.setattr(shared_inputs.SharedInputs, "_beside", lambda *_: None)
 
 
-def _outputs_not_summed(patch: pytest.MonkeyPatch) -> None:
+def _outputs_not_summed(patch):
     patch.setattr(axis.TensorAxis, "sum", lambda self, x, name: x)
 
 
@@ -246,21 +263,19 @@ def test_sequences_that_were_shared_before_layers():
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_estimate_is_what_a_rank_holds(stage):
-    models = [seeded(llama) for _ in range(4)]
     config = config_of(stage, tensor_parallel={"autotp_size": 2})
     row = hf_zero.estimate(seeded(llama), 4, config=config).at(stage)
 
-    def held(rank):
-        engine = start(models[rank], plain_sgd(models[rank]), config)
+    def held(rank, model):
+        engine = start(model, plain_sgd(model), config)
         found = engine.state_bytes()["parameters"]
         engine.destroy()
         return found
 
-    assert run_ranks(4, held) == [row.parameters] * 4
+    assert on_ranks(4, held, build=lambda: seeded(llama)) == [row.parameters] * 4
 
 
 def test_batch_sizes_count_groups():
-    models = [seeded(llama) for _ in range(4)]
     written = {
         "tensor_parallel": {"autotp_size": 2},
         "train_micro_batch_size_per_gpu": 3,
@@ -269,11 +284,11 @@ def test_batch_sizes_count_groups():
         "zero_optimization": {"stage": 1},
     }
 
-    def sizes(rank):
+    def sizes(rank, model):
         data = list(range(8))
         engine, _, loader, _ = hf_zero.initialize(
-            model=models[rank],
-            optimizer=plain_sgd(models[rank]),
+            model=model,
+            optimizer=plain_sgd(model),
             config=written,
             training_data=data,
         )
@@ -282,7 +297,7 @@ def test_batch_sizes_count_groups():
         engine.destroy()
         return found
 
-    found = run_ranks(4, sizes)
+    found = on_ranks(4, sizes, build=lambda: seeded(llama))
     assert [total for total, _ in found] == [12] * 4
     assert found[0] == found[1] and found[2] == found[3]
     assert sorted(found[0][1] + found[2][1]) == list(range(8))
@@ -332,3 +347,87 @@ def test_models_of_one_job_are_cut_into_different_sizes():
         for each in states:
             for key, value in state.items():
                 assert torch.equal(each[key], value), key
+
+
+@pytest.mark.usefixtures("loads_at_once")
+def test_each_rank_reads_its_shards_of_its_part(tmp_path):
+    whole = seeded(llama)
+    whole.save_pretrained(tmp_path)
+    config = config_of(3, tensor_parallel={"autotp_size": 2})
+
+    def rank(_):
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = LlamaForCausalLM.from_pretrained(tmp_path)
+        engine = start(model, plain_sgd(model), config)
+        with hf_zero.GatheredParameters(list(model.parameters())):
+            parts = {
+                name: (p.detach().clone(), sharding_of(p).box)
+                for name, p in model.named_parameters()
+            }
+        state = whole_state_dict(engine)
+        engine.destroy()
+        return parts, state
+
+    with counting() as read:
+        found = run_ranks(4, rank)
+    # matrices that are cut along columns, which are short here, are read whole for each part
+    assert read.bytes < 2 * sum(p.nbytes for p in whole.parameters())
+    for parts, state in found:
+        assert sum(box is not None for _, box in parts.values()) > 8
+        for name, (value, box) in parts.items():
+            own = whole.get_parameter(name)
+            assert torch.equal(value, own if box is None else box.take(own)), name
+            assert torch.equal(state[name], own), name
+
+
+def _gradients(model):
+    loss = model(**batch_of()).loss
+    loss.backward()
+    named = model.named_parameters()
+    return float(loss.detach()), {name: p.grad for name, p in named if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    "make",
+    (lambda: llama(key_value_heads=1), lambda: llama(key_value_heads=2), qwen3),
+    ids=("one head of keys", "two", "norms of heads"),
+)
+def test_prefix_tuning(make):
+    settings = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model: Any = seeded(lambda: get_peft_model(make(), settings)).train()
+    models = [copy.deepcopy(model) for _ in range(2)]
+    loss, gradients = _gradients(model)
+
+    def run(rank):
+        cut = hf_zero.tensor_parallel(models[rank], 2)
+        got, found = _gradients(cut)
+        assert got == pytest.approx(loss, rel=1e-5)
+        compare_tensors("gradient", found, gradients)
+
+    run_ranks(2, run)
+
+
+@pytest.mark.parametrize(
+    ("make", "heads", "words"),
+    (
+        (lambda: seeded(llama), 3, r"has 3 heads, and tensor_parallel.autotp_size = 2 cannot"),
+        (lambda: tiny("deepseek_v2"), 4, r"prefix tuning, or set tensor_parallel.autotp_size"),
+        (lambda: seeded(llama), 0, r"past_key_values is a tuple"),
+    ),
+    ids=("heads", "latent", "tuple"),
+)
+def test_caches_that_cannot_be_cut(make, heads, words):
+    from transformers import DynamicCache
+
+    models = [make() for _ in range(2)]
+
+    def run(rank):
+        model: Any = hf_zero.tensor_parallel(models[rank], 2)
+        cache: Any = DynamicCache()
+        for layer in range(2):
+            cache.update(torch.zeros(2, heads, 3, 8), torch.zeros(2, heads, 3, 8), layer)
+        model(**batch_of(), past_key_values=cache if heads else ((),))
+
+    with pytest.raises(RankFailed, match=words) as raised:
+        run_ranks(2, run)
+    assert isinstance(raised.value.__cause__, ConfigError)

@@ -31,18 +31,18 @@ REFUSED = {
 }
 
 
-def _gradients(model: Any, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
+def _gradients(model, batch):
     loss = model(**batch).loss
     loss.backward()
     named = model.named_parameters()
     return float(loss.detach()), {name: p.grad for name, p in named if p.grad is not None}
 
 
-def _compare(model: Any, batch: Any, **plan: Any) -> None:
+def _compare(model, batch, **plan):
     """Loss and gradients of ``model`` cut among two ranks, against those of the whole."""
     copies = [copy.deepcopy(model) for _ in range(2)]
 
-    def share(rank: int) -> Any:
+    def share(rank):
         cut = hf_zero.tensor_parallel(copies[rank], 2, **plan)
         loss, gradients = _gradients(cut, batch)
         named = dict(cut.named_parameters())
@@ -83,12 +83,12 @@ def test_every_model_type_that_has_a_plan(name):
 class _Between(nn.Module):
     """An activation with a weight, between layers that are cut; ``whole`` weighs what comes in."""
 
-    def __init__(self, inner: nn.Module, whole: bool = False):
+    def __init__(self, inner, whole=False):
         super().__init__()
         self.inner, self.whole = inner, whole
         self.weight = nn.Parameter(torch.full((), 0.7))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         if self.whole:
             return self.inner(self.weight * x)  # type: ignore[no-any-return]
         return self.weight * self.inner(x)  # type: ignore[no-any-return]
@@ -97,31 +97,31 @@ class _Between(nn.Module):
 class _Gated(nn.Module):
     """A layer that is cut, times something of its input, which is whole."""
 
-    def __init__(self, inner: nn.Module):
+    def __init__(self, inner):
         super().__init__()
         self.inner = inner
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.inner(x) * x.mean(-1, keepdim=True)  # type: ignore[no-any-return]
 
 
 class _Twice(nn.Module):
     """A layer that is cut, and one that reads its elements."""
 
-    def __init__(self, inner: nn.Module):
+    def __init__(self, inner):
         super().__init__()
         self.inner, self.then = inner, nn.Linear(1, 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.then(self.inner(x).unsqueeze(-1)).sum(-1)  # type: ignore[no-any-return]
 
 
 class _ReadsNumbers(_Between):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return super().forward(x) if x.detach().numpy().any() else x
 
 
-def _changed(name: str, made: Any) -> Any:
+def _changed(name, made):
     """A Llama with ``made`` around one layer of each MLP."""
     model: Any = seeded(llama)
     for layer in model.model.layers:

@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import nn
 
 import hf_zero
 from hf_zero.errors import RankMismatchError
@@ -32,27 +30,27 @@ from tests.helpers.tensor_parallel import (
 Gradients = dict[str, torch.Tensor]
 
 
-def _model() -> Any:
+def _model():
     model = seeded(functools.partial(gpt2, 0.25))
     model.config._attn_implementation = "eager"
     return model
 
 
-def _run(model: nn.Module) -> tuple[float, Gradients]:
+def _run(model):
     loss = model(**MODELS["gpt2"].batch(0, 0, 0)).loss
     loss.backward()
     return float(loss.detach()), {n: p.grad.clone() for n, p in model.named_parameters()}
 
 
-def dropped(rank: int) -> Any:
+def dropped(rank):
     """Loss, gradients, boxes and masks of a forward and backward, without and with checkpoints."""
     return [_dropped(checkpointed) for checkpointed in (False, True)]
 
 
-def _dropped(checkpointed: bool) -> Any:
+def _dropped(checkpointed):
     masks: list[torch.Tensor] = []
 
-    def draw(shape: tuple[int, ...], p: float) -> torch.Tensor:
+    def draw(shape, p):
         masks.append((torch.rand(shape) >= p).float())
         return masks[-1]
 
@@ -65,7 +63,7 @@ def _dropped(checkpointed: bool) -> Any:
     return loss, gradients, boxes_of(model), masks[:7], torch.rand(2)
 
 
-def jittered() -> Any:
+def jittered():
     """Draws, and has no dropout."""
     model = seeded(mixtral)
     for module in model.modules():
@@ -74,7 +72,7 @@ def jittered() -> Any:
     return model
 
 
-def seeded_apart(rank: int) -> list[str]:
+def seeded_apart(rank):
     """Return the error of each model whose ranks have generators of their own, or ""."""
     told = []
     for make in (_model, jittered, lambda: seeded(llama)):
@@ -91,7 +89,7 @@ def seeded_apart(rank: int) -> list[str]:
 PROMPT = {"max_new_tokens": 8, "do_sample": True}
 
 
-def sampled(rank: int) -> Any:
+def sampled(rank):
     """Tokens that ranks with generators of their own draw, and what they would draw next."""
     model = hf_zero.tensor_parallel(seeded(llama), 2)
     torch.manual_seed(5 + rank)
@@ -99,7 +97,7 @@ def sampled(rank: int) -> Any:
     return model.eval().generate(ids, **PROMPT), torch.rand(2)
 
 
-def split_by_transformers(rank: int, folder: str, stage: int) -> Any:
+def split_by_transformers(rank, folder, stage):
     config = transformers.distributed.DistributedConfig(tp_size=2)
     model = transformers.LlamaForCausalLM.from_pretrained(folder, distributed_config=config)
     hf_zero.tensor_parallel(model.train(), 2)
@@ -117,7 +115,7 @@ def split_by_transformers(rank: int, folder: str, stage: int) -> Any:
     return float(loss.detach()), parts, boxes, state
 
 
-def each(rank: int, folder: str) -> Any:
+def each(rank, folder):
     return (
         dropped(rank),
         seeded_apart(rank),
@@ -127,7 +125,7 @@ def each(rank: int, folder: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def ranks(tmp_path_factory):
     folder: Path = tmp_path_factory.mktemp("llama")
     seeded(llama).save_pretrained(folder)
     return run_processes(2, each, str(folder), timeout=400.0)

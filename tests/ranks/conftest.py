@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
 
@@ -12,12 +11,12 @@ from hf_zero.offload.update import Updater
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def gate(monkeypatch):
     """Updates wait for it from when it is cleared."""
     opened, run = threading.Event(), Update.run
     opened.set()
 
-    def held(update: Update, *args: Any) -> None:
+    def held(update, *args):
         assert opened.wait(120), "nobody has opened the gate"
         run(update, *args)
 
@@ -26,16 +25,16 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 @pytest.fixture
-def held_up(gate: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+def held_up(gate, monkeypatch):
     """No update begins before somebody waits for it."""
     begin, finish = Updater.start, Updater.finish
 
-    def begun(self: Updater, *args: Any, **more: Any) -> None:
+    def begun(self, *args, **more):
         finish(self)
         gate.clear()
         begin(self, *args, **more)
 
-    def wanted(self: Updater, *args: Any) -> None:
+    def wanted(self, *args):
         if self.pending:
             gate.set()
         finish(self, *args)

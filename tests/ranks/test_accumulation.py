@@ -56,8 +56,7 @@ def test_plain_backward_in_fp16_is_scaled_too(stage):
     job.name = "plain stack"
     plan = Plan(ranks=RANKS, steps=3, accumulation=2, precision="fp16", scale=4096.0)
     got = train_on_threads(job, plan, opened_by(PlainBackward, stage))
-    exact = oracle.kept(job, Plan(ranks=RANKS, steps=3, accumulation=2))
-    oracle.compare_mixed(got, oracle.mixed(job, plan, stage), exact, plan.dtype)
+    oracle.accept(got, job, plan, stage)
 
 
 @pytest.mark.parametrize("stage", STAGES)

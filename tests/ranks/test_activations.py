@@ -5,7 +5,6 @@ that neither costs a gather.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from tests.helpers.engines import (
 )
 from tests.helpers.late_transfers import Late
 from tests.helpers.models import ARCHITECTURES, seeded
-from tests.helpers.stacks import on_each_rank, on_ranks, squared
+from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared
 from tests.helpers.training import ArchitectureJob, At, Plan, adamw
 from tests.helpers.ways import WAYS
 
@@ -49,11 +48,11 @@ PLAN = Plan(ranks=2, steps=2, accumulation=2, clip=0.5)
 
 
 @pytest.fixture(autouse=True)
-def moved(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Late]]:
+def moved(monkeypatch):
     """On the CPU activations would have nowhere to go."""
     made: list[Late] = []
 
-    def late(device: torch.device) -> Late:
+    def late(device):
         made.append(Late())
         return made[-1]
 
@@ -93,8 +92,7 @@ def test_no_further_gather(name):
         engine = start(model, adamw(model), config_of(3, **(CONFIGS[name] if name else {})))
         for number in range(4):
             engine.mesh.stats.counts.clear()
-            engine.backward(squared(engine, At(number, 0, rank)))
-            engine.step()
+            run_steps(engine, rank, [number])
         counts = Counter(engine.mesh.stats.counts)
         engine.destroy()
         return counts
@@ -123,9 +121,7 @@ def test_cpu_checkpointing_without_checkpoints_says_so(heard, moved):
         engine = start(
             model, adamw(model), config_of(2, activation_checkpointing={"cpu_checkpointing": True})
         )
-        for number in range(2):
-            engine.backward(squared(engine, At(number, 0, rank)))
-            engine.step()
+        run_steps(engine, rank, range(2))
         engine.destroy()
 
     on_ranks(1, run)
@@ -194,9 +190,7 @@ def test_a_forward_that_is_broken_off(error, moved):
 
     def plain(rank, model):
         engine = start(model, adamw(model), config_of(3))
-        for number in (0, 1):
-            engine.backward(squared(engine, At(number, 0, rank)))
-            engine.step()
+        run_steps(engine, rank, (0, 1))
         weights = list(full_weights(engine).values())
         engine.destroy()
         return weights
@@ -210,8 +204,7 @@ def test_host_memory_is_kept_over_steps_and_given_back(rank, model, moved):
     engine = start(model, adamw(model), config_of(2, activation_offload=SMALL))
     offload, sizes = engine.patches.activations.offload, []
     for number in range(3):
-        engine.backward(squared(engine, At(number, 0, rank)))
-        engine.step()
+        run_steps(engine, rank, [number])
         sizes.append(offload.slabs.nbytes)
     assert sizes[0] > 0 and len(set(sizes)) == 1
     engine.destroy()
@@ -221,13 +214,13 @@ def test_host_memory_is_kept_over_steps_and_given_back(rank, model, moved):
 class CheckpointsItself(torch.nn.Module):
     """Small blocks, one unit together, each under a selective checkpoint of its own code."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = torch.nn.ModuleList(
             torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(3)
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         saved = [torch.ops.aten.addmm.default]
         for block in self.blocks:
             x = checkpoint(

@@ -1,18 +1,37 @@
-"""Communication: the number, order and bytes of collectives per step are those of the stage
-table.
+"""Communication: number, order and bytes of the collectives of a step are those of the stage
+table; frames of Python above a gather, buffers of messages, products over packed parameters.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 
-from tests.helpers.engines import STAGES, config_of, start
-from tests.helpers.models import Stack, seeded
-from tests.helpers.stacks import on_each_rank, on_ranks, squared
-from tests.helpers.training import At, Plan, adamw
+from hf_zero.device import kinds, streams
+from hf_zero.ops.packed_linear import adjacent, packed_linear
+from hf_zero.zero.gather.hooks import Hooks
+from hf_zero.zero.reduce.reductions import IN_FLIGHT, WireBuffers
+from tests.helpers import oracle
+from tests.helpers.accelerators import PlayedStream, play_streams
+from tests.helpers.engines import (
+    STAGES,
+    config_of,
+    engine_opener,
+    full_weights,
+    start,
+    train_on_threads,
+)
+from tests.helpers.models import HIDDEN, Stack, seeded
+from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared
+from tests.helpers.training import At, Job, Plan, adamw, sgd
 from tests.helpers.ways import WAYS
 
 RANKS, STEPS = 4, 4
@@ -27,7 +46,7 @@ def step(engine, rank, number, plan):
         engine.step()
 
 
-def last_step(stage: int, plan: Plan, depth: int = 3):
+def last_step(stage, plan, depth=3):
     """The log of the last of several steps, [(operation, key, bytes)], and the bytes of each
     unit's flats.
     """
@@ -46,7 +65,7 @@ def last_step(stage: int, plan: Plan, depth: int = 3):
     return answers[0]
 
 
-def counted(log) -> Counter:
+def counted(log):
     return Counter(
         operation for operation, key, _ in log if key not in ("gradient norm", "used parameters")
     )
@@ -200,3 +219,234 @@ def test_evaluation_gathers_each_unit_once(stage):
         return dict(engine.mesh.stats.counts)
 
     assert on_ranks(2, run) == [{"all_gather": 4} if stage == 3 else {}] * 2
+
+
+MOST = 6
+
+
+def frames_above(frame):
+    """The names of what is under way from ``Hooks._pre_forward`` to ``frame``, or none."""
+    names = []
+    while frame is not None:
+        names.append(frame.f_code.co_name)
+        if frame.f_code is Hooks._pre_forward.__code__:
+            return names[::-1]
+        frame = frame.f_back
+    return []
+
+
+class Done:
+    """The handle of a collective that has completed."""
+
+    def wait(self, *limit):
+        return True
+
+
+def test_a_planned_gather_is_at_most_six_frames_deep(monkeypatch):
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    plain, seen = getattr(dist, name), []
+
+    def spied(*args, **kwargs):
+        seen.append(frames_above(sys._getframe(1)))
+        return plain(*args, **kwargs)
+
+    def message(*args, **kwargs):
+        seen.append(frames_above(sys._getframe(1)))
+        return Done()
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(3))
+        run_steps(engine, rank, range(2))
+        if rank == 0:
+            seen.clear()
+        engine.mesh.barrier()
+        squared(engine, At(2, 0, rank))
+        engine.mesh.barrier()
+        # as gloo sends it
+        engine.mesh.shard._point_to_point = True
+        squared(engine, At(2, 0, rank))
+        engine.mesh.shard._point_to_point = False
+
+    monkeypatch.setattr(dist, name, spied)
+    monkeypatch.setattr(dist, "irecv", message)
+    monkeypatch.setattr(dist, "isend", message)
+    on_ranks(2, run, build=lambda: seeded(lambda: Stack(4)))
+    paths = [path for path in seen if path]
+    whole = {path[-1] for path in paths}
+    assert whole == {"all_gather", "_exchange"}, "the gathers of both kinds were seen"
+    assert max(map(len, paths)) <= MOST, max(paths, key=len)
+
+
+DEPTH = 12
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_few_at_once(stage, ranks, monkeypatch):
+    taken, most = Counter[WireBuffers](), Counter[WireBuffers]()
+    acquire, release = WireBuffers.acquire, WireBuffers.release
+
+    def acquires(self, *args):
+        taken[self] += 1
+        most[self] = max(most[self], taken[self])
+        return acquire(self, *args)
+
+    def releases(self, buffer):
+        taken[self] -= buffer is not None
+        release(self, buffer)
+
+    monkeypatch.setattr(WireBuffers, "acquire", acquires)
+    monkeypatch.setattr(WireBuffers, "release", releases)
+    blocks = {"stage": stage, "stage3_module_granularity_threshold": 0}
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(stage, zero_optimization=blocks))
+        run_steps(engine, rank, range(2))
+        engine.destroy()
+
+    on_ranks(ranks, run, build=partial(seeded, partial(Stack, depth=DEPTH)))
+    assert len(most) == ranks and not +taken
+    assert max(most.values()) <= IN_FLIGHT + 1
+
+
+class Net(nn.Module):
+    """Its second layer runs on ``side``, if there is one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.side: Any = None
+
+    def forward(self, x):
+        for index, layer in enumerate(self.layers):
+            with streams.on_stream(self.side if index == 1 else None):
+                x = layer(x).tanh()
+        return x.sum()
+
+
+@pytest.mark.parametrize("stage, accumulation", [(1, 1), (1, 2), (2, 1)])
+def test_gradients_are_taken_in_after_the_stream_that_accumulated_them(
+    stage, accumulation, monkeypatch
+):
+    net = Net()
+    engine = start(net, sgd(net), config_of(stage, Plan(accumulation=accumulation)))
+    played = play_streams(monkeypatch)
+    net.side = PlayedStream(played.log, "side")
+    monkeypatch.setattr(kinds, "is_host", lambda device: False)
+    loss = engine(torch.randn(2, 64))
+    played.log.clear()
+    # autograd's thread is this one, and its current stream the one of the caller
+    engine.backward(loss)
+    assert played.log.count(("compute", "waits for", "side")) >= 1
+    monkeypatch.undo()
+    engine.destroy()
+
+
+NAMES = ("first", "second", "third")
+
+
+class Branches(nn.Module):
+    """Three layers of one input with a bias each, as BERT's q, k and v; ``packed`` computes them
+    in one product.
+    """
+
+    def __init__(self, packed, frozen=False):
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.first, self.second, self.third = (
+            nn.Linear(HIDDEN, 16),
+            nn.Linear(HIDDEN, 8),
+            nn.Linear(HIDDEN, 16),
+        )
+        self.back = nn.Linear(40, HIDDEN)
+        self.packed, self.found = packed, []
+        self.second.requires_grad_(not frozen)
+        if packed:
+            self._hf_zero_packed = tuple(
+                tuple(f"{name}.{kind}" for name in NAMES) for kind in ("weight", "bias")
+            )
+
+    def forward(self, x):
+        layers = [getattr(self, name) for name in NAMES]
+        if self.packed:
+            weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+            self.found.append(adjacent(weights) and adjacent(biases))
+            parts = packed_linear(self.norm(x), weights, biases)
+        else:
+            parts = [F.linear(self.norm(x), layer.weight, layer.bias) for layer in layers]
+        return x + self.back(torch.tanh(torch.cat(parts, dim=-1)))
+
+
+class Packed(Job):
+    def __init__(self, packed, frozen=False):
+        self.packed, self.frozen = packed, frozen
+        self.built: list[nn.Module] = []
+
+    def build(self):
+        def make():
+            model = Stack(depth=2)
+            model.blocks = nn.ModuleList(Branches(self.packed, self.frozen) for _ in range(2))
+            return model
+
+        self.built.append(seeded(make))
+        return self.built[-1]
+
+    def optimizer(self, model):
+        return adamw(model)
+
+    def loss(self, net, at):
+        return squared(net, at, net.dtype)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_run_equals_the_oracle_and_packs_are_adjacent(stage):
+    plan, job = Plan(ranks=2, steps=3, accumulation=2), Packed(True)
+    oracle.compare(
+        train_on_threads(job, plan, engine_opener(stage)), oracle.run(Packed(False), plan)
+    )
+    found = [each for model in job.built for block in model.blocks for each in block.found]
+    assert found and all(found)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_frozen_one_parts_them_and_the_run_is_right(stage):
+    plan, job = Plan(ranks=2, steps=2), Packed(True, frozen=True)
+    oracle.compare(
+        train_on_threads(job, plan, engine_opener(stage)),
+        oracle.run(Packed(False, frozen=True), plan),
+    )
+    assert not any(each for model in job.built for block in model.blocks for each in block.found)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("packed", [True, False])
+def test_checkpoints_are_the_same_with_and_without(tmp_path, packed, stage):
+    """Saved by one, loaded by the other: the weights, and the step that follows with the
+    optimizer's state.
+    """
+
+    def step(engine, number, rank):
+        run_steps(engine, rank, [number])
+
+    def save(rank, model):
+        engine = start(model, adamw(model), config_of(stage))
+        step(engine, 0, rank)
+        engine.save_checkpoint(str(tmp_path))
+        step(engine, 1, rank)
+        weights = full_weights(engine)
+        engine.destroy()
+        return weights
+
+    def load(rank, model):
+        engine = start(model, adamw(model), config_of(stage))
+        engine.load_checkpoint(str(tmp_path))
+        step(engine, 1, rank)
+        weights = full_weights(engine)
+        engine.destroy()
+        return weights
+
+    want = on_ranks(2, save, build=Packed(packed).build)[0]
+    got = on_ranks(2, load, build=Packed(not packed).build)[0]
+    assert want.keys() == got.keys()
+    for name in want:
+        assert torch.allclose(got[name], want[name], rtol=1e-5, atol=1e-6), name

@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType, SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -31,26 +29,26 @@ from tests.helpers.engines import (
     train_on_threads,
 )
 from tests.helpers.models import ARCHITECTURES, HIDDEN, Stack, features, llama, seeded, tokens
-from tests.helpers.training import At, Driver, Job, Plan, adamw, plain_sgd
+from tests.helpers.training import Job, Plan, adamw, plain_sgd
 
 BLOCKS = {"blocks": True, "backend": "aot_eager"}  # what inductor is given too, without a compiler
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_compiled_yet() -> Iterator[None]:
+def nothing_is_compiled_yet():
     torch._dynamo.reset()
     counters.clear()
     yield
     torch._dynamo.reset()
 
 
-def graphs() -> int:
+def graphs():
     """Compilations so far."""
     return counters["stats"]["unique_graphs"]
 
 
 @contextmanager
-def no_compilation() -> Iterator[None]:
+def no_compilation():
     before = graphs()
     with torch._dynamo.config.patch(error_on_recompile=True):
         yield
@@ -63,7 +61,7 @@ class Compiled(Job):
     ``checkpointed`` recomputes its blocks; ``adapted`` trains the norms alone.
     """
 
-    def __init__(self, name: str, checkpointed: bool = False, adapted: bool = False) -> None:
+    def __init__(self, name, checkpointed=False, adapted=False):
         self.architecture, self.checkpointed, self.adapted = (
             ARCHITECTURES[name],
             checkpointed,
@@ -71,7 +69,7 @@ class Compiled(Job):
         )
         self.name = f"{name} checkpointed={checkpointed} adapted={adapted}"
 
-    def build(self) -> nn.Module:
+    def build(self):
         model = self.architecture.build()
         if self.checkpointed:
             model.gradient_checkpointing_enable()
@@ -80,7 +78,7 @@ class Compiled(Job):
                 parameter.requires_grad_("norm" in name)
         return model
 
-    def loss(self, net: Driver, at: At) -> torch.Tensor:
+    def loss(self, net, at):
         more = {} if self.architecture.name == "bert" else {"use_cache": False}
         return net(**self.architecture.batch(at.step, at.micro, at.rank), **more).loss
 
@@ -112,9 +110,7 @@ def test_equal_to_the_plain_loop(name, stage):
 def test_bf16(stage):
     job, plan = Compiled("bert"), Plan(steps=2, precision="bf16")
     got = train_on_threads(job, plan, engine_opener(stage, compile=BLOCKS))
-    oracle.compare_mixed(
-        got, oracle.mixed(job, plan, stage), oracle.kept(job, Plan(steps=2)), plan.dtype
-    )
+    oracle.accept(got, job, plan, stage)
 
 
 class Dropping(nn.Module):
@@ -122,23 +118,23 @@ class Dropping(nn.Module):
     do.
     """
 
-    def __init__(self, inside: bool) -> None:
+    def __init__(self, inside):
         super().__init__()
         self.scale = nn.Linear(16, 16, bias=False)
         self.dropout = nn.Dropout(0.5)
         self.inside = inside
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x):
         return (
             super().__call__(x)
             if self.inside
             else checkpoint(super().__call__, x, use_reentrant=False)
         )
 
-    def work(self, x: torch.Tensor) -> torch.Tensor:
+    def work(self, x):
         return self.dropout(self.scale(x))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return checkpoint(self.work, x, use_reentrant=False) if self.inside else self.work(x)
 
 
@@ -229,19 +225,18 @@ def test_kinds_of_blocks_have_a_graph_each():
 
 
 def test_other_shapes_share_a_second_graph():
-    engine = start(model := seeded(llama), adamw(model), config_of(1, compile=BLOCKS))
+    engine = start(model := seeded(Stack), plain_sgd(model), config_of(1, compile=BLOCKS))
 
-    def step(length):
-        ids = tokens(0, 0, 0)[:, :length]
-        engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
+    def step(rows):
+        engine.backward(engine(features(0, 0, 0, rows)).square().mean())
         engine.step()
 
     step(9)
     step(6)
     assert graphs() == 2
     with no_compilation():
-        for length in (9, 5, 7, 9, 4):
-            step(length)
+        for rows in (9, 5, 7, 9, 4):
+            step(rows)
     engine.destroy()
 
 
@@ -329,7 +324,7 @@ def test_blocks_are_given_back():
     assert not any("forward" in block.__dict__ for block in model.blocks)
 
 
-def doubled(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def doubled(self, x):
     return 2 * type(self).forward(self, x)
 
 
@@ -383,23 +378,23 @@ def test_what_torch_cannot_compile_with_is_refused(section, said):
         start(model, plain_sgd(model), config_of(0, compile=section))
 
 
-def compiled_before(**asked: Any) -> Callable[[Stack], Any]:
-    def compile_it(model: Stack) -> None:
+def compiled_before(**asked):
+    def compile_it(model):
         model.blocks[1].compile(**asked)
 
     return compile_it
 
 
-def forward_compiled_before(model: Stack) -> None:
+def forward_compiled_before(model):
     model.blocks[1].forward = torch.compile(model.blocks[1].forward, backend="cudagraphs")
 
 
-def wrapped_before(model: Stack) -> None:
+def wrapped_before(model):
     model.blocks[1] = torch.compile(model.blocks[1], mode="max-autotune")
 
 
-def captured_before(model: Stack) -> None:
-    def replay(x: torch.Tensor) -> torch.Tensor: ...
+def captured_before(model):
+    def replay(x): ...
 
     replay.__module__ = "torch.cuda.graphs"  # as torch.cuda.make_graphed_callables leaves it
     model.blocks[1].forward = replay

@@ -4,8 +4,6 @@ helpers/compressed.py give on whole vectors, and what travels is what they say.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +19,7 @@ from tests.helpers.compressed import (
 )
 from tests.helpers.engines import start
 from tests.helpers.models import Stack, seeded
-from tests.helpers.stacks import on_each_rank, on_ranks, squared
+from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared
 from tests.helpers.training import At, Plan, adamw
 
 
@@ -46,7 +44,7 @@ def test_gradients_are_those_of_the_equations(stage, ranks, plan, block):
     check_gradients(answers, stage, plan, block)
 
 
-def sent_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[str, int]]]:
+def sent_bytes(monkeypatch):
     """Record the collectives of each rank as (operation, bytes)."""
     found: dict[int, list[tuple[str, int]]] = {}
     names = {
@@ -57,10 +55,10 @@ def sent_bytes(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[str, int
         "reduce_scatter_single": 1,
     }
 
-    def counted(name: str, place: int) -> Any:
+    def counted(name, place):
         original = getattr(dist, name)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args, **kwargs):
             found.setdefault(dist.get_rank(), []).append((name, args[place].nbytes))
             return original(*args, **kwargs)
 
@@ -83,8 +81,7 @@ def test_bytes_of_every_message(stage, precision, monkeypatch):
         dist.barrier()
         stats = engine.mesh.stats
         stats.keep_log = True
-        engine.backward(squared(engine, At(0, 0, rank), plan.dtype))
-        engine.step()
+        run_steps(engine, rank, [0])
         return [(flat.layout, flat.dtype) for flat in engine.flats], list(stats.log)
 
     answers = on_ranks(world, run, build=lambda: seeded(lambda: Stack(3, 64)))
@@ -120,9 +117,7 @@ def test_an_overflow_on_one_rank_leaves_all_state_as_it_is(stage):
 
     def run(rank, model):
         engine = start(model, adamw(model), config(stage, plan, GRADIENTS))
-        for number in range(2):
-            engine.backward(squared(engine, At(number, 0, rank), plan.dtype))
-            engine.step()
+        run_steps(engine, rank, range(2))
         before = state(engine)
         loss = squared(engine, At(2, 0, rank), plan.dtype)
         engine.backward(loss * (1e9 if rank == 1 else 1.0))
@@ -132,8 +127,7 @@ def test_an_overflow_on_one_rank_leaves_all_state_as_it_is(stage):
         assert before.keys() == after.keys() and before
         for name, value in before.items():
             assert torch.equal(value, after[name]), name
-        engine.backward(squared(engine, At(3, 0, rank), plan.dtype))
-        engine.step()
+        run_steps(engine, rank, [3])
         assert engine.was_step_applied()
 
     on_ranks(2, run)
@@ -142,7 +136,7 @@ def test_an_overflow_on_one_rank_leaves_all_state_as_it_is(stage):
 WEIGHTS = {"zero_quantized_weights": True}
 
 
-def as_gathered(flat: Any, values: torch.Tensor, block: int | None = None) -> torch.Tensor:
+def as_gathered(flat, values, block=None):
     """Return the values that ranks compute with after ``values`` [padded] are sent in 8 bits."""
     rounded = by_owner(values.float(), flat.layout.shards, 8, block)
     return rounded.to(flat.dtype) if compressible(flat.layout, block) else values
@@ -197,8 +191,7 @@ def test_a_write_inside_gathered_parameters_keeps_the_rest_exact(rank, model):
     import hf_zero
 
     engine = start(model, adamw(model), config(3, Plan(), WEIGHTS))
-    engine.backward(squared(engine, At(0, 0, rank)))
-    engine.step()
+    run_steps(engine, rank, [0])
     weight = model.blocks[0].up.weight
     before = hf_zero.safe_get_full_fp32_param(weight).clone()
     engine.eval()
@@ -231,8 +224,7 @@ def test_bytes_of_gathers_in_8_bits(monkeypatch):
         engine = start(model, adamw(model), config(3, plan, WEIGHTS))
         for number in range(2):
             sent.pop(rank, None)
-            engine.backward(squared(engine, At(number, 0, rank), plan.dtype))
-            engine.step()
+            run_steps(engine, rank, [number])
         return [flat.layout for flat in engine.flats], list(sent[rank])
 
     for layouts, found in on_ranks(2, run, build=lambda: seeded(lambda: Stack(3, 64))):
@@ -302,8 +294,7 @@ def test_parameters_approach_their_masters_where_nothing_moves():
         left = []
         for number in range(6):
             optimizer.param_groups[0]["lr"] = 0.5 if number == 0 else 0.0
-            engine.backward(squared(engine, At(number, 0, rank)))
-            engine.step()
+            run_steps(engine, rank, [number])
             flats = [flat for flat in engine.flats if flat.spec.sends_differences]
             left.append(
                 sum(float((flat.shard - flat.optimizer_shard.master).norm()) for flat in flats)
@@ -336,8 +327,7 @@ def test_a_unit_that_is_fetched_has_the_values_of_a_gather(rank, model):
 def test_a_unit_that_is_pinned_across_a_step_is_exact(rank, model):
     engine = start(model, adamw(model), config(3, Plan(), WEIGHTS))
     with engine.gathered(engine.units[1]):
-        engine.backward(squared(engine, At(0, 0, rank)))
-        engine.step()
+        run_steps(engine, rank, [0])
         for flat in engine.units[1].sharded:
             assert torch.equal(flat.full, flat.whole_from_shards())
 
@@ -352,9 +342,7 @@ def test_whole_weights_are_written_of_the_masters(precision, file, tmp_path):
 
     def run(rank, model):
         engine = start(model, adamw(model), config(2, plan, **FOUR))
-        for number in range(2):
-            engine.backward(squared(engine, At(number, 0, rank), plan.dtype))
-            engine.step()
+        run_steps(engine, rank, range(2))
         engine.save_16bit_model(str(tmp_path), file)
         fp32 = engine.consolidated(torch.float32)
         masters = {name: value.to(plan.dtype) for name, value in fp32}

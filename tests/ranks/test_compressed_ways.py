@@ -1,22 +1,28 @@
-"""Compressed collectives under the ways people train: what a run comes to stays beside the dense
-one's, all ranks hold the same, and a checkpoint goes on without them.
+"""Compressed collectives under the ways people train, beside dense ones: runs, losses of a small
+language model on real text, checkpoints that go on without them; errors of gradients in four bits
+that are fed back (LoCo).
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import hf_zero
+from hf_zero.compression.error_feedback import ErrorCodec
+from hf_zero.ops.block_codec import BlockCodec
+from hf_zero.ops.symmetric_blocks import SymmetricBlocks
 from hf_zero.planning.needs import needs
 from tests.helpers.engines import OnEngine, config_of, full_weights, start
 from tests.helpers.models import ARCHITECTURES, Stack, seeded
 from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks
-from tests.helpers.stacks import on_ranks, squared
-from tests.helpers.training import At, Job, Plan, adamw, plain_sgd, train
+from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared
+from tests.helpers.training import At, Plan, adamw, plain_sgd, train
 from tests.helpers.ways import WAYS
 
 BLOCK = {"block_size": 32}
@@ -25,16 +31,16 @@ BOTH: dict[str, Any] = {"compressed_communication": {"bits": 4, **BLOCK}}
 WEIGHTS: dict[str, Any] = {"zero_quantized_weights": True}
 
 
-def config(stage: int, plan: Plan | None, zero: Any, **more: Any) -> dict[str, Any]:
+def config(stage, plan, zero, **more):
     made = config_of(stage, plan, **{"compressed_communication": BLOCK, **more})
     made["zero_optimization"].update(stage3_param_persistence_threshold=0, **zero)
     return made
 
 
-def moved(job: Job, plan: Plan, stage: int, zero: Any, more: Any) -> list[Any]:
+def moved(job, plan, stage, zero, more):
     """By how much the weights have moved, and the values that each rank computes with."""
 
-    def run(rank: int, models: Any) -> Any:
+    def run(rank, models):
         model = models[rank]
         optimizer = plain_sgd(model)
         engine = start(model, optimizer, config(stage, plan, zero, **more))
@@ -86,9 +92,7 @@ def test_the_optimizer_may_be_offloaded(stage):
 
     def run(rank, model, section, extra):
         engine = start(model, adamw(model), config(stage, Plan(), section, **extra))
-        for number in range(3):
-            engine.backward(squared(engine, At(number, 0, rank)))
-            engine.step()
+        run_steps(engine, rank, range(3))
         up = [flat for flat in engine.flats if flat.spec.reduce_codec is not None]
         assert up and not any(flat.spec.sends_differences for flat in engine.flats)
         weights = full_weights(engine)  # waits for the update
@@ -112,9 +116,7 @@ def test_a_checkpoint_goes_on_without_compression_and_on_other_ranks(tmp_path):
 
     def first(rank, model):
         engine = start(model, adamw(model), config(2, plan, {}, **BOTH))
-        for number in range(3):
-            engine.backward(squared(engine, At(number, 0, rank), plan.dtype))
-            engine.step()
+        run_steps(engine, rank, range(3))
         engine.save_checkpoint(tmp_path, tag="here")
         return full_weights(engine)
 
@@ -126,8 +128,7 @@ def test_a_checkpoint_goes_on_without_compression_and_on_other_ranks(tmp_path):
             if not flat.sharded:
                 own = flat.optimizer_shard.master
                 assert torch.equal(flat.shard, own.to(flat.dtype))
-        engine.backward(squared(engine, At(3, 0, rank), plan.dtype))
-        engine.step()
+        run_steps(engine, rank, [3])
         return loaded
 
     saved = on_ranks(2, first)[0]
@@ -143,9 +144,7 @@ def test_every_optimizer_that_is_elementwise_and_what_is_said(caplog):
 
     def run(rank, model, optimizer):
         engine = start(model, optimizer(model), config(1, Plan(), {}, **BOTH))
-        for number in range(3):
-            engine.backward(squared(engine, At(number, 0, rank)))
-            engine.step()
+        run_steps(engine, rank, range(3))
         return [flat.full.clone() for flat in engine.flats]
 
     for optimizer in (
@@ -198,9 +197,7 @@ def test_replicas_hold_the_same():
     def run(rank, model, more):
         engine = start(model, plain_sgd(model), config(2, Plan(), {}, replicate_size=2, **more))
         before = full_weights(engine)
-        for number in range(3):
-            engine.backward(squared(engine, At(number, 0, rank)))
-            engine.step()
+        run_steps(engine, rank, range(3))
         after = full_weights(engine)
         masters = [flat.optimizer_shard.master.clone() for flat in engine.flats]
         whole = [flat.full.clone() for flat in engine.flats]
@@ -225,8 +222,7 @@ def test_the_memory_of_masters_is_foreseen(precision):
 
     def run(rank, model):
         engine = start(model, adamw(model), wanted)
-        engine.backward(squared(engine, At(0, 0, rank), plan.dtype))
-        engine.step()
+        run_steps(engine, rank, [0])
         return engine.bytes_by_tier()["device"]
 
     build = lambda: seeded(lambda: Stack(6, 48))  # noqa: E731
@@ -235,3 +231,241 @@ def test_the_memory_of_masters_is_foreseen(precision):
     device = sum(part.nbytes for part in said.device if part.what not in apart)
     for found in on_ranks(2, run, build=build):
         assert found == pytest.approx(device, rel=0.03)
+
+
+TEXT = Path(__file__).resolve().parents[2] / "hf_zero"
+WIDTH, LENGTH, ROWS, STEPS, LAST = 64, 64, 4, 200, 40
+BITS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "dense": (2, {}, {}),
+    "4 bits both ways": (2, {}, {"compressed_communication": {"bits": 4}}),
+    "stage 3, 4 bits up, 8 down": (
+        3,
+        {"zero_quantized_gradients": True, "zero_quantized_weights": True},
+        {},
+    ),
+    "4 bits up, a scale for 1024, errors fed back": (
+        2,
+        {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8}},
+        {"compressed_communication": {"block_size": 1024}},
+    ),
+}
+
+
+class Language(nn.Module):
+    """A transformer of two layers over bytes; returns the loss of the next byte."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.places = nn.Embedding(128, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
+            )
+            for _ in range(2)
+        )
+        self.head = nn.Linear(WIDTH, 128)
+        for table in (self.embed, self.places):
+            nn.init.normal_(table.weight, std=0.02)
+
+    def forward(self, text):
+        given, wanted = text[:, :-1], text[:, 1:]
+        mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
+        x = self.embed(given) + self.places.weight
+        for block in self.blocks:
+            x = block(x, src_mask=mask, is_causal=True)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), wanted.flatten())
+
+
+def losses(way, ranks, data):
+    """The mean over the last steps and all ranks."""
+    stage, zero, more = BITS[way]
+
+    def run(rank, model):
+        config = config_of(stage, Plan(), **more)
+        config["zero_optimization"].update(stage3_param_persistence_threshold=0, **zero)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.99))
+        engine, seen = start(model, optimizer, config), []
+        generator = torch.Generator().manual_seed(rank)
+        for step in range(STEPS):
+            optimizer.param_groups[0]["lr"] = 2e-3 * min(1.0, (step + 1) / 24)
+            places = torch.randint(len(data) - LENGTH - 1, (ROWS,), generator=generator)
+            loss = engine(torch.stack([data[at : at + LENGTH + 1] for at in places.tolist()]))
+            engine.backward(loss)
+            engine.step()
+            seen.append(float(loss.detach()))
+        return sum(seen[-LAST:]) / LAST
+
+    models = [seeded(Language) for _ in range(ranks)]
+    # half a minute of one core, and as much longer as others have it
+    return sum(run_ranks(ranks, lambda rank: run(rank, models[rank]), timeout=900)) / ranks
+
+
+@pytest.mark.long
+def test_the_loss_is_that_of_dense_training():
+    text = "".join(path.read_text() for path in sorted(TEXT.glob("*/README.md")))
+    data = torch.tensor([byte for byte in text.encode() if byte < 128])
+    dense = losses("dense", 2, data)
+    assert dense < 3.2, "it learns"
+    for way in list(BITS)[1:]:
+        assert abs(losses(way, 2, data) - dense) < 0.03, way
+
+
+LOCO_BLOCK, BETA = 32, 0.8
+
+
+def loco(stage, plan=None, **more):
+    loco = {"err_beta": BETA, "reset_T": 3}
+    made = config_of(stage, plan, compressed_communication={"block_size": LOCO_BLOCK}, **more)
+    made["zero_optimization"].update(
+        zero_quantized_gradients=True, zeropp_loco_param=loco, stage3_param_persistence_threshold=0
+    )
+    return made
+
+
+def codecs(engine):
+    found = [flat.spec.reduce_codec for flat in engine.flats]
+    return [codec for codec in found if isinstance(codec, ErrorCodec)]
+
+
+def held(codec, numel):
+    """The error of a codec of ``numel`` elements."""
+    out = torch.zeros(numel)
+    if codec.error is not None:
+        codec._blocks.dequantise(codec.error, out)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_messages_and_errors_are_those_of_the_equations(dtype, rows):
+    torch.manual_seed(0)
+    plain = BlockCodec(SymmetricBlocks(4, LOCO_BLOCK))
+    codec, numel = ErrorCodec(plain, BETA), rows * 80
+    sent, wanted = torch.zeros(numel), torch.zeros(numel)
+    for _ in range(20):
+        values, before = torch.randn(numel).to(dtype), held(codec, numel)
+        asked = values.to(torch.float32, copy=True)
+        if codec.error is not None:
+            codec._blocks.dequantise(codec.error, asked, add=True)
+        torch.testing.assert_close(asked, values.float() + before)
+        said, alone = torch.empty(numel), torch.empty(numel)
+        codec.decode(codec.encode(values, rows), said)
+        plain.decode(plain.encode(asked, rows), alone)
+        assert torch.equal(said, alone)
+        error = BETA * before + (1 - BETA) * (values.float() + before - said)
+        assert float((held(codec, numel) - error).abs().max()) <= float(error.abs().max()) / 253
+        sent, wanted = sent + said, wanted + values.float()
+    # but for rounding of errors to int8, twenty times
+    lost = held(codec, numel) / (1 - BETA)
+    assert float((wanted - sent - lost).abs().max()) < 0.1 * float(lost.abs().max())
+    assert float((wanted - sent).norm()) < 0.5 * lossy(plain, numel, rows, dtype)
+
+
+def lossy(plain, numel, rows, dtype):
+    """Return the norm of the error of the same sum without error feedback."""
+    torch.manual_seed(0)
+    lost = torch.zeros(numel)
+    for _ in range(20):
+        values, said = torch.randn(numel).to(dtype), torch.empty(numel)
+        plain.decode(plain.encode(values, rows), said)
+        lost += values.float() - said
+    return float(lost.norm())
+
+
+def step(engine, number, rank, dtype, times=1.0):
+    engine.backward(squared(engine, At(number, 0, rank), dtype) * times)
+    engine.step()
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (2, 3), (3, 2)])
+def test_errors_are_cleared_by_steps(stage, ranks):
+    """And by a load: the file has none of them."""
+
+    def run(rank, model, folder=None):
+        engine = start(model, adamw(model), loco(stage))
+        assert codecs(engine)
+        for number in range(1, 7):
+            step(engine, number, rank, torch.float32)
+            assert all((codec.error is None) == (number % 3 == 0) for codec in codecs(engine))
+        step(engine, 7, rank, torch.float32)
+        engine.refresh_params()
+        assert all(codec.error is None for codec in codecs(engine))
+
+    on_ranks(ranks, run)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_each_rank(2)
+def test_an_overflow_on_one_rank_clears_the_errors_of_all(rank, model, stage):
+    plan = Plan(precision="fp16", scale=16.0)
+    engine = start(model, adamw(model), loco(stage, plan))
+    step(engine, 0, rank, plan.dtype)
+    assert all(codec.error is not None for codec in codecs(engine))
+    before = full_weights(engine)
+    step(engine, 1, rank, plan.dtype, float("inf") if rank else 1.0)
+    assert engine.skipped_steps == 1
+    assert all(codec.error is None for codec in codecs(engine))
+    step(engine, 2, rank, plan.dtype)
+    after = full_weights(engine)
+    assert all(torch.isfinite(after[name]).all() for name in after)
+    assert any(not torch.equal(after[name], before[name]) for name in after)
+
+
+@on_each_rank(2)
+def test_errors_have_the_scale_of_the_gradients(rank, model):
+    """The loss scale doubles after each step."""
+    section = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1}
+    made = loco(2, fp16=section)
+    engine = start(model.half(), adamw(model), made)
+    flats = [flat for flat in engine.flats if isinstance(flat.spec.reduce_codec, ErrorCodec)]
+    seen: list[torch.Tensor] = []
+    for flat in flats:
+        codec: Any = flat.spec.reduce_codec
+
+        def rescale(factor, codec=codec, flat=flat):
+            before = held(codec, flat.layout.padded)
+            ErrorCodec.rescale(codec, factor)
+            assert factor == 2.0 and float(before.abs().max()) > 0
+            assert torch.equal(held(codec, flat.layout.padded), 2 * before)
+            seen.append(before)
+
+        codec.rescale = rescale
+    while engine.loss_scale() == 16.0:
+        assert engine.global_steps < 4
+        step(engine, engine.global_steps, rank, torch.float16)
+    assert engine.loss_scale() == 32.0 and len(seen) == len(flats) > 0
+
+
+@on_each_rank(2, build=lambda: seeded(lambda: Stack(3, 64)))
+def test_bytes_are_counted_and_foreseen(rank, model):
+    plan = Plan(precision="bf16")
+    engine = start(model, adamw(model), loco(2, plan))
+    before = engine.state_bytes()["gradients"]
+    step(engine, 0, rank, plan.dtype)
+    more = engine.state_bytes()["gradients"] - before
+    flats = [flat for flat in engine.flats if isinstance(flat.spec.reduce_codec, ErrorCodec)]
+    numel = sum(flat.layout.padded for flat in flats)
+    assert numel * (1 + 2 / LOCO_BLOCK) <= more < 1.1 * numel * (1 + 2 / LOCO_BLOCK)
+    dense = loco(2, plan)
+    del dense["zero_optimization"]["zeropp_loco_param"]
+    rows = [
+        hf_zero.estimate(engine.module, 2, config=each).at(2) for each in (loco(2, plan), dense)
+    ]
+    foreseen = rows[0].gradients - rows[1].gradients
+    assert rows[0].tiers.device - rows[1].tiers.device == foreseen
+    assert abs(foreseen - more) < 0.1 * more
+
+
+def test_bits_of_both_directions_take_it_too():
+    def run(rank, model):
+        made = loco(2)
+        made["compressed_communication"]["bits"] = 4
+        del made["zero_optimization"]["zero_quantized_gradients"]
+        engine = start(model, adamw(model), made)
+        step(engine, 0, rank, torch.float32)
+        assert codecs(engine) and all(codec.error is not None for codec in codecs(engine))
+        whole = [flat for flat in engine.flats if not flat.sharded]
+        return {name: view.clone() for flat in whole for name, view in flat.views.items()}
+
+    one, other = on_ranks(2, run)
+    assert all(torch.equal(one[name], other[name]) for name in one)

@@ -22,7 +22,7 @@ from tests.helpers.engines import (
 from tests.helpers.models import ARCHITECTURES, LENGTH, VOCAB, tokens
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import on_each_rank
-from tests.helpers.training import ArchitectureJob, At, Driver, Plan, adamw
+from tests.helpers.training import ArchitectureJob, Plan, adamw
 
 GROWING = [3, 5, 8, LENGTH]  # by step
 SCHEDULE = {
@@ -37,18 +37,18 @@ LEGACY: dict[str, Any] = {
 STEPS = len(GROWING)
 
 
-def by_metric(name: str, **more: Any) -> dict[str, Any]:
+def by_metric(name, **more):
     metrics = {name: {**SCHEDULE, **more}}
     learning = {"enabled": True, "curriculum_metrics": metrics}
     sampling = {"enabled": True, "curriculum_learning": learning}
     return {"data_efficiency": {"enabled": True, "data_sampling": sampling}}
 
 
-def cut(batch: dict[str, torch.Tensor], length: int) -> dict[str, torch.Tensor]:
+def cut(batch, length):
     return {name: value[:, :length].contiguous() for name, value in batch.items()}
 
 
-def reshaped(batch: dict[str, torch.Tensor], length: int) -> dict[str, torch.Tensor]:
+def reshaped(batch, length):
     rows = LENGTH // length
     return {
         name: torch.cat([value[i : i + 1, : rows * length].reshape(rows, length) for i in (0, 1)])
@@ -61,10 +61,10 @@ class CutByHand(ArchitectureJob):
 
     by = staticmethod(cut)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.name = f"{self.architecture.name}, {self.by.__name__} by hand"
 
-    def loss(self, net: Driver, at: At) -> torch.Tensor:
+    def loss(self, net, at):
         return net(**self.by(self.batch(at), GROWING[at.step])).loss
 
 
@@ -200,13 +200,13 @@ def test_a_loop_that_passes_the_number_of_its_labels(rank):
 class Words(nn.Module):
     """A model of one's own, with names of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, 8)
         self.head = nn.Linear(8, VOCAB)
         self.seen: Any = None
 
-    def forward(self, idx: Any, targets: Any = None, **more: Any) -> torch.Tensor:
+    def forward(self, idx, targets=None, **more):
         if isinstance(idx, dict):
             idx, targets = idx["tokens"], idx["targets"]
         elif isinstance(idx, list):
@@ -234,7 +234,7 @@ def test_models_with_names_of_their_own(rank):
     engine.destroy()
 
 
-def technique(config: dict[str, Any], model: nn.Module) -> Any:
+def technique(config, model):
     from hf_zero.config import ZeroConfig
     from hf_zero.techniques.sequence_length import of_config
 
@@ -244,7 +244,7 @@ def technique(config: dict[str, Any], model: nn.Module) -> Any:
     return made
 
 
-def batch_of(**more: Any) -> dict[str, Any]:
+def batch_of(**more):
     ids = tokens(0, 0, 0)
     return {"input_ids": ids, **more}
 
@@ -386,7 +386,7 @@ def test_nothing_is_installed_where_it_is_off(off):
     assert plain[0] == run_ranks(1, lambda rank: len(_bare(rank)._forward_pre_hooks))[0]
 
 
-def _bare(rank: int) -> nn.Module:
+def _bare(rank):
     model = Words()
     start(model, adamw(model), config_of(0))
     return model

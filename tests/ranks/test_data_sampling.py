@@ -4,7 +4,6 @@ resumed on others, and what is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import chain, islice, repeat
 from typing import Any
 
@@ -22,7 +21,7 @@ from tests.helpers.sampled import BATCH, ROWS, index_in, metric, section
 from tests.helpers.training import adamw
 
 
-def started(config: dict[str, Any], data: Any = None) -> tuple[Any, Any]:
+def started(config, data=None):
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     data = sampled.data() if data is None else data
@@ -32,7 +31,7 @@ def started(config: dict[str, Any], data: Any = None) -> tuple[Any, Any]:
     return made[0], made[2]
 
 
-def train(engine: Any, loader: Any, steps: int) -> list[list[int]]:
+def train(engine, loader, steps):
     """The samples that this rank sees in each of ``steps`` steps, over as many epochs of the
     loader as that takes.
     """
@@ -48,7 +47,7 @@ def train(engine: Any, loader: Any, steps: int) -> list[list[int]]:
                 return seen
 
 
-def configured(index: Any, ranks: int, accumulation: int, **more: Any) -> dict[str, Any]:
+def configured(index, ranks, accumulation, **more):
     micro = BATCH // ranks // accumulation
     return config_of(
         2,
@@ -58,7 +57,7 @@ def configured(index: Any, ranks: int, accumulation: int, **more: Any) -> dict[s
     )
 
 
-def together(shares: list[list[list[int]]], accumulation: int) -> list[list[int]]:
+def together(shares, accumulation):
     """The samples of each step in the order of micro-batches, ranks within them."""
     micro = BATCH // len(shares) // accumulation
     return [
@@ -140,7 +139,7 @@ def test_workers_that_load_ahead_change_nothing(tmp_path):
     assert run_ranks(1, run)[0] == sampled.drawn(index, 6)
 
 
-def collected(engine: Any, loader: Any, steps: int) -> list[tuple[int, dict[str, Any], float]]:
+def collected(engine, loader, steps):
     """Return the marks of ``tagged`` in the batches of ``steps`` steps; destroy the engine."""
     found = []
     for batch in islice(chain.from_iterable(repeat(loader)), steps):
@@ -151,7 +150,7 @@ def collected(engine: Any, loader: Any, steps: int) -> list[tuple[int, dict[str,
     return found
 
 
-def tagged(batch: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+def tagged(batch, state):
     step, difficulties = state["curriculum_step"], state["current_difficulties"]
     return {**batch, "x": batch["x"] * 0 + step, "step": step, "difficulties": difficulties}
 
@@ -203,7 +202,7 @@ def test_functions_that_nothing_calls_are_refused(tmp_path):
 
 
 class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self):
         return iter(sampled.data())
 
 

@@ -33,30 +33,30 @@ EIGENVALUE = {
 class Losing(Stack):
     """Returns its loss; layers further back are wider in scale, so that their curvatures differ."""
 
-    def __init__(self, dropout: float = 0.5, width: int = WIDTH) -> None:
+    def __init__(self, dropout=0.5, width=WIDTH):
         super().__init__(3, width)
         self.dropout = nn.Dropout(dropout)
         for scale, block in zip((0.5, 1.0, 2.0), self.blocks):
             for parameter in block.parameters():
                 parameter.data.mul_(scale)
 
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, x):
         return {"loss": self.dropout(super().forward(x)).pow(2).mean()}
 
 
-def losing() -> nn.Module:
+def losing():
     return seeded(Losing)
 
 
-def wide_without_dropout() -> nn.Module:
+def wide_without_dropout():
     return seeded(lambda: Losing(0.0, 64))
 
 
-def without_dropout() -> nn.Module:
+def without_dropout():
     return seeded(lambda: Losing(0.0))
 
 
-def dense(weights: dict[str, torch.Tensor], ranks: int, step: int, micro: int) -> list[float]:
+def dense(weights, ranks, step, micro):
     """Return the eigenvalue that the iteration finds for each block's Hessian, over the largest of
     all.
     """
@@ -65,7 +65,7 @@ def dense(weights: dict[str, torch.Tensor], ranks: int, step: int, micro: int) -
     for number in range(3):
         own = {n: w for n, w in weights.items() if n.startswith(f"blocks.{number}.")}
 
-        def loss_of(flat: torch.Tensor, own: dict[str, torch.Tensor] = own) -> torch.Tensor:
+        def loss_of(flat, own=own):
             parts = flat.split([w.numel() for w in own.values()])
             values = {n: p.view(w.shape) for (n, w), p in zip(own.items(), parts)}
             losses = [
@@ -87,7 +87,7 @@ def dense(weights: dict[str, torch.Tensor], ranks: int, step: int, micro: int) -
     return [value / max(found) for value in found]
 
 
-def engine_of(model: nn.Module, stage: int, more: dict[str, Any], **section: Any) -> Any:
+def engine_of(model, stage, more, **section):
     eigenvalue = {**EIGENVALUE, **section}
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     section = {**SECTION, "eigenvalue": eigenvalue}
@@ -95,7 +95,7 @@ def engine_of(model: nn.Module, stage: int, more: dict[str, Any], **section: Any
     return start(model, plain_sgd(model), config)
 
 
-def train(engine: Any, rank: int, steps: range, accumulation: int = 1) -> list[list[int]]:
+def train(engine, rank, steps, accumulation=1):
     technique, bits = engine.techniques.by_key["quantize_training"], []
     for step in steps:
         for micro in range(accumulation):

@@ -8,13 +8,10 @@ import copy
 import gc
 import itertools
 import threading
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from hf_zero.errors import PartitionError
 from tests.helpers import oracle
@@ -35,7 +32,7 @@ from tests.helpers.leftovers import (
 from tests.helpers.models import seeded
 from tests.helpers.offloads import DEVICE, offload, opened, train
 from tests.helpers.ranks import run_ranks
-from tests.helpers.stacks import by_hand, on_ranks, squared
+from tests.helpers.stacks import by_hand, on_ranks, run_steps, squared
 from tests.helpers.training import At, Plan, adamw, plain_sgd
 
 RANKS = 2
@@ -43,7 +40,7 @@ AWAY = [("optimizer in files", 0), ("optimizer in files", 2), ("all in files", 3
 PLACES = [*((DEVICE, stage) for stage in STAGES), *AWAY, ("all on cpu", 3)]
 
 
-def armed() -> nn.Module:
+def armed():
     return seeded(Armed)
 
 
@@ -61,7 +58,7 @@ PASSES = {
 WHEN = ((0,), (1,), (0, 1, 2))  # before which steps
 
 
-def often(place: tuple[str, int], ending: str, when: tuple[int, ...]) -> bool:
+def often(place, ending, when):
     """Every place and every ending, every ending at stage 3, offloaded every forward."""
     turn = PLACES.index(place)
     return WHEN[turn % 3] == when and (
@@ -118,8 +115,7 @@ def test_gradients_lost_in_a_broken_backward_forbid_the_step(stage, together):
     def run(rank, model):
         engine = opened(model, zero, plain_sgd, gradient_accumulation_steps=2)
         for then in LOST.values():
-            engine.backward(squared(engine, At(0, 0, rank)))
-            engine.step()
+            run_steps(engine, rank, [0])
             broken(engine, At(0, 1, rank), "backward")
             then(engine, rank)
             with pytest.raises(
@@ -146,8 +142,7 @@ def test_ranks_keep_one_window_where_one_of_them_broke_alone(stage):
     def run(rank, model):
         engine = start(model, plain_sgd(model), config_of(stage, Plan(accumulation=4)))
         for restart in (engine.zero_grad, engine.restart_window):
-            engine.backward(squared(engine, At(0, 0, rank)))
-            engine.step()
+            run_steps(engine, rank, [0])
             if rank == 1:
                 broken(engine, At(0, 1, rank), "backward")
             restart()
@@ -162,8 +157,7 @@ def test_a_backward_that_breaks_before_any_gradient_leaves_the_window_as_it_was(
 
     def run(rank, model):
         engine = start(model, plain_sgd(model), config_of(stage, Plan(accumulation=2)))
-        engine.backward(squared(engine, At(0, 0, rank)))
-        engine.step()
+        run_steps(engine, rank, [0])
         broken(engine, At(0, 1, rank), "loss")
         engine.step()
         return full_weights(engine), engine.get_global_grad_norm()
@@ -179,15 +173,13 @@ ALLOWED = 1 << 20
 
 
 @pytest.fixture
-def collecting() -> None:
+def collecting():
     """Collections look at what a test makes alone."""
     gc.collect()
     gc.freeze()
 
 
-def grown(
-    section: dict[str, Any], end: Callable[[Any], None], folder: Path, times: int = 10
-) -> tuple[int, set[threading.Thread], int]:
+def grown(section, end, folder, times=10):
     """Run ``times`` engines on two ranks; return what remains: bytes, threads, keys in the
     store.
     """
@@ -195,18 +187,18 @@ def grown(
     others = working()  # of engines that other tests have not ended
     seen: list[tuple[int, set[threading.Thread], int]] = []
 
-    def together(act: Callable[[], object]) -> None:
+    def together(act):
         if place.wait() == 0:
             act()
         place.wait()
 
-    def look() -> None:
+    def look():
         """Measure on all ranks, once the threads have ended."""
         together(lambda: await_threads(others))
         settle()
         together(lambda: seen.append((live_bytes(), working() - others, keys_in_the_store())))
 
-    def run(rank: int) -> None:
+    def run(rank):
         for made in range(times + 2):
             if made == 2:
                 look()  # what is made once is made by now

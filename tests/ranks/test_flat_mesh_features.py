@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import hf_zero
 from hf_zero.distributed.parallel_dims import ParallelDims
@@ -34,7 +33,7 @@ class Turned(Split):
     of a step or for none.
     """
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         y = self.embed(x)
         for block in reversed(self.blocks) if float(x[0, 0]) < 0 else self.blocks:
             y = block(y)
@@ -44,11 +43,11 @@ class Turned(Split):
 class Words(Split):
     """With an embedding, whose gradient is sparse where the model is split."""
 
-    def __init__(self, experts: bool = False) -> None:
+    def __init__(self, experts=False):
         super().__init__(experts)
         self.words = nn.Parameter(torch.randn(WORDS, HIDDEN))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         numbers = (x[:, 0].abs() * 3).long() % WORDS
         is_split = any(getattr(each, "axis", None) is not None for each in self.modules())
         return super().forward(x + F.embedding(numbers, self.words, sparse=is_split))
@@ -57,12 +56,12 @@ class Words(Split):
 # ---- what is called between steps ----
 
 
-def send_states_away(engine: Any) -> None:
+def send_states_away(engine):
     engine.offload_states()
     engine.reload_states()
 
 
-def write_what_was_read(engine: Any) -> None:
+def write_what_was_read(engine):
     """Doubled, and as it was: each rank writes its part."""
     for name, p in engine.module.named_parameters():
         value = hf_zero.safe_get_full_fp32_param(p).clone()
@@ -78,7 +77,7 @@ def write_what_was_read(engine: Any) -> None:
             assert torch.equal(p, hf_zero.safe_get_full_fp32_param(p).to(p.dtype)), name
 
 
-def load_what_was_saved(engine: Any) -> None:
+def load_what_was_saved(engine):
     """The whole state dict of all ranks, after the weights have been lost."""
     whole = {name: value.clone() for name, value in whole_state_dict(engine).items()}
     for p in engine.module.parameters():
@@ -99,22 +98,22 @@ OFFLOAD: dict[str, dict[str, Any]] = {
 }
 
 
-def turned(sizes: Any, stage: int) -> None:
+def turned(sizes, stage):
     dims = ParallelDims.over(4, **sizes)
     data = batches(3, 1, dims.data)
     data[..., 0, 0] = data[..., 0, 0].abs() * torch.tensor([1.0, -1.0, 1.0])[:, None, None]
     check(sizes, stage, 1, adamw, model=Turned, data=data)
 
 
-def sparse(sizes: Any, stage: int) -> None:
+def sparse(sizes, stage):
     check(sizes, stage, 2, plain_sgd, CLIP, model=Words)
 
 
-def between(name: str, sizes: Any, stage: int) -> None:
+def between(name, sizes, stage):
     check(sizes, stage, 1, adamw, after=BETWEEN[name])
 
 
-def offloaded(name: str, folder: Path, sizes: Any, stage: int) -> None:
+def offloaded(name, folder, sizes, stage):
     sections = copy.deepcopy(OFFLOAD[name])
     for key, section in list(sections.items()):
         if section["device"] == "nvme":
@@ -133,7 +132,7 @@ FAST = [
 NAMES = [*BETWEEN, *OFFLOAD, "turned", "sparse"]
 
 
-def run(name: str, sizes: str, stage: int, folder: Path) -> None:
+def run(name, sizes, stage, folder):
     cells: dict[str, Any] = {"turned": turned, "sparse": sparse}
     cells |= {each: partial(between, each) for each in BETWEEN}
     cells |= {each: partial(offloaded, each, folder) for each in OFFLOAD}
@@ -158,7 +157,7 @@ def test_every_cell(name, sizes, stage, tmp_path):
 HALF = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
 
 
-def state_of(engine: Any) -> dict[str, Tensor]:
+def state_of(engine):
     """This rank's parts of masters, moments and parameters."""
     found = full_weights(engine)
     for name, p in engine.module.named_parameters():
@@ -169,7 +168,7 @@ def state_of(engine: Any) -> dict[str, Tensor]:
     return found
 
 
-def overflown(rank: int, whole: nn.Module, data: Tensor, sizes: Any, stage: int, at: int) -> Any:
+def overflown(rank, whole, data, sizes, stage, at):
     """Two steps, one in which the gradient of one part on rank ``at`` alone is infinite, and one
     more: the state after each.
     """
@@ -191,7 +190,7 @@ def overflown(rank: int, whole: nn.Module, data: Tensor, sizes: Any, stage: int,
     return seen, told
 
 
-def check_overflow(sizes: str, stage: int, at: int) -> None:
+def check_overflow(sizes, stage, at):
     dims = ParallelDims.over(4, **AXES[sizes])
     whole = seeded(lambda: Split(experts=dims.expert > 1))
     data = batches(4, 1, dims.data)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ BOTH = {"tensor": 2, "expert": 2}
 CLIP = 0.05
 
 
-def without(change: dict[str, float]) -> Any:
+def without(change):
     of = Mesh.of
     return lambda mesh, axes, *more: replace(of(mesh, axes, *more), **change)
 

@@ -11,13 +11,13 @@ from hf_zero.errors import PartitionError, ReleasedParameterError
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, full_grads, full_weights, start
 from tests.helpers.models import ARCHITECTURES, Stack, features, seeded
-from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, squared, stack
+from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, Plan, adamw, plain_sgd
 
 RANKS = 2
 
 
-def whole() -> dict[str, torch.Tensor]:
+def whole():
     return {name: p.detach().clone() for name, p in stack().named_parameters()}
 
 
@@ -71,8 +71,7 @@ def test_what_one_rank_writes_reaches_all_and_the_master(stage, writer, precisio
         ):
             if rank == writer:
                 change(model)
-        engine.backward(squared(engine, At(0, 0, rank), plan.dtype))
-        engine.step()
+        run_steps(engine, rank, [0])
         return full_weights(engine)
 
     for weights in on_ranks(RANKS, run):
@@ -87,8 +86,7 @@ def test_what_is_not_written_keeps_its_master(rank, model, stage):
     """Not what it was rounded to for the script."""
     config = config_of(stage, Plan(precision="bf16"))
     engine = start(model, plain_sgd(model), config)
-    engine.backward(squared(engine, At(0, 0, rank), torch.bfloat16))
-    engine.step()
+    run_steps(engine, rank, [0])
     before = full_weights(engine)
     weight = model.blocks[0].down.weight
     with hf_zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
@@ -128,10 +126,8 @@ def test_forwards_and_training_inside(stage):
             with torch.no_grad():
                 squared(model, At(5, 0, rank))
             assert torch.equal(model.head.weight, whole()["head.weight"])
-            engine.backward(squared(engine, At(0, 0, rank)))
-            engine.step()
-        engine.backward(squared(engine, At(1, 0, rank)))
-        engine.step()
+            run_steps(engine, rank, [0])
+        run_steps(engine, rank, [1])
         return full_weights(engine)
 
     for weights in on_ranks(RANKS, run):
@@ -150,8 +146,7 @@ def test_an_error_inside_leaves_it_released(rank, model, stage):
     if stage == 3:
         with pytest.raises(ReleasedParameterError):
             model.head.weight.sum()
-    engine.backward(squared(engine, At(0, 0, rank)))
-    engine.step()
+    run_steps(engine, rank, [0])
 
 
 @on_each_rank(RANKS)
@@ -303,8 +298,7 @@ def test_ranks_may_run_forwards_apart_while_everything_is_gathered():
                 answers = [squared(engine, At(step, 0, rank)) for _ in range(3 * rank)]
                 assert dict(engine.mesh.stats.counts) == before
             assert all(torch.equal(answer, answers[0]) for answer in answers)
-            engine.backward(squared(engine, At(step, 0, rank)))
-            engine.step()
+            run_steps(engine, rank, [step])
         return full_weights(engine)
 
     for weights in on_ranks(RANKS, run):
@@ -362,8 +356,7 @@ def test_a_graph_recorded_inside_may_go_backward_outside(what, how, frozen):
             )
         del loss
         engine.zero_grad()
-        engine.backward(squared(engine, At(1, 0, rank)))
-        engine.step()
+        run_steps(engine, rank, [1])
         assert weight.ds_status.name == "NOT_AVAILABLE", "held although nothing reads it"
 
     on_ranks(RANKS, run, build=build)

@@ -14,7 +14,7 @@ from tests.helpers import tensor_parallel as split
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import ARCHITECTURES
 from tests.helpers.ranks import run_ranks
-from tests.helpers.stacks import on_each_rank
+from tests.helpers.stacks import on_each_rank, run_steps
 from tests.helpers.training import adamw, plain_sgd
 from tests.parallel import expert_cases
 from tests.ranks.test_gathered import At, by_hand, on_ranks, squared
@@ -194,8 +194,7 @@ def test_summoned_models_run_as_often_as_each_rank_likes(stage):
                     for turn in range(1 + 2 * rank):
                         squared(engine if turn % 2 else model, At(5, turn, rank))
                 assert gathers(engine) == before
-            engine.backward(squared(engine, At(step, 0, rank)))
-            engine.step()
+            run_steps(engine, rank, [step])
         return full_weights(engine)
 
     for weights in on_ranks(RANKS, run):

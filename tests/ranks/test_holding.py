@@ -20,7 +20,7 @@ from hf_zero.zero.layout.parameter import ReleasedParameter
 from hf_zero.zero.layout.pending import pending
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, full_weights, start
-from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, squared, stack
+from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, plain_sgd
 
 RANKS = 2
@@ -42,9 +42,7 @@ def test_initialize_takes_a_held_model_over(stage):
             before = squared(model, At(0, 0, rank))
         assert torch.equal(before, squared(stack(), At(0, 0, rank)))
         engine = start(model, plain_sgd(model), config_of(stage))
-        for step in range(2):
-            engine.backward(squared(engine, At(step, 0, rank)))
-            engine.step()
+        run_steps(engine, rank, range(2))
         return full_weights(engine)
 
     for weights in on_ranks(RANKS, run):
@@ -86,9 +84,7 @@ def test_a_model_that_has_served_is_trained(serving, training):
         engine = start(model, optimizer, config_of(training))
         with torch.no_grad():
             assert torch.equal(squared(served, At(0, 0, rank)), before)
-        for step in range(2):
-            engine.backward(squared(engine, At(step, 0, rank)))
-            engine.step()
+        run_steps(engine, rank, range(2))
         with torch.no_grad():
             assert torch.equal(squared(served, At(0, 0, rank)), squared(engine, At(0, 0, rank)))
         assert all(

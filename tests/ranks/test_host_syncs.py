@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import nn
 
 from tests.helpers.cells import fast
 from tests.helpers.engines import STAGES, config_of, start
@@ -27,7 +26,7 @@ OFFLOADS: dict[str, dict[str, Any]] = {
 }
 
 
-def mixtral() -> nn.Module:
+def mixtral():
     config = transformers.MixtralConfig(
         vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
         num_key_value_heads=2, intermediate_size=48,
@@ -36,7 +35,7 @@ def mixtral() -> nn.Module:
     return transformers.MixtralForCausalLM(config)
 
 
-def with_mask(step: int, micro: int, rank: int) -> dict[str, torch.Tensor]:
+def with_mask(step, micro, rank):
     ids = tokens(step, micro, rank)
     return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
 
@@ -64,7 +63,7 @@ FAMILIES = {
 }
 
 
-def counted(rank: int, models: list[nn.Module], batch: Any, config: dict[str, Any]) -> HostSyncs:
+def counted(rank, models, batch, config):
     """The third step of two micro-batches, when orders have been recorded and states made."""
     model = models[rank]
     engine = start(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
@@ -77,7 +76,7 @@ def counted(rank: int, models: list[nn.Module], batch: Any, config: dict[str, An
     return syncs
 
 
-def expected_of_the_engine(precision: str, offload: str) -> dict[str, int]:
+def expected_of_the_engine(precision, offload):
     # whether the step overflowed; the divisor for the host's update
     if precision == "fp16" or offload:
         return {f"optimizer_step.py: {SCALAR}": 2 if precision == "fp16" and offload else 1}

@@ -1,4 +1,6 @@
-"""Progressive layer dropping on ranks, against the same blocks left out by hand in a plain loop."""
+"""Progressive layer dropping and random layerwise token dropping on ranks, against plain loops
+whose blocks are left out, or given the same tokens, by hand.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hf_zero.config import TokenDropSection, ZeroConfig
+from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.techniques.token_drop import sample, tokens_read
 from tests.helpers import oracle
 from tests.helpers.cells import fast
 from tests.helpers.engines import (
@@ -18,13 +23,16 @@ from tests.helpers.engines import (
     OnEngine,
     config_of,
     engine_opener,
+    full_weights,
     start,
     train_on_threads,
 )
 from tests.helpers.layer_drop import DEPTH, FAMILIES, LayerDropJob, left_out, probabilities
-from tests.helpers.models import Stack, seeded
+from tests.helpers.models import LENGTH, Stack, floats, seeded, tokens
 from tests.helpers.offloads import offload
-from tests.helpers.training import At, Plan
+from tests.helpers.stacks import on_each_rank, on_ranks
+from tests.helpers.token_drop import LOW, TokenDropJob, section
+from tests.helpers.training import At, Plan, plain_sgd
 
 COMPILED = {"blocks": True, "backend": "aot_eager"}
 # each block a unit of its own, none of whose parameters stays whole
@@ -33,7 +41,7 @@ APART = {"stage3_module_granularity_threshold": 0, "stage3_param_persistence_thr
 TOLERANCE = 1e-4
 
 
-def check(job: LayerDropJob, plan: Plan, stage: int, **more: Any) -> None:
+def check(job, plan, stage, **more):
     got = train_on_threads(job, plan, engine_opener(stage, **job.keys, **more))
     want = oracle.run(job, plan)
     assert any(map(any, job.left_out.values())), "the plain model has left nothing out"
@@ -63,7 +71,7 @@ EVERYWHERE = list(itertools.product(FAMILIES, STAGES, (1, 2, 4), (1, 2)))
         lambda family, stage, ranks, accumulation: (
             family != "stack"
             and (stage, ranks, accumulation)
-            == ((3, 1, 1) if family in ("vit", "roberta") else (3, 2, 2))
+            == ((3, 2, 2) if family in ("t5", "gpt2") else (3, 1, 1))
         ),
     ),
 )
@@ -101,7 +109,7 @@ def test_with_what_else_is_on_blocks(more):
 class CheckpointsItself(LayerDropJob):
     """A model of transformers with its own gradient checkpointing."""
 
-    def build(self) -> nn.Module:
+    def build(self):
         model: Any = super().build()
         model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
@@ -132,11 +140,11 @@ class InOneCheckpoint(Stack):
 
     reentrant = False
 
-    def body(self, x: torch.Tensor) -> torch.Tensor:
+    def body(self, x):
         for first in range(0, DEPTH, 2):
             part = self.blocks[first : first + 2]
 
-            def run(x: torch.Tensor, part: Any = part) -> torch.Tensor:
+            def run(x, part=part):
                 for block in part:
                     x = block(x)
                 return x
@@ -179,3 +187,273 @@ def test_a_checkpoint_around_blocks_recomputes_what_it_ran(reentrant):
     zero = {"stage": 3, **APART}
     got = train_on_threads(job, plan, engine_opener(3, **job.keys, zero_optimization=zero))
     oracle.compare(got, oracle.run(job, plan), TOLERANCE, oracle.ADAM_ROUNDING)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "steps", "every", "expected"),
+    [
+        # DeepSpeed's scheduler at steps 0, 1, 5, 9, 10, 11 and 100
+        (128, 512, 10, 16, (128, 160, 320, 464, 512, 512, 512)),
+        (3, 20, 10, 2, (4, 4, 10, 18, 20, 20, 20)),
+        (100, 256, 7, 64, (128, 128, 192, 256, 256, 256, 256)),
+        (10, 15, 10, 8, (15, 15, 15, 15, 15, 15, 15)),
+    ],
+)
+def test_the_schedule(low, high, steps, every, expected):
+    made = TokenDropSection(min_value=low, max_value=high, require_steps=steps, seq_per_step=every)
+    assert tuple(tokens_read(made).at(step) for step in (0, 1, 5, 9, 10, 11, 100)) == expected
+
+
+def test_samples_are_rising_and_differ():
+    cpu = torch.device("cpu")
+    one = sample(7, (3, 0, 1), 2, 40, 30, 11, cpu)
+    assert one.shape == (40, 11) and bool((one[:, 1:] > one[:, :-1]).all()) and int(one.max()) < 30
+    others = [((4, 0, 1), 2), ((3, 1, 1), 2), ((3, 0, 2), 2), ((3, 0, 1), 3)]
+    assert all(not torch.equal(sample(7, at, block, 40, 30, 11, cpu), one) for at, block in others)
+    counts = sample(7, (0, 0, 0), 0, 4000, 30, 11, cpu).flatten().bincount(minlength=30)
+    assert (counts / 4000).sub(11 / 30).abs().max() < 0.04, "each place is as likely"
+
+
+def check_drops(job, plan, stage, **more):
+    keys = section(list(job.chosen), **more.pop("ltd", {}))
+    got = train_on_threads(job, plan, engine_opener(stage, **keys, **more))
+    want = oracle.run(job, plan)
+    assert job.dropped, "the plain model has read everything"
+    oracle.compare(got, want, TOLERANCE, oracle.ADAM_ROUNDING)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "bert": {"padded": True},
+    "roberta": {"padded": True, "eager": True},
+    "gpt2": {},
+    "llama": {"eager": True, "padded": True},
+    "t5": {"chosen": (1, 3, 6, 8), "padded": True},
+}
+
+
+@pytest.mark.parametrize(
+    "family, stage, ranks, accumulation",
+    fast(
+        [(f, s, r, a) for f in CASES for s in STAGES for r in (1, 2) for a in (1, 2)],
+        lambda family, stage, ranks, accumulation: (
+            (stage, ranks, accumulation) == ((3, 2, 2) if family in ("bert", "t5") else (2, 1, 1))
+        ),
+    ),
+)
+def test_families_with_tokens_dropped(family, stage, ranks, accumulation):
+    check_drops(TokenDropJob(family, **CASES[family]), Plan(ranks, 3, accumulation), stage)
+
+
+def test_images():
+    """Four patches and the token of the class, of which a step or two leave one out."""
+    job = TokenDropJob("vit")
+    check_drops(job, Plan(1, 3), 3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_is_resumed_reads_the_same_tokens(ranks, tmp_path):
+    """In a window of two micro-batches, after three of six steps."""
+    job = TokenDropJob("bert", padded=True)
+
+    def steps(engine, rank, numbers):
+        losses = []
+        for at in (At(step, micro, rank) for step in numbers for micro in range(2)):
+            loss = job.loss_of(engine, at)
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+        return losses
+
+    def run(rank, model, resumed):
+        engine = start(model, plain_sgd(model), config_of(2, Plan(accumulation=2), **job.keys))
+        if resumed:
+            engine.load_checkpoint(str(tmp_path / "run"))
+        else:
+            steps(engine, rank, range(3))
+            engine.save_checkpoint(str(tmp_path / "run"))
+        losses = steps(engine, rank, range(3, 6))
+        weights = full_weights(engine)
+        engine.destroy()
+        return losses, weights
+
+    went, resumed = (on_ranks(ranks, run, each, build=job.build) for each in (False, True))
+    for (losses, weights), (again, others) in zip(went, resumed):
+        assert losses == again
+        assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+@pytest.mark.parametrize("more", [
+    {"activation_checkpointing": {"blocks": True}},
+    pytest.param({"compile": {"blocks": True, "backend": "aot_eager"}}, marks=pytest.mark.long),
+], ids=str)  # fmt: skip
+def test_tokens_dropped_with_what_else_is_on_blocks(more):
+    check_drops(TokenDropJob("llama", eager=True, padded=True), Plan(2, 2), 3, **more)
+
+
+def test_evaluation_reads_everything_and_classes_come_back():
+    job = TokenDropJob("gpt2")
+    model: Any = job.build()
+    kinds = [type(block) for block in job.blocks(model)[0]]
+    plain: Any = job.build()
+    engine = start(model, plain_sgd(model), config_of(1, **section()))
+    ids = tokens(0, 0, 0)
+    with torch.no_grad():
+        assert torch.equal(engine(input_ids=ids).logits, plain(input_ids=ids).logits)
+    assert not torch.equal(engine(input_ids=ids).logits, plain(input_ids=ids).logits)
+    engine.destroy()
+    assert [type(block) for block in job.blocks(model)[0]] == kinds
+
+
+def test_beside_layers_that_are_left_out():
+    job = TokenDropJob("gpt2")
+    model: Any = job.build()
+    keys = {**section(), **LayerDropJob("gpt2").keys}
+    engine = start(model, plain_sgd(model), config_of(3, **keys))
+    losses = []
+    for _ in range(8):
+        loss = engine(**FAMILIES["gpt2"][1](0, 0, 0)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0]
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "said"),
+    [
+        ("gpt2", {"total_layer_num": 7}, f"total_layer_num = 7 .* has {DEPTH} blocks"),
+        ("gpt2", {"random_ltd_layer_num": 2}, r"random_ltd_layer_num = 2"),
+        ("gpt2", {"random_ltd_layer_id": [1, 9]}, r"random_ltd_layer_id names \[9\]"),
+        ("t5", {"random_ltd_layer_id": [0]}, r"names \[0\].* reads all tokens"),
+    ],
+)
+@on_each_rank(1)
+def test_mistakes_that_the_model_shows(rank, family, more, said):
+    model = LayerDropJob(family).build()
+    with pytest.raises(ConfigError, match=said):
+        start(model, plain_sgd(model), config_of(0, **section(**more)))
+
+
+@pytest.mark.parametrize(
+    ("ltd", "said"),
+    [
+        ({"random_ltd_schedule": {"min_value": 3}}, r"needs .*random_ltd_schedule\.max_value"),
+        ({"random_ltd_layer_id": 3}, "random_ltd_layer_id"),
+        ({"random_ltd_layer_id": [1, 1]}, "names a block twice"),
+        (
+            {
+                "random_ltd_schedule": {
+                    "min_value": 9,
+                    "max_value": 4,
+                    "schedule_config": {"require_steps": 2, "seq_per_step": 1},
+                }
+            },
+            "min_value = 9 is above max_value = 4",
+        ),
+        ({"layer_token_lr_schedule": {"enabled": True}}, "layer_token_lr_schedule"),
+        ({"random_ltd_schedule": {"schedule_type": "fixed_root"}}, "schedule_type"),
+    ],
+)
+@on_each_rank(1)
+def test_mistakes_in_the_section(rank, ltd, said):
+    model = LayerDropJob("gpt2").build()
+    config = section()
+    config["data_efficiency"]["data_routing"]["random_ltd"] |= ltd
+    with pytest.raises((ConfigError, NotBuiltError), match=said):
+        start(model, plain_sgd(model), config_of(0, **config))
+
+
+def test_arguments_that_cannot_be_narrowed():
+    model: Any = LayerDropJob("gpt2").build()
+    engine = start(model, plain_sgd(model), config_of(0, **section()))
+    block = model.transformer.h[1]
+
+    def call(**given):
+        def inside(module, args, output):
+            block(**{"hidden_states": torch.zeros(2, LENGTH, 32), **given})
+
+        hook = model.transformer.wte.register_forward_hook(inside)
+        try:
+            return engine(input_ids=tokens(0, 0, 0))
+        finally:
+            hook.remove()
+
+    with pytest.raises(ConfigError, match="cu_seq_lens_q is of packed sequences"):
+        call(cu_seq_lens_q=torch.tensor([0, 4, 9]))
+    with pytest.raises(ConfigError, match=r"argument other is a tensor of shape \[9, 3\]"):
+        call(other=torch.zeros(LENGTH, 3))
+    with pytest.raises(ConfigError, match="its hidden state has 4 dimensions"):
+        call(hidden_states=torch.zeros(2, 3, 3, 32))
+    block.attn.sliding_window = 4
+    with pytest.raises(ConfigError, match="counts a window over what it gets"):
+        call(attention_mask=None)
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("ltd", "said"),
+    [
+        (
+            {"hidden_state_order": "seq_batch_dim"},
+            "hidden_state_order = 'seq_batch_dim' .* GPT2Block, which was called with 9 rows, and "
+            "the model with 2; write batch_seq_dim",
+        ),
+        (
+            {"model_mask_name": "attn_mask"},
+            "model_mask_name = 'attn_mask' is no argument of GPT2Block.* 'attention_mask'",
+        ),
+    ],
+)
+def test_mistakes_that_a_forward_shows(ltd, said):
+    model: Any = LayerDropJob("gpt2").build()
+    engine = start(model, plain_sgd(model), config_of(0, **section(**ltd)))
+    with pytest.raises(ConfigError, match=said):
+        engine(input_ids=tokens(0, 0, 0))
+    with torch.no_grad():
+        engine(input_ids=tokens(0, 0, 0))
+    engine.destroy()
+
+
+class Encoder(nn.Module):
+    """torch's own layers, whose hidden states have tokens first, [9, 2, 8], unless told."""
+
+    def __init__(self, batch_first=False):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=batch_first) for _ in range(3)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_hidden_states_with_tokens_first():
+    def run(batch_first, order):
+        model = seeded(lambda: Encoder(batch_first))
+        keys = section([1], hidden_state_order=order)
+        engine = start(model, plain_sgd(model), config_of(0, **keys))
+        x = floats(0, 0, 0, 2, LENGTH, 8)
+        out: torch.Tensor = engine(x if batch_first else x.transpose(0, 1))
+        engine.destroy()
+        return out if batch_first else out.transpose(0, 1)
+
+    torch.testing.assert_close(run(False, "seq_batch_dim"), run(True, "batch_seq_dim"))
+    for batch_first, order, other in [
+        (False, "batch_seq_dim", "seq_batch_dim"),
+        (True, "seq_batch_dim", "batch_seq_dim"),
+    ]:
+        said = f"batch_first = {batch_first}; write {other}"
+        with pytest.raises(ConfigError, match=said):
+            run(batch_first, order)
+
+
+def test_a_section_that_is_off():
+    keys = section()
+    keys["data_efficiency"]["data_routing"]["enabled"] = False
+    engine = start(LayerDropJob("gpt2").build(), None, config_of(0, **keys))
+    assert not engine.backward_pass.hooks.draws
+    engine.destroy()
+    assert ZeroConfig.from_dict(section()).random_ltd.min_value == LOW

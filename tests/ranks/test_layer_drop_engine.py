@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +23,7 @@ from tests.helpers.engines import OnEngine, config_of, start
 from tests.helpers.layer_drop import DEPTH, GAMMA, THETA, LayerDropJob, left_out, probabilities
 from tests.helpers.models import Block, Stack, features, floats, seeded, tokens
 from tests.helpers.ranks import RankFailed, run_ranks
-from tests.helpers.stacks import on_each_rank, on_ranks, squared
+from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared
 from tests.helpers.training import At, Plan, adamw, plain_sgd
 
 APART = {"stage3_module_granularity_threshold": 0, "stage3_param_persistence_threshold": 0}
@@ -32,11 +31,11 @@ KEYS = LayerDropJob("stack").keys
 MICRO = 2
 
 
-def small() -> nn.Module:
+def small():
     return seeded(lambda: Stack(DEPTH, 8))
 
 
-def opened(model: nn.Module, stage: int = 3, accumulation: int = 1, **more: Any) -> Any:
+def opened(model, stage=3, accumulation=1, **more):
     zero = {"stage": stage, **APART, **more.pop("zero", {})}
     config = config_of(stage, Plan(accumulation=accumulation), **{**KEYS, **more})
     return start(model, adamw(model), {**config, "zero_optimization": zero})
@@ -96,23 +95,23 @@ def test_what_all_ranks_leave_out_is_neither_gathered_nor_reduced(rank, model, s
 TOGETHER = {"stage3_module_granularity_threshold": 10**6, "reduce_bucket_size": 10**6}
 
 
-def penalized(net: Any, model: Any, at: At) -> torch.Tensor:
+def penalized(net, model, at):
     """A loss whose penalty on weights brings a gradient to a block that may be left out."""
     penalty = sum(p.pow(2).sum() for p in model.blocks[DEPTH - 1].parameters())
     return squared(net, at) + 0.1 * penalty
 
 
-def trained(run: Any, loss_of: Any, steps: int) -> LayerDropJob:
+def trained(run, loss_of, steps, micros=MICRO, make=adamw):
     """Compare what two ranks have trained with the plain model, whose optimizer leaves alone what
     no micro-batch of a step has used.
     """
     plain: Any = small()
-    optimizer, job = adamw(plain), LayerDropJob("stack")
+    optimizer, job = make(plain), LayerDropJob("stack")
     for step in range(steps):
-        for micro, rank in itertools.product(range(MICRO), range(2)):
+        for micro, rank in itertools.product(range(micros), range(2)):
             at = At(step, micro, rank)
             job.by_hand(plain, at)
-            (loss_of(plain, plain, at) / 2 / MICRO).backward()
+            (loss_of(plain, plain, at) / 2 / micros).backward()
         optimizer.step()
         optimizer.zero_grad()
     for weights in on_ranks(2, run, build=small):
@@ -198,9 +197,7 @@ def test_a_run_that_goes_back_makes_the_decisions_of_the_step(tmp_path):
 
     def run(rank, model):
         engine = opened(model)
-        for step in range(3):
-            engine.backward(squared(engine, At(step, 0, rank)))
-            engine.step()
+        run_steps(engine, rank, range(3))
         engine.save_checkpoint(str(tmp_path / "run"))
         first = micro_batches(engine, rank)
         assert len({*first}) > 1
@@ -234,9 +231,7 @@ def test_a_block_that_trains_is_kept_where_nothing_else_does(per_rank):
 
     def run(rank, model):
         engine = opened(model, **keys)
-        for step in range(12):
-            engine.backward(squared(engine, At(step, 0, rank)))
-            engine.step()
+        run_steps(engine, rank, range(12))
 
     on_ranks(2, run, build=build)
 
@@ -302,59 +297,35 @@ def test_classes_stay_what_they_are():
 def test_a_penalty_on_weights_counts_for_blocks_that_are_left_out():
     """Its gradient comes without a forward of the block: it is reduced at the step."""
 
-    def loss_of(net, model, at):
-        penalty = sum(p.pow(2).sum() for p in model.blocks[DEPTH - 1].parameters())
-        return squared(net, at) + 0.1 * penalty
-
     def run(rank, model):
-        config = config_of(2, **KEYS)
-        engine = start(model, plain_sgd(model), config)
+        engine = start(model, plain_sgd(model), config_of(2, **KEYS))
         for step in range(4):
-            engine.backward(loss_of(engine, model, At(step, 0, rank)))
+            engine.backward(penalized(engine, model, At(step, 0, rank)))
             engine.step()
         return OnEngine(engine, Plan()).weights()
 
-    got = on_ranks(2, run, build=small)[0]
-    plain: Any = small()
-    optimizer, job = plain_sgd(plain), LayerDropJob("stack")
-    for step in range(4):
-        for rank in range(2):
-            at = At(step, 0, rank)
-            job.by_hand(plain, at)
-            (loss_of(plain, plain, at) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    job = trained(run, penalized, 4, 1, plain_sgd)
     assert any(out[-1] for out in job.left_out.values())
-    oracle.compare_tensors("weights", got, dict(plain.named_parameters()), 1e-4)
 
 
 def test_a_loss_of_two_forwards():
     """Both leave out the same blocks."""
 
+    def loss_of(net, model, at):
+        x = features(at.step, 0, at.rank)
+        return (net(x) * net(-x)).pow(2).mean()
+
     def run(rank, model):
         engine = opened(model)
         for step in range(4):
-            x = features(step, 0, rank)
-            engine.backward((engine(x) * engine(-x)).pow(2).mean())
+            engine.backward(loss_of(engine, model, At(step, 0, rank)))
             engine.step()
         return OnEngine(engine, Plan()).weights()
 
-    got = on_ranks(2, run, build=small)[0]
-    plain: Any = small()
-    optimizer, job = adamw(plain), LayerDropJob("stack")
-    for step in range(4):
-        for rank in range(2):
-            outs = []
-            job.by_hand(plain, At(step, 0, rank))
-            for x in (features(step, 0, rank), -features(step, 0, rank)):
-                outs.append(plain(x))
-            ((outs[0] * outs[1]).pow(2).mean() / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    oracle.compare_tensors("weights", got, dict(plain.named_parameters()), 1e-4, 1e-5)
+    trained(run, loss_of, 4, 1)
 
 
-def older(net: Any, model: Any, rank: int, draw: Any) -> Iterator[torch.Tensor]:
+def older(net, model, rank, draw):
     """A graph of the first micro-batch has a part in the backward of the second."""
     draw(0)
     old = squared(net, At(0, 2, rank))
@@ -363,7 +334,7 @@ def older(net: Any, model: Any, rank: int, draw: Any) -> Iterator[torch.Tensor]:
     yield squared(net, At(0, 1, rank)) + old
 
 
-def evaluated(net: Any, model: Any, rank: int, draw: Any) -> Iterator[torch.Tensor]:
+def evaluated(net, model, rank, draw):
     """A forward in eval mode, which runs all blocks, before one in training mode."""
     for micro in range(MICRO):
         draw(None)
@@ -374,7 +345,7 @@ def evaluated(net: Any, model: Any, rank: int, draw: Any) -> Iterator[torch.Tens
         yield (whole * net(features(0, micro, rank))).pow(2).mean()
 
 
-def alone(net: Any, model: Any, rank: int, draw: Any) -> Iterator[torch.Tensor]:
+def alone(net, model, rank, draw):
     """All blocks called by themselves before the forward of the model."""
     for micro in range(MICRO):
         draw(None)
@@ -422,20 +393,20 @@ def test_a_backward_through_forwards_that_have_left_out_other_blocks(losses, sta
         oracle.compare_tensors("weights", weights, dict(plain.named_parameters()), 1e-4, 1e-5)
 
 
-def logged(engine: Any, model: Any) -> None:
+def logged(engine, model):
     squared(engine, At(9, 0, 0))
 
 
-def explained(engine: Any, model: Any) -> None:
+def explained(engine, model):
     x = features(9, 0, 0).requires_grad_()
     torch.autograd.grad(engine(x).pow(2).mean(), x)
 
 
-def a_block(engine: Any, model: Any) -> None:
+def a_block(engine, model):
     model.blocks[DEPTH - 1](floats(9, 0, 0, 3, 8))
 
 
-def in_eval_mode(engine: Any, model: Any) -> None:
+def in_eval_mode(engine, model):
     model.eval()
     squared(engine, At(9, 0, 0))
     model.train()
@@ -468,27 +439,16 @@ def test_what_one_rank_alone_runs_changes_nothing_for_the_others(stage, extra):
             engine.step()
         return OnEngine(engine, Plan()).weights()
 
-    got = on_ranks(2, run, build=small)
-    plain: Any = small()
-    optimizer, job = adamw(plain), LayerDropJob("stack")
-    for step in range(6):
-        for micro, rank in itertools.product(range(MICRO), range(2)):
-            at = At(step, micro, rank)
-            job.by_hand(plain, at)
-            (squared(plain, at) / 2 / MICRO).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    job = trained(run, lambda net, _, at: squared(net, at), 6)
     assert sum(map(sum, job.left_out.values())) > 10
-    for weights in got:
-        oracle.compare_tensors("weights", weights, dict(plain.named_parameters()), 1e-4, 1e-5)
 
 
 class Narrowing(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.layer = nn.Linear(width, width - 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.layer(x)
 
 

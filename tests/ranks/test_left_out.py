@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -19,15 +18,13 @@ from tests.helpers.engines import config_of, engine_opener, full_weights, start,
 from tests.helpers.left_out import Dropping, LeftOut, at_random, first_used, on_one
 from tests.helpers.models import Stack, features, floats, seeded
 from tests.helpers.ranks import run_ranks
-from tests.helpers.stacks import by_hand, squared
-from tests.helpers.training import At, Driver, Plan, adamw, plain_sgd
+from tests.helpers.stacks import by_hand, on_ranks, squared
+from tests.helpers.training import At, Plan, adamw, plain_sgd
 
 COMPILED = {"blocks": True, "backend": "aot_eager"}
 
 
-def check(
-    job: LeftOut, ranks: int, accumulation: int, stage: int, steps: int = 3, **more: object
-) -> None:
+def check(job, ranks, accumulation, stage, steps=3, **more):
     plan = Plan(ranks=ranks, steps=steps, accumulation=accumulation)
     trace = train_on_threads(job, plan, engine_opener(stage, **more))
     oracle.compare(trace, oracle.run(job, plan), weight_floor=oracle.ROUNDING)
@@ -88,11 +85,11 @@ class _Explained(LeftOut):
     a backward that brings no gradient to parameters.
     """
 
-    def __init__(self, depth: int, choose: Any, when: Callable[[At], bool]) -> None:
+    def __init__(self, depth, choose, when):
         super().__init__(depth, choose)
         self.when = when
 
-    def loss(self, net: Driver, at: At) -> torch.Tensor:
+    def loss(self, net, at):
         out = self.choose(at)
         net.module.chosen = [index for index in range(self.depth) if index not in out]
         x = features(at.step, at.micro, at.rank).to(net.dtype).requires_grad_()
@@ -164,7 +161,7 @@ def test_a_forward_that_one_rank_adds_where_all_is_gathered(place):
 class _Masking(Dropping):
     """A stack with an optional keyword, for which its last block is there."""
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x, mask=None):
         self.chosen = range(len(self.blocks) - (mask is None))
         return super().forward(x if mask is None else x * mask)
 
@@ -174,14 +171,14 @@ class _MaskOnSomeRanks(LeftOut):
     from ``since`` on, before on all.
     """
 
-    def __init__(self, absent: bool, since: int) -> None:
+    def __init__(self, absent, since):
         super().__init__(3, lambda at: ())
         self.absent, self.since = absent, since
 
-    def build(self) -> nn.Module:
+    def build(self):
         return seeded(lambda: _Masking(self.depth, 8))
 
-    def loss(self, net: Driver, at: At) -> torch.Tensor:
+    def loss(self, net, at):
         mask = (
             torch.full((1,), 0.5, dtype=net.dtype) if at.rank == 0 or at.step < self.since else None
         )
@@ -216,23 +213,23 @@ class _Leaving(nn.Module):
     as that lives.
     """
 
-    def __init__(self, left: list[torch.Tensor]) -> None:
+    def __init__(self, left):
         super().__init__()
         self.layer, self.left = nn.Linear(8, 8), left
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         out = torch.relu(self.layer(x))
         self.left.append(out * out)
         return out
 
 
 class _Chain(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.left: list[torch.Tensor] = []
         self.blocks = nn.ModuleList(_Leaving(self.left) for _ in range(4))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = block(x)
         loss = x.square().mean() + sum(each.mean() for each in self.left)
@@ -241,10 +238,9 @@ class _Chain(nn.Module):
 
 
 def test_a_graph_that_one_rank_still_holds_at_a_step_makes_it_join_no_gather():
-    models = [seeded(_Chain) for _ in range(2)]
 
-    def run(rank):
-        engine = start(models[rank], adamw(models[rank]), config_of(3))
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(3))
         held, losses = None, []
         for step in range(4):
             x = floats(step, 0, rank, 3, 8)
@@ -261,7 +257,7 @@ def test_a_graph_that_one_rank_still_holds_at_a_step_makes_it_join_no_gather():
         engine.destroy()
         return issued, losses
 
-    first, second = run_ranks(2, run)
+    first, second = on_ranks(2, run, build=lambda: seeded(_Chain))
     assert first[0] == second[0], "ranks have issued as many gathers"
     plain = seeded(_Chain)
     optimizer = adamw(plain)

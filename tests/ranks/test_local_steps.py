@@ -12,49 +12,33 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import hf_zero
 from hf_zero.compression.local_steps import LocalMomentum
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.ops.sign_blocks_reference import powers
 from hf_zero.optim import ZeroOneAdam
 from tests.helpers.compressed import Recorder, flat_of, window
-from tests.helpers.engines import config_of, full_weights, start
-from tests.helpers.one_bit import ADAM, C, WholeLocal, config, local_state, one_bit_steps
-from tests.helpers.stacks import on_each_rank, on_ranks, squared
+from tests.helpers.engines import full_weights, start
+from tests.helpers.one_bit import ADAM, RARE, C, WholeLocal, config, local_state, one_bit_steps
+from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared
 from tests.helpers.training import At, Plan
 
-# steps 1 and 2 are dense; 5 and 6 synchronise every second step, those from 7 on every fourth
-RARE = {
-    "var_freeze_step": 2,
-    "var_update_scaler": 1,
-    "local_step_scaler": 2,
-    "local_step_clipper": 4,
-}
 BEGIN, STEPS = 4, 12  # steps before the first local one, and in all
 SYNCHRONISED = (6, 8, 12)
 NAME = "blocks.0.up.weight"
 
 
-def started(model: Any, plan: Plan | None = None, **more: Any) -> Any:
+def started(model, plan=None, **more):
     return start(model, ZeroOneAdam(model.parameters(), **{**ADAM, **RARE, **more}), config(plan))
 
 
-def train(engine: Any, rank: int, steps: range, plan: Plan | None = None) -> None:
-    plan = plan or Plan()
-    for number in steps:
-        for micro in range(plan.accumulation):
-            engine.backward(squared(engine, At(number, micro, rank), plan.dtype))
-            engine.step()
-
-
-def recorded(rank: int, model: Any, plan: Plan) -> list[Any]:
+def recorded(rank, model, plan):
     """Return for each step: gradients, state after it, loss scale and norm, and the weights that
     modules computed with.
     """
     engine = started(model, plan)
     record, seen, computed = Recorder(model), [], dict[str, Any]()
 
-    def look(module: Any, given: Any) -> None:
+    def look(module, given):
         computed.update({name: p.detach().clone() for name, p in engine.module.named_parameters()})
 
     engine.module.register_forward_pre_hook(look)
@@ -70,12 +54,12 @@ def recorded(rank: int, model: Any, plan: Plan) -> list[Any]:
     return seen
 
 
-def whole_of(answers: Any, key: str) -> WholeLocal:
+def whole_of(answers, key):
     """The oracle, before the first local step."""
     first, later = answers[0][BEGIN - 1][1][key], answers[0][BEGIN][1][key]
     layout = first["layout"]
 
-    def joined(name: str) -> torch.Tensor:
+    def joined(name):
         return torch.cat([answer[BEGIN - 1][1][key][name] for answer in answers])
 
     average, bits = joined("average"), first["bits"]
@@ -179,8 +163,7 @@ def test_bytes_of_a_step(monkeypatch):
         engine = started(model)
         for number in range(STEPS):
             sent[rank].clear()
-            engine.backward(squared(engine, At(number, 0, rank)))
-            engine.step()
+            run_steps(engine, rank, [number])
             if number < BEGIN + 1:  # which gathers what all ranks need once
                 continue
             if number + 1 not in SYNCHRONISED:
@@ -199,49 +182,10 @@ def test_bytes_of_a_step(monkeypatch):
     on_ranks(3, run)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "precision", "at"),
-    [
-        (2, "fp32", 7),
-        (3, "bf16", 9),
-        *(
-            pytest.param(ranks, precision, at, marks=pytest.mark.long)
-            for ranks, precision in ((2, "bf16"), (3, "fp32"))
-            for at in (4, 6, 7, 9)
-        ),
-    ],
-)
-def test_a_resumed_run_goes_on_as_the_saved_one(ranks, precision, at, tmp_path):
-    """Bit for bit: a save synchronises first."""
-    plan = Plan(precision=precision, clip=0.5)
-
-    def save(rank, model):
-        engine = started(model, plan)
-        train(engine, rank, range(at), plan)
-        assert one_bit_steps(engine)._local.pending == (at in (7, 9))
-        engine.save_checkpoint(tmp_path)
-        before = full_weights(engine)
-        train(engine, rank, range(at, at + 5), plan)
-        return before, full_weights(engine)
-
-    def resume(rank, model):
-        engine = started(model, plan)
-        train(engine, rank, range(9), plan)  # ends between two synchronisations
-        engine.load_checkpoint(tmp_path)
-        before = full_weights(engine)
-        train(engine, rank, range(at, at + 5), plan)
-        return before, full_weights(engine)
-
-    for wanted, found in zip(on_ranks(ranks, save), on_ranks(ranks, resume)):
-        for one, other in zip(wanted, found):
-            for name, value in one.items():
-                assert torch.equal(other[name], value), name
-
-
 def test_a_read_of_the_whole_model_synchronises():
     def run(rank, model):
         engine = started(model)
-        train(engine, rank, range(9))
+        run_steps(engine, rank, range(9))
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         state = dict(engine.consolidated())
         assert not one_bit_steps(engine)._local.pending
@@ -251,35 +195,6 @@ def test_a_read_of_the_whole_model_synchronises():
 
     one, other = on_ranks(2, run)
     assert all(torch.equal(one[name], value) for name, value in other.items())
-
-
-@pytest.mark.parametrize("other", ["more", "AdamW"])
-def test_its_checkpoints_go_on_anywhere(other, tmp_path):
-    lr = 1e-3
-
-    def save(rank, model):
-        engine = started(model, lr=lr)
-        train(engine, rank, range(9))
-        engine.save_checkpoint(tmp_path)
-        return full_weights(engine)
-
-    def resume(rank, model):
-        if other == "more":
-            engine = started(model, lr=lr)
-        else:
-            adam = torch.optim.AdamW(model.parameters(), **{**ADAM, "lr": lr})
-            engine = start(model, adam, config_of(3))
-        engine.load_checkpoint(tmp_path)
-        before = full_weights(engine)
-        train(engine, rank, range(9, 13))
-        return before, full_weights(engine)
-
-    wanted = on_ranks(2, save)[0]
-    for before, after in on_ranks(4 if other == "more" else 2, resume):
-        for name, value in wanted.items():
-            assert torch.equal(before[name], value), name
-            moved = float((after[name] - value).abs().max())
-            assert 0.0 < moved < 60 * lr, (name, moved / lr)
 
 
 def test_an_engine_that_made_local_steps_goes_back(tmp_path):
@@ -292,13 +207,13 @@ def test_an_engine_that_made_local_steps_goes_back(tmp_path):
         model.enter.bias.register_hook(lambda gradient: gradient * tiny)
         engine = started(model)
         if not fresh:
-            train(engine, rank, range(3))
+            run_steps(engine, rank, range(3))
             engine.save_checkpoint(tmp_path)
-            train(engine, rank, range(3, 10))
+            run_steps(engine, rank, range(3, 10))
         engine.load_checkpoint(tmp_path)
-        train(engine, rank, range(3, 4))
+        run_steps(engine, rank, range(3, 4))
         assert not one_bit_steps(engine)._local.pending
-        train(engine, rank, range(4, 7))
+        run_steps(engine, rank, range(4, 7))
         return full_weights(engine)
 
     again = on_ranks(2, run, False)
@@ -367,30 +282,6 @@ def test_what_is_wanted_is_sent_sooner_or_later(monkeypatch, tmp_path):
             left[key] = beta * whole
 
 
-def test_an_overflow_on_one_rank_leaves_all_state_as_it_is():
-    """In a local step: all ranks skip it, and have the same loss scale."""
-    plan = Plan(precision="fp16", scale=16.0)
-
-    def run(rank, model):
-        engine = started(model, plan)
-        train(engine, rank, range(9), plan)
-        local = one_bit_steps(engine)._local
-        before = [each._moved.clone() for each in local._of.values()]
-        assert local.pending
-        loss = squared(engine, At(9, 0, rank), plan.dtype)
-        engine.backward(loss * (1e9 if rank == 1 else 1.0))
-        engine.step()
-        assert not engine.was_step_applied()
-        for each, moved in zip(local._of.values(), before):
-            assert torch.equal(each._moved, moved)
-        train(engine, rank, range(10, 13), plan)
-        assert engine.was_step_applied()
-        return engine.loss_scale(), full_weights(engine)
-
-    (one, weights), (other, found) = on_ranks(2, run)
-    assert one == other and all(torch.equal(found[name], weights[name]) for name in weights)
-
-
 def test_unused_parameters_stay():
     """Weights that no rank has used since the last synchronisation stay; one that any rank has used
     moves.
@@ -398,7 +289,7 @@ def test_unused_parameters_stay():
 
     def run(rank, model):
         engine = started(model)
-        train(engine, rank, range(8))
+        run_steps(engine, rank, range(8))
         left, some = model.blocks[0].up.weight, model.blocks[1].up.weight
         before, moved = left.clone(), some.clone()
         for number in range(8, 12):
@@ -408,7 +299,7 @@ def test_unused_parameters_stay():
                 some.grad = None
             engine.step()
         assert torch.equal(left, before) and not torch.equal(some, moved)
-        train(engine, rank, range(12, 16))
+        run_steps(engine, rank, range(12, 16))
         assert not torch.equal(left, before)
         return some.clone()
 
@@ -424,43 +315,16 @@ def test_a_parameter_without_elements_goes_along():
         ours = [p for p in model.parameters() if p.numel()]
         groups = [{"params": ours}, {"params": [model.none.weight], "lr": 1.0}]
         engine = start(model, ZeroOneAdam(groups, **{**ADAM, **RARE}), config())
-        train(engine, rank, range(8))
+        run_steps(engine, rank, range(8))
         return full_weights(engine)
 
     def without(rank, model):
         engine = started(model)
-        train(engine, rank, range(8))
+        run_steps(engine, rank, range(8))
         return full_weights(engine)
 
     found, wanted = on_ranks(2, run)[0], on_ranks(2, without)[0]
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_writes_between_synchronisations_count(precision):
-    """By a script to whole parameters, at once, and to master weights."""
-    plan = Plan(precision=precision)
-
-    def run(rank, model):
-        engine = started(model, plan, lr=1e-4)
-        train(engine, rank, range(9), plan)
-        weight, other = model.blocks[0].up.weight, model.blocks[1].up.weight
-        with torch.no_grad():
-            weight.fill_(0.5)
-        hf_zero.safe_set_full_fp32_param(other, torch.full(other.shape, 0.25))
-        seen = []
-        model.blocks[0].register_forward_pre_hook(
-            lambda *given: seen.append(model.blocks[0].up.weight.detach().clone())
-        )
-        train(engine, rank, range(9, 10), plan)
-        assert torch.allclose(seen[0].float(), torch.tensor(0.5), atol=0.01)
-        train(engine, rank, range(10, 13), plan)
-        return full_weights(engine)
-
-    one, found = on_ranks(2, run)
-    assert torch.allclose(found[NAME], torch.tensor(0.5), atol=0.01)
-    assert torch.allclose(found["blocks.1.up.weight"], torch.tensor(0.25), atol=0.01)
-    assert all(torch.equal(one[name], value) for name, value in found.items())
 
 
 def test_gradients_that_outgrow_the_variance_move_no_weight_out_of_reach():
@@ -503,7 +367,7 @@ def test_the_interval_doubles_up_to_the_clipper(caplog):
     assert ZeroOneAdam(weight).interval(10**12) == 16
 
     def run(rank, model):
-        train(started(model), rank, range(8))
+        run_steps(started(model), rank, range(8))
 
     on_ranks(2, run)
     for said in ("step 5: ranks synchronise every 2", "step 7: ranks synchronise every 4"):
@@ -514,9 +378,9 @@ def test_the_interval_doubles_up_to_the_clipper(caplog):
 def test_memory_is_counted(rank, model):
     """Two fp32 numbers an element, and what modules compute with."""
     engine = started(model)
-    train(engine, rank, range(BEGIN))
+    run_steps(engine, rank, range(BEGIN))
     before = engine.state_bytes()
-    train(engine, rank, range(BEGIN, 9))
+    run_steps(engine, rank, range(BEGIN, 9))
     after = engine.state_bytes()
     padded = sum(flat.layout.padded for flat in engine.sharded_model.trainable)
     assert after["parameters"] - before["parameters"] == 4 * padded

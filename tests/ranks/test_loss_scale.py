@@ -17,7 +17,7 @@ RANKS = 2
 HALF = torch.float16
 
 
-def fp16(**options) -> dict:
+def fp16(**options):
     return {
         "enabled": True,
         "loss_scale": 0,
@@ -41,7 +41,7 @@ def one_step(engine, rank, step, overflow, overflowing_rank=1):
     engine.step()
 
 
-def scales(pattern: str, stage: int = 2, **options) -> list[float]:
+def scales(pattern, stage=2, **options):
     """The scale after each step of ``pattern``: g is a good step, o one that overflows."""
 
     def run(rank, model):

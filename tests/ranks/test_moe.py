@@ -4,7 +4,6 @@ stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,9 +16,9 @@ from hf_zero.zero.layout.wrap import find_units
 from tests.helpers import oracle
 from tests.helpers.engines import OnEngine, config_of, start, train_on_threads
 from tests.helpers.models import HIDDEN, features, seeded, tokens
-from tests.helpers.training import At, Driver, Job, Plan, plain_sgd
+from tests.helpers.training import Job, Plan, plain_sgd
 from tests.loading.zoo import GQA, LATENT, TEXT
-from tests.ranks.test_architectures import make_exact
+from tests.ranks.test_matrix import make_exact
 
 ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -55,11 +54,11 @@ class Routed(Job):
     loss has its own term for that.
     """
 
-    def __init__(self, name: str, leaf: bool = False) -> None:
+    def __init__(self, name, leaf=False):
         self.name, self.leaf = f"{name}, a leaf" if leaf else name, leaf
         self.prefix, self.block, self.options = MODELS[name]
 
-    def build(self) -> nn.Module:
+    def build(self):
         config = getattr(transformers, f"{self.prefix}Config")(**self.options)
         make_exact(config)
         model = seeded(lambda: getattr(transformers, f"{self.prefix}ForCausalLM")(config))
@@ -68,10 +67,10 @@ class Routed(Job):
             assert marked and get_z3_leaf_modules(model) == marked
         return model
 
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+    def optimizer(self, model):
         return plain_sgd(model)
 
-    def loss(self, net: Driver, at: At) -> torch.Tensor:
+    def loss(self, net, at):
         ids = tokens(at.step, at.micro, at.rank)
         output = net(input_ids=ids, labels=ids)
         if "router_aux_loss_coef" in self.options:
@@ -82,7 +81,7 @@ class Routed(Job):
         return output.loss
 
 
-def sessions(stage: int, **more: Any) -> Callable[..., OnEngine]:
+def sessions(stage, **more):
     return lambda model, optimizer, plan: OnEngine(
         start(model, optimizer, config_of(stage, plan, **more)), plan
     )
@@ -103,12 +102,12 @@ def test_models_of_transformers(stage, name, leaf):
 
 
 class Expert(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up = nn.Linear(HIDDEN, 2 * HIDDEN)
         self.down = nn.Linear(2 * HIDDEN, HIDDEN)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.down(torch.tanh(self.up(x)))
 
 
@@ -118,12 +117,12 @@ class Mixture(nn.Module):
     ``chosen``: [rows] of expert numbers.
     """
 
-    def __init__(self, count: int = 5) -> None:
+    def __init__(self, count=5):
         super().__init__()
         self.gate = nn.Linear(HIDDEN, count)
         self.experts = nn.ModuleList(Expert() for _ in range(count))
 
-    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def forward(self, x, chosen):
         weight = self.gate(x).softmax(-1)
         out = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
@@ -136,13 +135,13 @@ class Mixture(nn.Module):
 class Layered(nn.Module):
     """Layers that hold experts: a layer is a unit."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.enter = nn.Linear(7, HIDDEN)
         self.layers = nn.ModuleList(Mixture() for _ in range(3))
         self.head = nn.Linear(HIDDEN, 5)
 
-    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def forward(self, x, chosen):
         x = self.enter(x)
         for layer in self.layers:
             x = layer(x, chosen)
@@ -152,13 +151,13 @@ class Layered(nn.Module):
 class Flat(nn.Module):
     """One mixture in the model itself: each expert is a unit, and ranks call different ones."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.enter = nn.Linear(7, HIDDEN)
         self.mixture = Mixture()
         self.head = nn.Linear(HIDDEN, 5)
 
-    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def forward(self, x, chosen):
         return self.head(self.mixture(self.enter(x), chosen))
 
 
@@ -175,17 +174,17 @@ PATTERNS = {
 
 
 class Patterned(Job):
-    def __init__(self, model: type[nn.Module], pattern: str, leaf: bool = False) -> None:
+    def __init__(self, model, pattern, leaf=False):
         self.model, self.pattern, self.leaf = model, PATTERNS[pattern], leaf
         self.name = f"{model.__name__}: {pattern}"
 
-    def build(self) -> nn.Module:
+    def build(self):
         model = seeded(self.model)
         if self.leaf:
             set_z3_leaf_modules(model, [Mixture])
         return model
 
-    def loss(self, net: Driver, at: At) -> torch.Tensor:
+    def loss(self, net, at):
         called = self.pattern(at.step, at.rank)
         chosen = torch.tensor([called[row % len(called)] if called else -1 for row in range(6)])
         return net(features(at.step, at.micro, at.rank, 6), chosen).pow(2).mean()

@@ -19,8 +19,8 @@ from tests.helpers.engines import OnEngine, config_of, full_weights, start
 from tests.helpers.models import Stack, seeded
 from tests.helpers.offloads import offload
 from tests.helpers.ranks import run_ranks
-from tests.helpers.stacks import on_each_rank, on_ranks, squared
-from tests.helpers.training import At, Job, Plan, adamw, plain_sgd, train
+from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared
+from tests.helpers.training import At, Plan, adamw, plain_sgd, train
 from tests.helpers.ways import WAYS
 
 HPZ: dict[str, Any] = {"zero_hpz_partition_size": 2}
@@ -30,15 +30,15 @@ HOPS: dict[str, Any] = {"mics_hierarchical_params_gather": True}
 BLOCK = 32
 
 
-def config(zero: Any, plan: Plan | None = None, stage: int = 3) -> dict[str, Any]:
+def config(zero, plan=None, stage=3):
     made = config_of(stage, plan, compressed_communication={"block_size": BLOCK})
     made["zero_optimization"].update(stage3_param_persistence_threshold=0, **zero)
     made["zero_optimization"]["stage3_module_granularity_threshold"] = 0
     return made
 
 
-def trained(job: Job, plan: Plan, zero: Any) -> Any:
-    def run(rank: int, models: Any) -> Any:
+def trained(job, plan, zero):
+    def run(rank, models):
         model = models[rank]
         session = OnEngine(start(model, plain_sgd(model), config(zero, plan)), plan)
         trace = train(session, job, plan, rank)
@@ -106,9 +106,7 @@ def test_a_copy_over_two_nodes_of_several(monkeypatch):
         made = config({"mics_shard_size": 4, **more})
         made["zero_optimization"]["stage3_param_persistence_threshold"] = 100
         engine = start(model, adamw(model), made)
-        for step in range(3):
-            engine.backward(squared(engine, At(step, 0, rank)))
-            engine.step()
+        run_steps(engine, rank, range(3))
         axes = engine.mesh.whole.hops
         assert [axis.ranks for axis in axes] == (
             [
@@ -166,7 +164,7 @@ class Traffic:
         "reduce_scatter_single": 1,
     }
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, node: int) -> None:
+    def __init__(self, monkeypatch, node):
         self.node = node
         self.apart: dict[int, Counter[str]] = {rank: Counter() for rank in range(4)}
         self.within: dict[int, Counter[str]] = {rank: Counter() for rank in range(4)}
@@ -176,18 +174,18 @@ class Traffic:
                 monkeypatch.setattr(dist, name, call)
         monkeypatch.setattr(dist, "all_reduce", partial(self._summed, dist.all_reduce))
 
-    def _note(self, group: Any, name: str, each: float) -> None:
+    def _note(self, group, name, each):
         rank = dist.get_rank()
         for peer in dist.get_process_group_ranks(group):
             near = peer // self.node == rank // self.node
             (self.within if near else self.apart)[rank][name] += int(each) * (peer != rank)
 
-    def _counted(self, call: Any, name: str, place: int, *args: Any, **kwargs: Any) -> Any:
+    def _counted(self, call, name, place, *args, **kwargs):
         group = kwargs["group"] if "group" in kwargs else args[-1]
         self._note(group, name, args[place].nbytes / dist.get_world_size(group))
         return call(*args, **kwargs)
 
-    def _summed(self, call: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def _summed(self, call, tensor, *args, **kwargs):
         group = kwargs.get("group", args[1] if len(args) > 1 else None)
         if tensor.numel() > 64:  # no numbers of a step
             self._note(group, "all_reduce", 2 * tensor.nbytes / dist.get_world_size(group))
@@ -197,14 +195,14 @@ class Traffic:
 MICRO = 2
 
 
-def traffic(monkeypatch: pytest.MonkeyPatch, zero: Any) -> Any:
+def traffic(monkeypatch, zero):
     """Return the traffic of the last of two steps of two micro-batches, and the layouts of the flat
     buffers.
     """
     seen = Traffic(monkeypatch, 2)
     plan = Plan(precision="bf16", accumulation=MICRO)
 
-    def run(rank: int, model: Any) -> Any:
+    def run(rank, model):
         engine = start(model, adamw(model), config(zero, plan))
         for step in range(2):
             seen.apart[rank].clear()
@@ -219,7 +217,7 @@ def traffic(monkeypatch: pytest.MonkeyPatch, zero: Any) -> Any:
     return seen.apart[0], seen.within[0], specs
 
 
-def sent(specs: Any, codec: str) -> int:
+def sent(specs, codec):
     """Bytes from the two ranks of another node, in one gather or reduction of all flats."""
     return sum(
         2 * (each.layout.chunk * 2 if how is None else how.nbytes(each.layout.chunk))
@@ -291,9 +289,7 @@ def test_offloaded(way, tmp_path):
     def run(rank, model, more):
         zero = {**offload(way, 3, tmp_path), **more}
         engine = start(model, adamw(model), config(zero, Plan()))
-        for step in range(3):
-            engine.backward(squared(engine, At(step, 0, rank)))
-            engine.step()
+        run_steps(engine, rank, range(3))
         return full_weights(engine)
 
     for wanted, found in zip(on_ranks(4, run, {}), on_ranks(4, run, HPZ)):

@@ -6,8 +6,6 @@ import errno
 import gc
 import os
 import threading
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,18 +28,18 @@ from tests.helpers.training import At
 WAYS = [("optimizer in files", 0), ("optimizer in files", 2), ("all in files", 3)]
 
 
-def opened(model: torch.nn.Module, way: str, stage: int, folder: Path) -> Any:
+def opened(model, way, stage, folder):
     section = offload(way, stage, folder, max_in_cpu=0)
     return offloads.opened(model, section, gradient_clipping=1.0)
 
 
-def inject(engine: Any, fault: str) -> None:
+def inject(engine, fault):
     """``fault`` happens on this rank from now on, as HF_ZERO_IO_FAULT would have it on all."""
     for files in engine.sharded_model.placement._files.values():
         files._queue.inject(parse_faults(fault))
 
 
-def after(steps: int, stage: int) -> Values:
+def after(steps, stage):
     """Weights on two ranks without any fault, on the device."""
     return trained({"stage": stage}, ranks=2, steps=steps, gradient_clipping=1.0)
 
@@ -152,10 +150,10 @@ def test_two_engines_share_a_disk(tmp_path):
 
 
 class Rows(torch.utils.data.Dataset):
-    def __len__(self) -> int:
+    def __len__(self):
         return 6
 
-    def __getitem__(self, place: int) -> torch.Tensor:
+    def __getitem__(self, place):
         return torch.full((7,), float(place))
 
 

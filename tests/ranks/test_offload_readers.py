@@ -1,5 +1,6 @@
-"""Whoever looks at a parameter, a master weight or a moment right after ``step()`` waits for the
-update that is still under way.
+"""Readers of a parameter, a master weight or a moment right after ``step()`` wait for the update
+that is still under way; what may not come between an update in the backward and its step is
+refused, because nothing takes it back.
 """
 
 from __future__ import annotations
@@ -7,7 +8,9 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +20,17 @@ from safetensors.torch import load_file
 
 import hf_zero
 from hf_zero.checkpoint import convert_checkpoint
+from hf_zero.errors import PartitionError
 from hf_zero.zero.access.consolidate import whole_state_dict
 from hf_zero.zero.layout.parameter import UpdatingParameter
+from tests.helpers import offloads
+from tests.helpers.cells import fast
 from tests.helpers.models import features
 from tests.helpers.offloads import (
     DEVICE,
     PLACES,
     WAYS,
+    ended,
     offload,
     opened,
     same,
@@ -37,45 +44,45 @@ from tests.helpers.training import At, adamw
 NAME = "blocks.1.up.weight"
 
 
-def weight(engine: Any) -> torch.nn.Parameter:
+def weight(engine):
     return engine.module.blocks[1].up.weight
 
 
-def saved(engine: Any, folder: Path) -> torch.Tensor:
+def saved(engine, folder):
     engine.save_checkpoint(str(folder / "run"))
     convert_checkpoint(folder / "run", folder / "out")
     return load_file(folder / "out" / "model.safetensors")[NAME]
 
 
-def saved_whole(engine: Any, folder: Path) -> torch.Tensor:
+def saved_whole(engine, folder):
     engine.save_16bit_model(str(folder))
     return load_file(folder / "model.safetensors")[NAME]
 
 
-def pickled(engine: Any, folder: Path) -> torch.Tensor:
+def pickled(engine, folder):
     buffer = io.BytesIO()
     torch.save({"it": engine.module.blocks[1].up.weight}, buffer)
     buffer.seek(0)
     return torch.load(buffer, weights_only=False)["it"].detach()
 
 
-def gathered(engine: Any, folder: Path) -> torch.Tensor:
+def gathered(engine, folder):
     with hf_zero.GatheredParameters([weight(engine)]):
         return weight(engine).detach().clone()
 
 
-def exported(engine: Any, folder: Path) -> torch.Tensor:
+def exported(engine, folder):
     return dict(engine.consolidated())[NAME]
 
 
-def written_to(engine: Any, folder: Path) -> torch.Tensor:
+def written_to(engine, folder):
     """Write to a weight and return it: the write is applied on top of the update."""
     with torch.no_grad():
         weight(engine).mul_(1.0)
     return weight(engine).detach().clone()
 
 
-def called(engine: Any, folder: Path) -> torch.Tensor:
+def called(engine, folder):
     with torch.no_grad():
         layer, width = engine.module.blocks[1].up, weight(engine).shape[1]
         return (layer(torch.eye(width)) - layer(torch.zeros(width, width))).T
@@ -144,24 +151,24 @@ def test_readers_see_the_step(held_up, stage, what, read, way, tmp_path):
     on_ranks(1, run)
 
 
+LATER = (
+    "get state", "set state", "set master", "set gradient", "gathered", "loaded", "destroyed",
+    "zero_grad", "evaluated",
+)  # fmt: skip
+CELLS = [
+    (stage, what, way)
+    for stage in (0, 2, 3)
+    for what in LATER
+    for way in WAYS[:4]
+    if stage in stages_of(way)
+]
+
+
 @pytest.mark.parametrize(
-    "what",
-    [
-        "get state",
-        "set state",
-        "set master",
-        "set gradient",
-        "gathered",
-        "loaded",
-        "destroyed",
-        "zero_grad",
-        "evaluated",
-    ],
+    "stage, what, way",
+    fast(CELLS, lambda stage, what, way: (stage, way) == (3, WAYS[LATER.index(what) % 4])),
 )
-@pytest.mark.parametrize(
-    "stage", [pytest.param(0, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3]
-)
-def test_what_else_may_come_after_a_step(held_up, stage, what, tmp_path):
+def test_what_else_may_come_after_a_step(held_up, stage, what, way, tmp_path):
     """The same as in an engine that keeps everything on the device, where an update is over when
     ``step`` returns.
     """
@@ -206,11 +213,10 @@ def test_what_else_may_come_after_a_step(held_up, stage, what, tmp_path):
         return found
 
     plain = on_ranks(2, run, {"stage": stage})
-    for away in (way for way in WAYS[:4] if stage in stages_of(way)):
-        offloaded = on_ranks(2, run, offload(away, stage, tmp_path))
-        for want, got in zip(plain, offloaded):
-            for one, other in zip(want, got, strict=True):
-                torch.testing.assert_close(other, one, rtol=1e-2, atol=1e-3)
+    offloaded = on_ranks(2, run, offload(way, stage, tmp_path))
+    for want, got in zip(plain, offloaded):
+        for one, other in zip(want, got, strict=True):
+            torch.testing.assert_close(other, one, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", [float, torch.tensor], ids=["number", "tensor"])
@@ -270,3 +276,113 @@ def test_state_that_is_cleared_begins_anew(way, tmp_path):
 
     want, _ = by_hand(adamw, [[(1.0, 0)]] * 4, 1, after_step=lambda step, _, it: told(step, it))
     same(trained(offload(way, 3, tmp_path), told=told), want)
+
+
+class Broken(Exception):
+    """The exception that breaks a backward."""
+
+
+def opened_early(model, folder, **more):
+    section = offload("optimizer on cpu", 2, folder, update_in_backward=True)
+    return offloads.opened(model, section, **more)
+
+
+def backward(engine, step, rank=0):
+    engine.backward(squared(engine, At(step, 0, rank)))
+
+
+def broken_backward(engine):
+    def refuse(*args):
+        raise Broken
+
+    handle = engine.module.blocks[0].register_full_backward_hook(refuse)
+    with suppress(Broken):
+        backward(engine, 2)
+    handle.remove()
+    engine.step()
+
+
+def clipped(engine):
+    engine.max_norm = 0.1
+    engine.step()
+
+
+CLIPPING, INCOMPLETE = (
+    "gradient clipping that was switched on after the backward",
+    "a step whose gradients are not complete",
+)
+AFTER: dict[str, tuple[str, Callable[[Any, Path], None]]] = {
+    "another backward": ("another backward", lambda engine, folder: backward(engine, 3)),
+    "engine.zero_grad": ("zero_grad()", lambda engine, folder: engine.zero_grad()),
+    "optimizer.zero_grad": ("zero_grad()", lambda engine, folder: engine.optimizer.zero_grad()),
+    "clipping": (CLIPPING, lambda engine, folder: clipped(engine)),
+    "state.clear": (
+        "optimizer.state.clear()",
+        lambda engine, folder: engine.optimizer.state.clear(),
+    ),
+    "save_checkpoint": (
+        "save_checkpoint()",
+        lambda engine, folder: engine.save_checkpoint(str(folder)),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", AFTER)
+def test_what_would_use_a_half_updated_model_is_refused(what, tmp_path):
+    words, call = AFTER[what]
+
+    def run(rank, model):
+        engine = opened_early(model, tmp_path)
+        train(engine, rank, range(2))
+        backward(engine, 2)
+        assert engine.updater.early is not None and engine.updater.updated_early
+        with pytest.raises(
+            PartitionError,
+            match=re.escape(f"{words} comes after a backward that has updated a part of the model"),
+        ):
+            call(engine, tmp_path)
+        if what == "state.clear":  # it goes on
+            engine.step()
+            engine.optimizer.state.clear()
+            train(engine, rank, range(3, 4))
+        engine.destroy()
+
+    on_ranks(1, run)
+
+
+@pytest.mark.parametrize("mended", [False, True])
+def test_a_backward_that_breaks_after_updates_have_begun(mended, tmp_path):
+    """A checkpoint mends what it has left half updated."""
+
+    def run(rank, model):
+        engine = opened_early(model, tmp_path)
+        train(engine, rank, range(2))
+        if mended:
+            engine.save_checkpoint(str(tmp_path))
+        with pytest.raises(PartitionError, match=f"{INCOMPLETE} .* load a checkpoint"):
+            broken_backward(engine)
+        if mended:
+            engine.load_checkpoint(str(tmp_path))
+            train(engine, rank, range(2, 4))
+        return ended(engine)
+
+    (got,) = on_ranks(1, run)
+    if mended:
+        section = offload("optimizer on cpu", 2, tmp_path, update_in_backward=True)
+        same(got, trained(section), exact=True)
+
+
+def test_windows_whose_end_is_said_from_outside(tmp_path):
+    """Backwards before the last one begin nothing."""
+
+    def run(rank, model, early):
+        section = offload("optimizer on cpu", 2, tmp_path, update_in_backward=early)
+        engine = offloads.opened(model, section)
+        for step in range(4):
+            for micro in range(3):
+                engine.set_gradient_accumulation_boundary(micro == 2)
+                engine.backward(squared(engine, At(step, micro, rank)) / 3)
+            engine.step()
+        return ended(engine)
+
+    same(on_ranks(2, run, True)[0], on_ranks(2, run, False)[0], exact=True)

@@ -4,40 +4,24 @@ what LAMB does.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
-from hf_zero.optim import Lamb, OneBitLamb
+from hf_zero.optim import OneBitLamb
 from tests.helpers.compressed import Recorder, flat_of
 from tests.helpers.engines import config_of, full_weights, start
-from tests.helpers.one_bit import BLOCK, C, WholeLamb, inverses, one_bit_steps
-from tests.helpers.stacks import on_ranks, squared
-from tests.helpers.training import At, Plan
+from tests.helpers.one_bit import BLOCK, LAMB, C, WholeLamb, inverses, one_bit_steps
+from tests.helpers.stacks import on_ranks, run_steps
+from tests.helpers.training import Plan
 
-LAMB: dict[str, Any] = {
-    "lr": 0.02,
-    "betas": (0.8, 0.95),
-    "weight_decay": 0.1,
-    "eps": 1e-6,
-    "max_coeff": 0.3,
-    "min_coeff": 0.01,
-}
 FREEZE, STEPS = 4, 9
 
 
-def config(plan: Plan | None = None) -> dict[str, Any]:
+def config(plan=None):
     return config_of(1, plan, compressed_communication={"block_size": BLOCK})
 
 
-def train(engine: Any, rank: int, steps: range, dtype: torch.dtype = torch.float32) -> None:
-    for number in steps:
-        engine.backward(squared(engine, At(number, 0, rank), dtype))
-        engine.step()
-
-
-def state_of(engine: Any) -> dict[str, Any]:
+def state_of(engine):
     found = {}
     for each in one_bit_steps(engine)._momenta:
         flat = each.flat
@@ -65,7 +49,7 @@ def test_steps_are_those_of_the_equations(ranks, plan, decay):
         for number in range(STEPS):
             record.micro.clear()
             record.begin()
-            train(engine, rank, range(number, number + 1), plan.dtype)
+            run_steps(engine, rank, range(number, number + 1))
             norm = engine.get_global_grad_norm()
             seen.append((dict(record.micro[0]), state_of(engine), norm))
         return seen
@@ -126,22 +110,8 @@ def test_steps_are_those_of_the_equations(ranks, plan, decay):
     assert moved
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_before_the_freeze_it_is_lamb(ranks):
-    def run(rank, model, cls, **more):
-        engine = start(model, cls(model.parameters(), **LAMB, **more), config())
-        train(engine, rank, range(4))
-        return full_weights(engine)
-
-    want = on_ranks(ranks, run, Lamb)[0]
-    got = on_ranks(ranks, lambda *args: run(*args, freeze_step=100), OneBitLamb)[0]
-    for name, value in want.items():
-        assert torch.equal(got[name], value), name
-
-
-@pytest.mark.parametrize("others", [2, 3])
-def test_it_resumes(others, tmp_path):
-    """Bit for bit on as many ranks; on others with the same averages, ratios and factors."""
+def test_it_resumes_on_other_ranks(tmp_path):
+    """With the same averages, ratios and factors."""
 
     def made(model):
         optimizer = OneBitLamb(model.parameters(), **LAMB, freeze_step=FREEZE)
@@ -156,20 +126,17 @@ def test_it_resumes(others, tmp_path):
         if resume:
             engine.load_checkpoint(tmp_path)
         else:
-            train(engine, rank, range(7), torch.bfloat16)
+            run_steps(engine, rank, range(7))
             engine.save_checkpoint(tmp_path)
-        train(engine, rank, range(7, 9), torch.bfloat16)
+        run_steps(engine, rank, range(7, 9))
         return full_weights(engine), scales(engine)
 
     want = on_ranks(2, run, False)
-    for weights, found in on_ranks(others, run, True):
+    for weights, found in on_ranks(3, run, True):
         for key, held in found.items():
             torch.testing.assert_close(held, want[0][1][key], rtol=0.3, atol=0.0)
         for name, value in want[0][0].items():
-            if others == 2:
-                assert torch.equal(weights[name], value), name
-            else:
-                torch.testing.assert_close(weights[name], value, rtol=0.1, atol=0.05)
+            torch.testing.assert_close(weights[name], value, rtol=0.1, atol=0.05)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.ops import dispatch
@@ -19,6 +18,7 @@ from tests.helpers.checked_triton import checked_triton
 from tests.helpers.engines import OnEngine, config_of, full_weights, start
 from tests.helpers.offloads import offload
 from tests.helpers.ranks import run_ranks
+from tests.helpers.stacks import on_ranks
 from tests.helpers.training import At, Plan
 from tests.ranks.test_unused import HeadsJob
 
@@ -32,49 +32,49 @@ class Plain:
 
     dtype = torch.float32
 
-    def __init__(self, job: HeadsJob):
+    def __init__(self, job):
         self.model = job.build()
         self.optimizer = job.optimizer(self.model)
         self._job = job
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args):
         return self.model(*args)
 
-    def step(self, number: int) -> None:
+    def step(self, number):
         for rank in range(RANKS):
             (self._job.loss(self, At(number, 0, rank)) / RANKS).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def weights(self) -> Weights:
+    def weights(self):
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
-    def close(self) -> None:
+    def close(self):
         pass
 
 
 class Sharded:
     """One rank of an engine."""
 
-    def __init__(self, job: HeadsJob, model: nn.Module, section: dict[str, Any], rank: int):
+    def __init__(self, job, model, section, rank):
         config = config_of(section["stage"], Plan(RANKS), zero_optimization=section)
         self._engine = start(model, job.optimizer(model), config)
         self._net = OnEngine(self._engine, Plan(RANKS))
         self._job, self._rank = job, rank
         self.optimizer = self._engine.optimizer
 
-    def step(self, number: int) -> None:
+    def step(self, number):
         self._engine.backward(self._job.loss(self._net, At(number, 0, self._rank)))
         self._engine.step()
 
-    def weights(self) -> Weights:
+    def weights(self):
         return full_weights(self._engine)
 
-    def close(self) -> None:
+    def close(self):
         self._engine.destroy()
 
 
-def course(opened: Callable[[int], Plain | Sharded]) -> list[Weights]:
+def course(opened):
     """Weights after snapshots were loaded that are coarser than what there is by then, and those
     of a second run that begins with a finer one.
     """
@@ -97,13 +97,13 @@ def course(opened: Callable[[int], Plain | Sharded]) -> list[Weights]:
     return found
 
 
-def check(kind: str, *sections: dict[str, Any]) -> None:
+def check(kind, *sections):
     """``sections`` are those of the first run and of the second."""
     job = HeadsJob(kind, RANKS)
     want = course(lambda which: Plain(job))
     models = [[job.build() for _ in range(2)] for _ in range(RANKS)]
 
-    def on_rank(rank: int) -> list[Weights]:
+    def on_rank(rank):
         return course(lambda which: Sharded(job, models[rank][which], sections[which], rank))
 
     for got in run_ranks(RANKS, on_rank):
@@ -145,6 +145,7 @@ def test_between_stages():
     check("adamw", {"stage": 3}, {"stage": 1})
 
 
+@pytest.mark.long
 def test_by_one_launch(monkeypatch):
     monkeypatch.setattr(dispatch, "wanted", lambda name, kernels, device: dispatch.runs_on(device))
     monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
@@ -154,11 +155,10 @@ def test_by_one_launch(monkeypatch):
 
 def test_elements_of_another_rank_and_other_groups_are_refused():
     job = HeadsJob("adamw", RANKS)
-    models = [job.build() for _ in range(RANKS)]
     dicts: list[dict[str, Any]] = [{}] * RANKS
 
-    def on_rank(rank):
-        run = Sharded(job, models[rank], {"stage": 2}, rank)
+    def on_rank(rank, model):
+        run = Sharded(job, model, {"stage": 2}, rank)
         run.step(0)
         dicts[rank] = copy.deepcopy(run.optimizer.state_dict())
         run.step(1)
@@ -171,10 +171,10 @@ def test_elements_of_another_rank_and_other_groups_are_refused():
             run.optimizer.load_state_dict(swapped)
         run.close()
 
-    run_ranks(RANKS, on_rank)
+    on_ranks(RANKS, on_rank, build=lambda: job.build())
 
 
-def keeping(threshold: int) -> dict[str, Any]:
+def keeping(threshold):
     """Stage 3, at which smaller parameters stay whole."""
     return {"stage": 3, "stage3_param_persistence_threshold": threshold}
 

@@ -31,7 +31,7 @@ from tests.helpers.optimizers import (
     parted,
     same_directions,
 )
-from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, squared, stack, steps
+from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, Plan, adamw, trainable
 
 RANKS = 2
@@ -41,7 +41,7 @@ WINDOWS = [[(1.0, 0)]] * STEPS
 HOMES = [(way, stage) for way in WAYS for stage in stages_of(way) if "parameters" not in way]
 
 
-def plainly(row: Row, ranks: int, clip: float = 0.0, windows: Any = WINDOWS) -> Any:
+def plainly(row, ranks, clip=0.0, windows=WINDOWS):
     """Weights of a plain run, and what is read of its optimizer."""
     kept: list[Any] = []
 
@@ -53,11 +53,11 @@ def plainly(row: Row, ranks: int, clip: float = 0.0, windows: Any = WINDOWS) -> 
     return weights, row.read(kept[0])
 
 
-def check(row: Row, ranks: int, config: dict[str, Any], micros: int = 1, clip: float = 0.0) -> None:
+def check(row, ranks, config, micros=1, clip=0.0):
     def run(rank, model):
         optimizer = row.ours(model)
         engine = start(model, optimizer, config)
-        steps(engine, rank, range(STEPS), micros)
+        run_steps(engine, rank, range(STEPS), micros)
         found = full_weights(engine), row.read(optimizer)
         engine.destroy()
         return found
@@ -127,13 +127,13 @@ def test_elementwise_offloaded(name, way, tmp_path):
     check(row, RANKS, config, clip=1.0)
 
 
-def copied(state: Any) -> Any:
+def copied(state):
     if isinstance(state, torch.Tensor):
         return state.clone()
     return {key: copied(each) for key, each in state.items()} if isinstance(state, dict) else state
 
 
-def alike(one: Any, other: Any) -> bool:
+def alike(one, other):
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):
@@ -148,7 +148,7 @@ def test_an_overflow_leaves_all_state_as_it_was(rank, model, name, stage):
     optimizer = WHOLE[name].ours(model)
     section = {"enabled": True, "initial_scale_power": 4}
     engine = start(model.half(), optimizer, config_of(stage, fp16=section))
-    steps(engine, rank, range(1))
+    run_steps(engine, rank, range(1))
     before = [copied(dict(state)) for state in optimizer.state.values()]
     weights = full_weights(engine)
     loss = squared(engine, At(1, 0, rank), torch.float16)
@@ -213,7 +213,7 @@ def test_a_state_dict_of_shards_goes_on(tmp_path):
     def run(rank, model):
         optimizer = row.ours(model)
         engine = start(model, optimizer, config_of(1))
-        steps(engine, rank, range(2))
+        run_steps(engine, rank, range(2))
         engine.save_checkpoint(tmp_path, tag="weights")
         packed = optimizer.state_dict()
         engine.destroy(gather=True)
@@ -222,7 +222,7 @@ def test_a_state_dict_of_shards_goes_on(tmp_path):
         engine = start(model, optimizer, config_of(1, zero_optimization=section))
         engine.load_checkpoint(tmp_path, tag="weights", load_optimizer_states=False)
         optimizer.load_state_dict(packed)
-        steps(engine, rank, range(2, STEPS))
+        run_steps(engine, rank, range(2, STEPS))
         return full_weights(engine)
 
     for weights in on_ranks(RANKS, run):
@@ -251,7 +251,7 @@ def muon_whose_adam_decays(model):
     return both
 
 
-def of(kind: Any) -> Any:
+def of(kind):
     """Of all parameters in one group."""
     return lambda model, **params: kind(trainable(model), **params)
 
@@ -292,7 +292,7 @@ def test_by_name_from_the_config(name, stage):
     def run(rank, model):
         engine = start(model, None, config_of(stage, optimizer={"type": name, "params": params}))
         assert "lr" not in params or engine.get_lr() == [params["lr"]]
-        steps(engine, rank, range(STEPS))
+        run_steps(engine, rank, range(STEPS))
         return full_weights(engine)
 
     for weights in on_ranks(RANKS, run):
@@ -313,7 +313,7 @@ def test_an_object_of_another_library(kind):
     def run(rank, model):
         optimizer = make(model)
         engine = start(model, optimizer, config_of(2))
-        steps(engine, rank, range(STEPS))
+        run_steps(engine, rank, range(STEPS))
         weights = full_weights(engine)
         engine.destroy()
         assert type(optimizer) is kind
@@ -345,7 +345,7 @@ def test_torchs_own_muon_is_taken(scheduled):
         engine = start(model, optimizer, config_of(3))
         assert isinstance(optimizer, Muon) and isinstance(optimizer, torch.optim.Muon)
         after = (lambda step: schedule.step()) if scheduled else (lambda step: None)
-        steps(engine, rank, range(STEPS), after=after)
+        run_steps(engine, rank, range(STEPS), after=after)
         weights = full_weights(engine)
         engine.destroy()
         assert type(optimizer) is torch.optim.Muon
@@ -361,7 +361,7 @@ def test_of_muon_each_parameter_keeps_its_own_moments_alone(rank, model, zero):
     """Four bytes of a matrix, eight of what AdamW updates; masters beside them where offloaded."""
     section = {"stage": 2, **zero}
     engine = start(model, WHOLE["muon"].ours(model), config_of(2, zero_optimization=section))
-    steps(engine, rank, range(1))
+    run_steps(engine, rank, range(1))
     engine.updater.finish()
     matrices = sum(flat.layout.chunk for flat in engine.flats if "momentum" in flat.key)
     others = sum(flat.layout.chunk for flat in engine.flats) - matrices
@@ -378,26 +378,23 @@ def test_sums_of_whole_tensors_are_few_messages_and_nothing_is_gathered(rank, mo
     """
     engine = start(model, WHOLE[name].ours(model), config_of(stage))
     shapes = [tuple(p.ds_shape if stage == 3 else p.shape) for p in model.parameters()]
-    steps(engine, rank, range(1))
+    run_steps(engine, rank, range(1))
     stats = engine.mesh.stats
     stats.keep_log = True
     stats.log.clear()
-    steps(engine, rank, range(1, 2))
+    run_steps(engine, rank, range(1, 2))
     sent = [nbytes for _, key, nbytes in stats.log if "sums over whole tensors" in key]
     numbers = sum(sum(shape) for shape in shapes) + len(shapes)
     assert (
         sent
-        == {
-            "adafactor": [8 * numbers, 8 * len(shapes)],
-            "lamb": [(len(shapes) + 1) * 2 * 8],
-        }[name]
+        == {"adafactor": [8 * numbers, 8 * len(shapes)], "lamb": [(len(shapes) + 1) * 2 * 8]}[name]
     )
 
 
 @on_each_rank(RANKS)
 def test_a_checkpoint_of_torchs_adafactor_is_refused(rank, model, tmp_path):
     engine = start(model, torch.optim.Adafactor(trainable(model)), config_of(1))
-    steps(engine, rank, range(1))
+    run_steps(engine, rank, range(1))
     engine.save_checkpoint(tmp_path)
     engine.destroy()
     engine = start(model, Adafactor(trainable(model)), config_of(1))
@@ -408,7 +405,7 @@ def test_a_checkpoint_of_torchs_adafactor_is_refused(rank, model, tmp_path):
 def test_factors_that_a_manifest_promises_are_looked_for(tmp_path):
     def run(rank, model):
         engine = start(model, WHOLE["adafactor"].ours(model), config_of(2))
-        steps(engine, rank, range(1))
+        run_steps(engine, rank, range(1))
         engine.save_checkpoint(tmp_path, tag="saved")
 
     on_ranks(RANKS, run)
@@ -450,7 +447,7 @@ def test_model_parameters_as_groups(stage):
         config = config_of(stage, optimizer={"type": "SGD", "params": {"lr": 0.01}})
         engine = start(model, None, config, model_parameters=groups(model))
         assert [group["lr"] for group in engine.optimizer.param_groups] == [0.1, 0.01]
-        steps(engine, rank, range(STEPS))
+        run_steps(engine, rank, range(STEPS))
         return full_weights(engine)
 
     for weights in on_ranks(RANKS, run):
@@ -468,7 +465,7 @@ def live_groups(rank, model, stage):
     assert len(mine.param_groups) == len(groups)
     assert all(now is before for now, before in zip(mine.param_groups, groups))
     assert loader is None and scheduler is None
-    steps(engine, rank, range(STEPS), after=lambda step: halve(step, None, mine))
+    run_steps(engine, rank, range(STEPS), after=lambda step: halve(step, None, mine))
     assert engine.get_lr() == [pytest.approx(1e-3 / 16)]
     return full_weights(engine)
 
@@ -493,11 +490,11 @@ def with_state(rank, model, stage):
         optimizer.step()
         optimizer.zero_grad()
     engine = start(model, optimizer, config_of(stage))
-    steps(engine, rank, range(2, STEPS))
+    run_steps(engine, rank, range(2, STEPS))
     return full_weights(engine)
 
 
-def halve(step: int, model: Any, optimizer: Any) -> None:
+def halve(step, model, optimizer):
     for group in optimizer.param_groups:
         group["lr"] *= 0.5
 
@@ -529,7 +526,7 @@ def test_a_class_that_is_not_known_is_refused_by_name_and_accepted_when_vouched_
             start(model, torch.optim.LBFGS(trainable(model)), config_of(3))
         vouched = config_of(3, elementwise_optimizers=["Mine"])
         engine = start(model, Mine(trainable(model), lr=0.05), vouched)
-        steps(engine, rank, range(STEPS))
+        run_steps(engine, rank, range(STEPS))
         return full_weights(engine)
 
     for weights in on_ranks(RANKS, run):

@@ -24,8 +24,8 @@ from tests.helpers.engines import STAGES, config_of, full_weights, start
 from tests.helpers.models import HIDDEN, Stack
 from tests.helpers.packed import Linear4bit, LinearOfBytes, Params4bit, dequantise, quantise
 from tests.helpers.ranks import RankFailed
-from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, squared, stack
-from tests.helpers.training import At, Plan
+from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, stack
+from tests.helpers.training import Plan
 
 RANKS, STEPS = 2, 3
 
@@ -93,8 +93,7 @@ def test_the_numbers_are_those_of_one_process(stage, storage):
         engine = start(model, adam(model), config_of(stage))
         got = []
         for step in range(STEPS):
-            engine.backward(squared(engine, At(step, 0, rank)))
-            engine.step()
+            run_steps(engine, rank, [step])
             got.append(engine.get_global_grad_norm())
         with hf_zero.GatheredParameters(list(model.parameters())):
             frozen = {
@@ -120,9 +119,7 @@ def test_no_precision_casts_quantised_weights(storage, precision):
     def run(rank, model):
         plan = Plan(precision=precision)
         engine = start(model, adam(model), config_of(3, plan))
-        for step in range(2):
-            engine.backward(squared(engine, At(step, 0, rank), plan.dtype))
-            engine.step()
+        run_steps(engine, rank, range(2))
         assert engine.module.enter.weight.dtype == plan.dtype
         return {
             name: value.clone()
@@ -182,8 +179,7 @@ def test_bytes_are_gathered_never_reduced_and_have_no_optimizer_state(rank, mode
     engine = start(model, adam(model), config_of(3))
     for step in range(2):
         engine.mesh.stats.bytes.clear()
-        engine.backward(squared(engine, At(step, 0, rank)))
-        engine.step()
+        run_steps(engine, rank, [step])
     padding = 2 * RANKS * 8 * 8 * len(engine.flats)
     held = engine.state_bytes()
     assert (frozen + 4 * trained) / 2 <= held["parameters"] <= (frozen + 4 * trained) / 2 + padding
@@ -235,8 +231,7 @@ def test_a_released_quantised_model_may_be_held_frozen_and_taken_over():
     def run(rank, model):
         start(model, adam(model), config_of(3)).destroy()
         engine = start(model, adam(model), config_of(3))
-        engine.backward(squared(engine, At(0, 0, rank)))
-        engine.step()
+        run_steps(engine, rank, [0])
         assert type(model.get_parameter(PACKED[0])).__name__ == "Params4bit"
         return full_weights(engine)
 

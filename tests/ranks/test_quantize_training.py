@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from tests.helpers.engines import config_of as configured
 from tests.helpers.engines import full_weights, start
 from tests.helpers.models import Stack, features, gpt2, seeded, tokens
 from tests.helpers.plans import planned
-from tests.helpers.stacks import on_each_rank, on_ranks, squared, stack
+from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, Plan, sgd
 
 STEPS = 6
@@ -42,20 +41,20 @@ SHARDED = {"stage": 3, "stage3_param_persistence_threshold": 0}
 class Mixed(Stack):
     """Its blocks have weights of two sizes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         for block in self.blocks:
             block.up, block.down = nn.Linear(32, 96), nn.Linear(96, 32)
             block.norm = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32))
 
 
-def config_of(stage: int, plan: Plan | None = None, **more: Any) -> dict[str, Any]:
+def config_of(stage, plan=None, **more):
     """At stage 3 with every parameter sharded, however small."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     return configured(stage, plan, **{"zero_optimization": zero, **more})
 
 
-def rounded(name: str, weight: torch.Tensor, step: int, section: dict[str, Any]) -> torch.Tensor:
+def rounded(name, weight, step, section):
     """The definition, group by group."""
     bits = BITS[step]
     if bits is None:
@@ -81,22 +80,15 @@ def rounded(name: str, weight: torch.Tensor, step: int, section: dict[str, Any])
     return value
 
 
-def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+def distance(a, b):
     return float((a - b).norm() / b.norm().clamp_min(1e-12))
 
 
-def in_blocks(name: str) -> bool:
+def in_blocks(name):
     return name.startswith(("blocks.", "transformer.h."))
 
 
-def by_hand(
-    build: Callable[[], nn.Module],
-    loss_of: Callable[..., torch.Tensor],
-    section: dict[str, Any],
-    ranks: int = 1,
-    accumulation: int = 1,
-    chosen: Callable[[str], bool] = in_blocks,
-) -> tuple[dict[str, torch.Tensor], list[float]]:
+def by_hand(build, loss_of, section, ranks=1, accumulation=1, chosen=in_blocks):
     model = build()
     optimizer, losses = sgd(model), []
     for step in range(STEPS):
@@ -121,15 +113,7 @@ def by_hand(
     return {name: p.detach().clone() for name, p in model.named_parameters()}, losses
 
 
-def trained(
-    rank: int,
-    model: nn.Module,
-    config: dict[str, Any],
-    loss_of: Callable[..., torch.Tensor],
-    accumulation: int = 1,
-    steps: range = range(STEPS),
-    folder: Any = None,
-) -> tuple[dict[str, torch.Tensor], list[float]]:
+def trained(rank, model, config, loss_of, accumulation=1, steps=range(STEPS), folder=None):
     engine = start(model, sgd(model), config)
     assert engine.schedule.gathers is (engine.stage == 3)
     if folder is not None and steps.start:
@@ -150,12 +134,12 @@ def trained(
     return weights, losses
 
 
-def causal(net: Any, at: At) -> torch.Tensor:
+def causal(net, at):
     ids = tokens(at.step, at.micro, at.rank)
     return net(input_ids=ids, labels=ids).loss
 
 
-def check(answers: list[Any], wanted: tuple[dict[str, torch.Tensor], list[float]]) -> None:
+def check(answers, wanted):
     weights, losses = wanted
     for name, value in weights.items():
         assert distance(answers[0][0][name], value) < 1e-5, name
@@ -272,9 +256,7 @@ def test_sends_the_bytes_of_training_without(stage):
     def sent(rank, model, config):
         engine = start(model, sgd(model), config)
         engine.mesh.stats.keep_log = True
-        for step in range(STEPS):
-            engine.backward(squared(engine, At(step, 0, rank)))
-            engine.step()
+        run_steps(engine, rank, range(STEPS))
         return list(engine.mesh.stats.log)
 
     plain = on_ranks(2, sent, config_of(stage))
@@ -282,7 +264,7 @@ def test_sends_the_bytes_of_training_without(stage):
     assert plain[0]
 
 
-def at_once(**more: Any) -> dict[str, Any]:
+def at_once(**more):
     """Three bits from the first step on."""
     return {
         "enabled": True,
@@ -292,7 +274,7 @@ def at_once(**more: Any) -> dict[str, Any]:
     }
 
 
-def levels(weight: torch.Tensor) -> int:
+def levels(weight):
     return len(weight.unique())
 
 
@@ -393,7 +375,7 @@ def test_bytes_are_those_of_the_estimate(stage):
     assert (on_ranks(2, held, plain)[0] == found) is (stage == 3)
 
 
-def groups(**each: Any) -> dict[str, Any]:
+def groups(**each):
     return {
         "weight_quantization": {
             "shared_parameters": {"enabled": True, "schedule_offset": 1, "quantize_groups": 2},
@@ -508,7 +490,7 @@ def test_logs_each_fall_of_a_bit(caplog):
 class Sharing(Stack):
     """Two of its blocks have a weight in common, which is the root's to gather."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks[2].up.weight = self.blocks[1].up.weight
 
@@ -527,7 +509,7 @@ def test_a_weight_that_blocks_share(stage):
 class Headed(Stack):
     """Its head is large enough to be a unit of its own, and is no block."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.head = nn.Linear(self.head.in_features, 1 << 14)
 

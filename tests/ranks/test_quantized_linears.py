@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from typing import Any
 
 import pytest
 import torch
@@ -17,13 +16,13 @@ from hf_zero.techniques.blocks import linears_of_blocks
 from hf_zero.techniques.quantized_linears import base_config
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import llama, seeded, tokens
-from tests.helpers.stacks import by_hand, on_ranks, squared, stack
-from tests.helpers.training import At, sgd
+from tests.helpers.stacks import by_hand, on_ranks, run_steps, stack
+from tests.helpers.training import sgd
 
 TYPES = ("int4_weight", "int8_weight", "int8_dynamic_int4_weight", "int8_dynamic_int8_weight")
 
 
-def has_torchao() -> bool:
+def has_torchao():
     try:
         import torchao  # noqa: F401
     except ImportError:
@@ -36,15 +35,15 @@ needs_torchao = pytest.mark.skipif(
 )
 
 
-def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+def distance(a, b):
     return float((a - b).norm() / b.norm().clamp_min(1e-12))
 
 
-def aware(name: str, group_size: int = 8) -> dict[str, Any]:
+def aware(name, group_size=8):
     return {"quantization_aware_training": {"config": name, "group_size": group_size}}
 
 
-def prepared(name: str) -> nn.Module:
+def prepared(name):
     """The same model by torchao's own calls."""
     from torchao.quantization import quantize_
     from torchao.quantization.qat import QATConfig
@@ -58,11 +57,9 @@ def prepared(name: str) -> nn.Module:
     return model
 
 
-def trained(rank: int, model: nn.Module, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+def trained(rank, model, config):
     engine = start(model, sgd(model), config)
-    for step in range(3):
-        engine.backward(squared(engine, At(step, 0, rank)))
-        engine.step()
+    run_steps(engine, rank, range(3))
     weights = full_weights(engine)
     engine.destroy()
     return weights

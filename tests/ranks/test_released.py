@@ -12,7 +12,7 @@ import torch
 
 from hf_zero.errors import HfZeroError, PartitionError, ReleasedParameterError
 from tests.helpers.engines import STAGES, config_of, start
-from tests.helpers.stacks import on_each_rank, on_ranks, squared
+from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared
 from tests.helpers.training import At, adamw
 
 RANKS = 2
@@ -91,8 +91,7 @@ def test_a_copy_of_a_whole_model_is_a_plain_one(rank, model, stage):
     hooks with the engine.
     """
     engine = start(model, adamw(model), config_of(stage))
-    engine.backward(squared(engine, At(0, 0, rank)))
-    engine.step()
+    run_steps(engine, rank, [0])
     copied = copy.deepcopy(model)
     assert {type(p) for p in copied.parameters()} == {torch.nn.Parameter}
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -100,8 +99,7 @@ def test_a_copy_of_a_whole_model_is_a_plain_one(rank, model, stage):
     squared(copied, At(1, 0, rank)).backward()
     torch.optim.SGD(copied.parameters(), lr=0.1).step()
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    engine.backward(squared(engine, At(1, 0, rank)))
-    engine.step()
+    run_steps(engine, rank, [1])
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -115,8 +113,7 @@ def test_casting_the_model_is_refused(rank, model, stage, cast):
             "double": lambda: model.double(),
             "to dtype": lambda: model.to(torch.bfloat16),
         }[cast]()
-    engine.backward(squared(engine, At(0, 0, rank)))
-    engine.step()
+    run_steps(engine, rank, [0])
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -126,8 +123,7 @@ def test_moving_to_where_it_is_does_nothing(rank, model, stage):
     engine = start(model, adamw(model), config_of(stage))
     assert model.to("cpu") is model
     model.cpu()
-    engine.backward(squared(engine, At(0, 0, rank)))
-    engine.step()
+    run_steps(engine, rank, [0])
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -236,7 +232,6 @@ def test_a_new_module_around_a_parameter_is_moved_to_where_that_is(stage, move):
         if stage == 3:
             with pytest.raises(ReleasedParameterError, match=NAME):
                 Adapter(weight).half()
-        engine.backward(squared(engine, At(0, 0, rank)))
-        engine.step()
+        run_steps(engine, rank, [0])
 
     on_ranks(RANKS, run)

@@ -9,7 +9,7 @@ import torch
 
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, full_weights, start
-from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, squared
+from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, squared
 from tests.helpers.training import At, Plan, plain_sgd
 
 RANKS = 2
@@ -110,8 +110,7 @@ def test_a_rate_that_a_script_has_written_is_there_after_a_load(rank, model, tmp
     """Until the schedule's next step, as in the run that was saved."""
     config = config_of(1, scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}})
     engine = start(model, plain_sgd(model), config)
-    engine.backward(squared(engine, At(0, 0, rank)))
-    engine.step()
+    run_steps(engine, rank, [0])
     group = engine.optimizer.param_groups[0]
     group["lr"] = 0.25
     engine.save_checkpoint(str(tmp_path))
@@ -141,8 +140,7 @@ def test_a_schedule_that_takes_a_metric_is_the_scripts_to_step(form):
             model=model, optimizer=optimizer, lr_scheduler=given, config=config_of(2)
         )
         for step, metric in enumerate(metrics):
-            engine.backward(squared(engine, At(step, 0, rank)))
-            engine.step()
+            run_steps(engine, rank, [step])
             schedule.step(metric)
             rates.append(engine.get_lr()[0])
 

@@ -11,7 +11,6 @@ import gc
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from tests.helpers import oracle
 from tests.helpers.engines import config_of, full_grads, full_weights, start
 from tests.helpers.models import Stack, floats, seeded
 from tests.helpers.ranks import run_ranks
+from tests.helpers.stacks import on_ranks
 from tests.helpers.training import Plan, plain_sgd
 
 RANKS, STEPS = 2, 3
@@ -37,12 +37,12 @@ Nets = Sequence[Callable[..., torch.Tensor]]
 class Wide(Stack):
     """[rows, 7] -> [rows, 7], so that one can feed another."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(depth=2)
         self.head = nn.Linear(self.enter.out_features, 7)
 
 
-def wides(count: int) -> list[nn.Module]:
+def wides(count):
     models = [seeded(Wide) for _ in range(count)]
     for number, model in enumerate(models):
         with torch.no_grad():
@@ -51,34 +51,42 @@ def wides(count: int) -> list[nn.Module]:
     return models
 
 
-def data(step: int, micro: int, rank: int) -> torch.Tensor:
+def data(step, micro, rank):
     return floats(step, micro, rank, 3, 7)
 
 
-def fed(nets: Nets, x: torch.Tensor) -> torch.Tensor:
+def fed(nets, x):
     """The second is fed by the first."""
     first = nets[0](x)
     return nets[1](first).float().pow(2).mean() + 0.1 * first.float().sum()
 
 
-def fed_only(nets: Nets, x: torch.Tensor) -> torch.Tensor:
+def fed_only(nets, x):
     return nets[1](nets[0](x)).float().pow(2).mean()
 
 
-def beside(nets: Nets, x: torch.Tensor) -> torch.Tensor:
+def beside(nets, x):
     return (nets[0](x).float() - nets[1](x).float()).pow(2).mean()
 
 
-def back_and_forth(nets: Nets, x: torch.Tensor) -> torch.Tensor:
+def back_and_forth(nets, x):
     """The first twice, the second in between."""
     return nets[0](nets[1](nets[0](x))).float().pow(2).mean()
 
 
-def in_a_ring(nets: Nets, x: torch.Tensor) -> torch.Tensor:
+def in_a_ring(nets, x):
     one, two, three = nets
     return (one(two(x)).float() - three(two(x)).float()).pow(2).mean() + two(three(x)).float().pow(
         2
     ).mean()
+
+
+def opened(models, configs):
+    """Engines, and what calls each in the dtype of its parameters."""
+    engines = [start(model, plain_sgd(model), config) for model, config in zip(models, configs)]
+    return engines, [
+        lambda x, e=engine: e(x.to(next(e.module.parameters()).dtype)) for engine in engines
+    ]
 
 
 @dataclass
@@ -88,9 +96,7 @@ class Outcome:
     weights: list[dict[str, torch.Tensor]]
 
 
-def plainly(
-    loss_of: Callable[[Nets, torch.Tensor], torch.Tensor], count: int, accumulation: int = 1
-) -> Outcome:
+def plainly(loss_of, count, accumulation=1):
     models = wides(count)
     optimizers = [plain_sgd(model) for model in models]
     losses, norms = [], []
@@ -119,25 +125,10 @@ def plainly(
 
 
 def on_engines(
-    loss_of: Callable[[Nets, torch.Tensor], torch.Tensor],
-    configs: Sequence[dict[str, Any]],
-    accumulation: int = 1,
-    backward: Callable[[Sequence[Any], torch.Tensor], Any] = lambda engines, loss: engines[
-        0
-    ].backward(loss),
-) -> Outcome:
-    everybody = [wides(len(configs)) for _ in range(RANKS)]
-
-    def run(rank: int) -> Outcome:
-        engines = [
-            start(model, plain_sgd(model), config)
-            for model, config in zip(everybody[rank], configs)
-        ]
-        cast = [next(model.parameters()).dtype for model in everybody[rank]]
-        nets = [
-            lambda x, engine=engine, dtype=dtype: engine(x.to(dtype))
-            for engine, dtype in zip(engines, cast)
-        ]
+    loss_of, configs, accumulation=1, backward=lambda engines, loss: engines[0].backward(loss)
+):
+    def run(rank, models):
+        engines, nets = opened(models, configs)
         losses, norms = [], []
         for step in range(STEPS):
             total = 0.0
@@ -154,7 +145,7 @@ def on_engines(
             engine.destroy()
         return outcome
 
-    outcomes = run_ranks(RANKS, run)
+    outcomes = on_ranks(RANKS, run, build=lambda: wides(len(configs)))
     assert all(other.norms == outcomes[0].norms for other in outcomes)
     return Outcome(
         [sum(each) / RANKS for each in zip(*(o.losses for o in outcomes))],
@@ -163,7 +154,7 @@ def on_engines(
     )
 
 
-def compare(found: Outcome, want: Outcome, tolerance: float = 1e-5) -> None:
+def compare(found, want, tolerance=1e-5):
     assert found.losses == pytest.approx(want.losses, rel=tolerance)
     for got, expected in zip(found.norms, want.norms, strict=True):
         assert got == pytest.approx(expected, rel=tolerance)
@@ -173,7 +164,7 @@ def compare(found: Outcome, want: Outcome, tolerance: float = 1e-5) -> None:
         )
 
 
-def weight_floor(tolerance: float) -> float:
+def weight_floor(tolerance):
     return max(oracle.ROUNDING, tolerance / 10)
 
 
@@ -195,15 +186,15 @@ def test_a_loss_over_three_engines(stages):
     compare(on_engines(in_a_ring, [config_of(stage) for stage in stages]), plainly(in_a_ring, 3))
 
 
-def lastly(engines: Sequence[Any], loss: torch.Tensor) -> None:
+def lastly(engines, loss):
     engines[-1].backward(loss)
 
 
-def by_itself(engines: Sequence[Any], loss: torch.Tensor) -> None:
+def by_itself(engines, loss):
     loss.backward()
 
 
-def divided_already(engines: Sequence[Any], loss: torch.Tensor) -> None:
+def divided_already(engines, loss):
     engines[0].backward(loss / 2, scale_wrt_gas=False)
 
 
@@ -245,7 +236,7 @@ def test_precisions_side_by_side(stage, precisions, loss, backward):
     compare(on_engines(LOSSES[loss], configs, backward=backward), plainly(LOSSES[loss], 2), 3e-2)
 
 
-def in_fp16(*scales: dict[str, Any], stage: int = 3) -> list[dict[str, Any]]:
+def in_fp16(*scales, stage=3):
     return [config_of(stage, fp16={"enabled": True, **scale}) for scale in scales]
 
 
@@ -260,16 +251,9 @@ def test_a_plain_backward_through_two_engines_cannot_be_scaled(precisions, loss)
     """
     want = plainly(LOSSES[loss], 2)
     configs = [config_of(3, Plan(precision=precision)) for precision in precisions]
-    everybody = [wides(2) for _ in range(RANKS)]
 
-    def run(rank):
-        engines = [
-            start(model, plain_sgd(model), config)
-            for model, config in zip(everybody[rank], configs)
-        ]
-        nets = [
-            lambda x, e=engine: e(x.to(next(e.module.parameters()).dtype)) for engine in engines
-        ]
+    def run(rank, models):
+        engines, nets = opened(models, configs)
         with pytest.raises(
             PartitionError, match=r"another engine beside one.*call engine\.backward"
         ):
@@ -282,18 +266,13 @@ def test_a_plain_backward_through_two_engines_cannot_be_scaled(precisions, loss)
                 engine.step()
         return [full_weights(engine) for engine in engines]
 
-    for number, weights in enumerate(run_ranks(RANKS, run)[0]):
+    for number, weights in enumerate(on_ranks(RANKS, run, build=lambda: wides(2))[0]):
         oracle.compare_tensors(f"model {number}", weights, want.weights[number], 3e-2, 3e-3)
 
 
 def test_engines_whose_losses_do_not_meet_are_scaled_by_themselves():
-    everybody = [wides(2) for _ in range(RANKS)]
-
-    def run(rank):
-        engines = [
-            start(m, plain_sgd(m), c)
-            for m, c in zip(everybody[rank], in_fp16({"loss_scale": 64.0}, {"loss_scale": 512.0}))
-        ]
+    def run(rank, models):
+        engines, _ = opened(models, in_fp16({"loss_scale": 64.0}, {"loss_scale": 512.0}))
         for engine in engines:
             engine(data(0, 0, rank).half()).float().pow(2).mean().backward()
         for engine in reversed(engines):
@@ -305,7 +284,7 @@ def test_engines_whose_losses_do_not_meet_are_scaled_by_themselves():
         for rank in range(RANKS):
             (model(data(0, 0, rank)).pow(2).mean() / RANKS).backward()
         plain_sgd(model).step()
-    for weights, model in zip(run_ranks(RANKS, run)[0], models):
+    for weights, model in zip(on_ranks(RANKS, run, build=lambda: wides(2))[0], models):
         oracle.compare_tensors(
             "weights", weights, {n: p.detach() for n, p in model.named_parameters()}, 3e-2, 3e-3
         )
@@ -325,16 +304,9 @@ def test_a_scale_that_is_too_large_falls_whoever_overflows(first, given_to):
         first_config,
         config_of(3, fp16={"enabled": True, "initial_scale_power": 24, "hysteresis": 1}),
     ]
-    everybody = [wides(2) for _ in range(RANKS)]
 
-    def run(rank):
-        engines = [
-            start(model, plain_sgd(model), config)
-            for model, config in zip(everybody[rank], configs)
-        ]
-        nets = [
-            lambda x, e=engine: e(x.to(next(e.module.parameters()).dtype)) for engine in engines
-        ]
+    def run(rank, models):
+        engines, nets = opened(models, configs)
         for step in range(30):
             engines[given_to].backward(fed_only(nets, data(0, 0, rank)))
             for engine in engines if step % 2 else reversed(engines):
@@ -349,7 +321,7 @@ def test_a_scale_that_is_too_large_falls_whoever_overflows(first, given_to):
             finite,
         )
 
-    for skipped, scales, finite in run_ranks(RANKS, run):
+    for skipped, scales, finite in on_ranks(RANKS, run, build=lambda: wides(2)):
         assert finite == [True, True]
         if first == "fp16" and given_to == 0:
             assert skipped == [0, 0] and scales == [16.0, 2.0**24]
@@ -362,17 +334,13 @@ def test_a_scale_that_fell_in_the_middle_of_a_window_counts_from_the_next():
     """The first engine steps, overflows and so lowers the second's scale while the second still
     holds gradients.
     """
-    everybody = [wides(2) for _ in range(RANKS)]
     configs = [
         config_of(3),
         config_of(3, fp16={"enabled": True, "initial_scale_power": 10, "hysteresis": 1}),
     ]
 
-    def run(rank):
-        engines = [
-            start(model, plain_sgd(model), config)
-            for model, config in zip(everybody[rank], configs)
-        ]
+    def run(rank, models):
+        engines, _ = opened(models, configs)
         x = data(0, 0, rank)
         huge = engines[0](x).sum() * 1e38
         engines[1].backward(engines[1](x.half()).float().pow(2).mean() + huge)
@@ -394,15 +362,12 @@ def test_a_scale_that_fell_in_the_middle_of_a_window_counts_from_the_next():
     for rank in range(RANKS):
         (model(data(0, 0, rank)).pow(2).mean() / RANKS).backward()
     want = {name: p.grad for name, p in model.named_parameters()}
-    oracle.compare_tensors("gradients", run_ranks(RANKS, run)[0], want, 3e-2, 3e-3)
+    oracle.compare_tensors(
+        "gradients", on_ranks(RANKS, run, build=lambda: wides(2))[0], want, 3e-2, 3e-3
+    )
 
 
-def one_against_the_other(
-    models: Sequence[Any],
-    backward: Callable[[int, torch.Tensor], None],
-    step: Callable[[int], None],
-    x: torch.Tensor,
-):
+def one_against_the_other(models, backward, step, x):
     """A generator (first) and its critic, in turn, as such scripts are written; returns both
     losses.
     """
@@ -425,13 +390,9 @@ def test_a_generator_and_its_critic_in_turn(stages):
     """The generator's forward waits while the critic is stepped; the critic's gradients of its
     loss are thrown away.
     """
-    everybody = [wides(2) for _ in range(RANKS)]
 
-    def run(rank):
-        engines = [
-            start(model, plain_sgd(model), config_of(stage))
-            for model, stage in zip(everybody[rank], stages)
-        ]
+    def run(rank, models):
+        engines, _ = opened(models, [config_of(stage) for stage in stages])
         losses = [
             one_against_the_other(
                 engines,
@@ -463,7 +424,7 @@ def test_a_generator_and_its_critic_in_turn(stages):
         for optimizer in optimizers:
             optimizer.zero_grad()
         wanted.append(total / RANKS)
-    results = run_ranks(RANKS, run)
+    results = on_ranks(RANKS, run, build=lambda: wides(2))
     assert [sum(each) / RANKS for each in zip(*(losses for losses, _ in results))] == pytest.approx(
         wanted, rel=1e-5
     )
@@ -480,7 +441,6 @@ def test_a_teacher_that_never_learns(stages, precision):
     """It has no optimizer, another precision, and is asked between the student's forward and its
     backward, too.
     """
-    everybody = [wides(2) for _ in range(RANKS)]
 
     def distil(student, teacher, x):
         with torch.no_grad():
@@ -491,8 +451,8 @@ def test_a_teacher_that_never_learns(stages, precision):
         assert torch.equal(goal, again)
         return (answer - goal).pow(2).mean()
 
-    def run(rank):
-        student, teacher = everybody[rank]
+    def run(rank, model):
+        student, teacher = model
         asked = start(
             teacher.requires_grad_(False).eval(),
             None,
@@ -517,15 +477,13 @@ def test_a_teacher_that_never_learns(stages, precision):
             ).backward()
         torch.optim.SGD(student.parameters(), lr=0.05).step()
         student.zero_grad()
-    for found in run_ranks(RANKS, run):
+    for found in on_ranks(RANKS, run, build=lambda: wides(2)):
         oracle.compare_tensors(
             "student", found, {name: p.detach() for name, p in student.named_parameters()}
         )
 
 
-def _after_another(
-    rank: int, left: list[nn.Module], models: list[nn.Module], stage: int, keeper: int
-) -> dict[str, torch.Tensor]:
+def _after_another(rank, left, models, stage, keeper):
     first, left[rank] = left[rank], nn.Identity()
     other = start(first, plain_sgd(first), config_of(stage, Plan(precision="fp16")))
     kept = other if rank == keeper else None

@@ -21,7 +21,7 @@ WIDTH = 8
 class Net(nn.Module):
     """Three layers, the last of which is its own; the first two share their weight's memory."""
 
-    def __init__(self, by_object: bool = False):
+    def __init__(self, by_object=False):
         super().__init__()
         torch.manual_seed(0)
         self.one, self.two, self.head = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
@@ -30,19 +30,19 @@ class Net(nn.Module):
         else:
             self.two.weight.data = self.one.weight.data
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.head(self.two(self.one(x).tanh()).tanh())
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
+def sgd(model):
     return torch.optim.SGD(model.parameters(), 0.1)
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
+def adamw(model):
     return torch.optim.AdamW(model.parameters(), 0.1)
 
 
-def in_two_groups(model: Net) -> torch.optim.Optimizer:
+def in_two_groups(model):
     layers = ([model.one, model.head], [model.two])
     return torch.optim.SGD(
         [{"params": [p for layer in group for p in layer.parameters()]} for group in layers], 0.1
@@ -84,25 +84,25 @@ def test_the_same_elements_are_one_parameter(optimizer, by_object, stage):
             torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-5, atol=1e-6)
 
 
-def _transposed(model: Net) -> None:
+def _transposed(model):
     model.head.weight.data = model.one.weight.data.t()
 
 
-def _shifted(model: Net) -> None:
+def _shifted(model):
     held = torch.randn(WIDTH * WIDTH + 3)
     model.one.weight.data = model.two.weight.data = held[3:].view(WIDTH, WIDTH)
     model.head.weight.data = held[:-3].view(WIDTH, WIDTH)
 
 
-def _of_another_shape(model: Net) -> None:
+def _of_another_shape(model):
     model.extra = nn.Parameter(model.head.weight.data.view(-1))
 
 
-def _buffer(model: Net) -> None:
+def _buffer(model):
     model.register_buffer("seen", model.head.weight.data[2])
 
 
-def _frozen(model: Net) -> None:
+def _frozen(model):
     model.head.weight.data = model.one.weight.data
     model.head.weight.requires_grad_(False)
 

@@ -29,7 +29,7 @@ from tests.helpers.engines import (
 from tests.helpers.models import Stack, features, seeded
 from tests.helpers.processes import run_processes
 from tests.helpers.ranks import run_ranks
-from tests.helpers.stacks import on_ranks, squared
+from tests.helpers.stacks import on_ranks, run_steps, squared
 from tests.helpers.training import At, Plan, adamw
 from tests.helpers.ways import WAYS
 
@@ -77,8 +77,7 @@ def travelled(stage, threshold, depth=9):
         for number in range(4):
             engine.mesh.stats.log.clear()
             engine.mesh.stats.keep_log = True
-            engine.backward(squared(engine, At(number, 0, rank)))
-            engine.step()
+            run_steps(engine, rank, [number])
         return [
             operation
             for operation, key, _ in engine.mesh.stats.log
@@ -148,7 +147,7 @@ CELLS = list(itertools.product(WAYS, STAGES))
 
 @pytest.mark.parametrize("way, stage", fast(CELLS, lambda way, stage: stage == 3 and way in FEW))
 def test_every_way_of_calling_a_model(way, stage):
-    """The ways of tests/ranks/test_ways.py, with all blocks in one unit or two."""
+    """The ways of tests/ranks/test_matrix.py, with all blocks in one unit or two."""
     job, plan = WAYS[way], Plan(2, 2)
     more = {"zero_optimization": {"stage": stage, "stage3_module_granularity_threshold": 5000}}
     oracle.compare(
@@ -169,9 +168,7 @@ def test_a_weight_of_another_block_of_the_unit_that_is_at_work_is_watched():
 
     def run(rank, model):
         engine = start(model, adamw(model), config_of(3, **joined(3, 2)))
-        for number in range(3):
-            engine.backward(squared(engine, At(number, 0, rank)))
-            engine.step()
+        run_steps(engine, rank, range(3))
         return full_weights(engine)
 
     build = lambda: seeded(lambda: Reads(6))  # noqa: E731
@@ -238,8 +235,7 @@ def test_the_python_that_a_block_costs_in_a_step(stage, together, most):
                 gc.disable()  # or what earlier engines have to call as they go would be counted
                 sys.setprofile(count)
             try:
-                engine.backward(squared(engine, At(number, 0, rank)))
-                engine.step()
+                run_steps(engine, rank, [number])
             finally:
                 sys.setprofile(None)
                 gc.enable()

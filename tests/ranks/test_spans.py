@@ -1,20 +1,27 @@
-"""The profile and the debug log of a step, and the cost of both while they are off."""
+"""The profile and the debug log of a step, ``wall_clock_breakdown``, and the cost of each while it
+is off.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
 from collections import Counter
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.profiler import ProfilerActivity, profile
 
+from hf_zero.deepspeed.engine import DeepSpeedEngine
 from hf_zero.device import spans
 from hf_zero.logging import level_in, logger
+from hf_zero.zero.step import step_times
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import Stack, seeded
-from tests.helpers.stacks import on_ranks, squared
-from tests.helpers.training import At, adamw
+from tests.helpers.stacks import on_ranks, run_steps, stack
+from tests.helpers.training import Plan, adamw
 
 BLOCKS = 3
 
@@ -31,8 +38,7 @@ def trained(model, steps=1, **more):
 
 
 def one_step(engine, number, rank=0):
-    engine.backward(squared(engine, At(number, 0, rank)))
-    engine.step()
+    run_steps(engine, rank, [number])
 
 
 @pytest.fixture
@@ -111,11 +117,11 @@ def test_the_debug_log_tells_the_order_of_a_step(lines):
 
 def test_ranks_but_the_first_log_where_all_are_asked_for(lines, monkeypatch):
     monkeypatch.setenv("RANK", "3")
-    for how, count in (("debug", 0), ("debug:all", 1)):
+    for how, lines_said in (("debug", 0), ("debug:all", 1)):
         spans.log_steps(how)
         with spans.span("all_gather", "layers.0", 12):
             pass
-        assert len(lines) == count
+        assert len(lines) == lines_said
     assert "all_gather layers.0, 12 bytes, " in lines[0]
 
 
@@ -170,3 +176,60 @@ def test_off_the_cost_is_that_of_units_and_not_of_blocks():
     small = {"stage": 3, "stage3_module_granularity_threshold": 1 << 20}
     few, many = (calls_of_a_step(depth, zero_optimization=small) for depth in (2, 12))
     assert few == many
+
+
+@pytest.fixture
+def waited(monkeypatch):
+    """The devices that were waited for; each look at the clock is a second after the last."""
+    devices = []
+    clock = SimpleNamespace(perf_counter=lambda: float(next(seconds)))
+    seconds = count()
+    monkeypatch.setattr(step_times, "time", clock)
+    monkeypatch.setattr(step_times, "kinds", SimpleNamespace(synchronize=devices.append))
+    return devices
+
+
+def run(steps, **more):
+    model = stack()
+    engine = start(model, adamw(model), config_of(2, Plan(accumulation=2), **more))
+    run_steps(engine, 0, range(steps), 2)
+    return engine
+
+
+@pytest.mark.parametrize("every", [2, None, float("inf")])
+def test_times_of_parts_and_when_they_are_logged(waited, heard_in_full, every):
+    engine = run(3, wall_clock_breakdown=True, steps_per_print=every)
+    second = dict.fromkeys(("fwd", "bwd", "step"), 1e3)
+    assert engine.step_times.micro_batch == second
+    assert engine.step_times.window == dict.fromkeys(second, 2000.0)
+    assert waited == [torch.device("cpu")] * (2 * 3 * 6)  # before and after three parts, six times
+    timers = DeepSpeedEngine.get_wall_clock_timers(engine)
+    assert timers == {
+        **{f"{part}_microstep": 1e3 for part in second},
+        **dict.fromkeys(second, 2000.0),
+    }
+    said = [line for line in heard_in_full if "time (ms)" in line]
+    parts = "fwd: 2000.00 | bwd: 2000.00 | step: 2000.00"
+    if every == 2:
+        assert said == [f"step 2: time (ms) | {parts}, means of 2 steps"]
+    else:
+        assert said == [f"step {step}: time (ms) | {parts}, means of 1 steps" for step in (1, 2, 3)]
+    engine.destroy()
+
+
+def test_nothing_is_measured_without_the_key(waited, heard_in_full):
+    engine = run(1, steps_per_print=1)
+    assert waited == [] and DeepSpeedEngine.get_wall_clock_timers(engine) == {}
+    assert not any("time (ms)" in line for line in heard_in_full)
+    engine.destroy()
+
+
+def test_rank_0_alone_logs(heard_in_full):
+    def on_rank(rank, model):
+        config = config_of(3, wall_clock_breakdown=True)
+        engine = start(model, adamw(model), config)
+        run_steps(engine, rank, [0])
+        assert min(engine.step_times.window.values()) > 0
+
+    on_ranks(2, on_rank)
+    assert sum("time (ms)" in line for line in heard_in_full) == 1

@@ -17,18 +17,18 @@ from hf_zero.errors import PartitionError
 from tests.helpers.engines import STAGES, config_of, full_weights, start
 from tests.helpers.models import floats
 from tests.helpers.oracle import compare_tensors
-from tests.helpers.stacks import by_hand, on_ranks, squared, stack
+from tests.helpers.stacks import by_hand, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, Plan, plain_sgd
 
 X = floats(0, 0, 0, 3, 7)
 Way = Callable[[Any, nn.Module], Any]
 
 
-def _parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+def _parameters(model):
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def _loss(model: nn.Module) -> Callable[..., torch.Tensor]:
+def _loss(model):
     return lambda parameters, x: functional_call(model, parameters, (x,)).pow(2).sum()
 
 
@@ -52,10 +52,8 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
-def _trains(engine: Any, rank: int) -> dict[str, torch.Tensor]:
-    for step in range(2):
-        engine.backward(squared(engine, At(step, 0, rank)))
-        engine.step()
+def _trains(engine, rank):
+    run_steps(engine, rank, range(2))
     return full_weights(engine)
 
 
@@ -174,7 +172,7 @@ def test_vmap_alone_trains_at_every_stage(stage):
     on_ranks(2, run)
 
 
-def _adapted(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def _adapted(model, x):
     """The loss after one step of gradient descent, whose gradient counts as a constant: first-order
     MAML (arXiv:1703.03400).
     """

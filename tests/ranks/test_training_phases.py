@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -30,7 +28,7 @@ BY_HAND = [
 ARCHITECTURE = ARCHITECTURES["gpt2"]
 
 
-def phases(ranks: int) -> dict[str, Any]:
+def phases(ranks):
     rows = ROWS * ranks
     return {
         "lr_scaling_method": "sqrt",
@@ -42,15 +40,15 @@ def phases(ranks: int) -> dict[str, Any]:
     }
 
 
-def exponential(optimizer: Any) -> Any:
+def exponential(optimizer):
     return lr_scheduler.ExponentialLR(optimizer, 0.8)  # computes from what it finds in the groups
 
 
-def closed(optimizer: Any) -> Any:
+def closed(optimizer):
     return WarmupDecayLR(optimizer, 9, 0.0, 2e-3, 2, "linear")
 
 
-def plain(ranks: int, schedule: Any) -> dict[str, torch.Tensor]:
+def plain(ranks, schedule):
     model = ARCHITECTURE.build()
     optimizer = adamw(model)
     scheduler = schedule(optimizer)
@@ -69,9 +67,7 @@ def plain(ranks: int, schedule: Any) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def trained(
-    engine: Any, rank: int, steps: range, micros: list[int], rates: list[float]
-) -> dict[str, torch.Tensor]:
+def trained(engine, rank, steps, micros, rates):
     for step in steps:
         micros.append(engine.gradient_accumulation_steps())
         rates.append(engine.get_lr()[0])
@@ -82,10 +78,10 @@ def trained(
     return full_weights(engine)
 
 
-def equals_a_plain_loop(stage: int, ranks: int, schedule: Any, **zero: Any) -> None:
+def equals_a_plain_loop(stage, ranks, schedule, **zero):
     models = [ARCHITECTURE.build() for _ in range(ranks)]
 
-    def run(rank: int) -> dict[str, torch.Tensor]:
+    def run(rank):
         config = config_of(stage, training_phases=phases(ranks))
         config["zero_optimization"].update(zero)
         engine = start(models[rank], adamw(models[rank]), config, lr_scheduler=schedule)
@@ -165,10 +161,10 @@ def test_a_step_that_overflows_counts():
 
 
 class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    def __len__(self) -> int:
+    def __len__(self):
         return 64
 
-    def __getitem__(self, at: int) -> torch.Tensor:
+    def __getitem__(self, at):
         return torch.full((9,), at % 60 + 3)
 
 

@@ -9,7 +9,6 @@ import random
 import threading
 import time
 from collections import defaultdict
-from typing import Any
 
 import pytest
 import torch
@@ -28,17 +27,17 @@ LLAMA = ARCHITECTURES["llama"]
 STEPS = 3
 
 
-def opened(model: Any, stage: int, folder: Any, **more: Any) -> Any:
+def opened(model, stage, folder, **more):
     return offloads.opened(model, offload("optimizer on cpu", stage, folder, **more))
 
 
-def train(engine: Any, step: int, rank: int) -> None:
+def train(engine, step, rank):
     engine.backward(engine(**LLAMA.batch(step, 0, rank)).loss)
     engine.step()
 
 
 @pytest.fixture
-def issued(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[str]]:
+def issued(monkeypatch):
     """Record the collectives that each rank issues on the axes of its engine, in order; updates are
     delayed, differently on each rank.
     """
@@ -46,12 +45,12 @@ def issued(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[str]]:
     launch, run = MeshDim._launching, Update.run
     pauses = random.Random(3)
 
-    def noted(axis: MeshDim, pending: Any) -> Any:
+    def noted(axis, pending):
         if axis.size > 1:
             found[dist.get_rank()].append(pending.what)
         return launch(axis, pending)
 
-    def slow(update: Update, *args: Any) -> None:
+    def slow(update, *args):
         time.sleep(pauses.uniform(0.0, 0.02) * dist.get_rank())
         run(update, *args)
 
@@ -62,7 +61,7 @@ def issued(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[str]]:
     return found
 
 
-def _steps(rank: int, models: Any, stage: int, folder: Any, more: Any) -> None:
+def _steps(rank, models, stage, folder, more):
     engine = opened(models[rank], stage, folder, **more)
     for step in range(STEPS):
         train(engine, step, rank)
@@ -117,7 +116,7 @@ def test_ranks_differ_where_gathers_leave_as_units_are_updated(issued, monkeypat
     assert issued[0] != issued[1] and sorted(issued[0]) == sorted(issued[1])
 
 
-def _one_reads(rank: int, models: Any, folder: Any, how: str, gate: threading.Event) -> Any:
+def _one_reads(rank, models, folder, how, gate):
     engine = opened(models[rank], 2, folder)
     train(engine, 0, rank)
     assert set(engine.updater.pending) == {unit for unit in engine.units if unit.trainable}
@@ -148,7 +147,7 @@ def test_one_rank_reads_while_the_others_stand_in_a_barrier(how, gate, tmp_path)
         offloads.same(weights, seen[0][1], exact=True)
 
 
-def _nobody_asks(rank: int, models: Any, folder: Any) -> Any:
+def _nobody_asks(rank, models, folder):
     engine = opened(models[rank], 2, folder)
     train(engine, 0, rank)
     for future, _ in engine.updater._pending.values():
@@ -168,7 +167,7 @@ def test_nothing_leaves_that_no_rank_needs(tmp_path, monkeypatch):
         assert sent and not any(sent)
 
 
-def _breaks(rank: int, models: Any, folder: Any) -> None:
+def _breaks(rank, models, folder):
     engine = opened(models[rank], 2, folder)
     train(engine, 0, rank)
     with pytest.raises(OSError, match="Input/output error"):

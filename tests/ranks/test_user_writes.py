@@ -23,7 +23,7 @@ from tests.helpers.cells import fast
 from tests.helpers.engines import STAGES, config_of, full_weights, start
 from tests.helpers.models import Stack, seeded
 from tests.helpers.oracle import compare_tensors
-from tests.helpers.stacks import on_each_rank, on_ranks, squared, stack
+from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, Plan, plain_sgd
 
 STEPS, RANKS = 3, 2
@@ -32,44 +32,44 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}
 Write = Callable[[nn.Module, dict[str, Any]], None]
 
 
-def _zero(model: nn.Module, memory: dict[str, Any]) -> None:
+def _zero(model, memory):
     with torch.no_grad():
         model.head.weight.zero_()
         model.blocks[1].up.weight[3:5] = 0.5
 
 
-def _clip(model: nn.Module, memory: dict[str, Any]) -> None:
+def _clip(model, memory):
     for p in model.parameters():
         p.data.clamp_(-0.1, 0.1)
 
 
-def _initialise(model: nn.Module, memory: dict[str, Any]) -> None:
+def _initialise(model, memory):
     nn.init.constant_(model.blocks[0].norm.weight, 0.5)
     nn.init.eye_(model.head.weight)
 
 
-def _assign(model: nn.Module, memory: dict[str, Any]) -> None:
+def _assign(model, memory):
     for p in model.parameters():
         p.data = p.data * 0.7
 
 
-def _transpose(model: nn.Module, memory: dict[str, Any]) -> None:
+def _transpose(model, memory):
     weight = model.square.weight
     weight.data = weight.data.t()
 
 
-def _vector(model: nn.Module, memory: dict[str, Any]) -> None:
+def _vector(model, memory):
     vector_to_parameters(
         parameters_to_vector(model.parameters()).detach() * 0.7, model.parameters()
     )
 
 
-def _add(model: nn.Module, memory: dict[str, Any]) -> None:
+def _add(model, memory):
     model.head.bias.data += 0.25
     model.blocks[2].down.weight.data -= 0.01
 
 
-def _average(model: nn.Module, memory: dict[str, Any]) -> None:
+def _average(model, memory):
     """An average of the weights, copied back."""
     kept = memory.setdefault("average", [p.detach().clone() for p in model.parameters()])
     with torch.no_grad():
@@ -78,12 +78,12 @@ def _average(model: nn.Module, memory: dict[str, Any]) -> None:
             p.copy_(average)
 
 
-def _kept_alias(model: nn.Module, memory: dict[str, Any]) -> None:
+def _kept_alias(model, memory):
     for values in memory.setdefault("aliases", [p.data for p in model.blocks[1].parameters()]):
         values.view(-1)[::2] = 0.125
 
 
-def _set(model: nn.Module, memory: dict[str, Any]) -> None:
+def _set(model, memory):
     with torch.no_grad():
         model.head.weight.set_(model.head.weight * 0.7)
 
@@ -119,19 +119,19 @@ SETTINGS = [
 
 
 class Squared(Stack):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.square = nn.Linear(5, 5)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.square(super().forward(x))
 
 
-def build() -> nn.Module:
+def build():
     return seeded(Squared)
 
 
-def by_hand(write: Write, precision: str) -> dict[str, torch.Tensor]:
+def by_hand(write, precision):
     """Master weights after a plain loop in one process."""
     masters, dtype = build(), DTYPES[precision]
     model = copy.deepcopy(masters).to(dtype)
@@ -167,8 +167,7 @@ def test_what_is_written_after_a_step_is_what_the_next_one_updates(write, stage,
         config["zero_optimization"] |= more
         engine, memory = start(model, plain_sgd(model), config), {}
         for step in range(STEPS):
-            engine.backward(squared(engine, At(step, 0, rank), plan.dtype))
-            engine.step()
+            run_steps(engine, rank, [step])
             WRITES[write](model, memory)
         weights = full_weights(engine)
         for name, p in model.named_parameters():
@@ -187,11 +186,11 @@ def test_what_is_written_after_a_step_is_what_the_next_one_updates(write, stage,
 class Normalised(nn.Module):
     """A layer whose forward puts its weight on the unit sphere by assignment, or in place."""
 
-    def __init__(self, assigns: bool) -> None:
+    def __init__(self, assigns):
         super().__init__()
         self.weight, self.assigns = nn.Parameter(torch.randn(8, 8)), assigns
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         unit = nn.functional.normalize(self.weight.data, dim=1)
         if self.assigns:
             self.weight.data = unit
@@ -204,11 +203,11 @@ class Normalised(nn.Module):
 class Codebook(nn.Module):
     """A frozen table that moves towards what it is given, as vector quantisers do."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = nn.Parameter(torch.randn(8, 8), requires_grad=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         if self.training:
             self.table.data.lerp_(torch.full_like(self.table, 0.5), 0.1)
         return x + x.detach() @ self.table
@@ -217,25 +216,25 @@ class Codebook(nn.Module):
 class ForwardWrites(nn.Module):
     """Layers that change their own weights in the forward."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.words = nn.Embedding(9, 8, max_norm=0.5)
         self.blocks = nn.ModuleList(
             [Normalised(True), Codebook(), Normalised(False), nn.Linear(8, 8)]
         )
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         x = self.words(ids)
         for block in self.blocks:
             x = torch.tanh(block(x))
         return x
 
 
-def _ids(step: int) -> torch.Tensor:
+def _ids(step):
     return torch.tensor([[0, 1, 2 + step, 8], [3, 4, 5, 7]])
 
 
-def _forward_loss(net: Any, step: int) -> torch.Tensor:
+def _forward_loss(net, step):
     return net(_ids(step)).float().pow(2).sum()
 
 
@@ -282,8 +281,7 @@ def test_a_forward_that_writes_at_stage_3_in_bf16_reaches_the_master_weights(ran
 @on_each_rank(RANKS)
 def test_what_is_written_is_saved_and_read_before_the_next_step(rank, model, stage, tmp_path):
     engine = start(model, plain_sgd(model), config_of(stage, Plan(precision="bf16")))
-    engine.backward(squared(engine, At(0, 0, rank), torch.bfloat16))
-    engine.step()
+    run_steps(engine, rank, [0])
     with hf_zero.GatheredParameters([model.head.weight], modifier_rank=0):
         model.head.weight.data.fill_(2.0)
     if stage < 3:
@@ -360,14 +358,12 @@ def test_a_step_looks_closer_only_where_something_was_written(monkeypatch):
     model = stack()
     engine = start(model, plain_sgd(model), config_of(2, Plan(precision="bf16")))
     for step in range(2):
-        engine.backward(squared(engine, At(step, 0, 0), torch.bfloat16))
-        engine.step()
+        run_steps(engine, 0, [step])
         engine.state_dict()
     assert looked == []
     model.head.bias.data.mul_(2.0)
     _ = model.head.weight.data.sum()
-    engine.backward(squared(engine, At(2, 0, 0), torch.bfloat16))
-    engine.step()
+    run_steps(engine, 0, [2])
     assert looked == ["head.bias"]
     process_group.destroy_process_group()
 
@@ -384,8 +380,7 @@ def test_a_graph_from_before_a_step_does_not_go_backward_after_it(stage, offload
         engine = start(model, plain_sgd(model), config_of(stage, zero_optimization=zero))
         for step in range(2):
             early = squared(engine, At(step, 1, rank))
-            engine.backward(squared(engine, At(step, 0, rank)))
-            engine.step()
+            run_steps(engine, rank, [step])
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 engine.backward(early)
             engine.zero_grad()

@@ -5,15 +5,14 @@ depend on nothing but the seed and the number before them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from hf_zero.errors import ConfigError
 from hf_zero.techniques.data_sampling import Criterion, CurriculumSampler, RankBatches, SampleOrder
-from hf_zero.techniques.difficulty_index import DifficultyIndex, write_index
+from hf_zero.techniques.difficulty_index import write_index
 
 ROWS = 40
 SCHEDULES: dict[str, Callable[[int], float]] = {
@@ -25,16 +24,16 @@ SCHEDULES: dict[str, Callable[[int], float]] = {
 }
 
 
-def made(folder: Path, values: Sequence[float], name: str = "metric") -> DifficultyIndex:
+def made(folder, values, name="metric"):
     return write_index(folder / name, np.asarray(values), name)
 
 
 @pytest.fixture
-def index(tmp_path: Path) -> DifficultyIndex:
+def index(tmp_path):
     return made(tmp_path, np.random.default_rng(1).integers(0, 12, ROWS))
 
 
-def check_definition(order: SampleOrder, samples: Sequence[int]) -> int:
+def check_definition(order, samples):
     """Draw by draw: from the pool, due, and anew only where nothing of the pool is due. Returns
     how many epochs have begun.
     """
@@ -131,7 +130,7 @@ def test_a_step_that_admits_nothing_is_an_error(index):
         list(itertools.islice(order.after(0), 8))
 
 
-def sampler_over(order: SampleOrder, drop_last: bool = False) -> CurriculumSampler:
+def sampler_over(order, drop_last=False):
     return CurriculumSampler(range(order.rows), order.batch_size, drop_last)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,18 +28,16 @@ NAME = r"blocks\.1\.up\.weight"
 
 
 @pytest.fixture(autouse=True)
-def one_process() -> Iterator[None]:
+def one_process():
     yield
     process_group.destroy_process_group()
 
 
-def backward(engine: Any, step: int = 0) -> None:
+def backward(engine, step=0):
     engine.backward(squared(engine, At(step, 0, 0)))
 
 
-def begun(
-    stage: int, optimizer_of: Callable[[nn.Module], Any] = adamw, **more: Any
-) -> tuple[Any, nn.Module]:
+def begun(stage, optimizer_of=adamw, **more):
     model = stack()
     return start(model, optimizer_of(model), config_of(stage, **more)), model
 
@@ -159,27 +157,27 @@ def test_a_gradient_that_comes_late_from_the_first_backward_on(stage):
     assert torch.allclose(found, want.blocks[2].down.bias.grad, rtol=1e-5, atol=1e-7)
 
 
-def _added(model: nn.Module) -> None:
+def _added(model):
     model.blocks[1].up.extra = nn.Parameter(torch.zeros(3))
 
 
-def _added_module(model: nn.Module) -> None:
+def _added_module(model):
     model.blocks[1].up.extra = nn.Linear(2, 3)
 
 
-def _unfrozen(model: nn.Module) -> None:
+def _unfrozen(model):
     model.extra.requires_grad_(True)
 
 
-def _replaced(model: nn.Module) -> None:
+def _replaced(model):
     model.blocks[1].up.weight = nn.Parameter(torch.zeros(64, 32))
 
 
-def _replaced_behind(model: nn.Module) -> None:
+def _replaced_behind(model):
     model.blocks[1]._modules["up"]._parameters["weight"] = nn.Parameter(torch.zeros(64, 32))
 
 
-def _replaced_module(model: nn.Module) -> None:
+def _replaced_module(model):
     model.blocks[1].up = nn.Linear(32, 64)
 
 

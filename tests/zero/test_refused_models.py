@@ -4,8 +4,6 @@ anything is changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -28,12 +26,12 @@ NAME = r"blocks\.1\.up\.weight"
 
 
 @pytest.fixture(autouse=True)
-def one_process() -> Iterator[None]:
+def one_process():
     yield
     process_group.destroy_process_group()
 
 
-def plain(model: nn.Module) -> bool:
+def plain(model):
     return {type(p) for p in model.parameters()} <= {nn.Parameter} and not model._forward_hooks
 
 
@@ -96,7 +94,7 @@ class Special(torch.Tensor):
     """Stands for tensors without memory of their own: those of torchao, distributed ones."""
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Special:
+    def __new__(cls, inner):
         return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
 
     @classmethod

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 STEPS, SAVED = 9, 6
 
 
-def main(rows: int, batch_size: int, out: Path, resume: bool) -> None:
+def main(rows, batch_size, out, resume):
     accelerator = Accelerator()
     data = [{"id": torch.tensor(row), "x": torch.full((4,), row / rows)} for row in range(rows)]
     model: Any = nn.Linear(4, 1)

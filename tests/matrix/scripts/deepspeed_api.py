@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,19 +29,19 @@ SGD = {"lr": 0.05, "momentum": 0.9}
 class Rows(Dataset[dict[str, Any]]):
     """Rows that torch's own collation cannot put together as this script wants them."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count):
         random = torch.Generator().manual_seed(3)
         self.inputs = torch.randn(count, WIDTH, generator=random)
         self.kinds = torch.randint(CLASSES, (count,), generator=random)
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.kinds)
 
-    def __getitem__(self, place: int) -> dict[str, Any]:
+    def __getitem__(self, place):
         return {"place": place, "row": self.inputs[place], "kind": self.kinds[place]}
 
 
-def collate(rows: list[dict[str, Any]]) -> tuple[list[int], torch.Tensor, torch.Tensor]:
+def collate(rows):
     return (
         [row["place"] for row in rows],
         torch.stack([row["row"] for row in rows]),
@@ -51,7 +50,7 @@ def collate(rows: list[dict[str, Any]]) -> tuple[list[int], torch.Tensor, torch.
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm, self.inner, self.outer = (
             nn.LayerNorm(WIDTH),
@@ -59,19 +58,19 @@ class Block(nn.Module):
             nn.Linear(2 * WIDTH, WIDTH),
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.outer(torch.tanh(self.inner(self.norm(x))))
 
 
 class Model(nn.Module):
     """Returns the loss. ``checkpoint`` recomputes its blocks in backward."""
 
-    def __init__(self, checkpoint: Callable[..., Any] | None = None) -> None:
+    def __init__(self, checkpoint=None):
         super().__init__()
         self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(WIDTH, CLASSES)
         self.checkpoint = checkpoint
 
-    def forward(self, x: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+    def forward(self, x, kinds):
         for block in self.blocks:
             x = (
                 self.checkpoint(block, x)
@@ -86,7 +85,7 @@ class Classifier(nn.Module):
     loss. No token is dropped, so that rows do not depend on each other.
     """
 
-    def __init__(self, experts: int = 0) -> None:
+    def __init__(self, experts=0):
         super().__init__()
         self.conv, self.inner = nn.Conv2d(1, 4, (1, 3)), nn.Linear(4 * (WIDTH // 2 - 2) * 2, WIDTH)
         self.mixture = None
@@ -96,7 +95,7 @@ class Classifier(nn.Module):
             )
         self.head = nn.Linear(WIDTH, CLASSES)
 
-    def forward(self, x: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+    def forward(self, x, kinds):
         x = torch.relu(self.conv(x.view(len(x), 1, 2, WIDTH // 2))).flatten(1)
         x = torch.relu(self.inner(x))
         if self.mixture is not None:
@@ -104,12 +103,12 @@ class Classifier(nn.Module):
         return nn.functional.cross_entropy(self.head(x), kinds)
 
 
-def build(experts: int | None = None, **options: Any) -> nn.Module:
+def build(experts=None, **options):
     torch.manual_seed(7)
     return Model(**options) if experts is None else Classifier(experts)
 
 
-def groups(model: nn.Module) -> list[dict[str, Any]]:
+def groups(model):
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     return [
@@ -118,29 +117,29 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def falling(optimizer: Any) -> Any:
+def falling(optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
 
 
 class Unit:
     """An mpu as Megatron's scripts bring one, of data parallelism alone."""
 
-    def get_model_parallel_rank(self) -> int:
+    def get_model_parallel_rank(self):
         return 0
 
-    def get_model_parallel_world_size(self) -> int:
+    def get_model_parallel_world_size(self):
         return 1
 
-    def get_model_parallel_group(self) -> Any:
+    def get_model_parallel_group(self):
         return None
 
-    def get_data_parallel_rank(self) -> int:
+    def get_data_parallel_rank(self):
         return deepspeed.comm.get_rank()
 
-    def get_data_parallel_world_size(self) -> int:
+    def get_data_parallel_world_size(self):
         return deepspeed.comm.get_world_size()
 
-    def get_data_parallel_group(self) -> Any:
+    def get_data_parallel_group(self):
         return torch.distributed.group.WORLD
 
 
@@ -166,11 +165,11 @@ class Case:
     expert_groups: bool = False  # which DeepSpeed asks for under ZeRO
     more: dict[str, Any] = field(default_factory=dict)
 
-    def torch_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+    def torch_optimizer(self, model):
         name, settings = self.optimizer
         return getattr(torch.optim, PLAINLY.get(name, name))(self.parameters(model), **settings)
 
-    def parameters(self, model: nn.Module) -> Any:
+    def parameters(self, model):
         if self.expert_groups:
             group = {"params": list(model.parameters()), "name": "parameters"}
             return deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer(group)
@@ -217,14 +216,14 @@ HALF = 3  # steps before the checkpoint of "resumed", and before the weights of 
 
 
 class Record:
-    def __init__(self) -> None:
+    def __init__(self):
         self.told: dict[str, Any] = {"losses": [], "norms": [], "rates": [], "places": []}
 
-    def loss(self, value: float, places: list[int]) -> None:
+    def loss(self, value, places):
         self.told["losses"].append(value)
         self.told["places"].append(places)
 
-    def step(self, norm: float, rates: list[float]) -> None:
+    def step(self, norm, rates):
         self.told["norms"].append(norm)
         self.told["rates"].append(rates)
 
@@ -232,7 +231,7 @@ class Record:
 # ---- plainly ----
 
 
-def plainly(name: str, case: Case, ranks: int) -> dict[str, Any]:
+def plainly(name, case, ranks):
     model = build(case.experts)
     if name == "init":
         with torch.no_grad():
@@ -247,7 +246,7 @@ def plainly(name: str, case: Case, ranks: int) -> dict[str, Any]:
     )
     record, done = Record(), 0
 
-    def micro_batches() -> Iterator[Any]:
+    def micro_batches():
         epoch = 0
         while True:
             sampler.set_epoch(epoch if case.set_epoch else 0)
@@ -282,13 +281,13 @@ def plainly(name: str, case: Case, ranks: int) -> dict[str, Any]:
 # ---- through the API ----
 
 
-def mean_of_ranks(value: torch.Tensor) -> float:
+def mean_of_ranks(value):
     total = value.detach().clone()
     deepspeed.comm.all_reduce(total)
     return total.item() / deepspeed.comm.get_world_size()
 
 
-def config_of(case: Case, zero: dict[str, Any], named_optimizer: bool) -> dict[str, Any]:
+def config_of(case, zero, named_optimizer):
     return {
         **case.batch,
         **(
@@ -304,7 +303,7 @@ def config_of(case: Case, zero: dict[str, Any], named_optimizer: bool) -> dict[s
     }
 
 
-def start(name: str, case: Case, args: argparse.Namespace, zero: dict[str, Any]) -> tuple[Any, Any]:
+def start(name, case, args, zero):
     """The engine and the loader, as a script of this kind makes them."""
     stage = zero["stage"]
     data = Rows(case.rows)
@@ -386,9 +385,7 @@ def start(name: str, case: Case, args: argparse.Namespace, zero: dict[str, Any])
     return engine, loader
 
 
-def train(
-    engine: Any, loader: Any, case: Case, record: Record, steps: int, skip: int, name: str
-) -> None:
+def train(engine, loader, case, record, steps, skip, name):
     """``steps`` steps; ``skip`` micro-batches have been trained on before."""
     epoch, done = divmod(skip, len(loader))
     target = engine.global_steps + steps
@@ -416,7 +413,7 @@ def train(
         epoch, done = epoch + 1, 0
 
 
-def deepspeed_safe_scale(engine: Any, factor: float) -> None:
+def deepspeed_safe_scale(engine, factor):
     """Scale the head's weights: under stage 3 the gathered ones, which rank 0 may write, below
     it the masters.
     """
@@ -429,7 +426,7 @@ def deepspeed_safe_scale(engine: Any, factor: float) -> None:
     deepspeed.utils.safe_set_full_fp32_param(weight, whole * factor)
 
 
-def weights_of(engine: Any) -> dict[str, list[float]]:
+def weights_of(engine):
     """Whole weights by the names of the model. Collective."""
     whole = {}
     for name, parameter in engine.module.named_parameters():
@@ -438,9 +435,7 @@ def weights_of(engine: Any) -> dict[str, list[float]]:
     return whole
 
 
-def through_the_api(
-    name: str, case: Case, args: argparse.Namespace, zero: dict[str, Any]
-) -> dict[str, Any]:
+def through_the_api(name, case, args, zero):
     record = Record()
     engine, loader = start(name, case, args, zero)
     micro, accumulation = case.means
@@ -473,7 +468,7 @@ def through_the_api(
     return record.told
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--ranks", type=int, default=2)

@@ -24,41 +24,41 @@ WIDTH = 16
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inner = nn.Sequential(
             nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.inner(x)
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(WIDTH, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
 
 
-def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+def build():
     torch.manual_seed(7)
     model = Net()
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
 
 
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(step):
     generator = torch.Generator().manual_seed(step)
     x = torch.randn(GLOBAL_BATCH, WIDTH, generator=generator)
     return x, x.sum(1, keepdim=True).sin()
 
 
-def alone() -> dict[str, Any]:
+def alone():
     model, optimizer = build()
     losses = []
     for step in range(STEPS):
@@ -71,17 +71,17 @@ def alone() -> dict[str, Any]:
     return {"losses": losses, "weights": weights(model)}
 
 
-def weights(model: nn.Module) -> dict[str, list[float]]:
+def weights(model):
     return {name: p.detach().flatten().tolist() for name, p in model.named_parameters()}
 
 
-def share(step: int, rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
+def share(step, rank, world):
     part = GLOBAL_BATCH // world
     x, y = batch(step)
     return x[rank * part : (rank + 1) * part], y[rank * part : (rank + 1) * part]
 
 
-def case(stage: int, replicas: int) -> dict[str, Any]:
+def case(stage, replicas):
     import hf_zero
 
     model, optimizer = build()
@@ -108,7 +108,7 @@ def case(stage: int, replicas: int) -> dict[str, Any]:
     return found
 
 
-def until_lost(out: Path, limit: float) -> None:
+def until_lost(out, limit):
     import hf_zero
 
     model, optimizer = build()
@@ -125,7 +125,7 @@ def until_lost(out: Path, limit: float) -> None:
         time.sleep(0.01)
 
 
-def place() -> dict[str, Any]:
+def place():
     """Return this rank's address, arguments and launcher variables."""
     from hf_zero.distributed.rank_hosts import own_address
 
@@ -146,7 +146,7 @@ def place() -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--case", action="append", default=[])

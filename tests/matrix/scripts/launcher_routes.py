@@ -30,34 +30,32 @@ ROWS = [{"x": x, "labels": y} for step in range(STEPS) for x, y in zip(*batch(st
 class WithLoss(nn.Module):
     """The model as the Trainer wants it."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model):
         super().__init__()
         self.model = model
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, x, labels):
         return {"loss": nn.functional.mse_loss(self.model(x), labels)}
 
 
 class Trainer(transformers.Trainer):
     """Takes the rows in order and keeps its losses."""
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
+    def _get_train_sampler(self, train_dataset=None):
         return SequentialSampler(ROWS)
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> torch.Tensor:
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         loss = model(**inputs)["loss"]
         self.__dict__.setdefault("losses", []).append(loss.item())
         return loss
 
 
-def gathered(model: nn.Module) -> dict[str, list[float]]:
+def gathered(model):
     with hf_zero.GatheredParameters(list(model.parameters())):
         return weights(model)
 
 
-def loop(initialize: Any) -> dict[str, Any]:
+def loop(initialize):
     model, optimizer = build()
     engine, *_ = initialize(model=model, optimizer=optimizer, config=CONFIG)
     losses = []
@@ -75,18 +73,18 @@ def loop(initialize: Any) -> dict[str, Any]:
     }
 
 
-def initialize() -> dict[str, Any]:
+def initialize():
     return loop(hf_zero.initialize)
 
 
-def deepspeed() -> dict[str, Any]:
+def deepspeed():
     import deepspeed
 
     deepspeed.init_distributed()
     return loop(deepspeed.initialize)
 
 
-def accelerate() -> dict[str, Any]:
+def accelerate():
     from accelerate import Accelerator, DeepSpeedPlugin
 
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=dict(CONFIG)))
@@ -108,7 +106,7 @@ def accelerate() -> dict[str, Any]:
     }
 
 
-def trained(args: Any, **more: Any) -> dict[str, Any]:
+def trained(args, **more):
     model, optimizer = build()
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     run = Trainer(
@@ -123,7 +121,7 @@ def trained(args: Any, **more: Any) -> dict[str, Any]:
     }
 
 
-def options(out: Path, **more: Any) -> dict[str, Any]:
+def options(out, **more):
     common = {
         "per_device_train_batch_size": 4,
         "max_steps": STEPS,
@@ -134,7 +132,7 @@ def options(out: Path, **more: Any) -> dict[str, Any]:
     return {"output_dir": str(out / "trainer"), "disable_tqdm": True, **common, **more}
 
 
-def stock(out: Path) -> dict[str, Any]:
+def stock(out):
     return trained(
         transformers.TrainingArguments(
             **options(out, use_cpu=True), deepspeed={"zero_optimization": {"stage": 3}}
@@ -142,18 +140,18 @@ def stock(out: Path) -> dict[str, Any]:
     )
 
 
-def ours(out: Path) -> dict[str, Any]:
+def ours(out):
     return trained(hf_zero.TrainingArguments(**options(out), zero_config="zero3"))
 
 
-def callback(out: Path) -> dict[str, Any]:
+def callback(out):
     return trained(
         transformers.TrainingArguments(**options(out, use_cpu=True)),
         callbacks=[hf_zero.ZeroCallback("zero3")],
     )
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--route", required=True)

@@ -52,7 +52,7 @@ ON_CPU = torch.device("cpu") if arguments.accelerator == "gpu" else contextlib.n
 class Net(pl.LightningModule):  # type: ignore[name-defined, misc]
     """Tied, frozen and bare parameters, a buffer, a module of the root, made in configure_model."""
 
-    def __init__(self, width: int = WIDTH, rate: float = 1e-2) -> None:
+    def __init__(self, width=WIDTH, rate=1e-2):
         super().__init__()
         self.save_hyperparameters()
         self.losses: list[float] = []
@@ -60,14 +60,14 @@ class Net(pl.LightningModule):  # type: ignore[name-defined, misc]
         self.evaluated: list[float] = []
         self.noted: tuple[int, int] | None = None
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         if hasattr(self, "body"):
             return
         torch.manual_seed(0)
         with ON_CPU:
             self.make(self.hparams.width)
 
-    def make(self, width: int) -> None:
+    def make(self, width):
         self.body = nn.ModuleList(
             nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3)
         )
@@ -78,30 +78,30 @@ class Net(pl.LightningModule):  # type: ignore[name-defined, misc]
         self.scale = nn.Parameter(torch.ones(1))
         self.register_buffer("shift", torch.full((1,), 0.25))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for layer in self.body:
             x = layer(x)
         return self.head(self.frozen(x) + self.again(x)) + self.shift.to(x.dtype)
 
-    def loss(self, batch: Any) -> torch.Tensor:
+    def loss(self, batch):
         x, y = batch
         return (self(x) * self.scale - y).float().pow(2).mean()
 
-    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+    def training_step(self, batch, index):
         loss = self.loss(batch)
         self.losses.append(float(loss))
         self.log("loss", loss)
         return loss
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, optimizer):
         self.note_norm()
 
-    def note_norm(self) -> None:
+    def note_norm(self):
         if engine_of(self) is None:
             grads = [p.grad for p in self.parameters() if p.requires_grad and p.grad is not None]
             self.norms.append(float(torch.cat([g.flatten() for g in grads]).norm()))
 
-    def on_train_batch_end(self, *ignored: Any) -> None:
+    def on_train_batch_end(self, *ignored):
         engine = engine_of(self)
         if (
             engine is not None
@@ -111,28 +111,28 @@ class Net(pl.LightningModule):  # type: ignore[name-defined, misc]
             self.noted = (id(engine), engine.global_steps)
             self.norms.append(engine.get_global_grad_norm())
 
-    def validation_step(self, batch: Any, index: int) -> None:
+    def validation_step(self, batch, index):
         self.log("val_loss", self.loss(batch), sync_dist=True)
 
     test_step = validation_step
 
-    def on_validation_end(self) -> None:
+    def on_validation_end(self):
         if not self.trainer.sanity_checking:
             self.evaluated.append(float(self.trainer.callback_metrics["val_loss"]))
 
-    def cpu(self) -> Any:
+    def cpu(self):
         assert engine_of(self) is None, "the end of a fit moves the memory of an engine"
         return super().cpu()
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, checkpoint):
         assert bool(checkpoint["state_dict"]) == (engine_of(self) is None), (
             "all weights are made whole for a checkpoint in shards"
         )
 
-    def predict_step(self, batch: Any, index: int) -> torch.Tensor:
+    def predict_step(self, batch, index):
         return self(batch[0])
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         trained = [p for p in self.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=self.hparams.rate, eps=1e-6)
         return {
@@ -146,19 +146,19 @@ class Net(pl.LightningModule):  # type: ignore[name-defined, misc]
 class Manual(Net):
     """Two micro-batches a step, the schedule stepped by hand, inside training_step."""
 
-    def __init__(self, width: int = WIDTH, rate: float = 0.05, clip: float = 0.5) -> None:
+    def __init__(self, width=WIDTH, rate=0.05, clip=0.5):
         super().__init__(width, rate)
         self.clip = clip
         self.automatic_optimization = False
 
-    def loss(self, batch: Any) -> torch.Tensor:
+    def loss(self, batch):
         x, y = batch
         return (self(x) - y).float().pow(2).mean()
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, optimizer):
         """The norm has been noted: here it is clipped already."""
 
-    def training_step(self, batch: Any, index: int) -> None:  # type: ignore[override]
+    def training_step(self, batch, index):  # type: ignore[override]
         optimizer = self.optimizers()
         loss = self.loss(batch)
         self.losses.append(float(loss))
@@ -173,7 +173,7 @@ class Manual(Net):
             optimizer.zero_grad()
             self.lr_schedulers().step()
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = torch.optim.SGD(
             [p for p in self.parameters() if p.requires_grad], lr=self.hparams.rate, momentum=0.9
         )
@@ -183,7 +183,7 @@ class Manual(Net):
 class Discarding(Manual):
     """Gradients that are thrown away before a step."""
 
-    def training_step(self, batch: Any, index: int) -> None:  # type: ignore[override]
+    def training_step(self, batch, index):  # type: ignore[override]
         if index % 3 == 1:
             self.manual_backward(self.loss(batch))
             self.optimizers().zero_grad()
@@ -195,12 +195,12 @@ class CarriedOver(Net):
     loss is divided twice.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.automatic_optimization = False
         self.micro = 0
 
-    def training_step(self, batch: Any, index: int) -> None:  # type: ignore[override]
+    def training_step(self, batch, index):  # type: ignore[override]
         optimizer, loss = self.optimizers(), self.loss(batch)
         self.losses.append(float(loss))
         self.manual_backward(loss / 4)
@@ -211,24 +211,24 @@ class CarriedOver(Net):
             optimizer.step()
             optimizer.zero_grad()
 
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, optimizer):
         """The norm has been noted."""
 
-    def on_train_epoch_end(self) -> None:
+    def on_train_epoch_end(self):
         self.lr_schedulers().step()
 
 
 class Pretrained(pl.LightningModule):  # type: ignore[name-defined, misc]
     """A model of transformers that is read in configure_model."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path):
         super().__init__()
         self.save_hyperparameters()
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.evaluated: list[float] = []
 
-    def configure_model(self) -> None:
+    def configure_model(self):
         from transformers import BertForMaskedLM
 
         if not hasattr(self, "bert"):
@@ -237,47 +237,45 @@ class Pretrained(pl.LightningModule):  # type: ignore[name-defined, misc]
             ).eval()
             self.kinds = sorted({type(p).__name__ for p in self.bert.parameters()})
 
-    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+    def training_step(self, batch, index):
         self.bert.eval()  # no dropout: ranks would draw other numbers than one process
         loss = self.bert(input_ids=batch, labels=batch).loss
         self.losses.append(float(loss))
         return loss
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-6)
 
 
 class OwnHooks(Net):
     """A module with the overrides of users: the backward, the clipping, the step."""
 
-    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    def backward(self, loss, *args, **kwargs):
         loss.backward(*args, **kwargs)
 
     def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
-    ) -> None:
+        self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
+    ):
         if self.trainer.current_epoch == 0:  # the later epochs are not clipped at all
             self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
 
-    def optimizer_step(
-        self, epoch: int, index: int, optimizer: Any, optimizer_closure: Any = None
-    ) -> None:
+    def optimizer_step(self, epoch, index, optimizer, optimizer_closure=None):
         for group in optimizer.param_groups:
             group["lr"] = self.hparams.rate * min(1.0, (self.trainer.global_step + 1) / 4)
         optimizer.step(closure=optimizer_closure)
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         return torch.optim.SGD(
             [p for p in self.parameters() if p.requires_grad], lr=self.hparams.rate
         )
 
 
-def engine_of(module: Any) -> Any:
+def engine_of(module):
     model = module.trainer.strategy.model
     return model if hasattr(model, "get_global_grad_norm") else None
 
 
-def loader(samples: int = arguments.samples) -> Any:
+def loader(samples=arguments.samples):
     """Rank ``r`` of ``n`` has each n-th row: together the rows of one rank. (Lightning's own
     sampler would shuffle them.)
     """
@@ -288,7 +286,7 @@ def loader(samples: int = arguments.samples) -> Any:
     return torch.utils.data.DataLoader(data, batch_size=ROWS // arguments.devices, sampler=sampler)
 
 
-def strategy_of(name: str) -> Any:
+def strategy_of(name):
     if not name.startswith("deepspeed") or arguments.accelerator != "cpu":
         return "auto" if name == "plain" else name
     # Lightning refuses DeepSpeedStrategy where there is no CUDA, and knows CPU devices by no index.
@@ -297,7 +295,7 @@ def strategy_of(name: str) -> Any:
     return name
 
 
-def trainer_of(name: str, **more: Any) -> Any:
+def trainer_of(name, **more):
     settings = {
         "max_epochs": 2,
         "logger": False,
@@ -316,7 +314,7 @@ def trainer_of(name: str, **more: Any) -> Any:
     )
 
 
-def weights_of(module: Any) -> dict[str, torch.Tensor]:
+def weights_of(module):
     """Whole fp32 weights on every rank, from the master weights where there are any."""
     import hf_zero
 
@@ -332,14 +330,14 @@ def weights_of(module: Any) -> dict[str, torch.Tensor]:
     return weights
 
 
-def shown(module: Any, name: str, case: str) -> dict[str, Any]:
+def shown(module, name, case):
     weights = weights_of(module)
     if RANK == 0:
         torch.save(weights, arguments.out / f"{name}-{case}.pt")
     return {"losses": module.losses, "norms": module.norms, "evaluated": module.evaluated}
 
 
-def fit(name: str) -> dict[str, Any]:
+def fit(name):
     """Accumulation with a short last window, clipping, a schedule, validation in between, test
     and prediction after.
     """
@@ -352,7 +350,7 @@ def fit(name: str) -> dict[str, Any]:
     return {**report, "predicted": predicted.flatten().tolist()}
 
 
-def scheduled_accumulation(name: str) -> dict[str, Any]:
+def scheduled_accumulation(name):
     module = Net()
     callback = importlib.import_module(
         f"{arguments.package}.callbacks"
@@ -361,38 +359,38 @@ def scheduled_accumulation(name: str) -> dict[str, Any]:
     return shown(module, name, "scheduled_accumulation")
 
 
-def manual(name: str) -> dict[str, Any]:
+def manual(name):
     module = Manual()
     trainer_of(name).fit(module, loader())
     return shown(module, name, "manual")
 
 
-def manual_unclipped(name: str) -> dict[str, Any]:
+def manual_unclipped(name):
     module = Manual(clip=0.0, rate=0.005)
     trainer_of(name).fit(module, loader())
     return shown(module, name, "manual_unclipped")
 
 
-def own_hooks(name: str) -> dict[str, Any]:
+def own_hooks(name):
     module = OwnHooks()
     trainer_of(name, accumulate_grad_batches=2).fit(module, loader())
     return shown(module, name, "own_hooks")
 
 
-def discarding(name: str) -> dict[str, Any]:
+def discarding(name):
     module = Discarding()
     trainer_of(name).fit(module, loader())
     return shown(module, name, "discarding")
 
 
-def carried_over(name: str) -> dict[str, Any]:
+def carried_over(name):
     module = CarriedOver() if name == "plain" else Net()
     windows = {} if name == "plain" else {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     trainer_of(name, **windows).fit(module, loader(samples=52))
     return shown(module, name, "carried_over")
 
 
-def pretrained(name: str) -> dict[str, Any]:
+def pretrained(name):
     module = Pretrained(str(arguments.model))
     generator = torch.Generator().manual_seed(2)
     data = torch.randint(5, 64, (16, 12), generator=generator)
@@ -404,7 +402,7 @@ def pretrained(name: str) -> dict[str, Any]:
     return {**shown(module, name, "pretrained"), "kinds": module.kinds}
 
 
-def evaluated_first(name: str) -> dict[str, Any]:
+def evaluated_first(name):
     """Validate, fit, validate, fit again with a new optimizer: one module."""
     module = Net()
     found = [trainer_of(name).validate(module, loader(), verbose=False)[0]["val_loss"]]
@@ -414,7 +412,7 @@ def evaluated_first(name: str) -> dict[str, Any]:
     return {**shown(module, name, "evaluated_first"), "found": found}
 
 
-def saved(name: str) -> dict[str, Any]:
+def saved(name):
     """One epoch, a checkpoint by callback; a second epoch by a new module and Trainer that resume;
     the files on disk.
     """
@@ -446,7 +444,7 @@ def saved(name: str) -> dict[str, Any]:
     }
 
 
-def resumed(name: str) -> dict[str, Any]:
+def resumed(name):
     """The second epoch of a run that other ranks, perhaps at another stage, began."""
     module = Net()
     trainer_of(name, accumulate_grad_batches=2, gradient_clip_val=0.5).fit(
@@ -455,7 +453,7 @@ def resumed(name: str) -> dict[str, Any]:
     return shown(module, name, "resumed")
 
 
-def converted(name: str) -> dict[str, Any]:
+def converted(name):
     """A sharded checkpoint as one file by Lightning's own function, and a module loaded from
     that file.
     """
@@ -477,7 +475,7 @@ def converted(name: str) -> dict[str, Any]:
     }
 
 
-def precision(name: str, kind: str) -> dict[str, Any]:
+def precision(name, kind):
     module = Net()
     settings: dict[str, Any] = {}
     # from a scale that fits on: a step that overflows is left out
@@ -528,7 +526,7 @@ CASES |= {
 }  # type: ignore[misc]
 
 
-def main() -> None:
+def main():
     report = {
         name: {case: CASES[case](name) for case in arguments.cases.split(",")}
         for name in arguments.strategies.split(",")

@@ -27,16 +27,16 @@ OUT: Path = parser.parse_args().out
 class Net(pl.LightningModule):
     optimizers_made = 1
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(4, 1)
 
-    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+    def training_step(self, batch, index):
         return self.layer(batch[0]).pow(2).mean()
 
     validation_step = training_step
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         made = [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(self.optimizers_made)]
         return made[0] if len(made) == 1 else made
 
@@ -44,34 +44,34 @@ class Net(pl.LightningModule):
 class Two(Net):
     optimizers_made = 2
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.automatic_optimization = False
 
 
 class WithSchedule(Net):
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self):
         optimizer = super().configure_optimizers()
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
 class Nothing(Net):
-    def training_step(self, batch: Any, index: int) -> Any:  # type: ignore[override]
+    def training_step(self, batch, index):  # type: ignore[override]
         return None if index == 0 else super().training_step(batch, index)
 
 
 class NoOptimizer(Net):
-    def configure_optimizers(self) -> None:
+    def configure_optimizers(self):
         return None
 
 
-def loader() -> Any:
+def loader():
     return torch.utils.data.DataLoader(
         torch.utils.data.TensorDataset(torch.ones(4, 4)), batch_size=2
     )
 
 
-def trainer(strategy: Any = "zero_stage_3", **more: Any) -> Any:
+def trainer(strategy="zero_stage_3", **more):
     quiet = {
         "logger": False,
         "enable_progress_bar": False,
@@ -82,47 +82,45 @@ def trainer(strategy: Any = "zero_stage_3", **more: Any) -> Any:
     return pl.Trainer(**{"accelerator": "cpu", "devices": 1, "strategy": strategy, **quiet, **more})
 
 
-def fit(
-    module: Any = None, strategy: Any = "zero_stage_3", ckpt_path: Any = None, **more: Any
-) -> Any:
+def fit(module=None, strategy="zero_stage_3", ckpt_path=None, **more):
     made = trainer(strategy, **more)
     made.fit(Net() if module is None else module, loader(), ckpt_path=ckpt_path)
     return made
 
 
-def with_config(**config: Any) -> ZeroStrategy:
+def with_config(**config):
     return ZeroStrategy(config={"zero_optimization": {"stage": 2}, **config})
 
 
-def resume_from_a_file() -> None:
+def resume_from_a_file():
     fit().save_checkpoint(OUT / "weights.ckpt", weights_only=True)
     fit(ckpt_path=OUT / "weights.ckpt")
 
 
-def storage_options() -> None:
+def storage_options():
     fit().save_checkpoint(OUT / "folder.ckpt", storage_options={"a": 1})
 
 
-def value_clipping_by_hand() -> None:
+def value_clipping_by_hand():
     class ByHand(Net):
         def configure_gradient_clipping(
-            self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
-        ) -> None:
+            self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
+        ):
             self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="value")
 
     fit(ByHand())
 
 
-def hyperparameters() -> None:
+def hyperparameters():
     class Wide(Net):
-        def __init__(self, criterion: Any) -> None:
+        def __init__(self, criterion):
             super().__init__()
             self.save_hyperparameters()
 
     fit(Wide(argparse.Namespace(a=1)), enable_checkpointing=True, default_root_dir=OUT)
 
 
-def another_group() -> None:
+def another_group():
     """A model under another strategy first made a group of one rank."""
     made = trainer()
     made.strategy.cluster_environment.set_world_size(2)
@@ -165,7 +163,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
 }
 
 
-def accepted() -> dict[str, Any]:
+def accepted():
     """The same in ways that are right, and what becomes of it."""
     auto = with_config(
         train_batch_size="auto",
@@ -198,7 +196,7 @@ def accepted() -> dict[str, Any]:
     }
 
 
-def message(attempt: Callable[[], Any]) -> str:
+def message(attempt):
     try:
         attempt()
     except Exception as error:

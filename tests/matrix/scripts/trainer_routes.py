@@ -11,7 +11,6 @@ import gc
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -23,7 +22,7 @@ torch.set_num_threads(1)
 STEPWISE = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
 
 
-def state(run: transformers.Trainer) -> dict[str, Any]:
+def state(run):
     """Return this rank's view of itself, and the results of its training."""
     engine = run.model_wrapped
     seen = {
@@ -48,7 +47,7 @@ def state(run: transformers.Trainer) -> dict[str, Any]:
     return seen
 
 
-def train(route: str, stage: int, folder: Path, **changes: Any) -> dict[str, Any]:
+def train(route, stage, folder, **changes):
     run = routed(route, stage, folder, gradient_accumulation_steps=2, **changes)
     run.train()
     return state(run) | {
@@ -56,7 +55,7 @@ def train(route: str, stage: int, folder: Path, **changes: Any) -> dict[str, Any
     }
 
 
-def routes(folder: Path) -> dict[str, Any]:
+def routes(folder):
     seen = {"ddp": train("plain", 0, folder / "ddp")}
     for stage in range(4):
         # Without use_cpu Accelerate believes each rank to be alone, until ZeRO is asked for.
@@ -68,7 +67,7 @@ def routes(folder: Path) -> dict[str, Any]:
     return seen
 
 
-def interrupted(folder: Path, stage: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def interrupted(folder, stage):
     """An evaluation, a whole run with checkpoints, its weights saved; then a run that resumes from
     the second step.
     """
@@ -94,7 +93,7 @@ def interrupted(folder: Path, stage: int) -> tuple[dict[str, Any], dict[str, Any
     }
 
 
-def launched(folder: Path) -> dict[str, Any]:
+def launched(folder):
     before = routed("plain", 0, folder / "launched", use_cpu=False).evaluate()["eval_loss"]
     return {"launched": train("plain", 0, folder / "launched", use_cpu=False) | {"before": before}}
 

@@ -8,12 +8,9 @@ lengths, and are the same for any number of ranks.
 from __future__ import annotations
 
 import zlib
-from typing import Any
 
 import torch
-from datasets import Dataset
 from transformers import LlamaForCausalLM, LogitsProcessor
-from trl_run import Run
 
 GROUP = 2  # completions of a prompt
 ENDS = 4.0  # how much likelier the end is than the model believes
@@ -24,10 +21,10 @@ class Drawn(LogitsProcessor):
     number in the group.
     """
 
-    def __init__(self, pad: int, end: int, halves: bool):
+    def __init__(self, pad, end, halves):
         self.pad, self.end, self.halves = pad, end, halves
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+    def __call__(self, input_ids, scores):
         drawn = torch.full_like(scores, -torch.inf)
         for number, (row, score) in enumerate(zip(input_ids, scores)):
             member = number * GROUP // len(scores) if self.halves else number % GROUP
@@ -43,7 +40,7 @@ class DrawingLlama(LlamaForCausalLM):
     # whether the completions of a prompt lie half a batch apart, and not side by side
     halves = False
 
-    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> Any:
+    def _get_logits_processor(self, *args, **kwargs):
         processors = super()._get_logits_processor(*args, **kwargs)
         processors.append(Drawn(self.config.pad_token_id, self.config.eos_token_id, self.halves))
         return processors
@@ -54,15 +51,15 @@ class Letters:
 
     __name__ = "letters"
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.seen: list[list[str]] = []
 
-    def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+    def __call__(self, completions, **kwargs):
         self.seen.append(list(completions))
         return [sum(letter in "aeiou" for letter in text) / 10 for text in completions]
 
 
-def prompts(run: Run) -> Dataset:
+def prompts(run):
     return (
         run.rows()
         .select_columns("prompt")
@@ -70,5 +67,5 @@ def prompts(run: Run) -> Dataset:
     )
 
 
-def model(run: Run) -> DrawingLlama:
+def model(run):
     return DrawingLlama.from_pretrained(run.model("untied"))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from pydoc_data import topics
 
 import torch
@@ -24,7 +23,7 @@ TEMPLATE = (
 )
 
 
-def sentences() -> list[str]:
+def sentences():
     """Sentences of the help texts, each of five to thirty words."""
     text = re.sub(r"\s+", " ", " ".join(topics.topics[name] for name in sorted(topics.topics)))
     return [
@@ -32,7 +31,7 @@ def sentences() -> list[str]:
     ]
 
 
-def save_tokenizer(folder: Path) -> None:
+def save_tokenizer(folder):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -53,7 +52,7 @@ def save_tokenizer(folder: Path) -> None:
     made.save_pretrained(folder)
 
 
-def save_models(folder: Path) -> None:
+def save_models(folder):
     """Causal models, one with a tied head and two without, and one that rewards; their values
     are large enough to tell runs apart.
     """
@@ -82,7 +81,7 @@ def save_models(folder: Path) -> None:
         made.save_pretrained(folder / name)
 
 
-def save_rows(folder: Path) -> None:
+def save_rows(folder):
     """One row a line: a prompt, what may follow it, and what may not."""
     said = sentences()
     folder.mkdir(parents=True, exist_ok=True)

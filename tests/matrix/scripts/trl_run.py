@@ -7,12 +7,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset, load_dataset
+from datasets import load_dataset
 
 torch.set_num_threads(1)
 STEPS = 3
@@ -36,7 +35,7 @@ LOGGED = (
 class Run:
     """One start of a script: where it reads and writes, and how many ranks share a batch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         parser = argparse.ArgumentParser()
         parser.add_argument("--out", type=Path, required=True)
         parser.add_argument("--material", type=Path, required=True)
@@ -48,10 +47,10 @@ class Run:
         self.rank = int(os.environ.get("RANK", 0))
         self.world = int(os.environ.get("WORLD_SIZE", 1))
 
-    def model(self, name: str) -> str:
+    def model(self, name):
         return str(self.material / name)
 
-    def rows(self) -> Dataset:
+    def rows(self):
         """Prompts, and what may and what may not follow them; the ranks of this start share the
         cache, other starts do not.
         """
@@ -62,7 +61,7 @@ class Run:
             cache_dir=str(self.out / "cache"),
         )
 
-    def options(self, case: str, **changes: Any) -> dict[str, Any]:
+    def options(self, case, **changes):
         """Arguments of any of TRL's config classes.
 
         Everything that TRL chooses by itself and that is not named here stays.
@@ -88,7 +87,7 @@ class Run:
             chosen["use_cpu"] = True
         return {**chosen, **changes}
 
-    def main(self, cases: Mapping[str, Callable[[Run, str], Report]]) -> None:
+    def main(self, cases):
         """Run the cases named on the command line, one after another in this process, and write
         what they report.
         """
@@ -102,7 +101,7 @@ class Run:
             torch.distributed.destroy_process_group()
 
 
-def logged(trainer: Any) -> dict[str, list[float]]:
+def logged(trainer):
     """Every number of the log that does not tell the time, in the order of the steps."""
     history = trainer.state.log_history
     return {
@@ -112,7 +111,7 @@ def logged(trainer: Any) -> dict[str, list[float]]:
     }
 
 
-def trained(trainer: Any, run: Run, case: str, resume: str | None = None) -> Report:
+def trained(trainer, run, case, resume=None):
     """Train, save the model as its user would, and say what was seen."""
     loaded = [
         parameter for parameter in trainer.model.parameters() if hasattr(parameter, "ds_tensor")

@@ -1,6 +1,12 @@
-"""Contents of a gradient buffer after each of its moves, and the reach of a script's write."""
+"""Contents of a gradient buffer after each of its moves and of a script's writes; state of a unit
+that its owner alone changes.
+"""
 
 from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +18,7 @@ from hf_zero.zero.layout.gradient_buffer import GradientBuffer, GradState
 WHOLE, OWNED = 16, (8, 16)  # elements, of which rank 1 of 2 owns the second half
 
 
-def buffer(whole: bool = True, offloaded: bool = False) -> GradientBuffer:
+def buffer(whole=True, offloaded=False):
     layout = FlatLayout.build([("a", (6,)), ("b", (10,))], 2)
     made = GradientBuffer(
         FlatSpec(0, "key", layout, torch.float32, True, False, False, True, OWNED)
@@ -88,3 +94,98 @@ def test_an_upcast_keeps_what_is_held(holds):
     assert made.accumulated_grad.dtype == torch.float32 and not made.upcast_on_accumulate
     assert made.shard.data_ptr() == made.accumulated_grad[8:].data_ptr()
     assert made.accumulated_grad.eq(1.5 if holds else 0.0).all()
+
+
+PACKAGE = Path(__file__).parents[3] / "hf_zero"
+OWNERS = {
+    "FlatBuffer": "zero/layout/flat_buffer.py",
+    "GradientBuffer": "zero/layout/gradient_buffer.py",
+    "OptimizerShard": "zero/layout/optimizer_shard.py",
+}
+# How the package names what holds one of these objects: the receivers of attributes whose names
+# other classes have, too.
+NAMES = {"flat", "gradient", "optimizer_shard", "shard"}
+
+
+def owned(tree):
+    """Attributes that the methods of a class set on ``self``."""
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, (ast.Store, ast.Del))
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "self"
+        ):
+            yield node.attr
+
+
+def class_of(source, name):
+    return next(
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ClassDef) and node.name == name
+    )
+
+
+@cache
+def attributes():
+    """Return the attributes of the three objects."""
+    return {
+        attribute
+        for name, path in OWNERS.items()
+        for attribute in owned(class_of((PACKAGE / path).read_text(), name))
+    }
+
+
+@cache
+def shared():
+    """Attributes that other classes have, too."""
+    return {
+        attribute
+        for path in PACKAGE.rglob("*.py")
+        if str(path.relative_to(PACKAGE)) not in OWNERS.values()
+        for attribute in owned(ast.parse(path.read_text()))
+    }
+
+
+def writes(source):
+    """Assignments in ``source``, also augmented ones and ``del``, to an attribute of these
+    objects.
+    """
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, (ast.Store, ast.Del))
+            and node.attr in attributes()
+        ):
+            receiver = node.value
+            last = receiver.attr if isinstance(receiver, ast.Attribute) else ast.unparse(receiver)
+            theirs = last in NAMES or last.endswith(("_flat", "_gradient"))
+            if theirs or node.attr not in shared():
+                found.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def test_no_file_writes_the_state_of_another():
+    found = {
+        str(path.relative_to(PACKAGE)): writes(path.read_text())
+        for path in PACKAGE.rglob("*.py")
+        if str(path.relative_to(PACKAGE)) not in OWNERS.values()
+    }
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "flat.gradient.state = GradState.EMPTY",
+        "flat.full, x = 1, 2",
+        "unit.flats[0].gradient.used |= 3",
+        "flat.optimizer_shard.finish_update = None",
+        "del self._flat.full",
+        "each.grad_sq_norm = None",
+    ],
+)
+def test_such_a_write_is_found(line):
+    assert len(writes(line)) == 1

@@ -4,8 +4,6 @@ averages are multiplied in.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -21,7 +19,7 @@ from tests.helpers.models import ARCHITECTURES
 WIDE, HALF, BRAIN, DOUBLE = torch.float32, torch.float16, torch.bfloat16, torch.float64
 
 
-def parameter(dtype: torch.dtype, trains: bool = True) -> nn.Parameter:
+def parameter(dtype, trains=True):
     return nn.Parameter(torch.zeros(2, dtype=dtype), requires_grad=trains)
 
 
@@ -59,7 +57,7 @@ def test_training_16_bit_weights_without_masters_is_refused(dtype, key):
         compute_dtype("up.weight", parameter(dtype), "fp32", nn.Module())
 
 
-def kept(**sets: Any) -> nn.Module:
+def kept(**sets):
     model = nn.Module()
     for name, value in sets.items():
         setattr(model, name, value)
@@ -213,7 +211,7 @@ def test_a_restored_scaler_goes_on_alike(events, cut, window, hysteresis, consec
     assert second.state_dict() == whole.state_dict()
 
 
-def scaler_of(**config: Any) -> Fp16LossScaler:
+def scaler_of(**config):
     return Fp16LossScaler.from_config(
         ZeroConfig.from_dict({"zero_optimization": {"stage": 1}, **config}).resolve(1)
     )

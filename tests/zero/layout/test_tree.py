@@ -42,15 +42,15 @@ class Labelled(OrderedDict):
     """A dict class of its own."""
 
 
-def t(value: float) -> torch.Tensor:
+def t(value):
     return torch.full((2,), float(value))
 
 
-def plus_ten(tensor: torch.Tensor) -> torch.Tensor:
+def plus_ten(tensor):
     return tensor + 10
 
 
-def firsts(value: Any) -> list[float]:
+def firsts(value):
     return [float(tensor.flatten()[0]) for tensor in tensors_in(value)]
 
 
@@ -185,7 +185,7 @@ def test_sets_are_searched():
 class Cache:
     """An object that carries tensors, as transformers' caches do."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.keys = [t(1), t(2)]
         self.deeper = SimpleNamespace(hidden=t(3))
 

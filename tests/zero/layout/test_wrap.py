@@ -4,27 +4,25 @@ shared parameters in the root.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import pytest
 import transformers
 from torch import nn
 
 from hf_zero.errors import PartitionError
 from hf_zero.zero.layout import wrap
-from hf_zero.zero.layout.wrap import UnitSpec, find_units
+from hf_zero.zero.layout.wrap import find_units
 from tests.helpers.models import ARCHITECTURES, Block, Stack
 
 
-def names(specs: Iterable[UnitSpec]) -> list[str]:
+def names(specs):
     return [spec.name for spec in specs]
 
 
-def owned(specs: Iterable[UnitSpec]) -> dict[str, list[str]]:
+def owned(specs):
     return {spec.name: [name for name, _ in spec.parameters] for spec in specs}
 
 
-def check_complete(model: nn.Module, specs: list[UnitSpec]) -> None:
+def check_complete(model, specs):
     """Every parameter in one unit, under its first name; every unit but the root owns some, and
     is reached by its name.
     """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -13,11 +11,11 @@ from hf_zero.zero.reduce.norm import squared_norm
 class Crossings(TorchDispatchMode):
     """Copies from the CPU to the device "meta"."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.shapes: list[tuple[int, ...]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if (
             isinstance(out, torch.Tensor)
@@ -28,7 +26,7 @@ class Crossings(TorchDispatchMode):
         return out
 
 
-def flat(grad: torch.Tensor, squares: torch.Tensor | None = None) -> Any:
+def flat(grad, squares=None):
     return type(
         "FlatOf", (), {"__hash__": object.__hash__, "shard": grad, "grad_sq_norm": squares}
     )()
