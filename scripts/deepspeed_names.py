@@ -21,9 +21,9 @@ import torch.distributed as dist  # noqa: E402
 
 from hf_zero.deepspeed.api import API  # noqa: E402
 from hf_zero.deepspeed.engine import DeepSpeedEngine  # noqa: E402
-from hf_zero.deepspeed.engine_getters import LEFT_OUT, NOT_BUILT  # noqa: E402
 from hf_zero.deepspeed.facade import _submodules  # noqa: E402
 from hf_zero.deepspeed.rows import NotBuilt  # noqa: E402
+from hf_zero.deepspeed.tables.engine import ENGINE_LEFT_OUT  # noqa: E402
 
 OUT = ROOT / "hf_zero" / "deepspeed" / "NAMES.md"
 HEAD = """# DeepSpeed's public names, and what becomes of each
@@ -113,9 +113,9 @@ def table(folder: Path) -> tuple[str, list[str]]:
         if row.names or left:
             parts.append(section(path, built | from_torch, remedies, left))
     methods = {name for name in engine_names(folder) if not name.startswith("_")}
-    there = {name for name in methods if hasattr(DeepSpeedEngine, name)} - set(NOT_BUILT)
-    unaccounted += [f"{ENGINE}.{name}" for name in methods - there - {*NOT_BUILT, *LEFT_OUT}]
-    parts.append(section(f"Methods and properties of {ENGINE}", there, NOT_BUILT, LEFT_OUT))
+    there = {name for name in methods if hasattr(DeepSpeedEngine, name)}
+    unaccounted += [f"{ENGINE}.{name}" for name in methods - there - {*ENGINE_LEFT_OUT}]
+    parts.append(section(f"Methods and properties of {ENGINE}", there, {}, ENGINE_LEFT_OUT))
     return "\n".join(parts), unaccounted
 
 

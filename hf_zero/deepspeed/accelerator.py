@@ -19,6 +19,7 @@ from torch import initial_seed as initial_seed
 
 from hf_zero.deepspeed import accelerator as cpu_accelerator
 from hf_zero.deepspeed import op_builders
+from hf_zero.deepspeed.rows import left_out
 from hf_zero.device import kinds
 from hf_zero.distributed.process_group import backend_for, default_device
 
@@ -32,6 +33,28 @@ TENSORS = {
     "LongTensor": torch.int64,
 }
 
+LEFT_OUT: dict[str, str] = {
+    row.name: row.reason
+    for row in (
+        *left_out(
+            "use memory_reserved and reset_peak_memory_stats",
+            "memory_cached max_memory_cached reset_max_memory_allocated reset_max_memory_cached",
+        ),
+        *left_out("use torch.empty(..., pin_memory=True)", "pin_empty"),
+        *left_out("pass backend= to torch.compile", "get_compile_backend set_compile_backend"),
+        *left_out(
+            "the launcher sets the variables of the devices",
+            "export_envs visible_devices_envs set_visible_devices_envs",
+        ),
+        *left_out(
+            "ask is_synchronized_device",
+            "use_host_timers resolves_data_dependency handles_memory_backpressure",
+        ),
+        *left_out("ask torch", "is_current_stream_capturing is_fp64_supported op_builder_dir"),
+    )
+}
+"""Methods of DeepSpeed's accelerators that are missing here, and what to do instead."""
+
 
 class DeepSpeedAccelerator:
     """The engine's device, CPU or accelerator; a class of your own may derive from it and be given
@@ -43,7 +66,6 @@ class DeepSpeedAccelerator:
     def __init__(self, kind: str = "cpu") -> None:
         self._name = kind
         self._module: Any = cpu_accelerator if kind == "cpu" else kinds.module_of(kind)
-        self._compile_backend = "inductor"
 
     # ---- the device ----
 
@@ -80,16 +102,8 @@ class DeepSpeedAccelerator:
     def is_synchronized_device(self) -> bool:
         return kinds.is_host(self._name)
 
-    use_host_timers = resolves_data_dependency = handles_memory_backpressure = (
-        is_synchronized_device
-    )
-
     def is_triton_supported(self) -> bool:
         return kinds.runs_triton(self._name)
-
-    def is_current_stream_capturing(self) -> bool:
-        asked = getattr(self._module, "is_current_stream_capturing", None)
-        return asked is not None and bool(asked())
 
     def random(self) -> Any:
         return torch.random
@@ -101,9 +115,6 @@ class DeepSpeedAccelerator:
 
     def is_fp16_supported(self) -> bool:
         return True
-
-    def is_fp64_supported(self) -> bool:
-        return self._name != "mps"
 
     def supported_dtypes(self) -> list[torch.dtype]:
         return [
@@ -126,9 +137,6 @@ class DeepSpeedAccelerator:
         pinned = tensor.pin_memory() if make_copy else torch.empty_like(tensor, pin_memory=True)
         return pinned if match_shape else pinned.view(-1)
 
-    def pin_empty(self, *size: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device, pin_memory=self._name != "cpu")
-
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return self._name != "cpu" and tensor.is_pinned()
 
@@ -141,22 +149,11 @@ class DeepSpeedAccelerator:
     def available_memory(self, device_index: int | None = None) -> int:
         return int(self.mem_get_info(device_index)[0])
 
-    def memory_cached(self, device_index: int | None = None) -> int:
-        return int(self.memory_reserved(device_index))
-
-    def max_memory_cached(self, device_index: int | None = None) -> int:
-        return int(self.max_memory_reserved(device_index))
-
-    def reset_max_memory_allocated(self, device_index: int | None = None) -> None:
-        self.reset_peak_memory_stats(device_index)
-
-    reset_max_memory_cached = reset_max_memory_allocated
-
     def empty_cache(self) -> None:
         if self._name != "cpu":
             self._module.empty_cache()
 
-    # ---- profiling, compilation, kernels ----
+    # ---- profiling, kernels ----
 
     def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
         """Open a range for a profiler; ranges nest, and each ends with :meth:`range_pop`."""
@@ -173,42 +170,18 @@ class DeepSpeedAccelerator:
         """Call ``callback`` at once: torch initialises the device itself."""
         return callback()
 
-    def get_compile_backend(self) -> str:
-        return self._compile_backend
-
-    def set_compile_backend(self, backend: str) -> None:
-        """Set the backend. Raises ValueError for one that torch.compile does not have."""
-        known = torch._dynamo.list_backends(exclude_tags=())
-        if backend not in known:
-            raise ValueError(f"torch.compile has no backend {backend!r}; it has {known}")
-        self._compile_backend = backend
-
-    def op_builder_dir(self) -> str:
-        return "deepspeed.ops.op_builder"
-
     def get_op_builder(self, class_name: str) -> Any:
-        return getattr(op_builders, class_name, op_builders.NotImplementedBuilder)
+        known = op_builders.BUILDERS
+        return known.get(class_name, known["NotImplementedBuilder"])
 
     def create_op_builder(self, class_name: str) -> Any:
         return self.get_op_builder(class_name)()
 
-    # ---- variables of the launcher ----
-
-    def export_envs(self) -> list[str]:
-        return ["NCCL"] if backend_for(self._name) == "nccl" else []
-
-    def visible_devices_envs(self) -> list[str]:
-        return ["CUDA_VISIBLE_DEVICES"] if backend_for(self._name) == "nccl" else []
-
-    def set_visible_devices_envs(
-        self, current_env: dict[str, str], local_accelerator_ids: list[int]
-    ) -> None:
-        for name in self.visible_devices_envs():
-            current_env[name] = ",".join(map(str, local_accelerator_ids))
-
     def __getattr__(self, name: str) -> Any:
         if name in TENSORS:
             return functools.partial(torch.tensor, dtype=TENSORS[name], device=self._name)
+        if name in LEFT_OUT:
+            raise AttributeError(f"the accelerator has no {name!r}: {LEFT_OUT[name]}")
         return getattr(self._module, name)
 
 

@@ -93,10 +93,6 @@ def set_num_layers(nlayers: int) -> None:
     """
 
 
-def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Ignore the choice to divide activations among model-parallel ranks: there is one."""
-
-
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run ``function(*args, **kwargs)`` and recompute it in backward."""
     if _settings.in_cpu and _settings.offload is None:

@@ -109,7 +109,7 @@ def agreed_target(engine: Any, save_dir: str | os.PathLike[str], tag: Any) -> Ta
         return given
     every: list[Target] = get_world_group().all_gather_object(given, "the target of a save")
     others = [(rank, each) for rank, each in enumerate(every) if each != every[0]]
-    mode = str(engine.checkpoint_tag_validation_enabled()).lower()
+    mode = str(engine.config.checkpoint.tag_validation or "warn").lower()
     if others and mode != "ignore":
         rank, other = others[0]
         said = (
@@ -131,7 +131,7 @@ def _shown(target: Target) -> str:
 def tag_of(engine: Any, load_dir: str | os.PathLike[str], tag: Any) -> str | None:
     """Return ``tag``; for None under ``checkpoint.load_universal`` that in ``latest_universal``."""
     named = as_path(load_dir) / LATEST_UNIVERSAL
-    if tag is None and engine.load_universal_checkpoint() and named.is_file():
+    if tag is None and engine.config.checkpoint.load_universal and named.is_file():
         return str(named.read_text()).strip()
     return None if tag is None else str(tag)
 

@@ -125,51 +125,6 @@ def inference_all_reduce(
     return all_reduce(tensor, op=op, group=group, **options)
 
 
-class Several:
-    """The collectives of a list of tensors, as one work to wait for."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
-
-    def wait(self, timeout: Any = None) -> bool:
-        for work in self._works:
-            work.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-
-def all_reduce_coalesced(
-    tensors: Sequence[torch.Tensor],
-    op: Any = dist.ReduceOp.SUM,
-    group: Any = None,
-    async_op: bool = False,
-    **options: Any,
-) -> Several | None:
-    """Reduce each tensor over all ranks, in place. ``async_op``: return their common work."""
-    works = Several([all_reduce(each, op, group, async_op=True, **options) for each in tensors])
-    if async_op:
-        return works
-    works.wait()
-    return None
-
-
-def all_gather_coalesced(
-    output_tensors: Sequence[torch.Tensor],
-    input_tensors: Sequence[torch.Tensor],
-    group: Any = None,
-    async_op: bool = False,
-) -> Several | None:
-    """Gather each of ``input_tensors`` from all ranks into one of ``output_tensors``."""
-    pairs = zip(output_tensors, input_tensors, strict=True)
-    works = Several([all_gather_into_tensor(out, own, group, async_op=True) for out, own in pairs])
-    if async_op:
-        return works
-    works.wait()
-    return None
-
-
 def barrier(
     group: Any = None,
     async_op: bool = False,
@@ -199,26 +154,9 @@ def mpi_discovery(distributed_port: int = DEFAULT_PORT, verbose: bool = True) ->
         log_rank0(f"found by the variables of the launcher: {found}")
 
 
-def is_available() -> bool:
-    return bool(dist.is_available())
-
-
 def get_world_group() -> Any:
     """Return the group of all ranks."""
     return dist.group.WORLD
-
-
-def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    return int(dist.get_global_rank(group or get_world_group(), group_rank))
-
-
-def get_all_ranks_from_group(group: Any = None) -> list[int]:
-    return list(dist.get_process_group_ranks(group or get_world_group()))
-
-
-def new_group(ranks: Sequence[int] | None = None, **options: Any) -> Any:
-    """Make a group of these ranks (collective: all ranks call it)."""
-    return dist.new_group(ranks, **options)
 
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
@@ -229,8 +167,3 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
 
 def has_all_gather_into_tensor() -> bool:
     return True
-
-
-has_reduce_scatter_tensor = has_all_reduce_coalesced = has_coalescing_manager = (
-    has_all_gather_into_tensor
-)

@@ -103,18 +103,8 @@ class CommsLogger:
     def get_raw_data(self) -> dict[str, dict[int, list[Any]]]:
         return dict(self.comms_dict)
 
-    def has_data(self) -> bool:
-        return bool(self.comms_dict)
-
     def reset_data(self) -> None:
         self.comms_dict.clear()
-
-    def get_operation_names(self) -> list[str]:
-        return list(self.comms_dict)
-
-    def get_total_operations(self) -> int:
-        """Return the number of calls."""
-        return sum(record[0] for sizes in self.comms_dict.values() for record in sizes.values())
 
     def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, Any]] | None:
         """Return by bytes: count, total and mean time, mean rates; None if it was not called."""
@@ -248,19 +238,3 @@ def configure(
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
     """Run :meth:`CommsLogger.log_all`, printing on rank 0; collective with ``show_straggler``."""
     return comms_logger.log_all(process_group.get_rank() == 0, show_straggler, return_dict)
-
-
-def reset_log() -> None:
-    comms_logger.reset_data()
-
-
-def has_comm_data() -> bool:
-    return comms_logger.has_data()
-
-
-def get_comm_operation_count() -> int:
-    return comms_logger.get_total_operations()
-
-
-def get_logged_comm_ops() -> list[str]:
-    return comms_logger.get_operation_names()

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-TRAIN_BATCH_SIZE = "train_batch_size"
-TRAIN_MICRO_BATCH_SIZE_PER_GPU = "train_micro_batch_size_per_gpu"
-GRADIENT_ACCUMULATION_STEPS = "gradient_accumulation_steps"
 GRADIENT_CLIPPING = "gradient_clipping"
 GRADIENT_CLIPPING_DEFAULT = 1.0
 LOG_LEVEL = "log_level"
 LOG_LEVEL_DEFAULT: str | None = None
-ROUTE_TRAIN = "train"
 ROUTE_EVAL = "eval"
-ROUTE_PREDICT = "predict"
-ROUTE_ENCODE = "encode"
 UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
 CROSS_RANK = "CROSS_RANK"
 CROSS_SIZE = "CROSS_SIZE"
-LOCAL_RANK = "LOCAL_RANK"
-INFERENCE_GENERIC_MODE = "generic"
-INFERENCE_SPECIALIZED_MODE = "specialized"
 EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX"]
 """Prefixes of variables that DeepSpeed's launcher hands to other hosts; hf-zero's hands over all
 that ``.deepspeed_env`` names.

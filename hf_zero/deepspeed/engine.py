@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader
 
 from hf_zero.deepspeed.checkpoint_files import agreed_target, nothing_to_load, tag_of
 from hf_zero.deepspeed.comm_log import comms_logger
-from hf_zero.deepspeed.engine_getters import methods
+from hf_zero.deepspeed.engine_getters import ReportingEngine
 from hf_zero.deepspeed.flops_profiler import StepProfile
 from hf_zero.deepspeed.loss_scalers import EngineLossScaler
 from hf_zero.deepspeed.monitors import (
@@ -23,7 +23,6 @@ from hf_zero.deepspeed.monitors import (
     StepFigures,
 )
 from hf_zero.deepspeed.placeholders import refuse
-from hf_zero.deepspeed.reporting_engine import ReportingEngine
 from hf_zero.deepspeed.states_away import StatesAway, checked
 from hf_zero.device import kinds
 from hf_zero.errors import (
@@ -35,7 +34,6 @@ from hf_zero.initialize import data_loader
 from hf_zero.parallel.tensor.configured import readers
 from hf_zero.techniques.registry import follow
 from hf_zero.zero.access.consolidate import whole_state_dict
-from hf_zero.zero.access.full import GatheredParameters
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 
 
@@ -187,14 +185,6 @@ class DeepSpeedEngine(ReportingEngine):
             "train_batch_size": micro * steps * self.world_size,
         }
 
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """Return samples of a step, samples of a micro-batch on a rank, micro-batches of a step."""
-        return (
-            self.train_batch_size(),
-            self.train_micro_batch_size_per_gpu(),
-            self.gradient_accumulation_steps(),
-        )
-
     def deepspeed_io(
         self,
         dataset: Any,
@@ -232,14 +222,6 @@ class DeepSpeedEngine(ReportingEngine):
             drop_last=bool(self.config.dataloader_drop_last),
         )
 
-    @staticmethod
-    def is_map_style_dataset(obj: Any) -> bool:
-        return isinstance(obj, Dataset) and not isinstance(obj, IterableDataset)
-
-    @staticmethod
-    def is_iterable_style_dataset(obj: Any) -> bool:
-        return isinstance(obj, IterableDataset)
-
     # ---- state ----
 
     def module_state_dict(
@@ -257,33 +239,6 @@ class DeepSpeedEngine(ReportingEngine):
                 if not parameter.requires_grad:
                     state.pop(prefix + name, None)
         return state
-
-    def load_module_state_dict(
-        self,
-        checkpoint: Mapping[str, Any],
-        strict: bool = True,
-        custom_load_fn: Callable[..., Any] | None = None,
-        fetch_z3_params: bool = False,
-        z3_params_to_fetch: Iterable[torch.Tensor] | None = None,
-        allowed_missing_keys: Iterable[str] | None = None,
-    ) -> None:
-        """Load ``checkpoint["module"]``, a whole state dict, into the model (collective), or have
-        ``custom_load_fn(src=state_dict, dst=module)`` do it on rank 0's whole parameters.
-        """
-        state = checkpoint["module"]
-        if custom_load_fn is not None:
-            chosen = self.module.parameters() if z3_params_to_fetch is None else z3_params_to_fetch
-            with GatheredParameters(list(chosen), modifier_rank=0):
-                custom_load_fn(src=state, dst=self.module)
-            return
-        answer = self.load_state_dict(state, strict=strict and allowed_missing_keys is None)
-        if strict and allowed_missing_keys is not None:
-            missing = set(answer.missing_keys) - set(allowed_missing_keys)
-            if missing or answer.unexpected_keys:
-                raise ConfigError(
-                    f"the state dict lacks {sorted(missing)} and has {answer.unexpected_keys} that "
-                    "the model has not; load another one, or allow these keys"
-                )
 
     def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
         """Call :meth:`save_16bit_model`, whose former name this is."""
@@ -370,13 +325,6 @@ class DeepSpeedEngine(ReportingEngine):
 
     # ---- compilation, consolidated weights ----
 
-    @property
-    def is_compiled(self) -> bool:
-        """Whether the blocks' forwards are compiled."""
-        return bool(self.config.compile.blocks) or self._compiled
-
-    _compiled = False
-
     def compile(
         self,
         backend: str = "inductor",
@@ -391,7 +339,6 @@ class DeepSpeedEngine(ReportingEngine):
         if schedule is not None or compiled_autograd_enabled:
             refuse("engine.compile(schedule=..., compiled_autograd_enabled=True)", "leave both out")
         super().compile(backend, compile_kwargs, **options)
-        self._compiled = True
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
@@ -401,7 +348,3 @@ class DeepSpeedEngine(ReportingEngine):
 
     # called by Accelerate if ranks share layers, at any stage
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
-
-
-for _name, _method in methods().items():
-    setattr(DeepSpeedEngine, _name, _method)

@@ -1,174 +1,234 @@
-"""The configuration getters of DeepSpeed's engine, as a table; and its methods that are not built,
-or have no counterpart here.
+"""DeepSpeed's getters of an engine: what it computes, and what its configuration says; and the
+reasons why other ones are missing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import cached_property
+from typing import Any, cast
 
-from hf_zero.config.techniques import CURRICULUM, EFFICIENCY, LEGACY, SAMPLING, TOKEN_DROP
-from hf_zero.deepspeed.placeholders import function
-from hf_zero.deepspeed.zero_config import DEFAULTS, ZERO
+import torch
+
+from hf_zero.config.techniques import CURRICULUM, TOKEN_DROP
+from hf_zero.deepspeed import tensor_parallel
+from hf_zero.deepspeed.checkpoint_files import TorchCheckpointEngine
+from hf_zero.deepspeed.groups import get_data_parallel_group, has_moe_layers
+from hf_zero.deepspeed.tables.engine import ENGINE_LEFT_OUT
+from hf_zero.deepspeed.timers import SynchronizedWallClockTimer, ThroughputTimer
+from hf_zero.deepspeed.ulysses import get_group
+from hf_zero.deepspeed.zero_config import ZERO, DeepSpeedZeroConfig
+from hf_zero.distributed.process_group import backend_for
+from hf_zero.engine import Engine
+from hf_zero.parallel.tensor.configured import readers
+from hf_zero.techniques.layer_drop import KEY as LAYER_DROP
 from hf_zero.techniques.layer_drop import LayerDrop
+from hf_zero.techniques.registry import TrainingTechniques
+from hf_zero.zero.layout.precision import COMPUTE
 
 GETTERS: dict[str, tuple[str, Any]] = {
-    "aio_config": ("aio", {}),
     "autotp_size": ("tensor_parallel.autotp_size", 0),
-    "checkpoint_tag_validation_enabled": ("checkpoint.tag_validation", "Warn"),
-    "curriculum_enabled_legacy": (f"{LEGACY}.enabled", False),
-    "curriculum_params_legacy": (LEGACY, {}),
-    "curriculum_learning_config": (CURRICULUM, {"enabled": False}),
     "curriculum_learning_enabled": (f"{CURRICULUM}.enabled", False),
-    "data_efficiency_config": (EFFICIENCY, {"enabled": False}),
-    "data_efficiency_enabled": (f"{EFFICIENCY}.enabled", False),
-    "data_sampling_config": (SAMPLING, {"enabled": False}),
-    "data_sampling_enabled": (f"{SAMPLING}.enabled", False),
-    "dataloader_drop_last": ("dataloader_drop_last", False),
-    "dump_state": ("dump_state", False),
-    "flops_profiler_detailed": ("flops_profiler.detailed", True),
-    "flops_profiler_enabled": ("flops_profiler.enabled", False),
-    "flops_profiler_module_depth": ("flops_profiler.module_depth", -1),
-    "flops_profiler_output_file": ("flops_profiler.output_file", None),
-    "flops_profiler_profile_step": ("flops_profiler.profile_step", 1),
-    "flops_profiler_recompute_fwd_factor": ("flops_profiler.recompute_fwd_factor", 0.0),
-    "flops_profiler_top_modules": ("flops_profiler.top_modules", 1),
-    "fp16_auto_cast": ("fp16.auto_cast", False),
-    "torch_autocast_enabled": ("torch_autocast.enabled", False),
-    "gradient_predivide_factor": ("gradient_predivide_factor", 1.0),
-    "load_universal_checkpoint": ("checkpoint.load_universal", False),
     "managed_gradient_accumulation": ("managed_gradient_accumulation", True),
-    "memory_breakdown": ("memory_breakdown", False),
-    "optimizer_params": ("optimizer.params", None),
-    "pld_enabled": ("progressive_layer_drop.enabled", False),
-    "pld_gamma": ("progressive_layer_drop.gamma", 0.001),
-    "pld_params": ("progressive_layer_drop", {}),
-    "pld_theta": ("progressive_layer_drop.theta", 0.5),
-    "random_ltd_config": (TOKEN_DROP, {}),
     "random_ltd_enabled": (f"{TOKEN_DROP}.enabled", False),
-    "scheduler_params": ("scheduler.params", None),
     "steps_per_print": ("steps_per_print", None),
-    "use_node_local_storage": ("checkpoint.use_node_local_storage", False),
     "wall_clock_breakdown": ("wall_clock_breakdown", False),
-    "zero_allgather_bucket_size": (f"{ZERO}.allgather_bucket_size", 500_000_000),
-    "zero_allgather_partitions": (f"{ZERO}.allgather_partitions", True),
-    "zero_allow_untested_optimizer": ("zero_allow_untested_optimizer", False),
-    "zero_contiguous_gradients": (f"{ZERO}.contiguous_gradients", True),
-    "zero_elastic_checkpoint": (f"{ZERO}.elastic_checkpoint", False),
-    "zero_force_ds_cpu_optimizer": ("zero_force_ds_cpu_optimizer", False),
-    "zero_hpz_partition_size": (f"{ZERO}.zero_hpz_partition_size", 1),
-    "zero_ignore_unused_parameters": (f"{ZERO}.ignore_unused_parameters", True),
-    "zero_legacy_stage1": (f"{ZERO}.legacy_stage1", False),
-    "zero_load_from_fp32_weights": (f"{ZERO}.load_from_fp32_weights", True),
-    "zero_max_live_parameters": (f"{ZERO}.stage3_max_live_parameters", None),
-    "zero_max_reuse_distance": (f"{ZERO}.stage3_max_reuse_distance", 1_000_000_000),
-    "zero_model_persistence_threshold": (
-        f"{ZERO}.stage3_model_persistence_threshold",
-        DEFAULTS["stage3_model_persistence_threshold"],
-    ),
-    "zero_module_granularity_threshold": (f"{ZERO}.stage3_module_granularity_threshold", 0),
-    "zero_multi_rank_bucket_allreduce": (f"{ZERO}.use_multi_rank_bucket_allreduce", True),
-    "zero_offload_optimizer": (f"{ZERO}.offload_optimizer", None),
-    "zero_offload_param": (f"{ZERO}.offload_param", None),
-    "zero_overlap_comm": (f"{ZERO}.overlap_comm", True),
-    "zero_param_persistence_threshold": (
-        f"{ZERO}.stage3_param_persistence_threshold",
-        DEFAULTS["stage3_param_persistence_threshold"],
-    ),
-    "zero_prefetch_bucket_size": (f"{ZERO}.stage3_prefetch_bucket_size", 50_000_000),
-    "zero_quantized_gradients": (f"{ZERO}.zero_quantized_gradients", False),
-    "zero_quantized_nontrainable_weights": (
-        f"{ZERO}.zero_quantized_nontrainable_weights",
-        False,
-    ),
-    "zero_quantized_weights": (f"{ZERO}.zero_quantized_weights", False),
-    "zero_reduce_bucket_size": (f"{ZERO}.reduce_bucket_size", 500_000_000),
-    "zero_reduce_scatter": (f"{ZERO}.reduce_scatter", True),
-    "zero_round_robin_gradients": (f"{ZERO}.round_robin_gradients", False),
-    "zero_sub_group_size": (f"{ZERO}.sub_group_size", 1_000_000_000),
 }
-"""Methods that return what the configuration says under a key: (its path, its default)."""
+"""Methods that return the value of a key of the configuration: (its path, its default)."""
 
-CONSTANTS: dict[str, Any] = {
-    "autotuning_enabled": False,
-    "is_deepcompile_active": False,
-    "is_deepcompile_enabled": False,
-    "is_sanity_checks_enabled": True,
-    "optimizer_legacy_fusion": False,
-    "super_offload": False,
-    "swap_tensor_config": None,
-    "zero_allgather_sequential": False,
-    "zero_compute_grad_norm": True,
-    "zero_log_trace_cache_warnings": False,
-    "bf16_master_weights_and_gradients": False,
-    "bf16_optimizer_states": False,
-    "fp16_master_weights_and_gradients": False,
-    "checkpoint_serialization_enabled": True,
-    "checkpoint_writer_enabled": False,
-}
-"""Methods that ask for what this version has not, or always has."""
 
-NOT_BUILT = {
-    "clip_fp32_gradients": "write gradient_clipping: step() clips, by the norm over all ranks",
-    "get_deepcompile_backend": "write compile: blocks in the configuration",
-    "random_ltd_initialize": "the engine draws tokens by its configuration alone",
-    "register_compile_pass": "write compile: blocks in the configuration",
-    "sparse_allreduce": "sparse gradients are reduced as dense ones",
-    "tensor_parallel_config": "read engine.config.tensor_parallel",
-    "torch_autocast_lower_precision_safe_modules": "torch.autocast knows which operations are safe",
-    "zenflow_config": "offload the optimizer: its update overlaps the next forward",
-}
-"""Methods that ask for what is not built, and what to do instead."""
+class ReportingEngine(Engine):
+    """An :class:`hf_zero.Engine` with DeepSpeed's getters."""
 
-_BUCKETS = "the engine reduces units by itself; allreduce_gradients() reduces what is unreduced"
-_SETTINGS = "settings of a tool that is not built; its *_enabled() is False"
-LEFT_OUT = {
-    **dict.fromkeys(
-        (
-            "all_gather_scalar",
-            "allreduce_and_copy",
-            "allreduce_bucket",
-            "allreduce_no_retain",
-            "buffered_allreduce_fallback",
-            "sparse_all_gather",
-            "sparse_allreduce_bucket",
-            "sparse_allreduce_no_retain",
-        ),
-        _BUCKETS,
-    ),
-    **dict.fromkeys(
-        (
-            "autotuning_end_profile_step",
-            "autotuning_metric",
-            "autotuning_metric_path",
-            "autotuning_model_info_path",
-            "autotuning_profile_model_info",
-            "autotuning_start_profile_step",
-        ),
-        _SETTINGS,
-    ),
-    **dict.fromkeys(
-        (
-            "compile_autosp",
-            "compile_autotp",
-            "compile_zero_optimization_stage",
-            "get_autosp_backend",
-            "get_autotp_backend",
-            "get_compile_time",
-            "get_deepspeed_compile_backend",
-            "uses_parallelization_pass_only",
-        ),
-        "part of DeepCompile, which is not built; is_deepcompile_enabled() is False",
-    ),
-    "collect_python_gc": "Python's own collector is left alone",
-    "cpuadam_cores_perc": "part of SuperOffload, which is not built; super_offload() is False",
-    "get_optimizer_configuration": "the optimizer is configured in hf_zero.optim.build",
-    "load_moe_state_dict": "experts are parameters like others: load_checkpoint loads them",
-    "print_forward_breakdown": "MoE layers of DeepSpeed's are not built",
-    "zero_parameter_alignment": "alignment is the layout's own",
-    "zero_save_muon_momentum_buffer_in_memory": "Muon keeps its momentum on the device",
-}
-"""Public methods of DeepSpeed's engine that there are not, and why."""
+    # arguments of ``deepspeed.initialize``
+    collate_fn: Any = None
+    mpu: Any = None
+    # set while a Trainer writes one of its checkpoints
+    saving_in_checkpoint = False
+    loaded_checkpoint_tag: str | None = None  # of the last load
+    losses: Any = None  # DeepSpeed's sum for its monitors; not kept here
+
+    @cached_property
+    def timers(self) -> SynchronizedWallClockTimer:
+        """Timers for the script; :meth:`get_wall_clock_timers` has those of the engine."""
+        return SynchronizedWallClockTimer()
+
+    @cached_property
+    def checkpoint_engine(self) -> TorchCheckpointEngine:
+        """Writer of the script's files; :meth:`save_checkpoint` writes checkpoints."""
+        return TorchCheckpointEngine(self.config)
+
+    @property
+    def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:
+        """The engine's layer drop under DeepSpeed's names; None if it is off."""
+        technique = cast(TrainingTechniques, self.techniques).by_key.get(LAYER_DROP)
+        return ProgressiveLayerDrop(technique) if isinstance(technique, LayerDrop) else None
+
+    def get_sequence_parallel_group(self) -> Any:
+        """Return the process group of the ranks that read parts of the same sequences. Raises
+        ConfigError if the job is not sequence parallel.
+        """
+        return get_group()
+
+    def get_mom(self) -> list[Any]:
+        """Return each group's momentum or betas, whichever its optimizer has; None for neither."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [group.get("betas", group.get("momentum")) for group in groups]
+
+    def gradient_clipping(self) -> float:
+        """Return the norm that gradients are clipped to; 0.0: never."""
+        return float(self.config.gradient_clipping or 0.0)
+
+    def dynamic_loss_scale(self) -> bool:
+        return bool(self.scaler.dynamic)
+
+    def fp16_enabled(self) -> bool:
+        return self.config.precision == "fp16"
+
+    def bfloat16_enabled(self) -> bool:
+        return self.config.precision == "bf16"
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtypes of the model and of accumulated gradients."""
+        summed = self.config.gradient_accumulation_dtype
+        return COMPUTE[self.config.precision], COMPUTE[summed or self.config.precision]
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """The dtype of reductions."""
+        return COMPUTE[self.config.communication_data_type or self.config.precision]
+
+    def zero_optimization(self) -> bool:
+        return bool(self.stage > 0)
+
+    def zero_optimization_stage(self) -> int:
+        return self.config.stage
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        return bool(self.stage >= 2)
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return bool(self.stage == 3)
+
+    def zero_offload_optimizer(self) -> Any:
+        """Return the section ``offload_optimizer``, with its keys as attributes; None without it."""
+        return self._zero_section().offload_optimizer
+
+    def zero_offload_param(self) -> Any:
+        """Return the section ``offload_param``, with its keys as attributes; None without it."""
+        return self._zero_section().offload_param
+
+    def _zero_section(self) -> DeepSpeedZeroConfig:
+        return DeepSpeedZeroConfig(**self.config.to_dict().get(ZERO, {}))
+
+    def zero_cpu_offload(self) -> bool:
+        """Whether optimizer state is offloaded to host memory."""
+        return self.config.offload_optimizer.device == "cpu"
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        """Whether the update runs on the host."""
+        return bool(self.config.offload_optimizer.on)
+
+    def get_model_parallel_rank(self) -> int:
+        """Return the tensor-parallel rank of this process."""
+        return tensor_parallel.get_rank()
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether a save of the model gathers whole weights: always if a script asks for it. The
+        key decides for checkpoints of a Trainer at stage 3, which write the model beside the shards
+        (:attr:`saving_in_checkpoint`).
+        """
+        return (
+            not self.saving_in_checkpoint
+            or self.config.stage < 3
+            or self.config.zero.gather_16bit_weights_on_model_save
+        )
+
+    def optimizer_name(self) -> str | None:
+        """Return the class name of the optimizer; None without one."""
+        return None if self.optimizer is None else type(self.optimizer).__name__
+
+    def get_data_parallel_rank(self) -> int:
+        return readers()[1]
+
+    @property
+    def dp_world_size(self) -> int:
+        """Number of ranks that data is divided among."""
+        return int(self.world_size)
+
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Modules whose gradients are sparse: embeddings with ``sparse=True``."""
+        named = self.module.named_modules()
+        return {name for name, module in named if getattr(module, "sparse", False) is True}
+
+    @property
+    def seq_dp_world_size(self) -> int:
+        """The value of :attr:`dp_world_size`: sequences are not divided."""
+        return self.dp_world_size
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The process group of all ranks."""
+        return get_data_parallel_group()
+
+    @property
+    def basic_optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer: no other object wraps it."""
+        return self.optimizer
+
+    @property
+    def inside_no_sync_ctxt(self) -> bool:
+        return bool(self.in_no_sync)
+
+    @property
+    def param_names(self) -> dict[torch.nn.Parameter, str]:
+        """The names of the model's parameters."""
+        return {parameter: name for name, parameter in self.module.named_parameters()}
+
+    mp_world_size = 1
+    pipeline_parallelism = False
+
+    @property
+    def has_moe_layers(self) -> bool:
+        """Whether the model has layers of the class MoE."""
+        return has_moe_layers(self.module)[0]
+
+    @property
+    def dist_backend(self) -> str:
+        return backend_for(self.device)
+
+    @cached_property
+    def tput_timer(self) -> ThroughputTimer:
+        """Timer of samples a second. It runs from its first access on, because a step then waits
+        for the device several times.
+        """
+        return ThroughputTimer(
+            batch_size=self.train_batch_size(), steps_per_output=self.config.steps_per_print
+        )
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Return the milliseconds of the last micro-batch (``fwd_microstep``, ``bwd_microstep``,
+        ``step_microstep``) and of the last accumulation window (``fwd``, ``bwd``, ``step``); empty
+        without ``wall_clock_breakdown``. Reductions are part of the backward, which they overlap.
+        """
+        times = self.step_times
+        return {f"{part}_microstep": ms for part, ms in times.micro_batch.items()} | times.window
+
+    def log_level(self) -> str | None:
+        """Return ``log_level`` of the configuration, such as "ERROR"; None: the level is
+        unchanged.
+        """
+        return self.config.log_level and self.config.log_level.upper()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in ENGINE_LEFT_OUT:
+                said = f"the engine has no attribute {name!r}: {ENGINE_LEFT_OUT[name]}"
+                raise AttributeError(said) from None
+            raise
 
 
 def getter(path: str, default: Any) -> Callable[[Any], Any]:
@@ -184,30 +244,8 @@ def getter(path: str, default: Any) -> Callable[[Any], Any]:
     return get
 
 
-def constant(value: Any) -> Callable[[Any], Any]:
-    """Return a method that returns ``value``."""
-
-    def get(self: Any) -> Any:
-        return value
-
-    get.__doc__ = f"{value!r} in this version."
-    return get
-
-
-def methods() -> dict[str, Callable[..., Any]]:
-    """Return all of the above by name, as methods of the engine's class."""
-    made = {name: getter(path, default) for name, (path, default) in GETTERS.items()}
-    made |= {name: constant(value) for name, value in CONSTANTS.items()}
-    made |= {
-        name: function(f"deepspeed.DeepSpeedEngine.{name}", instead)
-        for name, instead in NOT_BUILT.items()
-    }
-    for name, method in made.items():
-        method.__name__, method.__qualname__ = name, f"DeepSpeedEngine.{name}"
-    return made
-
-
-# ---- ``engine.progressive_layer_drop`` ----
+for _name, (_path, _default) in GETTERS.items():
+    setattr(ReportingEngine, _name, getter(_path, _default))
 
 
 class ProgressiveLayerDrop:

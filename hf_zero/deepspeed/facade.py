@@ -125,7 +125,7 @@ def _attribute(module: ModuleType, row: Module, name: str) -> Any:
         return value
     if f"{row.path}.{name}" in _api():
         return import_module(f"{row.path}.{name}")
-    if row.others and not name.startswith("__"):
+    if row.others and name not in row.left_out and not name.startswith("__"):
         home, _, attribute = row.others.partition(":")
         return getattr(getattr(import_module(home), attribute), name)
     why = "" if name.startswith("__") else row.why_not(name)

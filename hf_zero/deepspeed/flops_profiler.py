@@ -318,7 +318,7 @@ class StepProfile:
             self._wanted = False
 
 
-# ---- Ranges in a profile, and attributes by dotted names ----
+# ---- Ranges in a profile ----
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -335,14 +335,3 @@ def instrument_w_nvtx(func: F) -> F:
             get_accelerator().range_pop()
 
     return call  # type: ignore[return-value]
-
-
-def recursive_getattr(model: Any, module_name: str) -> Any:
-    """Return ``model.a.b`` for "a.b"."""
-    return functools.reduce(getattr, module_name.split("."), model)
-
-
-def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
-    """Set ``model.a.b = module`` for "a.b"."""
-    place, _, name = module_name.rpartition(".")
-    setattr(recursive_getattr(model, place) if place else model, name, module)

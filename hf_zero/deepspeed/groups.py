@@ -58,11 +58,6 @@ def get_data_parallel_group_ranks() -> list[int]:
     return list(range(process_group.get_rank() % size, process_group.get_world_size(), size))
 
 
-def one_rank() -> int:
-    """Return the size of an unused parallelism."""
-    return 1
-
-
 def first_rank() -> int:
     """Return this rank in an unused parallelism."""
     return 0
@@ -136,10 +131,6 @@ def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
     """Return whether ``m`` has layers of the class MoE, and the number of experts of the first."""
     found = next((each for each in m.modules() if isinstance(each, MoE)), None)
     return found is not None, 0 if found is None else found.num_experts
-
-
-def is_moe_param_group(param_group: dict[str, Any]) -> bool:
-    return bool(param_group.get("moe", False))
 
 
 def configure_moe_param_groups(model_parameters: Iterable[Any]) -> list[Any]:

@@ -171,8 +171,3 @@ def init_inference(
                 f"{key} is {given[key]!r} in config and {more[key]!r} as an argument; pass one"
             )
     return InferenceEngine(model, DeepSpeedInferenceConfig(**(given | more)))
-
-
-def default_inference_config() -> dict[str, Any]:
-    """Return every key with its default."""
-    return DeepSpeedInferenceConfig.model_validate({}).model_dump()

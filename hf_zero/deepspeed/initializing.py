@@ -1,7 +1,8 @@
-"""``deepspeed.initialize``."""
+"""``deepspeed.initialize``, and the command line arguments that scripts pass to it."""
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import logging
 from collections.abc import Callable, Iterable
@@ -37,10 +38,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
         _take_over(arguments["model"])
     answer = initialize_as(DeepSpeedEngine, *given.args)
     engine, optimizer = answer[:2]
-    engine.client_optimizer = arguments["optimizer"]
-    engine.client_lr_scheduler = arguments["lr_scheduler"]
-    for name in ("training_data", "collate_fn", "mpu"):
-        setattr(engine, name, arguments[name])
+    engine.collate_fn, engine.mpu = arguments["collate_fn"], arguments["mpu"]
     if optimizer is not None:
         name_made(optimizer, engine.config)
     return answer
@@ -111,6 +109,29 @@ def _in_precision_of(model: Any, config: ZeroConfig) -> ZeroConfig:
     if name == "fp16":
         section["loss_scale"] = 1.0
     return config.override({name: section}, "computed: the model's dtype")
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--deepspeed`` and ``--deepspeed_config FILE`` to ``parser`` and return it.
+
+    ``--local_rank`` is left to the script.
+    """
+    group = parser.add_argument_group(
+        "ZeRO", "arguments of DeepSpeed scripts, read by hf_zero.initialize(args=...)"
+    )
+    group.add_argument(
+        "--deepspeed",
+        action="store_true",
+        default=False,
+        help="the script asks this flag whether to use ZeRO",
+    )
+    group.add_argument(
+        "--deepspeed_config",
+        metavar="FILE",
+        default=None,
+        help="the ZeRO configuration, a JSON file",
+    )
+    return parser
 
 
 # ---- Types of arguments ----

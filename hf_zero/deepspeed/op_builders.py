@@ -4,16 +4,19 @@ Nothing is compiled: the counterparts are part of the installation.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
-from collections.abc import Callable
+import mmap
+import os
 from typing import Any
 
+import torch
+
 from hf_zero.deepspeed.placeholders import refuse
-
-
-def _always() -> bool:
-    return True
+from hf_zero.device import kinds
+from hf_zero.distributed import process_group
+from hf_zero.errors import HostMemoryError
 
 
 def _has_triton() -> bool:
@@ -27,8 +30,7 @@ class OpBuilder:
 
     NAME = ""
     module = ""
-    instead = "there is no counterpart in this version"
-    available: Callable[[], bool] = staticmethod(_always)
+    instead = ""
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name or self.NAME
@@ -38,7 +40,7 @@ class OpBuilder:
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Whether the operator exists here and runs on this machine."""
-        return bool(self.module) and type(self).available()
+        return bool(self.module) and (self.NAME != "sparse_attn" or _has_triton())
 
     def load(self, verbose: bool = False) -> Any:
         """Return the module of hf-zero that has the operator; scripts call this to compile ahead.
@@ -54,75 +56,55 @@ class OpBuilder:
         """Return None: there is no extension to compile."""
 
 
-def _builder(
-    kind: str, name: str, module: str = "", available: Any = _always, instead: str = ""
-) -> type[OpBuilder]:
-    told = instead or OpBuilder.instead
-    values = {
-        "NAME": name,
-        "module": module,
-        "available": staticmethod(available),
-        "instead": told,
-        "__doc__": f"{module}." if module else f"Not built: {told}.",
-        "__module__": __name__,
-    }
-    return type(kind, (OpBuilder,), values)
-
-
-_INFERENCE = "generate with the engine's module, or export the model to an inference server"
+_GENERATE = "generate with the engine's module, or export the model to an inference server"
 _LAYER = "use the model's own layers, with `kernels` of the configuration"
+_LOAD = "load quantised weights"
+_GLOO = "gloo serves CPU ranks"
 
-CPUAdamBuilder = _builder("CPUAdamBuilder", "cpu_adam", "hf_zero.optim.cpu")
-CPUAdagradBuilder = _builder("CPUAdagradBuilder", "cpu_adagrad", "hf_zero.optim.cpu")
-CPULionBuilder = _builder("CPULionBuilder", "cpu_lion", "hf_zero.optim.cpu")
-FusedAdamBuilder = _builder("FusedAdamBuilder", "fused_adam", "torch.optim")
-FusedLionBuilder = _builder("FusedLionBuilder", "fused_lion", "hf_zero.optim.adam_lion")
-AsyncIOBuilder = _builder("AsyncIOBuilder", "async_io", "hf_zero.ops.files")
-PinMemoryBuilder = _builder("PinMemoryBuilder", "pin_memory", "hf_zero.deepspeed.locked_memory")
-UtilsBuilder = _builder(
-    "UtilsBuilder", "utils", instead="torch._utils flattens and unflattens lists of tensors"
-)
-SparseAttnBuilder = _builder(
-    "SparseAttnBuilder", "sparse_attn", "hf_zero.ops.sparse_attention", _has_triton
-)
-FusedLambBuilder = _builder("FusedLambBuilder", "fused_lamb", "hf_zero.optim.trust_ratio")
-GDSBuilder = _builder(
-    "GDSBuilder", "gds", instead="files are read into host memory; leave aio.use_gds false"
-)
-QuantizerBuilder = _builder("QuantizerBuilder", "quantizer", instead="load quantised weights")
-FPQuantizerBuilder = _builder(
-    "FPQuantizerBuilder", "fp_quantizer", instead="load quantised weights"
-)
-TransformerBuilder = _builder("TransformerBuilder", "transformer", instead=_LAYER)
-StochasticTransformerBuilder = _builder(
-    "StochasticTransformerBuilder", "stochastic_transformer", instead=_LAYER
-)
-EvoformerAttnBuilder = _builder("EvoformerAttnBuilder", "evoformer_attn", instead=_LAYER)
-RandomLTDBuilder = _builder(
-    "RandomLTDBuilder", "random_ltd", instead="write data_efficiency.data_routing.random_ltd"
-)
-SpatialInferenceBuilder = _builder(
-    "SpatialInferenceBuilder", "spatial_inference", instead=_INFERENCE
-)
-InferenceBuilder = _builder("InferenceBuilder", "transformer_inference", instead=_INFERENCE)
-InferenceCoreBuilder = _builder("InferenceCoreBuilder", "inference_core_ops", instead=_INFERENCE)
-InferenceCutlassBuilder = _builder("InferenceCutlassBuilder", "cutlass_ops", instead=_INFERENCE)
-RaggedOpsBuilder = _builder("RaggedOpsBuilder", "ragged_device_ops", instead=_INFERENCE)
-RaggedUtilsBuilder = _builder("RaggedUtilsBuilder", "ragged_ops", instead=_INFERENCE)
-DeepCompileBuilder = _builder(
-    "DeepCompileBuilder", "dc", instead="write compile: blocks in the configuration"
-)
-CCLCommBuilder = _builder("CCLCommBuilder", "deepspeed_ccl_comm", instead="gloo serves CPU ranks")
-ShareMemCommBuilder = _builder(
-    "ShareMemCommBuilder", "deepspeed_shm_comm", instead="gloo serves CPU ranks"
-)
-NotImplementedBuilder = _builder("NotImplementedBuilder", "deepspeed_not_implemented")
-
-ALL_OPS: dict[str, OpBuilder] = {
-    value.NAME: value()
-    for value in list(globals().values())
-    if isinstance(value, type) and issubclass(value, OpBuilder) and value.NAME
+HERE = {
+    "AsyncIOBuilder": ("async_io", "hf_zero.ops.files"),
+    "CPUAdagradBuilder": ("cpu_adagrad", "hf_zero.optim.cpu"),
+    "CPUAdamBuilder": ("cpu_adam", "hf_zero.optim.cpu"),
+    "CPULionBuilder": ("cpu_lion", "hf_zero.optim.cpu"),
+    "FusedAdamBuilder": ("fused_adam", "torch.optim"),
+    "FusedLambBuilder": ("fused_lamb", "hf_zero.optim.trust_ratio"),
+    "FusedLionBuilder": ("fused_lion", "hf_zero.optim.adam_lion"),
+    "PinMemoryBuilder": ("pin_memory", __name__),
+    "SparseAttnBuilder": ("sparse_attn", "hf_zero.ops.sparse_attention"),
 }
+"""Builders of operators that exist here: DeepSpeed's name, and the module."""
+
+NOT_BUILT = {
+    "CCLCommBuilder": ("deepspeed_ccl_comm", _GLOO),
+    "DeepCompileBuilder": ("dc", "write compile: blocks in the configuration"),
+    "EvoformerAttnBuilder": ("evoformer_attn", _LAYER),
+    "FPQuantizerBuilder": ("fp_quantizer", _LOAD),
+    "GDSBuilder": ("gds", "files are read into host memory; leave aio.use_gds false"),
+    "InferenceBuilder": ("transformer_inference", _GENERATE),
+    "InferenceCoreBuilder": ("inference_core_ops", _GENERATE),
+    "InferenceCutlassBuilder": ("cutlass_ops", _GENERATE),
+    "NotImplementedBuilder": ("deepspeed_not_implemented", "there is no counterpart"),
+    "QuantizerBuilder": ("quantizer", _LOAD),
+    "RaggedOpsBuilder": ("ragged_device_ops", _GENERATE),
+    "RaggedUtilsBuilder": ("ragged_ops", _GENERATE),
+    "RandomLTDBuilder": ("random_ltd", "write data_efficiency.data_routing.random_ltd"),
+    "ShareMemCommBuilder": ("deepspeed_shm_comm", _GLOO),
+    "SpatialInferenceBuilder": ("spatial_inference", _GENERATE),
+    "StochasticTransformerBuilder": ("stochastic_transformer", _LAYER),
+    "TransformerBuilder": ("transformer", _LAYER),
+    "UtilsBuilder": ("utils", "torch._utils flattens and unflattens lists of tensors"),
+}
+"""Builders of operators that do not: DeepSpeed's name, and the remedy."""
+
+BUILDERS: dict[str, type[OpBuilder]] = {
+    kind: type(kind, (OpBuilder,), {"NAME": name, "module": module, "__module__": __name__})
+    for kind, (name, module) in HERE.items()
+} | {
+    kind: type(kind, (OpBuilder,), {"NAME": name, "instead": instead, "__module__": __name__})
+    for kind, (name, instead) in NOT_BUILT.items()
+}
+globals().update(BUILDERS)
+ALL_OPS: dict[str, OpBuilder] = {builder.NAME: builder() for builder in BUILDERS.values()}
 
 
 def compatible_ops() -> dict[str, bool]:
@@ -136,3 +118,59 @@ def __getattr__(name: str) -> Any:
         globals()[name] = made()
         return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+# ---- ``PinMemoryBuilder``: tensors in host memory that is not paged out ----
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mlock.argtypes = _LIBC.munlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+
+
+class PinHandle:
+    """Make and free such tensors: pinned for the device, or locked if the device is the host."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, torch.Tensor] = {}
+
+    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
+        """Return ``num_elem`` zeros in the dtype of ``example_tensor``, 1-D. Raises HostMemoryError
+        if the system does not lock that much.
+        """
+        dtype, device = example_tensor.dtype, process_group.default_device()
+        if kinds.is_host(device):
+            nbytes = max(1, num_elem * dtype.itemsize)
+            made = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype, count=num_elem)
+            if _LIBC.mlock(made.data_ptr(), nbytes):
+                raise HostMemoryError(
+                    f"{nbytes:,} bytes could not be locked in memory: "
+                    f"{os.strerror(ctypes.get_errno())}; raise the limit (ulimit -l), or use plain "
+                    "tensors"
+                )
+        else:
+            made = torch.zeros(num_elem, dtype=dtype, pin_memory=True)
+        self._held[made.data_ptr()] = made
+        return made
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is within a tensor made by this handle, or is pinned by torch."""
+        start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        inside = (at <= start and stop <= at + held.nbytes for at, held in self._held.items())
+        return any(inside) or bool(tensor.is_pinned())
+
+    def free_cpu_locked_tensor(self, locked_tensor: torch.Tensor) -> bool:
+        """Unlock the memory, which is freed with the last tensor on it; return False for a tensor
+        not made by this handle.
+        """
+        held = self._held.pop(locked_tensor.data_ptr(), None)
+        if held is not None and not held.is_pinned():
+            _LIBC.munlock(held.data_ptr(), max(1, held.nbytes))
+        return held is not None
+
+
+pin_handle: Any = PinHandle
+
+
+def get_active_native_pinned_memory() -> None:
+    """Return None: torch pins the buffers of the engine and of ``get_accelerator().pin_memory``,
+    and frees them with their tensors, whatever DS_PIN_MEMORY_BACKEND says.
+    """

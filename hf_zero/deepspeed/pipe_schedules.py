@@ -187,16 +187,3 @@ class TrainSchedule(PipeSchedule):
         at = self._buffer(micro_batch)
         received: list[PipeInstruction] = [] if self.is_last_stage else [RecvGrad(at)]
         return [*received, BackwardPass(at)]
-
-
-class DataParallelSchedule(PipeSchedule):
-    """One stage: forward and backward of each micro-batch, and the update after the last."""
-
-    def steps(self) -> Iterator[list[PipeInstruction]]:
-        for micro_batch in range(self.micro_batches):
-            last = micro_batch == self.micro_batches - 1
-            ending = [ReduceGrads(), WeightUpdate()] if last else []
-            yield [LoadMicroBatch(0), ForwardPass(0), BackwardPass(0), *ending]
-
-    def num_pipe_buffers(self) -> int:
-        return 1

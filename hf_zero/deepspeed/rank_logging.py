@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import functools
 import gc
-import json
 import logging
-import os
 from collections.abc import Sequence
-from typing import Any
 
 import psutil
 
@@ -40,11 +37,6 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
     """Print on the ranks of :func:`log_dist`, whatever the level of logging is."""
     if _logs_here(ranks):
-        print(message)
-
-
-def print_rank_0(message: str) -> None:
-    if process_group.get_rank() == 0:
         print(message)
 
 
@@ -91,17 +83,6 @@ logger.warning_once = warning_once  # type: ignore[attr-defined]
 logger.log_dist_once = log_dist_once  # type: ignore[attr-defined]
 
 
-def print_json_dist(
-    message: dict[str, Any], ranks: Sequence[int] | None = None, path: str = ""
-) -> None:
-    """Write ``message`` and the rank to the file ``path``, on the given ranks."""
-    if _logs_here(ranks):
-        with open(path, "w") as file:
-            json.dump({**message, "rank": process_group.get_rank()}, file)
-            file.flush()
-            os.fsync(file.fileno())
-
-
 def get_log_level_from_string(log_level_str: str) -> int:
     """Return the level. Raises ConfigError for an unknown one."""
     level = LEVELS.get(log_level_str.lower())
@@ -117,10 +98,6 @@ def set_log_level_from_string(
     set_level(get_log_level_from_string(log_level_str), custom_logger or logger)
 
 
-def get_current_level() -> int:
-    return logger.getEffectiveLevel()
-
-
 def should_log_le(max_log_level_str: str) -> bool:
     """Whether messages of this level are logged now."""
-    return get_current_level() <= get_log_level_from_string(max_log_level_str)
+    return logger.getEffectiveLevel() <= get_log_level_from_string(max_log_level_str)

@@ -5,8 +5,7 @@ among the ranks of a group.
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -15,7 +14,6 @@ import torch
 from torch import nn
 
 from hf_zero.deepspeed import comm
-from hf_zero.deepspeed.accelerator import get_accelerator
 from hf_zero.deepspeed.comm import all_reduce
 from hf_zero.deepspeed.placeholders import refuse
 from hf_zero.distributed import process_group
@@ -113,19 +111,9 @@ def _finite(norm: torch.Tensor) -> float:
     return float(norm) if torch.isfinite(norm) else -1.0
 
 
-def get_global_norm(norm_list: Sequence[float]) -> float:
-    """Return the 2-norm of a vector whose parts have these 2-norms."""
-    return float(sum(float(norm) ** 2 for norm in norm_list) ** 0.5)
-
-
 def has_inf_or_nan(x: torch.Tensor) -> torch.Tensor:
     """Return whether an element is not finite, as a tensor on its device."""
     return torch.logical_not(torch.isfinite(x.float())).any()
-
-
-def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:
-    """Make the parent folder of the file ``filename``."""
-    os.makedirs(os.path.dirname(os.fspath(filename)) or ".", exist_ok=True)
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Any = None) -> Any:
@@ -142,17 +130,6 @@ def move_to_device(item: Any, device: Any, criterion_func: Any = None) -> Any:
     return item
 
 
-def copy_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]) -> Any:
-    """Return ``item`` like :func:`move_to_device`, with detached copies of the moved tensors."""
-    if isinstance(item, torch.Tensor):
-        return item.detach().clone().to(device) if criterion_func(item) else item
-    if isinstance(item, dict):
-        return {key: copy_to_device(value, device, criterion_func) for key, value in item.items()}
-    if isinstance(item, (list, tuple)):
-        return type(item)(copy_to_device(value, device, criterion_func) for value in item)
-    return item
-
-
 def prefix_sum_inc(weights: Sequence[int]) -> list[int]:
     """Return the sums of the first 1, 2, … of ``weights``."""
     sums: list[int] = []
@@ -161,23 +138,10 @@ def prefix_sum_inc(weights: Sequence[int]) -> list[int]:
     return sums
 
 
-def get_only_unique_item(items: Iterable[T]) -> T:
-    """Return the common value of ``items``. Raises ConfigError if they differ, or there is none."""
-    found = set(items)
-    if len(found) != 1:
-        raise ConfigError(f"expected one value, got {sorted(map(str, found))}; pass equal ones")
-    return found.pop()
-
-
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
     """Return ``base(args, key=value)`` as text."""
     parts = [*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())]
     return f"{base}({', '.join(parts)})"
-
-
-def empty_cache() -> None:
-    """Free unused memory of the device."""
-    get_accelerator().empty_cache()
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
@@ -189,10 +153,6 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
     """Set the attribute of ``model`` at a dotted name."""
     owner, _, name = module_name.rpartition(".")
     setattr(recursive_getattr(model, owner) if owner else model, name, module)
-
-
-def noop_decorator(func: T) -> T:
-    return func
 
 
 def required_torch_version(

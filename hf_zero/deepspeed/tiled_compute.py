@@ -90,14 +90,6 @@ class TiledMLP:
         return torch.cat(parts, dim=-2)
 
 
-class AutogradComputeMLP:
-    """The forward of an MLP, with activations recomputed in the backward."""
-
-    @staticmethod
-    def apply(fn: Compute, module: Any, x: torch.Tensor) -> torch.Tensor:
-        return _recomputed(fn, module, x)
-
-
 class TiledFusedLogitsLoss:
     """A loss in tiles: the logits of one tile at a time."""
 
@@ -141,14 +133,6 @@ def _reduced(values: torch.Tensor, reduction: str) -> torch.Tensor:
 
 
 # ---- Tiled linear layers ----
-
-
-def split_tensor_along_last_dim(
-    tensor: torch.Tensor, partitions: Sequence[int], contiguous_split_chunks: bool = False
-) -> Sequence[torch.Tensor]:
-    """Return parts of ``tensor`` of these widths, as views or contiguous copies."""
-    parts = torch.split(tensor, list(partitions), dim=-1)
-    return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
 
 
 class TiledLinear(nn.Module):
@@ -207,7 +191,7 @@ class TiledLinear(nn.Module):
 
     def forward(self, input_: Any) -> Any:
         if self.in_splits > 1 and not self.input_is_already_split:
-            inputs = split_tensor_along_last_dim(input_, _sizes(self.in_parts))
+            inputs: Any = torch.split(input_, _sizes(self.in_parts), dim=-1)
         else:
             inputs = [input_] if self.in_splits == 1 else input_
         rows: list[Any] = []

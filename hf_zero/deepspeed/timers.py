@@ -186,26 +186,3 @@ class ThroughputTimer:
         if getattr(self.config, "synchronized", True):
             kinds.synchronize(default_device())
         return time.perf_counter()
-
-
-class NoopTimer:
-    """Timers that measure nothing."""
-
-    def __call__(self, name: str) -> NoopTimer:
-        return self
-
-    def start(self) -> None:
-        """Do nothing."""
-
-    def stop(self, **kwargs: object) -> None:
-        """Do nothing."""
-
-    reset = start
-
-    def elapsed(self, **kwargs: object) -> float:
-        return 0.0
-
-    mean = elapsed
-
-    def get_timers(self) -> dict[str, Timer]:
-        return {}

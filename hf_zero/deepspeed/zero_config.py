@@ -71,11 +71,8 @@ DEFAULTS: dict[str, Any] = {
 }
 """What DeepSpeed documents for keys of the section that are not written."""
 
-ADAGRAD_OPTIMIZER = "adagrad"
-ADAMW_OPTIMIZER = "adamw"
 ADAM_OPTIMIZER = "adam"
 LAMB_OPTIMIZER = "lamb"
-LION_OPTIMIZER = "lion"
 
 
 class OffloadDeviceEnum(str, Enum):
@@ -191,11 +188,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
     return value.value if isinstance(value, Enum) else value
-
-
-def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
-    """Return the section of a whole configuration."""
-    return DeepSpeedZeroConfig(**param_dict.get(ZERO, {}))
 
 
 class DeepSpeedConfig:

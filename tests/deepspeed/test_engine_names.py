@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 from hf_zero.deepspeed import engine_getters
 from hf_zero.deepspeed.states_away import KINDS, checked
+from hf_zero.deepspeed.tables.engine import ENGINE_LEFT_OUT
 from hf_zero.errors import ConfigError, NotBuiltError, PartitionError
 from tests.helpers.engines import STAGES, config_of, full_grads, full_weights
 from tests.helpers.models import ROWS
@@ -59,13 +60,13 @@ def test_another_train_batch_size_is_another_window(stage: int) -> None:
                 if place == 0 and len(window) == 2:
                     with pytest.raises(PartitionError, match="inside an accumulation window"):
                         engine.set_train_batch_size(ROWS * RANKS)
-        assert engine.global_steps == 3 and engine.get_batch_info() == (2 * ROWS * RANKS, ROWS, 2)
+        assert engine.global_steps == 3 and engine.train_batch_size() == 2 * ROWS * RANKS
         for name, value in full_weights(engine).items():
             torch.testing.assert_close(value, want[name], rtol=2e-5, atol=1e-6)
         with pytest.raises(ValueError, match="no multiple"):
             engine.set_train_batch_size(ROWS * RANKS + 1)
         engine.set_train_micro_batch_size(3)
-        assert engine.get_batch_info() == (3 * 2 * RANKS, 3, 2)
+        assert engine.train_batch_size() == 3 * 2 * RANKS
         engine.destroy()
 
     on_ranks(RANKS, run)
@@ -131,16 +132,8 @@ def test_whole_state_dicts_go_out_and_in(stage: int) -> None:
             name for name in state if name.startswith("blocks.0.")
         }
         changed = {name: value + 1 for name, value in state.items()}
-        engine.load_module_state_dict({"module": changed})
+        engine.load_state_dict(changed)
         torch.testing.assert_close(engine.module_state_dict(), changed)
-        engine.load_module_state_dict(
-            {"module": state}, custom_load_fn=lambda src, dst: dst.load_state_dict(src)
-        )
-        torch.testing.assert_close(engine.module_state_dict(), state)
-        partial = {name: value for name, value in state.items() if name != "head.bias"}
-        engine.load_module_state_dict({"module": partial}, allowed_missing_keys=["head.bias"])
-        with pytest.raises(ConfigError, match=r"lacks \['head.bias'\]"):
-            engine.load_module_state_dict({"module": partial}, allowed_missing_keys=["other"])
         engine.destroy()
 
     on_ranks(RANKS, run)
@@ -222,45 +215,37 @@ def test_what_the_engine_says_about_itself() -> None:
         2,
         optimizer=None,
         bf16={"enabled": True},
-        zero_optimization={"stage": 2, "reduce_bucket_size": 7},
+        zero_optimization={"stage": 2, "offload_optimizer": {"device": "none"}},
     )
-    names = [*engine_getters.GETTERS, *engine_getters.CONSTANTS]
-    values = {name: getattr(engine, name)() for name in names}
-    assert values["zero_reduce_bucket_size"] == 7 and values["zero_overlap_comm"] is True
-    for name in engine_getters.NOT_BUILT:
-        with pytest.raises(NotBuiltError, match=f"{name} is not built"):
-            getattr(engine, name)()
-    assert not [name for name in engine_getters.LEFT_OUT if hasattr(engine, name)]
-    assert (engine.optimizer_name(), engine.scheduler_name()) == ("AdamW", None)
+    values = {name: getattr(engine, name)() for name in engine_getters.GETTERS}
+    assert values["managed_gradient_accumulation"] is True and values["autotp_size"] == 0
+    assert engine.zero_offload_param() is None
+    assert engine.zero_offload_optimizer().device == "none"
+    for name, instead in ENGINE_LEFT_OUT.items():
+        with pytest.raises(AttributeError) as caught:
+            getattr(engine, name)
+        assert str(caught.value) == f"the engine has no attribute {name!r}: {instead}"
+    assert engine.optimizer_name() == "AdamW"
     assert engine.get_data_types() == (torch.bfloat16, torch.bfloat16)
     assert engine.communication_data_type == torch.bfloat16 and engine.dist_backend == "gloo"
     assert not engine.zero_cpu_offload() and not engine.zero_use_cpu_optimizer()
-    assert engine.zero_partial_offload() == 1.0 and not engine.zero_nvme_offload_optimizer()
-    assert engine.dynamic_loss_scale_args() is None and engine.initial_dynamic_scale() == 2.0**16
-    assert engine.get_type() == [None] and engine.postscale_gradients()
-    assert not engine.is_compiled and not engine.monitor.enabled
+    assert not engine.monitor.enabled
     engine.monitor.write_events([("loss", 1.0, 1)])
-    assert not engine.checkpoint_tag_validation_fail() and engine.get_wall_clock_timers() == {}
+    assert engine.get_wall_clock_timers() == {}
     assert (engine.dp_world_size, engine.mp_world_size, engine.get_data_parallel_rank()) == (
         1,
         1,
         0,
     )
     assert engine.sparse_tensor_module_names == set()
-    assert engine.basic_optimizer is engine.optimizer is engine.client_optimizer
-    assert (engine.seq_dp_world_size, engine.gradient_average, engine.has_moe_layers) == (
-        1,
-        True,
-        False,
-    )
+    assert engine.basic_optimizer is engine.optimizer
+    assert (engine.seq_dp_world_size, engine.has_moe_layers) == (1, False)
     assert [*engine.param_names.values()] == [name for name, _ in engine.module.named_parameters()]
     assert engine.data_parallel_group is deepspeed.utils.groups.get_data_parallel_group()
     with engine.no_sync():
         assert engine.inside_no_sync_ctxt
-    assert not engine.inside_no_sync_ctxt and engine.mpu is engine.training_data is None
-    assert not engine.is_first_weights_partition_group() and engine.log_level() is None
-    assert engine.is_map_style_dataset(TensorDataset(torch.ones(1)))
-    assert not engine.is_iterable_style_dataset([1])
+    assert not engine.inside_no_sync_ctxt and engine.mpu is None
+    assert engine.log_level() is None
     with pytest.raises(NotBuiltError, match="schedule"):
         engine.compile(schedule=[])
     engine.destroy()

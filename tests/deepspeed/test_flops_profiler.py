@@ -97,7 +97,6 @@ def test_a_configuration_profiles_one_step(
             file.unlink(missing_ok=True) if step == 3 else None
         assert engine.flops_profiler.flops == CONV + HEAD
         assert engine.flops_profiler.params == PARAMS
-        assert engine.flops_profiler_profile_step() == 2 and engine.flops_profiler_enabled()
         engine.destroy()
 
     on_ranks(1, run, build=Two)

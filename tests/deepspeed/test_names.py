@@ -69,12 +69,11 @@ def test_the_cpu_under_the_names_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -
     assert cpu.device_count() == 3
     monkeypatch.delenv("LOCAL_SIZE")
     assert cpu.device_count() >= 1
-    assert cpu.is_synchronized_device() and cpu.use_host_timers() and not cpu.is_triton_supported()
-    assert cpu.memory_cached() == cpu.memory_allocated() and cpu.Event is None
+    assert cpu.is_synchronized_device() and not cpu.is_triton_supported() and cpu.Event is None
     assert cpu.LongTensor([1, 2]).dtype == torch.long and cpu.random() is torch.random
-    assert cpu.default_generator(0) is torch.default_generator and cpu.pin_empty(
-        2, dtype=torch.half
-    ).shape == (2,)
+    assert cpu.default_generator(0) is torch.default_generator
+    with pytest.raises(AttributeError, match=r"no 'memory_cached': use memory_reserved"):
+        cpu.memory_cached()
     cpu.range_push("a")
     cpu.range_pop()
     assert cpu.lazy_call(lambda: 7) == 7
@@ -128,7 +127,6 @@ def test_checkpointed_gradients_are_the_gradients() -> None:
         synchronize=True,
     )
     activation_checkpointing.set_num_layers(2)
-    activation_checkpointing.partition_activations_in_checkpoint(True)
     assert activation_checkpointing.is_configured()
     activation_checkpointing.checkpoint(block, x, scale=2).sum().backward()
     assert calls == [2, 2]

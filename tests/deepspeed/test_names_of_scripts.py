@@ -67,16 +67,12 @@ def test_messages_of_chosen_ranks(
     for ranks in (None, [], [0], [0, 1], [-1]):
         deepspeed.log_dist(f"to {ranks}", ranks)
         deepspeed.utils.logging.print_dist(f"to {ranks}", ranks)
-    deepspeed.utils.logging.print_rank_0("to rank 0")
     assert [record.getMessage() for record in said.records] == [
         "before a group everybody speaks",
         "to [0, 1]",
         "to [-1]",
     ]
     assert capsys.readouterr().out.splitlines() == ["to [0, 1]", "to [-1]"]
-    monkeypatch.setattr(process_group, "get_rank", lambda: 0)
-    deepspeed.utils.logging.print_rank_0("to rank 0")
-    assert capsys.readouterr().out == "to rank 0\n"
 
 
 def test_memory_is_told_only_when_forced(
@@ -139,7 +135,7 @@ def test_what_an_engine_says_of_itself(plain_process: None) -> None:
     engine, _, loader, _ = deepspeed.initialize(
         model=nn.Linear(2, 1), training_data=data, config=config
     )
-    assert engine.get_batch_info() == (4, 2, 2) and engine.gradient_clipping() == 0.5
+    assert engine.gradient_clipping() == 0.5
     assert (
         engine.training_dataloader is loader
         and loader.batch_size == 2
@@ -216,12 +212,10 @@ def test_parameters_that_are_cut_are_not_whole_in_a_context_of_deepspeeds_layers
 
 def test_attributes_of_an_engine_that_scripts_read(tmp_path: Path) -> None:
     engine, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config={})
-    assert engine.loaded_checkpoint_tag is engine.losses is engine.seq_parallel_group is None
+    assert engine.loaded_checkpoint_tag is engine.losses is None
     assert engine.checkpoint_engine.name == "TorchCheckpointEngine"
     engine.timers("forward").start()
     engine.timers("forward").stop()
-    with pytest.raises(NotBuiltError, match="gradient_clipping"):
-        engine.clip_fp32_gradients()
     engine.save_checkpoint(str(tmp_path), tag="first")
     engine.load_checkpoint(str(tmp_path))
     assert engine.loaded_checkpoint_tag == "first"

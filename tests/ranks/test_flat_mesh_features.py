@@ -82,7 +82,7 @@ def load_what_was_saved(engine):
     whole = {name: value.clone() for name, value in whole_state_dict(engine).items()}
     for p in engine.module.parameters():
         hf_zero.safe_set_full_fp32_param(p, torch.zeros_like(hf_zero.safe_get_full_fp32_param(p)))
-    engine.load_module_state_dict({"module": whole})
+    engine.load_state_dict(whole)
 
 
 BETWEEN = {

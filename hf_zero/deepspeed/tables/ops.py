@@ -20,10 +20,10 @@ BUILDERS = names(
     ".op_builders",
     "AsyncIOBuilder CCLCommBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder "
     "DeepCompileBuilder EvoformerAttnBuilder FPQuantizerBuilder FusedAdamBuilder "
-    "FusedLambBuilder FusedLionBuilder GDSBuilder InferenceBuilder "
-    "InferenceCoreBuilder InferenceCutlassBuilder NotImplementedBuilder OpBuilder "
-    "PinMemoryBuilder QuantizerBuilder RaggedOpsBuilder RaggedUtilsBuilder "
-    "RandomLTDBuilder ShareMemCommBuilder SparseAttnBuilder SpatialInferenceBuilder "
+    "FusedLambBuilder FusedLionBuilder GDSBuilder InferenceBuilder InferenceCoreBuilder "
+    "InferenceCutlassBuilder NotImplementedBuilder OpBuilder PinMemoryBuilder "
+    "QuantizerBuilder RaggedOpsBuilder RaggedUtilsBuilder RandomLTDBuilder "
+    "ShareMemCommBuilder SparseAttnBuilder SpatialInferenceBuilder "
     "StochasticTransformerBuilder TransformerBuilder UtilsBuilder",
 )
 CPU_ADAM = names(".optimizers", "DeepSpeedCPUAdam")

@@ -27,8 +27,8 @@ from hf_zero.deepspeed.tables.top import CONFIG, CONFIG_ERROR
 ACTIVATION_CHECKPOINTING: tuple[Row, ...] = (
     *names(
         ".activation_checkpointing",
-        "checkpoint configure is_configured non_reentrant_checkpoint=checkpoint "
-        "partition_activations_in_checkpoint reset set_num_layers",
+        "checkpoint configure is_configured non_reentrant_checkpoint=checkpoint reset "
+        "set_num_layers",
     ),
     *names(
         ".activation_checkpointing",
@@ -46,9 +46,10 @@ ACTIVATION_CHECKPOINTING: tuple[Row, ...] = (
     ),
     *left_out(
         "the state of DeepSpeed's module; configure() sets it",
-        "deepspeed_checkpointing_enabled mpu mp_rank mp_size mp_group num_layers "
-        "contiguous_data_buffers data_offsets contiguous_size_buffers size_offsets timers "
-        "PARTITION_ACTIVATIONS CPU_CHECKPOINT CONTIGUOUS_CHECKPOINTING SYNCHRONIZE PROFILE_TIME",
+        "partition_activations_in_checkpoint deepspeed_checkpointing_enabled mpu mp_rank "
+        "mp_size mp_group num_layers contiguous_data_buffers data_offsets "
+        "contiguous_size_buffers size_offsets timers PARTITION_ACTIVATIONS CPU_CHECKPOINT "
+        "CONTIGUOUS_CHECKPOINTING SYNCHRONIZE PROFILE_TIME",
     ),
 )
 OPTIMIZERS = names("torch.optim", "DeepSpeedOptimizer=Optimizer ZeROOptimizer=Optimizer")
@@ -121,8 +122,7 @@ RUNTIME = (
         CONFIG_ERROR,
         names(
             ".zero_config",
-            "ADAGRAD_OPTIMIZER ADAMW_OPTIMIZER ADAM_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER "
-            "get_gradient_clipping get_log_level",
+            "ADAM_OPTIMIZER LAMB_OPTIMIZER get_gradient_clipping get_log_level",
         ),
         left_out(BY_CONFIG, "*"),
     ),
@@ -187,9 +187,7 @@ RUNTIME = (
         "Names of keys, and defaults.",
         names(
             ".constants",
-            "GRADIENT_ACCUMULATION_STEPS GRADIENT_CLIPPING GRADIENT_CLIPPING_DEFAULT "
-            "LOG_LEVEL LOG_LEVEL_DEFAULT ROUTE_ENCODE ROUTE_EVAL ROUTE_PREDICT ROUTE_TRAIN "
-            "TRAIN_BATCH_SIZE TRAIN_MICRO_BATCH_SIZE_PER_GPU",
+            "GRADIENT_CLIPPING GRADIENT_CLIPPING_DEFAULT LOG_LEVEL LOG_LEVEL_DEFAULT ROUTE_EVAL",
         ),
         left_out(CONSTANT, "*"),
     ),
@@ -237,15 +235,16 @@ RUNTIME = (
             "VALID_LR_SCHEDULES LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR",
         ),
         names(".schedule_names", *CONSTANTS),
-        names(
-            ".arguments",
-            "add_tuning_arguments get_config_from_args get_lr_from_config parse_arguments "
-            "update_lr",
+        left_out(
+            "write the section scheduler in the configuration",
+            "add_tuning_arguments parse_arguments get_config_from_args get_lr_from_config "
+            "update_lr override_params override_1cycle_params override_lr_range_test_params "
+            "override_warmupLR_params override_warmupCosineLR_params",
         ),
         left_out(
-            "get_config_from_args reads the arguments",
-            "override_params override_1cycle_params override_lr_range_test_params "
-            "override_warmupLR_params override_warmupCosineLR_params",
+            CONSTANT,
+            "LR_SCHEDULE EDGE_VALUE MID_VALUE CYCLE_FIRST_STAIR_COUNT CYCLE_SECOND_STAIR_COUNT "
+            "CYCLE_SECOND_STEP_SIZE",
         ),
         left_out(OWN_OPTIMIZER, "get_torch_optimizer"),
     ),
@@ -274,12 +273,12 @@ RUNTIME = (
         "What each stage does, step by step.",
         names(
             ".pipe_schedules",
-            "BackwardPass BufferOpInstruction DataParallelSchedule ForwardPass "
-            "InferenceSchedule LoadMicroBatch OptimizerStep=WeightUpdate PipeInstruction "
-            "PipeSchedule RecvActivation RecvGrad ReduceGrads ReduceTiedGrads SendActivation "
-            "SendGrad TrainSchedule",
+            "BackwardPass BufferOpInstruction ForwardPass InferenceSchedule LoadMicroBatch "
+            "OptimizerStep=WeightUpdate PipeInstruction PipeSchedule RecvActivation RecvGrad "
+            "ReduceGrads ReduceTiedGrads SendActivation SendGrad TrainSchedule",
         ),
         classes_not_built(NO_DUALPIPE, "DualPipeVSchedule"),
+        left_out("one stage needs no schedule", "DataParallelSchedule"),
         left_out(INTERNAL, "CommitP2P"),
     ),
     module(
@@ -298,9 +297,9 @@ RUNTIME = (
         names(".ulysses", "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter"),
         names(
             ".tiled_compute",
-            "AutogradComputeMLP SequenceTiledCompute TiledFusedLogitsLoss TiledMLP "
-            "sequence_tiled_compute",
+            "SequenceTiledCompute TiledFusedLogitsLoss TiledMLP sequence_tiled_compute",
         ),
+        left_out("use torch.utils.checkpoint, or TiledMLP", "AutogradComputeMLP"),
     ),
     module(
         "deepspeed.sequence",
@@ -323,14 +322,16 @@ RUNTIME = (
         names(".rank_logging", "see_memory_usage"),
         names(
             ".runtime_utils",
-            "CheckOverflow call_to_str clip_grad_norm_ copy_to_device empty_cache "
-            "ensure_directory_exists get_global_norm get_only_unique_item get_weight_norm "
-            "has_inf_or_nan move_to_device noop_decorator prefix_sum_inc",
+            "CheckOverflow call_to_str clip_grad_norm_ get_weight_norm has_inf_or_nan "
+            "move_to_device prefix_sum_inc",
         ),
         names(PIPELINE + ".layers", "set_random_seed"),
         names(PIPELINE + ".partition", "partition_balanced partition_uniform"),
         names(".runtime_utils", "PartitionedTensor"),
         names("contextlib", "noop_context=nullcontext"),
+        left_out("use move_to_device", "copy_to_device"),
+        left_out("use get_accelerator().empty_cache", "empty_cache"),
+        left_out("use os.makedirs", "ensure_directory_exists"),
         left_out("use see_memory_usage", "memory_status get_ma_status mem_alloced mem_cached"),
         left_out(
             "use get_accelerator().memory_reserved",
@@ -338,7 +339,7 @@ RUNTIME = (
         ),
         left_out(
             "the engine clips and reports norms: gradient_clipping, get_global_grad_norm()",
-            "get_flattened_grad_norm get_grad_zeros get_global_norm_of_tensors "
+            "get_global_norm get_flattened_grad_norm get_grad_zeros get_global_norm_of_tensors "
             "clip_tensors_by_global_norm combine_grad_norm_groups get_norm_with_moe_layers "
             "get_norm_with_moe_layers_fast is_invalid_grad_norm "
             "mask_nan_or_inf_with_val_inplace",
@@ -346,12 +347,13 @@ RUNTIME = (
         left_out("use engine.offload_states", "offload_adam_states reload_adam_states"),
         left_out(
             INTERNAL,
-            "DummyOptim filter_empty_parameters is_model_parallel_parameter "
-            "is_optimized_parameter align_dense_tensors all_gather_into_tensor_dp_groups "
-            "all_gather_dp_groups get_tensor_bytes get_checkpoint_folder_size TLinear "
-            "get_inactive_params is_transformers_cache compare_tensors_in_structures "
-            "maybe_loss_for_backward OutputBackwardHookManager register_output_backward_hooks "
-            "check_internal_apis_for_count_used_parameters count_used_parameters_in_backward",
+            "get_only_unique_item noop_decorator DummyOptim filter_empty_parameters "
+            "is_model_parallel_parameter is_optimized_parameter align_dense_tensors "
+            "all_gather_into_tensor_dp_groups all_gather_dp_groups get_tensor_bytes "
+            "get_checkpoint_folder_size TLinear get_inactive_params is_transformers_cache "
+            "compare_tensors_in_structures maybe_loss_for_backward OutputBackwardHookManager "
+            "register_output_backward_hooks check_internal_apis_for_count_used_parameters "
+            "count_used_parameters_in_backward",
         ),
     ),
 )

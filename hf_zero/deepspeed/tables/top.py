@@ -42,22 +42,33 @@ COMM: tuple[Row, ...] = (
     ),
     *names(
         ".comm",
-        "all_gather all_gather_coalesced all_gather_into_tensor all_gather_object "
-        "all_reduce all_reduce_coalesced all_to_all all_to_all_single allgather_fn "
-        "barrier batch_isend_irecv broadcast broadcast_object_list default_pg_timeout "
-        "gather get_all_ranks_from_group get_global_rank get_world_group "
-        "has_all_gather_into_tensor has_all_reduce_coalesced has_coalescing_manager "
-        "has_reduce_scatter_tensor inference_all_reduce init_distributed "
-        "initialize_mesh_device irecv is_available isend monitored_barrier mpi_discovery "
-        "new_group recv reduce reduce_scatter reduce_scatter_fn reduce_scatter_tensor "
-        "scatter send",
+        "all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all "
+        "all_to_all_single allgather_fn barrier batch_isend_irecv broadcast "
+        "broadcast_object_list default_pg_timeout gather get_world_group "
+        "has_all_gather_into_tensor inference_all_reduce init_distributed "
+        "initialize_mesh_device irecv isend monitored_barrier mpi_discovery recv reduce "
+        "reduce_scatter reduce_scatter_fn reduce_scatter_tensor scatter send",
     ),
     *names(
         ".comm_log",
-        "comms_logger configure get_comm_operation_count get_logged_comm_ops "
-        "has_comm_data log_summary reset_log",
+        "comms_logger configure log_summary",
     ),
     *classes_not_built(TORCH_GROUPS, "TorchBackend"),
+    *left_out(
+        "call all_reduce or all_gather_into_tensor of each tensor, with async_op=True",
+        "all_gather_coalesced all_reduce_coalesced",
+    ),
+    *left_out(
+        "log_summary(return_dict=True) returns the log; comms_logger.comms_dict is it",
+        "get_comm_operation_count get_logged_comm_ops has_comm_data reset_log",
+    ),
+    *left_out(
+        "torch has these collectives",
+        "has_all_reduce_coalesced has_coalescing_manager has_reduce_scatter_tensor",
+    ),
+    *left_out(
+        "torch.distributed.get_process_group_ranks(group) returns them", "get_all_ranks_from_group"
+    ),
     *left_out(
         BY_LAUNCHER,
         "get_local_rank_from_launcher get_world_rank_from_launcher "
@@ -67,9 +78,8 @@ COMM: tuple[Row, ...] = (
     *left_out(
         INTERNAL,
         "get_default_args get_tensor_position get_tensor_kwarg get_msg_size_from_args "
-        "get_debug_log_name cdb timers timer_summary nccl_backend mpi_backend "
-        "ccl_backend hccl_backend timed_op init_deepspeed_backend set_backend "
-        "enable_symm_mem_for_group",
+        "get_debug_log_name cdb timers timer_summary nccl_backend mpi_backend ccl_backend "
+        "hccl_backend timed_op init_deepspeed_backend set_backend enable_symm_mem_for_group",
     ),
 )
 
@@ -78,7 +88,7 @@ TOP = (
         "deepspeed",
         "hf-zero answering to the name of DeepSpeed; nothing is installed under this name.",
         names(".engine", "DeepSpeedEngine"),
-        names(".initializing", "initialize"),
+        names(".initializing", "add_config_arguments initialize"),
         CONFIG,
         CONFIG_ERROR,
         VERSIONS,
@@ -86,7 +96,6 @@ TOP = (
             ".version", "__version_major__=MAJOR __version_minor__=MINOR __version_patch__=PATCH"
         ),
         names(".accelerator", "get_accelerator"),
-        names(".arguments", "add_config_arguments"),
         names(".comm", "init_distributed TORCH_DISTRIBUTED_DEFAULT_PORT=DEFAULT_PORT"),
         names(".on_device", "OnDevice"),
         names(".op_builders", "HAS_TRITON"),
@@ -100,7 +109,7 @@ TOP = (
         names("deepspeed.runtime", "zero"),
         names(
             ".inference",
-            "DeepSpeedInferenceConfig InferenceEngine default_inference_config init_inference",
+            "DeepSpeedInferenceConfig InferenceEngine init_inference",
         ),
         functions_not_built(KERNELS, "replace_transformer_layer"),
         names(".tensor_parallel", "set_autotp_mode tp_model_init"),
@@ -111,6 +120,7 @@ TOP = (
         classes_not_built(KERNELS, "DeepSpeedTransformerLayer DeepSpeedTransformerConfig"),
         names(".pipeline", "PipelineEngine"),
         classes_not_built(NO_DUALPIPE, "DualPipeVEngine DualPipeVModule"),
+        left_out("DeepSpeedInferenceConfig() has the defaults", "default_inference_config"),
         left_out("hf_zero.ZeroConfig.coerce reads configurations", "load_ds_config"),
         left_out(
             "internal to DeepSpeed's Muon",
@@ -127,10 +137,8 @@ TOP = (
         "deepspeed.constants",
         "The default port and timeout.",
         names(".comm", "TORCH_DISTRIBUTED_DEFAULT_PORT=DEFAULT_PORT default_pg_timeout"),
-        names(
-            ".constants",
-            "INFERENCE_GENERIC_MODE INFERENCE_SPECIALIZED_MODE CROSS_RANK CROSS_SIZE LOCAL_RANK",
-        ),
+        names(".constants", "CROSS_RANK CROSS_SIZE"),
+        left_out(CONSTANT, "INFERENCE_GENERIC_MODE INFERENCE_SPECIALIZED_MODE LOCAL_RANK"),
     ),
     module(
         "deepspeed.accelerator",
@@ -261,8 +269,9 @@ TOP = (
         ),
         left_out(
             INTERNAL,
-            "Tensor module_flop_count module_mac_count old_functions wrapFunc MODULE_HOOK_MAPPING "
-            "bytes_to_string get_module_flops get_module_macs get_module_duration",
+            "Tensor module_flop_count module_mac_count old_functions wrapFunc "
+            "MODULE_HOOK_MAPPING bytes_to_string get_module_flops get_module_macs "
+            "get_module_duration",
         ),
     ),
     module("deepspeed.moe", "Mixtures of experts."),
@@ -286,7 +295,8 @@ TOP = (
     module(
         "deepspeed.moe.utils",
         "Parameters of experts.",
-        names(".groups", "configure_moe_param_groups has_moe_layers is_moe_param_group"),
+        names(".groups", "configure_moe_param_groups has_moe_layers"),
+        left_out("read the key moe of the group", "is_moe_param_group"),
         names(
             f"{EXPERT}.marks",
             "is_moe_param=is_expert_parameter "

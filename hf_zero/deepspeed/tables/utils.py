@@ -32,8 +32,8 @@ ACCESS: tuple[Row, ...] = (
     ),
     *left_out(
         "use safe_get_full_* and safe_set_full_*",
-        "tensor_fragment fragment_address get_full_hp_param set_full_hp_param get_full_hp_grad "
-        "set_full_hp_grad get_hp_fragment_mapping map_to_flat_opt_states",
+        "tensor_fragment fragment_address get_full_hp_param set_full_hp_param "
+        "get_full_hp_grad set_full_hp_grad get_hp_fragment_mapping map_to_flat_opt_states",
     ),
 )
 LEAVES: tuple[Row, ...] = (
@@ -82,7 +82,7 @@ UTILS = (
         names("hf_zero.logging", "logger"),
         names(".rank_logging", "log_dist log_dist_once set_log_level_from_string"),
         names(".repeating_loader", "RepeatingLoader"),
-        names(".flops_profiler", "recursive_getattr recursive_setattr"),
+        names(".runtime_utils", "recursive_getattr recursive_setattr"),
         left_out(INTERNAL, "get_caller_func link_hp_params lazy_init_hp_params_optimizer_state"),
         left_out("start the script with numactl and --no_python", "get_numactl_cmd"),
     ),
@@ -126,11 +126,15 @@ UTILS = (
         names("hf_zero.logging", "logger"),
         names(
             ".rank_logging",
-            "log_levels=LEVELS get_current_level get_log_level_from_string log_dist "
-            "log_dist_once print_dist print_json_dist print_rank_0 set_log_level_from_string "
-            "should_log_le warning_once",
+            "get_log_level_from_string log_dist log_dist_once print_dist "
+            "set_log_level_from_string should_log_le warning_once",
         ),
         left_out("logging.getLogger makes loggers", "LoggerFactory"),
+        left_out(
+            "logger.getEffectiveLevel() and the names of logging", "get_current_level log_levels"
+        ),
+        left_out("use print_dist(message, [0])", "print_rank_0"),
+        left_out("use json.dump", "print_json_dist"),
         left_out("print(vars(args))", "print_configuration"),
         left_out(INTERNAL, "get_dist_msg"),
     ),
@@ -160,7 +164,7 @@ UTILS = (
     module(
         "deepspeed.utils.pin_memory",
         "Who pins host memory: torch.",
-        names(".locked_memory", "get_active_native_pinned_memory"),
+        names(".op_builders", "get_active_native_pinned_memory"),
         left_out(
             "torch pins and frees; PinMemoryBuilder().load().pin_handle() locks by itself",
             "NativePinnedMemory get_native_pinned_memory",
@@ -170,13 +174,17 @@ UTILS = (
     module(
         "deepspeed.utils.timer",
         "Timers.",
-        names(".timers", "NoopTimer SynchronizedWallClockTimer ThroughputTimer trim_mean"),
+        names(".timers", "SynchronizedWallClockTimer ThroughputTimer trim_mean"),
         classes_not_built(PROFILE, "CudaEventTimer"),
         left_out(
+            "leave the calls out: wall_clock_breakdown switches the engine's times", "NoopTimer"
+        ),
+        left_out(
             CONSTANT,
-            "FORWARD_MICRO_TIMER FORWARD_GLOBAL_TIMER BACKWARD_MICRO_TIMER BACKWARD_GLOBAL_TIMER "
-            "BACKWARD_INNER_MICRO_TIMER BACKWARD_INNER_GLOBAL_TIMER BACKWARD_REDUCE_MICRO_TIMER "
-            "BACKWARD_REDUCE_GLOBAL_TIMER STEP_MICRO_TIMER STEP_GLOBAL_TIMER TIME_EPSILON",
+            "FORWARD_MICRO_TIMER FORWARD_GLOBAL_TIMER BACKWARD_MICRO_TIMER "
+            "BACKWARD_GLOBAL_TIMER BACKWARD_INNER_MICRO_TIMER BACKWARD_INNER_GLOBAL_TIMER "
+            "BACKWARD_REDUCE_MICRO_TIMER BACKWARD_REDUCE_GLOBAL_TIMER STEP_MICRO_TIMER "
+            "STEP_GLOBAL_TIMER TIME_EPSILON",
         ),
     ),
     module(

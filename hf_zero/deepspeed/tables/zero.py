@@ -44,10 +44,10 @@ ZERO_ROWS = (
     module(
         "deepspeed.runtime.zero.config",
         "The section zero_optimization.",
-        names(".zero_config", "DeepSpeedZeroConfig ZeroStageEnum get_zero_config"),
+        names(".zero_config", "DeepSpeedZeroConfig ZeroStageEnum"),
         names(".zero_config", "ZERO_OPTIMIZATION=ZERO"),
         OFFLOAD,
-        left_out(BY_CONFIG, "ZERO_FORMAT read_zero_config_deprecated"),
+        left_out(BY_CONFIG, "ZERO_FORMAT get_zero_config read_zero_config_deprecated"),
     ),
     module(
         "deepspeed.runtime.zero.leaf_module_config",
@@ -88,10 +88,10 @@ ZERO_ROWS = (
         classes_not_built(GATHERED, "MultipleAllGatherHandles AllGatherHandle"),
         left_out(
             INTERNAL,
-            "zero_init_context top_level_context "
-            "DS_Z3_EAGER_FALLBACK_OWNER_ATTR DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR "
-            "DEFAULT_TENSOR_OVERRIDES get_allgather_dtype NoGatherHandle NoGatherCoalescedHandle "
-            "print_rank_0 debug_rank0 unregister_external_parameter get_new_tensor_fn_for_dtype "
+            "zero_init_context top_level_context DS_Z3_EAGER_FALLBACK_OWNER_ATTR "
+            "DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR DEFAULT_TENSOR_OVERRIDES "
+            "get_allgather_dtype NoGatherHandle NoGatherCoalescedHandle print_rank_0 "
+            "debug_rank0 unregister_external_parameter get_new_tensor_fn_for_dtype "
             "get_all_subclasses free_param reuse_buffers temp_contiguous_tensor empty_buffers "
             "InsertPostInitMethodToModuleSubClasses shutdown_init_context restore_init_context "
             "AllGatherCoalescedHandle AllReduceCoalescedHandle",
@@ -144,17 +144,12 @@ ZERO_ROWS = (
     module(
         "deepspeed.runtime.zero.muon.original_muon",
         "The update of Muon.",
-        names(
-            ".muon_update",
-            "muon_update zeropower_via_newtonschulz5 "
-            "zeropower_via_gram_newtonschulz=zeropower_via_newtonschulz5",
-        ),
         left_out("write optimizer.type Muon: hf_zero.optim.muon", "*"),
     ),
     module(
         "deepspeed.runtime.zero.tiling",
         "Linear layers in tiles.",
         TILED,
-        names(".tiled_compute", "split_tensor_along_last_dim"),
+        left_out("use torch.split", "split_tensor_along_last_dim"),
     ),
 )
