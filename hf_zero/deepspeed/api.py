@@ -9,10 +9,9 @@ its code belongs in a file of this folder or in the package that does the work.
 from __future__ import annotations
 
 from hf_zero.deepspeed.rows import Module
-from hf_zero.deepspeed.tables.ops import OPS
 from hf_zero.deepspeed.tables.runtime import RUNTIME
 from hf_zero.deepspeed.tables.top import TOP
-from hf_zero.deepspeed.tables.utils import UTILS
+from hf_zero.deepspeed.tables.utils import OPS, UTILS
 from hf_zero.deepspeed.tables.zero import ZERO_ROWS
 
 MODULES: tuple[Module, ...] = (*TOP, *OPS, *RUNTIME, *ZERO_ROWS, *UTILS)

@@ -14,7 +14,7 @@ import torch
 
 from hf_zero.checkpoint.find import LATEST, find_checkpoint
 from hf_zero.checkpoint.storage import as_path
-from hf_zero.deepspeed.universal_files import LATEST_UNIVERSAL
+from hf_zero.deepspeed.state_dicts import LATEST_UNIVERSAL
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import CheckpointError, ConfigError, TargetMismatchError
 from hf_zero.logging import log_rank0, logger
@@ -109,7 +109,7 @@ def agreed_target(engine: Any, save_dir: str | os.PathLike[str], tag: Any) -> Ta
         return given
     every: list[Target] = get_world_group().all_gather_object(given, "the target of a save")
     others = [(rank, each) for rank, each in enumerate(every) if each != every[0]]
-    mode = str(engine.config.checkpoint.tag_validation or "warn").lower()
+    mode = str(_section(engine).get("tag_validation", "warn")).lower()
     if others and mode != "ignore":
         rank, other = others[0]
         said = (
@@ -123,6 +123,12 @@ def agreed_target(engine: Any, save_dir: str | os.PathLike[str], tag: Any) -> Ta
     return every[0]
 
 
+def _section(engine: Any) -> dict[str, Any]:
+    """Return the written keys of the section ``checkpoint``."""
+    section: dict[str, Any] = engine.config.to_dict().get("checkpoint", {})
+    return section
+
+
 def _shown(target: Target) -> str:
     folder, tag = target
     return folder if tag is None else os.path.join(folder, tag)
@@ -131,7 +137,7 @@ def _shown(target: Target) -> str:
 def tag_of(engine: Any, load_dir: str | os.PathLike[str], tag: Any) -> str | None:
     """Return ``tag``; for None under ``checkpoint.load_universal`` that in ``latest_universal``."""
     named = as_path(load_dir) / LATEST_UNIVERSAL
-    if tag is None and engine.config.checkpoint.load_universal and named.is_file():
+    if tag is None and _section(engine).get("load_universal") and named.is_file():
         return str(named.read_text()).strip()
     return None if tag is None else str(tag)
 

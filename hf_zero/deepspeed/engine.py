@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hf_zero.deepspeed.checkpoint_files import agreed_target, nothing_to_load, tag_of
-from hf_zero.deepspeed.comm_log import comms_logger
+from hf_zero.deepspeed.comm import comms_logger
 from hf_zero.deepspeed.engine_getters import ReportingEngine
 from hf_zero.deepspeed.flops_profiler import StepProfile
 from hf_zero.deepspeed.loss_scalers import EngineLossScaler
@@ -22,11 +22,12 @@ from hf_zero.deepspeed.monitors import (
     MonitorMaster,
     StepFigures,
 )
-from hf_zero.deepspeed.placeholders import refuse
-from hf_zero.deepspeed.states_away import StatesAway, checked
+from hf_zero.deepspeed.rows import refuse
+from hf_zero.deepspeed.zero_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from hf_zero.device import kinds
 from hf_zero.errors import (
     ConfigError,
+    PartitionError,
     UnreducedGradientsError,
     UnscalableLossError,
 )
@@ -348,3 +349,90 @@ class DeepSpeedEngine(ReportingEngine):
 
     # called by Accelerate if ranks share layers, at any stage
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+
+# ---- Training state that is away in host memory ----
+
+KINDS = tuple(each.value for each in OffloadStateTypeEnum)
+
+
+class StatesAway:
+    """The offloaded storages with their host copies. Storages are emptied and refilled in place:
+    every view of them, in parameters, segments and buffers, stays valid.
+    """
+
+    def __init__(self) -> None:
+        self._away: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._away)
+
+    def send(self, engine: Any, include: Iterable[str], pin: bool, non_blocking: bool) -> None:
+        """Copy the storages that hold only kinds in ``include`` to host memory, and free their
+        device memory.
+        """
+        chosen = set(include)
+        held: dict[int, tuple[torch.UntypedStorage, set[str]]] = {}
+        for kind, tensor in _state_of(engine):
+            storage = tensor.untyped_storage()
+            held.setdefault(storage._cdata, (storage, set()))[1].add(kind)
+        for storage, kinds_in_it in held.values():
+            if storage.nbytes() and kinds_in_it <= chosen:
+                host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin)
+                host.copy_(_bytes(storage), non_blocking=non_blocking)
+                self._away.append((storage, host))
+        kinds.synchronize(engine.device)  # complete the copies before their sources are freed
+        for storage, _ in self._away:
+            storage.resize_(0)
+
+    def bring(self, device: torch.device, non_blocking: bool) -> None:
+        """Refill the storages."""
+        for storage, host in self._away:
+            storage.resize_(host.numel())
+            _bytes(storage).copy_(host, non_blocking=non_blocking)
+        if non_blocking:
+            kinds.synchronize(device)  # the host copies are freed now
+        self._away = []
+
+    def refuse(self, what: str) -> None:
+        """Raise PartitionError if any state is offloaded."""
+        if self._away:
+            raise PartitionError(
+                f"{what} while offload_states() keeps this engine's state in host memory; call "
+                "engine.reload_states() first"
+            )
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    made = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return made.set_(storage)  # type: ignore[call-overload]
+
+
+def _state_of(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of an engine on its device, each with its kind."""
+    for flat in engine.flats:
+        kept = flat.optimizer_shard
+        gradients = [flat.gradient.shard, flat.gradient.accumulated_grad]
+        found = {"lp_params": [flat.full, flat.shard], "lp_grads": gradients}
+        if kept.has_own_master:
+            found["hp_params"] = [kept.master]
+        if kept.has_master and engine.bound is not None:
+            states = engine.bound.tensors(kept)
+            found["optim_states"] = [states[name] for name in states if name != "master"]
+        for kind, tensors in found.items():
+            for tensor in tensors:
+                if isinstance(tensor, torch.Tensor) and tensor.device == engine.device:
+                    yield kind, tensor
+
+
+def checked(include: Any, device: Any) -> tuple[str, ...]:
+    """Return the kinds to move, all if ``include`` is None. Raises ConfigError for unknown kinds
+    and devices.
+    """
+    where = getattr(device, "value", device)
+    if where not in (OffloadDeviceEnum.cpu.value, OffloadDeviceEnum.none.value):
+        raise ConfigError(f"offload_states: device is {where!r}; states go to the host: pass 'cpu'")
+    wanted = KINDS if include is None else tuple(getattr(each, "value", each) for each in include)
+    if unknown := sorted(set(wanted) - set(KINDS)):
+        raise ConfigError(f"offload_states: {unknown} is no state; choose among {list(KINDS)}")
+    return () if where == OffloadDeviceEnum.none.value else wanted

@@ -11,12 +11,15 @@ from typing import Any, cast
 import torch
 
 from hf_zero.config.techniques import CURRICULUM, TOKEN_DROP
-from hf_zero.deepspeed import tensor_parallel
 from hf_zero.deepspeed.checkpoint_files import TorchCheckpointEngine
-from hf_zero.deepspeed.groups import get_data_parallel_group, has_moe_layers
+from hf_zero.deepspeed.groups import (
+    get_data_parallel_group,
+    get_sequence_parallel_group,
+    get_tensor_parallel_rank,
+    has_moe_layers,
+)
+from hf_zero.deepspeed.logs import SynchronizedWallClockTimer, ThroughputTimer
 from hf_zero.deepspeed.tables.engine import ENGINE_LEFT_OUT
-from hf_zero.deepspeed.timers import SynchronizedWallClockTimer, ThroughputTimer
-from hf_zero.deepspeed.ulysses import get_group
 from hf_zero.deepspeed.zero_config import ZERO, DeepSpeedZeroConfig
 from hf_zero.distributed.process_group import backend_for
 from hf_zero.engine import Engine
@@ -68,7 +71,7 @@ class ReportingEngine(Engine):
         """Return the process group of the ranks that read parts of the same sequences. Raises
         ConfigError if the job is not sequence parallel.
         """
-        return get_group()
+        return get_sequence_parallel_group()
 
     def get_mom(self) -> list[Any]:
         """Return each group's momentum or betas, whichever its optimizer has; None for neither."""
@@ -111,7 +114,7 @@ class ReportingEngine(Engine):
         return bool(self.stage == 3)
 
     def zero_offload_optimizer(self) -> Any:
-        """Return the section ``offload_optimizer``, with its keys as attributes; None without it."""
+        """Return the section ``offload_optimizer``: its keys are attributes; None without it."""
         return self._zero_section().offload_optimizer
 
     def zero_offload_param(self) -> Any:
@@ -131,7 +134,7 @@ class ReportingEngine(Engine):
 
     def get_model_parallel_rank(self) -> int:
         """Return the tensor-parallel rank of this process."""
-        return tensor_parallel.get_rank()
+        return get_tensor_parallel_rank()
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Whether a save of the model gathers whole weights: always if a script asks for it. The

@@ -18,18 +18,33 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from hf_zero.deepspeed.version import VERSION as VERSION
-
 if TYPE_CHECKING:
     from importlib.metadata import Distribution
 
     from hf_zero.deepspeed.rows import Module
 
 NAME = "deepspeed"
+VERSION = "0.19.8+hfzero"
+"""The release of DeepSpeed whose interface the facade follows; the local part says whose it is."""
+MAJOR, MINOR, PATCH = (int(part) for part in VERSION.partition("+")[0].split("."))
+GIT = "hf-zero"  # in place of a commit and of a branch
+TORCH_INFO = {
+    **dict.fromkeys(("version", "cuda_version", "nccl_version", "hip_version"), "0.0"),
+    "bf16_support": False,
+}
+"""What extensions were compiled against: none were, and "0.0" sends scripts to torch itself."""
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 ORIGIN = os.path.join(FOLDER, "api.py")
 """``__file__`` of every module of the facade: the table that it is made from."""
+
+
+METADATA = f"""Metadata-Version: 2.1
+Name: {NAME}
+Version: {VERSION}
+Summary: hf-zero answering to the name of DeepSpeed; nothing is installed under this name
+Provides-Extra: hf-zero
+"""
 
 
 class FacadeFinder:
@@ -52,9 +67,7 @@ class FacadeFinder:
         name = getattr(context, "name", None)
         if name is None or name.lower() != NAME or "path" in vars(context):
             return ()
-        from hf_zero.deepspeed.metadata import FacadeDistribution
-
-        return (FacadeDistribution(NAME, VERSION, FOLDER),)
+        return (_distribution(),)
 
     def invalidate_caches(self) -> None:
         """Do nothing: no cache is kept."""
@@ -87,6 +100,24 @@ class FacadeLoader:
 
     def is_package(self, fullname: str) -> bool:
         return bool(_submodules(fullname))
+
+
+def _distribution() -> Distribution:
+    """Return the distribution behind ``importlib.metadata.version("deepspeed")``; it owns no files.
+
+    Its class is made here, because ``importlib.metadata`` costs 26 ms to import.
+    """
+    from importlib.metadata import Distribution
+    from pathlib import Path
+
+    class FacadeDistribution(Distribution):
+        def read_text(self, filename: str | os.PathLike[str]) -> str | None:
+            return METADATA if os.fspath(filename) == "METADATA" else None
+
+        def locate_file(self, path: str | os.PathLike[str]) -> Path:
+            return Path(FOLDER) / path
+
+    return FacadeDistribution()
 
 
 def facade_spec(fullname: str = NAME) -> ModuleSpec:

@@ -1,6 +1,6 @@
-"""``deepspeed.utils.groups``: ranks that share the state of ZeRO, that share layers
-(tensor_parallel.py), that read parts of the same sequences (ulysses.py), and that hold the same or
-different experts; ``deepspeed.moe.utils``.
+"""``deepspeed.utils.groups``: ranks that share the state of ZeRO, that share layers, that read
+parts of the same sequences, and that hold the same or different experts; ``deepspeed.moe.utils``,
+and ``deepspeed.tp_model_init``, which the Trainer calls for ``tensor_parallel.autotp_size``.
 
 DeepSpeed names a group of experts by its size, ``ep_size_2``. A job has one size here: a group of
 size 1 is each rank by itself, and all ranks hold the same experts.
@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
-from hf_zero.deepspeed.placeholders import refuse
+from hf_zero.deepspeed.rows import refuse
 from hf_zero.distributed import process_group
 from hf_zero.distributed.parallel_dims import check_mpu
 from hf_zero.distributed.parallel_groups import get_parallel
@@ -21,7 +22,11 @@ from hf_zero.errors import ConfigError
 from hf_zero.parallel.expert.axis import AXIS, expert_axis
 from hf_zero.parallel.expert.marks import split_groups
 from hf_zero.parallel.expert.moe_layer import MoE
+from hf_zero.parallel.sequence.sequence_parallel import AXIS as SEQUENCE
+from hf_zero.parallel.sequence.sequence_parallel import sequence_parallel
+from hf_zero.parallel.tensor import tensor_parallel
 from hf_zero.parallel.tensor.configured import readers
+from hf_zero.zero.layout.sharding import sharding_of
 
 
 def get_data_parallel_rank() -> int:
@@ -61,6 +66,87 @@ def get_data_parallel_group_ranks() -> list[int]:
 def first_rank() -> int:
     """Return this rank in an unused parallelism."""
     return 0
+
+
+# ---- Tensor parallelism ----
+
+
+def tp_model_init(
+    model: nn.Module, tp_size: int, dtype: Any = None, config: Any = None, **kwargs: Any
+) -> nn.Module:
+    """Run :func:`hf_zero.tensor_parallel`. ``dtype`` and ``config`` are ignored: ``initialize``
+    gets those of the training; ``kwargs`` may name a group made by the caller, but hf-zero makes
+    its own.
+    """
+    return tensor_parallel(model, tp_size)
+
+
+def set_autotp_mode(training: bool = False) -> None:
+    """Do nothing: the same split serves training and generation."""
+
+
+def get_tensor_parallel_group() -> Any:
+    """Return the process group of the ranks that share this rank's layers, or None."""
+    groups = get_parallel()
+    return None if groups is None else groups.group("tensor")
+
+
+def get_tensor_parallel_world_size() -> int:
+    """Return the number of ranks that share a layer."""
+    groups = get_parallel()
+    return 1 if groups is None else groups.along("tensor").size
+
+
+def get_tensor_parallel_rank() -> int:
+    """Return this rank among them."""
+    groups = get_parallel()
+    return 0 if groups is None else groups.along("tensor").rank
+
+
+def get_tensor_parallel_first_rank() -> int:
+    """Return the global rank of the first of them."""
+    return process_group.get_rank() - get_tensor_parallel_rank()
+
+
+class GatherReplacedLayerParams:
+    """Context in which parameters of layers that DeepSpeed's AutoTP has replaced are whole. Here no
+    layer is replaced. Raises NotBuiltError on entering for parameters that tensor parallelism
+    splits: a state dict has them whole.
+    """
+
+    def __init__(self, params: Any, module: nn.Module, enabled: bool = True) -> None:
+        given = [params] if isinstance(params, torch.Tensor) else list(params)
+        self.enabled = enabled and any("tensor" in sharding_of(each).axes for each in given)
+        self.module = module
+
+    def __enter__(self) -> None:
+        if self.enabled:
+            refuse("GatherReplacedLayerParams", "take them from model.state_dict(), on all ranks")
+
+    def __exit__(self, *exc: Any) -> None:
+        pass
+
+
+# ---- Sequence parallelism ----
+
+
+def get_sequence_parallel_group() -> Any:
+    """Return the process group of the ranks that read parts of the same sequences. Raises
+    ConfigError if the job is not sequence parallel.
+    """
+    return sequence_parallel().group
+
+
+def get_sequence_parallel_world_size() -> int:
+    """Return the number of ranks that read parts of the same sequences."""
+    groups = get_parallel()
+    return 1 if groups is None else groups.along(SEQUENCE).size
+
+
+def get_sequence_parallel_rank() -> int:
+    """Return this rank among them."""
+    groups = get_parallel()
+    return 0 if groups is None else groups.along(SEQUENCE).rank
 
 
 # ---- Experts ----

@@ -17,8 +17,7 @@ from pydantic import Field, field_validator
 from torch import nn
 
 from hf_zero.deepspeed.config_model import DeepSpeedConfigModel
-from hf_zero.deepspeed.placeholders import refuse
-from hf_zero.deepspeed.rows import lazily
+from hf_zero.deepspeed.rows import lazily, refuse
 from hf_zero.distributed import init
 from hf_zero.distributed.process_group import default_device
 from hf_zero.errors import ConfigError

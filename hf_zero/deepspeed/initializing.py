@@ -13,10 +13,13 @@ import torch
 from torch.optim import Optimizer
 
 from hf_zero.config import ZeroConfig
-from hf_zero.deepspeed.constants import GRADIENT_CLIPPING_DEFAULT
 from hf_zero.deepspeed.engine import DeepSpeedEngine
 from hf_zero.deepspeed.optimizers import name_made
-from hf_zero.deepspeed.zero_config import clipped_by_default, without_autos
+from hf_zero.deepspeed.zero_config import (
+    GRADIENT_CLIPPING_DEFAULT,
+    clipped_by_default,
+    without_autos,
+)
 from hf_zero.initialize import configuration, initialize_as
 from hf_zero.initialize import initialize as _initialize
 from hf_zero.loading.shard_only import engines_of

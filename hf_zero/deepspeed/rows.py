@@ -1,14 +1,17 @@
-"""The rows of the table in ``api.py``: a module of DeepSpeed, its names, and the origin of each.
+"""The rows of the table in ``api.py``: a module of DeepSpeed, its names, and the origin of each, or
+the remedy where it is missing.
 
 Imported with ``deepspeed``: standard library only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
+
+from hf_zero.errors import NotBuiltError
 
 HERE = __name__.rpartition(".")[0]
 
@@ -41,14 +44,12 @@ class NotBuilt:
 
     def load(self, module: str) -> Any:
         """Return a function or class that raises NotBuiltError when it is called."""
-        from hf_zero.deepspeed import placeholders
-
         dotted = f"{module}.{self.name}"
         if not self.is_class:
-            return placeholders.function(dotted, self.instead)
+            return function(dotted, self.instead)
         home, _, attribute = self.base.partition(":")
         bases = (getattr(import_module(home), attribute),) if home else ()
-        return placeholders.type_of(dotted, self.instead, *bases)
+        return type_of(dotted, self.instead, *bases)
 
 
 @dataclass(frozen=True)
@@ -130,3 +131,44 @@ def lazily(home: str, attribute: str) -> Any:
     to import.
     """
     return getattr(import_module(home), attribute)
+
+
+# ---- Names that are not built ----
+
+
+def refuse(name: str, instead: str) -> NoReturn:
+    raise NotBuiltError(f"{name} is not built in this version of hf-zero; {instead}")
+
+
+def function(name: str, instead: str) -> Callable[..., Any]:
+    """Return a function with the dotted ``name`` that raises NotBuiltError when called."""
+
+    def missing(*args: Any, **kwargs: Any) -> NoReturn:
+        refuse(name, instead)
+
+    missing.__module__, _, missing.__name__ = name.rpartition(".")
+    missing.__qualname__ = missing.__name__
+    missing.__doc__ = f"Not built: {instead}."
+    return missing
+
+
+def type_of(name: str, instead: str, *bases: type) -> type:
+    """Return a class with the dotted ``name``, usable in ``isinstance``, that raises NotBuiltError
+    when constructed or asked for a method.
+    """
+
+    class Meta(type(bases[0]) if bases else type):  # type: ignore[misc]
+        def __getattr__(cls, attribute: str) -> NoReturn:
+            if attribute.startswith("__"):
+                raise AttributeError(attribute)
+            refuse(f"{name}.{attribute}", instead)
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        refuse(name, instead)
+
+    module, _, own = name.rpartition(".")
+    return Meta(
+        own,
+        bases,
+        {"__init__": __init__, "__module__": module, "__doc__": f"Not built: {instead}."},
+    )

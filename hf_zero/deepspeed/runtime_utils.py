@@ -1,11 +1,11 @@
 """``deepspeed.runtime.utils``: small helpers that scripts import; tensors divided into equal parts
-among the ranks of a group.
+among the ranks of a group; a loader that begins again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_zero.deepspeed import comm
 from hf_zero.deepspeed.comm import all_reduce
-from hf_zero.deepspeed.placeholders import refuse
+from hf_zero.deepspeed.rows import refuse
 from hf_zero.distributed import process_group
 from hf_zero.distributed.process_group import dist
 from hf_zero.errors import ConfigError
@@ -252,3 +252,27 @@ def reduce_scatter_coalesced(
     parts = own.split(sizes)
     kept = [max(0, min(t.numel() - rank * size, size)) for t, size in zip(tensors, sizes)]
     return [part[:numel] for part, numel in zip(parts, kept)]
+
+
+# ---- Loaders ----
+
+
+class RepeatingLoader:
+    """Iterate over ``loader`` again and again.
+
+    An endless stream of batches for loops that count steps.
+    """
+
+    def __init__(self, loader: Any):
+        self.loader = loader
+        self.data_iter = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.data_iter)
+        except StopIteration:
+            self.data_iter = iter(self.loader)
+            return next(self.data_iter)

@@ -1,5 +1,6 @@
 """``deepspeed.runtime.config`` and ``deepspeed.runtime.zero.config``: configurations under
-DeepSpeed's names, read by :class:`hf_zero.ZeroConfig`.
+DeepSpeed's names, read by :class:`hf_zero.ZeroConfig`; names of keys and defaults that scripts
+import.
 """
 
 from __future__ import annotations
@@ -10,15 +11,6 @@ from enum import Enum, IntEnum
 from typing import Any
 
 from hf_zero.config import ZeroConfig
-from hf_zero.deepspeed.constants import (
-    DEFAULT_LEAF_MODULE_CLASSES,
-    DEFAULT_LEAF_MODULE_NAME_SUFFIXES,
-    DEFAULT_LEAF_MODULE_NAMES,
-    GRADIENT_CLIPPING,
-    GRADIENT_CLIPPING_DEFAULT,
-    LOG_LEVEL,
-    LOG_LEVEL_DEFAULT,
-)
 from hf_zero.deepspeed.monitors import DeepSpeedMonitorConfig
 from hf_zero.distributed import process_group
 from hf_zero.logging import log_rank0
@@ -276,3 +268,52 @@ def without_autos(config: ZeroConfig) -> ZeroConfig:
 def get_log_level(param_dict: Mapping[str, Any]) -> str | None:
     """Return the log level that this configuration names; None: unchanged."""
     return param_dict.get(LOG_LEVEL, LOG_LEVEL_DEFAULT)
+
+
+# ---- Names of keys, routes of data, defaults ----
+
+GRADIENT_CLIPPING = "gradient_clipping"
+GRADIENT_CLIPPING_DEFAULT = 1.0
+LOG_LEVEL = "log_level"
+LOG_LEVEL_DEFAULT: str | None = None
+ROUTE_EVAL = "eval"
+UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
+CROSS_RANK = "CROSS_RANK"
+CROSS_SIZE = "CROSS_SIZE"
+DEFAULT_LEAF_MODULE_CLASSES: list[str] = []
+DEFAULT_LEAF_MODULE_NAMES: list[str] = []
+DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
+PARTITIONED_SHAPE = [0]
+"""The shape that DeepSpeed gives a parameter without memory; hf-zero's keep their own."""
+MIN_SWAPPABLE_BYTES = 1024**2
+"""What DeepSpeed leaves in memory under offload to files; hf-zero writes tensors of any size."""
+
+
+# ---- Names of learning rate schedules and their parameters ----
+
+LR_RANGE_TEST = "LRRangeTest"
+ONE_CYCLE = "OneCycle"
+WARMUP_LR = "WarmupLR"
+WARMUP_DECAY_LR = "WarmupDecayLR"
+WARMUP_COSINE_LR = "WarmupCosineLR"
+LR_RANGE_TEST_MIN_LR = "lr_range_test_min_lr"
+LR_RANGE_TEST_STEP_RATE = "lr_range_test_step_rate"
+LR_RANGE_TEST_STEP_SIZE = "lr_range_test_step_size"
+LR_RANGE_TEST_STAIRCASE = "lr_range_test_staircase"
+CYCLE_FIRST_STEP_SIZE = "cycle_first_step_size"
+DECAY_STEP_SIZE = "decay_step_size"
+CYCLE_MIN_LR = "cycle_min_lr"
+CYCLE_MAX_LR = "cycle_max_lr"
+DECAY_LR_RATE = "decay_lr_rate"
+CYCLE_MIN_MOM = "cycle_min_mom"
+CYCLE_MAX_MOM = "cycle_max_mom"
+DECAY_MOM_RATE = "decay_mom_rate"
+WARMUP_MIN_LR = "warmup_min_lr"
+WARMUP_MAX_LR = "warmup_max_lr"
+WARMUP_NUM_STEPS = "warmup_num_steps"
+WARMUP_TYPE = "warmup_type"
+WARMUP_LOG_RATE = "log"
+WARMUP_LINEAR_RATE = "linear"
+WARMUP_MIN_RATIO = "warmup_min_ratio"
+COS_MIN_RATIO = "cos_min_ratio"
+TOTAL_NUM_STEPS = "total_num_steps"

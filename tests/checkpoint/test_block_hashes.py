@@ -24,7 +24,7 @@ from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.storage import as_path
 from hf_zero.checkpoint.tensorfile import BlockHashes, TensorFile, plan_file
 from hf_zero.cli.app import app
-from hf_zero.deepspeed import state_dicts, universal_files
+from hf_zero.deepspeed import state_dicts
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.jobs import (
     TWO,
@@ -188,7 +188,7 @@ def main_of(folder: Path, target: Path, verify: bool | None) -> None:
 def universal(folder: Path, target: Path, verify: bool | None) -> None:
     arguments = ["--input_folder", str(folder / "a"), "--output_folder", str(target)]
     more = [] if verify is None else ["--no_verify"]
-    universal_files.main(universal_files.parse_arguments([*arguments, *more]))
+    state_dicts.main(state_dicts.parse_arguments([*arguments, *more]))
 
 
 def script(folder: Path, target: Path, verify: bool | None) -> None:

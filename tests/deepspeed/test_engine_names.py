@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from hf_zero.deepspeed import engine_getters
-from hf_zero.deepspeed.states_away import KINDS, checked
+from hf_zero.deepspeed.engine import KINDS, checked
 from hf_zero.deepspeed.tables.engine import ENGINE_LEFT_OUT
 from hf_zero.errors import ConfigError, NotBuiltError, PartitionError
 from tests.helpers.engines import STAGES, config_of, full_grads, full_weights

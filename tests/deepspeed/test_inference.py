@@ -114,4 +114,4 @@ def test_sections_as_booleans_and_by_their_former_names(enabled: bool) -> None:
     config = deepspeed.inference.config.DeepSpeedInferenceConfig(moe=enabled, max_tokens=HIDDEN)
     assert isinstance(config.moe, deepspeed.inference.config.DeepSpeedMoEConfig)
     assert config.moe.enabled is enabled and config.max_out_tokens == HIDDEN
-    assert deepspeed.default_inference_config()["dtype"] is torch.float16
+    assert config.dtype is torch.float16

@@ -17,9 +17,9 @@ from torch import nn
 
 from hf_zero.deepspeed import (
     accelerator,
-    comm_log,
+    comm,
+    logs,
     op_builders,
-    timers,
 )
 from hf_zero.errors import ConfigError, HostMemoryError, NotBuiltError, PartitionError
 from hf_zero.parallel.pipeline import partition
@@ -386,7 +386,7 @@ def test_timers() -> None:
 def test_samples_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(1, 100))
     counted = SimpleNamespace(perf_counter=lambda: float(next(clock)))
-    monkeypatch.setattr(timers, "time", counted)  # no other thread looks at it
+    monkeypatch.setattr(logs, "time", counted)  # no other thread looks at it
     told: list[str] = []
     speed = deepspeed.utils.timer.ThroughputTimer(
         batch_size=4, start_step=1, steps_per_output=3, logging_fn=told.append
@@ -407,7 +407,7 @@ def test_samples_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (speed.epoch_count, speed.micro_step_count, speed.global_step_count) == (1, 0, 3)
     unsynchronized = SimpleNamespace(enabled=True, synchronized=False)
     off = SimpleNamespace(enabled=False, synchronized=True)
-    monkeypatch.setattr(timers.kinds, "synchronize", lambda device: told.append("waited"))
+    monkeypatch.setattr(logs.kinds, "synchronize", lambda device: told.append("waited"))
     for config, counted in ((unsynchronized, 1), (off, 0), (None, 1)):
         speed = deepspeed.utils.timer.ThroughputTimer(config, start_step=0)
         speed.start()
@@ -541,10 +541,10 @@ def test_a_configuration_switches_the_log_on(heard_in_full: list[str]) -> None:
 def test_the_rates_of_collectives() -> None:
     """A megabyte in a millisecond is 8.4 Gbit/s; an all-reduce moves it twice."""
     rate = (1 << 20) * 8e-6
-    assert comm_log.bandwidths("broadcast", 1 << 20, 1.0, 4) == (rate, rate)
-    assert comm_log.bandwidths("all_gather_single", 1 << 20, 1.0, 4) == (rate, rate * 0.75)
-    assert comm_log.bandwidths("inference_all_reduce", 1 << 20, 2.0, 4) == (rate, rate * 0.75)
-    assert [comm_log.convert_size(n) for n in (0, 5, 1536, 1 << 40)] == [
+    assert comm.bandwidths("broadcast", 1 << 20, 1.0, 4) == (rate, rate)
+    assert comm.bandwidths("all_gather_single", 1 << 20, 1.0, 4) == (rate, rate * 0.75)
+    assert comm.bandwidths("inference_all_reduce", 1 << 20, 2.0, 4) == (rate, rate * 0.75)
+    assert [comm.convert_size(n) for n in (0, 5, 1536, 1 << 40)] == [
         "0B",
         "5.0 B",
         "1.5 KB",

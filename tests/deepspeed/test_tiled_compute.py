@@ -51,8 +51,6 @@ class Tiled(nn.Module):
                 "x",
                 output_reduction=None,
             )
-        elif self.way == "whole":
-            x = ulysses.AutogradComputeMLP.apply(mlp, self, x)
         else:
             x = ulysses.TiledMLP.apply(mlp, self, x, SHARDS, list(self.parameters()))
         mask = torch.ones_like(y) if self.way == "mask" else None
@@ -68,7 +66,7 @@ def given(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x.requires_grad_(), torch.randint(WORDS, (2, LENGTH), generator=draw)
 
 
-@pytest.mark.parametrize("way", ["tiled", "mask", "generic", "whole"])
+@pytest.mark.parametrize("way", ["tiled", "mask", "generic"])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_tiles_have_the_gradients_of_the_whole(stage: int, way: str) -> None:
     plain, inputs = Tiled("plain"), []

@@ -14,7 +14,7 @@ import pytest
 import torch
 from deepspeed.checkpoint import ds_to_universal
 
-from hf_zero.deepspeed.universal_files import parse_arguments
+from hf_zero.deepspeed.state_dicts import parse_arguments
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.deepspeed_inputs.model import (
     SAVED_AFTER,

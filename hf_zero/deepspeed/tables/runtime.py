@@ -10,8 +10,7 @@ from hf_zero.deepspeed.rows import (
     module,
     names,
 )
-from hf_zero.deepspeed.schedule_names import CONSTANTS
-from hf_zero.deepspeed.tables.remedies import (
+from hf_zero.deepspeed.tables import (
     BY_CONFIG,
     CONSTANT,
     FILES,
@@ -81,16 +80,16 @@ RUNTIME = (
     module(
         "deepspeed.checkpoint",
         "Checkpoints.",
-        names(".constants", "UNIVERSAL_CHECKPOINT_INFO"),
+        names(".zero_config", "UNIVERSAL_CHECKPOINT_INFO"),
         classes_not_built(ANY_RANKS, "DeepSpeedCheckpoint ZeROCheckpoint"),
         left_out(FILES, "*"),
     ),
     module(
         "deepspeed.checkpoint.ds_to_universal",
         "Checkpoints for any number of ranks.",
-        names(".universal_files", "main parse_arguments"),
+        names(".state_dicts", "main parse_arguments"),
         left_out(FILES, "*"),
-        command=".universal_files:main",
+        command=".state_dicts:main",
     ),
     module(
         "deepspeed.checkpoint.utils",
@@ -149,7 +148,7 @@ RUNTIME = (
     module(
         "deepspeed.runtime.swap_tensor",
         "State in files.",
-        names(".constants", "MIN_SWAPPABLE_BYTES"),
+        names(".zero_config", "MIN_SWAPPABLE_BYTES"),
         left_out(INTERNAL, "*"),
     ),
     module(
@@ -166,7 +165,7 @@ RUNTIME = (
         "deepspeed.runtime.dataloader",
         "Data loaders: that of initialize(training_data=...) is torch's.",
         names("torch.utils.data", "DeepSpeedDataLoader=DataLoader"),
-        names(".repeating_loader", "RepeatingLoader"),
+        names(".runtime_utils", "RepeatingLoader"),
     ),
     module(
         "deepspeed.runtime.engine",
@@ -186,7 +185,7 @@ RUNTIME = (
         "deepspeed.runtime.constants",
         "Names of keys, and defaults.",
         names(
-            ".constants",
+            ".zero_config",
             "GRADIENT_CLIPPING GRADIENT_CLIPPING_DEFAULT LOG_LEVEL LOG_LEVEL_DEFAULT ROUTE_EVAL",
         ),
         left_out(CONSTANT, "*"),
@@ -234,7 +233,15 @@ RUNTIME = (
             "hf_zero.optim.schedules",
             "VALID_LR_SCHEDULES LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR",
         ),
-        names(".schedule_names", *CONSTANTS),
+        names(
+            ".zero_config",
+            "LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR "
+            "LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE "
+            "LR_RANGE_TEST_STAIRCASE CYCLE_FIRST_STEP_SIZE DECAY_STEP_SIZE CYCLE_MIN_LR "
+            "CYCLE_MAX_LR DECAY_LR_RATE CYCLE_MIN_MOM CYCLE_MAX_MOM DECAY_MOM_RATE "
+            "WARMUP_MIN_LR WARMUP_MAX_LR WARMUP_NUM_STEPS WARMUP_TYPE WARMUP_LOG_RATE "
+            "WARMUP_LINEAR_RATE WARMUP_MIN_RATIO COS_MIN_RATIO TOTAL_NUM_STEPS",
+        ),
         left_out(
             "write the section scheduler in the configuration",
             "add_tuning_arguments parse_arguments get_config_from_args get_lr_from_config "
@@ -272,7 +279,7 @@ RUNTIME = (
         "deepspeed.runtime.pipe.schedule",
         "What each stage does, step by step.",
         names(
-            ".pipe_schedules",
+            ".pipeline",
             "BackwardPass BufferOpInstruction ForwardPass InferenceSchedule LoadMicroBatch "
             "OptimizerStep=WeightUpdate PipeInstruction PipeSchedule RecvActivation RecvGrad "
             "ReduceGrads ReduceTiedGrads SendActivation SendGrad TrainSchedule",
@@ -294,9 +301,9 @@ RUNTIME = (
     module(
         "deepspeed.runtime.sequence_parallel.ulysses_sp",
         "Sequence parallelism by attention heads.",
-        names(".ulysses", "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter"),
+        names(".sequence", "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter"),
         names(
-            ".tiled_compute",
+            ".sequence",
             "SequenceTiledCompute TiledFusedLogitsLoss TiledMLP sequence_tiled_compute",
         ),
         left_out("use torch.utils.checkpoint, or TiledMLP", "AutogradComputeMLP"),
@@ -319,7 +326,7 @@ RUNTIME = (
     module(
         "deepspeed.runtime.utils",
         "Small helpers.",
-        names(".rank_logging", "see_memory_usage"),
+        names(".logs", "see_memory_usage"),
         names(
             ".runtime_utils",
             "CheckOverflow call_to_str clip_grad_norm_ get_weight_norm has_inf_or_nan "

@@ -10,7 +10,7 @@ from hf_zero.deepspeed.rows import (
     module,
     names,
 )
-from hf_zero.deepspeed.tables.remedies import (
+from hf_zero.deepspeed.tables import (
     BY_HOSTS,
     BY_LAUNCHER,
     BY_TENSOR_PARALLEL,
@@ -28,7 +28,7 @@ from hf_zero.deepspeed.tables.remedies import (
 )
 
 VERSIONS = names(
-    ".version",
+    ".facade",
     "__version__=VERSION version=VERSION git_hash=GIT git_branch=GIT __git_hash__=GIT "
     "__git_branch__=GIT",
 )
@@ -50,7 +50,7 @@ COMM: tuple[Row, ...] = (
         "reduce_scatter reduce_scatter_fn reduce_scatter_tensor scatter send",
     ),
     *names(
-        ".comm_log",
+        ".comm",
         "comms_logger configure log_summary",
     ),
     *classes_not_built(TORCH_GROUPS, "TorchBackend"),
@@ -92,14 +92,12 @@ TOP = (
         CONFIG,
         CONFIG_ERROR,
         VERSIONS,
-        names(
-            ".version", "__version_major__=MAJOR __version_minor__=MINOR __version_patch__=PATCH"
-        ),
+        names(".facade", "__version_major__=MAJOR __version_minor__=MINOR __version_patch__=PATCH"),
         names(".accelerator", "get_accelerator"),
         names(".comm", "init_distributed TORCH_DISTRIBUTED_DEFAULT_PORT=DEFAULT_PORT"),
-        names(".on_device", "OnDevice"),
+        names(".zero_init", "OnDevice"),
         names(".op_builders", "HAS_TRITON"),
-        names(".rank_logging", "log_dist"),
+        names(".logs", "log_dist"),
         names(".initializing", "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable"),
         names("hf_zero.logging", "logger"),
         names("torch.optim", "DeepSpeedOptimizer=Optimizer"),
@@ -112,7 +110,7 @@ TOP = (
             "DeepSpeedInferenceConfig InferenceEngine init_inference",
         ),
         functions_not_built(KERNELS, "replace_transformer_layer"),
-        names(".tensor_parallel", "set_autotp_mode tp_model_init"),
+        names(".groups", "set_autotp_mode tp_model_init"),
         functions_not_built(
             BY_TENSOR_PARALLEL, "record_tp_model_init_args merge_tp_model_init_into_config"
         ),
@@ -131,13 +129,13 @@ TOP = (
         "deepspeed.git_version_info",
         "The release.",
         VERSIONS,
-        names(".version", "torch_info=TORCH_INFO"),
+        names(".facade", "torch_info=TORCH_INFO"),
     ),
     module(
         "deepspeed.constants",
         "The default port and timeout.",
         names(".comm", "TORCH_DISTRIBUTED_DEFAULT_PORT=DEFAULT_PORT default_pg_timeout"),
-        names(".constants", "CROSS_RANK CROSS_SIZE"),
+        names(".zero_config", "CROSS_RANK CROSS_SIZE"),
         left_out(CONSTANT, "INFERENCE_GENERIC_MODE INFERENCE_SPECIALIZED_MODE LOCAL_RANK"),
     ),
     module(
@@ -170,10 +168,10 @@ TOP = (
         "The launcher, and the name that `accelerate launch` reads on every launch.",
         names(".launcher", "DEEPSPEED_ENVIRONMENT_NAME=ENVIRONMENT_FILE main"),
         names(".launcher", "DLTS_HOSTFILE=DEFAULT_HOSTFILE"),
-        names(".constants", "EXPORT_ENVS"),
+        names(".launcher", "EXPORT_ENVS"),
         names(".launcher", "parse_args"),
         names(
-            ".hostfiles",
+            ".launcher",
             "encode_world_info fetch_hostfile parse_inclusion_exclusion parse_resource_filter",
         ),
         left_out(
@@ -359,7 +357,7 @@ TOP = (
     module(
         "deepspeed.module_inject.layers",
         "Their parameters.",
-        names(".tensor_parallel", "GatherReplacedLayerParams"),
+        names(".groups", "GatherReplacedLayerParams"),
         left_out(INTERNAL, "*"),
     ),
     module(

@@ -1,4 +1,6 @@
-"""``deepspeed.utils``: access to shards, leaf modules, groups, logging, timers."""
+"""``deepspeed.utils``: access to shards, leaf modules, groups, logging, timers; and
+``deepspeed.ops``: optimizers, sparse attention, and the builders of operators.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,13 @@ from hf_zero.deepspeed.rows import (
     module,
     names,
 )
-from hf_zero.deepspeed.tables.remedies import (
+from hf_zero.deepspeed.tables import (
     BY_TENSOR_PARALLEL,
     CONSTANT,
     FILES,
+    GENERATE,
     INTERNAL,
+    KERNELS,
     PROFILE,
 )
 
@@ -51,12 +55,14 @@ GROUPS: tuple[Row, ...] = (
         "get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size initialize",
     ),
     *names(
-        ".tensor_parallel",
-        "get_model_parallel_group=get_group get_tensor_model_parallel_group=get_group "
-        "get_model_parallel_rank=get_rank get_tensor_model_parallel_rank=get_rank "
-        "get_model_parallel_world_size=get_world_size "
-        "get_tensor_model_parallel_world_size=get_world_size "
-        "get_tensor_model_parallel_src_rank=get_first_rank",
+        ".groups",
+        "get_model_parallel_group=get_tensor_parallel_group "
+        "get_tensor_model_parallel_group=get_tensor_parallel_group "
+        "get_model_parallel_rank=get_tensor_parallel_rank "
+        "get_tensor_model_parallel_rank=get_tensor_parallel_rank "
+        "get_model_parallel_world_size=get_tensor_parallel_world_size "
+        "get_tensor_model_parallel_world_size=get_tensor_parallel_world_size "
+        "get_tensor_model_parallel_src_rank=get_tensor_parallel_first_rank",
     ),
     *functions_not_built(
         BY_TENSOR_PARALLEL,
@@ -66,7 +72,7 @@ GROUPS: tuple[Row, ...] = (
         "the state of DeepSpeed's module", "mpu mesh_device expert_tensor_parallel_world_size"
     ),
 )
-ON_DEVICE = names(".on_device", "OnDevice")
+ON_DEVICE = names(".zero_init", "OnDevice")
 NVTX = names(".flops_profiler", "instrument_w_nvtx")
 
 UTILS = (
@@ -80,8 +86,8 @@ UTILS = (
         NVTX,
         names("hf_zero.distributed.process_group", "is_initialized"),
         names("hf_zero.logging", "logger"),
-        names(".rank_logging", "log_dist log_dist_once set_log_level_from_string"),
-        names(".repeating_loader", "RepeatingLoader"),
+        names(".logs", "log_dist log_dist_once set_log_level_from_string"),
+        names(".runtime_utils", "RepeatingLoader"),
         names(".runtime_utils", "recursive_getattr recursive_setattr"),
         left_out(INTERNAL, "get_caller_func link_hp_params lazy_init_hp_params_optimizer_state"),
         left_out("start the script with numactl and --no_python", "get_numactl_cmd"),
@@ -101,11 +107,12 @@ UTILS = (
             "_get_sequence_data_parallel_world_size=get_data_parallel_world_size "
             "_get_broadcast_src_rank=first_rank",
         ),
-        names(".tensor_parallel", "_get_model_parallel_world_size=get_world_size"),
+        names(".groups", "_get_model_parallel_world_size=get_tensor_parallel_world_size"),
         names(
-            ".ulysses",
-            "_get_sequence_parallel_group=get_group _get_sequence_parallel_rank=get_rank "
-            "_get_sequence_parallel_world_size=get_world_size",
+            ".groups",
+            "_get_sequence_parallel_group=get_sequence_parallel_group "
+            "_get_sequence_parallel_rank=get_sequence_parallel_rank "
+            "_get_sequence_parallel_world_size=get_sequence_parallel_world_size",
         ),
         names(
             ".groups",
@@ -125,7 +132,7 @@ UTILS = (
         "Logging on chosen ranks.",
         names("hf_zero.logging", "logger"),
         names(
-            ".rank_logging",
+            ".logs",
             "get_log_level_from_string log_dist log_dist_once print_dist "
             "set_log_level_from_string should_log_le warning_once",
         ),
@@ -141,13 +148,13 @@ UTILS = (
     module(
         "deepspeed.utils.comms_logging",
         "The log of collectives.",
-        names(".comm_log", "CommsLogger convert_size"),
+        names(".comm", "CommsLogger convert_size"),
         left_out(INTERNAL, "*"),
     ),
     module(
         "deepspeed.utils.numa",
         "Cores of this machine.",
-        names(".hostfiles", "parse_range_list"),
+        names(".launcher", "parse_range_list"),
         functions_not_built(
             "start the script with numactl and --no_python",
             "get_numactl_cmd get_numa_cores check_for_numactl_pkg",
@@ -174,7 +181,7 @@ UTILS = (
     module(
         "deepspeed.utils.timer",
         "Timers.",
-        names(".timers", "SynchronizedWallClockTimer ThroughputTimer trim_mean"),
+        names(".logs", "SynchronizedWallClockTimer ThroughputTimer trim_mean"),
         classes_not_built(PROFILE, "CudaEventTimer"),
         left_out(
             "leave the calls out: wall_clock_breakdown switches the engine's times", "NoopTimer"
@@ -218,5 +225,124 @@ UTILS = (
             "get_checkpoint_files get_model_state_files parse_model_states parse_optim_states "
             "zero3_partitioned_param_info GatheredTensor to_torch_tensor",
         ),
+    ),
+)
+
+
+# ---- Operators ----
+
+BUILDERS = names(
+    ".op_builders",
+    "AsyncIOBuilder CCLCommBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder "
+    "DeepCompileBuilder EvoformerAttnBuilder FPQuantizerBuilder FusedAdamBuilder "
+    "FusedLambBuilder FusedLionBuilder GDSBuilder InferenceBuilder InferenceCoreBuilder "
+    "InferenceCutlassBuilder NotImplementedBuilder OpBuilder PinMemoryBuilder "
+    "QuantizerBuilder RaggedOpsBuilder RaggedUtilsBuilder RandomLTDBuilder "
+    "ShareMemCommBuilder SparseAttnBuilder SpatialInferenceBuilder "
+    "StochasticTransformerBuilder TransformerBuilder UtilsBuilder",
+)
+CPU_ADAM = names(".optimizers", "DeepSpeedCPUAdam")
+FUSED_ADAM = names(".optimizers", "FusedAdam")
+LAYERS = classes_not_built(KERNELS, "DeepSpeedTransformerLayer DeepSpeedTransformerConfig")
+CPU_LAMB = classes_not_built(
+    "take FusedLamb, also with offload", "DeepSpeedCPULamb", base="torch.optim:Optimizer"
+)
+
+OPS = (
+    module(
+        "deepspeed.ops",
+        "Optimizers and sparse attention, and which operators are here.",
+        names(".op_builders", "__compatible_ops__=COMPATIBLE"),
+        LAYERS,
+    ),
+    module(
+        "deepspeed.ops.adagrad",
+        "Adagrad.",
+        names(".optimizers", "DeepSpeedCPUAdagrad"),
+    ),
+    module(
+        "deepspeed.ops.adam",
+        "Adam and AdamW.",
+        CPU_ADAM,
+        FUSED_ADAM,
+        classes_not_built(
+            "offload the optimizer: its update overlaps the next forward",
+            "ZenFlowCPUAdam ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3",
+            base="torch.optim:Optimizer",
+        ),
+    ),
+    module("deepspeed.ops.adam.cpu_adam", "Adam on the host.", CPU_ADAM),
+    module(
+        "deepspeed.ops.adam.fused_adam",
+        "Adam of the device.",
+        FUSED_ADAM,
+        left_out(INTERNAL, "multi_tensor_applier"),
+    ),
+    module(
+        "deepspeed.ops.aio",
+        "Files.",
+        names(".op_builders", "AsyncIOBuilder"),
+    ),
+    module("deepspeed.ops.lamb", "Lamb.", names(".optimizers", "FusedLamb"), CPU_LAMB),
+    module(
+        "deepspeed.ops.lion",
+        "Lion.",
+        names(".optimizers", "DeepSpeedCPULion FusedLion"),
+    ),
+    module(
+        "deepspeed.ops.op_builder",
+        "Which operators are here.",
+        BUILDERS,
+        left_out(INTERNAL, "*"),
+    ),
+    module(
+        "deepspeed.ops.op_builder.all_ops",
+        "All of them.",
+        names(".op_builders", "ALL_OPS"),
+        left_out(INTERNAL, "*"),
+    ),
+    module(
+        "deepspeed.ops.op_builder.builder",
+        "What an operator answers.",
+        names(".op_builders", "OpBuilder CUDAOpBuilder=OpBuilder"),
+        left_out(CONSTANT, "YELLOW END WARNING DEFAULT_TORCH_EXTENSION_PATH"),
+        left_out(
+            "nothing is compiled on this machine",
+            "DEFAULT_COMPUTE_CAPABILITIES MissingCUDAException CUDAMismatchException "
+            "installed_cuda_version get_default_compute_capabilities cuda_minor_mismatch_ok "
+            "assert_no_cuda_mismatch",
+        ),
+        left_out(INTERNAL, "probe_is_compatible"),
+    ),
+    module(
+        "deepspeed.ops.sparse_attention",
+        "Block-sparse attention.",
+        names(".layers", "SparseAttentionUtils SparseSelfAttention"),
+        names(
+            "hf_zero.ops.sparse_attention",
+            "BSLongformerSparsityConfig BigBirdSparsityConfig DenseSparsityConfig "
+            "FixedSparsityConfig LocalSlidingWindowSparsityConfig SparsityConfig "
+            "VariableSparsityConfig",
+        ),
+        classes_not_built(
+            "use hf_zero.optimize(model, sparse_attention=config), which keeps the layers",
+            "BertSparseSelfAttention",
+        ),
+    ),
+    module(
+        "deepspeed.ops.transformer",
+        "Layers of transformers.",
+        LAYERS,
+        classes_not_built(
+            GENERATE,
+            "DeepSpeedInferenceConfig DeepSpeedTransformerInference DeepSpeedMoEInferenceConfig "
+            "DeepSpeedMoEInference",
+        ),
+    ),
+    module(
+        "deepspeed.ops.fp_quantizer",
+        "Weights in 8 bits and fewer.",
+        classes_not_built("load quantised weights", "FP_Quantize Quantizer"),
+        functions_not_built("load quantised weights", "matmul_fp8"),
     ),
 )

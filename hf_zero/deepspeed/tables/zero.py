@@ -9,7 +9,7 @@ from hf_zero.deepspeed.rows import (
     module,
     names,
 )
-from hf_zero.deepspeed.tables.remedies import (
+from hf_zero.deepspeed.tables import (
     BY_CONFIG,
     GATHERED,
     INTERNAL,
@@ -24,8 +24,8 @@ ZERO: tuple[Row, ...] = (
     *left_out("all parameters are of this rank: there are no remote ones", "ZeroParamType"),
     *left_out("tensor constructors are left alone", "DeepSpeedTensorOverride"),
 )
-TILED = names(".tiled_compute", "TiledLinear TiledLinearReturnBias")
-GENERATION = names(".generation", "unwrap_model_for_generation")
+TILED = names(".layers", "TiledLinear TiledLinearReturnBias")
+GENERATION = names(".zero_init", "unwrap_model_for_generation")
 OFFLOAD = names(
     ".zero_config",
     "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig "
@@ -53,7 +53,7 @@ ZERO_ROWS = (
         "deepspeed.runtime.zero.leaf_module_config",
         "Its section of modules that are gathered whole.",
         names(
-            ".constants",
+            ".zero_config",
             "DEFAULT_LEAF_MODULE_CLASSES DEFAULT_LEAF_MODULE_NAMES "
             "DEFAULT_LEAF_MODULE_NAME_SUFFIXES",
         ),
@@ -83,7 +83,7 @@ ZERO_ROWS = (
         names(".accelerator", "get_accelerator"),
         names("torch", "_orig_torch_arange=arange"),
         names("torch.nn.functional", "zero3_linear_wrap=linear"),
-        names(".constants", "partitioned_param_data_shape=PARTITIONED_SHAPE"),
+        names(".zero_config", "partitioned_param_data_shape=PARTITIONED_SHAPE"),
         classes_not_built(QUANTIZED, "CUDAQuantizer QuantizationInfo"),
         classes_not_built(GATHERED, "MultipleAllGatherHandles AllGatherHandle"),
         left_out(

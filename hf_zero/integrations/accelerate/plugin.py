@@ -14,7 +14,7 @@ from typing import Any
 from hf_zero.config import ZeroConfig
 from hf_zero.config.keys import OWN_AUTOS
 from hf_zero.config.provenance import SourcedDict
-from hf_zero.deepspeed.zero3_context import forced_config
+from hf_zero.deepspeed.zero_init import forced_config
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.launch import mapping_of, remember_launch, written_keys
 from hf_zero.integrations.accelerate.loaders import name_the_size

@@ -1,135 +1,94 @@
-"""Tiled computation over long sequences: a function runs on one tile of the sequence after another,
-and again in the backward, which thus keeps the activations of only one tile.
-``deepspeed.zero.TiledLinear``: a linear layer of several small ones.
+"""Layers under DeepSpeed's names: block-sparse attention (``deepspeed.ops.sparse_attention``), and
+``deepspeed.zero.TiledLinear``, a linear layer of several small ones.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from hf_zero.errors import ConfigError, PartitionError
+from hf_zero.errors import KernelError, PartitionError
+from hf_zero.integrations.fused.positions import extend_position_embedding
+from hf_zero.integrations.fused.sparse_attention import sparsify
+from hf_zero.ops.sparse_attention import SparsityConfig, sparse_attention
 from hf_zero.parallel.pipeline.partition import partition_uniform
 
-Compute = Callable[..., torch.Tensor]
-Weights = Sequence[torch.Tensor] | None
-"""Accepted and not needed: a unit's gradients are reduced when its last backward is over."""
 
+class SparseSelfAttention(nn.Module):
+    """Attention of [batch, heads, length, width] over a configuration's blocks, in any dtype and at
+    any length.
 
-def sequence_tiled_compute(
-    fn: Compute,
-    seqlen: int,
-    shards: int,
-    kwargs_to_shard: Mapping[str, torch.Tensor],
-    kwargs_to_pass: Mapping[str, Any],
-    grad_requiring_tensor_key: str,
-    compute_params: Weights = None,
-    output_unshard_dimension: int = 1,
-    output_reduction: str | None = "mean",
-) -> torch.Tensor:
-    """Run ``fn(**tile, **kwargs_to_pass)`` on each of ``shards`` tiles of the tensors
-    ``kwargs_to_shard`` [batch, seqlen, ...]; return the outputs joined along
-    ``output_unshard_dimension``; 0: outputs are scalars, joined to one vector. ``output_reduction``
-    of the joined output: "mean", "sum" or None. Raises ConfigError for another one.
+    ``key_padding_mask`` [batch, length] is added to scores in mode "add" (0 or a large negative
+    number, as in DeepSpeed's default); mode "mul" keeps keys where it is not 0. A key is either
+    attended to or not: in "add" if its mask is above -1000. Masks over pairs of tokens and relative
+    biases raise KernelError: express them in the layout.
     """
-    step = math.ceil(seqlen / shards)
-    stretches = [
-        {key: value[:, start : start + step] for key, value in kwargs_to_shard.items()}
-        for start in range(0, seqlen, step)
-    ]
-    parts = [_recomputed(fn, **stretch, **kwargs_to_pass) for stretch in stretches]
-    dim = output_unshard_dimension
-    whole = torch.stack(parts) if dim == 0 else torch.cat(parts, dim=dim)
-    return whole if output_reduction is None else _reduced(whole, output_reduction)
+
+    def __init__(
+        self,
+        sparsity_config: SparsityConfig,
+        key_padding_mask_mode: str = "add",
+        attn_mask_mode: str = "mul",
+        max_seq_length: int = 2048,
+    ) -> None:
+        super().__init__()
+        if key_padding_mask_mode not in ("add", "mul"):
+            raise KernelError(
+                f'key_padding_mask_mode is {key_padding_mask_mode!r}; it must be "add" or "mul"'
+            )
+        self.sparsity_config = sparsity_config
+        self.key_padding_mask_mode = key_padding_mask_mode
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rpe: torch.Tensor | None = None,
+        key_padding_mask: torch.Tensor | None = None,
+        attn_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if rpe is not None or attn_mask is not None:
+            raise KernelError(
+                "SparseSelfAttention takes no rpe and no attn_mask; put blocks into the "
+                "sparsity_config, or make it unidirectional"
+            )
+        padding = None
+        if key_padding_mask is not None:
+            flat = key_padding_mask.reshape(key_padding_mask.shape[0], -1)
+            padding = flat > -1000 if self.key_padding_mask_mode == "add" else flat != 0
+        return sparse_attention(query, key, value, self.sparsity_config, key_padding_mask=padding)
 
 
-class SequenceTiledCompute:
-    """:func:`sequence_tiled_compute` with separate keys and values."""
+class SparseAttentionUtils:
+    """DeepSpeed's helpers by name.
+
+    Padding to blocks is not among them: sparse_attention pads its inputs.
+    """
+
+    extend_position_embedding = staticmethod(extend_position_embedding)
 
     @staticmethod
-    def apply(
-        fn: Compute,
-        seqlen: int,
-        shards: int,
-        keys_to_shard: Sequence[str],
-        keys_to_pass: Sequence[str],
-        grad_requiring_tensor_key: str,
-        compute_params: Weights,
-        output_unshard_dimension: int,
-        output_reduction: str | None,
-        *args: Any,
-    ) -> torch.Tensor:
-        return sequence_tiled_compute(
-            fn,
-            seqlen,
-            shards,
-            dict(zip(keys_to_shard, args)),
-            dict(zip(keys_to_pass, args[len(keys_to_shard) :])),
-            grad_requiring_tensor_key,
-            compute_params,
-            output_unshard_dimension,
-            output_reduction,
-        )
-
-
-class TiledMLP:
-    """The forward of an MLP in tiles."""
+    def update_tokenizer_model_max_length(tokenizer: Any, max_position: int) -> Any:
+        tokenizer.model_max_length = max_position
+        tokenizer.init_kwargs["model_max_length"] = max_position
+        return tokenizer
 
     @staticmethod
-    def apply(
-        fn: Compute, module: Any, x: torch.Tensor, shards: int, compute_params: Weights = None
-    ) -> torch.Tensor:
-        """Compute ``fn(module, x)`` for ``x`` [..., seqlen, hidden] in ``shards`` tiles."""
-        parts = [_recomputed(fn, module, part) for part in x.chunk(shards, dim=-2)]
-        return torch.cat(parts, dim=-2)
-
-
-class TiledFusedLogitsLoss:
-    """A loss in tiles: the logits of one tile at a time."""
-
-    @staticmethod
-    def apply(
-        fn: Compute,
-        module: Any,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        mask: torch.Tensor | None,
-        shards: int,
-        compute_params: Weights,
-        output_reduction: str,
-    ) -> torch.Tensor:
-        """Return the mean or sum over ``shards`` tiles of the scalars ``fn(module, x, y[, mask])``.
-
-        x: [batch, seqlen, hidden], y: [batch, seqlen, ...], mask: [batch, seqlen] or None; tiles
-        are [tokens, ...]. Raises ConfigError for other shapes or another reduction.
+    def replace_model_self_attention_with_sparse_self_attention(
+        model: Any, max_position: int, sparsity_config: SparsityConfig
+    ) -> Any:
+        """Return ``model`` with block-sparse attention, set by `sparsify`; its positions are
+        extended to ``max_position`` if they are fewer.
         """
-        given = [x, y] if mask is None else [x, y, mask]
-        for name, tensor in zip(("x", "y", "mask"), given):
-            if tensor.dim() < 2 or tensor.shape[:2] != x.shape[:2]:
-                raise ConfigError(
-                    f"{name} has the shape {tuple(tensor.shape)}; pass x, y and mask with the same "
-                    "batch and sequence length before other dimensions"
-                )
-        stretches = zip(*(tensor.flatten(0, 1).chunk(shards) for tensor in given))
-        parts = [_recomputed(fn, module, *stretch) for stretch in stretches]
-        return _reduced(torch.stack(parts), output_reduction)
-
-
-def _recomputed(fn: Compute, *args: Any, **kwargs: Any) -> torch.Tensor:
-    found: torch.Tensor = checkpoint(fn, *args, use_reentrant=False, **kwargs)
-    return found
-
-
-def _reduced(values: torch.Tensor, reduction: str) -> torch.Tensor:
-    if reduction not in ("mean", "sum"):
-        raise ConfigError(f"unknown output_reduction {reduction!r}; write 'mean' or 'sum'")
-    return values.mean() if reduction == "mean" else values.sum()
+        if model.config.max_position_embeddings < max_position:
+            extend_position_embedding(model, max_position)
+        sparsify(model, sparsity_config)
+        return model
 
 
 # ---- Tiled linear layers ----

@@ -1,0 +1,240 @@
+"""``deepspeed.runtime.sequence_parallel.ulysses_sp``: sequence parallelism by attention heads under
+DeepSpeed's names, and computation in tiles of the sequence.
+
+A tiled function runs on one tile after another, and again in the backward, which thus keeps the
+activations of only one tile.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from hf_zero.distributed.parallel_groups import get_parallel
+from hf_zero.errors import ConfigError
+from hf_zero.parallel.sequence.batches import SequenceBatches, on_cpu, share_among_groups
+from hf_zero.parallel.sequence.exchange import gather
+from hf_zero.parallel.sequence.sequence_parallel import (
+    AXIS,
+    SequenceParallel,
+    sequence_parallel,
+)
+
+_MARK = "_hf_zero_sequence"
+
+
+class UlyssesSPAttentionHF:
+    """Ulysses attention, which exchanges heads for tokens, in models of transformers."""
+
+    @classmethod
+    def register_with_transformers(
+        cls,
+        model_name_or_path: Any,
+        core_attn_implementation: str | None = None,
+        sequence_parallel_size: int = 1,
+        micro_batch_size: int | None = None,
+        seq_length: int | None = None,
+        seq_length_is_variable: bool = True,
+        disable_in_eval: bool = False,
+    ) -> SequenceParallel | None:
+        """Return the ``mpu`` for ``initialize``, which changes the attention of its model; None for
+        a size of 1. Collective over all ranks.
+
+        Batches are checked for a fixed ``seq_length``. Raises ConfigError for sizes that do not
+        divide.
+        """
+        if sequence_parallel_size == 1:
+            return None
+        made = sequence_parallel(
+            sequence_parallel_size,
+            attention=core_attn_implementation,
+            in_evaluation=not disable_in_eval,
+        )
+        if not seq_length_is_variable:
+            made.length = seq_length
+        _gather_losses()
+        return made
+
+
+class UlyssesSPDataLoaderAdapter(SequenceBatches):
+    """This rank's parts of the batches of the loaders of a sequence-parallel group, with
+    ``shift_labels`` and without ``labels``. A loader that Accelerate has prepared is divided among
+    such groups, whose ranks then read the same batches; those of other loaders are read in turn.
+    """
+
+    def __init__(
+        self,
+        dl: Any,
+        sp_rank: int | None = None,
+        sp_group: Any = None,
+        sp_world_size: int | None = None,
+        device: Any = None,
+    ):
+        self._sequence = sequence_parallel()
+        super().__init__(dl, self._sequence.dim, device)
+        self._alike = share_among_groups(dl)
+        if sp_world_size not in (None, self.dim.size):
+            raise ConfigError(
+                f"UlyssesSPDataLoaderAdapter(sp_world_size={sp_world_size}) in a job whose ranks "
+                f"are sequence parallel in groups of {self.dim.size}; pass that"
+            )
+
+    @property
+    def turns(self) -> int:
+        return 1 if self._alike else super().turns
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        if not self._alike:
+            return super().__iter__()
+        return (self._placed(self._sequence.shard(on_cpu(batch))) for batch in self.loader)
+
+    def _placed(self, batch: dict[str, Any]) -> dict[str, Any]:
+        batch.pop("labels", None)
+        return super()._placed(batch)
+
+
+def _gather_losses() -> None:
+    """Patch ``torch.distributed.nn.functional.all_gather``, by which Accelerate's loops and the
+    Trainer sum the losses of a sequence-parallel group, to use our collectives over that group.
+
+    On gloo torch's own backward takes group ranks for global ranks, and fails if there is more than
+    one group. All other groups still use it. Idempotent.
+    """
+    functional: Any = importlib.import_module("torch.distributed.nn.functional")
+    original = functional.all_gather
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def all_gather(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        group = kwargs.get("group", args[0] if args else None)
+        groups = get_parallel()
+        if group is None or groups is None or group is not groups.group(AXIS):
+            return original(tensor, *args, **kwargs)
+        return gather(groups.along(AXIS), "losses", tensor)
+
+    setattr(all_gather, _MARK, True)
+    functional.all_gather = all_gather
+
+
+# ---- Tiles ----
+
+Compute = Callable[..., torch.Tensor]
+Weights = Sequence[torch.Tensor] | None
+"""Accepted and not needed: a unit's gradients are reduced when its last backward is over."""
+
+
+def sequence_tiled_compute(
+    fn: Compute,
+    seqlen: int,
+    shards: int,
+    kwargs_to_shard: Mapping[str, torch.Tensor],
+    kwargs_to_pass: Mapping[str, Any],
+    grad_requiring_tensor_key: str,
+    compute_params: Weights = None,
+    output_unshard_dimension: int = 1,
+    output_reduction: str | None = "mean",
+) -> torch.Tensor:
+    """Run ``fn(**tile, **kwargs_to_pass)`` on each of ``shards`` tiles of the tensors
+    ``kwargs_to_shard`` [batch, seqlen, ...]; return the outputs joined along
+    ``output_unshard_dimension``; 0: outputs are scalars, joined to one vector. ``output_reduction``
+    of the joined output: "mean", "sum" or None. Raises ConfigError for another one.
+    """
+    step = math.ceil(seqlen / shards)
+    stretches = [
+        {key: value[:, start : start + step] for key, value in kwargs_to_shard.items()}
+        for start in range(0, seqlen, step)
+    ]
+    parts = [_recomputed(fn, **stretch, **kwargs_to_pass) for stretch in stretches]
+    dim = output_unshard_dimension
+    whole = torch.stack(parts) if dim == 0 else torch.cat(parts, dim=dim)
+    return whole if output_reduction is None else _reduced(whole, output_reduction)
+
+
+class SequenceTiledCompute:
+    """:func:`sequence_tiled_compute` with separate keys and values."""
+
+    @staticmethod
+    def apply(
+        fn: Compute,
+        seqlen: int,
+        shards: int,
+        keys_to_shard: Sequence[str],
+        keys_to_pass: Sequence[str],
+        grad_requiring_tensor_key: str,
+        compute_params: Weights,
+        output_unshard_dimension: int,
+        output_reduction: str | None,
+        *args: Any,
+    ) -> torch.Tensor:
+        return sequence_tiled_compute(
+            fn,
+            seqlen,
+            shards,
+            dict(zip(keys_to_shard, args)),
+            dict(zip(keys_to_pass, args[len(keys_to_shard) :])),
+            grad_requiring_tensor_key,
+            compute_params,
+            output_unshard_dimension,
+            output_reduction,
+        )
+
+
+class TiledMLP:
+    """The forward of an MLP in tiles."""
+
+    @staticmethod
+    def apply(
+        fn: Compute, module: Any, x: torch.Tensor, shards: int, compute_params: Weights = None
+    ) -> torch.Tensor:
+        """Compute ``fn(module, x)`` for ``x`` [..., seqlen, hidden] in ``shards`` tiles."""
+        parts = [_recomputed(fn, module, part) for part in x.chunk(shards, dim=-2)]
+        return torch.cat(parts, dim=-2)
+
+
+class TiledFusedLogitsLoss:
+    """A loss in tiles: the logits of one tile at a time."""
+
+    @staticmethod
+    def apply(
+        fn: Compute,
+        module: Any,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        mask: torch.Tensor | None,
+        shards: int,
+        compute_params: Weights,
+        output_reduction: str,
+    ) -> torch.Tensor:
+        """Return the mean or sum over ``shards`` tiles of the scalars ``fn(module, x, y[, mask])``.
+
+        x: [batch, seqlen, hidden], y: [batch, seqlen, ...], mask: [batch, seqlen] or None; tiles
+        are [tokens, ...]. Raises ConfigError for other shapes or another reduction.
+        """
+        given = [x, y] if mask is None else [x, y, mask]
+        for name, tensor in zip(("x", "y", "mask"), given):
+            if tensor.dim() < 2 or tensor.shape[:2] != x.shape[:2]:
+                raise ConfigError(
+                    f"{name} has the shape {tuple(tensor.shape)}; pass x, y and mask with the same "
+                    "batch and sequence length before other dimensions"
+                )
+        stretches = zip(*(tensor.flatten(0, 1).chunk(shards) for tensor in given))
+        parts = [_recomputed(fn, module, *stretch) for stretch in stretches]
+        return _reduced(torch.stack(parts), output_reduction)
+
+
+def _recomputed(fn: Compute, *args: Any, **kwargs: Any) -> torch.Tensor:
+    found: torch.Tensor = checkpoint(fn, *args, use_reentrant=False, **kwargs)
+    return found
+
+
+def _reduced(values: torch.Tensor, reduction: str) -> torch.Tensor:
+    if reduction not in ("mean", "sum"):
+        raise ConfigError(f"unknown output_reduction {reduction!r}; write 'mean' or 'sum'")
+    return values.mean() if reduction == "mean" else values.sum()
