@@ -299,9 +299,9 @@ def _gpu_kernels() -> Iterator[Finding]:
     import torch
 
     from hf_zero.device import kinds
-    from hf_zero.ops import dispatch, trial
+    from hf_zero.ops import dispatch
 
-    kernels, kind = trial.declared(), kinds.accelerator()
+    kernels, kind = dispatch.declared(), kinds.accelerator()
     why_not = (
         "HF_ZERO_TRITON=0; unset it"
         if os.environ.get("HF_ZERO_TRITON") == "0"
@@ -325,7 +325,7 @@ def _gpu_kernels() -> Iterator[Finding]:
         return
     device = torch.device(kind, kinds.current_index(kind))
     for name, kernel in sorted(kernels.items()):
-        wrong = trial.try_out(kernel, device)
+        wrong = dispatch.try_out(kernel, device)
         yield (
             Finding(
                 "kernels",

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.ops.block_codec import BlockCodec
-from hf_zero.ops.symmetric_blocks import SymmetricBlocks
+from hf_zero.ops.symmetric_blocks import BlockCodec, SymmetricBlocks
 from hf_zero.zero.extensions import StepExtension
 
 

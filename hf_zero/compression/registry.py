@@ -13,9 +13,8 @@ from hf_zero.compression.error_feedback import ErrorCodec, ErrorFeedback
 from hf_zero.compression.one_bit_steps import OneBitSteps
 from hf_zero.compression.secondary_shards import SecondaryShards
 from hf_zero.config import ZeroConfig
-from hf_zero.ops.block_codec import BlockCodec
 from hf_zero.ops.sign_blocks import SignBlocks
-from hf_zero.ops.symmetric_blocks import SymmetricBlocks
+from hf_zero.ops.symmetric_blocks import BlockCodec, SymmetricBlocks
 from hf_zero.optim.one_bit import one_bit_of
 from hf_zero.zero.extensions import Extensions
 from hf_zero.zero.layout.codecs import DEFAULT_BLOCKS, SMALLEST_TENSOR, Codecs

@@ -8,9 +8,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
-    "BLOCK": "hf_zero.ops.blocks",
-    "Blocks": "hf_zero.ops.blocks",
-    "Moment": "hf_zero.ops.blocks",
+    "BLOCK": "hf_zero.ops.host",
+    "Blocks": "hf_zero.ops.host",
+    "Moment": "hf_zero.ops.host",
     "accumulate": "hf_zero.ops.host",
     "adagrad": "hf_zero.ops.host",
     "adam": "hf_zero.ops.host",
@@ -34,9 +34,9 @@ _EXPORTS = {
 __all__ = list(_EXPORTS)
 
 if TYPE_CHECKING:
-    from hf_zero.ops.blocks import BLOCK as BLOCK
-    from hf_zero.ops.blocks import Blocks as Blocks
-    from hf_zero.ops.blocks import Moment as Moment
+    from hf_zero.ops.host import BLOCK as BLOCK
+    from hf_zero.ops.host import Blocks as Blocks
+    from hf_zero.ops.host import Moment as Moment
     from hf_zero.ops.host import accumulate as accumulate
     from hf_zero.ops.host import adagrad as adagrad
     from hf_zero.ops.host import adam as adam

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import KernelError
-from hf_zero.ops import activations_reference as reference
-from hf_zero.ops.dispatch import Kernel
-from hf_zero.ops.rows import as_rows, check_alike, check_bias, check_float
+from hf_zero.ops import model_reference as reference
+from hf_zero.ops.dispatch import Kernel, as_rows, check_alike, check_bias, check_float
 
 _GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
 

@@ -18,13 +18,13 @@ import torch
 
 from hf_zero.device import kinds
 from hf_zero.ops import dispatch
-from hf_zero.ops import linear_cross_entropy_reference as reference
+from hf_zero.ops import model_reference as reference
 from hf_zero.ops.dispatch import Kernel
 
 # bytes of a chunk's logits: 5,120 rows of 128,256 in bf16, enough for every GEMM to fill a large
 # GPU
 DEVICE_BYTES = 5 << 28
-# 166 rows of 50,257 in fp32: the products are as fast as with 512 rows, and memory is saved
+# 166 rows of 50,257 in fp32: the products are as with 512 rows, and memory is saved
 HOST_BYTES = 32 << 20
 ALIGNED = 64  # columns: 128 bytes in 16 bits
 

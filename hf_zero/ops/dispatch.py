@@ -21,16 +21,19 @@ import functools
 import importlib
 import importlib.util
 import os
+import pkgutil
 import subprocess
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_zero.device import kinds
+from hf_zero.errors import KernelError
 from hf_zero.logging import logger
 
 KERNELS: dict[str, Kernel] = {}
@@ -212,3 +215,134 @@ def _cannot_compile(error: Exception) -> bool:
             said in str(error) for said in ("PassManager", "Failed to find C compiler")
         )
     return isinstance(error, (CompilationError, TritonError, subprocess.CalledProcessError))
+
+
+# ---- arguments of element-wise kernels: tensors as rows ----
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def as_rows(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` as [rows, width] with adjacent columns: a view if possible, else a copy."""
+    width = tensor.shape[-1]
+    rows = tensor.numel() // width if width else 0
+    flat = tensor.reshape(rows, width)
+    return flat if flat.stride(1) == 1 or width == 1 else flat.contiguous()
+
+
+def check_float(op: str, **tensors: Tensor | None) -> None:
+    """Check that all tensors have at least one axis, a dtype that kernels take, and one device.
+
+    Raises:
+        KernelError: one does not; the message has the remedy.
+    """
+    first_name, first = next(
+        (name, tensor) for name, tensor in tensors.items() if tensor is not None
+    )
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.dtype not in FLOATS:
+            raise KernelError(
+                f"{op}: {name} is {tensor.dtype}; give one of {', '.join(map(str, FLOATS))}"
+            )
+        if tensor.dim() == 0:
+            raise KernelError(f"{op}: {name} has no axis; give at least one, [width]")
+        if tensor.device != first.device:
+            raise KernelError(
+                f"{op}: {name} is on {tensor.device} and {first_name} on "
+                f"{first.device}; move one of them"
+            )
+
+
+def check_alike(op: str, name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    """Raise KernelError unless ``tensor`` has the shape of ``other``."""
+    if tensor.shape != other.shape:
+        raise KernelError(
+            f"{op}: {name} has shape {list(tensor.shape)} and {other_name} {list(other.shape)}; "
+            "give them the same shape"
+        )
+
+
+def check_bias(op: str, bias: Tensor | None, x: Tensor) -> None:
+    """Raise KernelError unless ``bias`` is [width of x] or None."""
+    if bias is not None and bias.shape != x.shape[-1:]:
+        raise KernelError(
+            f"{op}: bias has shape {list(bias.shape)} for an x of width {x.shape[-1]}; give "
+            "one element a column"
+        )
+
+
+# ---- a trial of the declared kernels on a device ----
+
+# Far above the effect of rounding on a few rows, far below that of a wrong index or a lost mask.
+TOLERANCE = 0.02
+
+
+def declared() -> dict[str, Kernel]:
+    """Return every declared kernel by its name; imports all modules of hf_zero.ops except the
+    kernels' own, which import triton.
+    """
+    import hf_zero.ops
+
+    for room in pkgutil.iter_modules(hf_zero.ops.__path__):
+        if room.name != "triton_kernels":
+            importlib.import_module(f"hf_zero.ops.{room.name}")
+    return dict(KERNELS)
+
+
+def try_out(kernel: Kernel, device: torch.device) -> str:
+    """Run ``kernel`` on its example on ``device``; return the reason why it is broken there, or "".
+
+    Draws from torch's generators and restores them.
+    """
+    if kernel.example is None:
+        return "it declares no example"
+    devices = [] if kinds.is_host(device) else [device]
+    with torch.random.fork_rng(devices=devices, device_type=device.type):
+        seen = []
+        for body in (kernel, kernel.reference):
+            torch.manual_seed(0)
+            try:
+                arguments = kernel.example(device)
+                result = body(*arguments)
+                kinds.synchronize(device)
+            except Exception as error:  # the doctor reports whatever a launch raises
+                return (
+                    f"{type(error).__name__}: "
+                    f"{(str(error).strip().splitlines() or ['no message'])[0]}"
+                )
+            # In-place kernels write results into their arguments.
+            seen.append(list(_tensors((result, arguments))))
+    if kernel.name in broken():
+        return f"cannot be compiled: {broken()[kernel.name]}"
+    for index, (one, other) in enumerate(zip(*seen, strict=True)):
+        off = _distance(one, other)
+        if not off <= TOLERANCE:
+            return (
+                f"differs from its reference: tensor {index}, {list(one.shape)}, by "
+                f"{off:.2g} of its norm"
+            )
+    return ""
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the norm of the difference over that of ``other``; infinite if their shapes differ."""
+    if one.shape != other.shape:
+        return float("inf")
+    if not one.numel():
+        return 0.0
+    # Equal infinities, as in a mask of scores, are no difference.
+    same = (one == other) | (one.isnan() & other.isnan())
+    difference = torch.where(same, 0.0, one.double() - other.double()).norm()
+    return float(
+        difference / torch.where(other.isfinite(), other.double(), 0.0).norm().clamp_min(1e-6)
+    )

@@ -28,10 +28,10 @@ from torch import Tensor
 
 from hf_zero.device.pinned import upload
 from hf_zero.errors import KernelError
-from hf_zero.ops import flat_optimizers_reference as reference
+from hf_zero.ops import flat_reference as reference
 from hf_zero.ops.dispatch import Kernel
-from hf_zero.ops.flat_norm import squared_norm as squared_norm
 from hf_zero.ops.flat_tiles import COEFFICIENTS, SETTINGS, FlatRun, Tiles
+from hf_zero.ops.flat_tiles import squared_norm as squared_norm
 
 __all__ = [
     "FlatRun",

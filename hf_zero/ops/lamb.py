@@ -13,13 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_zero.device.pinned import upload
+from hf_zero.ops import flat_reference as reference
 from hf_zero.ops import host, native
-from hf_zero.ops import lamb_reference as reference
 from hf_zero.ops.dispatch import Kernel, wanted
 
 
@@ -47,14 +49,14 @@ def _not_fp32(*lists: Any, **_: Any) -> str:
 MEASURE = Kernel(
     "lamb_measure",
     "lamb:measure",
-    reference.measure,
+    reference.lamb_measure,
     _not_fp32,
     lambda device: (*_example(device), 0.9, 0.999, 1e-8, 0.1, False, 1.0),
 )
 APPLY = Kernel(
     "lamb_apply",
     "lamb:apply",
-    reference.apply,
+    reference.lamb_apply,
     _not_fp32,
     lambda device: (*_example(device)[1:], torch.ones(2, device=device), 1e-8, 0.1, False),
 )
@@ -85,7 +87,7 @@ def measure_(
         ]
         return torch.tensor(sums, dtype=torch.float64).view(-1, 2)
     takes = wanted("optimizer", kernels, weights[0].device)
-    run: Callable[..., Any] = MEASURE if takes else reference.measure
+    run: Callable[..., Any] = MEASURE if takes else reference.lamb_measure
     found: Tensor = run(*arrays, *asdict(settings).values(), divisor)
     return found
 
@@ -109,7 +111,7 @@ def apply_(
             host.lamb_apply(*map(_flat, each), step_size=step_size, **numbers)
         return
     takes = wanted("optimizer", kernels, weights[0].device)
-    run: Callable[..., Any] = APPLY if takes else reference.apply
+    run: Callable[..., Any] = APPLY if takes else reference.lamb_apply
     own = step_sizes.to(weights[0].device, weights[0].dtype)
     run(*arrays, own, settings.eps, settings.decay, settings.eps_inside)
 
@@ -124,3 +126,40 @@ def _on_the_host(*arrays: Sequence[Tensor]) -> bool:
 
 def _flat(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1)
+
+
+# ---- the positions of the tensors: a table of tiles with addresses ----
+
+TILE = 4096
+# addresses of weights, gradient and two moments; length; the part; whether the tile is whole: TILE
+# elements, each array at a multiple of ALIGNED bytes; 0
+COLUMNS = 8
+ALIGNED = 16
+
+
+def tile_table(*arrays: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the tiles [tiles, COLUMNS] int64 of lists of fp32 tensors, and the bounds [2 * parts +
+    1] of the sums over each part: first one number a tile, then the other one.
+    """
+    places = tuple(zip(*(tuple(each.data_ptr() for each in of) for of in arrays)))
+    lengths = tuple(each.numel() for each in arrays[0])
+    return _table(places, lengths, arrays[0][0].device)
+
+
+@lru_cache(maxsize=64)
+def _table(
+    places: tuple[tuple[int, ...], ...], lengths: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    tables, bounds = [], [0]
+    for part, (at, length) in enumerate(zip(places, lengths)):
+        starts = torch.arange(0, length, TILE, dtype=torch.int64)
+        table = torch.zeros(starts.numel(), COLUMNS, dtype=torch.int64)
+        for column, address in enumerate(at):
+            table[:, column] = starts * 4 + address
+        table[:, 4] = (length - starts).clamp(max=TILE)
+        table[:, 5] = part
+        table[:, 6] = (table[:, 4] == TILE) & all(address % ALIGNED == 0 for address in at)
+        tables.append(table)
+        bounds.append(bounds[-1] + starts.numel())
+    bounds += [bounds[-1] + bound for bound in bounds[1:]]
+    return upload(torch.cat(tables), device), upload(torch.tensor(bounds), device)

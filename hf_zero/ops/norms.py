@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from hf_zero.errors import KernelError
-from hf_zero.ops import norms_reference as reference
+from hf_zero.ops import model_reference as reference
 from hf_zero.ops.dispatch import Kernel
 from hf_zero.ops.philox import draw_seed
 
@@ -240,9 +240,9 @@ def _backward_example(device: torch.device) -> tuple[Any, ...]:
     )
 
 
-NORM = Kernel("norm", "norms:forward", reference.forward, _forward_refuses, _forward_example)
+NORM = Kernel("norm", "norms:forward", reference.norm_forward, _forward_refuses, _forward_example)
 NORM_BACKWARD = Kernel(
-    "norm_backward", "norms:backward", reference.backward, _backward_refuses, _backward_example
+    "norm_backward", "norms:backward", reference.norm_backward, _backward_refuses, _backward_example
 )
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_zero.errors import KernelError
-from hf_zero.ops.rows import as_rows
+from hf_zero.ops.dispatch import as_rows
 
 
 def packed_linear(

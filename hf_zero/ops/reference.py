@@ -18,7 +18,7 @@ _LOW32 = 0xFFFFFFFF
 
 
 class Encoded(Protocol):
-    """Moments in 8 bits; see :class:`hf_zero.ops.blocks.Blocks`."""
+    """Moments in 8 bits; see :class:`hf_zero.ops.host.Blocks`."""
 
     codes: Tensor
     scales: Tensor

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import KernelError
-from hf_zero.ops import residual_reference as reference
-from hf_zero.ops.dispatch import Kernel
+from hf_zero.ops import model_reference as reference
+from hf_zero.ops.dispatch import Kernel, as_rows, check_alike, check_bias, check_float
 from hf_zero.ops.philox import draw_seed
-from hf_zero.ops.rows import as_rows, check_alike, check_bias, check_float
 
 
 def dropout_add(

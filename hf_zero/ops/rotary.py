@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import KernelError
-from hf_zero.ops import rotary_reference as reference
-from hf_zero.ops.dispatch import Kernel
-from hf_zero.ops.rows import FLOATS
+from hf_zero.ops import model_reference as reference
+from hf_zero.ops.dispatch import FLOATS, Kernel
 
 
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,8 +24,8 @@ from hf_zero.device.pinned import upload
 from hf_zero.errors import KernelError
 from hf_zero.ops import native
 from hf_zero.ops import sign_blocks_reference as reference
-from hf_zero.ops.checks import FLOATS, FP32, address, kind, rows_of_bytes
 from hf_zero.ops.dispatch import Kernel
+from hf_zero.ops.native import FLOATS, FP32, address, kind, rows_of_bytes
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
 ROW = 16  # bytes; parts of a message begin at multiples of it

@@ -19,8 +19,8 @@ from torch import Tensor
 from hf_zero.errors import KernelError
 from hf_zero.ops import native
 from hf_zero.ops import symmetric_blocks_reference as reference
-from hf_zero.ops.checks import FLOATS, FP32, address, flat, kind, rows_of_bytes
 from hf_zero.ops.dispatch import Kernel
+from hf_zero.ops.native import FLOATS, FP32, address, flat, kind, rows_of_bytes
 
 BITS = (4, 8)
 BLOCKS = (32, 64, 128, 256, 512, 1024)  # the largest is a tile of the kernels
@@ -179,3 +179,39 @@ DEQUANTISE = Kernel(
 DEQUANTISE_SUM = Kernel(
     "dequantise_sum", f"{_ROOM}:dequantise_sum", reference.dequantise_sum, example=_sum_example
 )
+
+
+# ---- the codec of a collective ----
+
+
+@dataclass(frozen=True)
+class BlockCodec:
+    """A codec that sends elements as ``blocks``; ``differences``: as differences to the receivers'
+    values, which they add. The rounding error of a difference is part of the next one.
+    """
+
+    blocks: SymmetricBlocks
+    differences: bool = False
+
+    def __str__(self) -> str:
+        kind = f"int{self.blocks.bits} blocks of {self.blocks.block}"
+        return f"differences in {kind}" if self.differences else kind
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of a message of ``numel`` elements."""
+        return self.blocks.nbytes(numel)
+
+    @torch.no_grad()
+    def encode(self, values: Tensor, rows: int = 1, there: Tensor | None = None) -> Tensor:
+        """Encode, see :class:`hf_zero.distributed.collectives.Codec`."""
+        return self.blocks.quantise(values, rows, there if self.differences else None)
+
+    @torch.no_grad()
+    def decode(self, messages: Tensor, full: Tensor) -> None:
+        """Decode, see :class:`hf_zero.distributed.collectives.Codec`."""
+        self.blocks.dequantise(messages, full, self.differences)
+
+    @torch.no_grad()
+    def decode_sum(self, messages: Tensor, out: Tensor) -> None:
+        """Decode and sum, see :class:`hf_zero.distributed.collectives.Codec`."""
+        self.blocks.dequantise_sum(messages, out)

@@ -3,7 +3,7 @@ state of torch.optim.
 
 ``moments`` is the storage format of Adam's and Lion's moments: ``"fp32"`` (4 bytes each),
 ``"bf16"`` (2 bytes, rounded stochastically) or ``"int8"`` (1 byte and a scale per 256, see
-:mod:`hf_zero.ops.blocks`).
+:mod:`hf_zero.ops.host`).
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from hf_zero.device.pinned import upload
 from hf_zero.errors import ConfigError
+from hf_zero.ops.flat_reference import sums_of_squares
 from hf_zero.ops.lamb import LambSettings, apply_, measure_
-from hf_zero.ops.tensor_lists import squares
 from hf_zero.optim.whole_tensor import Parts, TensorSumOptimizer
 
 
@@ -206,7 +206,7 @@ class LARS(TensorSumOptimizer):
 
     @staticmethod
     def measure(group: Mapping[str, Any], parts: Parts) -> Tensor:
-        return squares([parts.weights, parts.gradients()])
+        return sums_of_squares([parts.weights, parts.gradients()])
 
     @staticmethod
     def apply(group: Mapping[str, Any], parts: Parts) -> None:

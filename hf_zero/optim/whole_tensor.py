@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
-from hf_zero.ops.tensor_lists import divided
+from hf_zero.ops.flat_reference import divided
 
 FACTORS = "factors"
 """The state of a parameter that is of the whole tensor, and neither a number for each element nor

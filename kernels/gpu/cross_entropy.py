@@ -1,5 +1,5 @@
 """Cross-entropy and its gradient over rows of logits, in place; see
-hf_zero/ops/linear_cross_entropy_reference.py for the formula.
+hf_zero/ops/model_reference.py for the formula.
 
 Grid: one program a row. Tile: BLOCK columns, 16 bytes a thread and load. First pass: each lane
 keeps a running maximum and a running sum (Milakov & Gimelshein 2018,

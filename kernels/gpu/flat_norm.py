@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_zero.ops.flat_norm import RUN, RUN_COLUMNS
-from hf_zero.ops.flat_tiles import PHASE
+from hf_zero.ops.flat_tiles import PHASE, RUN, RUN_COLUMNS
 
 BLOCK, WARPS = 4096, 8  # 16 elements a thread: 4 loads of 16 bytes in flight in fp32
 PARTIALS, PARTIAL_WARPS = 2048, 8

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_zero.ops.lamb_tiles import COLUMNS, TILE, tile_table
+from hf_zero.ops.lamb import COLUMNS, TILE, tile_table
 from hf_zero.ops.triton_kernels.flat_norm import PARTIAL_WARPS, PARTIALS, sum_runs_kernel
 
 # 4 elements a thread: one 16-byte access of each array

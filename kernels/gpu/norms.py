@@ -288,7 +288,7 @@ def forward(
     centered: bool,
     keep_total: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch ``_norm_forward``; hf_zero/ops/norms_reference.py documents arguments and results."""
+    """Launch ``_norm_forward``; hf_zero/ops/model_reference.py documents arguments and results."""
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     width = x.shape[-1]
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -346,7 +346,7 @@ def backward(
     weight_grad: bool,
     tiny: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch ``_norm_backward`` and ``_norm_add_partials``; hf_zero/ops/norms_reference.py
+    """Launch ``_norm_backward`` and ``_norm_add_partials``; hf_zero/ops/model_reference.py
     documents arguments and results.
     """
     width = saved.shape[-1]

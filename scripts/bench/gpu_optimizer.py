@@ -32,9 +32,8 @@ import torch
 from torch import Tensor
 
 from hf_zero.ops import dispatch
-from hf_zero.ops.flat_norm import squared_norms
 from hf_zero.ops.flat_optimizers import FlatRun, RowSettings, Tiles, adam_, advance_, settings_table
-from hf_zero.ops.flat_tiles import TILE
+from hf_zero.ops.flat_tiles import TILE, squared_norms
 from hf_zero.ops.lamb import LambSettings, apply_, measure_
 
 LR, BETA1, BETA2, EPS, DECAY = 1e-3, 0.9, 0.999, 1e-8, 0.01

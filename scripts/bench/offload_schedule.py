@@ -418,7 +418,7 @@ class Recorder:
     def _proxy_files(self, replace: Any) -> None:
         from hf_zero.offload.nvme import NvmeStorage, paged
         from hf_zero.offload.storage import SHARD
-        from hf_zero.ops.blocks import BLOCK
+        from hf_zero.ops.host import BLOCK
 
         def proxy(flat: Any, storage: Any) -> None:
             def real_of(name: str) -> Callable[[int, int], float]:

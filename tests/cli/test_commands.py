@@ -25,7 +25,7 @@ from hf_zero.cli.printing import in_units
 from hf_zero.config import PRESETS
 from hf_zero.errors import ConfigError
 from hf_zero.launch.plan import LAUNCHER
-from hf_zero.ops import dispatch, native, trial
+from hf_zero.ops import dispatch, native
 from tests.helpers.accelerators import play_accelerator
 from tests.helpers.commands import completed
 
@@ -550,7 +550,7 @@ def test_doctor_says_why_gpu_kernels_do_not_run(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
     play_accelerator(monkeypatch, count=0)
     monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
-    count = len(trial.declared())
+    count = len(dispatch.declared())
     assert count
     assert found()["GPU kernels"].detail == f"{count} kernels run their references: no GPU"
     monkeypatch.setenv("HF_ZERO_TRITON", "0")
@@ -581,9 +581,9 @@ def test_doctor_tries_each_kernel_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(dispatch, "installed", lambda: True)
     monkeypatch.setattr(dispatch, "interpreted", lambda: False)
     monkeypatch.setattr(dispatch, "missing_driver", lambda: "")
-    monkeypatch.setattr(trial, "declared", lambda: {"b": "b", "a": "a"})
+    monkeypatch.setattr(dispatch, "declared", lambda: {"b": "b", "a": "a"})
     monkeypatch.setattr(
-        trial,
+        dispatch,
         "try_out",
         lambda kernel, device: "PTXASError: no" if (kernel, device.type) == ("b", "cuda") else "",
     )
@@ -604,7 +604,7 @@ def test_doctor_goes_on_where_a_part_cannot_be_looked_at(monkeypatch: pytest.Mon
     def fails() -> Any:
         raise RuntimeError("the driver is gone\nand more")
 
-    monkeypatch.setattr(trial, "declared", fails)
+    monkeypatch.setattr(dispatch, "declared", fails)
     result = CliRunner().invoke(app, ["doctor", "--json"])
     assert result.exit_code == 1
     found = {(row["part"], row["name"]): row for row in json.loads(result.stdout)}

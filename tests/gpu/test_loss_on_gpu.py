@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_zero.ops import dispatch
-from hf_zero.ops import linear_cross_entropy_reference as reference
+from hf_zero.ops import model_reference as reference
 from hf_zero.ops.chunked_head import CROSS_ENTROPY, Terms
 from hf_zero.ops.linear_cross_entropy import linear_cross_entropy, linear_log_probs
 from hf_zero.ops.masked_rows import RowCapacity, RowCount, select_rows

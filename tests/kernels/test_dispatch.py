@@ -15,7 +15,7 @@ import torch
 
 import hf_zero
 from hf_zero.device import kinds
-from hf_zero.ops import dispatch, trial
+from hf_zero.ops import dispatch
 from hf_zero.ops.dispatch import Kernel
 from tests.helpers.commands import completed
 from tests.helpers.engines import config_of, start
@@ -32,7 +32,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
     All other kernels are declared first, or they would be removed, too.
     """
-    trial.declared()
+    dispatch.declared()
     monkeypatch.setattr(dispatch, "KERNELS", dict(dispatch.KERNELS))
     monkeypatch.setattr(dispatch, "_BROKEN", {})
     dispatch._load.cache_clear()
@@ -117,7 +117,7 @@ def test_a_gpu_without_a_driver_for_triton_runs_references_and_says_so_once(
     for cached in (dispatch.missing_driver, dispatch._warned_missing):
         cached.cache_clear()
     try:
-        for kernel in trial.declared().values():
+        for kernel in dispatch.declared().values():
             kernel(*kernel.example(CPU))
         assert Kernel("made up", "nowhere:to_be_found", doubled)(torch.ones(1)).item() == 2
         assert not dispatch.wanted("optimizer", "auto", torch.device("cuda"))
@@ -213,7 +213,7 @@ def test_a_kernel_that_does_not_compile_is_said_once(
     (said,) = [each for each in heard if "made up" in each]
     assert "cannot be compiled here, so its slow reference runs from now on" in said
     assert type(failures()[index]).__name__ in said
-    assert trial.try_out(kernel, CPU).startswith(
+    assert dispatch.try_out(kernel, CPU).startswith(
         f"cannot be compiled: {type(failures()[index]).__name__}: "
     )
 
@@ -253,7 +253,7 @@ def test_other_errors_are_not_hidden(body: Callable[..., str], as_on_a_gpu: None
     with pytest.raises(RuntimeError, match="illegal memory access"):
         kernel(torch.ones(1))
     assert dispatch.broken() == {}
-    assert trial.try_out(kernel, CPU) == "RuntimeError: an illegal memory access was encountered"
+    assert dispatch.try_out(kernel, CPU) == "RuntimeError: an illegal memory access was encountered"
 
 
 def test_a_trial_compares_with_the_reference(body: Callable[..., str], as_on_a_gpu: None) -> None:
@@ -269,17 +269,17 @@ def test_a_trial_compares_with_the_reference(body: Callable[..., str], as_on_a_g
     declared = Kernel("made up", body(kernel), reference, example=example)
     before = torch.random.get_rng_state()
     factor = 1.001
-    assert trial.try_out(declared, CPU) == ""
+    assert dispatch.try_out(declared, CPU) == ""
     factor = 1.5
-    assert "differs from its reference: tensor 1, [4]" in trial.try_out(declared, CPU)
+    assert "differs from its reference: tensor 1, [4]" in dispatch.try_out(declared, CPU)
     factor = float("nan")
-    assert "differs from its reference" in trial.try_out(declared, CPU)
+    assert "differs from its reference" in dispatch.try_out(declared, CPU)
     assert torch.equal(before, torch.random.get_rng_state())
     shorter = Kernel("shorter", body(lambda x, out: x[:2]), lambda x, out: x, example=example)
-    assert "by inf of its norm" in trial.try_out(shorter, CPU)
-    assert trial.try_out(Kernel("mute", "a:b", doubled), CPU) == "it declares no example"
+    assert "by inf of its norm" in dispatch.try_out(shorter, CPU)
+    assert dispatch.try_out(Kernel("mute", "a:b", doubled), CPU) == "it declares no example"
     broken = Kernel("broken", "a:b", doubled, example=lambda device: (torch.ones(1, dtype="none"),))  # type: ignore[call-overload]
-    assert trial.try_out(broken, CPU).startswith("TypeError: ")
+    assert dispatch.try_out(broken, CPU).startswith("TypeError: ")
 
 
 @pytest.mark.usefixtures("lamb_addresses")
@@ -287,17 +287,17 @@ def test_every_kernel_agrees_with_its_reference_on_its_example(
     checked_triton: Callable[..., Any],
 ) -> None:
     """The trial that the doctor runs on a GPU."""
-    kernels = trial.declared()
+    kernels = dispatch.declared()
     assert "norm" in kernels
     assert {
-        name: wrong for name, kernel in kernels.items() if (wrong := trial.try_out(kernel, CPU))
+        name: wrong for name, kernel in kernels.items() if (wrong := dispatch.try_out(kernel, CPU))
     } == {}
 
 
 @pytest.mark.usefixtures("lamb_addresses")
 def test_every_kernel_passes_its_trial(checked_triton) -> None:
     """The doctor's trial on a GPU, with the kernels that are in folders of their own."""
-    found = {name: trial.try_out(kernel, CPU) for name, kernel in trial.declared().items()}
+    found = {name: dispatch.try_out(kernel, CPU) for name, kernel in dispatch.declared().items()}
     assert {name: why for name, why in found.items() if why} == {}
     assert {
         "norm",
@@ -310,7 +310,7 @@ def test_every_kernel_passes_its_trial(checked_triton) -> None:
 
 def test_declared_kernels_are_found_without_triton() -> None:
     code = (
-        "import sys; from hf_zero.ops.trial import declared; print(sorted(declared())); assert "
+        "import sys; from hf_zero.ops.dispatch import declared; print(sorted(declared())); assert "
         "'triton' not in sys.modules"
     )
     said = completed([sys.executable, "-c", code])

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_zero.errors import KernelError
 from hf_zero.ops import activations, residual
-from hf_zero.ops import activations_reference as reference
+from hf_zero.ops import model_reference as reference
 from hf_zero.ops.activations import geglu, geglu_packed, gelu, swiglu, swiglu_packed
 from hf_zero.ops.philox import kept_rows
 from hf_zero.ops.residual import dropout_add

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hf_zero.errors import KernelError
-from hf_zero.ops import flat_norm
-from hf_zero.ops.flat_norm import RUN, squared_norm, squared_norms
+from hf_zero.ops import flat_tiles as flat_norm
+from hf_zero.ops.flat_tiles import RUN, squared_norm, squared_norms
 from tests.helpers.checked_triton import checked_triton
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

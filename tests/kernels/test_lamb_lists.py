@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_zero.ops.lamb import APPLY, MEASURE, LambSettings, apply_, measure_
-from hf_zero.ops.lamb_tiles import TILE, tile_table
+from hf_zero.ops.lamb import APPLY, MEASURE, TILE, LambSettings, apply_, measure_, tile_table
 from tests.helpers.checked_triton import checked_triton
 
 LENGTHS = (1, 5, TILE + 3, 700, 2 * TILE)

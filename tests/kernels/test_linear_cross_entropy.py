@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_zero.errors import KernelError
-from hf_zero.ops import linear_cross_entropy_reference as reference
+from hf_zero.ops import model_reference as reference
 from hf_zero.ops.chunked_head import rows_of_a_chunk
 from hf_zero.ops.linear_cross_entropy import linear_cross_entropy, linear_log_probs
 

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 
 from hf_zero.ops.chunked_head import CROSS_ENTROPY, Terms
-from hf_zero.ops.linear_cross_entropy_reference import cross_entropy_
+from hf_zero.ops.model_reference import cross_entropy_
 
 pytestmark = pytest.mark.usefixtures("checked_triton")
 

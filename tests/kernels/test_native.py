@@ -15,7 +15,7 @@ import torch
 
 from hf_zero.errors import ConfigError, KernelError
 from hf_zero.ops import adam, cast, native, squared_norm
-from hf_zero.ops.share import Share, cpu_quota, share_of_this_rank
+from hf_zero.ops.native import Share, cpu_quota, share_of_this_rank
 from tests.helpers.buffers import reference
 from tests.helpers.commands import completed
 
@@ -183,9 +183,9 @@ def share(
     monkeypatch: pytest.MonkeyPatch, mine: int, parents: int, quota: float | None, **environ: str
 ) -> Share:
     monkeypatch.setattr(
-        "hf_zero.ops.share._affinity", lambda pid: set(range(mine if pid == 0 else parents))
+        "hf_zero.ops.native._affinity", lambda pid: set(range(mine if pid == 0 else parents))
     )
-    monkeypatch.setattr("hf_zero.ops.share.cpu_quota", lambda: quota)
+    monkeypatch.setattr("hf_zero.ops.native.cpu_quota", lambda: quota)
     return share_of_this_rank(environ)
 
 

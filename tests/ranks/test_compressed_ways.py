@@ -14,8 +14,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.compression.error_feedback import ErrorCodec
-from hf_zero.ops.block_codec import BlockCodec
-from hf_zero.ops.symmetric_blocks import SymmetricBlocks
+from hf_zero.ops.symmetric_blocks import BlockCodec, SymmetricBlocks
 from hf_zero.planning.needs import needs
 from tests.helpers.engines import OnEngine, config_of, full_weights, start
 from tests.helpers.models import ARCHITECTURES, Stack, seeded

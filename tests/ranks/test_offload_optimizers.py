@@ -18,7 +18,7 @@ import hf_zero
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.ops import native
-from hf_zero.ops.share import Share
+from hf_zero.ops.native import Share
 from hf_zero.optim import CPUSGD, CPUAdam, CPULion, Lion
 from hf_zero.optim.own_step import OwnStep
 from hf_zero.planning.needs import needs

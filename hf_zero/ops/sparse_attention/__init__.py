@@ -10,8 +10,8 @@ from .layouts import (
     LocalSlidingWindowSparsityConfig,
     SparsityConfig,
     VariableSparsityConfig,
+    from_section,
 )
-from .section import from_section
 
 __all__ = [
     "BSLongformerSparsityConfig",

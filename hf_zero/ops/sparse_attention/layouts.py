@@ -18,11 +18,13 @@ that defines ``make_layout`` works like these.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
-from hf_zero.errors import KernelError
+from hf_zero.errors import ConfigError, KernelError
 
 from .sparsity_config import SparsityConfig
 
@@ -324,3 +326,50 @@ def _spans_checked(
 
 def _spans(starts: Sequence[int], ends: Sequence[int] | None) -> list[tuple[int, int]]:
     return list(zip(starts, ends if ends is not None else [start + 1 for start in starts]))
+
+
+# ---- DeepSpeed's JSON section ``sparse_attention`` ----
+
+MODES: dict[str, type[SparsityConfig]] = {
+    "dense": DenseSparsityConfig,
+    "fixed": FixedSparsityConfig,
+    "variable": VariableSparsityConfig,
+    "bigbird": BigBirdSparsityConfig,
+    "bslongformer": BSLongformerSparsityConfig,
+    "local_sliding_window": LocalSlidingWindowSparsityConfig,
+}
+
+
+def from_section(section: Mapping[str, Any], num_heads: int) -> SparsityConfig:
+    """Build the configuration of a section such as ``{"mode": "bigbird", "block": 64, …}``.
+
+    Without a mode it is "fixed", as in DeepSpeed. A key of another mode has no effect, because
+    DeepSpeed's own example lists the keys of all modes; an unknown key or mode, and a value that
+    the mode refuses, raise ConfigError.
+    """
+    mode = section.get("mode", "fixed")
+    if mode not in MODES:
+        raise ConfigError(
+            f"sparse_attention.mode is {mode!r}; it must be one of {', '.join(MODES)}"
+        )
+    known = {name for kind in MODES.values() for name in _parameters(kind)}
+    unknown = [key for key in section if key not in known and key != "mode"]
+    if unknown:
+        raise ConfigError(
+            f"sparse_attention has no key {unknown[0]!r}; it has mode, {', '.join(sorted(known))}"
+        )
+    taken = _parameters(MODES[mode])
+    try:
+        return MODES[mode](
+            num_heads, **{key: value for key, value in section.items() if key in taken}
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"sparse_attention with mode {mode!r}: {error}") from error
+
+
+def _parameters(kind: type[SparsityConfig]) -> list[str]:
+    return [
+        name
+        for name in inspect.signature(kind.__init__).parameters
+        if name not in ("self", "num_heads")
+    ]

@@ -27,7 +27,7 @@ from hf_zero.distributed.collectives import Handle
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
 from hf_zero.ops import dispatch, host
-from hf_zero.ops.flat_norm import RUNS, squared_norms
+from hf_zero.ops.flat_tiles import RUNS, squared_norms
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.gradient_buffer import GradientBuffer, GradState
 from hf_zero.zero.layout.unit import Unit

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_zero.ops import lamb_tiles
 from hf_zero.ops.flat_tiles import TILE
+from hf_zero.ops.lamb import TILE as LAMB_TILE
 from hf_zero.ops.triton_kernels import (
     flat_norm,
     flat_optimizers,
@@ -52,7 +52,7 @@ def squares(base: str) -> Case:
 def lamb(kernel: Any) -> Case:
     numbers = "beta1 rest1 beta2 rest2 eps decay divisor"
     types = {"*i64": "table", "*fp64": "partials", "*fp32": "step_sizes", "fp32": numbers}
-    constants = {"EPS_INSIDE": False, "TILE": lamb_tiles.TILE, "BLOCK": lamb_kernels.BLOCK}
+    constants = {"EPS_INSIDE": False, "TILE": LAMB_TILE, "BLOCK": lamb_kernels.BLOCK}
     return case(kernel, "", types, constants, lamb_kernels.WARPS, 0.5)
 
 

@@ -1,17 +1,32 @@
-"""The slow reference of the flat optimizers, in plain torch: tile by tile, in fp32, each line of
-the formula a line of code.
+"""Slow references of the kernels over flat buffers and lists of tensors, in plain torch, each line
+of a formula a line of code.
 
-It reads the tables on the host, and so waits for the device.
+Those of flat buffers read the kernels' tables on the host, and so wait for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from hf_zero.ops.flat_tiles import COEFFICIENTS
+
+
+def divided(grads: Sequence[Tensor], like: Sequence[Tensor], divisor: float) -> list[Tensor]:
+    """Return ``grads``, of any float dtypes, over ``divisor``, in the dtypes of ``like``."""
+    cast = [grad.to(each.dtype) for grad, each in zip(grads, like)]
+    return cast if divisor == 1.0 else list(torch._foreach_div(cast, divisor))
+
+
+def sums_of_squares(tensors: Sequence[list[Tensor]]) -> Tensor:
+    """Return the sums of squares of each tensor: [parts, k] in 64 bits, of k lists of tensors."""
+    columns = [torch.stack(list(torch._foreach_norm(each))).double().square() for each in tensors]
+    return torch.stack(columns, dim=1)
+
+
+# ---- the flat optimizers: tile by tile in fp32 ----
 
 
 def advance_(steps: Tensor, settings: Tensor, found_inf: Tensor | None) -> Tensor:
@@ -98,3 +113,60 @@ def _tiles(
 
 def _factor(sign: float, divisor: Tensor | None) -> Tensor | float:
     return sign if divisor is None else sign / divisor
+
+
+# ---- the passes of LAMB ----
+
+
+def lamb_measure(
+    weights: list[Tensor],
+    grads: list[Tensor],
+    means: list[Tensor],
+    squares: list[Tensor],
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+    eps_inside: bool,
+    divisor: float,
+) -> Tensor:
+    cast = divided(grads, weights, divisor)
+    torch._foreach_mul_(means, beta1)
+    torch._foreach_add_(means, cast, alpha=1 - beta1)
+    torch._foreach_mul_(squares, beta2)
+    torch._foreach_addcmul_(squares, cast, cast, value=1 - beta2)
+    return sums_of_squares([weights, _update(weights, means, squares, eps, decay, eps_inside)])
+
+
+def lamb_apply(
+    weights: list[Tensor],
+    means: list[Tensor],
+    squares: list[Tensor],
+    step_sizes: Tensor,
+    eps: float,
+    decay: float,
+    eps_inside: bool,
+) -> None:
+    update = _update(weights, means, squares, eps, decay, eps_inside)
+    torch._foreach_mul_(update, list(step_sizes.unbind()))
+    torch._foreach_sub_(weights, update)
+
+
+def _update(
+    weights: list[Tensor],
+    means: list[Tensor],
+    squares: list[Tensor],
+    eps: float,
+    decay: float,
+    eps_inside: bool,
+) -> list[Tensor]:
+    if eps_inside:
+        below = list(torch._foreach_add(squares, eps))
+        torch._foreach_sqrt_(below)
+    else:
+        below = list(torch._foreach_sqrt(squares))
+        torch._foreach_add_(below, eps)
+    update = list(torch._foreach_div(means, below))
+    if decay:
+        torch._foreach_add_(update, weights, alpha=decay)
+    return update

@@ -1,0 +1,353 @@
+"""Slow references of the kernels inside a model, in plain torch: norms, activations, dropout and
+residual, rotary embedding, cross-entropy. They compute in fp32 and round once.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_zero.ops.philox import kept_rows
+
+Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def norm_forward(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    eps: float,
+    offset: float,
+    dropout: float,
+    centered: bool,
+    keep_total: bool,
+) -> Four:
+    """Compute ``y = norm(total) * (offset + weight) + bias`` with ``total = dropout(x) +
+    residual``.
+
+    Returns y and total (empty unless ``keep_total``) in the dtype that ``x + residual`` has, and
+    mean (empty unless ``centered``) and ``rstd = 1 / sqrt(variance + eps)`` of each row in fp32.
+    """
+    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    total = _wide(x)
+    if seed is not None:
+        total = total * _mask(seed, total, dropout)
+    if residual is not None:
+        total = total + _wide(residual)
+    total = total.to(dtype)  # the norm is taken of the rounded sum
+    values = _wide(total)
+    mean = values.mean(-1) if centered else values.new_empty(0)
+    if centered:
+        values = values - mean[:, None]
+    rstd = torch.rsqrt(values.square().mean(-1) + eps)
+    y = values * rstd[:, None] * (_wide(weight)[0] + offset)
+    if bias is not None:
+        y = y + _wide(bias)[0]
+    kept = total.reshape(x.shape).contiguous() if keep_total else total.new_empty(0)
+    # A copy if the sum is just x: an operator may not return its own input.
+    kept = kept.clone() if kept.data_ptr() == x.data_ptr() and kept.numel() else kept
+    return y.to(dtype).reshape(x.shape), kept, mean.float(), rstd.float()
+
+
+def norm_backward(
+    dy: torch.Tensor,
+    d_total: torch.Tensor | None,
+    saved: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    seed: torch.Tensor | None,
+    offset: float,
+    dropout: float,
+    centered: bool,
+    inverted: bool,
+    weight_grad: bool,
+    tiny: float,
+) -> Four:
+    """Return the gradients of total, of x under dropout (else empty), of weight and of bias (empty
+    unless ``weight_grad``).
+
+    ``saved`` is total, or y if ``inverted``: then ``x_hat = (y - bias) / (offset + weight)``, and 0
+    in columns where the divisor's magnitude is below ``tiny``.
+    """
+    scale = _wide(weight)[0] + offset
+    values, incoming, inverse_std = _wide(saved), _wide(dy), rstd.to(_wide(saved).dtype)[:, None]
+    if inverted:
+        shifted = values - _wide(bias)[0] if bias is not None else values
+        normed = shifted * torch.where(scale.abs() >= tiny, 1 / scale, torch.zeros_like(scale))
+    else:
+        centre = mean.to(values.dtype)[:, None] if centered and mean is not None else 0.0
+        normed = (values - centre) * inverse_std
+    scaled = incoming * scale
+    made = scaled - normed * (scaled * normed).mean(-1, keepdim=True)
+    if centered:
+        made = made - scaled.mean(-1, keepdim=True)
+    made = made * inverse_std
+    if d_total is not None:
+        made = made + _wide(d_total)
+    dropped = (
+        (made * _mask(seed, made, dropout)).to(dy.dtype).reshape(saved.shape)
+        if seed is not None
+        else dy.new_empty(0)
+    )
+    d_weight = (incoming * normed).sum(0).to(weight.dtype) if weight_grad else weight.new_empty(0)
+    d_bias = (
+        incoming.sum(0).to(bias.dtype) if weight_grad and bias is not None else weight.new_empty(0)
+    )
+    return made.to(dy.dtype).reshape(saved.shape), dropped, d_weight, d_bias
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` as contiguous rows [rows, width] in the dtype of the arithmetic."""
+    return (
+        x.reshape(x.shape[:-1].numel(), x.shape[-1])
+        .to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+        .contiguous()
+    )
+
+
+def _mask(seed: torch.Tensor, rows: torch.Tensor, dropout: float) -> torch.Tensor:
+    """Return 0 or 1 / (1 - p) for each element of ``rows``."""
+    return kept_rows(seed, rows.shape[0], rows.shape[1], dropout).to(rows.dtype) / (1 - dropout)
+
+
+# ---- activations; results go into output arguments, as the kernels' do ----
+
+_SLOPE = math.sqrt(2 / math.pi)
+_CUBIC = 0.044715
+
+
+def activate(x: Tensor, act: str) -> Tensor:
+    """Return ``act`` of fp32 ``x``."""
+    if act == "silu":
+        return x * torch.sigmoid(x)
+    if act == "gelu_tanh":
+        return 0.5 * x * (1 + torch.tanh(_SLOPE * (x + _CUBIC * x * x * x)))
+    return 0.5 * x * torch.erfc(-x * math.sqrt(0.5))
+
+
+def derivative(x: Tensor, act: str) -> Tensor:
+    """Return the derivative of ``act`` at fp32 ``x``."""
+    if act == "silu":
+        sigmoid = torch.sigmoid(x)
+        return sigmoid * (1 + x * (1 - sigmoid))
+    if act == "gelu_tanh":
+        tanh = torch.tanh(_SLOPE * (x + _CUBIC * x * x * x))
+        return 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * _SLOPE * (1 + 3 * _CUBIC * x * x)
+    return 0.5 * torch.erfc(-x * math.sqrt(0.5)) + x * torch.exp(-0.5 * x * x) / math.sqrt(
+        2 * math.pi
+    )
+
+
+def bias_act(x: Tensor, bias: Tensor | None, act: str, out: Tensor) -> None:
+    """Compute ``out = act(x + bias)``; x, out [rows, width], bias [width]."""
+    out.copy_(activate(_sum(x, bias), act))
+
+
+def bias_act_backward(
+    dy: Tensor, x: Tensor, bias: Tensor | None, act: str, dx: Tensor, dbias: Tensor | None
+) -> None:
+    """Compute ``dx = dy * act'(x + bias)`` and ``dbias``, its sum over the rows."""
+    grad = dy.float() * derivative(_sum(x, bias), act)
+    dx.copy_(grad)
+    if dbias is not None:
+        dbias.copy_(grad.sum(0))
+
+
+def gated(gate: Tensor, up: Tensor, act: str, out: Tensor) -> None:
+    """Compute ``out = act(gate) * up``; all [rows, width]."""
+    out.copy_(activate(gate.float(), act) * up.float())
+
+
+def gated_backward(
+    dy: Tensor, gate: Tensor, up: Tensor, act: str, dgate: Tensor, dup: Tensor
+) -> None:
+    """Compute ``dgate = dy * up * act'(gate)`` and ``dup = dy * act(gate)``."""
+    wide, grad = gate.float(), dy.float()
+    dgate.copy_(grad * up.float() * derivative(wide, act))
+    dup.copy_(grad * activate(wide, act))
+
+
+def _sum(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x.float() if bias is None else x.float() + bias.float()
+
+
+# ---- dropout and residual; masks from the same Philox numbers as the kernels' ----
+
+
+def dropout_add(
+    x: Tensor,
+    residual: Tensor,
+    bias: Tensor | None,
+    seed: Tensor | None,
+    dropout: float,
+    out: Tensor,
+) -> None:
+    """Compute ``out = residual + dropout(x + bias)``; x, residual, out [rows, width], bias [width],
+    seed int64 [1] or None (no dropout).
+    """
+    summed = x.float() if bias is None else x.float() + bias.float()
+    out.copy_(residual.float() + dropped(summed, seed, dropout))
+
+
+def dropout_add_backward(
+    dy: Tensor, seed: Tensor | None, dropout: float, dx: Tensor | None, dbias: Tensor | None
+) -> None:
+    """Compute ``dx = dropout(dy)`` with the mask of the forward, and ``dbias``, its sum over the
+    rows; None for gradients that are not wanted.
+    """
+    grad = dropped(dy.float(), seed, dropout)
+    if dx is not None:
+        dx.copy_(grad)
+    if dbias is not None:
+        dbias.copy_(grad.sum(0))
+
+
+def dropped(values: Tensor, seed: Tensor | None, dropout: float) -> Tensor:
+    """Return each fp32 element scaled by 1/(1-p) if kept, else zero."""
+    if seed is None:
+        return values
+    rows, width = values.shape
+    kept = kept_rows(seed, rows, width, dropout)
+    return values.mul(1 / (1 - dropout) if dropout < 1 else 0.0).masked_fill(~kept, 0)
+
+
+# ---- rotary embedding ----
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, backward: bool, out: Tensor) -> None:
+    """Rotate one tensor [batch, heads, sequence, width] by cos, sin [batch or 1, sequence, rotary
+    width]; columns beyond are copied.
+
+    ``backward`` applies the transpose, which for cos and sin of equal halves is the rotation by the
+    negative angle.
+    """
+    rotated = cos.shape[-1]
+    cos, sin = cos.float().unsqueeze(1), sin.float().unsqueeze(1)
+    wide = x[..., :rotated].float()
+    turned = turn(wide * sin, True) if backward else turn(wide, False) * sin
+    out[..., :rotated] = wide * cos + turned
+    out[..., rotated:] = x[..., rotated:]
+
+
+def turn(x: Tensor, backward: bool) -> Tensor:
+    """Return (-second half, first half), or its transpose."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((second, -first) if backward else (-second, first), dim=-1)
+
+
+def rotary(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    backward: bool,
+    q_out: Tensor,
+    k_out: Tensor,
+    v_out: Tensor | None,
+) -> None:
+    """Rotate q and k into q_out and k_out, copy v: [batch, heads, sequence, width], each with its
+    own number of heads.
+    """
+    rotate(q, cos, sin, backward, q_out)
+    rotate(k, cos, sin, backward, k_out)
+    if v is not None and v_out is not None:
+        v_out.copy_(v)
+
+
+# ---- cross-entropy over rows of logits, and over all of them at once ----
+
+
+def cross_entropy_(
+    logits: torch.Tensor,
+    vocabulary: int,
+    labels: torch.Tensor,
+    factors: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return losses and logsumexps of rows of raw logits; write the losses' gradient over the
+    logits.
+
+    ``logits`` [rows, width ≥ vocabulary]: columns from ``vocabulary`` on are padding and never
+    read. With ``factors`` ([1] or [rows], fp32) the gradient of each row's loss times its factor
+    replaces the logits; without, they stay. ``lse`` is the logsumexp if already known. With y =
+    softcap · tanh(scale · x / softcap), or scale · x if softcap is 0, V the vocabulary, l the
+    label::
+
+        loss = lse − (1 − ε) y_l − ε/V Σ y + z lse²
+        dloss/dy = softmax(y) (1 + 2 z lse) − (1 − ε) [l] − ε/V
+
+    Returns (losses [rows], lse [rows]), fp32 (fp64 for fp64). A row whose label is ``ignore_index``
+    has loss, lse and gradient 0; any other label outside the vocabulary makes its loss NaN.
+    """
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    x = logits[:, :vocabulary].to(exact) * scale
+    y = softcap * torch.tanh(x / softcap) if softcap else x
+    kept = labels != ignore_index
+    known = (labels >= 0) & (labels < vocabulary)
+    at = labels.clamp(0, vocabulary - 1)[:, None]
+    # Subtract the largest logit first: its difference to others is exact, but the logsumexp is
+    # rounded.
+    largest = y.amax(-1) if lse is None else lse.to(exact)
+    rest = torch.logsumexp(y - largest[:, None], -1) if lse is None else torch.zeros_like(largest)
+    lse = (largest + rest).where(kept, 0.0)
+    target = y.gather(1, at)[:, 0]
+    loss = (largest - target) + rest + label_smoothing * target + z_loss * lse * lse
+    if label_smoothing:
+        loss = loss - label_smoothing / vocabulary * y.sum(-1)
+    loss = loss.where(known, float("nan")).where(kept, 0.0)
+    if factors is not None:
+        grad = (
+            torch.exp(y - largest[:, None] - rest[:, None]) * (1 + 2 * z_loss * lse[:, None])
+            - label_smoothing / vocabulary
+        )
+        grad.scatter_add_(1, at, (label_smoothing - 1.0) * known[:, None].to(exact))
+        if softcap:
+            grad *= 1 - (y / softcap) ** 2
+        grad *= scale * factors.to(exact).view(-1, 1)
+        logits[:, :vocabulary] = grad.where(kept[:, None], 0.0)
+    return loss, lse
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    reduction: str = "mean",
+    num_items: int | torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute :func:`hf_zero.ops.linear_cross_entropy.linear_cross_entropy` with whole logits and
+    by autograd.
+    """
+    logits = F.linear(hidden, weight, bias)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    total = F.cross_entropy(
+        logits, labels, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum"
+    )
+    kept = labels != ignore_index
+    if z_loss:
+        total = total + z_loss * (torch.logsumexp(logits, -1) ** 2).where(kept, 0.0).sum()
+    if reduction == "sum":
+        return total
+    return total / (kept.sum() if num_items is None else num_items)
