@@ -666,20 +666,18 @@ def tagged_barrier(
     The ``source`` of a broadcast waits for no rank: it gets the works to wait for once its values
     are sent.
     """
-    peers = [peer for peer in range(len(ranks)) if peer != rank]
     empty, tag = torch.zeros(1, dtype=torch.uint8), _tag(pending)
-    watchdog.check()
+    sent: list[Any] = []
+    came: list[Any] = []
+    if watchdog.verdict:
+        watchdog.check()
     try:
-        sent = [
-            dist.isend(empty, ranks[peer], group, tag)
-            for peer in peers
-            if source is None or rank == source
-        ]
-        came = [
-            dist.irecv(empty.clone(), ranks[peer], group, tag)
-            for peer in peers
-            if source is None or peer == source
-        ]
+        for peer, there in enumerate(ranks):
+            if peer != rank and (source is None or rank == source):
+                sent.append(dist.isend(empty, there, group, tag))
+        for peer, there in enumerate(ranks):
+            if peer != rank and (source is None or peer == source):
+                came.append(dist.irecv(empty.clone(), there, group, tag))
     except RuntimeError as error:
         raise watchdog.explain_failure(pending, error) from error
     if rank == source:

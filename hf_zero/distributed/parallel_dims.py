@@ -76,19 +76,19 @@ class ParallelDims:
             )
         return cls(world // within, tensor, sequence, expert, pipeline)
 
-    @property
+    @cached_property
     def world(self) -> int:
         """Number of ranks of the job."""
         return self.data * self.tensor * self.sequence * self.pipeline
 
-    @property
+    @cached_property
     def batches(self) -> int:
         """Number of ranks of one pipeline stage that read different tokens: gradients are averaged
         over them.
         """
         return self.data * self.sequence
 
-    @property
+    @cached_property
     def in_a_stage(self) -> int:
         """Number of ranks of one pipeline stage, over which ZeRO shards its parameters."""
         return self.batches * self.tensor

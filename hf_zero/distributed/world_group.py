@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -59,31 +60,18 @@ class RankGroup:
         self.log, self.watchdog = log, watchdog
         self._group, self._agrees = group, agrees
 
-    def _call(self, what: str, call: Callable[[], Any], source: int | None = None) -> Any:
-        if len(self.ranks) == 1:
-            return call()
-        pending = self.log.issue(
-            what, None if source is None else () if source == self.rank else (source,)
-        )
-        late = (
-            tagged_barrier(
-                pending,
-                self.ranks,
-                self.ranks.index(self.rank),
-                self._group,
-                self.watchdog,
-                None if source is None else self.ranks.index(source),
-            )
-            if self._agrees
-            else []
-        )
-        try:
-            with self.watchdog.watching(pending):
-                answer = call()
-        except RuntimeError as error:
-            raise self.watchdog.explain_failure(pending, error) from error
-        Handle(late, self.watchdog, pending).wait()
-        return answer
+    def _call(self, what: str, call: Callable[[], Any], source: int | None = None) -> None:
+        """Run ``call``, a blocking collective, once the ranks that it needs are at it: all, or the
+        ``source`` of a broadcast.
+        """
+        needs = None if source is None else () if source == self.rank else (source,)
+        pending = self.log.issue(what, needs)
+        works: list[Any] = [SimpleNamespace(wait=call)]  # the wait for a blocking call is the call
+        if self._agrees:
+            place = None if source is None else self.ranks.index(source)
+            own = self.ranks.index(self.rank)
+            works += tagged_barrier(pending, self.ranks, own, self._group, self.watchdog, place)
+        Handle(works, self.watchdog, pending).wait()
 
     def close(self) -> None:
         """Release the communicator, if it is this group's own."""
@@ -93,7 +81,7 @@ class RankGroup:
 
     def barrier(self) -> None:
         if len(self.ranks) > 1:
-            self._call("barrier", lambda: dist.barrier(self._group))
+            self._call("barrier", partial(dist.barrier, self._group))
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Copy global rank ``source``'s ``tensor`` to every rank of the group, in place.
@@ -116,7 +104,7 @@ class RankGroup:
         flat = held.as_strided((held.numel(),), (1,)).view(torch.uint8)
         self._call(
             f"broadcast of {tuple(tensor.shape)} {tensor.dtype} from rank {source}",
-            lambda: dist.broadcast(flat, source, self._group),
+            partial(dist.broadcast, flat, source, self._group),
             source,
         )
         if held.data_ptr() != tensor.data_ptr() or tensor.is_conj() or tensor.is_neg():
@@ -132,7 +120,7 @@ class RankGroup:
         box = [value]
         self._call(
             f"broadcast of {what} from rank {source}",
-            lambda: dist.broadcast_object_list(box, source, self._group),
+            partial(dist.broadcast_object_list, box, source, self._group),
             source,
         )
         return box[0]
@@ -142,7 +130,8 @@ class RankGroup:
         if len(self.ranks) == 1:
             return [value]
         box: list[Any] = [None] * len(self.ranks)
-        self._call(f"exchange of {what}", lambda: dist.all_gather_object(box, value, self._group))
+        call = partial(dist.all_gather_object, box, value, self._group)
+        self._call(f"exchange of {what}", call)
         return box
 
 
