@@ -22,6 +22,7 @@ SOURCES = [
     if "triton_kernels" not in path.parts
 ]
 IN_ORDER = {"list", "deque", "tuple", "Sequence", "Iterable", "Collection", "List", "Tuple"}
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 BY_VALUE = {"remove", "index", "count"}
 
 
@@ -111,11 +112,10 @@ def _compared(tree: ast.Module, values: set[str]) -> Iterator[str]:
         and isinstance(node.target, ast.Attribute)
         and holds(node.annotation, values)
     }
-    functions = [
-        node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-    ]
+    functions = [node for node in ast.walk(tree) if isinstance(node, FUNCTIONS)]
     for scope in [tree, *functions]:
-        containers, tensors = _annotated(scope, values)
+        own = _own(scope)
+        containers, tensors = _annotated(scope, own, values)
 
         def kept(node: ast.AST, containers: set[str] = containers) -> bool:
             return name_of(node) in (attributes if isinstance(node, ast.Attribute) else containers)
@@ -123,7 +123,7 @@ def _compared(tree: ast.Module, values: set[str]) -> Iterator[str]:
         def tensor(node: ast.AST, tensors: set[str] = tensors) -> bool:
             return isinstance(node, ast.Name) and node.id in tensors
 
-        for node in _own(scope):
+        for node in own:
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Attribute)
@@ -144,21 +144,23 @@ def _compared(tree: ast.Module, values: set[str]) -> Iterator[str]:
                     yield f"{node.lineno} {ast.unparse(node)}"
 
 
-def _own(scope: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of ``scope``, but not those in functions inside it."""
-    for child in ast.iter_child_nodes(scope):
-        if not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield child
-            yield from _own(child)
+def _own(scope: ast.AST) -> list[ast.AST]:
+    """Return the nodes of ``scope``, but not those in functions inside it."""
+    found, left = [], [scope]
+    while left:
+        children = ast.iter_child_nodes(left.pop())
+        own = [each for each in children if not isinstance(each, FUNCTIONS)]
+        found += own
+        left += own
+    return found
 
 
-def _annotated(scope: ast.AST, values: set[str]) -> tuple[set[str], set[str]]:
+def _annotated(scope: ast.AST, own: list[ast.AST], values: set[str]) -> tuple[set[str], set[str]]:
     """Names in ``scope`` of containers that hold tensors, and of tensors."""
-    pairs = [
-        (node.target, node.annotation) for node in _own(scope) if isinstance(node, ast.AnnAssign)
+    named = [
+        (name_of(node.target), node.annotation) for node in own if isinstance(node, ast.AnnAssign)
     ]
-    named = [(name_of(target), annotation) for target, annotation in pairs]
-    if isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)):
+    if isinstance(scope, FUNCTIONS):
         named += [
             (each.arg, each.annotation)
             for each in [*scope.args.args, *scope.args.kwonlyargs]
