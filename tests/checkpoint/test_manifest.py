@@ -42,6 +42,9 @@ def refused(data, match: str) -> None:
     assert str(SOURCE) in str(caught.value)
 
 
+FIELDS = ["save_id", "tag", "world", "stage", "precision", "files", "flats", "parameters", "buffers", "aliases", "excluded", "export", "optimizer", "scaler", "lr_scheduler", "counters", "client_state", "objects", "software"]
+
+
 def test_round_trip(written):
     assert Manifest.from_json(written, SOURCE).to_json() == written
 
@@ -65,29 +68,6 @@ def test_order_and_names(written):
 def test_the_format_document_names_every_field(written):
     text = (Path(checkpoint.__file__).parent / "FORMAT.md").read_text()
     assert [field for field in (*written, "digest") if f"`{field}`" not in text] == []
-
-
-FIELDS = [
-    "save_id",
-    "tag",
-    "world",
-    "stage",
-    "precision",
-    "files",
-    "flats",
-    "parameters",
-    "buffers",
-    "aliases",
-    "excluded",
-    "export",
-    "optimizer",
-    "scaler",
-    "lr_scheduler",
-    "counters",
-    "client_state",
-    "objects",
-    "software",
-]
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -125,71 +105,38 @@ def test_a_file_name_that_leads_out_of_the_folder(written, name):
     refused(data, "leads out of the folder")
 
 
-def damage(written, kind):
+# What is changed: in the first flat, f, its chunks, c, its slots, s, or the document, d.
+DAMAGES = {
+    "gap between chunks": lambda f, c, s, d: _add(c[1], "start", 8),
+    "chunks overlap": lambda f, c, s, d: _add(c[1], "start", -8),
+    "chunk missing": lambda f, c, s, d: c.pop(),
+    "no chunks": lambda f, c, s, d: c.clear(),
+    "unknown file": lambda f, c, s, d: c[0].update(file=7),
+    "weights missing": lambda f, c, s, d: c[1].update(tensors=["exp_avg"]),
+    "slots overlap": lambda f, c, s, d: _add(s[-1], "offset", -1),
+    "no shards": lambda f, c, s, d: f["layout"].update(shards=0),
+    "negative shape": lambda f, c, s, d: s[0].update(shape=[-1, -4]),
+    "held twice": lambda f, c, s, d: d["flats"].append(f),
+    "parameter unknown": lambda f, c, s, d: d["parameters"].update(ghost="float32"),
+    "parameter not listed": lambda f, c, s, d: d["parameters"].pop(s[0]["name"]),
+    "alias of nothing": lambda f, c, s, d: d["aliases"].update(x="ghost"),
+    "no dtype": lambda f, c, s, d: d["parameters"].update({s[0]["name"]: "Tensor"}),
+    "objects not listed": lambda f, c, s, d: d.update(objects=None),
+    "flag for a number": lambda f, c, s, d: d.update(stage=True),
+    "negative size": lambda f, c, s, d: d["files"][0].update(size=-1),
+}
+
+
+def _add(entry: dict, key: str, amount: int) -> None:
+    entry[key] += amount
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_what_does_not_fit_together(written, kind):
     data = copy.deepcopy(written)
     flat = data["flats"][0]
-    chunks, slots = flat["chunks"], flat["layout"]["slots"]
-    if kind == "gap between chunks":
-        chunks[1]["start"] += 8
-    elif kind == "chunks overlap":
-        chunks[1]["start"] -= 8
-    elif kind == "chunk missing":
-        chunks.pop()
-    elif kind == "no chunks":
-        chunks.clear()
-    elif kind == "unknown file":
-        chunks[0]["file"] = 7
-    elif kind == "weights missing":
-        chunks[1]["tensors"] = ["exp_avg"]
-    elif kind == "slots overlap":
-        slots[-1]["offset"] -= 1
-    elif kind == "no shards":
-        flat["layout"]["shards"] = 0
-    elif kind == "negative shape":
-        slots[0]["shape"] = [-1, -4]
-    elif kind == "held twice":
-        data["flats"].append(flat)
-    elif kind == "parameter unknown":
-        data["parameters"]["ghost"] = "float32"
-    elif kind == "parameter not listed":
-        data["parameters"].pop(slots[0]["name"])
-    elif kind == "alias of nothing":
-        data["aliases"]["x"] = "ghost"
-    elif kind == "no dtype":
-        data["parameters"][slots[0]["name"]] = "Tensor"
-    elif kind == "objects not listed":
-        data["objects"] = None
-    elif kind == "flag for a number":
-        data["stage"] = True
-    elif kind == "negative size":
-        data["files"][0]["size"] = -1
-    return data
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "gap between chunks",
-        "chunks overlap",
-        "chunk missing",
-        "no chunks",
-        "unknown file",
-        "weights missing",
-        "slots overlap",
-        "no shards",
-        "negative shape",
-        "held twice",
-        "parameter unknown",
-        "parameter not listed",
-        "alias of nothing",
-        "no dtype",
-        "objects not listed",
-        "flag for a number",
-        "negative size",
-    ],
-)
-def test_what_does_not_fit_together(written, kind):
-    refused(damage(written, kind), "is damaged: ")
+    DAMAGES[kind](flat, flat["chunks"], flat["layout"]["slots"], data)
+    refused(data, "is damaged: ")
 
 
 def test_unreadable_files(tmp_path):
