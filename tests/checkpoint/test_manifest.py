@@ -42,7 +42,11 @@ def refused(data, match: str) -> None:
     assert str(SOURCE) in str(caught.value)
 
 
-FIELDS = ["save_id", "tag", "world", "stage", "precision", "files", "flats", "parameters", "buffers", "aliases", "excluded", "export", "optimizer", "scaler", "lr_scheduler", "counters", "client_state", "objects", "software"]
+FIELDS = [
+    "save_id", "tag", "world", "stage", "precision", "files", "flats", "parameters", "buffers",
+    "aliases", "excluded", "export", "optimizer", "scaler", "lr_scheduler", "counters",
+    "client_state", "objects", "software",
+]  # fmt: skip
 
 
 def test_round_trip(written):

@@ -21,6 +21,11 @@ STEPS, ROWS_A_BATCH = 4, 4
 ROUTES = ("ours", "stock", "callback")  # "plain" is none of them
 TO_TRAINER = inspect.signature(transformers.Trainer).parameters.keys() - {"args"}
 
+EVERY_STEP = {"save_strategy": "steps", "save_steps": 1}
+# With a learning rate that spoils the model: each evaluation is worse than the one before.
+SPOILED = {"eval_strategy": "steps", "eval_steps": 1, "learning_rate": 0.5}
+BEST = {**SPOILED, "load_best_model_at_end": True}
+
 Row = dict[str, torch.Tensor]
 
 

@@ -24,10 +24,18 @@ from lightning.pytorch.strategies import deepspeed as deepspeed_strategy
 from hf_zero.checkpoint import find, save_job
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations.checkpoint_folders import engine_checkpoint_error, trainer_folder_error
-from tests.helpers.trainers import logged, model, routed, weights
+from tests.helpers.trainers import (
+    BEST,
+    EVERY_STEP,
+    SPOILED,
+    logged,
+    model,
+    routed,
+    weights,
+)
 from tests.integrations.accelerate.test_checkpoints import Loop, names
 from tests.integrations.lightning.test_checkpoints import Net
-from tests.integrations.transformers.test_trainer_checkpoints import EVERY_STEP, hub  # noqa: F401
+from tests.integrations.transformers.test_trainer_checkpoints import hub  # noqa: F401
 
 pytestmark = [pytest.mark.usefixtures("plain_process"), pytest.mark.filterwarnings("ignore")]
 
@@ -133,12 +141,7 @@ def test_the_best_model_is_loaded_though_it_is_still_being_written(
 ) -> None:
     gate.open.set()
     gate.seconds = 0.3
-    best = {
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "load_best_model_at_end": True,
-        "learning_rate": 1e-3 if better else 0.5,
-    }
+    best = {**BEST, "learning_rate": 1e-3 if better else 0.5}
     run = routed("ours", 3, tmp_path, config=BESIDE, **EVERY_STEP, **best, save_total_limit=1)
     run.train()
     losses = logged(run, "eval_loss")
@@ -152,12 +155,7 @@ def test_the_best_model_is_loaded_though_it_is_still_being_written(
 def test_the_best_adapters_are_loaded(stage: int, gate: Gate, tmp_path: Path) -> None:
     gate.open.set()
     gate.seconds = 0.1
-    best = {
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "load_best_model_at_end": True,
-        "learning_rate": 5.0,
-    }
+    best = {**BEST, "learning_rate": 5.0}
     lora = peft.LoraConfig(
         r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", init_lora_weights=False
     )
@@ -188,13 +186,7 @@ def test_a_torn_best_one_is_no_reason_to_delete_the_last(tmp_path: Path, heard: 
             for shard in (tmp_path / "checkpoint-1").rglob("rank-*"):
                 os.truncate(shard, 100)
 
-    best = {
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "metric_for_best_model": "loss",
-        "learning_rate": 0.5,
-        "save_total_limit": 1,
-    }
+    best = {**SPOILED, "metric_for_best_model": "loss", "save_total_limit": 1}
     routed("ours", 2, tmp_path, **EVERY_STEP, **best, callbacks=[Tearing()]).train()
     assert trainer_folder_error(tmp_path / "checkpoint-4") == ""
     assert any(

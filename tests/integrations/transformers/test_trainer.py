@@ -23,6 +23,8 @@ from hf_zero.integrations.engine_teardown import destroy_and_restore
 from hf_zero.logging import logger
 from tests.helpers.plain_process import forget
 from tests.helpers.trainers import (
+    BEST,
+    EVERY_STEP,
     ROUTES,
     assert_same_training,
     distance,
@@ -147,16 +149,7 @@ def test_resuming_after_an_evaluation(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", (0, 3))
 def test_the_best_model_is_loaded_at_the_end(stage: int, tmp_path: Path) -> None:
-    # A learning rate that spoils the model: the first evaluation is the best.
-    changes = {
-        "eval_strategy": "steps",
-        "save_strategy": "steps",
-        "eval_steps": 1,
-        "save_steps": 1,
-        "load_best_model_at_end": True,
-        "learning_rate": 0.5,
-    }
-    run = routed("ours", stage, tmp_path, **changes)
+    run = routed("ours", stage, tmp_path, **EVERY_STEP, **BEST)
     run.train()
     losses = logged(run, "eval_loss")
     assert losses[0] < losses[-1]

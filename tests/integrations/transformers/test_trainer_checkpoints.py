@@ -18,11 +18,10 @@ import transformers
 from hf_zero.checkpoint import find
 from hf_zero.errors import CheckpointError
 from tests.helpers.plain_process import forget
-from tests.helpers.trainers import logged, routed, weights
+from tests.helpers.trainers import BEST, EVERY_STEP, SPOILED, logged, routed, weights
 
 pytestmark = pytest.mark.usefixtures("plain_process")
 
-EVERY_STEP = {"save_strategy": "steps", "save_steps": 1}
 RANK = "rank-00000-of-00001.safetensors"
 
 
@@ -41,51 +40,59 @@ def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def tear(way: str, folder: Path) -> None:
-    """Leave ``folder`` like a job that is killed in the middle of its save, or a machine that loses
-    power.
-    """
-    step = folder.name.rpartition("-")[2]
-    ours = folder / f"global_step{step}"
-    if way == "only weights":
-        for item in [ours, *folder.iterdir()]:
-            if item.name != "model.safetensors":
-                shutil.rmtree(item) if item.is_dir() else item.unlink(missing_ok=True)
-    elif way == "in our save":
-        ours.rename(folder / f".hf-zero-saving-global_step{step}")
-        for name in ("latest", "trainer_state.json", "scheduler.pt", "rng_state.pth"):
-            (folder / name).unlink()
-    elif way == "ours without latest":
-        (folder / "latest").unlink()
-    elif way == "no state of the Trainer":
-        (folder / "trainer_state.json").unlink()
-    elif way == "half a state of the Trainer":
-        cut(folder / "trainer_state.json")
-    elif way == "an empty schedule":
-        (folder / "scheduler.pt").write_bytes(b"")
-    elif way == "half a random state":
-        cut(folder / "rng_state.pth")
-    elif way == "a shard cut short":
-        cut(ours / RANK)
-    elif way == "a shard that is gone":
-        (ours / RANK).unlink()
-    elif way == "told to end":
-        (folder / "checkpoint-is-incomplete.txt").write_text("")
+def step_of(folder: Path) -> Path:
+    """Our checkpoint in that of the Trainer."""
+    return folder / f"global_step{folder.name.rpartition('-')[2]}"
 
 
-WAYS = {
-    "only weights": "whole weights and nothing that training resumes "
-    "from|trainer_state.json is missing",
-    "in our save": "trainer_state.json is missing",
-    "ours without latest": "latest is missing",
-    "no state of the Trainer": "trainer_state.json is missing",
-    "half a state of the Trainer": "trainer_state.json is cut short or damaged",
-    "an empty schedule": "scheduler.pt is cut short or damaged",
-    "half a random state": "rng_state.pth is cut short or damaged",
-    "a shard cut short": RANK + " is cut short",
-    "a shard that is gone": RANK + " is missing",
-    "told to end": "checkpoint-is-incomplete.txt says that its save has not ended",
+def only_weights(folder: Path) -> None:
+    for item in [step_of(folder), *folder.iterdir()]:
+        if item.name != "model.safetensors":
+            shutil.rmtree(item) if item.is_dir() else item.unlink(missing_ok=True)
+
+
+def in_our_save(folder: Path) -> None:
+    ours = step_of(folder)
+    ours.rename(folder / f".hf-zero-saving-{ours.name}")
+    for name in ("latest", "trainer_state.json", "scheduler.pt", "rng_state.pth"):
+        (folder / name).unlink()
+
+
+# How a job that is killed in the middle of its save, or a machine that loses power, leaves a
+# folder, and what is said of it.
+NO_STATE = "trainer_state.json is missing"
+INCOMPLETE = "checkpoint-is-incomplete.txt"
+WAYS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "only weights": (
+        only_weights,
+        f"whole weights and nothing that training resumes from|{NO_STATE}",
+    ),
+    "in our save": (in_our_save, NO_STATE),
+    "ours without latest": (lambda f: (f / "latest").unlink(), "latest is missing"),
+    "no state of the Trainer": (lambda f: (f / "trainer_state.json").unlink(), NO_STATE),
+    "half a state of the Trainer": (
+        lambda f: cut(f / "trainer_state.json"),
+        "trainer_state.json is cut short or damaged",
+    ),
+    "an empty schedule": (
+        lambda f: (f / "scheduler.pt").write_bytes(b""),
+        "scheduler.pt is cut short or damaged",
+    ),
+    "half a random state": (
+        lambda f: cut(f / "rng_state.pth"),
+        "rng_state.pth is cut short or damaged",
+    ),
+    "a shard cut short": (lambda f: cut(step_of(f) / RANK), RANK + " is cut short"),
+    "a shard that is gone": (lambda f: (step_of(f) / RANK).unlink(), RANK + " is missing"),
+    "told to end": (
+        lambda f: (f / INCOMPLETE).write_text(""),
+        f"{INCOMPLETE} says that its save has not ended",
+    ),
 }
+
+
+def tear(way: str, folder: Path) -> None:
+    WAYS[way][0](folder)
 
 
 def copied(whole: tuple[Path, list[float]], tmp_path: Path) -> Path:
@@ -104,7 +111,7 @@ def test_the_last_whole_one_is_resumed_and_torn_ones_are_named(
     run.train(resume_from_checkpoint=True)
     assert logged(run) == whole[1]
     told = [text for text in heard if "checkpoint-3 is not whole and is skipped" in text]
-    assert len(told) == 1 and any(part in told[0] for part in WAYS[way].split("|")), heard
+    assert len(told) == 1 and any(part in told[0] for part in WAYS[way][1].split("|")), heard
     # The run has come past the torn one and written it anew.
     assert not [text for text in heard if "checkpoint-2 is not whole" in text]
     assert find.is_checkpoint(find.locate(folder / "checkpoint-3"))
@@ -213,13 +220,7 @@ def test_the_limit_of_the_trainer(route: str, tmp_path: Path) -> None:
     run = routed(route, 3, tmp_path / "two", **EVERY_STEP, save_total_limit=2)
     run.train()
     assert kept(tmp_path / "two") == ["checkpoint-3", "checkpoint-4"]
-    best = {
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "load_best_model_at_end": True,
-        "learning_rate": 0.5,
-    }
-    run = routed(route, 3, tmp_path / "best", **EVERY_STEP, **best, save_total_limit=2)
+    run = routed(route, 3, tmp_path / "best", **EVERY_STEP, **BEST, save_total_limit=2)
     run.train()
     assert kept(tmp_path / "best") == ["checkpoint-1", "checkpoint-4"]
 
@@ -249,13 +250,7 @@ def test_the_best_whole_model_is_loaded_at_the_end(
 ) -> None:
     # A learning rate that spoils the model: each evaluation is worse than the one before, all but
     # the last.
-    best = {
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "load_best_model_at_end": True,
-        "learning_rate": 0.5,
-    }
-    run = routed("ours", 2, tmp_path, **EVERY_STEP, **best, callbacks=[Tearing(*torn)])
+    run = routed("ours", 2, tmp_path, **EVERY_STEP, **BEST, callbacks=[Tearing(*torn)])
     run.train()
     losses = logged(run, "eval_loss")
     assert min(losses) == losses[0]
@@ -272,13 +267,7 @@ def test_the_best_whole_model_is_loaded_at_the_end(
 def test_the_best_of_checkpoints_of_the_model_alone_stays_the_best(
     tmp_path: Path, heard: list[str]
 ) -> None:
-    best = {
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "metric_for_best_model": "loss",
-        "learning_rate": 0.5,
-        "save_total_limit": 1,
-    }
+    best = {**SPOILED, "metric_for_best_model": "loss", "save_total_limit": 1}
     run = routed("ours", 3, tmp_path, **EVERY_STEP, **best, save_only_model=True)
     run.train()
     assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
@@ -288,11 +277,11 @@ def test_the_best_of_checkpoints_of_the_model_alone_stays_the_best(
 
 def test_if_no_best_model_is_whole_the_trained_one_stays(tmp_path: Path, heard: list[str]) -> None:
     best = {
-        "eval_strategy": "steps",
+        **BEST,
         "eval_steps": 2,
         "save_strategy": "steps",
         "save_steps": 2,
-        "load_best_model_at_end": True,
+        "learning_rate": 1e-3,
     }
 
     class All(transformers.TrainerCallback):
