@@ -34,9 +34,11 @@ ZERO3 = str(ROOT / "recipes" / "bert-mlm" / "zero3.yaml")
 COMMANDS = ["doctor", "estimate", "explain", "analyze", "convert-checkpoint", "verify", "launch"]
 
 
-def invoke(*arguments: str) -> str:
-    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
-    assert result.exit_code == 0, result.output
+def invoke(*arguments: str, ends_with: int = 0) -> str:
+    """The output of a command; an argument with blanks is several."""
+    words = [word for argument in arguments for word in argument.split(" ")]
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert result.exit_code == ends_with, result.output
     return result.stdout
 
 
@@ -161,22 +163,11 @@ def test_ranks_that_share_layers_and_experts(tmp_path: Path) -> None:
 
 
 def test_fit_shares_a_host_among_its_ranks(model: str, tmp_path: Path) -> None:
-    options = [
-        "--fit",
-        "--device-memory",
-        "80GB",
-        "--ram",
-        "1GiB",
-        "--disk",
-        str(tmp_path),
-        "--json",
-    ]
-    four = json.loads(invoke("estimate", model, "--ranks", "4", "--ranks-per-host", "4", *options))[
-        "free"
-    ]
-    two = json.loads(invoke("estimate", model, "--ranks", "4", "--ranks-per-host", "2", *options))[
-        "free"
-    ]
+    options = f"--fit --device-memory 80GB --ram 1GiB --disk {tmp_path} --json"
+    four, two = (
+        json.loads(invoke(f"estimate {model} --ranks 4 --ranks-per-host {count} {options}"))["free"]
+        for count in (4, 2)
+    )
     assert (four["ram"], two["ram"]) == ((1 << 30) // 4, (1 << 30) // 2)
     assert four["disks"][0]["path"] == str(tmp_path)
     assert 1.5 * four["disks"][0]["nbytes"] < two["disks"][0]["nbytes"]
@@ -203,27 +194,10 @@ def test_fit_takes_this_machine_as_it_is(model: str) -> None:
 
 @pytest.mark.parametrize("as_json", [[], ["--json"]])
 def test_fit_where_nothing_fits_is_code_1(model: str, as_json: list[str]) -> None:
-    result = CliRunner().invoke(
-        app,
-        [
-            "estimate",
-            model,
-            "--ranks",
-            "1",
-            "--fit",
-            "--device-memory",
-            "1kB",
-            "--ram",
-            "1kB",
-            *as_json,
-        ],
-    )
-    assert result.exit_code == 1
-    assert (
-        json.loads(result.stdout)["config"] is None
-        if as_json
-        else "nothing that was tried fits; use more ranks" in result.stdout
-    )
+    tiny = "--fit --device-memory 1kB --ram 1kB"
+    said = invoke(f"estimate {model} --ranks 1 {tiny}", *as_json, ends_with=1)
+    nothing = "nothing that was tried fits; use more ranks"
+    assert json.loads(said)["config"] is None if as_json else nothing in said
 
 
 def test_explain_shows_every_value_with_its_source() -> None:
@@ -247,16 +221,7 @@ def test_convert_checkpoint_hands_its_options_over(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(hf_zero, "convert_checkpoint", convert, raising=False)
     table = invoke(
-        "convert-checkpoint",
-        "from",
-        "to",
-        "--dtype",
-        "bfloat16",
-        "--max-shard-size",
-        "1GB",
-        "--tag",
-        "t",
-        "--verify",
+        "convert-checkpoint from to --dtype bfloat16 --max-shard-size 1GB --tag t --verify"
     )
     assert asked[0] == (
         ("from", "to", "bfloat16", "1GB", "t", None),
@@ -266,18 +231,7 @@ def test_convert_checkpoint_hands_its_options_over(monkeypatch: pytest.MonkeyPat
     assert json.loads(invoke("convert-checkpoint", "from", "to", "--json"))["files"] == [
         "model.safetensors"
     ]
-    invoke(
-        "convert-checkpoint",
-        "from",
-        "to",
-        "--only",
-        "a.*",
-        "--only",
-        "b",
-        "--whole",
-        "--workers",
-        "5",
-    )
+    invoke("convert-checkpoint from to --only a.* --only b --whole --workers 5")
     assert asked[-1][1] == {"verify": None, "only": ["a.*", "b"], "adapters": False, "workers": 5}
     invoke("convert-checkpoint", "from", "to", "--adapters")
     assert asked[-1][1]["adapters"] is True
@@ -286,20 +240,7 @@ def test_convert_checkpoint_hands_its_options_over(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("preset", PRESETS)
 def test_launch_presets_are_read_back_as_their_stage(preset: str) -> None:
     command = json.loads(
-        invoke(
-            "launch",
-            "--preset",
-            preset,
-            "--ranks",
-            "3",
-            "--precision",
-            "bf16",
-            "--json",
-            "--",
-            "train.py",
-            "--lr",
-            "1",
-        )
+        invoke(f"launch --preset {preset} --ranks 3 --precision bf16 --json -- train.py --lr 1")
     )["command"]
     assert command[:4] == [sys.executable, "-m", LAUNCHER, "accelerate.commands.launch"]
     assert command[-3:] == ["train.py", "--lr", "1"]
@@ -346,17 +287,9 @@ def test_launch_shows_what_each_host_would_run(
     monkeypatch.setenv("HF_TOKEN", "hush-hush")
     file = tmp_path / "hosts"
     file.write_text("10.9.9.1 slots=4\n10.9.9.2 slots=4\n")
-    options = [
-        "--hostfile",
-        str(file),
-        "-i",
-        "10.9.9.1:2,3@10.9.9.2:0,1",
-        "--master-port",
-        "77",
-        "--export",
-        "A=1",
-    ]
-    said = invoke("launch", *options, *chosen, "--json", "train.py")
+    slots = "10.9.9.1:2,3@10.9.9.2:0,1"
+    options = f"--hostfile {file} -i {slots} --master-port 77 --export A=1"
+    said = invoke("launch", options, *chosen, "--json", "train.py")
     shown = json.loads(said)
     assert shown["meeting"] == "10.9.9.1:77" and "hush-hush" not in said
     assert [host["host"] for host in shown["hosts"]] == ["10.9.9.1", "10.9.9.2"]
@@ -382,70 +315,58 @@ def test_launch_without_gpus_takes_two_cpu_ranks(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("command", "says"),
     [
-        (["estimate", "/no/such/model", "--ranks", "2"], "/no/such/model"),
-        (["estimate", ZERO3, "--ranks", "0"], "ranks = 0"),
+        ("estimate /no/such/model --ranks 2", "/no/such/model"),
+        (f"estimate {ZERO3} --ranks 0", "ranks = 0"),
         (
-            ["estimate", "m", "--ranks", "2", "--ram", "80GB"],
+            "estimate m --ranks 2 --ram 80GB",
             "--ram = '80GB': it describes a machine for --fit; add --fit",
         ),
+        ("estimate m --ranks 2 --disk /a", "--disk = ['/a']: it describes a machine"),
         (
-            ["estimate", "m", "--ranks", "2", "--disk", "/a"],
-            "--disk = ['/a']: it describes a machine",
-        ),
-        (
-            ["estimate", "m", "--ranks", "2", "--fit", "--offload-optimizer", "cpu"],
+            "estimate m --ranks 2 --fit --offload-optimizer cpu",
             "--offload-optimizer = 'cpu': --fit chooses it",
         ),
+        ("estimate m --ranks 2 --fit --ram much", "'much' is no number of bytes; write 80GB"),
         (
-            ["estimate", "m", "--ranks", "2", "--fit", "--ram", "much"],
-            "'much' is no number of bytes; write 80GB",
-        ),
-        (
-            ["estimate", "m", "--ranks", "2", "--moments", "bf16"],
+            "estimate m --ranks 2 --moments bf16",
             "--moments = 'bf16': it goes with --offload-optimizer cpu or nvme",
         ),
         (
-            ["estimate", "m", "--ranks", "2", "--offload-param", "disk"],
+            "estimate m --ranks 2 --offload-param disk",
             "offload_param.device = 'disk' (str) is not one of 'none', 'cpu'",
         ),
-        (["explain", "/no/such.yaml"], "/no/such.yaml"),
-        (["analyze", "/no/such/data"], "/no/such/data does not exist"),
-        (["analyze", ZERO3], ".yaml is none of .parquet, .json"),
-        (["analyze", ZERO3, "--metric", "seq_len"], "did you mean 'seqlen'?"),
-        (["analyze", ZERO3, "--metric", "no.such:thing"], "'no.such:thing' cannot be imported"),
-        (["convert-checkpoint", "/no/such/run", "/tmp/never-written"], "/no/such/run"),
-        (["verify", "/no/such/run"], "no checkpoint at /no/such/run"),
-        (["verify", "/no/such/run", "--all", "--tag", "a"], "leave one of them out"),
-        (["launch", "--preset", "zero9", "--", "x.py"], "'zero9' is unknown; choose one of zero0"),
-        (["launch", "--preset", "zero1", "--precision", "int4", "--", "x.py"], "'int4' is unknown"),
-        (["launch", "--precision", "bf16", "x.py"], "--precision bf16 goes with --preset"),
-        (["launch", "--preset", "zero1", "--config", ZERO3, "x.py"], "--preset zero1 and --config"),
+        ("explain /no/such.yaml", "/no/such.yaml"),
+        ("analyze /no/such/data", "/no/such/data does not exist"),
+        (f"analyze {ZERO3}", ".yaml is none of .parquet, .json"),
+        (f"analyze {ZERO3} --metric seq_len", "did you mean 'seqlen'?"),
+        (f"analyze {ZERO3} --metric no.such:thing", "'no.such:thing' cannot be imported"),
+        ("convert-checkpoint /no/such/run /tmp/never-written", "/no/such/run"),
+        ("verify /no/such/run", "no checkpoint at /no/such/run"),
+        ("verify /no/such/run --all --tag a", "leave one of them out"),
+        ("launch --preset zero9 -- x.py", "'zero9' is unknown; choose one of zero0"),
+        ("launch --preset zero1 --precision int4 -- x.py", "'int4' is unknown"),
+        ("launch --precision bf16 x.py", "--precision bf16 goes with --preset"),
+        (f"launch --preset zero1 --config {ZERO3} x.py", "--preset zero1 and --config"),
         (
-            ["launch", "--ranks", "2", "--num-procs", "2", "x.py"],
+            "launch --ranks 2 --num-procs 2 x.py",
             "--ranks counts the ranks of this machine alone; beside it use --num-procs",
         ),
-        (
-            ["launch", "--ranks", "2", "--hostfile", "/no/such/hosts", "x.py"],
-            "with --hostfile use --num-procs",
-        ),
-        (
-            ["launch", "--hostfile", "/no/such/hosts", "x.py"],
-            "the hostfile /no/such/hosts cannot be read",
-        ),
-        (["launch", "--include", "worker-1", "x.py"], "no host 'worker-1'"),
-        (["launch", "--ranks", "0", "--", "x.py"], "--ranks 0"),
-        (["launch", "--config", "/no/such.yaml", "--", "x.py"], "/no/such.yaml"),
+        ("launch --ranks 2 --hostfile /no/such/hosts x.py", "with --hostfile use --num-procs"),
+        ("launch --hostfile /no/such/hosts x.py", "the hostfile /no/such/hosts cannot be read"),
+        ("launch --include worker-1 x.py", "no host 'worker-1'"),
+        ("launch --ranks 0 -- x.py", "--ranks 0"),
+        ("launch --config /no/such.yaml -- x.py", "/no/such.yaml"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(
-    arguments: list[str],
+    command: str,
     says: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["hf-zero", *arguments])
+    monkeypatch.setattr(sys, "argv", ["hf-zero", *command.split(" ")])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == BAD_INPUT == 2
