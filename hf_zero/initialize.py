@@ -53,8 +53,7 @@ from hf_zero.techniques.data_sampling import (
 from hf_zero.techniques.quantized_linears import quantize_linears
 from hf_zero.techniques.registry import TrainingTechniques, follow
 from hf_zero.zero.layout.leaf_modules import mark_configured
-from hf_zero.zero.layout.making_mesh import plan_on_this_rank
-from hf_zero.zero.layout.shared_memory import tie_shared_memory, without_tied
+from hf_zero.zero.layout.shared_memory import Tied, tie_shared_memory, without_tied
 from hf_zero.zero.layout.wrap import PERSISTENCE
 
 E = TypeVar("E", bound=Engine)
@@ -147,6 +146,46 @@ def initialize_as(
     if not isinstance(model, nn.Module):
         raise _no_model(args if isinstance(args, str) else model)
     settings = configuration(args, config, config_params)
+    _check_call(settings, engine_class, lr_scheduler, dist_init_required)
+    init.init_from_config(settings, distributed_port)
+    settings, sequence, tied = _prepare(model, settings, mpu)
+    made = _optimizer(settings, model, optimizer, model_parameters)
+    if made is not None:
+        without_tied(made, tied)
+        adopt(made)
+    settings = _resolve(settings, made, training_data)
+    loader: Any = data_loader(training_data, collate_fn, settings)
+    if loader is not None and sequence is not None:
+        loader = sequence.batches(loader)
+    techniques = TrainingTechniques(settings, {**configured.on_model(sequence), **on_model(model)})
+    follow(techniques, getattr(loader, "data_sampler", None))
+    if isinstance(model, StagedModule):
+        one_bit = one_bit_of(settings, made)
+        check_pipeline(settings, model, techniques.by_key, one_bit is not None)
+        engine_class = pipelined(engine_class)
+    plan = engine_class.plan(model, settings, made, extensions_of)
+    check_on_all_ranks(plan)
+    release_holders(model)
+    engine = engine_class(plan, ActivationPatches(settings), techniques)
+    engine.training_dataloader = loader
+    try:
+        engine.lr_scheduler = scheduler = _scheduler(lr_scheduler, settings, made)
+    except BaseException:
+        engine.destroy()
+        raise
+    if engine.global_rank == 0:
+        logger.info("%s", _shown(settings, engine.world_size))
+        _tell_of_idle_offload(engine)
+    return engine, made, loader, scheduler
+
+
+def _check_call(
+    settings: ZeroConfig,
+    engine_class: type[Engine],
+    lr_scheduler: Any,
+    dist_init_required: bool | None,
+) -> None:
+    """Raise ConfigError for arguments that contradict ``settings``, before ranks meet."""
     _refuse_monitors(settings, engine_class)
     if settings.log_level is not None:
         set_level(settings.log_level.upper())
@@ -156,16 +195,22 @@ def initialize_as(
             "dist_init_required=False but no process group exists; call hf_zero.init_distributed() "
             "first or drop the argument"
         )
-    init.init_from_config(settings, distributed_port)
-    make_parallel_for(model)
-    if isinstance(model, StagedModule):
-        with raise_on_all_ranks("take its stages of the pipeline"):
-            check_uncut(settings, model)
     if lr_scheduler is not None and settings.scheduler is not None:
         raise ConfigError(
             f"both lr_scheduler ({type(lr_scheduler).__name__}) and config scheduler "
             f"{settings.scheduler.type!r} are given; keep one"
         )
+
+
+def _prepare(model: nn.Module, settings: ZeroConfig, mpu: Any) -> tuple[ZeroConfig, Any, Tied]:
+    """Give ``model`` its values, its parts among ranks and its kernels, as ``settings`` say, before
+    an optimizer is made of its parameters. Return the settings with the sizes in effect, the ranks
+    that share a sequence, and the parameters that were tied. Collective.
+    """
+    make_parallel_for(model)
+    if isinstance(model, StagedModule):
+        with raise_on_all_ranks("take its stages of the pipeline"):
+            check_uncut(settings, model)
     if {parameter.is_meta for parameter in model.parameters()} == {True}:
         give_values(model)
     tied = tie_shared_memory(model)
@@ -182,44 +227,21 @@ def initialize_as(
     mark_configured(model, settings.zero.leaf_module)
     quantize_linears(model, settings)
     _fuse(model, settings, to_be_compiled(model) if choose and settings.compile.blocks else ())
-    made = _optimizer(settings, model, optimizer, model_parameters)
+    return settings, sequence, tied
+
+
+def _resolve(
+    settings: ZeroConfig, made: torch.optim.Optimizer | None, training_data: Any
+) -> ZeroConfig:
+    """Return ``settings`` for the optimizer ``made`` and the ranks that read different batches."""
     if made is not None:
-        without_tied(made, tied)
-        adopt(made)
-    one_bit = one_bit_of(settings, made)
-    settings = as_sent(settings, one_bit)
-    settings = settings.resolve(
+        check_elementwise(made, settings.elementwise_optimizers)
+    settings = as_sent(settings, one_bit_of(settings, made))
+    return settings.resolve(
         ranks_of_a_stage(),
         require_batch_size=training_data is not None,
         training=made is not None,
     )
-    loader: Any = data_loader(training_data, collate_fn, settings)
-    if loader is not None and sequence is not None:
-        loader = sequence.batches(loader)
-    if made is not None:
-        check_elementwise(made, settings.elementwise_optimizers)
-    device = process_group.default_device()
-    check_on_all_ranks(plan_on_this_rank(model, settings, made, extensions_of, device))
-    release_holders(model)
-    patches = ActivationPatches(settings)
-    techniques = TrainingTechniques(settings, {**configured.on_model(sequence), **on_model(model)})
-    follow(techniques, getattr(loader, "data_sampler", None))
-    if isinstance(model, StagedModule):
-        check_pipeline(settings, model, techniques.by_key, one_bit is not None)
-        engine_class = pipelined(engine_class)
-    engine = engine_class(
-        model, settings, patches, techniques, made, extensions=extensions_of(settings, made)
-    )
-    engine.training_dataloader = loader
-    try:
-        engine.lr_scheduler = scheduler = _scheduler(lr_scheduler, settings, made)
-    except BaseException:
-        engine.destroy()
-        raise
-    if engine.global_rank == 0:
-        logger.info("%s", _shown(settings, engine.world_size))
-        _tell_of_idle_offload(engine)
-    return engine, made, loader, scheduler
 
 
 def _no_model(given: Any) -> ConfigError:

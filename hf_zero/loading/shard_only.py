@@ -45,8 +45,8 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
         process_group.get_world_size(), require_batch_size=False, training=False
     )
     patches, techniques = ActivationPatches(resolved), TrainingTechniques(resolved)
-    extensions = extensions_of(resolved)
-    return Engine(model, resolved, patches, techniques, shard_only=True, extensions=extensions)
+    plan = Engine.plan(model, resolved, None, extensions_of, keeps_dtypes=True)
+    return Engine(plan, patches, techniques)
 
 
 def engines_of(model: nn.Module) -> list[Engine]:

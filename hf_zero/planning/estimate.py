@@ -34,8 +34,8 @@ from hf_zero.planning.fit import ACTIVATIONS, BESIDE_ACTIVATIONS, ActivationWay,
 from hf_zero.planning.needs import Needs, gradient_buffers, needs, state_bytes, unit_bytes
 from hf_zero.planning.traffic import Traffic, codings
 from hf_zero.planning.traffic import traffic as ways
-from hf_zero.zero.extensions import PLAIN
-from hf_zero.zero.layout.engine_plan import EnginePlan, PlannedExtensions, plan
+from hf_zero.zero.extensions import PLAIN, Extensions
+from hf_zero.zero.layout.engine_plan import EnginePlan, plan
 from hf_zero.zero.layout.stage_policy import POLICIES
 
 __all__ = [
@@ -460,9 +460,7 @@ def _plans(
     ]
 
 
-def _extensions_of(
-    settings: ZeroConfig, optimizer: torch.optim.Optimizer | None
-) -> PlannedExtensions:
+def _extensions_of(settings: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> Extensions:
     """Return the extensions of an engine. A momentum in one bit is sent at stage 1 only, so that
     the rows of other stages are those of the dense optimizer.
     """

@@ -17,9 +17,9 @@ from hf_zero.distributed import process_group, rank_status
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.offload.placement import Placement
 from hf_zero.zero.backward import AccumulationWindow, Backward, Counters
-from hf_zero.zero.extensions import PLAIN, Extensions
+from hf_zero.zero.extensions import Extensions
 from hf_zero.zero.gather.model_patches import Override, Patches, Techniques, refuse_foreign_step
-from hf_zero.zero.layout.engine_plan import EnginePlan
+from hf_zero.zero.layout.engine_plan import EnginePlan, ExtensionsOf
 from hf_zero.zero.layout.making_mesh import make_mesh, plan_on_this_rank
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.sharded_model import ShardedModel, retire_flats, take_native_threads
@@ -46,30 +46,20 @@ class AroundModel(nn.Module):
 
 
 class EngineParts(AroundModel):
-    """The parts of the engine of ``model``, installed by the constructor (collective) and removed
-    by :meth:`destroy`.
+    """The parts of the engine that ``plan`` describes, installed by the constructor (collective)
+    and removed by :meth:`destroy`.
     """
 
     # names of parameters and buffers that other pipeline stages hold
     elsewhere: frozenset[str] = frozenset()
 
-    def __init__(
-        self,
-        model: nn.Module,
-        config: ZeroConfig,
-        patches: Patches,
-        techniques: Techniques,
-        optimizer: torch.optim.Optimizer | None = None,
-        device: torch.device | None = None,
-        shard_only: bool = False,
-        extensions: Extensions = PLAIN,
-    ):
+    def __init__(self, plan: EnginePlan, patches: Patches, techniques: Techniques):
         super().__init__()
-        self.module = model
-        self.config = config
+        self.module = plan.model
+        self.config = config = plan.settings
         self.patches = patches
         self.techniques = techniques
-        self.optimizer: Any = optimizer
+        self.optimizer: Any = plan.optimizer
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         # names of frozen parameters that whole state dicts keep even with exclude_frozen
@@ -79,11 +69,9 @@ class EngineParts(AroundModel):
             config.gradient_accumulation_steps or 1, config.managed_gradient_accumulation
         )
         self._installed: ExitStack | None = None  # undone by destroy; None: destroyed
-        device = device or process_group.default_device()
-        kinds.set_device(device)
-        self.extensions = extensions
-        plan = self._plan(device, shard_only)
-        mesh = make_mesh(plan, device)
+        self.extensions: Extensions = plan.extensions
+        kinds.set_device(plan.device)
+        mesh = make_mesh(plan)
         try:
             with ExitStack() as installed:
                 self._build(plan, mesh, installed)
@@ -97,16 +85,19 @@ class EngineParts(AroundModel):
         if not _guarding:
             _guarding.append(register_optimizer_step_pre_hook(refuse_foreign_step))
 
-    def _plan(self, device: torch.device, shard_only: bool) -> EnginePlan:
-        """Return the plan that the engine builds."""
-        return plan_on_this_rank(
-            self.module,
-            self.config,
-            self.optimizer,
-            lambda settings, optimizer: self.extensions,
-            device,
-            shard_only,
-        )
+    @classmethod
+    def plan(
+        cls,
+        model: nn.Module,
+        settings: ZeroConfig,
+        optimizer: torch.optim.Optimizer | None,
+        extensions_of: ExtensionsOf,
+        keeps_dtypes: bool = False,
+    ) -> EnginePlan:
+        """Return the plan of an engine of this class on this rank, from which it is made; see
+        :func:`hf_zero.zero.layout.engine_plan.plan`.
+        """
+        return plan_on_this_rank(model, settings, optimizer, extensions_of, keeps_dtypes)
 
     def _build(self, plan: EnginePlan, mesh: Mesh, installed: ExitStack) -> None:
         """Build ``plan`` and install everything on the model; ``installed`` collects the inverse

@@ -8,8 +8,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn, TypeVar
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from hf_zero.config import ZeroConfig
 from hf_zero.device.pinned import upload
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.parallel_groups import get_parallel
@@ -20,8 +22,8 @@ from hf_zero.parallel.pipeline.grid import PipelineParallelGrid
 from hf_zero.parallel.pipeline.rank_stages import PipelineRun, Stage
 from hf_zero.parallel.pipeline.stage_messages import StageMessages
 from hf_zero.parallel.pipeline.staged import StagedModule
-from hf_zero.parallel.pipeline.tied import TiedParameters
-from hf_zero.zero.layout.engine_plan import EnginePlan
+from hf_zero.parallel.pipeline.tied import TiedParameters, mark_tied
+from hf_zero.zero.layout.engine_plan import EnginePlan, ExtensionsOf
 from hf_zero.zero.layout.tree import map_tensors
 from hf_zero.zero.training_engine import TrainingEngine
 
@@ -34,15 +36,27 @@ class PipelineTraining(TrainingEngine):
     module: StagedModule
     pipeline_parallelism = True
 
-    def _plan(self, device: torch.device, shard_only: bool) -> EnginePlan:
+    @classmethod
+    def plan(
+        cls,
+        model: nn.Module,
+        settings: ZeroConfig,
+        optimizer: torch.optim.Optimizer | None,
+        extensions_of: ExtensionsOf,
+        keeps_dtypes: bool = False,
+    ) -> EnginePlan:
+        """Return the plan, once tied parameters are marked with the stages that hold them
+        (collective over all ranks).
+        """
         groups = get_parallel()
-        assert groups is not None
-        self._tied = TiedParameters(self.module, groups, self.config.timeout)
-        return super()._plan(device, shard_only)
+        assert groups is not None and isinstance(model, StagedModule)
+        mark_tied(model, groups)
+        return super().plan(model, settings, optimizer, extensions_of, keeps_dtypes)
 
     def _build(self, plan: EnginePlan, mesh: Mesh, installed: ExitStack) -> None:
         groups = get_parallel()
         assert groups is not None
+        self._tied = TiedParameters(self.module, groups, mesh.timeout)
         super()._build(plan, mesh, installed)
         self._tied.check(self.flats)
         installed.callback(self._tied.close)
@@ -265,7 +279,7 @@ class PipelineTraining(TrainingEngine):
     @property
     def elsewhere(self) -> frozenset[str]:  # type: ignore[override]
         """Names of the parameters and buffers that only other stages hold."""
-        return self._tied.elsewhere
+        return self.module.elsewhere
 
     def is_first_stage(self) -> bool:
         """Whether this rank holds the first stage."""

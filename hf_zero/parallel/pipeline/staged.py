@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,6 +26,11 @@ class StagedModule(nn.Module):
     stages of a pipeline. A sample passes ``num_stages`` ranks. Stage k is on the rank at ``k %
     num_stages`` of the axis "pipe" of ``topology``.
     """
+
+    # of ``hf_zero.parallel.pipeline.tied.mark_tied``: names that only other stages hold, and the
+    # stages of each tied parameter, by name
+    elsewhere: frozenset[str] = frozenset()
+    tied: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
     def __init__(
         self,

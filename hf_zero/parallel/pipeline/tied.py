@@ -23,9 +23,43 @@ from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.sharding import set_sharding, sharding_of
 
 
+def mark_tied(module: StagedModule, groups: ParallelGroups) -> None:
+    """Mark the tied parameters of ``module`` with their stages, for the plan of its engine
+    (collective over all ranks); note the names that only other stages hold.
+
+    Raises PartitionError for parameters that differ between stages.
+    """
+    module.elsewhere, module.tied = frozenset(), {}
+    if groups.dims.pipeline == 1:
+        return
+    own = dict(module.named_parameters())
+    stage_of = [groups.dims.coordinate(rank, "pipeline") for rank in range(groups.dims.world)]
+    described = {name: (tuple(p.shape), str(p.dtype)) for name, p in own.items()}
+    every = get_world_group().all_gather_object(described, "parameters of the stages")
+    holders: dict[str, dict[int, object]] = {}
+    for stage, described in zip(stage_of, every):
+        for name, what in described.items():
+            holders.setdefault(name, {})[stage] = what
+    buffers = [name for name, _ in module.named_buffers()]
+    names = get_world_group().all_gather_object(buffers, "buffers of the stages")
+    every_name = {*holders, *(name for held in names for name in held)}
+    module.elsewhere = frozenset(every_name - set(own) - set(buffers))
+    for name, held in holders.items():
+        if len(held) > 1 and len(set(held.values())) > 1:
+            raise PartitionError(
+                f"{name} is tied over stages {sorted(held)} of the pipeline, and differs "
+                f"there: {list(held.values())}; build it alike on all of them"
+            )
+    module.tied = {
+        name: tuple(sorted(held)) for name, held in sorted(holders.items()) if len(held) > 1
+    }
+    for name in set(module.tied) & set(own):
+        set_sharding(own[name], replace(sharding_of(own[name]), stages=module.tied[name]))
+
+
 class TiedParameters:
-    """The tied parameters of ``module``. The constructor marks them with their stages and sets the
-    values of their first stage, before the engine is built (collective over all ranks).
+    """The parameters of ``module`` that :func:`mark_tied` found. The constructor sets the values of
+    their first stage (collective over all ranks).
     """
 
     def __init__(self, module: StagedModule, groups: ParallelGroups, timeout: float):
@@ -33,35 +67,13 @@ class TiedParameters:
         self._device = groups.device
         along = (groups.dims.ranks_along(rank, "pipeline") for rank in range(groups.dims.world))
         self._columns = set(along)  # ranks of each pipeline
-        self.elsewhere: frozenset[str] = frozenset()  # names that only other stages hold
-        if groups.dims.pipeline == 1:
-            return
-        own = dict(module.named_parameters())
-        stage_of = [groups.dims.coordinate(rank, "pipeline") for rank in range(groups.dims.world)]
-        described = {name: (tuple(p.shape), str(p.dtype)) for name, p in own.items()}
-        every = get_world_group().all_gather_object(described, "parameters of the stages")
-        holders: dict[str, dict[int, object]] = {}
-        for stage, described in zip(stage_of, every):
-            for name, what in described.items():
-                holders.setdefault(name, {})[stage] = what
-        buffers = [name for name, _ in module.named_buffers()]
-        names = get_world_group().all_gather_object(buffers, "buffers of the stages")
-        every_name = {*holders, *(name for held in names for name in held)}
-        self.elsewhere = frozenset(every_name - set(own) - set(buffers))
-        tied = {name: held for name, held in holders.items() if len(held) > 1}
-        for name, held in tied.items():
-            if len(set(held.values())) > 1:
-                raise PartitionError(
-                    f"{name} is tied over stages {sorted(held)} of the pipeline, and differs "
-                    f"there: {list(held.values())}; build it alike on all of them"
-                )
-        for stages in sorted({tuple(sorted(held)) for held in tied.values()}):
+        for stages in sorted(set(module.tied.values())):
             name = f"weights tied over stages {', '.join(map(str, stages))}"
             self._along[stages] = dim_of_stages(groups, stages, name, timeout)
-        for name in sorted(set(tied) & set(own)):
-            stages = tuple(sorted(tied[name]))
-            set_sharding(own[name], replace(sharding_of(own[name]), stages=stages))
-            self._take_first(own[name], self._along[stages], name)
+        own = dict(module.named_parameters())
+        for name, stages in module.tied.items():
+            if name in own:
+                self._take_first(own[name], self._along[stages], name)
 
     @torch.no_grad()
     def _take_first(self, parameter: torch.Tensor, along: MeshDim, name: str) -> None:

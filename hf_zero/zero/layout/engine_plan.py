@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,25 +44,11 @@ SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 CPU = torch.device("cpu")
 
 
-class PlannedExtensions(Protocol):
-    """What a plan reads of :class:`hf_zero.zero.extensions.Extensions`."""
-
-    @property
-    def codecs(self) -> Codecs: ...
-    @property
-    def node(self) -> int: ...
-    @property
-    def hierarchical(self) -> str: ...
-    @property
-    def needs_one_mesh(self) -> tuple[str, ...]: ...
-
-
-ExtensionsOf = Callable[[ZeroConfig, "torch.optim.Optimizer | None"], PlannedExtensions]
-
-
 @dataclass(frozen=True)
-class _Plain:
-    """The extensions of an engine without techniques."""
+class PlannedExtensions:
+    """What a plan reads of the parts that techniques provide; here those of an engine without any.
+    :class:`hf_zero.zero.extensions.Extensions` has them and more.
+    """
 
     codecs: Codecs = UNCOMPRESSED
     node: int = 1
@@ -70,8 +56,11 @@ class _Plain:
     needs_one_mesh: tuple[str, ...] = ()
 
 
+ExtensionsOf = Callable[[ZeroConfig, "torch.optim.Optimizer | None"], Any]
+
+
 def _plain(settings: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> PlannedExtensions:
-    return _Plain()
+    return PlannedExtensions()
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +146,7 @@ class EnginePlan:
     group_of: dict[str, int]
     flats: tuple[FlatPlan, ...]
     axes: frozenset[tuple[str, ...]]
-    extensions: PlannedExtensions
+    extensions: Any
     extensions_of: ExtensionsOf
 
     def replan(self, settings: ZeroConfig) -> EnginePlan:

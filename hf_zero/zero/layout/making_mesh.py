@@ -13,7 +13,7 @@ from hf_zero.distributed.flat_mesh import MeshOptions
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import get_parallel
-from hf_zero.distributed.process_group import get_rank, get_world_size
+from hf_zero.distributed.process_group import default_device, get_rank, get_world_size
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import ConfigError
 from hf_zero.zero.layout.engine_plan import EnginePlan, ExtensionsOf, plan
@@ -24,7 +24,6 @@ def plan_on_this_rank(
     settings: ZeroConfig,
     optimizer: torch.optim.Optimizer | None,
     extensions_of: ExtensionsOf,
-    device: torch.device,
     keeps_dtypes: bool = False,
 ) -> EnginePlan:
     """Return the plan of an engine of this rank of the running job; see
@@ -39,15 +38,13 @@ def plan_on_this_rank(
         optimizer,
         extensions_of=extensions_of,
         rank=get_rank(),
-        device=device,
+        device=default_device(),
         keeps_dtypes=keeps_dtypes,
     )
 
 
-def make_mesh(planned: EnginePlan, device: torch.device) -> Mesh:
-    """Return the mesh for the engine of ``planned`` on ``device`` (collective over all ranks of the
-    job).
-    """
+def make_mesh(planned: EnginePlan) -> Mesh:
+    """Return the mesh for the engine of ``planned`` (collective over all ranks of the job)."""
     settings, extensions, parallel = planned.settings, planned.extensions, get_parallel()
     cuts = set(planned.axes)
     if planned.dims.splits_model:
@@ -61,7 +58,7 @@ def make_mesh(planned: EnginePlan, device: torch.device) -> Mesh:
         _ranks_of_a_host(planned.shards, hierarchical) if hierarchical else 1,
         tuple(sorted(cuts)),
     )
-    return Mesh(planned.shards, device, settings.timeout, options, parallel)
+    return Mesh(planned.shards, planned.device, settings.timeout, options, parallel)
 
 
 def _ranks_of_a_host(shards: int, key: str) -> int:
