@@ -5,7 +5,7 @@ DeepSpeed's names, or directly from a live engine.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,15 +13,22 @@ import torch
 
 from hf_zero.checkpoint import engine_state, find, storage
 from hf_zero.checkpoint.convert.export import convert_checkpoint
-from hf_zero.checkpoint.convert.outputs import choose, dtype_option, outputs
+from hf_zero.checkpoint.convert.outputs import (
+    OutputTensor,
+    choose,
+    dtype_option,
+    outputs,
+    plan_outputs,
+    tied_names,
+)
 from hf_zero.checkpoint.find import find_checkpoint
 from hf_zero.checkpoint.manifest import pair_names, strip_wrappers
 from hf_zero.checkpoint.reader import open_checkpoint
 from hf_zero.checkpoint.storage import collective_try, local_path, write_all
-from hf_zero.checkpoint.tensorfile import FilePlan, bytes_view, plan_file
+from hf_zero.checkpoint.tensorfile import bytes_view
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed
-from hf_zero.zero.access.consolidate import persistent_buffers, whole_state_dict
+from hf_zero.zero.access.consolidate import whole_state_dict
 from hf_zero.zero.layout.cut_parameters import WholeNames
 
 if TYPE_CHECKING:
@@ -67,11 +74,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
         iterate_state_dict(folder, None, "float32", exclude_frozen_parameters, verify=verify)
     )
     with open_checkpoint(folder) as checkpoint:
-        state |= {
-            strip_wrappers(tied): state[strip_wrappers(held)]
-            for tied, held in checkpoint.manifest.aliases.items()
-            if strip_wrappers(held) in state
-        }
+        tied = tied_names(checkpoint.manifest)
+    state |= {name: state[held] for name, held in tied.items() if held in state}
     return state
 
 
@@ -90,19 +94,12 @@ def load_state_dict_from_zero_checkpoint(
     with open_checkpoint(find_checkpoint(checkpoint_dir, tag), hashes=verify) as checkpoint:
         manifest = checkpoint.manifest
         given = {output.name: output for output in outputs(manifest)}
-        given |= {
-            strip_wrappers(tied): given[strip_wrappers(held)]
-            for tied, held in manifest.aliases.items()
-            if strip_wrappers(held) in given
-        }
+        tied = tied_names(manifest)
+        given |= {name: given[held] for name, held in tied.items() if held in given}
         wanted = model.state_dict()
         there = pair_names(wanted, given)
         excluded = {strip_wrappers(name) for name in manifest.excluded}
-        excluded |= {
-            strip_wrappers(tied)
-            for tied, held in manifest.aliases.items()
-            if strip_wrappers(held) in excluded
-        }
+        excluded |= {name for name, held in tied.items() if held in excluded}
         missing = [
             name for name in wanted if name not in there and strip_wrappers(name) not in excluded
         ]
@@ -212,24 +209,27 @@ def _stream(
     """Write the file on rank 0 while every rank takes part in the gathers. Errors on rank 0 are
     appended to ``failed``, to be raised after the last gather.
     """
-    plan, saved_as = _file_plan(engine, exclude_frozen)
-    places = {entry.name: len(plan.header) + entry.begin for entry in plan.entries}
+    buffers = engine_state.model_buffers(engine, exclude_frozen)
+    chosen = _outputs_of(engine, buffers, exclude_frozen)
+    plan = plan_outputs(chosen)
+    begins = {entry.name: len(plan.header) + entry.begin for entry in plan.entries}
+    places = {output.held: begins[output.name] for output in chosen}
     fd = -1
     if engine.global_rank == 0:
         try:
             temporary.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
             write_all(fd, memoryview(plan.header), 0)
-            for name, buffer in persistent_buffers(engine.module).items():
+            for name, buffer in buffers.items():
                 if name in places:
                     write_all(fd, bytes_view(buffer.detach().cpu().contiguous()), places[name])
         except Exception as error:
             failed.append(error)
     try:
         for name, tensor in engine.consolidated():
-            if fd >= 0 and not failed and saved_as.get(name) in places:
+            if fd >= 0 and not failed and name in places:
                 try:
-                    write_all(fd, bytes_view(tensor), places[saved_as[name]])
+                    write_all(fd, bytes_view(tensor), places[name])
                 except Exception as error:
                     failed.append(error)
         if fd >= 0:
@@ -239,8 +239,10 @@ def _stream(
             os.close(fd)
 
 
-def _file_plan(engine: TrainingEngine, exclude_frozen: bool) -> tuple[FilePlan, dict[str, str]]:
-    """Return the plan of the file, and the map from parameter name to name in the file."""
+def _outputs_of(
+    engine: TrainingEngine, buffers: Mapping[str, torch.Tensor], exclude_frozen: bool
+) -> list[OutputTensor]:
+    """Return the parameters in the model's order, then ``buffers``, as the file has them."""
     names = WholeNames(engine.module)
     export = engine_state.export_of(engine.module, engine.aliases, names)
     held = {
@@ -250,15 +252,12 @@ def _file_plan(engine: TrainingEngine, exclude_frozen: bool) -> tuple[FilePlan, 
         for slot in flat.layout.slots
         for each in names.every(slot.name)
     }
-    saved_as = {
-        name: export.names.get(name, name)
+    made = [
+        OutputTensor(export.names.get(name, name), name, *held[name])
         for name in engine_state.model_order(engine.module, engine.aliases, held)
-    }
-    tensors = [(saved_as[name], *held[name]) for name in saved_as]
-    buffers = persistent_buffers(
-        engine.module, engine_state.frozen_names(engine) if exclude_frozen else ()
-    )
-    tensors += [(name, b.dtype, tuple(b.shape)) for name, b in buffers.items()]
-    return plan_file(
-        [tensor for tensor in tensors if tensor[0] not in export.skip], {"format": "pt"}
-    ), saved_as
+    ]
+    made += [
+        OutputTensor(name, name, buffer.dtype, tuple(buffer.shape), is_buffer=True)
+        for name, buffer in buffers.items()
+    ]
+    return [output for output in made if output.name not in export.skip]

@@ -30,7 +30,6 @@ from hf_zero.checkpoint.manifest import (
     factor_key,
 )
 from hf_zero.checkpoint.storage import (
-    BLOCK,
     AnyPath,
     ClosedAtExit,
     is_remote,
@@ -292,13 +291,15 @@ class Checkpoint(ClosedAtExit):
         runs: Iterable[CopyRange],
         tensor: str | None = None,
         tick: Callable[[int], None] | None = None,
+        scratch: Scratch | None = None,
     ) -> None:
         """Copy ``runs`` into ``out``, 1-D, of any dtype and device. ``tensor`` is the name of an
         optimizer state; by default the weights are read. ``tick`` is called with the bytes read.
         """
+        scratch = Scratch() if scratch is None else scratch
         for run in runs:
             file, key = self._place(run, tensor)
-            read_range(file, key, run.source, out[run.target : run.target + run.length])
+            read_range(file, key, run.source, out[run.target : run.target + run.length], scratch)
             if tick is not None:
                 tick(run.length * file.entries[key].dtype.itemsize)
 
@@ -333,19 +334,32 @@ class Checkpoint(ClosedAtExit):
             file.read_into(key, 0, found[name].view(-1))
         return found
 
+    def read(
+        self, name: str, start: int, out: torch.Tensor, scratch: Scratch | None = None
+    ) -> None:
+        """Copy elements from ``start`` on of the whole parameter or buffer ``name`` into ``out``,
+        1-D, of any dtype and device, through a small buffer.
+        """
+        if name in self.manifest.buffers:
+            file = self.file(self.buffer_file())
+            read_range(file, BUFFER + name, start, out, scratch or Scratch())
+            return
+        runs = parameter_ranges(self.manifest, name, start, start + out.numel())
+        self.fill(out, runs, scratch=scratch)
+
     def holds(self, run: CopyRange, tensor: str) -> bool:
         """Whether the chunk of ``run`` has the tensor ``tensor``."""
         return tensor in run.flat.chunks[run.chunk].tensors
 
     def buffer(self, name: str) -> torch.Tensor:
-        if name not in self.manifest.buffers:  # written by a program that saves them as parameters
+        """Return the buffer ``name``; some programs save buffers as parameters."""
+        if name in self.manifest.buffers:
+            dtype, shape = self.manifest.buffers[name]
+        else:
             flat, slot = self.manifest.slots[name]
-            out = torch.empty(slot.whole, dtype=flat.dtype)
-            self.fill(out.view(-1), parameter_ranges(self.manifest, name, 0, out.numel()))
-            return out
-        dtype, shape = self.manifest.buffers[name]
+            dtype, shape = flat.dtype, slot.whole
         out = torch.empty(shape, dtype=dtype)
-        self.file(self.buffer_file()).read_into(BUFFER + name, 0, out)
+        self.read(name, 0, out.view(-1))
         return out
 
     @cached_property
@@ -384,7 +398,25 @@ class Checkpoint(ClosedAtExit):
         self._open.clear()
 
 
-def read_range(file: TensorFile, name: str, start: int, out: torch.Tensor) -> None:
+class Scratch:
+    """Buffers into which ranges are read before they are cast or copied to a device, one a
+    dtype.
+    """
+
+    ELEMENTS = 1 << 20
+
+    def __init__(self) -> None:
+        self._buffers: dict[torch.dtype, torch.Tensor] = {}
+
+    def get(self, dtype: torch.dtype, count: int) -> torch.Tensor:
+        if dtype not in self._buffers:
+            self._buffers[dtype] = torch.empty(self.ELEMENTS, dtype=dtype)
+        return self._buffers[dtype][:count]
+
+
+def read_range(
+    file: TensorFile, name: str, start: int, out: torch.Tensor, scratch: Scratch
+) -> None:
     """Read elements of ``name`` from ``start`` on into ``out``: directly if it is contiguous, on
     the CPU and of the stored dtype, else block by block with a cast.
     """
@@ -392,9 +424,8 @@ def read_range(file: TensorFile, name: str, start: int, out: torch.Tensor) -> No
     if out.device.type == "cpu" and out.dtype == dtype and out.is_contiguous():
         file.read_into(name, start, out)
         return
-    block = torch.empty(min(out.numel(), BLOCK // dtype.itemsize), dtype=dtype)
-    for at in range(0, out.numel(), max(1, block.numel())):
-        part = block[: min(block.numel(), out.numel() - at)]
+    for at in range(0, out.numel(), scratch.ELEMENTS):
+        part = scratch.get(dtype, min(scratch.ELEMENTS, out.numel() - at))
         file.read_into(name, start + at, part)
         out[at : at + part.numel()].copy_(part)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import fcntl
 import io
-import json
 import os
 import re
 import shutil
@@ -21,9 +20,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from safetensors.torch import load_file
 
 from hf_zero.checkpoint import convert_zero_checkpoint_to_fp32_state_dict as _convert
+from hf_zero.checkpoint.convert.export import write_torch_files
 from hf_zero.checkpoint.convert.outputs import outputs
 from hf_zero.checkpoint.find import find_checkpoint
 from hf_zero.checkpoint.foreign.deepspeed import FOLDER, SETTINGS, STEP, WEIGHTS
@@ -106,8 +105,6 @@ def _in_memory(content: dict[str, Any]) -> BinaryIO:
 
 # ---- Files of whole weights ----
 
-INDEX = "model.safetensors.index.json"
-
 
 def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: str | os.PathLike[str],
@@ -133,12 +130,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         if safe_serialization:
             _convert(checkpoint_dir, folder, size, True, tag, exclude_frozen_parameters, verify)
             return
-        between = folder / f".fp32.{os.getpid()}"
-        try:
-            _convert(checkpoint_dir, between, size, True, tag, exclude_frozen_parameters, verify)
-            _as_pickles(between, folder, _tied(checkpoint_dir, tag))
-        finally:
-            shutil.rmtree(between, ignore_errors=True)
+        write_torch_files(checkpoint_dir, folder, size, tag, exclude_frozen_parameters, verify)
 
 
 @contextmanager
@@ -160,41 +152,6 @@ def _one_writer(folder: Path) -> Iterator[bool]:
         os.unlink(path)  # waiting processes hold it open
     finally:
         os.close(descriptor)
-
-
-def _tied(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> list[set[str]]:
-    """Return the names of each tensor that has several."""
-    groups: dict[str, set[str]] = {}
-    with open_checkpoint(find_checkpoint(checkpoint_dir, tag)) as checkpoint:
-        for tied, held in checkpoint.manifest.aliases.items():
-            groups.setdefault(held, {strip_wrappers(held)}).add(strip_wrappers(tied))
-    return list(groups.values())
-
-
-def _as_pickles(source: Path, folder: Path, tied: list[set[str]]) -> None:
-    """Write the safetensors files of ``source``, one after another, as files of torch.save, with
-    all names of a tensor: a pickle holds it once.
-    """
-
-    def with_all_names(given: dict[str, Any]) -> dict[str, Any]:
-        """Return ``given`` with all names of a tied tensor, of which it has one."""
-        there = ((group, next((name for name in group if name in given), None)) for group in tied)
-        more = {name: given[held] for group, held in there if held is not None for name in group}
-        return given | more
-
-    for file in sorted(source.glob("*.safetensors")):
-        name = _pickle_name(file.name)
-        torch.save(with_all_names(load_file(file)), folder / f".{name}")
-        os.replace(folder / f".{name}", folder / name)
-    if (source / INDEX).is_file():
-        index = json.loads((source / INDEX).read_text())
-        places = with_all_names(index["weight_map"]).items()
-        index["weight_map"] = {key: _pickle_name(name) for key, name in places}
-        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index, indent=2))
-
-
-def _pickle_name(name: str) -> str:
-    return name.replace("model", "pytorch_model", 1).replace(".safetensors", ".bin")
 
 
 # ---- ``python -m deepspeed.checkpoint.ds_to_universal`` ----

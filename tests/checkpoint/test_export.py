@@ -24,8 +24,8 @@ from transformers import (
 )
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint import convert_checkpoint
-from hf_zero.checkpoint.convert import export, outputs
+from hf_zero.checkpoint import convert_checkpoint, reader
+from hf_zero.checkpoint.convert import export
 from hf_zero.errors import CheckpointError, ConfigError
 from tests.checkpoint.jobs import Engine, Job, run, small, state_of, train_some
 from tests.helpers.commands import completed
@@ -210,7 +210,7 @@ def test_left_out_at_the_save_is_said(tmp_path, caplog, monkeypatch):
 
 def test_slices_smaller_than_tensors(tmp_path, monkeypatch):
     weights = saved(tmp_path / "run", small, Job(3, 3))
-    monkeypatch.setattr(outputs.Scratch, "ELEMENTS", 7)
+    monkeypatch.setattr(reader.Scratch, "ELEMENTS", 7)
     for dtype in ("float32", "bfloat16"):
         convert_checkpoint(tmp_path / "run", tmp_path / "out", dtype)
         tensors = load_file(tmp_path / "out" / "model.safetensors")

@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_zero.checkpoint import convert_checkpoint, iterate_state_dict
-from hf_zero.checkpoint.convert import files, outputs
+from hf_zero.checkpoint import convert_checkpoint, iterate_state_dict, reader
+from hf_zero.checkpoint.convert import files
 from hf_zero.errors import CheckpointError, ConfigError
 from tests.checkpoint.jobs import Job, small
 from tests.checkpoint.test_export import saved
@@ -40,7 +40,7 @@ class Killed(BaseException):
 @pytest.fixture
 def cut_often(monkeypatch):
     """Windows of a page, and a note after each."""
-    monkeypatch.setattr(outputs.Scratch, "ELEMENTS", 64)
+    monkeypatch.setattr(reader.Scratch, "ELEMENTS", 64)
     monkeypatch.setattr(files, "WINDOW", 4096)
     monkeypatch.setattr(files, "NOTED", 4096)
 

@@ -6,6 +6,7 @@ weights.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import threading
 from pathlib import Path
@@ -229,23 +230,26 @@ def test_of_several_that_convert_one_writes(
     saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, weights = saved
-    calls, inside = [], threading.Barrier(2)
-    convert = state_dicts._convert
+    calls, waits = [], threading.Event()
+    convert, flock = state_dicts.write_torch_files, fcntl.flock
 
     def counted(*args: Any) -> Any:
         calls.append(args)
-        inside.wait(timeout=120)  # the other has come, too
+        other.start()
+        assert waits.wait(timeout=120)  # the other has come, too
         return convert(*args)
 
-    monkeypatch.setattr(state_dicts, "_convert", counted)
+    def locked(descriptor: int, how: int) -> None:
+        if how == fcntl.LOCK_EX:
+            waits.set()
+        flock(descriptor, how)
+
+    monkeypatch.setattr(state_dicts, "write_torch_files", counted)
+    monkeypatch.setattr(state_dicts.fcntl, "flock", locked)
     out = tmp_path / "out"
-
-    def second() -> None:
-        inside.wait(timeout=120)
-        state_dicts.convert_zero_checkpoint_to_fp32_state_dict(run, out)
-
-    other = threading.Thread(target=second)
-    other.start()
+    other = threading.Thread(
+        target=state_dicts.convert_zero_checkpoint_to_fp32_state_dict, args=(run, out)
+    )
     state_dicts.convert_zero_checkpoint_to_fp32_state_dict(run, out)
     other.join()
     assert _load(out / "pytorch_model.bin").keys() == weights.keys()

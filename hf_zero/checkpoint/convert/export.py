@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,20 +24,24 @@ from hf_zero.checkpoint.convert.outputs import (
     OutputTensor,
     adapter_parts,
     adapters_in,
+    all_names,
     choose,
     dtype_option,
+    exported,
     outputs,
+    plan_outputs,
 )
 from hf_zero.checkpoint.find import find_checkpoint
-from hf_zero.checkpoint.manifest import Manifest, dtype_name, strip_wrappers
+from hf_zero.checkpoint.manifest import dtype_name
 from hf_zero.checkpoint.reader import Checkpoint, open_checkpoint
 from hf_zero.checkpoint.storage import AnyPath, describe_error, local_path, progress_bar
-from hf_zero.checkpoint.tensorfile import FilePlan, plan_file
+from hf_zero.checkpoint.tensorfile import FilePlan
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.logging import in_units, logger
 
 WEIGHTS = "model{suffix}.safetensors"
 INDEX = "model.safetensors.index.json"
+TORCH_WEIGHTS, TORCH_INDEX = "pytorch_model{suffix}.bin", "pytorch_model.bin.index.json"
 WORKERS = 2  # one reads while the other writes; each has two buffers of Scratch.ELEMENTS
 
 
@@ -130,12 +134,7 @@ def convert_checkpoint(
         layout = _of_adapters(checkpoint, held, only, adapters) or _of_model(
             checkpoint, held, only, max_shard_size
         )
-        plans = {
-            name: plan_file(
-                [(output.name, output.dtype, output.shape) for output in part], {"format": "pt"}
-            )
-            for name, part in layout.parts.items()
-        }
+        plans = {name: plan_outputs(part) for name, part in layout.parts.items()}
         total = sum(output.nbytes for output in layout.chosen)
         try:
             _make(target, layout, checkpoint)
@@ -249,25 +248,21 @@ def _of_model(
     only: str | Sequence[str] | None,
     max_shard_size: str | int,
 ) -> _Layout:
-    manifest = checkpoint.manifest
-    if manifest.excluded:
+    parts = _split(choose(_of_whole(checkpoint, held), only), max_shard_size)
+    if len(parts) == 1:
+        return _Layout(parts, {})
+    places = {output.name: file for file, part in parts.items() for output in part}
+    return _Layout(parts, {INDEX: _index(parts, places)})
+
+
+def _of_whole(checkpoint: Checkpoint, held: list[OutputTensor]) -> list[OutputTensor]:
+    """Return the tensors of ``held`` that ``save_pretrained`` would write, under its names."""
+    if checkpoint.manifest.excluded:
         logger.warning(
             "%s was saved without its frozen parameters: the converted folder lacks them",
             checkpoint.folder,
         )
-    parts = _split(choose(_exported(manifest, held), only), max_shard_size)
-    if len(parts) == 1:
-        return _Layout(parts, {})
-    sizes = [output for part in parts.values() for output in part]
-    metadata = {
-        "total_parameters": sum(o.numel for o in sizes),
-        "total_size": sum(o.nbytes for o in sizes),
-    }
-    places = {output.name: file for file, part in parts.items() for output in part}
-    index = (
-        json.dumps({"metadata": metadata, "weight_map": places}, indent=2, sort_keys=True) + "\n"
-    )
-    return _Layout(parts, {INDEX: index.encode()})
+    return exported(held, checkpoint.manifest.export)
 
 
 def _identity(checkpoint: Checkpoint, plans: dict[str, FilePlan]) -> str:
@@ -280,16 +275,9 @@ def _identity(checkpoint: Checkpoint, plans: dict[str, FilePlan]) -> str:
     return digest.hexdigest()
 
 
-def _exported(manifest: Manifest, held: list[OutputTensor]) -> list[OutputTensor]:
-    """Rename and drop the tensors of ``held`` as ``save_pretrained`` would."""
-    skip, names = set(manifest.export.skip), manifest.export.names
-    renamed = [
-        replace(output, name=strip_wrappers(names.get(output.held, output.name))) for output in held
-    ]
-    return [output for output in renamed if output.name not in skip]
-
-
-def _split(chosen: list[OutputTensor], max_shard_size: str | int) -> dict[str, list[OutputTensor]]:
+def _split(
+    chosen: list[OutputTensor], max_shard_size: str | int, pattern: str = WEIGHTS
+) -> dict[str, list[OutputTensor]]:
     """Divide the tensors into files by the rule of ``save_pretrained``.
 
     Raises ConfigError for an invalid ``max_shard_size``.
@@ -303,7 +291,7 @@ def _split(chosen: list[OutputTensor], max_shard_size: str | int) -> dict[str, l
         split = split_state_dict_into_shards_factory(
             by_name,
             get_storage_size=lambda output: output.nbytes,
-            filename_pattern=WEIGHTS,
+            filename_pattern=pattern,
             max_shard_size=max_shard_size,
         )
     except ValueError as error:
@@ -314,7 +302,55 @@ def _split(chosen: list[OutputTensor], max_shard_size: str | int) -> dict[str, l
     files = {
         file: [by_name[name] for name in names] for file, names in split.filename_to_tensors.items()
     }
-    return files or {WEIGHTS.format(suffix=""): []}
+    return files or {pattern.format(suffix=""): []}
+
+
+def _index(parts: dict[str, list[OutputTensor]], places: dict[str, str]) -> bytes:
+    """Return the index of several weight files; ``places`` are the files by name of a tensor."""
+    sizes = [output for part in parts.values() for output in part]
+    metadata = {
+        "total_parameters": sum(o.numel for o in sizes),
+        "total_size": sum(o.nbytes for o in sizes),
+    }
+    index = {"metadata": metadata, "weight_map": places}
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+
+
+def write_torch_files(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    max_shard_size: str | int = "5GB",
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    verify: bool = True,
+) -> list[str]:
+    """Write the whole model in float32 into the folder ``dst`` as files of ``torch.save``, with all
+    names of tied tensors, and return their names; several files have an index. Holds one file at a
+    time in memory. Arguments and errors as in :func:`convert_checkpoint`.
+    """
+    target = local_path(dst, "a converted model")
+    with open_checkpoint(find_checkpoint(src, tag), hashes=verify) as checkpoint:
+        manifest = checkpoint.manifest
+        held = outputs(manifest, torch.float32, exclude_frozen_parameters)
+        parts = _split(_of_whole(checkpoint, held), max_shard_size, TORCH_WEIGHTS)
+        names = all_names(manifest)
+        places: dict[str, str] = {}
+        for file, part in parts.items():
+            state: dict[str, torch.Tensor] = {}
+            for output in part:
+                values = torch.empty(output.shape, dtype=output.dtype)
+                output.fill(checkpoint, values)
+                state |= dict.fromkeys(names.get(output.name, [output.name]), values)
+            places |= dict.fromkeys(state, file)
+            temporary = temporary_path(target, file)
+            try:
+                torch.save(state, temporary)
+                os.replace(temporary, target / file)
+            finally:
+                temporary.unlink(missing_ok=True)
+    if len(parts) > 1:
+        storage.write_file(target / TORCH_INDEX, _index(parts, places))
+    return list(parts)
 
 
 def _make(target: Path, layout: _Layout, checkpoint: Checkpoint) -> None:

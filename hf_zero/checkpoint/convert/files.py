@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint import find, storage
-from hf_zero.checkpoint.convert.outputs import OutputTensor, Scratch, read_cast
-from hf_zero.checkpoint.reader import Checkpoint
+from hf_zero.checkpoint.convert.outputs import OutputTensor
+from hf_zero.checkpoint.reader import Checkpoint, Scratch
 from hf_zero.checkpoint.storage import Tick, write_all
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan
 from hf_zero.errors import CheckpointError
@@ -207,12 +207,7 @@ class _WindowedFile:
             out = torch.frombuffer(
                 buffer, dtype=entry.dtype, count=(last - first) // size, offset=first - start
             )
-            at = 0
-            for source in self.part[entry.name].sources(
-                checkpoint, (first - base) // size, (last - base) // size
-            ):
-                read_cast(source, out[at : at + source.length], scratch)
-                at += source.length
+            checkpoint.read(self.part[entry.name].held, (first - base) // size, out, scratch)
             place += 1
         return stop - start
 

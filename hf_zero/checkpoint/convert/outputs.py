@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
@@ -18,28 +18,14 @@ from math import prod
 import torch
 
 from hf_zero.checkpoint.convert.card import json_object, places
-from hf_zero.checkpoint.manifest import BUFFER, Adapter, Manifest, is_plain, strip_wrappers
-from hf_zero.checkpoint.reader import Checkpoint, parameter_ranges
+from hf_zero.checkpoint.manifest import Adapter, Export, Manifest, is_plain, strip_wrappers
+from hf_zero.checkpoint.reader import Checkpoint
 from hf_zero.checkpoint.storage import AnyPath
-from hf_zero.checkpoint.tensorfile import TensorFile
+from hf_zero.checkpoint.tensorfile import FilePlan, plan_file
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.logging import logger
 
 CONVERT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True)
-class SourceRange:
-    """``length`` elements of a stored tensor, from element ``start`` on."""
-
-    file: TensorFile
-    tensor: str
-    start: int
-    length: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.file.entries[self.tensor].dtype
 
 
 @dataclass(frozen=True)
@@ -61,52 +47,9 @@ class OutputTensor:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    def sources(self, checkpoint: Checkpoint, start: int, stop: int) -> Iterator[SourceRange]:
-        """Yield the stored ranges that hold elements ``[start, stop)``, in order."""
-        if self.is_buffer:
-            yield SourceRange(
-                checkpoint.file(checkpoint.buffer_file()), BUFFER + self.held, start, stop - start
-            )
-            return
-        for run in parameter_ranges(checkpoint.manifest, self.held, start, stop):
-            file = checkpoint.file(run.flat.chunks[run.chunk].file)
-            yield SourceRange(file, f"{run.flat.key}::{run.flat.weights}", run.source, run.length)
-
     def fill(self, checkpoint: Checkpoint, out: torch.Tensor) -> None:
-        """Copy the whole tensor into ``out``, contiguous, on any device and of any dtype, through a
-        small buffer.
-        """
-        flat, at = out.detach().view(-1), 0
-        for source in self.sources(checkpoint, 0, self.numel):
-            read_cast(source, flat[at : at + source.length], Scratch())
-            at += source.length
-
-
-class Scratch:
-    """Reused buffers, one per use and dtype, into which slices are read and cast."""
-
-    ELEMENTS = 1 << 20
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
-
-    def get(self, use: str, dtype: torch.dtype, count: int) -> torch.Tensor:
-        if (use, dtype) not in self._buffers:
-            self._buffers[use, dtype] = torch.empty(self.ELEMENTS, dtype=dtype)
-        return self._buffers[use, dtype][:count]
-
-
-def read_cast(source: SourceRange, out: torch.Tensor, scratch: Scratch) -> None:
-    """Read ``source`` into ``out`` (1-D, as long as the source), with a cast if the dtypes
-    differ.
-    """
-    if out.dtype == source.dtype and out.device.type == "cpu":
-        source.file.read_into(source.tensor, source.start, out)
-        return
-    for at in range(0, source.length, scratch.ELEMENTS):
-        part = scratch.get("read", source.dtype, min(scratch.ELEMENTS, source.length - at))
-        source.file.read_into(source.tensor, source.start + at, part)
-        out[at : at + part.numel()].copy_(part)
+        """Copy the whole tensor into ``out``, contiguous, on any device and of any dtype."""
+        checkpoint.read(self.held, 0, out.detach().view(-1))
 
 
 def dtype_option(dtype: str | torch.dtype | None) -> torch.dtype | None:
@@ -140,6 +83,33 @@ def outputs(
         OutputTensor(strip_wrappers(name), name, own, shape, is_buffer=True)
         for name, (own, shape) in manifest.buffers.items()
     ]
+
+
+def exported(held: Sequence[OutputTensor], export: Export) -> list[OutputTensor]:
+    """Rename and drop the tensors of ``held`` as ``save_pretrained`` would."""
+    skip, names = set(export.skip), export.names
+    renamed = [
+        replace(output, name=strip_wrappers(names.get(output.held, output.name))) for output in held
+    ]
+    return [output for output in renamed if output.name not in skip]
+
+
+def tied_names(manifest: Manifest) -> dict[str, str]:
+    """Return, by the further names of tied tensors, the names under which they are held."""
+    return {strip_wrappers(tied): strip_wrappers(held) for tied, held in manifest.aliases.items()}
+
+
+def all_names(manifest: Manifest) -> dict[str, list[str]]:
+    """Return all names of each tied tensor, by each of them."""
+    groups: dict[str, list[str]] = {}
+    for tied, held in tied_names(manifest).items():
+        groups.setdefault(held, [held]).append(tied)
+    return {name: group for group in groups.values() for name in group}
+
+
+def plan_outputs(chosen: Iterable[OutputTensor]) -> FilePlan:
+    """Return the plan of a safetensors file of ``chosen``."""
+    return plan_file([(each.name, each.dtype, each.shape) for each in chosen], {"format": "pt"})
 
 
 def choose(
