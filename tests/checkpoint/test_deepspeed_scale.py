@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.checkpoint.foreign.deepspeed_parts import CLASSES, scaler_of
+from hf_zero.checkpoint.foreign.deepspeed import CLASSES, scaler_of
 from hf_zero.checkpoint.foreign.torch_files import load_pickle
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from tests.helpers.deepspeed_files import write

@@ -23,7 +23,7 @@ from hf_zero.checkpoint import (
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
-from hf_zero.checkpoint.foreign.deepspeed_parts import CLASSES
+from hf_zero.checkpoint.foreign.deepspeed import CLASSES
 from hf_zero.checkpoint.foreign.torch_files import load_pickle
 from hf_zero.checkpoint.reader import open_checkpoint, recognise
 from hf_zero.errors import CheckpointError
@@ -110,10 +110,10 @@ def test_another_optimizer_is_refused_before_anything_is_loaded():
 
 def test_wrong_moments_would_show(tmp_path, monkeypatch):
     """The comparison above notices a state that was put in the wrong place."""
-    from hf_zero.checkpoint.foreign import deepspeed_folder
+    from hf_zero.checkpoint.foreign import deepspeed
 
     monkeypatch.setattr(
-        deepspeed_folder,
+        deepspeed,
         "states",
         lambda values, numel: {
             k: v.flip(0) for k, v in values if isinstance(v, torch.Tensor) and v.numel() == numel

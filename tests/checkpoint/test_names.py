@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from hf_zero.checkpoint.foreign import unnamed
+from hf_zero.checkpoint.foreign.optimizer_states import (
+    Shape,
+    as_asked,
+    by_contents,
+    by_shapes,
+)
 from hf_zero.checkpoint.manifest import pair_names, strip_wrappers
 
 SHAPES = {
@@ -38,30 +43,28 @@ def test_names_are_paired_past_wrappers() -> None:
 
 
 def test_by_the_model_that_asks() -> None:
-    wanted: list[list[unnamed.Shape | None]] = [[(4, 3), (3, 4)], [(4,), None]]
+    wanted: list[list[Shape | None]] = [[(4, 3), (3, 4)], [(4,), None]]
     asked = [
         ["_orig_mod.up.weight", "_orig_mod.down.weight"],
         ["_orig_mod.up.bias", "_orig_mod.down.bias"],
     ]
-    assert unnamed.as_asked(wanted, asked, SHAPES) == [
+    assert as_asked(wanted, asked, SHAPES) == [
         ["up.weight", "down.weight"],
         ["up.bias", "down.bias"],
     ]
-    assert unnamed.as_asked(wanted, asked[::-1], SHAPES) is None
-    assert unnamed.as_asked(wanted, asked[:1], SHAPES) is None
-    assert (
-        unnamed.as_asked(wanted, [["up.weight", "else"], ["up.bias", "down.bias"]], SHAPES) is None
-    )
+    assert as_asked(wanted, asked[::-1], SHAPES) is None
+    assert as_asked(wanted, asked[:1], SHAPES) is None
+    assert as_asked(wanted, [["up.weight", "else"], ["up.bias", "down.bias"]], SHAPES) is None
 
 
 def test_by_shapes_only_where_they_tell() -> None:
-    assert unnamed.by_shapes([[(4, 3), (3, 4)], [(4,)]], SHAPES) == [
+    assert by_shapes([[(4, 3), (3, 4)], [(4,)]], SHAPES) == [
         ["up.weight", "down.weight"],
         ["up.bias"],
     ]
-    assert unnamed.by_shapes([[(4, 3)], [(3,)]], SHAPES) is None, "two have this shape"
-    assert unnamed.by_shapes([[(4, 3)], [(4, 3)]], SHAPES) is None
-    assert unnamed.by_shapes([[None]], SHAPES) is None
+    assert by_shapes([[(4, 3)], [(3,)]], SHAPES) is None, "two have this shape"
+    assert by_shapes([[(4, 3)], [(4, 3)]], SHAPES) is None
+    assert by_shapes([[None]], SHAPES) is None
 
 
 def test_by_the_values_of_masters() -> None:
@@ -70,20 +73,18 @@ def test_by_the_values_of_masters() -> None:
     # in no order of the model's, and without the others
     chosen = [["down.bias", "up.weight"], ["up.bias"]]
     joined = [[torch.cat([masters[name].flatten() for name in names])] for names in chosen]
-    assert (
-        unnamed.by_contents([[masters[name] for name in names] for names in chosen], held) == chosen
-    )
-    assert unnamed.by_contents(joined, held) == chosen
-    assert unnamed.by_contents([[torch.randn(3)]], held) is None
-    assert unnamed.by_contents([[joined[0][0][:-1]]], held) is None, "a parameter is there whole"
+    assert by_contents([[masters[name] for name in names] for names in chosen], held) == chosen
+    assert by_contents(joined, held) == chosen
+    assert by_contents([[torch.randn(3)]], held) is None
+    assert by_contents([[joined[0][0][:-1]]], held) is None, "a parameter is there whole"
 
 
 def test_equal_values_are_taken_in_the_models_order() -> None:
     held = {"a.bias": torch.zeros(3), "b.weight": torch.ones(2), "b.bias": torch.zeros(3)}
-    assert unnamed.by_contents([[torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0])]], held) == [
+    assert by_contents([[torch.tensor([1.0, 1.0, 0.0, 0.0, 0.0])]], held) == [
         ["b.weight", "b.bias"]
     ]
     held = {"two": torch.zeros(2), "three": torch.zeros(3), "five": torch.zeros(5)}
-    assert unnamed.by_contents([[torch.zeros(5), torch.zeros(2)]], held) == [["five", "two"]], (
+    assert by_contents([[torch.zeros(5), torch.zeros(2)]], held) == [["five", "two"]], (
         "a tensor each is a parameter each"
     )

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.foreign import unnamed
 from hf_zero.checkpoint.foreign.assembled import (
     MASTER,
     SHARD,
@@ -31,8 +30,8 @@ from hf_zero.checkpoint.foreign.assembled import (
     ParameterPart,
     Ranged,
 )
+from hf_zero.checkpoint.foreign.optimizer_states import Shape, as_asked, named
 from hf_zero.checkpoint.foreign.torch_files import Opaque, SavedTensor, damaged, load
-from hf_zero.checkpoint.foreign.unnamed import Shape
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import logger
 from hf_zero.optim import hyperparameters
@@ -296,9 +295,7 @@ class _Reading:
         ):
             places = [[str(place) for place in group.get("params") or ()] for group in groups]
             wanted = [[_shape_of(states.get(place, {})) for place in each] for each in places]
-            found = (
-                unnamed.named(groups, shapes) or unnamed.as_asked(wanted, self.asked, shapes) or []
-            )
+            found = named(groups, shapes) or as_asked(wanted, self.asked, shapes) or []
             states = {
                 name: states[place]
                 for each, names in zip(places, found)

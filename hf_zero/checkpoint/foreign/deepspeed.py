@@ -1,10 +1,24 @@
-"""DeepSpeed's checkpoints: a tag folder of a run, or a universal checkpoint of ``ds_to_universal``,
-with whole tensors in a folder per parameter, ``zero/<name>/{fp32,exp_avg,…}.pt``.
+"""DeepSpeed's checkpoints, stages 0 to 3, as version 0.19 writes them, and universal checkpoints of
+``ds_to_universal``.
+
+[Note: file layout]
+``mp_rank_00_model_states.pt`` (stages 0 to 2) or one ``zero_pp_rank_R_…_model_states.pt`` per rank
+(stage 3) hold the module, counters, schedule and client state; ``zero_pp_rank_R_…_optim_states.pt``
+(with the prefix ``bf16_`` in bf16) hold the fp32 weights and moments of rank R. Stages 1 and 2
+concatenate the parameters of a group in the order of ``param_shapes`` and cut the result into equal
+parts. (``param_slice_mappings``, which names a rank's parameters, is wrong with
+``round_robin_gradients``.) Stage 3 cuts each parameter into equal parts, the last one padded, and
+concatenates a rank's parts, group after group, in buffers of about ``sub_group_size`` elements.
+Stage 0 stores torch's own optimizer state in the model's file, in 16 bits with the fp32 weights
+beside it. A universal checkpoint has whole tensors in a folder per parameter,
+``zero/<name>/{fp32,exp_avg,…}.pt``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +26,430 @@ import torch
 
 from hf_zero.checkpoint.foreign.assembled import (
     MASTER,
+    SHARD,
     Asked,
     Assembled,
+    FolderContents,
     OptimizerGroup,
     Parameter,
     ParameterPart,
+    Widened,
+    states,
 )
-from hf_zero.checkpoint.foreign.deepspeed_folder import DeepSpeedFolder
-from hf_zero.checkpoint.foreign.deepspeed_parts import CLASSES, groups_of
+from hf_zero.checkpoint.foreign.optimizer_states import (
+    as_asked,
+    by_contents,
+    by_shapes,
+    groups_of,
+    named,
+    shapes_in,
+    state_of,
+    steps_of,
+    torch_state,
+)
 from hf_zero.checkpoint.foreign.torch_files import load_pickle
 from hf_zero.errors import CheckpointError
+from hf_zero.logging import logger
+
+CLASSES = (
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "argparse.Namespace",
+)
+# Keys that DeepSpeed itself stores beside the client state.
+OWN_KEYS = frozenset(
+    [
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+        "frozen_param_fragments",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "sparse_tensor_module_names",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "ds_config",
+        "ds_version",
+        "checkpoint_parallel_dimensions",
+        "num_experts",
+        "universal_checkpoint_info",
+    ]
+)
+RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_")
+
+
+class DeepSpeedFolder:
+    """Reader of a DeepSpeed folder: the model's file, and the optimizer's files by rank."""
+
+    def __init__(self, folder: Path, asked: Asked = ()) -> None:
+        self.folder, self.asked = folder, asked
+        models = files_by_rank(folder, "model_states.pt")
+        plain = sorted(folder.glob("mp_rank_*_model_states.pt"))
+        # Any of these is refused: tensor parallelism writes a file per rank, expert parallelism one
+        # per expert, pipeline parallelism one per layer.
+        for part in (
+            *plain[1:],
+            *sorted(folder.glob("*expert_*")),
+            *sorted(folder.glob("expp_rank_*")),
+            *sorted(folder.glob("layer_*")),
+        ):
+            raise model_parallel(folder, part)
+        self.model_paths = [path for _, path in sorted(models.items())] or plain
+        self.optim_paths = self._optimizer_files()
+        self.model = self._load(self.model_paths[0])
+        if (
+            not isinstance(self.model["module"], Mapping)
+            or int(self.model.get("mp_world_size") or 1) > 1
+        ):
+            raise model_parallel(folder, self.model_paths[0])
+        self.module: Mapping[str, torch.Tensor] = self.model["module"]
+        self.optims = [self._load(path)["optimizer_state_dict"] for path in self.optim_paths]
+        self.stage = 0 if not self.optims else 3 if "fp32_flat_groups" in self.optims[0] else 1
+        self.stage = int(at(self.model, "ds_config", "zero_optimization", "stage") or self.stage)
+        world = int(self.model.get("dp_world_size") or len(self.optim_paths) or 1)
+        for what, paths in (
+            ("optimizer", self.optim_paths),
+            *([("model", self.model_paths)] if models else []),
+        ):
+            if paths and len(paths) != world:
+                raise CheckpointError(
+                    f"{folder} lacks files: {world} ranks wrote it, {len(paths)} of their {what} "
+                    "files are there; restore them"
+                )
+        steps = [steps_of(saved) for saved in self.optims]
+        for path, step in zip(self.optim_paths, steps):
+            if step != steps[0]:
+                raise CheckpointError(
+                    f"{path} belongs to another save than {self.optim_paths[0].name} beside it: "
+                    f"its optimizer took {step} steps, not {steps[0]}; "
+                    "restore the file, or name another checkpoint"
+                )
+        self.world = world
+        self._listed: list[dict[str, tuple[int, ...]]] | None = None
+        self._nameless = False
+
+    def _optimizer_files(self) -> list[Path]:
+        return [path for _, path in sorted(files_by_rank(self.folder, "optim_states.pt").items())]
+
+    def _load(self, path: Path) -> dict[str, Any]:
+        data = load_pickle(path, CLASSES)
+        wanted = "module" if path.name.endswith("model_states.pt") else "optimizer_state_dict"
+        if not isinstance(data, dict) or wanted not in data:
+            raise CheckpointError(
+                f"{path} is no file of a DeepSpeed checkpoint: it holds no {wanted!r}; name a "
+                "folder that save_checkpoint wrote"
+            )
+        return data
+
+    def found(self) -> FolderContents:
+        config = self.model.get("ds_config") or {}
+        precision = next(
+            (name for name in ("bf16", "fp16") if at(config, name, "enabled") is True), "fp32"
+        )
+        trained = list(self._trained())
+        known = {parameter.name for parameter in trained}
+        buffers = [name for name in self.model.get("buffer_names") or () if name in self.module]
+        aliases = self._tied(known)
+        frozen = list(self._frozen(known | {*buffers} | {*aliases}))
+        accumulation = config.get("gradient_accumulation_steps", 1)
+        steps = int(self.model.get("global_steps") or 0)
+        return FolderContents(
+            folder=self.folder,
+            writer=f"DeepSpeed {self.model.get('ds_version', '')}".strip(),
+            files=tuple(path.name for path in (*self.model_paths, *self.optim_paths)),
+            parameters=tuple(_in_order([*trained, *frozen], self.module)),
+            buffers={name: self.module[name] for name in buffers},
+            aliases=aliases,
+            groups=self._groups(),
+            lr_scheduler=self.model.get("lr_scheduler"),
+            scaler=self._scaler() if precision == "fp16" else None,
+            counters={
+                "global_steps": steps,
+                "global_samples": int(self.model.get("global_samples") or 0),
+                "skipped_steps": int(self.model.get("skipped_steps") or 0),
+                "micro_steps": steps * (accumulation if isinstance(accumulation, int) else 1),
+            },
+            client_state={key: value for key, value in self.model.items() if key not in OWN_KEYS},
+            world=self.world,
+            stage=self.stage,
+            precision=precision,
+        )  # fmt: skip
+
+    def shapes(self) -> list[dict[str, tuple[int, ...]]]:
+        """Return the trained parameters' shapes, by group and name, in the optimizer's order."""
+        if self._listed is None:
+            given = self.model.get("param_shapes")
+            self._listed = (
+                self._matched()
+                if given is None
+                else [{name: tuple(shape) for name, shape in group.items()} for group in given]
+            )
+        return self._listed
+
+    def _matched(self) -> list[dict[str, tuple[int, ...]]]:
+        """Return the shapes of the trained parameters at stage 0, which writes no names with the
+        optimizer state: they are inferred from the fp32 master weights, the model that loads, or
+        the shapes.
+
+        If they cannot be inferred, the optimizer state is left out, with a warning.
+        """
+        own, base, masters = dict(self._own()), self._base(), self._masters()
+        held = {name: tuple(tensor.shape) for name, tensor in own.items()}
+        settings = base.get("param_groups", ())
+        found = named(settings, held)
+        if found is None and masters:
+            found = by_contents(masters, own)
+        elif found is None:
+            wanted = shapes_in(base)
+            found = as_asked(wanted, self.asked, held) or by_shapes(wanted, held)
+        if found is None:
+            self._nameless = bool(settings)
+            if settings:
+                logger.warning(
+                    "%s, written by DeepSpeed at stage 0, does not say which parameters its "
+                    "optimizer's state belongs to, and %s do not tell: "
+                    "the weights are read%s, the optimizer's state is not",
+                    self.folder,
+                    "its master weights" if masters else "their shapes",
+                    " in 16 bits" if masters else "",
+                )
+            return [held]
+        return [{name: held[name] for name in names} for names in found]
+
+    def _masters(self) -> list[list[torch.Tensor]]:
+        """Return the float32 weights of stage 0 in 16 bits, by group: one tensor per parameter or,
+        from a fused optimizer, one flat tensor.
+        """
+        saved = self.model.get("optimizer") or {}
+        return [list(group) for group in saved.get("fp32_groups", ())] or [
+            [flat] for flat in saved.get("fp32_groups_flat", ())
+        ]
+
+    def _own(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the module's parameters, tied ones once."""
+        buffers, seen = {*(self.model.get("buffer_names") or ())}, set()
+        for name, tensor in self.module.items():
+            if (
+                name in buffers
+                or not isinstance(tensor, torch.Tensor)
+                or (tensor.data_ptr(), tensor.shape) in seen
+            ):
+                continue
+            seen.add((tensor.data_ptr(), tensor.shape))
+            yield name, tensor
+
+    def _base(self) -> Mapping[str, Any]:
+        """Return torch's state dict of the optimizer, that of rank 0 if each rank has one."""
+        return torch_state(self.optims[0] if self.optims else self.model.get("optimizer") or {})
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return self.module[name].dtype if name in self.module else torch.float32
+
+    def _trained(self) -> Iterator[Parameter]:
+        pieces = (
+            self._whole()
+            if not self.optims
+            else self._cut_each()
+            if "fp32_flat_groups" in self.optims[0]
+            else self._cut_groups()
+        )
+        for group in self.shapes():
+            for name, shape in group.items():
+                yield Parameter(name, shape, self._dtype(name), True, tuple(pieces.get(name, ())))
+
+    def _whole(self) -> dict[str, list[ParameterPart]]:
+        """Return the parts at stage 0: whole parameters, with the state that torch's optimizer
+        keeps for each one, or for a whole group as one flat tensor.
+        """
+        shapes = self.shapes()
+        masters = [] if self._nameless else self._masters()
+        base: Mapping[str, Any] = {} if self._nameless else self._base()
+        made: dict[str, list[ParameterPart]] = {}
+        index = 0
+        for number, names in enumerate(shapes):
+            joined = bool(masters) and len(masters[number]) < len(names)
+            at = 0
+            for place, name in enumerate(names):
+                weights = (
+                    self.module[name] if not masters else masters[number][0 if joined else place]
+                )
+                numel = self.module[name].numel()
+                state = states(state_of(base, number if joined else index).items(), weights.numel())
+                cut = {MASTER: weights.reshape(-1), **state}
+                if joined:
+                    cut = {key: tensor[at : at + numel] for key, tensor in cut.items()}
+                    at += numel
+                made[name] = [ParameterPart(0, {**cut, MASTER: _as_float(cut[MASTER])})]
+                index += 1
+        return made
+
+    def _cut_groups(self) -> dict[str, list[ParameterPart]]:
+        """Return the parts at stages 1 and 2: the parameters of a group are concatenated and cut
+        into equal parts; the padding at the end is not written.
+        """
+        made: dict[str, list[ParameterPart]] = {}
+        for group, shapes in enumerate(self.shapes()):
+            numels = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
+            gaps = self.optims[0].get("param_alignment_paddings") or ()
+            after = dict(zip(numels, gaps[group])) if gaps else {}
+            at = 0
+            places = {
+                name: (at, at := at + numels[name] + after.get(name, 0))[0] for name in numels
+            }
+            start = 0
+            for rank, saved in enumerate(self.optims):
+                weights: torch.Tensor = saved["single_partition_of_fp32_groups"][group]
+                held = {
+                    MASTER: weights,
+                    **states(state_of(torch_state(saved), group).items(), weights.numel()),
+                }
+                for name in numels:
+                    first, last = (
+                        max(places[name], start),
+                        min(places[name] + numels[name], start + weights.numel()),
+                    )
+                    if first < last:
+                        cut = {
+                            key: tensor[first - start : last - start]
+                            for key, tensor in held.items()
+                        }
+                        made.setdefault(name, []).append(
+                            ParameterPart(len(self.model_paths) + rank, cut)
+                        )
+                start += weights.numel() + saved["group_paddings"][group]
+        return made
+
+    def _cut_each(self) -> dict[str, list[ParameterPart]]:
+        """Return the parts at stage 3: equal parts of parameters, concatenated by rank."""
+        made: dict[str, list[ParameterPart]] = {}
+        for rank, saved in enumerate(self.optims):
+            flats: Sequence[torch.Tensor] = saved["fp32_flat_groups"]
+            base = torch_state(saved)
+            parts = [
+                {MASTER: flat, **states(state_of(base, index).items(), flat.numel())}
+                for index, flat in enumerate(flats)
+            ]
+            index, at = 0, 0
+            for name, shape in (
+                (name, shape) for group in self.shapes() for name, shape in group.items()
+            ):
+                numel = torch.Size(shape).numel()
+                each = -(-numel // self.world)
+                if index < len(parts) and at == flats[index].numel():
+                    index, at = index + 1, 0
+                if index >= len(parts) or at + each > flats[index].numel():
+                    raise CheckpointError(
+                        f"{self.optim_paths[rank]} is damaged: it ends before parameter "
+                        f"{name!r}; restore it"
+                    )
+                real = _without_padding(numel, rank, each)
+                if real or (rank == 0 and not numel):
+                    cut = {key: tensor[at : at + real] for key, tensor in parts[index].items()}
+                    made.setdefault(name, []).append(
+                        ParameterPart(len(self.model_paths) + rank, cut)
+                    )
+                at += each
+        return made
+
+    def _tied(self, trained: set[str]) -> dict[str, str]:
+        """Return tied name -> held name: the pairs that the file lists, and names that share a
+        tensor in it. A trained name is never the tied one.
+        """
+        buffers = {*(self.model.get("buffer_names") or ())}
+        whole = {
+            name: tensor
+            for name, tensor in self.module.items()
+            if isinstance(tensor, torch.Tensor) and name not in buffers
+        }
+        held = (
+            trained
+            | {*(self.model.get("frozen_param_shapes") or ())}
+            | ({*whole} if len(self.model_paths) == 1 else set())
+        )
+        made = {
+            tied: own
+            for tied, own in (self.model.get("shared_params") or {}).items()
+            if own in held and tied not in trained
+        }
+        at: dict[Any, str] = {}
+        for name in sorted(
+            (name for name in whole if name in held and name not in made),
+            key=lambda name: name not in trained,
+        ):
+            if whole[name].numel():
+                at.setdefault((whole[name].data_ptr(), whole[name].shape), name)
+        for name, tensor in whole.items():
+            own = at.get((tensor.data_ptr(), tensor.shape))
+            if own not in (None, name) and name not in trained:
+                made.setdefault(name, own)
+        return made
+
+    def _frozen(self, known: set[str]) -> Iterator[Parameter]:
+        """Yield the parameters that are not trained: stored whole in the model's file, or at stage
+        3 in one part per rank.
+        """
+        shapes = self.model.get("frozen_param_shapes") or {}
+        if len(self.model_paths) == 1:
+            for name, tensor in self.module.items():
+                if name not in known and isinstance(tensor, torch.Tensor):
+                    yield Parameter(
+                        name,
+                        tuple(tensor.shape),
+                        tensor.dtype,
+                        False,
+                        (ParameterPart(0, {SHARD: tensor.reshape(-1)}),),
+                    )
+            return
+        models = [self.model, *map(self._load, self.model_paths[1:])] if shapes else []
+        fragments = [model.get("frozen_param_fragments") or {} for model in models]
+        for name, shape in shapes.items():
+            numel = torch.Size(shape).numel()
+            each = -(-numel // self.world)
+            pieces = [
+                ParameterPart(
+                    rank, {SHARD: held[name].reshape(-1)[: _without_padding(numel, rank, each)]}
+                )
+                for rank, held in enumerate(fragments)
+            ]
+            yield Parameter(name, tuple(shape), fragments[0][name].dtype, False, tuple(pieces))
+
+    def _groups(self) -> tuple[OptimizerGroup, ...] | None:
+        groups = None if self._nameless else groups_of(self._base(), self.shapes())
+        rates = at(self.model.get("lr_scheduler"), "_last_lr") or ()
+        if groups is None or len(rates) != len(groups):
+            return groups
+        # If the optimizer's settings were not written, the schedule still gives the learning rate.
+        return tuple(
+            replace(group, hyperparameters={"lr": float(rate), **group.hyperparameters})
+            for group, rate in zip(groups, rates)
+        )
+
+    def _scaler(self) -> dict[str, Any] | None:
+        return scaler_of(self.optims[0] if self.optims else self.model.get("optimizer") or {})
+
+
+def _as_float(weights: torch.Tensor) -> torch.Tensor | Widened:
+    return weights if weights.dtype == torch.float32 else Widened(torch.float32, weights)
+
+
+def _without_padding(numel: int, rank: int, each: int) -> int:
+    """Return how many of the ``each`` elements in the part of ``rank`` belong to the parameter."""
+    return max(0, min(numel - rank * each, each))
+
+
+def _in_order(parameters: Sequence[Parameter], module: Mapping[str, Any]) -> list[Parameter]:
+    places = {name: index for index, name in enumerate(module)}
+    return sorted(parameters, key=lambda parameter: places.get(parameter.name, len(places)))
+
 
 FOLDER, SETTINGS, WEIGHTS, STEP = "zero", "optimizer_state.pt", "fp32", "step"
 
@@ -82,3 +510,48 @@ def open_checkpoint(folder: Path, asked: Asked = ()) -> Assembled:
             f"{folder} is not what DeepSpeed 0.19 writes, or is damaged ({type(error).__name__}: "
             f"{error}); restore its files, or name another checkpoint"
         ) from error
+
+
+def scaler_of(saved: Mapping[str, Any]) -> dict[str, float] | None:
+    """Return the state that :class:`Fp16LossScaler` would have after the steps counted by the saved
+    loss scale: read from its object or, at stage 0, from the optimizer's own state. None without a
+    loss scale.
+    """
+    kept = vars(saved["loss_scaler"]) if "loss_scaler" in saved else saved
+    if not kept.get("cur_scale"):
+        return None
+    state = {"scale": float(kept["cur_scale"]), "left": 1, "since": -1}
+    if "last_overflow_iter" in kept:  # a dynamic one
+        since = int(kept["cur_iter"]) - int(kept["last_overflow_iter"]) - 2
+        window = int(kept["scale_window"])
+        state["since"] = since % window if since > 0 else since
+        state["left"] = int(kept.get("cur_hysteresis", 1))
+    return state
+
+
+def files_by_rank(folder: Path, suffix: str) -> dict[int, Path]:
+    """Return the files of one kind by data-parallel rank.
+
+    Raises CheckpointError for files of several model-parallel ranks.
+    """
+    made: dict[int, Path] = {}
+    for path in folder.glob(f"*zero_pp_rank_*_{suffix}"):
+        rank, part = map(int, RANK.search(path.name).groups())  # type: ignore[union-attr]
+        if part or rank in made:
+            raise model_parallel(folder, path)
+        made[rank] = path
+    return made
+
+
+def model_parallel(folder: Path, path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{folder} was written by a model-parallel DeepSpeed run, of which each file holds a part "
+        f"of the model ({path.name}); "
+        "merge it with the tools of the program that wrote it"
+    )
+
+
+def at(tree: Any, *keys: str) -> Any:
+    for key in keys:
+        tree = tree.get(key) if isinstance(tree, Mapping) else None
+    return tree

@@ -1,8 +1,8 @@
-"""Inference of the parameters of an optimizer state that was saved without names, as torch's own
-optimizers save it.
+"""Optimizer states as torch's optimizers save them: groups, step counts, and the parameters, which
+are inferred where no names were saved.
 
-Each function returns the names by group, in the optimizer's order, or None if its arguments do not
-determine them.
+Each of the functions that infer returns the names by group, in the optimizer's order, or None if
+its arguments do not determine them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from hf_zero.checkpoint.foreign.assembled import OptimizerGroup
 from hf_zero.checkpoint.manifest import pair_names
+from hf_zero.optim import hyperparameters
 
 Shape = tuple[int, ...]
 Names = list[list[str]]
@@ -134,3 +136,69 @@ def named(groups: Sequence[Mapping[str, Any]], held: Collection[str]) -> Names |
         if made and complete and all(name in held for names in made for name in names)
         else None
     )
+
+
+def groups_of(
+    base: Mapping[str, Any], shapes: Sequence[Mapping[str, Any]], step: Any = None
+) -> tuple[OptimizerGroup, ...] | None:
+    """Return the groups of ``base``, torch's state dict of an optimizer, with their parameters'
+    names; None if it has none. ``step`` is the step count if it is stored elsewhere.
+    """
+    if "param_groups" not in base:
+        return None
+    settings = base["param_groups"]
+    # Stage 3 lists parameters by buffer, and a group may have several buffers: join them.
+    if len(shapes) > len(settings):
+        buffers = iter(shapes)
+        shapes = [
+            {name: shape for _ in group["params"] for name, shape in next(buffers, {}).items()}
+            for group in settings
+        ]
+    made = []
+    for group, names in zip(settings, shapes):
+        kept = hyperparameters.plain(group)
+        state = state_of(base, group["params"][0]) if group.get("params") else {}
+        # FusedAdam keeps the step count in the group, torch beside the tensors.
+        steps = [
+            value
+            for value in (step, state.get("step"), kept.pop("step", None))
+            if value is not None
+        ]
+        made.append(OptimizerGroup(kept, {"step": float(steps[0])} if steps else {}, tuple(names)))
+    return tuple(made)
+
+
+def steps_of(saved: Mapping[str, Any]) -> float | None:
+    """Return the step count of the optimizer in a rank's file; None if it has none."""
+    base = torch_state(saved)
+    counts = [
+        kept["step"]
+        for kept in (*base.get("state", {}).values(), *base.get("param_groups", ()))
+        if "step" in kept
+    ]
+    return float(counts[0]) if counts else None
+
+
+def torch_state(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return torch's state dict of the optimizer in ``saved``.
+
+    With ``elastic_checkpoint`` DeepSpeed writes a list of states without settings, which is
+    converted.
+    """
+    found = saved.get("base_optimizer_state") or saved.get("optimizer_state_dict") or saved
+    if isinstance(found, list):
+        step = {
+            key: saved[name]
+            for key, name in (("step", "base_optimizer_state_step"),)
+            if name in saved
+        }
+        return {
+            "state": dict(enumerate(found)),
+            "param_groups": [{"params": [index], **step} for index in range(len(found))],
+        }
+    return found if isinstance(found, Mapping) else {}
+
+
+def state_of(base: Mapping[str, Any], index: int) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = base.get("state", {}).get(index, {})
+    return found
