@@ -26,7 +26,7 @@ from hf_zero.checkpoint.match import (
     match_names,
     reorder_schedule,
 )
-from hf_zero.checkpoint.reader import Checkpoint, CopyRange, copy_ranges, open_checkpoint
+from hf_zero.checkpoint.reader import Checkpoint, CopyRange, copy_ranges, elements, open_checkpoint
 from hf_zero.checkpoint.storage import AnyPath, Tick, collective_try, progress_bar
 from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError
@@ -224,7 +224,8 @@ class _Load:
             states = checkpoint.states(found) if optimizer and flat.trainable else {}
             self.runs.append((flat, found, states))
             self.nbytes += checkpoint.nbytes(found)
-            self.nbytes += sum(checkpoint.nbytes(runs, name) for name, runs in states.items())
+            for name, runs in states.items():
+                self.nbytes += checkpoint.nbytes(runs, name)
         saved = self.manifest.optimizer.factors if optimizer and self.manifest.optimizer else {}
         for name in engine.bound.factors.names if saved else ():
             if self.match.held.get(name) in saved:
@@ -305,14 +306,14 @@ class _Load:
     def _load_states(
         self, flat: FlatBuffer, found: list[CopyRange], saved: dict[str, list[CopyRange]]
     ) -> None:
-        bound, wanted = self.engine.bound, sum(run.length for run in found)
+        bound, wanted = self.engine.bound, elements(found)
         live = dict(bound.tensors(flat.optimizer_shard))
         master = live.pop("master")
         for name in sorted({*saved, *live}):
             runs, out = saved.get(name, []), live.get(name)
             if out is None:
                 out = torch.zeros_like(master)
-            elif sum(run.length for run in runs) < wanted:
+            elif elements(runs) < wanted:
                 out.zero_()
             self.checkpoint.fill(out, runs, name, self.tick)
             bound.load_tensor(flat.optimizer_shard, name, out)

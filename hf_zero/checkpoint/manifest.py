@@ -82,7 +82,7 @@ class FlatEntry:
     raw: bool = False
     """Bytes that only their module can read: never cast."""
 
-    @property
+    @cached_property
     def weights(self) -> str:
         """Name of the tensor with the parameters' values."""
         return MASTER if self.chunks and MASTER in self.chunks[0].tensors else SHARD

@@ -95,6 +95,8 @@ def _match_parameters(
     that it lacks, that have another shape there, and that are quantised in another way there.
     """
     held, missing, differing, recoded = {}, [], [], []
+    shapes = {name: slot.whole for name, (_, slot) in manifest.slots.items()}
+    own_shapes = {slot.name: slot.whole for flat in engine.flats for slot in flat.layout.slots}
     also: dict[str, list[str]] = {}
     for tied, own in engine.aliases.items():
         also.setdefault(own, []).append(tied)
@@ -107,9 +109,9 @@ def _match_parameters(
                 if flat.trainable or there.get(slot.name) not in manifest.excluded:
                     missing.append(slot.name)
                 continue
-            saved, saved_slot = manifest.slots[name]
-            if saved_slot.whole != slot.whole:
-                differing.append(_shapes(slot.name, saved_slot.whole, slot.whole))
+            saved, _ = manifest.slots[name]
+            if shapes[name] != own_shapes[slot.name]:
+                differing.append(_shapes(slot.name, shapes[name], own_shapes[slot.name]))
             elif (flat.raw or saved.raw) and saved.dtype != flat.dtype:
                 recoded.append(f"{slot.name} (checkpoint {saved.dtype}, model {flat.dtype})")
             else:

@@ -108,12 +108,12 @@ def copy_ranges(
     tensor in one piece.
     """
     last: CopyRange | None = None
-    for piece in layout.pieces(start, stop):
+    for piece in list(layout.pieces(start, stop)):
         if piece.name not in held:
             continue
         box, target = layout.by_name[piece.name].box, piece.offset - start
         wanted = (
-            [BoxRun(piece.start, piece.start, len(piece))]
+            [BoxRun(piece.start, piece.start, piece.stop - piece.start)]
             if box is None
             else box.runs(piece.start, piece.stop)
         )
@@ -133,6 +133,11 @@ def copy_ranges(
                 last = run
     if last:
         yield last
+
+
+def elements(runs: Iterable[CopyRange]) -> int:
+    """Return the number of elements of ``runs``."""
+    return sum(run.length for run in runs)
 
 
 def _continues(last: CopyRange, run: CopyRange) -> bool:

@@ -282,8 +282,9 @@ class StateEntries:
 
     def of(self, segment: Segment) -> dict[str, Any]:
         """Return the state of ``segment`` by name; empty if it has none."""
-        tensor = segment.tensor
-        return kept(self.optimizer.state[tensor]) if tensor in self.optimizer.state else {}
+        tensor, states = segment.tensor, self.optimizer.state
+        # an engine's states wait for the update under way at each look: one look is enough
+        return kept(dict.__getitem__(states, tensor)) if tensor in states else {}
 
     def elementwise(self, segment: Segment) -> dict[str, Tensor]:
         """Return the states of ``segment`` that have a number for each element."""
