@@ -315,7 +315,7 @@ def _as_it_is(model):
     """A model is trained as it is."""
 
 
-def _linear_units(model):
+def _linear_units(model, sizes):
     return [each for each in model.named_modules() if isinstance(each[1], nn.Linear)]
 
 

@@ -1,5 +1,5 @@
-"""Adapters over quantised weights: bytes are sharded and gathered as they are, and their class
-and attributes stay.
+"""Adapters over quantised weights: bytes are sharded and gathered as they are, and their class and
+attributes stay.
 """
 
 from __future__ import annotations
