@@ -233,10 +233,13 @@ class EnginePlan:
             settings, like = self.optimizer.param_groups[group], torch.zeros(1, dtype=dtype)
             kind = self.rules.moments
             kind = str(settings.get("moments", "fp32")) if kind == "fp32" else kind
-            there = fresh_state(self.optimizer, settings, like)
+            numbers = fresh_state(self.optimizer, in_numbers(settings), like)
+            # blocks of 8 bits exist where they are offloaded alone
+            blocks = settings.get("moments") == "int8"
+            there = numbers if blocks else fresh_state(self.optimizer, settings, like)
             self._kept_by_group[group, dtype] = {
                 name: (there[name].dtype, kind if dtype == torch.float32 else "fp32")
-                for name, value in fresh_state(self.optimizer, in_numbers(settings), like).items()
+                for name, value in numbers.items()
                 if is_elementwise(name, value, (1,))
             }
         return self._kept_by_group[group, dtype]
