@@ -5,10 +5,12 @@ code in them is executed.
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 import threading
 import zipfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -264,52 +266,6 @@ def test_frozen_weights_that_are_tied_are_written_once(tmp_path):
         assert "again.weight" not in opened.manifest.parameters
 
 
-def test_a_file_of_another_save(tmp_path):
-    folder = damaged(tmp_path, "stage3")
-    path = folder / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    data = load_pickle(path, CLASSES)
-    for state in data["optimizer_state_dict"]["optimizer_state_dict"]["state"].values():
-        state["step"] = state["step"] + 4
-    slim = {
-        key: data["optimizer_state_dict"][key]
-        for key in ("fp32_flat_groups", "optimizer_state_dict")
-    }
-    torch.save({"optimizer_state_dict": slim}, folder / "new")
-    (folder / "new").replace(path)
-    with pytest.raises(
-        CheckpointError,
-        match=r"rank_1_mp_rank_00_optim_states.pt belongs to another save .*took 7.0 "
-        r"steps, not 3.0; restore",
-    ):
-        hf_zero.convert_checkpoint(folder, tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    "file",
-    [
-        "layer_0_expert_0_mp_rank_00_model_states.pt",
-        "expp_rank_0_mp_rank_00_optim_states.pt",
-        "layer_00-model_states.pt",
-    ],
-)
-def test_experts_and_pipelines_are_refused(tmp_path, file):
-    folder = damaged(tmp_path)
-    (folder / "global_step3" / file).write_bytes(b"")
-    with pytest.raises(CheckpointError, match=rf"model-parallel DeepSpeed run.*\({file}\)"):
-        hf_zero.convert_checkpoint(folder, tmp_path / "out")
-
-
-@pytest.mark.parametrize("change", [{"module": None}, {"mp_world_size": 2}])
-def test_parts_of_a_model_are_refused(tmp_path, change):
-    folder = damaged(tmp_path)
-    path = folder / "global_step3" / "mp_rank_00_model_states.pt"
-    data = load_pickle(path, CLASSES)
-    torch.save({**data, **change}, folder / "new")
-    (folder / "new").replace(path)
-    with pytest.raises(CheckpointError, match="model-parallel DeepSpeed run"):
-        hf_zero.convert_checkpoint(folder, tmp_path / "out")
-
-
 def test_names_of_a_compiled_model(tmp_path):
     """A checkpoint that DeepSpeed wrote of a compiled model loads into the uncompiled model, and
     converts to a folder that the uncompiled model loads.
@@ -357,39 +313,47 @@ def test_stage_0_whose_shapes_do_not_tell(tmp_path, heard):
     assert "their shapes do not tell" in heard[0]
 
 
-@pytest.mark.parametrize(
-    "name, file",
-    [
-        ("stage1", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
-        ("stage3", "zero_pp_rank_2_mp_rank_00_model_states.pt"),
-    ],
-)
-def test_a_file_that_is_missing(tmp_path, name, file):
-    folder = damaged(tmp_path, name)
-    (folder / "global_step3" / file).unlink()
-    with pytest.raises(
-        CheckpointError,
-        match=r"lacks files: \d ranks wrote it, \d of their (optimizer|model) files "
-        r"are there; restore them",
-    ):
-        hf_zero.convert_checkpoint(folder, tmp_path / "out")
+MODEL = "mp_rank_00_model_states.pt"
 
 
-def test_a_file_that_is_cut_short(tmp_path):
-    folder = damaged(tmp_path)
-    path = folder / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    path.write_bytes(path.read_bytes()[:-200])
-    with pytest.raises(CheckpointError, match=r"optim_states.pt cannot be read .*restore it"):
-        hf_zero.convert_checkpoint(folder, tmp_path / "out")
+def optimizer(rank: int) -> str:
+    return f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
-@pytest.mark.parametrize(
-    "content", [b"\x80\x02hR.", b"\x80\x02K\x01R.", b"\x80\x02.", b"\x80\x02K\x01K\x02b."]
-)
-def test_a_pickle_that_is_damaged(tmp_path, content):
-    """Whatever torch's unpickler raises, the file is named."""
-    folder = damaged(tmp_path)
-    path = folder / "global_step3" / "mp_rank_00_model_states.pt"
+def replaced(path: Path, data: object) -> None:
+    """The old file is still mapped."""
+    torch.save(data, path.with_name("new"))
+    path.with_name("new").replace(path)
+
+
+def with_states(folder: Path, kept: tuple[str, ...], change: Callable[[dict], object]) -> None:
+    """Optimizer state of rank 0, or of rank 1 at stage 3, as ``change`` has it."""
+    path = folder / optimizer(1 if "fp32_flat_groups" in kept else 0)
+    data = load_pickle(path, CLASSES)["optimizer_state_dict"]
+    slim = {key: data[key] for key in kept}
+    change(slim)
+    replaced(path, {"optimizer_state_dict": slim})
+
+
+def with_model(folder: Path, change: Callable[[dict], object]) -> None:
+    for path in [*folder.glob(MODEL), *folder.glob("zero_pp*model_states.pt")]:
+        data = load_pickle(path, CLASSES)
+        change(data)
+        replaced(path, data)
+
+
+def later_steps(slim: dict) -> None:
+    for state in slim["optimizer_state_dict"]["state"].values():
+        state["step"] = state["step"] + 4
+
+
+def shorter(slim: dict) -> None:
+    groups = slim["single_partition_of_fp32_groups"]
+    groups[0] = groups[0][:-10].clone()
+
+
+def pickled(folder: Path, content: bytes) -> None:
+    path = folder / MODEL
     with (
         zipfile.ZipFile(path) as held,
         zipfile.ZipFile(folder / "new", "w", zipfile.ZIP_STORED) as made,
@@ -397,101 +361,133 @@ def test_a_pickle_that_is_damaged(tmp_path, content):
         for name in held.namelist():
             made.writestr(name, content if name.endswith("/data.pkl") else held.read(name))
     (folder / "new").replace(path)
-    with pytest.raises(
-        CheckpointError, match=r"mp_rank_00_model_states.pt (cannot be read|is damaged)"
-    ):
-        hf_zero.convert_checkpoint(folder, tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    "change", [{"single_partition_of_fp32_groups": None}, {"group_paddings": []}]
+def copied(folder: Path, name: str, to: str) -> None:
+    shutil.copy(folder / name, folder / to)
+
+
+STATES = ("base_optimizer_state", "single_partition_of_fp32_groups", "group_paddings")
+
+
+STAGE_3 = ("fp32_flat_groups", "optimizer_state_dict")
+
+
+FEW = r"lacks files: \d ranks wrote it, \d of their (optimizer|model) files are there; restore them"
+
+
+VERSION = (
+    r"global_step3 is not what DeepSpeed 0\.19 writes, or is damaged \(\w+: .*restore its files"
 )
-def test_a_file_of_another_version(tmp_path, change):
-    folder = damaged(tmp_path)
-    path = folder / "global_step3" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    data = load_pickle(path, CLASSES)["optimizer_state_dict"]
-    slim = {
-        key: data[key]
-        for key in ("base_optimizer_state", "single_partition_of_fp32_groups", "group_paddings")
-    }
-    torch.save({"optimizer_state_dict": {**slim, **change}}, folder / "new")
-    (folder / "new").replace(path)
-    with pytest.raises(
-        CheckpointError,
-        match=r"global_step3 is not what DeepSpeed 0\.19 writes, or is damaged "
-        r"\(\w+: .*restore its files",
-    ):
-        hf_zero.convert_checkpoint(folder, tmp_path / "out")
 
 
-def test_parameters_with_holes(tmp_path):
-    folder = damaged(tmp_path)
-    path = folder / "global_step3" / "mp_rank_00_model_states.pt"
-    data = torch.load(path, weights_only=True)
-    data["param_shapes"][0]["blocks.1.down.weight"] = torch.Size([6, 9])
-    torch.save(data, path)
-    with pytest.raises(
-        CheckpointError,
-        match=r"DeepSpeed 0\.19\.8, is not whole: parameter 'blocks.1.down.weight' of "
-        r"shape \[6, 9\] has 45",
-    ):
-        hf_zero.convert_checkpoint(folder, tmp_path / "out")
+PARALLEL = "model-parallel DeepSpeed run"
 
 
-def test_stage_3_buffers_that_end_too_early(tmp_path):
-    folder = damaged(tmp_path, "stage3")
-    for path in (folder / "global_step3").glob("*model_states.pt"):
-        data = torch.load(path, weights_only=True)
-        data["param_shapes"][1]["one.more"] = torch.Size([300])
-        torch.save(data, path)
-    with pytest.raises(
-        CheckpointError, match=r"is damaged: it ends before parameter 'one.more'; restore it"
-    ):
-        hf_zero.convert_checkpoint(folder, tmp_path / "out")
+# The checkpoint, what is done to its folder, and what is said.
+DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "no states of a rank": ("stage1", lambda f: (f / optimizer(1)).unlink(), FEW),
+    "no model of a rank": (
+        "stage3",
+        lambda f: (f / "zero_pp_rank_2_mp_rank_00_model_states.pt").unlink(),
+        FEW,
+    ),
+    "of another save": (
+        "stage3",
+        lambda f: with_states(f, STAGE_3, later_steps),
+        r"rank_1_mp_rank_00_optim_states.pt belongs to another save .*took 7.0 steps, not 3.0; "
+        "restore",
+    ),
+    "cut short": (
+        "stage1",
+        lambda f: os.truncate(f / optimizer(1), (f / optimizer(1)).stat().st_size - 200),
+        r"optim_states.pt cannot be read .*restore it",
+    ),
+    # whatever torch's unpickler raises, the file is named
+    **{
+        f"the pickle {content}": (
+            "stage1",
+            lambda f, content=content: pickled(f, content),
+            r"mp_rank_00_model_states.pt (cannot be read|is damaged)",
+        )
+        for content in (b"\x80\x02hR.", b"\x80\x02K\x01R.", b"\x80\x02.", b"\x80\x02K\x01K\x02b.")
+    },
+    **{
+        f"another version, {change}": (
+            "stage1",
+            lambda f, change=change: with_states(f, STATES, lambda slim: slim.update(change)),
+            VERSION,
+        )
+        for change in ({"single_partition_of_fp32_groups": None}, {"group_paddings": []})
+    },
+    "holes": (
+        "stage1",
+        lambda f: with_model(
+            f, lambda d: d["param_shapes"][0].update({"blocks.1.down.weight": torch.Size([6, 9])})
+        ),
+        r"DeepSpeed 0\.19\.8, is not whole: parameter 'blocks.1.down.weight' of shape \[6, 9\] "
+        "has 45",
+    ),
+    "buffers that end too early": (
+        "stage3",
+        lambda f: with_model(
+            f, lambda d: d["param_shapes"][1].update({"one.more": torch.Size([300])})
+        ),
+        r"is damaged: it ends before parameter 'one.more'; restore it",
+    ),
+    "states of other lengths": (
+        "stage1",
+        lambda f: with_states(f, STATES, shorter),
+        "is not whole: parameter",
+    ),
+    "no weights of a parameter": (
+        "stage1-universal",
+        lambda f: (f.parent / "zero" / "norm.bias" / "fp32.pt").unlink(),
+        r"norm.bias/fp32.pt is missing; restore it",
+    ),
+    "no file of DeepSpeed": (
+        "stage1",
+        lambda f: torch.save({"weights": torch.ones(2)}, f / MODEL),
+        "holds no 'module'; name a folder that save_checkpoint wrote",
+    ),
+    **{
+        f"parallel, {file}": (
+            "stage1",
+            lambda f, file=file: (f / file).write_bytes(b""),
+            rf"{PARALLEL}.*\({file}\)",
+        )
+        for file in (
+            "layer_0_expert_0_mp_rank_00_model_states.pt",
+            "expp_rank_0_mp_rank_00_optim_states.pt",
+            "layer_00-model_states.pt",
+        )
+    },
+    **{
+        f"parallel, {change}": (
+            "stage1",
+            lambda f, change=change: with_model(f, lambda d: d.update(change)),
+            PARALLEL,
+        )
+        for change in ({"module": None}, {"mp_world_size": 2})
+    },
+    "parallel, two models": (
+        "stage1",
+        lambda f: copied(f, MODEL, "mp_rank_01_model_states.pt"),
+        rf"{PARALLEL}.*mp_rank_01",
+    ),
+    "parallel, two states": (
+        "stage1",
+        lambda f: copied(f, optimizer(0), "zero_pp_rank_0_mp_rank_01_optim_states.pt"),
+        PARALLEL,
+    ),
+}
 
 
-def test_states_of_other_lengths(tmp_path):
-    folder = damaged(tmp_path)
-    path = folder / "global_step3" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    data = load_pickle(path, CLASSES)["optimizer_state_dict"]
-    groups = data["single_partition_of_fp32_groups"]
-    groups[0] = groups[0][:-10].clone()
-    slim = {key: data[key] for key in ("base_optimizer_state", "single_partition_of_fp32_groups")}
-    slim["group_paddings"] = data["group_paddings"]
-    torch.save({"optimizer_state_dict": slim}, tmp_path / "new")
-    (tmp_path / "new").replace(path)  # the old one is still mapped
-    with pytest.raises(CheckpointError, match="is not whole: parameter"):
-        hf_zero.convert_checkpoint(folder, tmp_path / "out")
-
-
-def test_a_universal_folder_without_the_weights_of_a_parameter(tmp_path):
-    folder = damaged(tmp_path, "stage1-universal")
-    (folder / "zero" / "norm.bias" / "fp32.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"norm.bias/fp32.pt is missing; restore it"):
-        hf_zero.convert_checkpoint(folder, tmp_path / "out")
-
-
-def test_model_parallel_runs_are_refused(tmp_path):
-    folder = damaged(tmp_path)
-    shutil.copy(
-        folder / "global_step3" / "mp_rank_00_model_states.pt",
-        folder / "global_step3" / "mp_rank_01_model_states.pt",
-    )
-    with pytest.raises(CheckpointError, match=r"model-parallel DeepSpeed run.*mp_rank_01"):
-        hf_zero.convert_checkpoint(folder, tmp_path / "out")
-    folder = damaged(tmp_path / "other")
-    first = folder / "global_step3" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-    shutil.copy(first, first.with_name("zero_pp_rank_0_mp_rank_01_optim_states.pt"))
-    with pytest.raises(CheckpointError, match="model-parallel DeepSpeed run"):
-        hf_zero.convert_checkpoint(folder, tmp_path / "out")
-
-
-def test_no_file_of_deepspeed(tmp_path):
-    folder = damaged(tmp_path)
-    torch.save({"weights": torch.ones(2)}, folder / "global_step3" / "mp_rank_00_model_states.pt")
-    with pytest.raises(
-        CheckpointError, match="holds no 'module'; name a folder that save_checkpoint wrote"
-    ):
+@pytest.mark.parametrize("name, change, said", DAMAGES.values(), ids=DAMAGES)
+def test_what_cannot_be_read_is_named(tmp_path, name, change, said):
+    folder = damaged(tmp_path, name)
+    change(folder / "global_step3")
+    with pytest.raises(CheckpointError, match=said):
         hf_zero.convert_checkpoint(folder, tmp_path / "out")
 
 
