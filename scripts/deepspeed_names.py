@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -25,6 +26,7 @@ from hf_zero.deepspeed.facade import _submodules  # noqa: E402
 from hf_zero.deepspeed.rows import NotBuilt  # noqa: E402
 from hf_zero.deepspeed.tables.engine import ENGINE_LEFT_OUT  # noqa: E402
 
+USED = ROOT / "tests" / "deepspeed" / "names_used.json"
 OUT = ROOT / "hf_zero" / "deepspeed" / "NAMES.md"
 HEAD = """# DeepSpeed's public names, and what becomes of each
 
@@ -32,7 +34,9 @@ Made by `scripts/deepspeed_names.py` from the source of DeepSpeed {version}: the
 and variables that a module defines without a leading underscore, what a package passes on from its
 modules, and the public methods and properties of the engine. *There*: it works, and `tables/` says
 where it comes from. *Not built*: it imports, and raises NotBuiltError with this remedy when it is
-used. *Left out*: it is not there, for this reason.
+used. *Left out*: it is not there, for this reason: no published script, no library of Hugging Face
+and no passing test of DeepSpeed uses it, or it is a part of the implementation. *Used by*: who uses
+what is there, one of each kind (`tests/deepspeed/names_used.json`).
 """
 ENGINE = "DeepSpeedEngine"
 
@@ -89,17 +93,22 @@ def by_reason(title: str, reasons: dict[str, str]) -> Iterator[str]:
 
 
 def section(
-    title: str, there: Iterable[str], not_built: dict[str, str], left: dict[str, str]
+    title: str,
+    there: Iterable[str],
+    not_built: dict[str, str],
+    left: dict[str, str],
+    users: Iterable[str],
 ) -> str:
     lines = [f"## {title}", ""]
     if there := list(there):
-        lines.append(f"- There: {listed(there)}")
+        lines += [f"- There: {listed(there)}", f"- Used by: {'; '.join(users)}"]
     lines += [*by_reason("Not built", not_built), *by_reason("Left out", left), ""]
     return "\n".join(lines)
 
 
 def table(folder: Path) -> tuple[str, list[str]]:
     version = (folder / "git_version_info_installed.py").read_text().split("'")[1]
+    used = json.loads(USED.read_text())
     parts, unaccounted = [HEAD.format(version=version)], []
     for path, row in sorted(API.items()):
         names = {name for name in public_names(folder, path) if not name.startswith("_")}
@@ -111,11 +120,12 @@ def table(folder: Path) -> tuple[str, list[str]]:
         built = {name for name, item in row.names.items() if not isinstance(item, NotBuilt)}
         remedies = {n: i.instead for n, i in row.names.items() if isinstance(i, NotBuilt)}
         if row.names or left:
-            parts.append(section(path, built | from_torch, remedies, left))
+            parts.append(section(path, built | from_torch, remedies, left, used.get(path, ())))
     methods = {name for name in engine_names(folder) if not name.startswith("_")}
     there = {name for name in methods if hasattr(DeepSpeedEngine, name)}
     unaccounted += [f"{ENGINE}.{name}" for name in methods - there - {*ENGINE_LEFT_OUT}]
-    parts.append(section(f"Methods and properties of {ENGINE}", there, {}, ENGINE_LEFT_OUT))
+    title = f"Methods and properties of {ENGINE}"
+    parts.append(section(title, there, {}, ENGINE_LEFT_OUT, used[ENGINE]))
     return "\n".join(parts), unaccounted
 
 

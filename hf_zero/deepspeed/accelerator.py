@@ -210,13 +210,6 @@ def is_current_accelerator_supported() -> bool:
     return get_accelerator().device_name() in ("cpu", kinds.accelerator())
 
 
-class CPUAccelerator(DeepSpeedAccelerator):
-    """The CPU, whatever other devices the machine has."""
-
-    def __init__(self) -> None:
-        super().__init__("cpu")
-
-
 # ---- On the CPU ----
 
 NODES = Path("/sys/devices/system/node")

@@ -44,7 +44,6 @@ def test_another_accelerator_may_be_set() -> None:
         deepspeed.accelerator.set_accelerator(None)
     assert accelerator.get_accelerator() is before
     assert deepspeed.accelerator.is_current_accelerator_supported()
-    assert isinstance(deepspeed.accelerator.cpu_accelerator.CPU_Accelerator(), type(before))
 
 
 def test_operators_answer_whether_they_are_here() -> None:

@@ -154,7 +154,7 @@ TOP = (
     module(
         "deepspeed.accelerator.cpu_accelerator",
         "The CPU as an accelerator.",
-        names(".accelerator", "CPU_Accelerator=CPUAccelerator"),
+        left_out("get_accelerator() returns the one of this process", "CPU_Accelerator"),
     ),
     module(
         "deepspeed.accelerator.real_accelerator",
