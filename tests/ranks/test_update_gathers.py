@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_zero.distributed.collectives import MeshDim
+from hf_zero.distributed import collectives
 from hf_zero.offload import update_gathers
 from hf_zero.offload.sub_group_update import Update
 from hf_zero.offload.update_gathers import UpdateGathers
@@ -42,19 +42,19 @@ def issued(monkeypatch):
     delayed, differently on each rank.
     """
     found: dict[int, list[str]] = defaultdict(list)
-    launch, run = MeshDim._launching, Update.run
+    start, run = collectives._Starting.__init__, Update.run
     pauses = random.Random(3)
 
-    def noted(axis, pending):
-        if axis.size > 1:
+    def noted(starting, watchdog, pending, *named):
+        if len(pending.needs) > 1:
             found[dist.get_rank()].append(pending.what)
-        return launch(axis, pending)
+        start(starting, watchdog, pending, *named)
 
     def slow(update, *args):
         time.sleep(pauses.uniform(0.0, 0.02) * dist.get_rank())
         run(update, *args)
 
-    monkeypatch.setattr(MeshDim, "_launching", noted)
+    monkeypatch.setattr(collectives._Starting, "__init__", noted)
     monkeypatch.setattr(Update, "run", slow)
     # a rank that comes late, as on a machine with much to do, is not taken for one that stays away
     monkeypatch.setattr(update_gathers, "GRACE_SECONDS", math.inf)
@@ -85,7 +85,8 @@ def test_ranks_differ_where_gathers_leave_as_units_are_updated(issued, monkeypat
     """A failure that the test above would detect: rank 0 sums its norm after a gather, rank 1
     before all.
     """
-    add, launch, run, units = UpdateGathers.add, MeshDim._launching, Update.run, 3
+    add, run, units = UpdateGathers.add, Update.run, 3
+    start = collectives._Starting.__init__
 
     def at_once(gathers, *args):
         gathers._allowed += 1
@@ -97,10 +98,10 @@ def test_ranks_differ_where_gathers_leave_as_units_are_updated(issued, monkeypat
         gathers, norms = (sum(what in each for each in order) for what in (" updated ", " norm"))
         return gathers - units * norms
 
-    def after_a_gather(axis, pending):
+    def after_a_gather(starting, watchdog, pending, *named):
         while dist.get_rank() == 0 and " norm" in pending.what and ahead() <= 0:
             time.sleep(0.001)
-        return launch(axis, pending)
+        start(starting, watchdog, pending, *named)
 
     def after_the_norm(update, *args):
         while dist.get_rank() == 1 and ahead() >= 0:
@@ -109,7 +110,7 @@ def test_ranks_differ_where_gathers_leave_as_units_are_updated(issued, monkeypat
 
     monkeypatch.setattr(UpdateGathers, "add", at_once)
     monkeypatch.setattr(UpdateGathers, "issue_all", lambda gathers: None)
-    monkeypatch.setattr(MeshDim, "_launching", after_a_gather)
+    monkeypatch.setattr(collectives._Starting, "__init__", after_a_gather)
     monkeypatch.setattr(Update, "run", after_the_norm)
     more = {"update_in_backward": True}
     run_ranks(2, _steps, [LLAMA.build() for _ in range(2)], 2, tmp_path, more)
