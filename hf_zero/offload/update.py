@@ -84,9 +84,10 @@ class Updater:
         return tuple(self._pending)
 
     def used(self, unit: Unit) -> None:
-        """Record that a forward needs ``unit`` now."""
+        """Record that a forward needs ``unit`` now, and wait for its update."""
         if unit in self.units and unit not in self._uses:
             self._uses.append(unit)
+        unit.wait_for_update()
 
     def start(self, update: Update) -> None:
         """Begin ``update``, in the order of the last forward, or in that of the model if units are

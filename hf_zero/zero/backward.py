@@ -27,8 +27,8 @@ from hf_zero.zero.reduce.losses import Fp16LossScaler, Losses, Scaling
 from hf_zero.zero.reduce.reducer import Reducer, ReductionOptions
 from hf_zero.zero.reduce.reductions import MicroBatch
 from hf_zero.zero.sharded_model import ShardedModel
-from hf_zero.zero.step.nonfinite_warnings import SanityChecks
 from hf_zero.zero.step.optimizer_step import OptimizerStep, refuse_half_done
+from hf_zero.zero.step.step_reports import SanityChecks
 
 
 @dataclass

@@ -24,11 +24,10 @@ from hf_zero.zero.layout.making_mesh import make_mesh, plan_on_this_rank
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.sharded_model import ShardedModel, retire_flats, take_native_threads
 from hf_zero.zero.state_bytes import bytes_by_tier, state_bytes
-from hf_zero.zero.step.nonfinite_warnings import SanityChecks
 from hf_zero.zero.step.optimizer_patch import patch_optimizer, restore_optimizer
 from hf_zero.zero.step.optimizer_step import OptimizerStep
 from hf_zero.zero.step.preemption import StopRequests
-from hf_zero.zero.step.step_times import StepTimes
+from hf_zero.zero.step.step_reports import SanityChecks, StepTimes
 
 _guarding: list[Any] = []  # the one process-wide hook on optimizer steps
 
@@ -67,6 +66,10 @@ class EngineParts(AroundModel):
         self.counters = Counters()
         self.accumulation = AccumulationWindow(
             config.gradient_accumulation_steps or 1, config.managed_gradient_accumulation
+        )
+        # the compute dtype, if floating-point inputs are cast to it
+        self._cast_to = (
+            torch.float16 if config.precision == "fp16" and config.fp16.auto_cast else None
         )
         self._installed: ExitStack | None = None  # undone by destroy; None: destroyed
         self.extensions: Extensions = plan.extensions
@@ -117,8 +120,7 @@ class EngineParts(AroundModel):
         if self.optimizer is not None:
             installed.callback(take_native_threads(placement))
         scaler = self._loss_scaler()
-        window = self.accumulation
-        sanity = SanityChecks(device, lambda: window.steps, config.precision, mesh.rank)
+        sanity = SanityChecks(device, self.accumulation, config.precision, mesh.rank)
         self.optimizer_step = OptimizerStep(sharded, self.optimizer, config, scaler, sanity)
         self.backward_pass = Backward(
             sharded, self.optimizer_step, config, self.accumulation, self.counters, sanity

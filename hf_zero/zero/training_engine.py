@@ -38,9 +38,9 @@ class TrainingEngine(EngineParts):
     # ---- forward and backward ----
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.config.precision == "fp16" and self.config.fp16.auto_cast:
+        if self._cast_to is not None:
             args, kwargs = map_tensors(
-                (args, kwargs), lambda t: t.half() if t.is_floating_point() else t
+                (args, kwargs), lambda t: t.to(self._cast_to) if t.is_floating_point() else t
             )
         with self.step_times.timed("fwd"):
             try:
@@ -235,7 +235,7 @@ class TrainingEngine(EngineParts):
         In fp16 an overflowed gradient skips the update: weights, optimizer and scheduler are
         unchanged.
         """
-        if self.destroyed:
+        if self._installed is None:
             raise PartitionError(
                 "step() of an engine that was destroyed; train with another one: "
                 "hf_zero.initialize(model=..., optimizer=...)"
@@ -255,7 +255,7 @@ class TrainingEngine(EngineParts):
                 "step() needs an optimizer; pass one to hf_zero.initialize or "
                 "name one in the config"
             )
-        if self.max_norm:
+        if optimizer_step.max_norm:
             refuse_half_done(
                 self.updater, "gradient clipping that was switched on after the backward"
             )

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from hf_zero.deepspeed.engine import DeepSpeedEngine
 from hf_zero.device import spans
 from hf_zero.logging import level_in, logger
-from hf_zero.zero.step import step_times
+from hf_zero.zero.step import step_reports
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import Stack, seeded
 from tests.helpers.stacks import on_ranks, run_steps, stack
@@ -183,8 +183,8 @@ def waited(monkeypatch):
     devices = []
     clock = SimpleNamespace(perf_counter=lambda: float(next(seconds)))
     seconds = count()
-    monkeypatch.setattr(step_times, "time", clock)
-    monkeypatch.setattr(step_times, "kinds", SimpleNamespace(synchronize=devices.append))
+    monkeypatch.setattr(step_reports, "time", clock)
+    monkeypatch.setattr(step_reports.kinds, "synchronize", devices.append)
     return devices
 
 

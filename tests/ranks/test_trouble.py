@@ -14,7 +14,7 @@ from torch import nn
 from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.engine import Engine
 from hf_zero.errors import PartitionError, RankMismatchError
-from hf_zero.zero.step.nonfinite_warnings import SanityChecks
+from hf_zero.zero.step.step_reports import SanityChecks
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, full_grads, full_weights, start
 from tests.helpers.host_syncs import HostSyncs
@@ -385,7 +385,7 @@ class Event:
 def test_on_a_device_the_norm_is_read_when_its_copy_is_over(monkeypatch, heard):
     event, copies = Event(), []
     monkeypatch.setattr(
-        "hf_zero.zero.step.nonfinite_warnings.streams.record_here",
+        "hf_zero.zero.step.step_reports.streams.record_here",
         lambda device: copies.append(device) or event,
     )
     checks = SanityChecks(torch.device("cpu"), lambda: 1, "fp32", 0)

@@ -143,7 +143,8 @@ class BackwardTracker:
             )
         outer = call.outer
         if outer is not self.reached and outer is not self.outstanding.recomputation:
-            self._leave_out(outer.left_out)
+            if self._left_out or outer.left_out:
+                self._leave_out(outer.left_out)
             self._reducer.idle.reach(outer.idle)
             self.reached = outer
         if not outer.whole or outer not in self._reached:
@@ -183,7 +184,8 @@ class BackwardTracker:
         for call in root.calls:
             # pending again in a second backward over its graph
             call.unit.forwards.pending.add(call)
-        self._bring_back(self._left_out & root.reads)
+        if self._left_out:
+            self._bring_back(self._left_out & root.reads)
         for unit in root.reads:
             unit.forwards.pinned_by.add(root)
             self._schedule.ensure_gathered(unit)
@@ -217,11 +219,10 @@ class BackwardTracker:
         if len(self.tasks) == 1 and call.outer is not self.outstanding.recomputation:
             if self._first:
                 self._first = False
-                if any(
-                    root is not call.outer and root.began < moment and root.pending
-                    for root in self._older
-                ):
-                    self._reducer.wait_for_older()
+                for root in self._older:
+                    if root is not call.outer and root.began < moment and root.pending:
+                        self._reducer.wait_for_older()
+                        break
             for unit in self.outstanding.reach(moment):
                 self._reducer.ready(unit)
         while (complete := self._reducer.take_next()) is not None:
@@ -237,12 +238,11 @@ class BackwardTracker:
     def enter(self) -> None:
         """Begin a backward if none is under way. Called by every hook in a backward."""
         task = graph_task()
-        if (
-            task == -1
-            or (self.tasks and self.tasks[-1][0] == task)
-            or any(task == known for known, _ in self.tasks)
-        ):
+        if task == -1 or (self.tasks and self.tasks[-1][0] == task):
             return
+        for known, _ in self.tasks:
+            if known == task:
+                return
         if self.tasks and self.tasks[0][1]() is None:
             self._abandon()
         if not self.tasks:
@@ -266,14 +266,11 @@ class BackwardTracker:
 
     def _begin(self) -> None:
         self._left_out, self.reached = frozenset(), None
-        kind = (
-            "backward",
-            *(
-                (forward, min(count, FORWARDS_TOLD_APART))
-                for forward, count in self._forwards.items()
-                if forward is not None
-            ),
-        )
+        kinds: list[Hashable] = ["backward"]
+        for forward, count in self._forwards.items():
+            if forward is not None:
+                kinds.append((forward, min(count, FORWARDS_TOLD_APART)))
+        kind = tuple(kinds)
         self._forwards.clear()
         recomputation = RootForward(True)
         self.outstanding.begin(recomputation)
@@ -316,19 +313,21 @@ class BackwardTracker:
         self._schedule.abandon()
 
     def _forget_calls(self) -> None:
-        every = [unit.forwards for unit in self._units]
-        for forwards in every:
+        pending = False
+        for unit in self._units:
+            forwards = unit.forwards
             for call in forwards.in_backward:
                 forwards.pending.discard(call)
             forwards.in_backward.clear()
+            pending = pending or bool(forwards.pending)
         # The backward is attributed to the oldest forward without hooks.
         self._unpin({*self._reached, *self._untracked[:1]})
         self._reached.clear()
         del self._untracked[:1]
         self.outstanding.end()
-        if not any(forwards.pending for forwards in every):
-            for forwards in every:
-                forwards.reruns = 0  # these forwards are not rerun by a checkpoint
+        if not pending:
+            for unit in self._units:
+                unit.forwards.reruns = 0  # these forwards are not rerun by a checkpoint
 
     def _unpin(self, roots: set[RootForward]) -> None:
         for unit in self._units:

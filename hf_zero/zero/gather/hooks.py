@@ -22,7 +22,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -42,16 +42,15 @@ from hf_zero.zero.layout.tree import requiring_grad, tensors_in, transformed, wi
 from hf_zero.zero.layout.unit import RootForward, Unit, UnitForward
 
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
+# The sequence number of this thread's next autograd node; a backward runs higher numbers first.
+_next_node: Callable[[], int] = torch.autograd._get_sequence_nr
 # Arguments that make a decoder step of generate take another path than a whole forward. Others may
 # be None on some ranks only.
 CHOOSES_THE_WAY = ("past_key_values", "cache_params", "encoder_outputs")
 
 
-def _last_node() -> int:
-    """Return the sequence number of this thread's last autograd node; a backward runs higher
-    numbers first.
-    """
-    return torch.autograd._get_sequence_nr() - 1
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def _mark(
@@ -64,12 +63,13 @@ def _mark(
     ``call`` begins. The views are hidden from dispatch modes: selective checkpointing compares the
     operations of a forward with those of its recomputation, which marks other calls.
     """
-    if _modes():
-        with _disable_current_modes():
-            views = [each.view_as(each) for each in inputs]
-    else:
-        views = [each.view_as(each) for each in inputs]
-    nodes = [node for view in views if (node := view.grad_fn) is not None]
+    views, nodes = [], []
+    with _disable_current_modes() if _modes() else _NOTHING:
+        for each in inputs:
+            view = each.view_as(each)
+            views.append(view)
+            if view.grad_fn is not None:
+                nodes.append(view.grad_fn)
     if len(nodes) == 1:
         nodes[0].register_hook(over)
         return views
@@ -203,7 +203,7 @@ class Hooks:
         self, unit: Unit | None, name: str, module: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         # pre-forward hook: gather ``unit`` and mark its inputs for the end of its backward
-        if transformed():
+        if _transforms() and transformed():
             return self._pre_forward_transformed(unit)
         tracker = self._tracker
         inside = graph_task() != -1
@@ -214,10 +214,13 @@ class Hooks:
         grads = torch.is_grad_enabled()
         if self._nested == 0 and not inside:
             self.take_in_unannounced()
-            given = [key for key in CHOOSES_THE_WAY if kwargs.get(key) is not None]
+            given = []
+            for key in CHOOSES_THE_WAY if kwargs else ():
+                if kwargs.get(key) is not None:
+                    given.append(key)
             kind = (name, grads, module.training, *given)
             self._outer = RootForward(module is self._model, tracker.outstanding.moment())
-            if grads:
+            if grads and self.draws:
                 self._draw(self._outer, name)
             self._schedule.begin(kind, left_out=self._outer.left_out)
             if grads:
@@ -248,19 +251,23 @@ class Hooks:
             unit.forwards.in_forward.append(call)
             if unit.sharded:
                 self._schedule.ensure_gathered(unit, module)
-            unit.runs_here()
-            call.last_node = _last_node()
+            if unit.device_of_streams is not None:
+                unit.runs_here()
+            call.last_node = _next_node() - 1
             return None
-        call = UnitForward(unit, self._current(), tracker.outstanding.moment())
+        outer = tracker.outstanding.recomputation if inside else self._outer
+        assert outer is not None, "a module's forward is under way outside any pass"
+        call = UnitForward(unit, outer, tracker.outstanding.moment())
         unit.forwards.in_forward.append(call)
         self._schedule.ensure_gathered(unit, module)
-        unit.runs_here()
+        if unit.device_of_streams is not None:
+            unit.runs_here()
         if not inputs:
-            call.last_node = _last_node()
+            call.last_node = _next_node() - 1
             return None
         call.marked = True
         views = _mark(inputs.values(), call, partial(tracker.post_backward, call))
-        call.last_node = _last_node()
+        call.last_node = _next_node() - 1
         return with_replaced(args, kwargs, dict(zip(inputs, views)))
 
     def _pre_forward_transformed(self, unit: Unit | None) -> None:
@@ -348,12 +355,6 @@ class Hooks:
         """The outermost forward under way; in a backward, the one that is recomputed."""
         return self._outer if graph_task() == -1 else self._tracker.reached
 
-    def _current(self) -> RootForward:
-        inside = graph_task() != -1
-        outer = self._tracker.outstanding.recomputation if inside else self._outer
-        assert outer is not None, "a module's forward is under way outside any pass"
-        return outer
-
     def hold(self, unit: Unit, node: torch.autograd.graph.Node) -> None:
         """Keep ``unit`` gathered for the backward of ``node``, which was recorded outside the
         unit's own forward.
@@ -366,7 +367,7 @@ class Hooks:
         self, unit: Unit | None, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
         # post-forward hook: release ``unit`` later, and watch the outputs for its backward
-        if transformed():
+        if _transforms() and transformed():
             return
         inside = graph_task() != -1
         raised = sys.exc_info()[1] if output is None else None
@@ -416,7 +417,7 @@ class Hooks:
             self._tracker.add_call(call)
         # Nodes recorded after the outputs belong to values returned in another way: in an object, a
         # dict, or ``self``. Their backward runs before the hooks.
-        if raised is None and (call.marked or call.unit.trainable) and last < _last_node():
+        if raised is None and (call.marked or call.unit.trainable) and last < _next_node() - 1:
             keep_for_backward(call.unit, call.outer)
 
     def reset(self) -> None:

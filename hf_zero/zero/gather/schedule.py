@@ -23,6 +23,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from torch import nn
@@ -35,6 +36,7 @@ from hf_zero.zero.layout.unit import State, Unit
 from hf_zero.zero.reduce.reduction_order import merged, places
 
 GATHER, END = 1, 0
+_pins, _nbytes = attrgetter("pins"), attrgetter("nbytes")
 AHEAD = 2  # maximum number of prefetched units; the configuration sets a limit in bytes
 
 
@@ -76,14 +78,16 @@ class Schedule:
         are read from files before their gather.
         """
         self._units = list(units)
+        self._sharded = [unit for unit in units if unit.sharded]
         self._mesh = mesh
         self._limits = Limits(ahead_bytes, reads_ahead)
         self.computed = ComputedValues()
-        self.gathers = any(unit.sharded for unit in units)
+        self.gathers = bool(self._sharded)
         self.shards = SharedShards(self._units, mesh)
         self._plans: dict[Hashable, list[Unit]] = {}
         self._before: dict[Hashable, list[Unit]] = {}  # former plans, while they are recorded anew
         self._pass: Pass | None = None  # None between passes, and in passes without gathers
+        self._in_backward = False  # the pass under way, or the last one, is a backward
         # the last pass to issue all its gathers: its plan is complete
         self._issued = Pass(None, False, [])
         self._to_reshard: list[Unit] = []
@@ -91,7 +95,8 @@ class Schedule:
         # units gathered only for other ranks so far, with their places in the plan
         self.gathered_for_others: list[tuple[int, Unit]] = []
         self._kept: list[Unit] = []  # for the backward that may follow
-        self.on_use: Callable[[Unit], None] | None = None  # called with each unit when it is needed
+        # called with each unit when it is needed; waits for an update of it on another thread
+        self.on_use: Callable[[Unit], None] | None = None
         self.reductions: ReductionsUnderWay | None = None
 
     @property
@@ -122,9 +127,11 @@ class Schedule:
         A rank that has left an order may hold others; these must not influence its choice of a
         plan.
         """
-        return tuple(
-            unit.index for unit in self._units if unit.sharded and (unit.pins or unit in self._kept)
-        )
+        found = []
+        for unit in self._sharded:
+            if unit.pins or unit in self._kept:
+                found.append(unit.index)
+        return tuple(found)
 
     def begin(
         self,
@@ -137,18 +144,18 @@ class Schedule:
         ``kind`` must be the same on all ranks; together with the resident units it selects the
         plan. ``left_out``: units that no rank uses in this pass. Equal on all ranks.
         """
-        self.computed.begin(backward)
+        self._in_backward = backward
         if not self.gathers:
             return
         if not backward:
-            if all(unit.pins for unit in self._units if unit.sharded):
+            if all(map(_pins, self._sharded)):
                 # No gathers and so no agreement: ranks may run different numbers of such forwards,
                 # which change nothing that selects a plan.
                 self._pass = None
                 return
             self._kept = []
             self._release_unused()
-            for unit in self._units:
+            for unit in self._sharded:
                 if unit.source.keeps_values:
                     unit.source.forget()
         key = (*kind, self.resident)
@@ -194,7 +201,8 @@ class Schedule:
 
         ``keep_last``: keep the root and the last unit for the backward that may follow.
         """
-        self.computed.end()
+        if self.computed.used:
+            self.computed.end()
         under_way = self._pass
         if under_way is None:
             self._mesh.passes.end()
@@ -202,8 +210,11 @@ class Schedule:
         self.issue_rest()
         self._mesh.passes.end()
         assert under_way.plan is not None
-        last = [unit for unit in under_way.plan[-1:] if unit not in under_way.left_out]
-        self._kept = [self._units[0], *last] if keep_last else []
+        self._kept = []
+        if keep_last:
+            self._kept.append(self._units[0])
+            if under_way.plan and under_way.plan[-1] not in under_way.left_out:
+                self._kept.append(under_way.plan[-1])
         self._pass = None
         self._release_unused()
 
@@ -269,7 +280,8 @@ class Schedule:
 
     def abandon(self) -> None:
         """Abort the pass under way after an exception, and release the units that no pass uses."""
-        self.computed.end()
+        if self.computed.used:
+            self.computed.end()
         self._mesh.passes.broke()
         self._pass, self._kept = None, []
         self._release_unused()
@@ -282,10 +294,9 @@ class Schedule:
         """
         if self.on_use is not None:
             self.on_use(unit)
-        unit.wait_for_update()
         if not unit.sharded:
             if self.computed.on and not for_script:
-                self.computed.use(unit.flats)
+                self.computed.use(unit.flats, not self._in_backward)
             return
         if unit in self._to_reshard:
             self._to_reshard.remove(unit)
@@ -298,11 +309,12 @@ class Schedule:
             self._acquire(unit)
         unit.finish_gather()
         if self.computed.on and not for_script:
-            self.computed.use(unit.flats)
+            self.computed.use(unit.flats, not self._in_backward)
         unit.guard.off(module)
-        if unit in self._ahead:  # units gathered before it are not needed, or not in this order
+        if unit in self._ahead:
             at = self._ahead.index(unit)
-            self._skip(self._ahead[:at])
+            if at:  # units gathered before it are not needed, or not in this order
+                self._skip(self._ahead[:at])
             del self._ahead[: at + 1]
         self._prefetch()
 
@@ -347,8 +359,9 @@ class Schedule:
         plan = under_way.plan if under_way is not None else None
         coming = () if under_way is None or plan is None else plan[under_way.cursor :]
         if under_way is not None and plan and unit in coming and unit not in under_way.left_out:
-            self._skip(self._ahead)
-            self._ahead = []
+            if self._ahead:
+                self._skip(self._ahead)
+                self._ahead = []
             self.issue_through(plan.index(unit, under_way.cursor))
             under_way.cursor += 1
             unit.launch_gather(backward=under_way.backward)
@@ -428,7 +441,7 @@ class Schedule:
                     flat.prefetch()
         if not self._limits.bytes:
             return
-        waiting = sum(unit.nbytes for unit in self._ahead)
+        waiting = sum(map(_nbytes, self._ahead))
         while under_way.cursor < len(plan) and len(self._ahead) < AHEAD:
             unit = plan[under_way.cursor]
             if unit in under_way.left_out:
@@ -444,13 +457,8 @@ class Schedule:
             waiting += unit.nbytes
 
     def _release_unused(self) -> None:
-        for unit in self._units:
-            if (
-                unit.sharded
-                and unit.state is not State.RELEASED
-                and not unit.in_use
-                and unit not in self._kept
-            ):
+        for unit in self._sharded:
+            if unit.state is not State.RELEASED and not unit.in_use and unit not in self._kept:
                 unit.release()
         self._to_reshard, self._ahead, self.gathered_for_others = [], [], []
 

@@ -106,8 +106,7 @@ class ComputedValues:
     """The flat buffers of an engine whose modules compute with changed values, pass by pass."""
 
     def __init__(self) -> None:
-        self._forward = True  # the pass under way is a forward
-        self._used: list[Computing] = []
+        self.used: list[Computing] = []  # in the pass under way
         self._changed: set[Any] = set()  # flat buffers
         self.on = False  # some flat buffer has changed values
 
@@ -120,19 +119,17 @@ class ComputedValues:
         self._changed = self._changed - {*flats} if change is None else self._changed | {*flats}
         self.on = bool(self._changed)
 
-    def begin(self, backward: bool) -> None:
-        """Begin a pass."""
-        self._forward = not backward
-
-    def use(self, flats: Iterable[Any]) -> None:
-        """Switch gathered flat buffers to their changed values before a module reads them."""
+    def use(self, flats: Iterable[Any], renew: bool) -> None:
+        """Switch gathered flat buffers to their changed values before a module reads them;
+        ``renew``: in a forward.
+        """
         for computing in (flat.computing for flat in flats):
             if computing is not None and not computing.under_way:
-                computing.use(self._forward)
-                self._used.append(computing)
+                computing.use(renew)
+                self.used.append(computing)
 
     def end(self) -> None:
         """End the pass, also after an exception."""
-        used, self._used = self._used, []
+        used, self.used = self.used, []
         for computing in used:
             computing.end()

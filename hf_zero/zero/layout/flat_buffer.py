@@ -42,10 +42,9 @@ from hf_zero.offload.storage import SHARD, DeviceStorage, Storage, numbers
 from hf_zero.zero.layout.compute_copy import Change, Computing
 from hf_zero.zero.layout.flat_layout import FlatLayout, Slot
 from hf_zero.zero.layout.flat_spec import FlatSpec, reading
-from hf_zero.zero.layout.gradient_buffer import GradientBuffer
-from hf_zero.zero.layout.optimizer_shard import OptimizerShard
 from hf_zero.zero.layout.parameter import OwnedParameter, UpdatingParameter
 from hf_zero.zero.layout.parameter_handles import ParameterHandles
+from hf_zero.zero.layout.training_state import GradientBuffer, OptimizerShard
 
 _get_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from functools import cached_property
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -16,6 +18,9 @@ from hf_zero.device.spans import span
 from hf_zero.distributed.collectives import Codec, Handle, MeshDim
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter_handles import ParameterGuard
+
+_is_away = attrgetter("is_away")
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class State(Enum):
@@ -190,7 +195,7 @@ class Unit:
             list(modules.values()), [p for flat in self.sharded for p in flat.members]
         )
         # streams of forwards, on which gradients accumulate
-        self._streams: set[streams.Stream] = set()
+        self.streams: set[streams.Stream] = set()
         self._shared = False  # views of the values may be alive
         # the gathers under way, and the event after which the shards that they read are on the
         # device
@@ -233,12 +238,14 @@ class Unit:
                 shard.finish_update()
 
     def runs_here(self) -> None:
-        """Register the current stream as one on which a forward with a graph runs."""
-        if self._device_of_streams is not None:
-            self._streams.add(streams.current_stream(self._device_of_streams))
+        """Register the current stream of :attr:`device_of_streams` as one on which a forward with a
+        graph runs.
+        """
+        assert self.device_of_streams is not None
+        self.streams.add(streams.current_stream(self.device_of_streams))
 
     @cached_property
-    def _device_of_streams(self) -> torch.device | None:
+    def device_of_streams(self) -> torch.device | None:
         """The device whose streams accumulate its gradients; None without gradients, or on the
         host.
         """
@@ -251,11 +258,10 @@ class Unit:
         Autograd accumulates on the stream of the forward, and orders it before the caller's stream
         only at the end of the backward.
         """
-        if self._streams:
-            here = streams.current_stream(self.trainable[0].full.device)
-            for stream in self._streams:
-                if stream != here:
-                    here.wait_stream(stream)
+        here = streams.current_stream(self.trainable[0].full.device)
+        for stream in self.streams:
+            if stream != here:
+                here.wait_stream(stream)
 
     @property
     def in_use(self) -> bool:
@@ -293,13 +299,14 @@ class Unit:
             for flat in self.sharded:
                 flat.make_room(exact)
             device = self.sharded[0].full.device
-            away = any(flat.is_away for flat in self.sharded)
+            away = any(map(_is_away, self.sharded))
             beside = streams.shard_stream(device) if away else None
             if beside is not None:
                 # ``beside`` must follow the compute stream, which has used this memory before
                 beside.wait_stream(streams.current_stream(device))
             handles = []
-            with torch.no_grad(), streams.on_stream(beside):
+            stream = streams.on_stream(beside) if beside is not None else _NOTHING
+            with torch.no_grad(), stream:
                 for message in self.source.messages(exact, backward):
                     axis, key, pairs, codecs = message
                     handles.append(axis.all_gather(pairs, key, codecs))

@@ -271,9 +271,11 @@ class Losses:
         """
         scale_owner = self
         if not self._scales:
-            reached = (each for each in self._rank.engines if each._scales)
-            others = [each for each in reached if each._awaits_backward()]
-            scale_owner = max(others, key=lambda each: each.scaler.scale, default=self)
+            for each in self._rank.engines:
+                if not each._scales or not each._awaits_backward():
+                    continue
+                if scale_owner is self or each.scaler.scale > scale_owner.scaler.scale:
+                    scale_owner = each
         scale = scale_owner.scaler.scale
         if (
             dtype == torch.float16

@@ -17,7 +17,7 @@ The message counts ranks: an fp64 number holds the counts of as many parameters 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import mul
+from operator import attrgetter, mul
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from hf_zero.errors import PartitionError
 from hf_zero.ops import dispatch, host
 from hf_zero.ops.flat_tiles import RUNS, squared_norms
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.gradient_buffer import GradientBuffer, GradState
+from hf_zero.zero.layout.training_state import GradientBuffer, GradState
 from hf_zero.zero.layout.unit import Unit
 
 RUN = 1 << 14  # elements summed in fp32 before fp64 takes over
@@ -43,22 +43,28 @@ def squared_norm(
 
     ``kernels`` is the configuration's: whether one kernel may read all gradients of a device.
     """
+    gradients = [each for each in gradients if each.shard is not None]
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
     # One by one: the sum has the same bits wherever some of them are.
-    here = [each for each in gradients if each.shard is not None and each.grad_sq_norm is None]
-    taken = dict(
-        zip(here, sums_of_squares([each.shard for each in here if each.shard is not None], kernels))
-    )
+    sums: dict[GradientBuffer, torch.Tensor] = {}
+    unknown, shards = list[GradientBuffer](), list[torch.Tensor]()
+    for each in gradients:
+        if each.grad_sq_norm is not None:
+            sums[each] = each.grad_sq_norm
+        elif each.shard is not None:
+            unknown.append(each)
+            shards.append(each.shard)
+    sums.update(zip(unknown, sums_of_squares(shards, kernels)))
     # those in host memory are uploaded together, without a wait on the host
-    here = [each for each in here if taken[each].device != device]
-    if here:
-        crossed = upload(torch.stack([taken[each] for each in here]), device)
-        taken.update(zip(here, crossed.unbind()))
-    sums = [
-        each.grad_sq_norm if each.grad_sq_norm is not None else taken[each]
-        for each in gradients
-        if each.shard is not None
-    ]
-    return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64, device=device)
+    elsewhere = list[GradientBuffer]()
+    for each in unknown:
+        if sums[each].device != device:
+            elsewhere.append(each)
+    if elsewhere:
+        crossed = upload(torch.stack([sums[each] for each in elsewhere]), device)
+        sums.update(zip(elsewhere, crossed.unbind()))
+    return torch.stack(list(map(sums.__getitem__, gradients))).sum()
 
 
 def sums_of_squares(grads: Sequence[torch.Tensor], kernels: Any = "off") -> list[torch.Tensor]:
@@ -102,6 +108,7 @@ def _sum_of_squares(grad: torch.Tensor) -> torch.Tensor:
 
 # ---- parameters that have a gradient ----
 
+_idle = attrgetter("gradient.idle")
 EXACT = 1 << 53  # integers up to here are exact in fp64
 
 
@@ -146,10 +153,9 @@ class Usage:
         sums, repeats, stages = self._mesh.sums
         stages.all_reduce(numbers, "gradient norm of stages").wait()
         complete = _complete(self._flats)
-        idle = [flat for flat in self._flats if flat.gradient.idle]
         words = (
             self._all
-            if complete and not idle
+            if complete and not any(map(_idle, self._flats))
             else self._message(self._flats, [flat.gradient.used for flat in self._flats])
         )
         if sums.size > 1:

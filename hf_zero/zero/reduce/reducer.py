@@ -264,12 +264,10 @@ class Reducer:
             backward.units = [*backward.units, *self._used_after_all(backward.units)]
         if self._reduces_now:
             launched, waited = backward.units[: backward.next], backward.units[backward.next :]
-            backward.shown.parts = [
-                unit.index
-                for unit in waited
-                if (before := backward.ready.get(unit)) is not None
-                and before != grad_versions(unit)
-            ]
+            for unit in waited:
+                before = backward.ready.get(unit)
+                if before is not None and before != grad_versions(unit):
+                    backward.shown.parts.append(unit.index)
             for unit in waited:
                 self._take(unit)
                 self.launch(unit)
@@ -352,15 +350,13 @@ class Reducer:
         """Reduce the gradients of backwards before the end of the window, none of which was
         declared its last (collective).
         """
-        left = [
-            flat
-            for unit in self._order.units
-            for flat in unit.trainable
-            if flat.gradient.has_unreduced and not flat.gradient.stays_local
-        ]
-        for flat in left:
-            self._send_accumulated(flat)
-        if left:
+        sent = False
+        for unit in self._order.units:
+            for flat in unit.trainable:
+                if flat.gradient.has_unreduced and not flat.gradient.stays_local:
+                    self._send_accumulated(flat)
+                    sent = True
+        if sent:
             self._reductions.finish()
         if self._offload is not None:
             self._offload.finish_sums()
@@ -443,7 +439,8 @@ class Reducer:
         """
         batch = self._batch
         if self._reduces_every_backward:
-            unit.await_gradients()
+            if unit.streams:
+                unit.await_gradients()
         else:
             self._pass.shown.brought |= self._intake.accumulate(unit, batch)
         # the update of the unit may begin once its gradients are reduced

@@ -30,9 +30,9 @@ backward of each kind.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from itertools import count
 from typing import Protocol, TypeVar
 
 from hf_zero.zero.layout.unit import RootForward, Unit, UnitForward
@@ -174,14 +174,14 @@ def _raise_to(depths: dict[int, int], others: Mapping[int, int]) -> None:
 
 
 END = 1 << 62
-_began = attrgetter("began")
 
 
 class Outstanding:
     """The forwards that the backward under way may still reach."""
 
     def __init__(self) -> None:
-        self._moments = 0
+        # numbers the moments at which this rank enters and leaves forwards
+        self.moment: Callable[[], int] = count(1).__next__
         self._reached = END  # calls entered at this moment or later are over
         # calls in backward without marks, whose end no hook tells
         self._unmarked: list[UnitForward] = []
@@ -189,10 +189,6 @@ class Outstanding:
             None  # what runs forwards in the backward under way
         )
         self.reruns_seen = False  # a checkpoint has run a backward inside a backward
-
-    def moment(self) -> int:
-        self._moments += 1
-        return self._moments
 
     def begin(self, recomputation: RootForward) -> None:
         """Begin a backward."""
@@ -215,35 +211,38 @@ class Outstanding:
         if moment >= self._reached:
             return ()
         self._reached = moment
-        over = [call for call in self._unmarked if call.began >= moment]
-        if over:
-            self._unmarked = [call for call in self._unmarked if call.began < moment]
-        return [call.unit for call in over if not self.awaits_calls(call.unit)]
+        units = list[Unit]()
+        over, left = list[UnitForward](), list[UnitForward]()
+        for call in self._unmarked:
+            (over if call.began >= moment else left).append(call)
+        self._unmarked = left
+        for call in over:
+            if not self.awaits_calls(call.unit):
+                units.append(call.unit)
+        return units
 
     def awaits_calls(self, unit: Unit) -> bool:
         """Whether the backward of a call of ``unit`` is pending or running."""
         # Several blocks may share a unit, and each of their calls asks: the call found last time
         # answers most of them.
-        found = unit.forwards.awaited()
+        forwards, reached, recomputation = unit.forwards, self._reached, self.recomputation
+        found = forwards.awaited()
         if (
             found is not None
-            and self._may_come(found)
-            and (found in unit.forwards.in_backward or found in unit.forwards.pending)
+            and (found.began < reached or found.outer is recomputation)
+            and (found in forwards.in_backward or found in forwards.pending)
         ):
             return True
-        coming = [
-            call
-            for calls in (unit.forwards.in_backward, unit.forwards.pending)
-            for call in calls
-            if self._may_come(call)
-        ]
-        if not coming:
+        last: UnitForward | None = None  # a backward reaches it last
+        for calls in (forwards.in_backward, forwards.pending):
+            for call in calls:
+                may_come = call.began < reached or call.outer is recomputation
+                if may_come and (last is None or call.began < last.began):
+                    last = call
+        if last is None:
             return False
-        unit.forwards.awaited = weakref.ref(min(coming, key=_began))  # a backward reaches it last
+        forwards.awaited = weakref.ref(last)
         return True
-
-    def _may_come(self, call: UnitForward) -> bool:
-        return call.began < self._reached or call.outer is self.recomputation
 
     def awaits_reruns(self, unit: Unit, learning: bool) -> bool:
         """Whether a checkpoint may still rerun ``unit``.

@@ -27,8 +27,8 @@ from hf_zero.distributed.mesh import Mesh
 from hf_zero.logging import log_rank0
 from hf_zero.offload.gradient_offload import GradientOffload
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.gradient_buffer import GradState
 from hf_zero.zero.layout.parameter import drop_raw_grads, raw_grads
+from hf_zero.zero.layout.training_state import GradState
 from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.reduce.losses import Scaling
 from hf_zero.zero.reduce.norm import sums_of_squares
@@ -328,7 +328,8 @@ class GradientIntake:
         """Add this backward's gradients to the whole gradients of the window; return whether there
         were any.
         """
-        unit.await_gradients()
+        if unit.streams:
+            unit.await_gradients()
         brought = False
         factor = self.scaling.before(batch.weight) * batch.unscale
         for flat in unit.trainable:

@@ -23,12 +23,12 @@ from hf_zero.offload.update import StagedCopies, Updater
 from hf_zero.zero.extensions import StepExtension
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_memory import keeps_master, ways_back
-from hf_zero.zero.layout.gradient_buffer import GradientBuffer
+from hf_zero.zero.layout.training_state import GradientBuffer
 from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.reduce.norm import Usage, squared_norm
 from hf_zero.zero.sharded_model import ShardedModel
-from hf_zero.zero.step.nonfinite_warnings import SanityChecks
+from hf_zero.zero.step.step_reports import SanityChecks
 
 
 class OptimizerStep:

@@ -13,7 +13,7 @@ import torch
 
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.flat_spec import FlatSpec
-from hf_zero.zero.layout.gradient_buffer import GradientBuffer, GradState
+from hf_zero.zero.layout.training_state import GradientBuffer, GradState
 
 WHOLE, OWNED = 16, (8, 16)  # elements, of which rank 1 of 2 owns the second half
 
@@ -99,8 +99,8 @@ def test_an_upcast_keeps_what_is_held(holds):
 PACKAGE = Path(__file__).parents[3] / "hf_zero"
 OWNERS = {
     "FlatBuffer": "zero/layout/flat_buffer.py",
-    "GradientBuffer": "zero/layout/gradient_buffer.py",
-    "OptimizerShard": "zero/layout/optimizer_shard.py",
+    "GradientBuffer": "zero/layout/training_state.py",
+    "OptimizerShard": "zero/layout/training_state.py",
 }
 # How the package names what holds one of these objects: the receivers of attributes whose names
 # other classes have, too.

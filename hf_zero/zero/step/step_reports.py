@@ -1,4 +1,5 @@
-"""Warnings about silent training failures: non-finite gradients, and backwards without a step.
+"""Reports on steps: their times, and warnings about silent failures: non-finite gradients, and
+backwards without a step.
 
 [Note: read one step late]
 Only the device knows whether a norm is finite, and the host does not wait for it. Rank 0 copies the
@@ -11,10 +12,13 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
+from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds, pinned, streams
 from hf_zero.logging import logger
 
@@ -25,9 +29,8 @@ FORGOTTEN = 8
 class SanityChecks:
     """The checks of one engine; only rank 0 checks and warns, each warning once."""
 
-    def __init__(
-        self, device: torch.device, window: Callable[[], int], precision: str, rank: int
-    ):  # window: gives the micro-batches of a step
+    def __init__(self, device: torch.device, window: Any, precision: str, rank: int):
+        """``window.steps``: the micro-batches of a step."""
         self._device, self._precision, self._window = device, precision, window
         self._warns = rank == 0
         self._backwards = 0
@@ -43,7 +46,7 @@ class SanityChecks:
         its window follow.
         """
         self._backwards += ends_window
-        steps = self._window()
+        steps = self._window.steps
         if self._backwards > max(FORGOTTEN, steps):
             window = f", also inside a window of {steps} micro-batches" if steps > 1 else ""
             self._warn(
@@ -64,7 +67,7 @@ class SanityChecks:
         micro-batch of an open window.
         """
         backwards, self._backwards = self._backwards, 0
-        steps = self._window()
+        steps = self._window.steps
         if counts_only and backwards == steps:
             self._warn(
                 "windows",
@@ -133,3 +136,74 @@ class SanityChecks:
         if self._warns and kind not in self._warned:
             self._warned.add(kind)
             logger.warning("%s", text)
+
+
+# ---- milliseconds of forward, backward and step (``wall_clock_breakdown``) ----
+
+PARTS = ("fwd", "bwd", "step")
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class _Timed:
+    def __init__(self, milliseconds: dict[str, float], part: str, device: torch.device):
+        self._milliseconds, self._part, self._device = milliseconds, part, device
+
+    def __enter__(self) -> None:
+        kinds.synchronize(self._device)
+        self._began = time.perf_counter()
+
+    def __exit__(self, *raised: Any) -> None:
+        kinds.synchronize(self._device)
+        self._milliseconds[self._part] += 1e3 * (time.perf_counter() - self._began)
+
+
+class StepTimes:
+    """Times of one engine, with a synchronisation of the device before and after each.
+    ``micro_batch`` and ``window``: milliseconds by part for the last
+    ``engine.step()`` with its forwards and backwards, and for the last accumulation window; empty
+    unless measured.
+    """
+
+    def __init__(self, config: ZeroConfig, device: torch.device, rank: int):
+        self.micro_batch: dict[str, float] = {}
+        self.window: dict[str, float] = {}
+        self._on = config.wall_clock_breakdown
+        every = config.steps_per_print
+        self._every = 1 if every is None or math.isinf(every) else max(1, int(every))
+        self._device, self._rank = device, rank
+        self._now = dict.fromkeys(PARTS, 0.0)
+        self._in_window = dict.fromkeys(PARTS, 0.0)
+        self._to_print: list[dict[str, float]] = []  # windows since the last line
+
+    def timed(self, part: str) -> _Timed | AbstractContextManager[None]:
+        """Return a context manager for a forward ("fwd"), a backward ("bwd") or a "step"."""
+        return _Timed(self._now, part, self._device) if self._on else _NOTHING
+
+    def end(self, ends_window: bool, steps: int) -> None:
+        """End a step() call, the last of ``steps`` so far if it ``ends_window``. Rank 0 logs a line
+        every ``steps_per_print`` steps.
+        """
+        if not self._on:
+            return
+        self.micro_batch, self._now = self._now, dict.fromkeys(PARTS, 0.0)
+        for part, milliseconds in self.micro_batch.items():
+            self._in_window[part] += milliseconds
+        if not ends_window:
+            return
+        self.window, self._in_window = self._in_window, dict.fromkeys(PARTS, 0.0)
+        self._to_print.append(self.window)
+        if steps % self._every == 0:
+            self._print(steps)
+
+    def _print(self, steps: int) -> None:
+        windows, self._to_print = self._to_print, []
+        if self._rank == 0:
+            means = {part: sum(w[part] for w in windows) / len(windows) for part in PARTS}
+            logger.info(
+                "step %d: time (ms) | %s, means of %d steps",
+                steps,
+                " | ".join(f"{part}: {mean:.2f}" for part, mean in means.items()),
+                len(windows),
+            )
