@@ -65,19 +65,16 @@ class PlacementRules:
             config.precision == "fp16" and world > 1
         ) or config.prescale_gradients
         self._explicit = config.gradient_accumulation_dtype is not None
-
-    @property
-    def offloads_optimizer(self) -> bool:
-        return self._optimizer.on
+        self.offloads_optimizer = self._optimizer.on
+        self.offloads_anything = self._optimizer.on or self._param.on
+        # whether anything is offloaded to a disk, on any rank
+        self.in_files = "nvme" in (self._optimizer.device, self._param.device)
+        self.updates_in_backward = self._optimizer.on and self._optimizer.update_in_backward
 
     @property
     def reads_ahead(self) -> int:
         """The number of units whose shards are prefetched from files."""
         return self._param.buffer_count if self._param.device == "nvme" else 0
-
-    @property
-    def offloads_anything(self) -> bool:
-        return self._optimizer.on or self._param.on
 
     @property
     def moments(self) -> str:
@@ -90,11 +87,6 @@ class PlacementRules:
             SUB_GROUP_ELEMENTS,
             self._optimizer.buffer_size // SUB_GROUP_ELEMENTS * SUB_GROUP_ELEMENTS,
         )
-
-    @property
-    def in_files(self) -> bool:
-        """Whether anything is offloaded to a disk, on any rank."""
-        return "nvme" in (self._optimizer.device, self._param.device)
 
     def offloaded(self, specs: Sequence[ShardSpec]) -> set[str]:
         """Return the keys of the flat buffers whose states are offloaded.
@@ -117,10 +109,6 @@ class PlacementRules:
     def cores(self) -> float:
         """The fraction of this rank's cores that updates use."""
         return self._optimizer.cores
-
-    @property
-    def updates_in_backward(self) -> bool:
-        return self._optimizer.on and self._optimizer.update_in_backward
 
     def fitting(
         self, specs: Sequence[ShardSpec], moments: int, room: int, with_master: Collection[str]
@@ -172,16 +160,8 @@ class Placement(PlacementRules):
         self._arenas: dict[bool, HostArena] = {}
         self._files: dict[tuple[str, ...], NvmeFiles] = {}
         self._pools: dict[str, BufferPool] = {}  # by kind of content
-        self._measured = False
-
-    @property
-    def measures(self) -> bool:
-        """Whether a first step must measure how much of the offloaded state fits on the device."""
-        return self._optimizer.on and self._optimizer.ratio == "auto" and not self._measured
-
-    def measured(self) -> None:
-        """Record that the first step has measured how much fits."""
-        self._measured = True
+        # whether a first step must still measure how much of the offloaded state fits on the device
+        self.measures = self._optimizer.on and self._optimizer.ratio == "auto"
 
     def write_error(self) -> OSError | None:
         """Return the error of a failed write, if any; the data is still in memory.

@@ -36,7 +36,16 @@ from torch import Tensor
 
 from hf_zero.errors import KernelError
 from hf_zero.ops import native, reference
-from hf_zero.ops.native import FLOATS, FP32, SIGNED_BLOCKS, UNSIGNED_BLOCKS, address, flat, kind
+from hf_zero.ops.native import (
+    FLOATS,
+    FP32,
+    KINDS,
+    SIGNED_BLOCKS,
+    UNSIGNED_BLOCKS,
+    address,
+    flat,
+    kind,
+)
 
 _MOMENTS = (torch.float32, torch.bfloat16)
 _LOW64 = (1 << 64) - 1
@@ -272,7 +281,7 @@ def squared_norm(tensor: Tensor) -> float:
     return (
         reference.squared_norm(tensor)
         if core is None
-        else core.squared_norm(address(tensor), kind(tensor), tensor.numel())
+        else core.squared_norm(tensor.data_ptr(), KINDS[tensor.dtype], tensor.numel())
     )
 
 

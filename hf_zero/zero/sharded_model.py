@@ -117,8 +117,10 @@ class ShardedModel:
             (sends if differences and flat.spec.sends_differences else rest).append(flat)
         with self.schedule.shards.writing(), span("update", "shards in compute dtype"):
             for flat in rest:
-                master = flat.optimizer_shard.master
-                if master is not None and flat.key not in written:
+                # without masters of its own, the shard is what the optimizer has updated
+                if flat.optimizer_shard.has_own_master and flat.key not in written:
+                    master = flat.optimizer_shard.master
+                    assert master is not None
                     flat.store_shard(master)
         handles = []
         whole = [flat for flat in rest if not flat.sharded and flat.layout.shards > 1]

@@ -73,13 +73,15 @@ def sums_of_squares(grads: Sequence[torch.Tensor], kernels: Any = "off") -> list
     """
     sums: dict[int, torch.Tensor] = {}
     by_device: dict[torch.device, list[int]] = {}
+    by_kernel: dict[torch.device, bool] = {}
     for index, grad in enumerate(grads):
-        if (
-            grad.dtype != torch.float64
-            and dispatch.wanted("optimizer", kernels, grad.device)
-            and RUNS.name not in dispatch.broken()
-        ):
-            by_device.setdefault(grad.device, []).append(index)
+        device = grad.device
+        if device not in by_kernel:
+            by_kernel[device] = (
+                dispatch.wanted("optimizer", kernels, device) and RUNS.name not in dispatch.broken()
+            )
+        if by_kernel[device] and grad.dtype != torch.float64:
+            by_device.setdefault(device, []).append(index)
         else:
             sums[index] = _sum_of_squares(grad)
     for indices in by_device.values():

@@ -274,7 +274,7 @@ class OptimizerStep:
         first step (collective).
         """
         model = self.model
-        model.placement.measured()
+        model.placement.measures = False
         self.updater.finish()
         chunks = [
             ShardSpec(flat.key, flat.spec.owned_numel, flat.dtype, True)
