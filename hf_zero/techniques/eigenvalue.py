@@ -215,7 +215,7 @@ class StretchedPeriods:
     def install(self, engine: Any) -> None:
         """Raises ConfigError for layers that the model lacks, and for compressed gradients."""
         compressed = any(flat.spec.reduce_codec is not None for flat in engine.flats)
-        if compressed or engine.optimizer_step.one_bit is not None:
+        if compressed or engine.optimizer_step.extensions:
             raise ConfigError(
                 f"{EIGENVALUE} takes differences of gradients, which gradients in few bits are too "
                 "coarse for; remove it, or what compresses them"
