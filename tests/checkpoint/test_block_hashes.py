@@ -4,10 +4,11 @@ it reads; checkpoints without hashes of blocks are read as before.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import random
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -192,14 +193,16 @@ def universal(folder: Path, target: Path, verify: bool | None) -> None:
 
 
 def script(folder: Path, target: Path, verify: bool | None) -> None:
-    """Run ``zero_to_fp32.py`` in a process of its own, as users run the copy beside a checkpoint.
+    """Call ``zero_to_fp32.py`` as its command line does (a process of it: test_export.py).
     Raises CheckpointError, with its stderr, if it fails.
     """
     more = [] if verify is None else ["--no_verify"]
-    command = [sys.executable, zero_to_fp32.__file__, str(folder / "a"), str(target), *more]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    if ended.returncode:
-        raise CheckpointError(ended.stderr)
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
+        patch.setattr(sys, "argv", ["zero_to_fp32.py", str(folder / "a"), str(target), *more])
+        code = zero_to_fp32.main()
+    if code:
+        raise CheckpointError(said.getvalue())
 
 
 Reader = Callable[[Path, Path, bool | None], object]
