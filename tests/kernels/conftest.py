@@ -83,6 +83,21 @@ def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return request.param
 
 
+@pytest.fixture(params=["kernel", "reference"])
+def watched_body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The kernels in the checked interpreter, at least one of which runs, or their references."""
+    if request.param == "reference":
+        monkeypatch.setenv("HF_ZERO_TRITON", "0")
+        yield request.param
+        return
+    monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
+    from tests.helpers.checked_triton import checked_triton
+
+    with checked_triton() as settings:
+        yield request.param
+        assert settings.launches
+
+
 _SETS = native.instruction_sets()
 
 

@@ -4,34 +4,18 @@ reference, and fp64.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from hf_zero.errors import KernelError
 from hf_zero.ops import flat_tiles as flat_norm
 from hf_zero.ops.flat_tiles import RUN, squared_norm, squared_norms
-from tests.helpers.checked_triton import checked_triton
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(params=["kernel", "reference"])
-def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The kernels in the checked interpreter, or their references."""
-    if request.param == "reference":
-        monkeypatch.setenv("HF_ZERO_TRITON", "0")
-        yield request.param
-        return
-    monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
-    with checked_triton() as settings:
-        yield request.param
-        assert settings.launches
-
-
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_many_tensors_of_one_buffer(dtype: torch.dtype, body: str) -> None:
+def test_many_tensors_of_one_buffer(dtype: torch.dtype, watched_body: str) -> None:
     buffer = torch.randn(RUN * 2 + 700).to(dtype)
     parts = [
         buffer[0:1],
@@ -45,7 +29,7 @@ def test_many_tensors_of_one_buffer(dtype: torch.dtype, body: str) -> None:
     torch.testing.assert_close(got, want, rtol=2e-7, atol=0)
 
 
-def test_a_sum_depends_on_its_tensor_alone(body: str) -> None:
+def test_a_sum_depends_on_its_tensor_alone(watched_body: str) -> None:
     buffer = torch.randn(RUN + 500)
     alone = squared_norms([buffer[8 : RUN + 300]])
     other = torch.randn(50).bfloat16()
@@ -55,7 +39,7 @@ def test_a_sum_depends_on_its_tensor_alone(body: str) -> None:
     assert beside[4].item() == pytest.approx(other[3:20].double().square().sum().item(), rel=2e-7)
 
 
-def test_more_accurate_than_one_fp32_sum(body: str, record_property) -> None:
+def test_more_accurate_than_one_fp32_sum(watched_body: str, record_property) -> None:
     x = torch.randn(5 * RUN) + 3
     exact = x.double().square().sum().item()
     ours, theirs = (
@@ -67,7 +51,7 @@ def test_more_accurate_than_one_fp32_sum(body: str, record_property) -> None:
 
 
 @pytest.mark.parametrize("value", [1e30, 1e-30, 0.0])
-def test_large_and_small_elements_count(value: float, body: str) -> None:
+def test_large_and_small_elements_count(value: float, watched_body: str) -> None:
     x = torch.full((100,), value)
     total, found = squared_norm(x)
     assert total.item() == pytest.approx(100 * x[0].double().item() ** 2, rel=1e-9)
@@ -76,14 +60,14 @@ def test_large_and_small_elements_count(value: float, body: str) -> None:
 
 @pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_what_is_not_finite_is_found(bad: float, dtype: torch.dtype, body: str) -> None:
+def test_what_is_not_finite_is_found(bad: float, dtype: torch.dtype, watched_body: str) -> None:
     x = torch.ones(300, dtype=dtype)
     x[-1] = bad
     total, found = squared_norm([torch.ones(3, dtype=dtype), x])
     assert found.item() == 1.0 and not total.isfinite()
 
 
-def test_empty_tensors_sum_to_zero(body: str) -> None:
+def test_empty_tensors_sum_to_zero(watched_body: str) -> None:
     assert squared_norms([torch.ones(4), torch.empty(0), torch.empty(0, 3)]).tolist() == [
         4.0,
         0.0,

@@ -4,7 +4,6 @@ checked interpreter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,23 +22,9 @@ from hf_zero.ops.flat_optimizers import (
 )
 from hf_zero.ops.flat_tiles import PHASE
 from hf_zero.optim.adam_lion import Lion
-from tests.helpers.checked_triton import checked_triton
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (1, 131, 1, 7, 64, 3, 200)  # of segments: single elements, odd ones, one that is a tile
-
-
-@pytest.fixture(params=["kernel", "reference"])
-def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The kernels in the checked interpreter, or their references."""
-    if request.param == "reference":
-        monkeypatch.setenv("HF_ZERO_TRITON", "0")
-        yield request.param
-        return
-    monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
-    with checked_triton() as settings:
-        yield request.param
-        assert settings.launches
 
 
 class Flats:
@@ -152,7 +137,7 @@ def adam_rows(cls: type, groups: list[dict[str, Any]]) -> list[RowSettings]:
 @pytest.mark.parametrize("phases", [(0, 0, 0, 0), (8, 16, 0, 24), (3, 3, 3, 3), (0, 1, 5, 2)])
 @pytest.mark.parametrize("name", ADAMS)
 def test_adam_is_torch_s(
-    name: str, phases: tuple[int, ...], body: str, record_property: Any
+    name: str, phases: tuple[int, ...], watched_body: str, record_property: Any
 ) -> None:
     cls, groups = ADAMS[name]
     flats = Flats(LENGTHS, len(groups), torch.float32, torch.bfloat16, phases, 64)
@@ -200,7 +185,7 @@ def untouched(flats: Flats, before: Tensor) -> None:
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_lion_is_the_paper_s(decay: float, body: str) -> None:
+def test_lion_is_the_paper_s(decay: float, watched_body: str) -> None:
     flats = Flats(LENGTHS, 2, torch.float32, None, (8, 0, 16, 0), 64)
     parameters = grouped(flats, 2)
     rates = (1e-2, 3e-3)
@@ -232,7 +217,7 @@ def test_lion_is_the_paper_s(decay: float, body: str) -> None:
 @pytest.mark.parametrize("out", [None, *FLOATS])
 @pytest.mark.parametrize("grad", FLOATS)
 def test_any_gradient_and_copy_divided_and_skipped(
-    grad: torch.dtype, out: torch.dtype | None, lion: bool, body: str
+    grad: torch.dtype, out: torch.dtype | None, lion: bool, watched_body: str
 ) -> None:
     """A divided 16-bit gradient moves what the same numbers in fp32 move; a step that is skipped
     moves nothing and is not counted.
@@ -266,14 +251,14 @@ def test_any_gradient_and_copy_divided_and_skipped(
     assert flats.steps.item() == 1.0
 
 
-def test_nothing_is_nothing(body: str) -> None:
+def test_nothing_is_nothing(watched_body: str) -> None:
     flats = Flats((), 1, torch.float32, None, (0, 0, 0, 0), 16)
     flats.step([RowSettings(1e-3)])
     assert flats.tiles.table.shape[0] == 0 and flats.tiles.numel == 0 and flats.steps.item() == 1.0
     assert advance_(torch.zeros(0), settings_table([], "cpu")).shape[0] == 0
 
 
-def test_bias_corrections_are_those_of_fp64(body: str) -> None:
+def test_bias_corrections_are_those_of_fp64(watched_body: str) -> None:
     """The second moment's is 1e-3 in the first step: in fp32 its power would be off in the fifth
     digit.
     """
