@@ -20,7 +20,7 @@ from hf_zero.activations.compile import to_be_compiled
 from hf_zero.activations.policy import ActivationPatches
 from hf_zero.compression.registry import extensions_of
 from hf_zero.config import ZeroConfig, explaining
-from hf_zero.config.monitors import MONITORS
+from hf_zero.config.sections import MONITORS
 from hf_zero.config.techniques import METRICS
 from hf_zero.device.kinds import device_count
 from hf_zero.distributed import init, process_group
@@ -38,11 +38,10 @@ from hf_zero.optim.elementwise import adopt
 from hf_zero.optim.elementwise import check as check_elementwise
 from hf_zero.optim.one_bit import as_sent, one_bit_of
 from hf_zero.parallel.expert.model import on_model, spread_experts
-from hf_zero.parallel.pipeline.checks import check_pipeline, check_uncut
-from hf_zero.parallel.pipeline.engine import pipelined
+from hf_zero.parallel.pipeline.engine import check_pipeline, check_uncut, pipelined
 from hf_zero.parallel.pipeline.staged import StagedModule, make_parallel_for
-from hf_zero.parallel.sequence import configured
-from hf_zero.parallel.tensor.configured import as_configured, ranks_of_a_stage, readers
+from hf_zero.parallel.sequence import sequence_parallel as configured
+from hf_zero.parallel.tensor.model import as_configured, ranks_of_a_stage, readers
 from hf_zero.planning import check_on_all_ranks
 from hf_zero.techniques.data_sampling import (
     CurriculumLoader,

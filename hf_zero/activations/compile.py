@@ -25,6 +25,12 @@ compilation for both, the dynamic graph would replace the static one permanently
 It compiles ``__call__`` with all hooks in it, which break the graph and cause a recompilation for
 each state of a parameter. So modules with hooks of the engine get a ``compile`` that compiles their
 forward alone or, if modules inside have hooks too, the blocks inside.
+
+[Note: CUDA graphs]
+A CUDA graph is replayed with its recorded addresses, and torch.compile assumes fixed parameter
+addresses. At stage 3 a parameter's memory is released and allocated again for each gather, so a
+replay would silently read other data. Any compilation that records graphs is therefore refused
+there, however it was requested.
 """
 
 from __future__ import annotations
@@ -38,7 +44,6 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from hf_zero.activations.cuda_graphs import refuse_backend, refuse_recorded
 from hf_zero.config import CompileSection
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
@@ -51,6 +56,9 @@ from hf_zero.zero.layout.wrap import find_units
 # kinds of blocks
 GRAPHS = 64
 _PLAIN = (str, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
+
+BACKEND = "cudagraphs"
+OPTION = "triton.cudagraphs"
 
 
 def signature(values: Sequence[Any], shapes: list[torch.Size]) -> Any:
@@ -283,3 +291,74 @@ def _is_block(module: nn.Module) -> bool:
     """
     inside = _inside(module)
     return bool(inside) and not any(map(_is_hooked, inside))
+
+
+def refuse_backend(
+    backend: str | Callable[..., Any], mode: str | None, options: dict[str, Any] | None
+) -> None:
+    """Raise ConfigError for arguments of torch.compile, or global settings of inductor, that record
+    CUDA graphs.
+    """
+    if backend == BACKEND:
+        raise _refusal(f"backend={BACKEND!r}")
+    if backend != "inductor":
+        return
+    # imported late: the import takes a second
+    from torch._inductor import config, list_mode_options
+
+    by_mode = list_mode_options(mode).get(OPTION) if mode else None
+    by_option = {name.replace("-", "_"): value for name, value in (options or {}).items()}.get(
+        OPTION
+    )
+    if by_option is not None:
+        asked, why = by_option, f"options={{{OPTION!r}: True}}"
+    elif by_mode is not None:
+        asked, why = by_mode, f"mode={mode!r}"
+    else:
+        asked, why = (
+            config.triton.cudagraphs,
+            "torch._inductor.config.triton.cudagraphs (TORCHINDUCTOR_CUDAGRAPHS)",
+        )
+    if asked:
+        raise _refusal(why)
+
+
+def refuse_recorded(model: nn.Module) -> None:
+    """Raise ConfigError for modules of ``model`` that were compiled with, or captured to, CUDA
+    graphs before the engine was made.
+    """
+    for name, module in model.named_modules():
+        forward = module.__dict__.get("forward")
+        if getattr(forward, "__module__", None) == "torch.cuda.graphs":
+            raise _refusal(f"torch.cuda.make_graphed_callables of {name or 'the model'}")
+        for compiled in (module, forward, getattr(module, "_compiled_call_impl", None)):
+            if _records(compiled):
+                raise _refusal(
+                    f"the torch.compile of {name or 'the model'} before hf_zero.initialize"
+                )
+
+
+def _records(compiled: Any) -> bool:
+    asked = getattr(compiled, "get_compiler_config", None)  # set on results of torch.compile
+    if asked is None:
+        return False
+    found = asked()
+    if found is not None:
+        return bool(found.get(OPTION))
+    context = getattr(compiled, "dynamo_ctx", None)
+    if context is None and inspect.isfunction(compiled):
+        context = inspect.getclosurevars(compiled).nonlocals.get("self")
+    inner = getattr(context, "callback", None)
+    while inner is not None:
+        if getattr(inner, "compiler_name", None) == BACKEND:
+            return True
+        inner = getattr(inner, "_torchdynamo_orig_backend", None)
+    return False
+
+
+def _refusal(what: str) -> ConfigError:
+    return ConfigError(
+        f"{what} records CUDA graphs, which keep the addresses of parameters, and stage 3 gathers "
+        "parameters into new memory; "
+        "use mode 'default' or 'max-autotune-no-cudagraphs', or stage 2"
+    )

@@ -25,8 +25,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hf_zero.activations.host_buffers import HostRegion, Slabs
-from hf_zero.activations.streams import Brought, Transfers
+from hf_zero.activations.host_copies import Brought, HostRegion, Slabs, Transfers
 from hf_zero.errors import OffloadError
 from hf_zero.zero.layout.tree import transformed
 

@@ -10,9 +10,8 @@ from hf_zero.cli.analyze import analyze
 from hf_zero.cli.convert import convert_checkpoint
 from hf_zero.cli.doctor import doctor
 from hf_zero.cli.estimate import estimate
-from hf_zero.cli.explain import explain
+from hf_zero.cli.explain import explain, schema
 from hf_zero.cli.launch import launch
-from hf_zero.cli.schema import schema
 from hf_zero.cli.verify import verify
 from hf_zero.errors import HfZeroError
 

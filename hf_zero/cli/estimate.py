@@ -1,25 +1,27 @@
 """``hf-zero estimate``: bytes of training state per rank, stage and tier, and the configuration
-that fits a machine.
+that fits a machine; with ``--seq`` activations by sequence length, with ``--link`` bytes and
+seconds of a step on a link, dense and compressed.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from hf_zero.cli.lengths import lengths_table
-from hf_zero.cli.links import link_json, link_rows, link_table
 from hf_zero.cli.printing import AsJson, in_units, print_json, print_table
 from hf_zero.errors import ConfigError
+from hf_zero.logging import parse_rate, rate_in_units
 
 if TYPE_CHECKING:
     from hf_zero.device.free_memory import Free
+    from hf_zero.planning.activation_memory import LengthEstimate
     from hf_zero.planning.estimate import MemoryEstimate, Proposal
+    from hf_zero.planning.traffic import Traffic
 
 NOTHING_FITS = 1
 
@@ -114,6 +116,9 @@ Lengths = Annotated[
 SequenceParallel = Annotated[
     int | None, typer.Option("--sp", min=1, help="For --seq: ranks that share a sequence.")
 ]
+
+# a way of sending, its seconds on the link, the speed in bits per second below which it pays
+Row = tuple["Traffic", float, float | None]
 
 
 def estimate(
@@ -358,4 +363,87 @@ def _tried(found: Proposal) -> Table:
             *map(in_units, (own.device_bytes, own.ram_bytes, own.disk_bytes)),
             trial.why or "yes",
         )
+    return table
+
+
+def lengths_table(rows: Sequence[LengthEstimate], ranks: int) -> Table:
+    """Return a table with one row per length and one column per way, from the fastest to the
+    smallest. ``ranks`` share a sequence.
+    """
+    shared = f", each shared by {ranks} ranks" if ranks > 1 else ""
+    table = Table(
+        title=f"activations of {rows[0].rows} sequence{'s' if rows[0].rows > 1 else ''}{shared}",
+        caption="Per rank, at most at once, beside the tables above; in brackets what waits for "
+        "the backward. With the kernels of torch.",
+    )
+    table.add_column("length", justify="right")
+    table.add_column("tokens of a rank", justify="right")
+    for way in rows[0].ways:
+        table.add_column(way.name or "as configured", justify="right")
+    for row in rows:
+        sizes = (f"{in_units(way.most)} ({in_units(way.kept)})" for way in row.ways)
+        table.add_row(f"{row.length:,}", f"{row.tokens:,}", *sizes)
+    return table
+
+
+def link_rows(
+    model: str,
+    ranks: int,
+    precision: str,
+    stage: int | None,
+    link: str,
+    **given: Any,
+) -> dict[int, list[Row]]:
+    """Return the ways of sending of each stage, the dense one first. ``given``: further arguments
+    of :func:`hf_zero.planning.estimate.traffic`. Raises ConfigError for an invalid ``link`` speed.
+    """
+    rate = parse_rate(link)
+    from hf_zero.planning.estimate import traffic
+
+    found = traffic(model, ranks, precision, stage, **given)
+    return {
+        each: [
+            (way, way.seconds(rate), None if way is ways[0] else way.pays_below(ways[0]))
+            for way in ways
+        ]
+        for each, ways in found.items()
+    }
+
+
+def link_json(rows: dict[int, list[Row]]) -> list[dict[str, Any]]:
+    """Return ``rows`` as values for JSON."""
+    return [
+        {
+            "stage": stage,
+            "way": way.name,
+            "bytes": way.nbytes,
+            "seconds": seconds,
+            "coding": way.coding,
+            "pays_below": below,
+        }
+        for stage, ways in rows.items()
+        for way, seconds, below in ways
+    ]
+
+
+def link_table(rows: dict[int, list[Row]], ranks: int, link: str) -> Table:
+    table = Table(
+        title=f"{ranks} ranks, each with a link of {rate_in_units(parse_rate(link))}: a step sends",
+        caption="Per rank and step, if nothing is computed meanwhile; with the seconds that "
+        "putting elements into few bits takes on this machine. Below the last column's speed a "
+        "step is shorter than a dense one.",
+    )
+    for name in ("stage", "how", "bytes", "of dense", "seconds", "pays below"):
+        table.add_column(name, justify="left" if name == "how" else "right")
+    for stage, ways in rows.items():
+        dense = ways[0][0].nbytes
+        for way, seconds, below in ways:
+            table.add_row(
+                str(stage),
+                way.name,
+                in_units(way.nbytes),
+                f"{way.nbytes / dense:.2f}" if dense else "",
+                f"{seconds:.3g}",
+                "" if way is ways[0][0] else "never" if below is None else rate_in_units(below),
+            )
     return table

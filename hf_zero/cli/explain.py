@@ -1,4 +1,6 @@
-"""``hf-zero explain``: a configuration as hf-zero reads it, with the source of every value."""
+"""``hf-zero explain``: a configuration as hf-zero reads it, with the source of every value, and
+``hf-zero schema``: the keys of a configuration, for editors.
+"""
 
 from __future__ import annotations
 
@@ -42,3 +44,20 @@ def explain(
     for row in rows:
         table.add_row(row.key, "-" if row.value is None else str(row.value), row.source, row.note)
     print_table(table)
+
+
+def schema(
+    table: Annotated[
+        bool, typer.Option("--table", help="A Markdown table of the keys instead.")
+    ] = False,
+) -> None:
+    """Print the JSON schema of a configuration, with which an editor checks and completes its keys.
+
+    Example: hf-zero schema > hf-zero.schema.json
+    """
+    from hf_zero.config import schema as keys
+
+    if table:
+        typer.echo(keys.table())
+        return
+    print_json(keys.json_schema())

@@ -9,10 +9,10 @@ from typing import Any, Literal, NamedTuple
 
 from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS
 from hf_zero.config.keys import KEYS
-from hf_zero.config.monitors import SECRETS
 from hf_zero.config.provenance import SourcedDict, flattened, is_written
 from hf_zero.config.reading import AUTO, ConfigReading
 from hf_zero.config.rows import Status
+from hf_zero.config.sections import SECRETS
 
 Unset = Literal["omit", "default"]
 

@@ -24,7 +24,6 @@ from hf_zero.config.kinds import (
     integer,
     number,
 )
-from hf_zero.config.monitors import CometSection, CsvSection, TensorBoardSection, WandbSection
 from hf_zero.config.offload import AioSection, OffloadOptimizer, OffloadParam
 from hf_zero.config.parallelism import (
     EXPERT_PARALLEL,
@@ -50,14 +49,18 @@ from hf_zero.config.sections import (
     AutocastSection,
     Bf16Section,
     CheckpointSection,
+    CometSection,
     CommsLoggerSection,
     CompileSection,
     CompressedCommunication,
+    CsvSection,
     FlopsProfilerSection,
     Fp16Section,
     LocoSection,
     OptimizerConfig,
     SchedulerConfig,
+    TensorBoardSection,
+    WandbSection,
     ZeroSection,
 )
 from hf_zero.config.techniques import (

@@ -32,7 +32,7 @@ from hf_zero.errors import (
     UnscalableLossError,
 )
 from hf_zero.initialize import data_loader
-from hf_zero.parallel.tensor.configured import readers
+from hf_zero.parallel.tensor.model import readers
 from hf_zero.techniques.registry import follow
 from hf_zero.zero.access.consolidate import whole_state_dict
 from hf_zero.zero.reduce.losses import Fp16LossScaler

@@ -23,7 +23,7 @@ from hf_zero.deepspeed.tables.engine import ENGINE_LEFT_OUT
 from hf_zero.deepspeed.zero_config import ZERO, DeepSpeedZeroConfig
 from hf_zero.distributed.process_group import backend_for
 from hf_zero.engine import Engine
-from hf_zero.parallel.tensor.configured import readers
+from hf_zero.parallel.tensor.model import readers
 from hf_zero.techniques.layer_drop import KEY as LAYER_DROP
 from hf_zero.techniques.layer_drop import LayerDrop
 from hf_zero.techniques.registry import TrainingTechniques

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hf_zero.config import ZeroConfig
-from hf_zero.config.monitors import CometSection, CsvSection, TensorBoardSection, WandbSection
+from hf_zero.config.sections import CometSection, CsvSection, TensorBoardSection, WandbSection
 from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError
 

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError
+from hf_zero.parallel.sequence.attention import gather
 from hf_zero.parallel.sequence.batches import SequenceBatches, on_cpu, share_among_groups
-from hf_zero.parallel.sequence.exchange import gather
 from hf_zero.parallel.sequence.sequence_parallel import (
     AXIS,
     SequenceParallel,

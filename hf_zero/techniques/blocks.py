@@ -210,7 +210,7 @@ class ReturnedBefore:
 
 
 class DrawsForBlocks(ABC):
-    """What techniques have in common that draw at random for the repeated blocks of a model: a
+    """Base of techniques that draw at random for the repeated blocks of a model: a
     :class:`hf_zero.techniques.registry.Technique` but for ``install``.
     """
 

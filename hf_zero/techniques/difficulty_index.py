@@ -1,18 +1,18 @@
 """Indices of the difficulty of each sample of a dataset, in memory-mapped files beside the data.
 
-Of ``hf-zero analyze``, a folder: ``values.npy`` (the metric of each sample, by row), ``order.npy``
-(the rows by ascending value, rows of equal value by ascending row) and ``index.json``, written
-last: the metric and the identity of the data. A dataset matches the index if it has the same number
-of rows and, where its fingerprint differs (a column removed, a format set), if the rows probed in
-the header still have the same contents.
+An index of ``hf-zero analyze`` is a folder: ``values.npy`` (the metric of each sample, by row),
+``order.npy`` (the rows by ascending value, rows of equal value by ascending row) and
+``index.json``, written last: the metric and the identity of the data. A dataset matches the index
+if it has the same number of rows and, where its fingerprint differs (a column removed, a format
+set), if the rows probed in the header still have the same contents.
 
-Of DeepSpeed's data analyzer, a path that names two little-endian files. ``PATH.idx``: the bytes
-``MMIDIDX\\0\\0``, the version 1 (u64), the code of a dtype (u8), the numbers of items and of
-documents (u64 each), the number of elements in each item (i32), the offset of each (i64), documents
-(i64). ``PATH.bin``: the elements of all items, concatenated. In a metric's ``index_to_sample``,
-each item holds the samples of one value, by ascending value; in its ``index_to_metric``, that
-value. In ``index_to_sample_percentile_merged`` an item holds the samples of several values, in the
-same order.
+An index of DeepSpeed's data analyzer is a path that names two little-endian files. ``PATH.idx``:
+the bytes ``MMIDIDX\\0\\0``, the version 1 (u64), the code of a dtype (u8), the numbers of items and
+of documents (u64 each), the number of elements in each item (i32), the offset of each (i64),
+documents (i64). ``PATH.bin``: the elements of all items, concatenated. In a metric's
+``index_to_sample``, each item holds the samples of one value, by ascending value; in its
+``index_to_metric``, that value. In ``index_to_sample_percentile_merged`` an item holds the samples
+of several values, in the same order.
 """
 
 from __future__ import annotations

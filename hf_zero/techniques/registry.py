@@ -74,7 +74,9 @@ def _refuse_lengths(made: Mapping[str, Technique | None]) -> None:
 
 
 class TrainingTechniques:
-    """What ``config`` asks for; a :class:`hf_zero.zero.gather.model_patches.Techniques`."""
+    """The techniques that ``config`` asks for; a
+    :class:`hf_zero.zero.gather.model_patches.Techniques`.
+    """
 
     def __init__(self, config: ZeroConfig, others: Mapping[str, Technique] | None = None):
         """``others``: further techniques for the model, by key."""

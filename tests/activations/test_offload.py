@@ -15,9 +15,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from hf_zero.activations.host_buffers import ALIGN, Slabs
+from hf_zero.activations.host_copies import ALIGN, Plain, Slabs
 from hf_zero.activations.offload import Offload
-from hf_zero.activations.streams import Plain
 from hf_zero.errors import HostMemoryError, OffloadError
 from tests.helpers.late_transfers import Late
 

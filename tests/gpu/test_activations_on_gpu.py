@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import hf_zero
+from hf_zero.activations.host_copies import Streams
 from hf_zero.activations.offload import Offload
 from hf_zero.activations.policy import offload_of
-from hf_zero.activations.streams import Streams
 from hf_zero.config import ActivationOffload
 from hf_zero.deepspeed import activation_checkpointing
 from hf_zero.distributed.init import init_distributed

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-from hf_zero.parallel.tensor.families import FAMILIES
+from hf_zero.parallel.tensor.styles import FAMILIES
 
 VOCAB = 96
 # By the names of the fields that configurations have.

@@ -23,7 +23,7 @@ import hf_zero
 from hf_zero import _autoload
 from hf_zero.deepspeed import facade
 from hf_zero.errors import ConfigError
-from hf_zero.integrations import finder, hooks
+from hf_zero.integrations import finder
 from tests.helpers.commands import completed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,7 +55,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     others = [
         item
         for item in sys.meta_path
-        if not isinstance(item, (facade.FacadeFinder, hooks.SeamFinder))
+        if not isinstance(item, (facade.FacadeFinder, finder.SeamFinder))
     ]
     monkeypatch.setattr(sys, "meta_path", others)
     monkeypatch.delenv("HF_ZERO_BACKEND", raising=False)
@@ -82,7 +82,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def ours() -> list[Any]:
     return [
-        item for item in sys.meta_path if isinstance(item, (facade.FacadeFinder, hooks.SeamFinder))
+        item for item in sys.meta_path if isinstance(item, (facade.FacadeFinder, finder.SeamFinder))
     ]
 
 
@@ -108,7 +108,6 @@ def test_registering_imports_next_to_nothing() -> None:
         "hf_zero.deepspeed",
         "hf_zero.deepspeed.facade",
         "hf_zero.integrations.finder",
-        "hf_zero.integrations.hooks",
     }
     assert not {
         "torch",

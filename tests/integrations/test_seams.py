@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from hf_zero.integrations import hooks, seams
+from hf_zero.integrations import finder, seams
 from hf_zero.integrations.seams import Seam
 from tests.helpers.cells import in_one_item
 
@@ -41,14 +41,14 @@ def test_the_seam_is_in(seam: Seam) -> None:
 def test_each_target_is_listed_once_and_watched() -> None:
     targets = [seam.target for seam in seams.SEAMS]
     assert len(set(targets)) == len(targets)
-    assert {seam.package for seam in seams.SEAMS} <= set(hooks.WATCHED)
+    assert {seam.package for seam in seams.SEAMS} <= set(finder.WATCHED)
 
 
 def test_wrappers_live_apart_from_hugging_face() -> None:
     """They are imported in the middle of ``import accelerate``, say."""
     for home in {seam.wrapper.partition(":")[0] for seam in seams.SEAMS}:
         tree = compile(Path(importlib.import_module(home).__file__ or "").read_text(), home, "exec")
-        assert not set(hooks.WATCHED) & {name.partition(".")[0] for name in tree.co_names}
+        assert not set(finder.WATCHED) & {name.partition(".")[0] for name in tree.co_names}
 
 
 # -- the hooks, on a package of our own ------------------------------------------------------------
@@ -91,9 +91,11 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "seamed" / "parts.py").write_text(BODY.format(during="math"))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(
-        sys, "meta_path", [item for item in sys.meta_path if not isinstance(item, hooks.SeamFinder)]
+        sys,
+        "meta_path",
+        [item for item in sys.meta_path if not isinstance(item, finder.SeamFinder)],
     )
-    monkeypatch.setattr(hooks, "WATCHED", ("seamed",))
+    monkeypatch.setattr(finder, "WATCHED", ("seamed",))
     monkeypatch.setattr(
         seams,
         "SEAMS",
@@ -114,7 +116,7 @@ def parts() -> Any:
 
 
 def test_a_hook_puts_the_seams_in(package: Path) -> None:
-    hooks.install()
+    finder.install_hooks()
     module = parts()
     assert module.plain(1) == 300
     assert module.Box().open(4, deep=True) == 400
@@ -123,7 +125,7 @@ def test_a_hook_puts_the_seams_in(package: Path) -> None:
 
 
 def test_the_module_looks_untouched(package: Path) -> None:
-    hooks.install()
+    finder.install_hooks()
     module = parts()
     assert type(module.__loader__) is importlib.machinery.SourceFileLoader
     assert "exec_module" not in vars(module.__loader__)
@@ -135,14 +137,14 @@ def test_the_module_looks_untouched(package: Path) -> None:
 
 
 def test_looking_for_a_module_does_not_put_them_in(package: Path) -> None:
-    hooks.install()
+    finder.install_hooks()
     spec = importlib.util.find_spec("seamed.parts")
     assert spec is not None and "seamed.parts" not in sys.modules
     assert parts().plain(1) == 300
 
 
 def test_a_reload_puts_them_in_once(package: Path) -> None:
-    hooks.install()
+    finder.install_hooks()
     module = importlib.reload(parts())
     assert module.plain(1) == 300
     seams.apply(module)
@@ -152,25 +154,25 @@ def test_a_reload_puts_them_in_once(package: Path) -> None:
 def test_modules_imported_before_get_them_too(package: Path) -> None:
     module = parts()
     assert module.plain(1) == 3
-    hooks.install()
+    finder.install_hooks()
     assert module.plain(1) == 300
 
 
 def test_a_module_that_is_still_running_gets_them_later(package: Path) -> None:
     (package / "parts.py").write_text(BODY.format(during="seamed.installer"))
     (package / "installer.py").write_text(
-        "from hf_zero.integrations import hooks\nhooks.install()\n"
+        "from hf_zero.integrations import finder\nfinder.install_hooks()\n"
     )
     module = parts()
     assert module.plain(1) == 3
-    hooks.apply_late()
+    finder.apply_late()
     assert module.plain(1) == 300
 
 
 def test_the_next_import_of_the_library_catches_up(package: Path) -> None:
     (package / "parts.py").write_text(BODY.format(during="seamed.installer"))
     (package / "installer.py").write_text(
-        "from hf_zero.integrations import hooks\nhooks.install()\n"
+        "from hf_zero.integrations import finder\nfinder.install_hooks()\n"
     )
     module = parts()
     importlib.import_module("seamed.other")
@@ -178,7 +180,7 @@ def test_the_next_import_of_the_library_catches_up(package: Path) -> None:
 
 
 def test_a_missing_module_is_still_missing(package: Path) -> None:
-    hooks.install()
+    finder.install_hooks()
     (package / "parts.py").unlink()
     with pytest.raises(ModuleNotFoundError, match=r"seamed\.parts"):
         parts()
@@ -186,7 +188,7 @@ def test_a_missing_module_is_still_missing(package: Path) -> None:
 
 def test_a_static_method_stays_one(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seams, "SEAMS", (seam("seamed.parts:Box.still", "(width)"),))
-    hooks.install()
+    finder.install_hooks()
     assert parts().Box.still(2) == parts().Box().still(2) == 200
     seams.apply(parts())
     assert parts().Box.still(2) == 200
@@ -204,7 +206,7 @@ def test_a_symbol_that_is_gone_is_named(
     package: Path, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(seams, "SEAMS", (seam("seamed.parts:Box.close", "(self)"),))
-    hooks.install()
+    finder.install_hooks()
     parts()
     assert "seamed.parts:Box.close is gone" in warnings.text
     assert "Install seamed>=1" in warnings.text
@@ -214,6 +216,6 @@ def test_a_signature_that_changed_is_named(
     package: Path, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(seams, "SEAMS", (seam("seamed.parts:plain", "(a)"),))
-    hooks.install()
+    finder.install_hooks()
     assert parts().plain(1) == 300
     assert "seamed.parts:plain takes (a, b=2), hf-zero was read against (a)" in warnings.text

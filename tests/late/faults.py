@@ -21,7 +21,7 @@ from unittest import mock
 from tests.late import absences, device, pipelines, training
 
 import torch  # isort: skip
-from hf_zero.activations import streams as transfers  # isort: skip
+from hf_zero.activations import host_copies as transfers  # isort: skip
 from torch.distributed.pipelining import schedules  # isort: skip
 from hf_zero.zero.gather import schedule  # isort: skip
 from hf_zero.offload import gradient_offload, update, update_gathers  # isort: skip
@@ -275,13 +275,13 @@ FAULTS: dict[str, Fault] = {
         ALL_ONCE, left_out("synchronize", "update.py _run"), COPIES
     ),
     "an activation is copied before it is there": Fault(
-        ACTIVATIONS, left_out("wait", "streams.py send"), COPIES
+        ACTIVATIONS, left_out("wait", "host_copies.py send"), COPIES
     ),
     "an activation is brought before its memory is free": Fault(
-        ACTIVATIONS, left_out("wait", "streams.py bring"), COPIES
+        ACTIVATIONS, left_out("wait", "host_copies.py bring"), COPIES
     ),
     "an activation is used before it is back": Fault(
-        ACTIVATIONS, left_out("wait", "streams.py use"), COPIES
+        ACTIVATIONS, left_out("wait", "host_copies.py use"), COPIES
     ),
     "an activation is given back under its copy": Fault(
         ACTIVATIONS, replaced(transfers.Streams, "leave", _nothing), COPIES

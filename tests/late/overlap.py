@@ -21,7 +21,7 @@ import torch  # isort: skip
 import hf_zero  # isort: skip
 from hf_zero.offload import update, update_gathers  # isort: skip
 from hf_zero.offload import sub_group_update  # isort: skip
-from hf_zero.parallel.tensor import shared_inputs  # isort: skip
+from hf_zero.parallel.tensor import axis  # isort: skip
 
 # A block computes for about twenty times as long as its gather, its copies or its update take. The
 # host launches at no cost.
@@ -180,7 +180,7 @@ def sums(rank: int, world: int) -> dict[str, Any]:
 
 def sums_alone(rank: int, world: int) -> dict[str, Any]:
     """The same where no gradient of a weight is computed beside them."""
-    with mock.patch.object(shared_inputs.SharedInputs, "_beside", lambda *_: None):
+    with mock.patch.object(axis.SharedInputs, "_beside", lambda *_: None):
         return sums(rank, world)
 
 

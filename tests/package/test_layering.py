@@ -77,7 +77,6 @@ INTEGRATIONS = [
         "checkpoint_folders",
         "engine_teardown",
         "deepspeed.facade",
-        "hooks",
         "finder",
         "datasets",
         "fused",

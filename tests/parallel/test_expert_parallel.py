@@ -17,11 +17,9 @@ from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.parallel.expert import model as expert_model
-from hf_zero.parallel.expert.axis import expert_axis
-from hf_zero.parallel.expert.dispatch import Routes, run_experts
-from hf_zero.parallel.expert.marks import is_expert_parameter
+from hf_zero.parallel.expert.dispatch import Routes, _Kept, run_experts
+from hf_zero.parallel.expert.marks import expert_axis, is_expert_parameter
 from hf_zero.parallel.expert.moe_layer import MoE
-from hf_zero.parallel.expert.recomputed import _Kept
 from hf_zero.zero.layout.sharding import sharding_of
 from tests.helpers import oracle
 from tests.helpers.engines import config_of, start, train_on_threads

@@ -17,8 +17,7 @@ from torch import nn
 import hf_zero
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import init_parallel
-from hf_zero.parallel.pipeline.layers import LayerSpec
-from hf_zero.parallel.pipeline.module import PipelineModule
+from hf_zero.parallel.pipeline.module import LayerSpec, PipelineModule
 from hf_zero.zero.layout.flat_layout import ALIGNMENT
 from tests.helpers.cells import fast
 from tests.helpers.processes import run_processes, say

@@ -23,8 +23,7 @@ import hf_zero
 from hf_zero.config import TiledMlpSection
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.sequence import attention, batches
-from hf_zero.parallel.sequence.distributed_attention import DistributedAttention
-from hf_zero.parallel.sequence.documents import Documents
+from hf_zero.parallel.sequence.attention import DistributedAttention, Documents
 from hf_zero.parallel.sequence.tiled_mlp import TiledMlps
 from tests.helpers import oracle
 from tests.helpers.dropout import dropout_by

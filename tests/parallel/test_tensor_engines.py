@@ -17,7 +17,7 @@ import hf_zero
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.parallel import alike, cutting
-from hf_zero.parallel.tensor import axis, shared_inputs
+from hf_zero.parallel.tensor import axis
 from hf_zero.parallel.tensor import model as tensor_model
 from hf_zero.zero.access.consolidate import whole_state_dict
 from hf_zero.zero.layout.sharding import sharding_of
@@ -176,8 +176,8 @@ def _first_part_for_all(patch):
 
 
 def _inputs_not_summed(patch):
-    patch.setattr(shared_inputs, "copy_to", lambda x, axis, name, beside: x)
-    patch.setattr(shared_inputs.SharedInputs, "_beside", lambda *_: None)
+    patch.setattr(axis, "copy_to", lambda x, axis, name, beside: x)
+    patch.setattr(axis.SharedInputs, "_beside", lambda *_: None)
 
 
 def _outputs_not_summed(patch):

@@ -17,9 +17,7 @@ import hf_zero
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError, NotBuiltError, RankMismatchError
 from hf_zero.parallel.tensor import agreement, axis
-from hf_zero.parallel.tensor.axis import TensorAxis
-from hf_zero.parallel.tensor.shared_inputs import SharedInputs
-from hf_zero.parallel.tensor.weight_gradients import WeightGradients
+from hf_zero.parallel.tensor.axis import SharedInputs, TensorAxis, WeightGradients
 from hf_zero.zero.layout import wrap
 from hf_zero.zero.layout.sharding import sharding_of
 from tests.helpers.cells import fast

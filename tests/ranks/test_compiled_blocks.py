@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import hf_zero
-from hf_zero.activations import sdpa as attention
+from hf_zero.activations import policy as attention
 from hf_zero.errors import ConfigError
 from tests.helpers import oracle
 from tests.helpers.cells import fast

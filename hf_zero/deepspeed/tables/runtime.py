@@ -258,8 +258,7 @@ RUNTIME = (
     module(
         "deepspeed.runtime.pipe",
         "Pipeline parallelism.",
-        names(PIPELINE + ".module", "PipelineModule"),
-        names(PIPELINE + ".layers", "LayerSpec TiedLayerSpec"),
+        names(PIPELINE + ".module", "LayerSpec PipelineModule TiedLayerSpec"),
         names(PIPELINE + ".topology", "ProcessTopology"),
     ),
     module(
@@ -271,8 +270,7 @@ RUNTIME = (
     module(
         "deepspeed.runtime.pipe.module",
         "Its layers.",
-        names(PIPELINE + ".module", "PipelineModule"),
-        names(PIPELINE + ".layers", "LayerSpec TiedLayerSpec"),
+        names(PIPELINE + ".module", "LayerSpec PipelineModule TiedLayerSpec"),
         names("hf_zero.errors", "PipelineError"),
     ),
     module(
@@ -293,9 +291,9 @@ RUNTIME = (
         "Its ranks.",
         names(
             PIPELINE + ".topology",
-            "PipeDataParallelTopology PipeModelDataParallelTopology ProcessTopology",
+            "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid "
+            "ProcessTopology",
         ),
-        names(PIPELINE + ".grid", "PipelineParallelGrid"),
     ),
     module("deepspeed.runtime.sequence_parallel", "Sequence parallelism."),
     module(
@@ -316,7 +314,7 @@ RUNTIME = (
     module(
         "deepspeed.sequence.layer",
         "Sequence parallelism by attention heads.",
-        names("hf_zero.parallel.sequence.distributed_attention", "DistributedAttention"),
+        names("hf_zero.parallel.sequence.attention", "DistributedAttention"),
         left_out(
             INTERNAL,
             "post_all2all pre_all2all_fun apply_rotary_pos_emb uneven_heads_all2all "
@@ -332,8 +330,7 @@ RUNTIME = (
             "CheckOverflow call_to_str clip_grad_norm_ get_weight_norm has_inf_or_nan "
             "move_to_device prefix_sum_inc",
         ),
-        names(PIPELINE + ".layers", "set_random_seed"),
-        names(PIPELINE + ".partition", "partition_balanced partition_uniform"),
+        names(PIPELINE + ".module", "partition_balanced partition_uniform set_random_seed"),
         names(".runtime_utils", "PartitionedTensor"),
         names("contextlib", "noop_context=nullcontext"),
         left_out("use move_to_device", "copy_to_device"),

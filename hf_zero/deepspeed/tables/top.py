@@ -326,8 +326,7 @@ TOP = (
     module(
         "deepspeed.pipe",
         "Pipeline parallelism.",
-        names(PIPELINE + ".module", "PipelineModule"),
-        names(PIPELINE + ".layers", "LayerSpec TiedLayerSpec"),
+        names(PIPELINE + ".module", "LayerSpec PipelineModule TiedLayerSpec"),
         classes_not_built(NO_DUALPIPE, "DualPipeVModule"),
     ),
     module(

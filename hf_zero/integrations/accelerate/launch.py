@@ -1,31 +1,23 @@
 """Start of ZeRO ranks: wrappers of ``accelerate launch`` (parser, validation, launchers) and of
-``TrainingArguments``, which detects ranks started by srun or mpirun; values and sources of the
-configuration that a rank is given: files, presets, the launcher's file or command.
+``TrainingArguments``, which detects ranks started by srun or mpirun.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-from hf_zero.config import PRESETS, ZeroConfig
-from hf_zero.config.accelerate_yaml import PASSED_ON, is_accelerate
-from hf_zero.config.files import load_file, load_text
-from hf_zero.config.keys import KEYS
-from hf_zero.config.provenance import DICT, SourcedDict, flattened
+from hf_zero.config import ZeroConfig
+from hf_zero.config.accelerate_yaml import PASSED_ON
 from hf_zero.distributed.rank_hosts import choose_interface
 from hf_zero.distributed.rendezvous import announce
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
+from hf_zero.integrations.accelerate.plugin import LAUNCH_FILE, WRITTEN
 
 STANDARD = "standard"
-LAUNCH_FILE = "HF_ZERO_LAUNCH_FILE"  # the configuration file given to accelerate launch
-LAUNCHED_BY = "HF_ZERO_LAUNCHED_BY"  # the command that wrote the options of accelerate launch
-# keys of the launcher's file that Accelerate does not pass on to the ranks, as JSON
-WRITTEN = "HF_ZERO_WRITTEN_KEYS"
 
 
 def alias_config(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,8 +53,6 @@ def _read_strictly(path: str | None) -> str:
     """
     from accelerate.commands.config import default_config_file, load_config_from_file
     from accelerate.utils import DistributedType
-
-    from hf_zero.config import ZeroConfig
 
     chosen = path or default_config_file
     if (
@@ -128,13 +118,6 @@ def prepare_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
     return prepare_deepspeed_cmd_env
 
 
-def written_keys() -> dict[str, Any]:
-    """Return the keys of the launcher's file that :func:`prepare_ranks` has passed on to this
-    rank.
-    """
-    return dict(json.loads(os.environ.get(WRITTEN, "{}")))
-
-
 def refuse_plain_launch(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``accelerate.utils.launch.prepare_simple_launcher_cmd_env``: raises ConfigError if a
     ZeRO configuration would start one unsharded process.
@@ -188,46 +171,3 @@ def zero_asked_for() -> bool:
     plugin.
     """
     return _flag(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false"))
-
-
-def mapping_of(given: Any) -> Any:
-    """Convert the argument of ``HfDeepSpeedConfig``, which copies it, to a mapping with sources;
-    other types are returned unchanged. Raises ConfigError for an invalid configuration.
-    """
-    if isinstance(given, Mapping):
-        return SourcedDict.of(given, DICT)
-    if not isinstance(given, (str, Path)):
-        return given
-    if isinstance(given, str) and (
-        given in PRESETS or not (os.path.exists(given) or {os.sep, ".", "{", "="} & {*given})
-    ):
-        # raises ConfigError, listing the presets, if it is none
-        return ZeroConfig.coerce(given, allow_auto=True, foreign=True).to_dict()
-    text = load_text(given) if isinstance(given, str) and not os.path.exists(given) else None
-    mapping = load_file(given) if text is None else text
-    label = f"config file {given}" if text is None else "config string"
-    if is_accelerate(mapping) or "stage" in mapping:
-        return ZeroConfig.from_dict(mapping, source=label, allow_auto=True, foreign=True).to_dict()
-    return SourcedDict.of(mapping, label)
-
-
-def remember_launch(config: Any) -> None:
-    """Record in ``config``, which Accelerate built from the launcher's variables, the sources of
-    its values.
-    """
-    file = os.environ.get(LAUNCH_FILE)
-    written = (
-        dict(ZeroConfig.from_file(file, allow_auto=True, foreign=True).to_dict().written)
-        if file and os.path.isfile(file)
-        else {}
-    )
-    by = os.environ.get(LAUNCHED_BY) or (
-        "accelerate launch"
-        if "ACCELERATE_DEEPSPEED_ZERO_STAGE" in os.environ
-        else "DeepSpeedPlugin"
-    )
-    for path, value in flattened(config):
-        usual = path not in KEYS or KEYS[path].changes_nothing(value)
-        if not usual and written.get(path, (None, ""))[0] != value:
-            written[path] = (value, by)
-    config.remember(written, "Accelerate")

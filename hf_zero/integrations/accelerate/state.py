@@ -14,7 +14,7 @@ from typing import Any
 
 from hf_zero.config.parallelism import TENSOR_SIZE
 from hf_zero.errors import ConfigError, NotBuiltError, RankMismatchError
-from hf_zero.integrations import finder, hooks
+from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.launch import cpu_forced, launched, zero_asked_for
 
 
@@ -68,7 +68,7 @@ def shard_on_cpu(original: Callable[..., None]) -> Callable[..., None]:
             original(self, mixed_precision, cpu, *plugins, _from_accelerator, **kwargs)
             return
         _refuse_other_parallelism(parallelism_config)
-        hooks.apply_late()
+        finder.apply_late()
         if PartialState._shared_state != {} and PartialState().backend is None and launched():
             PartialState._reset_state()  # made before ZeRO was enabled: it assumes a single process
         on_cpu = cpu or cpu_forced()

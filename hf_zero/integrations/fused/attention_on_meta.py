@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.parallel.sequence.attention import attend
-from hf_zero.parallel.sequence.documents import ALL_ROWS, Documents
+from hf_zero.parallel.sequence.attention import ALL_ROWS, Documents, attend
 
 NAME = "hf_zero_without_memory"
 _of_thread = threading.local()  # .part: this thread's (axis, tokens of a sequence)

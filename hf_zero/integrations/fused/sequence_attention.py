@@ -3,7 +3,7 @@
 
 An attention function and a mask function are registered under that name, as transformers provides
 for. In a forward over parts of sequences the mask is a list of the documents in them
-(:class:`hf_zero.parallel.sequence.documents.Documents`), which also identifies the model of the
+(:class:`hf_zero.parallel.sequence.attention.Documents`), which also identifies the model of the
 forward. Every other forward (evaluation, a copy of the model, another model with the same
 configuration) gets the masks of the core, which then computes alone.
 
@@ -26,10 +26,15 @@ from hf_zero.integrations.fused import sparse_attention as sparse
 from hf_zero.integrations.fused.replacement import Replacement
 from hf_zero.logging import log_rank0
 from hf_zero.ops.sparse_attention.layouts import HeadsOf
-from hf_zero.parallel.sequence.attention import KEY, attend, check_heads
+from hf_zero.parallel.sequence.attention import (
+    KEY,
+    Documents,
+    all_gather,
+    attend,
+    check_heads,
+    knows_positions,
+)
 from hf_zero.parallel.sequence.batches import are_counted, is_part
-from hf_zero.parallel.sequence.documents import Documents, knows_positions
-from hf_zero.parallel.sequence.exchange import all_gather
 from hf_zero.parallel.sequence.sequence_parallel import SequenceParallel
 from hf_zero.zero.gather.model_patches import Attached, outside_graphs
 

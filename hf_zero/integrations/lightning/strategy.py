@@ -29,7 +29,7 @@ from hf_zero.integrations.engine_teardown import destroy_and_restore
 from hf_zero.integrations.lightning.settings import read, resolve
 from hf_zero.integrations.transformers.loading import made_under
 from hf_zero.loading.shard_only import hold, release_holders
-from hf_zero.parallel.tensor.configured import readers
+from hf_zero.parallel.tensor.model import readers
 from hf_zero.techniques.data_sampling import (
     CurriculumSampler,
     RankBatches,

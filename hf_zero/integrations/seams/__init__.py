@@ -3,7 +3,7 @@ reason, and the signature relied on. The rows are in the files of this folder, b
 
 A seam names its target as ``module:attribute`` and its wrapper the same way. The wrapper is called
 once with the original and returns the replacement; its module is imported while the target's
-package is still being imported, so it may import nothing of Hugging Face at its top. ``hooks.py``
+package is still being imported, so it may import nothing of Hugging Face at its top. ``finder.py``
 calls ``apply`` when a target module has run. A test compares signatures and versions with the
 installed libraries: a new release that changes one fails there.
 """

@@ -129,7 +129,7 @@ SEAMS: tuple[Seam, ...] = (
         target="transformers.integrations.deepspeed:"
         "HfTrainerDeepSpeedConfig.trainer_config_process",
         signature="(self, args, auto_find_batch_size=False)",
-        wrapper="hf_zero.integrations.transformers.trainer_config:fill_from_arguments",
+        wrapper="hf_zero.integrations.transformers.trainer_route:fill_from_arguments",
         versions=TRANSFORMERS,
         why="what the ZeRO config leaves out comes from the arguments; a config without "
         "gradient_clipping silences max_grad_norm",

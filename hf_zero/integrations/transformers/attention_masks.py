@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hf_zero.integrations import finder
-from hf_zero.parallel.sequence import documents
+from hf_zero.parallel.sequence import attention as documents
 
 KNOWN = "_hf_zero_pads"  # attribute of a mask: (whether it masks anything, its _version then)
 

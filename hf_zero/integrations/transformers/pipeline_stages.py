@@ -24,8 +24,7 @@ from torch import nn
 from hf_zero.errors import ConfigError, PipelineError
 from hf_zero.integrations.transformers.loading import read_later
 from hf_zero.loading import make_pending, make_real, read_pending
-from hf_zero.parallel.pipeline.layers import training_numel
-from hf_zero.parallel.pipeline.partition import bounds_of
+from hf_zero.parallel.pipeline.module import bounds_of, training_numel
 from hf_zero.parallel.pipeline.staged import StagedModule
 from hf_zero.parallel.pipeline.topology import ProcessTopology
 from hf_zero.zero.layout.parameter import owner_of

@@ -10,8 +10,9 @@ import transformers
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
-from hf_zero.integrations.accelerate.launch import LAUNCH_FILE, zero_asked_for
-from hf_zero.integrations.transformers.trainer_config import read, refuse_contradictions
+from hf_zero.integrations.accelerate.launch import zero_asked_for
+from hf_zero.integrations.accelerate.plugin import LAUNCH_FILE
+from hf_zero.integrations.transformers.trainer_route import read, refuse_contradictions
 
 
 @dataclass(repr=False)

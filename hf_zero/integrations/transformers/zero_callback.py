@@ -19,7 +19,7 @@ from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
-from hf_zero.integrations.transformers.trainer_config import ZeroConfigLike, read
+from hf_zero.integrations.transformers.trainer_route import ZeroConfigLike, read
 from hf_zero.logging import log_rank0
 
 MEBIBYTE = 2**20

@@ -3,7 +3,9 @@
 Rank r of an expert axis of n ranks holds experts r E/n to (r + 1) E/n - 1. Each (token, expert)
 pair is sent without padding; the ranks first exchange the row counts, which the host reads once per
 layer and forward. The backward sends gradients along the same routes, and a recomputation in it
-reuses the routes of its forward (hf_zero/parallel/expert/recomputed.py).
+reuses the routes of its forward: it sends rows to the same ranks, without communication and without
+reading from the device. A token whose gates round differently the second time thus changes no
+shape.
 """
 
 from __future__ import annotations
@@ -14,12 +16,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from hf_zero.distributed.collectives import MeshDim
+from hf_zero.zero.gather.model_patches import Stateless
 
 # Computes [n, hidden] from rows [n, hidden], the index of each row's expert among this rank's
 # experts [n], and the number of rows of each of these experts.
 RunExperts = Callable[[torch.Tensor, torch.Tensor, Sequence[int]], torch.Tensor]
+
+KEPT = "_hf_zero_routes"  # attribute of expert modules: the :class:`_Kept` of their routes
+_SEVERAL = object()  # mark of a module that one forward called more than once: routes ambiguous
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,3 +160,40 @@ def _on_host(sent: torch.Tensor, arriving: torch.Tensor) -> list[list[int]]:
     ranks, experts = arriving.shape
     starts = range(ranks, len(numbers), experts)
     return [numbers[:ranks], *(numbers[start : start + experts] for start in starts)]
+
+
+class RoutesOfForwards(Stateless):
+    """Technique of one engine: keep the routes of ``modules`` by forward."""
+
+    def __init__(self, modules: Sequence[nn.Module]):
+        self._modules = list(modules)
+
+    def install(self, engine: Any) -> None:
+        for module in self._modules:
+            module.__dict__[KEPT] = _Kept(engine.backward_pass.hooks)
+
+    def remove(self) -> None:
+        for module in self._modules:
+            module.__dict__.pop(KEPT, None)
+        self._modules = []
+
+
+class _Kept:
+    """The routes of one module, by forward. Copies and pickles of it start empty."""
+
+    def __init__(self, hooks: Any = None):
+        self._hooks = hooks
+
+    def __reduce__(self) -> Any:
+        return _Kept, ()
+
+    def __call__(self, find: Callable[[], Routes]) -> Routes:
+        forward = None if self._hooks is None else self._hooks.forward_at_work
+        if forward is None:
+            return find()
+        held = forward.drawn.get(self)
+        if torch._C._current_graph_task_id() != -1:  # inside a backward: a recomputation
+            return held if isinstance(held, Routes) else find()
+        found = find()
+        forward.drawn[self] = found if held is None else _SEVERAL
+        return found

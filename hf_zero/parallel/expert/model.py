@@ -18,11 +18,9 @@ from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.cutting import HoldsParts, cut
-from hf_zero.parallel.expert.axis import AXIS, expert_axis, expert_dims
-from hf_zero.parallel.expert.dispatch import run_experts
-from hf_zero.parallel.expert.marks import mark
+from hf_zero.parallel.expert.dispatch import KEPT, RoutesOfForwards, run_experts
+from hf_zero.parallel.expert.marks import AXIS, expert_axis, expert_dims, mark
 from hf_zero.parallel.expert.moe_layer import MOELayer
-from hf_zero.parallel.expert.recomputed import KEPT, RoutesOfForwards
 from hf_zero.parallel.tensor.layers import is_sharded, put_on, take_off
 from hf_zero.zero.layout.sharding import Sharding, set_sharding, sharding_of
 

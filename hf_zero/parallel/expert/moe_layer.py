@@ -16,9 +16,8 @@ from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.parallel_dims import check_size
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.parallel.expert import routing
-from hf_zero.parallel.expert.dispatch import run_experts
+from hf_zero.parallel.expert.dispatch import KEPT, run_experts
 from hf_zero.parallel.expert.marks import mark
-from hf_zero.parallel.expert.recomputed import KEPT
 from hf_zero.parallel.expert.routing import Capacity, Routing
 
 NOISE = (None, "Jitter", "RSample")

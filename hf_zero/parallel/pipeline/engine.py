@@ -1,9 +1,12 @@
-"""Engine of a pipeline: a step is ``train_batch``, over all micro-batches of a window."""
+"""Engine of a pipeline: a step is ``train_batch``, over all micro-batches of a window.
+
+Configurations that a pipeline does not support are refused before anything is created.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn, TypeVar
 
@@ -14,15 +17,17 @@ from torch.utils._pytree import tree_flatten
 from hf_zero.config import ZeroConfig
 from hf_zero.device.pinned import upload
 from hf_zero.distributed.mesh import Mesh
+from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import get_parallel
-from hf_zero.errors import ConfigError, PipelineError, RankMismatchError
+from hf_zero.errors import ConfigError, PipelineError, RankMismatchError, UnmanagedWindowError
 from hf_zero.logging import logger
 from hf_zero.parallel.alike import Calls, differing, hash_of
-from hf_zero.parallel.pipeline.grid import PipelineParallelGrid
+from hf_zero.parallel.expert.moe_layer import MOELayer
 from hf_zero.parallel.pipeline.rank_stages import PipelineRun, Stage
 from hf_zero.parallel.pipeline.stage_messages import StageMessages
-from hf_zero.parallel.pipeline.staged import StagedModule
-from hf_zero.parallel.pipeline.tied import TiedParameters, mark_tied
+from hf_zero.parallel.pipeline.staged import StagedModule, TiedParameters, mark_tied
+from hf_zero.parallel.pipeline.topology import PipelineParallelGrid
+from hf_zero.parallel.sequence.attention import KEY
 from hf_zero.zero.layout.engine_plan import EnginePlan, ExtensionsOf
 from hf_zero.zero.layout.tree import map_tensors
 from hf_zero.zero.training_engine import TrainingEngine
@@ -384,3 +389,77 @@ def pipelined(engine_class: type[E]) -> type[E]:
         told = {"__doc__": PipelineTraining.__doc__, "__module__": engine_class.__module__}
         _made[engine_class] = type("PipelineEngine", (PipelineTraining, engine_class), told)
     return _made[engine_class]
+
+
+def check_uncut(config: ZeroConfig, module: StagedModule) -> None:
+    """Raise ConfigError if ``config``, the job or layers of ``module`` spread over ranks what the
+    stages have already separated, or what is not built with a pipeline: layers, experts, sequences.
+    """
+    if next(module.parameters(), None) is None:
+        raise ConfigError(
+            f"stage {module.stage_id} of {module.num_stages} of the pipeline has no parameters; "
+            "choose num_stages or partition_method so that each has some"
+        )
+    size, groups = config.tensor_parallel.size, get_parallel()
+    dims = ParallelDims() if groups is None else groups.dims
+    if size > 1:
+        raise ConfigError(
+            f"tensor_parallel.autotp_size is {size}, and the model is cut into stages already; "
+            f"call hf_zero.tensor_parallel(model, {size}) before pipeline_stages(model, "
+            f"{module.num_stages}), and remove the key"
+        )
+    layers = [each.ep_size for each in module.modules() if isinstance(each, MOELayer)]
+    experts = max(config.expert_parallel.size, dims.expert, *layers, 1)
+    if experts > 1:
+        raise ConfigError(
+            f"experts are spread over {experts} ranks (expert_parallel.autoep_size, ep_size), and "
+            "the model is a pipeline; leave each expert whole in its stage (ep_size=1, without "
+            "the section), or train the whole model without stages"
+        )
+    readers = max(config.sequence_parallel_size, dims.sequence)
+    if readers > 1:
+        raise ConfigError(
+            f"{KEY} is {readers}, and the model is a pipeline, whose stages read whole sequences; "
+            "remove it and hf_zero.sequence_parallel, or train the whole model without stages, at "
+            "ZeRO stage 3"
+        )
+
+
+def check_pipeline(
+    config: ZeroConfig, module: StagedModule, techniques: Collection[str], one_bit: bool
+) -> None:
+    """Raise ConfigError for features that the engine of ``module`` does not support: ZeRO beyond
+    stage 1, ``techniques`` (keys of the enabled ones), a one-bit optimizer, a schedule for another
+    number of stages per rank. Raise UnmanagedWindowError if the script is to end accumulation
+    windows itself. Set the interval of ``pipeline.activation_checkpoint_interval`` on ``module``.
+    """
+    if not config.managed_gradient_accumulation:
+        raise UnmanagedWindowError(
+            "managed_gradient_accumulation is false, which is not supported with pipeline "
+            "parallelism: train_batch runs all micro-batches of a step; remove the key"
+        )
+    if config.stage > 1:
+        raise ConfigError(
+            f"zero_optimization.stage is {config.stage}, and the model is a pipeline: stages 2 "
+            "and 3 reduce gradients in the backward of every micro-batch, where stage 1 does once "
+            "a step; set stage to 1, or 0"
+        )
+    if techniques:
+        raise ConfigError(
+            f"{', '.join(techniques)} change what a forward does, and in a pipeline a rank sees a "
+            "part of it; remove them, or train without a pipeline"
+        )
+    if one_bit:
+        raise ConfigError(
+            "the optimizer sends its momentum in one bit over all ranks, which hold different "
+            "layers in a pipeline; use Adam, AdamW or another one that reduces gradients"
+        )
+    if config.pipeline.activation_checkpoint_interval:
+        set_interval: Any = getattr(module, "set_checkpoint_interval", None)
+        if set_interval is None:
+            raise ConfigError(
+                "pipeline.activation_checkpoint_interval is for a PipelineModule; recompute the "
+                "blocks of this model with activation_checkpointing.blocks"
+            )
+        set_interval(config.pipeline.activation_checkpoint_interval)
+    config.pipeline.schedule_for(module.stages_per_rank)

@@ -1,28 +1,26 @@
-"""``PipelineModule``: a list of layers divided into the stages of a pipeline."""
+"""``PipelineModule``: a list of layers divided into the stages of a pipeline, by number, parameters
+or class, and layers that are built only by the rank whose stage holds them.
+"""
 
 from __future__ import annotations
 
+import math
+import random
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
-from hf_zero.parallel.pipeline.grid import PipelineParallelGrid
-from hf_zero.parallel.pipeline.layers import (
-    LayerSpec,
-    TiedLayerSpec,
-    name_of_layer,
-    set_random_seed,
-    training_numel,
-)
-from hf_zero.parallel.pipeline.partition import bounds_of
 from hf_zero.parallel.pipeline.staged import StagedModule
-from hf_zero.parallel.pipeline.topology import ProcessTopology
+from hf_zero.parallel.pipeline.topology import PipelineParallelGrid, ProcessTopology
 
 _recompute = partial(checkpoint, use_reentrant=False)
 
@@ -194,3 +192,176 @@ class PipelineModule(StagedModule):
     def set_checkpoint_interval(self, interval: int) -> None:
         """Recompute ``interval`` layers together from now on; 0: none."""
         self.activation_checkpoint_interval = interval
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed Python's, numpy's and torch's generators."""
+    random.seed(seed)
+    numpy.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)
+
+
+class LayerSpec:
+    """Specification of a layer, built later as ``typename(*module_args, **module_kwargs)``."""
+
+    def __init__(self, typename: Callable[..., nn.Module], *module_args: Any, **module_kwargs: Any):
+        if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
+            raise ConfigError(
+                f"LayerSpec({typename!r}) needs a class of torch.nn.Module; pass a function as a "
+                "layer by itself, without LayerSpec"
+            )
+        self.typename: type[nn.Module] = typename
+        self.module_args = module_args
+        self.module_kwargs = module_kwargs
+
+    def __repr__(self) -> str:
+        given = [*map(repr, self.module_args)]
+        given += [f"{name}={value!r}" for name, value in self.module_kwargs.items()]
+        return f"{self.typename.__name__}({', '.join(given)})"
+
+    def build(self, log: bool = False) -> nn.Module:
+        return self.typename(*self.module_args, **self.module_kwargs)
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer that shares its parameters with all others of the same ``key``; if these are on
+    several stages, the engine sums their gradients. ``forward_fn(module, inputs)`` replaces its
+    forward.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        typename: Callable[..., nn.Module],
+        *module_args: Any,
+        forward_fn: Callable[[nn.Module, Any], Any] | None = None,
+        tied_weight_attr: str | Sequence[str] = ("weight",),
+        **module_kwargs: Any,
+    ):
+        """``tied_weight_attr``: the weights that DeepSpeed would tie; here the whole module is."""
+        super().__init__(typename, *module_args, **module_kwargs)
+        self.key = key
+        self.forward_fn = forward_fn
+        self.tied_weight_attr = (
+            [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
+        )
+
+
+def name_of_layer(layer: Any) -> str:
+    """Return the class name of a layer, or the name of a function."""
+    if isinstance(layer, LayerSpec):
+        return layer.typename.__name__
+    if isinstance(layer, nn.Module):
+        return type(layer).__name__
+    return str(getattr(layer, "__name__", type(layer).__name__))
+
+
+def training_numel(layer: Any) -> int:
+    """Return the number of trainable parameter elements of ``layer``; a layer that is not built yet
+    is built on the meta device.
+    """
+    if isinstance(layer, LayerSpec):
+        with torch.device("meta"):
+            layer = layer.build()
+    if not isinstance(layer, nn.Module):
+        return 0
+    return sum(p.numel() for p in layer.parameters() if p.requires_grad)
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """Return the first index of each part of ``num_items``, and the end. Sizes differ by at most
+    one; the first parts are the larger ones.
+    """
+    size, rest = divmod(num_items, num_parts)
+    return [part * size + min(part, rest) for part in range(num_parts + 1)]
+
+
+def partition_balanced(weights: Sequence[int], num_parts: int) -> list[int]:
+    """Return the first index of each part of a list, and its end, such that the heaviest part is as
+    light as possible, and then the lightest part as heavy as possible.
+    """
+    sums = [0, *accumulate(weights)]
+    low, high = max(weights, default=0), sums[-1]
+    while low < high:
+        middle = (low + high) // 2
+        if len(_packed(sums, middle)) - 1 <= num_parts:
+            high = middle
+        else:
+            low = middle + 1
+    return _even(sums, num_parts, low)
+
+
+def _even(sums: Sequence[int], num_parts: int, most: int) -> list[int]:
+    """Return the bounds of parts of at most ``most`` whose lightest is as heavy as possible."""
+    ends = range(len(sums))
+    # by end: the weight of the lightest part so far, and the first index of the last part
+    lightest: list[list[tuple[float, int]]] = [[(math.inf if end == 0 else -1, 0) for end in ends]]
+    for _ in range(num_parts):
+        before = lightest[-1]
+        lightest.append(
+            [
+                max(
+                    (min(before[at][0], sums[end] - sums[at]), at)
+                    for at in range(end + 1)
+                    if sums[end] - sums[at] <= most
+                )
+                for end in ends
+            ]
+        )
+    bounds = [len(sums) - 1]
+    for row in reversed(lightest[1:]):
+        bounds.append(row[bounds[-1]][1])
+    return bounds[::-1]
+
+
+def _packed(sums: Sequence[int], most: int) -> list[int]:
+    """Return the bounds of parts filled greedily, each up to ``most``."""
+    parts = [0]
+    for item in range(1, len(sums)):
+        if sums[item] - sums[parts[-1]] > most:
+            parts.append(item - 1)
+    return [*parts, len(sums) - 1]
+
+
+def bounds_of(method: str, parts: int, names: Sequence[str], numels: Sequence[int]) -> list[int]:
+    """Return the first index of each of the ``parts`` of a list of layers, and its end. ``names``:
+    classes of the layers. ``numels``: trainable parameter elements of each layer.
+
+    ``method``: "uniform" balances the number of layers, "parameters" that of their parameters,
+    "type:regex" that of the layers whose class matches the expression, ignoring case. Raises
+    ConfigError for another method, an expression without a match, and fewer layers than parts.
+    """
+    if len(names) < parts:
+        raise ConfigError(
+            f"a pipeline of {parts} stages over {len(names)} layers leaves stages empty; make "
+            "num_stages smaller, or the layers finer"
+        )
+    kind, _, expression = method.partition(":")
+    kind = kind.lower()
+    if kind == "uniform":
+        return partition_uniform(len(names), parts)
+    if kind == "parameters":
+        weights = list(numels)
+    elif kind == "type" and expression:
+        weights = [int(bool(re.search(expression, name, re.IGNORECASE))) for name in names]
+        if not any(weights):
+            raise ConfigError(
+                f"partition_method {method!r} matches none of the layers "
+                f"({', '.join(dict.fromkeys(names))}); name one of their classes"
+            )
+    else:
+        raise ConfigError(
+            f'partition_method is {method!r}; it is "uniform", "parameters" or "type:regex"'
+        )
+    return _filled(partition_balanced(weights, parts))
+
+
+def _filled(bounds: list[int]) -> list[int]:
+    """Return ``bounds`` with at least one layer per part; weightless layers may leave some
+    empty.
+    """
+    for part in range(1, len(bounds) - 1):
+        bounds[part] = max(bounds[part], bounds[part - 1] + 1)
+    for part in range(len(bounds) - 2, 0, -1):
+        bounds[part] = min(bounds[part], bounds[part + 1] - 1)
+    return bounds

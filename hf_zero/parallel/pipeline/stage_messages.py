@@ -293,7 +293,9 @@ def _header(activations: Activations, single: bool) -> torch.Tensor:
 def _announced(
     numbers: Sequence[int],
 ) -> tuple[list[Shape | None], tuple[bool, ...], bool]:
-    """What a header announces, which of it requires grad, whether it is one tensor."""
+    """Return the shapes that a header announces, whether each requires grad, and whether it is one
+    tensor rather than several.
+    """
     left = iter(numbers)
     count, single = next(left), bool(next(left))
     found: list[Shape | None] = []

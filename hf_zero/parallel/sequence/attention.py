@@ -1,24 +1,47 @@
 """Attention over sequences that are split among ranks: each rank computes some of the heads over
 all tokens, and the outputs return to the ranks of their tokens.
+
+[Note: exchange]
+All-to-alls between sequence-parallel ranks change the split dimension: tokens, or heads (Ulysses,
+arXiv 2309.14509). They are differentiable; the backward is the inverse exchange.
+``DistributedAttention`` does so around a model's own attention.
+
+[Note: documents]
+Packed sequences lie one behind another and are told apart by their position_ids, which restart in
+each. :class:`Documents` travel through a model in place of its attention mask, as a small CPU
+tensor that is an argument of every block, so that a recomputation in the backward has those of its
+own forward. An attention mask of transformers is boolean or additive; one of 4 dimensions in int32
+is ours.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable
+import threading
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 
 from hf_zero.device.pinned import upload
 from hf_zero.distributed.collectives import MeshDim
+from hf_zero.distributed.parallel_groups import get_parallel
+from hf_zero.distributed.process_group import get_world_size
 from hf_zero.errors import ConfigError
-from hf_zero.parallel.sequence.documents import Documents
-from hf_zero.parallel.sequence.exchange import gather_heads, scatter_heads
 
 KEY = "sequence_parallel_size"
+AXIS = "sequence"
 # computes [B, S, H, D] from q [B, H, S, D], k and v [B, Hkv, S, D]
 Core = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+ALL_ROWS = -1
+_of_thread = threading.local()  # .has_positions: for the mask requested last
 
 
 def attend(
@@ -115,3 +138,265 @@ def _places(
         whole = upload(torch.cat([place.flatten() for place in found]), device)
         parts = whole.split([place.numel() for place in found])
         return whole, tuple(part.view_as(place) for part, place in zip(parts, found))
+
+
+def scatter_heads(dim: MeshDim, key: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Exchange ``tensors`` [B, H, tokens of this rank, D], of one dtype, for this rank's share of
+    the heads with the tokens of all ranks: [B, H / ranks, tokens, D]. One message to each rank.
+    """
+    return _ScatterHeads.apply(dim, key, *tensors)  # type: ignore[no-any-return]
+
+
+def gather_heads(dim: MeshDim, key: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Inverse of :func:`scatter_heads`: [B, H / ranks, tokens, D] to [B, H, tokens of this rank,
+    D], laid out in memory as [B, tokens, H, D].
+    """
+    return _GatherHeads.apply(dim, key, tensor)  # type: ignore[no-any-return]
+
+
+def gather(dim: MeshDim, key: str, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """All-gather ``tensor`` differentiably; each rank's gradient is the sum over the losses of all
+    ranks.
+    """
+    return _GatherTensors.apply(dim, key, tensor)  # type: ignore[no-any-return]
+
+
+def all_gather(dim: MeshDim, key: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` of each rank, stacked: [ranks, ...]. Without gradients."""
+    own = tensor.detach().contiguous()
+    whole = own.new_empty(dim.size, *own.shape)
+    dim.all_gather([(whole.view(-1), own.view(-1))], key).wait()
+    return whole
+
+
+class _ScatterHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dim: MeshDim, key: str, *tensors: torch.Tensor) -> Any:
+        ctx.dim, ctx.key = dim, key
+        return tuple(_to_heads(dim, key, tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return None, None, *_to_tokens(ctx.dim, f"gradients of {ctx.key}", grads)
+
+
+class _GatherHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dim: MeshDim, key: str, tensor: torch.Tensor) -> Any:
+        ctx.dim, ctx.key = dim, key
+        return _to_tokens(dim, key, [tensor])[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return None, None, *_to_heads(ctx.dim, f"gradients of {ctx.key}", [grad])
+
+
+class _GatherTensors(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dim: MeshDim, key: str, tensor: torch.Tensor) -> Any:
+        ctx.dim, ctx.key = dim, key
+        parts = all_gather(dim, key, tensor).unbind()
+        if not tensor.is_floating_point():
+            ctx.mark_non_differentiable(*parts)
+        return parts
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        total = torch.stack(grads)
+        ctx.dim.all_reduce(total, f"gradients of {ctx.key}").wait()
+        return None, None, total[ctx.dim.rank]
+
+
+def _to_heads(dim: MeshDim, key: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Convert each of ``tensors`` from [B, H, s, D] to [B, H / ranks, S, D]."""
+    rows = [each.unflatten(1, (dim.size, -1)).movedim(1, 0) for each in tensors]
+    return [torch.cat(came, dim=2) for came in _swap(dim, key, rows)]
+
+
+def _to_tokens(dim: MeshDim, key: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Convert each of ``tensors`` from [B, H / ranks, S, D] to [B, H, s, D]."""
+    rows = [each.unflatten(2, (dim.size, -1)).movedim(2, 0) for each in tensors]
+    # memory layout [B, s, H, D]: modules hold the heads of a token side by side
+    return [
+        torch.cat([part.transpose(1, 2) for part in came], dim=2).transpose(1, 2)
+        for came in _swap(dim, key, rows)
+    ]
+
+
+def _swap(dim: MeshDim, key: str, rows: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
+    """Send ``rows[i][rank]`` to each rank, all in one message; return for each i the received
+    tensors in rank order.
+    """
+    flat = [each.reshape(dim.size, -1) for each in rows]
+    sent = torch.cat(flat, dim=1) if len(flat) > 1 else flat[0].contiguous()
+    sizes = [sent.shape[1]] * dim.size
+    handle, came = dim.all_to_all(sent.view(-1), sizes, sizes, key)
+    handle.wait()
+    parts = [part.split([each.shape[1] for each in flat]) for part in came.view(dim.size, -1)]
+    return [
+        tuple(part[place].view(each.shape[1:]) for part in parts) for place, each in enumerate(rows)
+    ]
+
+
+def note_positions(given: bool) -> None:
+    """Note that a model of this thread makes a mask; ``given``: whether it passed positions."""
+    _of_thread.has_positions = given
+
+
+def knows_positions() -> bool:
+    """Whether the model that creates a mask in this thread passes its position_ids, by which
+    transformers tells packed sequences apart. Some read them only in their embeddings.
+    """
+    return getattr(_of_thread, "has_positions", True)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of a batch of ``length`` tokens a row. ``spans``: (row, first token, last token
+    + 1) of each; the row :data:`ALL_ROWS` means every row. ``number``: that of the sequence
+    parallelism the batch belongs to.
+    """
+
+    number: int
+    length: int
+    spans: tuple[tuple[int, int, int], ...]
+
+    @classmethod
+    def one_a_row(cls, length: int) -> Documents:
+        """Return one document of ``length`` tokens per row, for a batch without a number so far."""
+        return cls(0, length, ((ALL_ROWS, 0, length),))
+
+    @property
+    def code(self) -> int:
+        """A 32-bit hash of length and spans; never 0."""
+        return zlib.crc32(repr((self.length, self.spans)).encode()) or 1
+
+    @classmethod
+    def of(cls, number: int, positions: torch.Tensor) -> Documents:
+        """Find the documents in ``positions`` [rows, tokens] of whole sequences. The host waits."""
+        positions = positions.cpu()
+        rows, length = positions.shape
+        begins = torch.ones(rows, length, dtype=torch.bool)
+        begins[:, 1:] = positions[:, 1:] - positions[:, :-1] != 1
+        if bool((begins == begins[0]).all()):
+            rows, begins = 1, begins[:1]
+        spans = []
+        for row in range(rows):
+            starts = [*begins[row].nonzero().flatten().tolist(), length]
+            place = ALL_ROWS if rows == 1 else row
+            spans += [(place, start, end) for start, end in itertools.pairwise(starts)]
+        return cls(number, length, tuple(spans))
+
+    @property
+    def packed(self) -> bool:
+        """Whether a row holds more than one document."""
+        return any(end - start < self.length for _, start, end in self.spans)
+
+    def by_length(self, rows: int) -> dict[int, list[int]]:
+        """Return the first token of each document, row x length + token, by document length."""
+        found = defaultdict(list)
+        for row, start, end in self.spans:
+            for each in range(rows) if row == ALL_ROWS else (row,):
+                found[end - start].append(each * self.length + start)
+        return found
+
+    def as_mask(self) -> torch.Tensor:
+        """Encode the documents as a tensor that takes the place of an attention mask."""
+        head = (self.number, self.length, len(self.spans))
+        return torch.tensor([head, *self.spans], dtype=torch.int32)[None, None]
+
+    @classmethod
+    def from_mask(cls, mask: torch.Tensor | None) -> Documents | None:
+        """Decode the result of :meth:`as_mask`; None for any other mask, or None."""
+        if mask is None or mask.dtype != torch.int32 or mask.dim() != 4:
+            return None
+        (number, length, count), *spans = mask[0, 0].tolist()
+        assert count == len(spans)
+        return cls(number, length, tuple(map(tuple, spans)))  # type: ignore[arg-type]
+
+
+class DistributedAttention(nn.Module):
+    """Run ``local_attention`` over the tokens of all sequence-parallel ranks, on this rank's share
+    of the heads (Ulysses, arXiv 2309.14509). Its forward is collective over these ranks.
+
+    Args:
+        local_attention: called with query, key and value of whole sequences, and the further
+            arguments of the forward.
+        sequence_process_group: the group of ``hf_zero.sequence_parallel(size)``, called before.
+            None: that of the job; without sequence parallelism nothing is exchanged.
+        scatter_idx: the dimension of the heads.
+        gather_idx: the dimension of the tokens: 0 of [tokens, batch, heads, D], 1 of [batch,
+            tokens, heads, D].
+        sp_stream: accepted; collectives have streams of their own.
+
+    Raises:
+        ConfigError: another group.
+    """
+
+    def __init__(
+        self,
+        local_attention: Callable[..., torch.Tensor],
+        sequence_process_group: Any = None,
+        scatter_idx: int = 2,
+        gather_idx: int = 0,
+        sp_stream: Any = None,
+    ):
+        super().__init__()
+        self.local_attn = local_attention
+        self.scatter_idx, self.gather_idx = scatter_idx, gather_idx
+        groups = get_parallel()
+        own = None if groups is None else groups.group(AXIS)
+        if sequence_process_group not in (None, own) and get_world_size(sequence_process_group) > 1:
+            raise ConfigError(
+                "DistributedAttention(sequence_process_group=...) is not the group of this job's "
+                "sequence-parallel ranks; call hf_zero.sequence_parallel(size), which makes it, "
+                "and pass its .group, or None"
+            )
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch_dim_idx: int | None = None,
+        rotary_pos_emb: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Return the attention output for this rank's tokens, laid out like ``query``;
+        ``local_attention`` may merge the last two dimensions of its output, heads and D.
+
+        ``batch_dim_idx`` is accepted: the batch is the dimension that is neither heads nor tokens.
+        Key and value heads that do not divide among the ranks are repeated. Raises ConfigError for
+        query heads that do not, for queries of other than four dimensions, and for
+        ``rotary_pos_emb``.
+        """
+        if rotary_pos_emb is not None:
+            raise ConfigError(
+                "DistributedAttention was given rotary_pos_emb; rotate queries and keys before, "
+                "by the positions that this rank's tokens have in the whole sequence"
+            )
+        if query.dim() != 4:
+            raise ConfigError(
+                f"DistributedAttention was given queries of {query.dim()} dimensions "
+                f"{tuple(query.shape)}; make them four: the tokens, the batch, the heads, and D"
+            )
+        groups = get_parallel()
+        if groups is None or groups.along(AXIS).size == 1:
+            return self.local_attn(query, key, value, *args, **kwargs)
+        dim = groups.along(AXIS)
+        places = self.scatter_idx, self.gather_idx
+        heads = spread_heads(dim, *(each.movedim(places, (1, 2)) for each in (query, key, value)))
+        whole = self.local_attn(*(each.movedim((1, 2), places) for each in heads), *args, **kwargs)
+        return self._tokens_of_rank(dim, whole)
+
+    def _tokens_of_rank(self, dim: MeshDim, whole: torch.Tensor) -> torch.Tensor:
+        """Convert [S, batch, H / ranks, D], or with the last two merged, to this rank's s tokens of
+        all heads.
+        """
+        joined = whole.dim() == 3
+        places = self.scatter_idx, self.gather_idx
+        # treat merged heads and D as heads of one element
+        four = (whole.unsqueeze(-1) if joined else whole).movedim(places, (1, 2))
+        own = gather_heads(dim, "attention", four).movedim((1, 2), places)
+        return own.squeeze(-1) if joined else own

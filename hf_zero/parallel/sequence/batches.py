@@ -18,9 +18,7 @@ import torch.nn.functional as F
 from hf_zero.device.pinned import upload
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.errors import ConfigError
-from hf_zero.parallel.sequence.attention import KEY
-from hf_zero.parallel.sequence.documents import Documents
-from hf_zero.parallel.sequence.exchange import all_gather
+from hf_zero.parallel.sequence.attention import KEY, Documents, all_gather
 
 # attribute of loaders: a function that returns one distributed over groups; True on the result
 SHARE = "_hf_zero_share"

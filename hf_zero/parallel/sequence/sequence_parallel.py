@@ -1,31 +1,47 @@
 """``hf_zero.sequence_parallel``: ranks that read parts of the same sequences, the cutting of their
-batches, and the mean of their losses.
+batches, and the mean of their losses; from a call, or from the configuration and the ``mpu`` of
+``initialize``.
+
+:class:`SameBatches` checks that these ranks read parts of the same batches, and finds the documents
+in them. Its numbers travel between hosts if the process group has a backend for it, so that a
+forward does not wait for the device.
 """
 
 from __future__ import annotations
 
 import importlib
 import itertools
+import logging
 import weakref
+from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
+from hf_zero.config import ZeroConfig
 from hf_zero.distributed import process_group
+from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.init import init_distributed
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import get_parallel, init_parallel
-from hf_zero.errors import ConfigError
-from hf_zero.parallel.sequence.agreement import SameBatches
-from hf_zero.parallel.sequence.attention import KEY
-from hf_zero.parallel.sequence.batches import IGNORED, SequenceBatches, cut
-from hf_zero.parallel.sequence.exchange import all_gather
+from hf_zero.errors import ConfigError, RankMismatchError
+from hf_zero.logging import log_rank0
+from hf_zero.parallel.alike import due, hash_of
+from hf_zero.parallel.sequence.attention import AXIS, KEY, Documents, all_gather
+from hf_zero.parallel.sequence.batches import IGNORED, SequenceBatches, cut, documents_of
 from hf_zero.zero.gather.model_patches import Stateless
 
-AXIS = "sequence"
 _OTHERS = ("tensor", "expert", "pipeline")
 _numbers = itertools.count(1)
 _by_number: weakref.WeakValueDictionary[int, SequenceParallel] = weakref.WeakValueDictionary()
+
+KEPT = 64  # maximum number of hashes of batches that were cut but not read yet
+_UNKNOWN = 0
+
+TOTAL = "train_batch_size"
+MICRO = "train_micro_batch_size_per_gpu"
 
 
 def sequence_parallel(
@@ -167,3 +183,146 @@ class OnModel(Stateless):
         if self._installed is not None:
             self._installed.undo()
             self._installed = None
+
+
+class SameBatches:
+    """Compare the batches whose parts the ranks along an axis read.
+
+    A part alone does not identify its batch. So the hash of some batches is kept when they are cut,
+    until a forward reads the part cut from them. Only the sizes are compared for parts that a
+    script has cut itself.
+    """
+
+    def __init__(self) -> None:
+        self._cuts = 0
+        self._known: OrderedDict[int, int] = OrderedDict()  # hash of the batch by that of the part
+
+    @staticmethod
+    def along(dim: MeshDim) -> SameBatches:
+        """Return the one instance of ``dim``, whoever cuts batches for its ranks."""
+        return _by_axis.setdefault(dim, SameBatches())
+
+    def remember(self, batch: Mapping[str, Any], part: Mapping[str, Any]) -> None:
+        """Record that this rank's part of ``batch`` is ``part``. Hashes only calls that are due."""
+        self._cuts += 1
+        if not due(self._cuts):
+            return
+        own = _hash_of_part(part)
+        if own is None:
+            return
+        whole = hash_of(
+            each
+            for _, each in sorted(batch.items())
+            if isinstance(each, torch.Tensor) and not each.is_floating_point()
+        )
+        # equal parts of different batches, such as pure padding, do not identify their batch
+        self._known[own] = whole if self._known.get(own, whole) == whole else _UNKNOWN
+        while len(self._known) > KEPT:
+            self._known.popitem(last=False)
+
+    def compare(
+        self, dim: MeshDim, positions: torch.Tensor, inputs: Mapping[str, Any]
+    ) -> Documents:
+        """Return the documents of the batch of which a forward over ``inputs`` with ``positions``
+        [rows, tokens] reads a part. Collective along ``dim``; all its ranks raise RankMismatchError
+        if their batches differ.
+
+        Positions that a script has created or changed are gathered and read; the host waits for
+        them.
+        """
+        documents = documents_of(positions)
+        whole = _UNKNOWN
+        if self._known:
+            whole = self._known.pop(_hash_of_part(inputs) or _UNKNOWN, _UNKNOWN)
+        code = _UNKNOWN if documents is None else documents.code
+        own = torch.tensor([*positions.shape, whole, code], device=dim.host_messages_on)
+        *sizes, batches, codes = all_gather(dim, "sizes of batches", own).T.tolist()
+        shapes = [list(shape) for shape in zip(*sizes)]
+        ranks, count = dim.ranks, dim.size
+        these = (
+            f"ranks {', '.join(map(str, ranks))}, which share sequences "
+            f"({KEY} = {count}), were given parts of"
+        )
+        if any(shape != shapes[0] for shape in shapes):
+            raise RankMismatchError(
+                f"{these} {shapes} tokens; let each have as many of the same batch, as "
+                "hf_zero.sequence_parallel().shard(batch) cuts them"
+            )
+        if any(len({*each} - {_UNKNOWN}) > 1 for each in (batches, codes)):
+            alike = count * (ranks[1] - ranks[0])  # including tensor-parallel ranks
+            raise RankMismatchError(
+                f"{these} different batches; read data as rank // {alike} of ranks // {alike} "
+                f"(DistributedSampler(data, world_size // {alike}, rank // {alike})), or let each "
+                "rank read its own and iterate hf_zero.sequence_parallel().batches(loader), which "
+                "cuts those of all of them in turn"
+            )
+        if documents is None or _UNKNOWN in codes:
+            parts = all_gather(dim, "position_ids", positions)
+            return Documents.of(0, parts.transpose(0, 1).flatten(1))
+        return documents
+
+
+_by_axis: weakref.WeakKeyDictionary[MeshDim, SameBatches] = weakref.WeakKeyDictionary()
+
+
+def _hash_of_part(part: Mapping[str, Any]) -> int | None:
+    tokens, positions = part.get("input_ids"), part.get("position_ids")
+    if not isinstance(tokens, torch.Tensor) or not isinstance(positions, torch.Tensor):
+        return None
+    return hash_of((tokens, positions))
+
+
+def sequence_of(config: ZeroConfig, mpu: Any) -> tuple[ZeroConfig, SequenceParallel | None]:
+    """Return ``config`` with the size that it or ``mpu`` gives, and the sequence parallelism of the
+    job, or None. Collective.
+
+    A train batch size beside an ``mpu`` is computed anew: Accelerate computes it from the sizes of
+    its own ParallelismConfig, which may not match the number of ranks. Raises ConfigError if the
+    two contradict each other.
+    """
+    written = config.sequence_parallel_size
+    if not isinstance(mpu, SequenceParallel):
+        return config, sequence_parallel(written) if written > 1 else None
+    if written not in (1, mpu.size):
+        raise ConfigError(
+            f"{KEY} = {written} ({config.sources[KEY]}) contradicts the mpu of {mpu.size} ranks "
+            "that initialize was given; remove one of them"
+        )
+    _refuse_former_groups(mpu)
+    config = config.override({KEY: mpu.size}, "the mpu of initialize")
+    micro, steps = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    if config.train_batch_size is not None and micro is not None and steps is not None:
+        total = micro * steps * (process_group.get_world_size() // mpu.size)
+        if total != config.train_batch_size:
+            log_rank0(
+                f"{TOTAL} = {config.train_batch_size} ({config.sources[TOTAL]}) is taken for "
+                f"{total}: {MICRO} x gradient_accumulation_steps x (ranks / {KEY})",
+                logging.WARNING,
+            )
+            config = config.without(TOTAL)
+    return config, mpu if mpu.size > 1 else None
+
+
+def _refuse_former_groups(mpu: SequenceParallel) -> None:
+    """Raise ConfigError if other parallelism, set up after ``mpu``, has changed its groups'
+    ranks.
+    """
+    groups = get_parallel()
+    if groups is not None and groups.along("sequence").ranks != mpu.dim.ranks:
+        raise ConfigError(
+            "hf_zero.sequence_parallel was called before this job became tensor or "
+            "pipeline parallel, which has moved the ranks that share a sequence; call it "
+            "afterwards, as after hf_zero.tensor_parallel(model, size)"
+        )
+
+
+def check_model(model: nn.Module, sequence: SequenceParallel | None) -> None:
+    """Raise ConfigError for a model with unsupported attention, before anything is created."""
+    groups = get_parallel()
+    if sequence is not None:
+        attention_of_models().check(model, sequence.size, groups.dims.tensor if groups else 1)
+
+
+def on_model(sequence: SequenceParallel | None) -> dict[str, OnModel]:
+    """Return the techniques for an engine to install on its model for sequence parallelism."""
+    return {} if sequence is None else {KEY: OnModel(sequence)}

@@ -12,9 +12,15 @@ from torch import nn
 
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.tensor import layers
-from hf_zero.parallel.tensor.families import FAMILIES
 from hf_zero.parallel.tensor.layers import is_sharded
-from hf_zero.parallel.tensor.styles import KEY_VALUE_HEADS, WHOLE, LayerStyle, style_of, takes
+from hf_zero.parallel.tensor.styles import (
+    FAMILIES,
+    KEY_VALUE_HEADS,
+    WHOLE,
+    LayerStyle,
+    style_of,
+    takes,
+)
 from hf_zero.zero.layout.sharding import WHOLE as WHOLE_OF_ALL
 from hf_zero.zero.layout.sharding import sharding_of
 

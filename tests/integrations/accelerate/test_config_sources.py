@@ -12,7 +12,7 @@ import pytest
 from hf_zero.config import ZeroConfig
 from hf_zero.config.explaining import written
 from hf_zero.errors import ConfigError
-from hf_zero.integrations.accelerate.launch import LAUNCH_FILE, LAUNCHED_BY
+from hf_zero.integrations.accelerate.plugin import LAUNCH_FILE, LAUNCHED_BY
 
 accelerate = pytest.importorskip("accelerate")
 

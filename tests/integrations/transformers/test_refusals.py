@@ -24,7 +24,7 @@ from transformers import (
 
 import hf_zero
 from hf_zero.errors import CheckpointError, ConfigError, PartitionError
-from hf_zero.integrations.transformers.trainer_config import refuse_full_eval
+from hf_zero.integrations.transformers.trainer_route import refuse_full_eval
 
 
 def bert() -> BertForMaskedLM:
