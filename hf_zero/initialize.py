@@ -40,7 +40,7 @@ from hf_zero.optim.one_bit import as_sent, one_bit_of
 from hf_zero.parallel.expert.model import on_model, spread_experts
 from hf_zero.parallel.pipeline.engine import check_pipeline, check_uncut, pipelined
 from hf_zero.parallel.pipeline.staged import StagedModule, make_parallel_for
-from hf_zero.parallel.sequence import sequence_parallel as configured
+from hf_zero.parallel.sequence import sequence_parallel
 from hf_zero.parallel.tensor.model import as_configured, ranks_of_a_stage, readers
 from hf_zero.planning import check_on_all_ranks
 from hf_zero.techniques.data_sampling import (
@@ -156,7 +156,9 @@ def initialize_as(
     loader: Any = data_loader(training_data, collate_fn, settings)
     if loader is not None and sequence is not None:
         loader = sequence.batches(loader)
-    techniques = TrainingTechniques(settings, {**configured.on_model(sequence), **on_model(model)})
+    techniques = TrainingTechniques(
+        settings, {**sequence_parallel.on_model(sequence), **on_model(model)}
+    )
     follow(techniques, getattr(loader, "data_sampler", None))
     if isinstance(model, StagedModule):
         one_bit = one_bit_of(settings, made)
@@ -216,10 +218,10 @@ def _prepare(model: nn.Module, settings: ZeroConfig, mpu: Any) -> tuple[ZeroConf
     settings = as_configured(model, settings)
     spread_experts(model, settings)
     # after as_configured and spread_experts, which may regroup the ranks that share a sequence
-    settings, sequence = configured.sequence_of(settings, mpu)
+    settings, sequence = sequence_parallel.sequence_of(settings, mpu)
     if mpu is not None and sequence is None and not isinstance(model, StagedModule):
         check_mpu(mpu, process_group.get_world_size())
-    configured.check_model(model, sequence)
+    sequence_parallel.check_model(model, sequence)
     choose = settings.kernels == "auto"
     if choose:
         settings = settings.on_device(kind_for_auto(process_group.default_device()))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hf_zero.integrations import finder
-from hf_zero.parallel.sequence import attention as documents
+from hf_zero.parallel.sequence.attention import note_positions
 
 KNOWN = "_hf_zero_pads"  # attribute of a mask: (whether it masks anything, its _version then)
 
@@ -50,7 +50,7 @@ def drop_whole_masks(original: Callable[..., Any]) -> Callable[..., Any]:
         encoder_hidden_states: Any = None,
     ) -> Any:  # fmt: skip
         pads = known_padding(attention_mask)
-        documents.note_positions(position_ids is not None)
+        note_positions(position_ids is not None)
         early, mask, packed, q_length, kv_length, q_offset, kv_offset = original(
             config,
             inputs_embeds,
