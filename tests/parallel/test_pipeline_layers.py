@@ -23,13 +23,11 @@ from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import ConfigError, PipelineError, RankMismatchError, UnmanagedWindowError
 from hf_zero.parallel.expert.moe_layer import MoE
 from hf_zero.parallel.pipeline import stage_messages
-from hf_zero.parallel.pipeline.topology import PipelineParallelGrid
-from hf_zero.parallel.pipeline.module import LayerSpec, TiedLayerSpec
-from hf_zero.parallel.pipeline.module import PipelineModule
-from hf_zero.parallel.pipeline.module import bounds_of
+from hf_zero.parallel.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec, bounds_of
 from hf_zero.parallel.pipeline.stage_messages import StageMessages
 from hf_zero.parallel.pipeline.topology import (
     PipeDataParallelTopology,
+    PipelineParallelGrid,
     PipeModelDataParallelTopology,
     ProcessTopology,
 )
