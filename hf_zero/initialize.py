@@ -51,9 +51,8 @@ from hf_zero.techniques.data_sampling import (
 )
 from hf_zero.techniques.quantized_linears import quantize_linears
 from hf_zero.techniques.registry import TrainingTechniques, follow
-from hf_zero.zero.layout.leaf_modules import mark_configured
 from hf_zero.zero.layout.shared_memory import Tied, tie_shared_memory, without_tied
-from hf_zero.zero.layout.wrap import PERSISTENCE
+from hf_zero.zero.layout.wrap import PERSISTENCE, mark_configured
 
 E = TypeVar("E", bound=Engine)
 

@@ -20,7 +20,7 @@ from hf_zero.zero.backward import AccumulationWindow, Backward, Counters
 from hf_zero.zero.extensions import Extensions
 from hf_zero.zero.gather.model_patches import Override, Patches, Techniques, refuse_foreign_step
 from hf_zero.zero.layout.engine_plan import EnginePlan, ExtensionsOf
-from hf_zero.zero.layout.making_mesh import make_mesh, plan_on_this_rank
+from hf_zero.zero.layout.materialize import make_mesh, plan_on_this_rank
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.sharded_model import ShardedModel, retire_flats, take_native_threads
 from hf_zero.zero.state_bytes import bytes_by_tier, state_bytes

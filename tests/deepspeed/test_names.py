@@ -32,7 +32,7 @@ from hf_zero.errors import (
 )
 from hf_zero.optim.adam_lion import Lion
 from hf_zero.optim.elementwise import check
-from hf_zero.zero.layout import leaf_modules
+from hf_zero.zero.layout import wrap
 from tests.helpers.late_transfers import Late
 
 # -- devices ---------------------------------------------------------------------------------------
@@ -395,18 +395,18 @@ def test_options_that_are_not_built_say_so(build: Callable[..., Any], named: str
 @pytest.mark.parametrize("wanted", [nn.ReLU, "ReLU"])
 def test_leaf_modules_are_marked_and_found(wanted: type | str) -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
-    assert leaf_modules.set_z3_leaf_modules(model, [wanted]) == [model[1]]
-    assert leaf_modules.get_z3_leaf_modules(model) == [model[1]]
-    assert leaf_modules.z3_leaf_module(model[1]) and not leaf_modules.z3_leaf_module(model[0])
-    assert leaf_modules.unset_z3_leaf_modules(model, [wanted]) == [model[1]]
-    assert leaf_modules.get_z3_leaf_modules(model) == []
+    assert wrap.set_z3_leaf_modules(model, [wanted]) == [model[1]]
+    assert wrap.get_z3_leaf_modules(model) == [model[1]]
+    assert wrap.z3_leaf_module(model[1]) and not wrap.z3_leaf_module(model[0])
+    assert wrap.unset_z3_leaf_modules(model, [wanted]) == [model[1]]
+    assert wrap.get_z3_leaf_modules(model) == []
 
 
 def test_a_leaf_that_is_not_in_the_model_is_named() -> None:
     model = nn.Sequential(nn.Linear(1, 1))
     with pytest.raises(ConfigError, match=r"no module of Sequential is one of \['ReLU'\]"):
-        leaf_modules.set_z3_leaf_modules(model, [nn.ReLU])
-    assert leaf_modules.set_z3_leaf_modules(model, [nn.ReLU], raise_if_not_found=False) == []
+        wrap.set_z3_leaf_modules(model, [nn.ReLU])
+    assert wrap.set_z3_leaf_modules(model, [nn.ReLU], raise_if_not_found=False) == []
 
 
 # -- copies ----------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from hf_zero.deepspeed import (
 from hf_zero.errors import ConfigError, HostMemoryError, NotBuiltError, PartitionError
 from hf_zero.parallel.pipeline import module as partition
 from hf_zero.planning.estimate import estimate
-from hf_zero.zero.layout.leaf_modules import mark_configured
+from hf_zero.zero.layout.wrap import mark_configured
 
 # -- accelerator and operators ---------------------------------------------------------------------
 

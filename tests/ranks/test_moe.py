@@ -11,8 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from hf_zero.zero.layout.leaf_modules import get_z3_leaf_modules, set_z3_leaf_modules
-from hf_zero.zero.layout.wrap import find_units
+from hf_zero.zero.layout.wrap import find_units, get_z3_leaf_modules, set_z3_leaf_modules
 from tests.helpers import oracle
 from tests.helpers.engines import OnEngine, config_of, start, train_on_threads
 from tests.helpers.models import HIDDEN, features, seeded, tokens

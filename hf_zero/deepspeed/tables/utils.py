@@ -42,7 +42,7 @@ ACCESS: tuple[Row, ...] = (
 )
 LEAVES: tuple[Row, ...] = (
     *names(
-        "hf_zero.zero.layout.leaf_modules",
+        "hf_zero.zero.layout.wrap",
         "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules "
         "set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix unset_z3_leaf_modules "
         "z3_leaf_module",

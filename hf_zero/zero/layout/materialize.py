@@ -1,22 +1,30 @@
-"""Construction of the units of an engine from its plan: flat buffers, their memory, and rank 0's
-values cut into the shards of all ranks.
+"""Construction of an engine from its plan: the mesh, and the units with their flat buffers, memory
+and first values, which are rank 0's cut into the shards of all ranks.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import nn
 
+from hf_zero.config import ZeroConfig
 from hf_zero.device.host_limits import release_freed
+from hf_zero.distributed.flat_mesh import MeshOptions
 from hf_zero.distributed.mesh import Mesh
-from hf_zero.distributed.world_group import raise_on_all_ranks
-from hf_zero.errors import PartitionError, RankMismatchError
+from hf_zero.distributed.parallel_dims import ParallelDims
+from hf_zero.distributed.parallel_groups import get_parallel
+from hf_zero.distributed.process_group import default_device, get_rank, get_world_size
+from hf_zero.distributed.world_group import get_world_group, raise_on_all_ranks
+from hf_zero.errors import ConfigError, PartitionError, RankMismatchError
 from hf_zero.offload.placement import Placement
-from hf_zero.zero.layout import attributes
-from hf_zero.zero.layout.engine_plan import EnginePlan
+from hf_zero.zero.layout import attributes, engine_plan
+from hf_zero.zero.layout.engine_plan import EnginePlan, ExtensionsOf
 from hf_zero.zero.layout.flat_buffer import EngineFlats, FlatBuffer
 from hf_zero.zero.layout.flat_memory import FlatMemory
 from hf_zero.zero.layout.initial_values import (
@@ -32,6 +40,66 @@ from hf_zero.zero.layout.precision import CASTABLE
 from hf_zero.zero.layout.sharding import sharding_of
 from hf_zero.zero.layout.unit import State, Unit
 from hf_zero.zero.layout.wrap import UnitSpec
+
+
+def plan_on_this_rank(
+    model: nn.Module,
+    settings: ZeroConfig,
+    optimizer: torch.optim.Optimizer | None,
+    extensions_of: ExtensionsOf,
+    keeps_dtypes: bool = False,
+) -> EnginePlan:
+    """Return the plan of an engine of this rank of the running job; see
+    :func:`hf_zero.zero.layout.engine_plan.plan`.
+    """
+    parallel = get_parallel()
+    dims = ParallelDims(get_world_size()) if parallel is None else parallel.dims
+    return engine_plan.plan(
+        model,
+        settings,
+        dims,
+        optimizer,
+        extensions_of=extensions_of,
+        rank=get_rank(),
+        device=default_device(),
+        keeps_dtypes=keeps_dtypes,
+    )
+
+
+def make_mesh(plan: EnginePlan) -> Mesh:
+    """Return the mesh for the engine of ``plan`` (collective over all ranks of the job)."""
+    settings, extensions, parallel = plan.settings, plan.extensions, get_parallel()
+    cuts = set(plan.axes)
+    if plan.dims.splits_model:
+        # pipeline stages may hold other kinds, and every rank takes part in making process groups
+        every = get_world_group().all_gather_object(sorted(cuts), "how parameters are cut")
+        cuts = set(itertools.chain.from_iterable(every))
+    hierarchical = extensions.hierarchical
+    options = MeshOptions(
+        settings.offload_optimizer.on and plan.policy.gathers_after_step,
+        extensions.node,
+        _ranks_of_a_host(plan.shards, hierarchical) if hierarchical else 1,
+        tuple(sorted(cuts)),
+    )
+    return Mesh(plan.shards, plan.device, settings.timeout, options, parallel)
+
+
+def _ranks_of_a_host(shards: int, key: str) -> int:
+    """Return the number of ranks per host, 1 if one host has all ``shards`` ranks that share a copy
+    (collective over all ranks of the job); ``key`` asks for it.
+    """
+    world = get_world_group()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size()))
+    each = set(world.all_gather_object(here, "ranks of each host"))
+    if shards <= min(each):
+        return 1
+    if len(each) > 1 or shards % min(each):
+        raise ConfigError(
+            f"{key} needs the same number of ranks on each host, of which the {shards} that share "
+            f"one copy are a multiple; hosts have {', '.join(map(str, sorted(each)))}: choose "
+            "another number of ranks for a copy, or remove the key"
+        )
+    return min(each)
 
 
 def materialize(plan: EnginePlan, mesh: Mesh, placement: Placement) -> list[Unit]:
