@@ -71,7 +71,7 @@ print("@" + json.dumps({"seconds": time.perf_counter() - started, "import_second
     "output_bytes": sum(entry.stat().st_size for entry in files)}))
 """
 OURS = (
-    "import huggingface_hub.serialization; from hf_zero.checkpoint import , convert_checkpoint"
+    "import huggingface_hub.serialization; from hf_zero.checkpoint import convert_checkpoint",
     "convert_checkpoint(source, target, dtype or None, size, workers=WORKERS)",
 )
 THEIRS = (
