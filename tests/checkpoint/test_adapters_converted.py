@@ -62,10 +62,8 @@ def saved(folder: Path, model: Any, **options: Any) -> Any:
 
 
 def same_folders(ours: Path, theirs: Path) -> None:
-    got, want = (
-        load_file(ours / "adapter_model.safetensors"),
-        load_file(theirs / "adapter_model.safetensors"),
-    )
+    got = load_file(ours / "adapter_model.safetensors")
+    want = load_file(theirs / "adapter_model.safetensors")
     assert set(got) == set(want)
     assert all(
         got[name].dtype == want[name].dtype and torch.equal(got[name], want[name]) for name in want

@@ -12,11 +12,9 @@ from hf_zero.config import ZeroConfig
 from hf_zero.config.kernels import AUTO, NAMES
 from hf_zero.errors import ConfigError, NotBuiltError
 
-TOTAL, MICRO, STEPS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-)
+TOTAL = "train_batch_size"
+MICRO = "train_micro_batch_size_per_gpu"
+STEPS = "gradient_accumulation_steps"
 SMALL = st.integers(1, 64)
 
 

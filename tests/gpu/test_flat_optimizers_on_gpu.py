@@ -88,10 +88,8 @@ def test_adamw_is_torch_s_fused_step(numel, tensors, grad_dtype, record_property
         at += size
     tiles = Tiles.cut(pieces, DEVICE)
     mean, square = torch.zeros_like(master), torch.zeros_like(master)
-    copy, steps = (
-        torch.zeros(numel, dtype=torch.bfloat16, device=DEVICE),
-        torch.zeros(2, device=DEVICE),
-    )
+    copy = torch.zeros(numel, dtype=torch.bfloat16, device=DEVICE)
+    steps = torch.zeros(2, device=DEVICE)
     rows = [RowSettings(1e-2, weight_decay=0.1), RowSettings(3e-3, weight_decay=0.0)]
     divisor = torch.full((), 1.7, device=DEVICE)
     for _ in range(STEPS):
@@ -145,10 +143,8 @@ def test_the_norm_is_that_of_fp64(dtype, record_property):
     parts = [*buffer.split(lengths(buffer.numel(), 300))]
     total, found = squared_norm(parts)
     exact = buffer.double().square().sum()
-    error, one_sum = (
-        abs((total / exact).item() - 1),
-        abs((buffer.float().square().sum().double() / exact).item() - 1),
-    )
+    error = abs((total / exact).item() - 1)
+    one_sum = abs((buffer.float().square().sum().double() / exact).item() - 1)
     record_property("relative error", f"{error:.1e}, of torch's fp32 sum {one_sum:.1e}")
     assert error < 1e-7 and found.item() == 0.0
     buffer[12_345_678] = float("inf")

@@ -81,10 +81,8 @@ def test_wide_models(name: str, dtype: torch.dtype) -> None:
     batch = inputs(name, device=DEVICE, rows=4, tokens=333)
     options = {"dtype": dtype, "initializer_range": 0.05, **WIDE[name], **positions}
     right = step(put(name, **options).float(), batch)[1]
-    grads, plain = (
-        step(hf_zero.optimize(put(name, **options), ALL), batch)[1],
-        step(put(name, **options), batch)[1],
-    )
+    grads = step(hf_zero.optimize(put(name, **options), ALL), batch)[1]
+    plain = step(put(name, **options), batch)[1]
     squared = [
         sum(float((found[key] - right[key]).square().sum()) for key in right)
         for found in (grads, plain)
@@ -96,10 +94,8 @@ def test_wide_models(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["llama", "bert", "gpt2", "t5", "vit"])
 def test_checkpointing_replays_the_same_dropout(name: str, reentrant: bool) -> None:
-    batch, models = (
-        inputs(name, device=DEVICE),
-        [hf_zero.optimize(put(name, dropout=True), BLOCKS) for _ in range(2)],
-    )
+    batch = inputs(name, device=DEVICE)
+    models = [hf_zero.optimize(put(name, dropout=True), BLOCKS) for _ in range(2)]
     models[1].gradient_checkpointing_enable(
         gradient_checkpointing_kwargs={"use_reentrant": reentrant}
     )

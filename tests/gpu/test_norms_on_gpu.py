@@ -91,10 +91,8 @@ def test_kernels_are_their_reference(
         True,
         norms.TINY,
     )
-    ours, expected = (
-        norms.NORM_BACKWARD.launcher()(*backward),
-        norms.NORM_BACKWARD.reference(*backward),
-    )
+    ours = norms.NORM_BACKWARD.launcher()(*backward)
+    expected = norms.NORM_BACKWARD.reference(*backward)
     for name, one, other in zip(
         ("d_total", "dx", "d_weight", "d_bias"), ours, expected, strict=True
     ):

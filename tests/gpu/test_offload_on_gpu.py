@@ -300,10 +300,8 @@ def test_offload_takes_its_state_off_the_gpu(tmp_path: Path) -> None:
 
 def test_weights_after_the_oracle_in_bf16(tmp_path: Path) -> None:
     """Llama against the plain mixed-precision loop, as on the CPU."""
-    job, plan = (
-        ArchitectureJob(ARCHITECTURES["llama"]),
-        Plan(ranks=1, steps=4, precision="bf16", clip=1.0),
-    )
+    job = ArchitectureJob(ARCHITECTURES["llama"])
+    plan = Plan(ranks=1, steps=4, precision="bf16", clip=1.0)
     exact, mixed = oracle.kept(job, Plan(ranks=1, steps=4, clip=1.0)), oracle.mixed(job, plan, 2)
     model = job.build()
     engine = start(

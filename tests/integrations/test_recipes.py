@@ -251,10 +251,8 @@ def test_two_steps_and_a_converted_model(recipe: Path, tmp_path: Path) -> None:
 def loads_for_masked_words(folder: Path, recipe: Path) -> None:
     from transformers import AutoModelForMaskedLM, AutoTokenizer
 
-    model, tokenizer = (
-        AutoModelForMaskedLM.from_pretrained(folder),
-        AutoTokenizer.from_pretrained(folder),
-    )
+    model = AutoModelForMaskedLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     text = f"The value of {tokenizer.mask_token} expression."
     assert model(**tokenizer(text, return_tensors="pt")).logits.shape[-1] == len(tokenizer)
 
@@ -262,10 +260,8 @@ def loads_for_masked_words(folder: Path, recipe: Path) -> None:
 def loads_for_text(folder: Path, recipe: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(folder),
-        AutoTokenizer.from_pretrained(folder),
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     assert model(**tokenizer("The value of", return_tensors="pt")).logits.shape[-1] == len(
         tokenizer
     )
@@ -274,10 +270,8 @@ def loads_for_text(folder: Path, recipe: Path) -> None:
 def loads_for_translation(folder: Path, recipe: Path) -> None:
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-    model, tokenizer = (
-        AutoModelForSeq2SeqLM.from_pretrained(folder),
-        AutoTokenizer.from_pretrained(folder),
-    )
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     assert (
         model.generate(
             **tokenizer("at half past six", return_tensors="pt"), max_new_tokens=2

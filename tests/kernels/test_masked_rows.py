@@ -53,10 +53,8 @@ def test_rows_without_a_place_are_counted() -> None:
 
 @pytest.mark.parametrize(("tokens", "capacity"), [(0, 0), (0, 4), (5, 0)])
 def test_nothing_to_select_or_nowhere_to_put_it(tokens: int, capacity: int) -> None:
-    hidden, labels = (
-        torch.randn(tokens, 6, requires_grad=True),
-        torch.ones(tokens, dtype=torch.int64),
-    )
+    hidden = torch.randn(tokens, 6, requires_grad=True)
+    labels = torch.ones(tokens, dtype=torch.int64)
     rows, kept, lost = select_rows(hidden, labels, capacity=capacity)
     assert rows.shape == (capacity, 6) and (kept == -100).all() and lost == tokens
     assert torch.equal(torch.autograd.grad(rows.sum(), hidden)[0], torch.zeros(tokens, 6))

@@ -102,10 +102,8 @@ def test_kernels_are_their_reference(
         True,
         norms.TINY,
     )
-    ours, expected = (
-        norms.NORM_BACKWARD.launcher()(*backward),
-        norms.NORM_BACKWARD.reference(*backward),
-    )
+    ours = norms.NORM_BACKWARD.launcher()(*backward)
+    expected = norms.NORM_BACKWARD.reference(*backward)
     for name, one, other in zip(
         ("d_total", "dx", "d_weight", "d_bias"), ours, expected, strict=True
     ):
@@ -123,12 +121,10 @@ def test_the_kernels_add_up_weights_over_programs_and_partial_sums(
 
     monkeypatch.setattr(kernels, "PROGRAMS_WHERE_INTERPRETED", 40 if rows == 700 else 3)
     monkeypatch.setattr(kernels, "tile", lambda width, *, dropout: (16, 16, 4))
-    dy, saved, weight, bias = (
-        torch.randn(rows, 10),
-        torch.randn(rows, 10),
-        torch.randn(10),
-        torch.randn(10),
-    )
+    dy = torch.randn(rows, 10)
+    saved = torch.randn(rows, 10)
+    weight = torch.randn(10)
+    bias = torch.randn(10)
     arguments = (
         dy,
         None,
@@ -159,10 +155,8 @@ def test_the_kernels_add_up_weights_over_programs_and_partial_sums(
 @pytest.mark.parametrize("shape", [(0, 8), (4, 0, 8), (3, 0)], ids=str)
 def test_nothing_in_nothing_out(checked_triton: Checked, shape: tuple[int, ...]) -> None:
     x = torch.zeros(shape, requires_grad=True)
-    weight, bias = (
-        torch.ones(shape[-1], requires_grad=True),
-        torch.ones(shape[-1], requires_grad=True),
-    )
+    weight = torch.ones(shape[-1], requires_grad=True)
+    bias = torch.ones(shape[-1], requires_grad=True)
     with checked_triton() as settings:
         y, total = norms.add_layer_norm(x, x, weight, bias)
         (y.sum() + total.sum()).backward()
@@ -325,12 +319,10 @@ def test_only_the_gradients_that_are_asked_for_are_made(checked_triton: Checked)
 
 
 def test_what_is_inverted_keeps_its_output_alone() -> None:
-    x, residual, weight, bias = (
-        torch.randn(8, 16),
-        torch.randn(8, 16),
-        torch.ones(16, requires_grad=True),
-        torch.zeros(16),
-    )
+    x = torch.randn(8, 16)
+    residual = torch.randn(8, 16)
+    weight = torch.ones(16, requires_grad=True)
+    bias = torch.zeros(16)
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(
         lambda each: kept.append(each) or each, lambda each: each
@@ -352,10 +344,8 @@ def test_a_weight_near_zero_is_where_inversion_ends(checked_triton: Checked) -> 
 
 
 def test_parts_of_different_dtypes_are_promoted_as_torch_promotes(checked_triton: Checked) -> None:
-    x, residual = (
-        torch.randn(4, 16).bfloat16().requires_grad_(),
-        torch.randn(4, 16, requires_grad=True),
-    )
+    x = torch.randn(4, 16).bfloat16().requires_grad_()
+    residual = torch.randn(4, 16, requires_grad=True)
     weight, bias = torch.ones(16, requires_grad=True), torch.zeros(16, requires_grad=True)
     y, total = norms.add_layer_norm(x, residual, weight, bias, dropout=0.5, training=True)
     assert y.dtype == total.dtype == torch.float32

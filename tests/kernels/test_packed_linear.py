@@ -126,10 +126,8 @@ def test_mixed_biases_and_autocast_take_the_plain_way():
     want = [F.linear(x, w, b) for w, b in zip(weights, [biases[0], None, biases[2]])]
     assert all(torch.allclose(g, w, atol=1e-5) for g, w in zip(got, want))
     with torch.autocast("cpu", torch.bfloat16):
-        got, want = (
-            packed_linear(x, weights, biases),
-            [F.linear(x, w, b) for w, b in zip(weights, biases)],
-        )
+        got = packed_linear(x, weights, biases)
+        want = [F.linear(x, w, b) for w, b in zip(weights, biases)]
     assert all(
         g.dtype == torch.bfloat16 and torch.allclose(g, w, atol=0.1) for g, w in zip(got, want)
     )

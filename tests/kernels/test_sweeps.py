@@ -78,10 +78,8 @@ def test_the_largest_finite_numbers_are_finite(isa: str) -> None:
 def test_cast(isa: str, source: torch.dtype, target: torch.dtype) -> None:
     for numel in SIZES:
         guarded = Guarded(offset=1)
-        x, out = (
-            guarded(torch.randn(numel).mul(100).to(source)),
-            guarded(torch.zeros(numel, dtype=target)),
-        )
+        x = guarded(torch.randn(numel).mul(100).to(source))
+        out = guarded(torch.zeros(numel, dtype=target))
         for scale in (1.0, 0.37):
             cast(out, x, scale)
             assert torch.equal(out, (x.float() * scale).to(target))

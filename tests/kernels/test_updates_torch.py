@@ -51,11 +51,9 @@ def test_adam(
         gradients(),
     )
     master = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
-    mean, square, largest = (
-        torch.zeros(NUMEL),
-        torch.zeros(NUMEL),
-        torch.zeros(NUMEL) if amsgrad else None,
-    )
+    mean = torch.zeros(NUMEL)
+    square = torch.zeros(NUMEL)
+    largest = torch.zeros(NUMEL) if amsgrad else None
     for step, gradient in enumerate(gradients(), 1):
         settings = {
             **common,
@@ -74,10 +72,8 @@ def test_lion(isa: str) -> None:
     theirs, state = trajectory(
         lambda p: Lion(p, lr=1e-2, weight_decay=0.1, foreach=False), gradients()
     )
-    master, mean = (
-        torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)),
-        torch.zeros(NUMEL),
-    )
+    master = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
+    mean = torch.zeros(NUMEL)
     for gradient in gradients():
         lion(master, gradient, mean, lr=1e-2, beta1=0.9, beta2=0.99, weight_decay=0.1)
     assert close(master, theirs) and close(mean, state["exp_avg"])
@@ -88,10 +84,8 @@ def test_adagrad(isa: str) -> None:
     theirs, state = trajectory(
         lambda p: torch.optim.Adagrad(p, foreach=False, fused=False, **common), gradients()
     )
-    master, total = (
-        torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)),
-        torch.zeros(NUMEL),
-    )
+    master = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
+    total = torch.zeros(NUMEL)
     for step, gradient in enumerate(gradients(), 1):
         adagrad(master, gradient, total, step=step, **common)
     assert close(master, theirs) and close(total, state["sum"])
@@ -109,10 +103,8 @@ def test_sgd(isa: str, nesterov: bool) -> None:
     theirs, state = trajectory(
         lambda p: torch.optim.SGD(p, foreach=False, fused=False, **common), gradients()
     )
-    master, buffer = (
-        torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)),
-        torch.zeros(NUMEL),
-    )
+    master = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0))
+    buffer = torch.zeros(NUMEL)
     for step, gradient in enumerate(gradients()):
         sgd(master, gradient, buffer, first_step=step == 0, **common)
     assert close(master, theirs) and close(buffer, state["momentum_buffer"])

@@ -129,15 +129,13 @@ def build(family: str, checkpointed: bool) -> Any:
     import transformers as hf
 
     torch.manual_seed(0)
-    layers, wide = (
-        LAYERS[family],
-        {
-            "vocab_size": VOCAB,
-            "hidden_size": 32,
-            "num_hidden_layers": LAYERS[family],
-            "num_attention_heads": 4,
-        },
-    )
+    layers = LAYERS[family]
+    wide = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "num_hidden_layers": LAYERS[family],
+        "num_attention_heads": 4,
+    }
     plain = {
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,

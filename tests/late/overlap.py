@@ -52,12 +52,10 @@ def update_on_its_own_lane(waits: bool) -> Iterator[None]:
     wanted: set[Any] = set()
     begun: dict[Any, float] = {}
     over: dict[Any, float] = {}
-    submit, run, finish, apply = (
-        update.Updater._submit,
-        update.Updater._run,
-        update.Updater.finish,
-        sub_group_update.Update.run,
-    )
+    submit = update.Updater._submit
+    run = update.Updater._run
+    finish = update.Updater.finish
+    apply = sub_group_update.Update.run
 
     def submit_at(self: Any, chosen: Any, units: Any) -> None:
         begun.update(dict.fromkeys(units, timeline.host_now()))
@@ -205,10 +203,8 @@ def _updates(ran: list[timeline.Ran]) -> dict[str, Any]:
 def main() -> None:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device.configure("eager")
-    clipped, at_once = (
-        "stage 2, optimizer on the host",
-        "stage 3, all on the host, updated in the backward",
-    )
+    clipped = "stage 2, optimizer on the host"
+    at_once = "stage 3, all on the host, updated in the backward"
     hops = "stage 3, gathers in two hops, one micro-batch"
     over_hosts = {
         "in two hops, prefetched": lambda: gathers(40_000, rank, world, hops),

@@ -51,9 +51,7 @@ def test_the_hosts_update_runs_beside_the_device(cases: dict[str, dict[str, Any]
     assert waited["seconds"] > 0 and waited["beside forward"] == waited["beside backward"] == 0, (
         "the measure sees none"
     )
-    clipped, at_once = (
-        cases["updates beside the next forward"],
-        cases["updates beside the backward"],
-    )
+    clipped = cases["updates beside the next forward"]
+    at_once = cases["updates beside the backward"]
     assert clipped["beside forward"] > 0.5 * clipped["seconds"]
     assert at_once["beside backward"] > 0.5 * at_once["seconds"]

@@ -157,8 +157,6 @@ def test_a_recipe_trains_without_a_report(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["cifar10", "gpt2"])  # the others have dropout
 def test_a_recipe_has_the_losses_of_cpu_ranks(name: str, tmp_path: Path) -> None:
     launch.needs_the_device()
-    late, cpu = (
-        run(name, tmp_path / "late", as_cuda=True),
-        run(name, tmp_path / "cpu", as_cuda=False),
-    )
+    late = run(name, tmp_path / "late", as_cuda=True)
+    cpu = run(name, tmp_path / "cpu", as_cuda=False)
     assert late == pytest.approx(cpu, rel=CLOSE)

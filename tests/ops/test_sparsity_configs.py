@@ -152,11 +152,9 @@ def test_a_sequence_shorter_than_the_pattern_is_attended_to_whole(attention: str
 
 
 def test_equal_configurations_are_one_and_do_not_change() -> None:
-    one, same, other = (
-        BigBirdSparsityConfig(2),
-        BigBirdSparsityConfig(2),
-        BigBirdSparsityConfig(2, block=32),
-    )
+    one = BigBirdSparsityConfig(2)
+    same = BigBirdSparsityConfig(2)
+    other = BigBirdSparsityConfig(2, block=32)
     assert one == same == copy.deepcopy(one) == pickle.loads(pickle.dumps(one))
     assert hash(one) == hash(same)
     assert one != other

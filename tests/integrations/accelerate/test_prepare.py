@@ -105,10 +105,8 @@ def test_an_optimizer_apart_from_its_model_is_refused_on_ranks(
     kind: str, ranks: int, refused: bool
 ) -> None:
     accelerator()  # ZeRO is hf-zero's here
-    prepare, taken = (
-        refuse_optimizer_apart(lambda self, optimizer, device_placement: optimizer),
-        torch.optim.SGD(stack().parameters()),
-    )
+    prepare = refuse_optimizer_apart(lambda self, optimizer, device_placement: optimizer)
+    taken = torch.optim.SGD(stack().parameters())
     of = SimpleNamespace(distributed_type=DistributedType(kind), num_processes=ranks)
     with (
         pytest.raises(PartitionError, match=r"prepare_optimizer\(SGD\) .*prepare both in one call")

@@ -58,10 +58,8 @@ def test_each_kernel_alone(name: str, kernel: str) -> None:
 def test_evaluation_is_that_of_the_model(name: str) -> None:
     batch = inputs(name)
     with torch.no_grad():
-        right, out = (
-            build(name).eval()(**batch),
-            hf_zero.optimize(build(name), [*BLOCKS, "loss"]).eval()(**batch),
-        )
+        right = build(name).eval()(**batch)
+        out = hf_zero.optimize(build(name), [*BLOCKS, "loss"]).eval()(**batch)
     torch.testing.assert_close(out.logits, right.logits, rtol=1e-4, atol=1e-4)
 
 
@@ -142,10 +140,8 @@ def test_fused_dropout_is_dropout(name: str) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "bert", "gpt2", "t5", "vit"])
 def test_checkpointing_replays_the_same_dropout(name: str, reentrant: bool) -> None:
-    batch, models = (
-        inputs(name),
-        [hf_zero.optimize(build(name, dropout=True), BLOCKS) for _ in range(2)],
-    )
+    batch = inputs(name)
+    models = [hf_zero.optimize(build(name, dropout=True), BLOCKS) for _ in range(2)]
     models[1].gradient_checkpointing_enable(
         gradient_checkpointing_kwargs={"use_reentrant": reentrant}
     )

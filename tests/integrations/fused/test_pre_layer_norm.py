@@ -94,13 +94,10 @@ def test_dropout_and_padding_are_the_models() -> None:
     """With checkpointing the same masks are drawn again; what stands behind padding changes
     nothing.
     """
-    batch, models = (
-        inputs("bert"),
-        [
-            hf_zero.optimize(build("bert", dropout=True), "off", pre_layer_norm=True)
-            for _ in range(2)
-        ],
-    )
+    batch = inputs("bert")
+    models = [
+        hf_zero.optimize(build("bert", dropout=True), "off", pre_layer_norm=True) for _ in range(2)
+    ]
     models[1].gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     (loss, grads), (again, regrads) = step(models[0], batch), step(models[1], batch)
     assert torch.equal(loss, again) and max(error(regrads, grads).values()) < 1e-6

@@ -30,10 +30,8 @@ def rows(padded: bool, count: int = 3 * ROWS) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(2)
     made = []
     for index in range(count):
-        ids, mask = (
-            torch.randint(3, VOCAB, (LENGTH,), generator=generator),
-            torch.ones(LENGTH, dtype=torch.long),
-        )
+        ids = torch.randint(3, VOCAB, (LENGTH,), generator=generator)
+        mask = torch.ones(LENGTH, dtype=torch.long)
         if padded and index % 2:
             mask[-2:] = 0
         made.append(
@@ -110,10 +108,8 @@ def test_values_that_change_are_read_again() -> None:
 def test_a_mask_shorter_than_the_cache_is_kept() -> None:
     """The mask of a static cache says which part of the cache is filled."""
     config = ARCHITECTURES["llama"].build().config
-    mask, cache = (
-        torch.ones(2, 5, dtype=torch.long),
-        transformers.StaticCache(config=config, max_cache_len=8),
-    )
+    mask = torch.ones(2, 5, dtype=torch.long)
+    cache = transformers.StaticCache(config=config, max_cache_len=8)
     cache.early_initialization(2, 2, 8, torch.float32, torch.device("cpu"))
     attention_masks._note(mask, False)
     _, kept, *_ = masking_utils._preprocess_mask_arguments(
