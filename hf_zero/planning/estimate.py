@@ -361,7 +361,7 @@ def propose(
 
 @dataclass(frozen=True)
 class _Asked:
-    """What an estimate is asked for: settings, an optimizer, and the sizes of the axes."""
+    """The input of an estimate: settings, an optimizer, and the sizes of the axes."""
 
     settings: ZeroConfig
     optimizer: OptimizerConfig

@@ -67,7 +67,7 @@ APART = {"stage3_param_persistence_threshold": 0, "stage3_module_granularity_thr
 
 
 def rows_of(own: EnginePlan) -> list[tuple[Any, ...]]:
-    """What ``own`` says of each flat buffer."""
+    """Return a row for each flat buffer of ``own``."""
     return [
         (
             flat.unit.paths,

@@ -46,7 +46,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class PlannedExtensions:
-    """What a plan reads of the parts that techniques provide; here those of an engine without any.
+    """The parts of techniques that a plan reads, here those of an engine without any.
     :class:`hf_zero.zero.extensions.Extensions` has them and more.
     """
 
