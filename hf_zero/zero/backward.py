@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
@@ -29,6 +30,8 @@ from hf_zero.zero.reduce.reductions import MicroBatch
 from hf_zero.zero.sharded_model import ShardedModel
 from hf_zero.zero.step.optimizer_step import OptimizerStep, refuse_half_done
 from hf_zero.zero.step.step_reports import SanityChecks
+
+_ready = attrgetter("gradient.ready")
 
 
 @dataclass
@@ -276,7 +279,7 @@ class Backward:
         """
         self._reduce_accumulated()
         trainable = self._model.trainable
-        if trainable and not any(flat.gradient.ready for flat in trainable):
+        if trainable and not any(map(_ready, trainable)):
             raise PartitionError(
                 "step() has no gradient: there was no backward since the last step or zero_grad(), "
                 "or its loss does not depend on a "

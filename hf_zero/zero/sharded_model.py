@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.layout.wrap import packed_elements
 from hf_zero.zero.reduce.reductions import packs
 from hf_zero.zero.step.optimizer_patch import refuse_unknown_params
+
+_unit = attrgetter("unit")
 
 
 class ShardedModel:
@@ -112,9 +115,14 @@ class ShardedModel:
         all ranks have the values of the step before, so flat buffers that send differences may do
         so.
         """
-        sends, rest = list[FlatBuffer](), list[FlatBuffer]()
+        sends, rest, whole = list[FlatBuffer](), list[FlatBuffer](), list[FlatBuffer]()
         for flat in stale:
-            (sends if differences and flat.spec.sends_differences else rest).append(flat)
+            if differences and flat.spec.sends_differences:
+                sends.append(flat)
+                continue
+            rest.append(flat)
+            if not flat.sharded and flat.layout.shards > 1:
+                whole.append(flat)
         with self.schedule.shards.writing(), span("update", "shards in compute dtype"):
             for flat in rest:
                 # without masters of its own, the shard is what the optimizer has updated
@@ -123,14 +131,13 @@ class ShardedModel:
                     assert master is not None
                     flat.store_shard(master)
         handles = []
-        whole = [flat for flat in rest if not flat.sharded and flat.layout.shards > 1]
         for flat in sends:
             master = flat.optimizer_shard.master
             assert master is not None
             codecs = [flat.spec.gather_codec]
             key = f"updated {flat.key}"
             handles.append(flat.axis.all_gather([(flat.full, master)], key, codecs))
-        for several in packs(whole, self.packed_elements):
+        for several in packs(whole, self.packed_elements) if whole else ():
             pairs = [(flat.full, flat.shard) for flat in several]
             last = f"..{several[-1].key}" if len(several) > 1 else ""
             key = f"updated {several[0].key}{last}"
@@ -139,7 +146,7 @@ class ShardedModel:
             for handle in handles:
                 handle.wait()
         resident = frozenset(self.schedule.resident)
-        for unit in dict.fromkeys(flat.unit for flat in chosen):
+        for unit in dict.fromkeys(map(_unit, chosen)):
             if unit.index in resident:
                 # it stays whole across the step on every rank, but its values are old
                 unit.launch_gather(exact=unit.pins > 0)

@@ -269,14 +269,17 @@ class TrainingEngine(EngineParts):
         overflow = optimizer_step.update(self.global_steps, losses.may_overflow)
         self._publish_events()
         self.schedule.meet()
-        self.stop_requests.end_step()
+        requests, consensus = self.stop_requests, self.mesh.consensus
+        if requests.asked or (consensus is not None and consensus.steps.stopped):
+            requests.end_step()
         self.backward_pass.reducer.clear()
         scaler = losses.update_scale(overflow)
         for each in optimizer_step.extensions:
             each.end_step(self.global_steps + 1, overflow, scaler.scale)
         if self.optimizer is not None:
             self.optimizer.overflow = overflow
-        self.publish_scale()
+        if self.scaler.dynamic:
+            self.publish_scale()
         if self.sharded_model.placement.measures and not overflow:
             optimizer_step.bring_back_what_fits()
         self.counters.global_steps += 1

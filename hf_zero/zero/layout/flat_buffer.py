@@ -175,6 +175,9 @@ class FlatBuffer:
         if self.optimizer_shard.finish_update is not None:
             self.optimizer_shard.finish_update()
         own = self._own
+        if not self.is_away:
+            self._storage.fetch_into(SHARD, 0, own)
+            return own
         with span("copy_to_device", self.spec.key, own.nbytes):
             self._storage.fetch_into(SHARD, 0, own)
         return own

@@ -436,7 +436,7 @@ def raw_grad(parameter: torch.Tensor) -> torch.Tensor | None:
 def raw_grads(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
     """Return :func:`raw_grad` of each. Fast: a step reads every parameter's."""
     with torch._C.DisableTorchFunctionSubclass():
-        return [_grad.__get__(parameter) for parameter in parameters]
+        return list(map(_grad.__get__, parameters))
 
 
 def any_raw_grad(parameters: Iterable[torch.Tensor]) -> bool:

@@ -108,15 +108,11 @@ def with_replaced(
         return map_tensors(value, lambda tensor: replaced.get(id(tensor), tensor), in_place=True)
 
     # tensors first for speed: runs in each call of each block
-    return (
-        tuple(
-            [
-                replaced.get(id(value), value) if isinstance(value, torch.Tensor) else given(value)
-                for value in args
-            ]
-        ),
-        {key: given(value) for key, value in kwargs.items()} if kwargs else {},
-    )
+    values = []
+    for value in args:
+        is_tensor = isinstance(value, torch.Tensor)
+        values.append(replaced.get(id(value), value) if is_tensor else given(value))
+    return tuple(values), {key: given(value) for key, value in kwargs.items()} if kwargs else {}
 
 
 def tensors_in(

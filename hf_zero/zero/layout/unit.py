@@ -297,7 +297,11 @@ class Unit:
         self.take_user_writes()
         with torch.inference_mode(False):
             for flat in self.sharded:
-                flat.make_room(exact)
+                storage = flat.full.untyped_storage()
+                if storage.size() == 0:
+                    storage.resize_(flat.layout.padded * flat.dtype.itemsize)
+                if flat.computing is not None:
+                    flat.computing.expect(exact)
             device = self.sharded[0].full.device
             away = any(map(_is_away, self.sharded))
             beside = streams.shard_stream(device) if away else None

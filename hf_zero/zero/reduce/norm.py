@@ -78,7 +78,9 @@ def sums_of_squares(grads: Sequence[torch.Tensor], kernels: Any = "off") -> list
         device = grad.device
         if device not in by_kernel:
             by_kernel[device] = (
-                dispatch.wanted("optimizer", kernels, device) and RUNS.name not in dispatch.broken()
+                kernels != "off"
+                and dispatch.wanted("optimizer", kernels, device)
+                and RUNS.name not in dispatch.broken()
             )
         if by_kernel[device] and grad.dtype != torch.float64:
             by_device.setdefault(device, []).append(index)
@@ -86,7 +88,7 @@ def sums_of_squares(grads: Sequence[torch.Tensor], kernels: Any = "off") -> list
             sums[index] = _sum_of_squares(grad)
     for indices in by_device.values():
         sums.update(zip(indices, squared_norms([grads[index] for index in indices]).unbind()))
-    return [sums[index] for index in range(len(grads))]
+    return list(map(sums.__getitem__, range(len(grads))))
 
 
 def _sum_of_squares(grad: torch.Tensor) -> torch.Tensor:

@@ -189,16 +189,14 @@ class OptimizerStep:
                     1.0 if divisor is None else float(divisor), steps
                 )
                 self.updater.start(update)
-        for flat in model.trainable:
-            if flat.gradient.unused and flat.gradient.all_unused:
+        behind = []
+        for flat in model.flats:
+            if flat.trainable and flat.gradient.unused and flat.gradient.all_unused:
                 resting.add(flat)
-            else:
+            elif flat.trainable:
                 flat.user_writes.mark_updated()
-        behind = [
-            flat
-            for flat in model.flats
-            if not flat.optimizer_shard.offloaded and flat not in resting
-        ]
+            if not flat.optimizer_shard.offloaded and flat not in resting:
+                behind.append(flat)
         model.refresh(behind, model.flats, frozenset(written), differences=True)
         return False
 

@@ -28,7 +28,8 @@ class StopRequests:
         self._mesh = mesh
         self._shards = shards
         self._handlers: list[_Handler] = []
-        self._listens = self._asked = False
+        self._listens = False
+        self.asked = False  # this rank was asked
 
     def listen(self, *signals: int) -> None:
         """Listen for requests from now on; each of ``signals`` triggers one."""
@@ -49,14 +50,14 @@ class StopRequests:
                 "request_stop() reaches only ranks that listen; call engine.stop_on() on every "
                 "rank before training"
             )
-        self._asked = True
+        self.asked = True
         if self._mesh.consensus is not None:
             self._mesh.consensus.steps.request_stop()
 
     def end_step(self) -> None:
         """End a step, the same on all ranks: read whether they have agreed to stop."""
         before, consensus = self.agreed, self._mesh.consensus
-        self.agreed = before or (self._asked if consensus is None else consensus.steps.stopped)
+        self.agreed = before or (self.asked if consensus is None else consensus.steps.stopped)
         if self.agreed and not before:
             log_rank0(
                 "a rank was told to stop: all ranks see stop_requested now, after the same step"

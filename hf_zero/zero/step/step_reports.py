@@ -32,6 +32,7 @@ class SanityChecks:
     def __init__(self, device: torch.device, window: Any, precision: str, rank: int):
         """``window.steps``: the micro-batches of a step."""
         self._device, self._precision, self._window = device, precision, window
+        self._on_host = kinds.is_host(device)
         self._warns = rank == 0
         self._backwards = 0
         self._loss: torch.Tensor | None = None
@@ -98,9 +99,11 @@ class SanityChecks:
         self._numbers.copy_(
             torch.stack([norm.double().reshape(()), loss.double().reshape(())]), non_blocking=True
         )
-        self._copied, self._step = streams.record_here(self._device), step
-        if self._copied is None:
+        self._step = step
+        if self._on_host:
             self._report()
+        else:
+            self._copied = streams.record_here(self._device)
 
     def _look(self) -> None:
         if self._copied is not None and self._copied.query():
