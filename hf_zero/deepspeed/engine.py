@@ -294,7 +294,7 @@ class DeepSpeedEngine(ReportingEngine):
         if custom_load_fn is not None:
             refuse(
                 "load_checkpoint(custom_load_fn=...)",
-                "call load_module_state_dict with it, on the whole weights",
+                "call it yourself inside GatheredParameters(model.parameters(), modifier_rank=0)",
             )
         tag = tag_of(self, load_dir, tag)
         if nothing_to_load(self, load_dir, tag):

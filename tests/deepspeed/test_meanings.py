@@ -60,7 +60,7 @@ def test_a_folder_without_a_checkpoint_loads_nothing(tmp_path: Path, heard: list
         (tmp_path / "damaged" / "latest").write_text("gone")
         with pytest.raises(CheckpointError, match="gone"):
             engine.load_checkpoint(tmp_path / "damaged")
-        with pytest.raises(NotBuiltError, match="load_module_state_dict"):
+        with pytest.raises(NotBuiltError, match="inside GatheredParameters"):
             engine.load_checkpoint(tmp_path, custom_load_fn=print)
         engine.destroy()
 
@@ -118,7 +118,7 @@ def test_auto_means_the_default(heard_in_full: list[str]) -> None:
     model = stack()
     engine = deepspeed.initialize(model=model, optimizer=adamw(model), config=config)[0]
     assert (engine.config.precision, engine.config.gradient_clipping) == ("fp32", 1.0)
-    assert engine.config.zero.param_persistence_threshold == 100_000
+    assert engine.config.zero.param_persistence_threshold is None
     told = [said for said in heard_in_full if '"auto"' in said]
     assert len(told) == 1 and all(key in told[0] for key in (*keys, "bf16", "gradient_clipping"))
     with pytest.raises(ConfigError, match="still 'auto'"):
