@@ -29,7 +29,7 @@ from hf_zero.checkpoint.tensorfile import bytes_view
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed
 from hf_zero.zero.access.consolidate import whole_state_dict
-from hf_zero.zero.layout.cut_parameters import WholeNames
+from hf_zero.zero.layout.sharding import WholeNames
 
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine

@@ -15,7 +15,7 @@ from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed
 from hf_zero.optim.one_bit import plain_name
 from hf_zero.zero.access.consolidate import belongs, persistent_buffers
-from hf_zero.zero.layout.cut_parameters import WholeNames
+from hf_zero.zero.layout.sharding import WholeNames
 
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine

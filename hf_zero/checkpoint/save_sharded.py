@@ -53,7 +53,7 @@ from hf_zero.checkpoint.storage import AnyPath, as_path, collective_try, progres
 from hf_zero.checkpoint.tensorfile import FileHashes, hash_of
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import logger
-from hf_zero.zero.layout.cut_parameters import WholeNames
+from hf_zero.zero.layout.sharding import WholeNames
 
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine

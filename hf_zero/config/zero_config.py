@@ -11,6 +11,7 @@ import copy
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from hf_zero.config import checks, explaining, kernels, resolving
@@ -202,7 +203,7 @@ class ZeroConfig(Settings):
         """
         return self.kernels != "off" and kernel in self.kernels
 
-    @property
+    @cached_property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:
         """The dtype of forward and backward."""
         return "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else "fp32"

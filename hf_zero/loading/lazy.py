@@ -29,7 +29,7 @@ from hf_zero.loading.expressions import (
     Strided,
     strided_like,
 )
-from hf_zero.zero.layout.pending import pending
+from hf_zero.zero.layout.initial_values import pending
 
 aten = torch.ops.aten
 _NEW = {

@@ -23,10 +23,9 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
     and may be frozen and unfrozen. Collective.
 
     Each rank reads its own elements of parameters made by
-    :func:`hf_zero.zero.layout.pending.pending`; of others it takes rank 0's values. The model can
-    be called, gathered and saved; :func:`hf_zero.initialize` takes it over. Shards live where
-    ``config`` wants those of the training. Small parameters are sharded as well: which of them stay
-    whole is for the training to say.
+    :func:`hf_zero.zero.layout.initial_values.pending`; of others it takes rank 0's values. The
+    model can be called, gathered and saved; :func:`hf_zero.initialize` takes it over. Shards are
+    placed where ``config`` places those of the training. Small parameters are sharded as well.
     """
     tie_shared_memory(model)
     if config.tensor_parallel.size > 1:

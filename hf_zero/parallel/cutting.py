@@ -15,10 +15,16 @@ from hf_zero.errors import PartitionError
 from hf_zero.loading.lazy import LazyTensor
 from hf_zero.parallel.expert.marks import ALONE, expert_group
 from hf_zero.zero.layout.box import Box
-from hf_zero.zero.layout.cut_parameters import join_parts, of_ranks, own_part
+from hf_zero.zero.layout.initial_values import source_of
 from hf_zero.zero.layout.parameter import OwnedParameter, owner_of
-from hf_zero.zero.layout.pending import source_of
-from hf_zero.zero.layout.sharding import Sharding, set_sharding, sharding_of
+from hf_zero.zero.layout.sharding import (
+    Sharding,
+    join_parts,
+    of_ranks,
+    own_part,
+    set_sharding,
+    sharding_of,
+)
 
 
 @torch.no_grad()

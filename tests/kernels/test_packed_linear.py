@@ -236,7 +236,7 @@ def test_what_cannot_be_packed_is_refused():
 
 
 def test_released_parameters_are_refused():
-    from hf_zero.zero.layout.pending import pending
+    from hf_zero.zero.layout.initial_values import pending
 
     class Nowhere:
         dtype, sliceable = torch.float32, False

@@ -20,8 +20,7 @@ from hf_zero.parallel.expert.moe_layer import Experts, MoE, MOELayer, TopKGate
 from hf_zero.parallel.expert.routing import Capacity
 from hf_zero.planning.estimate import estimate
 from hf_zero.zero.access.consolidate import whole_state_dict
-from hf_zero.zero.layout.cut_parameters import WholeNames
-from hf_zero.zero.layout.sharding import sharding_of
+from hf_zero.zero.layout.sharding import WholeNames, sharding_of
 from tests.helpers import oracle
 from tests.helpers.engines import OnEngine, config_of, engine_opener, start, train_on_threads
 from tests.helpers.models import HIDDEN, features, seeded

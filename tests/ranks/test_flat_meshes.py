@@ -22,8 +22,7 @@ from hf_zero.errors import ConfigError, PartitionError, UnsupportedOptimizerErro
 from hf_zero.optim.trust_ratio import LARS
 from hf_zero.zero.access.consolidate import whole_state_dict
 from hf_zero.zero.layout.box import Box
-from hf_zero.zero.layout.cut_parameters import join_parts
-from hf_zero.zero.layout.sharding import Sharding, sharding_of
+from hf_zero.zero.layout.sharding import Sharding, join_parts, sharding_of
 from tests.helpers import split as helpers
 from tests.helpers.engines import full_weights, start
 from tests.helpers.models import seeded

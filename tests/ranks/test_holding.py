@@ -16,8 +16,8 @@ from hf_zero.config import ZeroConfig
 from hf_zero.distributed import process_group
 from hf_zero.errors import PartitionError, ReleasedParameterError
 from hf_zero.loading.shard_only import hold
+from hf_zero.zero.layout.initial_values import pending
 from hf_zero.zero.layout.parameter import ReleasedParameter
-from hf_zero.zero.layout.pending import pending
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, config_of, full_weights, start
 from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, squared, stack

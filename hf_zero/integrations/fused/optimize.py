@@ -24,8 +24,8 @@ from hf_zero.integrations.fused.residuals import normalise_before
 from hf_zero.logging import log_rank0
 from hf_zero.ops.dispatch import kind_for_auto
 from hf_zero.ops.packed_linear import adjacent, pack_
+from hf_zero.zero.layout.initial_values import source_of
 from hf_zero.zero.layout.parameter import owner_of
-from hf_zero.zero.layout.pending import source_of
 from hf_zero.zero.layout.wrap import PACKED
 
 RECORD = "_hf_zero_fused"

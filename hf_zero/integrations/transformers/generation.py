@@ -24,8 +24,8 @@ from hf_zero.distributed.collectives import MeshDim
 from hf_zero.engine import Engine
 from hf_zero.parallel.tensor.model import model_record
 from hf_zero.zero.access.full import summon_full_params
-from hf_zero.zero.layout.cut_parameters import dims_of_parts
 from hf_zero.zero.layout.parameter import owner_of
+from hf_zero.zero.layout.sharding import dims_of_parts
 
 # share of the free memory for the gathered model: caches and activations need the rest
 FREE_SHARE = 0.5

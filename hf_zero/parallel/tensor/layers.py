@@ -37,7 +37,7 @@ from hf_zero.parallel.tensor.axis import (
 from hf_zero.parallel.tensor.dropout import OwnRandomNumbers
 from hf_zero.zero.access.full import GatheredParameters
 from hf_zero.zero.gather.model_patches import Attached
-from hf_zero.zero.layout import cut_parameters
+from hf_zero.zero.layout import sharding
 from hf_zero.zero.layout.parameter import ZeroParamStatus
 from hf_zero.zero.layout.sharding import sharding_of
 
@@ -268,7 +268,7 @@ class AdapterOfPart(Sharded):
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
         delta = super().get_delta_weight(adapter)  # type: ignore[misc]
         weight = self.get_base_layer().weight  # type: ignore[operator]
-        return cut_parameters.own_part(sharding_of(weight), delta)
+        return sharding.own_part(sharding_of(weight), delta)
 
 
 _made: dict[tuple[type, type], type[nn.Module]] = {}

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 
-from hf_zero.zero.layout.cut_parameters import WholeNames
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_layout import Slot
+from hf_zero.zero.layout.sharding import WholeNames
 from hf_zero.zero.layout.unit import Unit
 
 

@@ -20,10 +20,9 @@ from torch._C._dynamo.eval_frame import (
 
 from hf_zero.errors import PartitionError
 from hf_zero.zero.gather.schedule import Schedule
-from hf_zero.zero.layout.cut_parameters import join_parts, own_part
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter import LiveParameter, OwnedParameter, name_of, owner_of
-from hf_zero.zero.layout.sharding import sharding_of
+from hf_zero.zero.layout.sharding import join_parts, own_part, sharding_of
 from hf_zero.zero.layout.unit import Unit
 
 _parameters, _children = attrgetter("_parameters"), attrgetter("_modules")

@@ -5,8 +5,8 @@ engine.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -14,7 +14,6 @@ from torch import nn
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.zero.layout.flat_buffer import EngineFlats, FlatBuffer
 from hf_zero.zero.layout.parameter import name_of, owner_of
-from hf_zero.zero.layout.pending import source_of
 from hf_zero.zero.layout.sharding import sharding_of
 
 T = TypeVar("T")
@@ -189,3 +188,35 @@ def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
     return tensor
+
+
+# ---- parameters without values in memory, which an engine reads from a source ----
+
+
+class Source(Protocol):
+    """The source of the values of a parameter that has none in memory yet; equal on all ranks."""
+
+    dtype: torch.dtype
+    sliceable: bool  # whether reading a part costs in proportion to that part
+
+    def read(self, start: int, out: torch.Tensor) -> None:
+        """Fill ``out`` (1-D, on the CPU, of ``dtype``) with elements in row-major order from
+        ``start`` on.
+        """
+
+    def whole(self) -> torch.Tensor:
+        """Return all elements, on the CPU."""
+
+
+def pending(shape: Sequence[int], source: Source) -> nn.Parameter:
+    """Return a parameter without memory; an engine reads its values from ``source``."""
+    made = nn.Parameter(
+        torch.zeros((), dtype=source.dtype).expand(tuple(shape)),
+        requires_grad=source.dtype.is_floating_point,
+    )
+    made.__dict__["_hf_zero_source"] = source
+    return made
+
+
+def source_of(parameter: torch.Tensor) -> Source | None:
+    return parameter.__dict__.get("_hf_zero_source")

@@ -13,8 +13,8 @@ from torch.nn.parameter import is_lazy
 
 from hf_zero.errors import PartitionError
 from hf_zero.logging import log_rank0
+from hf_zero.zero.layout.initial_values import source_of
 from hf_zero.zero.layout.parameter import owner_of
-from hf_zero.zero.layout.pending import source_of
 
 Tied = dict[nn.Parameter, nn.Parameter]
 REMEDY = "give one of them memory of its own (.clone()), or assign the parameter itself to both"
