@@ -74,7 +74,7 @@ def one_bit(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> dict
 def secondary_shards(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """Values kept within each node for the gathers of the backward (ZeRO++'s hpZ)."""
     ranks, keys = config.zero.hpz_partition_size, (f"{_ZERO}hpz_partition_size",)
-    if ranks == 1:
+    if ranks <= 1:
         return {}
     if not POLICIES[config.stage].shards_parameters:
         return {"needs_one_mesh": keys}

@@ -183,7 +183,7 @@ class DeepSpeedEngine(ReportingEngine):
         return {
             "train_micro_batch_size_per_gpu": micro,
             "gradient_accumulation_steps": steps,
-            "train_batch_size": micro * steps * self.world_size,
+            "train_batch_size": micro * steps * self.data_ranks,
         }
 
     def deepspeed_io(
@@ -204,7 +204,7 @@ class DeepSpeedEngine(ReportingEngine):
         if data_sampler is None and route == "train":
             batches = self._batches(micro, self.gradient_accumulation_steps())
             config = self.config.override(batches, "set by the script")
-            loader = data_loader(dataset, collate, config.resolve(self.world_size))
+            loader = data_loader(dataset, collate, config.resolve(self.ranks_resolved))
             assert loader is not None
             follow(self.techniques, getattr(loader, "data_sampler", None))
             return loader

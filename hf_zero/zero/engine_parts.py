@@ -179,6 +179,15 @@ class EngineParts(AroundModel):
     skipped_steps = property(attrgetter("counters.skipped_steps"))
 
     @property
+    def data_ranks(self) -> int:
+        """Number of ranks that read batches of their own: those of a tensor-parallel or
+        sequence-parallel group read the same, and a pipeline stage has that many.
+        """
+        tensor = max(self.mesh.dims.tensor, self.config.tensor_parallel.size)
+        sequence = max(self.mesh.dims.sequence, self.config.sequence_parallel_size)
+        return self.world_size // (tensor * sequence)
+
+    @property
     def local_rank(self) -> int:
         """Rank of this process on its host."""
         return process_group.get_local_rank()
@@ -199,7 +208,7 @@ class EngineParts(AroundModel):
         return self.config.train_micro_batch_size_per_gpu or 1
 
     def train_batch_size(self) -> int:
-        return self.config.train_batch_size or self.world_size
+        return self.config.train_batch_size or self.data_ranks
 
     def get_global_grad_norm(self) -> float:
         """Return the norm of the last step's gradient before clipping, without the loss scale; 0.0

@@ -163,7 +163,7 @@ class TrainingEngine(EngineParts):
         """Change the number of micro-batches per step, from the next window on. Raises ConfigError
         unless it is a whole number, and PartitionError inside a window.
         """
-        micro = self.train_micro_batch_size_per_gpu() * self.world_size
+        micro = self.train_micro_batch_size_per_gpu() * self.data_ranks
         if train_batch_size < 1 or train_batch_size % micro:
             raise ConfigError(
                 f"a train batch of {train_batch_size} samples is no multiple of the "
@@ -190,9 +190,15 @@ class TrainingEngine(EngineParts):
         sizes = {
             "train_micro_batch_size_per_gpu": micro,
             "gradient_accumulation_steps": steps,
-            "train_batch_size": micro * steps * self.world_size,
+            "train_batch_size": micro * steps * self.data_ranks,
         }
-        self.config = self.config.override(sizes, "set by the script").resolve(self.world_size)
+        self.config = self.config.override(sizes, "set by the script").resolve(self.ranks_resolved)
+
+    @property
+    def ranks_resolved(self) -> int:
+        """Number of ranks given to :meth:`ZeroConfig.resolve`, which divides it by its keys."""
+        config = self.config
+        return self.data_ranks * config.tensor_parallel.size * config.sequence_parallel_size
 
     # ---- parameters ----
 
@@ -309,7 +315,7 @@ class TrainingEngine(EngineParts):
 
     def _count_micro_batches(self, count: int) -> None:
         self.counters.micro_steps += count
-        samples = self.train_micro_batch_size_per_gpu() * self.world_size
+        samples = self.train_micro_batch_size_per_gpu() * self.data_ranks
         self.counters.global_samples += samples * count
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -431,3 +431,17 @@ def test_caches_that_cannot_be_cut(make, heads, words):
     with pytest.raises(RankFailed, match=words) as raised:
         run_ranks(2, run)
     assert isinstance(raised.value.__cause__, ConfigError)
+
+
+@pytest.mark.parametrize(
+    "shared", [{"tensor_parallel": {"autotp_size": 2}}, {"sequence_parallel_size": 2}], ids=str
+)
+def test_batch_sizes_count_ranks_with_batches_of_their_own(shared):
+    def run(rank, models):
+        engine = start(models[rank], None, config_of(1, **shared))
+        assert engine.data_ranks == 1
+        engine.set_train_batch_size(3 * ROWS)
+        assert (engine.gradient_accumulation_steps(), engine.train_batch_size()) == (3, 3 * ROWS)
+        engine.destroy()
+
+    run_ranks(2, run, [seeded(llama) for _ in range(2)])

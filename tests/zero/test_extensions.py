@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hf_zero.compression import registry
+from hf_zero.config import ZeroConfig
 from hf_zero.zero.extensions import StepExtension
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.unit import GatherMessage, ShardGather, Unit
@@ -42,6 +43,13 @@ def test_each_technique_of_the_registry_is_one_that_the_first_test_looks_for() -
     source = Path(registry.__file__).read_text()
     assert {"one.?bit", "secondary", "two.?hops", "hpz"} <= set(TECHNIQUES.pattern.split("|"))
     assert len(set(TECHNIQUES.findall(source))) >= 6
+
+
+@pytest.mark.parametrize("ranks", [0, 1])
+def test_nodes_of_one_rank_keep_nothing(ranks: int) -> None:
+    config = config_of(3)
+    config["zero_optimization"]["zero_hpz_partition_size"] = ranks
+    assert registry.secondary_shards(ZeroConfig.from_dict(config), None) == {}
 
 
 class KeptWhole(ShardGather):
