@@ -5,6 +5,7 @@ raise are in test_endings.py, refusals in one process in tests/zero.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -388,7 +389,8 @@ def test_on_a_device_the_norm_is_read_when_its_copy_is_over(monkeypatch, heard):
         "hf_zero.zero.step.step_reports.streams.record_here",
         lambda device: copies.append(device) or event,
     )
-    checks = SanityChecks(torch.device("cpu"), lambda: 1, "fp32", 0)
+    checks = SanityChecks(torch.device("cpu"), SimpleNamespace(steps=1), "fp32", 0)
+    monkeypatch.setattr(checks, "_on_host", False)
     nan: Any = torch.tensor(float("nan"), dtype=torch.float64)
     for step in (1, 2, 3):
         checks.on_norm(nan, step)
