@@ -13,7 +13,7 @@ from enum import Enum
 import torch
 
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.unit import GatherMessage, ShardGather, Unit
+from hf_zero.zero.layout.unit import GatherRequest, ShardGather, Unit
 
 
 class Kept(Enum):
@@ -38,13 +38,13 @@ class SecondaryShards(ShardGather):
         self.shards: dict[FlatBuffer, torch.Tensor] = {}
         self._kept = Kept.NO  # equal on all ranks, except while one waits for a gather
 
-    def messages(self, exact: bool, backward: bool) -> Sequence[GatherMessage]:
+    def requests(self, exact: bool, backward: bool) -> Sequence[GatherRequest]:
         node = self.unit.sharded[0].mesh.node
         if backward and self._kept is Kept.YES and node is not None:
             pairs = [(flat.full, self.shards[flat]) for flat in self.unit.sharded]
-            return [GatherMessage(node, f"{self.unit.label} in a node", pairs)]
+            return [GatherRequest(node, f"{self.unit.label} in a node", pairs)]
         self._kept = Kept.NO if exact or node is None else Kept.COMING
-        return super().messages(exact, backward)
+        return super().requests(exact, backward)
 
     def keep(self) -> None:
         if self._kept is not Kept.COMING:

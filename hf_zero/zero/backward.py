@@ -227,7 +227,7 @@ class Backward:
         on_reduced = (
             (lambda unit: update.update_early(unit, self._counters.global_steps)) if early else None
         )
-        self.reducer.start(MicroBatch(weight, unscale, reduces, on_reduced))
+        self.reducer.set_micro_batch(MicroBatch(weight, unscale, reduces, on_reduced))
 
     def take_in_unannounced(self) -> None:
         """Take in gradients that no hook has announced, and abort a backward that an exception has
@@ -253,7 +253,7 @@ class Backward:
             refuse_half_done(updater, f"writing {name}.grad")
         self.reducer.wait()
         flat.optimizer_shard.wait_for_update()
-        flat.gradient.write(name, value, scale * self.reducer.unreduced(flat), scale)
+        flat.gradient.write(name, value, scale * self.reducer.unreduced_scale(flat), scale)
 
     def refuse_unusable(self) -> None:
         """Raise PartitionError, or UnreducedGradientsError inside no_sync, if a step cannot use the

@@ -140,7 +140,7 @@ class EngineParts(AroundModel):
             self.publish_scale()
         with sharded.schedule.shards.writing():
             pass  # count the writes of the partition
-        if sharded.schedule.gathers:
+        if sharded.schedule.has_sharded_units:
             sharded.schedule.shards.serve()
         installed.callback(self.techniques.remove)
         self.techniques.install(self)

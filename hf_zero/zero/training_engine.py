@@ -274,7 +274,7 @@ class TrainingEngine(EngineParts):
         window.micro_batches = 0
         overflow = optimizer_step.update(self.global_steps, losses.may_overflow)
         self._publish_events()
-        self.schedule.meet()
+        self.schedule.end_step()
         requests, consensus = self.stop_requests, self.mesh.consensus
         if requests.asked or (consensus is not None and consensus.steps.stopped):
             requests.end_step()

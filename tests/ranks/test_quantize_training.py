@@ -115,7 +115,7 @@ def by_hand(build, loss_of, section, ranks=1, accumulation=1, chosen=in_blocks):
 
 def trained(rank, model, config, loss_of, accumulation=1, steps=range(STEPS), folder=None):
     engine = start(model, sgd(model), config)
-    assert engine.schedule.gathers is (engine.stage == 3)
+    assert engine.schedule.has_sharded_units is (engine.stage == 3)
     if folder is not None and steps.start:
         engine.load_checkpoint(str(folder))
     losses = []

@@ -14,7 +14,7 @@ from hf_zero.compression import registry
 from hf_zero.config import ZeroConfig
 from hf_zero.zero.extensions import StepExtension
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.unit import GatherMessage, ShardGather, Unit
+from hf_zero.zero.layout.unit import GatherRequest, ShardGather, Unit
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.stacks import on_ranks, squared, stack
 from tests.helpers.training import At, plain_sgd
@@ -61,10 +61,10 @@ class KeptWhole(ShardGather):
         super().__init__(unit)
         self.copies: list[torch.Tensor] = []
 
-    def messages(self, exact: bool, backward: bool) -> Sequence[GatherMessage]:
+    def requests(self, exact: bool, backward: bool) -> Sequence[GatherRequest]:
         if not (backward and self.copies):
             self.copies = []
-            return super().messages(exact, backward)
+            return super().requests(exact, backward)
         with torch.no_grad():
             for flat, copy in zip(self.unit.sharded, self.copies):
                 flat.full.copy_(copy)

@@ -147,7 +147,7 @@ class BackwardTracker:
                 self._leave_out(outer.left_out)
             self._reducer.idle.reach(outer.idle)
             self.reached = outer
-        if not outer.whole or outer not in self._reached:
+        if not outer.of_whole_model or outer not in self._reached:
             self.reach(outer)
         self._advance_to(call, call.left)
         if marks:
@@ -163,12 +163,12 @@ class BackwardTracker:
             spans.ended(call)
         unit.forwards.pending.discard(call)
         unit.forwards.in_backward.discard(call)
-        self._schedule.reshard_later(unit)
+        self._schedule.release_later(unit)
         if len(self.tasks) > 1 and call.outer is outstanding.recomputation:
             outstanding.reruns_seen = True
             unit.forwards.reruns = max(0, unit.forwards.reruns - 1)
         if not outstanding.awaits_calls(unit) and not outstanding.awaits_reruns(unit, False):
-            self._reducer.ready(unit)
+            self._reducer.mark_complete(unit)
         self._advance_to(call, call.began)
 
     def reach(self, root: RootForward, grads: Any = None) -> None:
@@ -176,7 +176,7 @@ class BackwardTracker:
         graph.
         """
         self.enter()
-        if not root.whole:
+        if not root.of_whole_model:
             self._on_part()
         if root in self._reached:
             return
@@ -224,7 +224,7 @@ class BackwardTracker:
                         self._reducer.wait_for_older()
                         break
             for unit in self.outstanding.reach(moment):
-                self._reducer.ready(unit)
+                self._reducer.mark_complete(unit)
         while (complete := self._reducer.take_next()) is not None:
             self._reducer.launch(complete)
         if self._schedule.gathered_for_others:
@@ -278,7 +278,7 @@ class BackwardTracker:
         self._on_begin()
         # Without sharded parameters a forward involves no other rank: ranks may have run different
         # numbers of them.
-        key = (*kind, self._schedule.resident) if self._schedule.gathers else None
+        key = (*kind, self._schedule.resident) if self._schedule.has_sharded_units else None
         self._schedule.begin(kind, True)
         self._reducer.begin(key)
 

@@ -47,7 +47,7 @@ _transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _next_node: Callable[[], int] = torch.autograd._get_sequence_nr
 # Arguments that make a decoder step of generate take another path than a whole forward. Others may
 # be None on some ranks only.
-CHOOSES_THE_WAY = ("past_key_values", "cache_params", "encoder_outputs")
+PATH_KWARGS = ("past_key_values", "cache_params", "encoder_outputs")
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -215,7 +215,7 @@ class Hooks:
         if self._nested == 0 and not inside:
             self.take_in_unannounced()
             given = []
-            for key in CHOOSES_THE_WAY if kwargs else ():
+            for key in PATH_KWARGS if kwargs else ():
                 if kwargs.get(key) is not None:
                     given.append(key)
             kind = (name, grads, module.training, *given)
@@ -302,7 +302,7 @@ class Hooks:
             return False
         self._tracker.enter()
         self._schedule.ensure_gathered(unit)
-        self._schedule.reshard_later(unit)  # hold() covers a graph recorded on it
+        self._schedule.release_later(unit)  # hold() covers a graph recorded on it
         return True
 
     def _draw(self, outer: RootForward, name: str) -> None:
@@ -359,7 +359,7 @@ class Hooks:
         """Keep ``unit`` gathered for the backward of ``node``, which was recorded outside the
         unit's own forward.
         """
-        outer = RootForward(whole=self._nested > 0 or graph_task() != -1)
+        outer = RootForward(of_whole_model=self._nested > 0 or graph_task() != -1)
         keep_for_backward(unit, outer)
         node.register_prehook(partial(self._tracker.reach, outer))
 
@@ -382,12 +382,12 @@ class Hooks:
                 if inside:
                     self._last = None
             if not inside:
-                self._schedule.reshard_later(unit)
+                self._schedule.release_later(unit)
         if self._nested == 0 and not inside:
             outer, self._outer, self._last = self._outer, None, None
             if outer is not None:
                 self._tracker.end_forward(outer, torch.is_grad_enabled())
-            self._schedule.note(raised)
+            self._schedule.record_forward_error(raised)
             if raised is not None:
                 self._schedule.abandon()  # the forward has raised
             else:

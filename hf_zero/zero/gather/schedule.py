@@ -82,7 +82,7 @@ class Schedule:
         self._mesh = mesh
         self._limits = Limits(ahead_bytes, reads_ahead)
         self.computed = ComputedValues()
-        self.gathers = bool(self._sharded)
+        self.has_sharded_units = bool(self._sharded)
         self.shards = SharedShards(self._units, mesh)
         self._plans: dict[Hashable, list[Unit]] = {}
         self._before: dict[Hashable, list[Unit]] = {}  # former plans, while they are recorded anew
@@ -90,7 +90,7 @@ class Schedule:
         self._in_backward = False  # the pass under way, or the last one, is a backward
         # the last pass to issue all its gathers: its plan is complete
         self._issued = Pass(None, False, [])
-        self._to_reshard: list[Unit] = []
+        self._to_release: list[Unit] = []
         self._ahead: list[Unit] = []
         # units gathered only for other ranks so far, with their places in the plan
         self.gathered_for_others: list[tuple[int, Unit]] = []
@@ -145,7 +145,7 @@ class Schedule:
         plan. ``left_out``: units that no rank uses in this pass. Equal on all ranks.
         """
         self._in_backward = backward
-        if not self.gathers:
+        if not self.has_sharded_units:
             return
         if not backward:
             if all(map(_pins, self._sharded)):
@@ -272,7 +272,7 @@ class Schedule:
         under_way = self._pass
         return under_way is not None and under_way.plan is None and self._mesh.world > 1
 
-    def note(self, error: BaseException | None) -> None:
+    def record_forward_error(self, error: BaseException | None) -> None:
         """Record, for the other ranks, the exception of a forward; None after a
         successful forward.
         """
@@ -298,13 +298,13 @@ class Schedule:
             if self.computed.on and not for_script:
                 self.computed.use(unit.flats, not self._in_backward)
             return
-        if unit in self._to_reshard:
-            self._to_reshard.remove(unit)
+        if unit in self._to_release:
+            self._to_release.remove(unit)
         if unit.state is not State.GATHERED:
-            for other in self._to_reshard:
+            for other in self._to_release:
                 if not other.in_use:
                     other.release()
-            self._to_reshard = []
+            self._to_release = []
         if unit.state is State.RELEASED:
             self._acquire(unit)
         unit.finish_gather()
@@ -318,12 +318,12 @@ class Schedule:
             del self._ahead[: at + 1]
         self._prefetch()
 
-    def reshard_later(self, unit: Unit) -> None:
+    def release_later(self, unit: Unit) -> None:
         """Mark ``unit`` as unused: it is released when the next unit is needed."""
         if unit.sharded and not unit.forwards.in_forward and not unit.forwards.in_backward:
             unit.guard.on()
-            if not unit.in_use and unit not in self._to_reshard:
-                self._to_reshard.append(unit)
+            if not unit.in_use and unit not in self._to_release:
+                self._to_release.append(unit)
 
     def pin(self, unit: Unit) -> None:
         """Keep ``unit`` whole until :meth:`unpin`. All ranks must pin together."""
@@ -381,7 +381,7 @@ class Schedule:
                 (len(issued) - 1 - issued[::-1].index(unit), unit) for unit in units
             ]
 
-    def meet(self) -> None:
+    def end_step(self) -> None:
         """End a step: if a rank has left a recorded order, all ranks record all orders anew."""
         if self._mesh.consensus is not None and self._mesh.consensus.steps.end_step():
             self._before.update(self._plans)
@@ -460,7 +460,7 @@ class Schedule:
         for unit in self._sharded:
             if unit.state is not State.RELEASED and not unit.in_use and unit not in self._kept:
                 unit.release()
-        self._to_reshard, self._ahead, self.gathered_for_others = [], [], []
+        self._to_release, self._ahead, self.gathered_for_others = [], [], []
 
     def check_all_released(self) -> None:
         """Raise PartitionError if a unit is still gathered. For tests and for saving."""

@@ -1,9 +1,9 @@
 """The stage table: the state that each ZeRO stage shards, its bytes and its traffic (Rajbhandari et
 al., arXiv 1910.02054).
 
-A stage is a row here, not a class, and no other file branches on it. Ranks form a mesh of two axes:
-along the shard axis state is cut into chunks, along the replicate axis it is repeated. Stage 0 is
-the mesh whose shard axis is 1 long.
+A stage is a row here, not a class, and nothing in ``zero/`` branches on the stage number. Ranks
+form a mesh of two axes: along the shard axis state is cut into chunks, along the replicate axis it
+is repeated. Stage 0 is the mesh whose shard axis is 1 long.
 """
 
 from __future__ import annotations
@@ -78,15 +78,13 @@ class Policy:
             "optimizer": (master + 4 * moments) / (cut if self.shards_optimizer else 1.0),
         }
 
-    def traffic(self, accumulation: int = 1, recompute: bool = False) -> float:
+    def traffic(self, accumulation: int = 1) -> float:
         """Return the elements sent and received per step, in multiples of the number of parameters
         (large-N limit of (N-1)/N).
 
-        An all-gather and a reduce-scatter count 1 each, an all-reduce 2. ``recompute`` (activation
-        checkpointing) costs no further gather: the recomputation runs while the unit is gathered
-        for its backward.
+        An all-gather and a reduce-scatter count 1 each, an all-reduce 2. Activation checkpointing
+        costs no further gather: the recomputation runs while the unit is gathered for its backward.
         """
-        del recompute
         reduces = accumulation if self.reduces_every_backward else 1
         if self.shards_parameters:
             return 2.0 * accumulation + reduces

@@ -43,14 +43,15 @@ class RootForward:
         "drawn",
         "idle",
         "left_out",
+        "of_whole_model",
         "reads",
         "tracked",
-        "whole",
     )
 
-    def __init__(self, whole: bool, began: int = 0):
+    def __init__(self, of_whole_model: bool, began: int = 0):
         self.began = began  # number of the moment it began, as for a call
-        self.whole = whole  # the outermost module is the whole model, not a part of it
+        # the outermost module is the whole model, not a part of it
+        self.of_whole_model = of_whole_model
         # units that its backward reads at times that no hook of these units marks
         self.reads: set[Unit] = set()
         self.tracked = False  # a hook on its graph fires when its backward runs
@@ -121,9 +122,9 @@ class UnitForwards:
         self.pinned_by: weakref.WeakSet[RootForward] = weakref.WeakSet()
 
 
-class GatherMessage(NamedTuple):
-    """One message of a gather: ``(full, chunk)`` of each flat buffer, as for
-    :meth:`MeshDim.all_gather`, and their codecs.
+class GatherRequest(NamedTuple):
+    """One call of :meth:`MeshDim.all_gather`: ``(full, chunk)`` of each flat buffer, and their
+    codecs. It is issued as one collective per flat buffer and counted as one.
     """
 
     axis: MeshDim
@@ -143,21 +144,23 @@ class ShardGather:
 
     def __init__(self, unit: Unit):
         self.unit = unit
-        # flat buffers by axis: those with the same ranks share a message
+        # flat buffers by axis: those with the same ranks share a request
         self._together = [
             [flat for flat in unit.sharded if flat.axis is axis]
             for axis in dict.fromkeys(flat.axis for flat in unit.sharded)
         ]
 
-    def messages(self, exact: bool, backward: bool) -> Sequence[GatherMessage]:
-        """Return the messages; ``exact`` and ``backward`` as for :meth:`Unit.launch_gather`."""
+    def requests(self, exact: bool, backward: bool) -> Sequence[GatherRequest]:
+        """Return the requests of one gather; ``exact`` and ``backward`` as for
+        :meth:`Unit.launch_gather`.
+        """
         found = []
         for flats in self._together:
             pairs, codecs = [], []
             for flat in flats:
                 pairs.append((flat.full, flat.bring_shard()))
                 codecs.append(None if exact else flat.spec.gather_codec)
-            found.append(GatherMessage(flats[0].axis, self.unit.label, pairs, codecs))
+            found.append(GatherRequest(flats[0].axis, self.unit.label, pairs, codecs))
         return found
 
     def keep(self) -> None:
@@ -311,8 +314,8 @@ class Unit:
             handles = []
             stream = streams.on_stream(beside) if beside is not None else _NOTHING
             with torch.no_grad(), stream:
-                for message in self.source.messages(exact, backward):
-                    axis, key, pairs, codecs = message
+                for request in self.source.requests(exact, backward):
+                    axis, key, pairs, codecs = request
                     handles.append(axis.all_gather(pairs, key, codecs))
                 brought = streams.record_event(beside) if beside is not None else None
             self._coming = handles, brought

@@ -26,7 +26,12 @@ from hf_zero.zero.layout.stage_policy import Policy
 from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.reduce.losses import Scaling
 from hf_zero.zero.reduce.norm import IdleParameters, Usage, settle_left_out
-from hf_zero.zero.reduce.reduction_order import Gathers, Outstanding, ReductionOrder, Shown
+from hf_zero.zero.reduce.reduction_order import (
+    BackwardObservations,
+    GatherProgress,
+    Outstanding,
+    ReductionOrder,
+)
 from hf_zero.zero.reduce.reductions import (
     GradientIntake,
     MicroBatch,
@@ -74,7 +79,7 @@ class BackwardProgress:
     # units that became complete, with the versions of their gradients then, if this pass learns
     ready: dict[Unit, list[Any] | None] = field(default_factory=dict)
     reduced: set[FlatBuffer] = field(default_factory=set)
-    shown: Shown = field(default_factory=partial(Shown, False))
+    shown: BackwardObservations = field(default_factory=partial(BackwardObservations, False))
     # whether it is the first of its kind, or its gathers are recorded anew
     learns: bool = False
 
@@ -125,17 +130,17 @@ class Reducer:
         self._members = [
             parameter for unit in units for flat in unit.flats for parameter in flat.members
         ]
-        self._gathers: Gathers | None = None
+        self._schedule: GatherProgress | None = None
         self._outstanding: Outstanding | None = None
         self.broken = Broken.NO
         # number of backwards with gradients since the last step or ``zero_grad``
         self.backwards = 0
 
-    def connect(self, gathers: Gathers, outstanding: Outstanding) -> None:
-        """Set the gathers of the passes, and the tracker of outstanding forwards."""
-        self._gathers, self._outstanding = gathers, outstanding
+    def connect(self, schedule: GatherProgress, outstanding: Outstanding) -> None:
+        """Set the schedule of the gathers, and the tracker of outstanding forwards."""
+        self._schedule, self._outstanding = schedule, outstanding
 
-    def start(self, batch: MicroBatch) -> None:
+    def set_micro_batch(self, batch: MicroBatch) -> None:
         """Set ``batch`` for the next backward."""
         self._batch = batch
         self._set_factors()
@@ -152,16 +157,16 @@ class Reducer:
     def begin(self, key: Hashable) -> None:
         """Begin a backward; ``key`` identifies its kind, equal on all ranks."""
         self.wait()
-        gathers = self._gathers is not None and self._gathers.gathers
-        self._mesh.passes.begin("backward", key, joint=self._reduces_now or gathers)
-        recording = self._gathers is not None and self._gathers.recording
+        sharded = self._schedule is not None and self._schedule.has_sharded_units
+        self._mesh.passes.begin("backward", key, joint=self._reduces_now or sharded)
+        recording = self._schedule is not None and self._schedule.recording
         learns = recording or key not in self._known
         self._pass = BackwardProgress(key, True, list(self._order.units), learns=learns)
         self._brought_back = set()
         # A rank must not wait for a reduction that others launch only after a gather that this rank
         # has not joined yet.
         self._reductions.begin(
-            self._pass.learns and gathers,
+            self._pass.learns and sharded,
             None if self._batch.on_reduced is None else self._on_reduced,
         )
         # more gradients will be added; an upcast copies nothing as long as none are held
@@ -184,17 +189,17 @@ class Reducer:
         forward whose backward is pending.
         """
         self._pass.shown.waits = True
-        self._reductions.hold(self._gathers is not None and self._gathers.gathers)
+        self._reductions.hold(self._schedule is not None and self._schedule.has_sharded_units)
 
-    def ready(self, unit: Unit) -> None:
+    def mark_complete(self, unit: Unit) -> None:
         """Mark the gradients of ``unit`` as complete on this rank, as far as hooks can tell."""
         backward = self._pass
         if not unit.trainable or unit in backward.ready or not backward.under_way:
             return
         backward.ready[unit] = grad_versions(unit) if self._pass.learns else None
         backward.shown.complete.append(unit.index)
-        if self._gathers is not None and self._pass.learns:
-            backward.shown.depths[unit.index] = self._gathers.issued
+        if self._schedule is not None and self._pass.learns:
+            backward.shown.depths[unit.index] = self._schedule.issued
         if not self._reduces_now:
             backward.shown.brought |= self._intake.accumulate(unit, self._batch)
 
@@ -308,8 +313,8 @@ class Reducer:
         """Issue the gathers that other ranks may wait for before they launch a reduction that this
         rank is about to wait for.
         """
-        if self._pass.under_way and self._gathers is not None:
-            self._gathers.issue_through(self._pass.depth)
+        if self._pass.under_way and self._schedule is not None:
+            self._schedule.issue_through(self._pass.depth)
 
     def _reduce_late(self, launched: Sequence[Unit], learns: bool) -> None:
         # Gradients that arrived after their unit's reduction was launched: reduced again in the
@@ -342,8 +347,8 @@ class Reducer:
         # If an older forward is pending, units are not complete before the end: nothing to learn.
         if any(each.brought for each in shown) and not any(each.waits for each in shown):
             self._known.add(backward.key)
-            gathers = self._gathers
-            places, plan = (gathers.places, gathers.plan) if gathers is not None else ((0,), ())
+            schedule = self._schedule
+            places, plan = (schedule.places, schedule.plan) if schedule is not None else ((0,), ())
             self._order.learn(backward.key, shown, places, [unit.index for unit in plan])
 
     def reduce_accumulated(self) -> None:
@@ -369,7 +374,7 @@ class Reducer:
             self._order.left_some_out = False
         self.idle.settle()
 
-    def unreduced(self, flat: FlatBuffer) -> float:
+    def unreduced_scale(self, flat: FlatBuffer) -> float:
         """Return the factor from an averaged gradient to an accumulated one of ``flat``, equal on
         all its ranks, that the reduction averages back to it.
         """

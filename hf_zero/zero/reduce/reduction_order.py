@@ -68,14 +68,14 @@ def places(record: Sequence[T], plan: Sequence[T]) -> list[int]:
     return found
 
 
-class Gathers(Protocol):
+class GatherProgress(Protocol):
     """The gathers of the pass under way, as its reductions see them."""
 
     @property
     def recording(self) -> bool: ...
 
     @property
-    def gathers(self) -> bool: ...
+    def has_sharded_units(self) -> bool: ...
 
     @property
     def issued(self) -> int: ...
@@ -90,7 +90,7 @@ class Gathers(Protocol):
 
 
 @dataclass
-class Shown:
+class BackwardObservations:
     """Observations from one backward on one rank; units by index."""
 
     # an older forward's backward was pending, so units were not complete before the end
@@ -140,7 +140,11 @@ class ReductionOrder:
         return self._depths.get(key, {}).get(unit.index, 0)
 
     def learn(
-        self, key: Hashable, shown: Sequence[Shown], places: Sequence[int], plan: Sequence[int]
+        self,
+        key: Hashable,
+        shown: Sequence[BackwardObservations],
+        places: Sequence[int],
+        plan: Sequence[int],
     ) -> None:
         """Update the order from the observations of each rank in the first backward of a kind.
         Equal on all ranks.
