@@ -135,6 +135,7 @@ class FolderTarget(CommitTarget):
         publish_folder(self._temporary, self.tag)
 
     def finish(self, above: Mapping[str, bytes]) -> None:
+        storage.fsync_folder(self.directory)  # `latest` names the checkpoint once it is durable
         for name in above:
             os.replace(self.final / (find.NEW + name), self.directory / name)
         storage.fsync_folder(self.directory)
@@ -172,7 +173,28 @@ class StoreTarget(CommitTarget):
         content = manifest.dumps()
         # Parse it before the upload: an unreadable manifest is never published.
         self._check_written(Manifest.parse(content, self.path_of(MANIFEST_NAME)))
-        storage.put_object(self.path_of(MANIFEST_NAME), content)
+        try:
+            storage.put_object(self.path_of(MANIFEST_NAME), content)
+        except OSError as error:
+            if not self._is_published():
+                raise
+            logger.warning(
+                "%s is saved: the store has its manifest, although writing it failed (%s)",
+                self.final,
+                error,
+            )
+
+    def _is_published(self) -> bool:
+        """Whether the manifest in the store is that of this save. A store may accept an object and
+        lose its answer, as in a timeout.
+        """
+        path = self.path_of(MANIFEST_NAME)
+        try:
+            with store_errors(path):
+                found = path.is_file()
+            return found and Manifest.read(path).save_id == self.save_id
+        except (CheckpointError, OSError):
+            return False
 
     def finish(self, above: Mapping[str, bytes]) -> None:
         for name, content in above.items():
@@ -180,6 +202,8 @@ class StoreTarget(CommitTarget):
         remove_unlisted(self.final)
 
     def abort(self) -> None:
+        if self._is_published():  # an interruption came after the store had accepted the manifest
+            return
         abandon_objects(self.final, self.save_id[:12])
 
 
@@ -220,7 +244,7 @@ def begin_folder(directory: Path, tag: str, save_id: str) -> Path:
         else:
             logger.warning(
                 "%s was left by an interrupted save, or another job saves into the same folder; "
-                "remove it if no job does",
+                "delete it if no other job is saving here",
                 other,
             )
     temporary = temporary_folder(directory, tag, save_id)
@@ -230,7 +254,8 @@ def begin_folder(directory: Path, tag: str, save_id: str) -> Path:
 
 def publish_folder(temporary: Path, tag: str) -> Path:
     """Rename the complete ``temporary`` folder to ``tag``. A checkpoint of that name is kept, under
-    another name, until this has succeeded.
+    another name. :meth:`FolderTarget.finish` makes both renames durable: an error raised here means
+    that nothing was saved.
     """
     directory = temporary.parent
     final, replaced = directory / tag, directory / (REPLACED + tag)
@@ -243,7 +268,6 @@ def publish_folder(temporary: Path, tag: str) -> Path:
         if replaced.exists():
             os.rename(replaced, final)
         raise
-    fsync_folder(directory)
     return final
 
 
@@ -364,7 +388,7 @@ def retain(final: AnyPath, keep: int) -> list[AnyPath]:
         try:
             protected.add(final.parent / find.latest_tag(final.parent))
         except CheckpointError as error:
-            logger.warning("nothing is removed, although newer checkpoints are kept: %s", error)
+            logger.warning("retention skipped: cannot read `latest` (%s)", error)
             return []
     return remove(excess(newest_first, keep, protected, integrity_error))
 
@@ -403,7 +427,7 @@ def remove(chosen: Sequence[AnyPath], aside: str = find.DROPPED) -> list[AnyPath
             drop(folder, aside)
         except OSError as error:
             logger.warning(
-                "%s is to be removed, since newer checkpoints are kept, but cannot be: %s",
+                "could not delete old checkpoint %s: %s",
                 folder,
                 describe_error(error, folder),
             )

@@ -76,9 +76,9 @@ class Tiers:
 class StageEstimate:
     """Bytes of one rank at one stage.
 
-    ``parameters``, ``gradients`` and ``optimizer`` (fp32 master weights and moments) are there all
-    the time; they are what they are without offload, and ``tiers`` says where the bytes lie with
-    it. The largest unit is whole while it computes (stage 3), and so are its neighbours ahead.
+    ``parameters``, ``gradients`` and ``optimizer`` (fp32 master weights and moments): persistent
+    bytes, computed without offload; ``tiers`` has the placement with offload. At stage 3 the
+    largest unit and the units prefetched after it are unsharded at the same time.
     ``gradient_buffers`` hold gradients on their way between ranks and stay for the next step; over
     gloo with more than two ranks, chunks from all peers add to it. ``communicators``: how many a
     rank takes on a GPU, at most, whose bytes are in none of these. ``pipeline_stage``: of a
@@ -221,10 +221,10 @@ def estimate(
         optimizer: a name, or an ``OptimizerConfig`` with the parameters that determine its state
             (momentum, amsgrad).
         stage: 0 to 3; None estimates all four.
-        config: whatever ``ZeroConfig.coerce`` reads; its precision, optimizer, replicas,
-            accumulation and offload override the arguments.
-        offload_optimizer, offload_param: sections as in a ``ZeroConfig``; they override those of
-            ``config``. Parameters are offloaded at stage 3 only.
+        config: whatever ``ZeroConfig.coerce`` reads. Its precision and optimizer override the
+            arguments; the other arguments override it.
+        offload_optimizer, offload_param: sections as in a ``ZeroConfig``. Parameters are
+            offloaded at stage 3 only.
         tensor_parallel, expert_parallel: ranks that share each layer, and ranks that hold one set
             of a mixture's experts together; None: as in ``config``.
         pipeline_parallel: stages into which ``hf_zero.pipeline_stages`` would cut the model; only
@@ -252,11 +252,11 @@ def estimate(
     given = {"offload_optimizer": offload_optimizer, "offload_param": offload_param}
     sections = ZeroConfig(3, **given)
     settings = asked.settings
-    whole_optimizer, whole_param = (
+    optimizer_section, param_section = (
         getattr(sections if given[name] is not None else settings, name) for name in given
     )
     name, module = _open(model)
-    plans = _plans(module, asked, asked.settings.placed(3, whole_optimizer, whole_param))
+    plans = _plans(module, asked, asked.settings.placed(3, optimizer_section, param_section))
     stages = _stages(plans[0], settings.stage, stage, list(plans[0].stages))
     counts: Counter[bool] = Counter()
     for parameter in module.parameters():
@@ -273,11 +273,11 @@ def estimate(
         optimizer=asked.optimizer.type,
         moments=plans[0].moments,
         stages=tuple(
-            _largest_row(plans, settings.placed(each, whole_optimizer, whole_param))
+            _largest_row(plans, settings.placed(each, optimizer_section, param_section))
             for each in stages
         ),
-        offload_optimizer=whole_optimizer,
-        offload_param=whole_param,
+        offload_optimizer=optimizer_section,
+        offload_param=param_section,
         tensor=dims.tensor,
         expert=dims.expert,
         pipeline=dims.pipeline,
@@ -304,10 +304,10 @@ def traffic(
     """
     asked = _asked(ranks, precision, "AdamW", config, tensor_parallel, expert_parallel)
     settings = asked.settings
-    [whole] = _plans(_open(model)[1], asked, settings)
+    [base_plan] = _plans(_open(model)[1], asked, settings)
     seconds = codings(device or torch.device(kinds.accelerator() or "cpu"))
     stages = [stage] if stage is not None else sorted(POLICIES)
-    return {each: ways(_at_stage(whole, each), seconds) for each in stages}
+    return {each: ways(_at_stage(base_plan, each), seconds) for each in stages}
 
 
 def propose(
@@ -343,11 +343,11 @@ def propose(
         expert_parallel,
         pipeline_parallel,
         sequence_parallel,
+        kinds.meant(gpu=not free.host_device),
     )
-    device = kinds.meant(gpu=not free.host_device)
     settings = asked.settings
     name, module = _open(model)
-    plans = _plans(module, asked, settings, device)
+    plans = _plans(module, asked, settings)
     begins = settings.stage if config is not None else 1
     stages = _stages(plans[0], settings.stage, stage, list(plans[0].stages[begins:]))
     largest = max(plans, key=lambda part: _row(_at_stage(part, stages[0])).state)
@@ -361,11 +361,14 @@ def propose(
 
 @dataclass(frozen=True)
 class _Asked:
-    """The input of an estimate: settings, an optimizer, and the sizes of the axes."""
+    """The input of an estimate: settings, resolved for ``device``, an optimizer, and the sizes of
+    the axes.
+    """
 
     settings: ZeroConfig
     optimizer: OptimizerConfig
     dims: ParallelDims
+    device: torch.device
 
 
 def _asked(
@@ -377,9 +380,10 @@ def _asked(
     expert: int | None,
     pipeline: int = 1,
     sequence: int | None = None,
+    device: torch.device | None = None,
 ) -> _Asked:
-    """Return the settings that the arguments of :func:`estimate` describe. Raises ConfigError for
-    sizes that do not divide the ranks.
+    """Return the settings that the arguments of :func:`estimate` describe, for a GPU unless
+    ``device`` is another kind. Raises ConfigError for sizes that do not divide the ranks.
     """
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ConfigError(
@@ -408,7 +412,10 @@ def _asked(
         pipeline,
         settings.sequence_parallel_size,
     )
-    return _Asked(settings, settings.optimizer or wanted, dims)
+    device = device or kinds.meant(gpu=True)
+    # before `placed`, whose stage and offload `on_device` would drop
+    settings = settings.on_device(device.type)
+    return _Asked(settings, settings.optimizer or wanted, dims, device)
 
 
 def _dims(ranks: int, tensor: int, expert: int, pipeline: int, sequence: int) -> ParallelDims:
@@ -422,20 +429,14 @@ def _refuse_experts(expert: int, pipeline: int) -> None:
     if expert > 1 < pipeline:
         raise ConfigError(
             f"experts over {expert} ranks in a pipeline of {pipeline} stages are not "
-            "built; leave --pp or --ep out"
+            "built; leave pipeline_parallel or expert_parallel out"
         )
 
 
-def _plans(
-    module: nn.Module, asked: _Asked, settings: ZeroConfig, device: torch.device | None = None
-) -> list[EnginePlan]:
-    """Return the plan of the first rank of each pipeline stage, on a GPU unless ``device`` is
-    another kind.
-    """
+def _plans(module: nn.Module, asked: _Asked, settings: ZeroConfig) -> list[EnginePlan]:
+    """Return the plan, with ``settings``, of the first rank of each pipeline stage."""
     dims = planned_dims(module, asked.dims)
     _refuse_experts(dims.expert, dims.pipeline)
-    device = device or kinds.meant(gpu=True)
-    settings = settings.on_device(device.type)
     cuts = planned_cuts(module, dims.tensor, asked.dims.expert, dims)
     trained = [p for p in module.parameters() if p.requires_grad]
     optimizer = build_optimizer(asked.optimizer, trained, module) if trained else None
@@ -452,7 +453,7 @@ def _plans(
             optimizer,
             extensions_of=_extensions_of,
             rank=stage * dims.in_a_stage,
-            device=device,
+            device=asked.device,
             cuts=cuts,
             held=held,
         )
@@ -470,13 +471,13 @@ def _extensions_of(settings: ZeroConfig, optimizer: torch.optim.Optimizer | None
     return extensions_of(settings, optimizer)
 
 
-def _at_stage(whole: EnginePlan, stage: int) -> EnginePlan:
-    now = whole.settings
-    return whole.replan(now.placed(stage, now.offload_optimizer, now.offload_param))
+def _at_stage(base_plan: EnginePlan, stage: int) -> EnginePlan:
+    now = base_plan.settings
+    return base_plan.replan(now.placed(stage, now.offload_optimizer, now.offload_param))
 
 
 def _stages(
-    whole: EnginePlan, configured: int, stage: int | None, otherwise: list[int]
+    base_plan: EnginePlan, configured: int, stage: int | None, otherwise: list[int]
 ) -> list[int]:
     """Return the ZeRO stages to consider: ``stage``, or ``otherwise``.
 
@@ -485,10 +486,10 @@ def _stages(
     if stage is not None and stage not in POLICIES:
         raise ConfigError(f"stage {stage!r} is unknown; choose one of {sorted(POLICIES)}")
     chosen = otherwise if stage is None else [stage]
-    if whole.dims.pipeline > 1 and (not chosen or max(chosen) not in whole.stages):
+    if base_plan.dims.pipeline > 1 and (not chosen or max(chosen) not in base_plan.stages):
         raise ConfigError(
-            f"a pipeline of {whole.dims.pipeline} stages trains at ZeRO stage 0 or 1, not at "
-            f"{configured if stage is None else stage}; leave --stage out, or write stage 1"
+            f"a pipeline of {base_plan.dims.pipeline} stages trains at ZeRO stage 0 or 1, not at "
+            f"{configured if stage is None else stage}; leave stage out, or pass 1"
         )
     return chosen
 
@@ -501,17 +502,17 @@ def _cut(dims: ParallelDims) -> str:
     return f"hf_zero.pipeline_stages({model}, {dims.pipeline})"
 
 
-def _lengths(whole: EnginePlan, lengths: Sequence[int]) -> tuple[LengthEstimate, ...]:
+def _lengths(base_plan: EnginePlan, lengths: Sequence[int]) -> tuple[LengthEstimate, ...]:
     """Return the activation estimates for sequences of each of ``lengths``.
 
     Raises ConfigError with tensor, expert or pipeline parallelism.
     """
-    if lengths and whole.dims.splits_model:
+    if lengths and base_plan.dims.splits_model:
         raise ConfigError(
             "activations beside tensor, expert or pipeline parallelism are not known; leave the "
             "lengths of sequences out, or estimate without it, which is the most it can be"
         )
-    return tuple(length_estimate(whole, each) for each in lengths)
+    return tuple(length_estimate(base_plan, each) for each in lengths)
 
 
 def _largest_row(parts: Sequence[EnginePlan], settings: ZeroConfig) -> StageEstimate:

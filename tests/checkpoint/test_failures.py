@@ -106,6 +106,24 @@ def each_saves(where: Callable[[Engine], tuple[Any, ...]]) -> Callable[[], Any]:
     return lambda: run(TWO, small, lambda engine: checkpoint.save(engine, *where(engine)))
 
 
+def test_a_rename_that_cannot_be_made_durable(tmp_path, monkeypatch):
+    """The checkpoint has its name by then, so nobody is told that nothing was saved."""
+    saved(tmp_path, tag="a")
+    original = os.fsync
+
+    def failing(fd):
+        if os.readlink(f"/proc/self/fd/{fd}") == str(tmp_path):
+            raise OSError(errno.EIO, "Input/output error")
+        original(fd)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    for text in errors(saved, tmp_path, steps=3, tag="b"):
+        assert f"{tmp_path / 'b'} itself is whole" in text and "Nothing was saved" not in text
+    monkeypatch.undo()
+    assert (tmp_path / "latest").read_text() == "a"
+    load(tmp_path, tag="b", verify=True)
+
+
 def test_saves_that_are_refused_write_nothing(tmp_path):
     (tmp_path / "run").write_text("")
     fails(["run", "choose another folder"], saved, tmp_path / "run")

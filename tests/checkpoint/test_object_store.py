@@ -27,10 +27,13 @@ from hf_zero.checkpoint import (
     storage,
     verify_checkpoint,
 )
+from hf_zero.checkpoint.commit import StoreTarget
 from hf_zero.checkpoint.find import integrity_error
+from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.verify import verify_all
 from hf_zero.cli.app import app
 from hf_zero.errors import CheckpointError
+from hf_zero.logging import logger
 from tests.checkpoint.faults import Killed
 from tests.checkpoint.jobs import (
     TWO,
@@ -337,6 +340,32 @@ def test_a_manifest_that_cannot_be_put(store: UPath, monkeypatch: pytest.MonkeyP
     monkeypatch.undo()
     engines = load(URL, verify=True)
     assert same(weights(engines), before) and len(names(store / "a")) == 3
+
+
+def test_a_manifest_that_the_store_accepts_without_an_answer(
+    store: UPath, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    original = MemoryFileSystem.pipe_file
+
+    def unanswered(self: Any, path: str, value: bytes, **kwargs: Any) -> None:
+        original(self, path, value, **kwargs)
+        if path.endswith("manifest.json"):
+            raise TimeoutError("no answer")
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", unanswered)
+    monkeypatch.setattr(logger, "propagate", True)
+    before = weights(saved(URL, tag="a"))
+    monkeypatch.undo()
+    assert f"{URL}/a is saved" in caplog.text and "no answer" in caplog.text
+    assert (store / "latest").read_text() == "a"
+    assert same(weights(load(URL, verify=True)), before)
+
+
+def test_a_save_that_is_interrupted_after_its_manifest_keeps_its_files(store: UPath) -> None:
+    before = weights(saved(URL, tag="a"))
+    save_id = Manifest.read(store / "a" / "manifest.json").save_id
+    StoreTarget(store, "a", save_id).abort()
+    assert same(weights(load(URL, verify=True)), before)
 
 
 def rank_1(store: UPath) -> UPath:

@@ -5,6 +5,7 @@ refuses what it cannot price.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, LlamaConfig
 
 import hf_zero
 from hf_zero.config import OptimizerConfig
+from hf_zero.config.kernels import AUTO
 from hf_zero.device.free_memory import Free
 from hf_zero.errors import ConfigError
+from hf_zero.zero.layout.engine_plan import plan
 from hf_zero.zero.layout.flat_layout import ALIGNMENT
 from hf_zero.zero.layout.stage_policy import bytes_per_parameter
 
@@ -87,6 +90,29 @@ def test_units_are_those_of_the_configuration() -> None:
     assert (
         joined.at(3).largest_unit >= TINY.num_hidden_layers * 4 * 33_000 > alone.at(3).largest_unit
     )
+
+
+def test_kernels_that_are_chosen_keep_the_stage_and_the_offload(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    estimating = sys.modules["hf_zero.planning.estimate"]
+    planned = []
+
+    def noted(module: Any, settings: Any, *args: Any, **options: Any) -> Any:
+        planned.append(settings)
+        return plan(module, settings, *args, **options)
+
+    monkeypatch.setattr(estimating, "plan", noted)
+    row = hf_zero.estimate(
+        TINY,
+        ranks=2,
+        config={"zero_optimization": {"stage": 1}, "kernels": "auto"},
+        offload_param="cpu",
+    ).at(3)
+    [settings] = planned
+    assert (settings.stage, settings.offload_param.device) == (3, "cpu")
+    assert settings.kernels == AUTO["cuda"]
+    assert row.tiers.ram > 0
 
 
 def test_every_way_to_name_a_model_gives_the_same(tmp_path: Path) -> None:
