@@ -74,7 +74,7 @@ class OneBitSteps(StepExtension):
 
     @property
     def _momenta(self) -> list[FlatMomentum]:
-        """The flat buffers that :meth:`step` updates."""
+        """The flat buffers that :meth:`update` changes."""
         return [*self._chosen, *self._local.others] if self._local.on else [*self._chosen]
 
     def begin_backward(self) -> None:
@@ -117,7 +117,7 @@ class OneBitSteps(StepExtension):
 
     def before_reduction(self, scale: float) -> None:
         """Take the norm of the gradients that stay on this rank, before all others are reduced;
-        ``scale`` makes gradients summands of a mean.
+        a local gradient times ``scale`` is this rank's term of the mean.
         """
         gradients = [each.flat.gradient for each in self._momenta]
         local = [each for each in gradients if each.stays_local and each.has_unreduced]
@@ -183,8 +183,8 @@ class OneBitSteps(StepExtension):
         return [each.flat for each in momenta]
 
     def before_update(self) -> None:
-        """Exclude the flat buffers that :meth:`step` updates from the optimizer's own step; freeze
-        the variance (collective) or rescale it if the kind of step changes.
+        """Exclude the flat buffers that :meth:`update` changes from the optimizer's own step;
+        freeze the variance (collective) or rescale it if the kind of step changes.
         """
         if not self._chosen:
             return

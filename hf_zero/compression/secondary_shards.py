@@ -36,12 +36,15 @@ class SecondaryShards(ShardGather):
     def __init__(self, unit: Unit):
         super().__init__(unit)
         self.shards: dict[FlatBuffer, torch.Tensor] = {}
-        self._kept = Kept.NO  # equal on all ranks, except while one waits for a gather
+        # May still be COMING where the gather was not waited for; :meth:`Unit.launch_gather`
+        # finishes it before it asks again, so ranks choose alike.
+        self._kept = Kept.NO
 
     def requests(self, exact: bool, backward: bool) -> Sequence[GatherRequest]:
         node = self.unit.sharded[0].mesh.node
         if backward and self._kept is Kept.YES and node is not None:
             pairs = [(flat.full, self.shards[flat]) for flat in self.unit.sharded]
+            # no codec: the values kept are decoded ones
             return [GatherRequest(node, f"{self.unit.label} in a node", pairs)]
         self._kept = Kept.NO if exact or node is None else Kept.COMING
         return super().requests(exact, backward)

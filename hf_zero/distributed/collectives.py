@@ -128,8 +128,10 @@ class Handle:
             self._finish()
 
     def reduce_into(self, out: torch.Tensor, accumulate: bool, scale: float) -> None:
-        """Wait, then set ``out = scale * sum`` or, if ``accumulate``, ``out += scale * sum``. The
-        sum is taken in the dtype of ``out``.
+        """Wait, then set ``out = scale * sum`` or, if ``accumulate``, ``out += scale * sum``.
+
+        Parts from a point-to-point exchange are summed here, in the dtype of ``out``; a
+        backend's own reduce-scatter or all-reduce has summed in the wire dtype already.
         """
         self.wait()
         first, *rest = self._parts

@@ -167,6 +167,10 @@ class Sums(NamedTuple):
     each: the ranks whose numbers each count once: the shards of one replica, or all peers if flat
     buffers differ in their ranks. repeats: the dimension along which the sums are equal. stages:
     the other stages of a pipeline, whose gradients contribute to the norm.
+
+    Example: four ranks in two replicas of two shards each. Rank 0 sums its numbers along
+    ``each``, ranks 0 and 1; along ``repeats``, ranks 0 and 2, the sums are then equal; ``stages``
+    has rank 0 alone.
     """
 
     each: MeshDim
@@ -244,7 +248,8 @@ class FlatMeshMaker:
             shard.gather_in_two_hops(*hops)
         # sums over all ranks count each replica; sums over one replica's shards do not
         weight = 1.0 / replicate.size if self._dims.splits_model else 1.0
-        # its gradients are summed over 1 / tensor of the ranks that the mean divides by
+        # The mean divides by all ranks, but only 1 / tensor of them contribute; multiply by
+        # ``tensor``.
         gain = float(self._dims.tensor) if "tensor" in axes else 1.0
         group = self.group(axes)
         return FlatMesh(shard, replicate, updates, of_node, hops, group, axes, weight, gain)

@@ -314,7 +314,7 @@ class StateEntries:
 
 
 class DeviceState:
-    """The state of segments on the device, by region (``table.py``)."""
+    """The state of segments on the device, by region (``segments.py``)."""
 
     def __init__(self, entries: StateEntries) -> None:
         self._entries = entries

@@ -216,6 +216,7 @@ class Backward:
         window.micro_batches += not window.managed
         weight, unscale = self.losses.begin(1.0 / window.steps)
         reduces = window.syncs and window.ends
+        # Every condition must be equal on all ranks: ``failed_writes`` is a collective.
         early = (
             reduces
             and self._model.placement.updates_in_backward
@@ -262,10 +263,10 @@ class Backward:
         if self.reducer.spoiled:
             refuse_half_done(self._update.updater, "a step whose gradients are not complete")
             raise PartitionError(
-                "a backward of this window was broken by an exception after some of its gradients "
-                "had come: they are lost, and with them what earlier micro-batches of the window "
-                "had added up may be incomplete; call engine.restart_window() and repeat the "
-                "window, on all ranks"
+                "a backward of this window was broken by an exception after some gradients had "
+                "been produced: they are lost, and with them what earlier micro-batches of the "
+                "window had added up may be incomplete; call engine.restart_window() and repeat "
+                "the window, on all ranks"
             )
         if not self._window.syncs:
             raise UnreducedGradientsError(

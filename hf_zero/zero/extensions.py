@@ -17,21 +17,22 @@ from hf_zero.zero.layout.unit import ShardGather, Unit
 
 
 class StepExtension:
-    """Part of a technique in each step. Every method is called in the order below, does nothing
-    here, and may be collective, except for reports.
+    """Part of a technique in each step. Every method does nothing here and may be collective,
+    except for reports. Within a step they are called in this order; ``gradient_norm()`` may call
+    :meth:`before_reduction` and :meth:`squares` in between.
     """
 
     def begin_backward(self) -> None:
         """Prepare a backward, before it takes gradients in."""
 
     def before_reduction(self, scale: float) -> None:
-        """Prepare the reduction at the end of an accumulation window; ``scale`` makes the gradients
-        that stay on their rank (:meth:`GradientBuffer.keep_local`) summands of a mean.
+        """Prepare the reduction at the end of an accumulation window; a local gradient
+        (:meth:`GradientBuffer.keep_local`) times ``scale`` is this rank's term of the mean.
         """
 
     def begin_step(self, must_agree: bool) -> bool:
-        """Begin a step, whose gradients are reduced. Return whether ranks make it without a message
-        of any kind, which needs ``must_agree`` to be False.
+        """Begin a step, whose gradients are reduced. Return True if this step needs no
+        communication; never if ``must_agree``.
         """
         return False
 

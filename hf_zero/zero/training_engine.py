@@ -166,8 +166,8 @@ class TrainingEngine(EngineParts):
         micro = self.train_micro_batch_size_per_gpu() * self.data_ranks
         if train_batch_size < 1 or train_batch_size % micro:
             raise ConfigError(
-                f"a train batch of {train_batch_size} samples is no multiple of the "
-                f"{micro} that all ranks' micro-batches have; choose one"
+                f"a train batch of {train_batch_size} samples is not a multiple of {micro} "
+                "(micro-batch x ranks); choose one"
             )
         if self.window_is_open:
             raise PartitionError(

@@ -63,7 +63,7 @@ def test_another_train_batch_size_is_another_window(stage: int) -> None:
         assert engine.global_steps == 3 and engine.train_batch_size() == 2 * ROWS * RANKS
         for name, value in full_weights(engine).items():
             torch.testing.assert_close(value, want[name], rtol=2e-5, atol=1e-6)
-        with pytest.raises(ValueError, match="no multiple"):
+        with pytest.raises(ValueError, match="not a multiple"):
             engine.set_train_batch_size(ROWS * RANKS + 1)
         engine.set_train_micro_batch_size(3)
         assert engine.train_batch_size() == 3 * 2 * RANKS

@@ -255,7 +255,7 @@ def test_a_plain_backward_through_two_engines_cannot_be_scaled(precisions, loss)
     def run(rank, models):
         engines, nets = opened(models, configs)
         with pytest.raises(
-            PartitionError, match=r"another engine beside one.*call engine\.backward"
+            PartitionError, match=r"several fp16 forwards or engines.*call engine\.backward"
         ):
             LOSSES[loss](nets, data(9, 0, rank)).backward()
         for engine in engines:

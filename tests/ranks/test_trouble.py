@@ -213,7 +213,7 @@ def test_a_plain_fp16_backward_that_cannot_be_scaled_once(stage, how):
     def run(rank, model):
         engine = start(model, plain_sgd(model), config_of(stage, Plan(precision="fp16")))
         with pytest.raises(
-            PartitionError, match=r"more than one fp16 forward.*call engine\.backward\(loss\)"
+            PartitionError, match=r"several fp16 forwards or engines.*call engine\.backward\(loss\)"
         ):
             loss_of(model, rank).backward()
         engine.zero_grad()

@@ -32,8 +32,8 @@ graph_task = torch._C._current_graph_task_id  # number of the backward that this
 
 
 def keep_for_backward(unit: Unit, root: RootForward) -> None:
-    """Keep ``unit`` gathered for the backward of ``root``, which reads it at a time that no hook of
-    the unit marks.
+    """Keep ``unit`` gathered for the backward of ``root``, which reads it at a point our hooks
+    cannot see.
     """
     root.reads.add(unit)
     unit.forwards.pinned_by.add(root)
@@ -52,8 +52,8 @@ class BackwardTracker:
         on_begin: Callable[[], None],
         on_part: Callable[[], None],
     ):
-        """``on_begin`` is called before a backward, ``on_part`` when it reaches a part of the model
-        that was called alone.
+        """``on_begin`` is called before a backward, ``on_part`` when it reaches a submodule called
+        directly.
         """
         self._units = list(units)
         self._schedule = schedule
@@ -122,12 +122,15 @@ class BackwardTracker:
     ) -> None:
         """Begin the backward of ``call``: the hook on its outputs, which ``module`` has returned.
 
-        ``marks``: autograd nodes of the marks on its inputs.
+        ``marks``: autograd nodes of the marks on its inputs. ``grads`` is unused: this is also a
+        prehook of an autograd node.
         """
         self.enter()
         if call not in call.unit.forwards.in_backward:
             self._start(call, marks)
         elif not call.unit.sharded:
+            # Another output of the call. Its unit is whole, and was made ready at the first one; a
+            # sharded one may need its gather, and its guard off for ``module``.
             return
         self._schedule.ensure_gathered(call.unit, module)
         if spans.logs:
@@ -147,6 +150,8 @@ class BackwardTracker:
                 self._leave_out(outer.left_out)
             self._reducer.idle.reach(outer.idle)
             self.reached = outer
+        # A submodule called directly calls ``_on_part`` each time: a loss scale may have been put
+        # at other outputs since.
         if not outer.of_whole_model or outer not in self._reached:
             self.reach(outer)
         self._advance_to(call, call.left)
@@ -173,7 +178,7 @@ class BackwardTracker:
 
     def reach(self, root: RootForward, grads: Any = None) -> None:
         """Gather the units that the backward of ``root`` reads, also for a second backward over its
-        graph.
+        graph. Also a prehook of an autograd node, hence ``grads``.
         """
         self.enter()
         if not root.of_whole_model:
@@ -272,7 +277,7 @@ class BackwardTracker:
                 kinds.append((forward, min(count, FORWARDS_TOLD_APART)))
         kind = tuple(kinds)
         self._forwards.clear()
-        recomputation = RootForward(True)
+        recomputation = RootForward(True)  # stand-in for forwards recomputed in this backward
         self.outstanding.begin(recomputation)
         self._reached, self._first = {recomputation}, True
         self._on_begin()

@@ -3,15 +3,16 @@ on the autograd graph that mark the beginning and the end of a unit's backward.
 
 [Note: the end of a unit's backward]
 Autograd runs ready nodes in reverse order of creation. The mark on a unit's inputs is created
-before every node of its forward, so its backward runs after all of them: gradients are complete and
-no saved weight will be read again. If no input requires grad there is no mark, and the unit's
-backward ends with the whole backward.
+before every node of its forward, so its backward runs after all of them. ``AccumulateGrad`` nodes
+have the highest priority and run as soon as they are ready. So when the mark's backward runs,
+gradients are complete and no saved weight will be read again. If no input requires grad there is no
+mark, and the unit's backward ends with the whole backward.
 
-If the input of a module is the output that another module of its unit has just returned, they count
-as one call: its backward has ended when the marks on the first module's inputs have fired, and the
-second module has no marks. A backward may begin at the outputs of either.
+If the input of a module is the output that another module of its unit has just returned, the two
+are chained. Chained modules of one unit form one call; only the first one's inputs are marked. A
+backward may begin at the outputs of any of them.
 
-Calls are tokens in sets, not counts: the token of a dropped forward is dropped with it.
+Pending calls are kept in weak sets, not counted, so a dropped graph stops being pending by itself.
 Recomputation (activation checkpointing) runs forwards inside a backward; a forward there never
 releases.
 """
@@ -76,6 +77,8 @@ def _mark(
     call.marks = nodes
 
     def passed(*_: Any) -> None:
+        # Below zero if a backward has begun inside the forward, not at its outputs, whose hooks set
+        # the number.
         call.marks_left -= 1
         if call.marks_left == 0:
             over()
@@ -86,8 +89,8 @@ def _mark(
 
 
 def _accumulated(tracker: weakref.ref[BackwardTracker], parameter: torch.Tensor) -> None:
-    """Begin a backward at a gradient that no unit's hook has announced, such as that of a penalty
-    on the weights.
+    """Begin a backward at a gradient that reaches no unit's hook, such as that of a penalty on the
+    weights.
     """
     alive = tracker()
     if alive is not None:
@@ -134,8 +137,8 @@ class Hooks:
         root = self._units[0]
         in_root = {id(parameter) for flat in root.flats for parameter, _ in flat.items}
         for module in model.modules():
-            # Scripts call parts of models, so each module with a parameter of the root gathers the
-            # root.
+            # A script may call a submodule directly, so each module with a parameter of the root
+            # gathers the root.
             if module not in around and any(
                 id(p) in in_root for p in module._parameters.values() if p is not None
             ):
@@ -171,8 +174,8 @@ class Hooks:
         ]
 
     def take_in_unannounced(self) -> None:
-        """Take in gradients on parameters that no hook has announced, from a penalty on the weights
-        or assigned by a script (collective).
+        """Take in ``.grad`` left by a backward that our hooks did not see, from a penalty on the
+        weights, or assigned by a script (collective).
 
         Called outside forward and backward, at the same places of the script on every rank.
         """
@@ -308,7 +311,7 @@ class Hooks:
     def _draw(self, outer: RootForward, name: str) -> None:
         """Let techniques draw the modules to leave out of the forward ``outer`` of ``name``."""
         modules = {module for draw in self.draws for module in draw(outer)}
-        if name:  # a module that is called by itself is kept
+        if name:  # a submodule called directly is kept
             part = self._model.get_submodule(name)
             modules &= {*part.modules()} - {part}
         if modules:
@@ -400,8 +403,8 @@ class Hooks:
         output: Any,
         raised: BaseException | None,
     ) -> None:
-        # Hooks on the outputs of ``call`` begin its backward; a unit whose backward no hook can
-        # mark stays gathered.
+        # Hooks on the outputs of ``call`` begin its backward; a unit that a backward reads at a
+        # point our hooks cannot see stays gathered.
         marks, call.marks = call.marks, ()
         self._last, last = None, call.last_node  # nodes after it belong to the forward
         for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):

@@ -13,7 +13,7 @@ all of it.
 A pass may leave out units that no rank uses in it, if all ranks know this before its first gather:
 they keep their places in its plan and are skipped there. If one is needed after all, it is fetched.
 
-A unit is released one step late, when the next unit is needed: a block called twice in a row is not
+A unit is released one unit late, when the next unit is needed: a block called twice in a row is not
 gathered twice, and the last unit of a forward is still gathered when its backward begins.
 """
 
@@ -124,8 +124,8 @@ class Schedule:
         """Indices of the sharded units that are whole on every rank at the start of a pass: pinned,
         or kept by the pass before.
 
-        A rank that has left an order may hold others; these must not influence its choice of a
-        plan.
+        A rank that fetched a unit outside the plan may hold more; these must not be part of the
+        key.
         """
         found = []
         for unit in self._sharded:
@@ -273,9 +273,7 @@ class Schedule:
         return under_way is not None and under_way.plan is None and self._mesh.world > 1
 
     def record_forward_error(self, error: BaseException | None) -> None:
-        """Record, for the other ranks, the exception of a forward; None after a
-        successful forward.
-        """
+        """Record, for the other ranks, the exception of a forward; None after a successful one."""
         self._mesh.passes.record_last_error(error)
 
     def abandon(self) -> None:
@@ -359,6 +357,7 @@ class Schedule:
         plan = under_way.plan if under_way is not None else None
         coming = () if under_way is None or plan is None else plan[under_way.cursor :]
         if under_way is not None and plan and unit in coming and unit not in under_way.left_out:
+            # planned: issue the gathers of the plan up to this one
             if self._ahead:
                 self._skip(self._ahead)
                 self._ahead = []
@@ -366,10 +365,13 @@ class Schedule:
             under_way.cursor += 1
             unit.launch_gather(backward=under_way.backward)
         elif under_way is not None and plan is not None and unit.needs_no_peer:
+            # this rank holds all of it
             unit.launch_gather(backward=under_way.backward)
         elif plan is not None and self._mesh.consensus is not None:
+            # outside the plan
             self.shards.fetch(unit)
         else:
+            # recording, or no pass: agree on gathers until this unit is the one chosen
             while unit.state is State.RELEASED:
                 self._agree_on_gather(GATHER, unit)
 
@@ -382,7 +384,7 @@ class Schedule:
             ]
 
     def end_step(self) -> None:
-        """End a step: if a rank has left a recorded order, all ranks record all orders anew."""
+        """End a step. If a rank left its plan in this step, drop all plans and record again."""
         if self._mesh.consensus is not None and self._mesh.consensus.steps.end_step():
             self._before.update(self._plans)
             self._plans.clear()
@@ -392,6 +394,8 @@ class Schedule:
         are at the end of the pass. Outside passes a rank that is alone fetches ``unit``.
         """
         under_way = self._pass
+        # The largest wish wins: a gather beats END; among gathers the first unit in model order in
+        # a forward, the last in a backward.
         sign = 1 if under_way is not None and under_way.backward else -1
         wish = (kind, sign * unit.index if unit is not None else -len(self._units) - 1)
         consensus, agreed = self._mesh.consensus, wish

@@ -199,9 +199,9 @@ def check_parameters(specs: Sequence[UnitSpec], device: torch.device) -> None:
                 parameter, torch.empty(0, device=device)
             ):
                 raise PartitionError(
-                    f"parameter {name} is on {parameter.device}, and torch cannot let it go on on "
-                    f"{device.type!r} as the same object: move the "
-                    f"model there first (model.to({device.type!r})), then make the optimizer"
+                    f"parameter {name} is on {parameter.device}, and torch cannot move it to "
+                    f"{device.type!r} in place: move the model there first "
+                    f"(model.to({device.type!r})), then make the optimizer"
                 )
             refused = attributes.refusal(parameter, device) if owner is None else None
             if refused is not None:

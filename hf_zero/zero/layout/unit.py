@@ -52,7 +52,7 @@ class RootForward:
         self.began = began  # number of the moment it began, as for a call
         # the outermost module is the whole model, not a part of it
         self.of_whole_model = of_whole_model
-        # units that its backward reads at times that no hook of these units marks
+        # units that its backward reads at a point our hooks cannot see
         self.reads: set[Unit] = set()
         self.tracked = False  # a hook on its graph fires when its backward runs
         # calls with hooks on their outputs
@@ -136,7 +136,7 @@ class GatherRequest(NamedTuple):
 class ShardGather:
     """Where the gathers of one unit take the values from: the shards of all ranks.
 
-    A subclass may take the same values from other memory. All ranks choose alike.
+    A subclass may take the same values from other memory. Must choose the same on every rank.
     """
 
     # whether :meth:`keep` and :meth:`forget` do something
@@ -167,7 +167,7 @@ class ShardGather:
         """Keep gathered values for a later gather, before modules or scripts change them."""
 
     def forget(self) -> None:
-        """Begin a forward: its gathers read the values of the last step."""
+        """Mark kept values as stale. Called when a forward begins."""
 
     def nbytes(self) -> int:
         """Return the bytes that this rank keeps besides its shards."""

@@ -28,9 +28,8 @@ from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.tree import map_tensors, tensors_in, transformed
 
 SCALED_ONCE = (
-    "this loss.backward() goes through more than one fp16 forward of the model, or through a part "
-    "of it, its weights or another engine beside one, so "
-    "that the loss scale cannot be put in once; call engine.backward(loss)"
+    "plain loss.backward() reaches several fp16 forwards or engines, so the loss scale cannot be "
+    "applied exactly once; call engine.backward(loss)"
 )
 
 

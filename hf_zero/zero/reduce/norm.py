@@ -1,6 +1,14 @@
 """The numbers that ranks agree on before a step, in one message: the gradient norm, summed in fp64,
 and the parameters that have a gradient on any rank.
 
+[Note: terms]
+used: a parameter with a gradient on this rank in the accumulation window
+(``GradientBuffer.used``). unused: one without a gradient on any rank, once the ranks have agreed
+(``GradientBuffer.unused``). left out: a unit, or a flat buffer, that no rank uses in a pass, as all
+ranks know beforehand. idle: a parameter whose modules are dropped in every forward that the
+window's backwards reach, which all ranks know as well (``GradientBuffer.idle``), also one in a unit
+that is not left out as a whole.
+
 [Note: unused parameters]
 A parameter without a gradient on any rank in an accumulation window is unchanged by the step,
 weight and optimizer state, as plain PyTorch skips one whose ``.grad`` is None. Every rank adds the
@@ -117,7 +125,9 @@ EXACT = 1 << 53  # integers up to here are exact in fp64
 
 
 class Usage:
-    """The trainable parameters of ``flats``, by their places in the message."""
+    """Agrees across ranks which parameters got a gradient. ``flats``: the trainable ones,
+    in the order of the message.
+    """
 
     def __init__(self, flats: Sequence[FlatBuffer], mesh: Mesh, device: torch.device):
         self._flats = list(flats)
@@ -148,8 +158,9 @@ class Usage:
         return upload(torch.tensor(words, dtype=torch.float64), self._device)
 
     def agree(self, numbers: torch.Tensor, step: int) -> torch.Tensor:
-        """Return the sum over all ranks of ``numbers`` (a few, fp64), of which each replica has
-        all, and set the unused parameters of the flat buffers (collective).
+        """Return the sum over all ranks of ``numbers`` (a few, fp64), which is already
+        complete within each replica, and set the unused parameters of the flat buffers
+        (collective).
 
         Raises PartitionError if some ranks only have a gradient of a parameter that all have left
         out.
@@ -230,15 +241,15 @@ class Usage:
         for flat, counts in zip(flats, self._counts(flats, total)):
             gradient = flat.gradient
             if gradient.unused and gradient.all_unused:
-                continue  # all ranks know this; others send that they have all
+                continue  # these counts are stale: ranks that know this send full words
             lacking = sum(1 << place for place, count in enumerate(counts) if count == 0)
             few = sum(1 << place for place, count in enumerate(counts) if count < self._mesh.world)
             if refused := _names(flat, few & gradient.used & gradient.idle):
                 raise PartitionError(
-                    f"{sorted(refused)} got a gradient on some ranks alone, of a penalty on the "
-                    "weights, say, while all ranks have dropped their layer: the others would not "
-                    "update them; have the penalty "
-                    "in the loss of every rank, or of none"
+                    f"{sorted(refused)} got a gradient on some ranks alone (from weight "
+                    "regularisation, for example), while all ranks have dropped their layer: the "
+                    "others would not update them; have the penalty in the loss of every rank, or "
+                    "of none"
                 )
             gradient.set_unused(_names(flat, lacking))
 
@@ -314,6 +325,8 @@ def _complete(flats: Sequence[FlatBuffer]) -> bool:
     """
     for flat in flats:
         gradient = flat.gradient
+        # XOR: an idle parameter with a gradient here (of a penalty on the weights) is one that the
+        # other ranks may lack, so the message must be read.
         if gradient.used ^ gradient.idle != gradient.all_used and not gradient.all_unused:
             return False
     return True

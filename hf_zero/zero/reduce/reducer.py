@@ -73,8 +73,8 @@ class BackwardProgress:
     under_way: bool = False
     units: Sequence[Unit] = ()  # units to reduce in it, in order
     next: int = 0  # index in ``units`` of the next reduction
-    # number of gathers that any rank may wait for before it launches the last reduction launched
-    # here
+    # length of the plan prefix that some rank may have to wait for before it can launch our latest
+    # reduction
     depth: int = 0
     # units that became complete, with the versions of their gradients then, if this pass learns
     ready: dict[Unit, list[Any] | None] = field(default_factory=dict)
@@ -331,7 +331,8 @@ class Reducer:
             raise PartitionError(
                 f"gradients of {[unit.label for unit in late]} came after their reduction had "
                 "started, unlike in the first backward of this kind; compute what uses them "
-                "outside their module after the forward, or from the first backward on (times 0)"
+                "outside their module after the forward, or from the first backward on (for "
+                "example add `0 * p.sum()` to the loss)"
             )
         if not learns:
             return
@@ -375,8 +376,8 @@ class Reducer:
         self.idle.settle()
 
     def unreduced_scale(self, flat: FlatBuffer) -> float:
-        """Return the factor from an averaged gradient to an accumulated one of ``flat``, equal on
-        all its ranks, that the reduction averages back to it.
+        """Return the factor that turns an averaged gradient of ``flat`` into a local one such that
+        reducing it on every rank gives the average back.
         """
         return 1.0 / (flat.mesh.size * flat.mesh.gain * self._intake.scaling.post)
 

@@ -17,14 +17,14 @@ waits for.
 
 [Note: what is over]
 Autograd runs ready nodes in reverse order of creation, so a node runs after all nodes of its
-backward that were created later. Ranks therefore number the moments at which they enter and leave
-forwards of units. Once a backward has reached the output of a forward, all forwards that were
-entered after that one was left are over; those of another graph are not part of this backward.
-Forwards entered before, of whatever graph, may still follow.
+backward that were created later. Each rank numbers entry and exit of unit forwards. Once a backward
+reaches the output of a forward left at t, every forward of that graph entered after t is done;
+forwards of another graph are not part of this backward. Forwards entered before t, of whatever
+graph, may still follow.
 
 Reentrant checkpointing runs a forward without a graph and reruns it inside the backward: such
-forwards are counted (``Unit.reruns``) if checkpoints of that kind have been seen, and in the first
-backward of each kind.
+forwards are counted (``UnitForwards.reruns``) if checkpoints of that kind have been seen, and in
+the first backward of each kind.
 """
 
 from __future__ import annotations
@@ -187,11 +187,10 @@ class Outstanding:
         # numbers the moments at which this rank enters and leaves forwards
         self.moment: Callable[[], int] = count(1).__next__
         self._reached = END  # calls entered at this moment or later are over
-        # calls in backward without marks, whose end no hook tells
+        # calls in backward without marks, whose end no hook reports
         self._unmarked: list[UnitForward] = []
-        self.recomputation: RootForward | None = (
-            None  # what runs forwards in the backward under way
-        )
+        # stand-in for forwards recomputed in this backward
+        self.recomputation: RootForward | None = None
         self.reruns_seen = False  # a checkpoint has run a backward inside a backward
 
     def begin(self, recomputation: RootForward) -> None:

@@ -3,10 +3,11 @@ and written into each rank's shard.
 
 [Note: who divides]
 A backward leaves the gradient of the loss it was given, times the fp16 loss scale. The engine
-multiplies by the weight of the micro-batch (1 / accumulation steps) and averages over ranks when it
-takes a gradient in; nothing else divides. So ``engine.backward(loss)`` and plain
-``loss.backward()`` give the same gradient. These factors are applied after the reduction, in the
-precision of the accumulator, to this rank's chunk (:class:`Scaling` has the exceptions).
+multiplies by the weight of the micro-batch (1 / accumulation steps) and averages over ranks;
+nothing else divides. So ``engine.backward(loss)`` and plain ``loss.backward()`` give the same
+gradient. Weight and rank average are applied to this rank's reduced chunk, in the precision of the
+accumulator; fp16 on the wire and prescale are the exceptions (:class:`Scaling`). Gradients
+accumulated before the reduction carry the weight from the accumulation on.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.reduce.losses import Scaling
 from hf_zero.zero.reduce.norm import sums_of_squares
 
-IN_FLIGHT = 2  # acquired buffers that may be on the wire at once
+# acquired buffers that may be on the wire at once, unless reductions are held
+# (:meth:`Reductions.hold`): in the first backward of a kind with gathers, and while the backward
+# of an older forward is pending
+IN_FLIGHT = 2
 
 
 @dataclass(eq=False)

@@ -107,8 +107,8 @@ class OptimizerStep:
         if failed:
             raise OffloadError(
                 f"a write of offloaded state has failed: {failed}. The last step is complete, what "
-                "could not be written is in memory: save a "
-                "checkpoint now, make room or mend the path, and resume"
+                "could not be written is in memory: save a checkpoint now, free disk space or fix "
+                "the path, and resume"
             )
 
     def update_early(self, unit: Unit, steps: int) -> None:
@@ -175,8 +175,8 @@ class OptimizerStep:
             divisor = scale * ((self.norm + 1e-6) / limit).clamp(min=1.0)
         elif scale != 1.0:
             divisor = torch.full((), scale, device=model.mesh.device)
-        resting = set[FlatBuffer]()  # their shards on the device are not written here
-        # in fp32 the master weights are the shards
+        resting = set[FlatBuffer]()  # flat buffers that refresh must skip
+        # fp32: the optimizer writes the shards that other ranks may be fetching
         with self.changing_state(), self.bound.scaled_rates(self.lr_scale):
             for each in self.extensions:
                 each.before_update()
