@@ -39,7 +39,7 @@ class AsyncSaves:
         self._mesh = mesh
         self._shards = shards
 
-    def start(self) -> AsyncSaver:
+    def get_writer(self) -> AsyncSaver:
         """Return the writer, which the first call on all ranks makes. ConfigError in a pipeline."""
         if self._mesh.dims.pipeline > 1:
             raise ConfigError(
@@ -198,7 +198,7 @@ class Engine(TrainingEngine):
                 exclude_frozen_parameters,
                 save_latest,
                 keep,
-                self.async_saves.start() if in_background else None,
+                self.async_saves.get_writer() if in_background else None,
             )
         return True
 

@@ -359,11 +359,11 @@ def plan_save(
     tensors: dict[str, Stored] = {}
     chunks: dict[str, tuple[int, int, tuple[str, ...]]] = {}
     layouts: dict[str, tuple[str, FlatLayout]] = {}
-    first_here: set[str] = set()  # parameters whose flat buffer this rank writes
+    params_saved_here: set[str] = set()  # parameters whose flat buffer this rank writes
     for flat in of_stage:
         if not flat.writes:
             continue
-        first_here |= {slot.name for slot in flat.layout.slots}
+        params_saved_here |= {slot.name for slot in flat.layout.slots}
         if exclude_frozen and not flat.trainable:
             continue
         held, key = flat_tensors(flat, bound), saved_key(flat)
@@ -377,7 +377,7 @@ def plan_save(
     tensors |= rng_states()
     # the state of a whole tensor is written by the rank that has its first element
     whole_states = {} if bound is None else bound.factors.held(firsts=True)
-    factors = {name: of for name, of in whole_states.items() if name in first_here}
+    factors = {name: of for name, of in whole_states.items() if name in params_saved_here}
     tensors |= {
         factor_key(parameter, name): each.reshape(-1)
         for parameter, of in factors.items()

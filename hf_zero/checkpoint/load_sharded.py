@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -77,52 +78,42 @@ def load(
     refuse_destroyed(engine, "load into")
     load_optimizer_states &= not load_module_only and engine.bound is not None
 
-    def look() -> tuple[str, str]:
+    def open_and_check() -> _Load:
         checkpoint = _open(find.locate(directory, tag), engine, hashes=verify is not False)
-        try:
-            found.append(
-                _Load(
-                    engine,
-                    checkpoint,
-                    load_module_strict,
-                    load_optimizer_states,
-                    load_lr_scheduler_states and not load_module_only,
-                    verify is True,
-                )
-            )
-        except BaseException:
-            checkpoint.close()
-            raise
-        return checkpoint.folder.name, checkpoint.manifest.save_id
-
-    found: list[_Load] = []
-    try:
-        _check_same(
-            collective_try(engine.mesh.job, look, directory, "Nothing was loaded."), directory
+        opened.callback(checkpoint.close)
+        return _Load(
+            engine,
+            checkpoint,
+            load_module_strict,
+            load_optimizer_states,
+            load_lr_scheduler_states and not load_module_only,
+            verify is True,
         )
-        plan = found[0]
+
+    with ExitStack() as opened:
+        loader, seen = collective_try(
+            engine.mesh.job,
+            open_and_check,
+            directory,
+            "Nothing was loaded.",
+            lambda own: (own.checkpoint.folder.name, own.manifest.save_id),
+        )
+        _check_same(seen, directory)
+        folder, manifest = loader.checkpoint.folder, loader.manifest
         partly = "The engine is partly loaded: load again before training on."
+
+        def apply() -> None:
+            _suggest_other_tags(folder, lambda: loader.apply(load_module_only, load_rng))
+
         with progress_bar(
             None if engine.global_rank == 0 else False,
-            plan.nbytes,
-            f"loading {plan.checkpoint.folder}",
-        ) as plan.tick:
-            folder = plan.checkpoint.folder
-            collective_try(
-                engine.mesh.job,
-                lambda: _naming_whole(folder, lambda: plan.apply(load_module_only, load_rng)),
-                folder,
-                partly,
-            )
-    finally:
-        for opened in found:
-            opened.checkpoint.close()
+            loader.nbytes,
+            f"loading {folder}",
+        ) as loader.tick:
+            collective_try(engine.mesh.job, apply, folder, partly)
     engine.refresh_params()
-    log_rank0(
-        f"loaded {plan.checkpoint.folder} ({plan.checkpoint.manifest.world['size']} ranks, stage "
-        f"{plan.checkpoint.manifest.stage})"
-    )
-    return str(plan.checkpoint.folder), plan.client_state
+    log_rank0(f"loaded {folder} ({manifest.world['size']} ranks, stage {manifest.stage})")
+    return str(folder), loader.client_state
 
 
 def _check_same(seen: list[tuple[str, str]], directory: str | os.PathLike[str]) -> None:
@@ -151,12 +142,12 @@ def _grouped(engine: TrainingEngine) -> list[list[str]]:
 
 
 def _open(folder: AnyPath, engine: TrainingEngine, hashes: bool) -> Checkpoint:
-    return _naming_whole(
+    return _suggest_other_tags(
         folder, lambda: open_checkpoint(folder, lambda: _grouped(engine), hashes=hashes)
     )
 
 
-def _naming_whole(folder: AnyPath, action: Callable[[], Read]) -> Read:
+def _suggest_other_tags(folder: AnyPath, action: Callable[[], Read]) -> Read:
     """Return ``action()``; its CheckpointError also names whole checkpoints beside ``folder``."""
     try:
         return action()
@@ -288,8 +279,7 @@ class _Load:
         kept += [
             name for name, value in changed.items() if not _same_bits(after[name].cpu(), value)
         ]
-        # The module creates these anew for every state dict, or holds integers where the save had
-        # floats.
+        # Buffers recomputed by every state_dict() cannot be loaded, nor can floats into integers.
         if kept:
             raise CheckpointError(
                 f"{self.checkpoint.folder} has other values of {listed(kept)}, which the model "

@@ -126,7 +126,7 @@ class SaveJob:
         if not failed:
             entries = self.shared.manifest.files
             files = tuple(
-                replace(entry, hash=outcome.hashes.whole, blocks=outcome.hashes.blocks)
+                replace(entry, hash=outcome.hashes.file, blocks=outcome.hashes.blocks)
                 for entry, outcome in zip(entries, outcomes, strict=True)
                 if outcome.hashes is not None
             )
@@ -167,7 +167,7 @@ class ByCollectives:
         return outcomes
 
     def broadcast(self, failure: str) -> str:
-        return str(self._mesh.all_gather_object(failure)[0])
+        return str(self._mesh.broadcast_object(failure))
 
 
 Action = Callable[[], object]
@@ -271,11 +271,11 @@ class AsyncSaver:
             if future.done():  # after an interrupted wait the thread still uses its memory
                 self._running = None
 
-    def stage(
+    def copy_to_host(
         self, plan: FilePlan, tensors: Mapping[str, torch.Tensor | Callable[[], torch.Tensor]]
     ) -> str:
         """Copy the file of ``plan``, with the values of ``tensors``, to staging memory. Return ""
-        on success, otherwise the reason why it could not be staged.
+        on success, otherwise the reason why it could not be copied.
         """
         if self._mail is None and self._world > 1:
             return "the ranks of this process group share no store"
@@ -351,7 +351,7 @@ def _outcome(sent: dict[str, Any]) -> Outcome:
     """Return the Outcome that ``asdict`` made ``sent`` of."""
     hashes = sent["hashes"]
     if hashes is not None:
-        hashes = FileHashes(hashes["whole"], BlockHashes(**hashes["blocks"]))
+        hashes = FileHashes(hashes["file"], BlockHashes(**hashes["blocks"]))
     return Outcome(hashes, sent["error"])
 
 
@@ -393,7 +393,7 @@ class _ByStore:
                 self._mail.send("verdict", self._number, json.dumps(failure))
             except RuntimeError as error:  # the other ranks read the result from the folder
                 logger.warning(
-                    "%s: the other ranks do not hear of it, because their store is gone (%s)",
+                    "%s: could not notify the other ranks: the store is unreachable (%s)",
                     self._job.target.final,
                     error,
                 )

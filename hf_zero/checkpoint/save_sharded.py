@@ -85,55 +85,54 @@ def save(
             their numbers alone, this one included; older ones are removed after the commit. None
             keeps all.
         background: return once everything is copied to staging memory, and let a thread write it.
-            If there is no memory for the copy, a warning says so and the save blocks. A save that
-            is still being written is waited for.
+            If there is no memory for the copy, a warning says so and the save blocks. The caller
+            has waited for the save before (``background.wait``).
 
     Raises:
         CheckpointError: on all ranks, if anything failed on one. Earlier checkpoints are then
             untouched. An error in the background is raised by ``background.wait()``.
     """
     refuse_destroyed(engine, "save")
-    if background is not None:
-        background.wait("another save")
     rank, job_ranks, world = engine.global_rank, engine.mesh.job, engine.mesh.dims.world
     engine.optimizer_step.complete_state()
     target = _agree_on_target(engine, directory, tag, keep)
     path = target.path_of(target.file_name(find.rank_file(rank, world)))
     nothing_saved = NOTHING_SAVED.format(target.tag)
-    plans: list[SavePlan] = []
-    shared: list[SharedFiles] = []
     names = WholeNames(engine.module)
     elsewhere = buffers_of_other_stages(engine, names, exclude_frozen_parameters)
-    buffers: dict[str, torch.Tensor] = {}
 
-    def plan() -> tuple[Any, str]:
+    def plan() -> tuple[SavePlan, str, NonTensorState | None, dict[str, torch.Tensor]]:
+        """Return this rank's plan, why it is not copied to host memory, and what rank 0 adds."""
+        extra, buffers = None, {}
         if rank == 0:
-            buffers.update(model_buffers(engine, exclude_frozen_parameters) | elsewhere)
+            buffers = model_buffers(engine, exclude_frozen_parameters) | elsewhere
             # first: state that cannot be saved must raise before anything is written
-            extras.append(extra_state(engine, client_state or {}))
+            extra = non_tensor_state(engine, client_state or {})
             target.begin()
         save_id, left_out = target.save_id, exclude_frozen_parameters
         own = plan_save(engine, path.name, save_id, left_out, names, buffers)
-        plans.append(own)
-        return own.report, "" if background is None else background.stage(own.file, own.tensors)
+        why = "" if background is None else background.copy_to_host(own.file, own.tensors)
+        return own, why, extra, buffers
 
-    def describe() -> None:
-        if rank == 0:
-            reports = [report for report, _ in planned]
-            shared.append(shared_files(engine, target, reports, extras[0], buffers, save_latest))
+    def describe() -> SharedFiles | None:
+        if extra is None:  # rank 0 alone has it
+            return None
+        reports = [report for report, _ in planned]
+        return shared_files(engine, target, reports, extra, buffers, save_latest)
 
-    extras: list[Any] = []
     try:
-        planned = collective_try(job_ranks, plan, path, nothing_saved)
-        collective_try(job_ranks, describe, path.parent, nothing_saved)
+        (own, _, extra, buffers), planned = collective_try(
+            job_ranks, plan, path, nothing_saved, lambda result: (result[0].report, result[1])
+        )
+        shared, _ = collective_try(job_ranks, describe, path.parent, nothing_saved)
     except BaseException:
         if rank == 0:
             target.abort()
         raise
-    job = SaveJob(target, path, rank, world, shared[0] if shared else None, keep)
+    job = SaveJob(target, path, rank, world, shared, keep)
     not_staged = [f"rank {at}: {why}" for at, (_, why) in enumerate(planned) if why]
     if background is not None and not not_staged:
-        background.start(job, plans[0].file)
+        background.start(job, own.file)
         return target.final
     if not_staged and rank == 0:
         logger.warning(
@@ -144,9 +143,9 @@ def save(
         )
 
     def write() -> FileHashes:
-        file, shown = plans[0].file, None if rank == 0 else False
-        with progress_bar(shown, file.size, f"saving {target.directory}") as tick:
-            return write_tensors(path, file, plans[0].tensors, tick)
+        shown = None if rank == 0 else False
+        with progress_bar(shown, own.file.size, f"saving {target.directory}") as tick:
+            return write_tensors(path, own.file, own.tensors, tick)
 
     failure, cause = job.run(write, ByCollectives(job_ranks))
     if failure:
@@ -162,26 +161,26 @@ def _agree_on_target(
     Raises CheckpointError if the ranks pass different tags.
     """
     name = f"global_step{engine.counters.global_steps}" if tag is None else str(tag)
-    roots: list[AnyPath] = []
 
-    def check() -> tuple[str, str]:
+    def check() -> AnyPath:
         check_keep(keep)
         find.check_tag(name)
-        roots.append(as_path(directory))
-        return name, secrets.token_hex(16)
+        return as_path(directory)
 
-    answers = collective_try(engine.mesh.job, check, directory)
+    root, answers = collective_try(
+        engine.mesh.job, check, directory, share=lambda root: (name, secrets.token_hex(16))
+    )
     names = {each for each, _ in answers}
     if len(names) > 1:
         raise CheckpointError(
             f"the ranks want to save under different tags {sorted(names)}; pass the "
             "same tag on every rank"
         )
-    return commit_target(roots[0], name, save_id=answers[0][1])
+    return commit_target(root, name, save_id=answers[0][1])
 
 
 @dataclass(frozen=True)
-class ExtraState:
+class NonTensorState:
     """State other than tensors, in the manifest's form, and its part for ``objects.pt``."""
 
     client_state: dict[str, Any]
@@ -189,7 +188,7 @@ class ExtraState:
     objects: dict[str, dict[str, Any]]
 
 
-def extra_state(engine: TrainingEngine, client_state: Mapping[str, Any]) -> ExtraState:
+def non_tensor_state(engine: TrainingEngine, client_state: Mapping[str, Any]) -> NonTensorState:
     """Return the current state other than tensors. Raises CheckpointError if it cannot be saved."""
     client, objects_of_client = split("client_state", client_state)
     scheduler: dict[str, Any] | None = None
@@ -199,7 +198,7 @@ def extra_state(engine: TrainingEngine, client_state: Mapping[str, Any]) -> Extr
             "the state of the lr scheduler", engine.lr_scheduler.state_dict()
         )
         scheduler = {"class": class_name(engine.lr_scheduler), "state": state}
-    return ExtraState(
+    return NonTensorState(
         client, scheduler, {"client_state": objects_of_client, "lr_scheduler": objects_of_scheduler}
     )
 
@@ -209,7 +208,7 @@ def build_manifest(
     tag: str,
     save_id: str,
     reports: list[RankReport],
-    extra: ExtraState,
+    extra: NonTensorState,
     buffers: Mapping[str, torch.Tensor],
 ) -> Manifest:
     """Return the manifest, without its ``objects``. It is a copy: later changes of the engine do
@@ -273,9 +272,8 @@ def _optimizer(
         return None
     groups = []
     for index, hyperparameters in enumerate(engine.bound.hyperparameters()):
-        # A rank on which a group is empty has no scalars for it. Scalars of other ranks are equal,
-        # except on a rank that has seen a parameter left unused: it reports each parameter apart.
-        # Parameters that no rank has seen unused have made every step, as the group has.
+        # Groups that are empty on a rank have no scalars there. Scalars are equal across ranks,
+        # except where a parameter was unused in some steps; those ranks report per parameter.
         even = [
             report.scalars[index]
             for report in reports
@@ -301,7 +299,7 @@ def shared_files(
     engine: TrainingEngine,
     target: CommitTarget,
     reports: list[RankReport],
-    extra: ExtraState,
+    extra: NonTensorState,
     buffers: Mapping[str, torch.Tensor],
     save_latest: bool,
 ) -> SharedFiles:

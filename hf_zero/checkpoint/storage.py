@@ -377,10 +377,14 @@ def describe_failures(failed: Mapping[int, str], world: int) -> str:
 
 
 def collective_try(
-    mesh: Any, action: Callable[[], T], path: Any = None, after: str = ""
-) -> list[T]:
-    """Run ``action`` on every rank, exchange the outcomes, and return the results by rank.
-    Collective.
+    mesh: Any,
+    action: Callable[[], T],
+    path: Any = None,
+    after: str = "",
+    share: Callable[[T], Any] | None = None,
+) -> tuple[T, list[Any]]:
+    """Run ``action`` on every rank. Return this rank's result, and by rank the part of each result
+    that ``share`` returns (None without it). Collective.
 
     If ``action`` raised on any rank, all ranks raise one CheckpointError that names these ranks and
     their errors. ``path`` is the file to name where an error has none; ``after`` is appended to the
@@ -388,13 +392,14 @@ def collective_try(
     """
     cause: BaseException | None = None
     try:
-        outcome: tuple[bool, Any] = (True, action())
+        own = action()
+        outcome: tuple[bool, Any] = (True, None if share is None else share(own))
     except Exception as error:
         cause, outcome = error, (False, describe_error(error, path))
     outcomes = mesh.all_gather_object(outcome)
     failed = {rank: text for rank, (ok, text) in enumerate(outcomes) if not ok}
     if not failed:
-        return [value for _, value in outcomes]
+        return own, [value for _, value in outcomes]
     message = describe_failures(failed, len(outcomes))
     raise CheckpointError(message + (f". {after}" if after else "")) from cause
 

@@ -136,7 +136,7 @@ def block_lengths(stretch: int, size: int) -> list[int]:
 class FileHashes:
     """Hash of a rank file, and the hashes of its blocks."""
 
-    whole: str
+    file: str
     blocks: BlockHashes
 
 
@@ -151,14 +151,14 @@ class FileHasher:
         while self._size * MOST_BLOCKS < sum(lengths):
             self._size *= 2
         self._lengths = (one for each in lengths for one in block_lengths(each, self._size))
-        self._whole, self._block = Hash(), xxhash.xxh3_64()
+        self._file, self._block = Hash(), xxhash.xxh3_64()
         self._left = next(self._lengths, 0)  # bytes still missing of the current block
         self._digests: list[str] = []
 
     def update(self, data: memoryview) -> None:
         while len(data):
             part = data[: self._left]
-            self._whole.update(part)
+            self._file.update(part)
             self._block.update(part)
             data, self._left = data[len(part) :], self._left - len(part)
             if not self._left:
@@ -167,7 +167,7 @@ class FileHasher:
                 self._left = next(self._lengths, 0)
 
     def result(self) -> FileHashes:
-        return FileHashes(self._whole.text(), BlockHashes(self._size, "".join(self._digests)))
+        return FileHashes(self._file.text(), BlockHashes(self._size, "".join(self._digests)))
 
 
 DTYPES: dict[str, torch.dtype] = {

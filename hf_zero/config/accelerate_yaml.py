@@ -158,14 +158,14 @@ def read_accelerate(mapping: Mapping[str, Any], label: str) -> ConfigReading:
     section = mapping.get(_SECTION)
     if section is None:
         section = {}
-    with mistakes.noted():
+    with mistakes.collect():
         if not isinstance(section, Mapping):
             raise ConfigError(
                 f"{label}: {_SECTION} = {section!r} is not a section of keys and values; write "
                 f"{_SECTION}: {{zero_stage: 3}}"
             )
         _read_section(section, reading, label)
-    with mistakes.noted():
+    with mistakes.collect():
         _apply_mixed_precision(reading, label)
     return reading
 

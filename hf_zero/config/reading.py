@@ -25,7 +25,7 @@ class Mistakes(list[HfZeroError]):
     """Errors about a configuration, in the order of their discovery."""
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def collect(self) -> Iterator[None]:
         """Context manager that collects a ConfigError or NotBuiltError raised inside and continues
         after the block.
         """
@@ -86,10 +86,10 @@ class ConfigReading:
         for key, value in mapping.items():
             if "." in str(key):
                 dotted = ConfigReading(origins=own.origins)
-                with dotted.mistakes.noted():
+                with dotted.mistakes.collect():
                     dotted._take(_canonical(key), key, value, label)
                 own.update(dotted)
-        with own.mistakes.noted():
+        with own.mistakes.collect():
             own._settle(mapping, label)
         self.update(own)
         return self
@@ -98,7 +98,7 @@ class ConfigReading:
         self, path: str, value: Any, written: str, label: str, keys: Mapping[str, Key] = KEYS
     ) -> None:
         """Read one value of the file's key ``written`` for the key ``path`` of the table."""
-        with self.mistakes.noted():
+        with self.mistakes.collect():
             self._judge(keys[path], value, written, label)
 
     def update(self, other: ConfigReading) -> None:
@@ -129,7 +129,7 @@ class ConfigReading:
         self, mapping: Mapping[str, Any], prefix: str, written_prefix: str, label: str
     ) -> None:
         for key, value in mapping.items():
-            with self.mistakes.noted():
+            with self.mistakes.collect():
                 if not isinstance(key, str):
                     raise ConfigError(
                         f"{label}: {written_prefix}{key!r} is not a name; keys are strings"
@@ -209,7 +209,7 @@ class ConfigReading:
 
     def _check_members(self, key: Key, section: dict[str, Any], written: str, label: str) -> None:
         for name, value in section.items():
-            with self.mistakes.noted():
+            with self.mistakes.collect():
                 if key.members is not None and name not in key.members:
                     hint = did_you_mean(name, [f"{written}.{member}" for member in key.members])
                     raise ConfigError(f"{label}: unknown key {f'{written}.{name}'!r}{hint}")

@@ -77,7 +77,7 @@ def resolve(reading: ConfigReading, ranks: int, require_batch_size: bool, traini
         partial(_check_storage, reading, ranks),
         partial(_check_compression, reading),
     ):
-        with reading.mistakes.noted():
+        with reading.mistakes.collect():
             step()
     reading.mistakes.throw()
 
@@ -90,7 +90,7 @@ def _ranks_with_batches(reading: ConfigReading, ranks: int) -> int:
     for key in (SEQUENCE, TENSOR_SIZE):
         size = reading.values.get(key) or 1
         if batches % size:
-            with reading.mistakes.noted():
+            with reading.mistakes.collect():
                 raise ConfigError(
                     f"{key} = {size} ({reading.sources[key]}) does not divide {batches} ranks; "
                     "choose a divisor of the number of ranks"

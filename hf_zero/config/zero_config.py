@@ -90,7 +90,7 @@ class ZeroConfig(Settings):
             else ConfigReading(foreign=foreign).read(values, source)
         )
         if not allow_auto:
-            with reading.mistakes.noted():
+            with reading.mistakes.collect():
                 reading.refuse_autos()
         return cls._of(reading)
 

@@ -82,18 +82,6 @@ def fresh_state(
     return state
 
 
-def numbers_kept(optimizer: torch.optim.Optimizer) -> int:
-    """Return how many numbers ``optimizer`` keeps an element, in the group that keeps most."""
-    kept = [
-        fresh_state(optimizer, in_numbers(group), torch.zeros(1))
-        for group in optimizer.param_groups
-    ]
-    return max(
-        (sum(is_elementwise(name, value, (1,)) for name, value in each.items()) for each in kept),
-        default=0,
-    )
-
-
 def counted_elsewhere(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> list[str]:
     """Return the names of the numbers that a step changes in ``group`` or on the optimizer itself,
     rather than in the state of a parameter.

@@ -341,7 +341,7 @@ def test_without_room_for_a_copy_all_ranks_write_while_training_waits(
 
         engine = setup.open(models[rank])
         if rank == 1:
-            behind = engine.async_saves.start()
+            behind = engine.async_saves.get_writer()
             behind._arena.take = refuse.__get__(behind._arena)
         engine.save_checkpoint(str(tmp_path), blocking=False)
         assert (tmp_path / "latest").exists(), "it is there when the call returns"
@@ -450,7 +450,7 @@ def test_a_rank_that_has_lost_the_store_believes_the_folder(
     setup = Setup()
 
     def run(engine: Any, rank: int) -> None:
-        behind = engine.async_saves.start()
+        behind = engine.async_saves.get_writer()
         mail = behind._mail
         mail._timeout = 0.5
         if rank == 0:
@@ -482,7 +482,7 @@ def test_a_rank_that_has_lost_the_store_believes_the_folder(
     setup.run(run)
     assert run_holds(tmp_path) == ["whole"]
     assert any(
-        "the other ranks do not hear of it, because their store is gone (Connection reset by peer)"
+        "could not notify the other ranks: the store is unreachable (Connection reset by peer)"
         in line
         for line in heard
     )
@@ -492,7 +492,7 @@ def test_a_group_without_a_store_saves_while_training_waits(
     tmp_path: Path, heard: list[str]
 ) -> None:
     def run(engine: Any, rank: int) -> None:
-        engine.async_saves.start()._mail = None
+        engine.async_saves.get_writer()._mail = None
         engine.save_checkpoint(str(tmp_path), blocking=False)
         assert (tmp_path / "latest").exists()
 

@@ -149,10 +149,6 @@ class FlatLayout:
             if a < b:
                 yield ParameterRange(slot.name, a - slot.offset, b - slot.offset, a)
 
-    def reshard(self, shards: int) -> FlatLayout:
-        """Return the layout of the same parameters for another number of shards."""
-        return FlatLayout(self.slots, shards)
-
     def to_json(self) -> dict[str, Any]:
         return {
             "shards": self.shards,

@@ -85,17 +85,6 @@ def test_shards_are_equal_aligned_neighbours_with_little_padding(shapes, shards)
 
 
 @few
-@given(SHAPES, SHARDS, SHARDS)
-def test_resharding_moves_no_parameter(shapes, before, after):
-    layout = laid_out(shapes, before)
-    again = layout.reshard(after)
-    assert again == laid_out(shapes, after)
-    assert again.slots == layout.slots and again.numel == layout.numel
-    assert list(again.pieces(0, layout.numel)) == list(layout.pieces(0, layout.numel))
-    assert again.reshard(before) == layout
-
-
-@few
 @given(SHAPES, SHARDS)
 def test_json_round_trip(shapes, shards):
     layout = laid_out(shapes, shards)
@@ -138,8 +127,6 @@ def test_a_shard_that_does_not_exist_is_named(shard):
 def test_a_layout_without_shards_is_refused(shards):
     with pytest.raises(ValueError, match=rf"at least one shard, not {shards}"):
         laid_out([(3,)], shards)
-    with pytest.raises(ValueError, match="shard group"):
-        laid_out([(3,)], 1).reshard(shards)
 
 
 def test_a_name_given_twice_is_refused():
