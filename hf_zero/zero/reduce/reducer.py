@@ -79,7 +79,7 @@ class BackwardProgress:
     # units that became complete, with the versions of their gradients then, if this pass learns
     ready: dict[Unit, list[Any] | None] = field(default_factory=dict)
     reduced: set[FlatBuffer] = field(default_factory=set)
-    shown: BackwardObservations = field(default_factory=partial(BackwardObservations, False))
+    observed: BackwardObservations = field(default_factory=partial(BackwardObservations, False))
     # whether it is the first of its kind, or its gathers are recorded anew
     learns: bool = False
 
@@ -188,7 +188,7 @@ class Reducer:
         """Treat no unit as complete before the end of this backward: it may go through an older
         forward whose backward is pending.
         """
-        self._pass.shown.waits = True
+        self._pass.observed.waits = True
         self._reductions.hold(self._schedule is not None and self._schedule.has_sharded_units)
 
     def mark_complete(self, unit: Unit) -> None:
@@ -197,11 +197,11 @@ class Reducer:
         if not unit.trainable or unit in backward.ready or not backward.under_way:
             return
         backward.ready[unit] = grad_versions(unit) if self._pass.learns else None
-        backward.shown.complete.append(unit.index)
+        backward.observed.complete.append(unit.index)
         if self._schedule is not None and self._pass.learns:
-            backward.shown.depths[unit.index] = self._schedule.issued
+            backward.observed.depths[unit.index] = self._schedule.issued
         if not self._reduces_now:
-            backward.shown.brought |= self._intake.accumulate(unit, self._batch)
+            backward.observed.brought |= self._intake.accumulate(unit, self._batch)
 
     def take_next(self) -> Unit | None:
         """Return the next unit in order, to be launched; None if it may still get gradients on this
@@ -250,7 +250,7 @@ class Reducer:
         backward, outstanding = self._pass, self._outstanding
         if backward.under_way and outstanding is not None and self._pass.learns:
             left = (unit for unit in backward.units[backward.next :] if unit not in backward.ready)
-            backward.shown.unfinished = [
+            backward.observed.unfinished = [
                 unit.index for unit in left if outstanding.awaits(unit, False)
             ]
 
@@ -272,7 +272,7 @@ class Reducer:
             for unit in waited:
                 before = backward.ready.get(unit)
                 if before is not None and before != grad_versions(unit):
-                    backward.shown.parts.append(unit.index)
+                    backward.observed.parts.append(unit.index)
             for unit in waited:
                 self._take(unit)
                 self.launch(unit)
@@ -281,8 +281,8 @@ class Reducer:
             self._usage.drop()
         else:
             for unit in backward.units:
-                backward.shown.brought |= self._intake.accumulate(unit, self._batch)
-        self.backwards += backward.shown.brought
+                backward.observed.brought |= self._intake.accumulate(unit, self._batch)
+        self.backwards += backward.observed.brought
         self.idle.end_backward()
         if self._batch.reduces:
             self._settle()
@@ -336,21 +336,21 @@ class Reducer:
             )
         if not learns:
             return
-        backward.shown.late = [unit.index for unit in late]
-        backward.shown.brought |= bool(late)
-        shown = self._mesh.all_gather_object(backward.shown, "what a backward has shown")
-        again = {index for each in shown for index in each.late}
+        backward.observed.late = [unit.index for unit in late]
+        backward.observed.brought |= bool(late)
+        observed = self._mesh.all_gather_object(backward.observed, "observations of a backward")
+        again = {index for each in observed for index in each.late}
         if again:
             self._reductions.finish()  # what is on the wire must not change
         for unit in self._order.units:
             if unit.index in again:
                 self.launch(unit)
         # If an older forward is pending, units are not complete before the end: nothing to learn.
-        if any(each.brought for each in shown) and not any(each.waits for each in shown):
+        if any(each.brought for each in observed) and not any(each.waits for each in observed):
             self._known.add(backward.key)
             schedule = self._schedule
             places, plan = (schedule.places, schedule.plan) if schedule is not None else ((0,), ())
-            self._order.learn(backward.key, shown, places, [unit.index for unit in plan])
+            self._order.learn(backward.key, observed, places, [unit.index for unit in plan])
 
     def reduce_accumulated(self) -> None:
         """Reduce the gradients of backwards before the end of the window, none of which was
@@ -448,7 +448,7 @@ class Reducer:
             if unit.streams:
                 unit.await_gradients()
         else:
-            self._pass.shown.brought |= self._intake.accumulate(unit, batch)
+            self._pass.observed.brought |= self._intake.accumulate(unit, batch)
         # the update of the unit may begin once its gradients are reduced
         if batch.on_reduced is not None:
             for flat in unit.trainable:
@@ -463,7 +463,7 @@ class Reducer:
             )
             used = take_in(flat, wire, False, self._before)
             flat.gradient.mark_used(used)
-            self._pass.shown.brought |= used > 0
+            self._pass.observed.brought |= used > 0
             self._send(flat)(flat, wire, wire, self._after * flat.mesh.gain)
         if self._reductions.waiting:
             units, at = self._pass.units, self._pass.next

@@ -142,7 +142,7 @@ class ReductionOrder:
     def learn(
         self,
         key: Hashable,
-        shown: Sequence[BackwardObservations],
+        observed: Sequence[BackwardObservations],
         places: Sequence[int],
         plan: Sequence[int],
     ) -> None:
@@ -153,20 +153,20 @@ class ReductionOrder:
         the gathers of the plan.
         """
         by_index = {unit.index: unit for unit in self.units}
-        late = {by_index[index] for each in shown for index in (*each.late, *each.parts)}
+        late = {by_index[index] for each in observed for index in (*each.late, *each.parts)}
         if not self._known:
             self._known = True
             indices = merged(
-                [*(each.complete for each in shown), [unit.index for unit in self.units]]
+                [*(each.complete for each in observed), [unit.index for unit in self.units]]
             )
-            unfinished = {index for each in shown for index in each.unfinished}
+            unfinished = {index for each in observed for index in each.unfinished}
             self.units = [
                 by_index[index] for index in sorted(indices, key=lambda index: index in unfinished)
             ]
         self.deferred |= late
         self.units.sort(key=lambda unit: unit in self.deferred)
         depths: dict[int, int] = {index: place + 1 for place, index in enumerate(plan)}
-        for each in shown:
+        for each in observed:
             _raise_to(depths, {index: places[count] for index, count in each.depths.items()})
             _raise_to(depths, dict.fromkeys(each.unfinished, len(plan)))
         self._depths[key] = depths
