@@ -322,7 +322,7 @@ def _fuse(model: nn.Module, config: ZeroConfig, compiled: Sequence[nn.Module]) -
     ``compiled``, only those that inductor leaves.
 
     The replaced code belongs to Hugging Face, which this layer does not know, so this imports from
-    a layer above it, by name; the only such import.
+    a layer above it, by name.
     """
     section = dict(config.sparse_attention or {"enabled": False})
     sparse = (

@@ -321,8 +321,8 @@ class Described:
 class RankReport:
     """Report of one rank to rank 0.
 
-    file: its rank file. chunks: by flat, (start, stop, tensor names). scalars, apart: numbers of
-    each optimizer group, and of single parameters in it. factors: state of whole parameters in its
+    file: its rank file. chunks: by flat, (start, stop, tensor names). scalars, apart: per-group
+    scalars (step), and per-parameter overrides. factors: state of whole parameters in its
     file. layouts: for flats that tensor or expert parallelism cuts, key in the checkpoint -> (key,
     layout). model: set by the first rank of each pipeline stage.
     """

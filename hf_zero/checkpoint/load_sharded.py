@@ -64,9 +64,9 @@ def load(
             scale.
         load_lr_scheduler_states: also load the schedule, if the engine has one and one was saved.
         load_module_only: load weights and buffers alone; counters stay as they are too.
-        verify: compare what is read with its block hashes, while it is read (None); also hash all
-            files first, before anything changes, divided among the ranks (True); or compare nothing
-            (False). A checkpoint of an older release without block hashes is read without them.
+        verify: None: check block hashes while reading. True: also hash every file, divided among
+            the ranks, before modifying the engine. False: no hashing. A checkpoint of an older
+            release without block hashes is read without them.
         load_rng: restore this rank's torch generators, if the number of ranks equals that of the
             save.
 

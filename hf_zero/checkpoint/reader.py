@@ -44,8 +44,8 @@ from hf_zero.zero.layout.flat_layout import FlatLayout, Slot
 
 @dataclass(frozen=True)
 class CopyRange:
-    """``length`` elements to copy from tensor ``<flat.key>::…`` in the file of chunk number
-    ``chunk``.
+    """One contiguous copy from a saved chunk into the tensor being loaded: ``length`` elements of
+    tensor ``<flat.key>::…`` in the file of chunk number ``chunk``.
 
     ``source`` is their offset in the stored tensor (the chunk), ``target`` their offset in the
     tensor to fill, both in elements.
@@ -462,7 +462,7 @@ def load_objects(path: AnyPath) -> dict[str, dict[str, Any]]:
 def join(
     what: str, state: Mapping[str, Any], objects: Mapping[str, Any], source: AnyPath
 ) -> dict[str, Any]:
-    """Inverse of :func:`split`.
+    """Inverse of :func:`hf_zero.checkpoint.save_sharded.split`.
 
     Raises CheckpointError for a promised key that ``objects`` lacks.
     """

@@ -188,7 +188,8 @@ class ZeroConfig(Settings):
         self, stage: int, offload_optimizer: OffloadOptimizer, offload_param: OffloadParam
     ) -> ZeroConfig:
         """Return a copy with another stage and other places of state, for plans and estimates. It
-        is not checked, and its sources stay those of this configuration.
+        is not checked, and its sources stay those of this configuration. Do not call resolve,
+        on_device or override on the result: they rebuild from the original keys.
         """
         copied = copy.copy(self)
         object.__setattr__(copied, "stage", stage)

@@ -6,8 +6,8 @@ While an order of gathers is recorded, the ranks agree before every gather
 is missing from the recorded order while the others follow it. It must not issue a collective that
 no rank joins: it fetches the others' shards through the store, served by a thread on each rank
 (:class:`ShardFetches`). Such a fetch is slow; its values equal those of the gather. A rank that
-asks outside passes for what no other rank asks for fetches in the same way: rank 0 alone calls
-``state_dict``, while the others are in a pass, wait for it in a collective, or have ended their
+alone requests parameters outside forward and backward (such as ``state_dict`` on rank 0) fetches
+them the same way, while the others are in a pass, wait for it in a collective, or have ended their
 scripts and wait for every rank to arrive (:meth:`GatherAgreement.agree_or_leave`). The orders are
 recorded anew after a step that is the same for all ranks (:class:`StepEvents`). The same mechanism
 tells all ranks that one of them was asked to stop, and that a save of rank 0 in the background has

@@ -153,7 +153,8 @@ class StoreMessages:
                 return message
             if gone is not None:  # known before the last poll
                 raise RankMismatchError(
-                    f"rank {rank} did not say what came of it: {gone}; its own output says more"
+                    f"rank {rank} did not report the result of its write: {gone}; its own "
+                    "output says more"
                 )
             gone = self._gone(rank)
             if time.monotonic() > limit:

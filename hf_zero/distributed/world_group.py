@@ -245,8 +245,8 @@ def raise_on_all_ranks(what: str) -> Iterator[None]:
         if error is None and failed:
             rank, outcome = next(iter(failed.items()))
             raise RankMismatchError(
-                f"rank {rank} could not {what}: {outcome}. All ranks give it up; mend it "
-                "there and start again"
+                f"rank {rank} could not {what}: {outcome}. All ranks abort; fix the "
+                "problem on that rank and restart"
             )
     if error is not None:
         raise error

@@ -91,7 +91,8 @@ class PlacementRules:
     def offloaded(self, specs: Sequence[ShardSpec]) -> set[str]:
         """Return the keys of the flat buffers whose states are offloaded.
 
-        The first ones in the model stay on the device: their update is over first.
+        The first ones in the model stay on the device: their gradients are ready last, and the next
+        forward needs them first.
         """
         if not self._optimizer.on:
             return set()
@@ -141,7 +142,7 @@ class PlacementRules:
 
     def gradient_dtype(self, spec: ShardSpec, wire: torch.dtype) -> torch.dtype:
         """Return the dtype of a gradient that is offloaded or that the update reads in 16 bits: 16
-        bits if a single reduction writes it unchanged.
+        bits if exactly one reduction produces it and nothing rescales or accumulates it.
         """
         if wire.itemsize == 2 and not (self._accumulates or self._divides_later or self._explicit):
             return wire
@@ -207,15 +208,16 @@ class Placement(PlacementRules):
             )
         return self._files[paths]
 
-    def shards(self, specs: Sequence[ShardSpec]) -> Callable[[ShardSpec], Storage]:
+    def shards(
+        self, specs: Sequence[ShardSpec], tiers: Mapping[str, str]
+    ) -> Callable[[ShardSpec], Storage]:
         """Return a function from a spec to the storage of its parameter shard, for sharded
-        parameters. Shards on the device are adjacent.
+        parameters; ``tiers``, by key, are those of the plan. Shards on the device are adjacent.
 
         Host memory is allocated when the function is called: the source of one flat buffer is then
         freed before the next one is converted.
         """
         if self._param.on:
-            tiers = self.shard_tiers(specs)
             return lambda spec: self._shard(spec, tiers[spec.key] == "disk")
         placed: dict[str, Storage] = {}
         alike: dict[torch.dtype, list[ShardSpec]] = {}

@@ -80,6 +80,7 @@ class EngineParts(AroundModel):
                 self._build(plan, mesh, installed)
                 self._installed = installed.pop_all()
         except BaseException as error:
+            # Parameters left sharded can be gathered by another engine, over these process groups.
             mesh.close(
                 groups=not plan.policy.shards_parameters,
                 why=f"could not build the engine ({rank_status.first_line(error)})",
@@ -138,8 +139,10 @@ class EngineParts(AroundModel):
             patch_optimizer(self.optimizer, self)
             installed.callback(restore_optimizer, self.optimizer, given)
             self.publish_scale()
+        # Count the partition as a write: a fetch by a rank that is ahead waits for the shards of
+        # this one.
         with sharded.schedule.shards.writing():
-            pass  # count the writes of the partition
+            pass
         if sharded.schedule.has_sharded_units:
             sharded.schedule.shards.serve()
         installed.callback(self.techniques.remove)

@@ -38,7 +38,8 @@ def test_a_rank_that_is_gone_is_looked_for_once_more() -> None:
     assert StoreMessages(store, 0, 60.0, gone).receive("wrote", 1, 1) == "done"
     with pytest.raises(
         RankMismatchError,
-        match="rank 1 did not say what came of it: rank 1 has ended; its own output says more",
+        match="rank 1 did not report the result of its write: rank 1 has ended; its own "
+        "output says more",
     ):
         StoreMessages(store, 0, 60.0, lambda rank: "rank 1 has ended").receive("wrote", 2, 1)
 
@@ -46,7 +47,7 @@ def test_a_rank_that_is_gone_is_looked_for_once_more() -> None:
 def test_a_word_that_never_comes_is_an_error_at_the_timeout() -> None:
     with pytest.raises(
         RankMismatchError,
-        match=r"rank 3 did not say .*nothing was heard of it for 0.05 s \(the timeout",
+        match=r"rank 3 did not report .*nothing was heard of it for 0.05 s \(the timeout",
     ):
         StoreMessages(dist.HashStore(), 0, 0.05, lambda rank: None).receive("wrote", 1, 3)
 

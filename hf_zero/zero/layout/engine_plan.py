@@ -1,8 +1,8 @@
 """The plan of an engine: units, flat buffers, their sharding, dtypes, codecs, tiers and bytes.
 
-:func:`plan` is pure arithmetic. It needs no process group and allocates nothing, so it can plan for
-any rank of any job, of a model on any device, meta included. An engine builds exactly what its plan
-says (``materialize.py``); estimates and the check before training read the same plan.
+:func:`plan` runs no collectives, needs no process group and creates no tensors of model size, so it
+can plan for any rank of any job, of a model on any device, meta included. An engine builds exactly
+what its plan says (``materialize.py``); estimates and the check before training read the same plan.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class FlatPlan:
     spec: its fixed properties, without a mesh. unit: the unit that gathers it. parameters: by name,
     in the order of the layout. shard_tier: "device", "ram" or "disk", where its parameter shard is
     kept. sub_groups: the pieces of its offloaded optimizer state; None: the state stays on the
-    device. gradient_dtype: of the sum of its gradients. sums_whole: that sum has all elements until
-    it is reduced, as at stages 0 and 1.
+    device. gradient_dtype: of the gradient accumulator. sums_whole: the gradient accumulator is
+    unsharded (stages 0 and 1).
     """
 
     spec: FlatSpec
@@ -125,11 +125,15 @@ def shard_spec(spec: FlatSpec) -> ShardSpec:
 
 @dataclass(frozen=True, eq=False)
 class EnginePlan:
-    """The plan of an engine of one rank. Made by :func:`plan`, whose arguments it keeps.
+    """The plan of an engine of one rank. Made by :func:`plan`, whose arguments it keeps and
+    explains: model, settings, dims, optimizer, rank, device, cuts, held, keeps_dtypes and
+    extensions_of.
 
-    units: the partition of the model, the root first. flats: the flat buffers of all units, in
-    order. aliases: other names of tied parameters. group_of: the optimizer group
-    of each trainable parameter, by name.
+    units: the partition of the model, the root first. aliases: other names of tied parameters, each
+    with the first name. group_of: the optimizer group of each trainable parameter, by name. flats:
+    the flat buffers of all units, in order. axes: the combinations of axes, besides ZeRO, along
+    which parameters and buffers are cut; () if some are not cut. extensions: what ``extensions_of``
+    returned.
     """
 
     model: nn.Module
@@ -234,7 +238,7 @@ class EnginePlan:
             kind = self.rules.moments
             kind = str(settings.get("moments", "fp32")) if kind == "fp32" else kind
             numbers = fresh_state(self.optimizer, in_numbers(settings), like)
-            # blocks of 8 bits exist where they are offloaded alone
+            # 8-bit moments are supported only for offloaded state
             blocks = settings.get("moments") == "int8"
             there = numbers if blocks else fresh_state(self.optimizer, settings, like)
             self._kept_by_group[group, dtype] = {
@@ -307,7 +311,7 @@ def plan(
     held: Collection[str] | None = None,
     keeps_dtypes: bool = False,
 ) -> EnginePlan:
-    """Return the plan of an engine of ``model`` on one rank. Pure: no collectives, no memory.
+    """Return the plan of an engine of ``model`` on one rank, without collectives.
 
     Args:
         model: a module on any device, left unchanged.
@@ -442,6 +446,23 @@ class _Places:
 
 
 @dataclass(frozen=True)
+class FlatKind:
+    """The properties by which parameters of one unit share a flat buffer.
+
+    policy: that of persistent parameters, or the stage's. compressed: codecs take it. moments: the
+    names of the moments, joined, if groups of the optimizer differ in them, else "".
+    """
+
+    trainable: bool
+    dtype: torch.dtype
+    raw: bool
+    policy: Policy
+    compressed: bool
+    moments: str
+    sharding: Sharding
+
+
+@dataclass(frozen=True)
 class _Laying:
     """The layout of the parameters of units in flat buffers."""
 
@@ -462,9 +483,7 @@ class _Laying:
         """Yield the flat buffers of ``unit``, each with its parameters by name. ``held``: names of
         the parameters of this pipeline stage; None: all.
         """
-        kinds: dict[
-            tuple[bool, torch.dtype, bool, Policy, bool, str, Sharding], dict[str, nn.Parameter]
-        ] = {}
+        kinds: dict[FlatKind, dict[str, nn.Parameter]] = {}
         parameters = [item for item in unit.parameters if held is None or item[0] in held]
         # Ordered by group: the elements of a group in a unit are one run. Odd sizes last: the
         # others are aligned.
@@ -486,26 +505,20 @@ class _Laying:
             differ = trains and len(set(self.moments)) > 1
             kept = "+".join(self.moments[self.group_of[name]]) if differ else ""
             sharding = replace(_sharding(parameter, self.cuts), box=None, names=())
-            kind = (trains, dtype, raw, own, compressed, kept, sharding)
+            kind = FlatKind(trains, dtype, raw, own, compressed, kept, sharding)
             kinds.setdefault(kind, {})[name] = parameter
         for kind, named in kinds.items():
-            yield self._flat(unit, *kind, named), named
+            yield self._flat(unit, kind, named), named
 
     def _flat(
-        self,
-        unit: UnitSpec,
-        trainable: bool,
-        dtype: torch.dtype,
-        raw: bool,
-        own: Policy,
-        compressed: bool,
-        kept: str,
-        sharding: Sharding,
-        parameters: dict[str, nn.Parameter],
+        self, unit: UnitSpec, kind: FlatKind, parameters: dict[str, nn.Parameter]
     ) -> FlatSpec:
+        trainable, dtype, own, sharding = kind.trainable, kind.dtype, kind.policy, kind.sharding
         if sharding.axes not in self._places_of:
             self._places_of[sharding.axes] = self.places.along(sharding.axes)
         shards, shard, replica = self._places_of[sharding.axes]
+        # A frozen persistent flat buffer is unsharded, so every rank owns all of it, and shard 0 of
+        # replica 0 saves it.
         shards = shards if trainable else own.parameter_shards(shards)
         stays = own != self.policy
         layout = FlatLayout.build(
@@ -514,14 +527,14 @@ class _Laying:
             {name: _sharding(p, self.cuts).box for name, p in parameters.items()},
         )
         state = "trainable" if trainable else "frozen"
-        key = f"{unit.name}|{state}|{str(dtype).removeprefix('torch.')}{'|raw' if raw else ''}"
+        key = f"{unit.name}|{state}|{str(dtype).removeprefix('torch.')}{'|raw' if kind.raw else ''}"
         key += "|whole" if stays else ""
-        key += "|blocks" if compressed else ""
-        key += f"|{kept}" if kept else ""
+        key += "|blocks" if kind.compressed else ""
+        key += f"|{kind.moments}" if kind.moments else ""
         key += f"|{sharding.key}" if sharding.key else ""
         codecs = (
             self.codecs.codecs(layout, dtype, trainable, own.shards_parameters, stays)
-            if compressed
+            if kind.compressed
             else (None, None)
         )
         return FlatSpec(
@@ -530,7 +543,7 @@ class _Laying:
             layout=layout,
             dtype=dtype,
             trainable=trainable,
-            raw=raw,
+            raw=kind.raw,
             sharded=own.shards_parameters,
             persistent=stays,
             writes=replica == 0 and (shards > 1 or shard == 0),
@@ -538,7 +551,7 @@ class _Laying:
             reduce_codec=codecs[0],
             gather_codec=codecs[1],
             momentum_blocks=self.codecs.momentum_of(layout, dtype)
-            if compressed and trainable
+            if kind.compressed and trainable
             else None,
             sharding=sharding,
         )
@@ -568,6 +581,8 @@ def _placed(
     def gradient_dtype(own: ShardSpec) -> torch.dtype:
         if accumulate:
             return COMPUTE[accumulate]
+        # an update in host memory, or by a fused kernel, reads 16-bit gradients; torch's would copy
+        # them to fp32 first
         if own.key in away or narrow:
             return rules.gradient_dtype(own, COMPUTE[wire] if wire else own.dtype)
         return own.wide

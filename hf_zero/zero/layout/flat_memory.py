@@ -34,7 +34,10 @@ class FlatMemory:
                 placement.reserve(plan.file_bytes())
         training = [each for each in plan.flats if each.spec.trainable]
         self._full = _arena([(f.layout.padded, f.dtype) for f in flats if not f.sharded], device)
-        self._shard_of = placement.shards([shard_spec(f.spec) for f in flats if f.sharded])
+        self._shard_of = placement.shards(
+            [shard_spec(f.spec) for f in flats if f.sharded],
+            {each.spec.key: each.shard_tier for each in plan.flats},
+        )
         own_masters = [f for f in training if f.sub_groups is None and f.needs_master]
         self._masters = _arena([(f.spec.owned_numel, torch.float32) for f in own_masters], device)
         sums = [(f.device_gradient_numel, f.gradient_dtype) for f in training]

@@ -22,8 +22,8 @@ class FlatSpec:
 
     number: index among the flat buffers of its engine. raw: only their own module can read the
     bytes, which are never cast. sharded: its values are gathered and released. persistent: they
-    stay whole at a stage that shards others. writes: this rank, of those with the same elements,
-    writes them to checkpoints. owned: the elements ``[start, stop)`` of the buffer that this rank
+    stay whole at a stage that shards others. writes: whether this rank is the replica that saves
+    this shard. owned: the elements ``[start, stop)`` of the buffer that this rank
     owns. reduce_codec, gather_codec: codec of its gradient in a reduce-scatter, and of its values
     in an all-gather of shards or of a step's updates; None: uncompressed. momentum_blocks: codec of
     its momentum, if the optimizer sends that. mesh: the ranks that hold its values. sharding: the
