@@ -458,7 +458,7 @@ def test_a_rank_that_has_lost_the_store_believes_the_folder(
         engine.save_checkpoint(str(tmp_path), tag="unheard", blocking=False)
         match = (
             "rank 1: RuntimeError: Connection reset by peer.*Nothing was saved as 'unheard'",
-            "rank 1 does not know what became of .*unheard .*rank 0 did not say.*hf-zero verify",
+            "rank 1 does not know what became of .*unheard .*rank 0 did not report.*hf-zero verify",
         )[rank]
         with pytest.raises(CheckpointError, match=match):
             engine.wait_for_checkpoint()
