@@ -184,9 +184,9 @@ class StoreTarget(CommitTarget):
                 error,
             )
 
-    def _is_published(self) -> bool:
-        """Whether the manifest in the store is that of this save. A store may accept an object and
-        lose its answer, as in a timeout.
+    def _is_published(self) -> bool | None:
+        """Whether the manifest in the store is that of this save; None if it cannot be read. A
+        store may accept an object and lose its answer, as in a timeout.
         """
         path = self.path_of(MANIFEST_NAME)
         try:
@@ -194,7 +194,7 @@ class StoreTarget(CommitTarget):
                 found = path.is_file()
             return found and Manifest.read(path).save_id == self.save_id
         except (CheckpointError, OSError):
-            return False
+            return None
 
     def finish(self, above: Mapping[str, bytes]) -> None:
         for name, content in above.items():
@@ -202,7 +202,10 @@ class StoreTarget(CommitTarget):
         remove_unlisted(self.final)
 
     def abort(self) -> None:
-        if self._is_published():  # an interruption came after the store had accepted the manifest
+        # The store may have accepted the manifest before an interruption. Unless its manifest is
+        # known to be another one, or none, the files stay; the next save of this tag removes those
+        # that its manifest does not list.
+        if self._is_published() is not False:
             return
         abandon_objects(self.final, self.save_id[:12])
 

@@ -368,6 +368,21 @@ def test_a_save_that_is_interrupted_after_its_manifest_keeps_its_files(store: UP
     assert same(weights(load(URL, verify=True)), before)
 
 
+def test_a_save_whose_manifest_cannot_be_read_back_keeps_its_files(
+    store: UPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = weights(saved(URL, tag="a"))
+    save_id = Manifest.read(store / "a" / "manifest.json").save_id
+
+    def unreachable(path: Any) -> Manifest:
+        raise CheckpointError(f"{path} cannot be read")
+
+    monkeypatch.setattr(Manifest, "read", unreachable)
+    StoreTarget(store, "a", save_id).abort()
+    monkeypatch.undo()
+    assert same(weights(load(URL, verify=True)), before)
+
+
 def rank_1(store: UPath) -> UPath:
     return next(item for item in (store / "global_step1").iterdir() if "rank-00001" in item.name)
 
