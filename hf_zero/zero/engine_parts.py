@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import ExitStack
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -181,7 +182,7 @@ class EngineParts(AroundModel):
     micro_steps = property(attrgetter("counters.micro_steps"))
     skipped_steps = property(attrgetter("counters.skipped_steps"))
 
-    @property
+    @cached_property
     def data_ranks(self) -> int:
         """Number of ranks that read batches of their own: those of a tensor-parallel or
         sequence-parallel group read the same, and a pipeline stage has that many.

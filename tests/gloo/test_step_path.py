@@ -40,8 +40,8 @@ class Way:
 # save and 8 of a load are those of checkpoint/; the others read or reset the state of the engine.
 MOST = {
     "step": Way(35, 8, 220, 2_800, 550, 6),
-    "save": Way(38, 0, 0, 0, 400, 0),
-    "load": Way(49, 0, 0, 0, 600, 0),
+    "save": Way(36, 0, 0, 0, 400, 0),
+    "load": Way(47, 0, 0, 0, 600, 0),
 }
 
 
