@@ -55,7 +55,7 @@ def test_a_device_whose_tensors_torch_does_not_put_into_a_parameter(monkeypatch)
     monkeypatch.setattr(torch, "_has_compatible_shallow_copy_type", lambda one, other: False)
     with pytest.raises(
         PartitionError,
-        match=r"is on cpu, and torch cannot .* on 'xpu' .*move the model there first "
+        match=r"is on cpu, and torch cannot move it to 'xpu' in place: move the model there first "
         r"\(model\.to\('xpu'\)\)",
     ):
         check_parameters(specs, torch.device("xpu"))
