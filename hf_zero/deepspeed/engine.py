@@ -179,13 +179,6 @@ class DeepSpeedEngine(ReportingEngine):
 
     # ---- batches ----
 
-    def _batches(self, micro: int, steps: int) -> dict[str, int]:
-        return {
-            "train_micro_batch_size_per_gpu": micro,
-            "gradient_accumulation_steps": steps,
-            "train_batch_size": micro * steps * self.data_ranks,
-        }
-
     def deepspeed_io(
         self,
         dataset: Any,
@@ -202,9 +195,8 @@ class DeepSpeedEngine(ReportingEngine):
         micro = batch_size or self.train_micro_batch_size_per_gpu()
         collate = collate_fn or self.collate_fn
         if data_sampler is None and route == "train":
-            batches = self._batches(micro, self.gradient_accumulation_steps())
-            config = self.config.override(batches, "set by the script")
-            loader = data_loader(dataset, collate, config.resolve(self.ranks_resolved))
+            config = self.config_with_batches(micro, self.gradient_accumulation_steps())
+            loader = data_loader(dataset, collate, config)
             assert loader is not None
             follow(self.techniques, getattr(loader, "data_sampler", None))
             return loader

@@ -27,7 +27,7 @@ from hf_zero.logging import LEVELS, logger
 
 LOGS = {"": False, "debug": True, "debug:all": True}  # values of HF_ZERO_LOG
 _started = time.perf_counter()
-_NOTHING = nullcontext()  # while nothing is recorded
+NOTHING: nullcontext[None] = nullcontext()  # one object for all blocks without a context
 _open: dict[int, tuple[str, str, float]] = {}  # blocks whose forward or backward is being logged
 
 
@@ -56,7 +56,7 @@ class _Span:
 
 def span(what: str, unit: str, nbytes: int = 0) -> _Span | nullcontext[None]:
     """Return a context manager around the operation ``what`` on ``nbytes`` bytes of ``unit``."""
-    return _Span(what, unit, nbytes) if logs or profiler._is_profiler_enabled else _NOTHING
+    return _Span(what, unit, nbytes) if logs or profiler._is_profiler_enabled else NOTHING
 
 
 def began(owner: object, what: str, unit: str) -> None:

@@ -34,7 +34,7 @@ from hf_zero.planning.fit import ACTIVATIONS, BESIDE_ACTIVATIONS, ActivationWay,
 from hf_zero.planning.needs import Needs, gradient_buffers, needs, state_bytes, unit_bytes
 from hf_zero.planning.traffic import Traffic, codings
 from hf_zero.planning.traffic import traffic as ways
-from hf_zero.zero.extensions import PLAIN, Extensions
+from hf_zero.zero.extensions import Extensions
 from hf_zero.zero.layout.engine_plan import EnginePlan, plan
 from hf_zero.zero.layout.stage_policy import POLICIES
 
@@ -467,7 +467,7 @@ def _extensions_of(settings: ZeroConfig, optimizer: torch.optim.Optimizer | None
     """
     at_one = settings.placed(1, settings.offload_optimizer, settings.offload_param)
     if settings.stage != 1 and one_bit_of(at_one, optimizer) is not None:
-        return PLAIN
+        return Extensions()
     return extensions_of(settings, optimizer)
 
 

@@ -18,7 +18,6 @@ from hf_zero.distributed import process_group, rank_status
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.offload.placement import Placement
 from hf_zero.zero.backward import AccumulationWindow, Backward, Counters
-from hf_zero.zero.extensions import Extensions
 from hf_zero.zero.gather.model_patches import Override, Patches, Techniques, refuse_foreign_step
 from hf_zero.zero.layout.engine_plan import EnginePlan, ExtensionsOf
 from hf_zero.zero.layout.materialize import make_mesh, plan_on_this_rank
@@ -73,7 +72,6 @@ class EngineParts(AroundModel):
             torch.float16 if config.precision == "fp16" and config.fp16.auto_cast else None
         )
         self._installed: ExitStack | None = None  # undone by destroy; None: destroyed
-        self.extensions: Extensions = plan.extensions
         kinds.set_device(plan.device)
         mesh = make_mesh(plan)
         try:
@@ -115,7 +113,7 @@ class EngineParts(AroundModel):
         self.patches.check(model, not plan.policy.shards_parameters)
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         given = [list(group["params"]) for group in groups]
-        sharded = ShardedModel(plan, mesh, placement, self.extensions)
+        sharded = ShardedModel(plan, mesh, placement)
         self.sharded_model = sharded
         installed.callback(sharded.retire)
         sharded.attach(weakref.ref(self))

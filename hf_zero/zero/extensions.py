@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.zero.layout.codecs import UNCOMPRESSED, Codecs
+from hf_zero.zero.layout.engine_plan import PlannedExtensions
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.unit import ShardGather, Unit
 
@@ -80,23 +80,12 @@ class StepExtension:
 
 
 @dataclass(frozen=True)
-class Extensions:
-    """The parts that the techniques of one engine provide.
+class Extensions(PlannedExtensions):
+    """The parts that the techniques of one engine provide: those that its plan reads, and these.
 
-    codecs: of compressed collectives. gathers: makes the source of a unit's gathers. steps: make
-    the :class:`StepExtension` objects of an :class:`OptimizerStep`. node: number of neighbouring
-    ranks of a shard group that form a mesh dimension of their own, for gathers. hierarchical: the
-    configuration key that asks for gathers across hosts and then within each, if any.
-    needs_one_mesh: configuration keys in use whose messages go over one mesh of all ranks, so that
-    they exclude tensor, expert and pipeline parallelism.
+    gathers: makes the source of a unit's gathers. steps: make the :class:`StepExtension` objects of
+    an :class:`OptimizerStep`.
     """
 
-    codecs: Codecs = UNCOMPRESSED
     gathers: Callable[[Unit], ShardGather] = ShardGather
     steps: tuple[Callable[[Any], StepExtension], ...] = ()
-    node: int = 1
-    hierarchical: str = ""
-    needs_one_mesh: tuple[str, ...] = ()
-
-
-PLAIN = Extensions()

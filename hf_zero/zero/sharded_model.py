@@ -21,7 +21,7 @@ from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.elementwise import check
 from hf_zero.optim.state import collect
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer
-from hf_zero.zero.extensions import PLAIN, Extensions
+from hf_zero.zero.extensions import Extensions
 from hf_zero.zero.gather.model_patches import ModuleGuards
 from hf_zero.zero.gather.schedule import Schedule
 from hf_zero.zero.layout.codecs import report
@@ -51,7 +51,6 @@ class ShardedModel:
         plan: EnginePlan,
         mesh: Mesh,
         placement: Placement,
-        extensions: Extensions = PLAIN,
     ):
         self.module = plan.model
         self.mesh = mesh
@@ -71,9 +70,9 @@ class ShardedModel:
         if plan.optimizer is not None:
             _check_optimizer(plan.optimizer, self.parameters, plan)
         self.units = materialize(plan, mesh, placement)
-        self.extensions = extensions
+        self.extensions: Extensions = plan.extensions
         for unit in self.units:
-            unit.gather_from(extensions.gathers)
+            unit.gather_from(self.extensions.gathers)
         self.flats: list[FlatBuffer] = [flat for unit in self.units for flat in unit.flats]
         self.trainable = [flat for flat in self.flats if flat.trainable]
         report(self.flats, plan.wire_dtype)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.logging import listed, logger
 from hf_zero.zero.access.consolidate import consolidated, whole_state_dict
@@ -187,18 +188,21 @@ class TrainingEngine(EngineParts):
         window on.
         """
         self.accumulation.steps = steps
+        self.config = self.config_with_batches(micro, steps)
+
+    def config_with_batches(self, micro: int, steps: int) -> ZeroConfig:
+        """Return the configuration with ``micro`` samples per micro-batch and ``steps``
+        micro-batches per step.
+        """
+        config = self.config
         sizes = {
             "train_micro_batch_size_per_gpu": micro,
             "gradient_accumulation_steps": steps,
             "train_batch_size": micro * steps * self.data_ranks,
         }
-        self.config = self.config.override(sizes, "set by the script").resolve(self.ranks_resolved)
-
-    @property
-    def ranks_resolved(self) -> int:
-        """Number of ranks given to :meth:`ZeroConfig.resolve`, which divides it by its keys."""
-        config = self.config
-        return self.data_ranks * config.tensor_parallel.size * config.sequence_parallel_size
+        # ``resolve`` divides the ranks by the sizes of these keys
+        shared = config.tensor_parallel.size * config.sequence_parallel_size
+        return config.override(sizes, "set by the script").resolve(self.data_ranks * shared)
 
     # ---- parameters ----
 

@@ -23,7 +23,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -51,9 +51,6 @@ _next_node: Callable[[], int] = torch.autograd._get_sequence_nr
 PATH_KWARGS = ("past_key_values", "cache_params", "encoder_outputs")
 
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
-
-
 def _mark(
     inputs: Iterable[torch.Tensor], call: UnitForward, over: Callable[..., None]
 ) -> Sequence[torch.Tensor]:
@@ -65,7 +62,7 @@ def _mark(
     operations of a forward with those of its recomputation, which marks other calls.
     """
     views, nodes = [], []
-    with _disable_current_modes() if _modes() else _NOTHING:
+    with _disable_current_modes() if _modes() else spans.NOTHING:
         for each in inputs:
             view = each.view_as(each)
             views.append(view)

@@ -46,8 +46,13 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class PlannedExtensions:
-    """The parts of techniques that a plan reads, here those of an engine without any.
-    :class:`hf_zero.zero.extensions.Extensions` has them and more.
+    """The parts of techniques that a plan reads, by default those of an engine without any.
+
+    codecs: of compressed collectives. node: number of neighbouring ranks of a shard group that form
+    a mesh dimension of their own, for gathers. hierarchical: the configuration key that asks for
+    gathers across hosts and then within each, if any. needs_one_mesh: configuration keys in use
+    whose messages go over one mesh of all ranks, so that they exclude tensor, expert and pipeline
+    parallelism.
     """
 
     codecs: Codecs = UNCOMPRESSED
@@ -56,7 +61,7 @@ class PlannedExtensions:
     needs_one_mesh: tuple[str, ...] = ()
 
 
-ExtensionsOf = Callable[[ZeroConfig, "torch.optim.Optimizer | None"], Any]
+ExtensionsOf = Callable[[ZeroConfig, "torch.optim.Optimizer | None"], PlannedExtensions]
 
 
 def _plain(settings: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> PlannedExtensions:

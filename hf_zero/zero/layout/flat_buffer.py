@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from hf_zero.device import streams
-from hf_zero.device.spans import span
+from hf_zero.device.spans import NOTHING, span
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.flat_mesh import FlatMesh
 from hf_zero.distributed.mesh import Mesh
@@ -175,10 +175,8 @@ class FlatBuffer:
         if self.optimizer_shard.finish_update is not None:
             self.optimizer_shard.finish_update()
         own = self._own
-        if not self.is_away:
-            self._storage.fetch_into(SHARD, 0, own)
-            return own
-        with span("copy_to_device", self.spec.key, own.nbytes):
+        crosses = span("copy_to_device", self.key, own.nbytes) if self.is_away else NOTHING
+        with crosses:
             self._storage.fetch_into(SHARD, 0, own)
         return own
 

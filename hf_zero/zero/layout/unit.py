@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from functools import cached_property
 from operator import attrgetter
@@ -14,13 +13,12 @@ import torch
 from torch import nn
 
 from hf_zero.device import kinds, streams
-from hf_zero.device.spans import span
+from hf_zero.device.spans import NOTHING, span
 from hf_zero.distributed.collectives import Codec, Handle, MeshDim
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter_handles import ParameterGuard
 
 _is_away = attrgetter("is_away")
-_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class State(Enum):
@@ -312,7 +310,7 @@ class Unit:
                 # ``beside`` must follow the compute stream, which has used this memory before
                 beside.wait_stream(streams.current_stream(device))
             handles = []
-            stream = streams.on_stream(beside) if beside is not None else _NOTHING
+            stream = streams.on_stream(beside) if beside is not None else NOTHING
             with torch.no_grad(), stream:
                 for request in self.source.requests(exact, backward):
                     axis, key, pairs, codecs = request

@@ -13,13 +13,13 @@ from __future__ import annotations
 import ctypes
 import math
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from hf_zero.config import ZeroConfig
-from hf_zero.device import kinds, pinned, streams
+from hf_zero.device import kinds, pinned, spans, streams
 from hf_zero.logging import logger
 
 # number of backwards: a step of one micro-batch may well add up the gradients of several losses
@@ -146,9 +146,6 @@ class SanityChecks:
 PARTS = ("fwd", "bwd", "step")
 
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
-
-
 class _Timed:
     def __init__(self, milliseconds: dict[str, float], part: str, device: torch.device):
         self._milliseconds, self._part, self._device = milliseconds, part, device
@@ -182,7 +179,7 @@ class StepTimes:
 
     def timed(self, part: str) -> _Timed | AbstractContextManager[None]:
         """Return a context manager for a forward ("fwd"), a backward ("bwd") or a "step"."""
-        return _Timed(self._now, part, self._device) if self._on else _NOTHING
+        return _Timed(self._now, part, self._device) if self._on else spans.NOTHING
 
     def end(self, ends_window: bool, steps: int) -> None:
         """End a step() call, the last of ``steps`` so far if it ``ends_window``. Rank 0 logs a line
