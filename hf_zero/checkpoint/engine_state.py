@@ -32,9 +32,8 @@ from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, plan_file
 from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed
-from hf_zero.zero.access.consolidate import persistent_buffers
 from hf_zero.zero.layout.flat_layout import FlatLayout
-from hf_zero.zero.layout.sharding import WholeNames, sharding_of
+from hf_zero.zero.layout.sharding import WholeNames, persistent_buffers, sharding_of
 
 if TYPE_CHECKING:
     from hf_zero.zero.layout.flat_buffer import FlatBuffer

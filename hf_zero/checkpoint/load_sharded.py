@@ -32,7 +32,7 @@ from hf_zero.checkpoint.storage import AnyPath, Tick, collective_try, progress_b
 from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed, log_rank0
-from hf_zero.zero.access.consolidate import persistent_buffers
+from hf_zero.zero.layout.sharding import persistent_buffers
 
 if TYPE_CHECKING:
     from hf_zero.zero.layout.flat_buffer import FlatBuffer

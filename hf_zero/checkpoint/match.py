@@ -13,9 +13,8 @@ from hf_zero.checkpoint.engine_state import class_name
 from hf_zero.checkpoint.manifest import GroupEntry, Manifest, pair_names, strip_wrappers
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed
-from hf_zero.optim.one_bit import plain_name
-from hf_zero.zero.access.consolidate import belongs, persistent_buffers
-from hf_zero.zero.layout.sharding import WholeNames
+from hf_zero.optim.one_bit import OneBitAdam, ZeroOneAdam
+from hf_zero.zero.layout.sharding import WholeNames, belongs, persistent_buffers
 
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine
@@ -200,8 +199,12 @@ def _short(class_name: str) -> str:
     return class_name.rpartition(".")[2]
 
 
+# classes whose state has the format of another class
+_FORMATS = {OneBitAdam.__name__: "AdamW", ZeroOneAdam.__name__: "AdamW"}
+
+
 def _kind(class_name: str) -> str:
-    return plain_name(_short(class_name))
+    return _FORMATS.get(_short(class_name), _short(class_name))
 
 
 def check_scheduler(engine: Any, saved: dict[str, Any] | None, where: str) -> bool:

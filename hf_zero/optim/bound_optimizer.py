@@ -11,12 +11,20 @@ from torch import Tensor
 
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.offload.sub_group_update import Counted, Rule, Update
-from hf_zero.optim import hyperparameters, snapshots, state
+from hf_zero.optim import snapshots, state
 from hf_zero.optim.elementwise import update_base
 from hf_zero.optim.fused import FusedStep
 from hf_zero.optim.offloaded_state import refuse_offload
 from hf_zero.optim.own_step import OwnStep
-from hf_zero.optim.segment_table import GroupNumbers, SegmentTable, TensorFactors
+from hf_zero.optim.segment_table import (
+    GroupNumbers,
+    SegmentTable,
+    TensorFactors,
+    current_settings,
+    load_settings,
+    plain_settings,
+    scaled_rates,
+)
 from hf_zero.optim.segments import Flat, Segment, masters, split
 from hf_zero.optim.sharded_tensors import OneRank, ShardedTensors, ShardRanks
 from hf_zero.optim.state import StateEntries
@@ -118,7 +126,7 @@ class BoundOptimizer:
 
     def scaled_rates(self, factor: float) -> AbstractContextManager[None]:
         """Return a context with the learning rate of each group multiplied by ``factor``."""
-        return nullcontext() if factor == 1.0 else hyperparameters.scaled_rates(self.groups, factor)
+        return nullcontext() if factor == 1.0 else scaled_rates(self.groups, factor)
 
     def takes_shards(self) -> bool:
         """Whether the next :meth:`step` can also write the new values into the shards."""
@@ -196,7 +204,7 @@ class BoundOptimizer:
         """
         self._table.offloaded.start_momentum()
         rules = [self._table.offloaded.rule(index) for index in range(len(self.groups))]
-        groups = [hyperparameters.current(group) for group in self.groups]
+        groups = [current_settings(group) for group in self.groups]
         return Update(self, rules, groups, divisor, number, self.sums)
 
     def offloaded_segments(self, flat: Flat) -> list[Segment]:
@@ -354,15 +362,15 @@ class BoundOptimizer:
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """Return per group the settings that a checkpoint keeps, as JSON-able values (see
-        :mod:`hf_zero.optim.hyperparameters`).
+        :func:`hf_zero.optim.segment_table.plain_settings`).
         """
-        return [hyperparameters.plain(group) for group in self.groups]
+        return [plain_settings(group) for group in self.groups]
 
     def load_hyperparameters(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Write ``saved`` into the live group dicts, so that a schedule continues from there."""
         self._same_groups(saved, "hyperparameters")
         for group, values in zip(self.groups, saved):
-            hyperparameters.load(group, values)
+            load_settings(group, values)
 
     def packed(self, packed: dict[str, Any]) -> dict[str, Any]:
         """Return the optimizer's own state dict ``packed``, over the segments of this rank,

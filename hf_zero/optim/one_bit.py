@@ -186,11 +186,6 @@ class ZeroOneAdam(_OneBitAdamW):
         return min(self.local_step_clipper, 1 << min(doubled, self.local_step_clipper.bit_length()))
 
 
-def plain_name(name: str) -> str:
-    """Return the name of the optimizer class whose state format the class ``name`` has."""
-    return "AdamW" if name in (OneBitAdam.__name__, ZeroOneAdam.__name__) else name
-
-
 def check_momentum(name: str, betas: tuple[float, float]) -> None:
     if not 0.0 < betas[0] < 1.0:
         raise ConfigError(

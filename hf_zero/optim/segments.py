@@ -10,7 +10,7 @@ view.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -339,3 +339,13 @@ def cut(flats: Sequence[Flat], group_of: Mapping[str, int]) -> list[MemoryRegion
         for segment in region.segments:
             segment.bind()
     return regions
+
+
+def replace_segments(
+    regions: Iterable[MemoryRegion], pieces: Mapping[Segment, Sequence[Segment]]
+) -> None:
+    """Replace segments in ``regions`` by their ``pieces``."""
+    for region in regions:
+        region.segments = [
+            piece for segment in region.segments for piece in pieces.get(segment, [segment])
+        ]

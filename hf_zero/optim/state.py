@@ -6,7 +6,7 @@ view.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Number
 from typing import Any
@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.errors import UnsupportedOptimizerError
+from hf_zero.errors import PartitionError, UnsupportedOptimizerError
 from hf_zero.optim.segments import Flat, MemoryRegion, Segment, cut
 from hf_zero.zero.layout.flat_layout import Slot
+from hf_zero.zero.layout.parameter import name_of, owner_of
 
 # Numbers that torch.optim keeps beside the tensors, with their values before the first step.
 _SCALARS: dict[str, float] = {"step": 0.0, "mu_product": 1.0, "mu": 1.0, "eta": 0.0}
@@ -257,6 +258,85 @@ def _described(scalars: Mapping[str, float], tensors: Mapping[str, Tensor]) -> s
     return ", ".join(found) or "none"
 
 
+class SegmentStates(defaultdict[Any, dict[str, Any]]):
+    """``optimizer.state``, by segment. Raises PartitionError for a parameter of the model, for
+    which a plain one would create an empty entry.
+
+    ``wait`` waits for the update of offloaded state, None if none is; ``restart`` resets all state
+    to that before the first step, or raises.
+    """
+
+    wait: Callable[[], None] | None = None
+    restart: Callable[[], None] | None = None
+
+    def _wait(self) -> None:
+        if self.wait is not None:
+            self.wait()
+
+    def __getitem__(self, key: Any) -> dict[str, Any]:
+        self._wait()
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._wait()
+        return super().__iter__()
+
+    def items(self) -> Any:
+        self._wait()
+        return super().items()
+
+    def values(self) -> Any:
+        self._wait()
+        return super().values()
+
+    def keys(self) -> Any:
+        self._wait()
+        return super().keys()
+
+    def __len__(self) -> int:
+        self._wait()
+        return super().__len__()
+
+    def __contains__(self, key: object) -> bool:
+        self._wait()
+        return super().__contains__(key)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        self._refuse_parameter(key)
+        self._wait()
+        return super().pop(key, *default)
+
+    def popitem(self) -> tuple[Any, dict[str, Any]]:
+        self._wait()
+        return super().popitem()
+
+    def clear(self) -> None:
+        if self.restart is not None:
+            self.restart()
+        else:
+            super().clear()
+
+    def __missing__(self, key: Any) -> dict[str, Any]:
+        self._refuse_parameter(key)
+        return super().__missing__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        self._refuse_parameter(key)
+        self._wait()
+        return super().get(key, default)
+
+    @staticmethod
+    def _refuse_parameter(key: Any) -> None:
+        if isinstance(key, Tensor) and owner_of(key) is not None:
+            raise PartitionError(
+                f"optimizer.state[{name_of(key)}]: the optimizer's state is kept in flat buffers, "
+                "sharded over the ranks, and not by "
+                "parameter; read it with hf_zero.safe_get_full_optimizer_state(parameter, "
+                "name) and write it with "
+                "hf_zero.safe_set_full_optimizer_state(parameter, value, name), on all ranks"
+            )
+
+
 class StateEntries:
     """Access to the entries of ``optimizer.state`` by segment."""
 
@@ -434,13 +514,3 @@ class DeviceState:
         for owner, value in zip(owners, values):
             home[owner.start : owner.stop].copy_(value)
             entries.optimizer.state[owner.tensor][name] = home[owner.start : owner.stop]
-
-
-def replace_segments(
-    regions: Iterable[MemoryRegion], pieces: Mapping[Segment, Sequence[Segment]]
-) -> None:
-    """Replace segments in ``regions`` by their ``pieces``."""
-    for region in regions:
-        region.segments = [
-            piece for segment in region.segments for piece in pieces.get(segment, [segment])
-        ]

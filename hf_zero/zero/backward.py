@@ -234,7 +234,8 @@ class Backward:
         """Take in gradients that no hook has announced, and abort a backward that an exception has
         left open (collective).
         """
-        self.tracker.put_away_broken()
+        if self.tracker.tasks:
+            self.tracker.put_away_broken()
         self.hooks.take_in_unannounced()
 
     def reduce(self) -> None:

@@ -29,7 +29,7 @@ from hf_zero.checkpoint import (
 )
 from hf_zero.errors import CheckpointError, HostMemoryError
 from hf_zero.logging import logger
-from hf_zero.zero.access.consolidate import persistent_buffers
+from hf_zero.zero.layout.sharding import persistent_buffers
 from tests.checkpoint.jobs import run_holds
 from tests.checkpoint.test_engine import Setup, second_half, train
 from tests.checkpoint.test_offloaded import Away, described

@@ -17,7 +17,7 @@ import pytest
 
 from hf_zero.checkpoint import tensorfile
 from hf_zero.checkpoint.find import rank_file
-from hf_zero.zero.access.consolidate import persistent_buffers
+from hf_zero.zero.layout.sharding import persistent_buffers
 from tests.checkpoint.test_offloaded import Away, described, train
 
 Spans = list[tuple[str, int, int]]  # file, first byte, end

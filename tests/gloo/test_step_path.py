@@ -37,11 +37,12 @@ class Way:
 
 
 # At most; 0: not bounded. FSDP2's step has no norm, loss scale and optimizer step. 9 files of a
-# save and 8 of a load are those of checkpoint/; the others read or reset the state of the engine.
+# save and 8 of a load are those of checkpoint/; the others read the state of the engine. A load
+# also drops the gradients of an open accumulation window, which 8 files of zero/ hold.
 MOST = {
     "step": Way(35, 8, 220, 2_800, 550, 6),
-    "save": Way(36, 0, 0, 0, 400, 0),
-    "load": Way(47, 0, 0, 0, 600, 0),
+    "save": Way(30, 0, 0, 0, 280, 0),
+    "load": Way(40, 0, 0, 0, 470, 0),
 }
 
 

@@ -34,7 +34,7 @@ from hf_zero.checkpoint.foreign.optimizer_states import Shape, as_asked, named
 from hf_zero.checkpoint.foreign.torch_files import Opaque, SavedTensor, damaged, load
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import logger
-from hf_zero.optim import hyperparameters
+from hf_zero.optim.segment_table import plain_settings
 
 Record = tuple[str, Any]  # the name under which it is stored, and torch's record of it
 States = Mapping[Any, Mapping[str, Record]]
@@ -321,7 +321,7 @@ class _Reading:
                 for key, (fqn, entry) in kept.items()
                 if not len(getattr(entry, "size", ()))
             }
-            made.append(OptimizerGroup(hyperparameters.plain(values), scalars, names_of))
+            made.append(OptimizerGroup(plain_settings(values), scalars, names_of))
         return tuple(made) or None, states
 
     def _value(self, fqn: str) -> Any:

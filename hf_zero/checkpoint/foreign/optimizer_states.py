@@ -14,7 +14,7 @@ import torch
 
 from hf_zero.checkpoint.foreign.assembled import OptimizerGroup
 from hf_zero.checkpoint.manifest import pair_names
-from hf_zero.optim import hyperparameters
+from hf_zero.optim.segment_table import plain_settings
 
 Shape = tuple[int, ...]
 Names = list[list[str]]
@@ -156,7 +156,7 @@ def groups_of(
         ]
     made = []
     for group, names in zip(settings, shapes):
-        kept = hyperparameters.plain(group)
+        kept = plain_settings(group)
         state = state_of(base, group["params"][0]) if group.get("params") else {}
         # FusedAdam keeps the step count in the group, torch beside the tensors.
         steps = [

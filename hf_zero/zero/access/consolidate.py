@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_layout import Slot
-from hf_zero.zero.layout.sharding import WholeNames
+from hf_zero.zero.layout.sharding import WholeNames, belongs, written
 from hf_zero.zero.layout.unit import Unit
 
 
@@ -120,40 +118,3 @@ def whole_state_dict(
                     value.detach().to("cpu") if isinstance(value, torch.Tensor) else value
                 )
     return state
-
-
-def written(module: nn.Module) -> dict[str, Any]:
-    """Return the entries that ``module`` itself adds to a state dict, by its own names; a released
-    parameter has only a shape there.
-    """
-    state: dict[str, Any] = {}
-    module._save_to_state_dict(state, "", keep_vars=True)
-    return state
-
-
-def persistent_buffers(
-    module: torch.nn.Module, without: Collection[str] = ()
-) -> dict[str, torch.Tensor]:
-    """Return the tensors in ``state_dict`` that are not parameters, under every name they have
-    there: buffers, the state of quantised weights.
-
-    Tensors that accompany a parameter named in ``without`` are left out.
-    """
-    held = {}
-    for prefix, child in module.named_modules(remove_duplicate=False):
-        for name, value in written(child).items():
-            if (
-                name not in child._parameters
-                and name != EXTRA_STATE
-                and isinstance(value, torch.Tensor)
-            ):
-                held[f"{prefix}.{name}" if prefix else name] = value
-    return {name: value for name, value in held.items() if not belongs(name, without)}
-
-
-def belongs(name: str, parameters: Collection[str]) -> bool:
-    """Whether ``name`` is a tensor beside one of ``parameters``: ``layer.weight.absmax`` beside
-    ``layer.weight``.
-    """
-    parts = name.split(".")
-    return any(".".join(parts[:length]) in parameters for length in range(1, len(parts)))

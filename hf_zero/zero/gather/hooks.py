@@ -424,7 +424,8 @@ class Hooks:
         """Abort a forward or backward that an exception has left open; none may be running.
         KeyboardInterrupt bypasses the post-forward hooks.
         """
-        self._tracker.put_away_broken()
+        if self._tracker.tasks:
+            self._tracker.put_away_broken()
         if self._nested and graph_task() == -1:
             self._nested, self._outer, self._last = 0, None, None
             for unit in self._units:

@@ -1,16 +1,18 @@
 """Parameters of a model split by tensor or expert parallelism besides ZeRO: the ranks that hold one
-and their parts of it, whole tensors from these parts, and names in the whole model.
+and their parts of it, whole tensors from these parts; the names in the state dict of the whole
+model, and its tensors beside the parameters.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.parallel_groups import ParallelGroups, get_parallel, groups_along
@@ -186,8 +188,8 @@ class WholeNames:
     def __init__(self, module: nn.Module):
         held = {sharding_of(parameter).names for parameter in module.parameters()} - {()}
         self._modules = {names[0]: names for names in held}
-        groups = get_parallel()
-        self._rank = groups.coordinate("expert") if held and groups is not None else 0
+        groups = get_parallel() if held else None
+        self._rank = groups.coordinate("expert") if groups is not None else 0
 
     def __bool__(self) -> bool:
         """Whether any module differs between ranks."""
@@ -225,3 +227,41 @@ class WholeNames:
         ``value`` is this rank's. Collective if it is cut, or the ranks' modules differ.
         """
         return zip(self.every(name), join_named(sharding_of(parameter), value, name), strict=True)
+
+
+# ---- the tensors of a state dict beside the parameters ----
+
+
+def written(module: nn.Module) -> dict[str, Any]:
+    """Return the entries that ``module`` itself adds to a state dict, by its own names; a released
+    parameter has only a shape there.
+    """
+    state: dict[str, Any] = {}
+    module._save_to_state_dict(state, "", keep_vars=True)
+    return state
+
+
+def persistent_buffers(module: nn.Module, without: Collection[str] = ()) -> dict[str, torch.Tensor]:
+    """Return the tensors in ``state_dict`` that are not parameters, under every name they have
+    there: buffers, the state of quantised weights.
+
+    Tensors that accompany a parameter named in ``without`` are left out.
+    """
+    held = {}
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        for name, value in written(child).items():
+            if (
+                name not in child._parameters
+                and name != EXTRA_STATE
+                and isinstance(value, torch.Tensor)
+            ):
+                held[f"{prefix}.{name}" if prefix else name] = value
+    return {name: value for name, value in held.items() if not belongs(name, without)}
+
+
+def belongs(name: str, parameters: Collection[str]) -> bool:
+    """Whether ``name`` is a tensor beside one of ``parameters``: ``layer.weight.absmax`` beside
+    ``layer.weight``.
+    """
+    parts = name.split(".")
+    return any(".".join(parts[:length]) in parameters for length in range(1, len(parts)))

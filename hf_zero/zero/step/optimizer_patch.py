@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -12,90 +12,11 @@ import torch
 
 from hf_zero.errors import PartitionError
 from hf_zero.optim.elementwise import give_back
-from hf_zero.zero.layout.parameter import name_of, owner_of
+from hf_zero.optim.state import SegmentStates
 
 TAKEN = ("step", "add_param_group", "zero_grad", "state_dict", "load_state_dict")
 # with this attribute GradScaler.step passes itself to an optimizer's step, as grad_scaler
 _SUPPORTS_AMP = "_step_supports_amp_scaling"
-
-
-class SegmentStates(defaultdict[Any, dict[str, Any]]):
-    """``optimizer.state``, by segment. Raises PartitionError for a parameter of the model, for
-    which a plain one would create an empty entry.
-
-    ``wait`` waits for the update of offloaded state; ``restart`` resets all state to that before
-    the first step, or raises.
-    """
-
-    wait: Callable[[], None] | None = None
-    restart: Callable[[], None] | None = None
-
-    def _wait(self) -> None:
-        if self.wait is not None:
-            self.wait()
-
-    def __getitem__(self, key: Any) -> dict[str, Any]:
-        self._wait()
-        return super().__getitem__(key)
-
-    def __iter__(self) -> Iterator[Any]:
-        self._wait()
-        return super().__iter__()
-
-    def items(self) -> Any:
-        self._wait()
-        return super().items()
-
-    def values(self) -> Any:
-        self._wait()
-        return super().values()
-
-    def keys(self) -> Any:
-        self._wait()
-        return super().keys()
-
-    def __len__(self) -> int:
-        self._wait()
-        return super().__len__()
-
-    def __contains__(self, key: object) -> bool:
-        self._wait()
-        return super().__contains__(key)
-
-    def pop(self, key: Any, *default: Any) -> Any:
-        self._refuse_parameter(key)
-        self._wait()
-        return super().pop(key, *default)
-
-    def popitem(self) -> tuple[Any, dict[str, Any]]:
-        self._wait()
-        return super().popitem()
-
-    def clear(self) -> None:
-        if self.restart is not None:
-            self.restart()
-        else:
-            super().clear()
-
-    def __missing__(self, key: Any) -> dict[str, Any]:
-        self._refuse_parameter(key)
-        return super().__missing__(key)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        self._refuse_parameter(key)
-        self._wait()
-        return super().get(key, default)
-
-    @staticmethod
-    def _refuse_parameter(key: Any) -> None:
-        if isinstance(key, torch.Tensor) and owner_of(key) is not None:
-            raise PartitionError(
-                f"optimizer.state[{name_of(key)}]: the optimizer's state is kept in flat buffers, "
-                "sharded over the ranks, and not by "
-                "parameter; read it with hf_zero.safe_get_full_optimizer_state(parameter, "
-                "name) and write it with "
-                "hf_zero.safe_set_full_optimizer_state(parameter, value, name), on all ranks"
-            )
 
 
 def refuse_unknown_params(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
@@ -123,7 +44,7 @@ def patch_optimizer(optimizer: Any, owner: Any) -> None:
 
     Its state dict holds this rank's segments, in any tier.
     """
-    engine = weakref.ref(owner)
+    engine, offloads = weakref.ref(owner), bool(owner.updater.units)
 
     def step(closure: Any = None, grad_scaler: Any = None) -> None:
         optimizer._opt_called = True  # torch's schedulers check this
@@ -186,7 +107,8 @@ def patch_optimizer(optimizer: Any, owner: Any) -> None:
 
     def watch_state() -> None:
         optimizer.state = SegmentStates(dict, optimizer.state)
-        optimizer.state.wait, optimizer.state.restart = wait, restart
+        optimizer.state.restart = restart
+        optimizer.state.wait = wait if offloads else None
 
     watch_state()
     # keeps schedulers from wrapping it as a method
