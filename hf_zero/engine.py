@@ -20,8 +20,8 @@ from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.logging import logger
 from hf_zero.techniques.data_sampling import Finish
 from hf_zero.techniques.registry import set_custom_schedule, set_post_process
-from hf_zero.zero.gather.schedule import SharedShards
 from hf_zero.zero.layout.engine_plan import EnginePlan
+from hf_zero.zero.layout.unit import SharedShards
 from hf_zero.zero.step.optimizer_step import refuse_half_done
 from hf_zero.zero.training_engine import TrainingEngine
 

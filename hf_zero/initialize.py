@@ -159,14 +159,7 @@ def initialize_as(
         settings, {**sequence_parallel.on_model(sequence), **on_model(model)}
     )
     follow(techniques, getattr(loader, "data_sampler", None))
-    if isinstance(model, StagedModule):
-        one_bit = one_bit_of(settings, made)
-        check_pipeline(settings, model, techniques.by_key, one_bit is not None)
-        engine_class = pipelined(engine_class)
-    plan = engine_class.plan(model, settings, made, extensions_of)
-    check_on_all_ranks(plan)
-    release_holders(model)
-    engine = engine_class(plan, ActivationPatches(settings), techniques)
+    engine = _build(engine_class, model, settings, made, techniques)
     engine.training_dataloader = loader
     try:
         engine.lr_scheduler = scheduler = _scheduler(lr_scheduler, settings, made)
@@ -242,6 +235,26 @@ def _resolve(
         require_batch_size=training_data is not None,
         training=made is not None,
     )
+
+
+def _build(
+    engine_class: type[E],
+    model: nn.Module,
+    settings: ZeroConfig,
+    made: torch.optim.Optimizer | None,
+    techniques: TrainingTechniques,
+) -> E:
+    """Plan an engine of ``engine_class``, or of its pipelined subclass, check that it fits, and
+    build it (collective).
+    """
+    if isinstance(model, StagedModule):
+        one_bit = one_bit_of(settings, made)
+        check_pipeline(settings, model, techniques.by_key, one_bit is not None)
+        engine_class = pipelined(engine_class)
+    plan = engine_class.plan(model, settings, made, extensions_of)
+    check_on_all_ranks(plan)
+    release_holders(model)
+    return engine_class(plan, ActivationPatches(settings), techniques)
 
 
 def _no_model(given: Any) -> ConfigError:

@@ -15,7 +15,7 @@ from hf_zero.compression.secondary_shards import SecondaryShards
 from hf_zero.config import ZeroConfig
 from hf_zero.ops.sign_blocks import SignBlocks
 from hf_zero.ops.symmetric_blocks import BlockCodec, SymmetricBlocks
-from hf_zero.optim.one_bit import one_bit_of
+from hf_zero.optim.one_bit import OneBit, one_bit_of
 from hf_zero.zero.extensions import Extensions
 from hf_zero.zero.layout.codecs import DEFAULT_BLOCKS, SMALLEST_TENSOR, Codecs
 from hf_zero.zero.layout.stage_policy import POLICIES
@@ -25,12 +25,16 @@ _ZERO = "zero_optimization.zero_"
 Row = Callable[[ZeroConfig, "torch.optim.Optimizer | None"], dict[str, Any]]
 
 
-def few_bits(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def compressed(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Messages in fewer bits: momenta in one, or gradients, weights and updates in 4 or 8."""
+    settings = one_bit_of(config, optimizer)
+    return _few_bits(config) if settings is None else _one_bit(settings)
+
+
+def _few_bits(config: ZeroConfig) -> dict[str, Any]:
     """Gradients, weights and updates in 4 or 8 bits (ZeRO++'s qgZ and qwZ), and the errors of
     gradients fed back (LoCo).
     """
-    if one_bit_of(config, optimizer) is not None:
-        return {}
     zero, both, loco = config.zero, config.compressed_communication, config.zeropp_loco_param
     four, eight = (
         BlockCodec(SymmetricBlocks(bits, both.block_size or DEFAULT_BLOCKS[bits]))
@@ -58,11 +62,8 @@ def few_bits(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> dic
     return {"codecs": codecs, "steps": steps, "needs_one_mesh": _in_use(keys)}
 
 
-def one_bit(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def _one_bit(settings: OneBit) -> dict[str, Any]:
     """Momenta in one bit an element (1-bit Adam, 1-bit LAMB, 0/1 Adam)."""
-    settings = one_bit_of(config, optimizer)
-    if settings is None:
-        return {}
     codecs = Codecs(momentum=SignBlocks(settings.block), block=settings.block)
     return {
         "codecs": codecs,
@@ -90,7 +91,7 @@ def two_hops(config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> dic
     return {"hierarchical": key if asked and sharded else "", "needs_one_mesh": _in_use(keys)}
 
 
-ROWS: list[Row] = [two_hops, secondary_shards, few_bits, one_bit]
+ROWS: list[Row] = [two_hops, secondary_shards, compressed]
 
 
 def extensions_of(config: ZeroConfig, optimizer: torch.optim.Optimizer | None = None) -> Extensions:

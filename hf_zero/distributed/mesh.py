@@ -221,7 +221,7 @@ class Mesh:
     replicate = property(attrgetter("whole.replicate"))
 
     @property
-    def job(self) -> Any:
+    def job(self) -> Mesh | RankGroup:
         """An object whose object collectives span all ranks of the job: this mesh, or the world
         group if a pipeline has other stages.
         """

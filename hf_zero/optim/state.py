@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.errors import PartitionError, UnsupportedOptimizerError
+from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim.segments import Flat, MemoryRegion, Segment, cut
 from hf_zero.zero.layout.flat_layout import Slot
-from hf_zero.zero.layout.parameter import name_of, owner_of
 
 # Numbers that torch.optim keeps beside the tensors, with their values before the first step.
 _SCALARS: dict[str, float] = {"step": 0.0, "mu_product": 1.0, "mu": 1.0, "eta": 0.0}
@@ -259,15 +258,20 @@ def _described(scalars: Mapping[str, float], tensors: Mapping[str, Tensor]) -> s
 
 
 class SegmentStates(defaultdict[Any, dict[str, Any]]):
-    """``optimizer.state``, by segment. Raises PartitionError for a parameter of the model, for
-    which a plain one would create an empty entry.
+    """``optimizer.state`` under an engine, by segment.
 
-    ``wait`` waits for the update of offloaded state, None if none is; ``restart`` resets all state
-    to that before the first step, or raises.
+    ``refuse`` raises for keys that a plain dictionary would create an empty entry for: parameters
+    of the model. ``wait`` waits for the update of offloaded state, None if none is offloaded;
+    ``restart`` resets all state to that before the first step, or raises.
     """
 
+    refuse: Callable[[Any], None] | None = None
     wait: Callable[[], None] | None = None
     restart: Callable[[], None] | None = None
+
+    def _refuse(self, key: Any) -> None:
+        if self.refuse is not None:
+            self.refuse(key)
 
     def _wait(self) -> None:
         if self.wait is not None:
@@ -302,7 +306,7 @@ class SegmentStates(defaultdict[Any, dict[str, Any]]):
         return super().__contains__(key)
 
     def pop(self, key: Any, *default: Any) -> Any:
-        self._refuse_parameter(key)
+        self._refuse(key)
         self._wait()
         return super().pop(key, *default)
 
@@ -317,24 +321,13 @@ class SegmentStates(defaultdict[Any, dict[str, Any]]):
             super().clear()
 
     def __missing__(self, key: Any) -> dict[str, Any]:
-        self._refuse_parameter(key)
+        self._refuse(key)
         return super().__missing__(key)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        self._refuse_parameter(key)
+        self._refuse(key)
         self._wait()
         return super().get(key, default)
-
-    @staticmethod
-    def _refuse_parameter(key: Any) -> None:
-        if isinstance(key, Tensor) and owner_of(key) is not None:
-            raise PartitionError(
-                f"optimizer.state[{name_of(key)}]: the optimizer's state is kept in flat buffers, "
-                "sharded over the ranks, and not by "
-                "parameter; read it with hf_zero.safe_get_full_optimizer_state(parameter, "
-                "name) and write it with "
-                "hf_zero.safe_set_full_optimizer_state(parameter, value, name), on all ranks"
-            )
 
 
 class StateEntries:

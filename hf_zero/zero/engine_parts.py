@@ -106,34 +106,20 @@ class EngineParts(AroundModel):
         """Build ``plan`` and install everything on the model; ``installed`` collects the inverse
         operations, in reverse order.
         """
-        config, model, device = self.config, self.module, mesh.device
-        placement = Placement(config, device, mesh.rank, mesh.world)
+        placement = Placement(self.config, mesh.device, mesh.rank, mesh.world)
         installed.callback(placement.close)
-        installed.callback(retire_flats, model, mesh)
-        self.patches.check(model, not plan.policy.shards_parameters)
+        installed.callback(retire_flats, self.module, mesh)
+        self.patches.check(self.module, not plan.policy.shards_parameters)
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         given = [list(group["params"]) for group in groups]
-        sharded = ShardedModel(plan, mesh, placement)
-        self.sharded_model = sharded
+        sharded = self.sharded_model = ShardedModel(plan, mesh, placement)
         installed.callback(sharded.retire)
         sharded.attach(weakref.ref(self))
         if self.optimizer is not None:
             installed.callback(take_native_threads(placement))
-        scaler = self._loss_scaler()
-        sanity = SanityChecks(device, self.accumulation, config.precision, mesh.rank)
-        self.optimizer_step = OptimizerStep(sharded, self.optimizer, config, scaler, sanity)
-        self.backward_pass = Backward(
-            sharded, self.optimizer_step, config, self.accumulation, self.counters, sanity
-        )
-        installed.callback(self.backward_pass.remove)
-        self.backward_pass.install(scaler)
+        self._build_step(mesh, installed)
         installed.callback(sharded.guards.remove)
-        installed.callback(self.patches.remove)
-        self.patches.install(model, sharded.units, device, mesh.rank == 0)
-        model.__dict__["zero_grad"] = Override(self.zero_grad, model, "zero_grad")
-        installed.callback(model.__dict__.pop, "zero_grad", None)
-        self.step_times = StepTimes(config, device, mesh.rank)
-        self.stop_requests = StopRequests(mesh, sharded.schedule.shards)
+        self._install_patches(mesh, installed)
         if self.optimizer is not None:
             patch_optimizer(self.optimizer, self)
             installed.callback(restore_optimizer, self.optimizer, given)
@@ -146,6 +132,28 @@ class EngineParts(AroundModel):
             sharded.schedule.shards.serve()
         installed.callback(self.techniques.remove)
         self.techniques.install(self)
+
+    def _build_step(self, mesh: Mesh, installed: ExitStack) -> None:
+        """Build the backward and the optimizer step of the sharded model, with their reports."""
+        config, sharded = self.config, self.sharded_model
+        scaler = self._loss_scaler()
+        sanity = SanityChecks(mesh.device, self.accumulation, config.precision, mesh.rank)
+        self.optimizer_step = OptimizerStep(sharded, self.optimizer, config, scaler, sanity)
+        self.backward_pass = Backward(
+            sharded, self.optimizer_step, config, self.accumulation, self.counters, sanity
+        )
+        installed.callback(self.backward_pass.remove)
+        self.backward_pass.install(scaler)
+        self.step_times = StepTimes(config, mesh.device, mesh.rank)
+        self.stop_requests = StopRequests(mesh, sharded.schedule.shards)
+
+    def _install_patches(self, mesh: Mesh, installed: ExitStack) -> None:
+        """Install the patches of the model, and the engine's ``zero_grad`` on it."""
+        model = self.module
+        installed.callback(self.patches.remove)
+        self.patches.install(model, self.units, mesh.device, mesh.rank == 0)
+        model.__dict__["zero_grad"] = Override(self.zero_grad, model, "zero_grad")
+        installed.callback(model.__dict__.pop, "zero_grad", None)
 
     def _loss_scaler(self) -> Fp16LossScaler:
         """Return the loss scaler for the start of training."""

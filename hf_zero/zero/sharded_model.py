@@ -14,7 +14,7 @@ from torch import nn
 from hf_zero.config import ZeroConfig
 from hf_zero.device.spans import span
 from hf_zero.distributed.mesh import Mesh
-from hf_zero.errors import UnsupportedOptimizerError
+from hf_zero.errors import PartitionError, UnsupportedOptimizerError
 from hf_zero.offload.placement import Placement
 from hf_zero.ops import native
 from hf_zero.optim.bound_optimizer import BoundOptimizer
@@ -33,7 +33,6 @@ from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.layout.wrap import packed_elements
 from hf_zero.zero.reduce.reductions import packs
-from hf_zero.zero.step.optimizer_patch import refuse_unknown_params
 
 _unit = attrgetter("unit")
 
@@ -237,10 +236,29 @@ def _check_optimizer(
     model is changed.
     """
     check(optimizer, plan.settings.elementwise_optimizers)
-    refuse_unknown_params(optimizer, {id(p) for p in parameters.values()})
+    _refuse_unknown_params(optimizer, {id(p) for p in parameters.values()})
     # state that cannot be carried over
     slots = {name: Slot(name, tuple(parameters[name].shape), 0) for name in plan.group_of}
     collect(optimizer, parameters, slots, plan.group_of)
+
+
+def _refuse_unknown_params(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
+    """Raise PartitionError if ``optimizer`` holds parameters with ids outside ``known``, the
+    model's.
+    """
+    unknown_params = [
+        tuple(p.shape)
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if id(p) not in known
+    ]
+    if unknown_params:
+        raise PartitionError(
+            f"the optimizer holds {len(unknown_params)} parameters that are not in the model "
+            f"(shapes {unknown_params[:3]}); "
+            "build it from model.parameters() of the model given to initialize, after the model "
+            "has its final parameters"
+        )
 
 
 def retire_flats(model: nn.Module, mesh: Mesh) -> None:

@@ -20,6 +20,7 @@ from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.precision import COMPUTE
 from hf_zero.zero.layout.tree import map_tensors, tensors_in
 from hf_zero.zero.layout.unit import Unit
+from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.step.optimizer_step import refuse_half_done
 
 # names of dtypes in torch's messages
@@ -250,40 +251,57 @@ class TrainingEngine(EngineParts):
                 "step() of an engine that was destroyed; train with another one: "
                 "hf_zero.initialize(model=..., optimizer=...)"
             )
-        self.backward_pass.reset(counts_only=not self.accumulation.ends_by_step)
+        ends_window, window = self.accumulation.ends_by_step, self.accumulation
+        self.backward_pass.reset(counts_only=not ends_window)
         self.backward_pass.take_in_unannounced()
         self.sharded_model.guards.check()
         self.backward_pass.refuse_unusable()
-        optimizer_step, losses = self.optimizer_step, self.backward_pass.losses
-        optimizer_step.applied = False
-        if not self.accumulation.ends_by_step:
+        self.optimizer_step.applied = False
+        if not ends_window:
             self._count_micro_batches(1)
-            self.accumulation.micro_batches += 1
+            window.micro_batches += 1
             return
-        if self.bound is None:
-            raise PartitionError(
-                "step() needs an optimizer; pass one to hf_zero.initialize or "
-                "name one in the config"
-            )
-        if optimizer_step.max_norm:
-            refuse_half_done(
-                self.updater, "gradient clipping that was switched on after the backward"
-            )
-        optimizer_step.refuse_failed_writes()
+        self._refuse_update()
         self.backward_pass.reduce_for_step()
         if not self.config.zero.ignore_unused_parameters:
             self.backward_pass.refuse_unused()
-        window = self.accumulation
         self._count_micro_batches(1 if window.managed else window.micro_batches)
         window.micro_batches = 0
-        overflow = optimizer_step.update(self.global_steps, losses.may_overflow)
+        losses = self.backward_pass.losses
+        overflow = self.optimizer_step.update(self.global_steps, losses.may_overflow)
         self._publish_events()
         self.schedule.end_step()
         requests, consensus = self.stop_requests, self.mesh.consensus
         if requests.asked or (consensus is not None and consensus.steps.stopped):
             requests.end_step()
         self.backward_pass.reducer.clear()
-        scaler = losses.update_scale(overflow)
+        self._end_update(overflow, losses.update_scale(overflow))
+        # a scheduler that takes a metric is stepped by the script
+        own = self.lr_scheduler is not None and not isinstance(self.lr_scheduler, ReduceLROnPlateau)
+        if own and not overflow:
+            self.lr_scheduler.step()
+        self.techniques.end_step()
+
+    def _refuse_update(self) -> None:
+        """Raise PartitionError without an optimizer, or if a part of the model was updated before
+        clipping was switched on; OffloadError after a failed write of offloaded state (collective).
+        """
+        if self.bound is None:
+            raise PartitionError(
+                "step() needs an optimizer; pass one to hf_zero.initialize or "
+                "name one in the config"
+            )
+        if self.optimizer_step.max_norm:
+            refuse_half_done(
+                self.updater, "gradient clipping that was switched on after the backward"
+            )
+        self.optimizer_step.refuse_failed_writes()
+
+    def _end_update(self, overflow: bool, scaler: Fp16LossScaler) -> None:
+        """Count the update, publish its outcome and the new loss scale of ``scaler``, and log a
+        step that was skipped because of an ``overflow``.
+        """
+        optimizer_step = self.optimizer_step
         for each in optimizer_step.extensions:
             each.end_step(self.global_steps + 1, overflow, scaler.scale)
         if self.optimizer is not None:
@@ -308,11 +326,6 @@ class TrainingEngine(EngineParts):
                 self.global_steps,
                 scaler.scale,
             )
-        # a scheduler that takes a metric is stepped by the script
-        own = self.lr_scheduler is not None and not isinstance(self.lr_scheduler, ReduceLROnPlateau)
-        if own and not overflow:
-            self.lr_scheduler.step()
-        self.techniques.end_step()
 
     def _publish_events(self) -> None:
         """Publish events for the other ranks, before all agree at the end of this step."""

@@ -1,23 +1,20 @@
 """Communication: number, order and bytes of the collectives of a step are those of the stage
-table; frames of Python above a gather, buffers of messages, products over packed parameters.
+table; buffers of messages, products over packed parameters.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from hf_zero.device import kinds, streams
 from hf_zero.ops.packed_linear import adjacent, packed_linear
-from hf_zero.zero.gather.hooks import Hooks
 from hf_zero.zero.reduce.reductions import IN_FLIGHT, WireBuffers
 from tests.helpers import oracle
 from tests.helpers.accelerators import PlayedStream, play_streams
@@ -219,62 +216,6 @@ def test_evaluation_gathers_each_unit_once(stage):
         return dict(engine.mesh.stats.counts)
 
     assert on_ranks(2, run) == [{"all_gather": 4} if stage == 3 else {}] * 2
-
-
-MOST = 6
-
-
-def frames_above(frame):
-    """The names of what is under way from ``Hooks._pre_forward`` to ``frame``, or none."""
-    names = []
-    while frame is not None:
-        names.append(frame.f_code.co_name)
-        if frame.f_code is Hooks._pre_forward.__code__:
-            return names[::-1]
-        frame = frame.f_back
-    return []
-
-
-class Done:
-    """The handle of a collective that has completed."""
-
-    def wait(self, *limit):
-        return True
-
-
-def test_a_planned_gather_is_at_most_six_frames_deep(monkeypatch):
-    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    plain, seen = getattr(dist, name), []
-
-    def spied(*args, **kwargs):
-        seen.append(frames_above(sys._getframe(1)))
-        return plain(*args, **kwargs)
-
-    def message(*args, **kwargs):
-        seen.append(frames_above(sys._getframe(1)))
-        return Done()
-
-    def run(rank, model):
-        engine = start(model, adamw(model), config_of(3))
-        run_steps(engine, rank, range(2))
-        if rank == 0:
-            seen.clear()
-        engine.mesh.barrier()
-        squared(engine, At(2, 0, rank))
-        engine.mesh.barrier()
-        # as gloo sends it
-        engine.mesh.shard._point_to_point = True
-        squared(engine, At(2, 0, rank))
-        engine.mesh.shard._point_to_point = False
-
-    monkeypatch.setattr(dist, name, spied)
-    monkeypatch.setattr(dist, "irecv", message)
-    monkeypatch.setattr(dist, "isend", message)
-    on_ranks(2, run, build=lambda: seeded(lambda: Stack(4)))
-    paths = [path for path in seen if path]
-    whole = {path[-1] for path in paths}
-    assert whole == {"all_gather", "_exchange"}, "the gathers of both kinds were seen"
-    assert max(map(len, paths)) <= MOST, max(paths, key=len)
 
 
 DEPTH = 12

@@ -213,18 +213,7 @@ class Hooks:
             tracker.put_away_broken()
         grads = torch.is_grad_enabled()
         if self._nested == 0 and not inside:
-            self.take_in_unannounced()
-            given = []
-            for key in PATH_KWARGS if kwargs else ():
-                if kwargs.get(key) is not None:
-                    given.append(key)
-            kind = (name, grads, module.training, *given)
-            self._outer = RootForward(module is self._model, tracker.outstanding.moment())
-            if grads and self.draws:
-                self._draw(self._outer, name)
-            self._schedule.begin(kind, left_out=self._outer.left_out)
-            if grads:
-                tracker.add_forward(kind, joint=not self._schedule.between_passes)
+            self._begin_pass(name, module, kwargs, grads)
         self._nested += 1
         last, self._last = self._last, None
         if unit is None:
@@ -238,37 +227,49 @@ class Hooks:
             self._schedule.ensure_gathered(unit, module)
             return None
         inputs = requiring_grad(args, kwargs)
-        if (
+        continues = (
             last is not None
             and last[0].unit is unit
             and id(last[1]) in inputs
             and last[0] in unit.forwards.pending
             and not inside
-        ):
-            # the call continues: in a backward, all nodes of its graph run before its marks
-            call = last[0]
-            call.marks = last[2]
-            unit.forwards.in_forward.append(call)
-            if unit.sharded:
-                self._schedule.ensure_gathered(unit, module)
-            if unit.device_of_streams is not None:
-                unit.runs_here()
-            call.last_node = _next_node() - 1
-            return None
-        outer = tracker.outstanding.recomputation if inside else self._outer
-        assert outer is not None, "a module's forward is under way outside any pass"
-        call = UnitForward(unit, outer, tracker.outstanding.moment())
+        )
+        if continues:
+            # in a backward, all nodes of the call's graph run before its marks
+            assert last is not None
+            call, _, call.marks = last
+        else:
+            outer = tracker.outstanding.recomputation if inside else self._outer
+            assert outer is not None, "a module's forward is under way outside any pass"
+            call = UnitForward(unit, outer, tracker.outstanding.moment())
         unit.forwards.in_forward.append(call)
-        self._schedule.ensure_gathered(unit, module)
+        if unit.sharded or not continues:
+            self._schedule.ensure_gathered(unit, module)
         if unit.device_of_streams is not None:
             unit.runs_here()
-        if not inputs:
-            call.last_node = _next_node() - 1
-            return None
-        call.marked = True
-        views = _mark(inputs.values(), call, partial(tracker.post_backward, call))
+        views: Sequence[torch.Tensor] = ()
+        if inputs and not continues:
+            call.marked = True
+            views = _mark(inputs.values(), call, partial(tracker.post_backward, call))
         call.last_node = _next_node() - 1
-        return with_replaced(args, kwargs, dict(zip(inputs, views)))
+        return with_replaced(args, kwargs, dict(zip(inputs, views))) if views else None
+
+    def _begin_pass(self, name: str, module: nn.Module, kwargs: Any, grads: bool) -> None:
+        """Begin the forward pass of ``module``, the outermost one, at path ``name`` of the model;
+        ``grads``: it records a graph.
+        """
+        self.take_in_unannounced()
+        given = []
+        for key in PATH_KWARGS if kwargs else ():
+            if kwargs.get(key) is not None:
+                given.append(key)
+        kind = (name, grads, module.training, *given)
+        self._outer = RootForward(module is self._model, self._tracker.outstanding.moment())
+        if grads and self.draws:
+            self._draw(self._outer, name)
+        self._schedule.begin(kind, left_out=self._outer.left_out)
+        if grads:
+            self._tracker.add_forward(kind, joint=not self._schedule.between_passes)
 
     def _pre_forward_transformed(self, unit: Unit | None) -> None:
         """Handle a forward under grad, vmap or another torch.func transform, which has its own

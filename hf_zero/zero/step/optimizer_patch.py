@@ -13,28 +13,22 @@ import torch
 from hf_zero.errors import PartitionError
 from hf_zero.optim.elementwise import give_back
 from hf_zero.optim.state import SegmentStates
+from hf_zero.zero.layout.parameter import name_of, owner_of
 
 TAKEN = ("step", "add_param_group", "zero_grad", "state_dict", "load_state_dict")
 # with this attribute GradScaler.step passes itself to an optimizer's step, as grad_scaler
 _SUPPORTS_AMP = "_step_supports_amp_scaling"
 
 
-def refuse_unknown_params(optimizer: torch.optim.Optimizer, known: set[int]) -> None:
-    """Raise PartitionError if ``optimizer`` holds parameters with ids outside ``known``, the
-    model's.
-    """
-    unknown_params = [
-        tuple(p.shape)
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if id(p) not in known
-    ]
-    if unknown_params:
+def _refuse_parameter(key: Any) -> None:
+    """Raise PartitionError if ``key`` of ``optimizer.state`` is a parameter of the model."""
+    if isinstance(key, torch.Tensor) and owner_of(key) is not None:
         raise PartitionError(
-            f"the optimizer holds {len(unknown_params)} parameters that are not in the model "
-            f"(shapes {unknown_params[:3]}); "
-            "build it from model.parameters() of the model given to initialize, after the model "
-            "has its final parameters"
+            f"optimizer.state[{name_of(key)}]: the optimizer's state is kept in flat buffers, "
+            "sharded over the ranks, and not by "
+            "parameter; read it with hf_zero.safe_get_full_optimizer_state(parameter, "
+            "name) and write it with "
+            "hf_zero.safe_set_full_optimizer_state(parameter, value, name), on all ranks"
         )
 
 
@@ -107,7 +101,7 @@ def patch_optimizer(optimizer: Any, owner: Any) -> None:
 
     def watch_state() -> None:
         optimizer.state = SegmentStates(dict, optimizer.state)
-        optimizer.state.restart = restart
+        optimizer.state.refuse, optimizer.state.restart = _refuse_parameter, restart
         optimizer.state.wait = wait if offloads else None
 
     watch_state()

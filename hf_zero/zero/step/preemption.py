@@ -17,7 +17,7 @@ from typing import Any
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
 from hf_zero.logging import log_rank0
-from hf_zero.zero.gather.schedule import SharedShards
+from hf_zero.zero.layout.unit import SharedShards
 
 
 class StopRequests:
