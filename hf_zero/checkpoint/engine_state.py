@@ -140,7 +140,7 @@ def buffers_of_other_stages(
         held = {
             names.own(name): buffer
             for name, buffer in model_buffers(engine, exclude_frozen).items()
-            if mesh.whole.is_first or names.own(name) != name
+            if mesh.uncut.is_first or names.own(name) != name
         }
         sent = {name: buffer.cpu() for name, buffer in held.items()}
     every: list[dict[str, torch.Tensor]] = mesh.job.all_gather_object(sent, "buffers of the stages")
@@ -403,7 +403,7 @@ def plan_save(
         },
         layouts=layouts,
         model=Described.of(engine, of_stage, names, exclude_frozen)
-        if engine.mesh.whole.is_first
+        if engine.mesh.uncut.is_first
         else None,
     )
     return SavePlan(plan, tensors, report)

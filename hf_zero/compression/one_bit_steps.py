@@ -127,10 +127,10 @@ class OneBitSteps(StepExtension):
         self._norm.take(held, scale)
         self._keep_local(self.sends)
 
-    def squares(self, alone: bool) -> Tensor | None:
+    def squares(self, local: bool) -> Tensor | None:
         if not self.sends:
             return None
-        return self._norm.estimated(1.0 if alone else 1.0 / self._mesh.shard.size)
+        return self._norm.estimated(1.0 if local else 1.0 / self._mesh.shard.size)
 
     def begin_step(self, must_agree: bool) -> bool:
         self._measure()

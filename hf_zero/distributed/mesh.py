@@ -157,7 +157,7 @@ def settle_all(unsettled: Sequence[MeshResources]) -> None:
 class Mesh:
     """The ranks of one engine, its peers, and the store in which they agree.
 
-    A flat buffer that only ZeRO cuts is held by all of them, ``shards`` x replicas (:attr:`whole`).
+    A flat buffer that only ZeRO cuts is held by all of them, ``shards`` x replicas (:attr:`uncut`).
     If ``parallel`` splits the model among ranks, other buffers are held by the ranks with the same
     part (:meth:`of`); peers are then the ranks of this one's pipeline stage.
     """
@@ -203,9 +203,9 @@ class Mesh:
         )
         self.peers = making.group(())
         self._of = {axes: making.flat_mesh(axes) for axes in options.cuts}
-        self.whole = self._of[()]
+        self.uncut = self._of[()]
         stages = parallel.along("pipeline") if parallel is not None else making.alone()
-        self.sums = Sums(*making.sums(self.whole), stages)
+        self.sums = Sums(*making.sums(self.uncut), stages)
         logs |= making.logs | (parallel.logs if parallel is not None else {})
         self.passes = PassTracker(
             self.name, self.rank, self.ranks, logs, self.watchdog, timeout, board
@@ -217,8 +217,8 @@ class Mesh:
         self._resources.hold(self._axes, own, agreements, serving)
         weakref.finalize(self, self._resources.abandon).atexit = False
 
-    shard = property(attrgetter("whole.shard"))
-    replicate = property(attrgetter("whole.replicate"))
+    shard = property(attrgetter("uncut.shard"))
+    replicate = property(attrgetter("uncut.replicate"))
 
     @property
     def job(self) -> Mesh | RankGroup:

@@ -58,9 +58,9 @@ class Updater:
         self._all = list(units)
         self._watchdog = mesh.watchdog
         self._gathers: UpdateGathers | None = None
-        if mesh.whole.updates is not None:
+        if mesh.uncut.updates is not None:
             begin = partial(kinds.set_device, device)
-            peers = mesh.whole.updates.peers
+            peers = mesh.uncut.updates.peers
             self._gathers = UpdateGathers(peers, mesh.store_messages("updates"), begin)
             weakref.finalize(self, self._gathers.close)
             mesh.issue_before_others(self._gathers.issue_all)

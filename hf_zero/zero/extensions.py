@@ -36,9 +36,9 @@ class StepExtension:
         """
         return False
 
-    def squares(self, alone: bool) -> torch.Tensor | None:
+    def squares(self, local: bool) -> torch.Tensor | None:
         """Return what the gradients that stay on their rank add to this rank's part of the squared
-        gradient norm: fp64, 0-dim. ``alone``: all of it, estimated from this rank's gradients.
+        gradient norm: fp64, 0-dim. ``local``: all of it, estimated from this rank's gradients.
         """
         return None
 

@@ -217,9 +217,9 @@ class TrainingEngine(EngineParts):
         """Return a context in which ``unit`` is whole (collective)."""
         return self.sharded_model.gathered(unit)
 
-    def hold(self, unit: Unit, node: torch.autograd.graph.Node) -> None:
+    def keep_for_backward(self, unit: Unit, node: torch.autograd.graph.Node) -> None:
         """Keep ``unit`` gathered for ``node``'s backward, recorded inside GatheredParameters."""
-        self.backward_pass.hooks.hold(unit, node)
+        self.backward_pass.hooks.keep_for_backward(unit, node)
 
     def take_user_writes(self) -> None:
         """Copy a script's writes to whole parameters into shards and master weights."""
@@ -342,7 +342,7 @@ class TrainingEngine(EngineParts):
         self.backward_pass.reset()
         refuse_half_done(self.updater, "zero_grad()")
         self.backward_pass.reducer.clear()
-        self.backward_pass.losses.forget()
+        self.backward_pass.losses.reset()
         if not self.accumulation.managed:  # counts what a step would use
             self.accumulation.micro_batches = 0
 

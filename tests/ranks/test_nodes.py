@@ -107,7 +107,7 @@ def test_a_copy_over_two_nodes_of_several(monkeypatch):
         made["zero_optimization"]["stage3_param_persistence_threshold"] = 100
         engine = start(model, adamw(model), made)
         run_steps(engine, rank, range(3))
-        axes = engine.mesh.whole.hops
+        axes = engine.mesh.uncut.hops
         assert [axis.ranks for axis in axes] == (
             [
                 [rank - rank % 4 + rank % 2 + 2 * at for at in range(2)],
@@ -134,7 +134,7 @@ def test_hosts_that_do_not_divide_a_copy(here, message, monkeypatch):
             with pytest.raises(ConfigError, match=message):
                 start(model, adamw(model), config(HOPS))
         else:
-            assert not start(model, adamw(model), config(HOPS)).mesh.whole.hops
+            assert not start(model, adamw(model), config(HOPS)).mesh.uncut.hops
 
     on_ranks(4, run)
 

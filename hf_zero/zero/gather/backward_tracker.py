@@ -36,7 +36,7 @@ def keep_for_backward(unit: Unit, root: RootForward) -> None:
     cannot see.
     """
     root.reads.add(unit)
-    unit.forwards.pinned_by.add(root)
+    unit.forwards.read_by.add(root)
 
 
 class BackwardTracker:
@@ -87,7 +87,7 @@ class BackwardTracker:
         """Whether a forward since the last backward has left a graph, as far as known."""
         calls = (unit.forwards for unit in self._units)
         return bool(self._forwards or self._untracked) or any(
-            each.pending or each.pinned_by for each in calls
+            each.pending or each.read_by for each in calls
         )
 
     # ---- forwards ----
@@ -109,10 +109,10 @@ class BackwardTracker:
         without a hook only the last few are.
         """
         if not has_graph:
-            self._unpin({root})
-        elif not root.tracked and any(root in each.forwards.pinned_by for each in self._units):
+            self._end_reads({root})
+        elif not root.tracked and any(root in each.forwards.read_by for each in self._units):
             self._untracked.append(root)
-            self._unpin(set(self._untracked[:-FORWARDS_TOLD_APART]))
+            self._end_reads(set(self._untracked[:-FORWARDS_TOLD_APART]))
             del self._untracked[:-FORWARDS_TOLD_APART]
 
     # ---- the backward of a call ----
@@ -192,7 +192,7 @@ class BackwardTracker:
         if self._left_out:
             self._bring_back(self._left_out & root.reads)
         for unit in root.reads:
-            unit.forwards.pinned_by.add(root)
+            unit.forwards.read_by.add(root)
             self._schedule.ensure_gathered(unit)
 
     def _leave_out(self, units: frozenset[Unit]) -> None:
@@ -326,7 +326,7 @@ class BackwardTracker:
             forwards.in_backward.clear()
             pending = pending or bool(forwards.pending)
         # The backward is attributed to the oldest forward without hooks.
-        self._unpin({*self._reached, *self._untracked[:1]})
+        self._end_reads({*self._reached, *self._untracked[:1]})
         self._reached.clear()
         del self._untracked[:1]
         self.outstanding.end()
@@ -334,7 +334,7 @@ class BackwardTracker:
             for unit in self._units:
                 unit.forwards.reruns = 0  # these forwards are not rerun by a checkpoint
 
-    def _unpin(self, roots: set[RootForward]) -> None:
+    def _end_reads(self, roots: set[RootForward]) -> None:
         for unit in self._units:
-            if unit.forwards.pinned_by:
-                unit.forwards.pinned_by -= roots
+            if unit.forwards.read_by:
+                unit.forwards.read_by -= roots

@@ -227,32 +227,45 @@ class Hooks:
             self._schedule.ensure_gathered(unit, module)
             return None
         inputs = requiring_grad(args, kwargs)
-        continues = (
+        if (
             last is not None
             and last[0].unit is unit
             and id(last[1]) in inputs
             and last[0] in unit.forwards.pending
             and not inside
-        )
-        if continues:
-            # in a backward, all nodes of the call's graph run before its marks
-            assert last is not None
-            call, _, call.marks = last
-        else:
-            outer = tracker.outstanding.recomputation if inside else self._outer
-            assert outer is not None, "a module's forward is under way outside any pass"
-            call = UnitForward(unit, outer, tracker.outstanding.moment())
+        ):
+            return self._continue_call(unit, module, last)
+        outer = tracker.outstanding.recomputation if inside else self._outer
+        assert outer is not None, "a module's forward is under way outside any pass"
+        call = UnitForward(unit, outer, tracker.outstanding.moment())
         unit.forwards.in_forward.append(call)
-        if unit.sharded or not continues:
+        self._schedule.ensure_gathered(unit, module)
+        if unit.device_of_streams is not None:
+            unit.runs_here()
+        if not inputs:
+            call.last_node = _next_node() - 1
+            return None
+        call.marked = True
+        views = _mark(inputs.values(), call, partial(tracker.post_backward, call))
+        call.last_node = _next_node() - 1
+        return with_replaced(args, kwargs, dict(zip(inputs, views)))
+
+    def _continue_call(
+        self,
+        unit: Unit,
+        module: nn.Module,
+        last: tuple[UnitForward, torch.Tensor, Sequence[Node]],
+    ) -> None:
+        """Chain ``module`` to the call in ``last``: in a backward, all nodes of its graph run
+        before the marks of that call.
+        """
+        call, _, call.marks = last
+        unit.forwards.in_forward.append(call)
+        if unit.sharded:
             self._schedule.ensure_gathered(unit, module)
         if unit.device_of_streams is not None:
             unit.runs_here()
-        views: Sequence[torch.Tensor] = ()
-        if inputs and not continues:
-            call.marked = True
-            views = _mark(inputs.values(), call, partial(tracker.post_backward, call))
         call.last_node = _next_node() - 1
-        return with_replaced(args, kwargs, dict(zip(inputs, views))) if views else None
 
     def _begin_pass(self, name: str, module: nn.Module, kwargs: Any, grads: bool) -> None:
         """Begin the forward pass of ``module``, the outermost one, at path ``name`` of the model;
@@ -303,7 +316,7 @@ class Hooks:
             return False
         self._tracker.enter()
         self._schedule.ensure_gathered(unit)
-        self._schedule.release_later(unit)  # hold() covers a graph recorded on it
+        self._schedule.release_later(unit)  # keep_for_backward() covers a graph recorded on it
         return True
 
     def _draw(self, outer: RootForward, name: str) -> None:
@@ -356,7 +369,7 @@ class Hooks:
         """The outermost forward under way; in a backward, the one that is recomputed."""
         return self._outer if graph_task() == -1 else self._tracker.reached
 
-    def hold(self, unit: Unit, node: torch.autograd.graph.Node) -> None:
+    def keep_for_backward(self, unit: Unit, node: torch.autograd.graph.Node) -> None:
         """Keep ``unit`` gathered for the backward of ``node``, which was recorded outside the
         unit's own forward.
         """

@@ -402,7 +402,7 @@ class Schedule:
             if under_way is None and unit is not None:
                 found = consensus.gathers.agree_or_leave(self._where(), wish, self._say)
                 if found is None:
-                    self.shards.fetch(unit, alone=True)
+                    self.shards.fetch(unit, outside_passes=True)
                     return True
                 agreed = found
             else:

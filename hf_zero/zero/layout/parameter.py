@@ -328,7 +328,7 @@ class WatchedParameter(LiveParameter):
                 if isinstance(p, WatchedParameter)
             }:
                 for node in nodes:
-                    flat.engine().hold(flat.unit, node)
+                    flat.engine().keep_for_backward(flat.unit, node)
                 if any(
                     tensor.untyped_storage()._cdata == flat.full.untyped_storage()._cdata
                     for tensor in made

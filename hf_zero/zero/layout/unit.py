@@ -122,7 +122,7 @@ class UnitForwards:
         # backward
         self.reruns = 0
         # forwards with this unit in ``reads``: it stays gathered for their backward
-        self.pinned_by: weakref.WeakSet[RootForward] = weakref.WeakSet()
+        self.read_by: weakref.WeakSet[RootForward] = weakref.WeakSet()
 
 
 class GatherRequest(NamedTuple):
@@ -273,7 +273,7 @@ class Unit:
     def in_use(self) -> bool:
         """Whether a forward, a backward or a script still reads the values."""
         forwards = self.forwards
-        return bool(self.pins or forwards.in_forward or forwards.in_backward or forwards.pinned_by)
+        return bool(self.pins or forwards.in_forward or forwards.in_backward or forwards.read_by)
 
     def share(self) -> None:
         """Mark the unit as shared: views of its values exist (``p.detach()``, ``p.t()``), so its
@@ -481,17 +481,17 @@ class SharedShards:
             stream.wait_event(written)
             return self._units[index].chunk_bytes()
 
-    def fetch(self, unit: Unit, alone: bool = False) -> None:
-        """Gather ``unit`` without the other ranks, whose order does not contain it; ``alone``:
-        outside passes, where no other rank asks for it, with exact values.
+    def fetch(self, unit: Unit, outside_passes: bool = False) -> None:
+        """Gather ``unit`` without the other ranks, whose order does not contain it;
+        ``outside_passes``: where no other rank asks for it, with exact values.
         """
         consensus = self._mesh.consensus
         assert consensus is not None
         peers = sorted({rank for flat in unit.sharded for rank in flat.axis.peers})
         size = sum(flat.layout.chunk * flat.dtype.itemsize for flat in unit.sharded)
         fetches = consensus.fetches
-        fetch = fetches.fetch_alone if alone else fetches.fetch
-        unit.fill(fetch(unit.index, unit.label, peers, size), exact=alone)
+        fetch = fetches.fetch_alone if outside_passes else fetches.fetch
+        unit.fill(fetch(unit.index, unit.label, peers, size), exact=outside_passes)
 
     def end_asking(self) -> None:
         """Tell the other ranks, once this rank's fetches are complete, that they may end."""

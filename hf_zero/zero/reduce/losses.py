@@ -364,7 +364,7 @@ class Losses:
             self._overflow_reported = False
         return self.scaler if owner is None else owner.scaler
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Reset the record of the scale: gradients have been dropped."""
         self._scale_owner = None
         if self._overflow_reported:
@@ -376,4 +376,4 @@ class Losses:
             return  # it has been lowered since
         self._overflow_reported = True
         if not any(flat.gradient.holds_gradient for flat in self._training):
-            self.forget()  # else later: gradients held here include the current scale
+            self.reset()  # else later: gradients held here include the current scale

@@ -189,7 +189,9 @@ class Reducer:
         forward whose backward is pending.
         """
         self._pass.observed.waits = True
-        self._reductions.hold(self._schedule is not None and self._schedule.has_sharded_units)
+        self._reductions.wait_jointly(
+            self._schedule is not None and self._schedule.has_sharded_units
+        )
 
     def mark_complete(self, unit: Unit) -> None:
         """Mark the gradients of ``unit`` as complete on this rank, as far as hooks can tell."""
@@ -307,7 +309,7 @@ class Reducer:
 
     def _leave(self) -> None:
         self._pass.under_way = False
-        self._reductions.hold(False)
+        self._reductions.wait_jointly(False)
 
     def _issue_gathers(self) -> None:
         """Issue the gathers that other ranks may wait for before they launch a reduction that this

@@ -257,7 +257,7 @@ class Outstanding:
     def awaits(self, unit: Unit, learning: bool) -> bool:
         """Whether ``unit`` may still get gradients."""
         return (
-            bool(unit.forwards.in_forward or unit.forwards.pinned_by)
+            bool(unit.forwards.in_forward or unit.forwards.read_by)
             or self.awaits_reruns(unit, learning)
             or self.awaits_calls(unit)
         )

@@ -95,22 +95,22 @@ class Reductions:
         self._taking_memory = 0  # number of such messages
         # On a single rank nothing is on the wire, and gradients for the host should leave at once.
         self._most = IN_FLIGHT if mesh.world > 1 else 0
-        self._holds = False
+        self._joint = False
         self._on_reduced: Callable[[FlatBuffer], None] | None = None
         self.sent = 0  # messages in this backward
 
-    def begin(self, holds: bool, on_reduced: Callable[[FlatBuffer], None] | None) -> None:
-        """Begin a backward. ``holds`` as in :meth:`hold`; ``on_reduced`` is called with each flat
-        buffer whose reduction is over.
+    def begin(self, joint: bool, on_reduced: Callable[[FlatBuffer], None] | None) -> None:
+        """Begin a backward. ``joint`` as in :meth:`wait_jointly`; ``on_reduced`` is called with
+        each flat buffer whose reduction is over.
         """
         self.sent, self._on_reduced = 0, on_reduced
-        self.hold(holds)
+        self.wait_jointly(joint)
 
-    def hold(self, holds: bool) -> None:
+    def wait_jointly(self, joint: bool) -> None:
         """Set whether, before the end of the backward, this waits only for reductions that all
         ranks have launched. No effect on a single rank.
         """
-        self._holds = holds and self._mesh.world > 1
+        self._joint = joint and self._mesh.world > 1
 
     # ---- sending ----
 
@@ -190,7 +190,7 @@ class Reductions:
         self._messages.append(_Message(reductions, handles, self.sent, takes_memory, part))
         self._taking_memory += takes_memory
         self.sent += 1
-        if self._holds or self._taking_memory <= self._most:
+        if self._joint or self._taking_memory <= self._most:
             return
         self._before_wait()
         while self._taking_memory > self._most:

@@ -133,7 +133,7 @@ class OptimizerStep:
             axis.all_reduce(total, "gradient norm").wait()
         return float(total.sqrt()) / self.scaler.scale
 
-    def _squares(self, alone: bool = False) -> torch.Tensor:
+    def _squares(self, local: bool = False) -> torch.Tensor:
         """Return this rank's part of the square of the gradient norm: fp64, 0-dim. ``alone``: the
         whole square, as far as this rank knows it.
         """
@@ -146,7 +146,7 @@ class OptimizerStep:
         for weight, gradients in by_weight.items():
             squares = squares + weight * squared_norm(gradients, device, self.kernels)
         for each in self.extensions:
-            own = each.squares(alone)
+            own = each.squares(local)
             if own is not None:
                 squares = squares + own
         return squares
@@ -158,11 +158,11 @@ class OptimizerStep:
         """
         assert self.bound is not None
         model, may_skip = self.model, may_overflow or self.refuses_infinite
-        alone = False
+        local = False
         for each in self.extensions:
-            alone |= each.begin_step(must_agree=may_skip)
-        total = self._squares(alone)
-        if not alone:
+            local |= each.begin_step(must_agree=may_skip)
+        total = self._squares(local)
+        if not local:
             (total,) = self.usage.agree(total.view(1), steps)
         scale, limit = self.scaler.scale, self.max_norm
         self.norm = total.sqrt() / scale
