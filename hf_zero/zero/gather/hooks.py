@@ -259,7 +259,8 @@ class Hooks:
         """Chain ``module`` to the call in ``last``: in a backward, all nodes of its graph run
         before the marks of that call.
         """
-        call, _, call.marks = last
+        call, _, marks = last
+        call.marks = marks
         unit.forwards.in_forward.append(call)
         if unit.sharded:
             self._schedule.ensure_gathered(unit, module)
