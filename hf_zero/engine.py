@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from hf_zero import checkpoint
@@ -99,6 +100,12 @@ class Engine(TrainingEngine):
     writes_figures = False
     """Whether monitors of the configuration get the figures of each step."""
 
+    resumed_from: str | None = None
+    """The checkpoint that ``initialize(resume=...)`` has loaded."""
+
+    client_state: Mapping[str, Any] = MappingProxyType({})
+    """The user state in that checkpoint."""
+
     def _build(self, plan: EnginePlan, mesh: Mesh, installed: ExitStack) -> None:
         super()._build(plan, mesh, installed)
         self.async_saves = AsyncSaves(mesh, self.schedule.shards)
@@ -156,7 +163,7 @@ class Engine(TrainingEngine):
 
     def save_checkpoint(
         self,
-        save_dir: str,
+        save_dir: str | None = None,
         tag: str | None = None,
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
@@ -164,8 +171,9 @@ class Engine(TrainingEngine):
         blocking: bool | None = None,
         keep: int | None = None,
     ) -> bool:
-        """Save model, optimizer, scheduler and counters, sharded, into ``save_dir/tag``
-        (collective); see checkpoint/FORMAT.md.
+        """Save model, optimizer, scheduler, counters and the place in the training data, sharded,
+        into ``save_dir/tag`` (collective); see checkpoint/FORMAT.md. ``save_dir`` is by default
+        ``checkpoint.folder`` of the configuration.
 
         ``blocking=False`` (None: ``checkpoint.async_save`` of the configuration decides) returns
         once the state is copied to host memory, and a thread writes it while training goes on. A
@@ -175,6 +183,7 @@ class Engine(TrainingEngine):
         their numbers; without a tag ``checkpoint.keep`` of the configuration is the default. Raises
         CheckpointError on all ranks; earlier checkpoints stay.
         """
+        save_dir = self._run_folder(save_dir, "save_checkpoint")
         refuse_half_done(self.updater, "save_checkpoint()")
         self.take_user_writes()
         if keep is None and tag is None:
@@ -204,7 +213,7 @@ class Engine(TrainingEngine):
 
     def load_checkpoint(
         self,
-        load_dir: str,
+        load_dir: str | None = None,
         tag: str | None = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
@@ -212,6 +221,7 @@ class Engine(TrainingEngine):
         load_module_only: bool = False,
         verify: bool | None = None,
         load_rng: bool = False,
+        load_loader: bool = False,
         **unused: Any,
     ) -> tuple[str | None, dict[str, Any]]:
         """Resume from ``load_dir`` on any number of ranks and any stage (collective); return (path,
@@ -219,8 +229,11 @@ class Engine(TrainingEngine):
 
         Values are compared with the hashes of their blocks, unless ``verify=False`` or
         ``checkpoint.verify`` of the configuration turns that off; ``verify=True`` checks the hashes
-        of all files first. ``load_rng`` restores this rank's random generators, too.
+        of all files first. ``load_rng`` restores this rank's random generators, too, and
+        ``load_loader`` the place in the training data: ``initialize(resume=...)`` does both.
+        ``load_dir`` is by default ``checkpoint.folder`` of the configuration.
         """
+        load_dir = self._run_folder(load_dir, "load_checkpoint")
         if unused:
             raise PartitionError(
                 f"load_checkpoint does not know {sorted(unused)}; drop these arguments"
@@ -238,11 +251,21 @@ class Engine(TrainingEngine):
                 load_module_only,
                 verify=False if verify is None and not self.config.checkpoint.verify else verify,
                 load_rng=load_rng,
+                load_loader=load_loader,
             )
         self.accumulation.micro_batches = 0
         self.zero_grad()
         self.publish_scale()
         return answer
+
+    def _run_folder(self, given: str | None, who: str) -> str:
+        folder = self.config.checkpoint.folder if given is None else given
+        if folder is None:
+            raise ConfigError(
+                f"{who}() was given no folder, and none is configured; pass one, or write "
+                '"checkpoint": {"folder": "runs/a"}'
+            )
+        return folder
 
     def wait_for_checkpoint(self, who: str = "", below: str | None = None) -> None:
         """Return when no checkpoint is being written any more. Raises CheckpointError, on all

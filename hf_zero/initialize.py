@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -14,14 +15,14 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader
 
 from hf_zero.activations.compile import to_be_compiled
 from hf_zero.activations.policy import ActivationPatches
+from hf_zero.checkpoint.resume import Resumed, find_resumed
 from hf_zero.compression.registry import extensions_of
 from hf_zero.config import ZeroConfig, explaining
 from hf_zero.config.sections import MONITORS
-from hf_zero.config.techniques import METRICS
 from hf_zero.device.kinds import device_count
 from hf_zero.distributed import init, process_group
 from hf_zero.distributed.parallel_dims import check_mpu
@@ -41,16 +42,11 @@ from hf_zero.parallel.expert.model import on_model, spread_experts
 from hf_zero.parallel.pipeline.engine import check_pipeline, check_uncut, pipelined
 from hf_zero.parallel.pipeline.staged import StagedModule, make_parallel_for
 from hf_zero.parallel.sequence import sequence_parallel
-from hf_zero.parallel.tensor.model import as_configured, ranks_of_a_stage, readers
+from hf_zero.parallel.tensor.model import as_configured, ranks_of_a_stage
 from hf_zero.planning import check_on_all_ranks
-from hf_zero.techniques.data_sampling import (
-    CurriculumLoader,
-    CurriculumSampler,
-    RankBatches,
-    sampled_metrics,
-)
 from hf_zero.techniques.quantized_linears import quantize_linears
 from hf_zero.techniques.registry import TrainingTechniques, follow
+from hf_zero.techniques.training_loader import data_loader, tell_of_lost_place
 from hf_zero.zero.layout.shared_memory import Tied, tie_shared_memory, without_tied
 from hf_zero.zero.layout.wrap import PERSISTENCE, mark_configured
 
@@ -70,6 +66,7 @@ def initialize(
     collate_fn: Callable[[Any], Any] | None = None,
     config: Any = None,
     config_params: Any = None,
+    resume: str | os.PathLike[str] | None = None,
 ) -> tuple[Engine, Any, DataLoader[Any] | None, Any]:
     """Put ``model`` under ZeRO: (engine, optimizer, data loader, scheduler). Collective.
 
@@ -86,7 +83,8 @@ def initialize(
             IterableDataset must split itself: every rank iterates all of it). Its order is that of
             the epoch given to ``loader.data_sampler.set_epoch``, as with any DistributedSampler; if
             the configuration chooses samples by their difficulty, an iteration continues with the
-            engine's next step.
+            engine's next step. Or a loader with ``state_dict`` and ``load_state_dict``
+            (torchdata's ``StatefulDataLoader``), which is returned as it is.
         lr_scheduler: a scheduler, or a callable that makes one from the optimizer; None uses the
             config's. The engine steps it.
         distributed_port: the rendezvous port, if MASTER_PORT is not set and the launcher names no
@@ -96,10 +94,18 @@ def initialize(
         dist_init_required: False: a process group must exist already.
         collate_fn: for the loader.
         config, config_params: ZeroConfig, dict, path or JSON text.
+        resume: the folder of a run: its newest whole checkpoint is loaded if there is one, with
+            counters, random generators and the place in ``training_data``, and the number of
+            micro-batches follows the number of ranks, so that a step keeps its samples;
+            ``"latest"`` takes the folder ``checkpoint.folder`` of the configuration. The script's
+            loop goes on with ``engine.global_steps``, ``loader.epoch`` and ``engine.client_state``.
 
     Raises:
         LaunchError: the variables of the launcher are incomplete or contradict each other.
-        ConfigError: no or two configs, two optimizers or schedulers, or contradicting values.
+        ConfigError: no or two configs, two optimizers or schedulers, or contradicting values; a
+            checkpoint to resume from with other parallel sizes, or whose samples a step the ranks
+            cannot make.
+        CheckpointError: nothing in the folder to resume from is whole.
         NotBuiltError: an ``mpu`` that splits the model.
         UnsupportedOptimizerError: an optimizer that is wrong on flat shards.
         DoesNotFitError: the training needs more memory, or room in files, than is free; it says
@@ -119,6 +125,7 @@ def initialize(
         collate_fn,
         config,
         config_params,
+        resume,
     )
 
 
@@ -136,6 +143,7 @@ def initialize_as(
     collate_fn: Callable[[Any], Any] | None,
     config: Any,
     config_params: Any,
+    resume: str | os.PathLike[str] | None,
 ) -> tuple[E, Any, DataLoader[Any] | None, Any]:
     """Run :func:`initialize` with an engine of ``engine_class``."""
     _refuse_other_deepspeed()
@@ -151,10 +159,12 @@ def initialize_as(
     if made is not None:
         without_tied(made, tied)
         adopt(made)
-    settings = _resolve(settings, made, training_data)
+    resumed = None if resume is None else find_resumed(resume, settings)
+    settings = _resolve(settings, made, training_data, resumed)
     loader: Any = data_loader(training_data, collate_fn, settings)
     if loader is not None and sequence is not None:
         loader = sequence.batches(loader)
+    tell_of_lost_place(loader)
     techniques = TrainingTechniques(
         settings, {**sequence_parallel.on_model(sequence), **on_model(model)}
     )
@@ -163,6 +173,10 @@ def initialize_as(
     engine.training_dataloader = loader
     try:
         engine.lr_scheduler = scheduler = _scheduler(lr_scheduler, settings, made)
+        if resumed is not None:
+            engine.resumed_from, engine.client_state = engine.load_checkpoint(
+                resumed.directory, resumed.tag, load_rng=True, load_loader=True
+            )
     except BaseException:
         engine.destroy()
         raise
@@ -224,14 +238,24 @@ def _prepare(model: nn.Module, settings: ZeroConfig, mpu: Any) -> tuple[ZeroConf
 
 
 def _resolve(
-    settings: ZeroConfig, made: torch.optim.Optimizer | None, training_data: Any
+    settings: ZeroConfig,
+    made: torch.optim.Optimizer | None,
+    training_data: Any,
+    resumed: Resumed | None,
 ) -> ZeroConfig:
-    """Return ``settings`` for the optimizer ``made`` and the ranks that read different batches."""
+    """Return ``settings`` for the optimizer ``made`` and the ranks that read different batches; a
+    step has as many samples as in the checkpoint ``resumed``.
+    """
     if made is not None:
         check_elementwise(made, settings.elementwise_optimizers)
     settings = as_sent(settings, one_bit_of(settings, made))
+    ranks = ranks_of_a_stage()
+    if resumed is not None:
+        resumed.check_sizes(settings)
+        shared = settings.tensor_parallel.size * settings.sequence_parallel_size
+        settings = resumed.keep_batch(settings, max(1, ranks // shared))
     return settings.resolve(
-        ranks_of_a_stage(),
+        ranks,
         require_batch_size=training_data is not None,
         training=made is not None,
     )
@@ -444,52 +468,3 @@ def _scheduler(given: Any, config: ZeroConfig, optimizer: torch.optim.Optimizer 
     if given is None and config.scheduler is not None and optimizer is not None:
         return build_scheduler(config.scheduler, optimizer)
     return given
-
-
-def data_loader(
-    data: Any, collate_fn: Callable[[Any], Any] | None, config: ZeroConfig
-) -> DataLoader[Any] | None:
-    if data is None:
-        return None
-    micro = config.train_micro_batch_size_per_gpu or 1
-    if isinstance(data, IterableDataset):
-        if sampled_metrics(config):
-            raise ConfigError(
-                f"training_data is a {type(data).__name__}, which is iterated, and {METRICS} "
-                "chooses samples by their numbers; pass a map-style Dataset"
-            )
-        return DataLoader(data, batch_size=micro, collate_fn=collate_fn)
-    if not isinstance(data, Dataset) and not hasattr(data, "__getitem__"):
-        raise ConfigError(f"training_data is a {type(data).__name__}; pass a torch Dataset")
-    if sampled_metrics(config):
-        return _curriculum_loader(data, collate_fn, config, micro)
-    ranks, rank = readers()
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        data, ranks, rank, seed=int(config.seed or 0)
-    )
-    loader = DataLoader(
-        data,
-        batch_size=micro,
-        sampler=sampler,
-        collate_fn=collate_fn,
-        drop_last=bool(config.dataloader_drop_last),
-    )
-    loader.data_sampler = sampler  # type: ignore[attr-defined]  # DeepSpeed's name for it
-    return loader
-
-
-def _curriculum_loader(
-    data: Any, collate_fn: Callable[[Any], Any] | None, config: ZeroConfig, micro: int
-) -> DataLoader[Any]:
-    ranks, rank = readers()
-    batch_size = config.train_batch_size or micro * ranks
-    sampler = CurriculumSampler(data, batch_size, bool(config.dataloader_drop_last))
-    loader = CurriculumLoader(
-        data,
-        batch_sampler=RankBatches(sampler, micro, ranks, rank),
-        collate_fn=collate_fn,
-        num_workers=config.data_sampling.num_workers,
-        pin_memory=config.data_sampling.pin_memory,
-    )
-    loader.data_sampler = sampler  # type: ignore[attr-defined]
-    return loader

@@ -5,6 +5,8 @@ description of the model (for a pipeline, described stage by stage).
 from __future__ import annotations
 
 import importlib
+import json
+import random
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,9 +14,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
+from hf_zero.checkpoint.loader_state import own_state
 from hf_zero.checkpoint.manifest import (
+    AXES,
     BUFFER,
     FORMAT,
     MASTER,
@@ -29,7 +34,10 @@ from hf_zero.checkpoint.manifest import (
     strip_wrappers,
 )
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, plan_file
+from hf_zero.config import ZeroConfig
+from hf_zero.config.resolving import NO_BATCH_SIZE, TOTAL
 from hf_zero.device import kinds
+from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed
 from hf_zero.zero.layout.flat_layout import FlatLayout
@@ -162,15 +170,62 @@ def frozen_names(engine: TrainingEngine) -> set[str]:
 
 
 def rng_states() -> dict[str, torch.Tensor]:
-    """Return the states of this rank's torch generators. The accelerator's is included only if it
-    is in use, so that a save does not initialise it.
+    """Return the states of this rank's generators: torch's, and those of Python and NumPy as JSON.
+    The accelerator's is included only if it is in use, so that a save does not initialise it.
     """
     with _generator:
         states = {f"{RNG}cpu": torch.get_rng_state()}
-    kind = kinds.in_use()
-    if kind is not None:
-        states[f"{RNG}{kind}"] = kinds.module_of(kind).get_rng_state()
+    for kind, state in (("python", random.getstate()), ("numpy", np.random.get_state())):
+        # padded, so that files of one run are equally long
+        content = json.dumps(state, default=np.ndarray.tolist).encode().ljust(8192)
+        states[f"{RNG}{kind}"] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    accelerator = kinds.in_use()
+    if accelerator is not None:
+        states[f"{RNG}{accelerator}"] = kinds.module_of(accelerator).get_rng_state()
     return states
+
+
+def set_rng_state(kind: str, state: torch.Tensor) -> None:
+    """Set the generator of ``kind``, as :func:`rng_states` names it, to ``state``."""
+    if kind == "python":
+        version, internal, gauss = json.loads(state.numpy().tobytes())
+        random.setstate((version, tuple(internal), gauss))
+    elif kind == "numpy":
+        np.random.set_state(tuple(json.loads(state.numpy().tobytes())))
+    elif kind == "cpu":
+        torch.set_rng_state(state)
+    else:
+        kinds.module_of(kind).set_rng_state(state)
+
+
+def batch_of(engine: TrainingEngine) -> dict[str, int]:
+    """Return the sizes of a step's batch as the configuration gives them, and the number of ranks
+    that read it; {} if no batch size is configured.
+    """
+    config = engine.written_config
+    if config.sources[TOTAL] == NO_BATCH_SIZE:
+        return {}
+    return {
+        "samples": config.train_batch_size or 1,
+        "micro_batch": config.train_micro_batch_size_per_gpu or 1,
+        "micro_batches": config.gradient_accumulation_steps or 1,
+        "readers": engine.data_ranks,
+    }
+
+
+def sizes_of_axes(engine: TrainingEngine) -> dict[str, int]:
+    """Return the sizes of the axes along which the job is parallel beside its data."""
+    return parallel_sizes(engine.config, engine.mesh.dims)
+
+
+def parallel_sizes(config: ZeroConfig, dims: ParallelDims) -> dict[str, int]:
+    """Return the sizes of :data:`AXES` that ``config`` or the groups of the job give."""
+    written = {
+        "tensor": config.tensor_parallel.size,
+        "sequence": config.sequence_parallel_size,
+        "expert": config.expert_parallel.size,
+    }
+    return {axis: max(getattr(dims, axis), written.get(axis, 1)) for axis in AXES}
 
 
 def model_order(
@@ -373,7 +428,7 @@ def plan_save(
             layouts[key] = stage_key(flat), replace(flat.layout, slots=slots)
     if rank == 0:
         tensors |= {BUFFER + name: buffer for name, buffer in buffers.items()}
-    tensors |= rng_states()
+    tensors |= rng_states() | own_state(engine)
     # the state of a whole tensor is written by the rank that has its first element
     whole_states = {} if bound is None else bound.factors.held(firsts=True)
     factors = {name: of for name, of in whole_states.items() if name in params_saved_here}

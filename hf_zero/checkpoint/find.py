@@ -193,6 +193,28 @@ def whole_tags_beside(folder: AnyPath) -> list[str]:
     ]
 
 
+def newest_whole(root: AnyPath) -> tuple[AnyPath, str] | None:
+    """Return folder and tag of the checkpoint with training state that a run in ``root`` resumes
+    from: the one that ``latest`` names, else the newest; damaged ones are skipped, with a warning.
+    None if there is none. ``root`` may be a checkpoint itself.
+
+    Raises CheckpointError if there are several and each is damaged.
+    """
+    if is_checkpoint(root):
+        return root.parent, root.name
+    tags = [tag for tag in tags_in(root) if recognise(root / tag) != MODEL][::-1]
+    if (root / LATEST).is_file():
+        try:
+            folder = locate(root)
+            tags.insert(0, folder.name.removeprefix(REPLACED))
+        except CheckpointError as error:
+            logger.warning("%s", error)
+    folders = {locate(root, tag): tag for tag in dict.fromkeys(tags)}
+    if not folders:
+        return None
+    return root, folders[_newest(root, list(folders), whole=True)]
+
+
 LISTED = 6  # most candidates that a message names
 
 

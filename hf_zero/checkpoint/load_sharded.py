@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from hf_zero.checkpoint import find
+from hf_zero.checkpoint import find, loader_state
 from hf_zero.checkpoint.engine_state import (
     model_order,
     refuse_destroyed,
+    set_rng_state,
 )
 from hf_zero.checkpoint.find import whole_tags_beside
 from hf_zero.checkpoint.manifest import RNG
@@ -29,6 +30,7 @@ from hf_zero.checkpoint.match import (
 )
 from hf_zero.checkpoint.reader import Checkpoint, CopyRange, copy_ranges, elements, open_checkpoint
 from hf_zero.checkpoint.storage import AnyPath, Tick, collective_try, progress_bar
+from hf_zero.checkpoint.tensorfile import TensorFile
 from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed, log_rank0
@@ -52,6 +54,7 @@ def load(
     *,
     verify: bool | None = None,
     load_rng: bool = False,
+    load_loader: bool = False,
 ) -> tuple[str, dict[str, Any]]:
     """Load ``<directory>/<tag>`` into ``engine``; return that folder and the client state.
     Collective.
@@ -67,8 +70,9 @@ def load(
         verify: None: check block hashes while reading. True: also hash every file, divided among
             the ranks, before modifying the engine. False: no hashing. A checkpoint of an older
             release without block hashes is read without them.
-        load_rng: restore this rank's torch generators, if the number of ranks equals that of the
-            save.
+        load_rng: restore this rank's random generators (torch, Python, NumPy), if the number of
+            ranks equals that of the save.
+        load_loader: put ``engine.training_dataloader`` at the saved place in the data.
 
     Raises:
         CheckpointError: on all ranks, if anything failed on one. Everything that can be checked is
@@ -103,7 +107,9 @@ def load(
         partly = "The engine is partly loaded: load again before training on."
 
         def apply() -> None:
-            _suggest_other_tags(folder, lambda: loader.apply(load_module_only, load_rng))
+            _suggest_other_tags(
+                folder, lambda: loader.apply(load_module_only, load_rng, load_loader)
+            )
 
         with progress_bar(
             None if engine.global_rank == 0 else False,
@@ -229,7 +235,7 @@ class _Load:
         self.tick: Tick | None = None
 
     @torch.no_grad()
-    def apply(self, module_only: bool, rng: bool) -> None:
+    def apply(self, module_only: bool, rng: bool, loader: bool) -> None:
         if self.optimizer:
             self._forget_unsaved()
         for flat, found, states in self.runs:
@@ -254,6 +260,8 @@ class _Load:
                 if field.name in self.manifest.counters:
                     setattr(self.engine.counters, field.name, self.manifest.counters[field.name])
             self.engine.techniques.load_state_dict(self.manifest.techniques)
+        if loader:
+            loader_state.restore(self.engine, self.manifest, self._file_of_this_rank())
         if rng:
             self._load_rng()
 
@@ -339,21 +347,26 @@ class _Load:
                 f"{precision}: the loss scale starts anew"
             )
 
-    def _load_rng(self) -> None:
-        size, rank = self.manifest.world["size"], self.engine.global_rank
+    def _file_of_this_rank(self) -> TensorFile | None:
+        """Return the file that this rank saved; None if another number of ranks saved."""
+        rank = self.engine.global_rank
         index = next((i for i, entry in enumerate(self.manifest.files) if entry.rank == rank), None)
-        if size != self.engine.mesh.dims.world or index is None:
+        if self.manifest.world["size"] != self.engine.mesh.dims.world or index is None:
+            return None
+        return self.checkpoint.file(index)
+
+    def _load_rng(self) -> None:
+        file = self._file_of_this_rank()
+        if file is None:
             text = (
-                f"{self.checkpoint.folder} was saved by {size} ranks: the random generators of "
-                f"{self.engine.mesh.dims.world} ranks cannot be put back"
+                f"{self.checkpoint.folder} was saved by {self.manifest.world['size']} ranks: the "
+                f"random generators of {self.engine.mesh.dims.world} ranks cannot be put back"
             )
             log_rank0(text, logging.WARNING)
             return
-        file = self.checkpoint.file(index)
-        for kind in ("cpu", kinds.accelerator() or "cpu"):
+        for kind in ("cpu", kinds.accelerator() or "cpu", "python", "numpy"):
             name = f"{RNG}{kind}"
             if name in file.entries:
-                put = torch.set_rng_state if kind == "cpu" else kinds.module_of(kind).set_rng_state
                 state = torch.empty(file.entries[name].numel, dtype=torch.uint8)
                 file.read_into(name, 0, state)
-                put(state)
+                set_rng_state(kind, state)

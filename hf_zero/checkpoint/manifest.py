@@ -23,6 +23,9 @@ from hf_zero.zero.layout.flat_layout import FlatLayout, Slot
 MASTER, SHARD = "master", "shard"  # the two names under which the weights of a flat are stored
 # prefixes of tensors outside flat buffers
 BUFFER, RNG, FACTOR = "buffer::", "rng::", "factor::"
+LOADER = "loader::state"  # state of a rank's loader that has one of its own
+AXES = ("tensor", "sequence", "expert", "pipeline")  # optional fields of `world`
+_WORLD = ("size", "shard", "replicate", *AXES)
 
 
 def factor_key(parameter: str, name: str) -> str:
@@ -247,6 +250,8 @@ class Manifest:
     objects: FileEntry | None
     software: dict[str, str]
     techniques: dict[str, Any] = field(default_factory=dict)
+    loader: dict[str, int] = field(default_factory=dict)
+    batch: dict[str, int] = field(default_factory=dict)
 
     @cached_property
     def slots(self) -> dict[str, tuple[FlatEntry, Slot]]:
@@ -285,6 +290,8 @@ class Manifest:
             "precision": self.precision,
             "counters": self.counters,
             **({"techniques": self.techniques} if self.techniques else {}),
+            **({"loader": self.loader} if self.loader else {}),
+            **({"batch": self.batch} if self.batch else {}),
             "files": [file.to_json() for file in self.files],
             "objects": self.objects and self.objects.to_json(),
             "optimizer": optimizer,
@@ -497,14 +504,12 @@ def _state(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parse(data: dict[str, Any]) -> Manifest:
-    export = _get(data, "export", dict)
+    export, world = _get(data, "export", dict), _get(data, "world", dict)
     model_class = export["model_class"]
     return Manifest(
         save_id=_get(data, "save_id", str),
         tag=_get(data, "tag", str),
-        world={
-            key: _size(_get(data, "world", dict), key) for key in ("size", "shard", "replicate")
-        },
+        world={key: _size(world, key) for key in _WORLD if key in world or key not in AXES},
         stage=_get(data, "stage", int),
         precision=_get(data, "precision", str),
         files=tuple(_file(file, data["version"]) for file in _items(data, "files", dict)),
@@ -535,6 +540,8 @@ def _parse(data: dict[str, Any]) -> Manifest:
         ),
         counters=_values(data, "counters", int),
         techniques=_get(data, "techniques", dict) if "techniques" in data else {},
+        loader=_values(data, "loader", int) if "loader" in data else {},
+        batch=_values(data, "batch", int) if "batch" in data else {},
         client_state=_state(_get(data, "client_state", dict)),
         objects=_optional(data, "objects", lambda d: _file(d, data["version"], rank=0)),
         software=_values(data, "software", str),

@@ -26,14 +26,17 @@ from hf_zero.checkpoint.engine_state import (
     Described,
     RankReport,
     SavePlan,
+    batch_of,
     buffers_of_other_stages,
     class_name,
     model_buffers,
     plan_save,
     refuse_destroyed,
+    sizes_of_axes,
     unwrapped,
 )
 from hf_zero.checkpoint.file_writer import write_tensors
+from hf_zero.checkpoint.loader_state import place_of
 from hf_zero.checkpoint.manifest import (
     Chunk,
     FactorEntry,
@@ -233,6 +236,7 @@ def build_manifest(
             "size": engine.mesh.dims.world,
             "shard": engine.shard_world,
             "replicate": engine.world_size // engine.shard_world,
+            **sizes_of_axes(engine),
         },
         stage=engine.stage,
         precision=engine.config.precision,
@@ -248,6 +252,8 @@ def build_manifest(
         lr_scheduler=extra.lr_scheduler,
         counters=asdict(engine.counters),
         techniques=engine.techniques.state_dict(),
+        loader=place_of(engine),
+        batch=batch_of(engine),
         client_state=extra.client_state,
         objects=None,
         software={"hf_zero": hf_zero.__version__, "torch": torch.__version__},

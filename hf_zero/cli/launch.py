@@ -141,7 +141,8 @@ def launch(
     With --json, print the commands without running them.
 
     The hosts of --hostfile are reached through ssh without a password and need the same folder and
-    the same Python. If one fails, and at Ctrl-C, all are ended.
+    the same Python. If one fails, and at Ctrl-C, all are ended, and none starts again: for hosts
+    that come back start torchrun --nnodes 1:4 on each, and a script that resumes.
 
     Example: hf-zero launch --hostfile hosts --include worker-0@worker-1:0,1 train.py --lr 1e-4
     """

@@ -273,8 +273,8 @@ class SchedulerConfig:
 @dataclass(frozen=True)
 class CheckpointSection:
     """Writing and reading of checkpoints. ``async_save`` writes from a copy in host memory while
-    training continues; ``keep`` is the number of checkpoints with automatic tags that stay in a
-    folder, None for all.
+    training continues; ``folder`` is that of the run; ``keep`` is the number of checkpoints with
+    automatic tags that stay in a folder, None for all.
     """
 
     use_node_local_storage: bool = key(
@@ -284,6 +284,12 @@ class CheckpointSection:
         BOOLEAN,
         False,
         "checkpoints are copied to host memory and written while training goes on",
+    )
+    folder: str | None = key(
+        TEXT,
+        None,
+        "folder or URL of save_checkpoint() and load_checkpoint() without one, and of "
+        "initialize(resume='latest')",
     )
     keep: int | None = key(
         integer(1),

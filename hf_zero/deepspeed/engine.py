@@ -31,9 +31,9 @@ from hf_zero.errors import (
     UnreducedGradientsError,
     UnscalableLossError,
 )
-from hf_zero.initialize import data_loader
 from hf_zero.parallel.tensor.model import readers
 from hf_zero.techniques.registry import follow
+from hf_zero.techniques.training_loader import data_loader
 from hf_zero.zero.access.consolidate import whole_state_dict
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 

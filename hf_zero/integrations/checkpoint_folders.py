@@ -18,8 +18,6 @@ from typing import Any
 
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.find import integrity_error
-from hf_zero.checkpoint.storage import describe_error
-from hf_zero.distributed import process_group, world_group
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import logger
 
@@ -180,25 +178,6 @@ def last_complete(newest_first: Iterable[Path], wrong: Callable[[Path], str]) ->
             "start anew without resuming"
         )
     return None
-
-
-def decide_on_rank_0(choose: Callable[[], Any]) -> Any:
-    """Return the result of ``choose()`` on rank 0 to all ranks. Collective.
-
-    Raises CheckpointError on all ranks if ``choose`` raises CheckpointError or OSError on rank 0.
-    """
-    answer: tuple[Any, str] = (None, "")
-    if process_group.get_rank() == 0:
-        try:
-            answer = choose(), ""
-        except (CheckpointError, OSError) as error:
-            answer = None, describe_error(error)
-    chosen, failure = world_group.get_world_group().broadcast_object(
-        answer, what="which checkpoint is whole"
-    )
-    if failure:
-        raise CheckpointError(failure)
-    return chosen
 
 
 def numbered_folders(parent: Path, name: str, suffix: str = "") -> list[Path]:

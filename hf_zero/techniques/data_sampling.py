@@ -23,7 +23,7 @@ from itertools import chain, islice
 from typing import Any
 
 import numpy as np
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data import BatchSampler, Sampler
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.spelling import did_you_mean
@@ -205,7 +205,12 @@ class CurriculumSampler(Sampler[int]):
     the order decides which samples these are. An iteration starts with the first sample of the
     training's next step: a resumed run continues at its position, and the samples of an
     accumulation window without a step are drawn again.
+
+    ``skip`` and ``announced``: as in :class:`hf_zero.techniques.training_loader.EpochSampler`.
     """
+
+    skip = 0
+    announced: int | None = None
 
     def __init__(self, dataset: Any, batch_size: int, drop_last: bool = False):
         self.dataset = dataset
@@ -222,7 +227,7 @@ class CurriculumSampler(Sampler[int]):
         finish: Callable[[Any], Any] | None = None,
     ) -> None:
         """Draw in ``order``, for a training that has completed ``steps_done()`` steps; ``finish``
-        post-processes the batches of a :class:`CurriculumLoader`.
+        post-processes the batches of a :class:`hf_zero.techniques.training_loader.TrainingLoader`.
         """
         training = self._training
         training.order, training.steps_done, training.finish = order, steps_done, finish
@@ -244,10 +249,12 @@ class CurriculumSampler(Sampler[int]):
                 "prepare the model that it trains first"
             )
         consumed = self._training.steps_done() * self.batch_size - self._skipped
-        return islice(order.after(max(0, consumed)), self._length)
+        skip, self.skip = self.skip, 0
+        return islice(order.after(max(0, consumed)), max(0, self._length - skip))
 
     def set_epoch(self, epoch: int) -> None:
-        """No-op: the step determines where an iteration starts."""
+        """Announce the script's epoch; the step determines where an iteration starts."""
+        self.announced = epoch
 
     def before_skipping(self, samples: int) -> CurriculumSampler:
         """Return a copy for a loader that drops its first ``samples`` samples, which a resumed
@@ -287,16 +294,6 @@ class RankSamples(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return chain.from_iterable(self.batches)
-
-
-class CurriculumLoader(DataLoader[Any]):
-    """A loader over :class:`RankBatches` that post-processes batches with the training's function
-    (``set_data_post_process_func``) in this process.
-    """
-
-    def __iter__(self) -> Any:
-        sampler: Any = self.batch_sampler
-        return map(sampler.batches.sampler.finish, super().__iter__())
 
 
 class DifficultySampling:

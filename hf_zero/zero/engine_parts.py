@@ -56,6 +56,7 @@ class EngineParts(AroundModel):
         super().__init__()
         self.module = plan.model
         self.config = config = plan.settings
+        self.written_config = config  # ``config`` follows changes of batch sizes
         self.patches = patches
         self.techniques = techniques
         self.optimizer: Any = plan.optimizer

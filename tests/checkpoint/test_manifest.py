@@ -66,7 +66,9 @@ def test_order_and_names(written):
         "norm.num_batches_tracked",
         "wide",
     }
-    assert written["world"] == {"size": 2, "shard": 2, "replicate": 1}
+    axes = dict.fromkeys(("tensor", "sequence", "expert", "pipeline"), 1)
+    assert written["world"] == {"size": 2, "shard": 2, "replicate": 1, **axes}
+    assert written["batch"] == {"samples": 8, "micro_batch": 4, "micro_batches": 1, "readers": 2}
 
 
 def test_the_format_document_names_every_field(written):

@@ -21,8 +21,8 @@ import hf_zero
 from hf_zero.distributed import init, process_group
 from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError, NotBuiltError, PartitionError
-from hf_zero.initialize import data_loader
 from hf_zero.logging import logger
+from hf_zero.techniques.training_loader import data_loader
 from tests.helpers.engines import config_of
 from tests.helpers.stacks import squared, stack
 from tests.helpers.training import At, adamw, plain_sgd

@@ -14,11 +14,10 @@ from typing import Any
 
 from hf_zero.checkpoint.commit import excess, remove
 from hf_zero.checkpoint.find import DROPPED
-from hf_zero.checkpoint.save_job import after_commit
+from hf_zero.checkpoint.save_job import after_commit, decide_on_rank_0
 from hf_zero.integrations import finder
 from hf_zero.integrations.checkpoint_folders import (
     StateContents,
-    decide_on_rank_0,
     last_complete,
     numbered_folders,
     warn_lost_random_states,

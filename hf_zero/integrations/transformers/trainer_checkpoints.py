@@ -23,14 +23,13 @@ from typing import Any
 
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.commit import excess, remove
-from hf_zero.checkpoint.save_job import after_commit
+from hf_zero.checkpoint.save_job import after_commit, decide_on_rank_0
 from hf_zero.distributed import world_group
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations import finder
 from hf_zero.integrations.checkpoint_folders import (
     SENTINEL,
     STATE,
-    decide_on_rank_0,
     engine_checkpoint_error,
     has_engine_checkpoint,
     last_complete,

@@ -362,7 +362,7 @@ def _refuse_whole(name: str) -> NoReturn:
 def _repeated(loader: Iterable[Any]) -> Iterator[Any]:
     """Yield the batches of ``loader``, epoch after epoch."""
     sampler: Any = getattr(loader, "data_sampler", None) or getattr(loader, "sampler", None)
-    epoch = 0
+    epoch = getattr(loader, "epoch", 0)  # of a resumed run
     while True:
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)

@@ -187,11 +187,29 @@ class SequenceBatches:
         """``device``: device to move the parts to; None: they stay on the CPU."""
         self.loader, self.dim, self.device = loader, dim, device
         self._skip = 0
+        self._left = 0  # batches of the current turns that have not been yielded
 
     @property
     def turns(self) -> int:
         """The number of batches per batch of the loader: one of each rank of the group."""
         return self.dim.size
+
+    @property
+    def place(self) -> dict[str, int]:
+        """The place in the data, as of a :class:`TrainingLoader`, without the batches of the
+        current turns that have not been yielded.
+        """
+        place: dict[str, int] = self.loader.place
+        ahead = self._left * self.loader.samples_of_all_ranks // self.turns
+        return {**place, "samples": place["samples"] - ahead}
+
+    def continue_from(self, place: dict[str, int]) -> None:
+        """Begin the next iteration at ``place``."""
+        turns = self.loader.samples_of_all_ranks
+        rest = place["samples"] % turns
+        self.loader.continue_from({**place, "samples": place["samples"] - rest})
+        self.loader.resumed = place["samples"] > 0
+        self._skip = rest * self.turns // turns
 
     def __len__(self) -> int:
         return len(self.loader) * self.turns - self._skip
@@ -211,6 +229,7 @@ class SequenceBatches:
             if any(each is None for each in batches):
                 return
             for place, each in enumerate(batches):
+                self._left = len(batches) - place - 1
                 if skip:
                     skip -= 1
                     continue

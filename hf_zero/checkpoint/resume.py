@@ -1,0 +1,129 @@
+"""Resume of a run by ``hf_zero.initialize(resume=...)``: the choice of the checkpoint, before there
+is an engine, and the batch sizes that keep its number of samples a step on this number of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from hf_zero.checkpoint.engine_state import parallel_sizes
+from hf_zero.checkpoint.find import locate, newest_whole
+from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hf_zero.checkpoint.save_job import decide_on_rank_0
+from hf_zero.checkpoint.storage import as_path
+from hf_zero.config import ZeroConfig
+from hf_zero.config.resolving import ACCUMULATION, MICRO, TOTAL
+from hf_zero.distributed.parallel_dims import ParallelDims
+from hf_zero.distributed.parallel_groups import get_parallel
+from hf_zero.errors import ConfigError
+from hf_zero.logging import log_rank0
+
+LATEST = "latest"  # value of ``resume``: the newest one in ``checkpoint.folder``
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The checkpoint that a run resumes from: its run's folder, its tag, and what its manifest says
+    about the batch of a step and about ranks.
+    """
+
+    directory: str
+    tag: str
+    batch: dict[str, int]
+    world: dict[str, int]
+
+    def check_sizes(self, config: ZeroConfig) -> None:
+        """Raise ConfigError if the model or its sequences are spread over other numbers of ranks
+        than in the save.
+        """
+        groups = get_parallel()
+        now = parallel_sizes(config, ParallelDims() if groups is None else groups.dims)
+        changed = [axis for axis in now if axis in self.world and self.world[axis] != now[axis]]
+        if changed:
+            told = ", ".join(f"{axis} {self.world[axis]}, now {now[axis]}" for axis in changed)
+            raise ConfigError(
+                f"resume: {self} was saved with other parallel sizes ({told}); configure those of "
+                "the save, or leave resume out and call engine.load_checkpoint(), which takes any"
+            )
+
+    def keep_batch(self, config: ZeroConfig, readers: int) -> ZeroConfig:
+        """Return ``config`` with a number of micro-batches that leaves a step the samples of the
+        save on ``readers`` data-parallel ranks. Raises ConfigError if none does, and if the
+        configuration names another number of samples.
+        """
+        saved = self.batch
+        if not saved or (config.elasticity or {}).get("enabled"):
+            return config
+        samples, before = saved["samples"], saved["readers"]
+        written = config.train_batch_size
+        if written is None and readers == before:
+            micro, steps = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+            written = None if micro is None else micro * (steps or 1) * readers
+        if written not in (None, samples):
+            raise ConfigError(
+                f"resume: {self} was saved with steps of {samples} samples, and the configuration "
+                f"has {written}; write {TOTAL}: {samples}, or leave resume out and call "
+                "engine.load_checkpoint(), which takes any"
+            )
+        if readers == before:
+            return config
+        micro = config.train_micro_batch_size_per_gpu or saved["micro_batch"]
+        steps, rest = divmod(samples, micro * readers)
+        if rest:
+            raise ConfigError(
+                f"resume: {self} was saved with steps of {samples} samples by {before} "
+                f"data-parallel ranks, which micro-batches of {micro} on {readers} ranks do not "
+                f"make; {_remedy(samples, readers)}"
+            )
+        log_rank0(
+            f"resume on {readers} data-parallel ranks, {before} before: {steps} micro-batches of "
+            f"{micro} a step keep its {samples} samples"
+        )
+        return config.override(
+            {TOTAL: samples, MICRO: micro, ACCUMULATION: steps}, f"resume of {self}"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.directory}/{self.tag}"
+
+
+def _remedy(samples: int, readers: int) -> str:
+    share, rest = divmod(samples, readers)
+    if rest:
+        fitting = [ranks for ranks in range(1, samples + 1) if samples % ranks == 0]
+        near = sorted(sorted(fitting, key=lambda ranks: abs(ranks - readers))[:4])
+        return f"start {' or '.join(map(str, near))} of them"
+    fitting = [micro for micro in range(1, share + 1) if share % micro == 0]
+    return f"write {MICRO}: {' or '.join(map(str, fitting[-4:]))}"
+
+
+def find_resumed(resume: str | os.PathLike[str], config: ZeroConfig) -> Resumed | None:
+    """Return the newest whole checkpoint in the folder ``resume``, or in ``checkpoint.folder`` of
+    the configuration for "latest"; None, with a line in the log, if there is none. Collective.
+
+    Raises ConfigError without a folder, and CheckpointError if all checkpoints there are damaged.
+    """
+    given = config.checkpoint.folder if resume == LATEST else os.fspath(resume)
+    if not given:
+        raise ConfigError(
+            f"resume={LATEST!r} takes the newest checkpoint of the run's folder, and none is "
+            'configured; write "checkpoint": {"folder": "runs/a"}, or pass resume="runs/a"'
+        )
+    root = as_path(given)
+
+    def choose() -> Resumed | None:
+        found = newest_whole(root)
+        if found is None:
+            return None
+        directory, tag = found
+        folder = locate(directory, tag)
+        if not (folder / MANIFEST_NAME).is_file():  # of another program
+            return Resumed(str(directory), tag, {}, {})
+        manifest = Manifest.read(folder / MANIFEST_NAME)
+        return Resumed(str(directory), tag, manifest.batch, manifest.world)
+
+    chosen: Resumed | None = decide_on_rank_0(choose)
+    if chosen is None:
+        log_rank0(f"resume: there is no checkpoint in {given}; the run begins anew")
+    return chosen

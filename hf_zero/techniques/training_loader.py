@@ -1,0 +1,198 @@
+"""The loaders of ``initialize(training_data=...)``, and their place in the data: a checkpoint holds
+it, and a resumed run continues with the batch that would have come next.
+
+The place in a map-style dataset counts samples of all ranks, so that other numbers of ranks
+continue from it. A stream (an ``IterableDataset``) knows its own place, on each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from hf_zero.config import ZeroConfig
+from hf_zero.config.techniques import METRICS
+from hf_zero.errors import ConfigError
+from hf_zero.logging import log_rank0, logger
+from hf_zero.parallel.tensor.model import readers
+from hf_zero.techniques.data_sampling import CurriculumSampler, RankBatches, sampled_metrics
+
+Collate = Callable[[Any], Any]
+
+
+class EpochSampler(DistributedSampler[Any]):
+    """A ``DistributedSampler`` whose next iteration leaves out the first ``skip`` samples of all
+    ranks. ``announced``: the epoch that the script has set since the last iteration began.
+    """
+
+    skip = 0
+    announced: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        skip, self.skip = self.skip, 0
+        return islice(super().__iter__(), skip // self.num_replicas, None)
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        self.announced = epoch
+
+
+class TrainingLoader(DataLoader[Any]):
+    """A loader whose micro-batches ``data_sampler`` gives to ``ranks`` ranks.
+
+    ``epoch``: the epoch that the script has set by ``data_sampler.set_epoch``, else the number of
+    whole iterations; after a resume, the epoch to begin the script's loop with. ``samples``:
+    samples that all ranks have read of the current iteration.
+    """
+
+    def __init__(self, data: Any, ranks: int, data_sampler: Any, **options: Any):
+        super().__init__(data, **options)
+        self.data_sampler, self.ranks = data_sampler, ranks  # DeepSpeed's name for the sampler
+        self.epoch = self.samples = 0
+        self.resumed = False
+
+    @property
+    def samples_of_all_ranks(self) -> int:
+        """Number of samples in one micro-batch of every rank."""
+        return int(cast(Any, self.batch_sampler).batch_size * self.ranks)
+
+    @property
+    def place(self) -> dict[str, int]:
+        """``epoch`` and ``samples``; ``order``, the epoch whose order the sampler draws in."""
+        order = getattr(self.data_sampler, "epoch", 0)
+        return {"epoch": self.epoch, "order": order, "samples": self.samples}
+
+    def continue_from(self, place: dict[str, int]) -> None:
+        """Begin the next iteration at ``place``, of a loader over any number of ranks."""
+        self.epoch, self.samples = place["epoch"], place["samples"]
+        self.data_sampler.set_epoch(place["order"])
+        self.data_sampler.announced = None
+        self.resumed = self.samples > 0
+
+    def __iter__(self) -> Any:
+        resumed, self.resumed = self.resumed, False
+        sampler, announced = self.data_sampler, self.data_sampler.announced
+        if resumed:
+            if announced not in (None, self.epoch):
+                logger.warning(
+                    "the run resumes in epoch %d of its training data, after %d samples, and the "
+                    "script set epoch %d; begin its loop with range(loader.epoch, epochs)",
+                    self.epoch,
+                    self.samples,
+                    announced,
+                )
+            sampler.skip = self.samples
+        else:
+            self.samples = 0
+        if announced is not None:
+            self.epoch, sampler.announced = announced, None
+        # The seed of an epoch's workers is drawn from the default generator when the epoch begins,
+        # which was before the save.
+        self.generator = torch.Generator() if resumed else None
+        finish = getattr(sampler, "finish", None)
+        for batch in super().__iter__():
+            self.samples += self.samples_of_all_ranks
+            yield batch if finish is None else finish(batch)
+        self.epoch, self.samples = self.epoch + 1, 0
+
+
+class StreamLoader(DataLoader[Any]):
+    """A loader of an ``IterableDataset`` with ``state_dict`` and ``load_state_dict``. ``epoch``:
+    the number of whole iterations.
+    """
+
+    def __init__(self, data: Any, **options: Any):
+        super().__init__(data, **options)
+        self.epoch = 0
+        self._begun = self.resumed = False
+
+    def state_dict(self) -> dict[str, Any]:
+        state = cast(Any, self.dataset).state_dict() if self._begun else None
+        return {"epoch": self.epoch, "dataset": state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch = state["epoch"]
+        if state["dataset"] is not None:
+            cast(Any, self.dataset).load_state_dict(state["dataset"])
+            self._begun = self.resumed = True
+
+    def __iter__(self) -> Any:
+        resumed, self.resumed = self.resumed, False
+        self.generator = torch.Generator() if resumed else None  # as in TrainingLoader
+        self._begun = True
+        yield from super().__iter__()
+        self.epoch += 1
+        self._begun = False
+
+
+def is_stateful(loader: Any) -> bool:
+    """Whether ``loader`` has its own ``state_dict`` and ``load_state_dict``, like torchdata's
+    ``StatefulDataLoader``.
+    """
+    return all(callable(getattr(type(loader), name, None)) for name in _STATEFUL)
+
+
+_STATEFUL = ("state_dict", "load_state_dict")
+
+
+def data_loader(data: Any, collate_fn: Collate | None, config: ZeroConfig) -> Any:
+    """Return the loader of this rank for ``data``: a dataset, None, or a loader with a state of its
+    own, which is returned as it is. Raises ConfigError for anything else.
+    """
+    if data is None:
+        return None
+    micro = config.train_micro_batch_size_per_gpu or 1
+    if isinstance(data, IterableDataset):
+        if sampled_metrics(config):
+            raise ConfigError(
+                f"training_data is a {type(data).__name__}, which is iterated, and {METRICS} "
+                "chooses samples by their numbers; pass a map-style Dataset"
+            )
+        if is_stateful(data):
+            return StreamLoader(data, batch_size=micro, collate_fn=collate_fn)
+        return DataLoader(data, batch_size=micro, collate_fn=collate_fn)
+    if not isinstance(data, Dataset) and not hasattr(data, "__getitem__"):
+        if is_stateful(data) and hasattr(data, "__iter__"):
+            return data
+        raise ConfigError(
+            f"training_data is a {type(data).__name__}; pass a torch Dataset, or a loader with "
+            "state_dict() and load_state_dict(), such as torchdata's StatefulDataLoader"
+        )
+    ranks, rank = readers()
+    drop_last = bool(config.dataloader_drop_last)
+    if sampled_metrics(config):
+        by_difficulty = CurriculumSampler(data, config.train_batch_size or micro * ranks, drop_last)
+        return TrainingLoader(
+            data,
+            ranks,
+            by_difficulty,
+            batch_sampler=RankBatches(by_difficulty, micro, ranks, rank),
+            collate_fn=collate_fn,
+            num_workers=config.data_sampling.num_workers,
+            pin_memory=config.data_sampling.pin_memory,
+        )
+    sampler = EpochSampler(data, ranks, rank, seed=int(config.seed or 0))
+    return TrainingLoader(
+        data,
+        ranks,
+        sampler,
+        batch_size=micro,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        drop_last=drop_last,
+    )
+
+
+def tell_of_lost_place(loader: Any) -> None:
+    """Log that checkpoints do not hold the place of ``loader`` in the data, if so."""
+    if loader is not None and not hasattr(loader, "place") and not is_stateful(loader):
+        data = getattr(loader, "dataset", loader)
+        log_rank0(
+            f"checkpoints do not hold the place in training_data: a {type(data).__name__} has no "
+            "state_dict() and load_state_dict(); pass a map-style Dataset, or skip batches in the "
+            "script after a resume (engine.global_samples)"
+        )
