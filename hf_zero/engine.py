@@ -19,11 +19,13 @@ from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.rank_requests import STOP
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.logging import logger
+from hf_zero.measures.step import measures_of
 from hf_zero.techniques.data_sampling import Finish
 from hf_zero.techniques.registry import set_custom_schedule, set_post_process
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.unit import SharedShards
 from hf_zero.zero.step.optimizer_step import refuse_half_done
+from hf_zero.zero.step.step_reports import StepMeasures
 from hf_zero.zero.training_engine import TrainingEngine
 
 SAVE_FAILED = STOP - 1  # minus the number of the save: the event announced to all ranks
@@ -97,9 +99,6 @@ class Engine(TrainingEngine):
     frozen and unfrozen.
     """
 
-    writes_figures = False
-    """Whether monitors of the configuration get the figures of each step."""
-
     resumed_from: str | None = None
     """The checkpoint that ``initialize(resume=...)`` has loaded."""
 
@@ -109,6 +108,12 @@ class Engine(TrainingEngine):
     def _build(self, plan: EnginePlan, mesh: Mesh, installed: ExitStack) -> None:
         super()._build(plan, mesh, installed)
         self.async_saves = AsyncSaves(mesh, self.schedule.shards)
+        self.measures = measures_of(self)
+        installed.callback(self._end_measures)
+
+    def _end_measures(self) -> None:
+        measures, self.measures = self.measures, StepMeasures()
+        measures.close(self)
 
     def _publish_events(self) -> None:
         if self.async_saves.writer is not None:
@@ -123,11 +128,17 @@ class Engine(TrainingEngine):
         the step is complete by then.
         """
         ends_window = self.accumulation.ends_by_step
-        with self.step_times.timed("step"):
+        with self.measures.step(self):
             super().step()
-        self.step_times.end(ends_window, self.global_steps)
         if ends_window and self.async_saves.writer is not None:
             self.async_saves.raise_failure()
+
+    @property
+    def figures(self) -> Mapping[str, Any]:
+        """The figures of the last step whose numbers have reached the host, by the names of
+        ``hf_zero/measures/figures.py``; empty unless ``metrics.enabled``.
+        """
+        return self.measures.figures
 
     def set_custom_curriculum_learning_schedule(
         self, schedule: Callable[[int], float] | Mapping[str, Callable[[int], float]]
@@ -197,6 +208,7 @@ class Engine(TrainingEngine):
                 self.accumulation.micro_batches,
             )
         self.wait_for_checkpoint(f"the save of {save_dir}")
+        self.measures.saving(self, save_dir)
         in_background = self.config.checkpoint.async_save if blocking is None else not blocking
         with span("save", str(tag or save_dir)):
             save(
@@ -256,6 +268,7 @@ class Engine(TrainingEngine):
         self.accumulation.micro_batches = 0
         self.zero_grad()
         self.publish_scale()
+        self.measures.loaded(self, load_dir)
         return answer
 
     def _run_folder(self, given: str | None, who: str) -> str:

@@ -22,14 +22,13 @@ from hf_zero.activations.policy import ActivationPatches
 from hf_zero.checkpoint.resume import Resumed, find_resumed
 from hf_zero.compression.registry import extensions_of
 from hf_zero.config import ZeroConfig, explaining
-from hf_zero.config.sections import MONITORS
 from hf_zero.device.kinds import device_count
 from hf_zero.distributed import init, process_group
 from hf_zero.distributed.parallel_dims import check_mpu
 from hf_zero.distributed.rendezvous import announce
 from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.engine import Engine
-from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.errors import ConfigError
 from hf_zero.loading import give_values
 from hf_zero.loading.shard_only import release_holders
 from hf_zero.logging import log_rank0, logger, set_level
@@ -152,7 +151,7 @@ def initialize_as(
     if not isinstance(model, nn.Module):
         raise _no_model(args if isinstance(args, str) else model)
     settings = configuration(args, config, config_params)
-    _check_call(settings, engine_class, lr_scheduler, dist_init_required)
+    _check_call(settings, lr_scheduler, dist_init_required)
     init.init_from_config(settings, distributed_port)
     settings, sequence, tied = _prepare(model, settings, mpu)
     made = _optimizer(settings, model, optimizer, model_parameters)
@@ -188,12 +187,10 @@ def initialize_as(
 
 def _check_call(
     settings: ZeroConfig,
-    engine_class: type[Engine],
     lr_scheduler: Any,
     dist_init_required: bool | None,
 ) -> None:
     """Raise ConfigError for arguments that contradict ``settings``, before ranks meet."""
-    _refuse_monitors(settings, engine_class)
     if settings.log_level is not None:
         set_level(settings.log_level.upper())
     _tell_of_other_devices()
@@ -291,18 +288,6 @@ def _no_model(given: Any) -> ConfigError:
     )
     load = f", such as AutoModel.from_pretrained({given!r})" if isinstance(given, str) else ""
     return ConfigError(f"initialize needs model={what}; pass the torch.nn.Module to train{load}")
-
-
-def _refuse_monitors(settings: ZeroConfig, engine_class: type[Engine]) -> None:
-    """Raise NotBuiltError for monitors, if the engine writes no figures of its steps."""
-    enabled = [name for name in MONITORS if getattr(settings, name).enabled]
-    if enabled and not engine_class.writes_figures:
-        raise NotBuiltError(
-            f"{', '.join(f'{name}.enabled' for name in enabled)}: the engine of "
-            "hf_zero.initialize writes no figures of its steps; log the loss and "
-            "engine.get_global_grad_norm() in the script, or call deepspeed.initialize "
-            "(import deepspeed), whose engine writes them; else take the section out"
-        )
 
 
 def _tell_of_idle_offload(engine: Engine) -> None:

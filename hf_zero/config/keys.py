@@ -179,11 +179,9 @@ _CHECKPOINT = under(
 
 _REPORTS = (
     inert("$schema", TEXT, "names the schema of these keys for editors"),
-    inert("dump_state", BOOLEAN, "rank 0 always logs the resolved configuration"),
     inert("vocabulary_size", COUNT, "only asks for a warning about alignment"),
-    inert("timers.throughput.enabled", BOOLEAN, "ZeroCallback reports throughput"),
-    inert("timers.throughput.synchronized", BOOLEAN, "ZeroCallback reports throughput"),
-    unbuilt("memory_breakdown", BOOLEAN, "a breakdown of memory"),
+    inert("timers.throughput.enabled", BOOLEAN, "metrics.enabled reports throughput"),
+    inert("timers.throughput.synchronized", BOOLEAN, "metrics.enabled reports throughput"),
     switched(
         "monitor",
         "monitors by a section of their own; write tensorboard, wandb, csv_monitor at the top",

@@ -9,12 +9,9 @@ from hf_zero.config.kinds import (
     BOOLEAN,
     COUNT,
     DTYPE,
-    NAMES,
-    PATH,
     SECTION,
     SIZE,
     TEXT,
-    Kind,
     choice,
     integer,
     number,
@@ -24,16 +21,8 @@ from hf_zero.config.rows import inert, key, without
 
 _MESSAGE = "a unit is one message"
 
-# of monitors, to which a script that imports deepspeed writes metrics of its steps
-FIGURES = (
-    "write loss, learning rate and loss scale of each step, and its times with "
-    "wall_clock_breakdown, to {}; rank 0 of a script that imports deepspeed does, "
-    "hf_zero.initialize refuses it"
-)
-JOB = "DeepSpeedJobName"
 SECRETS = frozenset(("comet.api_key",))
 """Keys whose values are not shown."""
-MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
 
 
 @dataclass(frozen=True)
@@ -303,73 +292,6 @@ class CheckpointSection:
     )
 
 
-_WITHOUT_LOG = without("comms_logger.enabled")
-
-
-@dataclass(frozen=True)
-class CommsLoggerSection:
-    """Settings of the log that ``deepspeed.comm.log_summary`` prints."""
-
-    enabled: bool = key(
-        BOOLEAN,
-        False,
-        "time the collectives that the script calls in deepspeed.comm, for its log_summary(); "
-        "gathers and reductions of the engine are spans: HF_ZERO_LOG=debug",
-    )
-    verbose: bool = key(BOOLEAN, False, "log each as it ends", idle=_WITHOUT_LOG)
-    prof_all: bool = key(
-        BOOLEAN,
-        True,
-        "all; false: those of prof_ops, and calls with prof=True",
-        idle=_WITHOUT_LOG,
-    )
-    debug: bool | None = key(
-        BOOLEAN, row=inert("debug", BOOLEAN, "a call is logged by its name or log_name")
-    )
-    prof_ops: tuple[str, ...] = key(NAMES, (), "names of operations", idle=_WITHOUT_LOG)
-
-
-_WITHOUT_PROFILE = without("flops_profiler.enabled")
-
-
-@dataclass(frozen=True)
-class FlopsProfilerSection:
-    """The profiled step of a script that imports deepspeed, and the contents of the report."""
-
-    enabled: bool = key(
-        BOOLEAN,
-        False,
-        "print the floating-point operations of the model's forward in one step, on rank 0 of a "
-        "script that imports deepspeed",
-    )
-    profile_step: int = key(
-        COUNT,
-        1,
-        "steps that have ended before the profiled one",
-        unit="steps",
-        idle=_WITHOUT_PROFILE,
-    )
-    module_depth: int = key(
-        integer(-1),
-        -1,
-        "modules inside modules that are listed; -1: all",
-        idle=_WITHOUT_PROFILE,
-    )
-    top_modules: int = key(
-        COUNT,
-        1,
-        "classes of modules with the most operations that are named at each depth",
-        idle=_WITHOUT_PROFILE,
-    )
-    detailed: bool = key(BOOLEAN, True, "list the modules, too", idle=_WITHOUT_PROFILE)
-    output_file: str | None = key(
-        PATH, None, "write a file instead of printing", idle=_WITHOUT_PROFILE
-    )
-    recompute_fwd_factor: float | None = key(
-        number(0), row=inert("recompute_fwd_factor", number(0), "backwards are not profiled")
-    )
-
-
 _UNCOMPILED = without("compile.blocks")
 
 
@@ -410,65 +332,3 @@ class LaunchSection:
     mixed_precision: str | None = key(
         choice("no", "fp16", "bf16", "fp8"), None, "switches fp16 or bf16 on"
     )
-
-
-def _folder(value: Any) -> str:
-    if not isinstance(value, str) and not hasattr(value, "__fspath__"):
-        raise ValueError(value)
-    return str(value)
-
-
-FOLDER = Kind("a path, or an empty string", _folder, {"type": "string"})
-
-
-_tensorboard, _csv = without("tensorboard.enabled"), without("csv_monitor.enabled")
-_wandb, _comet = without("wandb.enabled"), without("comet.enabled")
-
-
-@dataclass(frozen=True)
-class TensorBoardSection:
-    """Event files of TensorBoard; requires its package."""
-
-    enabled: bool = key(BOOLEAN, False, FIGURES.format("TensorBoard's event files"))
-    output_path: str = key(
-        FOLDER, "", "the folder in which that of job_name lies; empty: here", idle=_tensorboard
-    )
-    job_name: str = key(TEXT, JOB, "the folder of this job", idle=_tensorboard)
-
-
-@dataclass(frozen=True)
-class CsvSection:
-    """One CSV file for each metric."""
-
-    enabled: bool = key(BOOLEAN, False, FIGURES.format("a CSV file for each"))
-    output_path: str = key(
-        FOLDER, "", "the folder in which that of job_name lies; empty: here", idle=_csv
-    )
-    job_name: str = key(TEXT, JOB, "the folder of this job", idle=_csv)
-
-
-@dataclass(frozen=True)
-class WandbSection:
-    """Weights & Biases; requires its package."""
-
-    enabled: bool = key(BOOLEAN, False, FIGURES.format("Weights & Biases"))
-    group: str | None = key(TEXT, None, "the group of the run", idle=_wandb)
-    team: str | None = key(TEXT, None, "the entity that the run belongs to", idle=_wandb)
-    project: str = key(TEXT, "deepspeed", "the project of the run", idle=_wandb)
-
-
-@dataclass(frozen=True)
-class CometSection:
-    """Comet; requires its package. Fields that are None are read from Comet's own settings."""
-
-    enabled: bool = key(BOOLEAN, False, FIGURES.format("Comet"))
-    samples_log_interval: int = key(
-        integer(1), 100, "samples between two values of one figure", unit="samples", idle=_comet
-    )
-    project: str | None = key(TEXT, None, "the project of the experiment", idle=_comet)
-    workspace: str | None = key(TEXT, None, "the workspace of the project", idle=_comet)
-    api_key: str | None = key(TEXT, None, "the key of the account", idle=_comet, repr=False)
-    experiment_name: str | None = key(TEXT, None, "what the experiment is called", idle=_comet)
-    experiment_key: str | None = key(TEXT, None, "the experiment that is gone on with", idle=_comet)
-    online: bool | None = key(BOOLEAN, None, "false: kept on this machine", idle=_comet)
-    mode: str | None = key(TEXT, None, '"get", "create" or "get_or_create"', idle=_comet)

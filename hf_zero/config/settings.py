@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,15 @@ from hf_zero.config.kinds import (
     choice,
     integer,
     number,
+)
+from hf_zero.config.measures import (
+    CometSection,
+    CommsLoggerSection,
+    CsvSection,
+    FlopsProfilerSection,
+    MetricsSection,
+    TensorBoardSection,
+    WandbSection,
 )
 from hf_zero.config.offload import AioSection, OffloadOptimizer, OffloadParam
 from hf_zero.config.parallelism import (
@@ -49,18 +57,12 @@ from hf_zero.config.sections import (
     AutocastSection,
     Bf16Section,
     CheckpointSection,
-    CometSection,
-    CommsLoggerSection,
     CompileSection,
     CompressedCommunication,
-    CsvSection,
-    FlopsProfilerSection,
     Fp16Section,
     LocoSection,
     OptimizerConfig,
     SchedulerConfig,
-    TensorBoardSection,
-    WandbSection,
     ZeroSection,
 )
 from hf_zero.config.techniques import (
@@ -83,12 +85,6 @@ from hf_zero.config.techniques import (
 )
 
 ATTENTION_BACKENDS = ("auto", "flash", "cudnn", "efficient", "math")
-
-
-def _idle_without_times(values: Mapping[str, Any]) -> str:
-    if values.get("wall_clock_breakdown"):
-        return ""
-    return "wall_clock_breakdown is false, and the Trainer or your own loop reports the loss"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,16 +238,27 @@ class Settings:
     wall_clock_breakdown: bool = key(
         BOOLEAN,
         False,
-        "log the milliseconds of forward, backward and step; the host waits for the device "
-        "around each",
+        "log the milliseconds of forward, backward and step, read a step late",
     )
     steps_per_print: float | None = key(
         INTERVAL,
         None,
-        "steps between the lines of wall_clock_breakdown; null or infinity: each step",
+        "steps between the lines of the log: loss, learning rate, gradient norm and samples per "
+        "second, times, memory, collectives; null or infinity: no line of figures, and times and "
+        "memory at each step",
         unit="steps",
-        idle=_idle_without_times,
     )
+    memory_breakdown: bool = key(
+        BOOLEAN,
+        False,
+        "log the bytes of state by kind and tier, of the allocator, and what is free",
+    )
+    dump_state: bool = key(
+        BOOLEAN,
+        False,
+        "log the engine's units, flat buffers and optimizer groups once it is made",
+    )
+    metrics: MetricsSection = section("metrics", MetricsSection)
     tensorboard: TensorBoardSection = section("tensorboard", TensorBoardSection)
     wandb: WandbSection = section("wandb", WandbSection)
     comet: CometSection = section("comet", CometSection)

@@ -9,8 +9,9 @@ import functools
 import os
 import resource
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
@@ -279,3 +280,20 @@ def mem_get_info(device_index: int | None = None) -> tuple[int, int]:
 
 def __getattr__(name: str) -> Any:
     return getattr(torch.cpu, name)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def instrument_w_nvtx(func: F) -> F:
+    """Wrap ``func`` in a range of its name in a profile of the device."""
+
+    @functools.wraps(func)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        get_accelerator().range_push(func.__qualname__)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            get_accelerator().range_pop()
+
+    return call  # type: ignore[return-value]

@@ -13,15 +13,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from hf_zero.deepspeed.checkpoint_files import agreed_target, nothing_to_load, tag_of
-from hf_zero.deepspeed.comm import comms_logger
 from hf_zero.deepspeed.engine_getters import ReportingEngine
-from hf_zero.deepspeed.flops_profiler import StepProfile
 from hf_zero.deepspeed.loss_scalers import EngineLossScaler
-from hf_zero.deepspeed.monitors import (
-    DeepSpeedMonitorConfig,
-    MonitorMaster,
-    StepFigures,
-)
 from hf_zero.deepspeed.rows import refuse
 from hf_zero.deepspeed.zero_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from hf_zero.device import kinds
@@ -55,18 +48,9 @@ class _ScaledLoss(torch.autograd.Function):
 class DeepSpeedEngine(ReportingEngine):
     """An :class:`hf_zero.Engine` with the methods and properties of DeepSpeed's engine."""
 
-    writes_figures = True
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._states_away = StatesAway()
-        comms_logger.take(self.config)
-        self.monitor = MonitorMaster(DeepSpeedMonitorConfig.of(self.config))
-        self._figures = StepFigures() if self.monitor.writes else None
-        self._profile: StepProfile | None = None
-        if self.config.flops_profiler.enabled:
-            self._profile = StepProfile(self, self.config.flops_profiler)
-            self.flops_profiler = self._profile.profiler
 
     def _loss_scaler(self) -> Fp16LossScaler:
         """Return the native scaler; at stage 0 each overflow halves it, whatever ``hysteresis``."""
@@ -96,10 +80,7 @@ class DeepSpeedEngine(ReportingEngine):
         self._states_away.refuse("a forward")
         if self.training and "tput_timer" in self.__dict__:
             self.tput_timer.start()
-        if self._profile is None:
-            return super().forward(*args, **kwargs)
-        with self._profile.forward():
-            return super().forward(*args, **kwargs)
+        return super().forward(*args, **kwargs)
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -109,8 +90,6 @@ class DeepSpeedEngine(ReportingEngine):
         """
         self._states_away.refuse("a backward")
         super().backward(loss, retain_graph, scale_wrt_gas)
-        if self._figures is not None:
-            self._figures.add(loss)
         steps = self.gradient_accumulation_steps()
         return loss / steps if scale_wrt_gas and steps != 1 else loss
 
@@ -121,10 +100,6 @@ class DeepSpeedEngine(ReportingEngine):
         self._step(lr_kwargs)
         if "tput_timer" in self.__dict__:
             self.tput_timer.stop(global_step=ends)
-        if ends and self._figures is not None:
-            self._figures.step_has_ended(self)
-        if self._profile is not None:
-            self._profile.step_has_ended()
 
     def _step(self, lr_kwargs: Mapping[str, Any] | None) -> None:
         scheduler = self.lr_scheduler
@@ -313,7 +288,6 @@ class DeepSpeedEngine(ReportingEngine):
         """Run :meth:`hf_zero.Engine.destroy`."""
         if self.optimizer is not None:
             self.optimizer.__dict__.pop("optimizer", None)  # the cycle would keep it alive
-        self._profile = None
         super().destroy(gather)
 
     # ---- compilation, consolidated weights ----

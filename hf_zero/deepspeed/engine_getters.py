@@ -23,6 +23,9 @@ from hf_zero.deepspeed.tables.engine import ENGINE_LEFT_OUT
 from hf_zero.deepspeed.zero_config import ZERO, DeepSpeedZeroConfig
 from hf_zero.distributed.process_group import backend_for
 from hf_zero.engine import Engine
+from hf_zero.measures.flops_profiler import FlopsProfiler, StepProfile
+from hf_zero.measures.monitors import DeepSpeedMonitorConfig, MonitorMaster
+from hf_zero.measures.step import EngineMeasures
 from hf_zero.parallel.tensor.model import readers
 from hf_zero.techniques.layer_drop import KEY as LAYER_DROP
 from hf_zero.techniques.layer_drop import LayerDrop
@@ -214,9 +217,27 @@ class ReportingEngine(Engine):
         """Return the milliseconds of the last micro-batch (``fwd_microstep``, ``bwd_microstep``,
         ``step_microstep``) and of the last accumulation window (``fwd``, ``bwd``, ``step``); empty
         without ``wall_clock_breakdown``. Reductions are part of the backward, which they overlap.
+        On a device they are read a step late.
         """
-        times = self.step_times
+        if not isinstance(self.measures, EngineMeasures):
+            return {}
+        times = self.measures.times
         return {f"{part}_microstep": ms for part, ms in times.micro_batch.items()} | times.window
+
+    @cached_property
+    def monitor(self) -> MonitorMaster:
+        """The enabled monitors, to which a script may write events of its own, too."""
+        if isinstance(self.measures, EngineMeasures):
+            return self.measures.monitor
+        return MonitorMaster(DeepSpeedMonitorConfig.of(self.config))
+
+    @property
+    def flops_profiler(self) -> FlopsProfiler:
+        """The profiler of the section ``flops_profiler``. Raises AttributeError if it is off."""
+        profile = getattr(self.measures, "profile", None)
+        if profile is None:
+            raise AttributeError("flops_profiler: flops_profiler.enabled is false")
+        return cast(StepProfile, profile).profiler
 
     def log_level(self) -> str | None:
         """Return ``log_level`` of the configuration, such as "ERROR"; None: the level is

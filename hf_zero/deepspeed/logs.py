@@ -18,6 +18,7 @@ from hf_zero.distributed import process_group
 from hf_zero.distributed.process_group import default_device
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger, set_level
+from hf_zero.measures.comms_log import trim_mean
 
 LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error")}
 LEVELS["critical"] = logging.CRITICAL
@@ -109,15 +110,6 @@ def should_log_le(max_log_level_str: str) -> bool:
 
 
 # ---- Timers ----
-
-
-def trim_mean(data: Sequence[float], trim_percent: float) -> float:
-    """Return the mean without this part of the smallest and of the largest values; 0.0 for none."""
-    if not 0.0 <= trim_percent < 0.5:
-        raise ConfigError(f"trim_percent is {trim_percent}; give a number in [0, 0.5)")
-    cut = int(trim_percent * len(data))
-    kept = sorted(data)[cut : len(data) - cut]
-    return sum(kept) / len(kept) if kept else 0.0
 
 
 class Timer:

@@ -11,9 +11,9 @@ from enum import Enum, IntEnum
 from typing import Any
 
 from hf_zero.config import ZeroConfig
-from hf_zero.deepspeed.monitors import DeepSpeedMonitorConfig
 from hf_zero.distributed import process_group
 from hf_zero.logging import log_rank0
+from hf_zero.measures.monitors import DeepSpeedMonitorConfig
 
 ZERO = "zero_optimization"
 WITHOUT_DEFAULT = (

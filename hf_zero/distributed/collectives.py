@@ -268,7 +268,8 @@ class MeshDim:
         self._point_to_point = backend == "gloo"
         self._copies_input = backend == "threaded"
         self._follows = None if backend in BLOCKING or kinds.is_host(device) else device
-        self._stats = stats
+        self.stats = stats
+        self._handle: Callable[..., Handle] = Handle
         self._watchdog = watchdog
         # the places of the other ranks, from the one after this
         self._peers = [(self.rank + step) % self.size for step in range(1, self.size)]
@@ -294,6 +295,18 @@ class MeshDim:
     def group(self) -> Any:
         """The torch process group of its gathers, for external code; None for one rank."""
         return self._group
+
+    def observe(self, stats: CollectiveStats, handle: Callable[..., Handle]) -> Callable[[], None]:
+        """Count collectives in ``stats`` and make their handles by ``handle``, right after each is
+        counted; return the call that restores what was before.
+        """
+        before = self.stats, self._handle
+
+        def restore() -> None:
+            self.stats, self._handle = before
+
+        self.stats, self._handle = stats, handle
+        return restore
 
     @property
     def host_messages_on(self) -> torch.device:
@@ -345,7 +358,7 @@ class MeshDim:
         if self._hops is not None and not beside:
             works, pairs = [self._hops.gather(pairs, key, self._follows)], ()
         elif self.size > 1:
-            self._stats.record("all_gather", key, size)
+            self.stats.record("all_gather", key, size)
         with _Starting(self._watchdog, pending, "all_gather", key, size):
             for full, chunk in pairs:
                 own = full.narrow(0, self.rank * chunk.numel(), chunk.numel())
@@ -364,7 +377,7 @@ class MeshDim:
                 own = own.clone() if self._copies_input else own
                 works.append(gather(whole, own, group=self._group, async_op=True))
         follows = None if beside else self._follows
-        handle = Handle(works, self._watchdog, pending, follows=follows)
+        handle = self._handle(works, self._watchdog, pending, follows=follows)
         if decodes:
             handle.finish_with(partial(_call_each, decodes))
         return handle
@@ -442,10 +455,10 @@ class MeshDim:
         """
         came = sent.new_empty(sum(counts))
         pending = self.reductions.issue(f"all-to-all of {key}")
-        self._stats.record("all_to_all", key, sent.nbytes)
+        self.stats.record("all_to_all", key, sent.nbytes)
         with _Starting(self._watchdog, pending, "all_to_all", key, sent.nbytes):
             works = self._swap(sent, sizes, came, counts, pending)
-        handle = Handle(works, self._watchdog, pending, follows=self._follows)
+        handle = self._handle(works, self._watchdog, pending, follows=self._follows)
         return handle, came
 
     def _swap(
@@ -477,8 +490,8 @@ class MeshDim:
         own = full.narrow(0, self.rank * n, n)
         pending = self.reductions.issue(f"reduce-scatter of {key}, {full.nbytes} bytes")
         if self.size == 1:
-            return Handle([], self._watchdog, pending, [full])
-        self._stats.record("reduce_scatter", key, full.nbytes)
+            return self._handle([], self._watchdog, pending, [full])
+        self.stats.record("reduce_scatter", key, full.nbytes)
         if self._point_to_point and full.device.type == "cpu":
             raw = full.view(torch.uint8).chunk(self.size) if full.numel() else [full] * self.size
             into, received = list(raw), list[torch.Tensor]()
@@ -488,12 +501,12 @@ class MeshDim:
             with _Starting(self._watchdog, pending, "reduce_scatter", key, full.nbytes):
                 works = self._exchange(raw, into, self._reduce_group, pending)
             free = partial(self._release, received)
-            return Handle(works, self._watchdog, pending, [own, *received], free)
+            return self._handle(works, self._watchdog, pending, [own, *received], free)
         out = self._acquire(n, full.dtype, full.device)
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         with _Starting(self._watchdog, pending, "reduce_scatter", key, full.nbytes):
             work = scatter(out, full, group=self._reduce_group, async_op=True)
-        return Handle(
+        return self._handle(
             [work],
             self._watchdog,
             pending,
@@ -505,13 +518,15 @@ class MeshDim:
     def _reduce_encoded(self, full: torch.Tensor, key: str, codec: Codec) -> Handle:
         sent = codec.encode(full, self.size)
         pending = self.reductions.issue(f"reduce-scatter of {key}, {sent.nbytes} bytes")
-        self._stats.record("reduce_scatter", key, sent.nbytes)
+        self.stats.record("reduce_scatter", key, sent.nbytes)
         received, sizes = torch.empty_like(sent), [sent.shape[1]] * self.size
         with _Starting(self._watchdog, pending, "reduce_scatter", key, sent.nbytes):
             works = self._swap(sent.view(-1), sizes, received.view(-1), sizes, pending)
         total = torch.empty(full.numel() // self.size, device=full.device)
         finish = partial(codec.decode_sum, received, total)
-        return Handle(works, self._watchdog, pending, [total], finish=finish, follows=self._follows)
+        return self._handle(
+            works, self._watchdog, pending, [total], finish=finish, follows=self._follows
+        )
 
     def all_reduce(
         self, tensor: torch.Tensor, key: str, maximum: bool = False, ordered: bool = False
@@ -522,8 +537,8 @@ class MeshDim:
         """
         pending = self.reductions.issue(f"all-reduce of {key}, {tensor.nbytes} bytes")
         if self.size == 1:
-            return Handle([], self._watchdog, pending, [tensor])
-        self._stats.record("all_reduce", key, tensor.nbytes)
+            return self._handle([], self._watchdog, pending, [tensor])
+        self.stats.record("all_reduce", key, tensor.nbytes)
         if self._point_to_point and not ordered:
             if tensor.device.type == "cpu" and tensor.numel() <= self._small and not maximum:
                 return self._sum_small(tensor, pending, self._reduce_group)
@@ -531,7 +546,7 @@ class MeshDim:
         operation = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         with _Starting(self._watchdog, pending, "all_reduce", key, tensor.nbytes):
             work = dist.all_reduce(tensor, operation, self._reduce_group, async_op=True)
-        return Handle([work], self._watchdog, pending, [tensor], follows=self._follows)
+        return self._handle([work], self._watchdog, pending, [tensor], follows=self._follows)
 
     def maximum_on_hosts(self, values: Sequence[int], key: str) -> list[int]:
         """Return the maximum of each of ``values`` over the dimension (collective; blocks)."""
@@ -540,7 +555,7 @@ class MeshDim:
             self.all_reduce(own, key, maximum=True).wait()
             return [int(each) for each in own.tolist()]
         pending = self.reductions.issue(f"all-reduce of {key}, {own.nbytes} bytes")
-        self._stats.record("all_reduce", key, own.nbytes)
+        self.stats.record("all_reduce", key, own.nbytes)
         with _Starting(self._watchdog, pending, "all_reduce", key, own.nbytes):
             own = self._maximum_between_hosts(own, pending)
         return [int(each) for each in own.tolist()]
@@ -571,13 +586,13 @@ class MeshDim:
         It blocks only if the caller waits for the sum: a difference raises at the next call.
         """
         pending = self.gathers.issue(what)
-        self._stats.record("all_reduce", "used parameters", values.nbytes)
+        self.stats.record("all_reduce", "used parameters", values.nbytes)
         if self._point_to_point and values.device.type == "cpu":
             handle = self._sum_small(values, pending, self._group)
         else:
             with _Starting(self._watchdog, pending, "all_reduce", "used parameters", values.nbytes):
                 work = dist.all_reduce(values, group=self._group, async_op=True)
-            handle = Handle([work], self._watchdog, pending, [values], follows=self._follows)
+            handle = self._handle([work], self._watchdog, pending, [values], follows=self._follows)
         before, self._verified = self._verified, handle
         if before is not None:
             before.wait()
@@ -602,7 +617,7 @@ class MeshDim:
                 raise self._watchdog.report_mismatch(pending)
             tensor.copy_(message[: tensor.numel()].view(tensor.shape))
 
-        return Handle([work], self._watchdog, pending, [tensor], finish=finish)
+        return self._handle([work], self._watchdog, pending, [tensor], finish=finish)
 
     def wait_at_most(self, seconds: float) -> None:
         """Set the timeout of waits for its collectives to ``seconds``."""

@@ -214,7 +214,7 @@ class Mesh:
         groups = [self.peers, *(each.group for each in self._of.values())]
         own = [each for each in groups if each is not None and len(each.ranks) < self.dims.world]
         agreements = [log for role, log in logs.items() if role == "agreements"]
-        self._resources.hold(self._axes, own, agreements, serving)
+        self._resources.hold(self.axes, own, agreements, serving)
         weakref.finalize(self, self._resources.abandon).atexit = False
 
     shard = property(attrgetter("uncut.shard"))
@@ -268,7 +268,8 @@ class Mesh:
         get_world_group().deferred.add(issue)
 
     @property
-    def _axes(self) -> list[MeshDim]:
+    def axes(self) -> list[MeshDim]:
+        """The dimensions over which this engine communicates."""
         of_flats = [(m.shard, m.replicate, m.updates, m.node, *m.hops) for m in self._of.values()]
         sums = () if self.sums.each is self.shard else (self.sums.each,)
         return [axis for axes in (*of_flats, sums) for axis in axes if axis is not None]
@@ -284,7 +285,7 @@ class Mesh:
         """
         if self.consensus is not None:
             self.consensus.close(why)
-        for axis in self._axes:
+        for axis in self.axes:
             axis.gathers.closed = axis.reductions.closed = why
         if self.watchdog.rank_status is not None:
             self.watchdog.rank_status.publish("here")

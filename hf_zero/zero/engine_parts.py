@@ -27,7 +27,7 @@ from hf_zero.zero.state_bytes import bytes_by_tier, state_bytes
 from hf_zero.zero.step.optimizer_patch import patch_optimizer, restore_optimizer
 from hf_zero.zero.step.optimizer_step import OptimizerStep
 from hf_zero.zero.step.preemption import StopRequests
-from hf_zero.zero.step.step_reports import SanityChecks, StepTimes
+from hf_zero.zero.step.step_reports import SanityChecks, StepMeasures
 
 _guarding: list[Any] = []  # the one process-wide hook on optimizer steps
 
@@ -51,6 +51,7 @@ class EngineParts(AroundModel):
 
     # names of parameters and buffers that other pipeline stages hold
     elsewhere: frozenset[str] = frozenset()
+    measures = StepMeasures()
 
     def __init__(self, plan: EnginePlan, patches: Patches, techniques: Techniques):
         super().__init__()

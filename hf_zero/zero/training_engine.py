@@ -44,7 +44,7 @@ class TrainingEngine(EngineParts):
             args, kwargs = map_tensors(
                 (args, kwargs), lambda t: t.to(self._cast_to) if t.is_floating_point() else t
             )
-        with self.step_times.timed("fwd"):
+        with self.measures.forward(self, args, kwargs):
             try:
                 if not self.config.torch_autocast.enabled:
                     return self.module(*args, **kwargs)
@@ -59,6 +59,10 @@ class TrainingEngine(EngineParts):
                 # Python's garbage collector sees no cycle through a graph.
                 self.backward_pass.hooks.reset()
                 raise
+
+    def batch_of(self, args: Any, kwargs: Any) -> Any:
+        """Return the batch among the arguments of a forward; None if it computes no first layer."""
+        return args, kwargs
 
     def _refuse_uncast(self, error: RuntimeError, args: Any, kwargs: Any) -> None:
         """Raise PartitionError if torch's ``error`` is caused by inputs with a dtype other than the
@@ -97,7 +101,7 @@ class TrainingEngine(EngineParts):
         ``scale_wrt_gas=False``: the caller has already divided by the accumulation steps (or by the
         tokens of the window).
         """
-        with self.step_times.timed("bwd"):
+        with self.measures.backward(self, loss, not scale_wrt_gas):
             self.backward_pass.run(loss, retain_graph, None if scale_wrt_gas else 1.0)
         return loss
 

@@ -15,12 +15,25 @@ from torch import nn
 
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
+from hf_zero.measures.step import FORMER
 from tests.helpers.engines import config_of
 from tests.helpers.models import ROWS
 from tests.helpers.stacks import on_ranks, squared
 from tests.helpers.training import At, adamw
 
 RANKS = 2
+FIGURES = (
+    "grad_norm",
+    "step_ms",
+    "samples_per_second",
+    "device_bytes",
+    "ram_bytes",
+    "disk_bytes",
+    "wire_bytes",
+    "gather_wait_ms",
+    "reduction_wait_ms",
+)
+TIMES = ("forward_ms", "backward_ms", "update_ms")
 NAMES = ("tensorboard", "wandb", "comet", "csv_monitor")
 EVENTS = [("Train/Samples/lr", 0.5, 8), ("Train/Samples/lr", 0.25, 16)]
 
@@ -55,19 +68,14 @@ def test_figures_of_each_step_are_written_by_rank_0(stage: int, tmp_path: Path) 
     files = {file.name: rows_of(file) for file in (tmp_path / "job").iterdir()}
     head, *rows = files["Train_Samples_train_loss.csv"]
     assert head == ["step", "train_loss"] and [at for at, _ in rows] == samples
-    means = [sum(losses[0][:2]) / 2, sum(losses[0][2:]) / 2]
+    every = [sum(each) / RANKS for each in zip(losses[0], losses[1])]
+    means = [sum(every[:2]) / 2, sum(every[2:]) / 2]
     assert [float(value) for _, value in rows] == pytest.approx(means, rel=1e-6)
     assert [at for at, _ in files["Train_Samples_lr.csv"][1:]] == samples
     assert set(files) == {
-        f"Train_Samples_{name}.csv"
-        for name in (
-            "train_loss",
-            "lr",
-            "elapsed_time_ms_forward",
-            "elapsed_time_ms_backward",
-            "elapsed_time_ms_step",
-        )
+        f"Train_Samples_{name}.csv" for name in (*FIGURES, *TIMES, *FORMER, *FORMER.values())
     }
+    assert files["Train_Samples_loss.csv"][1:] == rows
 
 
 def test_a_file_is_gone_on_with(tmp_path: Path) -> None:

@@ -160,19 +160,6 @@ def test_a_name_in_place_of_a_model(given: dict[str, Any], second: dict[str, Any
         hf_zero.initialize(**(second | given), config=config_of(1))
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "csv_monitor", "wandb", "comet"])
-def test_monitors_that_nothing_would_write(name: str) -> None:
-    model = stack()
-    refused(
-        NotBuiltError,
-        rf"{name}\.enabled: the engine of hf_zero\.initialize writes no figures.*deepspeed\.init",
-        model=model,
-        config=config_of(1, **{name: {"enabled": True}}),
-    )
-    off = config_of(1, **{name: {"enabled": False}})
-    hf_zero.initialize(model=model, optimizer=plain_sgd(model), config=off)
-
-
 @pytest.mark.parametrize("threshold, moved", [(1 << 20, False), (0, True)])
 def test_an_offload_that_moves_nothing_is_said(
     threshold: int, moved: bool, monkeypatch: pytest.MonkeyPatch

@@ -36,6 +36,7 @@ LAYERS = {
     "hf_zero.checkpoint": 3,
     "hf_zero.loading": 3,
     "hf_zero.launch": 1,
+    "hf_zero.measures": 3,
     "hf_zero.planning": 3,
     "hf_zero.activations": 3,
     "hf_zero.parallel": 3,
@@ -64,6 +65,7 @@ STACK = [
         "activations",
         "parallel",
         "techniques",
+        "measures",
         "engine",
         "initialize",
     )

@@ -126,6 +126,26 @@ def test_without_clipping_a_norm_is_not_read_either():
         assert not syncs.of("hf_zero")
 
 
+MEASURED = {
+    "metrics": {"enabled": True},
+    "comms_logger": {"enabled": True},
+    "wall_clock_breakdown": True,
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_measures_read_nothing_back_within_a_step(stage):
+    """On ranks whose device is the host the figures of a step are read as it ends, from memory of
+    the host: one read of them all, in ``figures.py``.
+    """
+    architecture = FAMILIES["llama"]
+    config = config_of(stage, Plan(accumulation=2), **MEASURED)
+    for syncs in run_ranks(
+        2, counted, [architecture.build() for _ in range(2)], architecture.batch, config
+    ):
+        assert dict(syncs.of("hf_zero")) == {"figures.py: tolist": 1}
+
+
 # -- the counter itself ----------------------------------------------------------------------------
 
 X = torch.arange(6.0)

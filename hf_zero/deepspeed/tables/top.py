@@ -228,7 +228,7 @@ TOP = (
         "deepspeed.monitor.monitor",
         "All of them.",
         names(
-            ".monitors",
+            "hf_zero.measures.monitors",
             "CometMonitor csvMonitor=CsvMonitor Monitor MonitorMaster TensorBoardMonitor "
             "WandbMonitor",
         ),
@@ -237,7 +237,7 @@ TOP = (
         module(
             f"deepspeed.monitor.{name}",
             "One of them.",
-            names(".monitors", kind),
+            names("hf_zero.measures.monitors", kind),
             left_out(INTERNAL, "*"),
         )
         for name, kind in (
@@ -251,7 +251,7 @@ TOP = (
         "deepspeed.monitor.config",
         "Their configuration.",
         names(
-            ".monitors",
+            "hf_zero.measures.monitors",
             "CometConfig=CometSection CSVConfig=CsvSection DeepSpeedMonitorConfig "
             "TensorBoardConfig=TensorBoardSection WandbConfig=WandbSection get_monitor_config",
         ),
@@ -261,7 +261,7 @@ TOP = (
         "deepspeed.profiling.flops_profiler",
         "Counts of operations.",
         names(
-            ".flops_profiler",
+            "hf_zero.measures.flops_profiler",
             "DEFAULT_PRECISION FlopsProfiler duration_to_string flops_to_string "
             "get_model_profile macs_to_string number_to_string params_to_string",
         ),

@@ -73,7 +73,7 @@ GROUPS: tuple[Row, ...] = (
     ),
 )
 ON_DEVICE = names(".zero_init", "OnDevice")
-NVTX = names(".flops_profiler", "instrument_w_nvtx")
+NVTX = names(".accelerator", "instrument_w_nvtx")
 
 UTILS = (
     module(
@@ -148,7 +148,7 @@ UTILS = (
     module(
         "deepspeed.utils.comms_logging",
         "The log of collectives.",
-        names(".comm", "CommsLogger convert_size"),
+        names("hf_zero.measures.comms_log", "CommsLogger convert_size"),
         left_out(INTERNAL, "*"),
     ),
     module(
@@ -181,7 +181,8 @@ UTILS = (
     module(
         "deepspeed.utils.timer",
         "Timers.",
-        names(".logs", "SynchronizedWallClockTimer ThroughputTimer trim_mean"),
+        names(".logs", "SynchronizedWallClockTimer ThroughputTimer"),
+        names("hf_zero.measures.comms_log", "trim_mean"),
         classes_not_built(PROFILE, "CudaEventTimer"),
         left_out(
             "leave the calls out: wall_clock_breakdown switches the engine's times", "NoopTimer"

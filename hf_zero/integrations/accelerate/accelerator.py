@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from hf_zero.config.techniques import PHASES
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.loaders import follow_engines, sequence_ranks, tensor_ranks
+from hf_zero.measures.figures import tracked
 from hf_zero.zero.layout.parameter import owner_of
 
 AUTO = "auto"
@@ -91,6 +93,36 @@ def _refuse_pipelines(args: Sequence[Any]) -> None:
             "call a model for its loss; call hf_zero.initialize(model=stages, ...) and train by "
             "engine.train_batch(), or shard the whole model at stage 3"
         )
+
+
+def add_figures(original: Callable[..., None]) -> Callable[..., None]:
+    """Wraps ``Accelerator.log``: trackers get the figures of the first engine beside the script's
+    values, which keep their names.
+    """
+
+    def log(
+        self: Any, values: dict[str, Any], step: int | None = None, log_kwargs: Any = None
+    ) -> None:
+        figures = (each.figures for each in engines_of(self) if each.figures)
+        found = tracked(next(figures, {}))
+        original(self, {**found, **values}, step, {} if log_kwargs is None else log_kwargs)
+
+    return log
+
+
+def engines_of(accelerator: Any) -> list[Any]:
+    """Return the engines that ``accelerator`` has prepared, in order."""
+    from hf_zero.engine import Engine
+
+    return [each for each in accelerator._models if isinstance(each, Engine)]
+
+
+def keep_measures_in(accelerator: Any, folder: Path) -> None:
+    """Have the engines of ``accelerator`` write their files to ``folder``, further ones to folders
+    in it.
+    """
+    for number, engine in enumerate(engines_of(accelerator)):
+        engine.measures.keep_in(str(folder / f"model_{number}" if number else folder))
 
 
 def follow_the_phases(original: Callable[..., None]) -> Callable[..., None]:

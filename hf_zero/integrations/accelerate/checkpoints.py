@@ -16,6 +16,7 @@ from hf_zero.checkpoint.commit import excess, remove
 from hf_zero.checkpoint.find import DROPPED
 from hf_zero.checkpoint.save_job import after_commit, decide_on_rank_0
 from hf_zero.integrations import finder
+from hf_zero.integrations.accelerate.accelerator import keep_measures_in
 from hf_zero.integrations.checkpoint_folders import (
     StateContents,
     last_complete,
@@ -53,7 +54,10 @@ def keep_until_saved(original: Callable[..., Any]) -> Callable[..., Any]:
         **save_model_func_kwargs: Any,
     ) -> Any:
         if not _names_itself(self):
+            if _under_zero(self) and output_dir is not None:
+                keep_measures_in(self, Path(output_dir).parent)
             return original(self, output_dir, safe_serialization, **save_model_func_kwargs)
+        keep_measures_in(self, Path(self.project_dir))
         settings, parts = self.project_configuration, StateContents.of(self)
         settings.iteration = decide_on_rank_0(
             lambda: _first_free_number(_states(self), settings.iteration, parts)
@@ -115,6 +119,9 @@ def resume_from_whole(original: Callable[..., Any]) -> Callable[..., Any]:
                 )
             )
             input_dir = None if found is None else str(found)
+        if input_dir is not None and _under_zero(self):
+            named = _names_itself(self)
+            keep_measures_in(self, Path(self.project_dir) if named else Path(input_dir).parent)
         result = original(self, input_dir, load_kwargs, **load_model_func_kwargs)
         if input_dir is not None and _under_zero(self):
             # Accelerate's count of micro-batches in a window: unknown for new ranks, and the window

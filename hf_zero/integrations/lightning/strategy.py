@@ -29,6 +29,7 @@ from hf_zero.integrations.engine_teardown import destroy_and_restore
 from hf_zero.integrations.lightning.settings import read, resolve
 from hf_zero.integrations.transformers.loading import made_under
 from hf_zero.loading.shard_only import hold, release_holders
+from hf_zero.measures.figures import tracked
 from hf_zero.parallel.tensor.model import readers
 from hf_zero.techniques.data_sampling import (
     CurriculumSampler,
@@ -231,6 +232,7 @@ class StrategyMethods:
                 "sequence_length and the learning rate in it, and let a "
                 "GradientAccumulationScheduler change accumulate_grad_batches"
             )
+        engine.measures.keep_in(trainer.default_root_dir)
         engine.lr_scheduler = None  # Lightning steps the scheduler
         engine.set_gradient_accumulation_boundary(True)
         this.optimizers = [core._MockOptimizer() if made is None else made]
@@ -289,6 +291,19 @@ class StrategyMethods:
         # of modules inside are forwards.
         with this.precision_plugin.train_step_context():
             return this.lightning_module.training_step(*args, **kwargs)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step, and give the engine's figures to the loggers every ``log_every_n_steps`` steps."""
+        result = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
+        this: Any = self
+        assert self.engine is not None
+        trainer, number = this.lightning_module.trainer, self.engine.global_steps
+        figures = tracked(self.engine.figures)
+        every = trainer.log_every_n_steps
+        if figures and every and number % every == 0 and self.engine.was_step_applied():
+            for logger in trainer.loggers:
+                logger.log_metrics(figures, step=number)
+        return result
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

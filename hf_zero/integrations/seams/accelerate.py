@@ -171,6 +171,13 @@ SEAMS: tuple[Seam, ...] = (
         "trains apart without a word",
     ),
     Seam(
+        target="accelerate.accelerator:Accelerator.log",
+        signature="(*args, **kwargs)",
+        wrapper="hf_zero.integrations.accelerate.accelerator:add_figures",
+        versions=ACCELERATE,
+        why="trackers get what the script logs, and the engine's figures beside it",
+    ),
+    Seam(
         target="accelerate.accelerator:Accelerator._do_sync",
         signature="(self)",
         wrapper="hf_zero.integrations.accelerate.accelerator:follow_the_phases",

@@ -260,6 +260,14 @@ SEAMS: tuple[Seam, ...] = (
         why="reads the norm back in each step, also where it is not logged",
     ),
     Seam(
+        target="transformers.trainer:Trainer.log",
+        signature="(self, logs, start_time=None)",
+        wrapper="hf_zero.integrations.transformers.trainer:add_figures",
+        versions=TRANSFORMERS,
+        why="the one way to all reporters, TRL's too; a callback gets the logs once the history "
+        "has a copy",
+    ),
+    Seam(
         target="transformers.trainer:deepspeed_init",
         signature="(trainer, num_training_steps, inference=False)",
         wrapper="hf_zero.integrations.transformers.trainer:keep_what_was_given",

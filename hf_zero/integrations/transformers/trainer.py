@@ -142,6 +142,7 @@ def prepare_engine(original: Callable[..., Any]) -> Callable[..., Any]:
         from hf_zero.integrations.peft.adapters import keep_what_is_written
 
         keep_what_is_written(self.deepspeed)
+        self.deepspeed.measures.keep_in(self.args.output_dir)
         return result
 
     return _prepare_for_training
@@ -162,6 +163,22 @@ def leave_norm_on_device(original: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return _get_grad_norm
+
+
+def add_figures(original: Callable[..., None]) -> Callable[..., None]:
+    """Wraps ``Trainer.log``: the logs of training have the engine's figures, too, so that every
+    reporter gets them. A name that the Trainer has itself keeps the Trainer's value.
+    """
+
+    def log(self: Any, logs: dict[str, Any], start_time: float | None = None) -> None:
+        if under_zero(self) and "loss" in logs:
+            from hf_zero.measures.figures import tracked
+
+            for name, value in tracked(getattr(self.deepspeed, "figures", {})).items():
+                logs.setdefault(name, value)
+        original(self, logs, start_time)
+
+    return log
 
 
 def know_the_tensor_ranks(original: Callable[[Any], int]) -> Callable[[Any], int]:

@@ -5,7 +5,6 @@ Configurations that a pipeline does not support are refused before anything is c
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn, TypeVar
@@ -20,7 +19,6 @@ from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError, PipelineError, RankMismatchError, UnmanagedWindowError
-from hf_zero.logging import logger
 from hf_zero.parallel.alike import Calls, differing, hash_of
 from hf_zero.parallel.expert.moe_layer import MOELayer
 from hf_zero.parallel.pipeline.rank_stages import PipelineRun, Stage
@@ -97,7 +95,6 @@ class PipelineTraining(TrainingEngine):
             )
         if data_iter is not None:
             self.set_dataiterator(data_iter)
-        began = time.perf_counter()
         self.module.train()
         steps, window = self.gradient_accumulation_steps(), self.accumulation
         before = window.boundary
@@ -111,12 +108,7 @@ class PipelineTraining(TrainingEngine):
             super().step()
         finally:
             window.boundary = before
-        loss = self._mean(losses)
-        every = self.config.steps_per_print
-        if every and self.global_rank == 0 and self.global_steps % every == 0:
-            seconds = time.perf_counter() - began
-            logger.info("step %d: loss %.4f, %.3f s", self.global_steps, float(loss), seconds)
-        return loss
+        return self._mean(losses)
 
     def eval_batch(
         self,
@@ -243,6 +235,10 @@ class PipelineTraining(TrainingEngine):
 
     def _run_forward(self, stage: int, number: int, inputs: Any) -> Any:
         return super().forward(self._window[number][0] if inputs is None else inputs, stage=stage)
+
+    def batch_of(self, args: Any, kwargs: Any) -> Any:
+        """Return the inputs of the first stage; None on other stages, which read activations."""
+        return args if self.is_first_stage() and kwargs["stage"] == 0 else None
 
     def _run_backward(
         self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]

@@ -1,5 +1,5 @@
-"""Reports on steps: their times, and warnings about silent failures: non-finite gradients, and
-backwards without a step.
+"""Reports on steps: the interface of their measures, and warnings about silent failures:
+non-finite gradients, and backwards without a step.
 
 [Note: read one step late]
 Only the device knows whether a norm is finite, and the host does not wait for it. Rank 0 copies the
@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import ctypes
 import math
-import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds, pinned, spans, streams
 from hf_zero.logging import logger
 
@@ -141,69 +140,44 @@ class SanityChecks:
             logger.warning("%s", text)
 
 
-# ---- milliseconds of forward, backward and step (``wall_clock_breakdown``) ----
-
-PARTS = ("fwd", "bwd", "step")
-
-
-class _Timed:
-    def __init__(self, milliseconds: dict[str, float], part: str, device: torch.device):
-        self._milliseconds, self._part, self._device = milliseconds, part, device
-
-    def __enter__(self) -> None:
-        kinds.synchronize(self._device)
-        self._began = time.perf_counter()
-
-    def __exit__(self, *raised: Any) -> None:
-        kinds.synchronize(self._device)
-        self._milliseconds[self._part] += 1e3 * (time.perf_counter() - self._began)
-
-
-class StepTimes:
-    """Times of one engine, with a synchronisation of the device before and after each.
-    ``micro_batch`` and ``window``: milliseconds by part for the last
-    ``engine.step()`` with its forwards and backwards, and for the last accumulation window; empty
-    unless measured.
+class StepMeasures:
+    """Measures of the steps of one engine. Every method does nothing here; an engine whose
+    configuration asks for measures has ``hf_zero.measures.step.EngineMeasures``.
     """
 
-    def __init__(self, config: ZeroConfig, device: torch.device, rank: int):
-        self.micro_batch: dict[str, float] = {}
-        self.window: dict[str, float] = {}
-        self._on = config.wall_clock_breakdown
-        every = config.steps_per_print
-        self._every = 1 if every is None or math.isinf(every) else max(1, int(every))
-        self._device, self._rank = device, rank
-        self._now = dict.fromkeys(PARTS, 0.0)
-        self._in_window = dict.fromkeys(PARTS, 0.0)
-        self._to_print: list[dict[str, float]] = []  # windows since the last line
+    def forward(self, engine: Any, args: Any, kwargs: Any) -> AbstractContextManager[Any]:
+        """Return a context for a forward with these arguments."""
+        return spans.NOTHING
 
-    def timed(self, part: str) -> _Timed | AbstractContextManager[None]:
-        """Return a context manager for a forward ("fwd"), a backward ("bwd") or a "step"."""
-        return _Timed(self._now, part, self._device) if self._on else spans.NOTHING
-
-    def end(self, ends_window: bool, steps: int) -> None:
-        """End a step() call, the last of ``steps`` so far if it ``ends_window``. Rank 0 logs a line
-        every ``steps_per_print`` steps.
+    def backward(
+        self, engine: Any, loss: torch.Tensor, weighed: bool
+    ) -> AbstractContextManager[Any]:
+        """Return a context for the backward of ``loss``, which is ``weighed`` if it has its weight
+        in the accumulation window already.
         """
-        if not self._on:
-            return
-        self.micro_batch, self._now = self._now, dict.fromkeys(PARTS, 0.0)
-        for part, milliseconds in self.micro_batch.items():
-            self._in_window[part] += milliseconds
-        if not ends_window:
-            return
-        self.window, self._in_window = self._in_window, dict.fromkeys(PARTS, 0.0)
-        self._to_print.append(self.window)
-        if steps % self._every == 0:
-            self._print(steps)
+        return spans.NOTHING
 
-    def _print(self, steps: int) -> None:
-        windows, self._to_print = self._to_print, []
-        if self._rank == 0:
-            means = {part: sum(w[part] for w in windows) / len(windows) for part in PARTS}
-            logger.info(
-                "step %d: time (ms) | %s, means of %d steps",
-                steps,
-                " | ".join(f"{part}: {mean:.2f}" for part, mean in means.items()),
-                len(windows),
-            )
+    def step(self, engine: Any) -> AbstractContextManager[Any]:
+        """Return a context for a ``step()`` call. May be collective."""
+        return spans.NOTHING
+
+    # ---- between steps ----
+
+    @property
+    def figures(self) -> Mapping[str, Any]:
+        """The figures of the last step that has been read, for the trackers of a script; empty
+        unless asked for.
+        """
+        return {}
+
+    def keep_in(self, folder: str) -> None:
+        """Write files to ``folder`` unless the configuration, or an earlier call, names one."""
+
+    def saving(self, engine: Any, folder: str) -> None:
+        """Write out all figures: a checkpoint is about to be saved in ``folder``."""
+
+    def loaded(self, engine: Any, folder: str) -> None:
+        """Continue from the step of a checkpoint in ``folder`` that was loaded."""
+
+    def close(self, engine: Any) -> None:
+        """End all measures."""

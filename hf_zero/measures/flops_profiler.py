@@ -1,25 +1,24 @@
-"""``deepspeed.profiling.flops_profiler``: the floating-point operations of a model's forward,
-counted by torch.utils.flop_counter: those of matrix products, convolutions and attention; the
-profile of the step that the section ``flops_profiler`` names; ``instrument_w_nvtx``.
+"""``flops_profiler``: the floating-point operations of a model's forward, counted by
+torch.utils.flop_counter: those of matrix products, convolutions and attention; the profile of the
+step that the section names.
 """
 
 from __future__ import annotations
 
-import functools
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_zero.config.sections import FlopsProfilerSection
-from hf_zero.deepspeed.accelerator import get_accelerator
+from hf_zero.config.measures import FlopsProfilerSection
+from hf_zero.distributed.process_group import default_device
 from hf_zero.errors import ConfigError
+from hf_zero.measures.stopwatch import Stopwatch
 
 DEFAULT_PRECISION = 2
 UNITS = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
@@ -67,7 +66,7 @@ def depth_of(module: str) -> int:
 
 class FlopsProfiler:
     """Count the operations of ``model`` between :meth:`start_profile` and :meth:`stop_profile`, and
-    measure the seconds of its forwards; the host waits for the device around them.
+    measure the seconds of its forwards; the host waits for the device when they are read.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class FlopsProfiler:
         self._counter: FlopCounterMode | None = None
         self._by_module: Mapping[str, Mapping[Any, int]] = {}
         self._hooks: list[Any] = []
-        self._began = self._seconds = 0.0
+        self._forwards: list[Stopwatch] = []
         self._ignored: tuple[type, ...] = ()
 
     def start_profile(self, ignore_list: Iterable[type] | None = None) -> None:
@@ -97,12 +96,10 @@ class FlopsProfiler:
         self.started = True
 
     def _begin(self, module: nn.Module, args: Any) -> None:
-        get_accelerator().synchronize()
-        self._began = time.perf_counter()
+        self._forwards.append(Stopwatch(default_device()).__enter__())
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        get_accelerator().synchronize()
-        self._seconds += time.perf_counter() - self._began
+        self._forwards[-1].__exit__()
 
     def stop_profile(self) -> None:
         """Stop counting; the counts stay available."""
@@ -121,7 +118,7 @@ class FlopsProfiler:
 
     def reset_profile(self) -> None:
         """Reset the counts to zero."""
-        self._by_module, self._seconds = {}, 0.0
+        self._by_module, self._forwards = {}, []
 
     def _counts(self) -> dict[str, int]:
         """Return operations by the name of a module, "" for the model itself."""
@@ -153,7 +150,8 @@ class FlopsProfiler:
 
     def get_total_duration(self, as_string: bool = False) -> Any:
         """Return the seconds of the forwards."""
-        return duration_to_string(self._seconds) if as_string else self._seconds
+        seconds = 1e-3 * sum(watch.read() for watch in self._forwards)
+        return duration_to_string(seconds) if as_string else seconds
 
     def get_total_params(self, as_string: bool = False) -> Any:
         """Return the number of elements of the model's parameters."""
@@ -177,14 +175,15 @@ class FlopsProfiler:
         counts = self._counts()
         self.flops, self.macs = self.get_total_flops(), self.get_total_macs()
         self.params = self.get_total_params()
+        seconds = self.get_total_duration()
         rows = [*self._of_engine(), ("params per GPU", params_to_string(self.params))]
         rows += [
             ("fwd MACs per GPU", macs_to_string(self.macs)),
             ("fwd flops per GPU", number_to_string(self.flops)),
-            ("fwd latency", duration_to_string(self._seconds)),
+            ("fwd latency", duration_to_string(seconds)),
         ]
-        if self._seconds:
-            speed = flops_to_string(self.flops / self._seconds)
+        if seconds:
+            speed = flops_to_string(self.flops / seconds)
             rows.append(("fwd FLOPS per GPU = fwd flops per GPU / fwd latency", speed))
         text = f"Profile Summary at step {profile_step}:\n"
         text += "".join(f"{name + ': ':<70}  {value}\n" for name, value in rows)
@@ -222,11 +221,13 @@ class FlopsProfiler:
         engine = self.ds_engine
         if engine is None:
             return []
-        ranks = engine.dp_world_size
+        ranks = getattr(engine, "dp_world_size", None)
+        if ranks is None:
+            ranks = getattr(engine, "seq_dp_world_size", None) or engine.data_ranks
         return [
             ("world size", engine.world_size),
-            ("data parallel size", engine.seq_dp_world_size if ranks is None else ranks),
-            ("model parallel size", engine.mp_world_size),
+            ("data parallel size", ranks),
+            ("model parallel size", getattr(engine, "mp_world_size", 1)),
             ("batch size per GPU", engine.train_micro_batch_size_per_gpu()),
         ]
 
@@ -316,22 +317,3 @@ class StepProfile:
             )
             self.profiler.end_profile()
             self._wanted = False
-
-
-# ---- Ranges in a profile ----
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def instrument_w_nvtx(func: F) -> F:
-    """Wrap ``func`` in a range of its name in a profile of the device."""
-
-    @functools.wraps(func)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        get_accelerator().range_push(func.__qualname__)
-        try:
-            return func(*args, **kwargs)
-        finally:
-            get_accelerator().range_pop()
-
-    return call  # type: ignore[return-value]

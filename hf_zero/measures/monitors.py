@@ -1,4 +1,4 @@
-"""``deepspeed.monitor``: figures of the training, written to files and services by rank 0.
+"""Monitors: figures of the training, written to files and services by rank 0.
 
 An event is a name, a value and the number of samples read so far, (str, float, int).
 """
@@ -13,10 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import torch
-
 from hf_zero.config import ZeroConfig
-from hf_zero.config.sections import CometSection, CsvSection, TensorBoardSection, WandbSection
+from hf_zero.config.measures import CometSection, CsvSection, TensorBoardSection, WandbSection
 from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError
 
@@ -181,34 +179,3 @@ class MonitorMaster(Monitor):
         events = list(event_list)
         for monitor in self._monitors:
             monitor.write_events(events, flush)
-
-
-class StepFigures:
-    """Figures of each completed step for the engine's monitor: the mean of rank 0's losses (those
-    passed to ``engine.backward``), the learning rate of the first group, the loss scale of fp16,
-    and milliseconds if the configuration asks for times.
-    """
-
-    def __init__(self) -> None:
-        self._losses: list[torch.Tensor] = []
-
-    def add(self, loss: torch.Tensor) -> None:
-        self._losses.append(loss.detach().mean())
-
-    def step_has_ended(self, engine: Any) -> None:
-        figures = {}
-        if self._losses:
-            figures["train_loss"] = float(torch.stack(self._losses).mean())
-            self._losses = []
-        if engine.get_lr():
-            figures["lr"] = engine.get_lr()[0]
-        if engine.fp16_enabled():
-            figures["loss_scale"] = engine.loss_scale()
-        times = engine.get_wall_clock_timers()
-        for part, name in (("fwd", "forward"), ("bwd", "backward"), ("step", "step")):
-            if part in times:
-                figures[f"elapsed_time_ms_{name}"] = times[part]
-        samples = engine.global_samples
-        engine.monitor.write_events(
-            [(f"Train/Samples/{name}", value, samples) for name, value in figures.items()]
-        )

@@ -1,0 +1,184 @@
+"""The sections of measures: figures, monitors, traces, profiles, the log of collectives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hf_zero.config.kinds import BOOLEAN, COUNT, NAMES, PATH, TEXT, Kind, integer, number
+from hf_zero.config.rows import inert, key, without
+
+FIGURES = (
+    "write the figures of each step to {}, on rank 0: loss, learning rate, gradient norm, loss "
+    "scale, rates, bytes, waits; its times with wall_clock_breakdown"
+)
+JOB = "DeepSpeedJobName"
+MONITORS = ("tensorboard", "csv_monitor", "wandb", "comet")
+
+
+def _folder(value: Any) -> str:
+    if not isinstance(value, str) and not hasattr(value, "__fspath__"):
+        raise ValueError(value)
+    return str(value)
+
+
+FOLDER = Kind("a path, or an empty string", _folder, {"type": "string"})
+
+
+_WITHOUT_METRICS = without("metrics.enabled")
+
+
+@dataclass(frozen=True)
+class MetricsSection:
+    """The figures of each step: a file of JSON lines, and the trackers of the script."""
+
+    enabled: bool = key(
+        BOOLEAN,
+        False,
+        "collect the figures of each step: rank 0 writes metrics.jsonl, and the trackers of "
+        "Accelerate, the Trainer and Lightning get them",
+    )
+    path: str | None = key(
+        PATH,
+        None,
+        "the folder of metrics.jsonl; null: beside the checkpoints",
+        idle=_WITHOUT_METRICS,
+    )
+    rotate_bytes: int = key(
+        integer(1),
+        64 << 20,
+        "size from which another file begins",
+        unit="bytes",
+        idle=_WITHOUT_METRICS,
+    )
+    peak_tflops: float | None = key(
+        number(above=0),
+        None,
+        "10^12 operations per second of one device, for mfu; null: known by its name, in 16 bits",
+    )
+    flops_per_token: float | None = key(
+        number(above=0),
+        None,
+        "operations of the whole model for a token, forward and backward, for mfu; null: computed "
+        "from its parameters, not for a mixture of experts",
+    )
+
+
+_WITHOUT_LOG = without("comms_logger.enabled")
+
+
+@dataclass(frozen=True)
+class CommsLoggerSection:
+    """Settings of the log of collectives."""
+
+    enabled: bool = key(
+        BOOLEAN,
+        False,
+        "count the engine's collectives by unit and group, with the waits for them, and time those "
+        "that the script calls in deepspeed.comm; rank 0 logs them every steps_per_print steps and "
+        "at the end, and deepspeed.comm.log_summary() prints them",
+    )
+    verbose: bool = key(BOOLEAN, False, "log each of the script's as it ends", idle=_WITHOUT_LOG)
+    prof_all: bool = key(
+        BOOLEAN,
+        True,
+        "all; false: those of prof_ops, and calls with prof=True",
+        idle=_WITHOUT_LOG,
+    )
+    debug: bool | None = key(
+        BOOLEAN, row=inert("debug", BOOLEAN, "a call is logged by its name or log_name")
+    )
+    prof_ops: tuple[str, ...] = key(NAMES, (), "names of operations", idle=_WITHOUT_LOG)
+
+
+_WITHOUT_PROFILE = without("flops_profiler.enabled")
+
+
+@dataclass(frozen=True)
+class FlopsProfilerSection:
+    """The profiled step, and the contents of the report."""
+
+    enabled: bool = key(
+        BOOLEAN,
+        False,
+        "print the floating-point operations of the model's forward in one step, on rank 0",
+    )
+    profile_step: int = key(
+        COUNT,
+        1,
+        "steps that have ended before the profiled one",
+        unit="steps",
+        idle=_WITHOUT_PROFILE,
+    )
+    module_depth: int = key(
+        integer(-1),
+        -1,
+        "modules inside modules that are listed; -1: all",
+        idle=_WITHOUT_PROFILE,
+    )
+    top_modules: int = key(
+        COUNT,
+        1,
+        "classes of modules with the most operations that are named at each depth",
+        idle=_WITHOUT_PROFILE,
+    )
+    detailed: bool = key(BOOLEAN, True, "list the modules, too", idle=_WITHOUT_PROFILE)
+    output_file: str | None = key(
+        PATH, None, "write a file instead of printing", idle=_WITHOUT_PROFILE
+    )
+    recompute_fwd_factor: float | None = key(
+        number(0), row=inert("recompute_fwd_factor", number(0), "backwards are not profiled")
+    )
+
+
+_tensorboard, _csv = without("tensorboard.enabled"), without("csv_monitor.enabled")
+_wandb, _comet = without("wandb.enabled"), without("comet.enabled")
+
+
+@dataclass(frozen=True)
+class TensorBoardSection:
+    """Event files of TensorBoard; requires its package."""
+
+    enabled: bool = key(BOOLEAN, False, FIGURES.format("TensorBoard's event files"))
+    output_path: str = key(
+        FOLDER, "", "the folder in which that of job_name lies; empty: here", idle=_tensorboard
+    )
+    job_name: str = key(TEXT, JOB, "the folder of this job", idle=_tensorboard)
+
+
+@dataclass(frozen=True)
+class CsvSection:
+    """One CSV file for each metric."""
+
+    enabled: bool = key(BOOLEAN, False, FIGURES.format("a CSV file for each"))
+    output_path: str = key(
+        FOLDER, "", "the folder in which that of job_name lies; empty: here", idle=_csv
+    )
+    job_name: str = key(TEXT, JOB, "the folder of this job", idle=_csv)
+
+
+@dataclass(frozen=True)
+class WandbSection:
+    """Weights & Biases; requires its package."""
+
+    enabled: bool = key(BOOLEAN, False, FIGURES.format("Weights & Biases"))
+    group: str | None = key(TEXT, None, "the group of the run", idle=_wandb)
+    team: str | None = key(TEXT, None, "the entity that the run belongs to", idle=_wandb)
+    project: str = key(TEXT, "deepspeed", "the project of the run", idle=_wandb)
+
+
+@dataclass(frozen=True)
+class CometSection:
+    """Comet; requires its package. Fields that are None are read from Comet's own settings."""
+
+    enabled: bool = key(BOOLEAN, False, FIGURES.format("Comet"))
+    samples_log_interval: int = key(
+        integer(1), 100, "samples between two values of one figure", unit="samples", idle=_comet
+    )
+    project: str | None = key(TEXT, None, "the project of the experiment", idle=_comet)
+    workspace: str | None = key(TEXT, None, "the workspace of the project", idle=_comet)
+    api_key: str | None = key(TEXT, None, "the key of the account", idle=_comet, repr=False)
+    experiment_name: str | None = key(TEXT, None, "what the experiment is called", idle=_comet)
+    experiment_key: str | None = key(TEXT, None, "the experiment that is gone on with", idle=_comet)
+    online: bool | None = key(BOOLEAN, None, "false: kept on this machine", idle=_comet)
+    mode: str | None = key(TEXT, None, '"get", "create" or "get_or_create"', idle=_comet)

@@ -1,0 +1,156 @@
+"""The collectives of one engine by operation, unit and group: their number, bytes, and the time
+that computation waited for them. Nothing is serialised: a collective overlaps what it always does.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from hf_zero.distributed.collective_log import CollectiveStats
+from hf_zero.distributed.collectives import Handle, MeshDim
+from hf_zero.measures.stopwatch import Stopwatch
+
+GATHERS = "all_gather"
+
+
+def wire_bytes(operation: str, size: int, ranks: int) -> float:
+    """Return the bytes that a rank sends for a collective on ``size`` bytes over ``ranks`` ranks,
+    as rings and direct exchanges do: (N - 1) / N of them, twice that in an all-reduce.
+    """
+    return (2 if operation == "all_reduce" else 1) * size * (ranks - 1) / ranks
+
+
+@dataclass
+class Row:
+    """The collectives of one kind: ``operation`` on ``unit`` over ``group``. ``nbytes``: of their
+    buffers; ``wire``: sent by this rank; ``waited``: milliseconds that computation waited.
+    """
+
+    operation: str
+    unit: str
+    group: str
+    ranks: int
+    count: int = 0
+    nbytes: int = 0
+    wire: float = 0.0
+    waited: float = 0.0
+    waits: list[Stopwatch] = field(default_factory=list, repr=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the row under the names of the log."""
+        return {
+            "operation": self.operation,
+            "unit": self.unit,
+            "group": self.group,
+            "count": self.count,
+            "bytes": self.nbytes,
+            "wire_bytes": round(self.wire),
+            "waited_ms": self.waited,
+        }
+
+
+class EngineCollectives:
+    """Counts the collectives over ``dims``, from now until :meth:`close`."""
+
+    def __init__(self, dims: Iterable[MeshDim], device: torch.device):
+        self.rows: dict[tuple[str, str, str], Row] = {}
+        self.wire = 0.0  # bytes since the engine was made
+        self._device = device
+        self._waiting = False  # a collective in several hops counts once
+        self._unread: dict[int, Row] = {}
+        observed = {id(dim): dim for dim in dims if dim.size > 1}.values()
+        self._restore: list[Callable[[], None]] = [self._observe(dim) for dim in observed]
+
+    def _observe(self, dim: MeshDim) -> Callable[[], None]:
+        stats = _DimStats(self, dim)
+        return dim.observe(stats, partial(_TimedHandle, self, stats))
+
+    def close(self) -> None:
+        """Count no more."""
+        while self._restore:
+            self._restore.pop()()
+
+    def add(self, operation: str, unit: str, dim: MeshDim, size: int) -> Row:
+        """Count one collective."""
+        group = dim.reductions.name.partition(" of ")[2]
+        row = self.rows.get((operation, unit, group))
+        if row is None:
+            row = self.rows[operation, unit, group] = Row(operation, unit, group, dim.size)
+        sent = wire_bytes(operation, size, dim.size)
+        row.count += 1
+        row.nbytes += size
+        row.wire += sent
+        self.wire += sent
+        return row
+
+    def wait(self, row: Row, wait: Callable[[], None]) -> None:
+        """Call ``wait`` and time it."""
+        if self._waiting:
+            wait()
+            return
+        watch = Stopwatch(self._device)
+        self._waiting = True
+        try:
+            with watch:
+                wait()
+        finally:
+            self._waiting = False
+        row.waits.append(watch)
+        self._unread[id(row)] = row
+
+    def take_waits(self) -> list[tuple[Row, list[Stopwatch]]]:
+        """Return the waits since the last call, to be given to :meth:`read` once they are over."""
+        taken = [(row, row.waits) for row in self._unread.values()]
+        for row, _ in taken:
+            row.waits = []
+        self._unread = {}
+        return taken
+
+    def read(self, waits: Sequence[tuple[Row, list[Stopwatch]]]) -> dict[str, float]:
+        """Add the times of ``waits`` to their rows; return their milliseconds by "gather" and
+        "reduction".
+        """
+        found = defaultdict[str, float](float)
+        for row, watches in waits:
+            took = sum(watch.read() for watch in watches)
+            row.waited += took
+            found["gather" if row.operation == GATHERS else "reduction"] += took
+        return found
+
+
+class _DimStats(CollectiveStats):
+    """Counts the collectives of one dimension for its engine, and where they were counted before.
+
+    ``last``: the row of the collective that is being issued.
+    """
+
+    def __init__(self, counts: EngineCollectives, dim: MeshDim):
+        super().__init__()
+        self._counts, self._dim, self._before = counts, dim, dim.stats
+        self.last: Row | None = None
+
+    def record(self, operation: str, key: str, size: int) -> None:
+        self._before.record(operation, key, size)
+        self.last = self._counts.add(operation, key, self._dim, size)
+
+
+class _TimedHandle(Handle):
+    """A handle that times its first wait."""
+
+    def __init__(self, counts: EngineCollectives, stats: _DimStats, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._counts, self._row = counts, stats.last
+        stats.last = None
+
+    def wait(self) -> None:
+        row, self._row = self._row, None
+        if row is None or not self._works:
+            super().wait()
+        else:
+            self._counts.wait(row, super().wait)

@@ -1,0 +1,243 @@
+"""The figures of each optimizer step, under one set of names for every route:
+
+loss: mean over the ranks and the micro-batches of the step, of the losses given to
+``engine.backward``. learning_rate: of the first group, as the step used it. grad_norm: before
+clipping, without the loss scale. loss_scale: fp16 only. step_ms: from the end of the last step, or
+from the first forward after an evaluation or a save. samples_per_second, tokens_per_second: of all
+ranks. mfu: model FLOPs utilisation of this rank, between 0 and 1. device_bytes, ram_bytes,
+disk_bytes: state of this rank by tier. peak_device_bytes: the allocator's peak. wire_bytes: sent by
+this rank for collectives of the mesh. gather_wait_ms, reduction_wait_ms: computation of this rank
+waited so long for all-gathers, and for other collectives. samples, tokens: of this step, of all
+ranks. samples_seen: since the beginning of the run.
+
+A figure that does not apply is left out. Numbers of the device are read a step late
+(``stopwatch.py``, the note).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_zero.config.measures import MetricsSection
+from hf_zero.device import free_memory, kinds, pinned
+from hf_zero.measures.collectives import EngineCollectives, Row
+from hf_zero.measures.stopwatch import Mark, Stopwatch, is_over, mark, milliseconds
+from hf_zero.measures.utilisation import flops_per_token, peak_flops
+
+Figures = dict[str, Any]
+Waits = list[tuple[Row, list[Stopwatch]]]
+
+
+NOT_DRAWN = ("step", "samples_seen", "samples", "tokens")
+
+
+def tracked(figures: Mapping[str, Any]) -> Figures:
+    """Return the figures that trackers draw over steps."""
+    return {name: value for name, value in figures.items() if name not in NOT_DRAWN}
+
+
+def main_input(engine: Any, given: Any) -> torch.Tensor | None:
+    """Return the tensor with one row a sample among the arguments of a forward: the model's main
+    input if it is named, otherwise the first one.
+    """
+    name = getattr(engine.module, "main_input_name", "input_ids")
+    first = None
+    for key, value in _leaves(given, ""):
+        if key == name:
+            return value
+        first = value if first is None else first
+    return first
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        if value.dim():
+            yield key, value
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from _leaves(each, str(name))
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _leaves(each, key)
+
+
+@dataclass
+class _Step:
+    """A step whose numbers are on their way to the host."""
+
+    known: Figures
+    tokens: int  # of this rank
+    length: float  # tokens of a sequence
+    numbers: torch.Tensor  # [5] float64: sum of losses, ranks with a loss, samples, tokens, norm
+    begin: Mark
+    end: Mark
+    waits: Waits
+    own_waits: Waits  # for the sums of these figures
+
+
+class StepFigures:
+    """Collects the figures of the steps for which ``wanted(number)`` is true, counted from 1, and
+    gives them to ``report``. Equal on all ranks, because the losses are summed over them.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        section: MetricsSection,
+        counts: EngineCollectives | None,
+        wanted: Callable[[int], bool],
+        report: Callable[[Figures], None],
+    ):
+        self.last: Figures = {}
+        self._device, self._counts = engine.device, counts
+        self._wanted, self._report = wanted, report
+        self._per_token, self._given = None, section.flops_per_token
+        self._peak = (
+            1e12 * section.peak_tflops
+            if section.peak_tflops
+            else peak_flops(engine.device, engine.config.precision)
+        )
+        self._unread: deque[_Step] = deque()
+        self._begin: Mark | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._loss: torch.Tensor | None = None
+        self._samples = self._tokens = self._squares = 0
+        self._rate: float | None = None
+        self._wire = 0.0 if self._counts is None else self._counts.wire
+
+    # ---- within a step ----
+
+    def forward(self, engine: Any, given: Any) -> None:
+        """Count the samples and tokens of a training forward."""
+        if not engine.training or not torch.is_grad_enabled():
+            self._begin = None  # an evaluation is no part of a step
+            return
+        if self._begin is None:
+            self._begin = mark(self._device)
+        rows = main_input(engine, given)
+        if rows is None:
+            return
+        self._samples += rows.shape[0]
+        if rows.dim() == 2 and not rows.is_floating_point():
+            self._tokens += rows.numel()
+            self._squares += rows.numel() * rows.shape[1]
+
+    def backward(self, loss: torch.Tensor, weight: float) -> None:
+        """Add the loss of a micro-batch, of ``weight`` in its window."""
+        own = loss.detach().double().reshape(()) * weight
+        self._loss = own if self._loss is None else self._loss + own
+
+    def begin_step(self, engine: Any) -> None:
+        """Note the learning rate of the step."""
+        groups = [] if engine.optimizer is None else engine.optimizer.param_groups
+        if groups and not isinstance(groups[0]["lr"], torch.Tensor):
+            self._rate = engine.get_lr()[0]
+
+    def end_step(self, engine: Any) -> None:
+        """Sum up a step that has ended (collective), and read those before that are over."""
+        number = engine.global_steps
+        if self._wanted(number):
+            self._unread.append(self._ended(engine, number))
+        self._clear()
+        self._begin = mark(self._device)
+        while self._unread and is_over(self._unread[0].end):
+            self._read(engine, self._unread.popleft())
+
+    def pause(self) -> None:
+        """Leave the time until the next forward out of the next step's."""
+        self._begin = None
+
+    def finish(self, engine: Any) -> None:
+        """Read all steps; waits for the device."""
+        while self._unread:
+            self._read(engine, self._unread.popleft())
+
+    # ---- the numbers of a step ----
+
+    def _ended(self, engine: Any, number: int) -> _Step:
+        known: Figures = {"step": number, "samples_seen": engine.global_samples}
+        if self._rate is not None:
+            known["learning_rate"] = self._rate
+        if engine.config.precision == "fp16":
+            known["loss_scale"] = engine.loss_scale()
+        known.update({f"{tier}_bytes": n for tier, n in engine.bytes_by_tier().items()})
+        if not kinds.is_host(self._device):
+            known["peak_device_bytes"] = free_memory.most_allocated(self._device)
+        waits = []
+        if self._counts is not None:
+            known["wire_bytes"] = round(self._counts.wire - self._wire)
+            waits = self._counts.take_waits()
+        begin = mark(self._device) if self._begin is None else self._begin
+        numbers = self._summed(engine)
+        return _Step(
+            known,
+            self._tokens,
+            self._squares / self._tokens if self._tokens else 0.0,
+            numbers,
+            begin,
+            mark(self._device),
+            waits,
+            [] if self._counts is None else self._counts.take_waits(),
+        )
+
+    def _summed(self, engine: Any) -> torch.Tensor:
+        """Return the numbers of the step over all ranks, on their way to host memory."""
+
+        def number(value: float) -> torch.Tensor:
+            return torch.full((), value, dtype=torch.float64, device=self._device)
+
+        loss = number(0.0) if self._loss is None else self._loss.to(self._device)
+        counts = (float(self._loss is not None), self._samples, self._tokens)
+        own = torch.stack([loss, *map(number, counts)])
+        mesh = engine.mesh
+        for axis in (mesh.sums.stages, mesh.shard, mesh.replicate):
+            axis.all_reduce(own, "figures of the step").wait()
+        norm = engine.grad_norm_tensor().double().reshape(1).to(self._device)
+        numbers = torch.cat([own, norm])
+        if kinds.is_host(self._device):
+            return numbers
+        return pinned.empty(5, torch.float64).copy_(numbers, non_blocking=True)
+
+    def _read(self, engine: Any, step: _Step) -> None:
+        took = milliseconds(step.begin, step.end)
+        loss, losses, samples, tokens, norm = step.numbers.tolist()
+        tensor = max(engine.mesh.dims.tensor, engine.config.tensor_parallel.size)
+        samples *= engine.data_ranks / engine.mesh.world
+        tokens /= tensor
+        figures = dict(step.known)
+        if losses:
+            figures["loss"] = loss / losses
+        figures["grad_norm"] = norm
+        figures["step_ms"] = took
+        figures.update(samples=round(samples), tokens=round(tokens))
+        if took:
+            figures["samples_per_second"] = 1e3 * samples / took
+            if tokens:
+                figures["tokens_per_second"] = 1e3 * tokens / took
+        used = self._utilisation(engine, step, took, tensor)
+        if used is not None:
+            figures["mfu"] = used
+        if self._counts is not None:
+            self._counts.read(step.own_waits)
+            waits = self._counts.read(step.waits)
+            figures.update({f"{kind}_wait_ms": waits[kind] for kind in ("gather", "reduction")})
+        self.last = figures
+        self._report(figures)
+
+    def _utilisation(self, engine: Any, step: _Step, took: float, tensor: int) -> float | None:
+        if self._peak is None or not step.tokens or not took:
+            return None
+        stages = engine.mesh.dims.pipeline
+        per_token = (
+            self._given / (tensor * stages)
+            if self._given
+            else flops_per_token(engine.module, step.length, tensor, stages)
+        )
+        return None if per_token is None else 1e3 * per_token * step.tokens / took / self._peak

@@ -1,0 +1,219 @@
+"""The measures of one engine, as its configuration asks for them; its steps call them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from hf_zero.config import ZeroConfig
+from hf_zero.config.measures import MONITORS
+from hf_zero.device import spans
+from hf_zero.logging import logger
+from hf_zero.measures.collectives import EngineCollectives
+from hf_zero.measures.comms_log import comms_logger, engine_lines
+from hf_zero.measures.figures import Figures, StepFigures, tracked
+from hf_zero.measures.flops_profiler import StepProfile
+from hf_zero.measures.memory import breakdown, layout
+from hf_zero.measures.metrics_file import MetricsFile
+from hf_zero.measures.monitors import DeepSpeedMonitorConfig, MonitorMaster
+from hf_zero.measures.times import StepTimes
+from hf_zero.zero.step.step_reports import StepMeasures
+
+PREFIX = "Train/Samples/"
+# DeepSpeed's names of figures, beside ours
+FORMER = {
+    "loss": "train_loss",
+    "learning_rate": "lr",
+    "forward_ms": "elapsed_time_ms_forward",
+    "backward_ms": "elapsed_time_ms_backward",
+    "update_ms": "elapsed_time_ms_step",
+}
+PARTS = {"fwd": "forward_ms", "bwd": "backward_ms", "step": "update_ms"}
+PRINTED = ("loss", "learning_rate", "grad_norm", "loss_scale", "samples_per_second")
+
+
+def print_interval(config: ZeroConfig) -> int:
+    """Return ``steps_per_print`` as a number of steps; 0 for none."""
+    every = config.steps_per_print
+    return 0 if every is None or math.isinf(every) else max(1, int(every))
+
+
+def measures_of(engine: Any) -> StepMeasures:
+    """Return what measures the steps of ``engine``, as its configuration says."""
+    config = engine.config
+    asked = (
+        config.wall_clock_breakdown,
+        config.memory_breakdown,
+        config.dump_state,
+        config.metrics.enabled,
+        config.comms_logger.enabled,
+        config.flops_profiler.enabled,
+        print_interval(config),
+        *(getattr(config, name).enabled for name in MONITORS),
+    )
+    return EngineMeasures(engine) if any(asked) else StepMeasures()
+
+
+class EngineMeasures(StepMeasures):
+    """Measures of the steps of ``engine``; it holds no reference to it.
+
+    ``monitor``: the enabled monitors. ``counts``: its collectives, None if nothing asks for them.
+    """
+
+    def __init__(self, engine: Any):
+        config, device, rank = engine.config, engine.device, engine.global_rank
+        self._rank, self._every = rank, print_interval(config)
+        self.times = StepTimes(config.wall_clock_breakdown, self._every or 1, device, rank)
+        self.monitor = MonitorMaster(DeepSpeedMonitorConfig.of(config))
+        self._memory = config.memory_breakdown
+        self._logs_collectives = config.comms_logger.enabled
+        self.file: MetricsFile | None = None
+        self._shows = config.metrics.enabled
+        if config.metrics.enabled and rank == 0:
+            self.file = MetricsFile(config.metrics.rotate_bytes)
+            if config.metrics.path is not None:
+                self.file.keep_in(config.metrics.path)
+        each = config.metrics.enabled or self.monitor.enabled or self._logs_collectives
+        self.counts = EngineCollectives(engine.mesh.axes, device) if each else None
+        self._figures: StepFigures | None = None
+        if each or self._every:
+            self._figures = StepFigures(
+                engine,
+                config.metrics,
+                self.counts,
+                lambda number: each or number % self._every == 0,
+                self._report,
+            )
+        if self.counts is not None and self._logs_collectives:
+            comms_logger.take(config.comms_logger)
+            comms_logger.engines.add(self.counts)
+        self.profile: StepProfile | None = None
+        if config.flops_profiler.enabled:
+            self.profile = StepProfile(engine, config.flops_profiler)
+        if config.dump_state and rank == 0:
+            logger.info("state of the engine:\n%s", layout(engine))
+
+    # ---- within a step ----
+
+    @contextmanager
+    def forward(self, engine: Any, args: Any, kwargs: Any) -> Iterator[None]:
+        if self._figures is not None:
+            self._figures.forward(engine, engine.batch_of(args, kwargs))
+        profiled = spans.NOTHING if self.profile is None else self.profile.forward()
+        with self.times.timed("fwd"), profiled:
+            yield
+
+    @contextmanager
+    def backward(self, engine: Any, loss: torch.Tensor, weighed: bool) -> Iterator[None]:
+        if self._figures is not None and isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            weight = 1.0 if weighed else 1.0 / engine.accumulation.steps
+            self._figures.backward(loss, weight)
+        with self.times.timed("bwd"):
+            yield
+
+    @contextmanager
+    def step(self, engine: Any) -> Iterator[None]:
+        ends_window = engine.accumulation.ends_by_step
+        if self._figures is not None and ends_window:
+            self._figures.begin_step(engine)
+        with self.times.timed("step"):
+            yield
+        number = engine.global_steps
+        self.times.end(ends_window, number)
+        if not ends_window:
+            return
+        if self._figures is not None:
+            self._figures.end_step(engine)
+        if self.profile is not None:
+            self.profile.step_has_ended()
+        if self._rank == 0 and number % (self._every or 1) == 0:
+            if self._memory:
+                logger.info("step %d: memory | %s", number, breakdown(engine))
+            if self._every and self._logs_collectives:
+                self._log_collectives()
+
+    # ---- between steps ----
+
+    @property
+    def figures(self) -> Mapping[str, Any]:
+        return self._figures.last if self._figures is not None and self._shows else {}
+
+    def keep_in(self, folder: str) -> None:
+        if self.file is not None:
+            self.file.keep_in(folder)
+
+    def saving(self, engine: Any, folder: str) -> None:
+        self.finish(engine)
+        if self._figures is not None:
+            self._figures.pause()
+        if self.file is not None:
+            self.file.keep_in(folder)
+            self.file.sync()
+
+    def loaded(self, engine: Any, folder: str) -> None:
+        self.finish(engine)
+        if self._figures is not None:
+            self._figures.pause()
+        if self.file is not None:
+            self.file.keep_in(folder)
+            self.file.resume_after(engine.global_steps)
+
+    def finish(self, engine: Any) -> None:
+        """Read the figures of all steps; waits for the device."""
+        self.times.finish()
+        if self._figures is not None:
+            self._figures.finish(engine)
+
+    def close(self, engine: Any) -> None:
+        with ExitStack() as ending:
+            if self.counts is not None:
+                ending.callback(self.counts.close)
+            self.finish(engine)
+            if self._logs_collectives and self._rank == 0:
+                self._log_collectives()
+            if self.file is not None and self.file.waiting:
+                logger.warning(
+                    "metrics: the figures of %d steps are in no file: no checkpoint was saved; "
+                    "write metrics.path",
+                    len(self.file.waiting),
+                )
+            self.profile = None
+
+    # ---- reports ----
+
+    def _report(self, figures: Figures) -> None:
+        number = figures["step"]
+        while self.times.windows and self.times.windows[0][0] <= number:
+            at, window = self.times.windows.popleft()
+            if at == number:
+                figures.update({PARTS[part]: ms for part, ms in window.items()})
+        if self._rank:
+            return
+        if self.file is not None:
+            self.file.write(figures)
+        if self.monitor.enabled:
+            self.monitor.write_events(_events(figures))
+        if self._every and number % self._every == 0:
+            shown = (f"{name} {figures[name]:.6g}" for name in PRINTED if name in figures)
+            logger.info("step %d: %s", number, ", ".join(shown))
+
+    def _log_collectives(self) -> None:
+        assert self.counts is not None
+        names = None if comms_logger.prof_all else comms_logger.prof_ops
+        lines = [
+            line for line in engine_lines(self.counts) if names is None or line.split()[0] in names
+        ]
+        logger.info("collectives of rank 0:\n%s", "\n".join(lines))
+
+
+def _events(figures: Figures) -> list[tuple[str, Any, int]]:
+    """Return the figures of a step as events of monitors, under our names and DeepSpeed's."""
+    drawn = tracked(figures)
+    for ours, theirs in FORMER.items():
+        if ours in drawn:
+            drawn[theirs] = drawn[ours]
+    return [(PREFIX + name, value, figures["samples_seen"]) for name, value in drawn.items()]

@@ -1,0 +1,251 @@
+"""Measures of a step, beside one plain process: figures, their file, collectives, memory, lines of
+the log; and that nothing of it is left behind.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from hf_zero.distributed.collectives import Handle
+from hf_zero.errors import ConfigError
+from hf_zero.measures.collectives import wire_bytes
+from hf_zero.measures.metrics_file import NAME, REPLACED, MetricsFile, read_metrics
+from hf_zero.measures.utilisation import flops_per_token
+from tests.helpers.engines import STAGES, config_of, start
+from tests.helpers.models import ARCHITECTURES, features, tokens
+from tests.helpers.stacks import by_hand, on_ranks, run_steps, squared, stack
+from tests.helpers.training import At, Plan, adamw
+
+RANKS, MICROS, STEPS = 2, 2, 3
+ON = {"metrics": {"enabled": True}}
+
+
+def measured(rank: int, model: Any, stage: int, facade: bool = False, **more: Any) -> Any:
+    config = config_of(stage, Plan(accumulation=MICROS), **(ON | more))
+    if facade:
+        return deepspeed.initialize(model=model, optimizer=adamw(model), config=config)[0]
+    return start(model, adamw(model), config)
+
+
+def losses_by_hand(steps: int) -> tuple[list[float], list[float]]:
+    """Return the mean loss of each step, and the norm of its gradient."""
+    windows = [[(1.0 / MICROS, micro) for micro in range(MICROS)]] * steps
+    losses: list[float] = []
+
+    def record(model: Any, step: int) -> None:
+        every = [squared(model, At(step, m, r)) for m in range(MICROS) for r in range(RANKS)]
+        losses.append(float(torch.stack(every).detach().mean()))
+
+    before = stack()
+    record(before, 0)
+    _, norms = by_hand(
+        adamw, windows, RANKS, after_step=lambda step, model, _: record(model, step + 1)
+    )
+    return losses[:steps], norms
+
+
+@pytest.mark.parametrize("facade", [False, True], ids=["initialize", "facade"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_figures_of_each_step(stage: int, facade: bool, tmp_path: Path) -> None:
+    def run(rank: int, model: Any) -> list[float]:
+        section = {"metrics": {"enabled": True, "path": str(tmp_path)}, "gradient_clipping": 0.0}
+        engine = measured(rank, model, stage, facade, **section)
+        sent: list[float] = []
+        for step in range(STEPS):
+            engine.mesh.stats.keep_log = True
+            engine.mesh.stats.log.clear()
+            run_steps(engine, rank, [step], MICROS)
+            log = [each for each in engine.mesh.stats.log if each[1] != "figures of the step"]
+            sent.append(sum(wire_bytes(name, size, RANKS) for name, _, size in log))
+            assert engine.figures["step"] == engine.global_steps == step + 1
+        engine.destroy()
+        assert not engine.figures
+        return sent
+
+    sent = on_ranks(RANKS, run)[0]
+    rows = list(read_metrics(tmp_path))
+    losses, norms = losses_by_hand(STEPS)
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["loss"] for row in rows] == pytest.approx(losses, rel=1e-5)
+    assert [row["grad_norm"] for row in rows] == pytest.approx(norms, rel=1e-5)
+    assert [row["wire_bytes"] for row in rows] == [round(each) for each in sent]
+    for row in rows:
+        assert (row["samples"], row["learning_rate"]) == (
+            features(0, 0, 0).shape[0] * MICROS * RANKS,
+            1e-3,
+        )
+        assert row["samples_per_second"] * row["step_ms"] == pytest.approx(1e3 * row["samples"])
+        assert row["device_bytes"] > 0 and row["gather_wait_ms"] >= 0 < row["reduction_wait_ms"]
+        assert not {"loss_scale", "mfu", "tokens_per_second"} & row.keys()
+
+
+def test_a_resumed_run_continues_one_curve(tmp_path: Path) -> None:
+    """The steps after the save are repeated by another engine; the first run's lines of them are in
+    another file.
+    """
+
+    def run(rank: int, model: Any) -> None:
+        engine = measured(rank, model, 3)
+        run_steps(engine, rank, range(2), MICROS)
+        engine.save_checkpoint(str(tmp_path))
+        run_steps(engine, rank, range(2, 4), MICROS)
+        engine.destroy()
+        engine = measured(rank, model, 2)
+        engine.load_checkpoint(str(tmp_path))
+        run_steps(engine, rank, range(2, 5), MICROS)
+        engine.destroy()
+
+    on_ranks(RANKS, run)
+    rows = list(read_metrics(tmp_path))
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    losses = losses_by_hand(5)[0]
+    assert [row["loss"] for row in rows] == pytest.approx(losses, rel=1e-5)
+    replaced = [json.loads(line) for line in (tmp_path / REPLACED).read_text().splitlines()]
+    assert [row["step"] for row in replaced] == [3, 4]
+    assert replaced[0]["loss"] == pytest.approx(losses[2], rel=1e-5)
+
+
+def test_files_are_rotated_and_repeats_removed(tmp_path: Path) -> None:
+    def write(file: MetricsFile, steps: range) -> None:
+        for step in steps:
+            file.write({"step": step, "loss": float("nan") if step == 2 else 1.0 / step})
+
+    first = MetricsFile(rotate_bytes=60)
+    write(first, range(1, 3))  # in memory
+    first.keep_in(tmp_path)
+    first.keep_in(tmp_path / "elsewhere")
+    write(first, range(3, 9))
+    assert len(list(tmp_path.glob("metrics.[0-9]*.jsonl"))) >= 2
+    with open(tmp_path / NAME, "a") as cut_off:
+        cut_off.write('{"step": 9, "lo')
+    rows = list(read_metrics(tmp_path))
+    assert [row["step"] for row in rows] == [*range(1, 9)] and rows[1]["loss"] is None
+    second = MetricsFile(rotate_bytes=60)
+    second.keep_in(tmp_path)
+    second.resume_after(4)
+    write(second, range(5, 7))
+    second.sync()
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    replaced = (tmp_path / REPLACED).read_text().splitlines()
+    assert sorted(json.loads(line)["step"] for line in replaced) == [5, 6, 7, 8]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"metrics: .*file.runs cannot be made.*metrics\.path"):
+        MetricsFile(1).keep_in(tmp_path / "file" / "runs")
+
+
+def test_figures_without_a_file_are_said(heard_in_full: list[str]) -> None:
+    def run(rank: int, model: Any) -> None:
+        engine = measured(rank, model, 1)
+        run_steps(engine, rank, range(2), MICROS)
+        engine.destroy()
+
+    on_ranks(1, run)
+    assert any("the figures of 2 steps are in no file" in line for line in heard_in_full)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_collectives_are_counted_by_unit_and_group(stage: int, heard_in_full: list[str]) -> None:
+    def run(rank: int, model: Any) -> Any:
+        config = config_of(
+            stage,
+            Plan(accumulation=MICROS),
+            comms_logger={"enabled": True},
+            zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 0},
+        )
+        engine = start(model, adamw(model), config)
+        engine.mesh.stats.keep_log = True
+        run_steps(engine, rank, range(STEPS), MICROS)
+        assert not engine.figures
+        found = {
+            (row.operation, row.unit): (row.count, row.nbytes)
+            for row in engine.measures.counts.rows.values()
+        }
+        waited = sum(row.waited for row in engine.measures.counts.rows.values())
+        groups = {row.group for row in engine.measures.counts.rows.values()}
+        kept = deepspeed.comm.log_summary(return_dict=True)["engines"] if rank == 0 else []
+        log = engine.mesh.stats.log
+        engine.destroy()
+        assert all(axis._handle is Handle for axis in engine.mesh.axes)
+        want: dict[tuple[str, str], tuple[int, int]] = {}
+        for operation, key, size in log:
+            count, total = want.get((operation, key), (0, 0))
+            want[operation, key] = count + 1, total + size
+        return found, want, waited, groups, kept
+
+    try:
+        for found, want, waited, groups, kept in on_ranks(RANKS, run):
+            assert found == want and waited > 0
+            assert all("over ranks 0, 1" in group for group in groups)
+            assert not kept or found.keys() in [
+                {(row["operation"], row["unit"]) for row in rows} for rows in kept
+            ]
+    finally:
+        deepspeed.comm.configure(enabled=False)
+    said = [line for line in heard_in_full if "collectives of rank 0" in line]
+    assert len(said) == 1 and "reduce_scatter" in said[0] if stage else len(said) == 1
+
+
+@pytest.mark.parametrize("every", [2, None, float("inf")])
+def test_lines_of_the_log(every: float | None, heard_in_full: list[str]) -> None:
+    def run(rank: int, model: Any) -> None:
+        config = config_of(3, steps_per_print=every, memory_breakdown=True, dump_state=True)
+        engine = start(model, adamw(model), config)
+        run_steps(engine, rank, range(4))
+        engine.destroy()
+
+    on_ranks(RANKS, run)
+    figures = [line for line in heard_in_full if "samples_per_second" in line]
+    assert [line.split(":")[0] for line in figures] == (["step 2", "step 4"] if every == 2 else [])
+    assert all("loss" in line and "grad_norm" in line for line in figures)
+    memory = [line for line in heard_in_full if "memory | parameters on device" in line]
+    assert len(memory) == (2 if every == 2 else 4)
+    (state,) = [line for line in heard_in_full if line.startswith("state of the engine")]
+    assert "stage 3 on 2 ranks, 2 shards x 1 replicas" in state and "group 0 of AdamW" in state
+    assert "unit blocks.2: " in state and "6 parameters, elements" in state
+
+
+def test_operations_of_a_token_are_those_that_torch_counts() -> None:
+    """Forward and backward of a dense model are three times its forward."""
+    architecture = ARCHITECTURES["llama"]
+    model = architecture.build()
+    ids = tokens(0, 0, 0)
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        model.set_attn_implementation("eager")
+        model(input_ids=ids)
+    per_token = flops_per_token(model, ids.shape[1], 1, 1)
+    assert per_token == 3 * counted.get_total_flops() / ids.numel()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    frozen = flops_per_token(model, ids.shape[1], 1, 1)
+    assert per_token is not None and frozen is not None and frozen < per_token
+    model.config.num_local_experts = 4
+    assert flops_per_token(model, ids.shape[1], 1, 1) is None
+
+
+def test_utilisation_of_a_given_peak(tmp_path: Path) -> None:
+    def run(rank: int, model: Any) -> dict[str, Any]:
+        section = {"enabled": True, "peak_tflops": 1e-6, "flops_per_token": 1e3}
+        config = config_of(2, metrics=section | {"path": str(tmp_path)})
+        engine = start(model, adamw(model), config)
+        ids = tokens(0, 0, rank)
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+        found = dict(engine.figures)
+        engine.destroy()
+        return found
+
+    build = ARCHITECTURES["llama"].build
+    figures = on_ranks(RANKS, run, build=build)[0]
+    count = RANKS * tokens(0, 0, 0).numel()
+    assert figures["tokens"] == count
+    assert figures["mfu"] == pytest.approx(figures["tokens_per_second"] / RANKS * 1e3 / 1e6)
