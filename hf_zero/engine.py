@@ -19,7 +19,7 @@ from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.rank_requests import STOP
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.logging import logger
-from hf_zero.measures.step import measures_of
+from hf_zero.measures.step import EngineMeasures, measures_of
 from hf_zero.techniques.data_sampling import Finish
 from hf_zero.techniques.registry import set_custom_schedule, set_post_process
 from hf_zero.zero.layout.engine_plan import EnginePlan
@@ -139,6 +139,18 @@ class Engine(TrainingEngine):
         ``hf_zero/measures/figures.py``; empty unless ``metrics.enabled``.
         """
         return self.measures.figures
+
+    def trace(self, steps: int = 1, folder: str = "") -> None:
+        """Trace the next ``steps`` optimizer steps of all ranks (collective); rank 0 then writes
+        one file into ``folder``, gzipped, for Perfetto and chrome://tracing, and logs its name.
+        Does nothing while a trace is under way. Raises ConfigError for less than one step, while
+        another profiler runs, or if the folder cannot be made.
+        """
+        if steps < 1:
+            raise ConfigError(f"trace(steps={steps!r}) traces nothing; pass 1 or more")
+        if not isinstance(self.measures, EngineMeasures):
+            self.measures = EngineMeasures(self)
+        self.measures.trace(self, steps, folder)
 
     def set_custom_curriculum_learning_schedule(
         self, schedule: Callable[[int], float] | Mapping[str, Callable[[int], float]]

@@ -64,6 +64,21 @@ class MetricsSection:
     )
 
 
+_WITHOUT_TRACE = without("trace.enabled")
+
+
+@dataclass(frozen=True)
+class TraceSection:
+    """A trace of a few steps, of all ranks in one file."""
+
+    enabled: bool = key(
+        BOOLEAN, False, "write a trace of some steps for Perfetto and chrome://tracing, on rank 0"
+    )
+    first: int = key(integer(1), 5, "the first of these steps", unit="steps", idle=_WITHOUT_TRACE)
+    steps: int = key(integer(1), 2, "their number", unit="steps", idle=_WITHOUT_TRACE)
+    path: str = key(FOLDER, "", "the folder of the file; empty: here", idle=_WITHOUT_TRACE)
+
+
 _WITHOUT_LOG = without("comms_logger.enabled")
 
 

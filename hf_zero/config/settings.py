@@ -30,6 +30,7 @@ from hf_zero.config.measures import (
     FlopsProfilerSection,
     MetricsSection,
     TensorBoardSection,
+    TraceSection,
     WandbSection,
 )
 from hf_zero.config.offload import AioSection, OffloadOptimizer, OffloadParam
@@ -259,6 +260,7 @@ class Settings:
         "log the engine's units, flat buffers and optimizer groups once it is made",
     )
     metrics: MetricsSection = section("metrics", MetricsSection)
+    trace: TraceSection = section("trace", TraceSection)
     tensorboard: TensorBoardSection = section("tensorboard", TensorBoardSection)
     wandb: WandbSection = section("wandb", WandbSection)
     comet: CometSection = section("comet", CometSection)

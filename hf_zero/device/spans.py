@@ -28,7 +28,8 @@ from hf_zero.logging import LEVELS, logger
 LOGS = {"": False, "debug": True, "debug:all": True}  # values of HF_ZERO_LOG
 _started = time.perf_counter()
 NOTHING: nullcontext[None] = nullcontext()  # one object for all blocks without a context
-_open: dict[int, tuple[str, str, float]] = {}  # blocks whose forward or backward is being logged
+# blocks whose forward or backward is under way: which, the block, its begin, its span in a trace
+_open: dict[int, tuple[str, str, float, Any]] = {}
 
 
 class _Span:
@@ -63,16 +64,30 @@ def began(owner: object, what: str, unit: str) -> None:
     """Record that the block ``owner`` begins ``what``, a forward or backward; :func:`ended` ends
     it.
 
-    For the log only: call it if ``logs`` is true.
+    Call it if ``blocks`` is true.
     """
-    _open[id(owner)] = (what, unit, time.perf_counter())
+    record = None
+    if profiler._is_profiler_enabled:
+        record = torch.profiler.record_function(f"hf_zero::{what} {unit}")
+        record.__enter__()
+    _open[id(owner)] = (what, unit, time.perf_counter(), record)
 
 
 def ended(owner: object) -> None:
-    """Log the forward or backward that :func:`began` recorded for ``owner``, if any."""
+    """End the forward or backward that :func:`began` recorded for ``owner``, if any."""
     if id(owner) in _open:
-        what, unit, since = _open.pop(id(owner))
-        _log(what, unit, 0, since)
+        what, unit, since, record = _open.pop(id(owner))
+        if record is not None:
+            record.__exit__(None, None, None)
+        if logs:
+            _log(what, unit, 0, since)
+
+
+def show_blocks(on: bool) -> None:
+    """Have forwards and backwards of blocks shown in a profile, or in the log alone."""
+    global blocks, _shown
+    _shown = on
+    blocks = logs or on
 
 
 def _log(what: str, unit: str, nbytes: int, since: float) -> None:
@@ -94,7 +109,7 @@ def log_steps(how: str) -> None:
     """Log the order of steps according to HF_ZERO_LOG: ``debug``, ``debug:all``, or empty for no
     log. The name of another level sets only that level (hf_zero/logging.py).
     """
-    global logs, _everywhere
+    global logs, _everywhere, blocks
     if how not in LOGS and how.lower() not in LEVELS:
         logger.warning(
             "HF_ZERO_LOG=%s is not known and logs nothing: set it to debug (rank 0), debug:all, or "
@@ -102,9 +117,11 @@ def log_steps(how: str) -> None:
             how,
         )
     logs, _everywhere = LOGS.get(how, False), how == "debug:all"
+    blocks = logs or _shown
     if logs:
         logger.setLevel(logging.DEBUG)
 
 
 logs, _everywhere = False, False  # whether ends of spans are logged, and on all ranks
+blocks, _shown = False, False  # whether blocks are logged or in a profile; in a profile
 log_steps(os.environ.get("HF_ZERO_LOG", ""))

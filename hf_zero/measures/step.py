@@ -21,6 +21,7 @@ from hf_zero.measures.memory import breakdown, layout
 from hf_zero.measures.metrics_file import MetricsFile
 from hf_zero.measures.monitors import DeepSpeedMonitorConfig, MonitorMaster
 from hf_zero.measures.times import StepTimes
+from hf_zero.measures.trace import StepTrace
 from hf_zero.zero.step.step_reports import StepMeasures
 
 PREFIX = "Train/Samples/"
@@ -50,6 +51,7 @@ def measures_of(engine: Any) -> StepMeasures:
         config.memory_breakdown,
         config.dump_state,
         config.metrics.enabled,
+        config.trace.enabled,
         config.comms_logger.enabled,
         config.flops_profiler.enabled,
         print_interval(config),
@@ -94,6 +96,9 @@ class EngineMeasures(StepMeasures):
         self.profile: StepProfile | None = None
         if config.flops_profiler.enabled:
             self.profile = StepProfile(engine, config.flops_profiler)
+        self._trace: StepTrace | None = None
+        self._due = config.trace if config.trace.enabled else None
+        self._trace_when_due(engine)
         if config.dump_state and rank == 0:
             logger.info("state of the engine:\n%s", layout(engine))
 
@@ -130,6 +135,9 @@ class EngineMeasures(StepMeasures):
             self._figures.end_step(engine)
         if self.profile is not None:
             self.profile.step_has_ended()
+        if self._trace is not None and self._trace.end_step(engine):
+            self._trace = None
+        self._trace_when_due(engine)
         if self._rank == 0 and number % (self._every or 1) == 0:
             if self._memory:
                 logger.info("step %d: memory | %s", number, breakdown(engine))
@@ -137,6 +145,16 @@ class EngineMeasures(StepMeasures):
                 self._log_collectives()
 
     # ---- between steps ----
+
+    def trace(self, engine: Any, steps: int, folder: str) -> None:
+        if self._trace is None:
+            self._trace = StepTrace(engine, steps, folder)
+
+    def _trace_when_due(self, engine: Any) -> None:
+        due = self._due
+        if due is not None and engine.global_steps + 1 >= due.first:
+            self._due = None
+            self.trace(engine, due.steps, due.path)
 
     @property
     def figures(self) -> Mapping[str, Any]:
@@ -172,6 +190,8 @@ class EngineMeasures(StepMeasures):
         with ExitStack() as ending:
             if self.counts is not None:
                 ending.callback(self.counts.close)
+            if self._trace is not None:
+                ending.callback(self._trace.close)
             self.finish(engine)
             if self._logs_collectives and self._rank == 0:
                 self._log_collectives()

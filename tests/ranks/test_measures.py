@@ -4,22 +4,28 @@ the log; and that nothing of it is left behind.
 
 from __future__ import annotations
 
+import gzip
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+from hf_zero.device import spans
 from hf_zero.distributed.collectives import Handle
 from hf_zero.errors import ConfigError
 from hf_zero.measures.collectives import wire_bytes
 from hf_zero.measures.metrics_file import NAME, REPLACED, MetricsFile, read_metrics
+from hf_zero.measures.trace import PIDS
 from hf_zero.measures.utilisation import flops_per_token
 from tests.helpers.engines import STAGES, config_of, start
 from tests.helpers.models import ARCHITECTURES, features, tokens
+from tests.helpers.processes import run_processes
 from tests.helpers.stacks import by_hand, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, Plan, adamw
 
@@ -249,3 +255,50 @@ def test_utilisation_of_a_given_peak(tmp_path: Path) -> None:
     count = RANKS * tokens(0, 0, 0).numel()
     assert figures["tokens"] == count
     assert figures["mfu"] == pytest.approx(figures["tokens_per_second"] / RANKS * 1e3 / 1e6)
+
+
+def traced(rank: int, folder: str) -> None:
+    """Train four steps, of which the second and the third are traced: by a key, and by a call."""
+    small = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    section = {"enabled": True, "first": 2, "steps": 2, "path": f"{folder}/key"}
+    for keys in ({"trace": section}, {}):
+        model = stack()
+        engine = start(model, adamw(model), config_of(3, zero_optimization=small, **keys))
+        run_steps(engine, rank, [0])
+        if not keys:
+            with pytest.raises(ConfigError, match="traces nothing"):
+                engine.trace(steps=0)
+            with profile(activities=[ProfilerActivity.CPU]):
+                with pytest.raises(ConfigError, match="another profiler"):
+                    engine.trace()
+            engine.trace(steps=2, folder=f"{folder}/call")
+        run_steps(engine, rank, range(1, 4))
+        engine.destroy()
+        assert not spans.blocks
+
+
+def test_a_trace_of_all_ranks(tmp_path: Path) -> None:
+    """One file with the spans of both ranks, the forward and backward of each block among them."""
+    run_processes(2, traced, str(tmp_path))
+    for by in ("key", "call"):
+        (file,) = (tmp_path / by).iterdir()
+        assert file.name == "trace-steps-2-3.json.gz"
+        with gzip.open(file, "rt") as opened:
+            check_trace(json.load(opened)["traceEvents"])
+
+
+def check_trace(events: list[dict[str, Any]]) -> None:
+    of = {
+        rank: [each for each in events if each.get("ph") == "X" and each["pid"] // PIDS == rank]
+        for rank in range(2)
+    }
+    names = {rank: Counter(each["name"] for each in found) for rank, found in of.items()}
+    for rank in range(2):
+        for block in range(3):
+            for what in ("forward", "backward"):
+                assert names[rank][f"hf_zero::{what} blocks.{block}"] == 2, (rank, what, block)
+            assert names[rank][f"hf_zero::wait_all_gather blocks.{block}"] >= 2
+    processes = [each["args"]["name"] for each in events if each.get("name") == "process_name"]
+    assert {name.split(",")[0] for name in processes} == {"rank 0", "rank 1"}
+    starts = [min(each["ts"] for each in found) for found in of.values()]
+    assert abs(starts[0] - starts[1]) < 60e6  # one clock: not the microseconds since 1970

@@ -133,7 +133,7 @@ class BackwardTracker:
             # sharded one may need its gather, and its guard off for ``module``.
             return
         self._schedule.ensure_gathered(call.unit, module)
-        if spans.logs:
+        if spans.blocks:
             spans.ended(call)
             spans.began(call, "backward", call.unit.name_of(module))
 
@@ -164,7 +164,7 @@ class BackwardTracker:
         """End the backward of ``call``: the hook on its inputs."""
         self.enter()
         unit, outstanding = call.unit, self.outstanding
-        if spans.logs:
+        if spans.blocks:
             spans.ended(call)
         unit.forwards.pending.discard(call)
         unit.forwards.in_backward.discard(call)

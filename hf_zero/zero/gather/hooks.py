@@ -218,7 +218,7 @@ class Hooks:
         last, self._last = self._last, None
         if unit is None:
             return None
-        if spans.logs:
+        if spans.blocks:
             spans.began(module, "forward", name or unit.label)
         if not grads:
             if module.training and unit.trainable and not inside:
@@ -387,7 +387,7 @@ class Hooks:
         inside = graph_task() != -1
         raised = sys.exc_info()[1] if output is None else None
         self._nested = max(0, self._nested - 1)
-        if spans.logs:
+        if spans.blocks:
             spans.ended(module)
         if unit is not None and unit.forwards.in_forward:
             call = unit.forwards.in_forward.pop()

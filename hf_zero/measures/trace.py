@@ -1,0 +1,133 @@
+"""Traces of a few steps: torch's profiler and the spans of the engine, of all ranks in one file for
+Perfetto (https://ui.perfetto.dev) and chrome://tracing.
+
+[Note: clocks]
+Times of one host come from one clock. Hosts' clocks differ, so all ranks leave a barrier together
+when the trace begins, and the events of each host are moved by the time at which its first rank has
+left it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from hf_zero.device import kinds, spans
+from hf_zero.errors import ConfigError
+from hf_zero.logging import logger
+
+PIDS = 1 << 20  # process ids of a rank in the merged file
+
+
+class RankTrace(NamedTuple):
+    """The trace of one rank: its ``events`` as gzipped JSON, with times in microseconds since
+    1970. ``met``: when it left the barrier at the beginning, on the same clock.
+    """
+
+    rank: int
+    host: str
+    met: float
+    events: bytes
+
+
+class StepTrace:
+    """Trace ``steps`` steps of ``engine``, from now on (collective); :meth:`end_step` writes them.
+
+    Raises ConfigError if ``folder`` cannot be made, or a profiler is running.
+    """
+
+    def __init__(self, engine: Any, steps: int, folder: str):
+        if torch.autograd.profiler._is_profiler_enabled:
+            raise ConfigError(
+                "trace: another profiler is running; end it first, its profile has the engine's "
+                "spans, too"
+            )
+        self._first, self._last = engine.global_steps + 1, engine.global_steps + steps
+        self._folder = Path(folder)
+        if engine.global_rank == 0:
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"trace: {folder} cannot be made ({error}); write trace.path"
+                ) from error
+        device = engine.device
+        kind = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}.get(device.type)
+        known = torch.profiler.supported_activities()
+        activities = [ProfilerActivity.CPU, *([kind] if kind is not None and kind in known else [])]
+        engine.mesh.job.barrier()
+        self._met = time.time_ns() / 1e3
+        spans.show_blocks(True)
+        self._profile = profile(activities=activities)
+        self._profile.start()
+
+    def end_step(self, engine: Any) -> bool:
+        """End a step; after the last one write the file on rank 0 (collective) and return True."""
+        if engine.global_steps < self._last:
+            return False
+        own = RankTrace(engine.global_rank, socket.gethostname(), self._met, self._stop(engine))
+        ranks = engine.mesh.job.all_gather_object(own, "traces")
+        if engine.global_rank == 0:
+            path = self._folder / f"trace-steps-{self._first}-{self._last}.json.gz"
+            with gzip.open(path, "wt", compresslevel=5) as opened:
+                json.dump({"traceEvents": list(merged(ranks))}, opened)
+            logger.info(
+                "trace of steps %d to %d of %d ranks: %s (open it in https://ui.perfetto.dev)",
+                self._first,
+                self._last,
+                len(ranks),
+                path.resolve(),
+            )
+        return True
+
+    def _stop(self, engine: Any) -> bytes:
+        """End the profile; return this rank's events."""
+        kinds.synchronize(engine.device)  # the last kernels belong to the steps
+        self._profile.stop()
+        spans.show_blocks(False)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "rank.json"
+            self._profile.export_chrome_trace(str(file))
+            found = json.loads(file.read_text())
+        base = found.get("baseTimeNanoseconds", 0) / 1e3
+        events = [
+            event | ({"ts": event["ts"] + base} if "ts" in event else {})
+            for event in found["traceEvents"]
+        ]
+        return gzip.compress(json.dumps(events).encode(), 5)
+
+    def close(self) -> None:
+        """End the profile of steps that have not ended; writes nothing."""
+        spans.show_blocks(False)
+        self._profile.stop()
+
+
+def merged(ranks: Sequence[RankTrace]) -> Iterator[dict[str, Any]]:
+    """Yield the events of all ranks on one clock; processes are named by rank, host and device."""
+    met: dict[str, float] = {}
+    for each in ranks:
+        met.setdefault(each.host, each.met)
+    for each in ranks:
+        shift = -met[each.host]  # times begin with the trace
+        numbers: dict[Any, int] = {}
+        for event in json.loads(gzip.decompress(each.events)):
+            own = event.get("pid")
+            event["pid"] = numbers.setdefault(own, each.rank * PIDS + len(numbers))
+            if event.get("ph") == "M" and event.get("name") == "process_name":
+                event["args"]["name"] = f"rank {each.rank}, {each.host}: {event['args']['name']}"
+            elif event.get("name") == "process_sort_index" and event.get("ph") == "M":
+                event["args"]["sort_index"] = event["pid"]
+            if "ts" in event:
+                event["ts"] += shift
+            if "id" in event:
+                event["id"] = f"{each.rank}/{event['id']}"
+            yield event
