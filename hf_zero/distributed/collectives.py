@@ -376,8 +376,9 @@ class MeshDim:
                 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
                 own = own.clone() if self._copies_input else own
                 works.append(gather(whole, own, group=self._group, async_op=True))
-        follows = None if beside else self._follows
-        handle = self._handle(works, self._watchdog, pending, follows=follows)
+        handle = self._handle(
+            works, self._watchdog, pending, follows=None if beside else self._follows
+        )
         if decodes:
             handle.finish_with(partial(_call_each, decodes))
         return handle

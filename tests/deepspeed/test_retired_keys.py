@@ -43,6 +43,8 @@ OTHERWISE: dict[str, Any] = {
     "wall_clock_breakdown": True,
     "tensorboard": {"enabled": True},
     "comms_logger": {"enabled": True},
+    "steps_per_print": 10,
+    "dump_state": True,
     "zero_optimization.zero_quantized_gradients": True,
     "zero_optimization.zero_quantized_weights": True,
     "zero_optimization.zero_quantized_nontrainable_weights": True,

@@ -17,11 +17,11 @@ from torch import nn
 
 from hf_zero.deepspeed import (
     accelerator,
-    comm,
     logs,
     op_builders,
 )
 from hf_zero.errors import ConfigError, HostMemoryError, NotBuiltError
+from hf_zero.measures import comms_log
 from hf_zero.parallel.pipeline import module as partition
 from hf_zero.planning.estimate import estimate
 from hf_zero.zero.layout.wrap import mark_configured
@@ -517,10 +517,10 @@ def test_a_configuration_switches_the_log_on(heard_in_full: list[str]) -> None:
 def test_the_rates_of_collectives() -> None:
     """A megabyte in a millisecond is 8.4 Gbit/s; an all-reduce moves it twice."""
     rate = (1 << 20) * 8e-6
-    assert comm.bandwidths("broadcast", 1 << 20, 1.0, 4) == (rate, rate)
-    assert comm.bandwidths("all_gather_single", 1 << 20, 1.0, 4) == (rate, rate * 0.75)
-    assert comm.bandwidths("inference_all_reduce", 1 << 20, 2.0, 4) == (rate, rate * 0.75)
-    assert [comm.convert_size(n) for n in (0, 5, 1536, 1 << 40)] == [
+    assert comms_log.bandwidths("broadcast", 1 << 20, 1.0, 4) == (rate, rate)
+    assert comms_log.bandwidths("all_gather_single", 1 << 20, 1.0, 4) == (rate, rate * 0.75)
+    assert comms_log.bandwidths("inference_all_reduce", 1 << 20, 2.0, 4) == (rate, rate * 0.75)
+    assert [comms_log.convert_size(n) for n in (0, 5, 1536, 1 << 40)] == [
         "0B",
         "5.0 B",
         "1.5 KB",

@@ -268,9 +268,9 @@ def traced(rank: int, folder: str) -> None:
         if not keys:
             with pytest.raises(ConfigError, match="traces nothing"):
                 engine.trace(steps=0)
-            with profile(activities=[ProfilerActivity.CPU]):
-                with pytest.raises(ConfigError, match="another profiler"):
-                    engine.trace()
+            running = profile(activities=[ProfilerActivity.CPU])
+            with running, pytest.raises(ConfigError, match="another profiler"):
+                engine.trace()
             engine.trace(steps=2, folder=f"{folder}/call")
         run_steps(engine, rank, range(1, 4))
         engine.destroy()
