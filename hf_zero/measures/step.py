@@ -77,8 +77,9 @@ class EngineMeasures(StepMeasures):
         self._shows = config.metrics.enabled
         if config.metrics.enabled and rank == 0:
             self.file = MetricsFile(config.metrics.rotate_bytes)
-            if config.metrics.path is not None:
-                self.file.keep_in(config.metrics.path)
+            folder = config.metrics.path or config.checkpoint.folder
+            if folder is not None:
+                self.file.keep_in(folder)
         each = config.metrics.enabled or self.monitor.enabled or self._logs_collectives
         self.counts = EngineCollectives(engine.mesh.axes, device) if each else None
         self._figures: StepFigures | None = None

@@ -146,7 +146,6 @@ class EngineParts(AroundModel):
         )
         installed.callback(self.backward_pass.remove)
         self.backward_pass.install(scaler)
-        self.step_times = StepTimes(config, mesh.device, mesh.rank)
         self.stop_requests = StopRequests(mesh, sharded.schedule.shards)
 
     def _install_patches(self, mesh: Mesh, installed: ExitStack) -> None:
