@@ -27,7 +27,7 @@ def wire_bytes(operation: str, size: int, ranks: int) -> float:
 
 
 @dataclass
-class Row:
+class CollectiveRow:
     """The collectives of one kind: ``operation`` on ``unit`` over ``group``. ``nbytes``: of their
     buffers; ``wire``: sent by this rank; ``waited``: milliseconds that computation waited.
     """
@@ -59,11 +59,11 @@ class EngineCollectives:
     """Counts the collectives over ``dims``, from now until :meth:`close`."""
 
     def __init__(self, dims: Iterable[MeshDim], device: torch.device):
-        self.rows: dict[tuple[str, str, str], Row] = {}
+        self.rows: dict[tuple[str, str, str], CollectiveRow] = {}
         self.wire = 0.0  # bytes since the engine was made
         self._device = device
         self._waiting = False  # a collective in several hops counts once
-        self._unread: dict[int, Row] = {}
+        self._unread: dict[int, CollectiveRow] = {}
         observed = {id(dim): dim for dim in dims if dim.size > 1}.values()
         self._restore: list[Callable[[], None]] = [self._observe(dim) for dim in observed]
 
@@ -76,12 +76,14 @@ class EngineCollectives:
         while self._restore:
             self._restore.pop()()
 
-    def add(self, operation: str, unit: str, dim: MeshDim, size: int) -> Row:
+    def add(self, operation: str, unit: str, dim: MeshDim, size: int) -> CollectiveRow:
         """Count one collective."""
         group = dim.reductions.name.partition(" of ")[2]
         row = self.rows.get((operation, unit, group))
         if row is None:
-            row = self.rows[operation, unit, group] = Row(operation, unit, group, dim.size)
+            row = self.rows[operation, unit, group] = CollectiveRow(
+                operation, unit, group, dim.size
+            )
         sent = wire_bytes(operation, size, dim.size)
         row.count += 1
         row.nbytes += size
@@ -89,7 +91,7 @@ class EngineCollectives:
         self.wire += sent
         return row
 
-    def wait(self, row: Row, wait: Callable[[], None]) -> None:
+    def wait(self, row: CollectiveRow, wait: Callable[[], None]) -> None:
         """Call ``wait`` and time it."""
         if self._waiting:
             wait()
@@ -104,7 +106,7 @@ class EngineCollectives:
         row.waits.append(watch)
         self._unread[id(row)] = row
 
-    def take_waits(self) -> list[tuple[Row, list[Stopwatch]]]:
+    def take_waits(self) -> list[tuple[CollectiveRow, list[Stopwatch]]]:
         """Return the waits since the last call, to be given to :meth:`read` once they are over."""
         taken = [(row, row.waits) for row in self._unread.values()]
         for row, _ in taken:
@@ -112,7 +114,7 @@ class EngineCollectives:
         self._unread = {}
         return taken
 
-    def read(self, waits: Sequence[tuple[Row, list[Stopwatch]]]) -> dict[str, float]:
+    def read(self, waits: Sequence[tuple[CollectiveRow, list[Stopwatch]]]) -> dict[str, float]:
         """Add the times of ``waits`` to their rows; return their milliseconds by "gather" and
         "reduction".
         """
@@ -133,7 +135,7 @@ class _DimStats(CollectiveStats):
     def __init__(self, counts: EngineCollectives, dim: MeshDim):
         super().__init__()
         self._counts, self._dim, self._before = counts, dim, dim.stats
-        self.last: Row | None = None
+        self.last: CollectiveRow | None = None
 
     def record(self, operation: str, key: str, size: int) -> None:
         self._before.record(operation, key, size)

@@ -25,12 +25,12 @@ import torch
 
 from hf_zero.config.measures import MetricsSection
 from hf_zero.device import free_memory, kinds, pinned
-from hf_zero.measures.collectives import EngineCollectives, Row
+from hf_zero.measures.collectives import EngineCollectives, CollectiveRow
 from hf_zero.measures.stopwatch import Mark, Stopwatch, is_over, mark, milliseconds
 from hf_zero.measures.utilisation import flops_per_token, peak_flops
 
 Figures = dict[str, Any]
-Waits = list[tuple[Row, list[Stopwatch]]]
+Waits = list[tuple[CollectiveRow, list[Stopwatch]]]
 
 
 NOT_DRAWN = ("step", "samples_seen", "samples", "tokens")
