@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds
+from hf_zero.distributed.attempts import store_of_attempt
 from hf_zero.distributed.collective_log import PendingCollective
 from hf_zero.distributed.collectives import DEFAULT_TIMEOUT, MARGIN_SECONDS
 from hf_zero.distributed.process_group import (
@@ -23,6 +23,7 @@ from hf_zero.distributed.process_group import (
 )
 from hf_zero.distributed.rank_hosts import choose_interface
 from hf_zero.distributed.rendezvous import LOOPBACK, announce
+from hf_zero.distributed.uncaught import connect_to_agent_store
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import ConfigError
@@ -85,7 +86,15 @@ def init_distributed(
     else:
         group = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     limit = timedelta(seconds=seconds + MARGIN_SECONDS)
-    _join(world_size, where, partial(dist.init_process_group, backend, timeout=limit, **group))
+
+    def join() -> None:
+        agent = connect_to_agent_store(limit) if place is not None else None
+        if agent is not None and place is not None:
+            own = store_of_attempt(agent, place.rank, world_size, limit)
+            group.update(store=own, rank=place.rank, world_size=world_size)
+        dist.init_process_group(backend, timeout=limit, **group)
+
+    _join(world_size, where, join)
     if get_world_size() > 1:
         get_world_group().log.timeout = seconds
 

@@ -97,6 +97,7 @@ OTHER_LIBRARIES = {
     "transformers": {"accelerate"},
 }
 TORCH_DISTRIBUTED = (
+    "hf_zero.distributed.attempts",
     "hf_zero.distributed.uncaught",
     "hf_zero.distributed.process_group",
     "hf_zero.distributed.init",
