@@ -69,17 +69,7 @@ class Resumed:
         if readers == before:
             return config
         micro = config.train_micro_batch_size_per_gpu or saved["micro_batch"]
-        steps, rest = divmod(samples, micro * readers)
-        if rest:
-            raise ConfigError(
-                f"resume: {self} was saved with steps of {samples} samples by {before} "
-                f"data-parallel ranks, which micro-batches of {micro} on {readers} ranks do not "
-                f"make; {_remedy(samples, readers)}"
-            )
-        log_rank0(
-            f"resume on {readers} data-parallel ranks, {before} before: {steps} micro-batches of "
-            f"{micro} a step keep its {samples} samples"
-        )
+        steps = micro_batches(saved, micro, readers, str(self))
         return config.override(
             {TOTAL: samples, MICRO: micro, ACCUMULATION: steps}, f"resume of {self}"
         )
@@ -88,14 +78,37 @@ class Resumed:
         return f"{self.directory}/{self.tag}"
 
 
-def _remedy(samples: int, readers: int) -> str:
+def micro_batches(
+    saved: dict[str, int], micro: int, readers: int, source: str, key: str = MICRO
+) -> int:
+    """Return the number of micro-batches of ``micro`` samples that a step has on ``readers``
+    data-parallel ranks, so that it keeps the samples of ``saved`` (``batch`` of the manifest).
+
+    Raises ConfigError if they do not divide, naming the values of ``key`` that do.
+    """
+    samples, before = saved["samples"], saved["readers"]
+    steps, rest = divmod(samples, micro * readers)
+    if rest:
+        raise ConfigError(
+            f"resume: {source} was saved with steps of {samples} samples by {before} "
+            f"data-parallel ranks, which micro-batches of {micro} on {readers} ranks do not "
+            f"make; {_remedy(samples, readers, key)}"
+        )
+    log_rank0(
+        f"resume on {readers} data-parallel ranks, {before} before: {steps} micro-batches of "
+        f"{micro} a step keep its {samples} samples"
+    )
+    return steps
+
+
+def _remedy(samples: int, readers: int, key: str) -> str:
     share, rest = divmod(samples, readers)
     if rest:
         fitting = [ranks for ranks in range(1, samples + 1) if samples % ranks == 0]
         near = sorted(sorted(fitting, key=lambda ranks: abs(ranks - readers))[:4])
         return f"start {' or '.join(map(str, near))} of them"
     fitting = [micro for micro in range(1, share + 1) if share % micro == 0]
-    return f"write {MICRO}: {' or '.join(map(str, fitting[-4:]))}"
+    return f"write {key}: {' or '.join(map(str, fitting[-4:]))}"
 
 
 def find_resumed(resume: str | os.PathLike[str], config: ZeroConfig) -> Resumed | None:

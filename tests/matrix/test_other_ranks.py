@@ -92,6 +92,16 @@ def test_fewer_ranks_and_longer_windows(saved, tmp_path):
     assert [lost(reports, way, 2, 1) for way in ("trainer", "loop")] == [[1], [1]]
 
 
+def test_a_trainer_keeps_the_samples_of_a_step(saved, tmp_path):
+    """Started with the same arguments on fewer ranks, it accumulates."""
+    folder, whole = saved(2, 3)
+    how = ("--runs", str(folder / "runs"), "--stage", "3", "--micro", "4", "--ways", "trainer")
+    report, *others = launched(1, tmp_path, *how)
+    assert not others and rows([report], "trainer") == rows(whole, "trainer")[AT:]
+    expected = whole[0]["trainer"]["losses"][AT:]
+    assert report["trainer"]["losses"] == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.long
 def test_more_ranks(saved, tmp_path):
     reports = go_on(saved, tmp_path, (1, 1), (2, 3))

@@ -23,7 +23,9 @@ from typing import Any
 
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.commit import excess, remove
+from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.save_job import after_commit, decide_on_rank_0
+from hf_zero.config.resolving import ACCUMULATION, TOTAL
 from hf_zero.distributed import world_group
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations import finder
@@ -37,6 +39,7 @@ from hf_zero.integrations.checkpoint_folders import (
     trainer_folder_error,
     warn_lost_random_states,
 )
+from hf_zero.integrations.transformers.trainer_phases import windows_of
 from hf_zero.integrations.transformers.trainer_route import under_zero
 from hf_zero.logging import listed, log_rank0, logger
 
@@ -68,7 +71,39 @@ def whole_to_resume(trainer: Any, wanted: Any) -> Any:
         rank, ranks = trainer.args.process_index, trainer.args.world_size
         name = f"rng_state_{rank}.pth" if ranks > 1 else "rng_state.pth"
         warn_lost_random_states(folder, find.locate(folder), name, rank, ranks)
+        _keep_samples_of_a_step(trainer, folder)
     return str(folder)
+
+
+def _keep_samples_of_a_step(trainer: Any, folder: Path) -> None:
+    """Set ``gradient_accumulation_steps``, in the arguments and the configuration, so that on
+    another number of data-parallel ranks a step has the samples that it had in ``folder``.
+    Collective. Raises ConfigError if the micro-batches do not divide them.
+    """
+    if windows_of(trainer) is not None:
+        return  # training_phases say how many samples each step has
+
+    def batch_of() -> dict[str, int]:
+        path = find.locate(folder) / MANIFEST_NAME
+        return Manifest.read(path).batch if path.is_file() else {}
+
+    saved, args = decide_on_rank_0(batch_of), trainer.args
+    readers = args.world_size // trainer.get_tp_size() // trainer.get_sp_size()
+    micro = args.per_device_train_batch_size
+    if not saved or readers == saved["readers"]:
+        return
+    if micro * readers * args.gradient_accumulation_steps == saved["samples"]:
+        return
+    from hf_zero.checkpoint.resume import micro_batches
+
+    steps = micro_batches(saved, micro, readers, str(folder), "per_device_train_batch_size")
+    args.gradient_accumulation_steps = steps
+    plugin = trainer.accelerator.state.deepspeed_plugin
+    plugin.gradient_accumulation_steps = steps
+    config = plugin.hf_ds_config.config
+    config[ACCUMULATION] = steps
+    if isinstance(config.get(TOTAL), int):
+        config[TOTAL] = micro * steps * args.world_size
 
 
 def _refuse_torn(folder: Path, output: Path) -> None:

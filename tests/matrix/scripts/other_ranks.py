@@ -52,7 +52,7 @@ def trainer(args, ranks, folder):
             },
             use_cpu=True,
             max_steps=STEPS,
-            per_device_train_batch_size=A_STEP // ranks // args.accumulate,
+            per_device_train_batch_size=args.micro or A_STEP // ranks // args.accumulate,
             gradient_accumulation_steps=args.accumulate,
             learning_rate=3e-3,
             adam_epsilon=1e-6,
@@ -159,6 +159,7 @@ def main():
     parser.add_argument("--beside", action="store_true")
     parser.add_argument("--stage", type=int, required=True)
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--micro", type=int)
     parser.add_argument("--ways", nargs="+", default=["trainer", "loop"])
     args = parser.parse_args()
     torch.set_num_threads(1)
