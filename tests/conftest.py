@@ -22,7 +22,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests.helpers.cells import off_turn
+from tests.helpers.cells import off_turn, runs_long
 from tests.helpers.plain_process import plain_process as plain_process
 
 # how long an example takes, and to draw it, depends on what else runs on the machine
@@ -34,6 +34,8 @@ hypothesis.settings.register_profile(
     "fast", parent=hypothesis.settings.get_profile("any machine"), derandomize=True
 )
 torch.set_num_threads(1)
+# an engine is thousands of objects: by default collections take an eighth of the suite's time
+gc.set_threshold(20_000)
 # before triton is imported: kernels run in its interpreter, which helpers/checked_triton.py watches
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -66,6 +68,14 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("any machine" if config.getoption("--long") else "fast")
 
 
+def pytest_pycollect_makeitem(collector: pytest.Collector, obj: Any) -> list[pytest.Item] | None:
+    """In the fast suite make no items of a test that the long suite alone runs."""
+    marks = getattr(obj, "pytestmark", [])
+    if isinstance(marks, list) and "long" in [mark.name for mark in marks]:
+        return None if runs_long(collector.config) else []
+    return None
+
+
 TESTS = Path(__file__).parent
 # Folders whose tests start several processes, and what others import to start some.
 LAUNCHING = ("late", "gloo", "matrix", "loading")
@@ -78,7 +88,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.long)
     # begun last they would run alone
     items.sort(key=lambda item: not _launches(item.path))
-    if config.getoption("--long") or "long" in (config.getoption("markexpr") or ""):
+    if runs_long(config):
         return
     chosen, put_off = [], []
     for item in items:

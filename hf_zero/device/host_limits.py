@@ -63,13 +63,13 @@ def bounds(root: Path = ROOT) -> Iterator[MemoryLimit]:
 
     yield MemoryLimit(psutil.virtual_memory().available, "available on this machine", True)
     yield from cgroups(root)
-    own = psutil.Process().memory_info()
-    for limit, used, name in (
-        (resource.RLIMIT_AS, own.vms, "ulimit -v (address space)"),
-        (resource.RLIMIT_DATA, getattr(own, "data", 0), "ulimit -d (data)"),
+    for limit, kind, name in (
+        (resource.RLIMIT_AS, "vms", "ulimit -v (address space)"),
+        (resource.RLIMIT_DATA, "data", "ulimit -d (data)"),
     ):
         soft = resource.getrlimit(limit)[0]
         if soft != resource.RLIM_INFINITY:
+            used = getattr(psutil.Process().memory_info(), kind, 0)
             yield MemoryLimit(max(0, soft - used), name, False)
 
 

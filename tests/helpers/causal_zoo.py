@@ -5,13 +5,16 @@ draws in a forward.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Collection
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from hf_zero.parallel.tensor.styles import FAMILIES
+from tests.helpers.cells import runs_long
 
 VOCAB = 96
 # By the names of the fields that configurations have.
@@ -111,6 +114,25 @@ def model_types(with_plan: bool = False) -> list[str]:
         and not kind.sub_configs
         and (not with_plan or name in FAMILIES or getattr(kind, "base_model_tp_plan", None))
     ]
+
+
+def by_model_type(
+    soon: Collection[str], without: Collection[str] = (), with_plan: bool = False
+) -> Callable[[pytest.Metafunc], None]:
+    """Return a ``pytest_generate_tests`` that gives tests their argument ``model_type``: those of
+    ``soon``, and in the long suite all of :func:`model_types`, whose import takes seconds.
+    """
+
+    def generate(metafunc: pytest.Metafunc) -> None:
+        if "model_type" in metafunc.fixturenames:
+            kinds = model_types(with_plan) if runs_long(metafunc.config) else sorted(soon)
+            left = [kind for kind in kinds if kind not in without]
+            assert set(soon) <= set(left)
+            marked = [pytest.param(kind, marks=pytest.mark.long) for kind in left]
+            chosen = [kind if kind in soon else row for kind, row in zip(left, marked)]
+            metafunc.parametrize("model_type", chosen)
+
+    return generate
 
 
 def tiny_config(name: str, **more: Any) -> Any:

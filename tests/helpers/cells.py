@@ -8,6 +8,12 @@ from typing import Any
 import pytest
 
 
+def runs_long(config: pytest.Config) -> bool:
+    """Whether this run has the long suite's tests, too."""
+    expression = config.getoption("markexpr") or ""
+    return config.getoption("--long") or "long" in expression.replace("not long", "")
+
+
 def fast(cells: Iterable[Any], often: Callable[..., bool]) -> list[Any]:
     """``cells`` (tuples, or single values) as parameters; where ``often(*cell)`` is false the
     long suite alone runs them.

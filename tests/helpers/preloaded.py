@@ -21,5 +21,6 @@ for name in (
 # half a million objects, which every collection of a rank would go through
 gc.collect()
 gc.freeze()
+gc.set_threshold(20_000)
 # what triton leaves at a regular end, it says for pages
 atexit.register(os._exit, 0)

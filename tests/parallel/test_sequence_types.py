@@ -8,7 +8,7 @@ import pytest
 
 from hf_zero.errors import ConfigError
 from tests.helpers import oracle
-from tests.helpers.causal_zoo import NOT_SMALL, model_types, tiny
+from tests.helpers.causal_zoo import NOT_SMALL, by_model_type, tiny
 from tests.helpers.ranks import RankFailed
 from tests.helpers.sequences import Ranks, SequenceJob, packed, padded, plain, train_on_threads
 from tests.helpers.training import Plan
@@ -34,24 +34,19 @@ BATCHES = {
 }
 
 
+pytest_generate_tests = by_model_type(SOON, without=NOT_SMALL)
+
+
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in SOON else pytest.param(name, marks=pytest.mark.long)
-        for name in model_types()
-        if name not in NOT_SMALL
-    ],
-)
-def test_as_in_one_process(name, batch):
+def test_as_in_one_process(model_type, batch):
     def make():
-        return tiny(name, **({"pad_token_id": 1} if name == "roberta" else {}))
+        return tiny(model_type, **({"pad_token_id": 1} if model_type == "roberta" else {}))
 
     job = SequenceJob(make, BATCHES[batch])
     try:
         found, _ = train_on_threads(job, PLAN, Ranks(2), 1)
     except RankFailed as failed:
         assert isinstance(failed.__cause__, ConfigError)
-        assert name not in SOON
+        assert model_type not in SOON
         return
     oracle.compare(found, oracle.run(job, PLAN))

@@ -15,7 +15,7 @@ import hf_zero
 from hf_zero.errors import ConfigError
 from hf_zero.parallel.tensor import cuts_of
 from hf_zero.zero.layout.sharding import sharding_of
-from tests.helpers.causal_zoo import batch_of, model_types, tiny
+from tests.helpers.causal_zoo import batch_of, by_model_type, tiny
 from tests.helpers.models import seeded
 from tests.helpers.oracle import compare_tensors
 from tests.helpers.ranks import RankFailed, run_ranks
@@ -23,7 +23,7 @@ from tests.helpers.tensor_parallel import boxes_of, llama, put_together
 
 # A mechanism each: an activation with parameters, sums of modules and stacked gates that a plan
 # does not call so, latent attention, an index beside it, sinks, convolutions, several streams.
-SOON = {"apertus", "inkling_text", "inkling2_text", "deepseek_v32", "gpt_oss", "qwen3_next", "doge"}
+SOON = {"apertus", "inkling_text", "inkling2_text", "deepseek_v32", "qwen3_next", "doge"}
 REFUSED = {
     "doge": "DogeForCausalLM runs whole, and cut by its tensor-parallel plan it does not",
     "lfm2": "are one parameter, which the tensor-parallel plan leaves whole there",
@@ -64,19 +64,15 @@ def _compare(model, batch, **plan):
     compare_tensors("gradient", got, gradients, tolerance=2e-3, floor=1e-5)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in SOON else pytest.param(name, marks=pytest.mark.long)
-        for name in model_types(with_plan=True)
-    ],
-)
-def test_every_model_type_that_has_a_plan(name):
-    if name not in REFUSED:
-        _compare(tiny(name), batch_of())
+pytest_generate_tests = by_model_type(SOON, with_plan=True)
+
+
+def test_every_model_type_that_has_a_plan(model_type):
+    if model_type not in REFUSED:
+        _compare(tiny(model_type), batch_of())
         return
-    with pytest.raises(RankFailed, match=REFUSED[name]) as raised:
-        _compare(tiny(name), batch_of())
+    with pytest.raises(RankFailed, match=REFUSED[model_type]) as raised:
+        _compare(tiny(model_type), batch_of())
     assert isinstance(raised.value.__cause__, ConfigError)
 
 

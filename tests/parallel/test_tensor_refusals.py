@@ -18,7 +18,7 @@ from hf_zero.errors import ConfigError, DoesNotFitError, PartitionError, Verific
 from hf_zero.parallel.tensor import verification
 from hf_zero.parallel.tensor.layers import Rowwise
 from hf_zero.zero.layout.sharding import Sharding, set_sharding
-from tests.helpers.causal_zoo import batch_of, model_types, tiny
+from tests.helpers.causal_zoo import batch_of, by_model_type, tiny
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import seeded
 from tests.helpers.ranks import RankFailed, run_ranks
@@ -327,7 +327,9 @@ def test_a_whole_model_that_does_not_fit(monkeypatch):
     assert isinstance(raised.value.__cause__, DoesNotFitError)
 
 
+pytest_generate_tests = by_model_type((), without=REFUSED, with_plan=True)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", sorted(set(model_types(with_plan=True)) - set(REFUSED)))
-def test_every_model_type_that_has_a_plan(name):
-    assert len(_train(lambda: tiny(name), steps=1, stage=2)) == 2
+def test_every_model_type_that_has_a_plan(model_type):
+    assert len(_train(lambda: tiny(model_type), steps=1, stage=2)) == 2

@@ -119,6 +119,7 @@ def trained(run, loss_of, steps, micros=MICRO, make=adamw):
     return job
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("units", [APART, TOGETHER], ids=["apart", "together"])
 @pytest.mark.parametrize(
     ("stage", "loss_of"),
@@ -356,6 +357,7 @@ def alone(net, model, rank, draw):
         yield x.pow(2).mean() + squared(net, At(0, micro, rank))
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("losses", [older, evaluated, alone])
 def test_a_backward_through_forwards_that_have_left_out_other_blocks(losses, stage):

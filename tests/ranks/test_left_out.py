@@ -119,7 +119,8 @@ CHOICES = {
     fast(
         list(itertools.product(WHEN, CHOICES, (0, 1, 2, 3), (2, 3))),
         lambda when, choose, stage, ranks: (
-            ranks == 2 and (stage == 3 or (stage == 1 and choose == "others on each rank"))
+            ranks == 2
+            and stage == (3 if (list(WHEN).index(when) + list(CHOICES).index(choose)) % 2 else 1)
         ),
     ),
 )

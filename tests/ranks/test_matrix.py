@@ -21,7 +21,7 @@ from tests.helpers.training import ArchitectureJob, Job, Plan, adamw, plain_sgd,
 from tests.helpers.ways import WAYS
 from tests.loading.zoo import MORE, ZOO, animal
 
-RANKS, ACCUMULATION, PRECISIONS = (1, 2, 4), (1, 4), ("fp32", "bf16", "fp16")
+RANKS, ACCUMULATION, PRECISIONS = (1, 2, 4), (1, 3), ("fp32", "bf16", "fp16")
 NAMES = tuple(ARCHITECTURES)
 PRODUCT = list(itertools.product(STAGES, RANKS, ACCUMULATION, PRECISIONS, NAMES))
 
@@ -218,7 +218,23 @@ def batch(model, at):
     return made
 
 
-@pytest.mark.parametrize("name", [*ZOO, *MORE])
+# the others have the layers of one of these
+OF_OTHER_LAYERS = {
+    "albert",
+    "gpt_oss",
+    "llava",
+    "swin",
+    "whisper",
+    "qwen2_vl",
+    "jamba",
+    "segformer",
+}
+OF_OTHER_LAYERS |= {"deberta-v2", "blip", "mamba2", "rwkv", "falcon_h1", "marian", "ernie4_5_moe"}
+
+
+@pytest.mark.parametrize(
+    "name", fast([*ZOO, *MORE], lambda name: name in ZOO or name in OF_OTHER_LAYERS)
+)
 def test_a_step_equals_the_oracle(name):
     job = Typed(name)
     oracle.compare(
