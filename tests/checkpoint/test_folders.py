@@ -1,7 +1,5 @@
 """Tags, ``latest``, and what an interrupted save leaves."""
 
-from __future__ import annotations
-
 import errno
 import os
 

@@ -2,8 +2,6 @@
 that executes.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections import OrderedDict
 from pathlib import Path

@@ -2,8 +2,6 @@
 and without the frozen base.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from safetensors.torch import load_file

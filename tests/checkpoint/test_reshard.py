@@ -1,7 +1,5 @@
 """Ranges wanted from ranges stored, against a dictionary of every single element."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

@@ -2,8 +2,6 @@
 not interrupted, on the same ranks bit for bit.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 from dataclasses import replace

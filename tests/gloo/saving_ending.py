@@ -2,8 +2,6 @@
 test_endings.py starts it.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

@@ -4,8 +4,6 @@ and none is aborted natively.
 The process group is made anew for each kind, so that one launch tries many.
 """
 
-from __future__ import annotations
-
 import re
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """Accelerate loops on two CPU ranks, beside the same lines plainly in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

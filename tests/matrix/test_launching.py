@@ -2,8 +2,6 @@
 process over the same global batch.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -2,8 +2,6 @@
 the uninterrupted run has.
 """
 
-from __future__ import annotations
-
 import sys
 from functools import cache
 from pathlib import Path

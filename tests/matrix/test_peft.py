@@ -2,8 +2,6 @@
 weights of one plain process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 end; resumed, they go on as if nothing had been.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -3,8 +3,6 @@ that share layers, sequences, experts or nothing, at every stage, with padding, 
 accumulation, clipping, evaluation, generation, and a checkpoint that another mesh goes on from.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.helpers.random_programs import STEPS, Program, kinds, on_ranks, runnable

@@ -2,8 +2,6 @@
 process, they do under ZeRO.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 data-parallel rank reads in the same run without them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.helpers.launched import beside, torchrun

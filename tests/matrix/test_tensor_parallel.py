@@ -2,8 +2,6 @@
 beside the same lines in one process.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 generate, measure, save and keep.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """The Trainer on two CPU ranks by every route to ZeRO, beside DDP in the same processes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Files of the disk files and the ends of processes: killed, living side by side, leftovers."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal

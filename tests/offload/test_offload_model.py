@@ -2,8 +2,6 @@
 the engine's order is what it replays.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

@@ -2,8 +2,6 @@
 storage's dtype.
 """
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Callable
 

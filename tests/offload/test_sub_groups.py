@@ -1,7 +1,5 @@
 """Offloaded training state by sub_group and as a whole, in memory and in files."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Optimizers by name from a configuration, in DeepSpeed's dialect and with torch's names."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

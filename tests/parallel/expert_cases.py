@@ -1,7 +1,5 @@
 """Training with experts on several ranks, as a session whose gradients and weights are whole."""
 
-from __future__ import annotations
-
 import torch
 
 from hf_zero.distributed.parallel_groups import get_parallel

@@ -2,8 +2,6 @@
 layers, against loops over tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 

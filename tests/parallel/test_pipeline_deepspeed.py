@@ -1,7 +1,5 @@
 """Pipelines by DeepSpeed's names: a script in the manner of its examples, on one rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import deepspeed

@@ -2,8 +2,6 @@
 reads them, or refused by name.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from hf_zero.errors import ConfigError

@@ -1,7 +1,5 @@
 """Updates of offloaded state that begin when a test, or whoever needs one, says so."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -2,8 +2,6 @@
 boundary set from outside.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

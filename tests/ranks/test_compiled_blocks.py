@@ -2,8 +2,6 @@
 steps, and what runs as it is.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from contextlib import contextmanager

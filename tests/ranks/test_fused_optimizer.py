@@ -2,8 +2,6 @@
 resumed, offloaded in part, with fp16 overflows.
 """
 
-from __future__ import annotations
-
 import itertools
 from contextlib import nullcontext
 

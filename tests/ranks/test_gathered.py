@@ -1,7 +1,5 @@
 """GatheredParameters: whole values inside, written back from one rank, released after."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Generation on several ranks: the tokens of one process, and what is gathered for them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import GenerationConfig

@@ -2,8 +2,6 @@
 taken over.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 

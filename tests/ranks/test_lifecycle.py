@@ -3,8 +3,6 @@ that changes after initialize; keys that decide what a step does; the device of 
 threads.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 

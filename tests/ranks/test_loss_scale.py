@@ -1,7 +1,5 @@
 """fp16: the loss scale's rise and fall, and a skipped step that leaves everything as it was."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -3,8 +3,6 @@ training on the device; windows that no configuration announces, shards of any s
 update that is under way.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import threading

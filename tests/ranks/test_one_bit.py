@@ -2,8 +2,6 @@
 freeze what AdamW does.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -2,8 +2,6 @@
 what LAMB does.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

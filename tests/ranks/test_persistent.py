@@ -35,7 +35,6 @@ from tests.helpers.engines import (
 from tests.helpers.models import Stack, seeded
 from tests.helpers.offloads import offload
 from tests.helpers.plans import planned
-from tests.helpers.processes import run_processes
 from tests.helpers.stacks import by_hand, on_ranks, run_steps
 from tests.helpers.training import Plan, StackJob, adamw
 from tests.helpers.ways import WAYS
@@ -338,13 +337,6 @@ def values_after(rank):
             found[threshold]["logit_scale"] = model.logit_scale.detach().clone()
         engine.destroy()
     return found
-
-
-@pytest.mark.long
-def test_on_gloo():
-    for found in run_processes(2, values_after):
-        for name, value in found[NONE].items():
-            assert torch.equal(value, found[SMALL][name]) and torch.equal(value, found[ALL][name])
 
 
 # ---- which they are ----

@@ -2,8 +2,6 @@
 attributes stay.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections import Counter

@@ -2,8 +2,6 @@
 folder that a conversion writes. Runs where torchao is installed: ``pip install hf-zero[torchao]``.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 

@@ -2,8 +2,6 @@
 alternative.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 

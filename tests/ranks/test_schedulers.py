@@ -1,7 +1,5 @@
 """Learning-rate schedules: the engine steps them once a window, whatever form they come in."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -2,8 +2,6 @@
 refused by name otherwise.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest

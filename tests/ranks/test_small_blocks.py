@@ -1,7 +1,5 @@
 """Small blocks that share a unit: what travels, and that nothing else changes."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import sys
@@ -27,7 +25,6 @@ from tests.helpers.engines import (
     train_on_threads,
 )
 from tests.helpers.models import Stack, features, seeded
-from tests.helpers.processes import run_processes
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import on_ranks, run_steps, squared
 from tests.helpers.training import At, Plan, adamw
@@ -135,10 +132,6 @@ def same_bits(answers, stages):
 
 def test_a_message_of_several_units_changes_no_bit():
     same_bits(run_ranks(2, values_after, STAGES), STAGES)
-
-
-def test_nor_on_gloo_which_sums_chunks_in_the_order_of_ranks():
-    same_bits(run_processes(3, values_after, (1, 3), timeout=300.0), (1, 3))
 
 
 FEW = set(list(WAYS)[::5])

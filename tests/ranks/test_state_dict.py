@@ -2,8 +2,6 @@
 safe_set_full_*, on every rank.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

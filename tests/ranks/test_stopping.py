@@ -2,8 +2,6 @@
 no other step pays for it.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

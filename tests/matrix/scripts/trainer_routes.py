@@ -4,8 +4,6 @@
 stock arguments alone; the launcher brings the ZeRO config.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -2,8 +2,6 @@
 sft.packed,dpo.adapters``.
 """
 
-from __future__ import annotations
-
 from datasets import concatenate_datasets
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed

@@ -4,8 +4,6 @@ and tiny models in folders.
 Made once, before anything is trained: the scripts then load all of it from disk, as users do.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pydoc_data import topics

@@ -2,8 +2,6 @@
 that its owner alone changes.
 """
 
-from __future__ import annotations
-
 import ast
 from functools import cache
 from pathlib import Path

@@ -2,8 +2,6 @@
 averages are multiplied in.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

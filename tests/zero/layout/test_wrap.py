@@ -2,8 +2,6 @@
 shared parameters in the root.
 """
 
-from __future__ import annotations
-
 import pytest
 import transformers
 from torch import nn
