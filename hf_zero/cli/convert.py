@@ -58,6 +58,13 @@ Quantize = Annotated[
     ),
 ]
 GroupSize = Annotated[int, typer.Option(help="Its quantization_aware_training.group_size.")]
+To = Annotated[
+    str,
+    typer.Option(
+        help="safetensors (from_pretrained loads it), or dcp: what torch.distributed.checkpoint "
+        "loads into an FSDP2 or torchtitan model, with optimizer state."
+    ),
+]
 Workers = Annotated[int, typer.Option(min=1, help="Threads that read, cast and write.")]
 
 
@@ -73,6 +80,7 @@ def convert_checkpoint(
     workers: Workers = 2,
     quantize: Quantize = None,
     group_size: GroupSize = 32,
+    to: To = "safetensors",
     as_json: AsJson = False,
 ) -> None:
     """Write a sharded checkpoint as safetensors that from_pretrained loads, with its config,
@@ -97,6 +105,7 @@ def convert_checkpoint(
         only=only,
         adapters=adapters,
         workers=workers,
+        to=to,
     )
     if whole is not None:
         from hf_zero.integrations.transformers.quantized_folder import quantize_folder

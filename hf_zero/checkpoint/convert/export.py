@@ -42,6 +42,7 @@ from hf_zero.logging import in_units, logger
 WEIGHTS = "model{suffix}.safetensors"
 INDEX = "model.safetensors.index.json"
 TORCH_WEIGHTS, TORCH_INDEX = "pytorch_model{suffix}.bin", "pytorch_model.bin.index.json"
+SAFETENSORS, DCP = "safetensors", "dcp"
 WORKERS = 2  # one reads while the other writes; each has two buffers of Scratch.ELEMENTS
 
 
@@ -90,9 +91,10 @@ def convert_checkpoint(
     only: str | Sequence[str] | None = None,
     adapters: bool | None = None,
     workers: int = WORKERS,
+    to: str = SAFETENSORS,
 ) -> Conversion:
-    """Write a checkpoint as a model folder that ``from_pretrained`` loads. Needs neither the
-    model's code nor memory for the model.
+    """Write a checkpoint as a model folder that ``from_pretrained`` loads, or as a folder that
+    torch.distributed.checkpoint loads. Needs neither the model's code nor memory for the model.
 
     A conversion that was killed or interrupted resumes if it is called again for the same
     checkpoint with the same options; one that failed leaves the target as it was.
@@ -117,17 +119,28 @@ def convert_checkpoint(
             (True), or the whole wrapped model (False); by default the adapters if the checkpoint
             holds any.
         workers: threads that read, cast and write; the written bytes do not depend on their number.
+        to: ``"safetensors"``; or ``"dcp"``, with optimizer state, under the names of the training
+            model, into a new folder; without ``only`` and ``adapters``.
 
     Raises:
         CheckpointError: a checkpoint that is missing or damaged; a folder that cannot be written,
             that another conversion is writing, or that holds what is read; a disk without room;
             adapters that are asked for but absent.
-        ConfigError: an invalid dtype, size or number of workers, or a pattern that matches no
-            tensor.
+        ConfigError: an invalid dtype, format, size or number of workers, or a pattern that matches
+            no tensor.
     """
     wanted, target = dtype_option(dtype), local_path(dst, "a converted model")
     if workers < 1:
         raise ConfigError(f"workers={workers} convert nothing; pass 1 or more")
+    if to not in (SAFETENSORS, DCP):
+        raise ConfigError(f"to={to!r} is no format to convert to; pass {SAFETENSORS!r} or {DCP!r}")
+    if to == DCP:
+        if only is not None or adapters:
+            raise ConfigError(
+                "only and adapters choose tensors of a model folder, and to='dcp' writes all that "
+                "training needs; leave them out"
+            )
+        return _to_dcp(src, target, wanted, tag, exclude_frozen_parameters, verify)
     with open_checkpoint(find_checkpoint(src, tag), hashes=verify is not False) as checkpoint:
         manifest = checkpoint.manifest
         held = outputs(manifest, wanted, exclude_frozen_parameters)
@@ -156,6 +169,34 @@ def convert_checkpoint(
         kept,
         checkpoint.folder,
     )
+
+
+def _to_dcp(
+    src: str | os.PathLike[str],
+    target: Path,
+    dtype: torch.dtype | None,
+    tag: str | None,
+    exclude_frozen: bool,
+    verify: bool | None,
+) -> Conversion:
+    from hf_zero.checkpoint.convert.to_dcp import write_dcp  # imports much of torch
+
+    with open_checkpoint(find_checkpoint(src, tag), hashes=verify is not False) as checkpoint:
+        if verify is True:
+            checkpoint.verify(checkpoint.listed())
+        try:
+            held = write_dcp(checkpoint, target, dtype, exclude_frozen)
+        except OSError as error:
+            raise CheckpointError(describe_error(error, target)) from error
+        return Conversion(
+            target,
+            tuple(sorted(path.name for path in target.iterdir())),
+            (),
+            len(held),
+            sum(each.numel for each in held if not each.is_buffer),
+            sum(path.stat().st_size for path in target.iterdir()),
+            source=checkpoint.folder,
+        )
 
 
 def _write(

@@ -172,11 +172,13 @@ class _Reading:
         """
         made: dict[str, Any] = {}
         left = []
+        known = {".".join(map(str, keys)) for keys in self._under(MODEL)}
         for keys, (fqn, entry) in self.entries.items():
             if keys[0] in (*MODEL, *OPTIMIZER):
                 continue
             if hasattr(entry, "chunks"):
-                left.append(".".join(map(str, keys)))
+                name = ".".join(map(str, keys))
+                left += [] if name in known else [name]  # torchtitan's names of the same tensors
             else:
                 inner = made
                 for key in keys[:-1]:
@@ -285,7 +287,7 @@ class _Reading:
                 else:
                     apart.setdefault(name, {})[last] = self._value(record[0])
         # That format does not record groups: parameters with equal settings form one group.
-        for name, values in apart.items():
+        for name, values in ({} if settings else apart).items():
             settings.setdefault(repr(sorted(values.items())), {**values, "params": []})[
                 "params"
             ].append(name)

@@ -1,0 +1,170 @@
+"""Folders of ``torch.distributed.checkpoint`` from a checkpoint: weights and optimizer state under
+the names of the model's parameters, as FSDP2 and torchtitan load them.
+
+A folder answers to each of the forms in which they ask. Weights are ``model.<parameter>`` and, the
+same bytes, ``<parameter>``; optimizer state is ``optimizer.state.<parameter>.<state>``. Settings of
+groups are ``optimizer.param_groups.<n>.<setting>`` and, the same bytes again,
+``optimizer.param_groups.<parameter>.<setting>``, for ``flatten_optimizer_state_dict``.
+
+torch writes the files; a planner fills one tensor at a time from the chunks of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from hf_zero.checkpoint.convert.outputs import OutputTensor, outputs, tied_names
+from hf_zero.checkpoint.manifest import GroupEntry, strip_wrappers
+from hf_zero.checkpoint.reader import Checkpoint, parameter_ranges
+from hf_zero.errors import CheckpointError
+
+STEP = "step"
+METADATA = ".metadata"
+
+Fill = Callable[[torch.Tensor], None]  # copies a whole tensor into one, contiguous
+
+
+class _Planner(dcp.DefaultSavePlanner):
+    """A plan over meta tensors, each of which is filled when it is written."""
+
+    def __init__(self, fills: dict[str, Fill]):
+        super().__init__()
+        self._fills = fills
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = super().lookup_object(index)
+        if index.fqn in self._fills:
+            found = torch.empty_like(found, device="cpu")
+            self._fills[index.fqn](found)
+        return found
+
+
+class _State:
+    """The nested dict to be saved, its tensors' values, and further names of the same bytes."""
+
+    def __init__(self, checkpoint: Checkpoint, held: list[OutputTensor]):
+        self._checkpoint = checkpoint
+        self.fills: dict[str, Fill] = {}
+        # the path of each further name in the dict that a program asks with, and the name it equals
+        self.further: dict[tuple[str, ...], str] = {}
+        self.tree: dict[str, Any] = {"model": {each.name: self._weights(each) for each in held}}
+        names = {each.name for each in held}
+        for tied, of in tied_names(checkpoint.manifest).items():
+            if of in names:
+                self.further[("model", tied)] = f"model.{of}"
+                self.further[(tied,)] = f"model.{of}"
+        manifest = checkpoint.manifest
+        if manifest.optimizer is not None:
+            self.tree["optimizer"] = {"state": {}, "param_groups": []}
+            for group in manifest.optimizer.groups:
+                self._add_group(group, manifest.optimizer.class_name)
+        if manifest.lr_scheduler is not None:
+            self.tree["lr_scheduler"] = checkpoint.scheduler_state()
+
+    def _weights(self, output: OutputTensor) -> torch.Tensor:
+        self.further[(output.name,)] = f"model.{output.name}"
+        self.fills[f"model.{output.name}"] = partial(output.fill, self._checkpoint)
+        return torch.empty(output.shape, dtype=output.dtype, device="meta")
+
+    def _add_group(self, group: GroupEntry, kind: str) -> None:
+        optimizer = self.tree["optimizer"]
+        names = [strip_wrappers(name) for name in group.parameters]
+        place = len(optimizer["param_groups"])
+        settings = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in group.hyperparameters.items()
+        }
+        settings = {**_defaults(kind), **settings}
+        optimizer["param_groups"].append({**settings, "params": names})
+        for held, name in zip(group.parameters, names):
+            optimizer["state"][name] = self._states(held, name, group)
+            for key in settings:
+                self.further[("optimizer", f"param_groups.{name}.{key}")] = (
+                    f"optimizer.param_groups.{place}.{key}"
+                )
+
+    def _states(self, held: str, name: str, group: GroupEntry) -> dict[str, torch.Tensor]:
+        checkpoint = self._checkpoint
+        flat, slot = checkpoint.manifest.slots[held]
+        runs = list(parameter_ranges(checkpoint.manifest, held, 0, torch.Size(slot.whole).numel()))
+        scalars = group.apart.get(held, group.scalars)
+        found = {key: torch.tensor(float(value)) for key, value in scalars.items()}
+        for state in flat.states:
+            if not all(checkpoint.holds(run, state) for run in runs):
+                continue
+            fill = partial(_fill, checkpoint, runs, state)
+            self.fills[f"optimizer.state.{name}.{state}"] = fill
+            dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
+            found[state] = torch.empty(slot.whole, dtype=dtype, device="meta")
+        return found
+
+
+def _fill(checkpoint: Checkpoint, runs: Any, state: str, out: torch.Tensor) -> None:
+    checkpoint.fill(out.view(-1), runs, state)
+
+
+def _defaults(kind: str) -> dict[str, Any]:
+    """Return the settings that torch's optimizer of this name has beside those of a checkpoint."""
+    found = getattr(torch.optim, kind.rpartition(".")[2], None)
+    if found is None:
+        return {}
+    group = found([torch.zeros(1, requires_grad=True)]).param_groups[0]
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def write_dcp(
+    checkpoint: Checkpoint, target: Path, dtype: torch.dtype | None, exclude_frozen: bool
+) -> list[OutputTensor]:
+    """Write ``checkpoint`` to the folder ``target`` and return the tensors of the model in it.
+
+    Raises CheckpointError if ``target`` exists and is not empty, or for optimizer state of whole
+    tensors (Adafactor's), which torch's optimizers do not name.
+    """
+    optimizer = checkpoint.manifest.optimizer
+    if optimizer is not None and optimizer.factors:
+        raise CheckpointError(
+            f"{checkpoint.folder} holds {optimizer.class_name}'s state of whole tensors, for which "
+            "torch.distributed.checkpoint has no names; convert it with --to safetensors"
+        )
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} exists; remove it, or name another folder")
+    held = outputs(checkpoint.manifest, dtype, exclude_frozen)
+    state = _State(checkpoint, held)
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        writer = dcp.FileSystemWriter(unfinished, thread_count=1)
+        dcp.save(state.tree, storage_writer=writer, planner=_Planner(state.fills), no_dist=True)
+        _name_again(unfinished / METADATA, state.further)
+        if target.exists():
+            target.rmdir()
+        os.replace(unfinished, target)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return held
+
+
+def _name_again(path: Path, further: dict[tuple[str, ...], str]) -> None:
+    """Add the names ``further`` to a folder's metadata, each for the bytes of an existing name."""
+    metadata = dcp.FileSystemReader(path.parent).read_metadata()
+    places: dict[str, list[tuple[MetadataIndex, Any]]] = {}
+    for index, info in metadata.storage_data.items():
+        places.setdefault(index.fqn, []).append((index, info))
+    for keys, name in further.items():
+        fqn = ".".join(keys)
+        metadata.state_dict_metadata[fqn] = metadata.state_dict_metadata[name]
+        metadata.planner_data[fqn] = keys
+        for index, info in places[name]:
+            metadata.storage_data[MetadataIndex(fqn, index.offset, index.index)] = info
+    new = path.with_name(f"{path.name}-new")
+    new.write_bytes(pickle.dumps(metadata))
+    os.replace(new, path)
