@@ -4,11 +4,14 @@ thread while training goes on.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+import torch
 
 from hf_zero import checkpoint
 from hf_zero.checkpoint.load_sharded import load
@@ -18,11 +21,13 @@ from hf_zero.device.spans import span
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.rank_requests import STOP
 from hf_zero.errors import ConfigError, PartitionError
-from hf_zero.logging import logger
+from hf_zero.logging import listed, logger, parse_size
 from hf_zero.measures.step import EngineMeasures, measures_of
 from hf_zero.techniques.data_sampling import Finish
 from hf_zero.techniques.registry import set_custom_schedule, set_post_process
+from hf_zero.zero.access.weight_stream import BareNames, Names, WeightStream
 from hf_zero.zero.layout.engine_plan import EnginePlan
+from hf_zero.zero.layout.precision import COMPUTE
 from hf_zero.zero.layout.unit import SharedShards
 from hf_zero.zero.step.optimizer_step import refuse_half_done
 from hf_zero.zero.step.step_reports import StepMeasures
@@ -169,6 +174,54 @@ class Engine(TrainingEngine):
         on each rank. Raises ConfigError if no samples are chosen by difficulty.
         """
         set_post_process(self.techniques, function)
+
+    def iter_weights(
+        self,
+        bucket: str | int = "512MiB",
+        dtype: str | torch.dtype | None = "bf16",
+        names: str = "hf",
+        adapters: str = "merged",
+        rank0_only: bool = False,
+        changed_only: bool = False,
+    ) -> WeightStream:
+        """Return the whole weights of this moment, to be sent to another program: an iterable of
+        buckets, lists of (name, tensor on the device), each gathered while the one before is used.
+        Making it and each loop over it are collective.
+
+        Tensors are valid until the next bucket. A loop raises PartitionError if weights have
+        been written since this call; ``step`` of the result is the number of optimizer steps before
+        it, ``tensors`` lists names, dtypes and shapes without a gather.
+
+        Args:
+            bucket: bytes of a bucket, a number or text such as "512MiB". At most two are in memory;
+                a larger flat buffer is a bucket of its own.
+            dtype: "bf16", "fp16", "fp32", or a torch dtype; None: each parameter's own. fp32
+                selects the master weights.
+            names: "hf": those of the bare Transformers model; "model": those of :attr:`module`,
+                with adapters as they are.
+            adapters: "merged": the active PEFT adapters merged into their weights; "apart": beside
+                them, under the names of adapter files. Only with ``names="hf"``.
+            rank0_only: other ranks take part and get no bucket.
+            changed_only: leave out flat buffers that no step, load or script has changed since the
+                last complete loop.
+
+        Raises:
+            ConfigError: an argument is none of these.
+        """
+        kinds = {"names": (names, ("hf", "model")), "adapters": (adapters, ("merged", "apart"))}
+        for key, (given, known) in kinds.items():
+            if given not in known:
+                raise ConfigError(f"iter_weights({key}={given!r}): pass one of {listed(known)}")
+        if isinstance(dtype, str):
+            if dtype not in COMPUTE:
+                raise ConfigError(f"iter_weights(dtype={dtype!r}): pass one of {listed(COMPUTE)}")
+            dtype = COMPUTE[dtype]
+        chosen = Names() if names == "model" else BareNames()
+        if names == "hf" and hasattr(self.module, "peft_config"):
+            peft = importlib.import_module("hf_zero.integrations.peft.weight_names")
+            chosen = peft.AdapterNames(self.module, adapters == "merged")
+        size = parse_size(bucket) if isinstance(bucket, str) else bucket
+        return WeightStream(self, size, dtype, chosen, rank0_only, changed_only)
 
     def save_16bit_model(
         self,

@@ -26,7 +26,7 @@ from typing import Any
 from hf_zero.deepspeed.facade import NAME, ORIGIN, FacadeFinder, facade_spec, is_ours
 
 BACKENDS = ("hf_zero", NAME)
-WATCHED = ("accelerate", "lightning", "peft", "pytorch_lightning", "transformers")
+WATCHED = ("accelerate", "lightning", "peft", "pytorch_lightning", "transformers", "trl")
 """Top-level packages that have seams: the table itself is read when one of them is first
 imported.
 """

@@ -115,6 +115,8 @@ class ShardedModel:
         """
         sends, rest, whole = list[FlatBuffer](), list[FlatBuffer](), list[FlatBuffer]()
         for flat in stale:
+            if flat.trainable:
+                flat.mark_changed()
             if differences and flat.spec.sends_differences:
                 sends.append(flat)
                 continue

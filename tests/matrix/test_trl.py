@@ -41,7 +41,7 @@ ROUNDING = {"loss": 1e-6, "eval_loss": 1e-6, "rewards/margins": 2e-5, "kl": 1e-6
 # TRL's mean over micro-batches of their means: which rows meet in a micro-batch hangs on the number
 # of ranks.
 OWN_TO_A_RANK = {"grpo.windows": {"entropy"}}
-FACTS = ("stage", "saved", "completions", "loaded", "loaded_here")
+FACTS = ("stage", "saved", "completions", "loaded", "loaded_here", "updates", "messages")
 
 Report = dict[str, Any]
 
@@ -51,14 +51,14 @@ class Started:
     cases.
     """
 
-    def __init__(self, material, folder, cases, stage, **keys):
+    def __init__(self, material, folder, cases, stage, script="trl_cases.py", **keys):
         self.stage, self.folder = stage, folder
         arguments = ("--material", str(material), "--cases", ",".join(cases))
         with launched.beside(
-            SCRIPTS / "trl_cases.py", folder / "plain", *arguments, timeout=TIMEOUT
+            SCRIPTS / script, folder / "plain", *arguments, timeout=TIMEOUT
         ) as plain:
             self.ranks = launched.accelerate_launch(
-                SCRIPTS / "trl_cases.py",
+                SCRIPTS / script,
                 folder / "ranks",
                 *arguments,
                 stage=stage,
@@ -214,3 +214,33 @@ def test_the_head_that_trl_puts_in_is_left_and_said_to_be(keyed):
     log = (keyed.folder / "ranks" / "log.txt").read_text()
     assert "left: the model's forward is another one already, of trl.trainer.utils" in log
     assert "left: no fused head for LlamaForSequenceClassification" in log
+
+
+# ---- weights sent to vLLM ----
+
+ROLLOUTS = [
+    f"{trainer}.{mode}"
+    for trainer in ("grpo", "adapters", "rloo", "online")
+    for mode in ("server", "colocate")
+]
+
+
+@pytest.fixture(scope="module")
+def rollouts(material, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rollouts")
+    return Started(material, folder, ROLLOUTS, stage=3, script="trl_rollouts.py")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ROLLOUTS)
+def test_rollouts_are_of_the_weights_in_training(case, rollouts):
+    """A stub of vLLM draws from the weights that it was sent, one process from its own."""
+    if case == "online.server":  # TRL counts the padding of a server's prompts as prompt
+        want = rollouts.plain[case]["loss"]
+        assert rollouts.ranks[0][case]["loss"] == pytest.approx(want, rel=5e-3)
+    else:
+        rollouts.compare(case)
+    first = rollouts.ranks[0][case]
+    assert first["updates"] == 3
+    if case.endswith("server"):
+        assert first["messages"] == 3, "one message for each update of one bucket"

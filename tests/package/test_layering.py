@@ -88,6 +88,7 @@ INTEGRATIONS = [
         "transformers",
         "lightning",
         "pytorch_lightning",
+        "trl",
     )
 ]
 # What a folder of integrations/ imports of the libraries beside the one it is named after.

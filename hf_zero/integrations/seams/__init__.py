@@ -1,4 +1,4 @@
-"""Table of all symbols of Accelerate, Transformers, PEFT and Lightning that hf-zero wraps: the
+"""Table of all symbols of Accelerate, Transformers, PEFT, TRL and Lightning that hf-zero wraps: the
 reason, and the signature relied on. The rows are in the files of this folder, by library.
 
 A seam names its target as ``module:attribute`` and its wrapper the same way. The wrapper is called
@@ -14,7 +14,7 @@ import functools
 import importlib
 from types import ModuleType
 
-from hf_zero.integrations.seams import accelerate, lightning, peft, transformers
+from hf_zero.integrations.seams import accelerate, lightning, peft, transformers, trl
 from hf_zero.integrations.seams.seam import Seam as Seam
 from hf_zero.integrations.seams.seam import describe
 
@@ -25,6 +25,7 @@ SEAMS: tuple[Seam, ...] = (
     *transformers.SEAMS,
     *peft.SEAMS,
     *lightning.SEAMS,
+    *trl.SEAMS,
 )
 
 

@@ -323,6 +323,9 @@ class PipelineTraining(TrainingEngine):
     def consolidated(self, dtype: torch.dtype | None = None) -> NoReturn:  # type: ignore[override]
         _refuse_whole("consolidated")
 
+    def iter_weights(self, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse_whole("iter_weights")
+
     def save_16bit_model(self, *args: Any, **kwargs: Any) -> NoReturn:
         _refuse_whole("save_16bit_model")
 

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
 
-from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from hf_zero.zero.layout.flat_layout import Slot
+from hf_zero.zero.access.wholes import Whole, whole_groups
 from hf_zero.zero.layout.sharding import WholeNames, belongs, written
-from hf_zero.zero.layout.unit import Unit
-
-
-def _gathered(engine: Any, unit: Unit) -> Iterator[tuple[FlatBuffer, Slot, torch.Tensor]]:
-    unit.wait_for_update()
-    if unit.sharded:
-        engine.schedule.pin(unit)
-    try:
-        for flat in unit.flats:
-            for slot in flat.layout.slots:
-                yield flat, slot, flat.views[slot.name]
-    finally:
-        if unit.sharded:
-            engine.schedule.unpin(unit)
 
 
 @torch.no_grad()
@@ -39,41 +25,10 @@ def consolidated(
         yield name, _copy(whole, None if flat.raw else dtype)
 
 
-def _wholes(
-    engine: Any, dtype: torch.dtype | None
-) -> Iterator[tuple[FlatBuffer, str, str, torch.Tensor]]:
-    """Yield every whole parameter on its device, with its flat buffer and its names on this rank
-    and in the whole model, one unit at a time. Master weights replace the values if ``dtype`` is
-    float32, or if steps send differences, so that all ranks' values lag behind them.
-    """
-    engine.optimizer_step.synchronise()
-    names = WholeNames(engine.module)
-    for unit in engine.units:
-        unit.take_user_writes()
-        masters = {
-            flat: _whole_master(flat)
-            for flat in unit.flats
-            if flat.optimizer_shard.has_own_master
-            and (dtype == torch.float32 or flat.spec.sends_differences)
-        }
-        for flat, slot, view in _gathered(engine, unit):
-            master = masters.get(flat)
-            if master is not None:
-                view = master[slot.offset : slot.end].view(slot.shape).to(dtype or view.dtype)
-            for name, whole in names.wholes(flat.parameters[slot.name], view, slot.name):
-                yield flat, slot.name, name, whole
-
-
-def _whole_master(flat: FlatBuffer) -> torch.Tensor:
-    """Return the fp32 master weights of all ranks: [padded] (collective)."""
-    master = flat.optimizer_shard.master
-    assert master is not None
-    if flat.layout.shards == 1:
-        return master
-    master = master.to(flat.full.device)
-    whole = torch.empty(flat.layout.padded, dtype=master.dtype, device=master.device)
-    flat.axis.all_gather([(whole, master)], f"masters of {flat.key}").wait()
-    return whole
+def _wholes(engine: Any, dtype: torch.dtype | None) -> Iterator[Whole]:
+    """Yield every whole parameter on its device, one unit at a time."""
+    units = [unit.flats for unit in engine.units]
+    return chain.from_iterable(whole_groups(engine, units, dtype))
 
 
 def _copy(view: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

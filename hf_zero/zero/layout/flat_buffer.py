@@ -106,6 +106,7 @@ class FlatBuffer:
         self.optimizer_shard = OptimizerShard(spec, self.gradient)
         self.user_writes = UserWrites(parameters)
         self.retired = False  # its engine has been destroyed
+        self._writes = 0  # writes to the values other than the updates of steps
         self.unit: Any  # the Unit it belongs to, whose module imports this one
         self.full: torch.Tensor
         self._own: torch.Tensor  # this rank's part of ``full``
@@ -129,6 +130,17 @@ class FlatBuffer:
         # view and the parameter itself, and aliases.
         own = 3 + 2 * len(self.members) + self.user_writes.aliases
         return torch._C._storage_Use_Count(self.full.untyped_storage()._cdata) - own
+
+    @property
+    def changes(self) -> int:
+        """Number of changes of the values by steps, loads and scripts, on any rank; those of an
+        update under way are counted.
+        """
+        return self._writes + self.user_writes.updates
+
+    def mark_changed(self) -> None:
+        """Count a change of the values, also where this rank owns none of those changed."""
+        self._writes += 1
 
     @property
     def items(self) -> Iterator[tuple[nn.Parameter, Slot]]:
@@ -208,6 +220,7 @@ class FlatBuffer:
 
     def store_shard(self, values: torch.Tensor) -> None:
         """Overwrite this rank's elements, cast to compute dtype."""
+        self.mark_changed()
         self.optimizer_shard.wait_for_update()
         self.store_part(0, values)
 
@@ -272,6 +285,7 @@ class FlatBuffer:
         Master weights that round to these values stay, unless the values were ``loaded``.
         """
         self.refuse_changed(name)
+        self.mark_changed()
         first, start, stop = self.spec.own_range(name)
         values = self.views[name].reshape(-1)[first : first + stop - start]
         self.optimizer_shard.wait_for_update()
@@ -336,6 +350,7 @@ class FlatBuffer:
         self.user_writes.accept()
 
     def _take_written(self, name: str) -> None:
+        self.mark_changed()
         parameter, view = self.parameters[name], self.views[name]
         if parameter.numel() and parameter.data_ptr() != view.data_ptr():  # Tensor.set_
             self.assign(name, parameter.detach())
@@ -449,7 +464,7 @@ class UserWrites:
         self._parameters = dict(parameters)
         self._members = list(self._parameters.values())
         self._aliases: dict[str, torch.Tensor] = {}
-        self._updates = 0  # the engine's updates, counted in each parameter's ``_version``
+        self.updates = 0  # the engine's updates, counted in each parameter's ``_version``
         self.accept()
 
     @property
@@ -482,7 +497,7 @@ class UserWrites:
         through an older graph, as it does for plain parameters.
         """
         torch._C._increment_version(self._members)
-        self._updates += 1
+        self.updates += 1
 
     def drop_aliases(self) -> None:
         """Drop the aliases before the memory of the parameters is freed; no writes may follow."""
@@ -492,10 +507,10 @@ class UserWrites:
 
     def _sum(self) -> int:
         with torch._C.DisableTorchFunctionSubclass():
-            total = sum(map(_version, self._members)) - self._updates * len(self._members)
+            total = sum(map(_version, self._members)) - self.updates * len(self._members)
         return total + sum(map(_version, self._aliases.values())) if self._aliases else total
 
     def _count(self, name: str) -> int:
         with torch._C.DisableTorchFunctionSubclass():
-            count = _version(self._parameters[name]) - self._updates
+            count = _version(self._parameters[name]) - self.updates
         return count + _version(self._aliases[name]) if name in self._aliases else count

@@ -1,0 +1,132 @@
+"""Weights of a model with PEFT adapters under the names of its base model: merged, as
+``merge_adapter`` merges them, or with the active adapters apart, under the names of their files.
+
+A layer is merged in a copy of its modules with whole weights, so the model in training keeps its
+own: the weights of adapters are gathered first, and those of the base bucket by bucket.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.integrations.peft.adapters import described
+from hf_zero.zero.access.weight_stream import WRAPPERS, Names
+from hf_zero.zero.layout.sharding import persistent_buffers
+
+# parts of a path that PEFT adds around a module
+ADDED = WRAPPERS | {"base_layer", "original_module", "token_adapter"}
+
+
+class AdapterNames(Names):
+    """The parameters of ``model``, which has adapters. ``merged``: with the active adapters merged
+    into them; else the parameters of these adapters are sent beside them.
+    """
+
+    def __init__(self, model: Any, merged: bool):
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self._prefix = next(
+            f"{path}." if path else "" for path, own in model.named_modules() if own is base
+        )
+        first = {id(own): name for name, own in model.named_parameters()}
+        # layers with adapters, the paths inside the base layer of its parameters' first names, and
+        # the first names of all their parameters by id
+        self._layers: list[tuple[Any, dict[str, str], dict[int, str]]] = []
+        adapters: set[str] = set()
+        layers: list[Any] = [each for each in model.modules() if isinstance(each, BaseTunerLayer)]
+        for layer in layers:
+            base_layer = layer.get_base_layer()
+            own = {first[id(each)]: path for path, each in base_layer.named_parameters()}
+            every = {id(each): first[id(each)] for each in layer.parameters()}
+            adapters.update(name for name in every.values() if name not in own)
+            if not layer.merged:
+                self._layers.append((layer, own, every))
+        # first names of parameters that are not sent under names of the base model
+        self._dropped = adapters | _unused_copies(model, first, merged)
+        self._dropped.update(name for name in first.values() if not name.startswith(self._prefix))
+        self._apart: dict[str, str] = {}
+        if merged:
+            self.held = frozenset(adapters)
+            self.merged = frozenset(name for _, own, _ in self._layers for name in own)
+        else:
+            active = model.active_adapters
+            files = described(model, {*persistent_buffers(model)})
+            for adapter in active() if callable(active) else active:
+                _, names = files[adapter]
+                self._apart.update((name, file) for file, name in names.items())
+
+    def sent(self, here: str, name: str) -> str | None:
+        if here in self._apart:
+            return self._apart[here]
+        if here in self._dropped:
+            return None
+        parts = iter(name.removeprefix(self._prefix).split("."))
+        kept = []
+        for part in parts:
+            if part == "modules_to_save":
+                next(parts)  # the name of the adapter
+            elif part not in ADDED:
+                kept.append(part)
+        return ".".join(kept)
+
+    def merge(
+        self, values: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        result = {name: value.clone() for name, value in values.items()}
+        for layer, own, first in self._layers:
+            here = {name for name in own if name in result}
+            if not here:
+                continue
+            # a bias may be in another bucket than its weight, which its merge does not need
+            whole = {each: result.get(name, held.get(name)) for each, name in first.items()}
+            twin = _twin(layer, whole)
+            twin.merged_adapters = []
+            twin.merge(safe_merge=False)
+            base = dict(twin.get_base_layer().named_parameters())
+            result.update((name, base[local].data) for name, local in own.items() if name in here)
+        return result
+
+
+def _unused_copies(model: Any, first: Mapping[int, str], merged: bool) -> set[str]:
+    """Return the first names of modules saved whole that stand behind another copy: with
+    ``merged`` behind that of the active adapter, else all copies beside the base model's own.
+    """
+    found: set[str] = set()
+    for module in model.modules():
+        copies = getattr(module, "modules_to_save", None)
+        if not isinstance(copies, nn.ModuleDict):
+            continue
+        active = [name for name in module.active_adapters if name in copies] if merged else []
+        unused = [each for name, each in copies.items() if name not in active]
+        for each in [*unused, module.original_module] if active else unused:
+            found.update(first[id(own)] for own in each.parameters())
+    return found
+
+
+def _twin(module: nn.Module, whole: Mapping[int, torch.Tensor | None]) -> Any:
+    """Return a copy of ``module`` without hooks whose parameters are those of ``whole`` by id;
+    zeros where it has None.
+    """
+    twin = copy.copy(module)
+    parameters = {}
+    for name, own in module._parameters.items():
+        if own is not None:
+            value = whole[id(own)]
+            given = (
+                torch.zeros(own.shape, dtype=own.dtype, device=own.device)
+                if value is None
+                else value
+            )
+            own = nn.Parameter(given, requires_grad=False)
+        parameters[name] = own
+    twin.__dict__["_parameters"] = parameters
+    twin.__dict__["_modules"] = {
+        name: child and _twin(child, whole) for name, child in module._modules.items()
+    }
+    return twin

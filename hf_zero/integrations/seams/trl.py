@@ -1,0 +1,25 @@
+"""The rows of TRL in the table of seams."""
+
+from __future__ import annotations
+
+from hf_zero.integrations.seams.seam import Seam
+
+TRL = ">=1.16,<1.17"
+
+SEAMS: tuple[Seam, ...] = (
+    Seam(
+        target="trl.generation.vllm_generation:VLLMGeneration._iter_named_params",
+        signature="(self)",
+        wrapper="hf_zero.integrations.trl.rollout_weights:iter_in_buckets",
+        versions=TRL,
+        why="gathers a unit for each of its parameters, and the whole model to merge adapters",
+    ),
+    Seam(
+        target="trl.experimental.online_dpo.online_dpo_trainer:"
+        "OnlineDPOTrainer._move_model_to_vllm_inner",
+        signature="(self)",
+        wrapper="hf_zero.integrations.trl.rollout_weights:move_in_buckets",
+        versions=TRL,
+        why="gathers a unit for each of its parameters, and sends each by itself",
+    ),
+)

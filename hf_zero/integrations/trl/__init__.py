@@ -1,0 +1,1 @@
+"""Integration of TRL: weights for the engines that generate."""

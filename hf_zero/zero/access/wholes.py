@@ -1,0 +1,188 @@
+"""Whole weights from the shards of all ranks, one group of flat buffers at a time: the source of
+state dicts, of checkpoints in one file and of weights for other programs.
+
+A group is gathered into memory of its own, beside the units', so ranks may hold different units
+gathered when they begin. Two groups share this memory in turn, where the next is gathered while the
+caller uses one: the values of a group are overwritten when the second one after it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_zero.distributed.collectives import Handle, MeshDim
+from hf_zero.errors import PartitionError
+from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from hf_zero.zero.layout.sharding import WholeNames
+
+ALIGNED = 64  # bytes
+
+
+class Whole(NamedTuple):
+    """One whole parameter: ``here`` is its first name on this rank, ``name`` that in the whole
+    model; ``value`` is on the device.
+    """
+
+    flat: FlatBuffer
+    here: str
+    name: str
+    value: torch.Tensor
+
+
+class _Gathering(NamedTuple):
+    """The gather of one group under way, and its whole buffers: [padded] each."""
+
+    handles: Sequence[Handle]
+    buffers: Sequence[tuple[FlatBuffer, torch.Tensor]]
+
+
+def _has_masters(flat: FlatBuffer, dtype: torch.dtype | None) -> bool:
+    """Whether master weights replace the values of ``flat`` as ``dtype``: for float32, or if steps
+    send differences, so that all ranks' values lag behind them.
+    """
+    return flat.optimizer_shard.has_own_master and (
+        dtype == torch.float32 or flat.spec.sends_differences
+    )
+
+
+def wire_dtype(flat: FlatBuffer, dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which a group has the values of ``flat``: ``dtype`` if that is narrower
+    than their own. Raw values keep theirs.
+    """
+    held = torch.float32 if _has_masters(flat, dtype) else flat.dtype
+    wanted = flat.dtype if flat.raw or dtype is None else dtype
+    return wanted if wanted.itemsize <= held.itemsize else held
+
+
+def _nbytes(flat: FlatBuffer, dtype: torch.dtype | None) -> int:
+    size = flat.layout.padded * wire_dtype(flat, dtype).itemsize
+    return -(-size // ALIGNED) * ALIGNED
+
+
+def _is_view(flat: FlatBuffer, dtype: torch.dtype | None) -> bool:
+    """Whether the parameters of ``flat`` are whole on every rank, with the values of a group."""
+    return (
+        not flat.sharded and not _has_masters(flat, dtype) and flat.dtype == wire_dtype(flat, dtype)
+    )
+
+
+def split(
+    flats: Sequence[FlatBuffer], dtype: torch.dtype | None, limit: int
+) -> list[list[FlatBuffer]]:
+    """Split ``flats``, in order, into groups of at most ``limit`` bytes; a larger one is alone."""
+    groups: list[list[FlatBuffer]] = []
+    held = 0
+    for flat in flats:
+        size = _nbytes(flat, dtype)
+        if not groups or held + size > limit:
+            groups.append([])
+            held = 0
+        groups[-1].append(flat)
+        held += size
+    return groups
+
+
+class Version(NamedTuple):
+    """The weights of one moment: the optimizer steps so far, and the changes of each flat
+    buffer.
+    """
+
+    step: int
+    changes: tuple[int, ...]
+
+
+def version_of(engine: Any) -> Version:
+    """Return the version of the weights, once updates are complete and a script's writes are
+    in the shards (collective).
+    """
+    engine.optimizer_step.synchronise()
+    for unit in engine.units:
+        unit.wait_for_update()
+        unit.take_user_writes()
+    return Version(engine.global_steps, tuple(flat.changes for flat in engine.flats))
+
+
+@torch.no_grad()
+def whole_groups(
+    engine: Any,
+    groups: Sequence[Sequence[FlatBuffer]],
+    dtype: torch.dtype | None,
+    ahead: bool = False,
+    version: Version | None = None,
+) -> Iterator[list[Whole]]:
+    """Yield the whole parameters of each of ``groups``, in turn. Collective: exhaust it on every
+    rank.
+
+    float32 selects the master weights where training keeps them; other values have
+    :func:`wire_dtype`. ``ahead``: gather the next group while the caller uses one. Raises
+    PartitionError if weights were written since ``version``, or since the first group.
+    """
+    version = version or version_of(engine)
+    names = WholeNames(engine.module)
+    sizes = [
+        sum(_nbytes(flat, dtype) for flat in group if not _is_view(flat, dtype)) for group in groups
+    ]
+    size = max(sizes, default=0)
+    memory: list[torch.Tensor] = []
+    coming: deque[_Gathering] = deque()
+    for place, group in enumerate(groups):
+        if (now := version_of(engine)) != version:
+            raise PartitionError(
+                f"weights were written while they are read: those before this are of step "
+                f"{version.step}, and the engine is at step {now.step}; end the loop over the "
+                "weights before a step, a load or another write"
+            )
+        if len(memory) < 1 + ahead:
+            memory.append(torch.empty(size, dtype=torch.uint8, device=engine.device))
+        coming.append(_launch(group, dtype, memory[place % len(memory)]))
+        if len(coming) > ahead:
+            yield _finish(coming.popleft(), names)
+    while coming:
+        yield _finish(coming.popleft(), names)
+
+
+def _launch(
+    group: Sequence[FlatBuffer], dtype: torch.dtype | None, memory: torch.Tensor
+) -> _Gathering:
+    """Begin the gather of ``group`` into ``memory`` [bytes]."""
+    buffers: list[tuple[FlatBuffer, torch.Tensor]] = []
+    pairs: dict[MeshDim, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    at = 0
+    for flat in group:
+        sent, layout, masters = wire_dtype(flat, dtype), flat.layout, _has_masters(flat, dtype)
+        if _is_view(flat, dtype):
+            buffers.append((flat, flat.full))
+            continue
+        whole = memory[at : at + layout.padded * sent.itemsize].view(sent)
+        at += _nbytes(flat, dtype)
+        buffers.append((flat, whole))
+        if not masters and not flat.sharded:
+            whole.copy_(flat.full)
+            continue
+        values = flat.optimizer_shard.master if masters else flat.shard
+        assert values is not None
+        if layout.shards == 1:
+            whole.copy_(values)
+            continue
+        own = whole.narrow(0, flat.axis.rank * layout.chunk, layout.chunk)
+        pairs.setdefault(flat.axis, []).append((whole, own.copy_(values)))
+    keys = f"{group[0].key}..{group[-1].key}" if len(group) > 1 else group[0].key
+    handles = [axis.all_gather(each, f"whole {keys}") for axis, each in pairs.items()]
+    return _Gathering(handles, buffers)
+
+
+def _finish(gathering: _Gathering, names: WholeNames) -> list[Whole]:
+    """Return the parameters of a group, joined from the parts of ranks along other axes."""
+    for handle in gathering.handles:
+        handle.wait()
+    found = []
+    for flat, buffer in gathering.buffers:
+        for parameter, slot in flat.items:
+            view = buffer[slot.offset : slot.end].view(slot.shape)
+            for name, whole in names.wholes(parameter, view, slot.name):
+                found.append(Whole(flat, slot.name, name, whole))
+    return found

@@ -1,0 +1,64 @@
+"""TRL's trainers that sample from vLLM (a stub), as a server or colocated, if there are several
+ranks; one process samples from the model itself.
+"""
+
+from __future__ import annotations
+
+import vllm_stub
+
+vllm_stub.install()
+
+import trl_cases  # noqa: E402
+from trl_cases import ADAPTED, HalvesLlama, loaded, row, sampled  # noqa: E402
+from trl_drawing import Letters, prompts  # noqa: E402
+from trl_run import Run  # noqa: E402
+
+TRAINERS = {
+    "grpo": lambda more: trl_cases.grpo(vllm_importance_sampling_correction=False, **more),
+    "adapters": lambda more: trl_cases.grpo(
+        vllm_importance_sampling_correction=False, **ADAPTED, **more
+    ),
+    "rloo": lambda more: sampled(trl_cases.RLOOTrainer, trl_cases.RLOOConfig, **more),
+    "online": lambda more: row(
+        trl_cases.OnlineDPOTrainer,
+        trl_cases.OnlineDPOConfig,
+        prompts,
+        lambda run: HalvesLlama.from_pretrained(run.model("untied")),
+        given={
+            "ref_model": loaded("untied"),
+            "reward_funcs": lambda run: Letters(),
+            "processing_class": lambda run: vllm_stub.tokenizer_of(run.model("untied")),
+        },
+        max_new_tokens=24,
+        max_length=128,
+        **more,
+    ),
+}
+
+
+def rollout(trainer, mode):
+    def train(run, case):
+        if run.world == 1:
+            return TRAINERS[trainer]({})(run, case)
+        more = {"use_vllm": True, "vllm_mode": mode}
+        server = None
+        if mode == "server":
+            server = vllm_stub.serve(run.model("untied")) if run.rank == 0 else None
+            more["vllm_server_base_url"] = server.url if server else "http://127.0.0.1:1"
+        report = TRAINERS[trainer](more)(run, case)
+        made = [server.generator] if server else [each.generator for each in vllm_stub.LLM.made]
+        vllm_stub.LLM.made.clear()
+        sent = server.paths.count("/update_weights") if server else None
+        return {**report, "updates": made[0].updates if made else None, "messages": sent}
+
+    return train
+
+
+CASES = {
+    f"{trainer}.{mode}": rollout(trainer, mode)
+    for trainer in TRAINERS
+    for mode in ("server", "colocate")
+}
+
+if __name__ == "__main__":
+    Run().main(CASES)

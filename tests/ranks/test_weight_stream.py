@@ -1,0 +1,206 @@
+"""``engine.iter_weights``: whole weights of one moment, in buckets, against the plain model's and
+against ``safe_get_full_fp32_param``, which reads each parameter by itself.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+import hf_zero
+from hf_zero.errors import ConfigError, PartitionError
+from tests.helpers.adapters import KINDS, llama
+from tests.helpers.engines import STAGES, config_of, full_weights, start
+from tests.helpers.models import seeded
+from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, stack
+from tests.helpers.training import Plan, adamw, plain_sgd
+
+RANKS = 2
+DTYPES: dict[Any, Any] = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}
+PLACES = {"device": {}, "host": {"offload_optimizer": {"device": "cpu"}}}
+
+
+def sent(stream: Any) -> dict[str, torch.Tensor]:
+    """All tensors of a stream, after a comparison with its list."""
+    found: dict[str, torch.Tensor] = {}
+    for bucket in stream:
+        for name, value in bucket:
+            assert name not in found
+            found[name] = value.clone()
+    listed = [(name, value.dtype, tuple(value.shape)) for name, value in found.items()]
+    assert listed == [tuple(each) for each in stream.tensors]
+    return found
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+@on_each_rank(RANKS)
+def test_weights_are_those_of_the_model(rank, model, stage, precision, place):
+    zero = {"stage": stage, **(PLACES[place] if stage else {})}
+    plan = Plan(precision=precision)
+    engine = start(model, adamw(model), config_of(stage, plan, zero_optimization=zero))
+    for steps in range(2):
+        run_steps(engine, rank, range(steps))
+        want = full_weights(engine) if steps else {n: p.data for n, p in stack().named_parameters()}
+        for dtype, given in DTYPES.items():
+            for bucket in ("300B", 1 << 20):
+                found = sent(engine.iter_weights(bucket, dtype))
+                assert found.keys() == want.keys()
+                for name, value in found.items():
+                    assert value.dtype == (
+                        given or (torch.bfloat16 if precision == "bf16" else torch.float32)
+                    )
+                    assert torch.equal(value, want[name].to(value.dtype)), (name, dtype, bucket)
+    run_steps(engine, rank, range(1, 2))  # training goes on
+
+
+@on_each_rank(RANKS)
+def test_other_ranks_take_part_without_buckets(rank, model):
+    engine = start(model, adamw(model), config_of(3))
+    found = [name for bucket in engine.iter_weights(rank0_only=True) for name, _ in bucket]
+    assert sorted(found) == (sorted(n for n, _ in model.named_parameters()) if rank == 0 else [])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_each_rank(RANKS)
+def test_buckets_hold_one_version(rank, model, stage):
+    engine = start(model, plain_sgd(model), config_of(stage))
+    run_steps(engine, rank, [0])
+    stream = engine.iter_weights("300B")
+    assert stream.step == 1
+    buckets = iter(stream)
+    next(buckets)
+    run_steps(engine, rank, [1])
+    with pytest.raises(
+        PartitionError, match="those before this are of step 1, and the engine is at step 2"
+    ):
+        list(buckets)
+    with pytest.raises(PartitionError, match="weights were written"):
+        sent(stream)
+    weight = model.blocks[0].up.weight
+    buckets = iter(engine.iter_weights("300B"))
+    next(buckets)
+    with hf_zero.GatheredParameters([weight], modifier_rank=1), torch.no_grad():
+        weight.zero_()
+    with pytest.raises(PartitionError, match="weights were written"):
+        list(buckets)
+    assert not sent(engine.iter_weights())["blocks.0.up.weight"].any()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_each_rank(RANKS)
+def test_frozen_weights_are_sent_once_and_after_a_write(rank, model, stage):
+    model.blocks[1].requires_grad_(False)
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    every = {name for name, _ in model.named_parameters()}
+    engine = start(model, plain_sgd(model), config_of(stage))
+    assert sent(engine.iter_weights(changed_only=True)).keys() == every
+    assert not sent(engine.iter_weights(changed_only=True))
+    run_steps(engine, rank, [0])
+    assert sent(engine.iter_weights(changed_only=True)).keys() == every - frozen
+    weight = model.blocks[1].up.weight
+    with hf_zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+        weight.zero_()
+    found = sent(engine.iter_weights(changed_only=True))
+    assert "blocks.1.up.weight" in found.keys() <= frozen
+    assert not found["blocks.1.up.weight"].any()
+    assert sent(engine.iter_weights()).keys() == every
+
+
+@on_each_rank(RANKS)
+def test_memory_is_that_of_two_buckets(rank, model):
+    engine = start(model, adamw(model), config_of(3))
+    places, limit = set(), 2000
+    for bucket in engine.iter_weights(limit, "fp32"):
+        memory = {value.untyped_storage().data_ptr() for _, value in bucket}
+        largest = max(flat.layout.padded * 4 for flat in engine.flats)
+        assert len(memory) == 1
+        assert bucket[0][1].untyped_storage().nbytes() <= max(limit, largest)
+        places |= memory
+    assert len(places) == 2
+
+
+WRONG = {
+    "names": ({"names": "vllm"}, r"names='vllm'.*hf and model|names='vllm'"),
+    "adapters": ({"adapters": "both"}, "adapters='both'"),
+    "dtype": ({"dtype": "int4"}, "dtype='int4'"),
+    "bucket": ({"bucket": "much"}, "no number of bytes"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments_are_refused(case):
+    given, message = WRONG[case]
+
+    def run(rank, model):
+        engine = start(model, None, config_of(0))
+        with pytest.raises(ConfigError, match=message):
+            engine.iter_weights(**given)
+
+    on_ranks(1, run)
+
+
+def adapted(kind: str) -> nn.Module:
+    model = seeded(lambda: peft.get_peft_model(llama(), KINDS[kind]()))
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(torch.linspace(-0.2, 0.2, p.numel()).view_as(p))
+    return model
+
+
+def merged_by_peft(kind: str) -> dict[str, torch.Tensor]:
+    """The base model's weights after PEFT's own merge."""
+    return {n: p.detach() for n, p in adapted(kind).merge_and_unload().named_parameters()}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_are_merged_as_peft_merges_them(kind, stage):
+    want = merged_by_peft(kind)
+
+    def run(rank, model):
+        before = {n: p.detach().clone() for n, p in model.named_parameters()}
+        engine = start(
+            model,
+            torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1),
+            config_of(stage),
+        )
+        found = sent(engine.iter_weights("2KiB", "fp32"))
+        assert found.keys() == want.keys()
+        for name, value in found.items():
+            assert torch.allclose(value, want[name], atol=1e-6), name
+        for name, value in sent(engine.iter_weights(dtype=None, names="model")).items():
+            assert torch.equal(value, before[name]), name
+
+    on_ranks(RANKS, run, build=lambda: adapted(kind))
+
+
+@pytest.mark.parametrize("kind", ["LoRA", "LoRA and a module saved whole"])
+def test_adapters_apart(kind):
+    want = dict(llama().named_parameters())
+
+    def run(rank, model):
+        files = peft.get_peft_model_state_dict(adapted(kind), save_embedding_layers=False)
+        base = {
+            re.sub(r"base_model\.model\.|base_layer\.|original_module\.", "", name): p
+            for name, p in adapted(kind).named_parameters()
+            if "lora" not in name and "modules_to_save" not in name
+        }
+        engine = start(
+            model,
+            torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1),
+            config_of(3),
+        )
+        found = sent(engine.iter_weights(dtype=None, adapters="apart"))
+        assert found.keys() == files.keys() | want.keys()
+        for name, value in found.items():
+            assert torch.equal(value, files[name] if name in files else base[name]), name
+
+    on_ranks(RANKS, run, build=lambda: adapted(kind))
