@@ -107,6 +107,7 @@ TORCH_DISTRIBUTED = (
     "hf_zero.distributed.flat_mesh",
     "hf_zero.distributed.mesh",
     "hf_zero.distributed.parallel_groups",
+    "hf_zero.checkpoint.convert.to_dcp",
     "hf_zero.parallel.tensor.dtensors",
     "hf_zero.parallel.pipeline.rank_stages",
     "hf_zero.parallel.pipeline.stage_messages",
