@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from hf_zero import checkpoint
+from hf_zero.checkpoint import torch_state_dict
 from hf_zero.checkpoint.load_sharded import load
 from hf_zero.checkpoint.save_job import AsyncSaver
 from hf_zero.checkpoint.save_sharded import save
@@ -112,6 +113,7 @@ class Engine(TrainingEngine):
 
     def _build(self, plan: EnginePlan, mesh: Mesh, installed: ExitStack) -> None:
         super()._build(plan, mesh, installed)
+        torch_state_dict.install()
         self.async_saves = AsyncSaves(mesh, self.schedule.shards)
         self.measures = measures_of(self)
         installed.callback(self._end_measures)
