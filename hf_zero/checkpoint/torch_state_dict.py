@@ -3,10 +3,10 @@ the elements that it owns, without a gather.
 
 [Note: parts instead of DTensors]
 A rank owns a range of the elements of a flattened parameter, which begins and ends within a row: no
-placement of a DTensor describes that without moving elements. So a state dict holds :class:`Part`
-in its place, which implements torch's protocol for tensors that name their own chunks: the range as
-boxes of the whole tensor, at most two for each dimension. Checkpoints written from it are those of
-any other program to torch, and parts read any checkpoint that torch reads.
+placement of a DTensor describes that without moving elements. So a state dict holds
+:class:`TensorPart` in its place, which implements torch's protocol for tensors that name their own
+chunks: the range as boxes of the whole tensor, at most two for each dimension. Checkpoints written
+from it are those of any other program to torch, and parts read any checkpoint that torch reads.
 
 ``full_state_dict`` and submodules take torch's own way over the whole state dict.
 """
@@ -38,7 +38,7 @@ TARGET = "torch.distributed.checkpoint.state_dict"
 States = dict[str, Any]
 
 
-class Part(torch.Tensor):
+class TensorPart(torch.Tensor):
     """A rank's elements of one tensor, which has the whole tensor's shape.
 
     Attributes:
@@ -50,10 +50,12 @@ class Part(torch.Tensor):
     pieces: list[tuple[tuple[int, ...], torch.Tensor]]
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, place: tuple[tuple[int, ...], int, Box | None]) -> Part:
+    def __new__(
+        cls, local: torch.Tensor, place: tuple[tuple[int, ...], int, Box | None]
+    ) -> TensorPart:
         shape, _, box = place
         whole = shape if box is None else box.whole
-        made: Part = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: TensorPart = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, whole, dtype=local.dtype, device=local.device
         )
         return made
@@ -64,7 +66,9 @@ class Part(torch.Tensor):
         self.pieces = list(_pieces(local, *place))
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Part({tuple(self.shape)}, {self.local.numel()} elements in {len(self.pieces)})"
+        return (
+            f"TensorPart({tuple(self.shape)}, {self.local.numel()} elements in {len(self.pieces)})"
+        )
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -77,7 +81,7 @@ class Part(torch.Tensor):
                 "StateDictOptions(full_state_dict=True)"
             )
         own = args[0]
-        return Part(func(own.local, *args[1:], **(kwargs or {})), own.place)
+        return TensorPart(func(own.local, *args[1:], **(kwargs or {})), own.place)
 
     # ---- the protocol of torch.distributed.checkpoint ----
 
@@ -111,7 +115,7 @@ COPIES = {torch.ops.aten.detach, torch.ops.aten.clone, torch.ops.aten._to_copy}
 def _pieces(
     local: torch.Tensor, shape: Sequence[int], start: int, box: Box | None
 ) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """Yield the boxes of :class:`Part`: elements from ``start`` on of a part of ``shape``."""
+    """Yield the boxes of :class:`TensorPart`: elements from ``start`` on of a part of ``shape``."""
     at = 0
     for offsets, sizes in _boxes(tuple(shape), start, start + local.numel()):
         view = local[at : at + math.prod(sizes)].view(sizes)
@@ -185,19 +189,19 @@ class _Own:
             for name, value in persistent_buffers(engine.module).items()
         }
 
-    def part(self, flat: FlatBuffer, name: str, values: torch.Tensor) -> Part:
+    def part(self, flat: FlatBuffer, name: str, values: torch.Tensor) -> TensorPart:
         """Return a copy of this rank's elements of parameter ``name`` of ``values`` [owned]."""
         first, start, stop = flat.spec.own_range(name)
         box = sharding_of(flat.parameters[name]).box
         place = (flat.layout.by_name[name].shape, first, box)
-        return Part(values[start:stop].detach().clone(), place)
+        return TensorPart(values[start:stop].detach().clone(), place)
 
     @torch.no_grad()
     def put(self, flat: FlatBuffer, name: str, value: torch.Tensor, into: torch.Tensor) -> None:
         """Copy ``value``, a part or a whole tensor, over the elements of ``name`` in ``into``."""
         first, start, stop = flat.spec.own_range(name)
         shape = flat.layout.by_name[name].shape
-        if isinstance(value, Part):
+        if isinstance(value, TensorPart):
             own = value.local
         else:
             given = value.full_tensor() if hasattr(value, "full_tensor") else value

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from hf_zero.checkpoint.torch_state_dict import Part
+from hf_zero.checkpoint.torch_state_dict import TensorPart
 from hf_zero.errors import CheckpointError
 from hf_zero.zero.layout.box import Box
 
@@ -30,7 +30,7 @@ def test_boxes_hold_each_element_once_in_its_place(name):
     for start in range(own.numel() + 1):
         for stop in range(start, own.numel() + 1):
             local = own.reshape(-1)[start:stop].clone()
-            part = Part(local, (tuple(own.shape), start, box))
+            part = TensorPart(local, (tuple(own.shape), start, box))
             assert part.shape == whole.shape
             seen = []
             for chunk, item in zip(
@@ -45,7 +45,7 @@ def test_boxes_hold_each_element_once_in_its_place(name):
 
 
 def test_copies_are_parts_and_other_operations_are_refused():
-    part = Part(torch.arange(6.0), ((2, 5), 3, None))
+    part = TensorPart(torch.arange(6.0), ((2, 5), 3, None))
     assert torch.equal(part.detach().clone().to(torch.float64).local, torch.arange(6.0).double())
     with pytest.raises(CheckpointError, match="full_state_dict=True"):
         part + 1

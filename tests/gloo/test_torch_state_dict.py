@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import hf_zero
-from hf_zero.checkpoint.torch_state_dict import Part
+from hf_zero.checkpoint.torch_state_dict import TensorPart
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.deepspeed_inputs.model import SAVED_AFTER, STEPS, batch, build, optimizer_of
 from tests.gloo.test_to_dcp import load_fsdp2, mean, step_fsdp2, under_fsdp2
@@ -55,7 +55,9 @@ def from_hf_zero(rank, folder):
         before = dict(engine.mesh.stats.bytes)
         weights, states = get_state_dict(engine.module, engine.optimizer)
         assert engine.mesh.stats.bytes == before, "a state dict in parts gathers nothing"
-        assert all(isinstance(weights[name], Part) for name, _ in engine.module.named_parameters())
+        assert all(
+            isinstance(weights[name], TensorPart) for name, _ in engine.module.named_parameters()
+        )
         dcp.save({"model": weights, "optimizer": states}, checkpoint_id=f"{folder}/{stage}")
         found[stage] = losses + step(engine, range(SAVED_AFTER, STEPS), rank)
         engine.destroy()
@@ -116,7 +118,9 @@ def in_16_bits(rank, folder):
     dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
     want = step(engine, range(SAVED_AFTER, STEPS), rank)
     whole = get_model_state_dict(engine.module, options=StateDictOptions(full_state_dict=True))
-    assert whole.keys() == weights.keys() and not any(isinstance(v, Part) for v in whole.values())
+    assert whole.keys() == weights.keys() and not any(
+        isinstance(v, TensorPart) for v in whole.values()
+    )
     engine.destroy()
     again = engine_at(3, **keys)
     asked = dict(
