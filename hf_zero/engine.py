@@ -16,6 +16,8 @@ import torch
 from hf_zero import checkpoint
 from hf_zero.checkpoint import torch_state_dict
 from hf_zero.checkpoint.load_sharded import load
+from hf_zero.checkpoint.memory.resume import locate
+from hf_zero.checkpoint.memory.saving import MemoryCheckpoints
 from hf_zero.checkpoint.save_job import AsyncSaver
 from hf_zero.checkpoint.save_sharded import save
 from hf_zero.device.spans import span
@@ -116,6 +118,7 @@ class Engine(TrainingEngine):
         torch_state_dict.install()
         self.async_saves = AsyncSaves(mesh, self.schedule.shards)
         self.measures = measures_of(self)
+        self.memory = MemoryCheckpoints.of(self)
         installed.callback(self._end_measures)
 
     def _end_measures(self) -> None:
@@ -139,6 +142,8 @@ class Engine(TrainingEngine):
             super().step()
         if ends_window and self.async_saves.writer is not None:
             self.async_saves.raise_failure()
+        if ends_window and self.memory is not None:
+            self.memory.end_step(self)
 
     @property
     def figures(self) -> Mapping[str, Any]:
@@ -310,7 +315,8 @@ class Engine(TrainingEngine):
         ``checkpoint.verify`` of the configuration turns that off; ``verify=True`` checks the hashes
         of all files first. ``load_rng`` restores this rank's random generators, too, and
         ``load_loader`` the place in the training data: ``initialize(resume=...)`` does both.
-        ``load_dir`` is by default ``checkpoint.folder`` of the configuration.
+        ``load_dir`` is by default ``checkpoint.folder`` of the configuration. Without a ``tag`` a
+        newer generation in the memory of the hosts (``checkpoint.memory``) is loaded.
         """
         load_dir = self._run_folder(load_dir, "load_checkpoint")
         if unused:
@@ -318,6 +324,10 @@ class Engine(TrainingEngine):
                 f"load_checkpoint does not know {sorted(unused)}; drop these arguments"
             )
         self.wait_for_checkpoint(f"the load of {load_dir}")
+        in_memory = False
+        if self.memory is not None:
+            found = locate(self, load_dir, tag, load_module_strict)
+            load_dir, tag, in_memory = found.directory, found.tag, found.in_memory
         self.updater.drop_early()
         with self.schedule.shards.writing():
             answer = load(
@@ -331,6 +341,7 @@ class Engine(TrainingEngine):
                 verify=False if verify is None and not self.config.checkpoint.verify else verify,
                 load_rng=load_rng,
                 load_loader=load_loader,
+                partial=in_memory,
             )
         self.accumulation.micro_batches = 0
         self.zero_grad()
@@ -366,3 +377,5 @@ class Engine(TrainingEngine):
         with ExitStack() as ending:  # callbacks run from the last to the first
             ending.callback(super().destroy, gather)
             ending.callback(self.async_saves.close)
+            if self.memory is not None:
+                ending.callback(self.memory.close)

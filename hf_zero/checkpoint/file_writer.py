@@ -198,6 +198,25 @@ def write_tensors(
     return hashes
 
 
+def copy_to_memory(
+    memory: torch.Tensor,
+    plan: FilePlan,
+    tensors: Mapping[str, torch.Tensor | Callable[[], torch.Tensor]],
+    device: torch.device,
+) -> None:
+    """Copy the file of ``plan``, with the values of ``tensors``, to ``memory``: [at least its
+    bytes] of uint8 on the host. On return all copies from ``device`` have ended.
+    """
+    at = len(plan.header)
+    copy_bytes(memory[:at], torch.frombuffer(bytearray(plan.header), dtype=torch.uint8))
+    for entry in plan.entries:
+        given = tensors[entry.name]
+        values = (given if isinstance(given, torch.Tensor) else given()).detach().reshape(-1)
+        copy_bytes(memory[at + entry.begin : at + entry.end], values, wait=False)
+        del given, values
+    kinds.synchronize(device)  # the copies must end before training changes the state
+
+
 def write_image(path: AnyPath, image: memoryview, plan: FilePlan) -> FileHashes:
     """Write ``image``, the complete page-aligned file of ``plan``, to ``path``, flush it to the
     device and return its hashes.

@@ -20,7 +20,7 @@ from hf_zero.checkpoint.engine_state import (
     set_rng_state,
 )
 from hf_zero.checkpoint.find import whole_tags_beside
-from hf_zero.checkpoint.manifest import RNG
+from hf_zero.checkpoint.manifest import RNG, Manifest
 from hf_zero.checkpoint.match import (
     NameMatch,
     check_optimizer,
@@ -55,6 +55,7 @@ def load(
     verify: bool | None = None,
     load_rng: bool = False,
     load_loader: bool = False,
+    partial: bool = False,
 ) -> tuple[str, dict[str, Any]]:
     """Load ``<directory>/<tag>`` into ``engine``; return that folder and the client state.
     Collective.
@@ -73,6 +74,8 @@ def load(
         load_rng: restore this rank's random generators (torch, Python, NumPy), if the number of
             ranks equals that of the save.
         load_loader: put ``engine.training_dataloader`` at the saved place in the data.
+        partial: the folder may lack files that no rank of this host reads; those that are there
+            have been compared with their hashes.
 
     Raises:
         CheckpointError: on all ranks, if anything failed on one. Everything that can be checked is
@@ -83,7 +86,8 @@ def load(
     load_optimizer_states &= not load_module_only and engine.bound is not None
 
     def open_and_check() -> _Load:
-        checkpoint = _open(find.locate(directory, tag), engine, hashes=verify is not False)
+        folder, hashes = find.locate(directory, tag), verify is not False
+        checkpoint = _open(folder, engine, hashes, sizes=not partial)
         opened.callback(checkpoint.close)
         return _Load(
             engine,
@@ -91,7 +95,7 @@ def load(
             load_module_strict,
             load_optimizer_states,
             load_lr_scheduler_states and not load_module_only,
-            verify is True,
+            verify is True and not partial,
         )
 
     with ExitStack() as opened:
@@ -147,9 +151,9 @@ def _grouped(engine: TrainingEngine) -> list[list[str]]:
     return names
 
 
-def _open(folder: AnyPath, engine: TrainingEngine, hashes: bool) -> Checkpoint:
+def _open(folder: AnyPath, engine: TrainingEngine, hashes: bool, sizes: bool) -> Checkpoint:
     return _suggest_other_tags(
-        folder, lambda: open_checkpoint(folder, lambda: _grouped(engine), hashes=hashes)
+        folder, lambda: open_checkpoint(folder, lambda: _grouped(engine), hashes, sizes)
     )
 
 
@@ -174,6 +178,26 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
             for each in (one, other)
         )
     )
+
+
+def files_needed(engine: TrainingEngine, manifest: Manifest, strict: bool) -> set[int]:
+    """Return the indices of the rank files of ``manifest`` that a load of everything into this
+    rank's ``engine`` reads. Raises CheckpointError if it is of another model.
+    """
+    match = match_names(engine, manifest, f"checkpoint {manifest.tag}", strict)
+    needed = {
+        run.flat.chunks[run.chunk].file
+        for flat in engine.flats
+        for run in copy_ranges(manifest, flat.layout, flat.owned[0], flat.owned[1], match.held)
+    }
+    saved = manifest.optimizer.factors if manifest.optimizer and engine.bound else {}
+    names = {match.held.get(name) for name in engine.bound.factors.names} if saved else set()
+    needed |= {of.file for name, of in saved.items() if name in names}
+    if any(name in manifest.buffers for name in match.buffers.values()):
+        needed.add(0)
+    if manifest.world["size"] == engine.mesh.dims.world:
+        needed.add(engine.global_rank)  # the states of its random generators
+    return needed
 
 
 class _Load:

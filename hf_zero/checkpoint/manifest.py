@@ -311,9 +311,7 @@ class Manifest:
 
     def dumps(self) -> bytes:
         """Return the file's content, with the digest as its last field."""
-        blank = json.dumps({**self.to_json(), DIGEST: _BLANK}, indent=1).encode()
-        before, _, after = blank.rpartition(_BLANK.encode())
-        return before + hash_of(blank).encode() + after
+        return sealed(self.to_json())
 
     def all_files(self) -> list[FileEntry]:
         """Return every listed file."""
@@ -351,7 +349,7 @@ class Manifest:
                 f"{source} is damaged: no JSON ({error}); restore it, or load "
                 "another tag of this run"
             ) from error
-        if isinstance(data, dict) and DIGEST in data and not _is_as_written(content, data[DIGEST]):
+        if isinstance(data, dict) and DIGEST in data and not is_as_written(content, data[DIGEST]):
             raise CheckpointError(
                 f"{source} is damaged: what it holds is not what its field {DIGEST!r} says; "
                 "restore it, or load another tag of this run (or "
@@ -384,7 +382,14 @@ class Manifest:
         return manifest
 
 
-def _is_as_written(content: bytes, digest: Any) -> bool:
+def sealed(data: Mapping[str, Any]) -> bytes:
+    """Return ``data`` as JSON, with the hash of the text as its last field, :data:`DIGEST`."""
+    blank = json.dumps({**data, DIGEST: _BLANK}, indent=1).encode()
+    before, _, after = blank.rpartition(_BLANK.encode())
+    return before + hash_of(blank).encode() + after
+
+
+def is_as_written(content: bytes, digest: Any) -> bool:
     """Whether ``digest``, the last field of ``content``, is the hash of ``content`` with zeros in
     its place.
     """
@@ -432,7 +437,10 @@ def is_plain(name: str) -> bool:
     return bool(name) and Path(name).name == name and not name.startswith(".") and "\0" not in name
 
 
-def _file(data: dict[str, Any], version: int, rank: int | None = None) -> FileEntry:
+def read_file_entry(
+    data: dict[str, Any], version: int = VERSION, rank: int | None = None
+) -> FileEntry:
+    """Inverse of :meth:`FileEntry.to_json`. Raises ValueError, TypeError or KeyError."""
     name = _get(data, "name", str)
     if not is_plain(name):
         raise ValueError(f"the file name {name!r} leads out of the folder")
@@ -447,7 +455,8 @@ def _file(data: dict[str, Any], version: int, rank: int | None = None) -> FileEn
     )
 
 
-def _flat(data: dict[str, Any]) -> FlatEntry:
+def read_flat(data: dict[str, Any]) -> FlatEntry:
+    """Inverse of :meth:`FlatEntry.to_json`. Raises ValueError, TypeError or KeyError."""
     chunks = tuple(
         Chunk(_size(c, "file"), _size(c, "start"), _size(c, "stop"), _items(c, "tensors", str))
         for c in _items(data, "chunks", dict)
@@ -503,17 +512,28 @@ def _state(data: dict[str, Any]) -> dict[str, Any]:
     return {"json": _get(data, "json", dict), "objects": list(_items(data, "objects", str))}
 
 
+def read_export(data: dict[str, Any]) -> Export:
+    """Inverse of ``asdict`` of an :class:`Export`. Raises ValueError, TypeError or KeyError."""
+    model_class = data["model_class"]
+    adapters = _values(data, "adapters", dict) if "adapters" in data else {}
+    return Export(
+        _values(data, "names", str),
+        _items(data, "skip", str),
+        None if model_class is None else _typed(model_class, str, "model_class"),
+        {name: _adapter(name, spec) for name, spec in adapters.items()},
+    )
+
+
 def _parse(data: dict[str, Any]) -> Manifest:
-    export, world = _get(data, "export", dict), _get(data, "world", dict)
-    model_class = export["model_class"]
+    world = _get(data, "world", dict)
     return Manifest(
         save_id=_get(data, "save_id", str),
         tag=_get(data, "tag", str),
         world={key: _size(world, key) for key in _WORLD if key in world or key not in AXES},
         stage=_get(data, "stage", int),
         precision=_get(data, "precision", str),
-        files=tuple(_file(file, data["version"]) for file in _items(data, "files", dict)),
-        flats=tuple(_flat(flat) for flat in _items(data, "flats", dict)),
+        files=tuple(read_file_entry(file, data["version"]) for file in _items(data, "files", dict)),
+        flats=tuple(read_flat(flat) for flat in _items(data, "flats", dict)),
         parameters={
             name: dtype_of(dtype) for name, dtype in _values(data, "parameters", str).items()
         },
@@ -523,14 +543,7 @@ def _parse(data: dict[str, Any]) -> Manifest:
         },
         aliases=_values(data, "aliases", str),
         excluded=_items(data, "excluded", str),
-        export=Export(
-            _values(export, "names", str),
-            _items(export, "skip", str),
-            None if model_class is None else _typed(model_class, str, "model_class"),
-            {name: _adapter(name, spec) for name, spec in _values(export, "adapters", dict).items()}
-            if "adapters" in export
-            else {},
-        ),
+        export=read_export(_get(data, "export", dict)),
         optimizer=_optional(data, "optimizer", _optimizer),
         scaler=_optional(data, "scaler", dict),
         lr_scheduler=_optional(
@@ -543,7 +556,7 @@ def _parse(data: dict[str, Any]) -> Manifest:
         loader=_values(data, "loader", int) if "loader" in data else {},
         batch=_values(data, "batch", int) if "batch" in data else {},
         client_state=_state(_get(data, "client_state", dict)),
-        objects=_optional(data, "objects", lambda d: _file(d, data["version"], rank=0)),
+        objects=_optional(data, "objects", lambda d: read_file_entry(d, data["version"], rank=0)),
         software=_values(data, "software", str),
     )
 

@@ -501,10 +501,12 @@ def open_checkpoint(
     folder: AnyPath,
     grouped: Callable[[], Sequence[Sequence[str]]] = tuple,
     hashes: bool = True,
+    sizes: bool = True,
 ) -> Checkpoint:
     """Open the checkpoint in ``folder``, written by hf-zero or a program that ``foreign`` supports.
     ``grouped`` returns the parameter names in each optimizer group of the engine that loads.
-    ``hashes`` compares what is read with the block hashes, which only hf-zero's checkpoints have.
+    ``hashes`` compares what is read with the block hashes, which only hf-zero's checkpoints have;
+    ``sizes`` checks those of all files at once.
 
     Raises CheckpointError.
     """
@@ -512,4 +514,4 @@ def open_checkpoint(
         program = importlib.import_module(f"hf_zero.checkpoint.foreign.{module}")
         opened: Checkpoint = program.open_checkpoint(folder, grouped())
         return opened
-    return Checkpoint(folder, hashes=hashes)
+    return Checkpoint(folder, sizes, hashes)

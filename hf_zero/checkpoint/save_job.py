@@ -29,11 +29,10 @@ from typing import Any, Protocol
 import torch
 
 from hf_zero.checkpoint.commit import CommitTarget, retain
-from hf_zero.checkpoint.file_writer import copy_bytes, write_image
+from hf_zero.checkpoint.file_writer import copy_to_memory, write_image
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.storage import AnyPath, describe_error, describe_failures, is_remote
 from hf_zero.checkpoint.tensorfile import BlockHashes, FileHashes, FilePlan, bytes_view
-from hf_zero.device import kinds
 from hf_zero.distributed import process_group, world_group
 from hf_zero.errors import CheckpointError, HfZeroError, HostMemoryError
 from hf_zero.logging import logger
@@ -287,15 +286,7 @@ class AsyncSaver:
                 self._memory = self._arena.take(size, torch.uint8)
             except HostMemoryError as error:
                 return str(error)
-        at = len(plan.header)
-        header = torch.frombuffer(bytearray(plan.header), dtype=torch.uint8)
-        copy_bytes(self._memory[:at], header)
-        for entry in plan.entries:
-            given = tensors[entry.name]
-            values = (given if isinstance(given, torch.Tensor) else given()).detach().reshape(-1)
-            copy_bytes(self._memory[at + entry.begin : at + entry.end], values, wait=False)
-            del given, values
-        kinds.synchronize(self._device)  # the copies must end before training changes the state
+        copy_to_memory(self._memory, plan, tensors, self._device)
         self._size, self._stall = size, time.perf_counter() - begun
         return ""
 

@@ -39,6 +39,7 @@ from hf_zero.checkpoint.file_writer import write_tensors
 from hf_zero.checkpoint.loader_state import place_of
 from hf_zero.checkpoint.manifest import (
     Chunk,
+    Export,
     FactorEntry,
     FileEntry,
     GroupEntry,
@@ -206,16 +207,57 @@ def non_tensor_state(engine: TrainingEngine, client_state: Mapping[str, Any]) ->
     )
 
 
-def build_manifest(
+def manifest_head(
     engine: TrainingEngine,
     tag: str,
     save_id: str,
-    reports: list[RankReport],
     extra: NonTensorState,
     buffers: Mapping[str, torch.Tensor],
 ) -> Manifest:
-    """Return the manifest, without its ``objects``. It is a copy: later changes of the engine do
-    not reach it.
+    """Return the part of the manifest that rank 0 knows, without what the ranks report and without
+    ``objects``. It shares state with the engine.
+    """
+    optimizer = engine.bound and OptimizerEntry(
+        class_name(engine.bound.optimizer),
+        tuple(
+            GroupEntry(dict(hyperparameters), {}, ())
+            for hyperparameters in engine.bound.hyperparameters()
+        ),
+    )
+    return Manifest(
+        save_id=save_id,
+        tag=tag,
+        world={
+            "size": engine.mesh.dims.world,
+            "shard": engine.shard_world,
+            "replicate": engine.world_size // engine.shard_world,
+            **sizes_of_axes(engine),
+        },
+        stage=engine.stage,
+        precision=engine.config.precision,
+        files=(),
+        flats=(),
+        parameters={},
+        buffers={name: (b.dtype, tuple(b.shape)) for name, b in buffers.items()},
+        aliases={},
+        excluded=(),
+        export=Export(),
+        optimizer=optimizer,
+        scaler=engine.scaler.state_dict() if engine.config.precision == "fp16" else None,
+        lr_scheduler=extra.lr_scheduler,
+        counters=asdict(engine.counters),
+        techniques=engine.techniques.state_dict(),
+        loader=place_of(engine),
+        batch=batch_of(engine),
+        client_state=extra.client_state,
+        objects=None,
+        software={"hf_zero": hf_zero.__version__, "torch": torch.__version__},
+    )
+
+
+def join_reports(head: Manifest, reports: Sequence[RankReport]) -> Manifest:
+    """Return the manifest of rank 0's ``head`` and the ``reports`` of all ranks, by rank. It is a
+    copy: later changes of the engine do not reach it.
     """
     flats = []
     model = Described.joined([report.model for report in reports if report.model is not None])
@@ -229,39 +271,20 @@ def build_manifest(
         for key, layout in sorted(layouts.items()) or [(flat.key, flat.layout)]:
             chunks = _chunks(key, reports)
             flats.append(replace(flat, key=key, layout=layout, chunks=chunks))
-    manifest = Manifest(
-        save_id=save_id,
-        tag=tag,
-        world={
-            "size": engine.mesh.dims.world,
-            "shard": engine.shard_world,
-            "replicate": engine.world_size // engine.shard_world,
-            **sizes_of_axes(engine),
-        },
-        stage=engine.stage,
-        precision=engine.config.precision,
+    manifest = replace(
+        head,
         files=tuple(report.file for report in reports),
         flats=tuple(flats),
         parameters=model.parameters,
-        buffers={name: (b.dtype, tuple(b.shape)) for name, b in buffers.items()},
         aliases=model.aliases,
         excluded=model.excluded,
         export=model.export,
-        optimizer=_optimizer(engine, model.groups, reports),
-        scaler=engine.scaler.state_dict() if engine.config.precision == "fp16" else None,
-        lr_scheduler=extra.lr_scheduler,
-        counters=asdict(engine.counters),
-        techniques=engine.techniques.state_dict(),
-        loader=place_of(engine),
-        batch=batch_of(engine),
-        client_state=extra.client_state,
-        objects=None,
-        software={"hf_zero": hf_zero.__version__, "torch": torch.__version__},
+        optimizer=head.optimizer and _optimizer(head.optimizer, model.groups, reports),
     )
     return deepcopy(manifest)
 
 
-def _chunks(key: str, reports: list[RankReport]) -> tuple[Chunk, ...]:
+def _chunks(key: str, reports: Sequence[RankReport]) -> tuple[Chunk, ...]:
     """Return the chunks of the flat ``key``, in order."""
     held = sorted(
         (report.chunks[key][0], file, report.chunks[key])
@@ -272,12 +295,10 @@ def _chunks(key: str, reports: list[RankReport]) -> tuple[Chunk, ...]:
 
 
 def _optimizer(
-    engine: TrainingEngine, names: Sequence[tuple[str, ...]], reports: list[RankReport]
-) -> OptimizerEntry | None:
-    if engine.bound is None:
-        return None
+    head: OptimizerEntry, names: Sequence[tuple[str, ...]], reports: Sequence[RankReport]
+) -> OptimizerEntry:
     groups = []
-    for index, hyperparameters in enumerate(engine.bound.hyperparameters()):
+    for index, group in enumerate(head.groups):
         # Groups that are empty on a rank have no scalars there. Scalars are equal across ranks,
         # except where a parameter was unused in some steps; those ranks report per parameter.
         even = [
@@ -292,13 +313,25 @@ def _optimizer(
             else max(own.values(), key=lambda numbers: numbers.get("step", 0.0), default={})
         )
         apart = {name: numbers for name, numbers in own.items() if numbers != scalars}
-        groups.append(GroupEntry(dict(hyperparameters), scalars, names[index], apart))
+        groups.append(replace(group, scalars=scalars, parameters=names[index], apart=apart))
     factors = {
         parameter: FactorEntry(file, shapes)
         for file, report in enumerate(reports)
         for parameter, shapes in report.factors.items()
     }
-    return OptimizerEntry(class_name(engine.bound.optimizer), tuple(groups), factors)
+    return replace(head, groups=tuple(groups), factors=factors)
+
+
+def objects_file(extra: NonTensorState, name: str) -> tuple[FileEntry, bytes] | None:
+    """Return the entry and the content of ``objects.pt``, called ``name``; None if all state is
+    JSON.
+    """
+    if not any(extra.objects.values()):
+        return None
+    buffer = io.BytesIO()
+    torch.save(extra.objects, buffer)
+    content = buffer.getvalue()
+    return FileEntry(name, 0, len(content), hash_of(content)), content
 
 
 def shared_files(
@@ -310,14 +343,13 @@ def shared_files(
     save_latest: bool,
 ) -> SharedFiles:
     """Return the files that rank 0 writes beside its own rank file."""
-    manifest = build_manifest(engine, target.tag, target.save_id, reports, extra, buffers)
+    head = manifest_head(engine, target.tag, target.save_id, extra, buffers)
+    manifest = join_reports(head, reports)
     files = config_files(engine.module)
-    if any(extra.objects.values()):
-        buffer = io.BytesIO()
-        torch.save(extra.objects, buffer)
-        name = target.file_name(find.OBJECTS_NAME)
-        files[name] = content = buffer.getvalue()
-        manifest = replace(manifest, objects=FileEntry(name, 0, len(content), hash_of(content)))
+    objects = objects_file(extra, target.file_name(find.OBJECTS_NAME))
+    if objects is not None:
+        manifest = replace(manifest, objects=objects[0])
+        files[objects[0].name] = objects[1]
     above = {SCRIPT: Path(__file__).with_name(SCRIPT).read_bytes()}
     if save_latest:
         above[find.LATEST] = target.tag.encode()

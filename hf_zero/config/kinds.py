@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_zero.config import kernels
+from hf_zero.errors import ConfigError
+from hf_zero.logging import parse_size
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,17 @@ def _size(value: Any) -> int:
     is dropped.
     """
     return int(number(0).convert(value))
+
+
+def _bytes(value: Any) -> int:
+    """Convert a number of bytes, or a text with its unit such as ``40GiB``."""
+    if not isinstance(value, str):
+        return int(integer(1).convert(value))
+    try:
+        size = parse_size(value)
+    except ConfigError as error:
+        raise ValueError(value) from error
+    return int(integer(1).convert(size))
 
 
 def choice(*options: str) -> Kind:
@@ -296,6 +309,11 @@ SOME_OR_AUTO = Kind(
     "a number from 0 to 1, or 'auto'",
     _some_or_auto,
     {"anyOf": [{"type": "number", "minimum": 0, "maximum": 1}, {"const": "auto"}]},
+)
+BYTES = Kind(
+    "a number of bytes, such as 80GB (decimal) or 128GiB (binary)",
+    _bytes,
+    {"anyOf": [{"type": "integer", "minimum": 1}, _STRING]},
 )
 ELEMENTS = Kind("a number of elements of at least 1", _elements, {"type": "number", "minimum": 1})
 SIZE = Kind("a number of elements of at least 0", _size, {"type": "number", "minimum": 0})

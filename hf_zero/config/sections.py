@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hf_zero.config.kinds import (
     BOOLEAN,
+    BYTES,
     COUNT,
     DTYPE,
+    PATH,
     SECTION,
     SIZE,
     TEXT,
@@ -289,6 +292,53 @@ class CheckpointSection:
     )
     verify: bool = key(
         BOOLEAN, True, "compare what a load reads with the hashes in the manifest, as it is read"
+    )
+
+
+def _without_memory(values: Mapping[str, Any]) -> str:
+    return "" if values.get("checkpoint.memory.every") else "checkpoint.memory.every is not set"
+
+
+@dataclass(frozen=True)
+class MemorySection:
+    """Checkpoints in the memory of hosts. ``every`` None: none are made; ``limit`` in bytes on a
+    host; ``folder`` None: a tmpfs, else a local folder.
+    """
+
+    every: int | None = key(
+        integer(1),
+        None,
+        "steps between checkpoints in the memory of the hosts, which outlive the processes; null: "
+        "none are made",
+        unit="steps",
+    )
+    copies: int = key(
+        integer(1),
+        2,
+        "hosts that hold each part of such a checkpoint: with 2 it survives the loss of one host",
+        unit="hosts",
+        idle=_without_memory,
+    )
+    limit: int | None = key(
+        BYTES,
+        None,
+        "most bytes that such checkpoints take on a host, as 40GiB; null: what is free",
+        unit="bytes",
+        idle=_without_memory,
+    )
+    folder: str | None = key(
+        PATH,
+        None,
+        "folder for such checkpoints on each host; null: /dev/shm, or the folder of temporary "
+        "files where there is no tmpfs",
+        idle=_without_memory,
+    )
+    job: str | None = key(
+        TEXT,
+        None,
+        "name of the job, which its restarts keep and no other job has; null: SLURM's job, "
+        "torchrun's run id, or the launcher's process",
+        idle=_without_memory,
     )
 
 

@@ -62,6 +62,7 @@ from hf_zero.config.sections import (
     CompressedCommunication,
     Fp16Section,
     LocoSection,
+    MemorySection,
     OptimizerConfig,
     SchedulerConfig,
     ZeroSection,
@@ -219,6 +220,7 @@ class Settings:
     offload_param: OffloadParam = section("zero_optimization.offload_param", OffloadParam)
     aio: AioSection = section("aio", AioSection)
     checkpoint: CheckpointSection = section("checkpoint", CheckpointSection)
+    memory_checkpoints: MemorySection = section("checkpoint.memory", MemorySection)
     activation_checkpointing: ActivationCheckpointing = section(
         "activation_checkpointing", ActivationCheckpointing
     )

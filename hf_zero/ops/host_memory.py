@@ -139,9 +139,10 @@ class HostArena:
         """Bytes mapped for live tensors: each tensor's size, rounded up to a page."""
         return sum(self._mapped.values())
 
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def take(self, numel: int, dtype: torch.dtype, file: int | None = None) -> torch.Tensor:
         """Return ``numel`` zeros of ``dtype``: [numel], at an address that is a multiple of the
-        page.
+        page. With the descriptor of a ``file`` that has its pages, at least so many bytes,
+        the memory is the file: elements are what it holds, and writes to them change it.
 
         Raises HostMemoryError.
         """
@@ -150,16 +151,17 @@ class HostArena:
         asked = numel * dtype.itemsize
         nbytes = -(-asked // mmap.PAGESIZE) * mmap.PAGESIZE
         free = free_ram().nbytes
-        if nbytes > free:
+        if file is None and nbytes > free:  # a file has its pages already
             raise self._refused(asked, f"{free / 1e9:.2f} GB are free")
-        if self._pins and self._device is not None and not pinned.registers(self._device):
+        registers = self._device is not None and pinned.registers(self._device)
+        if self._pins and not registers and file is None:
             return self._allocate(asked, nbytes)[: numel * dtype.itemsize].view(dtype)
         address = _LIBC.mmap(
             None,
             nbytes,
             mmap.PROT_READ | mmap.PROT_WRITE,
-            mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
-            -1,
+            mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if file is None else mmap.MAP_SHARED,
+            -1 if file is None else file,
             0,
         )
         if address == _MAP_FAILED:
@@ -186,7 +188,7 @@ class HostArena:
             raise self._refused(
                 asked, f"the system says: {os.strerror(error)}; {free / 1e9:.2f} GB are free"
             )
-        unregister = self._register(address, nbytes)
+        unregister = self._register(address, nbytes) if registers else None
         memory = self._held(address, nbytes)
         weakref.finalize(memory, _release, address, nbytes, os.getpid(), unregister).atexit = False
         return torch.frombuffer(memory, dtype=dtype, count=numel)

@@ -109,6 +109,7 @@ TORCH_DISTRIBUTED = (
     "hf_zero.distributed.parallel_groups",
     "hf_zero.checkpoint.convert.to_dcp",
     "hf_zero.checkpoint.torch_state_dict",
+    "hf_zero.distributed.host_transfers",
     "hf_zero.parallel.tensor.dtensors",
     "hf_zero.parallel.pipeline.rank_stages",
     "hf_zero.parallel.pipeline.stage_messages",

@@ -1,0 +1,40 @@
+"""Checkpoints in the memory of hosts: a generation of rank files each N steps, with copies on other
+hosts, from which a restarted job goes on (FORMAT.md section 11).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hf_zero.checkpoint.memory.resume import Newest, newest
+from hf_zero.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from hf_zero.engine import Engine
+
+__all__ = ["Newest", "newest", "save"]
+
+
+def save(
+    engine: Engine,
+    beside: Mapping[str, bytes] | None = None,
+    client_state: Mapping[str, Any] | None = None,
+) -> None:
+    """Save ``engine`` into the memory of the hosts; returns once its state is copied there. Every
+    rank calls it after the same step.
+
+    Args:
+        beside: files by relative name that a resume is to find beside the checkpoint; of a name
+            that several ranks give, the lowest rank's content.
+        client_state: user state that the load returns; rank 0's is saved.
+
+    Raises:
+        CheckpointError: checkpoints in memory are off (``checkpoint.memory.every``), or, at the
+            first save, on all ranks, a host has no room.
+    """
+    if engine.memory is None:
+        raise CheckpointError(
+            "checkpoints in memory are off; write checkpoint.memory.every into the configuration"
+        )
+    engine.memory.save(engine, beside, client_state)

@@ -1,0 +1,171 @@
+"""Folders of generations: one a job, host and engine, in memory that outlives the process; their
+job's identity, and folders that other jobs have left.
+
+::
+
+    <base>/hf-zero-<uid>-<job>/<host>/engine-0/slot-0/rank-00000-of-00004.safetensors
+                                                      rank-00000-of-00004.json
+                                               slot-1/...
+                                               resume/                 what a load reads
+                              in-use           locked by the processes of the job
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hf_zero.checkpoint.storage import remove_tree
+from hf_zero.device.host_limits import free_ram
+
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "hf-zero-"
+IN_USE = "in-use"
+SLOTS = ("slot-0", "slot-1")
+RESUME = "resume"
+TMPFS = "tmpfs"
+
+
+def is_in_memory(folder: Path) -> bool:
+    """Whether ``folder``, or its nearest parent that exists, is on a file system in memory."""
+    try:
+        mounts = Path("/proc/mounts").read_text().splitlines()
+    except OSError:
+        return False
+    real = os.path.realpath(folder)
+    kinds = {
+        point: kind for _, point, kind, *_ in (line.split(" ") for line in mounts)
+    }  # the last mount on a point is the visible one
+    while real not in kinds and real != "/":
+        real = os.path.dirname(real)
+    return kinds.get(real) == TMPFS
+
+
+def plain(name: str) -> str:
+    """Return ``name`` as one path component."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:100] or "unnamed"
+
+
+def job_identity(asked: str | None) -> tuple[str, bool]:
+    """Return the identity of this process's job, and whether its restarts keep that: the name
+    ``asked`` for, SLURM's job, torchrun's run, the launcher's process, or this process alone.
+    """
+    import psutil
+
+    if asked is not None:
+        return plain(asked), True
+    if os.environ.get("SLURM_JOB_ID"):
+        return plain(f"slurm-{os.environ['SLURM_JOB_ID']}"), True
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if run != "none":
+        return plain(f"run-{run}"), True
+    launched = "RANK" in os.environ
+    pid = os.getppid() if launched else os.getpid()
+    try:
+        begun = int(psutil.Process(pid).create_time() * 1000)
+    except psutil.Error:
+        begun = 0
+    return f"{'launcher' if launched else 'process'}-{pid}-{begun}", launched
+
+
+def job_folder(base: Path, job: str) -> Path:
+    return base / f"{PREFIX}{os.getuid()}-{job}"
+
+
+class InUse:
+    """A mark on a job's folder, as long as this process lives or until :meth:`close`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._fd = os.open(folder / IN_USE, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(self._fd, fcntl.LOCK_SH)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def is_in_use(folder: Path) -> bool:
+    """Whether a living process has marked the job's ``folder``."""
+    try:
+        fd = os.open(folder / IN_USE, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+@dataclass(frozen=True)
+class Left:
+    """A job's folder: its bytes, the time of its last change (seconds since the epoch), and whether
+    a process uses it.
+    """
+
+    folder: Path
+    nbytes: int
+    changed: float
+    in_use: bool
+
+
+def jobs_in(base: Path) -> Iterator[Left]:
+    """Yield the folders of this user's jobs in ``base``, by name."""
+    for folder in sorted(base.glob(f"{PREFIX}{os.getuid()}-*")):
+        if not folder.is_dir() or folder.is_symlink():
+            continue
+        files = [item.stat() for item in folder.rglob("*") if item.is_file()]
+        # a file that a resume links to counts once
+        sizes = {(held.st_dev, held.st_ino): held.st_size for held in files}
+        changed = max((held.st_mtime for held in files), default=folder.stat().st_mtime)
+        yield Left(folder, sum(sizes.values()), changed, is_in_use(folder))
+
+
+def remove_job(folder: Path) -> bool:
+    """Remove a job's ``folder`` unless a process uses it; return whether it was removed."""
+    if is_in_use(folder):
+        return False
+    remove_tree(folder)
+    return True
+
+
+def remove_empty(folder: Path, top: Path) -> None:
+    """Remove ``folder`` and its parents up to ``top`` that hold nothing but the mark."""
+    while True:
+        held = [item.name for item in folder.iterdir()] if folder.is_dir() else []
+        if set(held) - {IN_USE}:
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        if folder == top:
+            return
+        folder = folder.parent
+
+
+def bases(asked: str | None) -> list[Path]:
+    """Return the folders that may hold jobs' folders, the preferred one first: the one ``asked``
+    for, else /dev/shm where that is a tmpfs that can be written, and the folder of temporary files.
+    """
+    if asked is not None:
+        return [Path(asked).absolute()]
+    memory = is_in_memory(SHARED_MEMORY) and os.access(SHARED_MEMORY, os.W_OK | os.X_OK)
+    return [*([SHARED_MEMORY] if memory else []), Path(tempfile.gettempdir())]
+
+
+def room(base: Path, folder: Path) -> int:
+    """Return the bytes that ``folder``, below ``base``, may come to: those that are free there, in
+    memory also under the limits of this process, and those that it has already.
+    """
+    there = next(each for each in (base, *base.parents) if each.exists())
+    free = shutil.disk_usage(there).free
+    if is_in_memory(there):
+        free = min(free, free_ram().nbytes)
+    return free + sum(item.stat().st_size for item in folder.rglob("*") if item.is_file())

@@ -1,0 +1,47 @@
+"""The hosts of a job's ranks, and which ranks keep copies of each other's files."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+
+from hf_zero.distributed.rank_hosts import NAMES
+
+
+def host_name() -> str:
+    """Return this host's name: that of the hostfile or of SLURM, else its own."""
+    return next((os.environ[each] for each in NAMES if os.environ.get(each)), socket.gethostname())
+
+
+class Hosts:
+    """Hosts in the order of their lowest ranks. ``names``: the host of each rank."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self.ranks: dict[str, list[int]] = {}
+        for rank, name in enumerate(self.names):
+            self.ranks.setdefault(name, []).append(rank)
+
+    def first(self, rank: int) -> int:
+        """Return the lowest rank on the host of ``rank``, which acts for the host."""
+        return self.ranks[self.names[rank]][0]
+
+    def partners(self, rank: int, copies: int) -> list[int]:
+        """Return the ranks that keep copies of the file of ``rank`` where ``copies`` hosts are to
+        hold it: one on each of the next hosts, as far as there are any.
+        """
+        order = list(self.ranks)
+        own = order.index(self.names[rank])
+        place = self.ranks[self.names[rank]].index(rank)
+        following = [order[(own + n) % len(order)] for n in range(1, min(copies, len(order)))]
+        return [self.ranks[name][place % len(self.ranks[name])] for name in following]
+
+    def kept_by(self, rank: int, copies: int) -> list[int]:
+        """Return the ranks of whose files ``rank`` keeps copies."""
+        return [each for each in range(len(self.names)) if rank in self.partners(each, copies)]
+
+    def files_on(self, rank: int, copies: int) -> list[int]:
+        """Return the ranks whose files the host of ``rank`` holds, its own and copies."""
+        here = self.ranks[self.names[rank]]
+        return sorted({*here, *(each for one in here for each in self.kept_by(one, copies))})

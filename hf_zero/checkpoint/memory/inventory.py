@@ -1,0 +1,91 @@
+"""What the hosts hold: records found in the folders of a job, exchanged, and the generations that
+are whole over all hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hf_zero.checkpoint.memory.folders import SLOTS
+from hf_zero.checkpoint.memory.record import SUFFIX, Record, record_path
+from hf_zero.checkpoint.storage import describe_error
+from hf_zero.checkpoint.tensorfile import hash_of
+from hf_zero.errors import CheckpointError
+from hf_zero.logging import logger
+
+RANK_RECORDS = f"rank-*-of-*{SUFFIX}"
+
+
+@dataclass(frozen=True)
+class Held:
+    """A rank file of a generation that a host holds, with its record. ``digest`` is that of the
+    record, which has the hash of the file.
+    """
+
+    save_id: str
+    step: int
+    world: int
+    rank: int
+    digest: str
+
+
+@dataclass
+class Generation:
+    """A save into memory, as the hosts hold it. holders: by rank, the hosts with its file."""
+
+    save_id: str
+    step: int
+    world: int
+    holders: dict[int, list[str]] = field(default_factory=dict)
+
+    def is_whole(self) -> bool:
+        """Whether some host holds the file of each rank: every rank has committed it."""
+        return all(self.holders.get(rank) for rank in range(self.world))
+
+
+def scan(folders: Sequence[Path]) -> dict[Held, Path]:
+    """Return the rank files in the slots of a job's ``folders`` on this host whose records are
+    there and fit. A record that does not fit is logged and left out.
+    """
+    found: dict[Held, Path] = {}
+    for path in (item for folder in folders for item in _records(folder)):
+        try:
+            content = path.read_bytes()
+            record = Record.parse(content, path)
+            entry = record.report.file
+            file = path.with_name(entry.name)
+            size = file.stat().st_size
+            if record_path(file) != path or size != entry.size:
+                raise CheckpointError(f"{file} has {size} bytes, its record says {entry.size}")
+        except (CheckpointError, OSError) as error:
+            logger.warning("passed over in memory: %s", describe_error(error, path))
+            continue
+        digest = hash_of(content)
+        found[Held(record.save_id, record.step, record.world, record.rank, digest)] = file
+    return found
+
+
+def _records(folder: Path) -> Iterator[Path]:
+    for slot in SLOTS:
+        yield from sorted((folder / slot).glob(RANK_RECORDS))
+
+
+def generations(hosts: Sequence[str], inventories: Sequence[Sequence[Held]]) -> list[Generation]:
+    """Return the generations of all hosts, newest first. ``inventories``: what each rank reports of
+    its host; ``hosts``: the host of each rank. A file whose records differ between hosts is counted
+    for none of them.
+    """
+    found: dict[str, Generation] = {}
+    digests: dict[tuple[str, int], set[str]] = {}
+    for host, held in zip(hosts, inventories, strict=True):
+        for each in held:
+            made = found.setdefault(each.save_id, Generation(each.save_id, each.step, each.world))
+            made.holders.setdefault(each.rank, []).append(host)
+            digests.setdefault((each.save_id, each.rank), set()).add(each.digest)
+    for (save_id, rank), said in digests.items():
+        if len(said) > 1:
+            logger.warning("the copies of rank %d's file differ between hosts", rank)
+            found[save_id].holders.pop(rank)
+    return sorted(found.values(), key=lambda each: (each.step, each.save_id), reverse=True)

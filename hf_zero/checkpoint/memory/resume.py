@@ -1,0 +1,303 @@
+"""Choice of what to resume from: the newest generation that is whole over the memory of the hosts,
+or the checkpoint on disk; and a folder on each host in which a load finds it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_zero.checkpoint import find
+from hf_zero.checkpoint.load_sharded import files_needed
+from hf_zero.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
+from hf_zero.checkpoint.memory import folders, saving
+from hf_zero.checkpoint.memory.hosts import Hosts
+from hf_zero.checkpoint.memory.inventory import Generation, Held
+from hf_zero.checkpoint.memory.record import Record, join_records, record_path
+from hf_zero.checkpoint.storage import AnyPath, as_path, collective_try, remove_tree
+from hf_zero.checkpoint.tensorfile import algorithm_of, hash_of_file
+from hf_zero.errors import CheckpointError
+from hf_zero.logging import logger
+
+if TYPE_CHECKING:
+    from hf_zero.checkpoint.memory.saving import MemoryCheckpoints
+    from hf_zero.engine import Engine
+
+
+@dataclass(frozen=True)
+class Newest:
+    """What to resume from: ``<directory>/<tag>``. ``in_memory``: it is of a generation in memory,
+    and ``directory`` on this host has what the route kept beside; valid until the next save there.
+    """
+
+    directory: AnyPath
+    tag: str | None
+    step: int
+    in_memory: bool
+
+
+def newest(
+    engine: Engine, directory: str | os.PathLike[str] | None, strict: bool = True
+) -> Newest | None:
+    """Return the newest of the generations in memory that are whole and of the checkpoint that
+    ``directory`` names as latest; None if there is neither. Collective.
+
+    Hashes of the files to be read are compared, and files that this host lacks are fetched, before
+    anything changes. A generation in memory that is damaged, or of another model, is passed over
+    and logged. ``strict`` as in :meth:`Engine.load_checkpoint`.
+    """
+    memory, ranks = engine.memory, engine.mesh.job
+    _, told = collective_try(
+        ranks,
+        lambda: _on_disk(directory) if engine.global_rank == 0 else None,
+        directory,
+        share=lambda found: found,
+    )
+    on_disk: tuple[str, int] | None = told[0]
+    if memory is not None:
+        memory.wait()
+        found, own = memory.exchange_inventories()
+        for each in found:
+            if on_disk is not None and each.step < on_disk[1]:
+                break
+            taken = _Taking(engine, memory, each, own).take(strict)
+            if taken is not None:
+                memory.protect(each.save_id)
+                return taken
+    if on_disk is None or directory is None:
+        return None
+    return Newest(as_path(directory), on_disk[0], on_disk[1], in_memory=False)
+
+
+def locate(
+    engine: Engine, directory: str | os.PathLike[str], tag: str | None, strict: bool
+) -> Newest:
+    """Return the checkpoint that a load of ``directory`` means: with a ``tag`` that one, in the
+    folder of a generation in memory that one, else the :func:`newest`. Collective.
+    """
+    memory, where = engine.memory, as_path(directory)
+    assert memory is not None
+    if where in [memory.folder(base) / folders.RESUME for base in memory.bases]:
+        return Newest(where, find.latest_tag(where) if tag is None else tag, -1, in_memory=True)
+    found = newest(engine, directory, strict) if tag is None else None
+    return found or Newest(directory, tag, -1, in_memory=False)
+
+
+def _on_disk(directory: str | os.PathLike[str] | None) -> tuple[str, int] | None:
+    """Return tag and step of the checkpoint that ``latest`` in ``directory`` names; None without
+    one, and step -1 for a checkpoint of another program.
+    """
+    if directory is None or not (as_path(directory) / find.LATEST).exists():
+        return None
+    folder = find.locate(directory)
+    step = -1
+    if find.is_checkpoint(folder):
+        step = Manifest.read(folder / MANIFEST_NAME).counters.get("global_steps", -1)
+    return find.latest_tag(as_path(directory)), step
+
+
+class _Taking:
+    """The preparation of one generation for a load."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        memory: MemoryCheckpoints,
+        generation: Generation,
+        own: Mapping[Held, Path],
+    ) -> None:
+        self._engine, self._memory, self._hosts = engine, memory, memory.hosts
+        self._ranks, self._rank = engine.mesh.job, memory.rank
+        self._host = self._hosts.names[self._rank]
+        self._generation = generation
+        self._holders = {rank: list(hosts) for rank, hosts in generation.holders.items()}
+        self._here = {
+            held.rank: path for held, path in own.items() if held.save_id == generation.save_id
+        }
+
+    def take(self, strict: bool) -> Newest | None:
+        """Return the generation, ready to be loaded on all ranks; None if it is not whole."""
+        generation = self._generation
+        what = f"the generation of step {generation.step} in memory"
+        if not generation.is_whole():
+            missing = [n for n in range(generation.world) if not generation.holders.get(n)]
+            _say(self._rank, f"{what} is passed over: no host holds the files of ranks {missing}")
+            return None
+        try:
+            records = self._gather_records()
+            manifest = join_records(records)
+            wanted = self._wanted(manifest, strict)
+            self._check(manifest, wanted)
+            return self._present(manifest, records, wanted)
+        except CheckpointError as error:
+            _say(self._rank, f"{what} is passed over: {error}")
+            return None
+
+    def _gather_records(self) -> list[Record]:
+        """Return the records of the generation, by rank. Collective."""
+
+        def own() -> dict[int, bytes]:
+            mine = [r for r, hosts in self._holders.items() if hosts[0] == self._host]
+            acts = self._memory.acts_for_host
+            return {r: record_path(self._here[r]).read_bytes() for r in mine if acts}
+
+        _, told = collective_try(self._ranks, own, share=lambda contents: contents)
+        contents = {rank: content for each in told for rank, content in each.items()}
+        order = range(self._generation.world)
+        return [Record.parse(contents[rank], f"the record of rank {rank}") for rank in order]
+
+    def _wanted(self, manifest: Manifest, strict: bool) -> dict[str, set[int]]:
+        """Return the files that the ranks of each host read. Collective."""
+        _, told = collective_try(
+            self._ranks,
+            lambda: files_needed(self._engine, manifest, strict),
+            share=lambda needed: needed,
+        )
+        wanted: dict[str, set[int]] = {name: set() for name in self._hosts.ranks}
+        for host, needed in zip(self._hosts.names, told, strict=True):
+            wanted[host] |= needed
+        return wanted
+
+    def _source(self, host: str, file: int) -> str:
+        """Return the host from which ``host`` has a file: itself, or one of its holders."""
+        holders = self._holders[file]
+        return host if host in holders else holders[file % len(holders)]
+
+    def _check(self, manifest: Manifest, wanted: Mapping[str, set[int]]) -> None:
+        """Compare the hashes of the files that hosts are to read or send, until all that are left
+        are sound. Raises CheckpointError if no sound copy of a file is left. Collective.
+        """
+        checked: set[tuple[str, int]] = set()
+        while True:
+            used = {(self._source(host, n), n) for host, files in wanted.items() for n in files}
+            mine = sorted(n for host, n in used - checked if host == self._host)
+            here = self._hosts.ranks[self._host]
+            share = mine[here.index(self._rank) :: len(here)]
+            damaged = [n for n in share if not _is_sound(self._here[n], manifest.files[n])]
+            told = self._ranks.all_gather_object(damaged, "hashes of checkpoints in memory")
+            checked |= used
+            if not any(told):
+                return
+            for host, lost in zip(self._hosts.names, told, strict=True):
+                for file in lost:
+                    self._holders[file].remove(host)
+                    name = manifest.files[file].name
+                    _say(self._rank, f"the copy of {name} in memory of host {host} is damaged")
+            if not all(self._holders.values()):
+                gone = [n for n, hosts in self._holders.items() if not hosts]
+                raise CheckpointError(f"every copy of the files of ranks {gone} is damaged")
+
+    def _present(
+        self, manifest: Manifest, records: Sequence[Record], wanted: Mapping[str, set[int]]
+    ) -> Newest:
+        """Make this host's folder for the load, with the files that its ranks read. Collective."""
+        lacking = [n for n in sorted(wanted[self._host]) if self._host not in self._holders[n]]
+        nbytes = sum(manifest.files[n].size for n in lacking)
+        memory = self._memory
+        places = [memory.folder(base) for base in memory.bases]
+        fitting = (at for base, at in zip(memory.bases, places) if folders.room(base, at) >= nbytes)
+
+        def make() -> str:
+            if not memory.acts_for_host:
+                return ""
+            for place in places:
+                remove_tree(place / folders.RESUME)
+            folder = next(fitting, places[0]) / folders.RESUME
+            _write_beside(folder, manifest, records)
+            for n in wanted[self._host]:
+                if n not in lacking:
+                    (folder / manifest.tag / manifest.files[n].name).symlink_to(self._here[n])
+            return str(folder)
+
+        _, told = collective_try(self._ranks, make, share=lambda made: made)
+        folder = Path(told[self._hosts.first(self._rank)])
+        saving.reached("fetching")
+        fetched = self._fetch(manifest, wanted, folder / manifest.tag)
+
+        def compare() -> None:
+            for n in fetched:
+                path = folder / manifest.tag / manifest.files[n].name
+                if not _is_sound(path, manifest.files[n]):
+                    raise CheckpointError(f"{path} arrived with other bytes than were sent")
+
+        collective_try(self._ranks, compare)
+        saving.reached("fetched")
+        memory.mark()
+        return Newest(folder, manifest.tag, self._generation.step, in_memory=True)
+
+    def _fetch(self, manifest: Manifest, wanted: Mapping[str, set[int]], folder: Path) -> list[int]:
+        """Fetch the files that hosts lack; return those that this rank has fetched. Collective."""
+        moves = sorted(
+            (n, host) for host, files in wanted.items() for n in files
+            if host not in self._holders[n]
+        )  # fmt: skip
+        sends: list[Any] = []
+        receives: list[Any] = []
+        fetched: list[int] = []
+
+        def open_files() -> None:
+            for at, (n, host) in enumerate(moves):
+                entry = manifest.files[n]
+                source = _one_of(self._hosts, self._source(host, n), at)
+                target = _one_of(self._hosts, host, at)
+                if source == self._rank:
+                    held = torch.from_file(str(self._here[n]), size=entry.size, dtype=torch.uint8)
+                    sends.append((target, held))
+                if target == self._rank:
+                    image = self._memory.map_file(folder / entry.name, entry.size)
+                    receives.append((source, image))
+                    fetched.append(n)
+
+        collective_try(self._ranks, open_files, folder)
+
+        def transfer() -> None:
+            try:
+                self._memory.transfers.transfer(sends, receives)
+            except RuntimeError as error:
+                raise CheckpointError(f"files of other hosts did not arrive: {error}") from error
+
+        collective_try(self._ranks, transfer)
+        return fetched
+
+
+def _one_of(hosts: Hosts, host: str, at: int) -> int:
+    ranks = hosts.ranks[host]
+    return ranks[at % len(ranks)]
+
+
+def _is_sound(path: Path, entry: FileEntry) -> bool:
+    try:
+        if path.stat().st_size != entry.size:
+            return False
+        return hash_of_file(path, algorithm_of(entry.hash)) == entry.hash
+    except OSError:
+        return False
+
+
+def _write_beside(folder: Path, manifest: Manifest, records: Sequence[Record]) -> None:
+    """Write everything but the rank files into ``folder``: manifest, objects, configuration, and
+    what the ranks kept beside; of equal names the lowest rank's.
+    """
+    inner = folder / manifest.tag
+    inner.mkdir(parents=True)
+    for record in reversed(records):
+        for name, content in record.beside.items():
+            path = folder / name
+            if not path.resolve().is_relative_to(folder.resolve()):
+                raise CheckpointError(f"the file {name!r} beside a checkpoint leads out of it")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        for name, content in record.files.items():
+            (inner / name).write_bytes(content)
+    (inner / MANIFEST_NAME).write_bytes(manifest.dumps())
+    (folder / find.LATEST).write_text(manifest.tag)
+
+
+def _say(rank: int, text: str) -> None:
+    if rank == 0:
+        logger.warning("%s", text)

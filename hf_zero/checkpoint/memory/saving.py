@@ -1,0 +1,550 @@
+"""Saves into the memory of hosts: this rank's file is copied into a memory-mapped file, and a
+thread beside the training hashes it, exchanges copies with other hosts and commits.
+
+[Note: two slots]
+A host has two slots, folders of rank files with a record each. A save removes the records of the
+slot that does not hold the newest generation, overwrites its files in place, and writes each record
+once its file is whole. When all ranks have written theirs (one agreement), the other slot may be
+overwritten. At any moment one whole generation exists on all hosts, wherever a process ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_zero.checkpoint import find
+from hf_zero.checkpoint.engine_state import (
+    buffers_of_other_stages,
+    model_buffers,
+    plan_save,
+    refuse_destroyed,
+)
+from hf_zero.checkpoint.file_writer import copy_to_memory
+from hf_zero.checkpoint.memory import folders
+from hf_zero.checkpoint.memory.hosts import Hosts, host_name
+from hf_zero.checkpoint.memory.inventory import Generation, Held, generations, scan
+from hf_zero.checkpoint.memory.record import Record, record_path, write_record
+from hf_zero.checkpoint.save_sharded import (
+    config_files,
+    manifest_head,
+    non_tensor_state,
+    objects_file,
+)
+from hf_zero.checkpoint.storage import BLOCK, collective_try, describe_error, remove_tree
+from hf_zero.checkpoint.tensorfile import FileHasher, FilePlan, bytes_view
+from hf_zero.distributed.host_transfers import HostTransfers
+from hf_zero.errors import CheckpointError, HfZeroError
+from hf_zero.logging import in_units, log_rank0, logger
+from hf_zero.ops.host_memory import HostArena
+from hf_zero.zero.layout.sharding import WholeNames
+
+if TYPE_CHECKING:
+    from hf_zero.zero.training_engine import TrainingEngine
+
+KEY = "checkpoint.memory"
+ENDING_SECONDS = 2.0  # a process that fails waits so long for its thread
+_claimed: weakref.WeakValueDictionary[tuple[str, int, int], MemoryCheckpoints] = (
+    weakref.WeakValueDictionary()
+)
+
+
+def reached(point: str) -> None:
+    """Called at the named points of a save and a load, for tests that end a process there."""
+
+
+class MappedFiles:
+    """Files of this rank's slots as tensors: kept mapped, so that a save allocates nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._arena = HostArena(pin=True, device=device)
+        self._mapped: dict[Path, tuple[int, torch.Tensor]] = {}
+
+    def open(self, path: Path, size: int) -> torch.Tensor:
+        """Return the file ``path`` as a tensor: [size] of uint8, of undefined content. Raises
+        OSError where there is no room, HostMemoryError.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            number = os.fstat(fd).st_ino
+            held = self._mapped.get(path)
+            if held is not None and held[0] == number and held[1].numel() == size:
+                return held[1]
+            del held
+            self._mapped.pop(path, None)
+            os.ftruncate(fd, size)
+            if size:
+                os.posix_fallocate(fd, 0, size)  # a page that is missing later would be a signal
+            tensor = self._arena.take(size, torch.uint8, fd)
+        except OSError as error:
+            error.filename = error.filename or str(path)
+            raise
+        finally:
+            os.close(fd)
+        self._mapped[path] = number, tensor
+        return tensor
+
+    def close(self) -> None:
+        self._mapped.clear()
+
+
+@dataclass(frozen=True)
+class Staged:
+    """This rank's file in its slot, and its record, which still lacks the hashes."""
+
+    path: Path
+    image: torch.Tensor
+    plan: FilePlan
+    record: Record
+
+
+class MemoryCheckpoints:
+    """Checkpoints of one engine in the memory of hosts. Holds no reference to the engine. The
+    constructor is collective.
+
+    by_route: a trainer's route calls :func:`hf_zero.checkpoint.memory.save` when :meth:`is_due`,
+    with what it keeps beside; else the engine saves at the end of its steps.
+    """
+
+    def __init__(self, engine: TrainingEngine) -> None:
+        settings, mesh = engine.config.memory_checkpoints, engine.mesh
+        assert settings.every is not None
+        self.every, self.copies, self.by_route = settings.every, settings.copies, False
+        self._limit, self._asked = settings.limit, settings.folder
+        self.rank, self.world = engine.global_rank, mesh.dims.world
+        self._ranks, self._device = mesh.job, mesh.device
+        job, lasting = folders.job_identity(settings.job)
+        own = (host_name(), job, lasting, secrets.token_hex(16))
+        said = self._ranks.all_gather_object(own, "hosts of checkpoints in memory")
+        self.hosts = Hosts([host for host, *_ in said])
+        _, self.job, lasting, self._token = said[0]
+        self.bases = folders.bases(self._asked)
+        self._number = self._claim()
+        self.base = self.bases[0]
+        self.transfers = HostTransfers(
+            f"memory/{mesh.name}/{self._number}", self.rank, self.world, mesh.timeout
+        )
+        self.newest_id = ""  # save_id of the generation that the next save must not overwrite
+        self._files = MappedFiles(mesh.device)
+        self._slot = -1  # the one that the next save overwrites; -1: not chosen yet
+        self._saves, self._last_step = 0, -1
+        self._marks: dict[Path, folders.InUse] = {}
+        self._running: Future[None] | None = None
+        self._told_waiting = False
+        self._say(lasting)
+        self.mark()
+        _at_exit(self)
+
+    @classmethod
+    def of(cls, engine: TrainingEngine) -> MemoryCheckpoints | None:
+        """Return the checkpoints in memory of ``engine``; None if its configuration has none."""
+        return cls(engine) if engine.config.memory_checkpoints.every else None
+
+    # ---- places ----
+
+    def _claim(self) -> int:
+        """Return the number of this engine among those of this process that save into memory."""
+        number, where = 0, str(self._job_folder(self.bases[0]))
+        while _claimed.setdefault((where, self.rank, number), self) is not self:
+            number += 1
+        return number
+
+    def _job_folder(self, base: Path) -> Path:
+        return folders.job_folder(base, self.job)
+
+    def folder(self, base: Path) -> Path:
+        """Return the folder of this engine on this host, below ``base``."""
+        host = folders.plain(self.hosts.names[self.rank])
+        return self._job_folder(base) / host / f"engine-{self._number}"
+
+    @property
+    def acts_for_host(self) -> bool:
+        """Whether this rank is the first of its host."""
+        return self.hosts.first(self.rank) == self.rank
+
+    def mark(self) -> None:
+        """Mark the job's folders that exist as in use by this process."""
+        for base in self.bases:
+            folder = self._job_folder(base)
+            if folder.is_dir() and folder not in self._marks:
+                self._marks[folder] = folders.InUse(folder)
+
+    def _say(self, lasting: bool) -> None:
+        if not lasting:
+            log_rank0(
+                f"{KEY}: no launcher started this process, so that a new one cannot know that it "
+                f"goes on with this job; name the job ({KEY}.job) to resume from memory"
+            )
+        if len(self.hosts.ranks) < self.copies:
+            log_rank0(
+                f"{KEY}.copies is {self.copies} and the ranks are on {len(self.hosts.ranks)} "
+                f"host{'s' * (len(self.hosts.ranks) > 1)}: checkpoints in memory survive processes "
+                "that end, not the loss of "
+                + ("the host" if len(self.hosts.ranks) == 1 else "so many hosts as it promises")
+            )
+
+    # ---- saving ----
+
+    def is_due(self, step: int) -> bool:
+        """Whether a save belongs to the end of ``step`` and was not made yet."""
+        return step > 0 and step % self.every == 0 and step != self._last_step
+
+    def end_step(self, engine: TrainingEngine) -> None:
+        """Save at the end of a step, if it is due and no route does."""
+        if not self.by_route and self.is_due(engine.counters.global_steps):
+            self.save(engine)
+
+    def save(
+        self,
+        engine: TrainingEngine,
+        beside: Mapping[str, bytes] | None = None,
+        client_state: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Copy the state of ``engine`` into this host's memory, and let a thread do the rest. Every
+        rank calls it after the same step.
+
+        Raises CheckpointError on all ranks if the first save finds no room. Later failures are
+        logged: the generation before stays, and training goes on.
+        """
+        refuse_destroyed(engine, "save")
+        self._wait_for_last()
+        begun = time.perf_counter()
+        reached("before")
+        engine.take_user_writes()
+        engine.optimizer_step.complete_state()
+        names = WholeNames(engine.module)
+        elsewhere = buffers_of_other_stages(engine, names, False)
+        self._saves += 1
+        self._last_step = step = engine.counters.global_steps
+        make = partial(self._plan, engine, names, elsewhere, beside or {}, client_state or {}, step)
+        planned = None
+        if self._slot < 0:
+            planned, sizes = collective_try(
+                self._ranks, make, after="Nothing was saved.", share=lambda made: made[1].size
+            )
+            self._find_room(sizes)
+        staged: Staged | None = None
+        try:
+            staged = self._stage(*(planned or make()))
+        except (HfZeroError, OSError, RuntimeError) as error:
+            logger.error("%s", self._failed(step, describe_error(error)))
+        stall = time.perf_counter() - begun
+        reached("staged")
+        future: Future[None] = Future()
+        self._running = future
+        work = partial(self._run, staged, step, stall, future)
+        threading.Thread(target=work, name="hf-zero memory", daemon=True).start()
+
+    def _plan(
+        self,
+        engine: TrainingEngine,
+        names: WholeNames,
+        elsewhere: Mapping[str, torch.Tensor],
+        beside: Mapping[str, bytes],
+        client_state: Mapping[str, Any],
+        step: int,
+    ) -> tuple[Record, FilePlan, Mapping[str, Any]]:
+        """Return this rank's record without hashes, the plan of its file, and the tensors."""
+        save_id = sha256(f"{self._token} {self._saves}".encode()).hexdigest()[:32]
+        head, shared = None, {}
+        buffers: dict[str, torch.Tensor] = {}
+        if self.rank == 0:
+            buffers = model_buffers(engine, False) | dict(elsewhere)
+            extra = non_tensor_state(engine, client_state)
+            head = manifest_head(engine, f"global_step{step}", save_id, extra, buffers)
+            shared = config_files(engine.module)
+            objects = objects_file(extra, find.OBJECTS_NAME)
+            if objects is not None:
+                head = replace(head, objects=objects[0])
+                shared[find.OBJECTS_NAME] = objects[1]
+        name = find.rank_file(self.rank, self.world)
+        own = plan_save(engine, name, save_id, False, names, buffers)
+        report = replace(
+            own.report, scalars=deepcopy(own.report.scalars), apart=deepcopy(own.report.apart)
+        )
+        record = Record(save_id, step, self.world, report, deepcopy(head), shared, dict(beside))
+        return record, own.file, own.tensors
+
+    def _stage(self, record: Record, plan: FilePlan, tensors: Mapping[str, Any]) -> Staged:
+        """Copy this rank's file into its slot."""
+        if self.acts_for_host:
+            self._clear_slot()
+        path = self._slot_folder() / record.report.file.name
+        record_path(path).unlink(missing_ok=True)  # from here on the old file counts no more
+        image = self._files.open(path, plan.size)
+        reached("staging")
+        copy_to_memory(image, plan, tensors, self._device)
+        return Staged(path, image, plan, record)
+
+    def _slot_folder(self) -> Path:
+        return self.folder(self.base) / folders.SLOTS[self._slot]
+
+    def _clear_slot(self) -> None:
+        """Remove from this host's slot what this job's ranks do not overwrite, and what a resume
+        has read.
+        """
+        remove_tree(self.folder(self.base) / folders.RESUME)
+        here = self.hosts.files_on(self.rank, self.copies)
+        kept = {find.rank_file(rank, self.world) for rank in here}
+        slot = self._slot_folder()
+        for item in list(slot.iterdir()) if slot.is_dir() else []:
+            if f"{item.stem}.safetensors" not in kept:
+                item.unlink(missing_ok=True)
+
+    # ---- the thread ----
+
+    def _run(self, staged: Staged | None, step: int, stall: float, future: Future[None]) -> None:
+        begun = time.perf_counter()
+        try:
+            whole = self._commit(staged)
+        except Exception as error:  # a rank that ended: the training finds out for itself
+            logger.warning("%s", self._failed(step, describe_error(error)))
+        else:
+            if whole and staged is not None:
+                self.newest_id = staged.record.save_id
+                self._slot = 1 - self._slot
+                self._tell(staged, step, stall, time.perf_counter() - begun)
+            elif self.rank == 0:
+                logger.error("%s", self._failed(step, "a rank could not write its part"))
+        finally:
+            future.set_result(None)
+
+    def _failed(self, step: int, why: str) -> str:
+        return (
+            f"the checkpoint of step {step} in memory failed on rank {self.rank} ({why}); the one "
+            "before it stays, and training goes on"
+        )
+
+    def _tell(self, staged: Staged, step: int, stall: float, seconds: float) -> None:
+        if self.rank == 0:
+            level = logger.info if self._saves == 1 else logger.debug
+            level(
+                "step %d is in memory, in %s: training waited %.3f s, its copies took %.2f s",
+                step,
+                staged.path.parent,
+                stall,
+                seconds,
+            )
+
+    def _commit(self, staged: Staged | None) -> bool:
+        """Hash this rank's file, exchange copies, write the records; return whether all ranks have
+        written theirs.
+        """
+        content = b"" if staged is None else self._hashed(staged).dumps()
+        size = 0 if staged is None else staged.plan.size
+        told = self._exchange_sizes(torch.tensor([size, len(content)]))
+        copies: list[_Copy] = []
+        try:
+            copies = [self._place_of(rank, *sizes) for rank, sizes in told.items() if sizes[1]]
+        except (HfZeroError, OSError) as error:
+            logger.error("%s", self._failed(self._last_step, describe_error(error)))
+            staged = None
+        if not self.transfers.agree(staged is not None) or staged is None:
+            return False
+        reached("hashed")
+        partners = self.hosts.partners(self.rank, self.copies)
+        of_record = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        self.transfers.transfer(
+            [(peer, tensor) for peer in partners for tensor in (staged.image, of_record)],
+            [(copy.rank, tensor) for copy in copies for tensor in (copy.image, copy.record)],
+        )
+        reached("copied")
+        write_record(record_path(staged.path), content)
+        reached("recorded")
+        for copy in copies:
+            write_record(record_path(copy.path), bytes(bytes_view(copy.record)))
+        reached("committing")
+        whole = self.transfers.agree(True)
+        reached("committed")
+        return whole
+
+    def _hashed(self, staged: Staged) -> Record:
+        """Return the record with the hashes of the file."""
+        image, hasher = bytes_view(staged.image), FileHasher(staged.plan.stretches)
+        for start in range(0, len(image), BLOCK):
+            hasher.update(image[start : start + BLOCK])
+        hashes, report = hasher.result(), staged.record.report
+        entry = replace(report.file, hash=hashes.file, blocks=hashes.blocks)
+        return replace(staged.record, report=replace(report, file=entry))
+
+    def _exchange_sizes(self, own: torch.Tensor) -> dict[int, tuple[int, int]]:
+        """Exchange the sizes of files and records; return those of the ranks whose copies this one
+        keeps. A rank that has failed has zeros.
+        """
+        partners = self.hosts.partners(self.rank, self.copies)
+        sources = self.hosts.kept_by(self.rank, self.copies)
+        told = {rank: torch.zeros_like(own) for rank in sources}
+        sizes = own.view(torch.uint8)
+        self.transfers.transfer(
+            [(peer, sizes) for peer in partners],
+            [(rank, tensor.view(torch.uint8)) for rank, tensor in told.items()],
+        )
+        return {rank: (int(size), int(record)) for rank, (size, record) in told.items()}
+
+    def _place_of(self, rank: int, size: int, of_record: int) -> _Copy:
+        """Return the place in this host's slot for a copy of ``rank``'s file."""
+        path = self._slot_folder() / find.rank_file(rank, self.world)
+        record_path(path).unlink(missing_ok=True)
+        image = self._files.open(path, size)
+        return _Copy(rank, path, image, torch.empty(of_record, dtype=torch.uint8))
+
+    def _wait_for_last(self) -> None:
+        if self._running is None:
+            return
+        if not self._running.done() and not self._told_waiting:
+            self._told_waiting = True
+            log_rank0(
+                f"{KEY}: a save begins while the copies of the one before are under way, and waits "
+                f"for them; a larger {KEY}.every than {self.every} keeps the training from this"
+            )
+        self._running.result()
+        self._running = None
+
+    # ---- room ----
+
+    def _find_room(self, sizes: Sequence[int]) -> None:
+        """Choose this host's folder and its first slot. ``sizes``: bytes of each rank's file.
+
+        Raises CheckpointError on all ranks if a host has no room.
+        """
+        found, _ = self.exchange_inventories()
+        whole = [each.save_id for each in found if each.is_whole()]
+        kept = self.newest_id or (whole[0] if whole else "")
+        here = [sizes[rank] for rank in self.hosts.files_on(self.rank, self.copies)]
+        needed = len(folders.SLOTS) * sum(here)
+        own, chosen = collective_try(
+            self._ranks,
+            lambda: str(self._choose_base(needed)) if self.acts_for_host else "",
+            after="Nothing was saved.",
+            share=lambda base: base,
+        )
+        self.base = Path(chosen[self.hosts.first(self.rank)])
+        folder = self.folder(self.base)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.mark()
+        slots = {path.parent.name for held, path in self.scan().items() if held.save_id == kept}
+        self._slot = 1 if folders.SLOTS[0] in slots else 0
+        if own:
+            logger.info(
+                "%s: %s for %d steps at a time, in %s%s",
+                KEY,
+                in_units(needed),
+                self.every,
+                folder,
+                "" if folders.is_in_memory(folder) else " (a disk: there is no room in memory)",
+            )
+
+    def _choose_base(self, needed: int) -> Path:
+        """Return the first base folder on this host with room for ``needed`` bytes."""
+        where = self.hosts.names[self.rank]
+        if self._limit is not None and needed > self._limit:
+            raise CheckpointError(
+                f"{KEY}: two generations of what host {where} keeps take {in_units(needed)}, and "
+                f"{KEY}.limit is {in_units(self._limit)}; raise the limit, lower {KEY}.copies "
+                f"({self.copies}), or take {KEY} out"
+            )
+        short = []
+        for base in self.bases:
+            free = folders.room(base, self.folder(base))
+            if needed <= free:
+                return base
+            short.append(f"{base} has room for {in_units(free)}")
+        raise CheckpointError(
+            f"{KEY}: two generations of what host {where} keeps take {in_units(needed)}; "
+            f"{'; '.join(short)}; name a folder with more room ({KEY}.folder), lower "
+            f"{KEY}.copies ({self.copies}), or take {KEY} out"
+        )
+
+    # ---- what is there ----
+
+    def scan(self) -> dict[Held, Path]:
+        """Return the rank files that this host holds, with their paths."""
+        return scan([self.folder(base) for base in self.bases])
+
+    def protect(self, save_id: str) -> None:
+        """Let the next save not overwrite the generation ``save_id``, from which training goes
+        on.
+        """
+        self.newest_id, self._slot = save_id, -1
+
+    def map_file(self, path: Path, size: int) -> torch.Tensor:
+        """Return the new file ``path`` as a tensor: [size] of uint8."""
+        return MappedFiles(torch.device("cpu")).open(path, size)
+
+    def exchange_inventories(self) -> tuple[list[Generation], dict[Held, Path]]:
+        """Return the generations over all hosts, newest first, and this host's files.
+        Collective.
+        """
+        own = self.scan()
+        sent = list(own) if self.acts_for_host else []
+        told = self._ranks.all_gather_object(sent, "checkpoints in memory")
+        return generations(self.hosts.names, told), own
+
+    # ---- the end ----
+
+    def wait(self) -> None:
+        """Return when no save into memory is under way."""
+        if self._running is not None:
+            self._running.result()
+
+    def close(self, failing: bool | None = None) -> None:
+        """Wait for the save under way, and remove the generations unless the job is ``failing``: by
+        default, if an exception is being handled.
+        """
+        if self._number < 0:
+            return
+        failing = sys.exc_info()[0] is not None if failing is None else failing
+        if self._running is not None:
+            try:
+                self._running.result(ENDING_SECONDS if failing else None)
+            except TimeoutError:
+                pass
+        self.transfers.close()
+        self._files.close()
+        for mark in self._marks.values():
+            mark.close()
+        if not failing and self.acts_for_host:
+            for base in self.bases:
+                remove_tree(self.folder(base))
+                folders.remove_empty(self.folder(base).parent, self._job_folder(base))
+        _claimed.pop((str(self._job_folder(self.bases[0])), self.rank, self._number), None)
+        self._number = -1
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """The place of a copy that this rank keeps of ``rank``'s file: its tensor, and its record."""
+
+    rank: int
+    path: Path
+    image: torch.Tensor
+    record: torch.Tensor
+
+
+def _at_exit(made: MemoryCheckpoints) -> None:
+    """Close ``made`` when the interpreter ends, if it lives until then."""
+    held = weakref.ref(made)
+
+    def close() -> None:
+        alive = held()
+        if alive is not None:
+            alive.close(failing=hasattr(sys, "last_value"))
+
+    atexit.register(close)
+    weakref.finalize(made, atexit.unregister, close)

@@ -1,0 +1,64 @@
+"""Messages between host memories of ranks, over gloo connections of their own, for a thread beside
+the training: large tensors in pieces, and one small agreement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PIECE = 8 << 20  # bytes of one message
+Peer = tuple[int, torch.Tensor]  # a rank, and the tensor sent to it or received from it
+
+
+class HostTransfers:
+    """Connections of ``rank`` with the ``world`` ranks of the job. The constructor connects them
+    (collective); ``name`` is unique among those of a job. All ranks make the same calls in the same
+    order, from one thread at a time. Waits end with RuntimeError after ``timeout`` seconds, or when
+    a peer has ended.
+    """
+
+    def __init__(self, name: str, rank: int, world: int, timeout: float) -> None:
+        self.rank, self.world = rank, world
+        self._group: Any = None  # torch's stubs lack its methods
+        if world > 1:
+            store = dist.PrefixStore(f"hf_zero/{name}", dist.distributed_c10d._get_default_store())
+            limit = timedelta(seconds=timeout)
+            self._group = dist.ProcessGroupGloo(store, rank, world, timeout=limit)
+
+    def transfer(self, sends: Sequence[Peer], receives: Sequence[Peer]) -> None:
+        """Send and receive tensors in host memory: [bytes] of uint8, contiguous. Both ends of a
+        transfer list it in the same call with tensors of one size; several between the same two
+        ranks are paired in order.
+        """
+        group = self._group
+        ends = [(True, *each) for each in sends] + [(False, *each) for each in receives]
+        if group is None or not ends:
+            return
+        # In rounds of one piece of each: a rank that waits in a round has posted its part of it, so
+        # that no set of ranks waits for each other.
+        for at in range(0, max(tensor.numel() for _, _, tensor in ends), PIECE):
+            works = []
+            for outgoing, peer, tensor in ends:
+                piece = tensor[at : at + PIECE]
+                if piece.numel():
+                    post = group.send if outgoing else group.recv
+                    works.append(post([piece], peer, 0))
+            for work in works:
+                work.wait()
+
+    def agree(self, ok: bool) -> bool:
+        """Return whether ``ok`` is true on all ranks."""
+        if self._group is None:
+            return ok
+        count = torch.tensor([int(ok)])
+        self._group.allreduce([count]).wait()
+        return int(count) == self.world
+
+    def close(self) -> None:
+        """Close the connections; waits of other ranks for this one end with an error."""
+        self._group = None

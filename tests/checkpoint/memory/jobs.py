@@ -1,0 +1,97 @@
+"""Jobs on threads that save into the memory of hosts, and their next attempts."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_zero.checkpoint.memory import saving
+from hf_zero.logging import logger
+from tests.checkpoint.test_engine import train
+from tests.checkpoint.test_offloaded import Away
+from tests.helpers.engines import full_weights
+from tests.helpers.ranks import run_ranks
+
+
+@dataclass(frozen=True)
+class Kept(Away):
+    """``hosts``: the host of each rank, a letter each. ``more``: further keys of
+    ``checkpoint.memory``.
+    """
+
+    hosts: str = "ab"
+    base: Path = Path()
+    more: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        memory = {"every": 1, "folder": str(self.base), "job": "job", **self.more}
+        return {**super().config, "checkpoint": {"memory": memory}}
+
+    def folder_of(self, host: str) -> Path:
+        """This job's folder of the engine on ``host``."""
+        return next(self.base.glob(f"hf-zero-*-job/{host}/engine-0"))
+
+
+def attempt(
+    setup: Kept,
+    steps: range,
+    directory: Path | None = None,
+    before: Callable[[Any, int], Any] | None = None,
+    ends: bool = False,
+) -> list[tuple[int, list[float], dict[str, torch.Tensor], Any]]:
+    """One attempt of the job: it resumes from the newest state, if ``directory`` is given, and
+    trains up to the end of ``steps``. Unless it ``ends``, its processes are gone without a word.
+
+    Returns the step that it resumed from, the losses, weights, and what ``before`` returned.
+    """
+    models = setup.models()
+    saving._claimed.clear()  # the engines of the attempt before are gone with its processes
+
+    def on_rank(rank: int) -> Any:
+        threading.current_thread().host = setup.hosts[rank]  # type: ignore[attr-defined]
+        engine = setup.open(models[rank])
+        if directory is not None:
+            engine.load_checkpoint(str(directory))
+        said = before(engine, rank) if before is not None else None
+        first = engine.global_steps
+        losses = train(engine, rank, range(max(first, steps.start), steps.stop), setup.model)
+        weights = full_weights(engine)
+        engine.memory.wait()
+        if ends:
+            engine.destroy()
+        return first, losses, weights, said
+
+    return run_ranks(setup.ranks, on_rank)
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was logged."""
+    lines: list[str] = []
+    for name in ("error", "warning", "info"):
+        monkeypatch.setattr(
+            logger, name, lambda text, *args: lines.append(text % args if args else text)
+        )
+    return lines
+
+
+@pytest.fixture(autouse=True)
+def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each rank is on the host that its thread names."""
+    monkeypatch.setattr(saving, "host_name", lambda: threading.current_thread().host)
+    yield
+
+
+def same(results: Sequence[Any], uninterrupted: Sequence[Any]) -> None:
+    """Losses and weights after a resume are those of the run that nothing interrupted."""
+    for (first, losses, weights, _), (_, all_losses, all_weights, _) in zip(results, uninterrupted):
+        assert losses == all_losses[len(all_losses) - len(losses) :] and losses
+        assert all(torch.equal(weights[name], all_weights[name]) for name in all_weights), first
