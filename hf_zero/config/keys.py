@@ -326,6 +326,7 @@ ALIASES: dict[str, str] = {
     **SPELLINGS,
     **TENSOR_ALIASES,
     "checkpoint.writer.decoupled": "checkpoint.async_save",
+    "memory_checkpoints": "checkpoint.memory",
     "flops_profiler.step": "flops_profiler.profile_step",
 }
 

@@ -74,6 +74,7 @@ SAMPLES: dict[str, Any] = {
     "a number from 0 to 1, or 'auto'": "auto",
     "a number from 0 to 1": 0.5,
     "a number of elements of at least 1": 1e8,
+    "a number of bytes, such as 80GB (decimal) or 128GiB (binary)": "40GiB",
     "a number greater than 0": 2.0,
     "true, false, a number of blocks, or 'selective'": "selective",
 }

@@ -53,6 +53,7 @@ STRATEGIES: dict[str, st.SearchStrategy[Any]] = {
     "a number from 0 to 1": st.floats(0, 1),
     "a number from 0 to 1, or 'auto'": st.floats(0, 1) | st.just("auto"),
     "a number of elements of at least 1": st.floats(1, 1e12),
+    "a number of bytes, such as 80GB (decimal) or 128GiB (binary)": st.integers(1, 1 << 50),
     "one of 'default', 'max-autotune-no-cudagraphs'": st.sampled_from(
         ["default", "max-autotune-no-cudagraphs"]
     ),
