@@ -7,6 +7,7 @@ import sys
 import typer
 
 from hf_zero.cli.analyze import analyze
+from hf_zero.cli.clean import clean
 from hf_zero.cli.convert import convert_checkpoint
 from hf_zero.cli.doctor import doctor
 from hf_zero.cli.estimate import estimate
@@ -33,6 +34,7 @@ app.command("schema")(schema)
 app.command("analyze")(analyze)
 app.command("convert-checkpoint")(convert_checkpoint)
 app.command("verify")(verify)
+app.command("clean")(clean)
 # All arguments after the script belong to the script, even those that look like options.
 app.command("launch", context_settings={"allow_interspersed_args": False})(launch)
 

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hf_zero.checkpoint import memory
+from hf_zero.checkpoint.memory import folders
+from hf_zero.errors import CheckpointError
 from tests.checkpoint.memory.jobs import Kept, attempt, heard, hosts, same
+from tests.checkpoint.test_engine import global_losses, train
+from tests.helpers.cells import fast
+from tests.helpers.ranks import RankFailed, run_ranks
 
 __all__ = ["heard", "hosts"]
 
@@ -39,3 +47,254 @@ def test_the_files_of_a_lost_host_come_from_their_copies(tmp_path: Path) -> None
     resumed = attempt(setup, range(6), tmp_path / "disk")
     assert [first for first, *_ in resumed] == [3] * 4
     same(resumed, whole)
+
+
+def saved(setup: Kept, tmp_path: Path, steps: int = 3) -> list[Any]:
+    """Run the job to the end and, elsewhere, up to the end of ``steps``; return the results of the
+    former.
+    """
+    whole = attempt(dataclasses.replace(setup, base=tmp_path / "other"), range(6))
+    attempt(setup, range(steps))
+    return whole
+
+
+MORE = [
+    Kept(stage=1, precision="fp16", way="optimizer on cpu", model="bert"),
+    Kept(stage=2, way="optimizer in files", precision="bf16"),
+    Kept(stage=3, way="all in files"),
+    Kept(stage=3, ranks=1, hosts="a"),
+    Kept(stage=3, ranks=4, hosts="abab", more={"copies": 3}),
+]
+
+
+@pytest.mark.parametrize(
+    "setup",
+    fast(MORE, lambda setup: setup.way == "optimizer in files"),
+    ids=lambda setup: f"{setup.ranks} ranks stage {setup.stage} {setup.way or 'device'}",
+)
+def test_a_restart_is_exact_wherever_the_state_lies(setup: Kept, tmp_path: Path) -> None:
+    setup = with_folders(setup, tmp_path)
+    whole = saved(setup, tmp_path)
+    resumed = attempt(setup, range(6), tmp_path / "disk")
+    assert {first for first, *_ in resumed} == {3}
+    same(resumed, whole)
+
+
+@pytest.mark.parametrize(("ranks", "hosts_of"), [(1, "a"), (4, "abcd")])
+def test_other_numbers_of_ranks_and_hosts_go_on(ranks: int, hosts_of: str, tmp_path: Path) -> None:
+    """Two ranks on two hosts become one, or four on as many hosts: files are fetched."""
+    setup = with_folders(Kept(stage=3), tmp_path)
+    whole = saved(setup, tmp_path)
+    other = dataclasses.replace(setup, ranks=ranks, hosts=hosts_of)
+    resumed = attempt(other, range(6), tmp_path / "disk")
+    assert {first for first, *_ in resumed} == {3}
+    got = global_losses([losses for _, losses, *_ in resumed], ranks)
+    wanted = global_losses([losses for _, losses, *_ in whole], 2)[3:]
+    assert got == pytest.approx(wanted, rel=1e-5)
+    again = attempt(other, range(7), tmp_path / "disk")
+    assert {first for first, *_ in again} == {6}
+
+
+def file_of(setup: Kept, host: str, rank: int, step: int) -> Path:
+    """The file of ``rank`` in the generation of ``step`` on ``host``."""
+    for path in setup.folder_of(host).glob(f"slot-*/rank-{rank:05d}-*.json"):
+        if json.loads(path.read_text())["step"] == step:
+            return path.with_suffix(".safetensors")
+    raise LookupError(f"{host} has no file of rank {rank} at step {step}")
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def lose_record(path: Path) -> None:
+    path.with_suffix(".json").unlink()
+
+
+def tear_record(path: Path) -> None:
+    record = path.with_suffix(".json")
+    record.write_bytes(record.read_bytes()[:-9])
+
+
+def cut(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 1)
+
+
+@pytest.mark.parametrize("hurt", [flip, lose_record, tear_record, cut])
+def test_a_damaged_file_is_taken_from_its_copy(hurt: Any, tmp_path: Path, heard: list[str]) -> None:
+    setup = with_folders(Kept(), tmp_path)
+    whole = saved(setup, tmp_path)
+    hurt(file_of(setup, "b", 1, 3))
+    resumed = attempt(setup, range(6), tmp_path / "disk")
+    assert {first for first, *_ in resumed} == {3}
+    same(resumed, whole)
+    if hurt is not lose_record:
+        assert any("damaged" in line or "passed over" in line for line in heard)
+
+
+@pytest.mark.parametrize("hurt", [flip, lose_record])
+def test_an_older_generation_is_taken_where_no_copy_is_sound(
+    hurt: Any, tmp_path: Path, heard: list[str]
+) -> None:
+    setup = with_folders(Kept(), tmp_path)
+    whole = saved(setup, tmp_path)
+    for host in "ab":
+        hurt(file_of(setup, host, 1, 3))
+    resumed = attempt(setup, range(6), tmp_path / "disk")
+    assert {first for first, *_ in resumed} == {2}
+    same(resumed, whole)
+    assert any("generation of step 3 in memory is passed over" in line for line in heard)
+
+
+def test_two_lost_hosts_leave_the_disk(tmp_path: Path) -> None:
+    setup = with_folders(Kept(stage=2, ranks=4, hosts="abcd", more={"every": 2}), tmp_path)
+    whole = attempt(dataclasses.replace(setup, base=tmp_path / "other"), range(6))
+
+    def to_disk(engine: Any, rank: int) -> None:
+        train(engine, rank, range(1))
+        engine.save_checkpoint(str(tmp_path / "disk"))
+
+    attempt(setup, range(3), before=to_disk)
+    for host in "bc":  # the file of b and its copy
+        shutil.rmtree(setup.folder_of(host))
+    resumed = attempt(setup, range(6), tmp_path / "disk")
+    assert {first for first, *_ in resumed} == {1}
+    same(resumed, whole)
+
+
+def test_a_newer_checkpoint_on_disk_and_a_tag_prevail(tmp_path: Path) -> None:
+    setup = with_folders(Kept(more={"every": 2}), tmp_path)
+
+    def to_disk(engine: Any, rank: int) -> None:
+        for step in range(3):
+            train(engine, rank, range(step, step + 1))
+            engine.save_checkpoint(str(tmp_path / "disk"))
+
+    attempt(setup, range(3), before=to_disk)  # memory has step 2, the disk 1 to 3
+
+    def tagged(engine: Any, rank: int) -> int:
+        assert engine.global_steps == 3
+        path, _ = engine.load_checkpoint(str(tmp_path / "disk"), "global_step1")
+        assert path == str(tmp_path / "disk" / "global_step1")
+        return int(engine.global_steps)
+
+    resumed = attempt(setup, range(1), tmp_path / "disk", before=tagged)
+    assert [said for *_, said in resumed] == [1, 1]
+
+
+def test_a_generation_of_two_attempts_is_never_mixed(tmp_path: Path) -> None:
+    """Rank 1's file of the first attempt stands beside rank 0's of the second, at one step."""
+    setup = with_folders(Kept(more={"copies": 1}), tmp_path)
+    attempt(setup, range(3))
+    first = tmp_path / "first"
+    shutil.copytree(setup.folder_of("b"), first)
+    shutil.rmtree(setup.base)
+    attempt(setup, range(3))
+    shutil.rmtree(setup.folder_of("b"))
+    shutil.copytree(first, setup.folder_of("a").parent.parent / "b" / "engine-0")
+    with pytest.raises(RankFailed, match="no checkpoint in"):
+        attempt(setup, range(6), tmp_path / "disk")
+
+
+def test_what_a_route_keeps_beside_is_there_at_a_resume(tmp_path: Path) -> None:
+    setup = with_folders(Kept(ranks=2, hosts="ab", more={"every": 3}), tmp_path)
+
+    def keeps(engine: Any, rank: int) -> None:
+        engine.memory.by_route = True
+        train(engine, rank, range(3))
+        assert engine.memory.is_due(3)
+        files = {f"rng_state_{rank}.pth": b"%d" % rank, "trainer_state.json": b"of %d" % rank}
+        memory.save(engine, files, {"epoch": 3, "seen": {4}} if rank == 0 else {})
+        assert not engine.memory.is_due(3)
+
+    attempt(setup, range(3), before=keeps)
+
+    def finds(engine: Any, rank: int) -> Any:
+        found = memory.newest(engine, None)
+        folder = Path(found.directory)
+        texts = {path.name: path.read_text() for path in folder.glob("*[hn]")}
+        _, state = engine.load_checkpoint(found.directory, found.tag)
+        return found.tag, texts, state["epoch"], engine.global_steps
+
+    for *_, said in attempt(setup, range(3), before=finds):
+        tag, texts, epoch, step = said
+        assert (tag, epoch, step) == ("global_step3", 3, 3)
+        assert texts["rng_state_0.pth"] == "0" and texts["rng_state_1.pth"] == "1"
+        assert texts["trainer_state.json"] == "of 0"
+
+
+def test_a_job_that_ends_well_leaves_nothing(tmp_path: Path) -> None:
+    setup = with_folders(Kept(), tmp_path)
+    attempt(setup, range(2), ends=True)
+    assert not list(setup.base.iterdir())
+
+
+def test_a_failing_job_keeps_its_generations(tmp_path: Path) -> None:
+    setup = with_folders(Kept(), tmp_path)
+
+    def fails(engine: Any, rank: int) -> None:
+        train(engine, rank, range(2))
+        try:
+            raise RuntimeError("the loss is wrong")
+        except RuntimeError:
+            engine.destroy()
+            raise
+
+    with pytest.raises(RankFailed):
+        attempt(setup, range(2), before=fails)
+    assert {first for first, *_ in attempt(setup, range(3), tmp_path / "disk")} == {2}
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"limit": "100kB"}, "checkpoint.memory.limit is 100.00 kB"),
+        ({"copies": 1, "limit": 200_000}, "take .* and checkpoint.memory.limit"),
+    ],
+)
+def test_what_does_not_fit_is_refused(more: dict[str, Any], said: str, tmp_path: Path) -> None:
+    setup = with_folders(Kept(more=more), tmp_path)
+    with pytest.raises(RankFailed, match=said):
+        attempt(setup, range(2))
+
+
+def test_a_full_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "room", lambda base, folder: 1000)
+    with pytest.raises(RankFailed, match=r"has room for 1\.00 kB; name a folder with more room"):
+        attempt(with_folders(Kept(), tmp_path), range(2))
+
+
+def test_files_on_a_disk_take_the_place_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard: list[str]
+) -> None:
+    """The first of two bases has no room: generations are in the second, and found there."""
+    small, disk = tmp_path / "small", tmp_path / "big"
+    small.mkdir(), disk.mkdir()
+    monkeypatch.setattr(folders, "bases", lambda asked: [small, disk])
+    free = folders.room
+    monkeypatch.setattr(folders, "room", lambda at, to: 1 if at == small else free(at, to))
+    setup = with_folders(Kept(), tmp_path)
+    attempt(setup, range(3))
+    assert {first for first, *_ in attempt(setup, range(4), tmp_path / "disk")} == {3}
+    assert any("a disk: there is no room in memory" in line for line in heard)
+
+
+def test_saves_are_off_without_the_key(tmp_path: Path) -> None:
+    setup = with_folders(Kept(ranks=1, hosts="a", more={"every": None}), tmp_path)
+
+    def refused(engine: Any, rank: int) -> None:
+        assert engine.memory is None
+        with pytest.raises(CheckpointError, match=r"write checkpoint\.memory\.every"):
+            memory.save(engine)
+        assert memory.newest(engine, tmp_path / "disk") is None
+
+    def on_rank(rank: int) -> None:
+        engine = setup.open(models[rank])
+        refused(engine, rank)
+        engine.destroy()
+
+    models = setup.models()
+    run_ranks(1, on_rank)
