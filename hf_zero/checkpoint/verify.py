@@ -14,9 +14,11 @@ from hf_zero.checkpoint import find
 from hf_zero.checkpoint.find import find_checkpoint, walk
 from hf_zero.checkpoint.foreign import huggingface
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, FileEntry
+from hf_zero.checkpoint.memory.inventory import holds_records, newest_record, records_in
+from hf_zero.checkpoint.memory.record import Record, join_records
 from hf_zero.checkpoint.reader import Checkpoint, recognise
 from hf_zero.checkpoint.storage import AnyPath, Tick, as_path, is_remote, progress_bar
-from hf_zero.checkpoint.tensorfile import TensorEntry, TensorFile
+from hf_zero.checkpoint.tensorfile import TensorEntry, TensorFile, algorithm_of, hash_of_file
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed
 
@@ -52,7 +54,8 @@ def verify_checkpoint(
 
     Args:
         src: a checkpoint, or a folder with checkpoints in it at any depth, of which the newest is
-            checked. A model folder has no hashes: its headers, sizes and index are checked.
+            checked; or what this host holds of generations in memory (FORMAT.md section 11). A
+            model folder has no hashes: its headers, sizes and index are checked.
         tag: by default the one that ``latest`` names.
         progress: whether to show a bar on stderr; by default only if stderr is a terminal.
 
@@ -60,7 +63,9 @@ def verify_checkpoint(
         CheckpointError: there is no checkpoint at all. A damaged one gives a verdict with all of
             its problems.
     """
-    return _check_folder(find_checkpoint(src, tag, whole=False), progress)
+    slots = _slots_below(as_path(src)) if tag is None else []
+    newest = max(slots, key=newest_record, default=None)
+    return _check_folder(newest or find_checkpoint(src, tag, whole=False), progress)
 
 
 def verify_all(src: str | os.PathLike[str], progress: bool | None = None) -> list[Verdict]:
@@ -75,7 +80,9 @@ def verify_all(src: str | os.PathLike[str], progress: bool | None = None) -> lis
     # are found among the direct children of `root`.
     seen = [*walk(root)] if root.is_dir() else []
     held = [
-        folder for folder in seen if find.is_checkpoint(folder) or recognise(folder) == find.MODEL
+        folder
+        for folder in seen
+        if find.is_checkpoint(folder) or recognise(folder) == find.MODEL or holds_records(folder)
     ]
     if not held:
         return [verify_checkpoint(root, progress=progress)]
@@ -107,6 +114,8 @@ def verify_all(src: str | os.PathLike[str], progress: bool | None = None) -> lis
 def _check_folder(folder: AnyPath, progress: bool | None) -> Verdict:
     if find.is_checkpoint(folder):
         return _check_checkpoint(folder, progress)
+    if holds_records(folder):
+        return _check_generation(folder, progress)
     if recognise(folder) == find.MODEL:
         return _check_model(folder)
     raise CheckpointError(
@@ -177,6 +186,62 @@ def _check_checkpoint(folder: AnyPath, progress: bool | None) -> Verdict:
         sum(slot.numel for slot in slots),
         tuple(problems),
     )
+
+
+def _slots_below(root: AnyPath) -> list[AnyPath]:
+    """Return the folders in ``root``, at any depth, with files of generations in memory."""
+    if is_remote(root) or not root.is_dir():
+        return []
+    return [folder for folder in walk(root) if holds_records(folder)]
+
+
+def _check_generation(folder: AnyPath, progress: bool | None) -> Verdict:
+    """Check what a host holds of a generation in memory: each record, and the file beside it. Files
+    of other hosts are no damage; parameters count where all files are here.
+    """
+    problems: list[str] = []
+    records: list[Record] = []
+    for path in records_in(folder):
+        _note(problems, partial(_read_record, path, records))
+    read = 0
+    with progress_bar(progress, sum(r.report.file.size for r in records), f"{folder}") as tick:
+        for record in records:
+            entry, before = record.report.file, len(problems)
+            _note(problems, partial(_compare, folder, entry, tick))
+            read += entry.size if len(problems) == before else 0
+    slots = []
+    if not problems and len(records) == records[0].world:
+        manifest = join_records(sorted(records, key=lambda record: record.rank))
+        slots = [slot for parts in manifest.parts.values() for _, slot in parts]
+    return Verdict(
+        folder,
+        len(records),
+        read,
+        len({slot.name for slot in slots}),
+        sum(slot.numel for slot in slots),
+        tuple(problems),
+    )
+
+
+def _read_record(path: AnyPath, into: list[Record]) -> None:
+    try:
+        into.append(Record.parse(path.read_bytes(), path))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
+
+
+def _compare(folder: AnyPath, entry: FileEntry, tick: Tick) -> None:
+    """Raise CheckpointError unless a file in memory is as its record says."""
+    path = folder / entry.name
+    try:
+        digest = hash_of_file(path, algorithm_of(entry.hash), tick)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
+    if digest != entry.hash:
+        raise CheckpointError(
+            f"{path} is damaged: its hash is {digest}, its record says {entry.hash}; a resume "
+            "takes another copy, an older generation or the disk"
+        )
 
 
 def _nothing(path: AnyPath, problem: str) -> Verdict:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_zero.distributed.process_group import CPU, group_backend
+
 PIECE = 8 << 20  # bytes of one message
 Peer = tuple[int, torch.Tensor]  # a rank, and the tensor sent to it or received from it
 
@@ -25,7 +27,7 @@ class HostTransfers:
     def __init__(self, name: str, rank: int, world: int, timeout: float) -> None:
         self.rank, self.world = rank, world
         self._group: Any = None  # torch's stubs lack its methods
-        if world > 1:
+        if world > 1 and group_backend(CPU) != "fake":
             store = dist.PrefixStore(f"hf_zero/{name}", dist.distributed_c10d._get_default_store())
             limit = timedelta(seconds=timeout)
             self._group = dist.ProcessGroupGloo(store, rank, world, timeout=limit)

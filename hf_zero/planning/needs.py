@@ -25,9 +25,11 @@ between files and their use. Activations are not part of this model.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import dataclass
 
+from hf_zero.checkpoint.memory.folders import SLOTS, bases, is_in_memory
 from hf_zero.compression.error_feedback import ErrorCodec
 from hf_zero.device import kinds
 from hf_zero.offload.nvme import pool_size
@@ -41,6 +43,7 @@ STAGING = 3  # pieces of parameters in transit to the GPU
 ROOT = "(root)"
 SECONDARY, ROUNDED = "secondary shards in the node", "rounded weights"
 ERRORS, STATE, ONE_BIT = "errors of gradients", "master weights and moments", "momenta in 1 bit"
+MEMORY = "checkpoints in memory"
 WITH_PARAMETERS = (SECONDARY, ROUNDED)
 # what bytes at rest are -> the kind of state that they count as
 KINDS = {
@@ -119,12 +122,38 @@ def needs(plan: EnginePlan) -> Needs:
             ("pieces between files and the update", pieces),
             ("shards between files and the device", units),
             ("parameters on their way to the GPU", staging),
+            (MEMORY, memory_checkpoints(plan)),
         ),
         disk=_parts((STATE, rest[STATE, "disk"]), ("parameters", rest["parameters", "disk"])),
         pinned=(gradients + staging if gpu and optimizer.pin_memory is not False else 0)
         + (parameters + units if gpu and param.pin_memory is not False else 0),
         files=tuple(by_folder.items()),
     )
+
+
+def memory_checkpoints(plan: EnginePlan) -> int:
+    """Return the bytes of checkpoints in memory that a rank keeps: two generations of its own file
+    and of as many copies as hosts are to hold it, without buffers; 0 where they are off, or in a
+    folder on a disk.
+    """
+    settings = plan.settings.memory_checkpoints
+    if not settings.every or not is_in_memory(bases(settings.folder)[0]):
+        return 0
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", plan.dims.world))
+    hosts = -(-plan.dims.world // max(1, here))
+    return len(SLOTS) * min(settings.copies, hosts) * _rank_file(plan)
+
+
+def _rank_file(plan: EnginePlan) -> int:
+    """Return the bytes of this rank's file in a checkpoint: weights and moments of its shards."""
+    total = 0
+    for flat in plan.flats:
+        width = flat.spec.dtype.itemsize
+        if flat.spec.trainable:
+            moments = sum(dtype.itemsize for dtype, _ in plan.moments_of(flat).values())
+            width = flat.wide.itemsize + moments
+        total += flat.spec.owned_numel * width
+    return total
 
 
 def state_parts(plan: EnginePlan) -> Counter[tuple[str, str]]:

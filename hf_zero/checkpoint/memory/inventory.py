@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hf_zero.checkpoint.memory.folders import SLOTS
 from hf_zero.checkpoint.memory.record import SUFFIX, Record, record_path
-from hf_zero.checkpoint.storage import describe_error
+from hf_zero.checkpoint.storage import AnyPath, describe_error, is_remote
 from hf_zero.checkpoint.tensorfile import hash_of
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import logger
@@ -69,7 +69,22 @@ def scan(folders: Sequence[Path]) -> dict[Held, Path]:
 
 def _records(folder: Path) -> Iterator[Path]:
     for slot in SLOTS:
-        yield from sorted((folder / slot).glob(RANK_RECORDS))
+        yield from records_in(folder / slot)
+
+
+def records_in(slot: Path) -> list[Path]:
+    """Return the records in one slot, by rank."""
+    return sorted(slot.glob(RANK_RECORDS))
+
+
+def holds_records(folder: AnyPath) -> bool:
+    """Whether ``folder`` is a slot with files of a generation."""
+    return not is_remote(folder) and next(iter(folder.glob(RANK_RECORDS)), None) is not None
+
+
+def newest_record(slot: Path) -> int:
+    """Return the time of the last record in ``slot``, in nanoseconds."""
+    return max(path.stat().st_mtime_ns for path in records_in(slot))
 
 
 def generations(hosts: Sequence[str], inventories: Sequence[Sequence[Held]]) -> list[Generation]:

@@ -142,6 +142,7 @@ class MemoryCheckpoints:
         )
         self.newest_id = ""  # save_id of the generation that the next save must not overwrite
         self._files = MappedFiles(mesh.device)
+        self._kept = MappedFiles(torch.device("cpu"))  # copies: no device reads or writes them
         self._slot = -1  # the one that the next save overwrites; -1: not chosen yet
         self._saves, self._last_step = 0, -1
         self._marks: dict[Path, folders.InUse] = {}
@@ -401,7 +402,7 @@ class MemoryCheckpoints:
         """Return the place in this host's slot for a copy of ``rank``'s file."""
         path = self._slot_folder() / find.rank_file(rank, self.world)
         record_path(path).unlink(missing_ok=True)
-        image = self._files.open(path, size)
+        image = self._kept.open(path, size)
         return _Copy(rank, path, image, torch.empty(of_record, dtype=torch.uint8))
 
     def _wait_for_last(self) -> None:
@@ -517,6 +518,7 @@ class MemoryCheckpoints:
                 pass
         self.transfers.close()
         self._files.close()
+        self._kept.close()
         for mark in self._marks.values():
             mark.close()
         if not failing and self.acts_for_host:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import shutil
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hf_zero.checkpoint import memory
+from hf_zero.checkpoint import memory, verify_all, verify_checkpoint
 from hf_zero.checkpoint.memory import folders
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.memory.jobs import Kept, attempt, heard, hosts, same
@@ -22,7 +23,7 @@ __all__ = ["heard", "hosts"]
 
 
 def with_folders(setup: Kept, tmp_path: Path) -> Kept:
-    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk").mkdir(parents=True)
     return dataclasses.replace(setup, folder=tmp_path / "disk", base=tmp_path / "memory")
 
 
@@ -298,3 +299,37 @@ def test_saves_are_off_without_the_key(tmp_path: Path) -> None:
 
     models = setup.models()
     run_ranks(1, on_rank)
+
+
+def test_verify_reads_what_a_host_holds(tmp_path: Path) -> None:
+    """Files of other hosts are no damage; a file that differs from its record is."""
+    setup = with_folders(Kept(ranks=4, hosts="abcd"), tmp_path)
+    attempt(setup, range(3))
+    (job,) = setup.base.iterdir()
+    found = verify_all(job)
+    assert len(found) == 8 and all(verdict.whole and verdict.files == 2 for verdict in found)
+    hurt = file_of(setup, "b", 1, 3)
+    flip(hurt)
+    damaged = [verdict for verdict in verify_all(job) if not verdict.whole]
+    assert [verdict.folder for verdict in damaged] == [hurt.parent]
+    assert damaged[0].problems[0].startswith(f"{hurt} is damaged: its hash is")
+    whole = with_folders(Kept(), tmp_path / "two")
+    attempt(whole, range(2))
+    verdict = verify_checkpoint(whole.folder_of("a"))
+    assert verdict.whole and verdict.parameters > 0
+
+
+def test_what_generations_take_is_foreseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes counted before training are those of two slots, up to headers and generators."""
+    needs = importlib.import_module("hf_zero.planning.needs")  # the package has a function so named
+    setup = with_folders(Kept(stage=2), tmp_path)
+    monkeypatch.setattr(needs, "is_in_memory", lambda folder: True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    counted: list[int] = []
+    count = needs.memory_checkpoints
+    monkeypatch.setattr(
+        needs, "memory_checkpoints", lambda plan: counted.append(count(plan)) or counted[-1]
+    )
+    attempt(setup, range(2))
+    held = sum(path.stat().st_size for path in setup.folder_of("a").glob("slot-*/*.safetensors"))
+    assert counted[0] <= held <= counted[0] + 4 * 32_000

@@ -62,7 +62,7 @@ def test_a_process_that_ends_anywhere_costs_one_generation_at_most(
     setup = Kept(stage=2, hosts="ab", base=tmp_path / "memory")
     other = Kept(stage=2, hosts="ab", base=tmp_path / "other")
     whole = run_processes(2, attempt, other, 6, None, "", "")
-    with pytest.raises(RankFailed):
+    with pytest.raises(RankFailed, match="ended without a word"):
         run_processes(2, attempt, setup, 6, None, point, who)
     resumed = run_processes(2, attempt, setup, 6, tmp_path / "disk", "", "")
     assert {first for first, *_ in resumed} <= {KILLED - 1, KILLED}
