@@ -5,19 +5,16 @@ hosts, from which a restarted job goes on (FORMAT.md section 11).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hf_zero.checkpoint.memory.resume import Newest, newest
 from hf_zero.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from hf_zero.engine import Engine
 
 __all__ = ["Newest", "newest", "save"]
 
 
 def save(
-    engine: Engine,
+    engine: Any,
     beside: Mapping[str, bytes] | None = None,
     client_state: Mapping[str, Any] | None = None,
 ) -> None:

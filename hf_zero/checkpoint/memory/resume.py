@@ -26,7 +26,6 @@ from hf_zero.logging import logger
 
 if TYPE_CHECKING:
     from hf_zero.checkpoint.memory.saving import MemoryCheckpoints
-    from hf_zero.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Newest:
 
 
 def newest(
-    engine: Engine, directory: str | os.PathLike[str] | None, strict: bool = True
+    engine: Any, directory: str | os.PathLike[str] | None, strict: bool = True
 ) -> Newest | None:
     """Return the newest of the generations in memory that are whole and of the checkpoint that
     ``directory`` names as latest; None if there is neither. Collective.
@@ -74,9 +73,7 @@ def newest(
     return Newest(as_path(directory), on_disk[0], on_disk[1], in_memory=False)
 
 
-def locate(
-    engine: Engine, directory: str | os.PathLike[str], tag: str | None, strict: bool
-) -> Newest:
+def locate(engine: Any, directory: str | os.PathLike[str], tag: str | None, strict: bool) -> Newest:
     """Return the checkpoint that a load of ``directory`` means: with a ``tag`` that one, in the
     folder of a generation in memory that one, else the :func:`newest`. Collective.
     """
@@ -106,7 +103,7 @@ class _Taking:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Any,
         memory: MemoryCheckpoints,
         generation: Generation,
         own: Mapping[Held, Path],
