@@ -15,7 +15,7 @@ from hf_zero.checkpoint.find import find_checkpoint, walk
 from hf_zero.checkpoint.foreign import huggingface
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, FileEntry
 from hf_zero.checkpoint.memory.inventory import holds_records, newest_record, records_in
-from hf_zero.checkpoint.memory.record import Record, join_records
+from hf_zero.checkpoint.memory.record import RankRecord, join_records
 from hf_zero.checkpoint.reader import Checkpoint, recognise
 from hf_zero.checkpoint.storage import AnyPath, Tick, as_path, is_remote, progress_bar
 from hf_zero.checkpoint.tensorfile import TensorEntry, TensorFile, algorithm_of, hash_of_file
@@ -200,7 +200,7 @@ def _check_generation(folder: AnyPath, progress: bool | None) -> Verdict:
     of other hosts are no damage; parameters count where all files are here.
     """
     problems: list[str] = []
-    records: list[Record] = []
+    records: list[RankRecord] = []
     for path in records_in(folder):
         _note(problems, partial(_read_record, path, records))
     read = 0
@@ -223,9 +223,9 @@ def _check_generation(folder: AnyPath, progress: bool | None) -> Verdict:
     )
 
 
-def _read_record(path: AnyPath, into: list[Record]) -> None:
+def _read_record(path: AnyPath, into: list[RankRecord]) -> None:
     try:
-        into.append(Record.parse(path.read_bytes(), path))
+        into.append(RankRecord.parse(path.read_bytes(), path))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
 

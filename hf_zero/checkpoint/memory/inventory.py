@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hf_zero.checkpoint.memory.folders import SLOTS
-from hf_zero.checkpoint.memory.record import SUFFIX, Record, record_path
+from hf_zero.checkpoint.memory.record import SUFFIX, RankRecord, record_path
 from hf_zero.checkpoint.storage import AnyPath, describe_error, is_remote
 from hf_zero.checkpoint.tensorfile import hash_of
 from hf_zero.errors import CheckpointError
@@ -53,7 +53,7 @@ def scan(folders: Sequence[Path]) -> dict[Held, Path]:
     for path in (item for folder in folders for item in _records(folder)):
         try:
             content = path.read_bytes()
-            record = Record.parse(content, path)
+            record = RankRecord.parse(content, path)
             entry = record.report.file
             file = path.with_name(entry.name)
             size = file.stat().st_size

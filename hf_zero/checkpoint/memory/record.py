@@ -25,7 +25,7 @@ SUFFIX = ".json"
 
 
 @dataclass(frozen=True)
-class Record:
+class RankRecord:
     """The record of one rank file.
 
     step: optimizer steps at the save. world: number of ranks. report: that rank's, with the hashes
@@ -63,7 +63,7 @@ class Record:
         )
 
     @classmethod
-    def parse(cls, content: bytes, source: Any) -> Record:
+    def parse(cls, content: bytes, source: Any) -> RankRecord:
         """Inverse of :meth:`dumps`. Raises CheckpointError for damage, which names ``source``."""
         try:
             data = json.loads(content)
@@ -106,7 +106,7 @@ def record_path(file: Path) -> Path:
     return file.with_suffix(SUFFIX)
 
 
-def join_records(records: Sequence[Record]) -> Manifest:
+def join_records(records: Sequence[RankRecord]) -> Manifest:
     """Return the manifest of the generation whose records, by rank, are all of ``records``.
 
     Raises CheckpointError if they contradict each other.

@@ -18,7 +18,7 @@ from hf_zero.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
 from hf_zero.checkpoint.memory import folders, saving
 from hf_zero.checkpoint.memory.hosts import Hosts
 from hf_zero.checkpoint.memory.inventory import Generation, Held
-from hf_zero.checkpoint.memory.record import Record, join_records, record_path
+from hf_zero.checkpoint.memory.record import RankRecord, join_records, record_path
 from hf_zero.checkpoint.storage import AnyPath, as_path, collective_try, remove_tree
 from hf_zero.checkpoint.tensorfile import algorithm_of, hash_of_file
 from hf_zero.errors import CheckpointError
@@ -135,7 +135,7 @@ class _Taking:
             _say(self._rank, f"{what} is passed over: {error}")
             return None
 
-    def _gather_records(self) -> list[Record]:
+    def _gather_records(self) -> list[RankRecord]:
         """Return the records of the generation, by rank. Collective."""
 
         def own() -> dict[int, bytes]:
@@ -146,7 +146,7 @@ class _Taking:
         _, told = collective_try(self._ranks, own, share=lambda contents: contents)
         contents = {rank: content for each in told for rank, content in each.items()}
         order = range(self._generation.world)
-        return [Record.parse(contents[rank], f"the record of rank {rank}") for rank in order]
+        return [RankRecord.parse(contents[rank], f"the record of rank {rank}") for rank in order]
 
     def _wanted(self, manifest: Manifest, strict: bool) -> dict[str, set[int]]:
         """Return the files that the ranks of each host read. Collective."""
@@ -190,7 +190,7 @@ class _Taking:
                 raise CheckpointError(f"every copy of the files of ranks {gone} is damaged")
 
     def _present(
-        self, manifest: Manifest, records: Sequence[Record], wanted: Mapping[str, set[int]]
+        self, manifest: Manifest, records: Sequence[RankRecord], wanted: Mapping[str, set[int]]
     ) -> Newest:
         """Make this host's folder for the load, with the files that its ranks read. Collective."""
         lacking = [n for n in sorted(wanted[self._host]) if self._host not in self._holders[n]]
@@ -276,7 +276,7 @@ def _is_sound(path: Path, entry: FileEntry) -> bool:
         return False
 
 
-def _write_beside(folder: Path, manifest: Manifest, records: Sequence[Record]) -> None:
+def _write_beside(folder: Path, manifest: Manifest, records: Sequence[RankRecord]) -> None:
     """Write everything but the rank files into ``folder``: manifest, objects, configuration, and
     what the ranks kept beside; of equal names the lowest rank's.
     """

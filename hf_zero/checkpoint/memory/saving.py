@@ -39,7 +39,7 @@ from hf_zero.checkpoint.file_writer import copy_to_memory
 from hf_zero.checkpoint.memory import folders
 from hf_zero.checkpoint.memory.hosts import Hosts, host_name
 from hf_zero.checkpoint.memory.inventory import Generation, Held, generations, scan
-from hf_zero.checkpoint.memory.record import Record, record_path, write_record
+from hf_zero.checkpoint.memory.record import RankRecord, record_path, write_record
 from hf_zero.checkpoint.save_sharded import (
     config_files,
     manifest_head,
@@ -68,7 +68,7 @@ def reached(point: str) -> None:
     """Called at the named points of a save and a load, for tests that end a process there."""
 
 
-class MappedFiles:
+class SlotFiles:
     """Files of this rank's slots as tensors: kept mapped, so that a save allocates nothing."""
 
     def __init__(self, device: torch.device) -> None:
@@ -111,7 +111,7 @@ class Staged:
     path: Path
     image: torch.Tensor
     plan: FilePlan
-    record: Record
+    record: RankRecord
 
 
 class MemoryCheckpoints:
@@ -141,8 +141,8 @@ class MemoryCheckpoints:
             f"memory/{mesh.name}/{self._number}", self.rank, self.world, mesh.timeout
         )
         self.newest_id = ""  # save_id of the generation that the next save must not overwrite
-        self._files = MappedFiles(mesh.device)
-        self._kept = MappedFiles(torch.device("cpu"))  # copies: no device reads or writes them
+        self._files = SlotFiles(mesh.device)
+        self._kept = SlotFiles(torch.device("cpu"))  # copies: no device reads or writes them
         self._slot = -1  # the one that the next save overwrites; -1: not chosen yet
         self._saves, self._last_step = 0, -1
         self._marks: dict[Path, folders.InUse] = {}
@@ -260,7 +260,7 @@ class MemoryCheckpoints:
         beside: Mapping[str, bytes],
         client_state: Mapping[str, Any],
         step: int,
-    ) -> tuple[Record, FilePlan, Mapping[str, Any]]:
+    ) -> tuple[RankRecord, FilePlan, Mapping[str, Any]]:
         """Return this rank's record without hashes, the plan of its file, and the tensors."""
         save_id = sha256(f"{self._token} {self._saves}".encode()).hexdigest()[:32]
         head, shared = None, {}
@@ -279,10 +279,10 @@ class MemoryCheckpoints:
         report = replace(
             own.report, scalars=deepcopy(own.report.scalars), apart=deepcopy(own.report.apart)
         )
-        record = Record(save_id, step, self.world, report, deepcopy(head), shared, dict(beside))
+        record = RankRecord(save_id, step, self.world, report, deepcopy(head), shared, dict(beside))
         return record, own.file, own.tensors
 
-    def _stage(self, record: Record, plan: FilePlan, tensors: Mapping[str, Any]) -> Staged:
+    def _stage(self, record: RankRecord, plan: FilePlan, tensors: Mapping[str, Any]) -> Staged:
         """Copy this rank's file into its slot."""
         if self.acts_for_host:
             self._clear_slot()
@@ -375,7 +375,7 @@ class MemoryCheckpoints:
         reached("committed")
         return whole
 
-    def _hashed(self, staged: Staged) -> Record:
+    def _hashed(self, staged: Staged) -> RankRecord:
         """Return the record with the hashes of the file."""
         image, hasher = bytes_view(staged.image), FileHasher(staged.plan.stretches)
         for start in range(0, len(image), BLOCK):
@@ -486,7 +486,7 @@ class MemoryCheckpoints:
 
     def map_file(self, path: Path, size: int) -> torch.Tensor:
         """Return the new file ``path`` as a tensor: [size] of uint8."""
-        return MappedFiles(torch.device("cpu")).open(path, size)
+        return SlotFiles(torch.device("cpu")).open(path, size)
 
     def exchange_inventories(self) -> tuple[list[Generation], dict[Held, Path]]:
         """Return the generations over all hosts, newest first, and this host's files.
