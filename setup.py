@@ -1,12 +1,13 @@
 """What pyproject.toml cannot declare: ``hf_zero.pth`` at the root of site-packages, and the native
-core ``hf_zero._cpu``.
+core ``hf_zero._cpu``; the version is that of the last tag.
 
 The line in the .pth registers hf-zero before a script imports anything, so that ``import
 deepspeed`` works ahead of ``import torch``. An editable install does not carry it; there torch's
 own autoload does the same a little later.
 
 The native core needs a C++17 compiler and pybind11's headers, and nothing of torch. Without one the
-installation goes on, and torch's operations run.
+installation goes on with a warning, and torch's operations run; HF_ZERO_REQUIRE_CORE=1 makes it
+fail.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
+REQUIRE_CORE = "HF_ZERO_REQUIRE_CORE"
 PTH = "hf_zero.pth"
 LINE = "import hf_zero._autoload; hf_zero._autoload.register()\n"
 
@@ -110,6 +112,8 @@ class BuildNative(build_ext):
                 target_lang="c++",
             )
         except Exception as error:  # whatever a compiler can fail at: the package works without
+            if os.environ.get(REQUIRE_CORE) == "1":
+                raise
             self.warn(
                 f"the native core was not built ({type(error).__name__}: {error}); torch's "
                 "operations will run in its place"

@@ -11,8 +11,6 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-
 _EXPORTS = {
     "ZeroConfig": "hf_zero.config",
     "Engine": "hf_zero.engine",
@@ -50,7 +48,68 @@ _EXPORTS = {
 __all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:
+    __version__: str
+    from hf_zero.checkpoint import (
+        convert_checkpoint as convert_checkpoint,
+    )
+    from hf_zero.checkpoint import (
+        verify_checkpoint as verify_checkpoint,
+    )
+    from hf_zero.config import ZeroConfig as ZeroConfig
+    from hf_zero.deepspeed.zero_init import Init as Init
+    from hf_zero.distributed.init import init_distributed as init_distributed
+    from hf_zero.engine import Engine as Engine
     from hf_zero.errors import HfZeroError as HfZeroError
+    from hf_zero.initialize import initialize as initialize
+    from hf_zero.integrations.datasets.analyze import analyze as analyze
+    from hf_zero.integrations.fused.optimize import optimize as optimize
+    from hf_zero.integrations.fused.optimize import restore as restore
+    from hf_zero.integrations.transformers import (
+        TrainingArguments as TrainingArguments,
+    )
+    from hf_zero.integrations.transformers import (
+        ZeroCallback as ZeroCallback,
+    )
+    from hf_zero.integrations.transformers.loading import from_pretrained as from_pretrained
+    from hf_zero.integrations.transformers.pipeline_stages import pipeline_stages as pipeline_stages
+    from hf_zero.parallel.expert.model import expert_parallel as expert_parallel
+    from hf_zero.parallel.pipeline.module import (
+        LayerSpec as LayerSpec,
+    )
+    from hf_zero.parallel.pipeline.module import (
+        PipelineModule as PipelineModule,
+    )
+    from hf_zero.parallel.pipeline.module import (
+        TiedLayerSpec as TiedLayerSpec,
+    )
+    from hf_zero.parallel.sequence.sequence_parallel import sequence_parallel as sequence_parallel
+    from hf_zero.parallel.tensor import tensor_parallel as tensor_parallel
+    from hf_zero.planning.estimate import estimate as estimate
+    from hf_zero.planning.estimate import propose as propose
+    from hf_zero.zero.access.full import (
+        GatheredParameters as GatheredParameters,
+    )
+    from hf_zero.zero.access.full import (
+        safe_get_full_fp32_param as safe_get_full_fp32_param,
+    )
+    from hf_zero.zero.access.full import (
+        safe_get_full_grad as safe_get_full_grad,
+    )
+    from hf_zero.zero.access.full import (
+        safe_get_full_optimizer_state as safe_get_full_optimizer_state,
+    )
+    from hf_zero.zero.access.full import (
+        safe_set_full_fp32_param as safe_set_full_fp32_param,
+    )
+    from hf_zero.zero.access.full import (
+        safe_set_full_grad as safe_set_full_grad,
+    )
+    from hf_zero.zero.access.full import (
+        safe_set_full_optimizer_state as safe_set_full_optimizer_state,
+    )
+    from hf_zero.zero.access.full import (
+        summon_full_params as summon_full_params,
+    )
 
 
 class _Package(ModuleType):
@@ -65,7 +124,9 @@ class _Package(ModuleType):
 sys.modules[__name__].__class__ = _Package
 
 
-def __getattr__(name: str) -> Any:
+def _lazy(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name not in _EXPORTS:
         raise AttributeError(
             f"module 'hf_zero' has no attribute {name!r}; it has {', '.join(__all__)}"
@@ -73,6 +134,22 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(_EXPORTS[name]), name)
     globals()[name] = value
     return value
+
+
+if not TYPE_CHECKING:  # a checker reports an unknown name
+    __getattr__ = _lazy
+
+
+def _version() -> str:
+    """Return the version of the installed distribution, "unknown" in a tree of sources that is not
+    installed.
+    """
+    from importlib import metadata
+
+    try:
+        return metadata.version("hf-zero")
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def __dir__() -> list[str]:

@@ -1,5 +1,6 @@
 """Writes what is generated for readers and editors: the drawing of the stages, the table of stages
-by model size and number of GPUs, the table of configuration keys, and their JSON schema.
+by model size and number of GPUs, the table of configuration keys, their JSON
+schema, and the types of ZeroConfig's keywords.
 
     python scripts/readme.py            # writes the files below
     python scripts/readme.py --check    # says what would change; exit code 1 if anything
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -177,7 +179,20 @@ def keys() -> dict[Path, str]:
     return {
         ROOT / "hf_zero/config/KEYS.md": f"{head}{schema.table()}\n",
         ROOT / "hf_zero" / "config" / "schema.json": schema_text(schema.json_schema()),
+        ROOT / "hf_zero" / "config" / "keywords.py": formatted(schema.keywords()),
     }
+
+
+def formatted(source: str) -> str:
+    """``source`` as ruff writes it."""
+    ruff = [sys.executable, "-m", "ruff"]
+    name = ["--stdin-filename", "hf_zero/config/keywords.py", "-"]
+    for command in (["format", "-q", *name], ["check", "-q", "--fix", *name]):
+        done = subprocess.run(
+            [*ruff, *command], input=source, text=True, capture_output=True, check=True, cwd=ROOT
+        )
+        source = done.stdout
+    return source
 
 
 def schema_text(schema: dict[str, Any]) -> str:

@@ -78,17 +78,17 @@ def as_path(where: Any) -> AnyPath:
 
 
 def _of_url(text: str) -> AnyPath:
-    from upath import UPath
-
     try:
+        from upath import UPath
+
         # Other ranks and jobs write too, so listings must not be cached.
         found = UPath(text, use_listings_cache=False)
         local = found.protocol in ("file", "local")
         found.fs  # noqa: B018  imports the package for this store
     except (ImportError, ValueError) as error:
         raise CheckpointError(
-            f"{text} cannot be opened: {error}; install the package of fsspec "
-            "for it, or pass a path"
+            f"{text} cannot be opened: {error}; pip install 'hf-zero[remote]' and fsspec's package "
+            "for this store, or pass a path"
         ) from error
     return Path(found.path) if local else found
 

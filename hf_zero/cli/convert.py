@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -112,7 +113,7 @@ def convert_checkpoint(
 
         with whole:
             quantize_folder(whole.name, dst, str(quantize), group_size)
-        done = dataclasses.replace(done, folder=dst)
+        done = dataclasses.replace(done, folder=Path(dst))
     if as_json:
         print_json(dataclasses.asdict(done))
         return

@@ -4,14 +4,19 @@ readers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields
+from textwrap import wrap
 from typing import Any
 
 from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS, PASSED_ON, TRANSLATED
 from hf_zero.config.keys import ALIASES, KEYS, OWN_AUTOS
+from hf_zero.config.kinds import DTYPE
 from hf_zero.config.rows import Key, Status
+from hf_zero.config.settings import Settings
 
 _DRAFT = "http://json-schema.org/draft-07/schema#"
-_SHORT = {
+_SHORT: dict[str, dict[str, Any]] = {
     "offload_optimizer": {"enum": ["none", "cpu", "nvme"]},
     "offload_param": {"enum": ["none", "cpu", "nvme"]},
     "compile": {"enum": [False, "blocks"]},
@@ -134,6 +139,83 @@ def table() -> str:
         meaning = described(key).replace("|", "\\|")
         lines.append(f"| `{path}` | {value} | {shown} | {meaning} | {key.since} |")
     return "\n".join(lines)
+
+
+_TYPES = {
+    "integer": "int",
+    "number": "float",
+    "boolean": "bool",
+    "string": "str",
+    "object": "Mapping[str, Any]",
+}
+
+
+def keywords() -> str:
+    """Return the module with the keywords of :class:`ZeroConfig`, as a ``TypedDict``."""
+    classes: dict[str, set[str]] = {}
+    lines = []
+    for item in fields(Settings):
+        if item.name == "stage":
+            continue
+        types: list[str] = []
+        if "section" in item.metadata:
+            path, made_of = item.metadata["section"]
+            short = _python(_SHORT[item.name]) if item.name in _SHORT else []
+            classes.setdefault(made_of.__module__, set()).add(made_of.__name__)
+            types = [made_of.__name__, "Mapping[str, Any]", *short]
+            types += ["bool"] if item.name in ("fp16", "bf16") else []
+            text = f"The section ``{path}``." if path else ""
+        else:
+            row = item.metadata["key"]
+            text = described(row)
+            types = _python(row.kind.schema)
+            types += ["torch.dtype"] if row.kind is DTYPE else []
+        lines += [f"    {item.name}: {' | '.join(dict.fromkeys([*types, 'None']))}", *_quoted(text)]
+    row = KEYS[ALIASES["prefetch_bucket_size"]]
+    lines += [f"    prefetch_bucket_size: {' | '.join(_python(row.kind.schema))} | None"]
+    lines += _quoted(described(row))
+    imports = [
+        f"from {module} import {', '.join(sorted(names))}"
+        for module, names in sorted(classes.items())
+    ]
+    return "\n".join([*_HEAD, *(f"    {line}" for line in imports), *_CLASS, *lines]) + "\n"
+
+
+_HEAD = (
+    '"""Keywords of :class:`hf_zero.ZeroConfig` with their types, for editors and type checkers;',
+    "``scripts/readme.py`` writes this file.",
+    '"""',
+    "",
+    "from __future__ import annotations",
+    "",
+    "from collections.abc import Mapping, Sequence",
+    "from typing import TYPE_CHECKING, Any, Literal, TypedDict",
+    "",
+    "if TYPE_CHECKING:",
+    "    import torch",
+    "",
+)
+_CLASS = ("", "", "class Keywords(TypedDict, total=False):")
+
+
+def _python(schema: Mapping[str, Any]) -> list[str]:
+    """Return the Python types of the values that a JSON schema allows."""
+    if "anyOf" in schema:
+        return [name for part in schema["anyOf"] for name in _python(part)]
+    if "enum" in schema:
+        return [f"Literal[{', '.join(map(repr, schema['enum']))}]"]
+    if "const" in schema:
+        return [f"Literal[{schema['const']!r}]"]
+    if schema.get("type") == "array":
+        return [f"Sequence[{' | '.join(_python(schema['items']))}]"]
+    return [_TYPES[schema["type"]]] if "type" in schema else (["Any"] if not schema else [])
+
+
+def _quoted(text: str) -> list[str]:
+    lines = wrap(text, 90) or [""]
+    if len(lines) == 1:
+        return [f'    """{text}"""'] if text else []
+    return [f'    """{lines[0]}', *(f"    {line}" for line in lines[1:]), '    """']
 
 
 def _json(value: Any) -> str:

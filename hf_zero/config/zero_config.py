@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from hf_zero.config import checks, explaining, kernels, resolving
 from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS, is_accelerate, read_accelerate
@@ -27,6 +27,9 @@ from hf_zero.config.sections import LaunchSection, OptimizerConfig, SchedulerCon
 from hf_zero.config.settings import Settings
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hf_zero.config.keywords import Keywords
 
 PRESETS: dict[str, int] = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
@@ -49,7 +52,7 @@ class ZeroConfig(Settings):
     world_size: int | None = field(init=False, compare=False)
     _reading: ConfigReading = field(init=False, compare=False, repr=False)
 
-    def __init__(self, stage: int, **keywords: Any):
+    def __init__(self, stage: int, **keywords: Unpack[Keywords]):
         given = {name: value for name, value in keywords.items() if value is not None}
         unknown = [name for name in keywords if name not in KEYWORDS]
         known = {name: value for name, value in given.items() if name in KEYWORDS}

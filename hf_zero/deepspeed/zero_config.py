@@ -67,7 +67,7 @@ ADAM_OPTIMIZER = "adam"
 LAMB_OPTIMIZER = "lamb"
 
 
-class OffloadDeviceEnum(str, Enum):
+class OffloadDeviceEnum(str, Enum):  # noqa: UP042  as DeepSpeed's own
     """The devices to offload to."""
 
     none = "none"
@@ -75,7 +75,7 @@ class OffloadDeviceEnum(str, Enum):
     nvme = "nvme"
 
 
-class OffloadStateTypeEnum(str, Enum):
+class OffloadStateTypeEnum(str, Enum):  # noqa: UP042  as DeepSpeed's own
     """The kinds of state that ``engine.offload_states`` moves."""
 
     optim_states = "optim_states"

@@ -6,7 +6,7 @@ import weakref
 from contextlib import ExitStack
 from functools import cached_property
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -35,13 +35,15 @@ _guarding: list[Any] = []  # the one process-wide hook on optimizer steps
 class AroundModel(nn.Module):
     """A wrapper that forwards unknown attributes to ``module``."""
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module" or "module" not in self._modules:
-                raise
-            return getattr(self.module, name)
+    if not TYPE_CHECKING:  # a checker reports an unknown attribute of an engine
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                if name == "module" or "module" not in self._modules:
+                    raise
+                return getattr(self.module, name)
 
 
 class EngineParts(AroundModel):

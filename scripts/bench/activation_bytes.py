@@ -111,7 +111,7 @@ def main() -> None:
         for way in length_estimate(own, length).ways:
             row = {
                 "bench": "activation_bytes",
-                "when": datetime.datetime.now(datetime.timezone.utc).isoformat("T", "seconds"),
+                "when": datetime.datetime.now(datetime.UTC).isoformat("T", "seconds"),
                 "torch": torch.__version__,
                 "ranks": ranks,
                 "device": "cpu",

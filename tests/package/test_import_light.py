@@ -7,16 +7,14 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from pathlib import Path
+from importlib import metadata
 from typing import Any
 
 import pytest
-import tomllib
 
 import hf_zero
 from tests.helpers.commands import completed
 
-ROOT = Path(__file__).resolve().parents[2]
 HEAVY = [
     "transformers",
     "accelerate",
@@ -76,11 +74,14 @@ def test_import_without_torch_stays_without_torch() -> None:
     assert seen == {"torch": False, "version": hf_zero.__version__}
 
 
-def test_version_is_the_one_of_the_project_file() -> None:
-    assert (
-        tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-        == hf_zero.__version__
-    )
+def test_version_is_the_one_of_the_installed_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hf_zero.__version__ == metadata.version("hf-zero")
+
+    def not_installed(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", not_installed)
+    assert hf_zero.__version__ == "unknown"
 
 
 @pytest.mark.parametrize("name", hf_zero._EXPORTS)

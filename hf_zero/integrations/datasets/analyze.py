@@ -13,14 +13,20 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import datasets
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError, DifficultyIndexError
 from hf_zero.techniques.difficulty_index import DifficultyIndex, write_index
+
+try:
+    import datasets
+    import pyarrow as pa
+    import pyarrow.compute as pc
+except ImportError as error:
+    raise ConfigError(
+        f"measuring difficulties needs {error.name}; pip install 'hf-zero[data]'"
+    ) from error
 
 SEQLEN, VOCAB_RARITY = "seqlen", "vocab_rarity"
 METRICS = (SEQLEN, VOCAB_RARITY)

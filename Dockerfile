@@ -1,0 +1,25 @@
+# hf-zero with its native core, for GPUs of NVIDIA: `docker build -t hf-zero .`, then
+# `docker run --gpus all --ipc host hf-zero hf-zero doctor`.
+ARG PYTHON=3.11
+
+FROM python:${PYTHON}-bookworm AS build
+WORKDIR /src
+COPY . .
+# A build without compilers would leave the core out; here that is an error.
+RUN HF_ZERO_REQUIRE_CORE=1 pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+
+FROM python:${PYTHON}-slim-bookworm
+COPY --from=build /wheels /wheels
+# constraints.txt names the CPU tests' build of torch, so only the other versions are taken from it.
+COPY constraints.txt /wheels/
+# Triton and torch.compile call a C compiler at run time.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/* \
+    && pip install --no-cache-dir --constraint /wheels/constraints.txt /wheels/hf_zero-*.whl \
+    && rm -r /wheels \
+    && useradd --create-home trainer
+USER trainer
+WORKDIR /home/trainer
+CMD ["hf-zero", "doctor"]

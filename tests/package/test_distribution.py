@@ -1,0 +1,83 @@
+"""The package as others install it: one least version of Python, extras that are named where they
+are missing, and a wheel with the native core.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from hf_zero.checkpoint import storage
+from hf_zero.errors import CheckpointError, ConfigError
+from tests.helpers.commands import completed
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_one_least_version_of_python_is_named_everywhere() -> None:
+    least = PROJECT["project"]["requires-python"].removeprefix(">=")
+    names = " ".join(PROJECT["project"]["classifiers"])
+    versions = re.findall(r"Python :: (3\.\d+)", names)
+    assert min(versions, key=lambda name: int(name[2:])) == least
+    assert PROJECT["tool"]["ruff"]["target-version"] == "py" + least.replace(".", "")
+    assert PROJECT["tool"]["mypy"]["python_version"] == least
+    assert f"Python {least} or newer" in (ROOT / "README.md").read_text()
+    assert f"Python {least} to 3." in (ROOT / "hf_zero/GUIDE.md").read_text()
+    assert f"Python {least} or newer" in (ROOT / "scripts/environment.sh").read_text()
+
+
+def test_a_url_without_the_package_that_opens_urls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "upath", None)
+    with pytest.raises(
+        CheckpointError, match=r"s3://run cannot .* pip install 'hf-zero\[remote\]'"
+    ):
+        storage.as_path("s3://run")
+
+
+def test_difficulties_without_the_package_of_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.delitem(sys.modules, "hf_zero.integrations.datasets.analyze", raising=False)
+    with pytest.raises(ConfigError, match=r"needs pyarrow; pip install 'hf-zero\[data\]'"):
+        importlib.import_module("hf_zero.integrations.datasets.analyze")
+
+
+@pytest.mark.long
+def test_a_wheel_has_the_core_and_needs_no_compiler(tmp_path: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "-q", "--no-input"]
+    env = {**os.environ, "HF_ZERO_REQUIRE_CORE": "1"}
+    wheel = [*pip, "wheel", "--no-deps", "--wheel-dir", tmp_path, ROOT]
+    completed(wheel, timeout=900, env=env, check=True)
+    (built,) = tmp_path.glob("hf_zero-*.whl")
+    names = zipfile.ZipFile(built).namelist()
+    assert any(re.fullmatch(r"hf_zero/_cpu\..*so", name) for name in names)
+    assert {"hf_zero.pth", "hf_zero/py.typed", "hf_zero/config/schema.json"} <= {*names}
+    assert not [name for name in names if name.startswith(("tests", "scripts", "recipes"))]
+    completed([sys.executable, "-m", "venv", tmp_path / "bare"], check=True)
+    python = tmp_path / "bare" / "bin" / "python"
+    bare = {"PATH": str(python.parent), "HOME": str(tmp_path)}  # no compiler on the path
+    install = [python, "-m", "pip", "-q", "--no-input", "install", "--no-deps", built]
+    completed(install, timeout=300, env=bare, check=True)
+    code = "import hf_zero, hf_zero._cpu; print(hf_zero.__version__, hf_zero.__file__)"
+    version, where = completed(
+        [python, "-c", code], env=bare, cwd=tmp_path, check=True
+    ).stdout.split()
+    assert version in built.name and where.startswith(str(tmp_path / "bare"))
+
+
+@pytest.mark.long
+def test_a_wheel_without_a_compiler_fails_where_the_core_is_required(tmp_path: Path) -> None:
+    env = {**os.environ, "HF_ZERO_REQUIRE_CORE": "1", "CC": "false", "CXX": "false"}
+    wheel = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir", tmp_path, ROOT]
+    refused = completed(wheel, timeout=900, env=env)
+    assert refused.returncode and not [*tmp_path.glob("*.whl")]
+    del env["HF_ZERO_REQUIRE_CORE"]
+    said = completed([*wheel, "-v"], timeout=900, env=env, check=True)
+    assert "the native core was not built" in said.stdout + said.stderr

@@ -1,0 +1,62 @@
+"""Type checking of a user's script: mypy reports each mistake, and nothing on the right lines."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from tests.helpers.commands import completed
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = """
+import torch
+import hf_zero
+from hf_zero.config.sections import Bf16Section
+
+model = torch.nn.Linear(2, 2)
+config = hf_zero.ZeroConfig(
+    3, bf16=True, offload_optimizer="cpu", gradient_clipping=1, kernels=["norms"],
+    checkpoint={"keep": 2}, communication_data_type=torch.bfloat16, timeout=60,
+)
+config = hf_zero.ZeroConfig(stage=2, bf16=Bf16Section(enabled=True))
+engine, optimizer, loader, schedule = hf_zero.initialize(model=model, config=config)
+loss = engine(torch.ones(2)).sum()
+engine.backward(loss)
+engine.step()
+path = engine.save_checkpoint("run", tag="best", client_state={"epoch": 1})
+folder, state = engine.load_checkpoint("run")
+with hf_zero.GatheredParameters(model.parameters()):
+    pass
+hf_zero.convert_checkpoint("run", "model", dtype="bfloat16")
+hf_zero.TrainingArguments("out", zero_config="zero3")
+
+hf_zero.initialise(model=model)  # mistake
+hf_zero.initialize(modle=model)  # mistake
+hf_zero.initialize(model="gpt2")  # mistake
+hf_zero.ZeroConfig()  # mistake
+hf_zero.ZeroConfig("three")  # mistake
+hf_zero.ZeroConfig(3, gradient_cliping=1.0)  # mistake
+hf_zero.ZeroConfig(3, offload_optimizer="gpu")  # mistake
+hf_zero.ZeroConfig(3, train_batch_size="8")  # mistake
+hf_zero.ZeroConfig(3, gradient_allreduce_op="average")  # mistake
+engine.bakward(loss)  # mistake
+engine.step(1, 2, 3)  # mistake
+engine.save_checkpoint()  # mistake
+engine.save_checkpoint("run", keep="all")  # mistake
+hf_zero.convert_checkpoint("run")  # mistake
+hf_zero.TrainingArguments("out", zero_conf="zero3")  # mistake
+config.stagee  # mistake
+hf_zero.ZeroConfig(3, kernels=["norm"])  # mistake
+"""
+
+
+def test_a_checker_reports_each_mistake_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    checker = [sys.executable, "-m", "mypy", "--no-error-summary", "--config-file"]
+    command = [*checker, str(ROOT / "pyproject.toml"), str(tmp_path / "train.py")]
+    result = completed(command, timeout=600, cwd=ROOT)
+    reported = set(map(int, re.findall(r"train\.py:(\d+): error", result.stdout)))
+    wanted = {at for at, line in enumerate(SCRIPT.split("\n"), 1) if line.endswith("# mistake")}
+    assert reported == wanted, result.stdout
+    assert len(wanted) >= 15
