@@ -249,7 +249,7 @@ def estimate(
     )
     # Validated at stage 3, which allows every offload section; the rows of smaller stages do not
     # offload parameters.
-    given = {"offload_optimizer": offload_optimizer, "offload_param": offload_param}
+    given: dict[str, Any] = {"offload_optimizer": offload_optimizer, "offload_param": offload_param}
     sections = ZeroConfig(3, **given)
     settings = asked.settings
     optimizer_section, param_section = (
