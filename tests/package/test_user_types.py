@@ -42,7 +42,7 @@ hf_zero.ZeroConfig(3, train_batch_size="8")  # mistake
 hf_zero.ZeroConfig(3, gradient_allreduce_op="average")  # mistake
 engine.bakward(loss)  # mistake
 engine.step(1, 2, 3)  # mistake
-engine.save_checkpoint()  # mistake
+engine.save_checkpoint("run", tag=3)  # mistake
 engine.save_checkpoint("run", keep="all")  # mistake
 hf_zero.convert_checkpoint("run")  # mistake
 hf_zero.TrainingArguments("out", zero_conf="zero3")  # mistake
