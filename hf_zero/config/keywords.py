@@ -15,6 +15,16 @@ if TYPE_CHECKING:
         ActivationOffload,
         TiledMlpSection,
     )
+    from hf_zero.config.measures import (
+        CometSection,
+        CommsLoggerSection,
+        CsvSection,
+        FlopsProfilerSection,
+        MetricsSection,
+        TensorBoardSection,
+        TraceSection,
+        WandbSection,
+    )
     from hf_zero.config.offload import AioSection, OffloadOptimizer, OffloadParam
     from hf_zero.config.parallelism import (
         ExpertParallelSection,
@@ -32,18 +42,12 @@ if TYPE_CHECKING:
         AutocastSection,
         Bf16Section,
         CheckpointSection,
-        CometSection,
-        CommsLoggerSection,
         CompileSection,
         CompressedCommunication,
-        CsvSection,
-        FlopsProfilerSection,
         Fp16Section,
         LocoSection,
         OptimizerConfig,
         SchedulerConfig,
-        TensorBoardSection,
-        WandbSection,
         ZeroSection,
     )
     from hf_zero.config.techniques import (
@@ -237,11 +241,20 @@ class Keywords(TypedDict, total=False):
     training_phases: TrainingPhasesSection | Mapping[str, Any] | None
     """The section ``training_phases``."""
     wall_clock_breakdown: bool | None
-    """log the milliseconds of forward, backward and step; the host waits for the device around
-    each
-    """
+    """log the milliseconds of forward, backward and step, read a step late"""
     steps_per_print: float | None
-    """steps between the lines of wall_clock_breakdown; null or infinity: each step [steps]"""
+    """steps between the lines of the log: loss, learning rate, gradient norm and samples per
+    second, times, memory, collectives; null or infinity: no line of figures, and times and
+    memory at each step [steps]
+    """
+    memory_breakdown: bool | None
+    """log the bytes of state by kind and tier, of the allocator, and what is free"""
+    dump_state: bool | None
+    """log the engine's units, flat buffers and optimizer groups once it is made"""
+    metrics: MetricsSection | Mapping[str, Any] | None
+    """The section ``metrics``."""
+    trace: TraceSection | Mapping[str, Any] | None
+    """The section ``trace``."""
     tensorboard: TensorBoardSection | Mapping[str, Any] | None
     """The section ``tensorboard``."""
     wandb: WandbSection | Mapping[str, Any] | None
