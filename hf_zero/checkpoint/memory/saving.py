@@ -104,7 +104,7 @@ class SlotFiles:
         self._mapped.clear()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Staged:
     """This rank's file in its slot, and its record, which still lacks the hashes."""
 
@@ -529,7 +529,7 @@ class MemoryCheckpoints:
         self._number = -1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Copy:
     """The place of a copy that this rank keeps of ``rank``'s file: its tensor, and its record."""
 
