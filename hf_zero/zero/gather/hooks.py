@@ -234,7 +234,16 @@ class Hooks:
             and last[0] in unit.forwards.pending
             and not inside
         ):
-            return self._continue_call(unit, module, last)
+            # the call continues: in a backward, all nodes of its graph run before its marks
+            call = last[0]
+            call.marks = last[2]
+            unit.forwards.in_forward.append(call)
+            if unit.sharded:
+                self._schedule.ensure_gathered(unit, module)
+            if unit.device_of_streams is not None:
+                unit.runs_here()
+            call.last_node = _next_node() - 1
+            return None
         outer = tracker.outstanding.recomputation if inside else self._outer
         assert outer is not None, "a module's forward is under way outside any pass"
         call = UnitForward(unit, outer, tracker.outstanding.moment())
@@ -249,24 +258,6 @@ class Hooks:
         views = _mark(inputs.values(), call, partial(tracker.post_backward, call))
         call.last_node = _next_node() - 1
         return with_replaced(args, kwargs, dict(zip(inputs, views)))
-
-    def _continue_call(
-        self,
-        unit: Unit,
-        module: nn.Module,
-        last: tuple[UnitForward, torch.Tensor, Sequence[Node]],
-    ) -> None:
-        """Chain ``module`` to the call in ``last``: in a backward, all nodes of its graph run
-        before the marks of that call.
-        """
-        call, _, marks = last
-        call.marks = marks
-        unit.forwards.in_forward.append(call)
-        if unit.sharded:
-            self._schedule.ensure_gathered(unit, module)
-        if unit.device_of_streams is not None:
-            unit.runs_here()
-        call.last_node = _next_node() - 1
 
     def _begin_pass(self, name: str, module: nn.Module, kwargs: Any, grads: bool) -> None:
         """Begin the forward pass of ``module``, the outermost one, at path ``name`` of the model;

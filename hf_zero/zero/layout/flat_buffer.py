@@ -106,7 +106,8 @@ class FlatBuffer:
         self.optimizer_shard = OptimizerShard(spec, self.gradient)
         self.user_writes = UserWrites(parameters)
         self.retired = False  # its engine has been destroyed
-        self._writes = 0  # writes to the values other than the updates of steps
+        # changes of the values, other than updates of steps; also where this rank owns none of them
+        self.other_changes = 0
         self.unit: Any  # the Unit it belongs to, whose module imports this one
         self.full: torch.Tensor
         self._own: torch.Tensor  # this rank's part of ``full``
@@ -136,11 +137,7 @@ class FlatBuffer:
         """Number of changes of the values by steps, loads and scripts, on any rank; those of an
         update under way are counted.
         """
-        return self._writes + self.user_writes.updates
-
-    def mark_changed(self) -> None:
-        """Count a change of the values, also where this rank owns none of those changed."""
-        self._writes += 1
+        return self.other_changes + self.user_writes.updates
 
     @property
     def items(self) -> Iterator[tuple[nn.Parameter, Slot]]:
@@ -220,7 +217,7 @@ class FlatBuffer:
 
     def store_shard(self, values: torch.Tensor) -> None:
         """Overwrite this rank's elements, cast to compute dtype."""
-        self.mark_changed()
+        self.other_changes += 1
         self.optimizer_shard.wait_for_update()
         self.store_part(0, values)
 
@@ -285,7 +282,7 @@ class FlatBuffer:
         Master weights that round to these values stay, unless the values were ``loaded``.
         """
         self.refuse_changed(name)
-        self.mark_changed()
+        self.other_changes += 1
         first, start, stop = self.spec.own_range(name)
         values = self.views[name].reshape(-1)[first : first + stop - start]
         self.optimizer_shard.wait_for_update()
@@ -350,7 +347,7 @@ class FlatBuffer:
         self.user_writes.accept()
 
     def _take_written(self, name: str) -> None:
-        self.mark_changed()
+        self.other_changes += 1
         parameter, view = self.parameters[name], self.views[name]
         if parameter.numel() and parameter.data_ptr() != view.data_ptr():  # Tensor.set_
             self.assign(name, parameter.detach())
