@@ -125,13 +125,15 @@ sys.modules[__name__].__class__ = _Package
 
 
 def _lazy(name: str) -> Any:
+    value: Any
     if name == "__version__":
-        return _version()
-    if name not in _EXPORTS:
+        value = _version()
+    elif name in _EXPORTS:
+        value = getattr(importlib.import_module(_EXPORTS[name]), name)
+    else:
         raise AttributeError(
             f"module 'hf_zero' has no attribute {name!r}; it has {', '.join(__all__)}"
         )
-    value = getattr(importlib.import_module(_EXPORTS[name]), name)
     globals()[name] = value
     return value
 

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         CompressedCommunication,
         Fp16Section,
         LocoSection,
+        MemorySection,
         OptimizerConfig,
         SchedulerConfig,
         ZeroSection,
@@ -210,6 +211,8 @@ class Keywords(TypedDict, total=False):
     """The section ``aio``."""
     checkpoint: CheckpointSection | Mapping[str, Any] | None
     """The section ``checkpoint``."""
+    memory_checkpoints: MemorySection | Mapping[str, Any] | None
+    """The section ``checkpoint.memory``."""
     activation_checkpointing: ActivationCheckpointing | Mapping[str, Any] | None
     """The section ``activation_checkpointing``."""
     activation_offload: ActivationOffload | Mapping[str, Any] | bool | None

@@ -60,10 +60,8 @@ class StepTrace:
                 raise ConfigError(
                     f"trace: {folder} cannot be made ({error}); write trace.path"
                 ) from error
-        device = engine.device
-        kind = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}.get(device.type)
-        known = torch.profiler.supported_activities()
-        activities = [ProfilerActivity.CPU, *([kind] if kind is not None and kind in known else [])]
+        kind = getattr(ProfilerActivity, engine.device.type.upper(), ProfilerActivity.CPU)
+        activities = {ProfilerActivity.CPU, kind} & torch.profiler.supported_activities()
         engine.mesh.job.barrier()
         self._met = time.time_ns() / 1e3
         spans.show_blocks(True)

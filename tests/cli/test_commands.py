@@ -225,14 +225,15 @@ def test_convert_checkpoint_hands_its_options_over(monkeypatch: pytest.MonkeyPat
     )
     assert asked[0] == (
         ("from", "to", "bfloat16", "1GB", "t", None),
-        {"verify": True, "only": None, "adapters": None, "workers": 2},
+        {"verify": True, "only": None, "adapters": None, "workers": 2, "to": "safetensors"},
     )
     assert "1,000 parameters, 4.00 kB: model.safetensors" in table and "config.json" in table
     assert json.loads(invoke("convert-checkpoint", "from", "to", "--json"))["files"] == [
         "model.safetensors"
     ]
     invoke("convert-checkpoint from to --only a.* --only b --whole --workers 5")
-    assert asked[-1][1] == {"verify": None, "only": ["a.*", "b"], "adapters": False, "workers": 5}
+    given = {"verify": None, "only": ["a.*", "b"], "adapters": False, "workers": 5}
+    assert asked[-1][1] == given | {"to": "safetensors"}
     invoke("convert-checkpoint", "from", "to", "--adapters")
     assert asked[-1][1]["adapters"] is True
 
