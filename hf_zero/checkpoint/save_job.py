@@ -361,16 +361,25 @@ class _ByStore:
             except (RuntimeError, HfZeroError) as error:
                 self._lost = error
             return []
-        outcomes = [own]
-        for rank in range(1, self._job.world):
-            try:
-                outcome = _outcome(json.loads(self._mail.receive("wrote", self._number, rank)))
-            except HfZeroError as error:
-                outcome = Outcome(None, str(error))
-            except RuntimeError as error:
-                outcome = Outcome(None, describe_error(error))
-            outcomes.append(outcome)
-        return outcomes
+        others = range(1, self._job.world)
+        if not others:
+            return [own]
+        try:
+            found = self._mail.receive_all("wrote", self._number, others)
+            # every rank has read the verdict on the save before
+            for topic, number in (("wrote", self._number), ("verdict", self._number - 1)):
+                self._mail.forget(topic, number)
+        except RuntimeError as error:
+            return [own, *(Outcome(None, describe_error(error)) for _ in others)]
+        return [
+            own,
+            *(
+                Outcome(None, str(message))
+                if isinstance(message, HfZeroError)
+                else _outcome(json.loads(message))
+                for message in map(found.__getitem__, others)
+            ),
+        ]
 
     def broadcast(self, failure: str) -> str:
         if self._job.rank > 0:

@@ -16,12 +16,13 @@ failed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from hf_zero.distributed.collective_log import CollectiveLog
 from hf_zero.distributed.rank_requests import ShardFetches, StepEvents
-from hf_zero.distributed.store import ENDED, StoreWait
+from hf_zero.distributed.store import ENDED, RollCall, StoreWait
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import RankMismatchError
 
@@ -43,6 +44,7 @@ class GatherAgreement:
         self._sequence = 0
         self._left = False  # the last gather for a script was given up
         self._asking = False  # this rank alone asks for values
+        self._askers = RollCall(store, "asking", 0)
         self.all_launched = 0  # reductions that every rank had launched at the last agreement
 
     def agree(self, where: str, wish: Wish, name: Callable[[Wish], str], launched: int = 0) -> Wish:
@@ -66,7 +68,7 @@ class GatherAgreement:
         """
         if not self._asking:
             self._asking = True
-            self._store.set(_asking(self._rank), "")
+            self._askers.enter(self._rank)
         agreed = self._agree(where, wish, name, 0, may_leave=True)
         self._left = agreed is None
         if agreed is not None:
@@ -77,11 +79,13 @@ class GatherAgreement:
         """Withdraw this rank's lone request: it is complete. Idempotent."""
         if self._asking:
             self._asking = False
-            self._store.delete_key(_asking(self._rank))
+            self._askers.leave(self._rank)
 
-    def is_awaited_by(self, rank: int) -> bool:
-        """Whether ``rank`` waits for a gather that it may leave, or fetches its values."""
-        return bool(self._store.check([_asking(rank)]))
+    def askers(self) -> list[int]:
+        """Return the other ranks that wait for a gather which they may leave, or fetch values."""
+        if not self._askers.entered():
+            return []
+        return [rank for rank in self._askers.entries() if rank != self._rank]
 
     def _agree(
         self, where: str, wish: Wish, name: Callable[[Wish], str], launched: int, may_leave: bool
@@ -94,18 +98,21 @@ class GatherAgreement:
         )
         if may_leave:
             pending = pending._replace(log=None)  # not a wait that others can be proved to block
-        store = self._store
-        store.set(f"{step}/{self._rank}", f"{where}|{wish[0]}|{wish[1]}|{launched}|{may_leave:d}")
-        if store.add(f"{step}/n", 1) == len(self._ranks):
-            store.set(f"{step}/go", self._outcome(step, name))
+        call = self._call(step)
+        if call.enter(self._rank, f"{where}|{wish[0]}|{wish[1]}|{launched}|{may_leave:d}"):
+            self._store.set(f"{step}/go", self._outcome(call.entries(), name))
             if step:  # every rank has arrived here, hence has read the last outcome
-                for key in ("n", "go", *self._ranks):
-                    store.delete_key(f"{step - 1}/{key}")
-        arrivals = {rank: f"{step}/{rank}" for rank in self._ranks}
+                self._store.delete_key(f"{step - 1}/go")
+                self._call(step - 1).delete()
         outcome = None
         while outcome is None:
             outcome = self._waits.wait_or_leave(
-                f"{step}/go", arrivals, what, pending, may_leave, at_once=self._left
+                f"{step}/go",
+                partial(self._missing, call),
+                what,
+                pending,
+                may_leave,
+                at_once=self._left,
             )
             if outcome is None and self._withdraw(step):
                 return None
@@ -120,24 +127,28 @@ class GatherAgreement:
         kind, unit, self.all_launched = map(int, outcome.split("|"))
         return kind, unit
 
+    def _call(self, step: int) -> RollCall:
+        return RollCall(self._store, str(step), len(self._ranks))
+
+    def _missing(self, call: RollCall) -> list[int]:
+        come = call.entries()
+        return [rank for rank in self._ranks if rank not in come]
+
     def _withdraw(self, step: int) -> bool:
         """Leave agreement ``step``; return False if all ranks have arrived by now."""
-        # all ranks had been counted: the last one publishes an outcome, binding this one too
-        if self._store.add(f"{step}/n", -1) == len(self._ranks) - 1:
-            self._store.add(f"{step}/n", 1)
+        # once all ranks have arrived, the last one publishes an outcome that binds this one, too
+        if not self._call(step).leave(self._rank):
             return False
-        self._store.delete_key(f"{step}/{self._rank}")
         self._sequence = step
         self._log.withdraw()
         return True
 
-    def _outcome(self, step: int, name: Callable[[Wish], str]) -> str:
-        """Return the outcome of the wishes of all ranks: ``kind|unit|launched``; :data:`APART` if
-        ranks that may leave meet others; or an exclamation mark and the ranks' wishes if they are
-        in different passes.
+    def _outcome(self, entries: Mapping[int, str], name: Callable[[Wish], str]) -> str:
+        """Return the outcome of the ``entries`` of all ranks: ``kind|unit|launched``;
+        :data:`APART` if ranks that may leave meet others; or an exclamation mark and the ranks'
+        wishes if they are in different passes.
         """
-        entries = [self._store.get(f"{step}/{rank}").decode() for rank in self._ranks]
-        split = [entry.rsplit("|", 4) for entry in entries]
+        split = [entries[rank].rsplit("|", 4) for rank in self._ranks]
         if len({where for where, *_ in split}) > 1:
             if len({where for where, *_, may_leave in split if may_leave == "0"}) == 1:
                 return APART
@@ -147,10 +158,6 @@ class GatherAgreement:
             )
         kind, unit = max((int(kind), int(unit)) for _, kind, unit, *_ in split)
         return f"{kind}|{unit}|{min(int(count) for *_, count, _ in split)}"
-
-
-def _asking(rank: int) -> str:
-    return f"asking/{rank}"
 
 
 class Consensus:
@@ -172,8 +179,7 @@ class Consensus:
         log = log or CollectiveLog("agreements", ranks, timeout, native=False)
         self.gathers = GatherAgreement(store, rank, ranks, waits, log)
         self.steps = StepEvents(store, rank, ranks, waits)
-        awaited = self.gathers.is_awaited_by
-        self.fetches = ShardFetches(store, rank, ranks, self.steps, waits, awaited)
+        self.fetches = ShardFetches(store, rank, ranks, self.steps, waits, self.gathers.askers)
 
     def close(self, why: str = ENDED) -> None:
         """Stop answering other ranks; those that ask read ``why``."""

@@ -330,5 +330,5 @@ class Mesh:
             store,
             self.rank,
             self.timeout,
-            rank_status.exit_reason if rank_status is not None else lambda rank: None,
+            rank_status.exit_reasons if rank_status is not None else lambda ranks: {},
         )

@@ -112,13 +112,14 @@ def learn(store: Any, rank: int, world: int) -> None:
     """Publish this rank's host and read those of all ranks (collective over the store, once per
     process).
 
-    Rank 0 collects, so that n ranks read n keys.
+    Rank 0 collects, by one request, so that n ranks read n keys.
     """
     if len(_hosts) == world:
         return
     store.set(f"{KEY}/{rank}", own_host())
     if rank == 0:
-        store.set(KEY, "\n".join(store.get(f"{KEY}/{each}").decode() for each in range(world)))
+        hosts = store.multi_get([f"{KEY}/{each}" for each in range(world)])
+        store.set(KEY, "\n".join(host.decode() for host in hosts))
     _hosts[:] = store.get(KEY).decode().split("\n")
 
 

@@ -3,8 +3,9 @@ gathers, and for events that all ranks learn of at the end of the same step (ord
 recorded anew, a stop of the job, a save that has failed).
 
 [Note: requests]
-A rank informs the others by a numbered request in the store. The thread of each rank that serves
-shards answers it with the number of that rank's current step: hosts may be steps apart. All ranks
+A rank informs the others by a numbered request in the store, and rings their bells (store.py). The
+thread of each rank that serves shards answers with the number of that rank's current step: hosts
+may be steps apart. It sends nothing to the store until its bell rings. All ranks
 act at the end of the latest of these steps. No rank is past it, and none ends its current step
 before it has read which one that is.
 """
@@ -23,10 +24,13 @@ from typing import Any
 from hf_zero.distributed import watchdog
 from hf_zero.distributed.store import (
     ENDED,
-    POLL_SECONDS,
+    Bell,
+    RollCall,
     StoreWait,
     leaving,
+    next_pause,
     publish_closed,
+    ring,
 )
 from hf_zero.errors import RankMismatchError
 from hf_zero.logging import logger
@@ -36,8 +40,8 @@ from hf_zero.logging import logger
 RENEW, STOP = 0, -1
 JOIN_SECONDS = 5.0
 PART = 4 << 20  # bytes of one value in the store
-# between polls after a while without requests: many ranks poll one store
-IDLE_SECONDS = 1.0
+POLL_SECONDS = 0.05  # between checks whether this rank has written what another waits for
+IDLE_SECONDS = 1.0  # between checks whether the engine still exists, which ask no store
 
 
 class StepEvents:
@@ -83,26 +87,18 @@ class StepEvents:
         self._store.set(
             f"fetch/{number}", "|".join(map(str, (self._rank, about, epoch, 0, *peers)))
         )
-        steps = [self._step]
+        # await ranks that serve nothing, too: all must know of the request
+        others = [rank for rank in self._ranks if rank != self._rank]
+        ring(self._store, others)
         try:
-            for rank in self._ranks:
-                if rank == self._rank:
-                    continue
-                # wait for ranks that serve nothing, too: all must know of the request
-                key = f"fetch/{number}/ack/{rank}"
-                answer = self._waits.wait(key, {rank: key}, what)
-                self._store.delete_key(key)
-                if answer.startswith("!"):
-                    raise RankMismatchError(
-                        f"rank {rank} could not {what}: {answer[1:]}; its log says where"
-                    )
-                steps.append(int(answer))
+            answers = await_answers(self._store, self._waits, number, others, what)
         except RankMismatchError as error:
             self._store.set(
                 f"fetch/{number}/renew",
                 f"!rank {self._rank} could not make the others {what}: {error}",
             )
             raise
+        steps = [self._step, *map(int, answers)]
         self._store.set(f"fetch/{number}/renew", str(max(steps)))
         self._due.add((max(steps), min(about, RENEW)))
         return number
@@ -155,22 +151,55 @@ class StepEvents:
             if about >= 0
             else "say after which step all stop or hear of a save"
         )
-        answer = self._waits.wait(key, {asking: key}, wanted)
+        answer = self._waits.wait(key, lambda: [asking], wanted)
         if answer.startswith("!"):
             raise RankMismatchError(answer[1:])
         self._due.add((int(answer), min(about, RENEW)))
 
 
+def await_answers(
+    store: Any, waits: StoreWait, number: int, ranks: Sequence[int], what: str
+) -> list[str]:
+    """Return the answers of ``ranks`` to request ``number``, and delete them.
+
+    Raises RankMismatchError for one that cannot do ``what``, or does not answer.
+    """
+    if not ranks:
+        return []
+    calls = _answers(store, number, len(ranks))
+
+    def missing() -> list[int]:
+        come = calls.entries()
+        return [rank for rank in ranks if rank not in come]
+
+    waits.wait(f"fetch/{number}/all", missing, what)
+    answers = calls.entries()
+    store.delete_key(f"fetch/{number}/all")
+    calls.delete()
+    for rank, answer in answers.items():
+        if answer.startswith("!"):
+            raise RankMismatchError(
+                f"rank {rank} could not {what}: {answer[1:]}; its log says where"
+            )
+    return list(answers.values())
+
+
+def _answers(store: Any, number: int, size: int) -> RollCall:
+    return RollCall(store, f"fetch/{number}/answers", size)
+
+
 class Serving:
-    """The thread that serves this rank's shards, if it was started."""
+    """The thread that serves this rank's shards, if it was started, and its bell."""
 
     def __init__(self) -> None:
         self.thread: threading.Thread | None = None
         self.ending = threading.Event()
+        self.rung = threading.Event()  # the bell's, once there is one
 
     def end(self) -> None:
         """End the thread and wait for it, :data:`JOIN_SECONDS` at most."""
         self.ending.set()
+        self.rung.set()
         if self.thread is not None and self.thread is not threading.current_thread():
             self.thread.join(JOIN_SECONDS)
 
@@ -189,16 +218,16 @@ class ShardFetches:
         ranks: Sequence[int],
         events: StepEvents,
         waits: StoreWait,
-        awaited: Callable[[int], bool],
+        askers: Callable[[], Sequence[int]],
     ):
-        """``awaited(rank)``: whether a rank asks alone for values."""
+        """``askers()``: the other ranks that ask alone for values."""
         self._store = store
         self._rank = rank
         self._others = [each for each in ranks if each != rank]
         self._events = events
         self._waits = waits
         self._alone = False  # whether this rank has asked alone
-        self._awaited = awaited
+        self._askers = askers
         self._writes = threading.RLock()  # held while shards are written or read
         self.epoch = 0  # writes of shards so far
         self._fetched = 0  # units
@@ -231,14 +260,8 @@ class ShardFetches:
         number = self._store.add("fetch/n", 1)
         asked = (self._rank, unit, self.epoch, 1, *peers)
         self._store.set(f"fetch/{number}", "|".join(map(str, asked)))
-        for peer in peers:
-            key = f"fetch/{number}/ack/{peer}"
-            answer = self._waits.wait(key, {peer: key}, f"serve {label}")
-            self._store.delete_key(key)
-            if answer.startswith("!"):
-                raise RankMismatchError(
-                    f"rank {peer} could not serve {label}: {answer[1:]}; its log says where"
-                )
+        ring(self._store, peers)
+        await_answers(self._store, self._waits, number, peers, f"serve {label}")
         return self._read(number, peers, size)
 
     def _read(self, number: int, peers: Sequence[int], size: int) -> dict[int, bytes]:
@@ -326,11 +349,14 @@ class ShardFetches:
                 data = read(unit, epoch) if rank in peers else b""
         except Exception as error:
             logger.exception("rank %d cannot serve unit %d", rank, unit)
-            store.set(f"fetch/{number}/ack/{rank}", f"!{type(error).__name__}: {error}")
+            _answers(store, number, 0).enter(rank, f"!{type(error).__name__}: {error}")
+            store.set(f"fetch/{number}/all", "")  # whatever the others answer
             return
         for part in range(-(-len(data) // PART)):
             store.set(f"fetch/{number}/{part}/{rank}", data[part * PART : (part + 1) * PART])
-        store.set(f"fetch/{number}/ack/{rank}", str(step))
+        size = len(peers) if alone else len(self._others)
+        if _answers(store, number, size).enter(rank, str(step)):
+            store.set(f"fetch/{number}/all", "")
 
     def serve_until_nobody_asks(self) -> None:
         """Return when no other live rank asks alone for values: this rank is about to end its
@@ -338,32 +364,56 @@ class ShardFetches:
         """
         if self.closed or self.serving.thread is None:
             return
-        self._linger(
-            lambda: any(
-                self._awaited(rank) and not self._waits.is_over(rank) for rank in self._others
-            )
-        )
+        self._linger(lambda: self._waits.is_over(self._askers()))
 
     def serve_until_others_end(self) -> None:
         """Return when each other rank has ended its engine or its script, or waits for something
         that no ending rank will join.
         """
         if not self.closed and self.serving.thread is not None:
-            self._linger(lambda: not all(map(self._waits.elsewhere, self._others)))
+            others, leaves = self._others, leaving(self._store, 0)
+            self._linger(
+                lambda: (
+                    leaves.entered() > len(others)
+                    or len(self._waits.elsewhere(others)) == len(others)
+                )
+            )
 
-    def _linger(self, while_true: Callable[[], bool]) -> None:
-        limit = time.monotonic() + self._waits.timeout
+    def _linger(self, over: Callable[[], bool]) -> None:
+        begun, ranks = time.monotonic(), len(self._others) + 1
         try:
-            self._store.set(leaving(self._rank), "")
-            while while_true() and time.monotonic() < limit:
-                time.sleep(POLL_SECONDS)
+            leaving(self._store, 0).enter(self._rank)
+            while not over() and (waited := time.monotonic() - begun) < self._waits.timeout:
+                time.sleep(next_pause(waited, ranks))
         except RuntimeError:
             pass  # the store is gone: no rank can ask
+
+    def say_last(self) -> None:
+        """Note that this rank asks the store nothing more. The rank that hosts it waits for the
+        others, whose clients would report its end, :data:`JOIN_SECONDS` at most.
+        """
+        if self.closed or self.serving.thread is None:
+            return
+        call, begun = RollCall(self._store, "said", 0), time.monotonic()
+        try:
+            call.enter(self._rank)
+            while self._waits.hosts_store() and (
+                self._others_missing(call) and time.monotonic() - begun < JOIN_SECONDS
+            ):
+                time.sleep(POLL_SECONDS)
+        except RuntimeError:
+            pass  # the store is gone
+
+    def _others_missing(self, call: RollCall) -> bool:
+        return call.entered() <= len(self._others) and not self._waits.closed().issuperset(
+            set(self._others) - call.entries().keys()
+        )
 
     def close(self, why: str = ENDED) -> None:
         """Stop serving; ranks that ask read ``why``."""
         if not self.closed:
             self.closed = True
+            self.serving.rung.set()
             publish_closed(self._store, self._rank, why)
 
 
@@ -377,14 +427,17 @@ def _end_threads() -> None:
     that returns from the store's C++ while the interpreter shuts down aborts the process.
     """
     watchdog.leave()
-    if getattr(sys, "last_exc", None) is None and getattr(sys, "last_value", None) is None:
-        for fetches in list(_owners):
-            fetches.serve_until_others_end()
+    failed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    owners = [] if failed else list(_owners)
+    for fetches in owners:
+        fetches.serve_until_others_end()
     ending = list(_serving)
     for each in ending:
         each.ending.set()
     for each in ending:
         each.end()
+    for fetches in owners:
+        fetches.say_last()
 
 
 def _serve(
@@ -394,14 +447,17 @@ def _serve(
     read: weakref.WeakMethod[Any],
     begin: Callable[[], None],
 ) -> None:
+    bell = Bell(store, rank)
     try:
         begin()
         fetches = owner()
         if fetches is not None:
-            ending = fetches.serving.ending
+            ending, fetches.serving.rung = fetches.serving.ending, bell.rung
             del fetches
-            _serve_until_closed(owner, store, rank, read, ending)
+            bell.rung.set()  # requests may have come before
+            _serve_until_closed(owner, store, rank, read, ending, bell.rung)
     finally:
+        bell.end(store, JOIN_SECONDS)
         fetches = owner()
         if fetches is None or not fetches.closed:  # otherwise `close` has published why
             publish_closed(store, rank)
@@ -413,8 +469,9 @@ def _serve_until_closed(
     rank: int,
     read: weakref.WeakMethod[Any],
     ending: threading.Event,
+    rung: threading.Event,
 ) -> None:
-    number, pause = 1, POLL_SECONDS
+    number = 1
     # requests from ranks ahead of this one, which is still writing the shards they need
     waiting: list[tuple[int, list[int]]] = []
     while not ending.is_set():
@@ -422,12 +479,12 @@ def _serve_until_closed(
         if fetches is None or reader is None or fetches.closed:
             return
         try:
-            found = store.check([f"fetch/{number}"])
-            if found:
-                waiting.append(
-                    (number, list(map(int, store.get(f"fetch/{number}").decode().split("|"))))
-                )
-                number += 1
+            if rung.is_set():
+                rung.clear()
+                while store.check([f"fetch/{number}"]):
+                    asked = store.get(f"fetch/{number}").decode()
+                    waiting.append((number, list(map(int, asked.split("|")))))
+                    number += 1
             ready = [entry for entry in waiting if entry[1][2] <= fetches.epoch]
             waiting = [entry for entry in waiting if entry not in ready]
             for each, (requester, unit, epoch, alone, *peers) in ready:
@@ -435,7 +492,5 @@ def _serve_until_closed(
                     fetches.answer(store, each, unit, epoch, alone, peers, reader)
         except RuntimeError:
             return  # the store is gone: the job is over
-        pause = POLL_SECONDS if found or waiting else min(1.5 * pause, IDLE_SECONDS)
         del fetches, reader
-        if not found:
-            ending.wait(pause)
+        rung.wait(POLL_SECONDS if waiting else IDLE_SECONDS)

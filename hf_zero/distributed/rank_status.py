@@ -17,6 +17,16 @@ for an old post, too.
   a stuck rank that has not issued its collective, the wait never ends.
 
 Everything else (a rank that computes, compiles, saves, sleeps) is silence, which proves nothing.
+
+[Note: the digest]
+Each rank posts under a key of its own and counts its post in "version". Reading all posts on all
+ranks would cost the store the square of their number, so one rank, the "leader", reads them by one
+request and writes the "digest", in which ranks with equal posts share one. A look
+(:meth:`RankStatus._look`) is one request, which tells whether there is a newer digest. A rank that
+looks takes the lead if there is none, or if the digest has stayed old for :data:`PATIENT_LOOKS`
+looks: the leader has left its wait, or has died. Ranks that have failed, given up or died need no
+leader: they are in the list "ends", which is part of a look. Only a rank on the same host can see a
+process die; it reads the last post of that rank itself, and adds it to the list.
 """
 
 from __future__ import annotations
@@ -26,7 +36,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,10 +50,13 @@ REMEDY = (
     "saves in the same order"
 )
 OVER = ("failed", "broken")  # states of a rank that end all other ranks that wait
+DEAD = "dead"  # state of a rank whose process has ended without a post
 PATIENCE_SECONDS = 5.0  # wait for the post of a rank whose connection was lost
 # wait of a failing rank until the others have read its post, and of them until it has ended
 WAIT_FOR_PEERS_SECONDS = 4.0
-POLL_SECONDS = 0.05
+POLL_SECONDS, LAST_POLL_SECONDS = 0.05, 1.0  # between looks for the cause of a failure
+PATIENT_LOOKS = 2
+LOOKED_AT = ["version", "digested", "leader", "ends", "resumes"]
 SCRIPT = "script"  # state of a rank whose script waits in its own collective
 
 
@@ -68,13 +82,22 @@ class RankStatus:
         # the last exception that passed through the engine, if no forward has succeeded since
         self.last_error = ""
         self._state = "here"
-        self._posts: dict[int, StatusPost] = {}
-        self._version = 0
+        self._posts: dict[int, StatusPost] = {}  # of the last digest
+        self._ends: dict[int, tuple[str, str]] = {}  # state and reason
+        self._last_posts: dict[int, StatusPost] = {}  # of ranks on this host that have died
         self._identities: dict[int, str] = {}
+        self._neighbours: list[int] = []  # other ranks on this host
+        # version of the last digest that was read, its maker, and looks since that found no newer
+        self._digested, self._leader, self._old_looks = 0, "", 0
+        self._opened = False
+        self.statements = 0  # of ranks that go on after an exception (recovery.py)
+        self._diagnosed: tuple[Any, HangDiagnosis | None] = (None, None)
         self._gone = False  # the store is gone: torch prints a stack for every failing call
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._process = os.getpid()
-        self._set(f"who/{rank}", _identity(os.getpid()))
+        self._identity = _identity(self._process)
+        self._set(str(rank), json.dumps(self.post(None)))
+        self._ask("append", "who", json.dumps([rank, self._identity]) + "\n")
 
     def register(self, log: CollectiveLog) -> CollectiveLog:
         """Register the log of a communicator under its name."""
@@ -94,15 +117,21 @@ class RankStatus:
         if self._state in OVER and state not in OVER:
             return
         self._state = state
+        if state in OVER:
+            self._ask("append", "ends", json.dumps([self.rank, state, why]) + "\n")
         self._set(str(self.rank), json.dumps(self.post(pending, why)))
 
     def _set(self, key: str, value: str) -> None:
+        self._ask("set", key, value)
+        self._ask("add", "version", 1)
+
+    def _ask(self, call: str, *args: Any) -> Any:
+        """Return the answer of the store to ``call``; None once it is gone."""
         try:
-            if not self._gone:
-                self._store.set(key, value)
-                self._store.add("version", 1)
+            return None if self._gone else getattr(self._store, call)(*args)
         except RuntimeError:
             self._gone = True  # no rank can read
+            return None
 
     def post(self, pending: PendingCollective | None, why: str = "") -> StatusPost:
         logs = {
@@ -116,43 +145,126 @@ class RankStatus:
 
     # ---- reading ----
 
+    def look(self) -> None:
+        """Bring what is known of the other ranks up to date."""
+        self._read()
+
     def _read(self) -> dict[int, StatusPost] | None:
-        """Return the posts of the other ranks; None if the store is gone."""
+        """Return what is known of the other ranks; None if the store is gone."""
         with self._lock:
             try:
-                version = self._version if self._gone else self._store.add("version", 0)
-                if version != self._version:
-                    for rank in range(self.world):
-                        if rank != self.rank and self._store.check([str(rank)]):
-                            self._posts[rank] = json.loads(self._store.get(str(rank)))
-                    self._version = version
+                if not self._gone:
+                    self._look()
             except RuntimeError:
                 self._gone = True
-            return None if self._gone else dict(self._posts)
+            return None if self._gone else self._known()
+
+    def _known(self) -> dict[int, StatusPost]:
+        posts = {rank: post for rank, post in self._posts.items() if rank != self.rank}
+        for rank, (state, why) in self._ends.items():
+            if rank != self.rank:
+                logs = posts.get(rank, {}).get("logs", {})
+                posts[rank] = {"state": state, "why": why, "logs": logs}
+        return {**posts, **self._last_posts}
+
+    def _look(self) -> None:
+        """Bring what is known of the other ranks up to date (see the note)."""
+        store = self._store
+        if not self._opened:
+            for key in ("leader", "ends"):
+                store.append(key, "")
+            for key in ("digested", "resumes"):
+                store.add(key, 0)
+            self._opened = True
+        answers = [answer.decode() for answer in store.multi_get(LOOKED_AT)]
+        version, digested, leader, ends, self.statements = (
+            int(answers[0]), int(answers[1]), answers[2], answers[3], int(answers[4])
+        )  # fmt: skip
+        for line in ends.splitlines()[len(self._ends) :]:
+            rank, state, why = json.loads(line)
+            self._ends.setdefault(rank, (state, why))
+        if digested != self._digested:
+            self._old_looks = 0
+            head, _, packed = store.get("digest").partition(b"\n")
+            groups = json.loads(zlib.decompress(packed))
+            self._posts = {rank: post for ranks, post in groups for rank in ranks}
+            self._digested = int(head)
+        if self._digested < version and self._leads(leader):
+            self._digest(version)
+        self._find_dead()
+
+    def _leads(self, leader: str) -> bool:
+        """Whether this rank makes the next digest; it takes the lead if it must."""
+        own = str(self.rank)
+        if leader != self._leader:
+            self._leader, self._old_looks = leader, 0
+        self._old_looks += 1
+        if leader == own:
+            return True
+        if leader and self._old_looks <= PATIENT_LOOKS and int(leader) not in self._ends:
+            return False
+        return bool(self._store.compare_set("leader", leader, own).decode() == own)
+
+    def _digest(self, version: int) -> None:
+        """Write the digest of all posts, the first ``version`` at least."""
+        self._learn_identities(range(self.world))
+        ranks = list(self._identities)
+        alike: dict[bytes, list[int]] = {}
+        for rank, post in zip(ranks, self._store.multi_get([str(rank) for rank in ranks])):
+            alike.setdefault(post, []).append(rank)
+        groups = [(ranks, json.loads(post)) for post, ranks in alike.items()]
+        self._posts = {rank: post for ranks, post in groups for rank in ranks}
+        text = b"%d\n" % version + zlib.compress(json.dumps(groups).encode())
+        self._store.set("digest", text)
+        self._store.set("digested", str(version))
+        self._digested, self._old_looks = version, 0
+
+    def _learn_identities(self, ranks: Iterable[int]) -> None:
+        if any(rank not in self._identities for rank in ranks) and self._store.check(["who"]):
+            lines = self._store.get("who").decode().splitlines()
+            self._identities = dict(map(json.loads, lines))
+            host = self._identity.split()[0]
+            self._neighbours = [
+                rank
+                for rank, identity in self._identities.items()
+                if rank != self.rank and identity.split()[0] == host != "?"
+            ]
 
     def learn_identity(self, rank: int) -> bool:
         """Read the host and process of ``rank``; return False if it has not published them."""
         try:
-            if (
-                rank not in self._identities
-                and not self._gone
-                and self._store.check([f"who/{rank}"])
-            ):
-                self._identities[rank] = self._store.get(f"who/{rank}").decode()
+            if not self._gone:
+                self._learn_identities([rank])
         except RuntimeError:
             self._gone = True
         return rank in self._identities
 
     def _dead(self, rank: int) -> bool:
         """Whether the process of ``rank`` is known to be dead: it ran on this host."""
-        if not self.learn_identity(rank):
+        if not self.learn_identity(rank) or rank not in self._neighbours:
             return False
-        host, process, _ = self._identities[rank].split()
-        return (
-            host != "?"
-            and host == _identity(os.getpid()).split()[0]
-            and _identity(int(process)) != self._identities[rank]
-        )
+        _, process, started = self._identities[rank].split()
+        return _identity(int(process)).split()[2] != started
+
+    def _find_dead(self) -> None:
+        """Read the last posts of ranks whose processes have died on this host, and tell the others
+        of those that say nothing of an end.
+        """
+        self._learn_identities([self.rank, *self._posts])
+        for rank in self._neighbours:
+            if rank in self._last_posts or not self._dead(rank):
+                continue
+            post = json.loads(self._store.get(str(rank)))
+            if post["state"] not in (*OVER, "ended"):
+                post = {**post, "state": DEAD, "why": ""}
+                if rank not in self._ends:
+                    self._store.append("ends", json.dumps([rank, DEAD, ""]) + "\n")
+            self._last_posts[rank] = post
+
+    @property
+    def troubled(self) -> bool:
+        """Whether a rank is known to have failed, given up or died."""
+        return bool(self._ends)
 
     def diagnose(
         self, pending: PendingCollective, stuck_in: Sequence[str] = ("waits",)
@@ -162,11 +274,6 @@ class RankStatus:
         ``stuck_in`` as for :func:`diagnose_hang`.
         """
         log = pending.log
-        dead = (
-            []
-            if log is None or log.native
-            else [rank for rank in pending.needs if rank != self.rank and self._dead(rank)]
-        )
         posts = self._read()
         if posts is None:
             # A native backend reports a dead peer itself, and messages in flight may still arrive.
@@ -175,24 +282,26 @@ class RankStatus:
                 if log is not None and not log.native
                 else None
             )
-        for rank in dead:
-            if posts.get(rank, {}).get("state", "here") not in (*OVER, "ended"):
-                posts[rank] = {
-                    "state": "dead",
-                    "logs": posts.get(rank, {}).get("logs", {}),
-                    "why": "",
-                }
-        return diagnose_hang(self.rank, self.post(pending), posts, stuck_in)
+        native = log is None or log.native
+        if native:
+            posts = {rank: post for rank, post in posts.items() if post["state"] != DEAD}
+        own = self.post(pending)
+        key = (own, self._digested, len(self._ends), len(self._last_posts), stuck_in, native)
+        if self._diagnosed[0] != key:
+            self._diagnosed = (key, diagnose_hang(self.rank, own, posts, stuck_in))
+        return self._diagnosed[1]
 
-    def is_elsewhere(self, rank: int) -> bool:
-        """Whether ``rank`` cannot arrive before this rank goes on: it has ended, waits in a
-        collective that this rank has not issued, or waits in a collective of its script.
+    def elsewhere(self, ranks: Sequence[int]) -> list[int]:
+        """Return those of ``ranks`` that cannot arrive before this rank goes on: they have ended,
+        wait in a collective that this rank has not issued, or in a collective of their script.
         """
         posts = self._read()
-        if posts is None or self._dead(rank):
-            return True
-        post = posts.get(rank, {"state": "here"})
-        if post["state"] in (*OVER, "ended", SCRIPT):
+        if posts is None:
+            return list(ranks)
+        return [rank for rank in ranks if self._is_elsewhere(posts.get(rank, {"state": "here"}))]
+
+    def _is_elsewhere(self, post: StatusPost) -> bool:
+        if post["state"] in (*OVER, DEAD, "ended", SCRIPT):
             return True
         log, number, _, needs = post.get("wait", ("", 0, "", ()))
         own = self.logs.get(log)
@@ -221,20 +330,19 @@ class RankStatus:
             "number of them"
         )
 
-    def exit_reason(self, rank: int) -> str | None:
-        """Return why no thread of ``rank`` will say anything more: it has died, or its interpreter
-        has ended. None if it may.
+    def exit_reasons(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Return why no thread of some of ``ranks`` will say anything more: they have died, or
+        their interpreters have ended. Others may.
         """
-        dead = self._dead(rank)
         posts = self._read()
         if posts is None:
-            return self._without_store()
-        post = posts.get(rank, {"state": "here"})
-        return (
-            end_of({rank: post}, [rank] if dead else [])
-            if dead or post["state"] in ("failed", "ended")
-            else None
-        )
+            return dict.fromkeys(ranks, self._without_store())
+        over = {
+            rank: post
+            for rank, post in posts.items()
+            if rank in ranks and post["state"] in ("failed", "ended", DEAD)
+        }
+        return {rank: str(end_of({rank: post})) for rank, post in over.items()}
 
     def failure_cause(self, patience: float = PATIENCE_SECONDS) -> str | None:
         """Return why a connection was lost: the rank that has failed, died or ended.
@@ -242,17 +350,17 @@ class RankStatus:
         None if no such rank is known within ``patience`` seconds.
         """
         limit = time.monotonic() + patience
-        while True:
-            dead = [rank for rank in range(self.world) if rank != self.rank and self._dead(rank)]
+        for pause in poll_pauses():
             posts = self._read()
-            text = end_of(self._posts if posts is None else posts, [] if posts is None else dead)
+            text = end_of(self._known() if posts is None else posts)
             if text is not None:
                 return text
             if posts is None:
                 return self._without_store()
             if time.monotonic() >= limit:
                 return None
-            time.sleep(POLL_SECONDS)
+            time.sleep(pause)
+        raise AssertionError("pauses are endless")
 
     # ---- the end ----
 
@@ -286,7 +394,7 @@ class RankStatus:
             # The launcher ends the other ranks when this one ends: let them read the post first.
             self._wait_for_peers(
                 lambda posts: all(
-                    posts.get(rank, {}).get("state") in (*OVER, "ended") or self._dead(rank)
+                    posts.get(rank, {}).get("state") in (*OVER, DEAD, "ended")
                     for rank in range(self.world)
                     if rank != self.rank
                 )
@@ -306,11 +414,19 @@ class RankStatus:
 
     def _wait_for_peers(self, enough: Callable[[Mapping[int, StatusPost]], bool]) -> None:
         limit = time.monotonic() + WAIT_FOR_PEERS_SECONDS
-        while time.monotonic() < limit:
+        for pause in poll_pauses():
             posts = self._read()
-            if posts is None or enough(posts):
+            if posts is None or enough(posts) or time.monotonic() > limit:
                 return
-            time.sleep(POLL_SECONDS)
+            time.sleep(pause)
+
+
+def poll_pauses() -> Iterator[float]:
+    """Yield the seconds between looks of a rank that must speak soon: many may look at once."""
+    pause = POLL_SECONDS
+    while True:
+        yield pause
+        pause = min(1.5 * pause, LAST_POLL_SECONDS)
 
 
 def first_line(error: BaseException) -> str:
@@ -351,7 +467,7 @@ def diagnose_hang(
     log, number, what, _ = own.get("wait", ("", 0, "the others", ()))
     if over:
         place = f" (number {number} of {log})" if log else ""
-        return _for_ever(f"rank {rank} waits for {what}{place}, and", over, [])
+        return _for_ever(f"rank {rank} waits for {what}{place}, and", over)
     if not log:
         return None
     return (
@@ -389,9 +505,9 @@ def _never_joins(
         # If this rank has closed it, too, the rest of the shards is being gathered: all ranks that
         # destroyed the engine will come.
         closed = "" if own["logs"][log][2] else post["logs"].get(log, (0, [], ""))[2]
-        if post["state"] == "dead":
+        if post["state"] == DEAD:
             place = f"(number {number} of {log})"
-            return _for_ever(f"rank {rank} waits for {what} {place}, and", {each: post}, [each])
+            return _for_ever(f"rank {rank} waits for {what} {place}, and", {each: post})
         if post["state"] == "ended" or closed:
             how = closed or f"ended ({post['why']})"
             return _same(
@@ -407,16 +523,14 @@ def _stuck(
 ) -> HangDiagnosis | None:
     """Diagnose a needed rank that waits, directly or through others, for this one."""
     log, number, what, needs = own["wait"]
-    stuck = {rank: own}
-    while True:
-        more = {
+    stuck, found = {rank: own}, {rank: own}
+    while found:  # ranks that were found in the last round
+        found = {
             each: post
             for each, post in posts.items()
-            if each not in stuck and post["state"] in stuck_in and _lacks(post, stuck, each)
+            if each not in stuck and post["state"] in stuck_in and _lacks(post, found, each)
         }
-        if not more:
-            break
-        stuck.update(more)
+        stuck.update(found)
     for each in needs:
         if each != rank and each in stuck and sequence_number(stuck[each], log) <= number:
             there, at, instead, _ = stuck[each]["wait"]
@@ -428,8 +542,8 @@ def _stuck(
     return None
 
 
-def _for_ever(waits: str, posts: Mapping[int, StatusPost], dead: list[int]) -> HangDiagnosis:
-    cause = end_of(posts, dead) or ""
+def _for_ever(waits: str, posts: Mapping[int, StatusPost]) -> HangDiagnosis:
+    cause = end_of(posts) or ""
     return HangDiagnosis(f"{waits} will do so for ever: {cause}", cause)
 
 
@@ -441,16 +555,14 @@ def _lacks(post: StatusPost, stuck: Mapping[int, StatusPost], rank: int) -> bool
     """Whether the wait of ``rank`` needs a rank of ``stuck`` that has not issued its collective."""
     log, number, _, needs = post["wait"]
     return any(
-        each in stuck and each != rank and sequence_number(stuck[each], log) <= number
-        for each in needs
+        each != rank and sequence_number(other, log) <= number and each in needs
+        for each, other in stuck.items()
     )
 
 
-def end_of(posts: Mapping[int, StatusPost], dead: list[int]) -> str | None:
+def end_of(posts: Mapping[int, StatusPost]) -> str | None:
     """Return the worst end of another rank, in words; None if there is none."""
-    silent = [
-        rank for rank in dead if posts.get(rank, {}).get("state", "here") not in (*OVER, "ended")
-    ]
+    silent = [rank for rank, post in posts.items() if post["state"] == DEAD]
     if silent:
         names = ", ".join(map(str, silent))
         return (

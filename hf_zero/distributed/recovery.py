@@ -8,9 +8,9 @@ of its next pass must not match those that the others still issue for the broken
 may have issued none. It knows that its pass broke, they do not. So before it begins the next pass,
 or issues anything else, it states its sequence numbers and its next pass or collective in the
 store, and waits. A thread of every other rank finds the statement
-(:meth:`RecoveryBoard.answer_statements`, once a second) and answers as soon as its own rank has
-come as far: yes, if that rank has begun the same pass at the same numbers, or has issued the same
-collective and as much as the other in the pass that broke; else the reason why not, which ends
+(:meth:`RecoveryBoard.answer_statements`, while its rank waits) and answers as soon as its own rank
+has come as far: yes, if that rank has begun the same pass at the same numbers, or has issued the
+same collective and as much as the other in the pass that broke; else the reason why not, which ends
 both. While nothing breaks, a pass costs one entry in a list.
 """
 
@@ -28,11 +28,10 @@ from typing import Any
 
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
 from hf_zero.distributed.rank_status import first_line
-from hf_zero.distributed.store import TimeoutStore
+from hf_zero.distributed.store import CHECK_SECONDS, TimeoutStore, next_pause, read_entries
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import RankMismatchError
 
-POLL_SECONDS = 0.05
 BEGINNINGS = 64  # passes that are remembered
 REMEDY = (
     "After an exception every rank must go on alike: catch it on all of them at the same "
@@ -150,31 +149,36 @@ class PassTracker:
                 "all ranks to come to where this one goes on after an exception", needs=tuple(peers)
             )
         ):
-            limit = time.monotonic() + self._timeout
-            for peer in peers:
-                self._await_answer(peer, statement, limit)
+            self._await_answers(peers, statement)
         board.stated.pop(self.name, None)
 
-    def _await_answer(self, peer: int, statement: Mapping[str, Any], limit: float) -> None:
+    def _await_answers(self, peers: Sequence[int], statement: Mapping[str, Any]) -> None:
         board, rank_status = self._board, self._watchdog.rank_status
         assert board is not None and rank_status is not None
+        begun = time.monotonic()
         while True:
-            self._watchdog.check()
-            answer = board.answer(self.name, peer, self._rank, statement["serial"])
-            if answer == "":
+            answers = board.answers(self.name, self._rank, statement["serial"])
+            missing = [peer for peer in peers if peer not in answers]
+            text = next(filter(None, answers.values()), None)
+            if text is None and not missing:
                 return
-            gone = None if answer is not None else rank_status.exit_reason(peer)
-            if answer is None and gone is None and time.monotonic() >= limit:
-                gone = f"rank {peer} has not come there within {self._timeout:g} s"
-            if answer is not None or gone is not None:
+            waited = time.monotonic() - begun
+            gone = rank_status.exit_reasons(missing) if text is None else {}
+            if text is None and not gone and waited >= self._timeout:
+                late = missing[0]
+                gone = {late: f"rank {late} has not come there within {self._timeout:g} s"}
+            if text is not None or gone:
                 text = (
-                    answer
+                    text
                     or f"rank {self._rank} cannot go on after an exception, having issued "
-                    f"{statement['last']}: {gone}. {REMEDY}"
+                    f"{statement['last']}: {next(iter(gone.values()))}. {REMEDY}"
                 )
                 self._watchdog.end(text)
                 raise RankMismatchError(text)
-            time.sleep(POLL_SECONDS)
+            until = time.monotonic() + next_pause(waited, len(peers))
+            while (left := until - time.monotonic()) > 0:
+                time.sleep(min(left, CHECK_SECONDS))
+                self._watchdog.check()
 
     def _described(self, one: _Pass) -> list[Any]:
         return [str(one), list(one.began), list(one.ended or ())]
@@ -246,15 +250,14 @@ class RecoveryBoard:
             f"resumes/{self._store.add('resumes', 1)}", json.dumps([name, rank, statement])
         )
 
-    def answer(self, name: str, of: int, to: int, serial: int) -> str | None:
-        key = f"answer/{name}/{of}/{to}/{serial}"
-        return self._store.get(key).decode() if self._store.check([key]) else None
+    def answers(self, name: str, to: int, serial: int) -> dict[int, str]:
+        return read_entries(self._store, f"answers/{name}/{to}/{serial}")
 
-    def answer_statements(self, conclude: Callable[[str], None]) -> None:
-        """Answer the statements of other ranks; ``conclude`` ends this rank if its passes differ
-        from theirs. Runs on the watchdog's thread.
+    def answer_statements(self, stated: int, conclude: Callable[[str], None]) -> None:
+        """Answer the ``stated`` statements of other ranks; ``conclude`` ends this rank if its
+        passes differ from theirs. Runs on the watchdog's thread.
         """
-        while self._seen < self._store.add("resumes", 0):
+        while self._seen < stated:
             if not self._store.check([f"resumes/{self._seen + 1}"]):
                 break  # being written
             self._seen += 1
@@ -268,6 +271,7 @@ class RecoveryBoard:
             if answer is None:
                 continue
             self._unanswered = [each for each in self._unanswered if each is not entry]
-            self._store.set(f"answer/{name}/{self._rank}/{rank}/{statement['serial']}", answer)
+            key = f"answers/{name}/{rank}/{statement['serial']}"
+            self._store.append(key, json.dumps([self._rank, answer]) + "\n")
             if answer:
                 conclude(answer)

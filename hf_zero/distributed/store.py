@@ -1,19 +1,29 @@
-"""The job's key-value store: calls with a time limit, waits that name the missing ranks, and
-messages between ranks.
+"""The job's key-value store: calls with a time limit, roll calls, waits that name the missing
+ranks, and messages between ranks.
 
 torch's client of the store blocks in native code as long as the network lets it, whatever timeout
 it was given: :class:`TimeoutStore` calls it on another thread. :class:`StoreMessages` lets
 background threads of different ranks exchange results without a collective, which could match one
 of the training. :class:`StoreWait` waits on the training thread, under the watchdog.
+
+[Note: requests]
+One store serves all ranks, so a rank's requests must not grow with their number. Ranks that all
+enter something (:class:`RollCall`) append to one key and add to one counter: the last of them knows
+that it is the last, and who is missing is one value. A wait asks again after a third of the time
+it has lasted, :data:`LAST_PAUSE` at most: with the watchdog's looks that is one request a second. A
+thread that waits for other ranks' requests without a limit (:class:`Bell`) is blocked in the store
+and sends nothing.
 """
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 from hf_zero.distributed.collective_log import PendingCollective
@@ -23,13 +33,22 @@ from hf_zero.logging import logger
 
 TIMEOUT_SECONDS = 5.0
 SLICES = 20  # parts of such a wait
-FIRST_PAUSE, LAST_PAUSE = 0.002, 0.25  # seconds between polls
-POLL_SECONDS = 0.05
-FIRST_POLL_SECONDS = 0.0002
-SLICE_SECONDS = 1.0  # between checks for missing ranks
+FIRST_PAUSE, LAST_PAUSE = 0.0002, 2.5  # seconds between requests of a wait
+PAUSE_A_RANK = 0.00005  # least first pause for each rank: all of them may ask at once
+PAUSE_OF_A_WAIT = 1 / 3  # part of the time that a wait has lasted
+CHECK_SECONDS = 0.05  # between checks for a verdict, which ask no store
+SLICE_SECONDS, LAST_SLICE = 1.0, 10.0  # between checks for missing ranks
 WARN_SECONDS = 60.0
 ENDED = "destroyed its engine or ended"
 STORE_SECONDS = 60.0  # after which a store that does not answer counts as gone
+AT_ONCE = 32  # messages read by one request
+FOREVER = timedelta(days=20)  # torch counts a wait's milliseconds in 32 bits
+
+
+def next_pause(waited: float, ranks: int = 1) -> float:
+    """Return the seconds until the next request of a wait that has lasted ``waited`` seconds."""
+    least = max(FIRST_PAUSE, PAUSE_A_RANK * ranks)
+    return min(LAST_PAUSE, max(least, PAUSE_OF_A_WAIT * waited))
 
 
 class TimeoutStore:
@@ -47,8 +66,18 @@ class TimeoutStore:
         # the thread ends with this object, unless it is blocked itself
         weakref.finalize(self, self._calls.put, None)
 
-    def set(self, key: str, value: str) -> None:
+    def set(self, key: str, value: str | bytes) -> None:
         self._ask("set", key, value)
+
+    def append(self, key: str, value: str) -> None:
+        self._ask("append", key, value)
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        """Set ``key`` if its value is ``expected``; return its value then."""
+        return bytes(self._ask("compare_set", key, expected, value))
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask("delete_key", key))
 
     def add(self, key: str, amount: int) -> int:
         return int(self._ask("add", key, amount))
@@ -59,6 +88,10 @@ class TimeoutStore:
     def get(self, key: str) -> bytes:
         """Return the value of an existing key."""
         return bytes(self._ask("get", key))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Return the values of existing keys."""
+        return [bytes(each) for each in self._ask("multi_get", keys)]
 
     def _ask(self, name: str, *args: Any) -> Any:
         if self._lost:
@@ -101,15 +134,106 @@ def _answer(store: Any, calls: queue.SimpleQueue[_Call | None]) -> None:
         call.done.set()
 
 
+class RollCall:
+    """Entries of ranks under ``key`` of ``store``; ``size`` ranks make it complete."""
+
+    def __init__(self, store: Any, key: str, size: int):
+        self._store, self._size = store, size
+        self._entries, self._count = f"{key}/in", f"{key}/n"
+
+    def enter(self, rank: int, entry: str = "") -> bool:
+        """Add the entry of ``rank``; return whether the roll call is complete with it."""
+        self._store.append(self._entries, json.dumps([rank, entry]) + "\n")
+        return bool(self._store.add(self._count, 1) == self._size)
+
+    def leave(self, rank: int) -> bool:
+        """Withdraw the entry of ``rank``; return False if the roll call is complete: it stays."""
+        if self._store.add(self._count, -1) == self._size - 1:
+            self._store.add(self._count, 1)
+            return False
+        self._store.append(self._entries, json.dumps([rank, None]) + "\n")
+        return True
+
+    def entered(self) -> int:
+        """Return the number of entries."""
+        return int(self._store.add(self._count, 0))
+
+    def entries(self) -> dict[int, str]:
+        """Return the entries so far by rank."""
+        return read_entries(self._store, self._entries)
+
+    def delete(self) -> None:
+        for key in (self._entries, self._count):
+            self._store.delete_key(key)
+
+
+def read_entries(store: Any, key: str) -> dict[int, str]:
+    """Return the last entry of each rank in the list ``key``, but for those that it withdrew."""
+    if not store.check([key]):
+        return {}
+    found = dict(map(json.loads, store.get(key).decode().splitlines()))
+    return {rank: entry for rank, entry in found.items() if entry is not None}
+
+
+class Bell:
+    """A key of this rank that other ranks set to wake its thread: :attr:`rung` is set then, until
+    its reader clears it. Blocks a thread and a client of its own in the store.
+    """
+
+    def __init__(self, store: Any, rank: int):
+        self._key, self._ending = _bell(rank), False
+        self.rung = threading.Event()
+        client = store.clone() if hasattr(store, "clone") else store
+        self._thread = threading.Thread(
+            target=self._listen, args=(client,), name="hf_zero-bell", daemon=True
+        )
+        self._thread.start()
+
+    def _listen(self, store: Any) -> None:
+        try:
+            while not self._ending:
+                store.wait([self._key], FOREVER)
+                store.delete_key(self._key)
+                self.rung.set()
+        except RuntimeError:
+            self.rung.set()  # the store is gone, as its reader will find
+
+    def end(self, store: Any, seconds: float) -> None:
+        """End the thread through ``store``, another client, and wait for it."""
+        self._ending = True
+        try:
+            store.set(self._key, "")
+        except RuntimeError:
+            pass  # the store is gone: the thread has ended or will never return
+        self._thread.join(seconds)
+
+
+def ring(store: Any, ranks: Iterable[int]) -> None:
+    """Wake the threads of ``ranks`` that wait for a :class:`Bell`."""
+    keys = [_bell(rank) for rank in ranks]
+    if keys:
+        store.multi_set(keys, [""] * len(keys))
+
+
+def _bell(rank: int) -> str:
+    return f"bell/{rank}"
+
+
 class StoreMessages:
     """Messages of one rank through ``store``. Each message on a topic replaces the last one of its
     rank, so that none accumulate.
 
-    gone(rank): the reason why nothing more will come from a rank, or None; called only while a
+    gone(ranks): of these, the ranks from which nothing more will come, and why; called only while a
     message is missing. timeout: seconds after which a missing message is an error.
     """
 
-    def __init__(self, store: Any, rank: int, timeout: float, gone: Callable[[int], str | None]):
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        timeout: float,
+        gone: Callable[[Sequence[int]], Mapping[int, str]],
+    ):
         self._store = TimeoutStore(store, STORE_SECONDS)
         self._rank, self._timeout, self._gone = rank, timeout, gone
         # starts the calling thread: none can be started once the interpreter ends
@@ -121,6 +245,7 @@ class StoreMessages:
         Raises RuntimeError if the store is gone.
         """
         self._store.set(f"{topic}/{self._rank}", f"{number}|{message}")
+        self._store.add(f"{topic}/{number}/n", 1)
 
     def ask(self, topic: str, number: int) -> None:
         """Tell all ranks that this one waits for the first ``number`` of what ``topic`` counts.
@@ -137,34 +262,64 @@ class StoreMessages:
         return int(self._store.get(key)) if self._store.check([key]) else 0
 
     def receive(self, topic: str, number: int, rank: int) -> str:
-        """Return the ``number``-th message of ``rank`` on ``topic``.
+        """Return the ``number``-th message of ``rank``, the only one on ``topic``.
 
         Raises RankMismatchError if it will not come, RuntimeError if the store is gone.
         """
-        key, pause, limit = f"{topic}/{rank}", FIRST_PAUSE, time.monotonic() + self._timeout
-        gone: str | None = None
-        while True:
-            found, _, message = (
-                self._store.get(key).decode().partition("|")
-                if self._store.check([key])
-                else ("-1", "", "")
+        found = self.receive_all(topic, number, [rank])[rank]
+        if isinstance(found, RankMismatchError):
+            raise found
+        return found
+
+    def receive_all(
+        self, topic: str, number: int, ranks: Sequence[int]
+    ) -> dict[int, str | RankMismatchError]:
+        """Return by rank the ``number``-th messages of ``ranks``, which alone send on ``topic``; an
+        error in place of one that will not come.
+
+        Raises RuntimeError if the store is gone.
+        """
+        silent = self._await(topic, number, ranks)
+        came = [rank for rank in ranks if rank not in silent]
+        found: dict[int, str | RankMismatchError] = {}
+        for at in range(0, len(came), AT_ONCE):
+            part = came[at : at + AT_ONCE]
+            values = self._store.multi_get([f"{topic}/{rank}" for rank in part])
+            for rank, value in zip(part, values):
+                found[rank] = value.decode().partition("|")[2]
+        for rank, why in silent.items():
+            found[rank] = RankMismatchError(
+                f"rank {rank} did not report the result of its write: {why}; its own output says "
+                "more"
             )
-            if int(found) == number:
-                return message
-            if gone is not None:  # known before the last poll
-                raise RankMismatchError(
-                    f"rank {rank} did not report the result of its write: {gone}; its own "
-                    "output says more"
-                )
-            gone = self._gone(rank)
-            if time.monotonic() > limit:
-                gone = (
-                    gone
-                    or f"nothing was heard of it for {self._timeout:g} s (the timeout "
-                    "of the configuration)"
-                )
-            time.sleep(pause)
-            pause = min(1.5 * pause, LAST_PAUSE)
+        return found
+
+    def _await(self, topic: str, number: int, ranks: Sequence[int]) -> dict[int, str]:
+        """Wait for the messages of ``ranks``. Return those that will not come, and why."""
+        late = f"nothing was heard of it for {self._timeout:g} s (the timeout of the configuration)"
+        begun, gone, over = time.monotonic(), dict[int, str](), False
+        while (came := self._store.add(f"{topic}/{number}/n", 0)) < len(ranks):
+            silent = {
+                rank: gone.get(rank, late)
+                for rank in (ranks if over else gone)
+                if not self._has_sent(topic, number, rank)
+            }
+            if silent and came + len(silent) >= len(ranks):
+                return silent
+            gone, over = {**self._gone(ranks)}, time.monotonic() - begun > self._timeout
+            time.sleep(next_pause(time.monotonic() - begun))
+        return {}
+
+    def _has_sent(self, topic: str, number: int, rank: int) -> bool:
+        key = f"{topic}/{rank}"
+        return self._store.check([key]) and self._store.get(key).startswith(f"{number}|".encode())
+
+    def forget(self, topic: str, number: int) -> None:
+        """Delete the count of messages that no rank waits for any more.
+
+        Raises RuntimeError if the store is gone.
+        """
+        self._store.delete_key(f"{topic}/{number}/n")
 
 
 class StoreWait:
@@ -179,25 +334,23 @@ class StoreWait:
     def wait(
         self,
         key: str,
-        arrivals: Mapping[int, str],
+        missing: Callable[[], Sequence[int]],
         what: str,
         pending: PendingCollective | None = None,
     ) -> str:
-        """Return the value of ``key`` once it is set; it is set after the ranks of ``arrivals``
-        have set their keys.
+        """Return the value of ``key`` once it is set; it is set when no rank is ``missing``.
 
-        A warning each minute names the ranks whose keys are missing, which are to do ``what``.
-        Raises RankMismatchError if one of them has ended, at the timeout, and for what the watchdog
-        finds.
+        A warning each minute names the missing ranks, which are to do ``what``. Raises
+        RankMismatchError if one of them has ended, at the timeout, and for what the watchdog finds.
         """
-        value = self.wait_or_leave(key, arrivals, what, pending, may_leave=False)
+        value = self.wait_or_leave(key, missing, what, pending, may_leave=False)
         assert value is not None
         return value
 
     def wait_or_leave(
         self,
         key: str,
-        arrivals: Mapping[int, str],
+        missing: Callable[[], Sequence[int]],
         what: str,
         pending: PendingCollective | None = None,
         may_leave: bool = True,
@@ -209,7 +362,7 @@ class StoreWait:
         pending = pending or PendingCollective(f"ranks to {what}", warns=True)
         try:
             with self._watchdog.watching(pending):
-                if not self._poll(key, arrivals, what, may_leave, at_once):
+                if not self._poll(key, missing, what, may_leave, at_once):
                     return None
         except RuntimeError as error:
             if isinstance(error, HfZeroError):
@@ -217,56 +370,78 @@ class StoreWait:
             raise self._watchdog.explain_failure(pending, error) from error  # the store is gone
         return str(self._store.get(key).decode())
 
-    def is_over(self, rank: int) -> bool:
-        """Whether ``rank`` is known to have failed, died or ended."""
+    def is_over(self, ranks: Sequence[int]) -> bool:
+        """Whether all of ``ranks`` are known to have failed, died or ended."""
         status = self._watchdog.rank_status
-        return status is not None and status.exit_reason(rank) is not None
+        return not ranks or (status is not None and len(status.exit_reasons(ranks)) == len(ranks))
 
-    def elsewhere(self, rank: int) -> bool:
-        """Whether ``rank`` cannot come before this rank goes on: it ends its engine or its script,
-        or it waits in a collective that needs this rank.
-        """
+    def hosts_store(self) -> bool:
+        """Whether this rank hosts the store, and no rank is known to have failed or died."""
         status = self._watchdog.rank_status
-        gone = any(self._store.check([key]) for key in (_closed(rank), leaving(rank)))
-        return gone or (status is not None and status.is_elsewhere(rank))
+        return status is not None and status.store_host == self._rank and not status.troubled
+
+    def closed(self) -> set[int]:
+        """Return the ranks that no longer answer."""
+        return set(read_entries(self._store, CLOSED))
+
+    def elsewhere(self, ranks: Sequence[int]) -> set[int]:
+        """Return those of ``ranks`` that cannot come before this rank goes on: they end their
+        engines or their scripts, or wait in a collective that needs this rank.
+        """
+        gone = self.closed() | leaving(self._store, 0).entries().keys()
+        status = self._watchdog.rank_status
+        others = [rank for rank in ranks if rank not in gone]
+        more = status.elsewhere(others) if status is not None and others else ()
+        return {*more, *(rank for rank in ranks if rank in gone)}
 
     def _poll(
-        self, key: str, arrivals: Mapping[int, str], what: str, may_leave: bool, at_once: bool
+        self,
+        key: str,
+        missing: Callable[[], Sequence[int]],
+        what: str,
+        may_leave: bool,
+        at_once: bool,
     ) -> bool:
         """Return True once ``key`` is set; False if this rank may leave and others do not come."""
         # Not store.wait(): torch prints two lines whenever it gives up.
         started = time.monotonic()
-        looked = started - SLICE_SECONDS if may_leave and at_once else started
-        warned, pause = WARN_SECONDS, FIRST_POLL_SECONDS
+        status = self._watchdog.rank_status
+        ranks = status.world if status is not None else 1
+        look = 0.0 if may_leave and at_once else min(SLICE_SECONDS, self.timeout)
+        warned = WARN_SECONDS
         while True:
-            self._watchdog.check()
             if self._store.check([key]):
                 return True
-            now = time.monotonic()
-            if now - looked >= min(SLICE_SECONDS, self.timeout):
-                looked = now
-                if may_leave and any(
-                    self.elsewhere(rank)
-                    for rank, arrival in arrivals.items()
-                    if rank != self._rank and not self._store.check([arrival])
-                ):
+            waited = time.monotonic() - started
+            if waited >= look:
+                if may_leave and self.elsewhere([rank for rank in missing() if rank != self._rank]):
                     return False
-                warned = self._report_missing(key, arrivals, what, now - started, warned)
-            time.sleep(pause)
-            pause = min(1.2 * pause, POLL_SECONDS)
+                warned = self._report_missing(key, missing, what, waited, warned)
+                look = min(waited + min(LAST_SLICE, max(SLICE_SECONDS, waited)), warned)
+                if waited < self.timeout:
+                    look = min(look, self.timeout)
+            until = started + min(waited + next_pause(waited, ranks), look)
+            while (left := until - time.monotonic()) > 0:
+                time.sleep(min(left, CHECK_SECONDS))
+                self._watchdog.check()
+            self._watchdog.check()
 
     def _report_missing(
-        self, key: str, arrivals: Mapping[int, str], what: str, waited: float, warned: float
+        self,
+        key: str,
+        missing: Callable[[], Sequence[int]],
+        what: str,
+        waited: float,
+        warned: float,
     ) -> float:
         """Raise if ``key`` will never be set, warn each minute; return the time of the next
         warning, in seconds of the wait.
         """
-        missing = [rank for rank, arrival in arrivals.items() if not self._store.check([arrival])]
-        gone = {
-            rank: self._store.get(_closed(rank)).decode()
-            for rank in missing
-            if self._store.check([_closed(rank)])
-        }
+        closed = read_entries(self._store, CLOSED)
+        if not closed and waited < min(warned, self.timeout):
+            return warned
+        late = missing()
+        gone = {rank: closed[rank] for rank in late if rank in closed}
         if gone and not self._store.check([key]):
             raise RankMismatchError(
                 f"rank {self._rank} needs all ranks to {what}, but "
@@ -276,7 +451,7 @@ class StoreWait:
             )
         text = (
             f"rank {self._rank} has waited {waited:.0f} s for ranks "
-            f"{', '.join(map(str, missing))} to {what}"
+            f"{', '.join(map(str, late))} to {what}"
         )
         if waited >= self.timeout:
             raise RankMismatchError(
@@ -289,18 +464,17 @@ class StoreWait:
         return warned + WARN_SECONDS
 
 
+CLOSED = "closed"  # list of ranks that no longer answer
+
+
 def publish_closed(store: Any, rank: int, why: str = ENDED) -> None:
     """Tell ranks that wait for ``rank`` that it no longer answers, and why."""
     try:
-        store.set(_closed(rank), why)
+        store.append(CLOSED, json.dumps([rank, why]) + "\n")
     except RuntimeError:
         pass  # the store is gone: no rank can ask
 
 
-def leaving(rank: int) -> str:
-    """Return the key of a rank that ends its engine, and serves requests until then."""
-    return f"leaving/{rank}"
-
-
-def _closed(rank: int) -> str:
-    return f"closed/{rank}"
+def leaving(store: Any, size: int) -> RollCall:
+    """Return the roll call of ranks that end their engines, and serve requests until then."""
+    return RollCall(store, "leaving", size)

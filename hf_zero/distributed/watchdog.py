@@ -32,18 +32,18 @@ from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
 from hf_zero.distributed.process_group import abort_together
 from hf_zero.distributed.rank_status import (
     PATIENCE_SECONDS,
-    POLL_SECONDS,
     SCRIPT,
     HangDiagnosis,
     RankStatus,
+    poll_pauses,
 )
 from hf_zero.errors import HfZeroError, RankMismatchError
 from hf_zero.logging import logger
 
 WARN_SECONDS = 60.0
-LOOK_SECONDS = 1.0  # a wait is examined after this time, and again each time it has passed
+LOOK_SECONDS = 1.0  # a wait is examined after this time
+LOOKS_APART = 2.0  # and again each time as many of these have passed: all ranks share one store
 FOLLOWED = 64  # collectives of a communicator followed at once: the oldest and the newest
-RANKS_A_LOOK = 32  # more ranks poll less often: they share one store
 SCRIPTS_COLLECTIVES = "torch.distributed.distributed_c10d"
 LOOKS_AT_SCRIPT = 4  # consecutive looks that find the script in its own collective
 GRACE_SECONDS = 5.0
@@ -58,9 +58,11 @@ class Watchdog:
         enabled: bool = True,
         warn_after: float = WARN_SECONDS,
         rank_status: RankStatus | None = None,
-        poll: Callable[[Callable[[str], None]], None] | None = None,
+        poll: Callable[[int, Callable[[str], None]], None] | None = None,
     ):
-        """``poll`` is called on the watchdog's thread about once a second, with :meth:`end`."""
+        """``poll`` is called on the watchdog's thread while this rank waits, with
+        :attr:`RankStatus.statements` and :meth:`end`.
+        """
         self._enabled = enabled
         self._warn_after = warn_after
         self.rank_status = rank_status
@@ -72,7 +74,7 @@ class Watchdog:
         self._stop = threading.Event()
         self._reported: tuple[PendingCollective, float] | None = None
         self._warned = 0.0
-        self._looked = 0.0
+        self._looked, self._looks = 0.0, 0  # time of the last look at the current wait; their count
         self._posted: tuple[PendingCollective, float] | None = None
         self._polled = 0.0
         self._followed: dict[
@@ -214,8 +216,10 @@ class Watchdog:
             rank_status.publish("waits", pending=pending)
             limit = time.monotonic() + PATIENCE_SECONDS
             found = rank_status.diagnose(pending)
-            while found is None and time.monotonic() < limit:
-                time.sleep(POLL_SECONDS)
+            for pause in poll_pauses():
+                if found is not None or time.monotonic() >= limit:
+                    break
+                time.sleep(pause)
                 found = rank_status.diagnose(pending)
             text = f"rank {rank_status.rank} is at {pending}, another rank elsewhere"
             self._conclude(*(found or HangDiagnosis(text, text)))
@@ -238,18 +242,22 @@ class Watchdog:
             self._conclude(verdict, verdict)
 
     def poll(self) -> None:
-        """Call the ``poll`` of the constructor, if it is due."""
+        """Call the ``poll`` of the constructor, if it is due: this rank waits, and has looked."""
         rank_status, now = self.rank_status, time.monotonic()
+        in_script = self._script_waits >= LOOKS_AT_SCRIPT
         if (
             self._poll is None
             or rank_status is None
             or self.verdict
-            or now - self._polled < self._every(rank_status)
+            or now - self._polled < LOOKS_APART * LOOK_SECONDS
+            or not (in_script or self._looks)
         ):
             return
         self._polled = now
+        if in_script:
+            rank_status.look()
         try:
-            self._poll(self.end)
+            self._poll(rank_status.statements, self.end)
         except RuntimeError:
             pass  # the store is gone: no other rank can ask
 
@@ -289,17 +297,16 @@ class Watchdog:
         """
         current = self.current or self._oldest_followed()
         if current is None:
+            self._looks = 0
             return
         pending, now = current[0], time.monotonic()
         waited = now - current[1]
         if current is not self._reported:
             self._reported, self._warned, self._looked = current, 0.0, current[1]
-        if (
-            self.rank_status is not None
-            and not self.verdict
-            and now - self._looked >= self._every(self.rank_status)
-        ):
-            self._looked = now
+            self._looks = 0
+        every = LOOK_SECONDS * (LOOKS_APART if self._looks else 1.0)
+        if self.rank_status is not None and not self.verdict and now - self._looked >= every:
+            self._looked, self._looks = now, self._looks + 1
             self._judge(current, waited, self.rank_status)
         if not pending.warns and waited - self._warned >= self._warn_after:
             self._warned = waited
@@ -318,10 +325,6 @@ class Watchdog:
                 waited,
                 who,
             )
-
-    @staticmethod
-    def _every(rank_status: RankStatus) -> float:
-        return LOOK_SECONDS * max(1.0, rank_status.world / RANKS_A_LOOK)
 
     def _judge(
         self, current: tuple[PendingCollective, float], waited: float, rank_status: RankStatus

@@ -29,7 +29,7 @@ import torch
 
 from hf_zero.device import streams
 from hf_zero.distributed.collectives import Handle, MeshDim
-from hf_zero.distributed.store import StoreMessages
+from hf_zero.distributed.store import StoreMessages, next_pause
 
 GRACE_SECONDS = 0.3
 POLL_SECONDS = 0.1
@@ -186,8 +186,10 @@ class UpdateGathers:
     def _has_to_talk(self) -> bool:
         if self._needed > self._said:
             return True
-        held_back = bool(self._queue) and self._queue[0].updated.done()
-        return held_back and time.monotonic() - self._looked >= POLL_SECONDS
+        if not self._queue or not self._queue[0].updated.done():
+            return False
+        now, since = time.monotonic(), max(self._since, self._queue[0].since)
+        return now - self._looked >= max(POLL_SECONDS, next_pause(now - since))
 
     @torch.no_grad()
     def _issue(self, gather: Gather) -> None:

@@ -5,6 +5,7 @@ and serve chunks.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from hf_zero.distributed import rank_requests
 from hf_zero.distributed import store as job_store
 from hf_zero.distributed.consensus import Consensus
 from hf_zero.distributed.rank_requests import STOP
-from hf_zero.distributed.store import StoreWait
+from hf_zero.distributed.store import RollCall, StoreWait
 from hf_zero.errors import RankMismatchError
 
 
@@ -73,9 +74,9 @@ def test_the_store_keeps_the_last_agreement_alone() -> None:
             consensus.gathers.agree("forward", (1, unit), say)
 
     together(3, run)
-    assert stores[0].check(["29/go"])
+    assert stores[0].check(["29/go", "29/in", "29/n"])
     assert not any(
-        stores[0].check([f"{step}/{key}"]) for step in range(29) for key in ("go", "n", 0, 1, 2)
+        stores[0].check([f"{step}/{key}"]) for step in range(29) for key in ("go", "n", "in")
     )
 
 
@@ -144,17 +145,11 @@ def test_ranks_that_never_come_are_named_at_the_timeout(monkeypatch: pytest.Monk
 class SilentStore:
     """A store in which nobody else ever writes; waiting on it moves the clock."""
 
-    def __init__(self, come: set[str]) -> None:
-        self.now, self._come = 0.0, come
+    def __init__(self) -> None:
+        self.now, self._store = 0.0, dist.HashStore()
 
-    def set(self, key: str, value: str) -> None:
-        self._come.add(key)
-
-    def add(self, key: str, amount: int) -> int:
-        return 1
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self._come for key in keys)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
 
     def sleep(self, seconds: float) -> None:
         assert 0 < seconds <= 1.0
@@ -164,7 +159,8 @@ class SilentStore:
 def test_a_rank_that_is_late_is_named_each_minute_until_the_timeout(
     heard: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = SilentStore({"0/1"})
+    store = SilentStore()
+    RollCall(store, "0", 3).enter(1)
     monkeypatch.setattr(
         job_store, "time", SimpleNamespace(monotonic=lambda: store.now, sleep=store.sleep)
     )
@@ -198,8 +194,7 @@ class Chunks:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_requests, "PART", 16)
-    for module in (rank_requests, job_store):
-        monkeypatch.setattr(module, "POLL_SECONDS", 0.002)
+    monkeypatch.setattr(rank_requests, "POLL_SECONDS", 0.002)
 
 
 @pytest.fixture
@@ -449,7 +444,7 @@ def test_a_rank_that_has_closed_is_named_at_once(trio: Any) -> None:
         RankMismatchError,
         match=r"rank 2 needs all ranks to join the gather of unit 3 in x, but rank 1 has",
     ):
-        agreements[0].gathers._store.set("0/0", "x|1|3")
+        RollCall(agreements[0].gathers._store, "0", 3).enter(0, "x|1|3|0|0")
         agreements[2].gathers.agree("x", (1, 3), say)
 
 
@@ -488,11 +483,13 @@ def test_a_peer_that_does_not_serve_is_named_at_the_timeout(
 ) -> None:
     poll = StoreWait._poll
 
-    def long_for_who_serves(waits: StoreWait, key: str, arrivals: Any, *args: Any) -> bool:
-        waits.timeout = 60.0 if 1 in arrivals else 0.2
-        return poll(waits, key, arrivals, *args)
+    def once_one_has_answered(waits: StoreWait, key: str, missing: Any, *args: Any) -> bool:
+        while 1 in missing():
+            time.sleep(0.001)
+        waits.timeout = 0.2
+        return poll(waits, key, missing, *args)
 
-    monkeypatch.setattr(StoreWait, "_poll", long_for_who_serves)
+    monkeypatch.setattr(StoreWait, "_poll", once_one_has_answered)
     store = dist.HashStore()
     chunks = Chunks(1, 4)
     serving = Consensus(store, 1, range(3), 60.0)
@@ -519,11 +516,11 @@ def test_serving_ends_quietly_when_the_store_is_gone(
     quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Gone:
-        def check(self, keys: list[str]) -> bool:
+        def __getattr__(self, name: str) -> Any:
             raise RuntimeError("connection closed")
 
-        def set(self, key: str, value: str) -> None:
-            raise RuntimeError("connection closed")
+        def clone(self) -> Any:
+            return self
 
     failed: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", failed.append)

@@ -4,7 +4,6 @@ report of a rank that ends.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -272,32 +271,60 @@ def test_an_exception_in_the_last_forward_is_remembered(
         pair[0].wait("gather of x")
 
 
+def rank_of(process: int, store: Any, rank: int, monkeypatch: pytest.MonkeyPatch) -> RankStatus:
+    """A rank whose process is another one."""
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_identity", lambda _, find=module._identity: find(process))
+        return RankStatus(store, rank, 3)
+
+
+STATES = ("here", "waits", "follows")  # what a rank has posted last, perhaps long before
+
+
 def test_a_process_that_is_killed_is_known_to_be_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = dist.HashStore()
-    here = RankStatus(store, 0, 2)
+    """On its own host at once, and on others because a rank of its host says so."""
+    pairs = []
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        store.set("who/1", module._identity(child.pid))
-        assert not here._dead(1)
+        for state in STATES:
+            store = dist.HashStore()
+            here = RankStatus(store, 0, 3)
+            with monkeypatch.context() as patch:
+                patch.setattr(module, "_identity", lambda _: "another-host 1 1")
+                far = RankStatus(store, 2, 3)
+            rank_of(child.pid, store, 1, monkeypatch).publish(state)
+            assert not here._dead(1) and here.failure_cause(0.0) is None
+            pairs.append((here, far))
         child.kill()
         # a zombie, as long as nobody asks for its end
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert here._dead(1)
-        assert (
-            here.failure_cause(0.0)
-            == "rank 1 died without a word (killed, out of memory, or crashed in native code)"
-        )
-        log = here.register(CollectiveLog("gathers", range(2), 60.0, native=False))
-        pending = log.issue("gather 1")
-        for state in ("here", "waits", "follows"):  # what it posted last, perhaps long before
-            store.set("1", json.dumps(post(None, state, gathers=[])))
-            store.add("version", 1)
-            verdict = here.diagnose(pending, ())
-            assert verdict is not None and "died without a word" in verdict.text, state
-            assert here.failure_cause(0.0) is not None, state
-    store.set("who/0", "another-host 1 1")
-    elsewhere = RankStatus(store, 1, 2)
-    store.set("who/0", "another-host 1 1")
-    assert not elsewhere._dead(0), "nothing is known of other hosts"
+        for here, far in pairs:
+            assert here._dead(1) and not far._dead(1) and not far._dead(0)
+            assert far.failure_cause(0.0) is None, "nothing is known of other hosts"
+            verdicts = []
+            for status in (here, far):
+                said = "rank 1 died without a word (killed, out of memory, or crashed in native "
+                assert status.failure_cause(0.0) == f"{said}code)"
+                log = status.register(CollectiveLog("gathers", range(3), 60.0, native=False))
+                verdicts.append(status.diagnose(log.issue("gather 1"), ()))
+                native = CollectiveLog("gathers", range(3), 60.0)
+                assert status.diagnose(native.issue("gather 1"), ()) is None
+            assert all(each and "died without a word" in each.text for each in verdicts)
+
+
+def test_a_rank_that_has_ended_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process is gone before its post is in a digest."""
+    store = dist.HashStore()
+    here = RankStatus(store, 0, 3)
+    assert here.failure_cause(0.0) is None
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        there = rank_of(child.pid, store, 1, monkeypatch)
+        other = RankStatus(store, 2, 3)
+        other.look()
+        here.look()
+        there.publish("ended", "its script is over")
+    for status in (here, other):
+        reason = status.exit_reasons([1])[1]
+        assert reason.startswith("rank 1 has ended (its script is over)") and not status.troubled
 
 
 class Gone:
@@ -343,12 +370,11 @@ def test_a_rank_is_gone_once_its_interpreter_has_ended_and_not_before() -> None:
     # a thread of a rank that gives up may still say something
     for state in ("here", "waits", "broken"):
         there.publish(state, "it lost a connection") if state != "waits" else there.publish(state)
-        assert here.exit_reason(1) is None, state
+        assert not here.exit_reasons([0, 1]), state
     ended = RankStatus(dist.PrefixStore("other", store), 1, 2)
     other = RankStatus(dist.PrefixStore("other", store), 0, 2)
-    assert other.exit_reason(1) is None
+    assert not other.exit_reasons([1])
     ended.publish("ended", "its script is over")
-    assert "rank 1 has ended (its script is over)" in str(other.exit_reason(1))
-    assert str(RankStatus(Gone(), 1, 2, store_host=0).exit_reason(0)).startswith(
-        "rank 0, which hosts the ranks' store, cannot be reached"
-    )
+    assert "rank 1 has ended (its script is over)" in other.exit_reasons([1])[1]
+    reasons = RankStatus(Gone(), 1, 2, store_host=0).exit_reasons([0])
+    assert reasons[0].startswith("rank 0, which hosts the ranks' store, cannot be reached")

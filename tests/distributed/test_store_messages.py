@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import pytest
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from hf_zero.errors import RankMismatchError
 
 def test_each_word_replaces_the_last_and_is_told_by_its_number() -> None:
     store = dist.HashStore()
-    here, there = (StoreMessages(store, rank, 60.0, lambda rank: None) for rank in range(2))
+    here, there = (StoreMessages(store, rank, 60.0, lambda ranks: {}) for rank in range(2))
     there.send("wrote", 1, "a|b")
     assert here.receive("wrote", 1, 1) == "a|b"
     timer = threading.Timer(0.1, there.send, ("wrote", 2, "second"))
@@ -29,11 +30,11 @@ def test_a_rank_that_is_gone_is_looked_for_once_more() -> None:
     exit.
     """
     store = dist.HashStore()
-    leaving = StoreMessages(store, 1, 60.0, lambda rank: None)
+    leaving = StoreMessages(store, 1, 60.0, lambda ranks: {})
 
-    def gone(rank: int) -> str:
+    def gone(ranks: Sequence[int]) -> dict[int, str]:
         leaving.send("wrote", 1, "done")
-        return "rank 1 has ended"
+        return {1: "rank 1 has ended"}
 
     assert StoreMessages(store, 0, 60.0, gone).receive("wrote", 1, 1) == "done"
     with pytest.raises(
@@ -41,7 +42,7 @@ def test_a_rank_that_is_gone_is_looked_for_once_more() -> None:
         match="rank 1 did not report the result of its write: rank 1 has ended; its own "
         "output says more",
     ):
-        StoreMessages(store, 0, 60.0, lambda rank: "rank 1 has ended").receive("wrote", 2, 1)
+        StoreMessages(store, 0, 60.0, lambda ranks: {1: "rank 1 has ended"}).receive("wrote", 2, 1)
 
 
 def test_a_word_that_never_comes_is_an_error_at_the_timeout() -> None:
@@ -49,17 +50,16 @@ def test_a_word_that_never_comes_is_an_error_at_the_timeout() -> None:
         RankMismatchError,
         match=r"rank 3 did not report .*nothing was heard of it for 0.05 s \(the timeout",
     ):
-        StoreMessages(dist.HashStore(), 0, 0.05, lambda rank: None).receive("wrote", 1, 3)
+        StoreMessages(dist.HashStore(), 0, 0.05, lambda ranks: {}).receive("wrote", 1, 3)
 
 
 class Lost:
     def add(self, key: str, amount: int) -> int:
-        return 1
-
-    def check(self, keys: list[str]) -> bool:
+        if key == "opened":
+            return 1
         raise RuntimeError("Connection reset by peer")
 
 
 def test_a_store_that_is_gone_is_told() -> None:
     with pytest.raises(RuntimeError, match="Connection reset"):
-        StoreMessages(Lost(), 0, 60.0, lambda rank: None).receive("wrote", 1, 1)
+        StoreMessages(Lost(), 0, 60.0, lambda ranks: {}).receive("wrote", 1, 1)

@@ -166,7 +166,7 @@ def test_one_that_ends_its_engine_serves_until_then():
         want = full_weights(engine)
         if rank == 0:
             return engine.module.state_dict(), want
-        while not engine.mesh.consensus.gathers.is_awaited_by(0):
+        while not engine.mesh.consensus.gathers.askers():
             time.sleep(0.01)
         engine.destroy()
         return {}, want
