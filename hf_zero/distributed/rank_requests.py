@@ -471,7 +471,7 @@ def _serve_until_closed(
     ending: threading.Event,
     rung: threading.Event,
 ) -> None:
-    number = 1
+    number, last = 1, 0  # the next request to be read, and the last one
     # requests from ranks ahead of this one, which is still writing the shards they need
     waiting: list[tuple[int, list[int]]] = []
     while not ending.is_set():
@@ -481,10 +481,12 @@ def _serve_until_closed(
         try:
             if rung.is_set():
                 rung.clear()
-                while store.check([f"fetch/{number}"]):
-                    asked = store.get(f"fetch/{number}").decode()
-                    waiting.append((number, list(map(int, asked.split("|")))))
-                    number += 1
+                last = store.add("fetch/n", 0) if store.check(["fetch/n"]) else 0
+            # a request that is counted may still be on its way to the store
+            while number <= last and store.check([f"fetch/{number}"]):
+                asked = store.get(f"fetch/{number}").decode()
+                waiting.append((number, list(map(int, asked.split("|")))))
+                number += 1
             ready = [entry for entry in waiting if entry[1][2] <= fetches.epoch]
             waiting = [entry for entry in waiting if entry not in ready]
             for each, (requester, unit, epoch, alone, *peers) in ready:
@@ -493,4 +495,4 @@ def _serve_until_closed(
         except RuntimeError:
             return  # the store is gone: the job is over
         del fetches, reader
-        rung.wait(POLL_SECONDS if waiting else IDLE_SECONDS)
+        rung.wait(POLL_SECONDS if waiting or number <= last else IDLE_SECONDS)

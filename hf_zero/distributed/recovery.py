@@ -162,6 +162,8 @@ class PassTracker:
             text = next(filter(None, answers.values()), None)
             if text is None and not missing:
                 return
+            if text is None:  # else it says more than a verdict that came from the same rank
+                self._watchdog.check()
             waited = time.monotonic() - begun
             gone = rank_status.exit_reasons(missing) if text is None else {}
             if text is None and not gone and waited >= self._timeout:
@@ -176,9 +178,8 @@ class PassTracker:
                 self._watchdog.end(text)
                 raise RankMismatchError(text)
             until = time.monotonic() + next_pause(waited, len(peers))
-            while (left := until - time.monotonic()) > 0:
+            while (left := until - time.monotonic()) > 0 and not self._watchdog.verdict:
                 time.sleep(min(left, CHECK_SECONDS))
-                self._watchdog.check()
 
     def _described(self, one: _Pass) -> list[Any]:
         return [str(one), list(one.began), list(one.ended or ())]

@@ -363,6 +363,22 @@ def test_an_event_comes_to_all_ranks_after_the_same_step_and_once(trio: Any) -> 
     assert seen == [[3], [3], [3]], "the step at which the rank was that is ahead"
 
 
+def test_a_request_is_served_although_an_earlier_one_is_on_its_way(trio: Any) -> None:
+    """Rank 0 has counted its request and not yet written it when the bell rings for the next."""
+    agreements, chunks, store = trio
+    assert store.add("fetch/n", 1) == 1
+    got: list[Any] = []
+    asking = threading.Thread(
+        target=lambda: got.append(agreements[1].fetches.fetch(6, "layer.6", [0], 37)), daemon=True
+    )
+    asking.start()
+    asking.join(timeout=0.1)
+    assert got == []
+    store.set("fetch/1", "0|-9|0|1")  # it rings no bell
+    asking.join(timeout=60)
+    assert got == [{0: chunks[0].of(6)}]
+
+
 def test_a_request_that_must_wait_keeps_no_other_one_waiting(trio: Any) -> None:
     """Rank 0 is a step ahead and asks first; rank 1, which rank 2 needs before it can get there,
     asks second.

@@ -1,0 +1,329 @@
+"""Requests to the store of many ranks, counted: while they wait, agree, save, and when one dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from hf_zero.checkpoint import save_job
+from hf_zero.distributed import rank_requests, rank_status
+from hf_zero.distributed import store as job_store
+from hf_zero.distributed import watchdog as watching
+from hf_zero.distributed.collective_log import CollectiveLog
+from hf_zero.distributed.consensus import Consensus
+from hf_zero.distributed.rank_status import PATIENT_LOOKS, RankStatus
+from hf_zero.distributed.recovery import RecoveryBoard
+from hf_zero.distributed.store import StoreMessages
+from hf_zero.distributed.watchdog import Watchdog
+
+MANY, ON_A_HOST = 64, 8
+find_identity = rank_status._identity
+
+
+class Counted:
+    """A client of a store that counts its requests by name."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.asked = store, Counter[str]()
+
+    def clone(self) -> Counted:
+        return self
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        call = getattr(self._store, name)
+
+        def counted(*args: Any) -> Any:
+            self.asked[name] += 1
+            return call(*args)
+
+        return counted
+
+
+class Rank:
+    """A rank of a host, whose waits are looked at when the test says."""
+
+    def __init__(self, store: Any, rank: int, world: int, process: int, host: str) -> None:
+        self.store = Counted(store)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rank_status, "_identity", lambda _: host + find_identity(process))
+            self.status = RankStatus(self.store, rank, world)
+        board = RecoveryBoard(self.store, rank)  # type: ignore[arg-type]
+        self.watchdog = Watchdog(rank_status=self.status, poll=board.answer_statements)
+        self.watchdog.started = True  # the test looks, not a thread
+        self.log = self.status.register(CollectiveLog("gathers", range(world), 1e6, native=False))
+
+    def wait(self, now: float, what: str = "gather of x") -> None:
+        self.watchdog.current = (self.log.issue(what), now)
+
+    def look(self) -> str:
+        self.watchdog.check_current_wait()
+        self.watchdog.poll()
+        return self.watchdog.verdict
+
+
+class Job:
+    """Ranks that share a store and a clock."""
+
+    def __init__(self, world: int, clock: SimpleNamespace) -> None:
+        self._clock, self._store = clock, dist.HashStore()
+        self.children = [
+            subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+            for _ in range(2)
+        ]
+        self.victims = [0, world // 2]  # the first to look makes the digest
+        self.ranks = [
+            Rank(self._store, rank, world, self._process(rank), f"host{rank // ON_A_HOST}.")
+            for rank in range(world)
+        ]
+
+    def _process(self, rank: int) -> int:
+        if rank in self.victims:
+            return self.children[self.victims.index(rank)].pid
+        return os.getpid()
+
+    def kill(self, *which: int) -> None:
+        for each in which:
+            self.children[each].kill()
+            os.waitid(os.P_PID, self.children[each].pid, os.WEXITED | os.WNOWAIT)
+
+    def look(self, ranks: list[Rank], seconds: float) -> set[str]:
+        """Let ``ranks`` look, as their threads would, for ``seconds``; return their verdicts."""
+        end = self._clock.now + seconds
+        while self._clock.now < end:
+            self._clock.now += watching.LOOK_SECONDS / 4
+            for rank in ranks:
+                rank.look()
+        return {rank.watchdog.verdict for rank in ranks}
+
+    def requests(self) -> list[int]:
+        """Return the requests of each rank since the last call."""
+        asked = [rank.store.asked.total() for rank in self.ranks]
+        for rank in self.ranks:
+            rank.store.asked.clear()
+        return asked
+
+
+@pytest.fixture
+def job_of(monkeypatch: pytest.MonkeyPatch, heard: list[str]) -> Iterator[Callable[[int], Job]]:
+    clock, jobs = SimpleNamespace(now=1000.0), list[Job]()
+    monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    def make(world: int) -> Job:
+        jobs.append(Job(world, clock))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        for rank in job.ranks:
+            watching._watches.discard(rank.watchdog)
+        for child in job.children:
+            child.kill()
+            child.communicate()
+
+
+@pytest.mark.parametrize("world", [2, MANY])
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_waiting_rank_asks_the_store_less_than_once_a_second(
+    world: int, late: int, job_of: Callable[[int], Job]
+) -> None:
+    """For two minutes, one rank late or none; nothing is concluded, and a late one asks nothing."""
+    job = job_of(world)
+    waiting = job.ranks[: world - late]
+    for rank in waiting:
+        rank.wait(job._clock.now)
+    assert job.look(waiting, 10) == {""}
+    job.requests()
+    assert job.look(job.ranks, 120) == {""}
+    asked = job.requests()
+    assert all(50 <= each <= 80 for each in asked[: len(waiting)])
+    assert asked[len(waiting) :] == [0] * late
+    # the first seconds of a wait: the posts, one digest of all, and its readers
+    for rank in waiting:
+        rank.wait(job._clock.now)
+    job.look(waiting, 5)
+    assert max(job.requests()) <= 12
+
+
+@pytest.mark.parametrize("killed", [(0,), (1,), (0, 1)])
+def test_a_dead_rank_is_named_on_all_ranks(
+    killed: tuple[int, ...], job_of: Callable[[int], Job]
+) -> None:
+    """Also the one that makes the digest, and two at once."""
+    job = job_of(MANY)
+    dead = {job.victims[each] for each in killed}
+    alive = [rank for at, rank in enumerate(job.ranks) if at not in dead]
+    for at, rank in enumerate(job.ranks):
+        if at not in dead or at == 0:  # the maker of the digest dies in its wait
+            rank.wait(job._clock.now)
+    assert job.look(job.ranks, 10) == {""}
+    assert job.ranks[0].status._leader == "0", "the first to look makes the digest"
+    for rank in job.ranks[:1] if 0 in dead else ():
+        rank.log.withdraw()  # its post holds the collective, which the next ones do not
+    for rank in alive:
+        rank.wait(job._clock.now, "gather of y")
+    job.requests()
+    job.kill(*killed)
+    verdicts = job.look(alive, 5)
+    assert all("died without a word" in each for each in verdicts)
+    named = {at for at in dead for each in verdicts if f" {at}" in each.rpartition("rank")[2]}
+    assert named and named <= dead
+    assert max(job.requests()) <= 20
+
+
+def test_ranks_of_unknown_hosts_are_not_taken_for_dead(
+    job_of: Callable[[int], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "find_identity", lambda process: f"? {process} ?")
+    store = dist.HashStore()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_status, "_identity", lambda process: f"? {process} ?")
+        here, _ = (RankStatus(store, rank, 2) for rank in range(2))
+        here.look()
+        assert here._identities.keys() == {0, 1} and not here._neighbours
+        assert here.failure_cause(0.0) is None and not here.troubled
+
+
+def test_another_rank_makes_the_digest_when_its_maker_leaves(
+    job_of: Callable[[int], Job],
+) -> None:
+    """Ranks in different collectives are found although the first maker goes on computing."""
+    job = job_of(MANY)
+    for rank in job.ranks:
+        rank.wait(job._clock.now)
+    assert job.look(job.ranks, 10) == {""}
+    job.ranks[0].watchdog.current = None
+    others = job.ranks[1:]
+    for at, rank in enumerate(others):
+        rank.wait(job._clock.now, "gather of y" if at else "gather of z")
+    verdicts = job.look(job.ranks, 2.0 * (PATIENT_LOOKS + 3))
+    assert verdicts >= {""} and job.ranks[0].watchdog.verdict == ""
+    verdicts = {rank.watchdog.verdict for rank in others}
+    assert all("gather of y" in each and "gather of z" in each for each in verdicts)
+
+
+def on_threads(calls: list[Callable[[], Any]]) -> list[Any]:
+    answers: list[Any] = [None] * len(calls)
+
+    def run(at: int) -> None:
+        answers[at] = calls[at]()
+
+    threads = [threading.Thread(target=run, args=(at,), daemon=True) for at in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    return answers
+
+
+def test_an_agreement_costs_each_rank_the_same_whatever_the_world() -> None:
+    store = dist.HashStore()
+    clients = [Counted(store) for _ in range(MANY)]
+    ranks = [Consensus(client, at, range(MANY), 60.0) for at, client in enumerate(clients)]
+    on_threads(
+        [
+            lambda rank=rank: [  # type: ignore[misc]
+                rank.gathers.agree("forward", (1, unit), str) for unit in range(3)
+            ]
+            for rank in ranks
+        ]
+    )
+    for client in clients:
+        polls = client.asked.pop("check")
+        assert polls >= 3
+        # the last to come reads the list, publishes the outcome, and deletes the last one
+        assert 3 * 3 <= client.asked.total() <= 3 * (3 + 2 + 3)
+
+
+def test_a_long_wait_for_an_agreement_asks_twice_in_five_seconds(
+    monkeypatch: pytest.MonkeyPatch, heard: list[str]
+) -> None:
+    clock, store, seen = SimpleNamespace(now=0.0), Counted(dist.HashStore()), dict[int, int]()
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+        seen.setdefault(int(clock.now), store.asked.total())
+        if clock.now >= 120:
+            job_store.RollCall(store._store, "0", 2).enter(1)
+            store._store.set("0/go", "1|4|0")
+
+    monkeypatch.setattr(
+        job_store, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep)
+    )
+    consensus = Consensus(store, 0, range(2), 1000.0)
+    assert consensus.gathers.agree("forward", (1, 4), str) == (1, 4)
+    assert len(heard) == 1 and "for ranks 1 to join" in heard[0]
+    assert 40 <= seen[119] - seen[20] <= 55, "with the watchdog's looks one a second"
+    assert seen[3] <= 40
+
+
+def test_ranks_that_serve_ask_nothing_until_their_bells_ring(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rank_requests, "IDLE_SECONDS", 0.001)
+    store = dist.HashStore()
+
+    class Chunk:
+        def of(self, unit: int, epoch: int) -> bytes:
+            return b"abc"
+
+    chunk, clients = Chunk(), [Counted(store) for _ in range(MANY)]
+    ranks = [Consensus(client, at, range(MANY), 60.0) for at, client in enumerate(clients)]
+    for rank in ranks:
+        rank.fetches.serve(chunk.of)
+    assert ranks[0].fetches.fetch(1, "layer.1", [3], 3) == {3: b"abc"}
+    asked = clients[0].asked.copy()
+    polls = asked.pop("check")
+    assert polls and asked["multi_set"] == 1 and asked.total() <= 20, "not one for each rank"
+    while any(client.asked["wait"] < 2 for client in clients[1:]):
+        time.sleep(0.001)  # until the bells listen again
+    before = [client.asked.total() for client in clients]
+    time.sleep(0.1)  # a hundred checks whether the engine still exists
+    assert [client.asked.total() for client in clients] == before
+    ranks[0].steps.request_stop()
+    assert [rank.steps.end_step() for rank in ranks] == [True] * MANY, "of the fetch"
+    assert all(rank.steps.stopped for rank in ranks)
+    threads = [rank.fetches.serving.thread for rank in ranks]
+    for rank in ranks:
+        rank.close()
+    for thread in threads:
+        assert thread is not None
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_the_rank_that_commits_reads_many_outcomes_by_one_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = dist.HashStore()
+    clients = [Counted(dist.PrefixStore("saves", store)) for _ in range(MANY)]
+    mails = [StoreMessages(each, at, 60.0, lambda ranks: {}) for at, each in enumerate(clients)]
+    for number in (1, 2):
+        exchanges = [
+            save_job._ByStore(mail, number, SimpleNamespace(rank=rank, world=MANY))  # type: ignore
+            for rank, mail in enumerate(mails)
+        ]
+        for client in clients:
+            client.asked.clear()
+        for rank, exchange in enumerate(exchanges[1:], 1):
+            assert exchange.gather(save_job.Outcome(None, f"error {rank}")) == []
+        outcomes = exchanges[0].gather(save_job.Outcome(None, "error 0"))
+        assert [each.error for each in outcomes] == [f"error {rank}" for rank in range(MANY)]
+        assert exchanges[0].broadcast("failed") == "failed"
+        assert [each.broadcast("") for each in exchanges[1:]] == ["failed"] * (MANY - 1)
+        assert clients[0].asked.total() == 1 + 2 + 2 + 2, "count, outcomes, old counts, verdict"
+        assert {client.asked.total() for client in clients[1:]} == {4}
+    kept = {key for key in store.list_keys() if "/n" in key}
+    assert len(kept) == 1, "counts of older saves are deleted"
+    assert json.loads(mails[5].receive("verdict", 2, 0)) == "failed"
