@@ -116,7 +116,7 @@ class ShardedModel:
         sends, rest, whole = list[FlatBuffer](), list[FlatBuffer](), list[FlatBuffer]()
         for flat in stale:
             if flat.trainable:
-                flat.other_changes += 1
+                flat.count_change()
             if differences and flat.spec.sends_differences:
                 sends.append(flat)
                 continue

@@ -10,7 +10,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -439,7 +439,7 @@ class Unheard:
     def send(self, topic: str, number: int, word: str) -> None:
         raise RuntimeError("Connection reset by peer")
 
-    def receive(self, topic: str, number: int, rank: int) -> str:
+    def receive_all(self, topic: str, number: int, ranks: Sequence[int]) -> dict[int, str]:
         raise RuntimeError("Connection reset by peer")
 
 

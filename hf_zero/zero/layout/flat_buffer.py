@@ -139,6 +139,10 @@ class FlatBuffer:
         """
         return self.other_changes + self.user_writes.updates
 
+    def count_change(self) -> None:
+        """Count a change of the values, on every rank, whichever owns them."""
+        self.other_changes += 1
+
     @property
     def items(self) -> Iterator[tuple[nn.Parameter, Slot]]:
         """Each parameter with its slot in the buffer."""
@@ -217,7 +221,7 @@ class FlatBuffer:
 
     def store_shard(self, values: torch.Tensor) -> None:
         """Overwrite this rank's elements, cast to compute dtype."""
-        self.other_changes += 1
+        self.count_change()
         self.optimizer_shard.wait_for_update()
         self.store_part(0, values)
 
@@ -282,7 +286,7 @@ class FlatBuffer:
         Master weights that round to these values stay, unless the values were ``loaded``.
         """
         self.refuse_changed(name)
-        self.other_changes += 1
+        self.count_change()
         first, start, stop = self.spec.own_range(name)
         values = self.views[name].reshape(-1)[first : first + stop - start]
         self.optimizer_shard.wait_for_update()
@@ -347,7 +351,7 @@ class FlatBuffer:
         self.user_writes.accept()
 
     def _take_written(self, name: str) -> None:
-        self.other_changes += 1
+        self.count_change()
         parameter, view = self.parameters[name], self.views[name]
         if parameter.numel() and parameter.data_ptr() != view.data_ptr():  # Tensor.set_
             self.assign(name, parameter.detach())
