@@ -97,6 +97,7 @@ def parse_size(text: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if found is None or found[2].upper() not in _UNITS:
         raise ConfigError(
-            f"{text!r} is no number of bytes; write 80GB (decimal) or 128GiB (binary), for instance"
+            f"{text!r} is not a number of bytes; write 80GB (decimal) or 128GiB (binary), for "
+            "instance"
         )
     return int(float(found[1]) * _UNITS[found[2].upper()])

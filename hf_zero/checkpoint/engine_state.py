@@ -89,8 +89,7 @@ def saved_key(flat: FlatBuffer) -> str:
             lost.append(slot.name)
     if lost:
         raise CheckpointError(
-            f"{listed(lost)} are parts of tensors, and nothing says which; give their "
-            "Sharding a box"
+            f"{listed(lost)} are parts of tensors at unknown places; give their Sharding a box"
         )
     rank = flat.engine_mesh.rank
     return "|".join([stage_key(flat), *(f"{axis} {dims.coordinate(rank, axis)}" for axis in axes)])

@@ -233,7 +233,7 @@ def find_checkpoint(
         return root
     if not root.is_dir():
         raise CheckpointError(
-            f"no checkpoint at {root}: it is no folder; pass the folder that was given to "
+            f"no checkpoint at {root}: it is not a folder; pass the folder that was given to "
             "save_checkpoint, or a tag in it"
         )
     if (

@@ -41,7 +41,7 @@ def dtype_of(name: str) -> torch.dtype:
     """Inverse of :func:`dtype_name`. Raises ValueError for a name that is not a dtype."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype of torch")
+        raise ValueError(f"{name!r} is not a dtype of torch")
     return dtype
 
 
@@ -328,7 +328,7 @@ class Manifest:
                 size = path.stat().st_size
                 if size > MAX_MANIFEST:
                     raise CheckpointError(
-                        f"{path} has {size} bytes and is no manifest; restore "
+                        f"{path} has {size} bytes and is not a manifest; restore "
                         "it, or load another tag"
                     )
                 content = path.read_bytes()
@@ -362,8 +362,8 @@ class Manifest:
         """Inverse of :meth:`to_json`; ``source`` is named in errors."""
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise CheckpointError(
-                f"{source} is no manifest of hf-zero (its format is not {FORMAT!r}); name a folder "
-                "that save_checkpoint wrote"
+                f"{source} is not a manifest of hf-zero (its format is not {FORMAT!r}); name a "
+                "folder that save_checkpoint wrote"
             )
         if type(data.get("version")) is not int or data["version"] not in READ:
             raise CheckpointError(
@@ -577,7 +577,7 @@ def _check_parts(name: str, slots: Sequence[Slot]) -> None:
 
 
 def _check(manifest: Manifest) -> None:
-    """Check what involves several fields: each name is held once, the chunks cover each flat
+    """Check the rules across fields: each name is held once, the chunks cover each flat
     exactly once, references resolve.
 
     Raises ValueError.

@@ -62,7 +62,7 @@ def as_path(where: Any) -> AnyPath:
         if hasattr(where, "fs") and hasattr(where, "storage_options"):
             return where
         raise CheckpointError(
-            f"{where!r} of type {type(where).__name__} is no place for checkpoints; "
+            f"{where!r} of type {type(where).__name__} is not a place for checkpoints; "
             "pass a path or a URL"
         )
     text = os.fspath(where)

@@ -71,7 +71,7 @@ def algorithm_of(text: str) -> str:
     name, colon, digits = text.partition(":")
     if not colon or len(digits) != _DIGITS.get(name) or set(digits) - _HEXADECIMAL:
         raise ValueError(
-            f"{text!r} is no hash; expected {' or '.join(HASH_ALGORITHMS)}, a colon "
+            f"{text!r} is not a hash; expected {' or '.join(HASH_ALGORITHMS)}, a colon "
             "and hexadecimal digits"
         )
     return name
@@ -325,7 +325,7 @@ class TensorFile(ClosedAtExit):
             header = json.loads(content)
             metadata = header.pop("__metadata__", {})
             if not isinstance(metadata, dict):
-                raise TypeError("__metadata__ is no object")
+                raise TypeError("__metadata__ is not an object")
             entries = [
                 TensorEntry(
                     name,
@@ -441,5 +441,5 @@ class TensorFile(ClosedAtExit):
 
 def _natural(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no size")
+        raise ValueError(f"{value!r} is not a size")
     return value

@@ -152,7 +152,7 @@ def _devices() -> Iterator[Finding]:
             )
     else:
         why = (
-            "this torch is built for CPUs alone"
+            "this build of torch supports only CPUs"
             if torch.accelerator.current_accelerator() is None
             else "no driver or no visible GPU"
         )

@@ -150,8 +150,8 @@ def launch(
         raise ConfigError(f"--ranks {ranks} is not a number of ranks; pass at least 1")
     if ranks is not None and (num_procs is not None or hostfile is not None):
         raise LaunchError(
-            "--ranks counts the ranks of this machine alone; "
-            f"{'with --hostfile' if hostfile else 'beside it'} use --num-procs"
+            "--ranks counts only the ranks of this machine; "
+            f"{'with --hostfile' if hostfile else 'in place of it'} use --num-procs"
         )
     script, *arguments = command
     procs = ranks if ranks is not None else num_procs

@@ -202,13 +202,13 @@ def _read_section(section: Mapping[str, Any], reading: ConfigReading, label: str
         )
         if beside:
             said = (
-                f"{', '.join(beside)} {'stand' if len(beside) > 1 else 'stands'} beside "
+                f"{', '.join(beside)} {'are' if len(beside) > 1 else 'is'} given besides "
                 f"{_SECTION}.deepspeed_config_file = {path!r}"
             )
             them = "them" if len(beside) > 1 else "it"
             reading.mistakes.append(
                 ConfigError(
-                    f"{label}: {said}, and Accelerate reads the file alone; move {them} into {path}"
+                    f"{label}: {said}, but Accelerate reads only the file; move {them} into {path}"
                 )
             )
         reading.update(ConfigReading().read(load_file(path), f"config file {path}"))

@@ -38,7 +38,7 @@ def check(reading: ConfigReading) -> None:
         mistakes.append(
             NotBuiltError(
                 f"torch_autocast.dtype = 'fp16' ({sources['torch_autocast.dtype']}) needs a loss "
-                "scale, which this version of hf-zero has for fp16.enabled alone; write bf16, or "
+                "scale, which this version of hf-zero has only for fp16.enabled; write bf16, or "
                 "train in fp16"
             )
         )

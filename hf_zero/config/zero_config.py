@@ -131,7 +131,7 @@ class ZeroConfig(Settings):
                 )
             if os.sep not in value and "." not in value:
                 raise ConfigError(
-                    f"{value!r} is no file, no JSON and no preset; pass a path, or one of the "
+                    f"{value!r} is neither a file, JSON nor a preset; pass a path, or one of the "
                     f"presets {', '.join(PRESETS)}"
                 )
         if isinstance(value, (str, os.PathLike)):

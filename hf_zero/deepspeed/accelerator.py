@@ -200,8 +200,8 @@ def get_accelerator() -> DeepSpeedAccelerator:
 
 
 def set_accelerator(accel_obj: DeepSpeedAccelerator | None) -> None:
-    """Set the result of :func:`get_accelerator`; None: that of the engine's device again. The
-    engine itself keeps computing on the device of its launcher.
+    """Set the result of :func:`get_accelerator`; None restores that of the engine's device. The
+    engine still computes on the device that its launcher chose.
     """
     global _set
     _set = accel_obj

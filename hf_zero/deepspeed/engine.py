@@ -400,5 +400,5 @@ def checked(include: Any, device: Any) -> tuple[str, ...]:
         raise ConfigError(f"offload_states: device is {where!r}; states go to the host: pass 'cpu'")
     wanted = KINDS if include is None else tuple(getattr(each, "value", each) for each in include)
     if unknown := sorted(set(wanted) - set(KINDS)):
-        raise ConfigError(f"offload_states: {unknown} is no state; choose among {list(KINDS)}")
+        raise ConfigError(f"offload_states: {unknown} is not a state; choose among {list(KINDS)}")
     return () if where == OffloadDeviceEnum.none.value else wanted

@@ -264,7 +264,7 @@ def parse_range_list(range_str: str) -> list[int]:
     for part in range_str.split(","):
         first, dash, last = part.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ConfigError(f"{part!r} in {range_str!r} is no range; write 3, or 2-4")
+            raise ConfigError(f"{part!r} in {range_str!r} is not a range; write 3, or 2-4")
         found = range(int(first), int(last or first) + 1)
         if not found or (numbers and found[0] <= numbers[-1]):
             raise ConfigError(f"{range_str!r} does not ascend at {part!r}; sort its ranges")

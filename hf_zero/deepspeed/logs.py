@@ -93,7 +93,7 @@ def get_log_level_from_string(log_level_str: str) -> int:
     """Return the level. Raises ConfigError for an unknown one."""
     level = LEVELS.get(log_level_str.lower())
     if level is None:
-        raise ConfigError(f"{log_level_str!r} is no level of logging; write one of {[*LEVELS]}")
+        raise ConfigError(f"{log_level_str!r} is not a level of logging; write one of {[*LEVELS]}")
     return level
 
 

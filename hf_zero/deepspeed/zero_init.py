@@ -1,8 +1,9 @@
-"""Models under construction: ``deepspeed.zero.Init``, ``OnDevice``, the ZeRO-3 configuration that
-counts for them and the current load; and ``unwrap_model_for_generation``.
+"""Models under construction: ``deepspeed.zero.Init``, ``OnDevice``, the ZeRO-3 configuration in
+effect for them, and the current load; and ``unwrap_model_for_generation``.
 
 Under ``zero.Init`` a large parameter is only a record of how to compute its values; an engine that
-only holds the model then makes them one by one. For models of transformers and any others.
+only holds the model then makes them one by one. Any model can be built so, not only those of
+transformers.
 """
 
 from __future__ import annotations

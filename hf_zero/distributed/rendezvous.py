@@ -371,7 +371,7 @@ def _port(
     )
     if found is not None:
         if not (0 if alone else 1) <= found.value < 65536:
-            raise LaunchError(f"{found} is no port; ports are 1 to 65535, the same on all ranks")
+            raise LaunchError(f"{found} is not a port; ports are 1 to 65535, the same on all ranks")
         return found.value
     if launcher is None:
         raise LaunchError(
@@ -413,7 +413,7 @@ def expand_tasks(text: str, name: str) -> list[int]:
 
 
 def _parts(text: str, name: str) -> Iterator[str]:
-    """Yield the parts between commas outside brackets."""
+    """Split at the commas outside brackets; yield the parts."""
     depth, start = 0, 0
     for at, letter in enumerate(text + ","):
         depth += (letter == "[") - (letter == "]")
@@ -433,7 +433,7 @@ def _expand(part: str, text: str, name: str) -> Iterator[str]:
     group = GROUP.search(part)
     if group is None:
         if PLAIN.fullmatch(part) is None:
-            raise LaunchError(f"{name}={text!r} holds {part!r}, which is no host name")
+            raise LaunchError(f"{name}={text!r} holds {part!r}, which is not a host name")
         yield part
         return
     for piece in group[1].split(","):
@@ -441,7 +441,7 @@ def _expand(part: str, text: str, name: str) -> Iterator[str]:
         first, last = (found[1], found[2] or found[1]) if found else ("1", "0")
         if int(first) > int(last):
             raise LaunchError(
-                f"{name}={text!r} holds {piece.strip()!r} in brackets, which is no number and "
+                f"{name}={text!r} holds {piece.strip()!r} in brackets, which is not a number and "
                 "no range such as 01-16"
             )
         for number in range(int(first), int(last) + 1):

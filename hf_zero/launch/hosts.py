@@ -68,8 +68,8 @@ def read_hostfile(path: Path) -> list[Host]:
         # An ssh option or a user's login: filters could not name such a host.
         if name.startswith("-") or "@" in name:
             raise LaunchError(
-                f"{path}, line {number}: {name!r} is no host name; users and options belong into "
-                "~/.ssh/config or --ssh"
+                f"{path}, line {number}: {name!r} is not a host name; users and options belong "
+                "in ~/.ssh/config or --ssh"
             )
         if slots < 1:
             raise LaunchError(

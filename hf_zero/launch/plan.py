@@ -190,7 +190,7 @@ def _meeting(request: Request, hosts: Sequence[Host], ssh: Sequence[str]) -> tup
     None on a single host: the agent then chooses a free port.
     """
     if request.master_port is not None and not 0 < request.master_port < 65536:
-        raise LaunchError(f"--master-port {request.master_port} is no port; pass 1 to 65535")
+        raise LaunchError(f"--master-port {request.master_port} is not a port; pass 1 to 65535")
     if request.node_rank is not None:
         address = request.master_addr or (
             address_of(hosts[0].name, ssh) if request.hostfile else None

@@ -61,7 +61,7 @@ def parse_faults(text: str) -> list[Fault]:
         match = _FAULT.fullmatch(item.strip())
         if match is None or (match[6] and not hasattr(errno, match[6])):
             raise ConfigError(
-                f"HF_ZERO_IO_FAULT: {item!r} is no fault; write for example write:3:ENOSPC, "
+                f"HF_ZERO_IO_FAULT: {item!r} is not a fault; write for example write:3:ENOSPC, "
                 "read:2+:short or read:1:slow=50"
             )
         first = int(match[2])

@@ -68,7 +68,7 @@ def core() -> Any:
 
     Raises:
         ConfigError: HF_ZERO_ISA names an instruction set that this machine lacks, or
-            HF_ZERO_THREADS is no number.
+            HF_ZERO_THREADS is not a number.
     """
     return _loaded()[0]
 
@@ -153,7 +153,7 @@ def share_of_this_rank(environ: Mapping[str, str] = os.environ) -> Share:
     cgroup's cpu quota, divided by ``LOCAL_WORLD_SIZE``; at least 1.
 
     Raises:
-        ConfigError: one of the two variables is no number of at least 1.
+        ConfigError: one of the two variables is not a number of at least 1.
     """
     if environ.get(VARIABLE):
         return Share(_at_least_one(environ, VARIABLE), VARIABLE)

@@ -164,7 +164,7 @@ def _check_packable(parameters: list[nn.Parameter], model: nn.Module | None) -> 
                 f"pack_: parameter {number} is {parameter.dtype} {list(parameter.shape)} on "
                 f"{parameter.device} and the first {first.dtype} "
                 f"{list(first.shape)} on {first.device}; pack parameters that differ in "
-                "the first axis alone"
+                "the first axis only"
             )
         if any(parameter is other for other in parameters[:number]):
             raise KernelError(

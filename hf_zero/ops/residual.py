@@ -36,7 +36,7 @@ def dropout_add(
         seed: int64 [1] on x's device; None: drawn from torch's generator.
 
     Raises:
-        KernelError: a dtype, device or shape does not fit, or dropout is no probability.
+        KernelError: a dtype, device or shape does not fit, or dropout is not a probability.
     """
     if seed is not None and (
         seed.dtype != torch.int64 or seed.shape != (1,) or seed.device != x.device
@@ -50,7 +50,7 @@ def dropout_add(
     check_bias("dropout_add", bias, x)
     if not 0 <= dropout <= 1:
         raise KernelError(
-            f"dropout_add: dropout={dropout} is no probability; give a number between 0 and 1"
+            f"dropout_add: dropout={dropout} is not a probability; give a number between 0 and 1"
         )
     drops = training and dropout > 0
     if not drops and bias is None:

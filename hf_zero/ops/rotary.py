@@ -52,7 +52,7 @@ def split_rotary(
         cos, sin: as in :func:`rotary`.
 
     Raises:
-        KernelError: as :func:`rotary`, or qkv's width is no multiple of the heads.
+        KernelError: as :func:`rotary`, or qkv's width is not a multiple of the heads.
     """
     together = heads + 2 * key_heads
     if qkv.dim() != 3 or min(heads, key_heads) < 1 or qkv.shape[2] % together:

@@ -296,7 +296,9 @@ class BlockTable:
     def _part(
         self, core: object, messages: Tensor, row: int, block: int, numel: int, rows: int = 1
     ) -> object:
-        """Return the core's view of ``numel`` elements from ``block`` on of ``rows`` messages."""
+        """Return a view for the native core: ``numel`` elements of each of ``rows`` messages,
+        starting at ``block``.
+        """
         first = address(messages) + row * messages.shape[1]
         return core.Rows(  # type: ignore[attr-defined]
             first + self.scales_at + 4 * block,

@@ -299,8 +299,8 @@ class Adafactor(FactoredOptimizer):
             )
         if not relative_step and (lr is None or warmup_init):
             raise ConfigError(
-                f"Adafactor: lr is {lr} and warmup_init is {warmup_init}, and relative_step is "
-                "false; give a learning rate, and warmup_init with relative_step alone"
+                f"Adafactor: lr is {lr} and warmup_init is {warmup_init}, but relative_step is "
+                "false; give a learning rate, and warmup_init only with relative_step"
             )
         if not (lr is None or float(lr) >= 0.0) or not clip_threshold > 0.0:
             raise ConfigError(

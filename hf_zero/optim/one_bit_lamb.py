@@ -77,8 +77,8 @@ class OneBitLamb(SendsMomentum, Lamb):
         if not 0.0 <= coeff_beta < 1.0 or not 0.0 < factor_min <= factor_max:
             raise ConfigError(
                 f"OneBitLamb: coeff_beta is {coeff_beta}, factor_min {factor_min} and factor_max "
-                f"{factor_max}; give a coeff_beta in [0, 1) and bounds above 0, of which "
-                "factor_max is not the smaller one"
+                f"{factor_max}; give a coeff_beta in [0, 1) and bounds with "
+                "0 < factor_min <= factor_max"
             )
         if not factor_threshold > 0.0:
             raise ConfigError(

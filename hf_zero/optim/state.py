@@ -210,7 +210,7 @@ def collect(
                 else repr(owner)
             )
             raise UnsupportedOptimizerError(
-                f"optimizer {kind} has state for {what}, which is no parameter "
+                f"optimizer {kind} has state for {what}, which is not a parameter "
                 f"of the model; {remedy}"
             )
     carried = Carried()

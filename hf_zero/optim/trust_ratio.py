@@ -76,8 +76,8 @@ class Lamb(TensorSumOptimizer):
             )
         if not 0.0 <= min_coeff <= max_coeff:
             raise ConfigError(
-                f"Lamb: min_coeff is {min_coeff} and max_coeff {max_coeff}; give numbers of at "
-                "least 0, of which max_coeff is not the smaller one"
+                f"Lamb: min_coeff is {min_coeff} and max_coeff {max_coeff}; give numbers with "
+                "0 <= min_coeff <= max_coeff"
             )
         defaults = {
             "lr": lr,

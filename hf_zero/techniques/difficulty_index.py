@@ -234,8 +234,8 @@ class AnalyzerIndex(RankedSamples):
             self._values, ones = _items(metric_path)
             if len(ones) != len(sizes) or (ones != 1).any():
                 raise DifficultyIndexError(
-                    f"{metric_path} has {len(self._values)} values, and {samples_path} the samples "
-                    f"of {len(sizes)}; name the index_to_metric and index_to_sample of one metric"
+                    f"{metric_path} has {len(self._values)} values, but {samples_path} has samples "
+                    f"for {len(sizes)}; pass index_to_metric and index_to_sample of one metric"
                 )
 
     @property
@@ -272,7 +272,7 @@ def _items(path: str) -> tuple[np.ndarray, np.ndarray]:
             raise ValueError(f"{data} has {len(elements)} elements instead of {sizes.sum()}")
     except (OSError, ValueError, struct.error) as error:
         raise DifficultyIndexError(
-            f"{index} is no index of DeepSpeed's data analyzer that can be read ({error}); run it "
-            "again, or `hf-zero analyze DATASET`"
+            f"{index} is not an index of DeepSpeed's data analyzer that can be read ({error}); run "
+            "it again, or `hf-zero analyze DATASET`"
         ) from error
     return elements, sizes

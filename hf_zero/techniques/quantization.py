@@ -277,7 +277,7 @@ def _group(path: str, group: Any, in_forward: bool) -> tuple[BitSchedule, list[r
     if unknown or group.get("related_modules"):
         name = min(unknown, default="related_modules")
         raise ConfigError(
-            f"{path}: {name} is no key of weight quantization; remove it (params: start_bits, "
+            f"{path}: {name} is not a key of weight quantization; remove it (params: start_bits, "
             "target_bits, quantization_period; modules)"
         )
     start, target = params["start_bits"], params["target_bits"]

@@ -68,8 +68,8 @@ def _refuse_lengths(made: Mapping[str, Technique | None]) -> None:
     for key in (LEGACY, TOKEN_DROP, *((PHASES,) if lengths else ())):
         if made[key] is not None:
             raise ConfigError(
-                f"{key} shortens sequences, of which each rank has a part alone under "
-                "sequence_parallel_size; leave one of them out"
+                f"{key} shortens sequences, but under sequence_parallel_size each rank has only a "
+                "part of each; leave one of them out"
             )
 
 
@@ -157,9 +157,8 @@ def set_custom_schedule(
     for name, function in schedule.items():
         if name not in schedules:
             raise ConfigError(
-                f"a function was given as the schedule of {name}, and "
-                f"{' and '.join(schedules)} is what is scheduled; name that, or pass the function "
-                "alone"
+                f"a function was given as the schedule of {name}, but only "
+                f"{' and '.join(schedules)} is scheduled; name that, or pass just the function"
             )
         schedules[name].set_function(function)
 

@@ -155,7 +155,7 @@ class DifficultySchedule:
         self.schedule_type = str(settings["schedule_type"])
         if self.schedule_type not in _NEEDS:
             raise ConfigError(
-                f"{section}.schedule_type = {self.schedule_type!r} is no schedule"
+                f"{section}.schedule_type = {self.schedule_type!r} is not a schedule"
                 f"{did_you_mean(self.schedule_type, _NEEDS)}"
             )
         self.min_difficulty = self._number("min_difficulty", settings["min_difficulty"], 0)
@@ -244,7 +244,7 @@ class DifficultySchedule:
 
     def _numbers(self, name: str, value: Any) -> list[Number]:
         if isinstance(value, str) or not isinstance(value, Sequence):
-            raise ConfigError(f"{self._section}.{name} = {value!r} is no list of numbers")
+            raise ConfigError(f"{self._section}.{name} = {value!r} is not a list of numbers")
         return [self._number(name, item, 0) for item in value]
 
     def _number(

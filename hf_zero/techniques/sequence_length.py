@@ -218,8 +218,8 @@ class SequenceLength:
                 )
             if not bool(mask[:, 0].all()):
                 raise ConfigError(
-                    f"{self._section} cuts the end of sequences off, and {name} says that they are "
-                    'padded on the left; set tokenizer.padding_side = "right"'
+                    f"{self._section} truncates sequences at the end, but {name} marks padding on "
+                    'the left; set tokenizer.padding_side = "right"'
                 )
 
     def _share(self, before: Batch, after: Batch) -> torch.Tensor | float:

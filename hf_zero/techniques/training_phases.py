@@ -216,8 +216,8 @@ class TrainingPhases:
             )
         if any(group["lr"] is None for group in engine.optimizer.param_groups):
             raise ConfigError(
-                f"{PHASES} changes the learning rate, and {type(engine.optimizer).__name__} makes "
-                "its own; give it an lr"
+                f"{PHASES} changes the learning rate, but {type(engine.optimizer).__name__} "
+                "computes its own; give it an lr"
             )
         if self.changes_batches and not engine.accumulation.managed:
             raise ConfigError(

@@ -181,10 +181,10 @@ class ShardedModel:
         cut = [flat for flat in self.trainable if flat.mesh.axes]
         if cut and isinstance(optimizer, WholeTensorOptimizer):
             raise UnsupportedOptimizerError(
-                f"{type(optimizer).__name__} looks at whole tensors, and of "
-                f"{cut[0].layout.slots[0].name} a rank has the part that "
-                f"{' and '.join(cut[0].mesh.axes)} parallelism has cut; take an optimizer that "
-                "updates each element by itself (AdamW, Lion, SGD)"
+                f"{type(optimizer).__name__} needs whole tensors, but "
+                f"{' and '.join(cut[0].mesh.axes)} parallelism leaves each rank only a part of "
+                f"{cut[0].layout.slots[0].name}; use an optimizer that updates each element "
+                "independently (AdamW, Lion, SGD)"
             )
         shards = [flat.optimizer_shard for flat in self.trainable]
         return BoundOptimizer(

@@ -448,7 +448,7 @@ def test_a_checkpoint_that_is_missing_or_damaged(tmp_path):
 @pytest.mark.parametrize("size", ["big", "5 parsecs", 0, -3])
 def test_sizes_that_make_no_sense(tmp_path, size):
     saved(tmp_path / "run", small)
-    with pytest.raises(ConfigError, match=r"max_shard_size .* is no size"):
+    with pytest.raises(ConfigError, match=r"max_shard_size .* is not a size"):
         convert_checkpoint(tmp_path / "run", tmp_path / "out", max_shard_size=size)
 
 

@@ -287,7 +287,7 @@ def several(folder: Path) -> None:
 
 NO_LATEST = ["latest is missing", f"tags that exist: {TAG}"]
 CHANGED = ["manifest.json is damaged", "'digest'", "restore it", "if you have changed the file"]
-NO_HASH = ["manifest.json is damaged", "is no hash; expected xxh3_128 or sha256"]
+NO_HASH = ["manifest.json is damaged", "is not a hash; expected xxh3_128 or sha256"]
 Damage = Callable[[Path], Any]
 DAMAGES: dict[str, tuple[Damage, list[str], dict[str, Any]]] = {
     "no latest": (lambda f: (f / "latest").unlink(), NO_LATEST, {}),

@@ -155,7 +155,7 @@ def test_unreadable_files(tmp_path):
             Manifest.read(path)
     with open(path, "wb") as file:
         file.truncate(2 << 30)
-    with pytest.raises(CheckpointError, match="is no manifest"):
+    with pytest.raises(CheckpointError, match="is not a manifest"):
         Manifest.read(path)
 
 

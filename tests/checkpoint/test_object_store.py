@@ -453,7 +453,7 @@ def test_a_url_that_was_made_a_path() -> None:
 
 def test_what_is_no_place() -> None:
     with pytest.raises(
-        CheckpointError, match="3 of type int is no place for checkpoints; pass a path or a URL"
+        CheckpointError, match="3 of type int is not a place for checkpoints; pass a path or a URL"
     ):
         storage.as_path(3)
 

@@ -300,7 +300,7 @@ def each_loads(where) -> None:
 
 
 def test_ranks_that_load_different_checkpoints(tmp_path: Path) -> None:
-    """Each is whole and of the same model; half of one and half of the other is no state that
+    """Each is whole and of the same model; half of one and half of the other is not a state that
     training was ever in.
     """
     for steps in (1, 2):

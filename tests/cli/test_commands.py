@@ -329,7 +329,7 @@ def test_launch_without_gpus_takes_two_cpu_ranks(monkeypatch: pytest.MonkeyPatch
             "estimate m --ranks 2 --fit --offload-optimizer cpu",
             "--offload-optimizer = 'cpu': --fit chooses it",
         ),
-        ("estimate m --ranks 2 --fit --ram much", "'much' is no number of bytes; write 80GB"),
+        ("estimate m --ranks 2 --fit --ram much", "'much' is not a number of bytes; write 80GB"),
         (
             "estimate m --ranks 2 --moments bf16",
             "--moments = 'bf16': it goes with --offload-optimizer cpu or nvme",
@@ -352,7 +352,7 @@ def test_launch_without_gpus_takes_two_cpu_ranks(monkeypatch: pytest.MonkeyPatch
         (f"launch --preset zero1 --config {ZERO3} x.py", "--preset zero1 and --config"),
         (
             "launch --ranks 2 --num-procs 2 x.py",
-            "--ranks counts the ranks of this machine alone; beside it use --num-procs",
+            "--ranks counts only the ranks of this machine; in place of it use --num-procs",
         ),
         ("launch --ranks 2 --hostfile /no/such/hosts x.py", "with --hostfile use --num-procs"),
         ("launch --hostfile /no/such/hosts x.py", "the hostfile /no/such/hosts cannot be read"),

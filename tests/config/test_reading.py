@@ -318,7 +318,7 @@ def test_coerce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ZeroConfig.coerce(form)
     with pytest.raises(
         ConfigError,
-        match="'zero4' is no file, no JSON and no preset; pass a path, or one of the presets "
+        match="'zero4' is neither a file, JSON nor a preset; pass a path, or one of the presets "
         "zero0, zero1, zero2, zero3",
     ):
         ZeroConfig.coerce("zero4")

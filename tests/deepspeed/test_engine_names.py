@@ -181,7 +181,7 @@ def test_states_that_cannot_go_are_named() -> None:
     assert not engine._states_away
     for include, device, said in (
         (None, "nvme", "device is 'nvme'"),
-        (["x"], "cpu", "is no state"),
+        (["x"], "cpu", "is not a state"),
     ):
         with pytest.raises(ValueError, match=said):
             engine.offload_states(include, device)

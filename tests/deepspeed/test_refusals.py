@@ -154,7 +154,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     ),
     "a level": (
         ConfigError,
-        "'loud' is no level",
+        "'loud' is not a level",
         lambda: deepspeed.utils.logging.get_log_level_from_string("loud"),
     ),
     "a key of the section": (
@@ -167,7 +167,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
         for text in ("0,2-6,5-9", "8,2-6", "1,6-2", "1,1")
     },
     **{
-        f"cores {text!r}": (ValueError, "is no range", cores(text))
+        f"cores {text!r}": (ValueError, "is not a range", cores(text))
         for text in ("", "a", "1-", "-2", "1-x", "1,,2")
     },
 }

@@ -251,7 +251,7 @@ def test_arguments_count_as_if_they_were_set() -> None:
         LaunchError, match=r"init_distributed\(world_size\)=3 contradicts OMPI_COMM_WORLD_SIZE=2"
     ):
         discover(MPIRUN, world_size=3)
-    with pytest.raises(LaunchError, match="distributed_port=0 is no port"):
+    with pytest.raises(LaunchError, match="distributed_port=0 is not a port"):
         discover(MPIRUN, port=0)
 
 

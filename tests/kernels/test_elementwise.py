@@ -450,7 +450,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: dropout_add(X, X[:2]), r"dropout_add: x has shape \[3, 8\] and residual \[2, 8\]"),
     (lambda: dropout_add(X.long(), X), "dropout_add: x is torch.int64"),
     (lambda: dropout_add(X, X, torch.randn(7)), r"bias has shape \[7\]"),
-    (lambda: dropout_add(X, X, dropout=1.5), "dropout=1.5 is no probability"),
+    (lambda: dropout_add(X, X, dropout=1.5), "dropout=1.5 is not a probability"),
     (
         lambda: dropout_add(X, X, dropout=0.5, seed=torch.tensor(3)),
         r"seed is torch.int64 \[\] on cpu and x on cpu",

@@ -163,7 +163,7 @@ def test_autocast_decides_the_dtype() -> None:
         ({"key_padding_mask": torch.ones(1, 1, 70, 70)}, "key_padding_mask"),
         ({"layout": torch.ones(1, 4, 4)}, "fits 70 tokens with no block"),
         ({"layout": torch.ones(3, 3)}, "has the shape"),
-        ({"layout": BlockLayout(torch.ones(1, 3, 3), 16)}, "the layout is of 3 blocks of 16"),
+        ({"layout": BlockLayout(torch.ones(1, 3, 3), 16)}, "the layout has 3 blocks of 16"),
         ({"layout": DenseSparsityConfig(2, block=24)}, "blocks of 16, 32, 64 or a multiple"),
         (
             {

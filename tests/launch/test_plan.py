@@ -205,7 +205,7 @@ def test_accelerate_launch_gets_its_machine(tmp_path: Path) -> None:
         ({"num_procs": 0}, "--num-procs 0 is not a number of ranks"),
         ({"include": "worker-1"}, "no host 'worker-1'; the hosts are localhost"),
         ({"include": "localhost:0", "num_procs": 1}, "--include and --num-procs cannot"),
-        ({"master_port": 70000}, "--master-port 70000 is no port"),
+        ({"master_port": 70000}, "--master-port 70000 is not a port"),
         (
             {"node_rank": 2, "num_nodes": 2, "master_addr": "a", "master_port": 1},
             "--node-rank 2: there are 2 host",

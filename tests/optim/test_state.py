@@ -93,11 +93,13 @@ def test_state_of_a_stranger_is_refused():
     optimizer = stepped(torch.optim.Adam, parameters)
     with pytest.raises(
         UnsupportedOptimizerError,
-        match=r"state for a tensor of shape \(3,\), which is no parameter of the model",
+        match=r"state for a tensor of shape \(3,\), which is not a parameter of the model",
     ):
         bind(optimizer, parameters, {"w": parameters["w"], "s": parameters["s"]})
     optimizer.state["extra"] = {"x": 1}  # type: ignore[index]
-    with pytest.raises(UnsupportedOptimizerError, match="state for 'extra', which is no parameter"):
+    with pytest.raises(
+        UnsupportedOptimizerError, match="state for 'extra', which is not a parameter"
+    ):
         bind(optimizer, parameters)
 
 

@@ -26,7 +26,7 @@ def test_a_size_is_read(text: str, nbytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "80 gigs", "1e9", "80 G B"])
 def test_what_is_no_size_is_named(text: str) -> None:
-    with pytest.raises(ConfigError, match=f"{text!r} is no number of bytes; write 80GB"):
+    with pytest.raises(ConfigError, match=f"{text!r} is not a number of bytes; write 80GB"):
         parse_size(text)
 
 

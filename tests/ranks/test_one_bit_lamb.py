@@ -143,9 +143,9 @@ def test_it_resumes_on_other_ranks(tmp_path):
         ({"freeze_step": 0}, "OneBitLamb: freeze_step is 0"),
         ({"betas": (0.0, 0.9)}, "needs a first one in"),
         ({"coeff_beta": 1.0}, "coeff_beta is 1.0"),
-        ({"factor_min": 5.0}, "of which factor_max is not the smaller one"),
+        ({"factor_min": 5.0}, "0 < factor_min <= factor_max"),
         ({"factor_threshold": 0.0}, "factor_threshold is 0.0; give a number above 0"),
-        ({"max_coeff": 0.1, "min_coeff": 0.2}, "max_coeff is not the smaller one"),
+        ({"max_coeff": 0.1, "min_coeff": 0.2}, "0 <= min_coeff <= max_coeff"),
     ],
     ids=str,
 )

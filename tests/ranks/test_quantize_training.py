@@ -458,7 +458,7 @@ PARAMS = {"start_bits": 8, "target_bits": 4}
         ),
         (
             {"compression_training": groups(a={"params": PARAMS, "module": ["*"]})},
-            "module is no key of weight quantization",
+            "module is not a key of weight quantization",
         ),
         (
             {"quantize_training": at_once(), "compression_training": groups(a={"params": PARAMS})},

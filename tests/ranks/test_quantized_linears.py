@@ -162,5 +162,5 @@ def test_the_layers_chosen_are_those_of_blocks():
 def test_a_folder_is_quantized_to_what_is_known(tmp_path):
     from hf_zero.integrations.transformers.quantized_folder import quantize_folder
 
-    with pytest.raises(ConfigError, match="'int3' is nothing to quantize to"):
+    with pytest.raises(ConfigError, match="'int3' is not a format to quantize to"):
         quantize_folder(tmp_path, tmp_path, "int3")

@@ -304,7 +304,7 @@ def test_what_cannot_be_changed(rank):
         start(model, adamw(model), config)
     model = nn.Linear(2, 2)
     optimizer = Adafactor(model.parameters(), lr=None, relative_step=True)
-    with pytest.raises(ConfigError, match="Adafactor makes its own; give it an lr"):
+    with pytest.raises(ConfigError, match="Adafactor computes its own; give it an lr"):
         start(model, optimizer, config_of(0, training_phases=section))
 
 

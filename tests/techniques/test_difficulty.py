@@ -123,7 +123,10 @@ ROOT = {"total_curriculum_step": 20, "difficulty_step": 8, "root_degree": 2}
         ((1, 9, "fixed_discrete", {"difficulty": [2, 5, 9]}), "no max_step"),
         ((1, 9, "fixed_discrete", {"difficulty": [9], "max_step": []}), "1 difficulties and 0 of"),
         ((1, 9, "fixed_discrete", {"difficulty": [1, 9], "max_step": [1, 2]}), "2 difficulties"),
-        ((1, 9, "fixed_discrete", {"difficulty": 9, "max_step": [1]}), "= 9 is no list of numbers"),
+        (
+            (1, 9, "fixed_discrete", {"difficulty": 9, "max_step": [1]}),
+            "= 9 is not a list of numbers",
+        ),
     ],
 )
 def test_settings_that_are_no_schedule(settings, said):
@@ -293,9 +296,9 @@ def test_files_that_are_refused(written, tmp_path):
         for ending in (".bin", ".idx"):
             held = Path(f"{samples}{ending}").read_bytes()
             Path(f"{other}{ending}").write_bytes(held[cut] if ending == name else held)
-        with pytest.raises(DifficultyIndexError, match=f"is no index of DeepSpeed.*{said}"):
+        with pytest.raises(DifficultyIndexError, match=f"is not an index of DeepSpeed.*{said}"):
             AnalyzerIndex(str(other))
-    with pytest.raises(DifficultyIndexError, match=r"nothing\.idx is no index"):
+    with pytest.raises(DifficultyIndexError, match=r"nothing\.idx is not an index"):
         AnalyzerIndex(str(tmp_path / "nothing"))
     ours = write_index(tmp_path / "ours", ANALYZER_VALUES, "hard")
     with pytest.raises(ConfigError, match="has the samples beside it; write index_to_sample_path"):

@@ -261,8 +261,7 @@ def _of_adapters(
     parts, configs = adapter_parts(found, by_name, checkpoint.folder)
     if only is not None:
         remedy = (
-            "; these are the adapters alone: for the rest of the model pass "
-            "adapters=False (--whole)"
+            "; these are only the adapters: for the rest of the model pass adapters=False (--whole)"
         )
         chosen = {
             id(output)
@@ -337,8 +336,8 @@ def _split(
         )
     except ValueError as error:
         raise ConfigError(
-            f"max_shard_size {max_shard_size!r} is no size ({error}); pass a number of bytes or a "
-            "string such as '5GB'"
+            f"max_shard_size {max_shard_size!r} is not a size ({error}); pass a number of bytes or "
+            "a string such as '5GB'"
         ) from error
     files = {
         file: [by_name[name] for name in names] for file, names in split.filename_to_tensors.items()

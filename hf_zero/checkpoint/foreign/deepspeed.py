@@ -145,7 +145,7 @@ class DeepSpeedFolder:
         wanted = "module" if path.name.endswith("model_states.pt") else "optimizer_state_dict"
         if not isinstance(data, dict) or wanted not in data:
             raise CheckpointError(
-                f"{path} is no file of a DeepSpeed checkpoint: it holds no {wanted!r}; name a "
+                f"{path} is not a file of a DeepSpeed checkpoint: it holds no {wanted!r}; name a "
                 "folder that save_checkpoint wrote"
             )
         return data

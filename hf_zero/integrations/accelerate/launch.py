@@ -108,8 +108,8 @@ def prepare_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
         if written:
             if (given := args.deepspeed_config_file) not in (None, "none"):
                 raise ConfigError(
-                    f"deepspeed_config.{min(written)} stands beside --deepspeed_config_file "
-                    f"{given}, and Accelerate reads the file alone; move it "
+                    f"deepspeed_config.{min(written)} is given besides --deepspeed_config_file "
+                    f"{given}, but Accelerate reads only the file; move it "
                     f"into {given}"
                 )
             environment[WRITTEN] = json.dumps(written)

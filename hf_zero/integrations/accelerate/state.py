@@ -117,7 +117,7 @@ def _refuse_other_parallelism(parallelism: Any) -> None:
     if parallelism.cp_size > 1:
         raise NotBuiltError(
             f"ParallelismConfig(cp_size={parallelism.cp_size}) asks for ring attention, which is "
-            "not built: each rank would train on its own tokens alone; write "
+            "not built: each rank would train only on its own tokens; write "
             f"sp_size={parallelism.cp_size}, sp_backend='deepspeed'"
         )
     if parallelism.tp_size > 1:

@@ -127,7 +127,7 @@ def _opened(path: Path, split: str | None) -> Any:
         raise ConfigError(f"{path} does not exist; name a dataset's folder or file")
     if path.is_file() and path.suffix not in FILES:
         raise ConfigError(
-            f"{path} is no dataset: {path.suffix or 'no suffix'} is none of {', '.join(FILES)}"
+            f"{path} is not a dataset: {path.suffix or 'no suffix'} is none of {', '.join(FILES)}"
         )
     try:
         if path.is_file():

@@ -153,8 +153,8 @@ def _names(kernels: str | Iterable[str], device: str) -> tuple[str, ...]:
         return in_order(given)
     except ValueError as unknown:
         raise KernelError(
-            f"{unknown} is no fused kernel{did_you_mean(str(unknown), NAMES)}; give 'auto', 'off', "
-            f"or names among {', '.join(NAMES)}"
+            f"{unknown} is not a fused kernel{did_you_mean(str(unknown), NAMES)}; give 'auto', "
+            f"'off', or names among {', '.join(NAMES)}"
         ) from None
 
 

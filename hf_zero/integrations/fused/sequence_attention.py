@@ -197,7 +197,7 @@ class _Forward:
             if is_part(kwargs):
                 raise ConfigError(
                     f"{name} in eval() was given a part of a batch under {KEY}, where it evaluates "
-                    "whole sequences and would attend within the part alone; give it the whole "
+                    "whole sequences and would attend only within the part; give it the whole "
                     "batch (in Accelerate prepare its loader in a call without the model), or pass "
                     "in_evaluation=True to hf_zero.sequence_parallel"
                 )
@@ -256,8 +256,8 @@ class _Forward:
         _under_way.documents = None
         if not _under_way.read and output is not None:
             raise ConfigError(
-                f"{type(module).__name__} has attended without {self._name}: each rank saw its own "
-                f"tokens alone; set {KEY} to 1 for this model"
+                f"{type(module).__name__} has attended without {self._name}: each rank saw only "
+                f"its own tokens; set {KEY} to 1 for this model"
             )
 
 

@@ -88,7 +88,7 @@ def sparsify(model: nn.Module, sparse_attention: SparsityConfig | Mapping[str, A
         sparse_attention = from_section(sparse_attention, heads)
     if heads is not None and sparse_attention.num_layout_heads not in (1, heads):
         raise KernelError(
-            f"the layout is of {sparse_attention.num_heads} heads and {type(owner).__name__} has "
+            f"the layout has {sparse_attention.num_heads} heads, but {type(owner).__name__} has "
             f"{heads}; pass num_heads={heads}"
         )
     register()
@@ -164,8 +164,8 @@ def attend(
         )
     if attention_mask is not None and attention_mask.dim() != 2:
         raise KernelError(
-            f"{NAME} was given a mask of shape {list(attention_mask.shape)}; it takes padding of "
-            "[batch, keys] alone: "
+            f"{NAME} was given a mask of shape {list(attention_mask.shape)}; it takes only padding "
+            "of [batch, keys]: "
             "pass a 2-D attention_mask to the model, and other masks as a layout"
         )
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal

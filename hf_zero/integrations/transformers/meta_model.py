@@ -56,7 +56,7 @@ def _configuration(model: Any) -> PreTrainedConfig:
             raise
         said = textwrap.shorten(str(error), 160)
         raise ConfigError(
-            f"{_named(model)} is no model folder, config.json or known model "
+            f"{_named(model)} is not a model folder, config.json or known model "
             f"({said}); pass one of these"
         ) from error
     raise ConfigError(

@@ -315,7 +315,7 @@ def _stages_of(
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ConfigError(
             f"pipeline_stages() got a {type(model).__name__} on the meta device, which has no "
-            "values; pass a function that loads it, and each rank reads its own layers alone"
+            "values; pass a function that loads it, and each rank reads only its own layers"
         )
     if any((flat := owner_of(each)) and not flat.retired for each in model.parameters()):
         raise ConfigError(

@@ -30,7 +30,9 @@ def quantize_folder(source: str | Path, folder: str | Path, name: str, group_siz
     import transformers
 
     if name not in AWARE:
-        raise ConfigError(f"{name!r} is nothing to quantize to; write one of {', '.join(AWARE)}")
+        raise ConfigError(
+            f"{name!r} is not a format to quantize to; write one of {', '.join(AWARE)}"
+        )
     base = base_config(name, group_size)
     config = transformers.AutoConfig.from_pretrained(source)
     kind = getattr(transformers, (config.architectures or [""])[0], None)

@@ -50,7 +50,7 @@ class TrainingArguments(transformers.TrainingArguments):
         if self.deepspeed is not None and read(self.deepspeed) != written:
             raise ConfigError(
                 f"deepspeed={self.deepspeed!r} contradicts zero_config={self.zero_config!r}; "
-                "pass zero_config alone"
+                "pass only zero_config"
             )
         _refuse_other_stage(config.stage)
         if not isinstance(self.zero_config, str):

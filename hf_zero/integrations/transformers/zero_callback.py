@@ -156,7 +156,7 @@ class Throughput:
         self._steps = self._tokens = 0
 
     def start(self, args: Any, state: Any, model: Any) -> None:
-        """Start to measure; ``model`` None counts samples only, without a hook on the model."""
+        """Start measuring; without ``model`` count only samples, and register no hook."""
         self.stop()
         self._clear()
         groups = get_parallel()

@@ -1,4 +1,4 @@
-"""Block-sparse attention: layouts, and attention over their blocks alone."""
+"""Block-sparse attention: layouts, and attention over only their blocks."""
 
 from .attention import sparse_attention
 from .layouts import (

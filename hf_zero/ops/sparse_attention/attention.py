@@ -35,7 +35,7 @@ def sparse_attention(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Return softmax(q kᵀ · scale) v over the blocks of ``layout`` alone.
+    """Return softmax(q kᵀ · scale) v over the blocks of ``layout`` only.
 
     Shapes: q is [B, H, S, D]; k and v are [B, Hkv, S, D], where H is a multiple of Hkv and
     neighbouring heads share; D is at most 256. The result is [B, H, S, D], laid out as [B, S, H,

@@ -209,7 +209,7 @@ class BSLongformerSparsityConfig(SparsityConfig):
 
 
 class LocalSlidingWindowSparsityConfig(SparsityConfig):
-    """A sliding window alone."""
+    """Only a sliding window."""
 
     def __init__(
         self,
@@ -244,7 +244,7 @@ class BlockLayout(SparsityConfig):
     def head_layout(self, head: int, blocks: int, random: torch.Generator) -> torch.Tensor:
         if blocks != self.layout.shape[1]:
             raise KernelError(
-                f"the layout is of {self.layout.shape[1]} blocks of {self.block}, and the "
+                f"the layout has {self.layout.shape[1]} blocks of {self.block}, but the "
                 f"sequence has {blocks}"
             )
         return self.layout[head]

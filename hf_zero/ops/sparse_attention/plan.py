@@ -79,7 +79,7 @@ def plan_for(
         layout = layout[:1]
     if layout.shape[0] not in (1, heads):
         raise KernelError(
-            f"the layout is of {layout.shape[0]} heads that differ and the queries have {heads}; "
+            f"the layout has {layout.shape[0]} heads that differ, but the queries have {heads}; "
             f"make it with num_heads={heads}"
         )
     if causal:

@@ -87,7 +87,7 @@ class SparsityConfig(metaclass=_Registered):
         """
         if seq_len % self.block:
             raise KernelError(
-                f"a sequence of {seq_len} tokens is no multiple of the block, {self.block}; "
+                f"a sequence of {seq_len} tokens is not a multiple of the block, {self.block}; "
                 "sparse_attention pads by itself"
             )
         blocks = seq_len // self.block

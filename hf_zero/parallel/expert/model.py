@@ -103,7 +103,7 @@ def expert_parallel(model: nn.Module, size: int) -> nn.Module:
         if _WRAPPED in f".{path}" and (dims is not None or RECORD in module.__dict__):
             raise ConfigError(
                 f"{path} has adapters (PEFT's target_parameters), which each rank would hold for "
-                "all experts, or for its own alone; leave the experts out of target_parameters, or "
+                "all experts, or only for its own; leave the experts out of target_parameters, or "
                 "remove the section expert_parallel"
             )
     if dims is None:

@@ -454,8 +454,8 @@ class _Places:
 class FlatKind:
     """The properties by which parameters of one unit share a flat buffer.
 
-    policy: that of persistent parameters, or the stage's. compressed: codecs take it. moments: the
-    names of the moments, joined, if groups of the optimizer differ in them, else "".
+    policy: that of persistent parameters, or the stage's. compressed: codecs may encode it.
+    moments: the names of the moments, joined, if groups of the optimizer differ in them, else "".
     """
 
     trainable: bool

@@ -107,8 +107,8 @@ def _refusal(one: _SharedView, other: _SharedView) -> str:
     else:
         how = "different views"
     return (
-        f"{one.name} and {other.name} are {how} that share memory, which would be parted as the "
-        f"engine lays parameters out, so that a step would change one of them alone; {REMEDY}"
+        f"{one.name} and {other.name} are {how} that share memory; the engine would "
+        f"lay them out separately, and a step would change only one of them; {REMEDY}"
     )
 
 

@@ -246,9 +246,9 @@ class Usage:
             few = sum(1 << place for place, count in enumerate(counts) if count < self._mesh.world)
             if refused := _names(flat, few & gradient.used & gradient.idle):
                 raise PartitionError(
-                    f"{sorted(refused)} got a gradient on some ranks alone (from weight "
+                    f"{sorted(refused)} got a gradient on some ranks only (from weight "
                     "regularisation, for example), while all ranks have dropped their layer: the "
-                    "others would not update them; have the penalty in the loss of every rank, or "
+                    "others would not update them; add the penalty to the loss of every rank, or "
                     "of none"
                 )
             gradient.set_unused(_names(flat, lacking))

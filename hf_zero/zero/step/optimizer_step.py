@@ -134,8 +134,8 @@ class OptimizerStep:
         return float(total.sqrt()) / self.scaler.scale
 
     def _squares(self, local: bool = False) -> torch.Tensor:
-        """Return this rank's part of the square of the gradient norm: fp64, 0-dim. ``alone``: the
-        whole square, as far as this rank knows it.
+        """Return this rank's part of the square of the gradient norm: fp64, 0-dim. ``local``: the
+        square for all ranks, as far as this rank can estimate it.
         """
         by_weight: defaultdict[float, list[GradientBuffer]] = defaultdict(list, {1.0: []})
         for flat in self.model.trainable:

@@ -35,7 +35,7 @@ class StopRequests:
         """Listen for requests from now on; each of ``signals`` triggers one."""
         if signals and threading.current_thread() is not threading.main_thread():
             raise PartitionError(
-                "stop_on with signals needs the main thread: Python handles signals there alone; "
+                "stop_on with signals needs the main thread: Python handles signals only there; "
                 "call stop_on() here and request_stop() from a handler"
             )
         self.restore_handlers()

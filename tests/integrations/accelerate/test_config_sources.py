@@ -97,7 +97,7 @@ def test_a_file_or_a_dict_of_the_plugin(tmp_path: Path, monkeypatch: pytest.Monk
     ("given", "says"),
     [
         ("no/such.json", "config file no/such.json does not exist"),
-        ("zero4", "is no file, no JSON and no preset"),
+        ("zero4", "is neither a file, JSON nor a preset"),
         ("{", "is not valid JSON"),
     ],
 )

@@ -228,8 +228,8 @@ def test_keys_beside_a_file_by_flag_are_refused(
 ) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"deepspeed_config\.activation_checkpointing stands beside --deepspeed_config_file "
-        r"ds\.json.*move it into ds\.json",
+        match=r"deepspeed_config\.activation_checkpointing is given besides "
+        r"--deepspeed_config_file ds\.json.*move it into ds\.json",
     ):
         launch.launch_command(
             parse(

@@ -277,7 +277,7 @@ def test_auto_without_a_gpu_is_what_helps_there(monkeypatch: pytest.MonkeyPatch)
 def test_a_name_that_is_no_kernel(given: Any) -> None:
     with pytest.raises(
         KernelError,
-        match=r"norm is no fused kernel.*norms.*give 'auto', 'off', or names among "
+        match=r"norm is not a fused kernel.*norms.*give 'auto', 'off', or names among "
         + ", ".join(NAMES),
     ):
         hf_zero.optimize(build("bert"), given)
