@@ -137,8 +137,8 @@ class MemoryCheckpoints:
         self.bases = folders.bases(self._asked)
         self._number = self._claim()
         self.base = self.bases[0]
-        self.transfers = HostTransfers(
-            f"memory/{mesh.name}/{self._number}", self.rank, self.world, mesh.timeout
+        self.transfers = HostTransfers(  # the token: an engine before may have had this mesh's name
+            f"memory/{self._token}", self.rank, self.world, mesh.timeout
         )
         self.newest_id = ""  # save_id of the generation that the next save must not overwrite
         self._files = SlotFiles(mesh.device)

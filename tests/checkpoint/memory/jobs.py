@@ -35,6 +35,10 @@ class Kept(Away):
         memory = {"every": 1, "folder": str(self.base), "job": "job", **self.more}
         return {**super().config, "checkpoint": {"memory": memory}}
 
+    def train(self, engine: Any, rank: int, steps: range) -> list[float]:
+        """Losses of this rank's micro-batches in ``steps``."""
+        return train(engine, rank, steps, self.model)
+
     def folder_of(self, host: str) -> Path:
         """This job's folder of the engine on ``host``."""
         return next(self.base.glob(f"hf-zero-*-job/{host}/engine-0"))
@@ -62,7 +66,7 @@ def attempt(
             engine.load_checkpoint(str(directory))
         said = before(engine, rank) if before is not None else None
         first = engine.global_steps
-        losses = train(engine, rank, range(max(first, steps.start), steps.stop), setup.model)
+        losses = setup.train(engine, rank, range(max(first, steps.start), steps.stop))
         weights = full_weights(engine)
         engine.memory.wait()
         if ends:
