@@ -68,5 +68,5 @@ def test_no_thread_is_in_the_store_when_the_interpreter_ends(tmp_path: Path) -> 
     """
     printed = launched.output([sys.executable, "-c", ENDS], tmp_path, tmp_path / "log")
     running, at_exit = (line for line in printed.splitlines() if line.startswith("["))
-    assert running == "['MainThread', 'hf_zero-serve']"
+    assert running == "['MainThread', 'hf_zero-bell', 'hf_zero-serve']"
     assert at_exit == "['MainThread']"
