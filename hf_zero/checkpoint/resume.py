@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from hf_zero.checkpoint.engine_state import parallel_sizes
 from hf_zero.checkpoint.find import locate, newest_whole
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hf_zero.checkpoint.memory.resume import newest_in_memory
 from hf_zero.checkpoint.save_job import decide_on_rank_0
-from hf_zero.checkpoint.storage import as_path
+from hf_zero.checkpoint.storage import AnyPath, as_path
 from hf_zero.config import ZeroConfig
 from hf_zero.config.resolving import ACCUMULATION, MICRO, TOTAL
 from hf_zero.distributed.parallel_dims import ParallelDims
@@ -25,13 +26,14 @@ LATEST = "latest"  # value of ``resume``: the newest one in ``checkpoint.folder`
 @dataclass(frozen=True)
 class Resumed:
     """The checkpoint that a run resumes from: its run's folder, its tag, and what its manifest says
-    about the batch of a step and about ranks.
+    about the batch of a step, about ranks and of its steps (-1: unknown).
     """
 
     directory: str
     tag: str
     batch: dict[str, int]
     world: dict[str, int]
+    step: int = -1
 
     def check_sizes(self, config: ZeroConfig) -> None:
         """Raise ConfigError if the model or its sequences are spread over other numbers of ranks
@@ -113,30 +115,38 @@ def _remedy(samples: int, readers: int, key: str) -> str:
 
 def find_resumed(resume: str | os.PathLike[str], config: ZeroConfig) -> Resumed | None:
     """Return the newest whole checkpoint in the folder ``resume``, or in ``checkpoint.folder`` of
-    the configuration for "latest"; None, with a line in the log, if there is none. Collective.
+    the configuration for "latest", or in the memory of the hosts; None, with a line in the log, if
+    there is none. If ``resume`` is a checkpoint itself, that one. Collective.
 
     Raises ConfigError without a folder, and CheckpointError if all checkpoints there are damaged.
     """
     given = config.checkpoint.folder if resume == LATEST else os.fspath(resume)
-    if not given:
+    in_memory = bool(config.memory_checkpoints.every)
+    if not given and not in_memory:
         raise ConfigError(
             f"resume={LATEST!r} takes the newest checkpoint of the run's folder, and none is "
             'configured; write "checkpoint": {"folder": "runs/a"}, or pass resume="runs/a"'
         )
-    root = as_path(given)
 
     def choose() -> Resumed | None:
-        found = newest_whole(root)
-        if found is None:
-            return None
-        directory, tag = found
-        folder = locate(directory, tag)
-        if not (folder / MANIFEST_NAME).is_file():  # of another program
-            return Resumed(str(directory), tag, {}, {})
-        manifest = Manifest.read(folder / MANIFEST_NAME)
-        return Resumed(str(directory), tag, manifest.batch, manifest.world)
+        found = newest_whole(as_path(given)) if given else None
+        return found and _resumed(*found)
 
     chosen: Resumed | None = decide_on_rank_0(choose)
+    if chosen is None or as_path(given or "") != locate(chosen.directory, chosen.tag):
+        found = newest_in_memory(config, -1 if chosen is None else chosen.step)
+        if found is not None and found.tag is not None:
+            return _resumed(found.directory, found.tag)
     if chosen is None:
-        log_rank0(f"resume: there is no checkpoint in {given}; the run begins anew")
+        where = " or ".join([given] * bool(given) + ["the memory of the hosts"] * in_memory)
+        log_rank0(f"resume: there is no checkpoint in {where}; the run begins anew")
     return chosen
+
+
+def _resumed(directory: AnyPath, tag: str) -> Resumed:
+    folder = locate(directory, tag)
+    if not (folder / MANIFEST_NAME).is_file():  # of another program
+        return Resumed(str(directory), tag, {}, {})
+    manifest = Manifest.read(folder / MANIFEST_NAME)
+    step = manifest.counters["global_steps"]
+    return Resumed(str(directory), tag, manifest.batch, manifest.world, step)

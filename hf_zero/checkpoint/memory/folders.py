@@ -141,7 +141,10 @@ def remove_job(folder: Path) -> bool:
 def remove_empty(folder: Path, top: Path) -> None:
     """Remove ``folder`` and its parents up to ``top`` that hold nothing but the mark."""
     while True:
-        held = [item.name for item in folder.iterdir()] if folder.is_dir() else []
+        try:
+            held = os.listdir(folder)
+        except FileNotFoundError:  # removed, perhaps by another host that has the same folder
+            held = []
         if set(held) - {IN_USE}:
             return
         shutil.rmtree(folder, ignore_errors=True)

@@ -5,10 +5,10 @@ or the checkpoint on disk; and a folder on each host in which a load finds it.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,14 +18,15 @@ from hf_zero.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest
 from hf_zero.checkpoint.memory import folders, saving
 from hf_zero.checkpoint.memory.hosts import Hosts
 from hf_zero.checkpoint.memory.inventory import Generation, Held
+from hf_zero.checkpoint.memory.job_folders import JobFolders
 from hf_zero.checkpoint.memory.record import RankRecord, join_records, record_path
 from hf_zero.checkpoint.storage import AnyPath, as_path, collective_try, remove_tree
 from hf_zero.checkpoint.tensorfile import algorithm_of, hash_of_file
+from hf_zero.config import ZeroConfig
+from hf_zero.distributed import process_group
+from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import logger
-
-if TYPE_CHECKING:
-    from hf_zero.checkpoint.memory.saving import MemoryCheckpoints
 
 
 @dataclass(frozen=True)
@@ -60,29 +61,54 @@ def newest(
     on_disk: tuple[str, int] | None = told[0]
     if memory is not None:
         memory.wait()
-        found, own = memory.exchange_inventories()
-        for each in found:
-            if on_disk is not None and each.step < on_disk[1]:
-                break
-            taken = _Taking(engine, memory, each, own).take(strict)
-            if taken is not None:
-                memory.protect(each.save_id)
-                return taken
+        able = _generations(memory, ranks, on_disk[1] if on_disk else -1)
+        found = next(filter(None, (each.take(engine, strict) for each in able)), None)
+        if found is not None:
+            return found
     if on_disk is None or directory is None:
         return None
     return Newest(as_path(directory), on_disk[0], on_disk[1], in_memory=False)
 
 
+def newest_in_memory(config: ZeroConfig, at_least: int = -1) -> Newest | None:
+    """Return the newest generation in memory that is whole, of step ``at_least`` or a later one,
+    for the next engine of this process; None if there is none. Collective.
+
+    Its folder has everything but the rank files, which ``engine.load_checkpoint(directory, tag)``
+    adds. A copy of each file has been compared with its hash.
+    """
+    if not config.memory_checkpoints.every:
+        return None
+    ranks = get_world_group()
+    where = saving.next_folders(config.memory_checkpoints, ranks, process_group.get_rank())
+    taken = (each.take() for each in _generations(where, ranks, at_least))
+    return next(filter(None, taken), None)
+
+
 def locate(engine: Any, directory: str | os.PathLike[str], tag: str | None, strict: bool) -> Newest:
     """Return the checkpoint that a load of ``directory`` means: with a ``tag`` that one, in the
     folder of a generation in memory that one, else the :func:`newest`. Collective.
+
+    Raises CheckpointError if the generation of that folder is not whole any more.
     """
     memory, where = engine.memory, as_path(directory)
     assert memory is not None
     if where in [memory.folder(base) / folders.RESUME for base in memory.bases]:
-        return Newest(where, find.latest_tag(where) if tag is None else tag, -1, in_memory=True)
-    found = newest(engine, directory, strict) if tag is None else None
-    return found or Newest(directory, tag, -1, in_memory=False)
+        tag = find.latest_tag(where) if tag is None else tag
+        save_id = Manifest.read(where / tag / MANIFEST_NAME).save_id
+        found = Newest(where, tag, -1, in_memory=True)
+        if save_id == memory.ready:
+            return found
+        memory.wait()
+        taken = [each for each in _generations(memory, engine.mesh.job) if each.save_id == save_id]
+        if not any(each.take(engine, strict) for each in taken):
+            raise CheckpointError(
+                f"{where}: the generation in memory that was chosen cannot be loaded; start the "
+                "job again: an older one, or a checkpoint on disk, is taken"
+            )
+        return found
+    chosen = newest(engine, directory, strict) if tag is None else None
+    return chosen or Newest(directory, tag, -1, in_memory=False)
 
 
 def _on_disk(directory: str | os.PathLike[str] | None) -> tuple[str, int] | None:
@@ -98,27 +124,39 @@ def _on_disk(directory: str | os.PathLike[str] | None) -> tuple[str, int] | None
     return find.latest_tag(as_path(directory)), step
 
 
+def _generations(where: JobFolders, ranks: Any, at_least: int = -1) -> Iterator[_Taking]:
+    """Yield the generations of step ``at_least`` or later ones, newest first. Collective."""
+    found, own = where.exchange_inventories()
+    for each in found:
+        if each.step >= at_least:
+            yield _Taking(where, ranks, each, own)
+
+
 class _Taking:
-    """The preparation of one generation for a load."""
+    """The preparation of one generation for a load: its choice, which needs no engine, and the
+    files that the ranks of this host read.
+    """
 
     def __init__(
         self,
-        engine: Any,
-        memory: MemoryCheckpoints,
+        where: JobFolders,
+        ranks: Any,
         generation: Generation,
         own: Mapping[Held, Path],
     ) -> None:
-        self._engine, self._memory, self._hosts = engine, memory, memory.hosts
-        self._ranks, self._rank = engine.mesh.job, memory.rank
+        self._where, self._hosts, self._ranks, self._rank = where, where.hosts, ranks, where.rank
         self._host = self._hosts.names[self._rank]
-        self._generation = generation
+        self._generation, self.save_id = generation, generation.save_id
         self._holders = {rank: list(hosts) for rank, hosts in generation.holders.items()}
         self._here = {
             held.rank: path for held, path in own.items() if held.save_id == generation.save_id
         }
+        self._checked: set[tuple[str, int]] = set()
 
-    def take(self, strict: bool) -> Newest | None:
-        """Return the generation, ready to be loaded on all ranks; None if it is not whole."""
+    def take(self, engine: Any = None, strict: bool = True) -> Newest | None:
+        """Return the generation in a folder of this host, with the files that its ranks read for a
+        load into ``engine``, if there is one; None, logged, if it is not whole. Collective.
+        """
         generation = self._generation
         what = f"the generation of step {generation.step} in memory"
         if not generation.is_whole():
@@ -128,19 +166,22 @@ class _Taking:
         try:
             records = self._gather_records()
             manifest = join_records(records)
-            wanted = self._wanted(manifest, strict)
-            self._check(manifest, wanted)
-            return self._present(manifest, records, wanted)
+            readers = [(self._host_of(n), n) for n in range(len(manifest.files))]
+            self._check(manifest, readers)
+            folder = self._present(manifest, records)
+            if engine is not None:
+                self._complete(engine, manifest, folder, strict)
         except CheckpointError as error:
             _say(self._rank, f"{what} is passed over: {error}")
             return None
+        return Newest(folder, manifest.tag, generation.step, in_memory=True)
 
     def _gather_records(self) -> list[RankRecord]:
         """Return the records of the generation, by rank. Collective."""
 
         def own() -> dict[int, bytes]:
             mine = [r for r, hosts in self._holders.items() if hosts[0] == self._host]
-            acts = self._memory.acts_for_host
+            acts = self._where.acts_for_host
             return {r: record_path(self._here[r]).read_bytes() for r in mine if acts}
 
         _, told = collective_try(self._ranks, own, share=lambda contents: contents)
@@ -148,38 +189,27 @@ class _Taking:
         order = range(self._generation.world)
         return [RankRecord.parse(contents[rank], f"the record of rank {rank}") for rank in order]
 
-    def _wanted(self, manifest: Manifest, strict: bool) -> dict[str, set[int]]:
-        """Return the files that the ranks of each host read. Collective."""
-        _, told = collective_try(
-            self._ranks,
-            lambda: files_needed(self._engine, manifest, strict),
-            share=lambda needed: needed,
-        )
-        wanted: dict[str, set[int]] = {name: set() for name in self._hosts.ranks}
-        for host, needed in zip(self._hosts.names, told, strict=True):
-            wanted[host] |= needed
-        return wanted
+    def _host_of(self, file: int) -> str:
+        """Return the host that reads a file if the ranks are those of the save."""
+        return self._hosts.names[file % len(self._hosts.names)]
 
     def _source(self, host: str, file: int) -> str:
         """Return the host from which ``host`` has a file: itself, or one of its holders."""
         holders = self._holders[file]
         return host if host in holders else holders[file % len(holders)]
 
-    def _check(self, manifest: Manifest, wanted: Mapping[str, set[int]]) -> None:
-        """Compare the hashes of the files that hosts are to read or send, until all that are left
-        are sound. Raises CheckpointError if no sound copy of a file is left. Collective.
+    def _check(self, manifest: Manifest, reads: Sequence[tuple[str, int]]) -> None:
+        """Compare the hashes of the copies that hosts read, or have sent, of the files in
+        ``reads``, until all that are left are sound. Raises CheckpointError if no sound copy of a
+        file is left. Collective.
         """
-        checked: set[tuple[str, int]] = set()
-        while True:
-            used = {(self._source(host, n), n) for host, files in wanted.items() for n in files}
-            mine = sorted(n for host, n in used - checked if host == self._host)
+        while unknown := {(self._source(*each), each[1]) for each in reads} - self._checked:
+            mine = sorted(n for host, n in unknown if host == self._host)
             here = self._hosts.ranks[self._host]
             share = mine[here.index(self._rank) :: len(here)]
             damaged = [n for n in share if not _is_sound(self._here[n], manifest.files[n])]
             told = self._ranks.all_gather_object(damaged, "hashes of checkpoints in memory")
-            checked |= used
-            if not any(told):
-                return
+            self._checked |= unknown
             for host, lost in zip(self._hosts.names, told, strict=True):
                 for file in lost:
                     self._holders[file].remove(host)
@@ -189,45 +219,69 @@ class _Taking:
                 gone = [n for n, hosts in self._holders.items() if not hosts]
                 raise CheckpointError(f"every copy of the files of ranks {gone} is damaged")
 
-    def _present(
-        self, manifest: Manifest, records: Sequence[RankRecord], wanted: Mapping[str, set[int]]
-    ) -> Newest:
-        """Make this host's folder for the load, with the files that its ranks read. Collective."""
+    def _present(self, manifest: Manifest, records: Sequence[RankRecord]) -> Path:
+        """Make this host's folder of the generation, without rank files. Collective."""
+        where = self._where
+        folder = where.folder(where.bases[0]) / folders.RESUME
+
+        def make() -> None:
+            if where.acts_for_host:
+                for base in where.bases:
+                    remove_tree(where.folder(base) / folders.RESUME)
+                _write_beside(folder, manifest, records)
+
+        collective_try(self._ranks, make)
+        return folder
+
+    def _complete(self, engine: Any, manifest: Manifest, folder: Path, strict: bool) -> None:
+        """Add the files that the ranks of this host read for a load into ``engine``. Collective."""
+        memory = engine.memory
+        _, told = collective_try(
+            self._ranks,
+            lambda: files_needed(engine, manifest, strict),
+            share=lambda needed: needed,
+        )
+        wanted: dict[str, set[int]] = {name: set() for name in self._hosts.ranks}
+        for host, needed in zip(self._hosts.names, told, strict=True):
+            wanted[host] |= needed
+        self._check(manifest, [(host, n) for host, files in wanted.items() for n in files])
         lacking = [n for n in sorted(wanted[self._host]) if self._host not in self._holders[n]]
         nbytes = sum(manifest.files[n].size for n in lacking)
-        memory = self._memory
-        places = [memory.folder(base) for base in memory.bases]
-        fitting = (at for base, at in zip(memory.bases, places) if folders.room(base, at) >= nbytes)
+        places = {base: memory.folder(base) / folders.RESUME for base in memory.bases}
+        fitting = (base for base in places if folders.room(base, memory.folder(base)) >= nbytes)
 
-        def make() -> str:
+        def link() -> str:
             if not memory.acts_for_host:
                 return ""
-            for place in places:
-                remove_tree(place / folders.RESUME)
-            folder = next(fitting, places[0]) / folders.RESUME
-            _write_beside(folder, manifest, records)
+            fetched = places[next(fitting, memory.bases[0])] / manifest.tag
+            fetched.mkdir(parents=True, exist_ok=True)
             for n in wanted[self._host]:
-                if n not in lacking:
-                    (folder / manifest.tag / manifest.files[n].name).symlink_to(self._here[n])
-            return str(folder)
+                name = manifest.files[n].name
+                held = fetched / name if n in lacking else self._here[n]
+                if held != folder / manifest.tag / name:
+                    (folder / manifest.tag / name).symlink_to(held)
+            return str(fetched)
 
-        _, told = collective_try(self._ranks, make, share=lambda made: made)
-        folder = Path(told[self._hosts.first(self._rank)])
+        _, told = collective_try(self._ranks, link, share=lambda made: made)
+        into = Path(told[self._hosts.first(self._rank)])
         saving.reached("fetching")
-        fetched = self._fetch(manifest, wanted, folder / manifest.tag)
+        fetched = self._fetch(memory, manifest, wanted, into)
 
         def compare() -> None:
             for n in fetched:
-                path = folder / manifest.tag / manifest.files[n].name
+                path = into / manifest.files[n].name
                 if not _is_sound(path, manifest.files[n]):
                     raise CheckpointError(f"{path} arrived with other bytes than were sent")
 
         collective_try(self._ranks, compare)
         saving.reached("fetched")
         memory.mark()
-        return Newest(folder, manifest.tag, self._generation.step, in_memory=True)
+        memory.protect(self.save_id)
+        memory.ready = self.save_id
 
-    def _fetch(self, manifest: Manifest, wanted: Mapping[str, set[int]], folder: Path) -> list[int]:
+    def _fetch(
+        self, memory: Any, manifest: Manifest, wanted: Mapping[str, set[int]], folder: Path
+    ) -> list[int]:
         """Fetch the files that hosts lack; return those that this rank has fetched. Collective."""
         moves = sorted(
             (n, host) for host, files in wanted.items() for n in files
@@ -246,7 +300,7 @@ class _Taking:
                     held = torch.from_file(str(self._here[n]), size=entry.size, dtype=torch.uint8)
                     sends.append((target, held))
                 if target == self._rank:
-                    image = self._memory.map_file(folder / entry.name, entry.size)
+                    image = memory.map_file(folder / entry.name, entry.size)
                     receives.append((source, image))
                     fetched.append(n)
 
@@ -254,7 +308,7 @@ class _Taking:
 
         def transfer() -> None:
             try:
-                self._memory.transfers.transfer(sends, receives)
+                memory.transfers.transfer(sends, receives)
             except RuntimeError as error:
                 raise CheckpointError(f"files of other hosts did not arrive: {error}") from error
 

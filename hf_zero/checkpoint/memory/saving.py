@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import secrets
 import sys
 import threading
 import time
@@ -37,8 +36,8 @@ from hf_zero.checkpoint.engine_state import (
 )
 from hf_zero.checkpoint.file_writer import copy_to_memory
 from hf_zero.checkpoint.memory import folders
-from hf_zero.checkpoint.memory.hosts import Hosts, host_name
-from hf_zero.checkpoint.memory.inventory import Generation, Held, generations, scan
+from hf_zero.checkpoint.memory.hosts import host_name
+from hf_zero.checkpoint.memory.job_folders import JobFolders
 from hf_zero.checkpoint.memory.record import RankRecord, record_path, write_record
 from hf_zero.checkpoint.save_sharded import (
     config_files,
@@ -48,6 +47,7 @@ from hf_zero.checkpoint.save_sharded import (
 )
 from hf_zero.checkpoint.storage import BLOCK, collective_try, describe_error, remove_tree
 from hf_zero.checkpoint.tensorfile import FileHasher, FilePlan, bytes_view
+from hf_zero.config.sections import MemorySection
 from hf_zero.distributed.host_transfers import HostTransfers
 from hf_zero.errors import CheckpointError, HfZeroError
 from hf_zero.logging import in_units, log_rank0, logger
@@ -114,7 +114,15 @@ class Staged:
     record: RankRecord
 
 
-class MemoryCheckpoints:
+def next_folders(settings: MemorySection, ranks: Any, rank: int) -> JobFolders:
+    """Return the folders that the next engine of this process has. Collective."""
+    made = JobFolders(settings, ranks, rank, host_name())
+    while made.place in _claimed:
+        made.number += 1
+    return made
+
+
+class MemoryCheckpoints(JobFolders):
     """Checkpoints of one engine in the memory of hosts. Holds no reference to the engine. The
     constructor is collective.
 
@@ -126,21 +134,17 @@ class MemoryCheckpoints:
         settings, mesh = engine.config.memory_checkpoints, engine.mesh
         assert settings.every is not None
         self.every, self.copies, self.by_route = settings.every, settings.copies, False
-        self._limit, self._asked = settings.limit, settings.folder
-        self.rank, self.world = engine.global_rank, mesh.dims.world
-        self._ranks, self._device = mesh.job, mesh.device
-        job, lasting = folders.job_identity(settings.job)
-        own = (host_name(), job, lasting, secrets.token_hex(16))
-        said = self._ranks.all_gather_object(own, "hosts of checkpoints in memory")
-        self.hosts = Hosts([host for host, *_ in said])
-        _, self.job, lasting, self._token = said[0]
-        self.bases = folders.bases(self._asked)
-        self._number = self._claim()
+        self._limit = settings.limit
+        self.world, self._device = mesh.dims.world, mesh.device
+        super().__init__(settings, mesh.job, engine.global_rank, host_name())
+        while _claimed.setdefault(self.place, self) is not self:
+            self.number += 1
         self.base = self.bases[0]
         self.transfers = HostTransfers(  # the token: an engine before may have had this mesh's name
-            f"memory/{self._token}", self.rank, self.world, mesh.timeout
+            f"memory/{self.token}", self.rank, self.world, mesh.timeout
         )
         self.newest_id = ""  # save_id of the generation that the next save must not overwrite
+        self.ready = ""  # save_id of the generation whose folder has what a load reads
         self._files = SlotFiles(mesh.device)
         self._kept = SlotFiles(torch.device("cpu"))  # copies: no device reads or writes them
         self._slot = -1  # the one that the next save overwrites; -1: not chosen yet
@@ -148,7 +152,7 @@ class MemoryCheckpoints:
         self._marks: dict[Path, folders.InUse] = {}
         self._running: Future[None] | None = None
         self._told_waiting = False
-        self._say(lasting)
+        self._say()
         self.mark()
         _at_exit(self)
 
@@ -159,35 +163,15 @@ class MemoryCheckpoints:
 
     # ---- places ----
 
-    def _claim(self) -> int:
-        """Return the number of this engine among those of this process that save into memory."""
-        number, where = 0, str(self._job_folder(self.bases[0]))
-        while _claimed.setdefault((where, self.rank, number), self) is not self:
-            number += 1
-        return number
-
-    def _job_folder(self, base: Path) -> Path:
-        return folders.job_folder(base, self.job)
-
-    def folder(self, base: Path) -> Path:
-        """Return the folder of this engine on this host, below ``base``."""
-        host = folders.plain(self.hosts.names[self.rank])
-        return self._job_folder(base) / host / f"engine-{self._number}"
-
-    @property
-    def acts_for_host(self) -> bool:
-        """Whether this rank is the first of its host."""
-        return self.hosts.first(self.rank) == self.rank
-
     def mark(self) -> None:
         """Mark the job's folders that exist as in use by this process."""
         for base in self.bases:
-            folder = self._job_folder(base)
+            folder = self.job_folder(base)
             if folder.is_dir() and folder not in self._marks:
                 self._marks[folder] = folders.InUse(folder)
 
-    def _say(self, lasting: bool) -> None:
-        if not lasting:
+    def _say(self) -> None:
+        if not self.is_lasting:
             log_rank0(
                 f"{KEY}: no launcher started this process, so that a new one cannot know that it "
                 f"goes on with this job; name the job ({KEY}.job) to resume from memory"
@@ -262,7 +246,7 @@ class MemoryCheckpoints:
         step: int,
     ) -> tuple[RankRecord, FilePlan, Mapping[str, Any]]:
         """Return this rank's record without hashes, the plan of its file, and the tensors."""
-        save_id = sha256(f"{self._token} {self._saves}".encode()).hexdigest()[:32]
+        save_id = sha256(f"{self.token} {self._saves}".encode()).hexdigest()[:32]
         head, shared = None, {}
         buffers: dict[str, torch.Tensor] = {}
         if self.rank == 0:
@@ -300,7 +284,8 @@ class MemoryCheckpoints:
         """Remove from this host's slot what this job's ranks do not overwrite, and what a resume
         has read.
         """
-        remove_tree(self.folder(self.base) / folders.RESUME)
+        for base in self.bases:
+            remove_tree(self.folder(base) / folders.RESUME)
         here = self.hosts.files_on(self.rank, self.copies)
         kept = {find.rank_file(rank, self.world) for rank in here}
         slot = self._slot_folder()
@@ -474,10 +459,6 @@ class MemoryCheckpoints:
 
     # ---- what is there ----
 
-    def scan(self) -> dict[Held, Path]:
-        """Return the rank files that this host holds, with their paths."""
-        return scan([self.folder(base) for base in self.bases])
-
     def protect(self, save_id: str) -> None:
         """Let the next save not overwrite the generation ``save_id``, from which training goes
         on.
@@ -487,15 +468,6 @@ class MemoryCheckpoints:
     def map_file(self, path: Path, size: int) -> torch.Tensor:
         """Return the new file ``path`` as a tensor: [size] of uint8."""
         return SlotFiles(torch.device("cpu")).open(path, size)
-
-    def exchange_inventories(self) -> tuple[list[Generation], dict[Held, Path]]:
-        """Return the generations over all hosts, newest first, and this host's files.
-        Collective.
-        """
-        own = self.scan()
-        sent = list(own) if self.acts_for_host else []
-        told = self._ranks.all_gather_object(sent, "checkpoints in memory")
-        return generations(self.hosts.names, told), own
 
     # ---- the end ----
 
@@ -508,7 +480,7 @@ class MemoryCheckpoints:
         """Wait for the save under way, and remove the generations unless the job is ``failing``: by
         default, if an exception is being handled.
         """
-        if self._number < 0:
+        if self.number < 0:
             return
         failing = sys.exc_info()[0] is not None if failing is None else failing
         if self._running is not None:
@@ -524,9 +496,9 @@ class MemoryCheckpoints:
         if not failing and self.acts_for_host:
             for base in self.bases:
                 remove_tree(self.folder(base))
-                folders.remove_empty(self.folder(base).parent, self._job_folder(base))
-        _claimed.pop((str(self._job_folder(self.bases[0])), self.rank, self._number), None)
-        self._number = -1
+                folders.remove_empty(self.folder(base).parent, self.job_folder(base))
+        _claimed.pop(self.place, None)
+        self.number = -1
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,18 +6,26 @@ import dataclasses
 import importlib
 import json
 import shutil
+import threading
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import hf_zero
 from hf_zero.checkpoint import memory, verify_all, verify_checkpoint
-from hf_zero.checkpoint.memory import folders
+from hf_zero.checkpoint.memory import folders, saving
+from hf_zero.checkpoint.memory.resume import newest_in_memory
+from hf_zero.config import ZeroConfig
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.memory.jobs import Kept, attempt, heard, hosts, same
 from tests.checkpoint.test_engine import global_losses, train
+from tests.checkpoint.test_resume import Rows, config, net
+from tests.checkpoint.test_resume import train as resuming
 from tests.helpers.cells import fast
 from tests.helpers.ranks import RankFailed, run_ranks
+from tests.helpers.stacks import on_ranks
 
 __all__ = ["heard", "hosts"]
 
@@ -333,3 +341,86 @@ def test_what_generations_take_is_foreseen(tmp_path: Path, monkeypatch: pytest.M
     attempt(setup, range(2))
     held = sum(path.stat().st_size for path in setup.folder_of("a").glob("slot-*/*.safetensors"))
     assert counted[0] <= held <= counted[0] + 4 * 32_000
+
+
+class WholeBatches(Rows):
+    """As many rows as five steps of eight samples have: no batch of an epoch is filled up."""
+
+    def __len__(self) -> int:
+        return 40
+
+
+@pytest.mark.parametrize(("after", "hosts_of"), [(1, "a"), (2, "ab"), (4, "abab")])
+@pytest.mark.parametrize("on_disk", [None, 1, 3])
+def test_initialize_resumes_from_the_newer_of_memory_and_disk(
+    tmp_path: Path, heard: list[str], on_disk: int | None, after: int, hosts_of: str
+) -> None:
+    """Memory has step 2. Steps of 8 samples, in micro-batches of 2, stay on any number of ranks."""
+    settings = config(tmp_path / "run")
+    del settings["train_batch_size"]
+    settings["gradient_accumulation_steps"] = 2
+
+    def attempt(world: int, name: str, **how: Any) -> list[Any]:
+        memory = {"every": 2, "folder": str(tmp_path / name), "job": "job"}
+        of_run = settings | {"checkpoint": {"folder": str(tmp_path / "run"), "memory": memory}}
+        saving._claimed.clear()
+
+        def on_rank(rank: int, model: Any) -> Any:
+            threading.current_thread().host = hosts_of[rank % len(hosts_of)]  # type: ignore
+            steps, engine = resuming(rank, model, of_run, WholeBatches(), **how)
+            engine.memory.wait()
+            return steps, engine
+
+        return on_ranks(world, on_rank, build=net)
+
+    def samples(ranks: list[Any]) -> dict[int, list[int]]:
+        first = ranks[0][0]
+        return {step: sorted(chain(*(steps[step][1] for steps, _ in ranks))) for step in first}
+
+    whole = attempt(2, "other")
+    attempt(2, "memory", saves={on_disk}, stop=2 if on_disk != 3 else 3)
+    resumed = attempt(after, "memory", resume="latest")
+    assert {min(steps) for steps, _ in resumed} == {4 if on_disk == 3 else 3}
+    for _, engine in resumed:
+        assert (str(tmp_path / "memory") in engine.resumed_from) == (on_disk != 3)
+        assert engine.train_batch_size() == 8
+    assert samples(resumed) == {step: samples(whole)[step] for step in samples(resumed)}
+    if after == 2:
+        for (steps, _), (all_steps, _) in zip(resumed, whole):
+            assert steps == {step: all_steps[step] for step in steps}
+
+
+def test_a_checkpoint_that_is_named_is_the_one_that_is_resumed(
+    tmp_path: Path, heard: list[str]
+) -> None:
+    settings = config(tmp_path / "run")
+    memory = {"every": 1, "folder": str(tmp_path / "memory"), "job": "job"}
+    settings["checkpoint"]["memory"] = memory
+    threading.current_thread().host = "a"  # type: ignore[attr-defined]
+    resuming(0, net(), settings, Rows(), {1}, 2)[1].memory.wait()
+    named = tmp_path / "run" / "global_step1"
+    for resume, step in ((named, 1), (tmp_path / "run", 2), ("latest", 2)):
+        saving._claimed.clear()
+        engine, *_ = hf_zero.initialize(
+            model=net(), config=settings, training_data=Rows(), resume=resume
+        )
+        assert engine.global_steps == step
+    shutil.rmtree(tmp_path / "memory")
+    saving._claimed.clear()
+    settings["checkpoint"].pop("folder")
+    engine, *_ = hf_zero.initialize(model=net(), config=settings, resume="latest")
+    assert engine.resumed_from is None and engine.global_steps == 0
+
+
+def test_a_generation_that_is_lost_between_choice_and_load_is_named(tmp_path: Path) -> None:
+    memory_of = {"every": 1, "folder": str(tmp_path / "memory"), "job": "job"}
+    settings = config(tmp_path / "run") | {"checkpoint": {"memory": memory_of}}
+    threading.current_thread().host = "a"  # type: ignore[attr-defined]
+    resuming(0, net(), settings, Rows(), stop=1)[1].memory.wait()
+    saving._claimed.clear()
+    found = newest_in_memory(ZeroConfig.from_dict(settings))
+    assert found is not None and found.step == 1
+    flip(next((tmp_path / "memory").rglob("slot-*/rank-*.safetensors")))
+    engine, *_ = hf_zero.initialize(model=net(), config=settings)
+    with pytest.raises(CheckpointError, match="cannot be loaded; start the job again"):
+        engine.load_checkpoint(found.directory, found.tag)

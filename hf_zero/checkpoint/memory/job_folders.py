@@ -1,0 +1,64 @@
+"""The folders of one engine's generations on this host, and the hosts of the job's ranks: what can
+be known before there is an engine.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_zero.checkpoint.memory import folders
+from hf_zero.checkpoint.memory.hosts import Hosts
+from hf_zero.checkpoint.memory.inventory import Generation, Held, generations, scan
+from hf_zero.config.sections import MemorySection
+
+
+class JobFolders:
+    """The folders of an engine of this job on ``host``. The constructor is collective over
+    ``ranks``, all of the job's.
+
+    bases: folders that may hold the job's, the preferred one first. number: that of the engine
+    among those of this process that save into memory. token: agreed by the ranks, and unique.
+    """
+
+    def __init__(self, settings: MemorySection, ranks: Any, rank: int, host: str) -> None:
+        self.rank, self._ranks, self.number = rank, ranks, 0
+        job, lasting = folders.job_identity(settings.job)
+        own = (host, job, lasting, secrets.token_hex(16))
+        said = ranks.all_gather_object(own, "hosts of checkpoints in memory")
+        self.hosts = Hosts([name for name, *_ in said])
+        _, self.job, self.is_lasting, self.token = said[0]
+        self.bases: Sequence[Path] = folders.bases(settings.folder)
+
+    def job_folder(self, base: Path) -> Path:
+        return folders.job_folder(base, self.job)
+
+    def folder(self, base: Path) -> Path:
+        """Return the folder of this engine on this host, below ``base``."""
+        host = folders.plain(self.hosts.names[self.rank])
+        return self.job_folder(base) / host / f"engine-{self.number}"
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """Key of this engine among those that save into memory: one of them has these folders."""
+        return str(self.job_folder(self.bases[0])), self.rank, self.number
+
+    @property
+    def acts_for_host(self) -> bool:
+        """Whether this rank is the first of its host."""
+        return self.hosts.first(self.rank) == self.rank
+
+    def scan(self) -> dict[Held, Path]:
+        """Return the rank files that this host holds, with their paths."""
+        return scan([self.folder(base) for base in self.bases])
+
+    def exchange_inventories(self) -> tuple[list[Generation], dict[Held, Path]]:
+        """Return the generations over all hosts, newest first, and this host's files.
+        Collective.
+        """
+        own = self.scan()
+        sent = list(own) if self.acts_for_host else []
+        told = self._ranks.all_gather_object(sent, "checkpoints in memory")
+        return generations(self.hosts.names, told), own
