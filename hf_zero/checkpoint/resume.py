@@ -138,8 +138,9 @@ def find_resumed(resume: str | os.PathLike[str], config: ZeroConfig) -> Resumed 
         if found is not None and found.tag is not None:
             return _resumed(found.directory, found.tag)
     if chosen is None:
-        where = " or ".join([given] * bool(given) + ["the memory of the hosts"] * in_memory)
-        log_rank0(f"resume: there is no checkpoint in {where}; the run begins anew")
+        where = [given] if given else []
+        where += ["the memory of the hosts"] if in_memory else []
+        log_rank0(f"resume: there is no checkpoint in {' or '.join(where)}; the run begins anew")
     return chosen
 
 
