@@ -35,7 +35,7 @@ from hf_zero.distributed.flat_mesh import (
     Sums,
 )
 from hf_zero.distributed.parallel_dims import ParallelDims
-from hf_zero.distributed.parallel_groups import ParallelGroups
+from hf_zero.distributed.parallel_groups import AXES, ParallelGroups
 from hf_zero.distributed.process_group import (
     abort_together,
     get_rank,
@@ -177,6 +177,7 @@ class Mesh:
         self.stats = CollectiveStats()
         self.device, self.timeout = device, timeout
         self.blocks = kinds.is_host(device)  # waiting for a collective blocks the host, no stream
+        self._parallel = parallel
         if parallel is not None:
             parallel.wait_at_most(timeout)
         self.watchdog = Watchdog(enabled=False)
@@ -274,6 +275,13 @@ class Mesh:
         sums = () if self.sums.each is self.shard else (self.sums.each,)
         return [axis for axes in (*of_flats, sums) for axis in axes if axis is not None]
 
+    @property
+    def parallel_axes(self) -> list[MeshDim]:
+        """The dimensions of activations: tensor, sequence, expert and pipeline parallelism. Engines
+        of one job may share them.
+        """
+        return [] if self._parallel is None else [self._parallel.along(axis) for axis in AXES]
+
     def serve_until_nobody_asks(self) -> None:
         """Return when no other rank asks alone for this rank's shards, soon to be freed."""
         if self.consensus is not None:
@@ -315,6 +323,15 @@ class Mesh:
     def all_gather_object(self, value: Any, what: str = "objects") -> list[Any]:
         """Return ``value`` of each peer, in the order of :attr:`ranks` (collective)."""
         return [value] if self.peers is None else self.peers.all_gather_object(value, what)
+
+    def gather_bytes(self, value: bytes, take: Callable[[int, bytes], None], what: str) -> None:
+        """Call ``take(place, part)`` on the first peer with consecutive parts of ``value`` of each
+        peer, by its place in :attr:`ranks` (collective).
+        """
+        if self.peers is None:
+            take(0, value)
+        else:
+            self.peers.gather_bytes(value, take, what)
 
     def store_messages(self, topic: str) -> StoreMessages | None:
         """Return the channel on ``topic`` between background threads of the ranks; None for one

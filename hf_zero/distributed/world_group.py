@@ -41,6 +41,8 @@ from hf_zero.distributed.store import TimeoutStore
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import ConfigError, RankMismatchError
 
+ROUND = 64 << 20  # bytes that the first rank receives at a time
+
 
 class RankGroup:
     """Blocking, rarely used collectives over ``ranks`` (global) on ``group`` (None: the default
@@ -133,6 +135,36 @@ class RankGroup:
         call = partial(dist.all_gather_object, box, value, self._group)
         self._call(f"exchange of {what}", call)
         return box
+
+    def gather_bytes(
+        self, value: bytes, take: Callable[[int, bytes], None], what: str = "bytes"
+    ) -> None:
+        """Call ``take(place, part)`` on the first rank with consecutive parts of ``value`` of each
+        rank, by its place in :attr:`ranks`. The first rank holds at most :data:`ROUND` bytes of all
+        ranks at a time; the others receive nothing.
+        """
+        sizes = self.all_gather_object(len(value), f"sizes of {what}")
+        if len(self.ranks) == 1:
+            take(0, value)
+            return
+        own = self.ranks.index(self.rank)
+        step = max(1, min(max(sizes), ROUND // len(self.ranks)))
+        on = CPU if backend_serving(CPU) else default_device()
+        message = torch.zeros(step, dtype=torch.uint8, device=on)
+        parts = [torch.empty_like(message) for _ in self.ranks] if own == 0 else None
+
+        def rounds() -> None:
+            for begin in range(0, max(sizes), step):
+                part = value[begin : begin + step]
+                if part:
+                    message[: len(part)] = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+                dist.gather(message, parts, self.ranks[0], self._group)
+                for place, received in enumerate(parts or ()):
+                    if begin < sizes[place]:
+                        size = min(step, sizes[place] - begin)
+                        take(place, received[:size].cpu().numpy().tobytes())
+
+        self._call(f"gather of {what}", rounds)
 
 
 class WorldGroup(RankGroup):

@@ -17,12 +17,16 @@ from hf_zero.distributed.collectives import Handle, MeshDim
 from hf_zero.measures.stopwatch import Stopwatch
 
 GATHERS = "all_gather"
+MESSAGES = ("send_activations", "send_gradients")  # to one other stage of a pipeline
 
 
 def wire_bytes(operation: str, size: int, ranks: int) -> float:
     """Return the bytes that a rank sends for a collective on ``size`` bytes over ``ranks`` ranks,
-    as rings and direct exchanges do: (N - 1) / N of them, twice that in an all-reduce.
+    as rings and direct exchanges do: (N - 1) / N of them, twice that in an all-reduce, and all of a
+    message.
     """
+    if operation in MESSAGES:
+        return size
     return (2 if operation == "all_reduce" else 1) * size * (ranks - 1) / ranks
 
 
@@ -69,7 +73,14 @@ class EngineCollectives:
 
     def _observe(self, dim: MeshDim) -> Callable[[], None]:
         stats = _DimStats(self, dim)
-        return dim.observe(stats, partial(_TimedHandle, self, stats))
+        restore = dim.observe(stats, partial(_TimedHandle, self, stats))
+
+        def end() -> None:
+            stats.of = None
+            if dim.stats is stats:  # otherwise another engine observes this dimension, too
+                restore()
+
+        return end
 
     def close(self) -> None:
         """Count no more."""
@@ -129,17 +140,19 @@ class EngineCollectives:
 class _DimStats(CollectiveStats):
     """Counts the collectives of one dimension for its engine, and where they were counted before.
 
-    ``last``: the row of the collective that is being issued.
+    ``last``: the row of the collective that is being issued. ``of``: None once it is closed.
     """
 
     def __init__(self, counts: EngineCollectives, dim: MeshDim):
         super().__init__()
-        self._counts, self._dim, self._before = counts, dim, dim.stats
+        self.of: EngineCollectives | None = counts
+        self._dim, self._before = dim, dim.stats
         self.last: CollectiveRow | None = None
 
     def record(self, operation: str, key: str, size: int) -> None:
         self._before.record(operation, key, size)
-        self.last = self._counts.add(operation, key, self._dim, size)
+        if self.of is not None:
+            self.last = self.of.add(operation, key, self._dim, size)
 
 
 class _TimedHandle(Handle):

@@ -6,9 +6,9 @@ clipping, without the loss scale. loss_scale: fp16 only. step_ms: from the end o
 from the first forward after an evaluation or a save. samples_per_second, tokens_per_second: of all
 ranks. mfu: model FLOPs utilisation of this rank, between 0 and 1. device_bytes, ram_bytes,
 disk_bytes: state of this rank by tier. peak_device_bytes: the allocator's peak. wire_bytes: sent by
-this rank for collectives of the mesh. gather_wait_ms, reduction_wait_ms: computation of this rank
-waited so long for all-gathers, and for other collectives. samples, tokens: of this step, of all
-ranks. samples_seen: since the beginning of the run.
+this rank for collectives and for messages of pipelines. gather_wait_ms, reduction_wait_ms:
+computation of this rank waited so long for all-gathers, and for other collectives. samples, tokens:
+of this step, of all ranks. samples_seen: since the beginning of the run.
 
 A figure that does not apply is left out. Numbers of the device are read a step late
 (``stopwatch.py``, the note).

@@ -81,7 +81,8 @@ class EngineMeasures(StepMeasures):
             if folder is not None:
                 self.file.keep_in(folder)
         each = config.metrics.enabled or self.monitor.enabled or self._logs_collectives
-        self.counts = EngineCollectives(engine.mesh.axes, device) if each else None
+        axes = [*engine.mesh.axes, *engine.mesh.parallel_axes]
+        self.counts = EngineCollectives(axes, device) if each else None
         self._figures: StepFigures | None = None
         if each or self._every:
             self._figures = StepFigures(

@@ -29,14 +29,14 @@ PIDS = 1 << 20  # process ids of a rank in the merged file
 
 
 class RankTrace(NamedTuple):
-    """The trace of one rank: its ``events`` as gzipped JSON, with times in microseconds since
-    1970. ``met``: when it left the barrier at the beginning, on the same clock.
+    """The trace of one rank, in ``file``: gzipped JSON with times in microseconds since 1970.
+    ``met``: when it left the barrier at the beginning, on the same clock.
     """
 
     rank: int
     host: str
     met: float
-    events: bytes
+    file: Path
 
 
 class StepTrace:
@@ -72,23 +72,37 @@ class StepTrace:
         """End a step; after the last one write the file on rank 0 (collective) and return True."""
         if engine.global_steps < self._last:
             return False
-        own = RankTrace(engine.global_rank, socket.gethostname(), self._met, self._stop(engine))
-        ranks = engine.mesh.job.all_gather_object(own, "traces")
-        if engine.global_rank == 0:
-            path = self._folder / f"trace-steps-{self._first}-{self._last}.json.gz"
-            with gzip.open(path, "wt", compresslevel=5) as opened:
-                json.dump({"traceEvents": list(merged(ranks))}, opened)
-            logger.info(
-                "trace of steps %d to %d of %d ranks: %s (open it in https://ui.perfetto.dev)",
-                self._first,
-                self._last,
-                len(ranks),
-                path.resolve(),
-            )
+        job = engine.mesh.job
+        own = engine.global_rank, socket.gethostname(), self._met
+        ranks = job.all_gather_object(own, "ranks of a trace")
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+
+            def take(place: int, part: bytes) -> None:
+                with open(folder / str(place), "ab") as opened:
+                    opened.write(part)
+
+            job.gather_bytes(self._stop(engine), take, "traces")
+            if engine.global_rank == 0:
+                path = self._folder / f"trace-steps-{self._first}-{self._last}.json.gz"
+                write_merged(
+                    path,
+                    [
+                        RankTrace(rank, host, met, folder / str(place))
+                        for place, (rank, host, met) in enumerate(ranks)
+                    ],
+                )
+                logger.info(
+                    "trace of steps %d to %d of %d ranks: %s (open it in https://ui.perfetto.dev)",
+                    self._first,
+                    self._last,
+                    len(ranks),
+                    path.resolve(),
+                )
         return True
 
     def _stop(self, engine: Any) -> bytes:
-        """End the profile; return this rank's events."""
+        """End the profile; return this rank's events as gzipped JSON."""
         kinds.synchronize(engine.device)  # the last kernels belong to the steps
         self._profile.stop()
         spans.show_blocks(False)
@@ -109,6 +123,15 @@ class StepTrace:
         self._profile.stop()
 
 
+def write_merged(path: Path, ranks: Sequence[RankTrace]) -> None:
+    """Write the trace of ``ranks`` to ``path``; the events of one rank are in memory at a time."""
+    with gzip.open(path, "wt", compresslevel=5) as opened:
+        opened.write('{"traceEvents": [')
+        for number, event in enumerate(merged(ranks)):
+            opened.write((",\n" if number else "\n") + json.dumps(event))
+        opened.write("\n]}\n")
+
+
 def merged(ranks: Sequence[RankTrace]) -> Iterator[dict[str, Any]]:
     """Yield the events of all ranks on one clock; processes are named by rank, host and device."""
     met: dict[str, float] = {}
@@ -117,7 +140,7 @@ def merged(ranks: Sequence[RankTrace]) -> Iterator[dict[str, Any]]:
     for each in ranks:
         shift = -met[each.host]  # times begin with the trace
         numbers: dict[Any, int] = {}
-        for event in json.loads(gzip.decompress(each.events)):
+        for event in json.loads(gzip.decompress(each.file.read_bytes())):
             own = event.get("pid")
             event["pid"] = numbers.setdefault(own, each.rank * PIDS + len(numbers))
             if event.get("ph") == "M" and event.get("name") == "process_name":

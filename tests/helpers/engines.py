@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +74,17 @@ def start(
     import hf_zero
 
     return hf_zero.initialize(model=model, optimizer=optimizer, config=config, **more)[0]
+
+
+def bytes_along(engine: Any, axis: str) -> Counter[str]:
+    """Bytes of the collectives along a parallel axis that the measures of ``engine`` have counted,
+    by operation.
+    """
+    found = Counter[str]()
+    for row in engine.measures.counts.rows.values():
+        if row.group.startswith(axis):
+            found[row.operation] += row.nbytes
+    return found
 
 
 def full_grads(engine: Any) -> dict[str, torch.Tensor]:

@@ -24,6 +24,12 @@ def one_bit(**more: Any) -> dict[str, Any]:
 
 ZERO_ONE = {"lr": 1e-5, "var_freeze_step": 1, "local_step_scaler": 1, "local_step_clipper": 2}
 DROPS = {"progressive_layer_drop": {"enabled": True, "theta": 0.4, "gamma": 0.7}}
+MEASURES = {
+    **{name: {"enabled": True} for name in ("metrics", "comms_logger")},
+    "wall_clock_breakdown": True,
+    "steps_per_print": 1,
+    "memory_breakdown": True,
+}
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "alone": {
         "stage 3": {"stage": 3},
@@ -41,6 +47,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "layers dropped": {"stage": 3, **DROPS},
         "tokens dropped": {"stage": 3, **token_drop.section([1, 2, 3])},
     },
+    "measures": {"measures": {"stage": 3, **MEASURES}},
     "sequence": {
         "sequences": {"stage": 3, "sequence_parallel_size": 2},
         "packed sequences": {"stage": 3, "sequence_parallel_size": 2, "documents": True},

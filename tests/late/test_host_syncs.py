@@ -38,7 +38,7 @@ def test_the_counter_sees_copies_in_both_directions_and_waits() -> None:
 
 
 @pytest.mark.parametrize(
-    "names", ["alone", "sequence", pytest.param("expert", marks=pytest.mark.long)]
+    "names", ["alone", "measures", "sequence", pytest.param("expert", marks=pytest.mark.long)]
 )
 def test_a_step_waits_for_the_device_as_often_as_the_table_says(names: str) -> None:
     launch.needs_the_device()

@@ -39,7 +39,13 @@ class Stream(torch.Stream):
 
 
 class Event(torch.Event):
-    """An event of the device, as torch.cuda.Event; the time between two of them is simulated."""
+    """An event of the device, as torch.cuda.Event; the time between two of them is simulated.
+
+    ``_time``: an event recorded beside one with timing. torch refuses to compare events of a
+    subclass.
+    """
+
+    _time: torch.Event | None
 
     def __new__(
         cls,
@@ -49,13 +55,22 @@ class Event(torch.Event):
         external: bool = False,
     ) -> Event:
         device = torch.device(NAME, _index())
-        return super().__new__(cls, device=device, enable_timing=enable_timing)
+        made = super().__new__(cls, device=device, enable_timing=enable_timing)
+        made._time = torch.Event(device=device, enable_timing=True) if enable_timing else None
+        return made
 
     def record(self, stream: Any = None) -> None:
-        super().record(stream if stream is not None else current_stream())
+        on = stream if stream is not None else current_stream()
+        super().record(on)
+        if self._time is not None:
+            self._time.record(on)
 
     def wait(self, stream: Any = None) -> None:
         super().wait(stream if stream is not None else current_stream())
+
+    def elapsed_time(self, end_event: Event) -> float:  # type: ignore[override]
+        assert self._time is not None and end_event._time is not None, "an event without timing"
+        return self._time.elapsed_time(end_event._time)
 
 
 def _stream(stream_id: int, index: int) -> Stream:

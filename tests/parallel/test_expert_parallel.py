@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from hf_zero.parallel.expert.marks import expert_axis, is_expert_parameter
 from hf_zero.parallel.expert.moe_layer import MoE
 from hf_zero.zero.layout.sharding import sharding_of
 from tests.helpers import oracle
-from tests.helpers.engines import config_of, start, train_on_threads
+from tests.helpers.engines import bytes_along, config_of, start, train_on_threads
 from tests.helpers.models import tokens
 from tests.helpers.ranks import RankFailed, run_ranks
 from tests.helpers.training import Plan, plain_sgd
@@ -201,19 +202,25 @@ def test_bytes_on_the_wire(ranks, size):
         keyed = {
             **keys(size),
             "zero_optimization": {"stage": 3, "stage3_module_granularity_threshold": 0},
+            "metrics": {"enabled": True},
         }
         engine = start(model, plain_sgd(model), config_of(3, **keyed))
         parallel = get_parallel()
         assert parallel is not None
+        observed = parallel.along("expert").stats
+        total = Counter[str]()
         for step in range(3):
             own, along = engine.mesh.stats, parallel.stats["expert"]
             own.bytes.clear(), along.bytes.clear()
             ids = tokens(step, 0, rank)
             engine.backward(engine(input_ids=ids, labels=ids).loss)
             engine.step()
+            total.update(along.bytes)
+        assert bytes_along(engine, "expert") == total
         names = [log.name for log in (parallel.along("expert").reductions,)]
         found = dict(own.bytes), dict(along.bytes), names
         engine.destroy()
+        assert parallel.along("expert").stats is not observed
         return found
 
     answers = run_ranks(ranks, run)

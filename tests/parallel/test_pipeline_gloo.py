@@ -18,6 +18,7 @@ from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import get_parallel, init_parallel
 from hf_zero.errors import ConfigError, PipelineError
 from tests.helpers.cells import fast
+from tests.helpers.engines import bytes_along
 from tests.helpers.processes import run_processes, say
 from tests.parallel.causal import batches_of, model_of
 from tests.parallel.pipelines import (
@@ -41,7 +42,7 @@ CASES: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "2 stages x 2, stage 1": (2, 1, 1, 4, {}),
     "2 stages x 2, stage 0, gpipe": (2, 1, 0, 2, {"pipeline": {"schedule": "gpipe"}}),
     "2 stages x 2, interleaved": (2, 2, 1, 4, {}),
-    "4 stages": (4, 1, 1, 4, {}),
+    "4 stages": (4, 1, 1, 4, {"metrics": {"enabled": True}}),
     "4 stages, fewer micro-batches": (4, 1, 0, 2, {}),
     "2 stages x 2, recomputed": (2, 1, 1, 3, {"pipeline": {"activation_checkpoint_interval": 3}}),
     "4 stages, offloaded": (
@@ -64,7 +65,7 @@ def _train(rank, case):
     data: Iterator[Any] | None = iter(batches(micro_batches * ranks * STEPS)[rank % ranks :: ranks])
     if not (engine.is_first_stage() or engine.is_last_stage()):
         data = None  # stages in between need no data
-    told, gradients = [], []
+    told, gradients, messages = [], [], []
     sent = get_parallel().stats["pipeline"]
     sent.keep_log = True
     real = engine.optimizer_step.update
@@ -79,6 +80,10 @@ def _train(rank, case):
         engine.mesh.stats.counts.clear()
         loss = engine.train_batch(data)
         told.append((float(loss), engine.get_global_grad_norm()))
+        messages += [size for what, _, size in sent.log if what.startswith("send_")]
+    if "metrics" in more:
+        along = bytes_along(engine, "pipeline")
+        assert along["send_activations"] + along["send_gradients"] == sum(messages)
     log, reductions = list(sent.log), dict(engine.mesh.stats.counts)
     evaluated = float(
         engine.eval_batch(iter(batches(micro_batches * ranks)[rank % ranks :: ranks]))

@@ -17,6 +17,7 @@ import hf_zero
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed import flat_mesh
 from hf_zero.distributed.collective_log import CollectiveStats
+from hf_zero.distributed.collectives import DimGroups, MeshDim
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import get_parallel, init_parallel
 from hf_zero.distributed.watchdog import Watchdog
@@ -475,7 +476,9 @@ def test_the_host_needs_none(monkeypatch):
 
 def _messages():
     stats, watchdog = CollectiveStats(keep_log=True), Watchdog(enabled=False)
-    return StageMessages([0, 1], 0, None, torch.device("cpu"), stats, watchdog, "engine 1", 5.0)
+    groups = DimGroups(None, None, "gloo")
+    dim = MeshDim([0, 1], 0, groups, stats, watchdog)
+    return StageMessages([0, 1], 0, None, torch.device("cpu"), dim, watchdog, "engine 1", 5.0)
 
 
 def _travel(sent, received):
@@ -528,6 +531,6 @@ def test_a_message_of_several_tensors_is_one_operation(monkeypatch):
     into, received = messages.receive_gradients(1, outputs, "micro-batch 0", False)
     _travel(messages.send_gradients(1, gradients, "micro-batch 0"), received)
     assert all(map(torch.equal, into, gradients))
-    counted = [size for what, _, size in messages._stats.log if what.startswith("send_")]
+    counted = [size for what, _, size in messages._dim.stats.log if what.startswith("send_")]
     assert counted == [3 * 5 * 7 * 4 + 15 + 10, 6 * 4 + 5 * 8]
     assert messages.receive_gradients(1, [], "micro-batch 1", False) == ([], [])

@@ -22,7 +22,7 @@ from hf_zero.parallel.tensor import model as tensor_model
 from hf_zero.zero.access.consolidate import whole_state_dict
 from hf_zero.zero.layout.sharding import sharding_of
 from tests.helpers.causal_zoo import batch_of, tiny
-from tests.helpers.engines import STAGES, config_of, start
+from tests.helpers.engines import STAGES, bytes_along, config_of, start
 from tests.helpers.models import ROWS, seeded, tokens
 from tests.helpers.oracle import (
     FP32_TOLERANCE,
@@ -129,8 +129,9 @@ def test_bytes_of_each_axis():
         groups = get_parallel()
         assert groups is not None
         sent.append(dict(groups.stats["tensor"].bytes))
+        assert bytes_along(engine, "tensor") == sent[-1]
 
-    train_tensor_parallel(job, plan, 2, 3, observe=look)
+    train_tensor_parallel(job, plan, 2, 3, observe=look, metrics={"enabled": True})
     words, fp32 = 2 * 9, 4
     compared = 4 * 8  # hashes of the first batch
     assert sent[0]["all_reduce"] == 10 * words * HIDDEN * fp32 + compared

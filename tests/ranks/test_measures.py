@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_zero.device import spans
+from hf_zero.distributed import world_group
 from hf_zero.distributed.collectives import Handle
 from hf_zero.errors import ConfigError
 from hf_zero.measures.collectives import wire_bytes
@@ -259,6 +260,7 @@ def test_utilisation_of_a_given_peak(tmp_path: Path) -> None:
 
 def traced(rank: int, folder: str) -> None:
     """Train four steps, of which the second and the third are traced: by a key, and by a call."""
+    world_group.ROUND = 1 << 16  # several rounds
     small = {"stage": 3, "stage3_param_persistence_threshold": 0}
     section = {"enabled": True, "first": 2, "steps": 2, "path": f"{folder}/key"}
     for keys in ({"trace": section}, {}):

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.device import kinds
-from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats, PendingCollective
+from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
 from hf_zero.distributed.collectives import MARGIN_SECONDS, MeshDim
 from hf_zero.distributed.flat_mesh import DimMaker, connect
 from hf_zero.distributed.parallel_groups import ParallelGroups
@@ -73,18 +73,20 @@ class StageMessages:
         rank: int,
         group: Any,
         device: torch.device,
-        stats: CollectiveStats,
+        dim: MeshDim,
         watchdog: Watchdog,
         name: str,
         timeout: float,
     ):
-        """``ranks`` are global, ``rank`` is this one among them."""
+        """``ranks`` are global, ``rank`` is this one among them. Messages are counted as those of
+        ``dim``.
+        """
         self.ranks = list(ranks)
         self.size = len(self.ranks)
         self.rank = self.ranks.index(rank)
         self.device = device
         self._group = group
-        self._stats = stats
+        self._dim = dim
         self._watchdog = watchdog
         self._headers = CPU if self.size > 1 and backend_serving(CPU) else device
         self._sent: list[tuple[Any, torch.Tensor]] = []  # headers in flight
@@ -131,7 +133,7 @@ class StageMessages:
             groups.rank,
             own,
             groups.device,
-            groups.stats["pipeline"],
+            groups.along("pipeline"),
             get_world_group().watchdog if own is not None else Watchdog(enabled=False),
             name,
             timeout,
@@ -224,7 +226,7 @@ class StageMessages:
         self, what: str, tensors: Sequence[torch.Tensor], peer: int, tag: int, key: str
     ) -> list[Any]:
         if size := sum(each.numel() * each.element_size() for each in tensors):
-            self._stats.record(what, f"{key} (pipeline)", size)
+            self._dim.stats.record(what, f"{key} (pipeline)", size)
         return self._operation(dist.isend, _packed(tensors), peer, tag)
 
     def _operation(self, operation: Any, buffer: torch.Tensor, peer: int, tag: int) -> list[Any]:
