@@ -6,6 +6,7 @@ namespace py = pybind11;
 
 void bind_files(py::module_&);
 void bind_dispatch(py::module_&);
+void bind_exits(py::module_&);
 void bind_pool(py::module_&);
 void bind_sweeps(py::module_&);
 void bind_updates(py::module_&);
@@ -14,6 +15,7 @@ PYBIND11_MODULE(_cpu, m) {
     m.doc() = "Host kernels of hf-zero. Call them through hf_zero.ops, which checks sizes and dtypes.";
     bind_files(m);
     bind_dispatch(m);
+    bind_exits(m);
     bind_pool(m);
     bind_sweeps(m);
     bind_updates(m);

@@ -51,6 +51,7 @@ from hf_zero.config.sections import MemorySection
 from hf_zero.distributed.host_transfers import HostTransfers
 from hf_zero.errors import CheckpointError, HfZeroError
 from hf_zero.logging import in_units, log_rank0, logger
+from hf_zero.ops import native
 from hf_zero.ops.host_memory import HostArena
 from hf_zero.zero.layout.sharding import WholeNames
 
@@ -476,13 +477,13 @@ class MemoryCheckpoints(JobFolders):
         if self._running is not None:
             self._running.result()
 
-    def close(self, failing: bool | None = None) -> None:
-        """Wait for the save under way, and remove the generations unless the job is ``failing``: by
-        default, if an exception is being handled.
+    def close(self, failing: bool | None = None, remove: bool = True) -> None:
+        """Wait for the save under way, and ``remove`` the generations unless the job is
+        ``failing``: by default, if an exception is being handled that ends a process with an error.
         """
         if self.number < 0:
             return
-        failing = sys.exc_info()[0] is not None if failing is None else failing
+        failing = _is_failure(sys.exc_info()[1]) if failing is None else failing
         if self._running is not None:
             try:
                 self._running.result(ENDING_SECONDS if failing else None)
@@ -493,7 +494,7 @@ class MemoryCheckpoints(JobFolders):
         self._kept.close()
         for mark in self._marks.values():
             mark.close()
-        if not failing and self.acts_for_host:
+        if remove and not failing and self.acts_for_host:
             for base in self.bases:
                 remove_tree(self.folder(base))
                 folders.remove_empty(self.folder(base).parent, self.job_folder(base))
@@ -511,14 +512,28 @@ class _Copy:
     record: torch.Tensor
 
 
+def _is_failure(error: BaseException | None) -> bool:
+    """Whether a process that ``error`` ends has an exit code other than 0."""
+    if isinstance(error, SystemExit):
+        return error.code not in (None, 0)
+    return error is not None
+
+
 def _at_exit(made: MemoryCheckpoints) -> None:
-    """Close ``made`` when the interpreter ends, if it lives until then."""
+    """Close ``made`` when the interpreter ends, if it lives until then. Its files go if the process
+    ends with code 0; without the native core, if no exception but SystemExit ends it.
+    """
     held = weakref.ref(made)
+    later = False
+    if made.acts_for_host:
+        for base in made.bases:
+            folder, top = made.folder(base), folders.job_folder(base, made.job)
+            later = native.remove_at_exit(folder, top, folders.IN_USE)
 
     def close() -> None:
         alive = held()
         if alive is not None:
-            alive.close(failing=hasattr(sys, "last_value"))
+            alive.close(failing=hasattr(sys, "last_value"), remove=not later)
 
     atexit.register(close)
     weakref.finalize(made, atexit.unregister, close)
