@@ -17,15 +17,17 @@ from tests.helpers.trainers import assert_same_training, distance, logged, route
 # A rank that answers fetches through the store, and reports at exit: what was registered first runs
 # last.
 ENDS = """
-import atexit, threading
+import atexit, threading, time
 atexit.register(lambda: print(sorted(thread.name for thread in threading.enumerate())))
 import torch.distributed as dist
 from hf_zero.distributed.consensus import Consensus
 class Owner:
     def read(self, unit):
         return b""
-consensus, owner = Consensus(dist.HashStore(), 0, range(2), 60.0), Owner()
+consensus, owner = Consensus(dist.HashStore(), 0, range(2), 0.5), Owner()
 consensus.fetches.serve(owner.read)
+while threading.active_count() < 3:
+    time.sleep(0.01)
 print(sorted(thread.name for thread in threading.enumerate()))
 """
 
