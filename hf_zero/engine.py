@@ -117,7 +117,7 @@ class Engine(TrainingEngine):
         super()._build(plan, mesh, installed)
         torch_state_dict.install()
         self.async_saves = AsyncSaves(mesh, self.schedule.shards)
-        self.measures = measures_of(self)
+        self.measures = measures_of(self, plan)
         self.memory = MemoryCheckpoints.of(self)
         installed.callback(self._end_measures)
 

@@ -64,7 +64,7 @@ class EngineCollectives:
 
     def __init__(self, dims: Iterable[MeshDim], device: torch.device):
         self.rows: dict[tuple[str, str, str], CollectiveRow] = {}
-        self.wire = 0.0  # bytes since the engine was made
+        self.wire = defaultdict[str, float](float)  # bytes by operation, since it was made
         self._device = device
         self._waiting = False  # a collective in several hops counts once
         self._unread: dict[int, CollectiveRow] = {}
@@ -99,8 +99,19 @@ class EngineCollectives:
         row.count += 1
         row.nbytes += size
         row.wire += sent
-        self.wire += sent
+        self.wire[operation] += sent
         return row
+
+    def totals(self) -> list[dict[str, Any]]:
+        """Return the rows of all units summed up, by operation and group."""
+        found: dict[tuple[str, str], dict[str, Any]] = {}
+        for row in self.rows.values():
+            kept = row.as_dict()
+            del kept["unit"]
+            total = found.setdefault((row.operation, row.group), dict.fromkeys(kept, 0))
+            for name, value in kept.items():
+                total[name] = value if isinstance(value, str) else total[name] + value
+        return list(found.values())
 
     def wait(self, row: CollectiveRow, wait: Callable[[], None]) -> None:
         """Call ``wait`` and time it."""

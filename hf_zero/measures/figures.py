@@ -5,10 +5,12 @@ loss: mean over the ranks and the micro-batches of the step, of the losses given
 clipping, without the loss scale. loss_scale: fp16 only. step_ms: from the end of the last step, or
 from the first forward after an evaluation or a save. samples_per_second, tokens_per_second: of all
 ranks. mfu: model FLOPs utilisation of this rank, between 0 and 1. device_bytes, ram_bytes,
-disk_bytes: state of this rank by tier. peak_device_bytes: the allocator's peak. wire_bytes: sent by
-this rank for collectives and for messages of pipelines. gather_wait_ms, reduction_wait_ms:
-computation of this rank waited so long for all-gathers, and for other collectives. samples, tokens:
-of this step, of all ranks. samples_seen: since the beginning of the run.
+disk_bytes: state of this rank by tier as the step's update begins, gradients included.
+peak_device_bytes: the allocator's peak. wire_bytes: sent by this rank for collectives and for
+messages of pipelines; its parts by operation are all_gather_wire_bytes and so on. gather_wait_ms,
+reduction_wait_ms: computation of this rank waited so long for all-gathers, and for other
+collectives. samples, tokens: of this step, of all ranks.
+samples_seen: since the beginning of the run.
 
 A figure that does not apply is left out. Numbers of the device are read a step late
 (``stopwatch.py``, the note).
@@ -16,7 +18,7 @@ A figure that does not apply is left out. Numbers of the device are read a step 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +30,7 @@ from hf_zero.device import free_memory, kinds, pinned
 from hf_zero.measures.collectives import CollectiveRow, EngineCollectives
 from hf_zero.measures.stopwatch import Mark, Stopwatch, is_over, mark, milliseconds
 from hf_zero.measures.utilisation import flops_per_token, peak_flops
+from hf_zero.zero.state_bytes import bytes_by_tier, held_bytes
 
 Figures = dict[str, Any]
 Waits = list[tuple[CollectiveRow, list[Stopwatch]]]
@@ -102,6 +105,7 @@ class StepFigures:
             if section.peak_tflops
             else peak_flops(engine.device, engine.config.precision)
         )
+        self.held: Counter[tuple[str, str]] = Counter()  # bytes by kind and tier
         self._unread: deque[_Step] = deque()
         self._begin: Mark | None = None
         self._clear()
@@ -110,7 +114,7 @@ class StepFigures:
         self._loss: torch.Tensor | None = None
         self._samples = self._tokens = self._squares = 0
         self._rate: float | None = None
-        self._wire = 0.0 if self._counts is None else self._counts.wire
+        self._wire: dict[str, float] = {} if self._counts is None else {**self._counts.wire}
 
     # ---- within a step ----
 
@@ -135,7 +139,9 @@ class StepFigures:
         self._loss = own if self._loss is None else self._loss + own
 
     def begin_step(self, engine: Any) -> None:
-        """Note the learning rate of the step."""
+        """Note the learning rate of the step, and the bytes of its state."""
+        if self._wanted(engine.global_steps + 1):
+            self.held = held_bytes(engine)
         groups = [] if engine.optimizer is None else engine.optimizer.param_groups
         if groups and not isinstance(groups[0]["lr"], torch.Tensor):
             self._rate = engine.get_lr()[0]
@@ -167,12 +173,14 @@ class StepFigures:
             known["learning_rate"] = self._rate
         if engine.config.precision == "fp16":
             known["loss_scale"] = engine.loss_scale()
-        known.update({f"{tier}_bytes": n for tier, n in engine.bytes_by_tier().items()})
+        known.update({f"{tier}_bytes": n for tier, n in bytes_by_tier(engine, self.held).items()})
         if not kinds.is_host(self._device):
             known["peak_device_bytes"] = free_memory.most_allocated(self._device)
         waits = []
         if self._counts is not None:
-            known["wire_bytes"] = round(self._counts.wire - self._wire)
+            sent = {op: n - self._wire.get(op, 0) for op, n in self._counts.wire.items()}
+            known["wire_bytes"] = round(sum(sent.values()))
+            known.update({f"{op}_wire_bytes": round(size) for op, size in sent.items() if size})
             waits = self._counts.take_waits()
         begin = mark(self._device) if self._begin is None else self._begin
         numbers = self._summed(engine)

@@ -1,8 +1,11 @@
-"""``metrics.jsonl``: one line of figures for each optimizer step, in order and without repeats.
+"""``metrics.jsonl``: one line of figures for each optimizer step, in order and without repeats, and
+lines of other records between them: "run", the header of each start (``run_record.py``); "warning";
+"totals", collectives and bytes so far; "trace", a file. A record has the number of steps before it
+as "after_step".
 
 A file that exceeds its size is renamed ``metrics.<number>.jsonl``, from 1 on, and another begins.
 A run that resumes from step N continues behind the line of step N: later lines, of steps that it
-repeats, move to ``metrics.replaced.jsonl``.
+repeats, move to ``metrics.replaced.jsonl``; earlier headers and warnings stay.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +39,11 @@ def read_metrics(folder: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """Yield the figures of each step of the run in ``folder``; a line that a crash has cut off is
     skipped.
     """
+    return (row for row in read_rows(folder) if "step" in row)
+
+
+def read_rows(folder: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """Yield the figures and the other records of the run in ``folder``, line by line."""
     for path in files_of(Path(folder)):
         for line in path.read_text().splitlines():
             if (row := _parsed(line)) is not None:
@@ -46,17 +55,23 @@ def _parsed(line: str) -> dict[str, Any] | None:
         row = json.loads(line)
     except ValueError:
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    return row if isinstance(row, dict) and isinstance(_place(row), int) else None
+
+
+def _place(row: Mapping[str, Any]) -> Any:
+    return row.get("step", row.get("after_step"))
 
 
 class MetricsFile:
     """Writes the lines of one run to ``folder`` once :meth:`keep_in` has named it, until then to
-    memory.
+    memory. ``header``: the record "run", written before the first line, and again after a load.
     """
 
-    def __init__(self, rotate_bytes: int):
+    def __init__(self, rotate_bytes: int, header: Mapping[str, Any] | None = None):
         self.folder: Path | None = None
-        self.waiting: list[str] = []  # lines without a file yet
+        self.waiting: list[dict[str, Any]] = []  # lines without a file yet
+        self._header = header
+        self._last = 0  # the last step that was written
         self._rotate_bytes = rotate_bytes
         self._after = 0  # the step that this run continues
         self._begun = False
@@ -77,16 +92,28 @@ class MetricsFile:
 
     def resume_after(self, step: int) -> None:
         """Continue behind ``step``, from which the run goes on."""
-        self._after, self._begun = step, False
-        self.waiting = [line for line in self.waiting if json.loads(line)["step"] <= step]
+        self._after, self._begun, self._last = step, False, step
+        self.waiting = [row for row in self.waiting if row.get("step", 0) <= step]
 
     def write(self, figures: Mapping[str, Any]) -> None:
         """Append the line of one step. A number that is not finite is null."""
-        self.waiting.append(json.dumps({k: _finite(value) for k, value in figures.items()}))
+        self._last = figures["step"]
+        self.waiting.append({k: _finite(value) for k, value in figures.items()})
         if self.folder is not None and self._flush(self.folder) > self._rotate_bytes:
             self.sync()
             number = len(files_of(self.folder))
             (self.folder / NAME).rename(self.folder / f"metrics.{number}.jsonl")
+
+    def note(self, kind: str, value: Any) -> None:
+        """Append a record. It waits for the first figures: a load may come before them."""
+        self.waiting.append({kind: value, "after_step": self._last, "time": round(time.time(), 3)})
+        if self._begun and self.folder is not None:
+            self._flush(self.folder)
+
+    @property
+    def lost_steps(self) -> int:
+        """Steps whose figures are in no file."""
+        return sum("step" in row for row in self.waiting)
 
     def sync(self) -> None:
         """Return when all lines are on disk."""
@@ -97,23 +124,35 @@ class MetricsFile:
 
     def _flush(self, folder: Path) -> int:
         """Write the lines that wait; return the bytes of the file."""
+        rows, self.waiting = self.waiting, []
         if not self._begun:
-            self._drop_repeats(folder)
+            repeated = self._drop_repeats(folder)
             self._begun = True
-        lines, self.waiting = self.waiting, []
-        return _append(folder / NAME, lines)
+            if self._header is not None:
+                start = {"after_step": self._after, "repeated_steps": repeated}
+                rows.insert(0, {"run": self._header, **start, "time": round(time.time(), 3)})
+        return _append(folder / NAME, [json.dumps(row) for row in rows])
 
-    def _drop_repeats(self, folder: Path) -> None:
-        """Move the lines of steps that this run repeats."""
+    def _drop_repeats(self, folder: Path) -> int:
+        """Move the lines of steps that this run repeats; return the number of these steps. A run
+        from the beginning has no earlier records.
+        """
+        steps = 0
         for path in reversed(files_of(folder)):
             text = path.read_text()
             rows = [(line, _parsed(line)) for line in text.splitlines()]
-            whole = [(line, row["step"]) for line, row in rows if row is not None]
-            repeated = [line for line, step in whole if step > self._after]
+            whole = [(line, row) for line, row in rows if row is not None]
+            repeated = [line for line, row in whole if self._repeats(row)]
             if not repeated and len(whole) == len(rows) and text.endswith("\n"):
                 break
+            steps += sum("step" in row for _, row in whole if self._repeats(row))
             _append(folder / REPLACED, repeated)
-            _replace(path, [line for line, step in whole if step <= self._after])
+            _replace(path, [line for line, row in whole if not self._repeats(row)])
+        return steps
+
+    def _repeats(self, row: Mapping[str, Any]) -> bool:
+        replaced = "step" in row or "totals" in row
+        return not self._after or (replaced and _place(row) > self._after)
 
 
 def _append(path: Path, lines: Sequence[str]) -> int:

@@ -20,8 +20,10 @@ from hf_zero.measures.flops_profiler import StepProfile
 from hf_zero.measures.memory import breakdown, layout
 from hf_zero.measures.metrics_file import MetricsFile
 from hf_zero.measures.monitors import DeepSpeedMonitorConfig, MonitorMaster
+from hf_zero.measures.run_record import WarningRecords, run_header
 from hf_zero.measures.times import StepTimes
 from hf_zero.measures.trace import StepTrace
+from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.step.step_reports import StepMeasures
 
 PREFIX = "Train/Samples/"
@@ -43,8 +45,10 @@ def print_interval(config: ZeroConfig) -> int:
     return 0 if every is None or math.isinf(every) else max(1, int(every))
 
 
-def measures_of(engine: Any) -> StepMeasures:
-    """Return what measures the steps of ``engine``, as its configuration says."""
+def measures_of(engine: Any, plan: EnginePlan) -> StepMeasures:
+    """Return what measures the steps of ``engine``, made by ``plan``, as its configuration says.
+    Collective.
+    """
     config = engine.config
     asked = (
         config.wall_clock_breakdown,
@@ -57,16 +61,17 @@ def measures_of(engine: Any) -> StepMeasures:
         print_interval(config),
         *(getattr(config, name).enabled for name in MONITORS),
     )
-    return EngineMeasures(engine) if any(asked) else StepMeasures()
+    return EngineMeasures(engine, plan) if any(asked) else StepMeasures()
 
 
 class EngineMeasures(StepMeasures):
-    """Measures of the steps of ``engine``; it holds no reference to it.
+    """Measures of the steps of ``engine``; it holds no reference to it. ``plan``: the engine's, for
+    the header of its file; None if it writes none. Collective.
 
     ``monitor``: the enabled monitors. ``counts``: its collectives, None if nothing asks for them.
     """
 
-    def __init__(self, engine: Any):
+    def __init__(self, engine: Any, plan: EnginePlan | None = None):
         config, device, rank = engine.config, engine.device, engine.global_rank
         self._rank, self._every = rank, print_interval(config)
         self.times = StepTimes(config.wall_clock_breakdown, self._every or 1, device, rank)
@@ -75,8 +80,11 @@ class EngineMeasures(StepMeasures):
         self._logs_collectives = config.comms_logger.enabled
         self.file: MetricsFile | None = None
         self._shows = config.metrics.enabled
+        self._warnings: WarningRecords | None = None
+        header = run_header(engine, plan) if config.metrics.enabled and plan is not None else None
         if config.metrics.enabled and rank == 0:
-            self.file = MetricsFile(config.metrics.rotate_bytes)
+            self.file = MetricsFile(config.metrics.rotate_bytes, header)
+            self._warnings = WarningRecords(self.file)
             folder = config.metrics.path or config.checkpoint.folder
             if folder is not None:
                 self.file.keep_in(folder)
@@ -137,8 +145,10 @@ class EngineMeasures(StepMeasures):
             self._figures.end_step(engine)
         if self.profile is not None:
             self.profile.step_has_ended()
-        if self._trace is not None and self._trace.end_step(engine):
+        if self._trace is not None and (written := self._trace.end_step(engine)) is not None:
             self._trace = None
+            if self.file is not None:
+                self.file.note("trace", str(written.resolve()))
         self._trace_when_due(engine)
         if self._rank == 0 and number % (self._every or 1) == 0:
             if self._memory:
@@ -172,6 +182,7 @@ class EngineMeasures(StepMeasures):
             self._figures.pause()
         if self.file is not None:
             self.file.keep_in(folder)
+            self._note_totals()
             self.file.sync()
 
     def loaded(self, engine: Any, folder: str) -> None:
@@ -181,6 +192,16 @@ class EngineMeasures(StepMeasures):
         if self.file is not None:
             self.file.keep_in(folder)
             self.file.resume_after(engine.global_steps)
+
+    def _note_totals(self) -> None:
+        """Append what has been counted since the engine was made, and the bytes of its state."""
+        assert self.file is not None and self.counts is not None and self._figures is not None
+        held = [
+            {"kind": kind, "tier": tier, "bytes": size}
+            for (kind, tier), size in self._figures.held.items()
+            if size
+        ]
+        self.file.note("totals", {"collectives": self.counts.totals(), "state": held})
 
     def finish(self, engine: Any) -> None:
         """Read the figures of all steps; waits for the device."""
@@ -197,12 +218,15 @@ class EngineMeasures(StepMeasures):
             self.finish(engine)
             if self._logs_collectives and self._rank == 0:
                 self._log_collectives()
-            if self.file is not None and self.file.waiting:
-                logger.warning(
-                    "metrics: the figures of %d steps are in no file: no checkpoint was saved; "
-                    "write metrics.path",
-                    len(self.file.waiting),
-                )
+            if self.file is not None and self._warnings is not None:
+                ending.callback(self._warnings.close)
+                self._note_totals()
+                if self.file.lost_steps:
+                    logger.warning(
+                        "metrics: the figures of %d steps are in no file: no checkpoint was saved; "
+                        "write metrics.path",
+                        self.file.lost_steps,
+                    )
             self.profile = None
 
     # ---- reports ----

@@ -68,10 +68,13 @@ class StepTrace:
         self._profile = profile(activities=activities)
         self._profile.start()
 
-    def end_step(self, engine: Any) -> bool:
-        """End a step; after the last one write the file on rank 0 (collective) and return True."""
+    def end_step(self, engine: Any) -> Path | None:
+        """End a step; after the last one write the file on rank 0 (collective), and return its
+        path.
+        """
         if engine.global_steps < self._last:
-            return False
+            return None
+        path = self._folder / f"trace-steps-{self._first}-{self._last}.json.gz"
         job = engine.mesh.job
         own = engine.global_rank, socket.gethostname(), self._met
         ranks = job.all_gather_object(own, "ranks of a trace")
@@ -84,7 +87,6 @@ class StepTrace:
 
             job.gather_bytes(self._stop(engine), take, "traces")
             if engine.global_rank == 0:
-                path = self._folder / f"trace-steps-{self._first}-{self._last}.json.gz"
                 write_merged(
                     path,
                     [
@@ -99,7 +101,7 @@ class StepTrace:
                     len(ranks),
                     path.resolve(),
                 )
-        return True
+        return path
 
     def _stop(self, engine: Any) -> bytes:
         """End the profile; return this rank's events as gzipped JSON."""

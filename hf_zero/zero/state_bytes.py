@@ -24,11 +24,11 @@ def state_bytes(engine: Any) -> dict[str, int]:
     return {kind: sum(held[kind, tier] for tier in TIERS) for kind in KINDS}
 
 
-def bytes_by_tier(engine: Any) -> dict[str, int]:
+def bytes_by_tier(engine: Any, held: Counter[tuple[str, str]] | None = None) -> dict[str, int]:
     """Return the same bytes by tier: ``device``, ``ram`` (offloaded state, and the buffers between
-    it and files) and ``disk``.
+    it and files) and ``disk``. ``held``: the result of :func:`held_bytes`, if known.
     """
-    held = held_bytes(engine)
+    held = held_bytes(engine) if held is None else held
     tiers = {tier: sum(held[kind, tier] for kind in KINDS) for tier in TIERS}
     tiers["ram"] += sum(engine.sharded_model.placement.held().values())
     return tiers

@@ -72,8 +72,10 @@ def test_figures_of_each_step_are_written_by_rank_0(stage: int, tmp_path: Path) 
     means = [sum(every[:2]) / 2, sum(every[2:]) / 2]
     assert [float(value) for _, value in rows] == pytest.approx(means, rel=1e-6)
     assert [at for at, _ in files["Train_Samples_lr.csv"][1:]] == samples
+    sent = ("all_gather", "reduce_scatter", "all_reduce") if stage else ("all_reduce",)
+    wire = [f"{operation}_wire_bytes" for operation in sent]
     assert set(files) == {
-        f"Train_Samples_{name}.csv" for name in (*FIGURES, *TIMES, *FORMER, *FORMER.values())
+        f"Train_Samples_{name}.csv" for name in (*FIGURES, *TIMES, *FORMER, *FORMER.values(), *wire)
     }
     assert files["Train_Samples_loss.csv"][1:] == rows
 

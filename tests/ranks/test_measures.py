@@ -20,8 +20,10 @@ from hf_zero.device import spans
 from hf_zero.distributed import world_group
 from hf_zero.distributed.collectives import Handle
 from hf_zero.errors import ConfigError
+from hf_zero.logging import logger
 from hf_zero.measures.collectives import wire_bytes
-from hf_zero.measures.metrics_file import NAME, REPLACED, MetricsFile, read_metrics
+from hf_zero.measures.metrics_file import NAME, REPLACED, MetricsFile, read_metrics, read_rows
+from hf_zero.measures.run_record import BUFFERS
 from hf_zero.measures.trace import PIDS
 from hf_zero.measures.utilisation import flops_per_token
 from tests.helpers.engines import STAGES, config_of, start
@@ -83,6 +85,9 @@ def test_figures_of_each_step(stage: int, facade: bool, tmp_path: Path) -> None:
     assert [row["loss"] for row in rows] == pytest.approx(losses, rel=1e-5)
     assert [row["grad_norm"] for row in rows] == pytest.approx(norms, rel=1e-5)
     assert [row["wire_bytes"] for row in rows] == [round(each) for each in sent]
+    parts = [[row[name] for name in row if name.endswith("_wire_bytes")] for row in rows]
+    assert [sum(each) for each in parts] == pytest.approx(sent, abs=len(parts[0]))
+    assert all(("reduce_scatter_wire_bytes" in row) is (stage > 0) for row in rows)
     for row in rows:
         assert (row["samples"], row["learning_rate"]) == (
             features(0, 0, 0).shape[0] * MICROS * RANKS,
@@ -115,8 +120,52 @@ def test_a_resumed_run_continues_one_curve(tmp_path: Path) -> None:
     losses = losses_by_hand(5)[0]
     assert [row["loss"] for row in rows] == pytest.approx(losses, rel=1e-5)
     replaced = [json.loads(line) for line in (tmp_path / REPLACED).read_text().splitlines()]
-    assert [row["step"] for row in replaced] == [3, 4]
+    assert [row["step"] for row in replaced if "step" in row] == [3, 4]
     assert replaced[0]["loss"] == pytest.approx(losses[2], rel=1e-5)
+    starts = [row for row in read_rows(tmp_path) if "run" in row]
+    assert [(row["after_step"], row["repeated_steps"]) for row in starts] == [(0, 0), (2, 2)]
+    assert [row["run"]["stage"] for row in starts] == [3, 2]
+    totals = [row["totals"] for row in read_rows(tmp_path) if "totals" in row]
+    assert len(totals) == 2  # at the save, and at the end
+    for each in totals:
+        assert {row["operation"] for row in each["collectives"]} >= {"reduce_scatter", "all_reduce"}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_header_of_a_run(stage: int, tmp_path: Path, heard_in_full: list[str]) -> None:
+    """Predicted bytes at rest are those that the run then measures; a new run replaces the file."""
+
+    def run(rank: int, model: Any) -> None:
+        section = {"enabled": True, "path": str(tmp_path)}
+        engine = measured(rank, model, stage, metrics=section, steps_per_print=None)
+        if rank == 0:
+            logger.warning("mind the %s", "gap")
+            logger.warning("mind the gap")
+        run_steps(engine, rank, range(2), MICROS)
+        engine.destroy()
+
+    for _ in range(2):
+        on_ranks(RANKS, run)
+    first, *rest = read_rows(tmp_path)
+    assert [row.get("warning") for row in rest if "warning" in row] == ["mind the gap"]
+    assert [row["step"] for row in rest if "step" in row] == [1, 2]
+    header = first["run"]
+    assert header["stage"] == stage and header["ranks"] == RANKS and header["model"] == "Stack"
+    assert [each["ranks"] for each in header["hosts"]] == [[0, 1]]
+    assert (
+        header["versions"]["torch"] == torch.__version__.partition("+")[0]
+        or "+" in (header["versions"]["torch"])
+    )
+    keys = {row["key"]: row for row in header["config"]}
+    assert keys["zero_optimization.stage"]["value"] == stage
+    assert keys["zero_optimization.stage"]["source"] != "default"
+    predicted = Counter[tuple[str, str]]()
+    for row in header["predicted"]:
+        if row["kind"] != BUFFERS:
+            predicted[row["kind"], row["tier"]] += row["bytes"]
+    (totals,) = [row["totals"] for row in rest if "totals" in row]
+    held = {(row["kind"], row["tier"]): row["bytes"] for row in totals["state"]}
+    assert held == dict(predicted)
 
 
 def test_files_are_rotated_and_repeats_removed(tmp_path: Path) -> None:

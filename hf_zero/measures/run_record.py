@@ -1,0 +1,125 @@
+"""Records of a run beside its figures, for a reader of ``metrics.jsonl``: the header of each start,
+and the warnings of rank 0.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import platform
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_zero.device import kinds
+from hf_zero.logging import logger
+from hf_zero.measures.metrics_file import MetricsFile
+from hf_zero.planning.needs import KINDS, Needs, needs
+from hf_zero.zero.layout.engine_plan import EnginePlan
+
+PACKAGES = (
+    "hf-zero", "torch", "transformers", "accelerate", "trl", "peft", "lightning", "datasets",
+    "triton", "torchao", "safetensors", "numpy",
+)  # fmt: skip
+MOST = 200  # warnings that are kept
+BUFFERS = "buffers of a step"
+
+
+def run_header(engine: Any, plan: EnginePlan) -> dict[str, Any]:
+    """Return the header of a run (collective): versions, hosts with their ranks and devices, the
+    mesh, the model, the configuration with its sources, and the bytes of rank 0 that were predicted
+    before training.
+    """
+    mesh, model = engine.mesh, plan.model
+    own = socket.gethostname(), engine.global_rank, device_name(engine.device)
+    every = mesh.job.all_gather_object(own, "hosts of a run")
+    dims = {name: size for name, size in asdict(mesh.dims).items() if name != "world" and size > 1}
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "program": Path(sys.argv[0]).name,
+        "versions": dict(_versions()),
+        "hosts": [
+            {"host": host, "ranks": sorted(rank for _, rank, _ in found), "device": device}
+            for (host, device), found in (
+                (key, list(group))
+                for key, group in groupby(
+                    sorted(every, key=lambda each: (each[0], each[2])),
+                    key=lambda each: (each[0], each[2]),
+                )
+            )
+        ],
+        "ranks": mesh.dims.world,
+        "stage": engine.stage,
+        "precision": engine.config.precision,
+        "mesh": {"shards": mesh.shard.size, "replicas": mesh.replicate.size, **dims},
+        "model": type(model).__name__,
+        "optimizer": None if plan.optimizer is None else type(plan.optimizer).__name__,
+        "parameters": sum(flat.spec.layout.numel for flat in plan.flats),
+        "units": len(plan.units),
+        "config": [row._asdict() | {"value": plain(row.value)} for row in engine.config.explain()],
+        "predicted": list(predicted_rows(needs(plan))),
+    }
+
+
+def predicted_rows(own: Needs) -> Iterator[dict[str, Any]]:
+    """Yield the predicted bytes by tier, kind of state and name; what is no state is a buffer."""
+    for tier, parts in (("device", own.device), ("ram", own.ram), ("disk", own.disk)):
+        for part in parts:
+            kind = KINDS.get(part.what, BUFFERS)
+            yield {"tier": tier, "kind": kind, "what": part.what, "bytes": part.nbytes}
+
+
+def plain(value: Any) -> Any:
+    """Return ``value`` if JSON has it, otherwise as text."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of the model of ``device``."""
+    if kinds.is_host(device):
+        return f"CPU, {platform.machine()}"
+    return str(getattr(kinds.properties(device), "name", device.type))
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    yield "python", platform.python_version()
+    yield "system", platform.platform(terse=True)
+    for name in PACKAGES:
+        try:
+            yield name, version(name)
+        except PackageNotFoundError:
+            continue
+
+
+class WarningRecords(logging.Handler):
+    """Append the warnings and errors of hf-zero's logger to ``file``, each text once, until
+    :meth:`close`.
+    """
+
+    def __init__(self, file: MetricsFile):
+        super().__init__(logging.WARNING)
+        self._file = file
+        self._seen: set[str] = set()
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if text not in self._seen and len(self._seen) < MOST:
+            self._seen.add(text)
+            self._file.note(record.levelname.lower(), text)
+
+    def close(self) -> None:
+        logger.removeHandler(self)
+        super().close()
