@@ -26,14 +26,13 @@ LATEST = "latest"  # value of ``resume``: the newest one in ``checkpoint.folder`
 @dataclass(frozen=True)
 class Resumed:
     """The checkpoint that a run resumes from: its run's folder, its tag, and what its manifest says
-    about the batch of a step, about ranks and of its steps (-1: unknown).
+    about the batch of a step and about ranks.
     """
 
     directory: str
     tag: str
     batch: dict[str, int]
     world: dict[str, int]
-    step: int = -1
 
     def check_sizes(self, config: ZeroConfig) -> None:
         """Raise ConfigError if the model or its sequences are spread over other numbers of ranks
@@ -134,7 +133,8 @@ def find_resumed(resume: str | os.PathLike[str], config: ZeroConfig) -> Resumed 
 
     chosen: Resumed | None = decide_on_rank_0(choose)
     if chosen is None or as_path(given or "") != locate(chosen.directory, chosen.tag):
-        found = newest_in_memory(config, -1 if chosen is None else chosen.step)
+        older = (None, None) if chosen is None else (chosen.directory, chosen.tag)
+        found = newest_in_memory(config, *older)
         if found is not None and found.tag is not None:
             return _resumed(found.directory, found.tag)
     if chosen is None:
@@ -149,5 +149,4 @@ def _resumed(directory: AnyPath, tag: str) -> Resumed:
     if not (folder / MANIFEST_NAME).is_file():  # of another program
         return Resumed(str(directory), tag, {}, {})
     manifest = Manifest.read(folder / MANIFEST_NAME)
-    step = manifest.counters["global_steps"]
-    return Resumed(str(directory), tag, manifest.batch, manifest.world, step)
+    return Resumed(str(directory), tag, manifest.batch, manifest.world)

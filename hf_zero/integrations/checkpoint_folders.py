@@ -18,6 +18,7 @@ from typing import Any
 
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.find import integrity_error
+from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import logger
 
@@ -105,7 +106,8 @@ class StateContents:
 
 def ranks_of(checkpoint: Path) -> int:
     """Return the number of ranks that wrote ``checkpoint``, a tag's folder."""
-    return len(list(checkpoint.glob(find.RANK_PATTERN)))
+    path = checkpoint / MANIFEST_NAME
+    return len(Manifest.read(path).files) if path.is_file() else 0
 
 
 def warn_lost_random_states(

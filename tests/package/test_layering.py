@@ -77,6 +77,7 @@ INTEGRATIONS = [
     for name in (
         "seams",
         "checkpoint_folders",
+        "memory_checkpoints",
         "engine_teardown",
         "deepspeed.facade",
         "finder",

@@ -7,16 +7,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_zero.checkpoint.memory.resume import Newest, newest
+from hf_zero.checkpoint.memory.resume import Newest, newest, newest_in_memory
 from hf_zero.errors import CheckpointError
 
-__all__ = ["Newest", "newest", "save"]
+__all__ = ["Newest", "newest", "newest_in_memory", "save"]
 
 
 def save(
     engine: Any,
     beside: Mapping[str, bytes] | None = None,
     client_state: Mapping[str, Any] | None = None,
+    tag: str | None = None,
 ) -> None:
     """Save ``engine`` into the memory of the hosts; returns once its state is copied there. Every
     rank calls it after the same step.
@@ -25,6 +26,7 @@ def save(
         beside: files by relative name that a resume is to find beside the checkpoint; of a name
             that several ranks give, the lowest rank's content.
         client_state: user state that the load returns; rank 0's is saved.
+        tag: name of the checkpoint; by default ``global_step<N>``.
 
     Raises:
         CheckpointError: checkpoints in memory are off (``checkpoint.memory.every``), or, at the
@@ -34,4 +36,4 @@ def save(
         raise CheckpointError(
             "checkpoints in memory are off; write checkpoint.memory.every into the configuration"
         )
-    engine.memory.save(engine, beside, client_state)
+    engine.memory.save(engine, beside, client_state, tag)

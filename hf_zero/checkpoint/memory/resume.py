@@ -52,13 +52,7 @@ def newest(
     and logged. ``strict`` as in :meth:`Engine.load_checkpoint`.
     """
     memory, ranks = engine.memory, engine.mesh.job
-    _, told = collective_try(
-        ranks,
-        lambda: _on_disk(directory) if engine.global_rank == 0 else None,
-        directory,
-        share=lambda found: found,
-    )
-    on_disk: tuple[str, int] | None = told[0]
+    on_disk = _on_disk(ranks, engine.global_rank, directory)
     if memory is not None:
         memory.wait()
         able = _generations(memory, ranks, on_disk[1] if on_disk else -1)
@@ -70,24 +64,28 @@ def newest(
     return Newest(as_path(directory), on_disk[0], on_disk[1], in_memory=False)
 
 
-def newest_in_memory(config: ZeroConfig, at_least: int = -1) -> Newest | None:
-    """Return the newest generation in memory that is whole, of step ``at_least`` or a later one,
-    for the next engine of this process; None if there is none. Collective.
+def newest_in_memory(
+    config: ZeroConfig, directory: str | os.PathLike[str] | None = None, tag: str | None = None
+) -> Newest | None:
+    """Return the newest generation in memory that is whole, for the next engine of this process;
+    None if there is none, or if ``<directory>/<tag>`` (by default the latest) is newer. Collective.
 
     Its folder has everything but the rank files, which ``engine.load_checkpoint(directory, tag)``
     adds. A copy of each file has been compared with its hash.
     """
     if not config.memory_checkpoints.every:
         return None
-    ranks = get_world_group()
-    where = saving.next_folders(config.memory_checkpoints, ranks, process_group.get_rank())
-    taken = (each.take() for each in _generations(where, ranks, at_least))
-    return next(filter(None, taken), None)
+    ranks, rank = get_world_group(), process_group.get_rank()
+    on_disk = _on_disk(ranks, rank, directory, tag)
+    where = saving.next_folders(config.memory_checkpoints, ranks, rank)
+    able = _generations(where, ranks, on_disk[1] if on_disk else -1)
+    return next(filter(None, (each.take() for each in able)), None)
 
 
 def locate(engine: Any, directory: str | os.PathLike[str], tag: str | None, strict: bool) -> Newest:
     """Return the checkpoint that a load of ``directory`` means: with a ``tag`` that one, in the
-    folder of a generation in memory that one, else the :func:`newest`. Collective.
+    folder of a generation in memory that one, else the :func:`newest`, unless a route chooses that.
+    Collective.
 
     Raises CheckpointError if the generation of that folder is not whole any more.
     """
@@ -107,21 +105,33 @@ def locate(engine: Any, directory: str | os.PathLike[str], tag: str | None, stri
                 "job again: an older one, or a checkpoint on disk, is taken"
             )
         return found
-    chosen = newest(engine, directory, strict) if tag is None else None
+    looks = tag is None and not memory.by_route
+    chosen = newest(engine, directory, strict) if looks else None
     return chosen or Newest(directory, tag, -1, in_memory=False)
 
 
-def _on_disk(directory: str | os.PathLike[str] | None) -> tuple[str, int] | None:
-    """Return tag and step of the checkpoint that ``latest`` in ``directory`` names; None without
-    one, and step -1 for a checkpoint of another program.
+def _on_disk(
+    ranks: Any, rank: int, directory: str | os.PathLike[str] | None, tag: str | None = None
+) -> tuple[str, int] | None:
+    """Return tag and step of the checkpoint ``<directory>/<tag>``, by default the one that
+    ``latest`` names; None without one, and step -1 for one of another program. Collective.
     """
-    if directory is None or not (as_path(directory) / find.LATEST).exists():
-        return None
-    folder = find.locate(directory)
-    step = -1
-    if find.is_checkpoint(folder):
-        step = Manifest.read(folder / MANIFEST_NAME).counters.get("global_steps", -1)
-    return find.latest_tag(as_path(directory)), step
+
+    def look() -> tuple[str, int] | None:
+        if rank or directory is None:
+            return None
+        root = as_path(directory)
+        if tag is None and not (root / find.LATEST).exists():
+            return None
+        folder, step = find.locate(root, tag), -1
+        if find.is_checkpoint(folder):
+            step = Manifest.read(folder / MANIFEST_NAME).counters.get("global_steps", -1)
+        return tag or find.latest_tag(root), step
+
+    found: tuple[str, int] | None = collective_try(ranks, look, directory, share=lambda own: own)[
+        1
+    ][0]
+    return found
 
 
 def _generations(where: JobFolders, ranks: Any, at_least: int = -1) -> Iterator[_Taking]:

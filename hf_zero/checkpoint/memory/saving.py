@@ -128,7 +128,8 @@ class MemoryCheckpoints(JobFolders):
     constructor is collective.
 
     by_route: a trainer's route calls :func:`hf_zero.checkpoint.memory.save` when :meth:`is_due`,
-    with what it keeps beside; else the engine saves at the end of its steps.
+    with what it keeps beside, and chooses what to resume from; else the engine saves at the end of
+    its steps, and a load without a tag chooses.
     """
 
     def __init__(self, engine: TrainingEngine) -> None:
@@ -201,6 +202,7 @@ class MemoryCheckpoints(JobFolders):
         engine: TrainingEngine,
         beside: Mapping[str, bytes] | None = None,
         client_state: Mapping[str, Any] | None = None,
+        tag: str | None = None,
     ) -> None:
         """Copy the state of ``engine`` into this host's memory, and let a thread do the rest. Every
         rank calls it after the same step.
@@ -218,7 +220,8 @@ class MemoryCheckpoints(JobFolders):
         elsewhere = buffers_of_other_stages(engine, names, False)
         self._saves += 1
         self._last_step = step = engine.counters.global_steps
-        make = partial(self._plan, engine, names, elsewhere, beside or {}, client_state or {}, step)
+        tag, state = tag or f"global_step{step}", client_state or {}
+        make = partial(self._plan, engine, names, elsewhere, beside or {}, state, tag)
         planned = None
         if self._slot < 0:
             planned, sizes = collective_try(
@@ -244,16 +247,16 @@ class MemoryCheckpoints(JobFolders):
         elsewhere: Mapping[str, torch.Tensor],
         beside: Mapping[str, bytes],
         client_state: Mapping[str, Any],
-        step: int,
+        tag: str,
     ) -> tuple[RankRecord, FilePlan, Mapping[str, Any]]:
         """Return this rank's record without hashes, the plan of its file, and the tensors."""
         save_id = sha256(f"{self.token} {self._saves}".encode()).hexdigest()[:32]
-        head, shared = None, {}
+        head, shared, step = None, {}, engine.counters.global_steps
         buffers: dict[str, torch.Tensor] = {}
         if self.rank == 0:
             buffers = model_buffers(engine, False) | dict(elsewhere)
             extra = non_tensor_state(engine, client_state)
-            head = manifest_head(engine, f"global_step{step}", save_id, extra, buffers)
+            head = manifest_head(engine, tag, save_id, extra, buffers)
             shared = config_files(engine.module)
             objects = objects_file(extra, find.OBJECTS_NAME)
             if objects is not None:

@@ -21,6 +21,7 @@ from hf_zero.config.techniques import PHASES
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.loaders import follow_engines, sequence_ranks, tensor_ranks
+from hf_zero.integrations.accelerate.memory_saves import engines_of, save_by_loop
 from hf_zero.measures.figures import tracked
 from hf_zero.zero.layout.parameter import owner_of
 
@@ -66,6 +67,8 @@ def prepare_engines(original: Callable[..., Any]) -> Callable[..., Any]:
         made = [each for each in result if isinstance(each, Engine) and each.bound is not None]
         register_engines(self, made if limit_left_open else ())
         follow_engines(self)
+        if made:
+            save_by_loop(self)
         return result
 
     return _prepare_deepspeed
@@ -108,13 +111,6 @@ def add_figures(original: Callable[..., None]) -> Callable[..., None]:
         original(self, {**found, **values}, step, {} if log_kwargs is None else log_kwargs)
 
     return log
-
-
-def engines_of(accelerator: Any) -> list[Any]:
-    """Return the engines that ``accelerator`` has prepared, in order."""
-    from hf_zero.engine import Engine
-
-    return [each for each in accelerator._models if isinstance(each, Engine)]
 
 
 def keep_measures_in(accelerator: Any, folder: Path) -> None:

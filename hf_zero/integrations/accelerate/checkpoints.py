@@ -17,6 +17,7 @@ from hf_zero.checkpoint.find import DROPPED
 from hf_zero.checkpoint.save_job import after_commit, decide_on_rank_0
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.accelerator import keep_measures_in
+from hf_zero.integrations.accelerate.memory_saves import INTO_MEMORY, newer_in_memory
 from hf_zero.integrations.checkpoint_folders import (
     StateContents,
     last_complete,
@@ -54,7 +55,7 @@ def keep_until_saved(original: Callable[..., Any]) -> Callable[..., Any]:
         **save_model_func_kwargs: Any,
     ) -> Any:
         if not _names_itself(self):
-            if _under_zero(self) and output_dir is not None:
+            if _under_zero(self) and output_dir is not None and not hasattr(self, INTO_MEMORY):
                 keep_measures_in(self, Path(output_dir).parent)
             return original(self, output_dir, safe_serialization, **save_model_func_kwargs)
         keep_measures_in(self, Path(self.project_dir))
@@ -102,8 +103,9 @@ def _keep(newest: Path, limit: int, parts: StateContents) -> None:
 
 
 def resume_from_whole(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``Accelerator.load_state``: without a folder, loads the last complete state. Warns of
-    skipped states and of random states that do not carry over.
+    """Wraps ``Accelerator.load_state``: without a folder, loads the newest of the last complete
+    state and of those in the memory of the hosts. Warns of skipped states and of random states that
+    do not carry over.
     """
 
     def load_state(
@@ -112,16 +114,21 @@ def resume_from_whole(original: Callable[..., Any]) -> Callable[..., Any]:
         load_kwargs: Any = None,
         **load_model_func_kwargs: Any,
     ) -> Any:
-        if input_dir is None and _names_itself(self):
+        last, named = input_dir is None, _names_itself(self)
+        if last and named:
             found = decide_on_rank_0(
                 lambda: last_complete(
                     numbered_folders(_states(self), PREFIX), StateContents.of(self).error
                 )
             )
             input_dir = None if found is None else str(found)
+        if last and _under_zero(self):
+            input_dir = newer_in_memory(self, input_dir)
         if input_dir is not None and _under_zero(self):
-            named = _names_itself(self)
-            keep_measures_in(self, Path(self.project_dir) if named else Path(input_dir).parent)
+            if named:
+                keep_measures_in(self, Path(self.project_dir))
+            elif not last:
+                keep_measures_in(self, Path(input_dir).parent)
         result = original(self, input_dir, load_kwargs, **load_model_func_kwargs)
         if input_dir is not None and _under_zero(self):
             # Accelerate's count of micro-batches in a window: unknown for new ranks, and the window

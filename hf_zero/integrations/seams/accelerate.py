@@ -230,6 +230,17 @@ SEAMS: tuple[Seam, ...] = (
         versions=ACCELERATE,
         why="loads the state with the highest number, torn or not",
     ),
+    *(
+        Seam(
+            target=f"accelerate.data_loader:{name}",
+            signature="(self)",
+            wrapper="hf_zero.integrations.accelerate.memory_saves:save_between_batches",
+            versions=ACCELERATE,
+            why="the body of the script's loop has ended, and with it the step: the one place "
+            "where its own state and the loader's are those of a checkpoint in memory",
+        )
+        for name in ("DataLoaderAdapter._update_state_dict", "DataLoaderStateMixin.end")
+    ),
     Seam(
         target="accelerate.data_loader:send_to_device",
         signature="(tensor, device, non_blocking=False, skip_keys=None)",

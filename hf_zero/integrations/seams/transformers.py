@@ -176,6 +176,15 @@ SEAMS: tuple[Seam, ...] = (
         ),
     ),
     Seam(
+        target="transformers.trainer:Trainer._maybe_log_save_evaluate",
+        signature="(self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, "
+        "start_time, learning_rate=None)",
+        wrapper="hf_zero.integrations.transformers.trainer_checkpoints:save_into_memory",
+        versions=TRANSFORMERS,
+        why="the end of a step, after its evaluation and its save on disk: the place where a "
+        "checkpoint in memory finds the random generators as one on disk does",
+    ),
+    Seam(
         target="transformers.trainer:Trainer._push_from_checkpoint",
         signature="(self, checkpoint_folder)",
         wrapper="hf_zero.integrations.transformers.trainer_checkpoints:push_whole_ones",

@@ -23,6 +23,7 @@ from hf_zero.config.parallelism import TENSOR_SIZE
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.loaders import tensor_ranks
+from hf_zero.integrations.accelerate.memory_saves import leave_to_trainer
 from hf_zero.integrations.transformers.trainer_checkpoints import whole_to_resume
 from hf_zero.integrations.transformers.trainer_route import (
     CALLBACK,
@@ -143,6 +144,7 @@ def prepare_engine(original: Callable[..., Any]) -> Callable[..., Any]:
 
         keep_what_is_written(self.deepspeed)
         self.deepspeed.measures.keep_in(self.args.output_dir)
+        leave_to_trainer(self.accelerator)
         return result
 
     return _prepare_for_training

@@ -24,7 +24,9 @@ from typing import Any
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.commit import excess, remove
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hf_zero.checkpoint.memory import newest_in_memory
 from hf_zero.checkpoint.save_job import after_commit, decide_on_rank_0
+from hf_zero.config import ZeroConfig
 from hf_zero.config.resolving import ACCUMULATION, TOTAL
 from hf_zero.distributed import world_group
 from hf_zero.errors import CheckpointError
@@ -39,6 +41,7 @@ from hf_zero.integrations.checkpoint_folders import (
     trainer_folder_error,
     warn_lost_random_states,
 )
+from hf_zero.integrations.memory_checkpoints import replaced, save_with_route
 from hf_zero.integrations.transformers.trainer_phases import windows_of
 from hf_zero.integrations.transformers.trainer_route import under_zero
 from hf_zero.logging import listed, log_rank0, logger
@@ -49,7 +52,8 @@ ASIDE = "_hf-zero-dropped-"  # a name that the Trainer does not push to the hub
 
 def whole_to_resume(trainer: Any, wanted: Any) -> Any:
     """Return the checkpoint that ``Trainer.train(resume_from_checkpoint=wanted)`` resumes from: for
-    True, the last complete one. Collective.
+    True, and for the last one in ``output_dir``, the newest of the last complete one and of those
+    in the memory of the hosts. Collective.
 
     Raises CheckpointError for an incomplete checkpoint, naming the last complete one, and if no
     checkpoint is complete.
@@ -61,10 +65,12 @@ def whole_to_resume(trainer: Any, wanted: Any) -> Any:
         found = decide_on_rank_0(
             lambda: last_complete(numbered_folders(output, PREFIX), trainer_folder_error)
         )
-        folder = None if found is None else Path(found)
+        folder, last = None if found is None else Path(found), True
     else:
-        folder = Path(wanted)
-        decide_on_rank_0(lambda: _refuse_torn(folder, output))
+        named = folder = Path(wanted)
+        last = decide_on_rank_0(lambda: _refuse_torn(named, output))
+    if last:  # what scripts find by get_last_checkpoint counts as True
+        folder = _newer_in_memory(trainer, folder)
     if folder is None:
         return wanted  # the Trainer raises that there is none
     if folder.is_dir() and has_engine_checkpoint(folder):
@@ -73,6 +79,61 @@ def whole_to_resume(trainer: Any, wanted: Any) -> Any:
         warn_lost_random_states(folder, find.locate(folder), name, rank, ranks)
         _keep_samples_of_a_step(trainer, folder)
     return str(folder)
+
+
+def _newer_in_memory(trainer: Any, folder: Path | None) -> Path | None:
+    """Return the folder of the newest generation in memory, unless ``folder`` is newer.
+    Collective.
+    """
+    config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
+    found = newest_in_memory(ZeroConfig.coerce(config, allow_auto=True, foreign=True), folder)
+    if found is None:
+        return folder
+    log_rank0(f"resume from step {found.step} in the memory of the hosts")
+    return Path(str(found.directory))
+
+
+def save_into_memory(original: Callable[..., None]) -> Callable[..., None]:
+    """Wraps ``Trainer._maybe_log_save_evaluate``: saves into the memory of the hosts what
+    ``_save_checkpoint`` saves into a folder, at the end of a step at which it is due.
+    """
+
+    def _maybe_log_save_evaluate(
+        self: Any,
+        tr_loss: Any,
+        grad_norm: Any,
+        model: Any,
+        trial: Any,
+        epoch: float,
+        ignore_keys_for_eval: Any,
+        start_time: float,
+        learning_rate: float | None = None,
+    ) -> None:
+        original(
+            self, tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time,
+            learning_rate,
+        )  # fmt: skip
+        if not under_zero(self) or self.deepspeed.memory is None:
+            return
+        engine = self.deepspeed
+        if not engine.memory.is_due(engine.global_steps):
+            return
+
+        def write(folder: Path) -> Path:
+            made = folder / f"{PREFIX}{self.state.global_step}"
+            made.mkdir()
+            with replaced(
+                self,
+                _get_output_dir=lambda trial: str(folder),
+                save_model=lambda *args, **kwargs: None,
+                _push_from_checkpoint=lambda folder: None,
+            ):
+                self._save_checkpoint(model, trial)
+            return made
+
+        save_with_route(engine, write)
+
+    return _maybe_log_save_evaluate
 
 
 def _keep_samples_of_a_step(trainer: Any, folder: Path) -> None:
@@ -106,7 +167,10 @@ def _keep_samples_of_a_step(trainer: Any, folder: Path) -> None:
         config[TOTAL] = micro * steps * args.world_size
 
 
-def _refuse_torn(folder: Path, output: Path) -> None:
+def _refuse_torn(folder: Path, output: Path) -> bool:
+    """Raise CheckpointError unless ``folder`` is whole; return whether it is the last checkpoint of
+    the run in ``output``.
+    """
     if not folder.exists():
         there = [each.name for each in numbered_folders(output, PREFIX)]
         raise CheckpointError(
@@ -115,7 +179,7 @@ def _refuse_torn(folder: Path, output: Path) -> None:
             "path of one, or True for the last"
         )
     if not (folder.is_dir() and (has_engine_checkpoint(folder) or (folder / STATE).is_file())):
-        return  # not written by the Trainer: its own error is more specific
+        return False  # not written by the Trainer: its own error is more specific
     said = trainer_folder_error(folder)
     if said:
         whole = next(
@@ -130,6 +194,7 @@ def _refuse_torn(folder: Path, output: Path) -> None:
             f"{whole} is whole" if whole else f"no other checkpoint in {folder.parent} is whole"
         )
         raise CheckpointError(f"{folder} is not whole: {said}. {remedy}")
+    return folder.resolve() in [each.resolve() for each in numbered_folders(output, PREFIX)[:1]]
 
 
 def end_with_whole_ones(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,99 @@
+"""Loops of Accelerate that save into the memory of the hosts with what ``save_state`` saves, once
+the body of the loop has ended. Imported while ``import accelerate`` runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hf_zero.checkpoint.memory import newest
+from hf_zero.errors import ConfigError
+from hf_zero.integrations.memory_checkpoints import replaced, save_with_route
+
+INTO_MEMORY = "_hf_zero_into_memory"  # an attribute of an accelerator during such a save
+_saving: weakref.WeakSet[Any] = weakref.WeakSet()  # accelerators whose loops save so
+
+
+def engines_of(accelerator: Any) -> list[Any]:
+    """Return the engines that ``accelerator`` has prepared, in order."""
+    from hf_zero.engine import Engine
+
+    return [each for each in accelerator._models if isinstance(each, Engine)]
+
+
+def save_by_loop(accelerator: Any) -> None:
+    """Have the loop of a script save the engine of ``accelerator`` into the memory of the hosts,
+    with what ``save_state`` saves, if its configuration says so. Raises ConfigError for several.
+    """
+    engines = [each for each in engines_of(accelerator) if each.bound is not None]
+    if all(each.memory is None for each in engines):
+        return
+    if len(engines) > 1:
+        raise ConfigError(
+            f"checkpoint.memory saves at a step of one model, and {len(engines)} models are "
+            "prepared for training; take the key out and save all of them with save_state()"
+        )
+    engines[0].memory.by_route = True
+    engines[0].register_forward_pre_hook(_before_forward)
+    _saving.add(accelerator)
+
+
+def leave_to_trainer(accelerator: Any) -> None:
+    """Have the Trainer save what :func:`save_by_loop` has the loop of a script save."""
+    _saving.discard(accelerator)
+
+
+def save_between_batches(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wraps two calls of Accelerate's loaders after the body of a script's loop: saves into the
+    memory of the hosts if it is due. Loaders in the body, of an evaluation, do not.
+    """
+
+    def between_batches(self: Any) -> None:
+        if _saving and _loops(self.gradient_state)[:1] in ([], [self]):
+            _save_what_is_due()
+        original(self)
+
+    return between_batches
+
+
+def _before_forward(engine: Any, inputs: Any) -> None:
+    """Save before the next forward, if no prepared loader has brought its batch."""
+    from accelerate.state import GradientState
+
+    if _saving and engine.training and not _loops(GradientState()):
+        _save_what_is_due()
+
+
+def _loops(state: Any) -> list[Any]:
+    """Return the loaders that are being iterated over, the outermost first."""
+    return [each for each in state.dataloader_references if each is not None]
+
+
+def _save_what_is_due() -> None:
+    for accelerator in list(_saving):
+        for engine in engines_of(accelerator):
+            if engine.memory is not None and engine.memory.is_due(engine.global_steps):
+                save_with_route(engine, functools.partial(_write_state, accelerator))
+
+
+def _write_state(accelerator: Any, folder: Path) -> Path:
+    from accelerate.utils import ProjectConfiguration
+
+    plain = ProjectConfiguration(save_on_each_node=True)
+    with replaced(accelerator, project_configuration=plain, **{INTO_MEMORY: True}):
+        accelerator.save_state(str(folder))
+    return folder
+
+
+def newer_in_memory(accelerator: Any, folder: str | None) -> str | None:
+    """Return the folder of the newest state in memory, unless ``folder`` is newer. Collective."""
+    found = [
+        newest(engine, folder)
+        for engine in engines_of(accelerator)
+        if engine.memory is not None and engine.bound is not None
+    ]
+    return str(found[0].directory) if found and found[0] is not None else folder

@@ -1,0 +1,69 @@
+"""Saves of a trainer into the memory of the hosts: its own save runs into a temporary folder there,
+and the engine's part of it becomes a generation with the other files beside it.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING, Any
+
+from hf_zero.checkpoint import memory
+
+if TYPE_CHECKING:
+    from hf_zero.engine import Engine
+
+
+def save_with_route(engine: Engine, write: Callable[[Path], Path]) -> None:
+    """Save ``engine`` into the memory of the hosts. ``write(folder)`` saves what a trainer saves,
+    and returns the folder of which the files are kept beside. Every rank calls it after the same
+    step.
+    """
+    assert engine.memory is not None
+    where = engine.memory.folder(engine.memory.base)
+    where.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder = Path(mkdtemp(dir=where))
+    try:
+        with _saving_nothing(engine) as asked:
+            root = write(folder)
+        files = [path for path in root.rglob("*") if path.is_file()]
+        beside = {str(path.relative_to(root)): path.read_bytes() for path in files}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    memory.save(engine, beside, asked.get("client_state"), asked.get("tag"))
+
+
+@contextmanager
+def _saving_nothing(engine: Engine) -> Iterator[dict[str, Any]]:
+    """Keep ``engine.save_checkpoint`` from writing; yield the arguments of its call."""
+    asked: dict[str, Any] = {}
+
+    @functools.wraps(engine.save_checkpoint)
+    def save_checkpoint(
+        save_dir: str | None = None,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        **others: Any,
+    ) -> bool:
+        asked.update(tag=tag, client_state=client_state)
+        return True
+
+    with replaced(engine, save_checkpoint=save_checkpoint):
+        yield asked
+
+
+@contextmanager
+def replaced(holder: Any, **attributes: Any) -> Iterator[None]:
+    """Give the instance ``holder`` these ``attributes`` in place of its own or its class's."""
+    before = {name: vars(holder)[name] for name in attributes if name in vars(holder)}
+    vars(holder).update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del vars(holder)[name]
+        vars(holder).update(before)

@@ -1,0 +1,139 @@
+"""Loops of Accelerate that save into the memory of the hosts between their steps, fail, and go on
+by ``load_state()`` as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator, skip_first_batches
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+from torch.utils.data import DataLoader
+
+from hf_zero.checkpoint.memory import saving
+from hf_zero.errors import ConfigError
+from tests.helpers.plain_process import forget
+from tests.integrations.accelerate.test_checkpoints import Counter
+from tests.integrations.accelerate.test_loop import accelerator_with, batches, small
+
+pytestmark = pytest.mark.usefixtures("plain_process")
+
+STEPS, EPOCHS, BATCHES = 12, 3, 4  # twelve steps, each of one batch
+
+
+class Loop:
+    """A loop over shuffled batches with dropout, a schedule and a counter of its own.
+
+    ``fetched``: it holds its batches itself; ``evaluates``: its steps end with an evaluation.
+    """
+
+    def __init__(self, folder: Path, every: int | None, named: bool, **how: bool) -> None:
+        forget()
+        saving._claimed.clear()  # the processes before are gone
+        self.how = how
+        naming = ProjectConfiguration(
+            project_dir=str(folder / "run"), automatic_checkpoint_naming=named
+        )
+        memory = {"every": every, "folder": str(folder / "memory"), "job": "job"}
+        self.accelerator: Accelerator = accelerator_with(
+            {"zero_optimization": {"stage": 2}, "checkpoint": {"memory": memory}},
+            project_config=naming,
+            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=1),
+        )
+        model = small()
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.2
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        rows: Any = batches(BATCHES)
+        # a generator of its own: an iteration that is begun anew draws a seed from it
+        data: Any = DataLoader(rows, batch_size=4, shuffle=True, generator=torch.Generator())
+        watched: Any = DataLoader(rows[:4], batch_size=4, generator=torch.Generator())
+        self.model, self.optimizer, self.data, self.watched, self.schedule = (
+            self.accelerator.prepare(model, optimizer, data, watched, schedule)
+        )
+        self.counter = Counter()
+        self.accelerator.register_for_checkpointing(self.counter)
+
+    def batches_of(self, epoch: int) -> Iterator[Any]:
+        skipped = max(0, self.counter.value - epoch * BATCHES)
+        data: Any = skip_first_batches(self.data, skipped)
+        data.set_epoch(epoch)
+        return iter(list(data) if self.how.get("fetched") else data)
+
+    def train(self, stop: int = STEPS, saves: int = 0) -> dict[int, float]:
+        losses = {}
+        for epoch in range(self.counter.value // BATCHES, EPOCHS):
+            for batch in self.batches_of(epoch):
+                self.model.train()
+                loss = self.model(**batch).loss
+                self.accelerator.backward(loss)
+                self.optimizer.step()
+                self.schedule.step()
+                self.optimizer.zero_grad()
+                if self.how.get("evaluates"):
+                    self.model.eval()
+                    with torch.no_grad():
+                        assert all(self.model(**each).loss > 0 for each in self.watched)
+                self.counter.value += 1
+                losses[self.counter.value] = float(loss.detach())
+                if self.counter.value == saves:
+                    self.accelerator.save_state()
+                if self.counter.value == stop:
+                    break
+            else:
+                continue
+            break
+        if self.model.memory is not None:
+            self.model.memory.wait()
+        return losses
+
+
+@pytest.mark.parametrize("how", ["", "fetched", "evaluates"])
+@pytest.mark.parametrize("stop", [3, 5, 11])
+def test_a_loop_goes_on_from_memory(stop: int, how: str, tmp_path: Path) -> None:
+    """Every second step is saved, once the next one begins."""
+    options = {how: True} if how else {}
+    whole = Loop(tmp_path / "other", None, True, **options).train()
+    assert Loop(tmp_path, 2, True, **options).train(stop) == {
+        n: whole[n] for n in range(1, stop + 1)
+    }
+    loop = Loop(tmp_path, 2, True, **options)
+    loop.accelerator.load_state()
+    assert loop.counter.value == stop - 1 and loop.model.global_steps == stop - 1
+    assert loop.train() == {n: whole[n] for n in range(stop, STEPS + 1)}
+
+
+@pytest.mark.parametrize(("on_disk", "begins"), [(3, 4), (5, 5)])
+def test_the_newer_of_memory_and_disk_is_loaded(on_disk: int, begins: int, tmp_path: Path) -> None:
+    whole = Loop(tmp_path / "other", None, True).train()
+    Loop(tmp_path, 2, True).train(5, saves=on_disk)
+    loop = Loop(tmp_path, 2, True)
+    loop.accelerator.load_state()
+    assert loop.counter.value == begins
+    assert loop.train() == {n: whole[n] for n in range(begins + 1, STEPS + 1)}
+    named = Loop(tmp_path, 2, True)
+    named.accelerator.load_state(str(tmp_path / "run" / "checkpoints" / "checkpoint_0"))
+    assert named.counter.value == on_disk
+
+
+def test_a_script_that_names_its_folders_loads_from_memory(tmp_path: Path) -> None:
+    whole = Loop(tmp_path / "other", None, False).train()
+    Loop(tmp_path, 2, False).train(5)
+    loop = Loop(tmp_path, 2, False)
+    loop.accelerator.load_state()
+    assert loop.train() == {n: whole[n] for n in range(5, STEPS + 1)}
+    with pytest.raises(ValueError, match="automatic checkpoint naming is disabled"):
+        Loop(tmp_path / "none", 2, False).accelerator.load_state()
+
+
+def test_several_models_are_refused(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, 2, True)
+    other = small()
+    with pytest.raises(ConfigError, match="saves at a step of one model, and 2 models"):
+        loop.accelerator.prepare(other, torch.optim.AdamW(other.parameters(), lr=1e-2))

@@ -1,0 +1,135 @@
+"""Trainers that save into the memory of the hosts, fail, and go on from the newer of memory and
+disk as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from hf_zero.checkpoint.memory import saving
+from hf_zero.integrations.checkpoint_folders import trainer_folder_error
+from tests.helpers.plain_process import forget
+from tests.helpers.trainers import ROUTES, logged, routed, rows, weights
+
+pytestmark = pytest.mark.usefixtures("plain_process")
+
+
+class Failing(transformers.TrainerCallback):
+    """Fails in the middle of step ``at``, once the save before is whole."""
+
+    def __init__(self, at: int | None) -> None:
+        self.at, self.trainer = at, None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if state.global_step == self.at:
+            self.trainer.deepspeed.memory.wait()
+            raise RuntimeError("failed on purpose")
+
+
+def memory(folder: Path, every: int = 2) -> dict[str, Any]:
+    section = {"every": every, "folder": str(folder / "memory"), "job": "job"}
+    return {"checkpoint": {"memory": section}}
+
+
+def made(route: str, folder: Path, **changes: Any) -> transformers.Trainer:
+    """A Trainer of eight steps, three an epoch, with dropout and rows in random order."""
+    run = routed(
+        route, 2, folder / "run", train_dataset=rows("bert", 12), max_steps=8,
+        per_device_train_batch_size=2, gradient_accumulation_steps=2, lr_scheduler_type="cosine",
+        **changes,
+    )  # fmt: skip
+    for module in run.model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.2
+    return run
+
+
+def train(
+    route: str, folder: Path, fails: int | None = None, resume: Any = None, **changes: Any
+) -> transformers.Trainer:
+    """One attempt of the job, which saves into memory at each second step."""
+    forget()
+    saving._claimed.clear()  # the processes before are gone
+    failing = Failing(fails)
+    run = made(route, folder, config=memory(folder), callbacks=[failing], **changes)
+    failing.trainer = run
+    if fails is None:
+        run.train(resume_from_checkpoint=resume)
+    else:
+        with pytest.raises(RuntimeError, match="on purpose"):
+            run.train(resume_from_checkpoint=resume)
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[str, Any]]:
+    """Losses and weights of the run that nothing interrupts, and that saves nothing in memory."""
+    forget()
+    run = made("ours", tmp_path_factory.mktemp("whole"))
+    run.train()
+    return logged(run), weights(run)
+
+
+def same(run: transformers.Trainer, whole: Any) -> None:
+    assert logged(run) == whole[0]
+    found = weights(run)
+    assert all(torch.equal(found[name], value) for name, value in whole[1].items())
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_run_goes_on_from_memory(route: str, tmp_path: Path, whole: Any) -> None:
+    train(route, tmp_path, fails=5)
+    run = train(route, tmp_path, resume=True)
+    assert run._initial_global_step == 4
+    same(run, whole)
+
+
+def test_twice_and_across_an_epoch(tmp_path: Path, whole: Any) -> None:
+    train("ours", tmp_path, fails=3)
+    train("ours", tmp_path, fails=7, resume=True)
+    run = train("ours", tmp_path, resume=True)
+    assert run._initial_global_step == 6
+    same(run, whole)
+    assert not (tmp_path / "run").exists() or not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize(("on_disk", "begins"), [(3, 4), (5, 5)])
+@pytest.mark.parametrize("named", [False, True])
+def test_the_newer_of_memory_and_disk_is_taken(
+    on_disk: int, begins: int, named: bool, tmp_path: Path, whole: Any
+) -> None:
+    saved = {"save_strategy": "steps", "save_steps": on_disk}
+    train("ours", tmp_path, fails=5, **saved)
+    last = str(tmp_path / "run" / f"checkpoint-{on_disk}") if named else True
+    run = train("ours", tmp_path, resume=last, **saved)
+    assert run._initial_global_step == begins
+    same(run, whole)
+
+
+def test_one_that_is_not_the_last_is_taken_from_the_disk(tmp_path: Path, whole: Any) -> None:
+    saved = {"save_strategy": "steps", "save_steps": 1}
+    train("ours", tmp_path, fails=5, **saved)
+    run = train("ours", tmp_path, resume=str(tmp_path / "run" / "checkpoint-3"), **saved)
+    assert run._initial_global_step == 3
+    same(run, whole)
+
+
+def test_the_folder_in_memory_is_that_of_a_checkpoint(tmp_path: Path) -> None:
+    """It has the files that the Trainer saves on disk, but for those of ``save_model``."""
+    saved = {"save_strategy": "steps", "save_steps": 4}
+    train("ours", tmp_path, fails=5, **saved)
+    train("ours", tmp_path, fails=5, resume=True)
+    folder = next((tmp_path / "memory").rglob("resume"))
+    disk = tmp_path / "run" / "checkpoint-4"
+
+    def names(root: Path) -> set[str]:
+        made = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+        return {name for name in made if "zero_to_fp32" not in name}
+
+    assert names(folder) == names(disk) - {"config.json", "model.safetensors", "training_args.bin"}
+    assert trainer_folder_error(folder) == ""
