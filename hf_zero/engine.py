@@ -118,7 +118,7 @@ class Engine(TrainingEngine):
         torch_state_dict.install()
         self.async_saves = AsyncSaves(mesh, self.schedule.shards)
         self.measures = measures_of(self, plan)
-        self.memory = MemoryCheckpoints.of(self)
+        self.memory = MemoryCheckpoints.of(self, plan)
         installed.callback(self._end_measures)
 
     def _end_measures(self) -> None:

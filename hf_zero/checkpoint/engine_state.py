@@ -44,6 +44,7 @@ from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.sharding import WholeNames, persistent_buffers, sharding_of
 
 if TYPE_CHECKING:
+    from hf_zero.zero.layout.engine_plan import EnginePlan, FlatPlan
     from hf_zero.zero.layout.flat_buffer import FlatBuffer
     from hf_zero.zero.training_engine import TrainingEngine
 
@@ -396,6 +397,25 @@ class SavePlan:
     file: FilePlan
     tensors: dict[str, Stored]
     report: RankReport
+
+
+def stored_width(plan: EnginePlan, flat: FlatPlan) -> int:
+    """Return the bytes that a checkpoint keeps for each element of ``flat``: weight and moments."""
+    if not flat.spec.trainable:
+        return flat.spec.dtype.itemsize
+    return flat.wide.itemsize + sum(dtype.itemsize for dtype, _ in plan.moments_of(flat).values())
+
+
+def planned_size(plan: EnginePlan) -> int:
+    """Return the bytes of this rank's file in a checkpoint, without header, buffers, generators and
+    state of whole tensors.
+    """
+    coordinate = plan.dims.coordinate(plan.rank, "pipeline")
+    return sum(
+        flat.spec.owned_numel * stored_width(plan, flat)
+        for flat in plan.flats
+        if flat.spec.writes and coordinate in (flat.spec.sharding.stages or (coordinate,))[:1]
+    )
 
 
 def plan_save(

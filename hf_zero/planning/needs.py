@@ -29,6 +29,7 @@ import os
 from collections import Counter
 from dataclasses import dataclass
 
+from hf_zero.checkpoint.engine_state import stored_width
 from hf_zero.checkpoint.memory.folders import SLOTS, bases, is_in_memory
 from hf_zero.compression.error_feedback import ErrorCodec
 from hf_zero.device import kinds
@@ -132,27 +133,28 @@ def needs(plan: EnginePlan) -> Needs:
 
 
 def memory_checkpoints(plan: EnginePlan) -> int:
-    """Return the bytes of checkpoints in memory that a rank keeps: two generations of its own file
-    and of as many copies as hosts are to hold it, without buffers; 0 where they are off, or in a
-    folder on a disk.
+    """Return the bytes of checkpoints in memory that a host keeps for each of its ranks: two
+    generations, with copies on as many hosts as there are to be, without buffers; 0 where they are
+    off, or in a folder on a disk.
     """
     settings = plan.settings.memory_checkpoints
     if not settings.every or not is_in_memory(bases(settings.folder)[0]):
         return 0
     here = int(os.environ.get("LOCAL_WORLD_SIZE", plan.dims.world))
     hosts = -(-plan.dims.world // max(1, here))
-    return len(SLOTS) * min(settings.copies, hosts) * _rank_file(plan)
+    return len(SLOTS) * min(settings.copies, hosts) * _share_of_files(plan)
 
 
-def _rank_file(plan: EnginePlan) -> int:
-    """Return the bytes of this rank's file in a checkpoint: weights and moments of its shards."""
+def _share_of_files(plan: EnginePlan) -> int:
+    """Return the bytes of a checkpoint's rank files divided by the ranks: the same on all of
+    them.
+    """
     total = 0
     for flat in plan.flats:
-        width = flat.spec.dtype.itemsize
-        if flat.spec.trainable:
-            moments = sum(dtype.itemsize for dtype, _ in plan.moments_of(flat).values())
-            width = flat.wide.itemsize + moments
-        total += flat.spec.owned_numel * width
+        spec = flat.spec
+        sharing = len(plan.dims.ranks_sharing(plan.rank, spec.sharding.axes))
+        written = spec.owned_numel * spec.layout.shards * stored_width(plan, flat)
+        total += -(-written // sharing)
     return total
 
 

@@ -32,6 +32,7 @@ from hf_zero.checkpoint.engine_state import (
     buffers_of_other_stages,
     model_buffers,
     plan_save,
+    planned_size,
     refuse_destroyed,
 )
 from hf_zero.checkpoint.file_writer import copy_to_memory
@@ -56,6 +57,7 @@ from hf_zero.ops.host_memory import HostArena
 from hf_zero.zero.layout.sharding import WholeNames
 
 if TYPE_CHECKING:
+    from hf_zero.zero.layout.engine_plan import EnginePlan
     from hf_zero.zero.training_engine import TrainingEngine
 
 KEY = "checkpoint.memory"
@@ -132,7 +134,7 @@ class MemoryCheckpoints(JobFolders):
     its steps, and a load without a tag chooses.
     """
 
-    def __init__(self, engine: TrainingEngine) -> None:
+    def __init__(self, engine: TrainingEngine, plan: EnginePlan) -> None:
         settings, mesh = engine.config.memory_checkpoints, engine.mesh
         assert settings.every is not None
         self.every, self.copies, self.by_route = settings.every, settings.copies, False
@@ -155,13 +157,26 @@ class MemoryCheckpoints(JobFolders):
         self._running: Future[None] | None = None
         self._told_waiting = False
         self._say()
+        needed = self._take_room(self._ranks.all_gather_object(planned_size(plan), KEY))
+        if self.acts_for_host:
+            folder = self.folder(self.base)
+            logger.info(
+                "%s: about %s for generations of every %d steps, in %s%s",
+                KEY,
+                in_units(needed),
+                self.every,
+                folder,
+                "" if folders.is_in_memory(folder) else " (a disk: there is no room in memory)",
+            )
         self.mark()
         _at_exit(self)
 
     @classmethod
-    def of(cls, engine: TrainingEngine) -> MemoryCheckpoints | None:
-        """Return the checkpoints in memory of ``engine``; None if its configuration has none."""
-        return cls(engine) if engine.config.memory_checkpoints.every else None
+    def of(cls, engine: TrainingEngine, plan: EnginePlan) -> MemoryCheckpoints | None:
+        """Return the checkpoints in memory of ``engine``, built by ``plan``; None if its
+        configuration has none. Raises CheckpointError on all ranks if a host has no room.
+        """
+        return cls(engine, plan) if engine.config.memory_checkpoints.every else None
 
     # ---- places ----
 
@@ -227,7 +242,8 @@ class MemoryCheckpoints(JobFolders):
             planned, sizes = collective_try(
                 self._ranks, make, after="Nothing was saved.", share=lambda made: made[1].size
             )
-            self._find_room(sizes)
+            self._take_room(sizes)
+            self._choose_slot()
         staged: Staged | None = None
         try:
             staged = self._stage(*(planned or make()))
@@ -408,37 +424,31 @@ class MemoryCheckpoints(JobFolders):
 
     # ---- room ----
 
-    def _find_room(self, sizes: Sequence[int]) -> None:
-        """Choose this host's folder and its first slot. ``sizes``: bytes of each rank's file.
+    def _take_room(self, sizes: Sequence[int]) -> int:
+        """Choose this host's base folder for two generations of files with ``sizes``, bytes by
+        rank; return the bytes that they take on this host. Collective.
 
         Raises CheckpointError on all ranks if a host has no room.
         """
-        found, _ = self.exchange_inventories()
-        whole = [each.save_id for each in found if each.is_whole()]
-        kept = self.newest_id or (whole[0] if whole else "")
         here = [sizes[rank] for rank in self.hosts.files_on(self.rank, self.copies)]
         needed = len(folders.SLOTS) * sum(here)
-        own, chosen = collective_try(
+        _, chosen = collective_try(
             self._ranks,
             lambda: str(self._choose_base(needed)) if self.acts_for_host else "",
-            after="Nothing was saved.",
             share=lambda base: base,
         )
         self.base = Path(chosen[self.hosts.first(self.rank)])
-        folder = self.folder(self.base)
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return needed
+
+    def _choose_slot(self) -> None:
+        """Choose this host's first slot: not the one with the generation to keep. Collective."""
+        found, _ = self.exchange_inventories()
+        whole = [each.save_id for each in found if each.is_whole()]
+        kept = self.newest_id or (whole[0] if whole else "")
+        self.folder(self.base).mkdir(parents=True, exist_ok=True, mode=0o700)
         self.mark()
         slots = {path.parent.name for held, path in self.scan().items() if held.save_id == kept}
         self._slot = 1 if folders.SLOTS[0] in slots else 0
-        if own:
-            logger.info(
-                "%s: %s for %d steps at a time, in %s%s",
-                KEY,
-                in_units(needed),
-                self.every,
-                folder,
-                "" if folders.is_in_memory(folder) else " (a disk: there is no room in memory)",
-            )
 
     def _choose_base(self, needed: int) -> Path:
         """Return the first base folder on this host with room for ``needed`` bytes."""

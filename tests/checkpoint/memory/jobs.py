@@ -14,10 +14,11 @@ import torch
 
 from hf_zero.checkpoint.memory import saving
 from hf_zero.logging import logger
-from tests.checkpoint.test_engine import train
+from tests.checkpoint.test_engine import WINDOW, train
 from tests.checkpoint.test_offloaded import Away
 from tests.helpers.engines import full_weights
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tensor_parallel import MODELS
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,38 @@ class Kept(Away):
     def folder_of(self, host: str) -> Path:
         """This job's folder of the engine on ``host``."""
         return next(self.base.glob(f"hf-zero-*-job/{host}/engine-0"))
+
+
+@dataclass(frozen=True)
+class Meshed(Kept):
+    """``keys``: further keys of the configuration, those of zero_optimization merged.
+    ``together``: ranks that read one batch.
+    """
+
+    model: str = "llama"
+    keys: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    together: int = 1
+
+    @property
+    def config(self) -> dict[str, Any]:
+        zero = {"stage": self.stage, **self.keys.get("zero_optimization", {})}
+        steps = WINDOW * self.together // self.ranks
+        sizes = {"gradient_accumulation_steps": steps, "zero_optimization": zero}
+        return {**super().config, **self.keys, **sizes}
+
+    def models(self) -> list[torch.nn.Module]:
+        return [MODELS[self.model].build() for _ in range(self.ranks)]
+
+    def train(self, engine: Any, rank: int, steps: range) -> list[float]:
+        losses = []
+        for step in steps:
+            for micro in range(engine.gradient_accumulation_steps()):
+                batch = MODELS[self.model].batch(step, micro, rank // self.together)
+                loss = engine(**batch).loss
+                losses.append(float(loss.detach()))
+                engine.backward(loss)
+                engine.step()
+        return losses
 
 
 def attempt(

@@ -19,7 +19,7 @@ from hf_zero.checkpoint.memory import folders, saving
 from hf_zero.checkpoint.memory.resume import newest_in_memory
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import CheckpointError
-from tests.checkpoint.memory.jobs import Kept, attempt, heard, hosts, same
+from tests.checkpoint.memory.jobs import Kept, Meshed, attempt, heard, hosts, same
 from tests.checkpoint.test_engine import global_losses, train
 from tests.checkpoint.test_resume import Rows, config, net
 from tests.checkpoint.test_resume import train as resuming
@@ -264,16 +264,28 @@ def test_a_failing_job_keeps_its_generations(tmp_path: Path) -> None:
         ({"copies": 1, "limit": 200_000}, "take .* and checkpoint.memory.limit"),
     ],
 )
-def test_what_does_not_fit_is_refused(more: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_before_training(
+    more: dict[str, Any], said: str, tmp_path: Path
+) -> None:
     setup = with_folders(Kept(more=more), tmp_path)
     with pytest.raises(RankFailed, match=said):
-        attempt(setup, range(2))
+        attempt(setup, range(0))
 
 
-def test_a_full_file_system_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "room", lambda base, folder: 1000)
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_full_file_system_is_refused(
+    trains: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before training, and at the first save where others have filled it meanwhile."""
+
+    def fills(engine: Any = None, rank: int = 0) -> None:
+        monkeypatch.setattr(folders, "room", lambda base, folder: 1000)
+
+    if not trains:
+        fills()
+    setup = with_folders(Kept(), tmp_path)
     with pytest.raises(RankFailed, match=r"has room for 1\.00 kB; name a folder with more room"):
-        attempt(with_folders(Kept(), tmp_path), range(2))
+        attempt(setup, range(2) if trains else range(0), before=fills)
 
 
 def test_files_on_a_disk_take_the_place_of_memory(
@@ -327,20 +339,43 @@ def test_verify_reads_what_a_host_holds(tmp_path: Path) -> None:
     assert verdict.whole and verdict.parameters > 0
 
 
-def test_what_generations_take_is_foreseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bytes counted before training are those of two slots, up to headers and generators."""
+@pytest.mark.parametrize(
+    ("stage", "ranks", "keys"),
+    [(0, 2, {}), (1, 4, {"replicate_size": 2}), (2, 2, {}), (3, 4, {"replicate_size": 2})],
+)
+def test_what_generations_take_is_foreseen(
+    stage: int,
+    ranks: int,
+    keys: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The bytes counted before training are those of the files, up to headers and generators: of
+    each host by its ranks, of all of them in the plan that ranks share.
+    """
     needs = importlib.import_module("hf_zero.planning.needs")  # the package has a function so named
-    setup = with_folders(Kept(stage=2), tmp_path)
     monkeypatch.setattr(needs, "is_in_memory", lambda folder: True)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    counted: list[int] = []
-    count = needs.memory_checkpoints
+    shares: list[int] = []
+    taken: list[tuple[int, int]] = []  # by rank: bytes on its host, before training and at a save
+    count, take = needs.memory_checkpoints, saving.MemoryCheckpoints._take_room
     monkeypatch.setattr(
-        needs, "memory_checkpoints", lambda plan: counted.append(count(plan)) or counted[-1]
+        needs, "memory_checkpoints", lambda plan: shares.append(count(plan)) or shares[-1]
     )
+
+    def takes(self: Any, sizes: list[int]) -> int:
+        taken.append((self.rank, take(self, sizes)))
+        return taken[-1][1]
+
+    monkeypatch.setattr(saving.MemoryCheckpoints, "_take_room", takes)
+    setup = with_folders(Meshed(stage=stage, ranks=ranks, hosts="abcd", keys=keys), tmp_path)
     attempt(setup, range(2))
-    held = sum(path.stat().st_size for path in setup.folder_of("a").glob("slot-*/*.safetensors"))
-    assert counted[0] <= held <= counted[0] + 4 * 32_000
+    headers = 2 * 2 * 32_000
+    for rank in range(ranks):
+        planned, saved = (nbytes for each, nbytes in taken if each == rank)
+        assert planned <= saved <= planned + headers
+    held = sum(path.stat().st_size for path in setup.base.rglob("*.safetensors"))
+    assert len({*shares}) == 1 and ranks * shares[0] <= held <= ranks * (shares[0] + headers)
 
 
 class WholeBatches(Rows):

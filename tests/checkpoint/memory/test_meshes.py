@@ -7,56 +7,20 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from hf_zero import initialize
 from hf_zero.checkpoint.memory import saving
-from tests.checkpoint.memory.jobs import Kept, attempt, heard, hosts, same
-from tests.checkpoint.test_engine import WINDOW
+from tests.checkpoint.memory.jobs import Meshed, attempt, heard, hosts, same
 from tests.helpers.cells import fast
 from tests.helpers.engines import full_weights
 from tests.helpers.processes import run_processes
-from tests.helpers.tensor_parallel import MODELS
 from tests.parallel.pipelines import batches, config, pipeline, sgd
 
 __all__ = ["heard", "hosts"]
-
-
-@dataclass(frozen=True)
-class Meshed(Kept):
-    """``keys``: further keys of the configuration, those of zero_optimization merged.
-    ``together``: ranks that read one batch.
-    """
-
-    model: str = "llama"
-    keys: dict[str, Any] = field(default_factory=dict, hash=False)
-    together: int = 1
-
-    @property
-    def config(self) -> dict[str, Any]:
-        zero = {"stage": self.stage, **self.keys.get("zero_optimization", {})}
-        steps = WINDOW * self.together // self.ranks
-        sizes = {"gradient_accumulation_steps": steps, "zero_optimization": zero}
-        return {**super().config, **self.keys, **sizes}
-
-    def models(self) -> list[torch.nn.Module]:
-        return [MODELS[self.model].build() for _ in range(self.ranks)]
-
-    def train(self, engine: Any, rank: int, steps: range) -> list[float]:
-        losses = []
-        for step in steps:
-            for micro in range(engine.gradient_accumulation_steps()):
-                batch = MODELS[self.model].batch(step, micro, rank // self.together)
-                loss = engine(**batch).loss
-                losses.append(float(loss.detach()))
-                engine.backward(loss)
-                engine.step()
-        return losses
 
 
 def tensor(**more: Any) -> Meshed:
