@@ -24,6 +24,7 @@ import torch  # isort: skip
 from hf_zero.activations import host_copies as transfers  # isort: skip
 from torch.distributed.pipelining import schedules  # isort: skip
 from hf_zero.zero.gather import schedule  # isort: skip
+from hf_zero.checkpoint.memory import saving  # isort: skip
 from hf_zero.offload import gradient_offload, update, update_gathers  # isort: skip
 from hf_zero.distributed import two_hops  # isort: skip
 from hf_zero.zero.layout import unit  # isort: skip
@@ -158,6 +159,12 @@ def _with_its_gather_forgotten(plain: Any, self: unit.Unit, *args: Any, **kwargs
     plain(self, *args, **kwargs)
 
 
+def _copied_early(plain: Any, *args: Any) -> None:
+    """A generation is copied on a stream of its own, which has not waited for the update."""
+    with streams.on_stream(torch.cuda.Stream()):
+        plain(*args)
+
+
 def _on_the_computing_stream(
     plain: Any, self: update_gathers.UpdateGathers, gather: update_gathers.Gather
 ) -> None:
@@ -236,6 +243,7 @@ ALL = "stage 3, all on the host"
 ALL_ONCE = "stage 3, all on the host, one micro-batch"
 ACTIVATIONS = "stage 3, activations on the host"
 BETWEEN, READ = training.BETWEEN_STEPS
+IN_MEMORY, *_ = training.IN_MEMORY
 
 FAULTS: dict[str, Fault] = {
     "compute does not wait for a gather": Fault(
@@ -308,6 +316,12 @@ FAULTS: dict[str, Fault] = {
     ),
     "updated parameters are gathered on another stream": Fault(
         BETWEEN, replaced(update_gathers.UpdateGathers, "_issue", _on_the_computing_stream), COPIES
+    ),
+    "a generation is copied before the update": Fault(
+        IN_MEMORY, replaced(saving, "copy_to_memory", _copied_early), COPIES
+    ),
+    "a generation is hashed under its copy": Fault(
+        IN_MEMORY, left_out("synchronize", "file_writer.py copy_to_memory"), COPIES
     ),
     "a stage does not wait for what it receives": Fault(
         "pipeline", replaced(schedules, "_wait_batch_p2p", _nothing), COPIES

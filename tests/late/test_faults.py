@@ -21,6 +21,7 @@ FAST = (
     "a shard that is away is read, and written under its copy",
     "updated parameters are gathered on another stream",
     "a stage does not wait for what it receives",
+    "a generation is copied before the update",
 )
 OVER_HOSTS = (
     "odd ranks issue second hops in another order",

@@ -38,6 +38,7 @@ SELDOM = {
     "stage 2, both ways in 4 bits",
     "stage 3, weights in 8 bits, gradients in 4",
     "stage 1, local steps in 1 bit",
+    "stage 3, all on the host, kept in memory",
     *training.BETWEEN_STEPS,  # faults are put into them (test_faults.py)
 }
 # Again where streams are handed out twice: what has collectives in several threads or on several
@@ -53,6 +54,7 @@ ALL = [
     *training.BY_MATRICES,
     *training.IN_FEW_BITS,
     *training.BETWEEN_STEPS,
+    *training.IN_MEMORY,
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -84,6 +85,16 @@ JOBS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "stage 3, gathers of the backward in the node": (3, {"zero_hpz_partition_size": 2}, {}),
     "stage 3, Adafactor": (3, {}, ADAFACTOR),
     "stage 2, Adafactor, optimizer on the host": (2, OPTIMIZER, ADAFACTOR),
+}
+
+# generations in memory: each step's state is copied while the next step is launched
+KEPT = {
+    "checkpoint": {"memory": {"every": 1, "folder": f"{tempfile.gettempdir()}/hf-zero-late"}},
+    **ONCE,
+}
+IN_MEMORY: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "stage 2, kept in memory": (2, {}, KEPT),
+    "stage 3, all on the host, kept in memory": (3, BOTH, KEPT),
 }
 
 HOPS = {"mics_hierarchical_params_gather": True}
@@ -168,7 +179,7 @@ IN_FEW_BITS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-EVERY = JOBS | IN_FEW_BITS | BY_MATRICES | OVER_HOSTS | BETWEEN_STEPS
+EVERY = JOBS | IN_FEW_BITS | BY_MATRICES | OVER_HOSTS | BETWEEN_STEPS | IN_MEMORY
 
 
 def steps_of(job: str) -> int:
