@@ -13,6 +13,7 @@ from hf_zero.cli.doctor import doctor
 from hf_zero.cli.estimate import estimate
 from hf_zero.cli.explain import explain, schema
 from hf_zero.cli.launch import launch
+from hf_zero.cli.migrate import migrate
 from hf_zero.cli.verify import verify
 from hf_zero.errors import HfZeroError
 
@@ -31,6 +32,7 @@ app.command("doctor")(doctor)
 app.command("estimate")(estimate)
 app.command("explain")(explain)
 app.command("schema")(schema)
+app.command("migrate")(migrate)
 app.command("analyze")(analyze)
 app.command("convert-checkpoint")(convert_checkpoint)
 app.command("verify")(verify)

@@ -48,6 +48,8 @@ PASSED_ON = (
     "progressive_layer_drop",
     "tensor_parallel",
     "expert_parallel",
+    "replicate_size",
+    "float8_training",
 )
 
 _LAUNCHER = "read by accelerate launch, which starts the ranks"

@@ -330,6 +330,42 @@ ALIASES: dict[str, str] = {
     "flops_profiler.step": "flops_profiler.profile_step",
 }
 
+# Names that people write, by their lower-case form: what to write instead.
+ANSWERS: dict[str, str] = {
+    **dict.fromkeys(
+        ("lr", "learning_rate", "weight_decay"),
+        "it is a parameter of the optimizer: write optimizer.params.lr or "
+        "optimizer.params.weight_decay beside optimizer.type, or give it to the optimizer that "
+        "the script makes",
+    ),
+    **dict.fromkeys(
+        ("fp8", "float8", "fp8_config"),
+        "write float8_training: {recipe: tensorwise}, which multiplies matrices in float8",
+    ),
+    "monitor_config": "write tensorboard, wandb, comet or csv_monitor at the top",
+    "comms_config": "write comms_logger: {enabled: true} at the top",
+    "compile.disable": "blocks are compiled only with compile: blocks; remove it",
+    "mixed_precision": "write bf16: {enabled: true} or fp16: {enabled: true}",
+    **dict.fromkeys(
+        [
+            f"bf16.{name}"
+            for name in (
+                "loss_scale",
+                "loss_scale_window",
+                "initial_scale_power",
+                "hysteresis",
+                "min_loss_scale",
+                "auto_cast",
+            )
+        ],
+        "bf16 has the range of fp32 and needs no loss scale; remove it",
+    ),
+    **dict.fromkeys(
+        ("fp16.opt_level", "fp16.fp16_opt_level"), "it is Apex's, not DeepSpeed's; remove it"
+    ),
+    "fsdp_config": "`hf-zero migrate` translates an Accelerate configuration for FSDP",
+}
+
 SECTIONS: frozenset[str] = frozenset(
     path[:dot] for path in (*KEYS, *ALIASES) for dot in range(len(path)) if path[dot] == "."
 )

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from hf_zero.config.keys import ALIASES, KEYS, OWN_AUTOS, SECTIONS
+from hf_zero.config.keys import ALIASES, ANSWERS, KEYS, OWN_AUTOS, SECTIONS
 from hf_zero.config.provenance import SourcedDict
 from hf_zero.config.rows import Key, Status
-from hf_zero.config.spelling import closest, did_you_mean, is_foreign
+from hf_zero.config.spelling import closest, did_you_mean, is_comment, is_foreign
 from hf_zero.errors import ConfigError, HfZeroError, NotBuiltError
 from hf_zero.logging import log_rank0
 
@@ -87,7 +87,7 @@ class ConfigReading:
             if "." in str(key):
                 dotted = ConfigReading(origins=own.origins)
                 with dotted.mistakes.collect():
-                    dotted._take(_canonical(key), key, value, label)
+                    dotted._take(canonical(key), key, value, label)
                 own.update(dotted)
         with own.mistakes.collect():
             own._settle(mapping, label)
@@ -100,6 +100,11 @@ class ConfigReading:
         """Read one value of the file's key ``written`` for the key ``path`` of the table."""
         with self.mistakes.collect():
             self._judge(keys[path], value, written, label)
+
+    def read_key(self, written: str, value: Any, label: str) -> None:
+        """Read one key of the DeepSpeed dialect, with its sections before it, by itself."""
+        with self.mistakes.collect():
+            self._take(canonical(written), written, value, label)
 
     def update(self, other: ConfigReading) -> None:
         """Override values by those of ``other``, and take over its mistakes."""
@@ -134,7 +139,7 @@ class ConfigReading:
                     raise ConfigError(
                         f"{label}: {written_prefix}{key!r} is not a name; keys are strings"
                     )
-                self._take(_canonical(prefix + key), written_prefix + key, value, label)
+                self._take(canonical(prefix + key), written_prefix + key, value, label)
 
     def _take(self, path: str, written: str, value: Any, label: str) -> None:
         if path in KEYS:
@@ -325,7 +330,7 @@ class ConfigReading:
             )
 
 
-def _canonical(written: str) -> str:
+def canonical(written: str) -> str:
     """Return the table's path of a written key: aliases are resolved part by part, sections
     included.
     """
@@ -351,11 +356,16 @@ def _warn(message: str) -> None:
 
 
 def _unknown(written: str, path: str, label: str) -> ConfigError:
-    section = path.rpartition(".")[0]
+    section, _, name = written.rpartition(".")
+    said = f"{label}: unknown key {written!r}"
+    if is_comment(name):
+        return ConfigError(f"{said}: it reads as a comment; remove it")
+    if answer := ANSWERS.get(written.lower()):
+        return ConfigError(f"{said}: {answer}")
     known = _known()
-    siblings = [name for name in known if name.rpartition(".")[0] == section]
-    name = written.rpartition(".")[2]
-    elsewhere = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
-    found = elsewhere or closest(name, siblings) or closest(name, known)
-    hint = did_you_mean(name, found or siblings)
-    return ConfigError(f"{label}: unknown key {written!r}{hint}")
+    siblings = [each for each in known if each.rpartition(".")[0] == path.rpartition(".")[0]]
+    elsewhere = [each for each in known if each.rpartition(".")[2] == name]
+    found = elsewhere or closest(name, siblings)
+    if found or section:
+        return ConfigError(f"{said}{did_you_mean(name, found or siblings)}")
+    return ConfigError(f"{said}; `hf-zero schema --table` lists the keys")

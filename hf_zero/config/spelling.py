@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 MISSPELT = 0.75  # resemblance above which a foreign name is taken for a misspelt one
+LISTED = 16  # names in a message at most
 
 
 def closest(name: str, known: Iterable[str], limit: int = 3, least: float = 0.7) -> list[str]:
@@ -24,11 +25,16 @@ def closest(name: str, known: Iterable[str], limit: int = 3, least: float = 0.7)
     return best[:limit]
 
 
+def is_comment(name: str) -> bool:
+    """Return whether a key is a comment in a format that has none."""
+    return name.startswith(("_", "//", "#")) or name.lower() in ("comment", "comments")
+
+
 def is_foreign(name: str, known: Iterable[str]) -> bool:
     """Return whether ``name`` is a comment, or resembles none of ``known`` and is the last part of
     none: a key of another program, not a misspelt or misplaced one.
     """
-    if name.startswith(("_", "//", "#")):
+    if is_comment(name):
         return True
     names = list(known)
     found = closest(name, names, least=MISSPELT)
@@ -36,14 +42,15 @@ def is_foreign(name: str, known: Iterable[str]) -> bool:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return «; did you mean 'a' or 'b'?», or the names to choose from if none resembles
-    ``name``.
+    """Return «; did you mean 'a' or 'b'?», or names to choose from, :data:`LISTED` at most, if none
+    resembles ``name``.
     """
     names = list(known)
     found = closest(name, names)
     if found:
         return "; did you mean " + " or ".join(repr(candidate) for candidate in found) + "?"
-    return "; known here: " + ", ".join(sorted(names))
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return f"; known here: {', '.join(sorted(names)[:LISTED])}{more}"
 
 
 def _bare(name: str) -> str:

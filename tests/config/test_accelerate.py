@@ -159,11 +159,11 @@ def test_a_deepspeed_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
     with pytest.raises(
         ConfigError,
-        match=r"gradient_clipping stands beside deepspeed_config\.deepspeed_config_file = "
+        match=r"gradient_clipping is given besides deepspeed_config\.deepspeed_config_file = "
         r"'ds\.json', .*move it into ds\.json",
     ):
         accelerate({"deepspeed_config_file": "ds.json", "gradient_clipping": 1.0})
-    with pytest.raises(ConfigError, match="mixed_precision stands beside"):
+    with pytest.raises(ConfigError, match="mixed_precision is given besides"):
         accelerate({"deepspeed_config_file": "ds.json"}, mixed_precision="bf16")
 
 
@@ -174,7 +174,7 @@ def test_keys_of_ours_stand_in_the_section_as_they_are() -> None:
     assert (config.stage, config.kernels) == (3, ("loss",))
     assert config.compile.blocks and config.activation_offload.enabled
     assert config.sources["kernels"].endswith("deepspeed_config: kernels")
-    said = r"kernels stands beside deepspeed_config\.deepspeed_config_file"
+    said = r"kernels is given besides deepspeed_config\.deepspeed_config_file"
     with pytest.raises(ConfigError, match=said):
         accelerate({"deepspeed_config_file": "ds.json", "kernels": "auto"})
 

@@ -1,0 +1,83 @@
+"""``hf-zero migrate``: a configuration for DeepSpeed or FSDP as one for hf-zero."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from hf_zero.cli.printing import AsJson, print_json, print_table
+
+File = Annotated[
+    str,
+    typer.Argument(
+        help="A DeepSpeed JSON, or an Accelerate YAML for DeepSpeed, FSDP (1 or 2) or DDP."
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option("-o", "--out", help="The file to write, .json or .yaml; it must not exist."),
+]
+
+
+def migrate(file: File, out: Out = None, as_json: AsJson = False) -> None:
+    """Translate a configuration for DeepSpeed or FSDP: show what becomes of each key, and the
+    difference; with -o write the file. Exit code 1 if a contradiction is left to mend by hand.
+
+    Example: hf-zero migrate fsdp.yaml -o zero3.yaml
+    """
+    from hf_zero.config.files import load_file
+    from hf_zero.config.migrating import migrate
+    from hf_zero.errors import ConfigError
+
+    migration = migrate(load_file(file))
+    if out is not None and out.exists():
+        raise ConfigError(f"{out} exists; remove it, or pass another path with -o")
+    as_yaml = (out.suffix if out is not None else Path(file).suffix) in (".yaml", ".yml")
+    text = _text(migration.after, as_yaml)
+    if out is not None and migration.runs:
+        out.write_text(text, encoding="utf-8")
+    if as_json:
+        print_json(
+            {
+                "findings": [found._asdict() for found in migration.findings],
+                "configuration": migration.after,
+                "runs": migration.runs,
+            }
+        )
+    else:
+        table = Table("key", "value", "outcome", "note", title=file)
+        for found in migration.findings:
+            table.add_row(found.key, _short(found.value), found.outcome, found.note)
+        print_table(table)
+        print(_difference(_text(migration.before, as_yaml), text, file, out))
+        if out is None:
+            print("nothing is written; pass -o FILE")
+        elif migration.runs:
+            print(f"written: {out}")
+    if not migration.runs:
+        raise typer.Exit(1)
+
+
+def _text(values: dict[str, Any], as_yaml: bool) -> str:
+    if not as_yaml:
+        return json.dumps(values, indent=2) + "\n"
+    import yaml
+
+    return yaml.safe_dump(values, sort_keys=False)
+
+
+def _short(value: Any) -> str:
+    text = "" if value is None else json.dumps(value, default=str)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _difference(before: str, after: str, file: str, out: Path | None) -> str:
+    lines = difflib.unified_diff(
+        before.splitlines(), after.splitlines(), file, str(out or "for hf-zero"), lineterm="", n=1
+    )
+    return "\n".join(lines)

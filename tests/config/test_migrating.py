@@ -1,0 +1,240 @@
+"""Translation of configurations for DeepSpeed and FSDP: the finding for each key, and files that
+Accelerate and hf-zero read.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from hf_zero.cli.app import app
+from hf_zero.config import ZeroConfig
+from hf_zero.config.migrating import migrate
+from hf_zero.errors import ConfigError
+
+DEEPSPEED = {
+    "_comment": "ours",
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": True,
+        "stage3_param_persistence_threshold": "auto",
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "round_robin_gradients": True,
+        "//": "speed",
+    },
+    "bf16": {"enabled": "auto", "loss_scale": 0},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+    "fp16": {"enabled": False, "opt_level": "O2"},
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "autotuning": {"enabled": False},
+    "train_micro_batch_size_per_gpu": "auto",
+    "learning_rate": 1e-3,
+    "unheard_of": 1,
+}
+
+
+def hf_zero(*arguments: str) -> Any:
+    """Run the command in this process; raises what it does not report itself."""
+    done = CliRunner().invoke(app, list(arguments))
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done
+
+
+def outcomes(findings: Any) -> dict[str, tuple[str, str]]:
+    return {found.key: (found.outcome, found.note) for found in findings}
+
+
+def test_keys_of_deepspeed_are_taken_or_said_to_be_left_out() -> None:
+    migration = migrate(DEEPSPEED)
+    found = outcomes(migration.findings)
+    assert migration.runs
+    left = {key: note for key, (outcome, note) in found.items() if outcome == "left out"}
+    assert left.keys() == {
+        "_comment",
+        "zero_optimization.//",
+        "bf16.loss_scale",
+        "fp16.opt_level",
+        "learning_rate",
+        "unheard_of",
+    }
+    assert left["bf16.loss_scale"].startswith("bf16 has the range of fp32")
+    assert "optimizer.params.lr" in left["learning_rate"]
+    assert left["unheard_of"] == "not known here"
+    idle = {key for key, (outcome, note) in found.items() if outcome == "no effect" and note}
+    assert "autotuning" in idle
+    config = ZeroConfig.from_dict(migration.after, allow_auto=True)
+    assert (config.stage, config.offload_optimizer.device) == (3, "cpu")
+    assert migration.after["gradient_clipping"] == "auto"
+    assert migration.before == DEEPSPEED
+
+
+FSDP = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "FSDP",
+    "mixed_precision": "bf16",
+    "num_machines": 2,
+    "num_processes": 8,
+    "machine_rank": 0,
+    "main_training_function": "main",
+    "use_cpu": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("written", "section"),
+    [
+        ({}, {"zero_stage": 3}),
+        ({"fsdp_sharding_strategy": "FULL_SHARD"}, {"zero_stage": 3}),
+        ({"fsdp_sharding_strategy": 2}, {"zero_stage": 2}),
+        ({"fsdp_sharding_strategy": "NO_SHARD"}, {"zero_stage": 0}),
+        ({"fsdp_sharding_strategy": "HYBRID_SHARD"}, {"zero_stage": 3, "replicate_size": 2}),
+        ({"fsdp_sharding_strategy": "HYBRID_SHARD_ZERO2"}, {"zero_stage": 2, "replicate_size": 2}),
+        ({"fsdp_version": 2, "fsdp_reshard_after_forward": True}, {"zero_stage": 3}),
+        ({"fsdp_version": 2, "fsdp_reshard_after_forward": False}, {"zero_stage": 2}),
+        (
+            {"fsdp_offload_params": True},
+            {"zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "cpu"},
+        ),
+        (
+            {"fsdp_offload_params": True, "fsdp_sharding_strategy": "SHARD_GRAD_OP"},
+            {"zero_stage": 2, "offload_optimizer_device": "cpu"},
+        ),
+        (
+            {"fsdp_activation_checkpointing": True, "fsdp_activation_checkpointing_offload": True},
+            {
+                "zero_stage": 3,
+                "activation_checkpointing": {"blocks": True, "cpu_checkpointing": True},
+            },
+        ),
+        ({"fsdp_cpu_ram_efficient_loading": True}, {"zero_stage": 3, "zero3_init_flag": True}),
+        (
+            {"fsdp_state_dict_type": "FULL_STATE_DICT"},
+            {"zero_stage": 3, "zero3_save_16bit_model": True},
+        ),
+        ({"fsdp_state_dict_type": "SHARDED_STATE_DICT"}, {"zero_stage": 3}),
+        ({"fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_min_num_params": 1}, {"zero_stage": 3}),
+    ],
+)
+def test_fsdp_becomes_a_stage(written: dict[str, Any], section: dict[str, Any]) -> None:
+    migration = migrate(FSDP | {"fsdp_config": written})
+    assert migration.runs
+    assert migration.after["deepspeed_config"] == section
+    assert migration.after["distributed_type"] == "DEEPSPEED"
+    assert "fsdp_config" not in migration.after
+    found = outcomes(migration.findings)
+    assert all(found[f"fsdp_config.{key}"][0] in ("translated", "no effect") for key in written)
+    assert ZeroConfig.from_dict(migration.after).stage == section["zero_stage"]
+
+
+def test_what_fsdp_has_and_hf_zero_has_not_is_left_out() -> None:
+    found = outcomes(
+        migrate(
+            FSDP
+            | {
+                "fsdp_config": {
+                    "fsdp_ignored_modules": "x",
+                    "fsdp_sharding_strategy": "SOME_SHARD",
+                },
+                "unknown": 1,
+            }
+        ).findings
+    )
+    assert found["fsdp_config.fsdp_ignored_modules"][0] == "left out"
+    assert found["fsdp_config.fsdp_sharding_strategy"][0] == "left out"
+    assert found["unknown"][0] == "left out"
+
+
+def test_sizes_of_a_mesh_are_translated() -> None:
+    migration = migrate(
+        FSDP
+        | {
+            "fsdp_config": {"fsdp_version": 2},
+            "parallelism_config": {
+                "parallelism_config_dp_replicate_size": 2,
+                "parallelism_config_dp_shard_size": 2,
+                "parallelism_config_tp_size": 2,
+                "parallelism_config_cp_size": 4,
+            },
+        }
+    )
+    assert migration.after["deepspeed_config"] == {
+        "zero_stage": 3,
+        "replicate_size": 2,
+        "tensor_parallel": {"autotp_size": 2},
+    }
+    assert "parallelism_config" not in migration.after
+    found = outcomes(migration.findings)["parallelism_config.parallelism_config_cp_size"]
+    assert found == (
+        "left out",
+        "write parallelism_config_sp_size: 4, which splits sequences by heads",
+    )
+
+
+@pytest.mark.parametrize("kind", ["MULTI_GPU", "NO"])
+def test_ddp_becomes_stage_0(kind: str) -> None:
+    migration = migrate(FSDP | {"distributed_type": kind, "fsdp_config": {}})
+    assert migration.runs
+    assert migration.after["deepspeed_config"] == {"zero_stage": 0}
+
+
+def test_accelerates_own_section_is_kept() -> None:
+    section = {"zero_stage": 2, "offload_optimizer_device": "none", "zero_stag": 3}
+    migration = migrate(
+        {"distributed_type": "DEEPSPEED", "deepspeed_config": section, "num_processes": 2}
+    )
+    assert outcomes(migration.findings)["deepspeed_config.zero_stag"][0] == "left out"
+    assert migration.after["deepspeed_config"] == {
+        "zero_stage": 2,
+        "offload_optimizer_device": "none",
+    }
+
+
+def test_a_file_that_a_file_names_is_migrated_on_its_own(tmp_path: Path) -> None:
+    mapping = {"distributed_type": "DEEPSPEED", "deepspeed_config": {}}
+    for present in (False, True):
+        path = tmp_path / "ds.json"
+        if present:
+            path.write_text('{"zero_optimization": {"stages": 3}}')
+        migration = migrate(mapping | {"deepspeed_config": {"deepspeed_config_file": str(path)}})
+        found = outcomes(migration.findings)
+        assert "hf-zero migrate" in found["deepspeed_config.deepspeed_config_file"][1]
+        assert migration.runs is not present
+        assert ("zero_optimization.stages" in found.get("", ("", ""))[1]) is present
+
+
+def test_a_contradiction_is_left_to_mend(tmp_path: Path) -> None:
+    written = {"fp16": {"enabled": True}, "bf16": {"enabled": True}}
+    migration = migrate(written)
+    assert not migration.runs
+    assert "bf16" in outcomes(migration.findings)[""][1]
+    (tmp_path / "ds.json").write_text(json.dumps(written))
+    done = hf_zero("migrate", str(tmp_path / "ds.json"), "-o", str(tmp_path / "out.json"))
+    assert done.exit_code == 1
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_the_command_writes_a_file_that_accelerate_reads(tmp_path: Path) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    source, out = tmp_path / "fsdp.yaml", tmp_path / "zero3.yaml"
+    source.write_text(yaml.safe_dump(FSDP | {"fsdp_config": {"fsdp_offload_params": True}}))
+    shown = hf_zero("migrate", str(source))
+    assert "nothing is written; pass -o FILE" in shown.output
+    done = hf_zero("migrate", str(source), "-o", str(out))
+    assert done.exit_code == 0
+    assert "+distributed_type: DEEPSPEED" in done.output
+    assert "fsdp_config.fsdp_offload_params" in done.output
+    loaded = load_config_from_file(str(out))
+    assert loaded.deepspeed_config["offload_param_device"] == "cpu"
+    assert ZeroConfig.from_file(out).stage == 3
+    with pytest.raises(ConfigError, match=r"zero3\.yaml exists; remove it, or pass another"):
+        hf_zero("migrate", str(source), "-o", str(out))
+    again = json.loads(hf_zero("migrate", str(out), "--json").output)
+    assert again["runs"] and {row["outcome"] for row in again["findings"]} == {"taken"}
