@@ -42,6 +42,7 @@ _EXPORTS = {
     "analyze": "hf_zero.integrations.datasets.analyze",
     "estimate": "hf_zero.planning.estimate",
     "propose": "hf_zero.planning.estimate",
+    "simulate": "hf_zero.planning.simulation",
     "HfZeroError": "hf_zero.errors",
 }
 
@@ -86,6 +87,7 @@ if TYPE_CHECKING:
     from hf_zero.parallel.tensor import tensor_parallel as tensor_parallel
     from hf_zero.planning.estimate import estimate as estimate
     from hf_zero.planning.estimate import propose as propose
+    from hf_zero.planning.simulation import simulate as simulate
     from hf_zero.zero.access.full import (
         GatheredParameters as GatheredParameters,
     )

@@ -14,6 +14,7 @@ from hf_zero.cli.estimate import estimate
 from hf_zero.cli.explain import explain, schema
 from hf_zero.cli.launch import launch
 from hf_zero.cli.migrate import migrate
+from hf_zero.cli.simulate import simulate
 from hf_zero.cli.verify import verify
 from hf_zero.errors import HfZeroError
 
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 app.command("doctor")(doctor)
 app.command("estimate")(estimate)
+app.command("simulate")(simulate)
 app.command("explain")(explain)
 app.command("schema")(schema)
 app.command("migrate")(migrate)

@@ -186,8 +186,8 @@ def estimate(
     if link and pp > 1:
         _refuse({"--link": link}, "it is not known of pipelines; leave it or --pp out")
     sections: Any = {
-        "offload_optimizer": _section(offload_optimizer, moments),
-        "offload_param": _section(offload_param, None),
+        "offload_optimizer": section(offload_optimizer, moments),
+        "offload_param": section(offload_param, None),
     }
     sequences = {"sequence_lengths": seq or (), "sequence_parallel": sp}
     result = compute(
@@ -213,7 +213,8 @@ def _refuse(options: dict[str, Any], why: str) -> None:
             raise ConfigError(f"{name} = {value!r}: {why}")
 
 
-def _section(device: str | None, moments: str | None) -> dict[str, Any] | None:
+def section(device: str | None, moments: str | None) -> dict[str, Any] | None:
+    """Return the section of a configuration that offloads to ``device``, None for none."""
     if device is None:
         _refuse({"--moments": moments}, "it goes with --offload-optimizer cpu or nvme")
         return None

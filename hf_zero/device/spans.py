@@ -16,7 +16,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -28,6 +29,8 @@ from hf_zero.logging import LEVELS, logger
 LOGS = {"": False, "debug": True, "debug:all": True}  # values of HF_ZERO_LOG
 _started = time.perf_counter()
 NOTHING: nullcontext[None] = nullcontext()  # one object for all blocks without a context
+# called with each operation and unit, when a block begins and when any span ends (True: ends)
+Watcher = Callable[[str, str, bool], None]
 # blocks whose forward or backward is under way: which, the block, its begin, its span in a trace
 _open: dict[int, tuple[str, str, float, Any]] = {}
 
@@ -70,6 +73,8 @@ def began(owner: object, what: str, unit: str) -> None:
     if profiler._is_profiler_enabled:
         record = torch.profiler.record_function(f"hf_zero::{what} {unit}")
         record.__enter__()
+    if _watcher is not None:
+        _watcher(what, unit, False)
     _open[id(owner)] = (what, unit, time.perf_counter(), record)
 
 
@@ -90,7 +95,23 @@ def show_blocks(on: bool) -> None:
     blocks = logs or on
 
 
+@contextmanager
+def watched(watcher: Watcher) -> Iterator[None]:
+    """Have ``watcher`` called at the beginning of each block's forward and backward, and at the end
+    of each span, as (operation, unit, whether it ends), instead of the log.
+    """
+    global logs, blocks, _watcher
+    before, logs, blocks, _watcher = (logs, blocks, _watcher), True, True, watcher
+    try:
+        yield
+    finally:
+        logs, blocks, _watcher = before
+
+
 def _log(what: str, unit: str, nbytes: int, since: float) -> None:
+    if _watcher is not None:
+        _watcher(what, unit, True)
+        return
     if not _everywhere and os.environ.get("RANK", "0") != "0":
         return
     now = time.perf_counter()
@@ -123,5 +144,6 @@ def log_steps(how: str) -> None:
 
 
 logs, _everywhere = False, False  # whether ends of spans are logged, and on all ranks
+_watcher: Watcher | None = None
 blocks, _shown = False, False  # whether blocks are logged or in a profile; in a profile
 log_steps(os.environ.get("HF_ZERO_LOG", ""))

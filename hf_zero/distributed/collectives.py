@@ -368,7 +368,7 @@ class MeshDim:
                     continue
                 # as bytes: not every backend supports every dtype
                 whole, own = full.view(torch.uint8), own.view(torch.uint8)
-                if beside or (self._point_to_point and full.device.type == "cpu"):
+                if beside or (self._point_to_point and full.device.type in kinds.IN_HOST_MEMORY):
                     parts = whole.chunk(self.size)
                     group = None if beside else self._group
                     works += self._exchange([own] * self.size, parts, group, pending)
@@ -472,7 +472,9 @@ class MeshDim:
     ) -> list[Any]:
         """Send ``sizes[peer]`` elements of ``sent`` to each peer, receive ``counts[peer]``."""
         group = self._reduce_group
-        if self.size > 1 and not (self._point_to_point and sent.device.type == "cpu"):
+        if self.size > 1 and not (
+            self._point_to_point and sent.device.type in kinds.IN_HOST_MEMORY
+        ):
             sizes, counts = list(sizes), list(counts)
             return [dist.all_to_all_single(received, sent, counts, sizes, group, async_op=True)]
         raw = [part.view(torch.uint8) for part in sent.split(list(sizes))]
@@ -493,7 +495,7 @@ class MeshDim:
         if self.size == 1:
             return self._handle([], self._watchdog, pending, [full])
         self.stats.record("reduce_scatter", key, full.nbytes)
-        if self._point_to_point and full.device.type == "cpu":
+        if self._point_to_point and full.device.type in kinds.IN_HOST_MEMORY:
             raw = full.view(torch.uint8).chunk(self.size) if full.numel() else [full] * self.size
             into, received = list(raw), list[torch.Tensor]()
             for peer in self._peers:

@@ -18,7 +18,7 @@ from hf_zero.device import kinds
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats, PendingCollective
 from hf_zero.distributed.collectives import MARGIN_SECONDS, DimGroups, MeshDim
 from hf_zero.distributed.parallel_dims import ParallelDims
-from hf_zero.distributed.process_group import backends_of_parts
+from hf_zero.distributed.process_group import backends_of_parts, messages_as
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.distributed.world_group import RankGroup, get_world_group
 from hf_zero.errors import ConfigError
@@ -69,7 +69,7 @@ class DimMaker:
         return MeshDim(
             mine,
             self.rank,
-            DimGroups(groups[0], groups[1], self.backend, self.device),
+            DimGroups(groups[0], groups[1], messages_as(self.backend), self.device),
             stats,
             watchdog or self.watchdog,
             name,
@@ -218,15 +218,10 @@ class FlatMeshMaker:
         self._shards, self._options = shards, options
         self.logs: dict[str, CollectiveLog] = {}
 
-    def _sets(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
-        """Return, for each part of values cut by ``axes``, the ranks that hold it."""
-        ranks = range(self._dims.world)
-        return list(dict.fromkeys(self._dims.ranks_sharing(rank, axes) for rank in ranks))
-
     def flat_mesh(self, axes: tuple[str, ...]) -> FlatMesh:
         """Return the mesh of flat buffers that ``axes`` cut besides ZeRO (collective)."""
         kind = f" of {'- and '.join(axes)}-parallel parts" if axes else ""
-        sets = self._sets(axes)
+        sets = self._dims.sets_sharing(axes)
         shards = self._shards
         if axes and shards > 1:
             shards = len(sets[0])
@@ -278,7 +273,7 @@ class FlatMeshMaker:
         """Return the group of all ranks that hold the same part of values cut by ``axes``, for
         blocking calls; None if it has one rank (collective).
         """
-        sets, own = self._sets(axes), None
+        sets, own = self._dims.sets_sharing(axes), None
         if len(sets) > 1 and len(sets[0]) > 1:
             limit = timedelta(seconds=self._maker.timeout + MARGIN_SECONDS)
             for ranks in sets:
@@ -297,7 +292,8 @@ class FlatMeshMaker:
             return whole.shard, whole.replicate
         if whole.replicate.size == 1:  # it is sharded over all ranks
             return whole.shard, self.alone()
-        every = self._counted(self._sets(()), f"{self._name} over all ranks", " over all ranks")
+        sets = self._dims.sets_sharing()
+        every = self._counted(sets, f"{self._name} over all ranks", " over all ranks")
         return every, self.alone()
 
     def alone(self) -> MeshDim:

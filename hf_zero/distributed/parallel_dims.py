@@ -110,23 +110,37 @@ class ParallelDims:
 
     def ranks_along(self, rank: int, axis: str) -> tuple[int, ...]:
         """Return the ranks that differ from ``rank`` along ``axis`` only, with itself, in order."""
-        order = _DENSE if axis in _DENSE else _EXPERT
-        return self._agreeing(rank, [each for each in order if each != axis])
+        return next(ranks for ranks in self.sets_along(axis) if rank in ranks)
 
     def ranks_sharing(self, rank: int, axes: tuple[str, ...] = ()) -> tuple[int, ...]:
         """Return the ranks of the pipeline stage of ``rank`` with its coordinates along ``axes``:
         they hold the same values of parameters cut along these axes. Without axes: all ranks of the
         stage.
         """
-        return self._agreeing(rank, ["pipeline", *axes])
+        return next(ranks for ranks in self.sets_sharing(axes) if rank in ranks)
 
-    def _agreeing(self, rank: int, axes: list[str]) -> tuple[int, ...]:
-        own = [self.coordinate(rank, axis) for axis in axes]
-        return tuple(
-            other
-            for other in range(self.world)
-            if [self.coordinate(other, axis) for axis in axes] == own
-        )
+    def sets_along(self, axis: str) -> list[tuple[int, ...]]:
+        """Return the sets of ranks that differ along ``axis`` only, by their first ranks."""
+        order = _DENSE if axis in _DENSE else _EXPERT
+        return self._agreeing(tuple(each for each in order if each != axis))
+
+    def sets_sharing(self, axes: tuple[str, ...] = ()) -> list[tuple[int, ...]]:
+        """Return the sets of ranks that :meth:`ranks_sharing` returns, by their first ranks."""
+        return self._agreeing(("pipeline", *axes))
+
+    def _agreeing(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+        """Return the sets of ranks with equal coordinates along ``axes``."""
+        if axes not in self._sets:
+            found: dict[tuple[int, ...], list[int]] = {}
+            for rank in range(self.world):
+                own = tuple(self.coordinate(rank, axis) for axis in axes)
+                found.setdefault(own, []).append(rank)
+            self._sets[axes] = [tuple(ranks) for ranks in found.values()]
+        return self._sets[axes]
+
+    @cached_property
+    def _sets(self) -> dict[tuple[str, ...], list[tuple[int, ...]]]:
+        return {}
 
 
 # The ways to split a model or a sample among ranks, with every name that Megatron and DeepSpeed

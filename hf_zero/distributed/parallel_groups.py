@@ -51,8 +51,8 @@ class ParallelGroups:
         watchdog = get_world_group().watchdog if shared else Watchdog(enabled=False)
         maker = DimMaker(self.rank, device, backend, watchdog, timeout)
         for axis in AXES:
-            sets = _sets(dims, axis)
-            same = next((each for each in former if sets == _sets(each.dims, axis)), None)
+            sets = dims.sets_along(axis)
+            same = next((each for each in former if sets == each.dims.sets_along(axis)), None)
             if same is not None:
                 self._axes[axis], self.stats[axis] = same.along(axis), same.stats[axis]
                 continue
@@ -93,11 +93,6 @@ class ParallelGroups:
     def coordinate(self, axis: str) -> int:
         """Return the coordinate of this rank along ``axis``."""
         return self.dims.coordinate(self.rank, axis)
-
-
-def _sets(dims: ParallelDims, axis: str) -> list[tuple[int, ...]]:
-    """Return the sets of ranks along ``axis`` that together cover the job."""
-    return list(dict.fromkeys(dims.ranks_along(rank, axis) for rank in range(dims.world)))
 
 
 # by job, the current groups last

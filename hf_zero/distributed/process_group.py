@@ -55,6 +55,11 @@ def choose_device(device: torch.device | None) -> None:
     _chosen = device
 
 
+def chosen_device() -> torch.device | None:
+    """Return the device of :func:`choose_device`; None if the launcher decides."""
+    return _chosen
+
+
 def default_device() -> torch.device:
     """Return the device of this rank: its own GPU, or the CPU if there is none or if the launcher
     or DS_ACCELERATOR forces it.
@@ -124,6 +129,22 @@ def backends_of_parts() -> str | None:
 def group_backend(device: torch.device) -> str:
     """Return the backend that serves ``device``: "gloo", "nccl", "threaded", "fake"."""
     return backend_serving(device) or str(dist.get_backend())
+
+
+_stands_for: str | None = None
+
+
+def stand_for(backend: str | None) -> None:
+    """Let torch's fake process group stand for ``backend``: messages are issued as on it."""
+    global _stands_for
+    _stands_for = backend
+
+
+def messages_as(backend: str) -> str:
+    """Return the backend as which messages over ``backend`` are issued: it, or the one that a fake
+    group stands for.
+    """
+    return _stands_for or backend
 
 
 def backend_serving(device: torch.device) -> str:

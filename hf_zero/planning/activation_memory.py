@@ -135,7 +135,7 @@ def activation_bytes(
     process.
     """
     sequences.check(model)
-    copied = _on_meta(model, dtypes).train()
+    copied = copy_on_meta(model, dtypes).train()
     saving = saving or Saving()
     inputs = torch.zeros(
         sequences.rows, sequences.length // sequences.ranks, dtype=torch.int64, device=META
@@ -179,7 +179,7 @@ def length_estimate(plan: EnginePlan, length: int) -> LengthEstimate:
     return LengthEstimate(length, sequences.rows, length // ranks, tuple(ways))
 
 
-def _on_meta(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> nn.Module:
+def copy_on_meta(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> nn.Module:
     """Return a copy of the model on the meta device, in the dtypes in which it computes."""
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():

@@ -237,7 +237,7 @@ def estimate(
         ConfigError: an invalid model, precision, optimizer, stage or number of ranks; ranks, heads
             or lengths that do not divide.
     """
-    asked = _asked(
+    asked = asked_for(
         ranks,
         precision,
         optimizer,
@@ -255,8 +255,8 @@ def estimate(
     optimizer_section, param_section = (
         getattr(sections if given[name] is not None else settings, name) for name in given
     )
-    name, module = _open(model)
-    plans = _plans(module, asked, asked.settings.placed(3, optimizer_section, param_section))
+    name, module = open_model(model)
+    plans = plans_of(module, asked, asked.settings.placed(3, optimizer_section, param_section))
     stages = _stages(plans[0], settings.stage, stage, list(plans[0].stages))
     counts: Counter[bool] = Counter()
     for parameter in module.parameters():
@@ -302,9 +302,9 @@ def traffic(
     ``device``: where the time of compression is measured; default: the accelerator of this machine,
     else its CPU.
     """
-    asked = _asked(ranks, precision, "AdamW", config, tensor_parallel, expert_parallel)
+    asked = asked_for(ranks, precision, "AdamW", config, tensor_parallel, expert_parallel)
     settings = asked.settings
-    [base_plan] = _plans(_open(model)[1], asked, settings)
+    [base_plan] = plans_of(open_model(model)[1], asked, settings)
     seconds = codings(device or torch.device(kinds.accelerator() or "cpu"))
     stages = [stage] if stage is not None else sorted(POLICIES)
     return {each: ways(_at_stage(base_plan, each), seconds) for each in stages}
@@ -334,7 +334,7 @@ def propose(
     known, 10 % if they are. Other arguments as for :func:`estimate`. With ``stage`` only that stage
     is tried, with ``config`` its stage and the larger ones, else stages 1 to 3.
     """
-    asked = _asked(
+    asked = asked_for(
         ranks,
         precision,
         optimizer,
@@ -346,8 +346,8 @@ def propose(
         kinds.meant(gpu=not free.host_device),
     )
     settings = asked.settings
-    name, module = _open(model)
-    plans = _plans(module, asked, settings)
+    name, module = open_model(model)
+    plans = plans_of(module, asked, settings)
     begins = settings.stage if config is not None else 1
     stages = _stages(plans[0], settings.stage, stage, list(plans[0].stages[begins:]))
     largest = max(plans, key=lambda part: _row(_at_stage(part, stages[0])).state)
@@ -360,7 +360,7 @@ def propose(
 
 
 @dataclass(frozen=True)
-class _Asked:
+class Asked:
     """The input of an estimate: settings, resolved for ``device``, an optimizer, and the sizes of
     the axes.
     """
@@ -371,7 +371,7 @@ class _Asked:
     device: torch.device
 
 
-def _asked(
+def asked_for(
     ranks: int,
     precision: str,
     optimizer: str | OptimizerConfig,
@@ -381,7 +381,7 @@ def _asked(
     pipeline: int = 1,
     sequence: int | None = None,
     device: torch.device | None = None,
-) -> _Asked:
+) -> Asked:
     """Return the settings that the arguments of :func:`estimate` describe, for a GPU unless
     ``device`` is another kind. Raises ConfigError for sizes that do not divide the ranks.
     """
@@ -415,7 +415,7 @@ def _asked(
     device = device or kinds.meant(gpu=True)
     # before `placed`, whose stage and offload `on_device` would drop
     settings = settings.on_device(device.type)
-    return _Asked(settings, settings.optimizer or wanted, dims, device)
+    return Asked(settings, settings.optimizer or wanted, dims, device)
 
 
 def _dims(ranks: int, tensor: int, expert: int, pipeline: int, sequence: int) -> ParallelDims:
@@ -433,7 +433,7 @@ def _refuse_experts(expert: int, pipeline: int) -> None:
         )
 
 
-def _plans(module: nn.Module, asked: _Asked, settings: ZeroConfig) -> list[EnginePlan]:
+def plans_of(module: nn.Module, asked: Asked, settings: ZeroConfig) -> list[EnginePlan]:
     """Return the plan, with ``settings``, of the first rank of each pipeline stage."""
     dims = planned_dims(module, asked.dims)
     _refuse_experts(dims.expert, dims.pipeline)
@@ -524,7 +524,10 @@ def _largest_row(parts: Sequence[EnginePlan], settings: ZeroConfig) -> StageEsti
     return max(rows, key=lambda row: row.state)
 
 
-def _open(model: Any) -> tuple[str, nn.Module]:
+def open_model(model: Any) -> tuple[str, nn.Module]:
+    """Return the name of ``model``, a module or what describes one, and the module itself, which is
+    built on the meta device unless it exists.
+    """
     if isinstance(model, nn.Module):
         return type(model).__name__, model
     from hf_zero.integrations.transformers.meta_model import build_on_meta
@@ -555,7 +558,7 @@ def _row(own: EnginePlan) -> StageEstimate:
     )
 
 
-def _written(config: Any, asked: _Asked, found: Fit) -> dict[str, Any] | None:
+def _written(config: Any, asked: Asked, found: Fit) -> dict[str, Any] | None:
     """Return the given configuration, or one made of the arguments, with the settings that fit."""
     if found.chosen is None:
         return None

@@ -26,12 +26,16 @@ from hf_zero.config import PRESETS
 from hf_zero.errors import ConfigError
 from hf_zero.launch.plan import LAUNCHER
 from hf_zero.ops import dispatch, native
+from hf_zero.planning.simulation import Machine
 from tests.helpers.accelerators import play_accelerator
 from tests.helpers.commands import completed
 
 ROOT = Path(__file__).resolve().parents[2]
 ZERO3 = str(ROOT / "recipes" / "bert-mlm" / "zero3.yaml")
-COMMANDS = ["doctor", "estimate", "explain", "analyze", "convert-checkpoint", "verify", "launch"]
+COMMANDS = [
+    "doctor", "estimate", "simulate", "explain", "analyze", "convert-checkpoint", "verify",
+    "launch",
+]  # fmt: skip
 
 
 def invoke(*arguments: str, ends_with: int = 0) -> str:
@@ -77,6 +81,27 @@ def test_estimate_prints_the_library_s_figures(model: str) -> None:
     table = invoke("estimate", model, "--ranks", "4", "--optimizer", "SGD")
     assert f"{expected.total_parameters:,} parameters" in table
     assert all(in_units(row.state) in table for row in expected.stages)
+
+
+def test_simulate_prints_the_library_s_figures() -> None:
+    options = ["simulate", "--params", "2e6", "--ranks", "64", "--stage", "2", "--seq", "16"]
+    machine = ["--network", "100Gbit", "--flops", "1e12", "--ranks-per-host", "8"]
+    found = hf_zero.simulate(
+        params=2e6, ranks=64, stage=2, sequence_length=16,
+        machine=Machine(1e12, network=100e9 / 8, ranks_per_host=8),
+    )  # fmt: skip
+    shown = json.loads(invoke(*options, *machine, "--json"))
+    assert shown.pop("machine")["sources"] == dict.fromkeys(
+        ("flops", "network", "ranks_per_host"), "given"
+    )
+    expected = json.loads(json.dumps(found.to_dict()))
+    del expected["machine"]
+    assert shown == expected
+    assert shown["model_state_bytes"] == pytest.approx(2e6 * (2 + 14 / 64), rel=0.02)
+    assert shown["peak_bytes"]["device"] > shown["model_state_bytes"]
+    table = " ".join(invoke(*options, *machine).split())
+    assert in_units(found.peak_bytes["device"]) in table
+    assert "reduce_scatter" in table and f"{found.seconds.step:.4g}" in table
 
 
 def test_estimate_says_whether_fewer_bits_pay_on_a_link(model: str) -> None:
@@ -338,6 +363,15 @@ def test_launch_without_gpus_takes_two_cpu_ranks(monkeypatch: pytest.MonkeyPatch
             "estimate m --ranks 2 --offload-param disk",
             "offload_param.device = 'disk' (str) is not one of 'none', 'cpu'",
         ),
+        ("simulate --ranks 2", "either a model or params"),
+        ("simulate m --params 1e9 --ranks 2", "either a model or params"),
+        (
+            "simulate --params 1e5 --ranks 2",
+            "params = 100000 is too small for a model; write 1e+06",
+        ),
+        ("simulate --params 1e6 --ranks 2 --rank 2", "rank 2 is none of 2 ranks; choose 0 to 1"),
+        ("simulate --params 1e6 --ranks 2 --flops 0", "flops = 0.0 is no rate of a machine"),
+        ("simulate --params 1e6 --ranks 3 --replicas 2", "replicate_size = 2"),
         ("explain /no/such.yaml", "/no/such.yaml"),
         ("analyze /no/such/data", "/no/such/data does not exist"),
         (f"analyze {ZERO3}", ".yaml is none of .parquet, .json"),

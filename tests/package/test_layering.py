@@ -48,6 +48,7 @@ LAYERS = {
     "hf_zero.deepspeed": 4,
     "hf_zero.planning.activation_memory": 5,
     "hf_zero.planning.estimate": 5,
+    "hf_zero.planning.simulation": 5,
     "hf_zero.cli": 5,
 }
 # Of these packages none imports one that stands after it.
@@ -103,6 +104,7 @@ TORCH_DISTRIBUTED = (
     "hf_zero.distributed.uncaught",
     "hf_zero.distributed.process_group",
     "hf_zero.distributed.init",
+    "hf_zero.distributed.fake_world",
     "hf_zero.distributed.collectives",
     "hf_zero.distributed.world_group",
     "hf_zero.distributed.flat_mesh",

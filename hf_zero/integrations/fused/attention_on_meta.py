@@ -5,7 +5,7 @@ sequences, or of one rank's part with the exchange of tokens for heads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -46,12 +46,24 @@ class _Shapes(torch.autograd.Function):
         out = query.new_empty(rows, tokens, heads, value.shape[-1])
         sums = query.new_empty(rows, heads, tokens, dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, sums)
+        _count_products(2, query, value)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         query, key, value, _, _ = ctx.saved_tensors
+        _count_products(5, query, value)
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _count_products(products: int, query: torch.Tensor, value: torch.Tensor) -> None:
+    """Report the FLOPs of ``products`` matrix products of a kernel that computes all pairs of
+    tokens, half of which a causal one skips.
+    """
+    count = getattr(_of_thread, "count", None)
+    if count is not None:
+        rows, heads, tokens, width = query.shape
+        count(products * 2 * rows * heads * tokens * value.shape[2] * width / 2)
 
 
 def _attend(
@@ -71,10 +83,12 @@ def _attend(
 
 
 @contextmanager
-def without_memory(model: nn.Module, length: int, ranks: int = 1) -> Iterator[None]:
+def without_memory(
+    model: nn.Module, length: int, ranks: int = 1, count: Callable[[float], None] | None = None
+) -> Iterator[None]:
     """Replace the attention of ``model``, a copy, by shapes for sequences of ``length`` tokens
     shared by ``ranks``: the output and saved tensors of a kernel like flash attention, if the model
-    uses transformers' AttentionInterface.
+    uses transformers' AttentionInterface. ``count`` is called with the FLOPs of each.
     """
     from transformers import AttentionInterface, PreTrainedModel
 
@@ -83,8 +97,8 @@ def without_memory(model: nn.Module, length: int, ranks: int = 1) -> Iterator[No
     for each in inside[:1]:
         if each._can_set_attn_implementation():
             each.set_attn_implementation(NAME)
-    _of_thread.part = _Axis(ranks), length
+    _of_thread.part, _of_thread.count = (_Axis(ranks), length), count
     try:
         yield
     finally:
-        _of_thread.part = None
+        _of_thread.part = _of_thread.count = None

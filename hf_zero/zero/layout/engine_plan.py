@@ -158,15 +158,17 @@ class EnginePlan:
     extensions: Any
     extensions_of: ExtensionsOf
 
-    def replan(self, settings: ZeroConfig) -> EnginePlan:
-        """Return the plan of the same model and job with other ``settings``."""
+    def replan(self, settings: ZeroConfig, rank: int | None = None) -> EnginePlan:
+        """Return the plan of the same model and job with other ``settings``, of ``rank`` unless it
+        is None.
+        """
         return plan(
             self.model,
             settings,
             self.dims,
             self.optimizer,
             extensions_of=self.extensions_of,
-            rank=self.rank,
+            rank=self.rank if rank is None else rank,
             device=self.device,
             cuts=self.cuts,
             held=self.held,

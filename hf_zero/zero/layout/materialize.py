@@ -162,18 +162,20 @@ def check_parameters(specs: Sequence[UnitSpec], device: torch.device) -> None:
     """Raise PartitionError for a parameter that cannot be laid out on ``device``: without values,
     owned by another engine, or of an unsupported class.
 
-    Also for a buffer without values. ``specs[0]`` is the root, whose module is the whole model.
+    Also for a buffer without values. ``specs[0]`` is the root, whose module is the whole model. An
+    engine on the meta device, for a simulation, needs no values.
     """
+    has_values = device.type != "meta"
     for module in specs[0].module.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
+            if buffer is not None and buffer.is_meta and has_values:
                 raise PartitionError(
                     f"buffer {name} of {type(module).__name__} is on the meta device; initialise "
                     "the model's buffers before hf_zero.initialize"
                 )
     for spec in specs:
         for name, parameter in spec.parameters:
-            if parameter.is_meta:
+            if parameter.is_meta and has_values:
                 raise PartitionError(
                     f"parameter {name} is on the meta device and has no values; load or initialise "
                     "the model before hf_zero.initialize"

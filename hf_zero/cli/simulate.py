@@ -1,0 +1,212 @@
+"""``hf-zero simulate``: a training step of one rank of any world, without its memory and without
+the other ranks: bytes by tier and phase, collectives, seconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from hf_zero.cli.estimate import (
+    ConfigFile,
+    OffloadOptimizer,
+    OffloadParam,
+    Optimizer,
+    Precision,
+    Ranks,
+    section,
+)
+from hf_zero.cli.printing import AsJson, in_units, print_json, print_table
+from hf_zero.logging import parse_rate, rate_in_units
+
+if TYPE_CHECKING:
+    from hf_zero.planning.simulation import Machine, Simulation
+
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        help="A model folder, a config.json, or the name of a model in the local "
+        "cache or on the hub."
+    ),
+]
+Params = Annotated[
+    float | None,
+    typer.Option(help="Instead of a model: a decoder with this many parameters, 7.5e9 say."),
+]
+Stage = Annotated[int | None, typer.Option(help="0 to 3; default: that of --config, else 3.")]
+Replicas = Annotated[
+    int | None, typer.Option(min=1, help="Copies of the shards: ranks / replicas share one.")
+]
+MicroBatch = Annotated[int | None, typer.Option(min=1, help="Sequences of a micro-batch.")]
+MicroBatches = Annotated[
+    int | None, typer.Option(min=1, help="Micro-batches of a step: gradient accumulation.")
+]
+Length = Annotated[int, typer.Option("--seq", min=1, help="Tokens of a sequence.")]
+Rank = Annotated[int, typer.Option(min=0, help="The rank that is simulated.")]
+Flops = Annotated[
+    float | None, typer.Option(help="FLOP/s that a rank reaches in matrix products, 312e12 say.")
+]
+Memory = Annotated[
+    str | None, typer.Option("--memory-rate", help="Bits a second of its memory: 7.2Tbit.")
+]
+NodeLink = Annotated[
+    str | None, typer.Option(help="Speed of a rank's link within its host: 1.2Tbit.")
+]
+Network = Annotated[
+    str | None, typer.Option(help="Speed of a host's links to the others: 800Gbit.")
+]
+RanksPerHost = Annotated[int | None, typer.Option(min=1, help="Ranks of a host.")]
+Latency = Annotated[
+    float | None, typer.Option(min=0, help="Seconds of a message by doubling of its ranks.")
+]
+
+
+def simulate(
+    model: Model = None,
+    params: Params = None,
+    ranks: Ranks = 1,
+    stage: Stage = None,
+    precision: Precision = "bf16",
+    optimizer: Optimizer = "AdamW",
+    config: ConfigFile = None,
+    offload_optimizer: OffloadOptimizer = None,
+    offload_param: OffloadParam = None,
+    replicas: Replicas = None,
+    micro_batch: MicroBatch = None,
+    micro_batches: MicroBatches = None,
+    seq: Length = 1024,
+    rank: Rank = 0,
+    flops: Flops = None,
+    memory_rate: Memory = None,
+    node_link: NodeLink = None,
+    network: Network = None,
+    ranks_per_host: RanksPerHost = None,
+    latency: Latency = None,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate a training step of one rank of any number of ranks: the engine's own plan, hooks and
+    schedule run without memory and without the other ranks. Shows the most bytes in each tier and
+    when, the collectives with their bytes and groups, and the seconds on a machine with the given
+    rates.
+
+    Example: hf-zero simulate --params 7.5e9 --ranks 64 --stage 3
+    """
+    from hf_zero.planning.simulation import simulate as compute
+
+    speeds = {"memory": memory_rate, "node": node_link, "network": network}
+    machine = _machine(
+        {name: parse_rate(text) / 8 for name, text in speeds.items() if text is not None},
+        flops=flops,
+        latency=latency,
+        ranks_per_host=ranks_per_host,
+    )
+    found = compute(
+        model,
+        ranks,
+        stage,
+        precision,
+        optimizer,
+        params=params,
+        config=config,
+        offload_optimizer=section(offload_optimizer, None),
+        offload_param=section(offload_param, None),
+        replicas=replicas,
+        micro_batch=micro_batch,
+        micro_batches=micro_batches,
+        sequence_length=seq,
+        rank=rank,
+        machine=machine,
+    )
+    if as_json:
+        print_json(found.to_dict())
+        return
+    print_table(_bytes(found))
+    print_table(_collectives(found))
+    print_table(_seconds(found))
+
+
+def _machine(speeds: dict[str, float], **given: Any) -> Machine:
+    from hf_zero.planning.simulation import Machine
+
+    values: dict[str, Any] = {
+        **speeds,
+        **{name: value for name, value in given.items() if value is not None},
+    }
+    return Machine(**values, sources=dict.fromkeys(values, "given"))
+
+
+def _bytes(found: Simulation) -> Table:
+    table = Table(
+        title=f"{found.model}: {found.parameters:,} parameters, rank {found.rank} of "
+        f"{found.ranks}, stage {found.stage}, {found.precision}, {found.optimizer}; model states "
+        f"{in_units(found.model_state_bytes)}",
+        caption="Model states: parameters and gradients in 16 bits and the optimizer's state, "
+        "without offload. Bytes of the device include state as configured, gathered "
+        "units, activations, gradients and messages.",
+    )
+    for name in ("tier", "most", "when"):
+        table.add_column(name, justify="left" if name == "when" else "right")
+    for each in found.phases:
+        table.add_row("device", in_units(each.device), each.at)
+    for tier in ("ram", "disk"):
+        if found.peak_bytes[tier]:
+            table.add_row(tier, in_units(found.peak_bytes[tier]), "")
+    return table
+
+
+def _collectives(found: Simulation) -> Table:
+    table = Table(
+        title="collectives of a step", caption="Sent: by this rank, as rings do.", show_footer=True
+    )
+    rows: Counter[tuple[str, str, str]] = Counter()
+    sums: dict[tuple[str, str, str], list[int]] = {}
+    for each in found.collectives:
+        key = each.phase, each.operation, each.group
+        rows[key] += each.count
+        held = sums.setdefault(key, [0, 0])
+        held[0] += each.nbytes
+        held[1] += each.wire_bytes
+    sent = sum(each[1] for each in sums.values())
+    for name, footer in (
+        ("phase", ""), ("operation", ""), ("group", ""), ("number", ""), ("bytes", ""),
+        ("sent", in_units(sent)),
+    ):  # fmt: skip
+        right = name in ("number", "bytes", "sent")
+        table.add_column(name, footer, justify="right" if right else "left")
+    for key, number in rows.items():
+        table.add_row(*key, str(number), *map(in_units, sums[key]))
+    return table
+
+
+def _seconds(found: Simulation) -> Table:
+    machine, spent = found.machine, found.seconds
+    rates = {
+        "flops": f"{machine.flops / 1e12:.3g} TFLOP/s",
+        "memory": f"memory {rate_in_units(8 * machine.memory)}",
+        "node": f"link within a host {rate_in_units(8 * machine.node)}",
+        "network": f"of a host {rate_in_units(8 * machine.network)}",
+        "ranks_per_host": f"{machine.ranks_per_host} ranks a host",
+    }
+    assumed = [text for name, text in rates.items() if name not in machine.sources]
+    known = [text for name, text in rates.items() if name in machine.sources]
+    caption = f"Known: {', '.join(known)}. " if known else ""
+    if assumed:
+        caption += (
+            f"Assumed: {', '.join(assumed)}, the peaks of a DGX-2, on which the ZeRO paper was "
+            "measured."
+        )
+    table = Table(
+        title=f"seconds of a step of {found.micro_batches} x {found.micro_batch} sequences of "
+        f"{found.sequence_length} tokens",
+        caption=caption,
+    )
+    for name in ("step", "computing", "waiting for messages", "messages", "FLOP/s reached"):
+        table.add_column(name, justify="right")
+    table.add_row(
+        *(f"{each:.4g}" for each in (spent.step, spent.compute, spent.exposed, spent.messages)),
+        f"{found.flops / spent.step / 1e12:.3g} T",
+    )
+    return table

@@ -1,0 +1,11 @@
+"""Simulation of a training step of one rank of any world."""
+
+from hf_zero.planning.simulation.machine import Machine, Seconds
+from hf_zero.planning.simulation.simulating import (
+    CollectiveCount,
+    PhaseBytes,
+    Simulation,
+    simulate,
+)
+
+__all__ = ["CollectiveCount", "Machine", "PhaseBytes", "Seconds", "Simulation", "simulate"]

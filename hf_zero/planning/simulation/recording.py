@@ -1,0 +1,367 @@
+"""One training step of an engine without memory, as recorded: what it computes, the messages that
+it launches and waits for, and the bytes that it holds meanwhile.
+
+The engine is the one that ``hf_zero.initialize`` builds, of one rank, over the fake process group
+and on the meta device: its plan, hooks and schedule run, and every operation computes shapes only.
+The first steps record the order of gathers and make lasting buffers; the last one is kept.
+
+[Note: bytes]
+The state at rest is that of the plan, by tier. In addition the recording counts each storage
+that an operation makes while it is alive (activations, gradients, messages), and the units that are
+gathered. Storages that exist before the step and belong to no operation of it are state.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from hf_zero.device import spans
+from hf_zero.distributed.collective_log import CollectiveStats
+from hf_zero.distributed.collectives import Handle, MeshDim
+
+FORWARD, BACKWARD, STEP = "forward", "backward", "step"
+PHASES = (FORWARD, BACKWARD, STEP)
+aten = torch.ops.aten
+_READS = (aten._local_scalar_dense.default, aten.copy_.default, aten._to_copy.default)
+_FUSED = re.compile(r"aten::_fused_\w+_$")  # optimizer steps, in place
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place in a step: the phase, one of :data:`PHASES`, and the block that runs."""
+
+    phase: str
+    block: str
+    micro_batch: int
+
+    def __str__(self) -> str:
+        inside = f" of {self.block}" if self.block else ""
+        return f"{self.phase}{inside}"
+
+
+@dataclass
+class Work:
+    """Operations between two messages: their number, FLOPs of matrix products, and bytes read and
+    written by the others.
+    """
+
+    place: Place
+    flops: float = 0.0
+    nbytes: int = 0
+    operations: int = 0
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of global ranks that exchange messages."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """A collective: ``operation`` on ``nbytes`` of ``unit`` over ``group``."""
+
+    place: Place
+    operation: str
+    unit: str
+    group: Group
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A wait of the host, or of the computing stream, for ``message``."""
+
+    place: Place
+    message: Message
+
+
+Event = Work | Message | Wait
+
+
+RECORDED = 3  # micro-batches: the first, the last, and one that all between them are like
+
+
+@dataclass
+class Recording:
+    """One step of ``micro_batches``, of which at most :data:`RECORDED` are recorded. ``events``: in
+    the order of the host. ``peaks``: bytes besides the state at rest, by phase, and the place of
+    the peak.
+    """
+
+    micro_batches: int = 1
+    events: list[Event] = field(default_factory=list)
+    peaks: dict[str, tuple[int, Place]] = field(default_factory=dict)
+
+    def step(self) -> Iterator[Event]:
+        """Yield the events of the whole step."""
+        middle = [each for each in self.events if each.place.micro_batch == 1]
+        repeats = self.micro_batches - RECORDED
+        last = None
+        for event in self.events:
+            if repeats > 0 and last == 1 and event.place.micro_batch == 2:
+                for _ in range(repeats):
+                    yield from middle
+            last = event.place.micro_batch
+            yield event
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of the matrix products of the step."""
+        return sum(each.flops for each in self.step() if isinstance(each, Work))
+
+
+class Recorder(TorchDispatchMode):
+    """Dispatch mode that records a step of an engine on the meta device.
+
+    A host that reads a number of a tensor without values reads 1.
+    """
+
+    def __init__(self, engine: Any, dims: Sequence[MeshDim]):
+        super().__init__()
+        self.engine, self._dims = engine, dims
+        self._device = engine.device.type
+        self._made: dict[int, int] = {}  # bytes of storages made by operations that are alive
+        self._given: set[int] = set()
+        self.now = 0
+        self._gathered = 0
+        self._place = Place(FORWARD, "", 0)
+        self.recording: Recording | None = None
+
+    # ---- places ----
+
+    def enter(self, phase: str, micro_batch: int) -> None:
+        """Begin a phase."""
+        self._place = Place(phase, "", micro_batch)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Context in which steps are followed."""
+        with ExitStack() as stack:
+            for dim in {id(dim): dim for dim in self._dims if dim.size > 1}.values():
+                stats = _Messages(self, dim)
+                stack.callback(dim.observe(stats, partial(_WatchedHandle, self, stats)))
+            stack.enter_context(spans.watched(self._on_span))
+            stack.enter_context(_fused_on_meta())
+            stack.enter_context(self)
+            yield
+
+    @contextmanager
+    def recorded(self, micro_batches: int) -> Iterator[Recording]:
+        """Context of the step to keep."""
+        optimizer = self.engine.optimizer
+        for state in optimizer.state.values() if optimizer is not None else ():
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    self._forget(value.untyped_storage())
+        self.recording = Recording(micro_batches)
+        try:
+            yield self.recording
+        finally:
+            self.recording = None
+
+    def _on_span(self, what: str, block: str, ends: bool) -> None:
+        if not ends:
+            self._place = Place(self._place.phase, block, self._place.micro_batch)
+        elif what in PHASES:
+            return
+        self._count_gathered()
+
+    # ---- messages ----
+
+    def launched(self, message: Message) -> None:
+        """Record the launch of ``message``."""
+        self._count_gathered()
+        if self.recording is not None:
+            self.recording.events.append(message)
+
+    def waited(self, message: Message) -> None:
+        """Record a wait for ``message``."""
+        if self.recording is not None:
+            self.recording.events.append(Wait(self._place, message))
+
+    @property
+    def place(self) -> Place:
+        return self._place
+
+    # ---- computation ----
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for each in tree_leaves(args):
+            if isinstance(each, torch.Tensor):
+                self._take(each.untyped_storage())
+        if func in _READS:
+            out = _read(func, args, kwargs)
+        else:  # torch has no shapes of fused steps
+            out = None if _FUSED.match(func._schema.name) else func(*args, **kwargs)
+        fresh = False
+        for each in tree_leaves(out):
+            if isinstance(each, torch.Tensor) and each.device.type == self._device:
+                fresh |= self._make(each.untyped_storage())
+        if self.recording is not None and func.namespace != "c10d":
+            self._count(func, args, kwargs, out, fresh)
+        return out
+
+    def add_flops(self, flops: float) -> None:
+        """Count matrix products of a kernel whose shapes alone are computed."""
+        if self.recording is not None:
+            self._work().flops += flops
+
+    def _work(self) -> Work:
+        assert self.recording is not None
+        events = self.recording.events
+        last = events[-1] if events else None
+        if not isinstance(last, Work) or last.place is not self._place:
+            last = Work(self._place)
+            events.append(last)
+        return last
+
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any, fresh: bool) -> None:
+        work = self._work()
+        work.operations += 1
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            work.flops += formula(*args, **kwargs, out_val=out)
+        elif fresh or func._schema.is_mutable:
+            tensors = [each for each in tree_leaves((args, out)) if isinstance(each, torch.Tensor)]
+            work.nbytes += sum(each.nbytes for each in tensors)
+
+    # ---- bytes ----
+
+    def _take(self, storage: torch.UntypedStorage) -> None:
+        """Count the storage of an operand that no operation has made as state."""
+        key = storage._cdata
+        if key not in self._made and key not in self._given:
+            self._given.add(key)
+            weakref.finalize(storage, self._given.discard, key).atexit = False
+
+    def _make(self, storage: torch.UntypedStorage) -> bool:
+        """Count the storage of a result; return whether it is new."""
+        key = storage._cdata
+        if key in self._made or key in self._given:
+            return False
+        self._made[key] = storage.nbytes()
+        self.now += storage.nbytes()
+        weakref.finalize(storage, self._gone, key).atexit = False
+        self._peak()
+        return True
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._made.pop(key, 0)
+
+    def _forget(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage that an operation has made as state."""
+        key = storage._cdata
+        if key in self._made:
+            self._gone(key)
+            self._take(storage)
+
+    def _count_gathered(self) -> None:
+        self._gathered = sum(
+            flat.full.untyped_storage().nbytes() for flat in self.engine.flats if flat.sharded
+        )
+        self._peak()
+
+    def _peak(self) -> None:
+        if self.recording is None:
+            return
+        held, phase = self.now + self._gathered, self._place.phase
+        if held > self.recording.peaks.get(phase, (-1, self._place))[0]:
+            self.recording.peaks[phase] = held, self._place
+
+
+@contextmanager
+def _fused_on_meta() -> Iterator[None]:
+    """Context in which torch's optimizers run their fused steps on the meta device."""
+    from torch.optim import optimizer
+
+    supported = optimizer._get_fused_kernels_supported_devices  # type: ignore[attr-defined]
+    optimizer._get_fused_kernels_supported_devices = lambda: [*supported(), "meta"]  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        optimizer._get_fused_kernels_supported_devices = supported  # type: ignore[attr-defined]
+
+
+def _read(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation that may read values of a tensor that has none: they are 1."""
+    if func is aten._local_scalar_dense.default and args[0].is_meta:
+        return torch.ones((), dtype=args[0].dtype).item()
+    if func is aten.copy_.default and args[1].is_meta and not args[0].is_meta:
+        return args[0].fill_(1)
+    device = kwargs.get("device")
+    leaves = func is aten._to_copy.default and device is not None
+    if leaves and args[0].is_meta and torch.device(device).type != "meta":
+        return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+    return func(*args, **kwargs)
+
+
+class _Messages(CollectiveStats):
+    """Passes the messages of one dimension on to a recorder. ``last``: the one being launched."""
+
+    def __init__(self, recorder: Recorder, dim: MeshDim):
+        super().__init__()
+        self._recorder = recorder
+        self._group = Group(dim.gathers.name.partition(" of ")[2], tuple(dim.ranks))
+        self.last: Message | None = None
+
+    def record(self, operation: str, key: str, size: int) -> None:
+        self.last = Message(self._recorder.place, operation, key, self._group, size)
+        self._recorder.launched(self.last)
+
+
+class _WatchedHandle(Handle):
+    """A handle whose first wait is recorded."""
+
+    def __init__(self, recorder: Recorder, stats: _Messages, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._recorder, self._message = recorder, stats.last
+        stats.last = None
+
+    def wait(self) -> None:
+        message, self._message = self._message, None
+        if message is not None:
+            self._recorder.waited(message)
+        super().wait()
+
+
+def record(
+    recorder: Recorder, loss_of: Callable[[], torch.Tensor], micro_batches: int, warm: int = 2
+) -> Recording:
+    """Return the recording of an optimizer step of ``recorder``'s engine, of ``micro_batches``
+    backwards of ``loss_of()``, after ``warm`` others. The engine itself accumulates at most
+    :data:`RECORDED`.
+    """
+    engine = recorder.engine
+
+    def step() -> None:
+        for number in range(min(micro_batches, RECORDED)):
+            recorder.enter(FORWARD, number)
+            loss = loss_of()
+            recorder.enter(BACKWARD, number)
+            engine.backward(loss)
+            recorder.enter(STEP, number)
+            engine.step()
+
+    with recorder.watching():
+        for _ in range(warm):
+            step()
+        with recorder.recorded(micro_batches) as recording:
+            step()
+    return recording

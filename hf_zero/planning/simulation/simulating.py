@@ -1,0 +1,355 @@
+"""``hf_zero.simulate``: a training step of one rank of any world, without memory for the model and
+without the other ranks.
+
+The plan is that of ``hf_zero.estimate``, of the check before training and of the engine; the step
+is recorded from that engine (:mod:`hf_zero.planning.simulation.recording`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.activations.policy import ActivationPatches
+from hf_zero.compression.registry import extensions_of
+from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, ZeroConfig
+from hf_zero.device import kinds
+from hf_zero.distributed.fake_world import META, fake_world
+from hf_zero.engine import Engine
+from hf_zero.errors import ConfigError
+from hf_zero.integrations.fused.attention_on_meta import without_memory
+from hf_zero.integrations.fused.heads import fuse_head
+from hf_zero.measures.collectives import wire_bytes
+from hf_zero.planning.activation_memory import copy_on_meta
+from hf_zero.planning.estimate import Asked, asked_for, open_model, plans_of
+from hf_zero.planning.needs import needs, state_bytes
+from hf_zero.planning.simulation.machine import Machine, Seconds, seconds
+from hf_zero.planning.simulation.recording import RECORDED, Message, Recorder, Recording, record
+from hf_zero.planning.simulation.sized_model import sized_model
+from hf_zero.techniques.registry import TrainingTechniques
+from hf_zero.zero.layout.engine_plan import EnginePlan, plan
+
+LENGTH = 1024  # tokens of a sequence, unless given
+
+
+@dataclass(frozen=True)
+class CollectiveCount:
+    """The collectives of a step of one kind: ``operation`` on ``unit`` over ``group`` in ``phase``.
+
+    ranks: of the group. nbytes: of their buffers. wire_bytes: sent by this rank.
+    """
+
+    phase: str
+    operation: str
+    unit: str
+    group: str
+    ranks: int
+    count: int
+    nbytes: int
+    wire_bytes: int
+
+
+@dataclass(frozen=True)
+class PhaseBytes:
+    """The most bytes of the device in ``phase``, and where."""
+
+    phase: str
+    device: int
+    at: str
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A step of one rank. Made by :func:`simulate`.
+
+    model_state_bytes: the model states of the ZeRO paper, parameters, gradients and optimizer state
+    without offload, with gradients in the precision of the parameters. state: the bytes that the
+    engine keeps by kind, also without offload; its sums of gradients have 32 bits by default.
+    peak_bytes: the most in each tier, "device", "ram" (of which "pinned") and "disk"; peak_at: the
+    place of the device's. phases: the device's, phase by phase. flops: of the matrix products.
+    seconds: the time on ``machine``.
+    """
+
+    model: str
+    parameters: int
+    ranks: int
+    rank: int
+    stage: int
+    precision: str
+    optimizer: str
+    micro_batch: int
+    micro_batches: int
+    sequence_length: int
+    model_state_bytes: int
+    state: dict[str, int]
+    peak_bytes: dict[str, int]
+    peak_at: str
+    phases: tuple[PhaseBytes, ...]
+    collectives: tuple[CollectiveCount, ...]
+    flops: float
+    seconds: Seconds
+    machine: Machine
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of this rank's micro-batches by the seconds of a step."""
+        return self.micro_batch * self.micro_batches * self.sequence_length / self.seconds.step
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as values for JSON."""
+        return dataclasses.asdict(self)
+
+
+def simulate(
+    model: Any = None,
+    ranks: int = 1,
+    stage: int | None = None,
+    precision: str = "bf16",
+    optimizer: str | OptimizerConfig = "AdamW",
+    *,
+    params: float | None = None,
+    config: Any = None,
+    offload_optimizer: Any = None,
+    offload_param: Any = None,
+    replicas: int | None = None,
+    micro_batch: int | None = None,
+    micro_batches: int | None = None,
+    sequence_length: int = LENGTH,
+    rank: int = 0,
+    device: torch.device | None = None,
+    machine: Machine | None = None,
+    batch: Callable[[int, int], Mapping[str, torch.Tensor]] | None = None,
+) -> Simulation:
+    """Return a training step of ``rank`` of ``ranks`` ranks, as the engine takes it.
+
+    Args:
+        model: as for :func:`hf_zero.estimate`; left unchanged.
+        ranks: the world size.
+        stage: 0 to 3; None: that of ``config``, else 3.
+        precision, optimizer, config, offload_optimizer, offload_param: as for
+            :func:`hf_zero.estimate`.
+        params: number of parameters of a decoder to simulate instead of a model.
+        replicas: copies of the shards; None: as in ``config``, else 1.
+        micro_batch: sequences of a micro-batch; None: as in ``config``, else 1.
+        micro_batches: backwards of a step; None: as in ``config``, else 1.
+        sequence_length: tokens of a sequence.
+        device: the device that computes; None: a GPU.
+        machine: its rates and links; None: those of the ZeRO paper's machine.
+        batch: the function from sequences and tokens to the keyword arguments of the model, tensors
+            on the meta device, whose first result is the loss; None: ``input_ids`` and ``labels``.
+
+    Raises:
+        ConfigError: arguments as for :func:`hf_zero.estimate`; neither or both of model and params;
+            a process that is in a job already; a model that cannot run without memory.
+    """
+    name, own = planned(
+        model, ranks, stage, precision, optimizer, params=params, config=config,
+        offload_optimizer=offload_optimizer, offload_param=offload_param, replicas=replicas,
+        micro_batch=micro_batch, micro_batches=micro_batches, rank=rank, device=device,
+    )  # fmt: skip
+    settings, machine = own.settings, machine or Machine()
+    recording = record_plan(own, sequence_length, batch)
+    parameters = sum(own.whole_numel(parameter) for parameter in own.model.parameters())
+    at_rest = sum(n for (_, tier), n in state_bytes(own).items() if tier == "device")
+    phases = tuple(
+        PhaseBytes(phase, at_rest + most, str(place))
+        for phase, (most, place) in recording.peaks.items()
+    )
+    peak = max(phases, key=lambda each: each.device)
+    beside = needs(own)
+    return Simulation(
+        model=name,
+        parameters=parameters,
+        ranks=ranks,
+        rank=rank,
+        stage=settings.stage,
+        precision=settings.precision,
+        optimizer=type(own.optimizer).__name__,
+        micro_batch=settings.train_micro_batch_size_per_gpu or 1,
+        micro_batches=recording.micro_batches,
+        sequence_length=sequence_length,
+        model_state_bytes=sum(model_states(own, settings.precision).values()),
+        state=model_states(own),
+        peak_bytes={
+            "device": peak.device,
+            "ram": beside.ram_bytes,
+            "pinned": beside.pinned,
+            "disk": beside.disk_bytes,
+        },
+        peak_at=peak.at,
+        phases=phases,
+        collectives=_counts(recording),
+        flops=recording.flops,
+        seconds=seconds(recording, machine),
+        machine=machine,
+    )
+
+
+def planned(
+    model: Any,
+    ranks: int,
+    stage: int | None,
+    precision: str = "bf16",
+    optimizer: str | OptimizerConfig = "AdamW",
+    *,
+    params: float | None = None,
+    config: Any = None,
+    offload_optimizer: Any = None,
+    offload_param: Any = None,
+    replicas: int | None = None,
+    micro_batch: int | None = None,
+    micro_batches: int | None = None,
+    rank: int = 0,
+    device: torch.device | None = None,
+) -> tuple[str, EnginePlan]:
+    """Return the name of the model and the plan of ``rank``; arguments as for :func:`simulate`."""
+    if (model is None) == (params is None):
+        raise ConfigError(
+            "a simulation needs either a model or params, a number of parameters; pass one"
+        )
+    asked = asked_for(ranks, precision, optimizer, config, None, None, device=device)
+    if not 0 <= rank < ranks:
+        raise ConfigError(f"rank {rank} is none of {ranks} ranks; choose 0 to {ranks - 1}")
+    if stage is None:
+        stage = 3 if config is None else asked.settings.stage
+    given = {
+        "replicate_size": replicas,
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": micro_batches,
+    }
+    settings = _placed(asked, given, stage, offload_optimizer, offload_param)
+    if params is None:
+        name, module = open_model(model)
+    else:
+        name, module = f"{params:g} parameters", sized_model(params)
+    return name, plans_of(module, asked, settings)[0].replan(settings, rank)
+
+
+def record_plan(
+    own: EnginePlan,
+    length: int,
+    batch: Callable[[int, int], Mapping[str, torch.Tensor]] | None = None,
+    backend: str | None = None,
+) -> Recording:
+    """Return the recording of a step of the engine that ``own`` plans, on a copy of its model on
+    the meta device, without offload: the plan itself has the bytes of other tiers. ``backend``: of
+    the messages; None: that of the plan's device.
+
+    Raises ConfigError for a model that cannot run without memory.
+    """
+    settings, stage = own.settings, own.settings.stage
+    micro_batches = settings.gradient_accumulation_steps or 1
+    settings = settings.placed(stage, OffloadOptimizer(), OffloadParam())
+    settings = dataclasses.replace(
+        settings, gradient_accumulation_steps=min(micro_batches, RECORDED)
+    )
+    copied = copy_on_meta(own.model, {}).train()
+    rows = settings.train_micro_batch_size_per_gpu or 1
+    inputs = (batch or _tokens)(rows, length)
+    if "loss" in settings.kernels and not isinstance(settings.kernels, str):
+        fuse_head(copied)
+    backend = backend or ("gloo" if kinds.is_host(own.device) else "nccl")
+    with fake_world(own.dims.world, own.rank, backend):
+        optimizer = _optimizer_for(own, copied)
+        planned = plan(
+            copied, settings, own.dims, optimizer, extensions_of=extensions_of, rank=own.rank,
+            device=META,
+        )  # fmt: skip
+        engine = Engine(planned, ActivationPatches(settings), TrainingTechniques(settings, {}))
+        try:
+            recorder = Recorder(engine, engine.mesh.axes)
+            with without_memory(copied, length, count=recorder.add_flops):
+                return record(recorder, lambda: _loss(engine, inputs), micro_batches)
+        except ConfigError:
+            raise
+        except Exception as error:
+            said = (str(error).strip().splitlines() or [""])[0]
+            raise ConfigError(
+                f"{type(own.model).__name__} cannot be trained without memory "
+                f"({type(error).__name__}: {said}); give batch=, a function that makes its "
+                "arguments on the meta device, or simulate another model"
+            ) from error
+        finally:
+            engine.destroy()
+
+
+def _loss(engine: Engine, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    found = engine(**inputs)
+    loss: torch.Tensor = found if isinstance(found, torch.Tensor) else found[0]
+    return loss
+
+
+def _tokens(rows: int, length: int) -> dict[str, Any]:
+    ids = torch.zeros(rows, length, dtype=torch.int64, device=META)
+    return {"input_ids": ids, "labels": ids, "return_dict": False}
+
+
+def _optimizer_for(own: EnginePlan, copied: nn.Module) -> torch.optim.Optimizer | None:
+    """Return an optimizer like that of ``own`` over the parameters of ``copied``."""
+    if own.optimizer is None:
+        return None
+    there = dict(zip(own.model.parameters(), copied.parameters()))
+    groups = [
+        {**group, "params": [there[parameter] for parameter in group["params"]]}
+        for group in own.optimizer.param_groups
+    ]
+    made: torch.optim.Optimizer = type(own.optimizer)(groups)  # type: ignore[call-arg]
+    return made
+
+
+def _placed(
+    asked: Asked, given: Mapping[str, Any], stage: int, optimizer: Any, parameters: Any
+) -> ZeroConfig:
+    """Return the settings with the values that are given, at ``stage``, with the sections of
+    offload that are given.
+    """
+    values = {name: value for name, value in given.items() if value is not None}
+    settings = asked.settings.override(values, "what was asked for") if values else asked.settings
+    settings = settings.resolve(asked.dims.in_a_stage, training=False).on_device(asked.device.type)
+    written: dict[str, Any] = {"offload_optimizer": optimizer, "offload_param": parameters}
+    sections = ZeroConfig(3, **written)
+    return settings.placed(
+        stage,
+        *(
+            getattr(settings if section is None else sections, name)
+            for name, section in written.items()
+        ),
+    )
+
+
+def model_states(own: EnginePlan, gradients: str | None = None) -> dict[str, int]:
+    """Return the bytes of state by kind, without offload. ``gradients``: the precision of the sums
+    of gradients; None: as configured.
+    """
+    settings = own.settings.placed(own.settings.stage, OffloadOptimizer(), OffloadParam())
+    if gradients is not None:
+        settings = dataclasses.replace(settings, gradient_accumulation_dtype=gradients)
+    found = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
+    for (kind, _), nbytes in state_bytes(own.replan(settings)).items():
+        found[kind] += nbytes
+    return found
+
+
+def _counts(recording: Recording) -> tuple[CollectiveCount, ...]:
+    """Return the messages of a step, by phase, operation, unit and group, in order."""
+    found: dict[tuple[str, str, str, str], list[Message]] = {}
+    for each in recording.step():
+        if isinstance(each, Message):
+            unit = each.unit.partition("|")[0] or "(root)"
+            key = each.place.phase, each.operation, unit, each.group.name
+            found.setdefault(key, []).append(each)
+    return tuple(
+        CollectiveCount(
+            *key,
+            len(each[0].group.ranks),
+            len(each),
+            sum(one.nbytes for one in each),
+            round(sum(wire_bytes(one.operation, one.nbytes, len(one.group.ranks)) for one in each)),
+        )
+        for key, each in found.items()
+    )

@@ -1,0 +1,227 @@
+"""Simulated steps: the tables of the ZeRO paper, and what engines of real ranks hold and send."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import LlamaConfig
+
+import hf_zero
+from hf_zero.errors import ConfigError
+from hf_zero.planning.needs import state_bytes
+from hf_zero.planning.simulation.recording import Message, Recorder, Wait, record
+from hf_zero.planning.simulation.simulating import model_states, planned, record_plan
+from hf_zero.zero.layout.stage_policy import POLICIES
+from hf_zero.zero.state_bytes import held_bytes
+from tests.helpers.cells import fast
+from tests.helpers.engines import start
+from tests.helpers.models import seeded
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tensor_parallel import llama
+
+# Table 1 of Rajbhandari et al., arXiv 1910.02054: GB of model states of a device, by parameters
+# and devices, at stages 1, 2 and 3
+PAPER = {
+    7.5e9: {
+        1: (120, 120, 120), 4: (52.5, 41.3, 30), 16: (35.6, 21.6, 7.5), 64: (31.4, 16.6, 1.88),
+        256: (30.4, 15.4, 0.47), 1024: (30.1, 15.1, 0.12),
+    },
+    128e9: {
+        1: (2048, 2048, 2048), 4: (896, 704, 512), 16: (608, 368, 128), 64: (536, 284, 32),
+        256: (518, 263, 8), 1024: (513, 257, 2),
+    },
+    1e12: {
+        1: (16000, 16000, 16000), 4: (7000, 5500, 4000), 16: (4750, 2875, 1000),
+        64: (4187, 2218, 250), 256: (4046, 2054, 62.5), 1024: (4011, 2013, 15.6),
+    },
+}  # fmt: skip
+CAUSAL = ["LlamaForCausalLM"]
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "vocab_size": 512,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "architectures": CAUSAL,
+}
+
+
+def rounding(figure: float) -> float:
+    """Half of the last digit of ``figure``, as printed."""
+    return 0.5 * 10.0 ** -len(f"{figure}".partition(".")[2].rstrip("0"))
+
+
+@pytest.mark.parametrize("parameters", PAPER, ids=str)
+def test_model_states_are_those_of_the_paper(parameters: float) -> None:
+    """Stage 0 is the paper's baseline, of 16 bytes a parameter on each device."""
+    wrong = []
+    for ranks, figures in PAPER[parameters].items():
+        base = planned(None, ranks, 0, params=parameters)[1]
+        for stage, figure in enumerate((16e-9 * parameters, *figures)):
+            own = base.replan(base.settings.placed(stage, *_nothing_offloaded(base)))
+            found = sum(model_states(own, "bf16").values()) / 1e9
+            if abs(found - figure) > max(0.01 * figure, rounding(figure)):
+                wrong.append((parameters, ranks, stage, figure, found))
+    assert not wrong
+
+
+def _nothing_offloaded(base: Any) -> tuple[Any, Any]:
+    return base.settings.offload_optimizer, base.settings.offload_param
+
+
+@pytest.mark.parametrize("stage", POLICIES)
+@pytest.mark.parametrize("micro_batches", [1, 2, 5])
+@pytest.mark.turns
+def test_traffic_is_that_of_the_paper(stage: int, micro_batches: int) -> None:
+    """Elements that all collectives move, in multiples of the parameters: 2, 2, 2, 3. At stage 3
+    the root and the last unit of a forward are still gathered when its backward begins.
+    """
+    config = {
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "bf16": {"enabled": True}, "gradient_accumulation_steps": micro_batches,
+        "train_micro_batch_size_per_gpu": 1,
+    }  # fmt: skip
+    model = LlamaConfig(**SIZES, num_hidden_layers=4)
+    found = hf_zero.simulate(model, 4, config=config, sequence_length=8)
+    moved: Counter[str] = Counter()
+    units: dict[str, list[str]] = {}
+    for each in found.collectives:
+        if each.phase != "step" or each.unit.startswith("updated"):
+            moved[each.operation] += each.nbytes // 2 * (1 + (each.operation == "all_reduce"))
+            units.setdefault(f"{each.phase} {each.operation}", []).append(each.unit)
+    elements = 4 * (4 * 64**2 + 3 * 64 * 128 + 2 * 64) + 64 + 2 * 512 * 64
+    assert found.parameters == elements
+    kept = 0
+    if stage == 3:
+        still = {"(root)", units["forward all_gather"][-1]}
+        assert set(units["forward all_gather"]) - set(units["backward all_gather"]) == still
+        kept = sum(
+            each.nbytes // 2
+            for each in found.collectives
+            if each.unit in still and each.phase == "forward"
+        )
+    assert sum(moved.values()) + kept == POLICIES[stage].traffic(micro_batches) * elements
+
+
+def small() -> torch.nn.Module:
+    return seeded(lambda: llama(hidden_size=64, intermediate_size=256, vocab_size=256))
+
+
+def messages(recording: Any) -> list[Any]:
+    """Return the messages and waits of a step."""
+    return [
+        (each.operation, each.unit, each.group.ranks, each.nbytes)
+        if isinstance(each, Message)
+        else (each.message.operation, each.message.unit)
+        for each in recording.step()
+        if isinstance(each, Message | Wait)
+    ]
+
+
+def held(recording: Any) -> int:
+    return int(max(most for most, _ in recording.peaks.values()))
+
+
+def real_step(
+    rank: int, model: torch.nn.Module, config: dict[str, Any], length: int
+) -> tuple[list[Any], int, dict[Any, int]]:
+    """Return the messages of a step of a real engine, the most bytes that it holds besides its
+    state, and those of its state.
+    """
+    engine = start(model, torch.optim.AdamW(model.parameters(), 1e-3), config)
+    ids = torch.ones(2, length, dtype=torch.int64)
+    recorder = Recorder(engine, engine.mesh.axes)
+    found = record(recorder, lambda: engine(ids, labels=ids, return_dict=False)[0], 2)
+    state = {key: nbytes for key, nbytes in held_bytes(engine).items() if nbytes}
+    engine.destroy()
+    return messages(found), held(found), state
+
+
+@pytest.mark.parametrize("ranks", fast([2, 4, 8], lambda ranks: ranks < 8))
+@pytest.mark.parametrize("stage", POLICIES)
+@pytest.mark.turns
+def test_a_step_is_that_of_real_ranks(stage: int, ranks: int) -> None:
+    """Messages and waits are equal, and bytes within 1 %. A rank of the threaded group also sums
+    up for others, with memory of its own: the one that holds least is compared.
+    """
+    config = {
+        "zero_optimization": {"stage": stage}, "bf16": {"enabled": True},
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
+    }  # fmt: skip
+    models = [small() for _ in range(ranks)]
+    found = run_ranks(ranks, lambda rank: real_step(rank, models[rank], config, 16))
+    least = min(most for _, most, _ in found)
+    for rank in {0, ranks - 1}:
+        cpu = torch.device("cpu")
+        own = planned(small(), ranks, None, config=config, rank=rank, device=cpu)[1]
+        recording = record_plan(own, 16, backend="threaded")
+        sent, _, state = found[rank]
+        assert messages(recording) == sent
+        assert state_bytes(own) == state
+        at_rest = sum(state.values())
+        assert held(recording) + at_rest == pytest.approx(least + at_rest, rel=0.01)
+
+
+def test_memory_does_not_grow_with_the_world() -> None:
+    """Python keeps the numbers of the ranks of each group; tensors and recordings stay as they
+    are.
+    """
+    peaks = {}
+    for ranks in (8, 64, 4096):
+        tracemalloc.start()
+        found = hf_zero.simulate(params=2e6, ranks=ranks, sequence_length=8)
+        peaks[ranks] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert found.collectives
+    assert peaks[4096] - peaks[64] < 4096 * 2000
+
+
+def test_middle_micro_batches_are_like_each_other() -> None:
+    """A step of five micro-batches is a recorded one of three, with its second one repeated."""
+    three, five = (
+        hf_zero.simulate(params=2e6, ranks=4, micro_batches=each, sequence_length=8)
+        for each in (3, 5)
+    )
+    assert five.flops == pytest.approx(5 / 3 * three.flops)
+    sent = {
+        each: sum(row.count for row in found.collectives if row.phase != "step")
+        for each, found in ((3, three), (5, five))
+    }
+    assert sent[5] / 5 == sent[3] / 3
+    assert five.peak_bytes == three.peak_bytes
+
+
+def test_a_process_in_a_job_simulates_nothing() -> None:
+    own = planned(None, 2, 3, params=1e6)[1]
+    dist.init_process_group("fake", rank=0, world_size=3, store=FakeStore())
+    try:
+        with pytest.raises(ConfigError, match="this one is in a job of 3 ranks"):
+            record_plan(own, 8)
+    finally:
+        dist.destroy_process_group()
+    assert record_plan(own, 8).events
+
+
+def test_a_model_without_a_loss_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Linear cannot be trained without memory"):
+        hf_zero.simulate(torch.nn.Linear(4, 4), 2)
+
+
+def test_a_batch_of_any_model() -> None:
+    """A model with a loss of its own, by the function that makes its arguments."""
+
+    class Squares(torch.nn.Linear):
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return super().forward(rows).square().mean()
+
+    found = hf_zero.simulate(
+        Squares(64, 64), 2, 1, micro_batch=4, sequence_length=1,
+        batch=lambda rows, length: {"rows": torch.zeros(rows, 64, device="meta")},
+    )  # fmt: skip
+    assert found.flops == 2 * 2 * 4 * 64 * 64  # the product of the forward, that of the weight
