@@ -24,13 +24,13 @@ from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.fused.attention_on_meta import without_memory
 from hf_zero.integrations.fused.heads import fuse_head
+from hf_zero.integrations.transformers.sized_model import sized_model
 from hf_zero.measures.collectives import wire_bytes
 from hf_zero.planning.activation_memory import copy_on_meta
 from hf_zero.planning.estimate import Asked, asked_for, open_model, plans_of
 from hf_zero.planning.needs import needs, state_bytes
 from hf_zero.planning.simulation.machine import Machine, Seconds, seconds
 from hf_zero.planning.simulation.recording import RECORDED, Message, Recorder, Recording, record
-from hf_zero.planning.simulation.sized_model import sized_model
 from hf_zero.techniques.registry import TrainingTechniques
 from hf_zero.zero.layout.engine_plan import EnginePlan, plan
 

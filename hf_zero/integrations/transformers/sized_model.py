@@ -7,6 +7,7 @@ import math
 from torch import nn
 
 from hf_zero.errors import ConfigError
+from hf_zero.integrations.transformers.meta_model import build_on_meta
 
 WIDTH_PER_LAYER = 150  # between the 128 of a 7B Llama and the 200 of the ZeRO paper's largest model
 HEAD = 128  # width of an attention head, of which that of the model is a multiple
@@ -24,22 +25,19 @@ def sized_model(parameters: float) -> nn.Module:
         raise ConfigError(
             f"params = {parameters:g} is too small for a model; write {SMALLEST:g} or more"
         )
-    from transformers import LlamaConfig
-
-    from hf_zero.integrations.transformers.meta_model import build_on_meta
-
     layers = max(1, round((parameters / 12 / WIDTH_PER_LAYER**2) ** (1 / 3)))
     width = HEAD * max(1, round(math.sqrt(parameters / 12 / layers) / HEAD))
     words = min(WORDS, 64 * max(1, int(parameters / 20 / width / 64)))
     left = parameters - (2 * words + 1) * width - layers * (4 * width + 2) * width
     mlp = max(1, round(left / (3 * width * layers)))
-    config = LlamaConfig(
-        hidden_size=width,
-        intermediate_size=mlp,
-        num_hidden_layers=layers,
-        num_attention_heads=width // HEAD,
-        vocab_size=words,
-        max_position_embeddings=1 << 20,
-        architectures=["LlamaForCausalLM"],
-    )
-    return build_on_meta(config)
+    sizes = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // HEAD,
+        "vocab_size": words,
+        "max_position_embeddings": 1 << 20,
+    }
+    return build_on_meta(sizes)
