@@ -38,7 +38,7 @@ _FUSED = re.compile(r"aten::_fused_\w+_$")  # optimizer steps, in place
 
 
 @dataclass(frozen=True)
-class Place:
+class StepPlace:
     """A place in a step: the phase, one of :data:`PHASES`, and the block that runs."""
 
     phase: str
@@ -56,7 +56,7 @@ class Work:
     written by the others.
     """
 
-    place: Place
+    place: StepPlace
     flops: float = 0.0
     nbytes: int = 0
     operations: int = 0
@@ -74,7 +74,7 @@ class Group:
 class Message:
     """A collective: ``operation`` on ``nbytes`` of ``unit`` over ``group``."""
 
-    place: Place
+    place: StepPlace
     operation: str
     unit: str
     group: Group
@@ -85,7 +85,7 @@ class Message:
 class Wait:
     """A wait of the host, or of the computing stream, for ``message``."""
 
-    place: Place
+    place: StepPlace
     message: Message
 
 
@@ -104,7 +104,7 @@ class Recording:
 
     micro_batches: int = 1
     events: list[Event] = field(default_factory=list)
-    peaks: dict[str, tuple[int, Place]] = field(default_factory=dict)
+    peaks: dict[str, tuple[int, StepPlace]] = field(default_factory=dict)
 
     def step(self) -> Iterator[Event]:
         """Yield the events of the whole step."""
@@ -138,14 +138,14 @@ class Recorder(TorchDispatchMode):
         self._given: set[int] = set()
         self.now = 0
         self._gathered = 0
-        self._place = Place(FORWARD, "", 0)
+        self._place = StepPlace(FORWARD, "", 0)
         self.recording: Recording | None = None
 
     # ---- places ----
 
     def enter(self, phase: str, micro_batch: int) -> None:
         """Begin a phase."""
-        self._place = Place(phase, "", micro_batch)
+        self._place = StepPlace(phase, "", micro_batch)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -175,7 +175,7 @@ class Recorder(TorchDispatchMode):
 
     def _on_span(self, what: str, block: str, ends: bool) -> None:
         if not ends:
-            self._place = Place(self._place.phase, block, self._place.micro_batch)
+            self._place = StepPlace(self._place.phase, block, self._place.micro_batch)
         elif what in PHASES:
             return
         self._count_gathered()
@@ -194,7 +194,7 @@ class Recorder(TorchDispatchMode):
             self.recording.events.append(Wait(self._place, message))
 
     @property
-    def place(self) -> Place:
+    def place(self) -> StepPlace:
         return self._place
 
     # ---- computation ----
