@@ -282,6 +282,10 @@ class Engine(TrainingEngine):
         self.wait_for_checkpoint(f"the save of {save_dir}")
         self.measures.saving(self, save_dir)
         in_background = self.config.checkpoint.async_save if blocking is None else not blocking
+        writer = self.async_saves.get_writer() if in_background else None
+        offered = None
+        if writer is not None and self.memory is not None:
+            offered = self.memory.offer(self, writer.is_writing)
         with span("save", str(tag or save_dir)):
             save(
                 self,
@@ -291,7 +295,8 @@ class Engine(TrainingEngine):
                 exclude_frozen_parameters,
                 save_latest,
                 keep,
-                self.async_saves.get_writer() if in_background else None,
+                writer,
+                offered,
             )
         return True
 

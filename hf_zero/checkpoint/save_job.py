@@ -228,7 +228,7 @@ class AsyncSaver:
         self._arena = HostArena(pin=True, device=device)
         self._device = device
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._size = 0
+        self._image = self._memory  # of the next save
         self._stall = 0.0
         self.number = 0  # sequence number of the last save that was started
         self._running: tuple[SaveJob, Future[None]] | None = None
@@ -271,15 +271,26 @@ class AsyncSaver:
             if future.done():  # after an interrupted wait the thread still uses its memory
                 self._running = None
 
+    def is_writing(self) -> bool:
+        """Whether a save is being written."""
+        return self._running is not None and not self._running[1].done()
+
     def copy_to_host(
-        self, plan: FilePlan, tensors: Mapping[str, torch.Tensor | Callable[[], torch.Tensor]]
+        self,
+        plan: FilePlan,
+        tensors: Mapping[str, torch.Tensor | Callable[[], torch.Tensor]],
+        image: torch.Tensor | None = None,
     ) -> str:
-        """Copy the file of ``plan``, with the values of ``tensors``, to staging memory. Return ""
-        on success, otherwise the reason why it could not be copied.
+        """Copy the file of ``plan``, with the values of ``tensors``, to staging memory; with an
+        ``image`` of it in host memory, page-aligned, take that. Return "" on success, otherwise the
+        reason why it could not be copied.
         """
         if self._mail is None and self._world > 1:
             return "the ranks of this process group share no store"
         begun, size = time.perf_counter(), plan.size
+        if image is not None:
+            self._image, self._stall = image, 0.0
+            return ""
         if self._memory.numel() < size:
             self._memory = torch.empty(0, dtype=torch.uint8)  # free the old block first
             try:
@@ -287,13 +298,13 @@ class AsyncSaver:
             except HostMemoryError as error:
                 return str(error)
         copy_to_memory(self._memory, plan, tensors, self._device)
-        self._size, self._stall = size, time.perf_counter() - begun
+        self._image, self._stall = self._memory[:size], time.perf_counter() - begun
         return ""
 
     def start(self, job: SaveJob, plan: FilePlan) -> None:
         """Start the thread that writes the staged file of ``plan`` and commits. Returns at once."""
         self.number += 1
-        image = bytes_view(self._memory)[: self._size]
+        image = bytes_view(self._image)
         ended: Future[None] = Future()
         self._running = (job, ended)
         if job.rank == 0:

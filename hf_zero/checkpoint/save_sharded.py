@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -65,6 +65,16 @@ if TYPE_CHECKING:
 SCRIPT = "zero_to_fp32.py"
 
 
+class Offered(Protocol):
+    """This rank's file of a generation in memory that no other save on disk has taken."""
+
+    @property
+    def save_id(self) -> str: ...
+
+    def image_of(self, plan: SavePlan) -> torch.Tensor | None:
+        """Return the file, page-aligned, if it is the one that ``plan`` describes; else None."""
+
+
 def save(
     engine: TrainingEngine,
     directory: str | os.PathLike[str],
@@ -74,6 +84,7 @@ def save(
     save_latest: bool = True,
     keep: int | None = None,
     background: AsyncSaver | None = None,
+    offered: Offered | None = None,
 ) -> AnyPath:
     """Save ``engine`` as ``<directory>/<tag>`` and return that folder. Collective.
 
@@ -91,6 +102,7 @@ def save(
         background: return once everything is copied to staging memory, and let a thread write it.
             If there is no memory for the copy, a warning says so and the save blocks. The caller
             has waited for the save before (``background.wait``).
+        offered: written in place of a copy of the state, where it equals that.
 
     Raises:
         CheckpointError: on all ranks, if anything failed on one. Earlier checkpoints are then
@@ -99,7 +111,7 @@ def save(
     refuse_destroyed(engine, "save")
     rank, job_ranks, world = engine.global_rank, engine.mesh.job, engine.mesh.dims.world
     engine.optimizer_step.complete_state()
-    target = _agree_on_target(engine, directory, tag, keep)
+    target = _agree_on_target(engine, directory, tag, keep, offered)
     path = target.path_of(target.file_name(find.rank_file(rank, world)))
     nothing_saved = NOTHING_SAVED.format(target.tag)
     names = WholeNames(engine.module)
@@ -115,7 +127,8 @@ def save(
             target.begin()
         save_id, left_out = target.save_id, exclude_frozen_parameters
         own = plan_save(engine, path.name, save_id, left_out, names, buffers)
-        why = "" if background is None else background.copy_to_host(own.file, own.tensors)
+        image = None if offered is None else offered.image_of(own)
+        why = "" if background is None else background.copy_to_host(own.file, own.tensors, image)
         return own, why, extra, buffers
 
     def describe() -> SharedFiles | None:
@@ -158,9 +171,14 @@ def save(
 
 
 def _agree_on_target(
-    engine: TrainingEngine, directory: str | os.PathLike[str], tag: str | None, keep: int | None
+    engine: TrainingEngine,
+    directory: str | os.PathLike[str],
+    tag: str | None,
+    keep: int | None,
+    offered: Offered | None,
 ) -> CommitTarget:
-    """Return the target of this save, with rank 0's save_id. Collective.
+    """Return the target of this save, with rank 0's save_id: that of the generation ``offered``, if
+    one is. Collective.
 
     Raises CheckpointError if the ranks pass different tags.
     """
@@ -171,8 +189,9 @@ def _agree_on_target(
         find.check_tag(name)
         return as_path(directory)
 
+    save_id = secrets.token_hex(16) if offered is None else offered.save_id
     root, answers = collective_try(
-        engine.mesh.job, check, directory, share=lambda root: (name, secrets.token_hex(16))
+        engine.mesh.job, check, directory, share=lambda root: (name, save_id)
     )
     names = {each for each, _ in answers}
     if len(names) > 1:

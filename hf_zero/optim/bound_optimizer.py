@@ -88,6 +88,7 @@ class BoundOptimizer:
         self._table = SegmentTable(self._entries, self._base, self._fused, moments)
         self.numbers = GroupNumbers(self._entries, self._table)
         self.factors = TensorFactors(self._entries, self._table)
+        self.loads = 0  # calls of load_tensor
         self._flats, self._ranks = [flat for flat in flats if flat.trainable], ranks or OneRank()
         if any(flat.offloaded for flat in self._flats):
             refuse_offload(optimizer)
@@ -291,6 +292,7 @@ class BoundOptimizer:
         Raises:
             UnsupportedOptimizerError: no group keeps a state of that name.
         """
+        self.loads += 1
         if flat.offloaded and name in flat.storage.names():
             self._table.offloaded.load_tensor(flat, name, tensor)
             return

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -29,6 +29,7 @@ import torch
 
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.engine_state import (
+    SavePlan,
     buffers_of_other_stages,
     model_buffers,
     plan_save,
@@ -103,18 +104,56 @@ class SlotFiles:
         self._mapped[path] = number, tensor
         return tensor
 
+    def leave(self, path: Path) -> None:
+        """Leave the file to those who read its tensor: the next one of ``path`` is another."""
+        self._mapped.pop(path, None)
+        path.unlink(missing_ok=True)
+
     def close(self) -> None:
         self._mapped.clear()
 
 
 @dataclass(frozen=True, eq=False)
 class Staged:
-    """This rank's file in its slot, and its record, which still lacks the hashes."""
+    """This rank's file in its slot; its record, still without hashes; the :func:`changes_of` the
+    engine before it.
+    """
 
     path: Path
     image: torch.Tensor
     plan: FilePlan
     record: RankRecord
+    changes: tuple[int, ...]
+
+    @property
+    def save_id(self) -> str:
+        return self.record.save_id
+
+    def image_of(self, plan: SavePlan) -> torch.Tensor | None:
+        """Return the file if it is the one that ``plan`` describes, tensors outside of flat buffers
+        included (generators, buffers, the place in the data); else None.
+        """
+        if plan.file != self.plan:
+            return None
+        chunks = plan.report.chunks.items()
+        of_flats = {f"{key}::{name}" for key, (_, _, names) in chunks for name in names}
+        at = len(self.plan.header)
+        for entry in self.plan.entries:
+            if entry.name not in of_flats:
+                given = plan.tensors[entry.name]
+                now = given if isinstance(given, torch.Tensor) else given()
+                kept = self.image[at + entry.begin : at + entry.end]
+                if not torch.equal(kept, now.detach().cpu().reshape(-1).view(torch.uint8)):
+                    return None
+        return self.image
+
+
+def changes_of(engine: TrainingEngine) -> tuple[int, ...]:
+    """Return numbers of which one differs once a step, a load or a script has changed a flat buffer
+    or its optimizer state.
+    """
+    loads = 0 if engine.bound is None else engine.bound.loads
+    return engine.counters.global_steps, sum(flat.changes for flat in engine.flats), loads
 
 
 def next_folders(settings: MemorySection, ranks: Any, rank: int) -> JobFolders:
@@ -153,6 +192,8 @@ class MemoryCheckpoints(JobFolders):
         self._kept = SlotFiles(torch.device("cpu"))  # copies: no device reads or writes them
         self._slot = -1  # the one that the next save overwrites; -1: not chosen yet
         self._saves, self._last_step = 0, -1
+        self._staged: Staged | None = None  # of the last save, unless it was offered
+        self._offered: tuple[Path | None, Callable[[], bool]] = None, bool
         self._marks: dict[Path, folders.InUse] = {}
         self._running: Future[None] | None = None
         self._told_waiting = False
@@ -246,9 +287,10 @@ class MemoryCheckpoints(JobFolders):
             self._choose_slot()
         staged: Staged | None = None
         try:
-            staged = self._stage(*(planned or make()))
+            staged = self._stage(*(planned or make()), changes_of(engine))
         except (HfZeroError, OSError, RuntimeError) as error:
             logger.error("%s", self._failed(step, describe_error(error)))
+        self._staged = staged
         stall = time.perf_counter() - begun
         reached("staged")
         future: Future[None] = Future()
@@ -286,16 +328,37 @@ class MemoryCheckpoints(JobFolders):
         record = RankRecord(save_id, step, self.world, report, deepcopy(head), shared, dict(beside))
         return record, own.file, own.tensors
 
-    def _stage(self, record: RankRecord, plan: FilePlan, tensors: Mapping[str, Any]) -> Staged:
+    def offer(self, engine: TrainingEngine, is_read: Callable[[], bool]) -> Staged | None:
+        """Return this rank's file of the last generation, for a save on disk; None if the state has
+        changed since. A generation is offered once: its save_id is that of one save on disk.
+
+        ``is_read``: whether that save still reads the file, which is then not overwritten.
+        """
+        staged, self._staged = self._staged, None
+        if staged is None or staged.changes != changes_of(engine):
+            return None
+        self._offered = staged.path, is_read
+        return staged
+
+    def _stage(
+        self,
+        record: RankRecord,
+        plan: FilePlan,
+        tensors: Mapping[str, Any],
+        changes: tuple[int, ...],
+    ) -> Staged:
         """Copy this rank's file into its slot."""
         if self.acts_for_host:
             self._clear_slot()
         path = self._slot_folder() / record.report.file.name
         record_path(path).unlink(missing_ok=True)  # from here on the old file counts no more
+        offered, is_read = self._offered
+        if path == offered and is_read():
+            self._files.leave(path)
         image = self._files.open(path, plan.size)
         reached("staging")
         copy_to_memory(image, plan, tensors, self._device)
-        return Staged(path, image, plan, record)
+        return Staged(path, image, plan, record, changes)
 
     def _slot_folder(self) -> Path:
         return self.folder(self.base) / folders.SLOTS[self._slot]
