@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from hf_zero.checkpoint.memory import newest
 from hf_zero.deepspeed.checkpoint_files import agreed_target, nothing_to_load, tag_of
 from hf_zero.deepspeed.engine_getters import ReportingEngine
 from hf_zero.deepspeed.loss_scalers import EngineLossScaler
@@ -264,6 +265,10 @@ class DeepSpeedEngine(ReportingEngine):
                 "call it yourself inside GatheredParameters(model.parameters(), modifier_rank=0)",
             )
         tag = tag_of(self, load_dir, tag)
+        if tag is None and self.memory is not None:
+            found = newest(self, load_dir, load_module_strict)
+            if found is not None and found.in_memory:
+                load_dir, tag = str(found.directory), found.tag
         if nothing_to_load(self, load_dir, tag):
             return None, {}
         path, state = super().load_checkpoint(

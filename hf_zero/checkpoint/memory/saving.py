@@ -434,12 +434,17 @@ class MemoryCheckpoints(JobFolders):
             [(copy.rank, tensor) for copy in copies for tensor in (copy.image, copy.record)],
         )
         reached("copied")
-        write_record(record_path(staged.path), content)
-        reached("recorded")
-        for copy in copies:
-            write_record(record_path(copy.path), bytes(bytes_view(copy.record)))
+        written = True
+        try:
+            write_record(record_path(staged.path), content)
+            reached("recorded")
+            for copy in copies:
+                write_record(record_path(copy.path), bytes(bytes_view(copy.record)))
+        except OSError as error:
+            logger.error("%s", self._failed(self._last_step, describe_error(error)))
+            written = False
         reached("committing")
-        whole = self.transfers.agree(True)
+        whole = self.transfers.agree(written)
         reached("committed")
         return whole
 

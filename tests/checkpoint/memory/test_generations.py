@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import importlib
 import json
 import shutil
@@ -11,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 
 import hf_zero
@@ -255,6 +257,45 @@ def test_a_failing_job_keeps_its_generations(tmp_path: Path) -> None:
     with pytest.raises(RankFailed):
         attempt(setup, range(2), before=fails)
     assert {first for first, *_ in attempt(setup, range(3), tmp_path / "disk")} == {2}
+
+
+def test_a_host_that_cannot_write_a_record_loses_one_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard: list[str]
+) -> None:
+    """The save after it finds all ranks in step."""
+    setup = with_folders(Kept(), tmp_path)
+    write = saving.write_record
+
+    def full(path: Path, content: bytes) -> None:
+        if "/b/" in str(path) and "slot-1" in str(path):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write(path, content)
+
+    monkeypatch.setattr(saving, "write_record", full)
+    attempt(setup, range(3))
+    monkeypatch.undo()
+    assert {first for first, *_ in attempt(setup, range(4), tmp_path / "disk")} == {3}
+    assert any("step 2 in memory failed on rank 1" in line for line in heard)
+    assert any("step 2 in memory failed on rank 0 (a rank could not" in line for line in heard)
+
+
+class Script(Kept):
+    """A script written for DeepSpeed."""
+
+    def open(self, model: Any) -> Any:
+        return deepspeed.initialize(
+            model=model, optimizer=self.optimizer(model), config=self.config
+        )[0]
+
+
+def test_a_script_of_deepspeed_resumes_without_a_disk(tmp_path: Path) -> None:
+    """Its load returns nothing where a folder has no checkpoint."""
+    setup = Script(stage=2, base=tmp_path / "memory")
+    whole = attempt(Script(stage=2, base=tmp_path / "other"), range(4), tmp_path / "disk")
+    attempt(setup, range(2), tmp_path / "disk")
+    resumed = attempt(setup, range(4), tmp_path / "disk")
+    assert {first for first, *_ in resumed} == {2}
+    same(resumed, whole)
 
 
 @pytest.mark.parametrize(
