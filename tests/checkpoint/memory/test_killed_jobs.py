@@ -23,7 +23,7 @@ from tests.helpers.ranks import RankFailed, run_ranks
 __all__ = ["hosts"]
 
 JOBS, KILLS = 20, 5
-FAST = {0, 3}
+FAST = {3}
 SAVE_POINTS = (
     "before", "staging", "staged", "hashed", "sending", "copied", "recorded", "committing",
     "committed",
