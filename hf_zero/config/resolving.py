@@ -230,7 +230,9 @@ def _check_storage(reading: ConfigReading, ranks: int) -> None:
             f"{NODE_LOCAL} ({reading.sources[NODE_LOCAL]}) over several machines, {here} of "
             f"{ranks} ranks on this one, is not provided: the ranks "
             "of a checkpoint write into one folder; set it to false (Trainer: "
-            "save_on_each_node=False) and save to a shared file system"
+            "save_on_each_node=False) and save to a shared file system or an object store; disks "
+            "of the machines themselves take generations, with copies on other machines: "
+            'checkpoint.memory: {"every": 100, "copies": 2, "folder": "/a/local/disk"}'
         )
 
 

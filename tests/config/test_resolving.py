@@ -245,7 +245,8 @@ def test_node_local_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.resolve(2).checkpoint.use_node_local_storage
     with pytest.raises(
         NotBuiltError,
-        match=r"over several machines, 2 of 4 ranks on this one, .* save to a shared file system",
+        match=r"over several machines, 2 of 4 ranks on this one, .* save to a shared file system.*"
+        r'checkpoint\.memory: .*"folder"',
     ):
         config.resolve(4)
 

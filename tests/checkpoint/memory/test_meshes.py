@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from hf_zero import initialize
 from hf_zero.checkpoint.memory import saving
 from tests.checkpoint.memory.jobs import Meshed, attempt, heard, hosts, same
 from tests.helpers.cells import fast
-from tests.helpers.engines import full_weights
+from tests.helpers.engines import full_weights, start
 from tests.helpers.processes import run_processes
+from tests.helpers.ranks import RankFailed, run_ranks
 from tests.parallel.pipelines import batches, config, pipeline, sgd
 
 __all__ = ["heard", "hosts"]
@@ -89,6 +91,22 @@ def test_other_parallel_sizes_load_as_from_disk(
     assert {first for first, *_ in resumed} == {3}
     elsewhere = dataclasses.replace(after, base=tmp_path / "other")
     same(resumed, attempt(elsewhere, range(5), tmp_path / "saved"))
+
+
+def test_a_resume_keeps_parallel_sizes(tmp_path: Path) -> None:
+    before = placed(tensor(stage=1), tmp_path)
+    attempt(before, range(2))
+    after = dataclasses.replace(before, keys={}, together=1)
+    models = after.models()
+    saving._claimed.clear()
+
+    def resumes(rank: int) -> None:
+        threading.current_thread().host = after.hosts[rank]  # type: ignore[attr-defined]
+        start(models[rank], after.optimizer(models[rank]), after.config, resume="latest")
+
+    said = r"global_step2 was saved with other parallel sizes \(tensor 2, now 1\); configure those"
+    with pytest.raises(RankFailed, match=said):
+        run_ranks(2, resumes)
 
 
 def in_stages(rank: int, tmp_path: Path) -> Any:
