@@ -14,6 +14,7 @@ from hf_zero.cli.estimate import estimate
 from hf_zero.cli.explain import explain, schema
 from hf_zero.cli.launch import launch
 from hf_zero.cli.migrate import migrate
+from hf_zero.cli.report import report
 from hf_zero.cli.simulate import simulate
 from hf_zero.cli.verify import verify
 from hf_zero.errors import HfZeroError
@@ -23,7 +24,7 @@ BAD_INPUT = 2
 app = typer.Typer(
     name="hf-zero",
     help="ZeRO for Hugging Face: look at an installation, a configuration or a model's memory; "
-    "start runs; verify and convert checkpoints; measure how difficult samples are.",
+    "start runs and show them; verify and convert checkpoints; measure how difficult samples are.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -39,6 +40,7 @@ app.command("analyze")(analyze)
 app.command("convert-checkpoint")(convert_checkpoint)
 app.command("verify")(verify)
 app.command("clean")(clean)
+app.command("report")(report)
 # All arguments after the script belong to the script, even those that look like options.
 app.command("launch", context_settings={"allow_interspersed_args": False})(launch)
 

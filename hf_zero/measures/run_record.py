@@ -41,7 +41,7 @@ def run_header(engine: Any, plan: EnginePlan) -> dict[str, Any]:
     mesh, model = engine.mesh, plan.model
     own = socket.gethostname(), engine.global_rank, device_name(engine.device)
     every = mesh.job.all_gather_object(own, "hosts of a run")
-    dims = {name: size for name, size in asdict(mesh.dims).items() if name != "world" and size > 1}
+    dims = {name: size for name, size in asdict(mesh.dims).items() if name != "data" and size > 1}
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "program": Path(sys.argv[0]).name,

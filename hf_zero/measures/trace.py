@@ -25,6 +25,7 @@ from hf_zero.device import kinds, spans
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 
+END = "end_step"  # span that marks the end of a step
 PIDS = 1 << 20  # process ids of a rank in the merged file
 
 
@@ -72,6 +73,8 @@ class StepTrace:
         """End a step; after the last one write the file on rank 0 (collective), and return its
         path.
         """
+        with spans.span(END, str(engine.global_steps)):
+            pass
         if engine.global_steps < self._last:
             return None
         path = self._folder / f"trace-steps-{self._first}-{self._last}.json.gz"

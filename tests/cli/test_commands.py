@@ -380,6 +380,8 @@ def test_launch_without_gpus_takes_two_cpu_ranks(monkeypatch: pytest.MonkeyPatch
         ("convert-checkpoint /no/such/run /tmp/never-written", "/no/such/run"),
         ("verify /no/such/run", "no checkpoint at /no/such/run"),
         ("verify /no/such/run --all --tag a", "leave one of them out"),
+        ("report /no/such/run", "there is no folder /no/such/run"),
+        (f"report {Path(ZERO3).parent}", 'train with "metrics": {"enabled": true}'),
         ("launch --preset zero9 -- x.py", "'zero9' is unknown; choose one of zero0"),
         ("launch --preset zero1 --precision int4 -- x.py", "'int4' is unknown"),
         ("launch --precision bf16 x.py", "--precision bf16 goes with --preset"),

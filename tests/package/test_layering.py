@@ -49,6 +49,7 @@ LAYERS = {
     "hf_zero.planning.activation_memory": 5,
     "hf_zero.planning.estimate": 5,
     "hf_zero.planning.simulation": 5,
+    "hf_zero.report": 5,
     "hf_zero.cli": 5,
 }
 # Of these packages none imports one that stands after it.

@@ -1,0 +1,483 @@
+"""The charts of a page, as Vega-Lite specifications with their data.
+
+Colours are names of CSS variables, so that one drawing serves light and dark screens and paper.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hf_zero.measures.run_record import BUFFERS
+from hf_zero.report.run import RecordedRun
+from hf_zero.report.timeline import LANES, Bar, Timeline
+
+Spec = dict[str, Any]
+
+POINTS = 1500  # of one curve; more steps are averaged
+HEIGHT = 190
+RUNS = ("var(--c1)", "var(--c2)")
+KINDS = {
+    "parameters": "var(--c1)",
+    "gradients": "var(--c2)",
+    "optimizer": "var(--c3)",
+    BUFFERS: "var(--c6)",
+    "state": "var(--c4)",
+    "allocated at most": "var(--c4)",
+}
+OPERATIONS = {
+    "all_gather": "var(--c1)",
+    "reduce_scatter": "var(--c2)",
+    "all_reduce": "var(--c3)",
+    "all_to_all": "var(--c4)",
+    "send_activations": "var(--c5)",
+    "send_gradients": "var(--c6)",
+    "broadcast": "var(--c7)",
+}
+BARS = {
+    "forward": "var(--c1)",
+    "backward": "var(--c5)",
+    "kernels": "var(--c1)",
+    "gathers": "var(--c3)",
+    "reductions": "var(--c4)",
+    "updates": "var(--c6)",
+    "transfers": "var(--c7)",
+    "exposed": "var(--c2)",
+}
+TIERS = {"device": "device", "ram": "host memory", "disk": "disk"}
+PARTS = {"forward_ms": "forward", "backward_ms": "backward", "update_ms": "update"}
+WAITS = {"gather_wait_ms": "gathers", "reduction_wait_ms": "reductions"}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart: ``name`` of its element, its heading, a line below it, and its specification."""
+
+    name: str
+    title: str
+    note: str
+    spec: Spec
+    wide: bool = False
+
+
+def curves(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
+    """Yield the charts of the training itself."""
+    yield from _curve(runs, "loss", "Loss", "mean over ranks and micro-batches")
+    yield from _curve(runs, "learning_rate", "Learning rate", "of the first group", ".2~e")
+    yield from _curve(runs, "grad_norm", "Gradient norm", "before clipping")
+    scale = {"type": "log", "base": 2, "nice": False}
+    yield from _curve(runs, "loss_scale", "Loss scale", "fp16", ",", scale, "step-after")
+
+
+def speeds(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
+    """Yield the charts of speed."""
+    zero = {"zero": True}
+    tokens = list(_curve(runs, "tokens_per_second", "Tokens per second", "all ranks", "~s", zero))
+    yield from tokens or _curve(
+        runs, "samples_per_second", "Samples per second", "all ranks", "~s", zero
+    )
+    yield from _curve(runs, "mfu", "MFU", "operations of the model over the peak", ".1~%", zero)
+    yield from _lines(
+        runs, "step_time", "Time of a step", "milliseconds", {"step_ms": "step"} | PARTS
+    )
+    yield from _lines(runs, "waits", "Computation waited", "milliseconds a step, on rank 0", WAITS)
+
+
+def traffic(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
+    """Yield a chart of bytes on the wire for each run, all on one scale."""
+    rows_of = [list(_traffic_rows(run)) for run in runs]
+    most = max((_most(rows, "step") for rows in rows_of), default=0)
+    for place, (run, rows) in enumerate(zip(runs, rows_of)):
+        if not rows:
+            continue
+        alone = len({row["step"] for row in rows}) == 1
+        area = {"type": "area", "interpolate": "step-after", "opacity": 0.85}
+        spec: Spec = {
+            "data": {"values": rows},
+            "height": HEIGHT,
+            "mark": {"type": "bar"} if alone else area,
+            "encoding": {
+                "x": _steps(),
+                "y": _bytes(most),
+                "color": _colours("operation", OPERATIONS, rows),
+                "tooltip": [
+                    {"field": "step"},
+                    {"field": "operation"},
+                    {"field": "bytes", "format": ".4~s"},
+                ],
+            },
+        }
+        note = "sent by rank 0 in each step"
+        yield _for_run(runs, run, Chart(f"wire{place}", "Bytes on the wire", note, spec))
+
+
+def memory(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
+    """Yield a chart of memory by tier, predicted and measured, for each run, all on one scale."""
+    rows_of = [list(_memory_rows(run)) for run in runs]
+    most = max((_most(rows, "line") for rows in rows_of), default=0)
+    for place, (run, rows) in enumerate(zip(runs, rows_of)):
+        if not rows:
+            continue
+        order = list(dict.fromkeys(row["line"] for row in rows))
+        spec: Spec = {
+            "data": {"values": rows},
+            "height": 30 * len(order),
+            "mark": {"type": "bar", "height": {"band": 0.7}},
+            "encoding": {
+                "y": {
+                    "field": "line",
+                    "type": "nominal",
+                    "sort": order,
+                    "axis": {"title": None, "grid": False, "labelLimit": 240},
+                },
+                "x": _bytes(most),
+                "color": _colours("kind", KINDS, rows),
+                "order": {"field": "place", "type": "quantitative"},
+                "tooltip": [
+                    {"field": "line"},
+                    {"field": "what"},
+                    {"field": "bytes", "format": ".4~s"},
+                ],
+            },
+        }
+        note = (
+            "of rank 0: predicted before training, without activations; measured as updates begin"
+        )
+        yield _for_run(runs, run, Chart(f"memory{place}", "Memory", note, spec))
+
+
+def timeline(place: int, found: Timeline) -> Chart:
+    """Return the chart of one step."""
+    lines, bars = _places(found.bars)
+    labels = ", ".join(f"'{place:.3f}': '{name}'" for place, name in lines.items())
+    depth = max(bar["y2"] for bar in bars)
+    spec: Spec = {
+        "data": {"values": bars},
+        "height": max(140, 18 * depth),
+        "params": [
+            {
+                "name": "zoom",
+                "select": {
+                    "type": "interval",
+                    "encodings": ["x"],
+                    "zoom": "wheel![event.shiftKey]",
+                },
+                "bind": "scales",
+            }
+        ],
+        "mark": {"type": "rect", "clip": True, "tooltip": True},
+        "encoding": {
+            "x": {
+                "field": "begin",
+                "type": "quantitative",
+                "scale": {"domain": [0, found.length / 1e3], "nice": False},
+                "axis": {"title": "milliseconds", "format": ",~f"},
+            },
+            "x2": {"field": "end"},
+            "y": {
+                "field": "y",
+                "type": "quantitative",
+                "scale": {"domain": [0, depth], "reverse": True, "nice": False},
+                "axis": {
+                    "title": None,
+                    "values": list(lines),
+                    "labelExpr": f"({{{labels}}})[format(datum.value, '.3f')]",
+                    "grid": False,
+                    "labelOverlap": False,
+                    "ticks": False,
+                    "domain": False,
+                    "labelLimit": 220,
+                },
+            },
+            "y2": {"field": "y2"},
+            "color": _colours("kind", BARS, bars),
+            "tooltip": [
+                {"field": "name"},
+                {"field": "kind"},
+                {"field": "begin", "title": "begins at (ms)", "format": ".3f"},
+                {"field": "took", "title": "takes (ms)", "format": ".3f"},
+            ],
+        },
+    }
+    some = "" if found.shown == found.ranks else f", the first {found.shown} of {found.ranks} ranks"
+    note = (
+        f"step {found.step}{some}: {found.length / 1e3:,.1f} ms. Gathers and reductions are drawn "
+        "from their launch to their end; exposed: computation waited. Drag to move, Shift and the "
+        "wheel to zoom."
+    )
+    return Chart(f"timeline{place}", "Timeline of a step", note, spec, wide=True)
+
+
+# ---- parts ----
+
+
+def _for_run(runs: Sequence[RecordedRun], run: RecordedRun, chart: Chart) -> Chart:
+    """Return ``chart`` beside that of another run, or alone over the whole width."""
+    if len(runs) == 1:
+        return replace(chart, wide=True)
+    return replace(chart, title=f"{chart.title}, {run.name}")
+
+
+def _bytes(most: float) -> Spec:
+    """Return the encoding of stacked bytes, ``most`` at the end of the scale."""
+    return {
+        "field": "bytes",
+        "type": "quantitative",
+        "stack": True,
+        "scale": {"domain": [0, most]},
+        "axis": {
+            "title": None,
+            "labelExpr": "format(datum.value, '~s') + 'B'",
+            "tickCount": 6,
+        },
+    }
+
+
+def _most(rows: Sequence[Spec], by: str) -> float:
+    """Return the largest sum of bytes that lie on each other."""
+    found: Counter[Any] = Counter()
+    for row in rows:
+        found[row[by]] += row["bytes"]
+    return max(found.values(), default=0)
+
+
+def _steps() -> Spec:
+    return {"field": "step", "type": "quantitative", "scale": {"nice": False, "zero": False},
+            "axis": {"title": "step", "format": "~s", "tickMinStep": 1}}  # fmt: skip
+
+
+def _colours(field: str, colours: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> Spec:
+    """Return the encoding by the ``colours`` of those values that occur."""
+    used = {row[field] for row in rows}
+    known = {name: colour for name, colour in colours.items() if name in used}
+    return {
+        "field": field,
+        "type": "nominal",
+        "scale": {"domain": list(known), "range": list(known.values())},
+        "legend": {"title": None, "orient": "top", "symbolType": "square"},
+    }
+
+
+def _thinned(steps: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield steps with their figures; where there are too many, means of several in a row."""
+    size = -(-len(steps) // POINTS)
+    for begin in range(0, len(steps), size):
+        some = steps[begin : begin + size]
+        if size == 1:
+            yield some[0]["step"], some[0]
+            continue
+        names = {name for row in some for name, value in row.items() if value is not None}
+        yield (
+            some[-1]["step"],
+            {
+                name: sum(values) / len(values)
+                for name in names
+                if (values := [row[name] for row in some if row.get(name) is not None])
+            },
+        )
+
+
+def _curve(
+    runs: Sequence[RecordedRun],
+    figure: str,
+    title: str,
+    note: str,
+    form: str = "~g",
+    scale: Spec | None = None,
+    interpolate: str = "linear",
+) -> Iterator[Chart]:
+    """Yield the chart of one figure over steps, if a run has it."""
+    rows = [
+        {"step": step, "value": row[figure], "run": run.name}
+        for run in runs
+        for step, row in _thinned(run.steps)
+        if row.get(figure) is not None
+    ]
+    if rows:
+        colours = {run.name: colour for run, colour in zip(runs, RUNS)}
+        spec = _drawn(runs, rows, "run", colours, form, scale or {"zero": False}, interpolate)
+        yield Chart(figure, title, note, spec)
+
+
+def _lines(
+    runs: Sequence[RecordedRun], name: str, title: str, note: str, figures: Mapping[str, str]
+) -> Iterator[Chart]:
+    """Yield one chart of several figures over steps."""
+    rows = [
+        {"step": step, "value": row[figure], "what": what, "run": run.name}
+        for run in runs
+        for step, row in _thinned(run.steps)
+        for figure, what in figures.items()
+        if row.get(figure) is not None
+    ]
+    if rows:
+        colours = {what: f"var(--c{place})" for place, what in enumerate(figures.values(), 1)}
+        spec = _drawn(runs, rows, "what", colours, ",~f", {"zero": True}, "linear")
+        yield Chart(name, title, note, spec)
+
+
+def _drawn(
+    runs: Sequence[RecordedRun],
+    rows: list[Spec],
+    by: str,
+    colours: Mapping[str, str],
+    form: str,
+    scale: Spec,
+    interpolate: str,
+) -> Spec:
+    """Return curves of ``value`` by ``step``, with points under the pointer and a rule at each
+    restart.
+    """
+    encoding: Spec = {
+        "x": _steps(),
+        "y": {
+            "field": "value",
+            "type": "quantitative",
+            "scale": scale,
+            "axis": {"title": None, "format": form},
+        },
+        "color": _colours(by, colours, rows),
+    }
+    if by == "run":
+        legend = {"symbolType": "stroke", "symbolSize": 300} if len(runs) > 1 else None
+        encoding["color"]["legend"] = legend and encoding["color"]["legend"] | legend
+    if len(runs) > 1:
+        encoding["strokeDash"] = {
+            "field": "run",
+            "type": "nominal",
+            "scale": {"domain": [run.name for run in runs], "range": [[1, 0], [5, 3]]},
+            "legend": {
+                "title": None,
+                "orient": "top",
+                "symbolType": "stroke",
+                "symbolSize": 300,
+            },
+        }
+    seen = [by] if by == "run" else [by, "run"]
+    hover = {
+        "name": "hover",
+        "select": {
+            "type": "point",
+            "on": "pointerover",
+            "nearest": True,
+            "clear": "pointerout",
+            "fields": ["step", *seen],
+        },
+    }
+    tooltip = [{"field": name} for name in ("step", *seen)]
+    layers: list[Spec] = [
+        {"mark": {"type": "line", "interpolate": interpolate, "strokeWidth": 1.8}},
+        {
+            "params": [hover],
+            "mark": {"type": "point", "filled": True, "size": 55},
+            "encoding": {
+                "opacity": {
+                    "condition": {"param": "hover", "empty": False, "value": 1},
+                    "value": 0,
+                },
+                "tooltip": [*tooltip, {"field": "value", "format": ".6~g"}],
+            },
+        },
+    ]
+    for layer in layers:
+        layer["encoding"] = encoding | layer.get("encoding", {})
+    restarts = [
+        {"step": start.after, "run": run.name, "restarted": f"after step {start.after}"}
+        for run in runs
+        for start in run.restarts
+    ]
+    if restarts:
+        rule = {"type": "rule", "strokeDash": [3, 3], "color": "var(--faint)", "strokeWidth": 1.2}
+        layers.append(
+            {
+                "data": {"values": restarts},
+                "mark": rule | {"tooltip": {"content": "data"}},
+                "encoding": {"x": {"field": "step", "type": "quantitative"}},
+            }
+        )
+    return {"data": {"values": rows}, "height": HEIGHT, "layer": layers}
+
+
+def _traffic_rows(run: RecordedRun) -> Iterator[Spec]:
+    for step, row in _thinned(run.steps):
+        for name in OPERATIONS:
+            if size := row.get(f"{name}_wire_bytes"):
+                yield {"step": step, "operation": name, "bytes": size}
+
+
+def _memory_rows(run: RecordedRun) -> Iterator[Spec]:
+    """Yield the predicted and the measured bytes of a run, by line of the chart."""
+    kinds = list(KINDS)
+
+    def row(line: str, tier: str, kind: str, what: str, size: float) -> Spec:
+        return {
+            "line": f"{TIERS[tier]}, {line}",
+            "tier": TIERS[tier],
+            "kind": kind,
+            "what": what,
+            "bytes": size,
+            "place": kinds.index(kind),
+        }
+
+    for tier in TIERS:
+        predicted = [each for each in run.header.get("predicted", ()) if each["tier"] == tier]
+        for each in predicted:
+            yield row("predicted", tier, each["kind"], each["what"], each["bytes"])
+        held = [each for each in run.totals.get("state", ()) if each["tier"] == tier]
+        for each in held:
+            yield row("measured", tier, each["kind"], each["kind"], each["bytes"])
+        most = max(run.figure(f"{tier}_bytes"), default=0)
+        if not held and most:
+            yield row("measured", tier, "state", "state", most)
+        peak = max(run.figure("peak_device_bytes"), default=0)
+        if tier == "device" and peak:
+            yield row("allocated at most", tier, "allocated at most", "by the allocator", peak)
+
+
+def _places(bars: Sequence[Bar]) -> tuple[dict[float, str], list[Spec]]:
+    """Return the labels of lanes by their place, and the bars at their places: those of one lane
+    that overlap lie below each other; what was exposed is drawn over the lane.
+    """
+    labels: dict[float, str] = {}
+    found: list[Spec] = []
+    top = 0.0
+    for rank in sorted({bar.rank for bar in bars}):
+        for lane in LANES:
+            own = sorted(
+                (bar for bar in bars if (bar.rank, bar.lane) == (rank, lane)),
+                key=lambda bar: (bar.kind == "exposed", bar.begin),
+            )
+            if not own:
+                continue
+            ends: list[float] = []  # of the last bar of each level
+            levels = []
+            for bar in own:
+                if bar.kind == "exposed":
+                    levels.append(-1)
+                    continue
+                level = next((n for n, end in enumerate(ends) if end <= bar.begin), len(ends))
+                ends[level:] = [bar.end, *ends[level + 1 :]]
+                levels.append(level)
+            depth = max(1, min(len(ends), 4)) if lane != "compute" else 1
+            height = 1.6 if lane == "compute" else 1.0 if depth == 1 else 0.6 * depth
+            for bar, level in zip(own, levels):
+                whole = level < 0 or lane == "compute"
+                low = top if whole else top + height * (level % depth) / depth
+                high = top + height if whole else low + height / depth
+                found.append(
+                    {
+                        "name": bar.name,
+                        "kind": bar.kind,
+                        "begin": round(bar.begin / 1e3, 4),
+                        "end": round(bar.end / 1e3, 4),
+                        "took": round((bar.end - bar.begin) / 1e3, 4),
+                        "y": round(low, 4),
+                        "y2": round(high - 0.08, 4),
+                    }
+                )
+            labels[round(top + height / 2, 4)] = f"rank {rank} {lane}"
+            top += height + 0.25
+        top += 0.6
+    return labels, found

@@ -1,0 +1,354 @@
+"""The page of a run: one HTML file with charts, tables, data and the library that draws them; it
+loads nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from hf_zero.errors import ConfigError
+from hf_zero.logging import in_units, listed
+from hf_zero.report import charts
+from hf_zero.report.charts import Chart
+from hf_zero.report.run import RecordedRun, read_run
+from hf_zero.report.timeline import Timeline, read_timeline
+
+NAME = "report.html"
+FOLDER = Path(__file__).parent
+EMBED = "window.vegaEmbed = vegaEmbed;"
+
+
+def write_report(
+    run: str | os.PathLike[str],
+    against: str | os.PathLike[str] | None = None,
+    output: str | os.PathLike[str] | None = None,
+    trace: str | None = None,
+) -> tuple[Path, list[dict[str, Any]]]:
+    """Write the page of the run in the folder ``run`` to ``output``, by default ``report.html`` in
+    it, and return the file and a summary of each run.
+
+    Args:
+        against: the folder of another run, which is shown beside it.
+        trace: a trace of ``engine.trace``, by default the last one of the run.
+
+    Raises:
+        ConfigError: a folder has no figures, a file does not exist or cannot be written, the trace
+            has no steps, or the package that draws is not installed.
+    """
+    runs = [read_run(run, trace)] + ([] if against is None else [read_run(against)])
+    if len(runs) == 2 and runs[0].name == runs[1].name:
+        runs = [_renamed(each) for each in runs]
+    to = Path(output) if output is not None else runs[0].folder / NAME
+    text = page(runs, [_timeline(each) for each in runs], javascript())
+    try:
+        to.write_text(text)
+    except OSError as error:
+        raise ConfigError(f"the page {to} cannot be written ({error}); pass --output") from error
+    return to, [each.summary() for each in runs]
+
+
+def javascript() -> str:
+    """Return the library that draws, Vega with Vega-Lite and Vega-Embed, as one script."""
+    try:
+        import vl_convert
+    except ImportError as error:
+        raise ConfigError(
+            f"a report needs {error.name}, which holds the library that draws its charts; pip "
+            "install 'hf-zero[report]'"
+        ) from error
+    return str(vl_convert.javascript_bundle(EMBED)).replace("</script", "<\\/script")
+
+
+def page(runs: Sequence[RecordedRun], timelines: Sequence[Timeline | None], script: str) -> str:
+    """Return the page of one or two ``runs`` with their ``timelines``."""
+    drawn: list[Chart] = []
+    parts = list(_sections(runs, timelines, drawn))
+    specs = {chart.name: chart.spec for chart in drawn}
+    title = " against ".join(each.name for each in runs)
+    text = (FOLDER / "page.html").read_text()
+    for name, value in {
+        "TITLE": escape(title),
+        "STYLE": (FOLDER / "page.css").read_text(),
+        "BODY": "\n".join(parts),
+        "SPECS": json.dumps(specs, separators=(",", ":")).replace("</", "<\\/"),
+        "DRAW": (FOLDER / "page.js").read_text(),
+        "LIBRARY": script,
+    }.items():
+        text = text.replace(f"<!--{name}-->", value, 1)
+    return text
+
+
+# ---- sections ----
+
+
+def _sections(
+    runs: Sequence[RecordedRun], timelines: Sequence[Timeline | None], drawn: list[Chart]
+) -> Iterator[str]:
+    """Yield the parts of the page; ``drawn`` collects its charts."""
+    yield f"<header>{_heading(runs)}</header>"
+    for each in runs:
+        yield _tiles(each, len(runs) > 1)
+    yield from _messages(runs)
+    yield _section("Training", _charts(charts.curves(runs), drawn))
+    yield _section("Speed", _charts(charts.speeds(runs), drawn))
+    yield _section("Memory", _charts(charts.memory(runs), drawn))
+    tables = [_named(runs, each, _collectives(each)) for each in runs]
+    yield _section("Communication", _charts(charts.traffic(runs), drawn), *tables)
+    parts = [
+        _named(runs, runs[place], _charts([charts.timeline(place, found)], drawn) + _exposed(found))
+        for place, found in enumerate(timelines)
+        if found is not None
+    ]
+    yield _section("Timeline", *parts)
+    yield _section("Configuration", *_configuration(runs))
+    yield _section("Environment", *(_named(runs, each, _environment(each)) for each in runs))
+
+
+def _section(title: str, *parts: str) -> str:
+    body = "".join(parts)
+    return f"<section><h2>{escape(title)}</h2>{body}</section>" if body else ""
+
+
+def _named(runs: Sequence[RecordedRun], run: RecordedRun, body: str) -> str:
+    """Return ``body`` under the name of its run, if there are two."""
+    return body if len(runs) == 1 or not body else f"<h3>{escape(run.name)}</h3>{body}"
+
+
+def _charts(found: Iterable[Chart], drawn: list[Chart]) -> str:
+    """Return the places of charts, and add them to ``drawn``."""
+    places = []
+    for chart in found:
+        drawn.append(chart)
+        places.append(
+            f'<figure class="{"wide" if chart.wide else ""}"><figcaption>{escape(chart.title)}'
+            f"<small>{escape(chart.note)}</small></figcaption>"
+            f'<div class="chart" id="{chart.name}"></div></figure>'
+        )
+    return f'<div class="charts">{"".join(places)}</div>' if places else ""
+
+
+def _heading(runs: Sequence[RecordedRun]) -> str:
+    title = ' <span class="faint">against</span> '.join(
+        f'<span class="run{place}">{escape(run.name)}</span>' for place, run in enumerate(runs)
+    )
+    lines = [_line(run) for run in runs]
+    named = lines if len(runs) == 1 else [f"{run.name}: {line}" for run, line in zip(runs, lines)]
+    return f"<h1>{title}</h1>" + "".join(f"<p>{escape(line)}</p>" for line in named if line)
+
+
+def _line(run: RecordedRun) -> str:
+    header = run.header
+    if not header:
+        return f"{run.folder}; no header: an older version wrote its figures"
+    mesh = [f"{size} {name}" for name, size in header["mesh"].items() if size > 1]
+    parts = [
+        f"{header['model']}, {in_numbers(header['parameters'])} parameters on a rank"
+        if "tensor" in header["mesh"] or "pipeline" in header["mesh"]
+        else f"{header['model']}, {in_numbers(header['parameters'])} parameters",
+        f"stage {header['stage']}",
+        header["precision"],
+        counted(header["ranks"], "rank") + (f" ({', '.join(mesh)})" if mesh else ""),
+        f"{len({each['host'] for each in header['hosts']})} hosts"
+        if len(header["hosts"]) > 1
+        else header["hosts"][0]["device"],
+        f"started {run.starts[0].header['started'].replace('T', ' ').removesuffix('+00:00')} UTC",
+    ]
+    return " · ".join(parts)
+
+
+def _tiles(run: RecordedRun, named: bool) -> str:
+    found = run.summary()
+    tiles = [("steps", f"{found['steps']:,}", counted(found["restarts"], "restart"))]
+    if "loss" in found:
+        tiles.append(("loss", f"{found['loss']:.4g}", "of the last step"))
+    for name, what in (("tokens_per_second", "tokens/s"), ("samples_per_second", "samples/s")):
+        if name in found:
+            tiles.append((what, in_numbers(found[name]), "median, all ranks"))
+            break
+    if "mfu" in found:
+        tiles.append(("MFU", f"{found['mfu']:.1%}", "median"))
+    if "step_ms" in found:
+        tiles.append(("step", f"{found['step_ms']:,.4g} ms", "median"))
+    if "device_bytes" in found:
+        tiles.append(("state on the device", in_units(found["device_bytes"]), "of rank 0"))
+    if found.get("ram_bytes"):
+        tiles.append(("state in host memory", in_units(found["ram_bytes"]), "of rank 0"))
+    if found.get("wire_bytes"):
+        tiles.append(("on the wire", in_units(found["wire_bytes"]), "a step, by rank 0"))
+    cells = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd><small>{escape(note)}</small></div>"
+        for name, value, note in tiles
+    )
+    return (f"<h3>{escape(run.name)}</h3>" if named else "") + f'<dl class="tiles">{cells}</dl>'
+
+
+def _messages(runs: Sequence[RecordedRun]) -> Iterator[str]:
+    """Yield restarts, warnings and errors."""
+    parts = []
+    for run in runs:
+        rows = [
+            (
+                start.after,
+                "restart",
+                str(start.header["started"]).replace("T", " ").removesuffix("+00:00"),
+                f"continued after step {start.after:,}; "
+                f"{counted(start.repeated, 'step')} taken again",
+            )
+            for start in run.restarts
+        ]
+        rows += [(each.after, each.level, each.time, each.text) for each in run.messages]
+        body = _table(
+            ("after step", "", "UTC", ""),
+            [(f"{after:,}", level, time, text) for after, level, time, text in sorted(rows)],
+            ("number", "level", "nowrap", ""),
+        )
+        parts.append(_named(runs, run, body) if rows else "")
+    yield _section("Restarts and warnings", *parts)
+
+
+def _collectives(run: RecordedRun) -> str:
+    rows = [
+        (
+            row["operation"].replace("_", " "),
+            row["group"],
+            f"{row['count']:,}",
+            in_units(row["bytes"]),
+            in_units(row["wire_bytes"]),
+            f"{row['waited_ms']:,.1f} ms",
+        )
+        for row in sorted(
+            run.totals.get("collectives", ()), key=lambda row: row["wire_bytes"], reverse=True
+        )
+    ]
+    heads = ("collective", "group", "number", "bytes", "sent by rank 0", "computation waited")
+    note = "<p class='note'>Since the last start of the run.</p>" if run.restarts else ""
+    return _table(heads, rows, ("", "", *["number"] * 4)) + note if rows else ""
+
+
+def _exposed(found: Timeline) -> str:
+    rows = [
+        (
+            str(row["rank"]),
+            *(
+                f"{row[name]:,.2f}"
+                for name in (
+                    "step", "compute", "gathers", "gathers exposed", "reductions",
+                    "reductions exposed", "updates", "transfers",
+                )
+            ),
+        )
+        for row in found.rows()
+    ]  # fmt: skip
+    heads = (
+        "rank", "step", "compute", "gathers in flight", "exposed", "reductions in flight",
+        "exposed", "updates", "transfers",
+    )  # fmt: skip
+    note = "<p class='note'>Milliseconds; what overlaps counts once.</p>"
+    return _table(heads, rows, ["number"] * len(heads)) + note
+
+
+def _configuration(runs: Sequence[RecordedRun]) -> Iterator[str]:
+    """Yield the tables of keys: written or different ones, and defaults."""
+    tables = [{row["key"]: row for row in run.header.get("config", ())} for run in runs]
+    keys = list(dict.fromkeys(key for table in tables for key in table))
+    if not keys:
+        return
+    written: list[tuple[Sequence[str], bool]] = []
+    defaults: list[tuple[Sequence[str], bool]] = []
+    for key in keys:
+        rows = [table.get(key) for table in tables]
+        values = ["—" if row is None else _value(row["value"]) for row in rows]
+        sources = dict.fromkeys("" if row is None else row["source"] for row in rows)
+        cells = (key, *values, "; ".join(filter(None, sources)))
+        differs = len(set(values)) > 1
+        given = any(row is not None and row["source"] != "default" for row in rows)
+        (written if given or differs else defaults).append((cells, differs))
+    names = ["value"] if len(runs) == 1 else [run.name for run in runs]
+    heads, kinds = ("key", *names, "source"), ("key", *["key"] * len(runs), "faint")
+    marks = [differs for _, differs in written]
+    yield _table(heads, [cells for cells, _ in written], kinds, marks)
+    if defaults:
+        body = _table(heads, [cells for cells, _ in defaults], kinds)
+        yield f"<details><summary>{len(defaults)} defaults</summary>{body}</details>"
+
+
+def _environment(run: RecordedRun) -> str:
+    header = run.header
+    if not header:
+        return ""
+    hosts = [
+        (each["host"], each["device"], listed(map(str, each["ranks"]), 16))
+        for each in header["hosts"]
+    ]
+    versions = [(name, found) for name, found in header["versions"].items()]
+    files = [("folder", str(run.folder.resolve())), ("program", header["program"])]
+    if run.trace is not None:
+        files.append(("trace", str(run.trace)))
+    return (
+        '<div class="columns">'
+        + _table(("package", "version"), versions, ("", "key"))
+        + _table(("host", "device", "ranks"), hosts, ("", "", ""))
+        + _table(("", ""), files, ("", "key"))
+        + "</div>"
+    )
+
+
+# ---- parts ----
+
+
+def _table(
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    kinds: Sequence[str],
+    marked: Sequence[bool] = (),
+) -> str:
+    """Return a table of text; ``kinds``: the classes of its columns."""
+    head = "".join(f'<th class="{kind}">{escape(text)}</th>' for text, kind in zip(heads, kinds))
+    body = "".join(
+        f"<tr{' class=differs' if place < len(marked) and marked[place] else ''}>"
+        + "".join(f'<td class="{kind}">{escape(text)}</td>' for text, kind in zip(row, kinds))
+        + "</tr>"
+        for place, row in enumerate(rows)
+    )
+    first = f"<thead><tr>{head}</tr></thead>" if any(heads) else ""
+    return f'<div class="table"><table>{first}<tbody>{body}</tbody></table></div>'
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def counted(number: int, name: str) -> str:
+    return f"{number:,} {name}" + ("" if number == 1 else "s")
+
+
+def in_numbers(number: float) -> str:
+    """Return a number in thousands, millions or billions: 1.23 M."""
+    for unit in ("", " k", " M", " B"):
+        if abs(number) < 1000 or unit == " B":
+            return f"{number:.3g}{unit}" if unit or number % 1 else f"{number:.0f}"
+        number /= 1000
+    raise AssertionError
+
+
+def _renamed(run: RecordedRun) -> RecordedRun:
+    """Return ``run`` under the name of its folder and the one above."""
+    where = run.folder.resolve()
+    return replace(run, name=f"{where.parent.name}/{where.name}")
+
+
+def _timeline(run: RecordedRun) -> Timeline | None:
+    return None if run.trace is None else read_timeline(run.trace)
+
+
+def summary_lines(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the names and values of a summary for a table of text."""
+    for name, value in found.items():
+        text = in_units(value) if name.endswith("_bytes") else value
+        yield name, f"{text:.6g}" if isinstance(text, float) else str(text)

@@ -1,0 +1,132 @@
+"""A run as its folder shows it: figures, headers, warnings, totals, and the last trace."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from hf_zero.errors import ConfigError
+from hf_zero.measures.metrics_file import files_of, read_rows
+
+TRACES = "trace-steps-*.json.gz"
+LEVELS = ("warning", "error", "critical")
+
+
+@dataclass(frozen=True)
+class LoggedMessage:
+    """A warning or an error of rank 0, after step ``after``."""
+
+    level: str
+    text: str
+    after: int
+    time: str
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """A start of the run, after step ``after``; ``repeated``: steps that it took again. ``header``:
+    versions, hosts, configuration and so on (``measures/run_record.py``).
+    """
+
+    after: int
+    repeated: int
+    header: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """The run in ``folder``. ``steps``: figures of each step. ``totals``: collectives and bytes of
+    state when a checkpoint was last saved or the engine ended; empty if neither has happened.
+    ``trace``: the file of its last trace.
+    """
+
+    name: str
+    folder: Path
+    steps: Sequence[Mapping[str, Any]]
+    starts: Sequence[RunStart] = ()
+    messages: Sequence[LoggedMessage] = ()
+    totals: Mapping[str, Any] = field(default_factory=dict)
+    trace: Path | None = None
+
+    @property
+    def header(self) -> Mapping[str, Any]:
+        """The header of the last start; empty if the run has none."""
+        return self.starts[-1].header if self.starts else {}
+
+    @property
+    def restarts(self) -> Sequence[RunStart]:
+        """The starts that continued from a checkpoint."""
+        return [start for start in self.starts if start.after]
+
+    def figure(self, name: str) -> list[float]:
+        """Return the values of a figure over the steps that have it."""
+        return [row[name] for row in self.steps if row.get(name) is not None]
+
+    def summary(self) -> dict[str, Any]:
+        """Return the run in a few numbers: last loss, medians of rates, most bytes by tier."""
+        found: dict[str, Any] = {"run": self.name, "steps": self.steps[-1]["step"]}
+        for name in ("loss", "learning_rate", "grad_norm", "loss_scale"):
+            if values := self.figure(name):
+                found[name] = values[-1]
+        for name in ("step_ms", "samples_per_second", "tokens_per_second", "mfu", "wire_bytes"):
+            if values := self.figure(name):
+                found[name] = median(values)
+        for name in ("device_bytes", "peak_device_bytes", "ram_bytes", "disk_bytes"):
+            if values := self.figure(name):
+                found[name] = max(values)
+        return found | {"restarts": len(self.restarts), "warnings": len(self.messages)}
+
+
+def read_run(folder: str | os.PathLike[str], trace: str | None = None) -> RecordedRun:
+    """Return the run in ``folder``, with the trace in the file ``trace`` or else its own last one.
+
+    Raises ConfigError if the folder has no figures, or ``trace`` does not exist.
+    """
+    place = Path(folder)
+    if not place.is_dir():
+        raise ConfigError(f"there is no folder {place}; name the folder of a run")
+    rows = list(read_rows(place))
+    steps = [row for row in rows if "step" in row]
+    if not steps:
+        has = "no steps in" if files_of(place) else "no"
+        raise ConfigError(
+            f"{place} has {has} metrics.jsonl, which a report is made of: train with "
+            '"metrics": {"enabled": true}, or name the folder that metrics.path names'
+        )
+    if trace is not None and not Path(trace).is_file():
+        raise ConfigError(f"there is no trace {trace}; engine.trace() writes one")
+    return RecordedRun(
+        place.resolve().name,
+        place,
+        steps,
+        [
+            RunStart(row["after_step"], row["repeated_steps"], row["run"])
+            for row in rows
+            if "run" in row
+        ],
+        list(_messages(rows)),
+        next((row["totals"] for row in reversed(rows) if "totals" in row), {}),
+        Path(trace) if trace is not None else _last_trace(place, rows),
+    )
+
+
+def _messages(rows: Sequence[Mapping[str, Any]]) -> Iterator[LoggedMessage]:
+    for row in rows:
+        for level in LEVELS:
+            if level in row:
+                at = datetime.fromtimestamp(row["time"], UTC).isoformat(" ", "seconds")
+                yield LoggedMessage(level, row[level], row["after_step"], at.removesuffix("+00:00"))
+
+
+def _last_trace(folder: Path, rows: Sequence[Mapping[str, Any]]) -> Path | None:
+    """Return the last trace that exists: as the run noted it, or in its folder."""
+    noted = [Path(row["trace"]) for row in rows if "trace" in row]
+    beside = sorted(folder.glob(TRACES), key=lambda path: path.stat().st_mtime)
+    moved = [folder / path.name for path in noted]
+    known = (*reversed(noted), *reversed(moved), *reversed(beside))
+    return next((path for path in known if path.is_file()), None)

@@ -1,0 +1,209 @@
+"""The page of a run: what it is made of, from runs of two ranks, and a browser that draws it."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_zero.errors import ConfigError
+from hf_zero.logging import logger
+from hf_zero.measures.metrics_file import read_metrics
+from hf_zero.report import charts, write_report
+from hf_zero.report.page import in_numbers
+from hf_zero.report.run import RecordedRun, read_run
+from hf_zero.report.timeline import read_timeline
+from tests.helpers.engines import config_of, start
+from tests.helpers.models import ARCHITECTURES, tokens
+from tests.helpers.processes import run_processes
+from tests.helpers.training import adamw
+from tests.report.browser import Drawing, draw
+
+STEPS, AGAIN = 4, 2
+RUNS = {"three": 3, "one": 1}
+OFF = {"trace": {"enabled": False}}
+
+
+def steps(engine: Any, rank: int, numbers: range) -> None:
+    for step in numbers:
+        ids = tokens(step, 0, rank)
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+
+
+def trained(rank: int, folder: str) -> None:
+    """A run at each stage of RUNS, traced, ended early and resumed."""
+    for name, stage in RUNS.items():
+        on: dict[str, Any] = {
+            "metrics": {"enabled": True, "path": f"{folder}/{name}", "peak_tflops": 0.01},
+            "trace": {"enabled": True, "first": 2, "steps": 2, "path": f"{folder}/{name}"},
+            "wall_clock_breakdown": True,
+            "fp16": {"enabled": True, "initial_scale_power": 4},
+        }
+        for again in (False, True):
+            model = ARCHITECTURES["llama"].build()
+            engine = start(model, adamw(model), config_of(stage, **(on if not again else on | OFF)))
+            if again:
+                engine.load_checkpoint(f"{folder}/saved-{name}")
+                if not rank:
+                    logger.warning("<script>alert('a & b')</script>")
+            steps(engine, rank, range(engine.global_steps, STEPS if again else AGAIN + 1))
+            if not again:
+                engine.save_checkpoint(f"{folder}/saved-{name}", tag="a")
+                steps(engine, rank, range(AGAIN + 1, STEPS))
+            else:
+                steps(engine, rank, range(STEPS, STEPS + AGAIN))
+            engine.destroy()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    run_processes(2, trained, str(folder))
+    return folder
+
+
+def specs_of(page: str) -> dict[str, Any]:
+    found = re.search(r'id="specs">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    return dict(json.loads(found[1].replace("<\\/", "</")))
+
+
+def values(spec: Any) -> list[dict[str, Any]]:
+    return list(spec["data"]["values"])
+
+
+def test_a_run_is_read_whole(folders: Path) -> None:
+    run = read_run(folders / "three")
+    assert [row["step"] for row in run.steps] == [*range(1, STEPS + AGAIN + 1)]
+    assert [(start.after, start.repeated) for start in run.starts] == [(0, 0), (3, 1)]
+    assert [each.text for each in run.messages] == ["<script>alert('a & b')</script>"]
+    assert run.trace is not None and run.trace.name == "trace-steps-2-3.json.gz"
+    found = run.summary()
+    assert (found["run"], found["steps"], found["restarts"]) == ("three", STEPS + AGAIN, 1)
+    assert found["loss"] == list(read_metrics(folders / "three"))[-1]["loss"]
+
+
+def test_a_page_has_the_figures_and_loads_nothing(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_zero.report.page.javascript", lambda: "LIBRARY")
+    path, found = write_report(folders / "three")
+    assert path == folders / "three" / "report.html" and found[0]["steps"] == STEPS + AGAIN
+    page = path.read_text()
+    specs = specs_of(page)
+    rows = list(read_metrics(folders / "three"))
+    for name in ("loss", "grad_norm", "learning_rate", "loss_scale", "tokens_per_second", "mfu"):
+        drawn = [(row["step"], row["value"]) for row in values(specs[name])]
+        assert drawn == [(row["step"], row[name]) for row in rows]
+    (rule,) = values(specs["loss"]["layer"][-1])
+    assert rule["step"] == 3
+    for name in specs:
+        assert f'id="{name}"' in page
+    sent = sum(row["bytes"] for row in values(specs["wire0"]))
+    assert sent == pytest.approx(sum(row["wire_bytes"] for row in rows), abs=3 * len(rows))
+    assert "&lt;script&gt;alert(" in page and "<script>alert(" not in page
+    assert not re.search(r"""(src|href)=["']?(https?:)?//""", page)
+    assert "zero_optimization.stage" in page and "<!--" not in page.replace("<!doctype", "")
+
+
+def test_memory_measured_is_memory_predicted(folders: Path) -> None:
+    for name in RUNS:
+        (chart,) = charts.memory([read_run(folders / name)])
+        lines: dict[str, int] = {}
+        for row in values(chart.spec):
+            if row["kind"] != "buffers of a step":
+                lines[row["line"]] = lines.get(row["line"], 0) + row["bytes"]
+        assert lines["device, predicted"] == lines["device, measured"] > 0
+
+
+def test_the_timeline_has_the_blocks_of_both_ranks(folders: Path) -> None:
+    run = read_run(folders / "three")
+    assert run.trace is not None
+    found = read_timeline(run.trace)
+    assert (found.step, found.ranks, found.shown) == ("3", 2, 2)
+    for rank in range(2):
+        own = [bar for bar in found.bars if bar.rank == rank]
+        assert {bar.kind for bar in own} >= {"forward", "backward", "gathers", "reductions"}
+        assert {bar.name for bar in own if bar.kind == "backward"} >= {"model.layers.0"}
+        assert all(0 <= bar.begin <= bar.end <= found.length for bar in own)
+    for row in found.rows():
+        assert 0 < row["compute"] < row["step"] and row["gathers exposed"] <= row["gathers"]
+
+
+def test_two_runs_beside_each_other(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_zero.report.page.javascript", lambda: "LIBRARY")
+    path, found = write_report(folders / "three", folders / "one", folders / "both.html")
+    assert [each["run"] for each in found] == ["three", "one"]
+    specs = specs_of(path.read_text())
+    assert {row["run"] for row in values(specs["loss"])} == {"three", "one"}
+    assert {"memory0", "memory1", "wire0", "wire1", "timeline0", "timeline1"} <= specs.keys()
+    differing = re.findall(r'<tr class=differs><td class="key">([^<]+)', path.read_text())
+    assert "zero_optimization.stage" in differing
+    again, _ = write_report(folders / "one", folders / "one", folders / "both.html")
+    assert f"{folders.name}/one" in again.read_text()
+
+
+def test_long_runs_are_drawn_as_means() -> None:
+    count = 3 * charts.POINTS
+    run = RecordedRun(
+        "long", Path(), [{"step": step, "loss": float(step)} for step in range(1, count + 1)]
+    )
+    (chart,) = charts.curves([run])
+    rows = values(chart.spec)
+    assert len(rows) == charts.POINTS
+    assert rows[0] == {"step": 3, "value": 2.0, "run": "long"} and rows[-1]["step"] == count
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_browser_draws_every_chart(folders: Path, tmp_path: Path, scheme: str) -> None:
+    """It says nothing on its console; each curve has a symbol for each step, each bar a mark."""
+    pytest.importorskip("vl_convert", reason="pip install 'hf-zero[report]'")
+    page, _ = write_report(folders / "three", folders / "one", tmp_path / "page.html")
+    assert "window.vegaEmbed=" in page.read_text() and page.stat().st_size < 2 << 20
+    dark = ["--blink-settings=preferredColorScheme=0"] if scheme == "dark" else []
+    document, said = draw(page, tmp_path / "home", *dark)
+    assert not said
+    found, specs = Drawing(document), specs_of(page.read_text())
+    assert found.attributes.get("data-drawn") == str(len(specs))
+    assert found.marks.keys() == specs.keys()
+    for name, spec in specs.items():
+        marks, rows = found.marks[name], values(spec)
+        if name.startswith(("wire", "timeline", "memory")):
+            per = "operation" if name.startswith("wire") else None
+            count = len({row["operation"] for row in rows}) if per else len(rows)
+            assert marks["mark-area"] + marks["mark-rect"] == count, (name, marks)
+        else:
+            assert marks["mark-symbol"] == len(rows) and marks["mark-line"] >= 1, (name, marks)
+
+
+# ---- refusals ----
+
+
+def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"no folder .*nowhere; name the folder of a run"):
+        read_run(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"no metrics\.jsonl.*\"metrics\": {\"enabled\": true}"):
+        read_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    with pytest.raises(ConfigError, match=r"no trace .*no\.json\.gz; engine\.trace\(\) writes one"):
+        read_run(tmp_path, str(tmp_path / "no.json.gz"))
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    with pytest.raises(ConfigError, match=r"needs vl_convert.*pip install 'hf-zero\[report\]'"):
+        write_report(tmp_path)
+    monkeypatch.setattr("hf_zero.report.page.javascript", lambda: "")
+    with pytest.raises(ConfigError, match=r"cannot be written .*; pass --output"):
+        write_report(tmp_path, output=tmp_path / "no" / "page.html")
+    path, _ = write_report(tmp_path)  # figures of an older version, without a header
+    assert "no header" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0"), (12, "12"), (1.5, "1.5"), (1234, "1.23 k"), (7.5e9, "7.5 B")]
+)
+def test_numbers_in_thousands(number: float, text: str) -> None:
+    assert in_numbers(number) == text
