@@ -17,13 +17,14 @@ from hf_zero.cli.estimate import (
     Optimizer,
     Precision,
     Ranks,
+    TensorParallel,
     section,
 )
 from hf_zero.cli.printing import AsJson, in_units, print_json, print_table
 from hf_zero.logging import parse_rate, rate_in_units
 
 if TYPE_CHECKING:
-    from hf_zero.planning.simulation import Machine, Simulation
+    from hf_zero.planning.simulation import Machine, Measured, Simulation
 
 Model = Annotated[
     str | None,
@@ -39,6 +40,9 @@ Params = Annotated[
 Stage = Annotated[int | None, typer.Option(help="0 to 3; default: that of --config, else 3.")]
 Replicas = Annotated[
     int | None, typer.Option(min=1, help="Copies of the shards: ranks / replicas share one.")
+]
+SequenceParallel = Annotated[
+    int | None, typer.Option("--sp", min=1, help="Ranks that share a sequence.")
 ]
 MicroBatch = Annotated[int | None, typer.Option(min=1, help="Sequences of a micro-batch.")]
 MicroBatches = Annotated[
@@ -64,6 +68,17 @@ Latency = Annotated[
 ]
 
 
+Cpu = Annotated[bool, typer.Option("--cpu", help="Ranks compute on CPUs, over gloo.")]
+Measure = Annotated[
+    bool,
+    typer.Option(
+        "--measure",
+        help="Measure the rates on the ranks at hand first: those of torchrun --no-python, or this "
+        "process alone, which has no links.",
+    ),
+]
+
+
 def simulate(
     model: Model = None,
     params: Params = None,
@@ -75,6 +90,8 @@ def simulate(
     offload_optimizer: OffloadOptimizer = None,
     offload_param: OffloadParam = None,
     replicas: Replicas = None,
+    tp: TensorParallel = None,
+    sp: SequenceParallel = None,
     micro_batch: MicroBatch = None,
     micro_batches: MicroBatches = None,
     seq: Length = 1024,
@@ -85,6 +102,8 @@ def simulate(
     network: Network = None,
     ranks_per_host: RanksPerHost = None,
     latency: Latency = None,
+    cpu: Cpu = False,
+    measure: Measure = False,
     as_json: AsJson = False,
 ) -> None:
     """Simulate a training step of one rank of any number of ranks: the engine's own plan, hooks and
@@ -94,8 +113,17 @@ def simulate(
 
     Example: hf-zero simulate --params 7.5e9 --ranks 64 --stage 3
     """
+    import torch
+
+    from hf_zero.distributed.process_group import default_device
     from hf_zero.planning.simulation import simulate as compute
 
+    measured = None
+    if measure:
+        cpu = cpu or default_device().type == "cpu"
+        measured = _measured(model, params, precision, micro_batch or 1, seq)
+        if measured is None:
+            return
     speeds = {"memory": memory_rate, "node": node_link, "network": network}
     machine = _machine(
         {name: parse_rate(text) / 8 for name, text in speeds.items() if text is not None},
@@ -114,11 +142,15 @@ def simulate(
         offload_optimizer=section(offload_optimizer, None),
         offload_param=section(offload_param, None),
         replicas=replicas,
+        tensor_parallel=tp,
+        sequence_parallel=sp,
         micro_batch=micro_batch,
         micro_batches=micro_batches,
         sequence_length=seq,
         rank=rank,
+        device=torch.device("cpu") if cpu else None,
         machine=machine,
+        measured=measured,
     )
     if as_json:
         print_json(found.to_dict())
@@ -126,6 +158,28 @@ def simulate(
     print_table(_bytes(found))
     print_table(_collectives(found))
     print_table(_seconds(found))
+
+
+def _measured(
+    model: str | None, params: float | None, precision: str, rows: int, length: int
+) -> Measured | None:
+    """Return the rates of the ranks at hand; None on all but the first, which has nothing else to
+    do.
+    """
+    from hf_zero.distributed.init import init_distributed
+    from hf_zero.distributed.process_group import destroy_process_group, get_rank
+    from hf_zero.planning.estimate import PRECISIONS
+    from hf_zero.planning.simulation import measure
+    from hf_zero.planning.simulation.simulating import module_of
+    from hf_zero.zero.layout.precision import COMPUTE
+
+    module, dtype = module_of(model, params)[1], COMPUTE[PRECISIONS[precision]]
+    init_distributed()
+    try:
+        found = measure(module, rows, length, dtype)
+        return found if get_rank() == 0 else None
+    finally:
+        destroy_process_group()
 
 
 def _machine(speeds: dict[str, float], **given: Any) -> Machine:
@@ -192,7 +246,7 @@ def _seconds(found: Simulation) -> Table:
     }
     assumed = [text for name, text in rates.items() if name not in machine.sources]
     known = [text for name, text in rates.items() if name in machine.sources]
-    caption = f"Known: {', '.join(known)}. " if known else ""
+    caption = f"Given or measured: {', '.join(known)}. " if known else ""
     if assumed:
         caption += (
             f"Assumed: {', '.join(assumed)}, the peaks of a DGX-2, on which the ZeRO paper was "

@@ -4,6 +4,7 @@ and send nothing, on the meta device, whose tensors have shapes and no memory.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,13 +20,17 @@ from hf_zero.distributed.process_group import (
 )
 from hf_zero.errors import ConfigError
 
+LOCAL = "LOCAL_WORLD_SIZE"
 META = torch.device("meta")
 
 
 @contextmanager
-def fake_world(world: int, rank: int = 0, backend: str = "nccl") -> Iterator[None]:
+def fake_world(
+    world: int, rank: int = 0, backend: str = "nccl", ranks_per_host: int | None = None
+) -> Iterator[None]:
     """Make this process ``rank`` of ``world`` ranks inside the block, computing on the meta device.
-    ``backend``: the one whose messages, and buffers for them, this rank issues.
+    ``backend``: the one whose messages, and buffers for them, this rank issues. ``ranks_per_host``:
+    None if all ranks share a host.
 
     Raises ConfigError if this process is in a job already, and for a rank that the job lacks.
     """
@@ -38,13 +43,18 @@ def fake_world(world: int, rank: int = 0, backend: str = "nccl") -> Iterator[Non
         )
     if not 0 <= rank < world:
         raise ConfigError(f"rank {rank} is none of {world} ranks; choose one from 0 to {world - 1}")
-    before = chosen_device()
+    before, here = chosen_device(), os.environ.get(LOCAL)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     choose_device(META)
     stand_for(backend)
+    os.environ[LOCAL] = str(min(world, ranks_per_host or world))
     try:
         yield
     finally:
+        if here is None:
+            del os.environ[LOCAL]
+        else:
+            os.environ[LOCAL] = here
         stand_for(None)
         choose_device(before)
         destroy_process_group()

@@ -17,14 +17,14 @@ import hf_zero
 from hf_zero.errors import ConfigError
 from hf_zero.planning.needs import state_bytes
 from hf_zero.planning.simulation.recording import Message, Recorder, Wait, record
-from hf_zero.planning.simulation.simulating import model_states, planned, record_plan
+from hf_zero.planning.simulation.simulating import dims_of, model_states, planned, record_plan
 from hf_zero.zero.layout.stage_policy import POLICIES
 from hf_zero.zero.state_bytes import held_bytes
 from tests.helpers.cells import fast
 from tests.helpers.engines import start
 from tests.helpers.models import seeded
 from tests.helpers.processes import run_processes
-from tests.helpers.tensor_parallel import llama
+from tests.helpers.tensor_parallel import llama, mixtral
 
 # Table 1 of Rajbhandari et al., arXiv 1910.02054: GB of model states of a device, by parameters
 # and devices, at stages 1, 2 and 3
@@ -70,7 +70,7 @@ def test_model_states_are_those_of_the_paper(parameters: float, ranks: int) -> N
     base = planned(None, ranks, 0, params=parameters)[1]
     for stage, figure in enumerate((16e-9 * parameters, *PAPER[parameters][ranks])):
         own = base.replan(base.settings.placed(stage, *_nothing_offloaded(base)))
-        found = sum(model_states(own, "bf16").values()) / 1e9
+        found = sum(model_states(own, narrow=True).values()) / 1e9
         assert found == pytest.approx(figure, rel=0.01, abs=rounding(figure)), stage
 
 
@@ -131,23 +131,39 @@ def held(recording: Any) -> int:
     return int(max(most for most, _ in recording.peaks.values()))
 
 
-def config_at(stage: int) -> dict[str, Any]:
+def config_of(stage: int, zero: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any]:
     return {
-        "zero_optimization": {"stage": stage}, "bf16": {"enabled": True},
-        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": stage, **(zero or {})}, "bf16": {"enabled": True},
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, **keys,
     }  # fmt: skip
 
 
-def real_steps(rank: int) -> list[tuple[list[Any], int, dict[Any, int]]]:
-    """Return, for each stage, the messages of a step of a real engine, the most bytes that it holds
-    besides its state, and those of its state.
+FEW_BITS = {"zero_quantized_gradients": True, "zero_quantized_weights": True}
+STAGES = [config_of(stage) for stage in POLICIES]
+SPLIT = [
+    config_of(3, FEW_BITS),
+    *(config_of(stage, tensor_parallel={"autotp_size": 2}) for stage in (1, 3)),
+]
+MESHES = [
+    *(config_of(stage, replicate_size=2) for stage in (1, 3)),
+    config_of(3, {"zero_hpz_partition_size": 2}),
+    config_of(3, {"mics_shard_size": 2}),
+]
+REAL = {2: [*STAGES, *SPLIT], 4: [*STAGES, *SPLIT, *MESHES], 8: [*STAGES, *SPLIT[1:], *MESHES]}
+
+
+def real_steps(rank: int, configs: list[Any]) -> list[tuple[list[Any], int, dict[Any, int]]]:
+    """Return, for each of ``configs``, the messages of a step of a real engine, the most bytes that
+    it holds besides its state, and those of its state.
     """
     found = []
-    for stage in POLICIES:
+    for config in configs:
         model = small()
-        engine = start(model, torch.optim.AdamW(model.parameters(), 1e-3), config_at(stage))
+        if "tensor_parallel" in config:
+            hf_zero.tensor_parallel(model, 2)
+        engine = start(model, torch.optim.AdamW(model.parameters(), 1e-3), config)
         ids = torch.ones(2, 16, dtype=torch.int64)
-        recorder = Recorder(engine, engine.mesh.axes)
+        recorder = Recorder(engine, dims_of(engine))
         step = record(recorder, lambda: engine(ids, labels=ids, return_dict=False)[0], 2)  # noqa: B023
         state = {key: nbytes for key, nbytes in held_bytes(engine).items() if nbytes}
         engine.destroy()
@@ -155,24 +171,30 @@ def real_steps(rank: int) -> list[tuple[list[Any], int, dict[Any, int]]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", fast([2, 4, 8], lambda ranks: ranks == 2))
+@pytest.mark.parametrize("ranks", fast(REAL, lambda ranks: ranks == 2))
 def test_a_step_is_that_of_real_ranks(ranks: int) -> None:
     """Messages and waits are equal, in order, bytes of state are equal, and the most bytes of a
-    step within 1 %.
+    step within 1 %, except where kernels that do not run without memory replace torch's operations.
     """
-    found = run_processes(ranks, real_steps, timeout=500)
+    found = run_processes(ranks, real_steps, REAL[ranks], timeout=500)
     wrong = []
-    for stage, rank in itertools.product(POLICIES, (0, ranks - 1)):
-        own = planned(
-            small(), ranks, None, config=config_at(stage), rank=rank, device=torch.device("cpu")
-        )[1]
+    for (place, config), rank in itertools.product(enumerate(REAL[ranks]), (0, ranks - 1)):
+        cpu = torch.device("cpu")
+        own = planned(small(), ranks, None, config=config, rank=rank, device=cpu)[1]
         recording = record_plan(own, 16)
-        sent, most, state = found[rank][stage]
+        sent, most, state = found[rank][place]
         at_rest = sum(state.values())
-        if held(recording) + at_rest != pytest.approx(most + at_rest, rel=0.01):
-            wrong.append((stage, rank, held(recording) + at_rest, most + at_rest))
-        assert messages(recording) == sent, (stage, rank)
-        assert state_bytes(own) == state, (stage, rank)
+        in_kernels = "zero_quantized_weights" in config["zero_optimization"]
+        if not in_kernels and held(recording) + at_rest != pytest.approx(most + at_rest, rel=0.01):
+            wrong.append((config, rank, held(recording) + at_rest, most + at_rest))
+        if messages(recording) != sent:
+            first = next(
+                pair for pair in itertools.zip_longest(messages(recording), sent)
+                if pair[0] != pair[1]
+            )  # fmt: skip
+            wrong.append((config, rank, *first))
+        if {key: nbytes for key, nbytes in state_bytes(own).items() if nbytes} != state:
+            wrong.append((config, rank, state_bytes(own), state))
     assert not wrong
 
 
@@ -235,3 +257,21 @@ def test_a_batch_of_any_model() -> None:
         batch=lambda rows, length: {"rows": torch.zeros(rows, 64, device="meta")},
     )  # fmt: skip
     assert found.flops == 2 * 2 * 4 * 64 * 64  # the product of the forward, that of the weight
+
+
+def test_experts_are_refused() -> None:
+    config = {"expert_parallel": {"enabled": True, "autoep_size": 2}, "bf16": {"enabled": True}}
+    own = planned(mixtral(), 4, 3, config=config)[1]
+    with pytest.raises(ConfigError, match="how many tokens reach each expert"):
+        record_plan(own, 8)
+
+
+def test_sequence_parallel_ranks_exchange_heads() -> None:
+    """Queries, keys, values and results go to the other ranks, each once a pass."""
+    found = hf_zero.simulate(small(), 4, 2, sequence_parallel=2, sequence_length=16)
+    sent = [each for each in found.collectives if each.operation == "all_to_all"]
+    assert {each.ranks for each in sent} == {2} and {each.phase for each in sent} == {
+        "forward", "backward",
+    }  # fmt: skip
+    whole = hf_zero.simulate(small(), 4, 2, sequence_length=16)
+    assert found.peak_bytes["device"] < whole.peak_bytes["device"]

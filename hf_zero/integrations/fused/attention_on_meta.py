@@ -84,11 +84,16 @@ def _attend(
 
 @contextmanager
 def without_memory(
-    model: nn.Module, length: int, ranks: int = 1, count: Callable[[float], None] | None = None
+    model: nn.Module,
+    length: int,
+    ranks: int = 1,
+    count: Callable[[float], None] | None = None,
+    axis: Any = None,
 ) -> Iterator[None]:
     """Replace the attention of ``model``, a copy, by shapes for sequences of ``length`` tokens
     shared by ``ranks``: the output and saved tensors of a kernel like flash attention, if the model
-    uses transformers' AttentionInterface. ``count`` is called with the FLOPs of each.
+    uses transformers' AttentionInterface. ``count`` is called with the FLOPs of each. ``axis``: the
+    mesh dimension of these ranks; None: one that counts no messages.
     """
     from transformers import AttentionInterface, PreTrainedModel
 
@@ -97,7 +102,7 @@ def without_memory(
     for each in inside[:1]:
         if each._can_set_attn_implementation():
             each.set_attn_implementation(NAME)
-    _of_thread.part, _of_thread.count = (_Axis(ranks), length), count
+    _of_thread.part, _of_thread.count = (axis or _Axis(ranks), length), count
     try:
         yield
     finally:

@@ -12,24 +12,27 @@ from hf_zero.integrations.transformers.meta_model import build_on_meta
 WIDTH_PER_LAYER = 150  # between the 128 of a 7B Llama and the 200 of the ZeRO paper's largest model
 HEAD = 128  # width of an attention head, of which that of the model is a multiple
 WORDS = 32_000
-SMALLEST = 1e6
+SMALLEST, LARGE = 1e6, 5e9
 
 
 def sized_model(parameters: float) -> nn.Module:
-    """Return a Llama without memory, of ``parameters`` parameters up to a ten-thousandth.
+    """Return a Llama without memory, of ``parameters`` parameters up to a five-hundredth.
 
-    Its depth and width grow together; the width of its MLPs gives it the exact size. Raises
-    ConfigError below :data:`SMALLEST`.
+    Its depth and width grow together; the width of its MLPs gives it the size. Heads and widths
+    divide among 8 tensor-parallel ranks from :data:`LARGE` on, among 2 below. Raises ConfigError
+    below :data:`SMALLEST`.
     """
     if not parameters >= SMALLEST:
         raise ConfigError(
             f"params = {parameters:g} is too small for a model; write {SMALLEST:g} or more"
         )
     layers = max(1, round((parameters / 12 / WIDTH_PER_LAYER**2) ** (1 / 3)))
-    width = HEAD * max(1, round(math.sqrt(parameters / 12 / layers) / HEAD))
+    heads, step = (8, 16) if parameters >= LARGE else (2, 2)
+    grain = heads * HEAD
+    width = grain * max(1, round(math.sqrt(parameters / 12 / layers) / grain))
     words = min(WORDS, 64 * max(1, int(parameters / 20 / width / 64)))
     left = parameters - (2 * words + 1) * width - layers * (4 * width + 2) * width
-    mlp = max(1, round(left / (3 * width * layers)))
+    mlp = step * max(1, round(left / (3 * width * layers * step)))
     sizes = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],

@@ -4,33 +4,36 @@ step takes on it.
 [Note: time]
 Computation and messages run beside each other, as on a device with streams of its own for
 collectives. Computation follows the order of the host. A message begins when the host has launched
-it and its link is free, and takes the bytes that a ring sends by the speed of its link, and a
-latency. Computation stops at a wait until its message is over: that time is exposed. Between hosts
-the ranks of a host share its network: a group with some of them has that part of it.
+it and its link is free, and takes a latency, and the bytes that a ring sends by the speed of its
+link. Computation stops at a wait until its message is over: that time is exposed, as is the part of
+a message that does not overlap because processors move its bytes. Between hosts the ranks of a host
+share its network: a group with some of them has that part of it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 from hf_zero.errors import ConfigError
 from hf_zero.measures.collectives import wire_bytes
 from hf_zero.planning.simulation.recording import Group, Message, Recording, Work
 
-ASSUMED = "assumed: peaks of a DGX-2, the machine of the ZeRO paper"
-
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of one rank and its links, per second.
+    """Rates of one rank and its links, per second; by default the peaks of a DGX-2, the machine of
+    the ZeRO paper.
 
     flops: operations of matrix products. memory: bytes that other operations read and write.
     node: bytes that a rank sends to others of its host. network: bytes that a host sends to other
-    hosts. latency: seconds of a message for each doubling of its ranks. operation: seconds that an
-    operation takes at least. sources: where a value comes from, by name; those that are missing are
-    assumed.
+    hosts. latency: seconds of a message for each doubling of its ranks. operation: seconds in which
+    the host launches an operation. overlap: the share of a message that runs beside computation;
+    the rest takes the time of the processor. asynchronous: operations run on a device while the
+    host launches the next ones. sources: where values come from, by name; others are the defaults.
     """
 
     flops: float = 125e12
@@ -40,6 +43,8 @@ class Machine:
     latency: float = 5e-6
     operation: float = 0.0
     ranks_per_host: int = 16
+    overlap: float = 1.0
+    asynchronous: bool = True
     sources: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -61,7 +66,13 @@ class Machine:
     def computing(self, work: Work) -> float:
         """Return the seconds of ``work``."""
         busy = work.flops / self.flops + work.nbytes / self.memory
-        return max(busy, work.operations * self.operation)
+        launching = work.operations * self.operation
+        return max(busy, launching) if self.asynchronous else busy + launching
+
+    def replaced(self, values: dict[str, Any], source: str) -> Machine:
+        """Return this machine with ``values``, which come from ``source``."""
+        sources = self.sources | dict.fromkeys(values, source)
+        return dataclasses.replace(self, **values, sources=sources)
 
     def sending(self, message: Message) -> float:
         """Return the seconds of ``message`` on a free link."""
@@ -101,6 +112,9 @@ def seconds(recording: Recording, machine: Machine) -> Seconds:
             took = machine.sending(event)
             sent += took
             ends[event] = free[link] = max(now, free[link]) + took
+            stolen = (1.0 - machine.overlap) * took
+            exposed += stolen
+            now += stolen
         else:
             end = ends.get(event.message, now)
             exposed += max(0.0, end - now)

@@ -127,7 +127,7 @@ class Recording:
 class Recorder(TorchDispatchMode):
     """Dispatch mode that records a step of an engine on the meta device.
 
-    A host that reads a number of a tensor without values reads 1.
+    A host that reads a number of a tensor without values reads 0.
     """
 
     def __init__(self, engine: Any, dims: Sequence[MeshDim]):
@@ -300,15 +300,15 @@ def _fused_on_meta() -> Iterator[None]:
 
 
 def _read(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation that may read values of a tensor that has none: they are 1."""
+    """Run an operation that may read values of a tensor that has none: they are 0."""
     if func is aten._local_scalar_dense.default and args[0].is_meta:
-        return torch.ones((), dtype=args[0].dtype).item()
+        return torch.zeros((), dtype=args[0].dtype).item()
     if func is aten.copy_.default and args[1].is_meta and not args[0].is_meta:
-        return args[0].fill_(1)
+        return args[0].zero_()
     device = kwargs.get("device")
     leaves = func is aten._to_copy.default and device is not None
     if leaves and args[0].is_meta and torch.device(device).type != "meta":
-        return torch.ones(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
     return func(*args, **kwargs)
 
 

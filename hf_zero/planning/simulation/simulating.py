@@ -19,17 +19,21 @@ from hf_zero.activations.policy import ActivationPatches
 from hf_zero.compression.registry import extensions_of
 from hf_zero.config import OffloadOptimizer, OffloadParam, OptimizerConfig, ZeroConfig
 from hf_zero.device import kinds
+from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.fake_world import META, fake_world
+from hf_zero.distributed.parallel_groups import AXES, get_parallel, init_parallel
 from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.fused.attention_on_meta import without_memory
 from hf_zero.integrations.fused.heads import fuse_head
 from hf_zero.integrations.transformers.sized_model import sized_model
 from hf_zero.measures.collectives import wire_bytes
-from hf_zero.planning.activation_memory import copy_on_meta
+from hf_zero.parallel.tensor import tensor_parallel
+from hf_zero.planning.activation_memory import Sequences, copy_on_meta
 from hf_zero.planning.estimate import Asked, asked_for, open_model, plans_of
 from hf_zero.planning.needs import needs, state_bytes
 from hf_zero.planning.simulation.machine import Machine, Seconds, seconds
+from hf_zero.planning.simulation.measuring import Measured
 from hf_zero.planning.simulation.recording import RECORDED, Message, Recorder, Recording, record
 from hf_zero.techniques.registry import TrainingTechniques
 from hf_zero.zero.layout.engine_plan import EnginePlan, plan
@@ -117,12 +121,15 @@ def simulate(
     offload_optimizer: Any = None,
     offload_param: Any = None,
     replicas: int | None = None,
+    tensor_parallel: int | None = None,
+    sequence_parallel: int | None = None,
     micro_batch: int | None = None,
     micro_batches: int | None = None,
     sequence_length: int = LENGTH,
     rank: int = 0,
     device: torch.device | None = None,
     machine: Machine | None = None,
+    measured: Measured | None = None,
     batch: Callable[[int, int], Mapping[str, torch.Tensor]] | None = None,
 ) -> Simulation:
     """Return a training step of ``rank`` of ``ranks`` ranks, as the engine takes it.
@@ -135,11 +142,14 @@ def simulate(
             :func:`hf_zero.estimate`.
         params: number of parameters of a decoder to simulate instead of a model.
         replicas: copies of the shards; None: as in ``config``, else 1.
+        tensor_parallel, sequence_parallel: ranks that share each layer, and a sequence; None: as in
+            ``config``.
         micro_batch: sequences of a micro-batch; None: as in ``config``, else 1.
         micro_batches: backwards of a step; None: as in ``config``, else 1.
         sequence_length: tokens of a sequence.
         device: the device that computes; None: a GPU.
         machine: its rates and links; None: those of the ZeRO paper's machine.
+        measured: the result of :func:`measure`, which replaces those that are not given.
         batch: the function from sequences and tokens to the keyword arguments of the model, tensors
             on the meta device, whose first result is the loss; None: ``input_ids`` and ``labels``.
 
@@ -150,10 +160,14 @@ def simulate(
     name, own = planned(
         model, ranks, stage, precision, optimizer, params=params, config=config,
         offload_optimizer=offload_optimizer, offload_param=offload_param, replicas=replicas,
+        tensor_parallel=tensor_parallel, sequence_parallel=sequence_parallel,
         micro_batch=micro_batch, micro_batches=micro_batches, rank=rank, device=device,
     )  # fmt: skip
     settings, machine = own.settings, machine or Machine()
-    recording = record_plan(own, sequence_length, batch)
+    hosts = machine.ranks_per_host
+    recording = record_plan(own, sequence_length, batch, ranks_per_host=hosts)
+    if measured is not None:
+        machine = measured.machine(recording, machine)
     parameters = sum(own.whole_numel(parameter) for parameter in own.model.parameters())
     at_rest = sum(n for (_, tier), n in state_bytes(own).items() if tier == "device")
     phases = tuple(
@@ -173,7 +187,7 @@ def simulate(
         micro_batch=settings.train_micro_batch_size_per_gpu or 1,
         micro_batches=recording.micro_batches,
         sequence_length=sequence_length,
-        model_state_bytes=sum(model_states(own, settings.precision).values()),
+        model_state_bytes=sum(model_states(own, narrow=True).values()),
         state=model_states(own),
         peak_bytes={
             "device": peak.device,
@@ -202,17 +216,18 @@ def planned(
     offload_optimizer: Any = None,
     offload_param: Any = None,
     replicas: int | None = None,
+    tensor_parallel: int | None = None,
+    sequence_parallel: int | None = None,
     micro_batch: int | None = None,
     micro_batches: int | None = None,
     rank: int = 0,
     device: torch.device | None = None,
 ) -> tuple[str, EnginePlan]:
     """Return the name of the model and the plan of ``rank``; arguments as for :func:`simulate`."""
-    if (model is None) == (params is None):
-        raise ConfigError(
-            "a simulation needs either a model or params, a number of parameters; pass one"
-        )
-    asked = asked_for(ranks, precision, optimizer, config, None, None, device=device)
+    name, module = module_of(model, params)
+    asked = asked_for(
+        ranks, precision, optimizer, config, tensor_parallel, None, 1, sequence_parallel, device
+    )
     if not 0 <= rank < ranks:
         raise ConfigError(f"rank {rank} is none of {ranks} ranks; choose 0 to {ranks - 1}")
     if stage is None:
@@ -223,11 +238,18 @@ def planned(
         "gradient_accumulation_steps": micro_batches,
     }
     settings = _placed(asked, given, stage, offload_optimizer, offload_param)
-    if params is None:
-        name, module = open_model(model)
-    else:
-        name, module = f"{params:g} parameters", sized_model(params)
     return name, plans_of(module, asked, settings)[0].replan(settings, rank)
+
+
+def module_of(model: Any, params: float | None) -> tuple[str, nn.Module]:
+    """Return the name of the model to simulate and the model. Raises ConfigError unless exactly one
+    of ``model`` and ``params`` is given.
+    """
+    if (model is None) == (params is None):
+        raise ConfigError(
+            "a simulation needs either a model or params, a number of parameters; pass one"
+        )
+    return open_model(model) if params is None else (f"{params:g} parameters", sized_model(params))
 
 
 def record_plan(
@@ -235,6 +257,7 @@ def record_plan(
     length: int,
     batch: Callable[[int, int], Mapping[str, torch.Tensor]] | None = None,
     backend: str | None = None,
+    ranks_per_host: int | None = None,
 ) -> Recording:
     """Return the recording of a step of the engine that ``own`` plans, on a copy of its model on
     the meta device, without offload: the plan itself has the bytes of other tiers. ``backend``: of
@@ -242,28 +265,43 @@ def record_plan(
 
     Raises ConfigError for a model that cannot run without memory.
     """
-    settings, stage = own.settings, own.settings.stage
-    micro_batches = settings.gradient_accumulation_steps or 1
-    settings = settings.placed(stage, OffloadOptimizer(), OffloadParam())
+    dims, micro_batches = own.dims, own.settings.gradient_accumulation_steps or 1
+    if dims.expert > 1:
+        raise ConfigError(
+            "a simulation does not know how many tokens reach each expert, and so not the messages "
+            "of expert parallelism; leave it out (`hf-zero estimate --ep` counts its bytes of "
+            "state)"
+        )
+    settings = own.settings.placed(own.settings.stage, OffloadOptimizer(), OffloadParam())
     settings = dataclasses.replace(
         settings, gradient_accumulation_steps=min(micro_batches, RECORDED)
     )
+    Sequences(length, settings.train_micro_batch_size_per_gpu or 1, dims.sequence).check(own.model)
     copied = copy_on_meta(own.model, {}).train()
-    rows = settings.train_micro_batch_size_per_gpu or 1
-    inputs = (batch or _tokens)(rows, length)
     if "loss" in settings.kernels and not isinstance(settings.kernels, str):
         fuse_head(copied)
+    rows = settings.train_micro_batch_size_per_gpu or 1
+    inputs = (batch or _tokens)(rows, length // dims.sequence)
     backend = backend or ("gloo" if kinds.is_host(own.device) else "nccl")
-    with fake_world(own.dims.world, own.rank, backend):
-        optimizer = _optimizer_for(own, copied)
-        planned = plan(
-            copied, settings, own.dims, optimizer, extensions_of=extensions_of, rank=own.rank,
-            device=META,
-        )  # fmt: skip
-        engine = Engine(planned, ActivationPatches(settings), TrainingTechniques(settings, {}))
+    with fake_world(dims.world, own.rank, backend, ranks_per_host):
+        tensor_parallel(copied, dims.tensor)
+        along = init_parallel(dims).along("sequence")
+        engine = Engine(
+            plan(
+                copied,
+                settings,
+                dims,
+                _optimizer_for(own, copied),
+                extensions_of=extensions_of,
+                rank=own.rank,
+                device=META,
+            ),
+            ActivationPatches(settings),
+            TrainingTechniques(settings, {}),
+        )
+        recorder = Recorder(engine, dims_of(engine))
         try:
-            recorder = Recorder(engine, engine.mesh.axes)
-            with without_memory(copied, length, count=recorder.add_flops):
+            with without_memory(copied, length, count=recorder.add_flops, axis=along):
                 return record(recorder, lambda: _loss(engine, inputs), micro_batches)
         except ConfigError:
             raise
@@ -276,6 +314,13 @@ def record_plan(
             ) from error
         finally:
             engine.destroy()
+
+
+def dims_of(engine: Engine) -> list[MeshDim]:
+    """Return the dimensions over which the ranks of ``engine`` exchange messages."""
+    groups = get_parallel()
+    parallel = [] if groups is None else [groups.along(axis) for axis in AXES]
+    return [*engine.mesh.axes, *parallel]
 
 
 def _loss(engine: Engine, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -322,15 +367,16 @@ def _placed(
     )
 
 
-def model_states(own: EnginePlan, gradients: str | None = None) -> dict[str, int]:
-    """Return the bytes of state by kind, without offload. ``gradients``: the precision of the sums
-    of gradients; None: as configured.
+def model_states(own: EnginePlan, narrow: bool = False) -> dict[str, int]:
+    """Return the bytes of state by kind, without offload. ``narrow``: with gradients summed in the
+    dtype of their parameters.
     """
-    settings = own.settings.placed(own.settings.stage, OffloadOptimizer(), OffloadParam())
-    if gradients is not None:
-        settings = dataclasses.replace(settings, gradient_accumulation_dtype=gradients)
+    plain = own.replan(own.settings.placed(own.settings.stage, OffloadOptimizer(), OffloadParam()))
+    if narrow:
+        flats = (dataclasses.replace(each, gradient_dtype=each.spec.dtype) for each in plain.flats)
+        plain = dataclasses.replace(plain, flats=tuple(flats))
     found = dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
-    for (kind, _), nbytes in state_bytes(own.replan(settings)).items():
+    for (kind, _), nbytes in state_bytes(plain).items():
         found[kind] += nbytes
     return found
 

@@ -1,0 +1,147 @@
+"""The time of a recorded step: hand-made recordings on machines with simple rates, and rates that
+were measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_zero
+from hf_zero.errors import ConfigError
+from hf_zero.integrations.transformers.sized_model import sized_model
+from hf_zero.planning.simulation import Machine, Measured, measure
+from hf_zero.planning.simulation.machine import seconds
+from hf_zero.planning.simulation.recording import (
+    BACKWARD,
+    FORWARD,
+    Group,
+    Message,
+    Recording,
+    StepPlace,
+    Wait,
+    Work,
+)
+from hf_zero.planning.simulation.simulating import planned, record_plan
+
+HERE = StepPlace(FORWARD, "block", 0)
+PAIR = Group("two", (0, 1))
+# a second for 10 FLOPs, 10 bytes of memory, 10 bytes on the link of a host of two ranks
+SLOW = Machine(flops=10, memory=10, node=10, network=10, latency=0, ranks_per_host=2)
+
+
+def gather(nbytes: int, group: Group = PAIR) -> Message:
+    return Message(HERE, "all_gather", "block", group, nbytes)
+
+
+def work(flops: float = 0, nbytes: int = 0, operations: int = 0) -> Work:
+    return Work(HERE, flops, nbytes, operations)
+
+
+def test_a_message_beside_computation_costs_what_is_left_of_it() -> None:
+    sent = gather(60)  # 30 bytes of each: 3 seconds
+    found = seconds(Recording(1, [sent, work(10), Wait(HERE, sent), work(20)]), SLOW)
+    assert (found.step, found.compute, found.messages, found.exposed) == (5, 3, 3, 2)
+    assert found.phases == {FORWARD: 5}
+
+
+def test_messages_of_a_link_follow_each_other() -> None:
+    first, second = gather(20), gather(20)
+    events = [first, second, work(15), Wait(HERE, first), Wait(HERE, second)]
+    found = seconds(Recording(1, events), SLOW)
+    assert (found.step, found.exposed) == (2, 0.5)
+
+
+def test_a_message_that_nobody_waits_for_ends_the_step() -> None:
+    assert seconds(Recording(1, [gather(40)]), SLOW).step == 2
+
+
+def test_what_processors_move_takes_their_time() -> None:
+    half = dataclasses.replace(SLOW, overlap=0.5)
+    sent = gather(40)  # 2 seconds, one of them the processor's
+    found = seconds(Recording(1, [sent, work(30), Wait(HERE, sent)]), half)
+    assert (found.step, found.compute, found.exposed) == (4, 3, 1)
+
+
+def test_launches_hide_behind_work_on_a_device_alone() -> None:
+    launching = dataclasses.replace(SLOW, operation=0.5)
+    on_host = dataclasses.replace(launching, asynchronous=False)
+    events = [work(10, 10, 6)]  # 2 seconds, and 3 seconds of launches
+    assert seconds(Recording(1, events), launching).step == 3
+    assert seconds(Recording(1, events), on_host).step == 5
+
+
+@pytest.mark.parametrize(
+    "ranks, rate",
+    [((0, 1), 10), ((0, 1, 2, 3), 10), ((0, 2), 5), ((1, 3, 5, 7), 5)],
+)
+def test_groups_share_the_network_of_a_host(ranks: tuple[int, ...], rate: float) -> None:
+    assert SLOW.bandwidth(Group("some", ranks)) == rate
+
+
+def test_latency_grows_with_the_doublings_of_ranks() -> None:
+    machine = dataclasses.replace(SLOW, latency=1)
+    assert machine.sending(gather(0)) == 1
+    assert machine.sending(gather(0, Group("eight", tuple(range(8))))) == 3
+
+
+def test_an_all_reduce_sends_twice_as_much() -> None:
+    reduced = Message(HERE, "all_reduce", "block", PAIR, 20)
+    assert SLOW.sending(reduced) == 2 * SLOW.sending(gather(20))
+
+
+@pytest.mark.parametrize("name", ["flops", "memory", "node", "network", "ranks_per_host"])
+def test_a_rate_is_above_zero(name: str) -> None:
+    values: dict[str, Any] = {name: 0}
+    with pytest.raises(ConfigError, match=f"{name} = 0 is no rate"):
+        Machine(**values)
+
+
+def test_a_measured_block_takes_its_time() -> None:
+    """The rate of matrix products is solved for, so that the block takes as long as measured."""
+    own = planned(None, 2, 3, params=2e6)[1]
+    recording = record_plan(own, 8)
+    measured = Measured("model.layers.0", 2.0, 1e9, 1e-5, 2, 1e-3, 1e8, 0.25, False)
+    machine = measured.machine(recording, Machine(latency=7.0, sources={"latency": "given"}))
+    assert (machine.node, machine.network, machine.latency) == (1e8, 2e8, 7.0)
+    assert machine.sources["flops"] == "measured" and machine.sources["latency"] == "given"
+    spent = sum(
+        machine.computing(each)
+        for each in recording.events
+        if isinstance(each, Work)
+        and each.place.block == "model.layers.0"
+        and each.place.phase in (FORWARD, BACKWARD)
+    )
+    assert spent == pytest.approx(2.0)
+
+
+def test_this_process_is_measured() -> None:
+    found = measure(sized_model(1e6), 1, 8, torch.float32)
+    assert found.block == "model.layers.0" and found.link is None and found.overlap == 1.0
+    assert found.block_seconds > 0 and found.memory > 0 and found.operation > 0
+    simulated = hf_zero.simulate(params=1e6, ranks=4, sequence_length=8, measured=found)
+    assert simulated.machine.sources["memory"] == "measured"
+    assert simulated.machine.node == Machine().node
+
+
+class Unused(nn.Module):
+    """A model whose blocks no forward calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return input_ids
+
+
+@pytest.mark.parametrize(
+    "model, says", [(nn.Identity(), "has no repeated block"), (Unused(), "does not call its block")]
+)
+def test_what_cannot_be_timed_is_refused(model: nn.Module, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        measure(model, 1, 8, torch.float32)
