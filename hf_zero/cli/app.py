@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
 from hf_zero.cli.analyze import analyze
 from hf_zero.cli.clean import clean
 from hf_zero.cli.convert import convert_checkpoint
-from hf_zero.cli.doctor import doctor
+from hf_zero.cli.doctor import doctor, smoke
 from hf_zero.cli.estimate import estimate
 from hf_zero.cli.explain import explain, schema
 from hf_zero.cli.launch import launch
@@ -23,14 +24,36 @@ BAD_INPUT = 2
 
 app = typer.Typer(
     name="hf-zero",
-    help="ZeRO for Hugging Face: look at an installation, a configuration or a model's memory; "
-    "start runs and show them; verify and convert checkpoints; measure how difficult samples are.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        from hf_zero import __version__
+
+        print(f"hf-zero {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """ZeRO for Hugging Face: look at an installation, a configuration or a model's memory; start
+    runs and show them; verify and convert checkpoints; measure how difficult samples are.
+    """
+
+
 app.command("doctor")(doctor)
+app.command("smoke")(smoke)
 app.command("estimate")(estimate)
 app.command("simulate")(simulate)
 app.command("explain")(explain)

@@ -1,4 +1,6 @@
-"""``hf-zero doctor``: installed versions, active features, and the reasons for inactive ones."""
+"""``hf-zero doctor``: installed versions, active features, and the reasons for inactive ones; and
+``hf-zero smoke``: a training of a minute.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.table import Table
@@ -18,6 +20,10 @@ from hf_zero.cli.printing import AsJson, print_json, print_table
 Status = Literal["ok", "off", "broken"]
 COLOURS = {"ok": "green", "off": "yellow", "broken": "red"}
 BROKEN = 1
+ATTACH = (
+    "To an issue attach the output of `hf-zero doctor --json`, the configuration (`hf-zero explain "
+    "FILE --json`), the command, and the whole output of one rank with HF_ZERO_LOG_LEVEL=debug."
+)
 COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -52,8 +58,32 @@ def doctor(as_json: AsJson = False) -> None:
                 finding.detail,
             )
         print_table(table)
+        print(ATTACH)
     if any(finding.status == "broken" for finding in findings):
         raise typer.Exit(BROKEN)
+
+
+def smoke(
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Default: the GPUs of this machine, or 2 CPU ranks.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train a small model for a minute on this machine's ranks, at stages 0 to 3, save and resume
+    it, and compare its weights with plain PyTorch's. Exit code 1 if they differ.
+
+    Example: hf-zero smoke --ranks 2
+    """
+    from hf_zero.cli.launch import default_ranks
+    from hf_zero.launch.front import carry_out
+    from hf_zero.launch.plan import Request, plan
+
+    os.environ.setdefault("HF_ZERO_LOG_LEVEL", "error")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun says so at length otherwise
+    request = Request(
+        "hf_zero.cli.smoke", ("--json",) if as_json else (), module=True, num_procs=ranks
+    )
+    raise typer.Exit(carry_out(plan(request, default_ranks)))
 
 
 def examine() -> list[Finding]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -63,6 +64,12 @@ Fit = Annotated[
     typer.Option(
         "--fit",
         help="Propose the fastest configuration that fits this machine, or the one described.",
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "-o", "--out", help="For --fit: a file to write, .json, or .yaml; it must not exist."
     ),
 ]
 DeviceMemory = Annotated[
@@ -132,6 +139,7 @@ def estimate(
     offload_param: OffloadParam = None,
     moments: Moments = None,
     fit: Fit = False,
+    out: Out = None,
     device_memory: DeviceMemory = None,
     ram: Ram = None,
     disk: Disk = None,
@@ -150,6 +158,7 @@ def estimate(
 
     Example: hf-zero estimate meta-llama/Llama-3.1-8B --ranks 1 --fit --device-memory 80GB
     """
+    from hf_zero.config.files import refuse_existing
     from hf_zero.planning.estimate import estimate as compute
     from hf_zero.planning.estimate import propose
 
@@ -171,6 +180,8 @@ def estimate(
     if fit:
         _refuse({"--link": link}, "it goes with the estimate; leave --fit out")
         _refuse(placed, "--fit chooses it; leave it out, or put it into --config")
+        if out is not None:
+            refuse_existing(out)
         free = _free(device_memory, ram, disk or [], ranks, ranks_per_host)
         if seq and len(seq) > 1:
             raise ConfigError(
@@ -180,8 +191,9 @@ def estimate(
         found = propose(
             model, ranks, free, precision, optimizer, stage, **asked, **stages, **sequences
         )
-        _print_proposal(found, as_json)
+        _print_proposal(found, as_json, out)
         return
+    _refuse({"--out": out and str(out)}, "it is for what --fit proposes; add --fit")
     _refuse(described, "it describes a machine for --fit; add --fit")
     if link and pp > 1:
         _refuse({"--link": link}, "it is not known of pipelines; leave it or --pp out")
@@ -321,7 +333,11 @@ def _places(result: MemoryEstimate) -> Iterator[str]:
         yield f"parameters on {result.offload_param.device}"
 
 
-def _print_proposal(found: Proposal, as_json: bool) -> None:
+def _print_proposal(found: Proposal, as_json: bool, out: Path | None) -> None:
+    from hf_zero.config.files import dump
+
+    if out is not None and found.config is not None:
+        out.write_text(dump(found.config, out.suffix), encoding="utf-8")
     if as_json:
         print_json(found.to_dict())
     else:
@@ -335,6 +351,10 @@ def _print_proposal(found: Proposal, as_json: bool) -> None:
             print(json.dumps(found.config, indent=2))
             if found.cut:
                 print(f"after model = {found.cut}")
+            if out is not None:
+                print(
+                    f"written: {out}; pass it as config= to hf_zero.initialize or as zero_config="
+                )
     if found.config is None:
         raise typer.Exit(NOTHING_FITS)
 

@@ -4,12 +4,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from hf_zero.cli.printing import AsJson, print_json, print_table
+
+if TYPE_CHECKING:
+    from hf_zero.config.explaining import ExplainRow
 
 
 def explain(
@@ -19,31 +22,73 @@ def explain(
             help="A DeepSpeed JSON, an Accelerate YAML, or a preset: zero0, zero1, zero2, zero3."
         ),
     ],
+    other: Annotated[
+        str | None, typer.Argument(help="Another one: show only the keys that differ.")
+    ] = None,
     ranks: Annotated[
         int | None,
         typer.Option(
-            help="Also resolve the batch sizes for this number of ranks; no value may then be auto."
+            help="Also resolve the batch sizes for this number of ranks, unless one is auto."
         ),
     ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Also the keys that have their defaults.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the configuration as hf-zero reads it: every value, its source, and keys without effect.
+    """Show the configuration as hf-zero reads it: every value that is written or computed, its
+    source, and keys without effect; of two configurations the difference.
 
     Example: hf-zero explain recipes/bert-mlm/zero3.yaml --ranks 2
     """
     from hf_zero.config import ZeroConfig
+    from hf_zero.config.explaining import written
+    from hf_zero.config.resolving import BATCH
 
-    config = ZeroConfig.coerce(file, allow_auto=True)
-    if ranks is not None:
-        config = config.resolve(ranks)
-    rows = config.explain()
-    if as_json:
-        print_json([row._asdict() for row in rows])
+    rows = ZeroConfig.coerce(file, allow_auto=True).explain(ranks)
+    if other is not None:
+        others = ZeroConfig.coerce(other, allow_auto=True).explain(ranks)
+        _compare(file, rows, other, others, as_json)
         return
-    table = Table("key", "value", "source", "note", title=file)
-    for row in rows:
-        table.add_row(row.key, "-" if row.value is None else str(row.value), row.source, row.note)
+    asked = BATCH if ranks is not None else ()
+    shown = rows if every else written(rows, *asked)
+    if as_json:
+        print_json([row._asdict() for row in shown])
+        return
+    table = _table(file, "value", "source", "note")
+    for row in shown:
+        source = row.source.removeprefix(f"config file {file}: ")
+        table.add_row(row.key, _text(row.value), source, row.note)
     print_table(table)
+    if len(shown) < len(rows):
+        print(f"{len(rows) - len(shown)} more keys have their defaults: --all shows them")
+
+
+def _compare(
+    file: str, rows: list[ExplainRow], other: str, others: list[ExplainRow], as_json: bool
+) -> None:
+    first = {row.key: row.value for row in rows}
+    second = {row.key: row.value for row in others}
+    keys = [key for key in first | second if first.get(key) != second.get(key)]
+    if as_json:
+        print_json([{"key": key, file: first.get(key), other: second.get(key)} for key in keys])
+        return
+    table = _table("", file, other)
+    for key in keys:
+        table.add_row(key, _text(first.get(key)), _text(second.get(key)))
+    print_table(table)
+    if not keys:
+        print(f"{file} and {other} mean the same")
+
+
+def _table(title: str, *columns: str) -> Table:
+    """Return a table whose keys and values are folded where they are too long, never cut."""
+    folded = [Column(name, overflow="fold") for name in ("key", *columns)]
+    return Table(*folded, title=title)
+
+
+def _text(value: Any) -> str:
+    return "-" if value is None else str(value)
 
 
 def schema(

@@ -180,7 +180,7 @@ def launch(
         ssh=ssh,
         ssh_port=ssh_port,
     )
-    planned = plan(request, _default_ranks)
+    planned = plan(request, default_ranks)
     if as_json:
         print_json(_described(planned))
         return
@@ -255,7 +255,7 @@ def _accelerate(
             {}
             if many
             else {
-                "num_processes": procs or _default_ranks(),
+                "num_processes": procs or default_ranks(),
                 "num_machines": 1,
                 "main_process_port": 0,
             }
@@ -268,7 +268,7 @@ def _accelerate(
     )
 
 
-def _default_ranks() -> int:
+def default_ranks() -> int:
     from hf_zero.device import kinds
 
     return kinds.device_count() or CPU_RANKS

@@ -30,15 +30,14 @@ def migrate(file: File, out: Out = None, as_json: AsJson = False) -> None:
 
     Example: hf-zero migrate fsdp.yaml -o zero3.yaml
     """
-    from hf_zero.config.files import load_file
+    from hf_zero.config.files import dump, load_file, refuse_existing
     from hf_zero.config.migrating import migrate
-    from hf_zero.errors import ConfigError
 
     migration = migrate(load_file(file))
-    if out is not None and out.exists():
-        raise ConfigError(f"{out} exists; remove it, or pass another path with -o")
-    as_yaml = (out.suffix if out is not None else Path(file).suffix) in (".yaml", ".yml")
-    text = _text(migration.after, as_yaml)
+    if out is not None:
+        refuse_existing(out)
+    suffix = Path(file).suffix if out is None else out.suffix
+    text = dump(migration.after, suffix)
     if out is not None and migration.runs:
         out.write_text(text, encoding="utf-8")
     if as_json:
@@ -54,21 +53,13 @@ def migrate(file: File, out: Out = None, as_json: AsJson = False) -> None:
         for found in migration.findings:
             table.add_row(found.key, _short(found.value), found.outcome, found.note)
         print_table(table)
-        print(_difference(_text(migration.before, as_yaml), text, file, out))
+        print(_difference(dump(migration.before, suffix), text, file, out))
         if out is None:
             print("nothing is written; pass -o FILE")
         elif migration.runs:
             print(f"written: {out}")
     if not migration.runs:
         raise typer.Exit(1)
-
-
-def _text(values: dict[str, Any], as_yaml: bool) -> str:
-    if not as_yaml:
-        return json.dumps(values, indent=2) + "\n"
-    import yaml
-
-    return yaml.safe_dump(values, sort_keys=False)
 
 
 def _short(value: Any) -> str:

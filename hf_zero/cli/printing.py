@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Annotated, Any
 
@@ -23,9 +24,10 @@ def print_json(value: Any) -> None:
 
 
 def print_table(table: Table) -> None:
-    # A pipe has no width, so the table is not truncated there. Markup is off: paths and values may
-    # contain brackets.
-    console = Console(
-        width=None if sys.stdout.isatty() else 200, markup=False, emoji=False, highlight=False
-    )
+    """Print ``table`` as wide as the terminal; in a pipe as the variable COLUMNS says, else of 200
+    columns.
+    """
+    known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    # Markup is off: paths and values may contain brackets.
+    console = Console(width=None if known else 200, markup=False, emoji=False, highlight=False)
     console.print(table)

@@ -102,9 +102,9 @@ def explain(reading: ConfigReading) -> list[ExplainRow]:
     return rows
 
 
-def written(rows: list[ExplainRow]) -> list[ExplainRow]:
-    """Return the rows whose values were written."""
-    return [row for row in rows if is_written(row.source)]
+def written(rows: list[ExplainRow], *asked: str) -> list[ExplainRow]:
+    """Return the rows whose values were written, and those of the keys ``asked``."""
+    return [row for row in rows if is_written(row.source) or row.key in asked]
 
 
 def as_text(rows: list[ExplainRow]) -> str:

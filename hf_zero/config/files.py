@@ -48,6 +48,21 @@ def load_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     )
 
 
+def dump(values: Mapping[str, Any], suffix: str) -> str:
+    """Return ``values`` as the text of a file with this suffix: YAML for .yaml and .yml, else
+    JSON.
+    """
+    if suffix in (".yaml", ".yml"):
+        return yaml.safe_dump(dict(values), sort_keys=False)
+    return json.dumps(values, indent=2) + "\n"
+
+
+def refuse_existing(path: str | os.PathLike[str]) -> None:
+    """Raise ConfigError if there is a file or folder at ``path``, which is to be written."""
+    if os.path.exists(path):
+        raise ConfigError(f"{os.fspath(path)} exists; remove it, or pass another path with -o")
+
+
 def load_json(text: str, label: str) -> dict[str, Any]:
     """Parse a mapping from JSON, or from Hjson if it is not valid JSON. Raises ConfigError."""
 

@@ -23,6 +23,7 @@ from hf_zero.errors import ConfigError, NotBuiltError
 TOTAL = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
+BATCH = (TOTAL, MICRO, ACCUMULATION)
 EQUATION = f"{TOTAL} = {MICRO} × {ACCUMULATION} × ranks"
 ELASTICITY = "elasticity"
 NO_BATCH_SIZE = "default: no batch size is written"

@@ -233,11 +233,23 @@ class ZeroConfig(Settings):
         """
         return explaining.as_dialect(self._reading, unset)
 
-    def explain(self) -> list[ExplainRow]:
+    def explain(self, ranks: int | None = None) -> list[ExplainRow]:
         """Return a row (key, value, source, note) for each active key and for each other written
-        key.
+        key; with ``ranks`` as :meth:`resolve` computes it, where values that are "auto" stay so,
+        and with them the batch sizes that follow from one.
         """
-        return explaining.explain(self._reading)
+        rows = explaining.explain(self._reading)
+        if ranks is None:
+            return rows
+        reading = self._copy()
+        still = set(reading.autos)
+        for path in still:
+            reading.discard(path)
+        resolving.resolve(reading, ranks, require_batch_size=False, training=True)
+        if not still.isdisjoint(resolving.BATCH):
+            still.update(resolving.BATCH)
+        kept = {row.key: row for row in rows if row.key in still}
+        return [kept.get(row.key, row) for row in explaining.explain(reading)]
 
     def describe(self) -> str:
         """Return the rows of :meth:`explain` as aligned text, for a log."""

@@ -19,23 +19,24 @@ from transformers import BertConfig, MixtralConfig
 from typer.testing import CliRunner
 
 import hf_zero
-from hf_zero.cli import doctor, launch, main
+from hf_zero.cli import doctor, launch, main, smoke
 from hf_zero.cli.app import BAD_INPUT, app
 from hf_zero.cli.printing import in_units
-from hf_zero.config import PRESETS
+from hf_zero.config import PRESETS, ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.launch.plan import LAUNCHER
 from hf_zero.ops import dispatch, native
 from hf_zero.planning.simulation import Machine
 from tests.helpers.accelerators import play_accelerator
 from tests.helpers.commands import completed
+from tests.helpers.ranks import run_ranks
 
+HF_ZERO = str(Path(sys.executable).with_name("hf-zero"))
 ROOT = Path(__file__).resolve().parents[2]
 ZERO3 = str(ROOT / "recipes" / "bert-mlm" / "zero3.yaml")
 COMMANDS = [
-    "doctor", "estimate", "simulate", "explain", "analyze", "convert-checkpoint", "verify",
-    "launch",
-]  # fmt: skip
+    command.name for command in app.registered_commands if command.name not in (None, "schema")
+]
 
 
 def invoke(*arguments: str, ends_with: int = 0) -> str:
@@ -61,8 +62,7 @@ def model(tmp_path: Path) -> str:
 
 
 def test_the_installed_command_is_this_app() -> None:
-    command = Path(sys.executable).with_name("hf-zero")
-    result = completed([command, "--help"], timeout=300, check=True)
+    result = completed([HF_ZERO, "--help"], timeout=300, check=True)
     assert all(name in result.stdout for name in COMMANDS)
 
 
@@ -235,6 +235,100 @@ def test_explain_shows_every_value_with_its_source() -> None:
     assert "zero_optimization.stage" in invoke("explain", "zero1")
 
 
+def test_explain_leaves_defaults_out_unless_all_are_asked_for() -> None:
+    shown, every = (
+        {row["key"]: row for row in json.loads(invoke("explain", ZERO3, "--json", *more))}
+        for more in ([], ["--all"])
+    )
+    assert set(shown) < set(every) and "gradient_predivide_factor" not in shown
+    left = len(every) - len(shown)
+    assert f"{left} more keys have their defaults: --all shows them" in invoke("explain", ZERO3)
+
+
+def test_explain_keeps_auto_beside_a_number_of_ranks(tmp_path: Path) -> None:
+    """Neither a batch size that is auto nor one that follows from it is computed."""
+    path = tmp_path / "ds.json"
+    for micro, total in (("auto", None), (4, 8)):
+        path.write_text(
+            json.dumps({"train_micro_batch_size_per_gpu": micro, "bf16": {"enabled": "auto"}})
+        )
+        said = json.loads(invoke("explain", str(path), "--ranks", "2", "--all", "--json"))
+        rows = {row["key"]: row["value"] for row in said}
+        assert rows["bf16.enabled"] == "auto"
+        assert rows["train_micro_batch_size_per_gpu"] == micro
+        assert rows.get("train_batch_size") == total
+
+
+def test_explain_shows_how_two_configurations_differ() -> None:
+    (row,) = json.loads(invoke("explain", "zero1", "zero3", "--json"))
+    assert row == {"key": "zero_optimization.stage", "zero1": 1, "zero3": 3}
+    assert "zero_optimization.stage" in invoke("explain", "zero1", "zero3")
+    assert "zero1 and zero1 mean the same" in invoke("explain", "zero1", "zero1")
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_a_table_is_as_wide_as_columns_says_and_cuts_no_key(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = invoke("explain", ZERO3).splitlines()
+    assert max(map(len, lines)) <= width
+    keys = "".join(line.split("│")[1].strip() for line in lines if line.startswith("│"))
+    assert "zero_optimization.stage3_gather_16bit_weights_on_model_save" in keys
+
+
+def test_the_version_and_completion() -> None:
+    assert invoke("--version") == f"hf-zero {importlib.metadata.version('hf-zero')}\n"
+    asked = {**os.environ, "_HF_ZERO_COMPLETE": "source_bash"}
+    shown = completed([HF_ZERO], timeout=300, check=True, env=asked)
+    assert "COMPREPLY" in shown.stdout
+
+
+def test_smoke_trains_as_plain_pytorch_does() -> None:
+    done = completed([HF_ZERO, "smoke", "--ranks", "2", "--json"], timeout=300, check=True)
+    rows = json.loads(done.stdout)
+    assert [(row["stage"], row["right"]) for row in rows] == [(stage, True) for stage in range(4)]
+
+
+def test_smoke_finds_weights_that_differ(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = smoke._sharded
+
+    def wrong_at_2(stage: int, *place: Any) -> Any:
+        weights = trained(stage, *place)
+        return weights if stage != 2 else smoke._model().state_dict()
+
+    monkeypatch.setattr(smoke, "_sharded", wrong_at_2)
+    assert run_ranks(2, lambda rank: smoke.main([])) == [smoke.WRONG, 0]
+    out = capsys.readouterr().out
+    assert out.count("WRONG") == 1 and "hf-zero doctor --json" in out
+
+
+def test_fit_writes_its_proposal(model: str, tmp_path: Path) -> None:
+    for name in ("fits.json", "fits.yaml"):
+        out = str(tmp_path / name)
+        fit = ["estimate", model, "--ranks", "1", "--fit", "--device-memory", "8GB", "--ram", "9GB"]
+        said = invoke(*fit, "-o", out)
+        assert f"written: {out}" in said
+        assert ZeroConfig.from_file(out).stage in range(4)
+        with pytest.raises(ConfigError, match="exists; remove it, or pass another path with -o"):
+            invoke(*fit, "-o", out)
+
+
+def test_a_name_that_the_hub_cannot_be_asked_for_is_answered_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(address: Any, seconds: float) -> Any:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    monkeypatch.setattr("socket.create_connection", refuse)
+    with pytest.raises(ConfigError, match="the Hub cannot be reached: no route to host"):
+        invoke("estimate", "some/model", "--ranks", "1")
+
+
 def test_convert_checkpoint_hands_its_options_over(monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_zero.checkpoint.convert.export import Conversion
 
@@ -335,9 +429,9 @@ def test_launch_shows_what_each_host_would_run(
 
 def test_launch_without_gpus_takes_two_cpu_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     play_accelerator(monkeypatch, count=0)
-    assert launch._default_ranks() == 2
+    assert launch.default_ranks() == 2
     play_accelerator(monkeypatch, count=5)
-    assert launch._default_ranks() == 5
+    assert launch.default_ranks() == 5
 
 
 @pytest.mark.parametrize(
@@ -354,6 +448,8 @@ def test_launch_without_gpus_takes_two_cpu_ranks(monkeypatch: pytest.MonkeyPatch
             "estimate m --ranks 2 --fit --offload-optimizer cpu",
             "--offload-optimizer = 'cpu': --fit chooses it",
         ),
+        ("estimate m --ranks 2 -o a.json", "'a.json': it is for what --fit proposes; add --fit"),
+        ("migrate /no/such.json", "/no/such.json"),
         ("estimate m --ranks 2 --fit --ram much", "'much' is not a number of bytes; write 80GB"),
         (
             "estimate m --ranks 2 --moments bf16",
@@ -414,7 +510,7 @@ def test_bad_input_is_one_line_and_code_2(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["estimate"], ["nonsense"], ["explain", "a", "b"], ["estimate", "m", "--ranks", "two"]],
+    [["estimate"], ["nonsense"], ["explain", "a", "b", "c"], ["estimate", "m", "--ranks", "two"]],
 )
 def test_wrong_usage_is_code_2(arguments: list[str]) -> None:
     assert CliRunner().invoke(app, arguments).exit_code == 2
@@ -429,7 +525,8 @@ def test_doctor_knows_the_slot_and_the_devices() -> None:
     assert found["devices", "cuda:0" if torch.cuda.is_available() else "accelerator"]["status"] == (
         "ok" if torch.cuda.is_available() else "off"
     )
-    assert "hf-zero doctor" in invoke("doctor")
+    said = invoke("doctor")
+    assert "hf-zero doctor" in said and "To an issue attach" in said
 
 
 def test_doctor_sees_what_turns_the_slot_off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import runpy
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -587,3 +589,13 @@ def test_leaf_modules_of_a_section_are_lists() -> None:
     leaves = section(leaf_module={"classes": "my.Class", "names": ["a"]}).leaf_module
     assert (leaves.classes, leaves.names, leaves.name_suffixes) == (["my.Class"], ["a"], [])
     assert section().leaf_module.classes == []
+
+
+def test_the_module_is_the_deepspeed_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["hf_zero.deepspeed", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("hf_zero.deepspeed", run_name="__main__")
+    assert ended.value.code == 0
+    assert "--hostfile" in capsys.readouterr().out

@@ -5,16 +5,23 @@ configuration alone.
 from __future__ import annotations
 
 import os
+import re
+import socket
 import textwrap
+import urllib.request
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import transformers
+from huggingface_hub import constants
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
 from hf_zero.errors import ConfigError
+
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def build_on_meta(model: Any) -> nn.Module:
@@ -39,6 +46,7 @@ def build_on_meta(model: Any) -> nn.Module:
 def _configuration(model: Any) -> PreTrainedConfig:
     if isinstance(model, PreTrainedConfig):
         return model
+    offline = ""
     try:
         if isinstance(model, Mapping):
             values = dict(model)
@@ -50,11 +58,17 @@ def _configuration(model: Any) -> PreTrainedConfig:
                 )
             return AutoConfig.for_model(kind, **values)
         if isinstance(model, (str, os.PathLike)):
-            return AutoConfig.from_pretrained(os.fspath(model))
+            name = os.fspath(model)
+            offline = (
+                _why_offline() if HUB_NAME.fullmatch(name) and not os.path.exists(name) else ""
+            )
+            return AutoConfig.from_pretrained(name, local_files_only=bool(offline))
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         said = textwrap.shorten(str(error), 160)
+        if offline:
+            said = f"it is not in the cache, and the Hub cannot be reached: {offline}"
         raise ConfigError(
             f"{_named(model)} is not a model folder, config.json or known model "
             f"({said}); pass one of these"
@@ -63,6 +77,22 @@ def _configuration(model: Any) -> PreTrainedConfig:
         f"{type(model).__name__} {model!r} describes no model; pass a module, a configuration, a "
         "dict, a folder or a name"
     )
+
+
+def _why_offline() -> str:
+    """Return why the Hub cannot be reached, "" if it can or if a proxy has to be asked: the client
+    of the Hub tries again for most of a minute.
+    """
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    if urllib.request.getproxies():
+        return ""
+    endpoint = urlsplit(constants.ENDPOINT)
+    try:
+        socket.create_connection((endpoint.hostname, endpoint.port or 443), 3.0).close()
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def _named(model: Any) -> str:

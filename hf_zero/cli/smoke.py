@@ -1,0 +1,131 @@
+"""Program of the ranks of ``hf-zero smoke``: a short training at each stage, compared with the same
+training in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from hf_zero.cli.printing import print_json, print_table
+
+if TYPE_CHECKING:
+    import torch
+
+STEPS, SAMPLES, FEATURES = 6, 4, 48
+BOUND = 1e-4  # of the distance that training has moved the weights
+WRONG = 1
+
+
+def _model() -> torch.nn.Module:
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.GELU()) for _ in range(3)]
+    return nn.Sequential(*blocks, nn.Linear(FEATURES, 1))
+
+
+def _batches(ranks: int) -> list[torch.Tensor]:
+    """Return the batches of the steps, float32[ranks × SAMPLES, FEATURES]."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    shape = (ranks * SAMPLES, FEATURES)
+    return [torch.randn(shape, generator=generator) for _ in range(STEPS)]
+
+
+def _plain(ranks: int) -> dict[str, torch.Tensor]:
+    """Return the weights after the training in plain PyTorch, on whole batches."""
+    import torch
+
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for batch in _batches(ranks):
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def _sharded(stage: int, folder: Path, rank: int, ranks: int) -> dict[str, torch.Tensor]:
+    """Return the weights after the training at ``stage``, which is saved and resumed half-way."""
+    import hf_zero
+
+    config = hf_zero.ZeroConfig(
+        stage=stage,
+        train_micro_batch_size_per_gpu=SAMPLES,
+        optimizer={"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
+    )
+
+    def start(**more: Any) -> Any:
+        return hf_zero.initialize(model=_model(), config=config, **more)[0]
+
+    engine = start()
+    for step, batch in enumerate(_batches(ranks)):
+        if step == STEPS // 2:
+            engine.save_checkpoint(str(folder))
+            engine.destroy()
+            engine = start(resume=str(folder))
+        mine = batch[rank * SAMPLES : (rank + 1) * SAMPLES].to(engine.device)
+        engine.backward(engine(mine).square().mean())
+        engine.step()
+    weights = engine.state_dict()
+    engine.destroy()
+    return weights
+
+
+def main(arguments: list[str]) -> int:
+    """Run on each rank: train at all stages, and print the result on rank 0, with "--json" as
+    JSON. Returns the exit code.
+    """
+    import torch
+
+    import hf_zero
+
+    hf_zero.init_distributed()
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    expected, begun = _plain(ranks), _model().state_dict()
+    moved = max(float((expected[name] - begun[name]).abs().max()) for name in expected)
+    rows = []
+    with TemporaryDirectory() if rank == 0 else nullcontext("") as folder:
+        shared = [folder]
+        torch.distributed.broadcast_object_list(shared)
+        for stage in range(4):
+            weights = _sharded(stage, Path(shared[0], str(stage)), rank, ranks)
+            if rank == 0:
+                difference = max(
+                    float((weights[name].cpu() - expected[name]).abs().max()) for name in expected
+                )
+                right = difference <= BOUND * moved
+                rows.append({"stage": stage, "largest_difference": difference, "right": right})
+        torch.distributed.barrier()
+    if "--json" in arguments:
+        if rank == 0:
+            print_json(rows)
+    elif rank == 0:
+        _print(rows, ranks)
+    return 0 if all(row["right"] for row in rows) else WRONG
+
+
+def _print(rows: list[dict[str, Any]], ranks: int) -> None:
+    table = Table("stage", "largest difference of a weight", "", title=f"{ranks} ranks")
+    for row in rows:
+        said = "as in plain PyTorch" if row["right"] else "WRONG"
+        table.add_row(str(row["stage"]), f"{row['largest_difference']:.1e}", said)
+    print_table(table)
+    print(
+        "this machine trains with hf-zero"
+        if all(row["right"] for row in rows)
+        else "weights differ from plain PyTorch's; attach this and `hf-zero doctor --json` to an "
+        "issue"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
