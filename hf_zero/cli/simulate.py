@@ -62,6 +62,15 @@ NodeLink = Annotated[
 Network = Annotated[
     str | None, typer.Option(help="Speed of a host's links to the others: 800Gbit.")
 ]
+HostLink = Annotated[
+    str | None, typer.Option(help="Speed between a rank's device and its host's memory: 200Gbit.")
+]
+HostMemory = Annotated[
+    str | None, typer.Option(help="Bits a second of a host's memory, for all its ranks: 1.6Tbit.")
+]
+Disk = Annotated[
+    str | None, typer.Option(help="Bits a second of a host's disks, for all its ranks: 80Gbit.")
+]
 RanksPerHost = Annotated[int | None, typer.Option(min=1, help="Ranks of a host.")]
 Latency = Annotated[
     float | None, typer.Option(min=0, help="Seconds of a message by doubling of its ranks.")
@@ -100,6 +109,9 @@ def simulate(
     memory_rate: Memory = None,
     node_link: NodeLink = None,
     network: Network = None,
+    host_link: HostLink = None,
+    host_memory: HostMemory = None,
+    disk: Disk = None,
     ranks_per_host: RanksPerHost = None,
     latency: Latency = None,
     cpu: Cpu = False,
@@ -124,7 +136,10 @@ def simulate(
         measured = _measured(model, params, precision, micro_batch or 1, seq)
         if measured is None:
             return
-    speeds = {"memory": memory_rate, "node": node_link, "network": network}
+    speeds = {
+        "memory": memory_rate, "node": node_link, "network": network, "host_link": host_link,
+        "host_memory": host_memory, "disk": disk,
+    }  # fmt: skip
     machine = _machine(
         {name: parse_rate(text) / 8 for name, text in speeds.items() if text is not None},
         flops=flops,
@@ -242,6 +257,15 @@ def _seconds(found: Simulation) -> Table:
         "memory": f"memory {rate_in_units(8 * machine.memory)}",
         "node": f"link within a host {rate_in_units(8 * machine.node)}",
         "network": f"of a host {rate_in_units(8 * machine.network)}",
+        **(
+            {
+                "host_link": f"link to the host {rate_in_units(8 * machine.host_link)}",
+                "host_memory": f"memory of a host {rate_in_units(8 * machine.host_memory)}",
+                "disk": f"disks of a host {rate_in_units(8 * machine.disk)}",
+            }
+            if found.peak_bytes["ram"] or found.peak_bytes["disk"]
+            else {}
+        ),
         "ranks_per_host": f"{machine.ranks_per_host} ranks a host",
     }
     assumed = [text for name, text in rates.items() if name not in machine.sources]
@@ -249,8 +273,7 @@ def _seconds(found: Simulation) -> Table:
     caption = f"Given or measured: {', '.join(known)}. " if known else ""
     if assumed:
         caption += (
-            f"Assumed: {', '.join(assumed)}, the peaks of a DGX-2, on which the ZeRO paper was "
-            "measured."
+            f"Assumed: {', '.join(assumed)}, a DGX-2's, on which the ZeRO paper was measured."
         )
     table = Table(
         title=f"seconds of a step of {found.micro_batches} x {found.micro_batch} sequences of "

@@ -8,6 +8,10 @@ it and its link is free, and takes a latency, and the bytes that a ring sends by
 link. Computation stops at a wait until its message is over: that time is exposed, as is the part of
 a message that does not overlap because processors move its bytes. Between hosts the ranks of a host
 share its network: a group with some of them has that part of it.
+
+Offloaded state is updated on the host, unit by unit, while the next step runs: a step begins with
+the updates of the one before, and each unit is used once its own is over. Copies between device and
+host follow each other.
 """
 
 from __future__ import annotations
@@ -15,12 +19,18 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from hf_zero.errors import ConfigError
 from hf_zero.measures.collectives import wire_bytes
-from hf_zero.planning.simulation.recording import Group, Message, Recording, Work
+from hf_zero.planning.simulation.recording import FORWARD, Group, Message, Recording, Work
+from hf_zero.zero.layout.engine_plan import EnginePlan
+
+RATES = (
+    "flops", "memory", "node", "network", "ranks_per_host", "host_link", "host_memory", "disk",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -31,7 +41,9 @@ class Machine:
     flops: operations of matrix products. memory: bytes that other operations read and write.
     node: bytes that a rank sends to others of its host. network: bytes that a host sends to other
     hosts. latency: seconds of a message for each doubling of its ranks. operation: seconds in which
-    the host launches an operation. overlap: the share of a message that runs beside computation;
+    the host launches an operation. host_link: bytes between a rank's device and its host's memory.
+    host_memory, disk: bytes that the processors of a host read and write of its memory, and of its
+    disks, for all its ranks. overlap: the share of a message that runs beside computation;
     the rest takes the time of the processor. asynchronous: operations run on a device while the
     host launches the next ones. sources: where values come from, by name; others are the defaults.
     """
@@ -43,12 +55,15 @@ class Machine:
     latency: float = 5e-6
     operation: float = 0.0
     ranks_per_host: int = 16
+    host_link: float = 8e9
+    host_memory: float = 256e9
+    disk: float = 10e9
     overlap: float = 1.0
     asynchronous: bool = True
     sources: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("flops", "memory", "node", "network", "ranks_per_host"):
+        for name in RATES:
             if not getattr(self, name) > 0:
                 raise ConfigError(
                     f"{name} = {getattr(self, name)!r} is no rate of a machine; write a number "
@@ -95,31 +110,119 @@ class Seconds:
     phases: dict[str, float]
 
 
-def seconds(recording: Recording, machine: Machine) -> Seconds:
-    """Return the time of ``recording`` on ``machine``, by the note above."""
-    now = compute = sent = exposed = 0.0
-    free: dict[bool, float] = defaultdict(float)
-    ends: dict[Message, float] = {}
+@dataclass(frozen=True)
+class Transfers:
+    """Seconds that offload takes for each unit, by name. update: of its state, on the host, with
+    the way of its parameters to the device. gradient: the way of its gradient to the host. fetch:
+    the way of its offloaded shard to the device, for a gather.
+    """
+
+    update: Mapping[str, float] = field(default_factory=dict)
+    gradient: Mapping[str, float] = field(default_factory=dict)
+    fetch: Mapping[str, float] = field(default_factory=dict)
+
+
+def transfers(plan: EnginePlan, machine: Machine) -> Transfers:
+    """Return the transfers of the offload of ``plan`` on ``machine``."""
+    share = 1.0 / min(machine.ranks_per_host, plan.dims.world)
+    rates = {"ram": machine.host_memory * share, "disk": machine.disk * share}
+    update, gradient, fetch = (defaultdict[str, float](float) for _ in range(3))
+    for flat in plan.flats:
+        name, away = flat.unit.name, flat.shard_tier != "device"
+        shard = flat.spec.owned_numel * flat.spec.dtype.itemsize
+        if away:
+            fetch[name] += shard / machine.host_link
+            fetch[name] += shard / rates["disk"] if flat.shard_tier == "disk" else 0.0
+        if flat.sub_groups is None:
+            continue
+        for tier, nbytes in plan.optimizer_bytes(flat).items():
+            update[name] += 2 * nbytes / rates[tier] if tier in rates else 0.0
+        update[name] += 0.0 if away else shard / machine.host_link
+        gradient[name] += flat.gradient_bytes()["ram"] / machine.host_link
+    return Transfers(update, gradient, fetch)
+
+
+class _Timeline:
+    """The time of one step, event by event."""
+
+    def __init__(self, machine: Machine, away: Transfers):
+        self._machine, self._away = machine, away
+        self.now = self.compute = self.sent = self.exposed = 0.0
+        self._free: dict[str, float] = defaultdict(float)  # when each link is free
+        self._ends: dict[Message, float] = {}
+        # when the update of each unit by the step before is over, which began with this one
+        self._updated: dict[str, float] = {}
+        over = 0.0
+        for unit, took in away.update.items():
+            over += took
+            self._updated[unit] = over
+        self._unit_of: dict[str, str] = {}
+
+    def work(self, work: Work) -> None:
+        if self._updated and work.place.phase == FORWARD:
+            self._wait(self._updated.get(self._unit(work.place.block), 0.0))
+        took = self._machine.computing(work)
+        self.compute += took
+        self.now += took
+
+    def launch(self, message: Message) -> None:
+        unit = message.unit.partition("|")[0]
+        link = "node" if self._machine.bandwidth(message.group) == self._machine.node else "network"
+        begins = max(self.now, self._free[link])
+        if message.operation == "all_gather":
+            begins = max(begins, self._updated.get(unit, 0.0))
+            if unit in self._away.fetch:
+                begins = max(begins, self._copy(self._away.fetch[unit], begins))
+        took = self._machine.sending(message)
+        self.sent += took
+        self._ends[message] = self._free[link] = begins + took
+        stolen = (1.0 - self._machine.overlap) * took
+        self._wait(self.now + stolen)
+
+    def wait(self, message: Message) -> None:
+        self._wait(self._ends.get(message, self.now))
+        if message.operation != "all_gather":
+            unit = message.unit.partition("|")[0]
+            self._copy(self._away.gradient.get(unit, 0.0), self.now)
+
+    def end(self) -> None:
+        """Wait for all that is under way."""
+        self._wait(max([self.now, *self._free.values(), *self._updated.values()]))
+
+    def _copy(self, took: float, after: float) -> float:
+        """Return when a copy between device and host is over."""
+        self._free["host"] = max(self._free["host"], after) + took
+        return self._free["host"]
+
+    def _wait(self, until: float) -> None:
+        self.exposed += max(0.0, until - self.now)
+        self.now = max(self.now, until)
+
+    def _unit(self, block: str) -> str:
+        """Return the name of the unit of ``block``, a module within it."""
+        if block not in self._unit_of:
+            inside = (unit for unit in self._updated if f"{block}.".startswith(f"{unit}."))
+            self._unit_of[block] = max(inside, key=len, default="")
+        return self._unit_of[block]
+
+
+def seconds(recording: Recording, machine: Machine, away: Transfers | None = None) -> Seconds:
+    """Return the time of ``recording`` on ``machine``, by the note above. ``away``: transfers of
+    its offload.
+    """
+    line = _Timeline(machine, away or Transfers())
     phases: dict[str, float] = defaultdict(float)
+    phase = FORWARD
     for event in recording.step():
-        before = now
+        before, phase = line.now, event.place.phase
         if isinstance(event, Work):
-            took = machine.computing(event)
-            compute += took
-            now += took
+            line.work(event)
         elif isinstance(event, Message):
-            link = machine.bandwidth(event.group) == machine.node
-            took = machine.sending(event)
-            sent += took
-            ends[event] = free[link] = max(now, free[link]) + took
-            stolen = (1.0 - machine.overlap) * took
-            exposed += stolen
-            now += stolen
+            line.launch(event)
         else:
-            end = ends.get(event.message, now)
-            exposed += max(0.0, end - now)
-            now = max(now, end)
-        phases[event.place.phase] += now - before
-    last = max([now, *free.values()])
-    exposed += last - now
-    return Seconds(last, compute, sent, exposed, dict(phases))
+            line.wait(event.message)
+        phases[phase] += line.now - before
+    before = line.now
+    line.end()
+    phases[phase] += line.now - before
+    return Seconds(line.now, line.compute, line.sent, line.exposed, dict(phases))
