@@ -15,7 +15,7 @@ import hf_zero
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.transformers.sized_model import sized_model
 from hf_zero.planning.simulation import Machine, Measured, measure
-from hf_zero.planning.simulation.machine import RATES, Transfers, seconds, transfers
+from hf_zero.planning.simulation.machine import RATES, OffloadTimes, offload_times, seconds
 from hf_zero.planning.simulation.recording import (
     BACKWARD,
     FORWARD,
@@ -98,14 +98,14 @@ def test_a_forward_waits_for_the_updates_of_the_step_before() -> None:
     """Unit by unit: the first block waits for its own, and computes beside that of the second."""
     blocks = [StepPlace(FORWARD, name, 0) for name in ("one", "two.mlp")]
     events = [Work(place, 20) for place in blocks]  # 2 seconds each
-    away = Transfers(update={"one": 3.0, "two": 4.0})
+    away = OffloadTimes(update={"one": 3.0, "two": 4.0})
     found = seconds(Recording(1, [*events]), SLOW, away)
     assert (found.step, found.compute, found.exposed) == (9, 4, 5)
 
 
 def test_a_gather_begins_when_its_shard_has_come() -> None:
     sent = gather(20)  # one second
-    away = Transfers(fetch={"block": 2.0})
+    away = OffloadTimes(fetch={"block": 2.0})
     found = seconds(Recording(1, [sent, work(10), Wait(HERE, sent)]), SLOW, away)
     assert (found.step, found.compute, found.exposed) == (3, 1, 2)
 
@@ -113,7 +113,7 @@ def test_a_gather_begins_when_its_shard_has_come() -> None:
 def test_gradients_leave_beside_the_backward() -> None:
     place = StepPlace(BACKWARD, "block", 0)
     sent = Message(place, "reduce_scatter", "block|trainable|bfloat16", PAIR, 20)
-    away = Transfers(gradient={"block": 5.0})
+    away = OffloadTimes(gradient={"block": 5.0})
     events = [sent, Wait(place, sent), Work(place, 30)]
     assert seconds(Recording(1, events), SLOW, away).step == 6
 
@@ -123,14 +123,14 @@ def test_offload_takes_the_time_of_its_bytes() -> None:
     cpu = {"device": "cpu"}
     own = planned(None, 1, 3, params=2e6, offload_optimizer=cpu)[1]
     machine = Machine(host_memory=1e6, host_link=1e6, ranks_per_host=1)
-    found = transfers(own, machine)
+    found = offload_times(own, machine)
     away = [flat for flat in own.flats if flat.sub_groups is not None]
     numel = sum(flat.spec.owned_numel for flat in away)
     assert sum(found.update.values()) == pytest.approx((2 * 12 + 2) * numel / 1e6, rel=1e-3)
     assert sum(found.gradient.values()) == pytest.approx(2 * numel / 1e6)
     assert not found.fetch
     both = planned(None, 1, 3, params=2e6, offload_optimizer=cpu, offload_param=cpu)[1]
-    assert sum(transfers(both, machine).fetch.values()) == pytest.approx(2 * numel / 1e6)
+    assert sum(offload_times(both, machine).fetch.values()) == pytest.approx(2 * numel / 1e6)
     slower = hf_zero.simulate(
         params=2e6, offload_optimizer=cpu, machine=machine, sequence_length=8
     ).seconds.step

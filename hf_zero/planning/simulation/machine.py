@@ -111,7 +111,7 @@ class Seconds:
 
 
 @dataclass(frozen=True)
-class Transfers:
+class OffloadTimes:
     """Seconds that offload takes for each unit, by name. update: of its state, on the host, with
     the way of its parameters to the device. gradient: the way of its gradient to the host. fetch:
     the way of its offloaded shard to the device, for a gather.
@@ -122,7 +122,7 @@ class Transfers:
     fetch: Mapping[str, float] = field(default_factory=dict)
 
 
-def transfers(plan: EnginePlan, machine: Machine) -> Transfers:
+def offload_times(plan: EnginePlan, machine: Machine) -> OffloadTimes:
     """Return the transfers of the offload of ``plan`` on ``machine``."""
     share = 1.0 / min(machine.ranks_per_host, plan.dims.world)
     rates = {"ram": machine.host_memory * share, "disk": machine.disk * share}
@@ -139,13 +139,13 @@ def transfers(plan: EnginePlan, machine: Machine) -> Transfers:
             update[name] += 2 * nbytes / rates[tier] if tier in rates else 0.0
         update[name] += 0.0 if away else shard / machine.host_link
         gradient[name] += flat.gradient_bytes()["ram"] / machine.host_link
-    return Transfers(update, gradient, fetch)
+    return OffloadTimes(update, gradient, fetch)
 
 
 class _Timeline:
     """The time of one step, event by event."""
 
-    def __init__(self, machine: Machine, away: Transfers):
+    def __init__(self, machine: Machine, away: OffloadTimes):
         self._machine, self._away = machine, away
         self.now = self.compute = self.sent = self.exposed = 0.0
         self._free: dict[str, float] = defaultdict(float)  # when each link is free
@@ -206,11 +206,11 @@ class _Timeline:
         return self._unit_of[block]
 
 
-def seconds(recording: Recording, machine: Machine, away: Transfers | None = None) -> Seconds:
+def seconds(recording: Recording, machine: Machine, away: OffloadTimes | None = None) -> Seconds:
     """Return the time of ``recording`` on ``machine``, by the note above. ``away``: transfers of
     its offload.
     """
-    line = _Timeline(machine, away or Transfers())
+    line = _Timeline(machine, away or OffloadTimes())
     phases: dict[str, float] = defaultdict(float)
     phase = FORWARD
     for event in recording.step():

@@ -32,7 +32,7 @@ from hf_zero.parallel.tensor import tensor_parallel
 from hf_zero.planning.activation_memory import Sequences, copy_on_meta
 from hf_zero.planning.estimate import Asked, asked_for, open_model, plans_of
 from hf_zero.planning.needs import needs, state_bytes
-from hf_zero.planning.simulation.machine import Machine, Seconds, seconds, transfers
+from hf_zero.planning.simulation.machine import Machine, Seconds, offload_times, seconds
 from hf_zero.planning.simulation.measuring import Measured
 from hf_zero.planning.simulation.recording import RECORDED, Message, Recorder, Recording, record
 from hf_zero.techniques.registry import TrainingTechniques
@@ -199,7 +199,7 @@ def simulate(
         phases=phases,
         collectives=_counts(recording),
         flops=recording.flops,
-        seconds=seconds(recording, machine, transfers(own, machine)),
+        seconds=seconds(recording, machine, offload_times(own, machine)),
         machine=machine,
     )
 
