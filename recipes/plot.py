@@ -16,9 +16,16 @@ INK, FAINT = "#1f2328", "#d8dee4"
 Points = Sequence[tuple[float, float]]
 
 
-def line_plot(path: Path, curves: Mapping[str, Points], title: str, x: str, y: str) -> None:
+def line_plot(
+    path: Path,
+    curves: Mapping[str, Points],
+    title: str,
+    x: str,
+    y: str,
+    crosses: Mapping[str, Sequence[float]] | None = None,
+) -> None:
     """Write a plot of curves, each a name and its points, from x = 0 on; what is not finite is left
-    out.
+    out. ``crosses``: by curve, places on the axis of x that are marked in its colour.
     """
     drawn = {name: [each for each in curve if finite(each)] for name, curve in curves.items()}
     points = [point for curve in drawn.values() for point in curve] or [(1.0, 0.0)]
@@ -69,6 +76,9 @@ def line_plot(path: Path, curves: Mapping[str, Points], title: str, x: str, y: s
         out.append(f'<polyline points="{pixels}" fill="none" stroke-linejoin="round" {style}/>')
         height = TOP + 14 + 20 * number
         start = WIDTH - RIGHT - 230
+        for at in (crosses or {}).get(name, ()):
+            here, floor = place(at, up[0])
+            text(here, floor - 4 - 14 * number, "×", "middle", f' fill="{color}" font-size="18"')
         out.append(f'<line x1="{start}" y1="{height}" x2="{start + 32}" y2="{height}" {style}/>')
         text(start + 40, height + 4, name, "start")
     path.write_text("\n".join([*out, "</svg>"]) + "\n")

@@ -29,10 +29,25 @@ CURRICULUM, MIXED, BERT, BITS = (
 DROP, TOKENS, MOE, LONG = (
     RECIPES / name for name in ("layer-drop", "random-ltd", "moe", "long-context")
 )
-TENSOR, STAGES = RECIPES / "tensor-parallel", RECIPES / "pipeline"
+TENSOR, STAGES, ELASTIC = (RECIPES / name for name in ("tensor-parallel", "pipeline", "elastic"))
 every = pytest.mark.parametrize(
     "recipe",
-    [SLOW, LAMB, SAMPLING, CURRICULUM, MIXED, BERT, BITS, DROP, TOKENS, TENSOR, STAGES, MOE, LONG],
+    [
+        SLOW,
+        LAMB,
+        SAMPLING,
+        CURRICULUM,
+        MIXED,
+        BERT,
+        BITS,
+        DROP,
+        TOKENS,
+        TENSOR,
+        STAGES,
+        MOE,
+        LONG,
+        ELASTIC,
+    ],
     ids=lambda path: path.name,
 )
 
@@ -86,6 +101,8 @@ def test_configurations_differ_in_what_is_compared() -> None:
     sampling = rarity.pop("data_efficiency")["data_sampling"]
     assert [*sampling["curriculum_learning"]["curriculum_metrics"]] == ["vocab_rarity"]
     assert rarity == random
+    memory, disk = (config_of(ELASTIC / f"{name}.json") for name in ("memory", "disk"))
+    assert memory.pop("checkpoint")["memory"]["every"] == 5 and memory == disk
 
 
 def test_configurations_of_what_changes_within_a_run() -> None:
@@ -365,3 +382,46 @@ def test_a_rank_needs_less_for_parts_of_sequences(tmp_path: Path) -> None:
 def test_only_the_split_of_sequences_differs_between_configurations() -> None:
     whole, split = config_of(LONG / "whole.yaml"), config_of(LONG / "split.yaml")
     assert split.pop("sequence_parallel_size") == 2 and split == whole
+
+
+def test_what_a_kill_costs_is_read_from_the_rows(tmp_path: Path) -> None:
+    hosts = module_of(ELASTIC / "hosts.py")
+    rows = [
+        {"event": "begun", "step": 0},
+        *({"event": "step", "step": step, "loss": 9.0 - step} for step in (1, 2, 3)),
+        {"event": "killed", "step": 3, "host": 1},
+        {"event": "begun", "step": 2},
+        *({"event": "step", "step": step, "loss": 9.0 - step} for step in (3, 4)),
+        {"event": "ended", "step": 4},
+    ]
+    timed = [{**row, "seconds": 2.0 * at} for at, row in enumerate(rows)]
+    assert hosts.lost(timed) == [(1, 3, 1, 6.0)]
+    hosts.report({"a": timed, "b": timed}, "nowhere", tmp_path)
+    found, (plot,) = rows_and_plots(tmp_path)
+    assert len(found) == 2 * len(rows) and {row["hosts"] for row in found} == {"nowhere"}
+    assert len(plot.findall("{*}polyline")) == 2
+    assert [text.text for text in plot.findall("{*}text")].count("×") == 2
+
+
+@pytest.mark.long
+def test_a_host_is_killed_and_comes_back(tmp_path: Path) -> None:
+    """Over loopback; with two hosts one goes on alone."""
+    out = tmp_path / "out"
+    command = [launched.python(), "hosts.py", "--loopback", "--hosts", "2", "--kill", "22:0"]
+    sizes = ["--num_iterations", "60", "--save_every", "20", "--hidden_size", "64"]
+    said = launched.output(
+        [*command, "--away", "4", "--output_dir", str(out), *sizes],
+        ELASTIC,
+        tmp_path / "log.txt",
+        timeout=500,
+    )
+    assert "no network namespaces: not asked for" in said
+    rows, (plot,) = rows_and_plots(out)
+    assert "names on 127.0.0.1" in plot[0].text
+    for run in {row["run"] for row in rows}:
+        own = [row for row in rows if row["run"] == run]
+        assert next(row["step"] for row in own if row["event"] == "killed") >= 22
+        starts = [row for row in own if row["event"] == "begun"]
+        assert starts[0]["step"] == 0 and len(starts) > 1 and starts[1]["step"] >= 20
+        steps = {row["step"] for row in own if row["event"] == "step"}
+        assert steps == set(range(1, 61))
