@@ -265,7 +265,7 @@ class DeepSpeedEngine(ReportingEngine):
                 "call it yourself inside GatheredParameters(model.parameters(), modifier_rank=0)",
             )
         tag = tag_of(self, load_dir, tag)
-        if tag is None and self.memory is not None:
+        if tag is None and self.memory is not None and not self.memory.by_route:
             found = newest(self, load_dir, load_module_strict)
             if found is not None and found.in_memory:
                 load_dir, tag = str(found.directory), found.tag

@@ -194,6 +194,8 @@ class MemoryCheckpoints(JobFolders):
         self._saves, self._last_step = 0, -1
         self._staged: Staged | None = None  # of the last save, unless it was offered
         self._offered: tuple[Path | None, Callable[[], bool]] = None, bool
+        self._early: Staged | None = None  # copied for a save on disk before a route's save,
+        self._early_step = -1  # at this step
         self._marks: dict[Path, folders.InUse] = {}
         self._running: Future[None] | None = None
         self._told_waiting = False
@@ -270,33 +272,52 @@ class MemoryCheckpoints(JobFolders):
         self._wait_for_last()
         begun = time.perf_counter()
         reached("before")
-        engine.take_user_writes()
-        engine.optimizer_step.complete_state()
-        names = WholeNames(engine.module)
-        elsewhere = buffers_of_other_stages(engine, names, False)
-        self._saves += 1
-        self._last_step = step = engine.counters.global_steps
-        tag, state = tag or f"global_step{step}", client_state or {}
-        make = partial(self._plan, engine, names, elsewhere, beside or {}, state, tag)
-        planned = None
-        if self._slot < 0:
-            planned, sizes = collective_try(
-                self._ranks, make, after="Nothing was saved.", share=lambda made: made[1].size
-            )
-            self._take_room(sizes)
-            self._choose_slot()
-        staged: Staged | None = None
-        try:
-            staged = self._stage(*(planned or make()), changes_of(engine))
-        except (HfZeroError, OSError, RuntimeError) as error:
-            logger.error("%s", self._failed(step, describe_error(error)))
-        self._staged = staged
+        step = engine.counters.global_steps
+        staged = self._copy(engine, beside or {}, client_state or {}, tag)
+        self._staged = None if self._early_step == step else staged
+        self._last_step, self._early_step = step, -1
         stall = time.perf_counter() - begun
         reached("staged")
         future: Future[None] = Future()
         self._running = future
         work = partial(self._run, staged, step, stall, future)
         threading.Thread(target=work, name="hf-zero memory", daemon=True).start()
+
+    def _copy(
+        self,
+        engine: TrainingEngine,
+        beside: Mapping[str, bytes],
+        client_state: Mapping[str, Any],
+        tag: str | None,
+    ) -> Staged | None:
+        """Copy this rank's file into its slot, unless a save on disk at this step has had that
+        done; None, logged, if it failed.
+        """
+        engine.take_user_writes()
+        engine.optimizer_step.complete_state()
+        names = WholeNames(engine.module)
+        elsewhere = buffers_of_other_stages(engine, names, False)
+        step = engine.counters.global_steps
+        self._saves += step != self._early_step
+        tag = tag or f"global_step{step}"
+        make = partial(self._plan, engine, names, elsewhere, beside, client_state, tag)
+        planned = None
+        if self._slot < 0:
+            planned, sizes = collective_try(
+                self._ranks, make, after="Nothing was saved.", share=lambda made: made[1].file.size
+            )
+            self._take_room(sizes)
+            self._choose_slot()
+        early, self._early = self._early, None
+        try:
+            record, plan = planned or make()
+            changes = changes_of(engine)
+            if early is not None and early.changes == changes and early.image_of(plan) is not None:
+                return replace(early, record=record)
+            return self._stage(record, plan, changes)
+        except (HfZeroError, OSError, RuntimeError) as error:
+            logger.error("%s", self._failed(step, describe_error(error)))
+        return None
 
     def _plan(
         self,
@@ -306,8 +327,8 @@ class MemoryCheckpoints(JobFolders):
         beside: Mapping[str, bytes],
         client_state: Mapping[str, Any],
         tag: str,
-    ) -> tuple[RankRecord, FilePlan, Mapping[str, Any]]:
-        """Return this rank's record without hashes, the plan of its file, and the tensors."""
+    ) -> tuple[RankRecord, SavePlan]:
+        """Return this rank's record without hashes, and the plan of its file."""
         save_id = sha256(f"{self.token} {self._saves}".encode()).hexdigest()[:32]
         head, shared, step = None, {}, engine.counters.global_steps
         buffers: dict[str, torch.Tensor] = {}
@@ -326,27 +347,27 @@ class MemoryCheckpoints(JobFolders):
             own.report, scalars=deepcopy(own.report.scalars), apart=deepcopy(own.report.apart)
         )
         record = RankRecord(save_id, step, self.world, report, deepcopy(head), shared, dict(beside))
-        return record, own.file, own.tensors
+        return record, own
 
     def offer(self, engine: TrainingEngine, is_read: Callable[[], bool]) -> Staged | None:
         """Return this rank's file of the last generation, for a save on disk; None if the state has
-        changed since. A generation is offered once: its save_id is that of one save on disk.
+        changed since. A generation is offered once: its save_id is that of one save on disk. If a
+        route has yet to save at this step, its file is copied now. Collective.
 
         ``is_read``: whether that save still reads the file, which is then not overwritten.
         """
+        step = engine.counters.global_steps
+        if self.by_route and self.is_due(step) and self._early_step != step:
+            self._wait_for_last()
+            self._staged = self._early = self._copy(engine, {}, {}, None)
+            self._early_step = step
         staged, self._staged = self._staged, None
         if staged is None or staged.changes != changes_of(engine):
             return None
         self._offered = staged.path, is_read
         return staged
 
-    def _stage(
-        self,
-        record: RankRecord,
-        plan: FilePlan,
-        tensors: Mapping[str, Any],
-        changes: tuple[int, ...],
-    ) -> Staged:
+    def _stage(self, record: RankRecord, plan: SavePlan, changes: tuple[int, ...]) -> Staged:
         """Copy this rank's file into its slot."""
         if self.acts_for_host:
             self._clear_slot()
@@ -355,10 +376,10 @@ class MemoryCheckpoints(JobFolders):
         offered, is_read = self._offered
         if path == offered and is_read():
             self._files.leave(path)
-        image = self._files.open(path, plan.size)
+        image = self._files.open(path, plan.file.size)
         reached("staging")
-        copy_to_memory(image, plan, tensors, self._device)
-        return Staged(path, image, plan, record, changes)
+        copy_to_memory(image, plan.file, plan.tensors, self._device)
+        return Staged(path, image, plan.file, record, changes)
 
     def _slot_folder(self) -> Path:
         return self.folder(self.base) / folders.SLOTS[self._slot]

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from hf_zero import safe_get_full_optimizer_state, safe_set_full_optimizer_state
-from hf_zero.checkpoint import save_job, verify_checkpoint
+from hf_zero.checkpoint import memory, save_job, verify_checkpoint
 from hf_zero.checkpoint.manifest import Manifest
+from hf_zero.checkpoint.memory import saving
 from tests.checkpoint.memory.jobs import Kept, attempt, heard, hosts, same
 from tests.checkpoint.test_async_save import held, tensors_of
 from tests.helpers.cells import fast
@@ -96,6 +97,53 @@ def test_a_generation_is_written_to_disk_while_later_ones_are_made(
     resumed = attempt(elsewhere, range(8), before=loads)
     assert [said for *_, said in resumed] == [{"step": 4}] * setup.ranks
     same([(4, *rest) for _, *rest in resumed], whole)
+
+
+@pytest.mark.parametrize(("draws", "copies"), [(False, 1), (True, 2)])
+def test_a_route_that_saves_on_disk_first_copies_the_state_once(
+    draws: bool, copies: int, tmp_path: Path, held: threading.Lock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A random number in between makes a second copy, which leaves the file that is being written
+    alone.
+    """
+    setup = placed(Kept(more={"every": 2}), tmp_path)
+    whole = attempt(dataclasses.replace(setup, base=tmp_path / "other"), range(5))
+    held.acquire()
+    saved = threading.Barrier(setup.ranks, timeout=60)
+    staged: list[int] = []
+    copy = saving.copy_to_memory
+
+    def noted(*given: Any) -> None:
+        staged.append(1)
+        copy(*given)
+
+    monkeypatch.setattr(saving, "copy_to_memory", noted)
+
+    def routed(engine: Any, rank: int) -> None:
+        engine.memory.by_route = True
+        setup.train(engine, rank, range(2))
+        engine.save_checkpoint(str(tmp_path / "run"), blocking=False)
+        if draws:
+            torch.rand(1, generator=None)
+        memory.save(engine, {"trainer_state.json": b"{}"})
+        engine.memory.wait()
+        if saved.wait() == 0:
+            held.release()
+        engine.wait_for_checkpoint()
+
+    attempt(setup, range(2), before=routed)
+    assert not COPIES and len(staged) == copies * setup.ranks
+    assert verify_checkpoint(tmp_path / "run").problems == ()
+
+    def beside(engine: Any, rank: int) -> str:
+        folder = engine.memory.folder(engine.memory.base)
+        return (folder / "resume" / "trainer_state.json").read_text()
+
+    resumed = attempt(setup, range(5), tmp_path / "disk", before=beside)
+    assert [(first, said) for first, *_, said in resumed] == [(2, "{}")] * 2
+    same(resumed, whole)
+    elsewhere = dataclasses.replace(setup, base=tmp_path / "third")
+    same(attempt(elsewhere, range(5), tmp_path / "run"), whole)
 
 
 def nothing(engine: Any) -> None:

@@ -4,6 +4,7 @@ disk as if nothing had happened.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import transformers
 
+from hf_zero.checkpoint import save_job
 from hf_zero.checkpoint.memory import saving
 from hf_zero.integrations.checkpoint_folders import trainer_folder_error
 from tests.helpers.plain_process import forget
@@ -31,9 +33,9 @@ class Failing(transformers.TrainerCallback):
             raise RuntimeError("failed on purpose")
 
 
-def memory(folder: Path, every: int = 2) -> dict[str, Any]:
-    section = {"every": every, "folder": str(folder / "memory"), "job": "job"}
-    return {"checkpoint": {"memory": section}}
+def memory(folder: Path, async_save: bool = False) -> dict[str, Any]:
+    section = {"every": 2, "folder": str(folder / "memory"), "job": "job"}
+    return {"checkpoint": {"memory": section, "async_save": async_save}}
 
 
 def made(route: str, folder: Path, **changes: Any) -> transformers.Trainer:
@@ -50,13 +52,18 @@ def made(route: str, folder: Path, **changes: Any) -> transformers.Trainer:
 
 
 def train(
-    route: str, folder: Path, fails: int | None = None, resume: Any = None, **changes: Any
+    route: str,
+    folder: Path,
+    fails: int | None = None,
+    resume: Any = None,
+    async_save: bool = False,
+    **changes: Any,
 ) -> transformers.Trainer:
     """One attempt of the job, which saves into memory at each second step."""
     forget()
     saving._claimed.clear()  # the processes before are gone
     failing = Failing(fails)
-    run = made(route, folder, config=memory(folder), callbacks=[failing], **changes)
+    run = made(route, folder, config=memory(folder, async_save), callbacks=[failing], **changes)
     failing.trainer = run
     if fails is None:
         run.train(resume_from_checkpoint=resume)
@@ -133,3 +140,17 @@ def test_the_folder_in_memory_is_that_of_a_checkpoint(tmp_path: Path) -> None:
 
     assert names(folder) == names(disk) - {"config.json", "model.safetensors", "training_args.bin"}
     assert trainer_folder_error(folder) == ""
+
+
+def test_a_save_on_disk_at_the_same_step_shares_the_copy(
+    tmp_path: Path, whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[int] = []
+    copy = save_job.copy_to_memory
+    monkeypatch.setattr(save_job, "copy_to_memory", lambda *given: copied.append(1) or copy(*given))
+    saved = {"save_strategy": "steps", "save_steps": 4}
+    train("ours", tmp_path, fails=5, async_save=True, **saved)
+    shutil.rmtree(tmp_path / "memory")
+    run = train("ours", tmp_path, resume=True, async_save=True, **saved)
+    assert run._initial_global_step == 4 and not copied
+    same(run, whole)
