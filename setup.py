@@ -1,5 +1,5 @@
-"""What pyproject.toml cannot declare: ``hf_zero.pth`` at the root of site-packages, and the native
-core ``hf_zero._cpu``; the version is that of the last tag.
+"""What pyproject.toml cannot declare: ``hf_zero.pth`` at the root of site-packages, the recipes as
+``hf_zero/recipes``, and the native core ``hf_zero._cpu``; the version is that of the last tag.
 
 The line in the .pth registers hf-zero before a script imports anything, so that ``import
 deepspeed`` works ahead of ``import torch``. An editable install does not carry it; there torch's
@@ -25,12 +25,13 @@ from setuptools.command.build_py import build_py
 
 REQUIRE_CORE = "HF_ZERO_REQUIRE_CORE"
 PTH = "hf_zero.pth"
+RECIPE_FILES = (".py", ".md", ".json", ".yaml", ".sh", ".svg", ".png")
 LINE = "import hf_zero._autoload; hf_zero._autoload.register()\n"
 
 
-class BuildWithPth(build_py):
-    """build_py that also writes the .pth file and owns up to it, so that uninstalling removes
-    it.
+class BuildWithFiles(build_py):
+    """build_py that also writes the .pth file and copies the recipes, and lists them as its
+    outputs, so that uninstalling removes them.
     """
 
     def run(self) -> None:
@@ -39,13 +40,26 @@ class BuildWithPth(build_py):
             self.mkpath(self.build_lib)
             with open(self._pth(), "w") as file:
                 file.write(LINE)
+            for source, target in self._recipes():
+                self.mkpath(os.path.dirname(target))
+                self.copy_file(source, target)
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
         outputs = super().get_outputs(include_bytecode)
-        return outputs if self.editable_mode else [*outputs, self._pth()]
+        if self.editable_mode:
+            return outputs
+        return [*outputs, self._pth(), *(target for _, target in self._recipes())]
 
     def _pth(self) -> str:
         return os.path.join(self.build_lib, PTH)
+
+    def _recipes(self) -> list[tuple[str, str]]:
+        """Return each file of the recipes and its place in the package."""
+        return [
+            (path, os.path.join(self.build_lib, "hf_zero", path))
+            for path in sorted(glob("recipes/**/*", recursive=True))
+            if os.path.splitext(path)[1] in RECIPE_FILES
+        ]
 
 
 FLAGS = [
@@ -145,7 +159,7 @@ def sources() -> list[str]:
     ]
 
 
-commands: dict[str, Any] = {"build_py": BuildWithPth, "build_ext": BuildNative}
+commands: dict[str, Any] = {"build_py": BuildWithFiles, "build_ext": BuildNative}
 setup(
     cmdclass=commands,
     ext_modules=[Extension("hf_zero._cpu", sources(), depends=sorted(glob("kernels/cpu/*.h")))],

@@ -15,6 +15,7 @@ from hf_zero.cli.estimate import estimate
 from hf_zero.cli.explain import explain, schema
 from hf_zero.cli.launch import launch
 from hf_zero.cli.migrate import migrate
+from hf_zero.cli.recipes import init, recipe
 from hf_zero.cli.report import report
 from hf_zero.cli.simulate import simulate
 from hf_zero.cli.verify import verify
@@ -52,6 +53,8 @@ def options(
     """
 
 
+app.add_typer(recipe, name="recipe")
+app.command("init")(init)
 app.command("doctor")(doctor)
 app.command("smoke")(smoke)
 app.command("estimate")(estimate)

@@ -1,0 +1,107 @@
+"""``hf-zero recipe list`` and ``hf-zero init``: the recipes of hf-zero, and a copy of one."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+from rich.table import Table
+
+from hf_zero.cli.printing import AsJson, print_json, print_table
+from hf_zero.config.spelling import did_you_mean
+from hf_zero.errors import ConfigError
+
+PACKAGE = Path(__file__).resolve().parents[1]
+# in an installed package, and in a checkout
+FOLDERS = (PACKAGE / "recipes", PACKAGE.parent / "recipes")
+ROW = re.compile(r"^\| \[([^]]+)\]\([^)]*\) \| ([^|]*) \| ([^|]*) \| ([^|]*) \|$", re.M)
+SHARED = ("comparison.py", "plot.py")  # modules beside the recipes that some import
+SCHEMA = "../../hf_zero/config/schema.json"  # as the files of recipes name it
+
+recipe = typer.Typer(no_args_is_help=True, help="The recipes that hf-zero brings.")
+
+
+class Recipe(NamedTuple):
+    """A row of the recipes' index."""
+
+    name: str
+    written_for: str
+    what: str
+    data: str
+
+
+def recipes() -> tuple[Path, list[Recipe]]:
+    """Return the folder of the recipes and its index.
+
+    Raises ConfigError where the package was installed without them.
+    """
+    for folder in FOLDERS:
+        if (folder / "README.md").is_file():
+            rows = ROW.findall((folder / "README.md").read_text(encoding="utf-8"))
+            return folder, [Recipe(*(cell.strip() for cell in row)) for row in rows]
+    raise ConfigError(f"there are no recipes in {FOLDERS[0]}; install hf-zero from a wheel")
+
+
+@recipe.callback()
+def _group() -> None:
+    """The recipes that hf-zero brings."""
+
+
+@recipe.command("list")
+def list_recipes(as_json: AsJson = False) -> None:
+    """List the recipes: what each trains, on what, with which library.
+
+    Example: hf-zero recipe list
+    """
+    rows = recipes()[1]
+    if as_json:
+        print_json([row._asdict() for row in rows])
+        return
+    table = Table("recipe", "written for", "what", "data")
+    for row in rows:
+        table.add_row(*(cell.replace("`", "") for cell in row))
+    print_table(table)
+    print("copy one with hf-zero init RECIPE FOLDER")
+
+
+def init(
+    name: Annotated[str, typer.Argument(metavar="RECIPE", help="See hf-zero recipe list.")],
+    folder: Annotated[Path, typer.Argument(help="The folder to make; it must not exist.")],
+    as_json: AsJson = False,
+) -> None:
+    """Copy a recipe into a new folder: script, configurations, card.
+
+    Example: hf-zero init bert-mlm my-run
+    """
+    source, rows = recipes()
+    names = [row.name for row in rows]
+    if name not in names:
+        raise ConfigError(f"unknown recipe {name!r}{did_you_mean(name, names)}")
+    if folder.exists():
+        raise ConfigError(f"{folder} exists; name a folder that does not")
+    shutil.copytree(source / name, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for module in SHARED:
+        shutil.copy(source / module, folder / module)
+    _leave_unused(folder)
+    for path in folder.iterdir():
+        if path.suffix in (".json", ".yaml"):
+            here = str(PACKAGE / "config" / "schema.json")
+            path.write_text(path.read_text().replace(SCHEMA, here))
+    written = sorted(path.name for path in folder.iterdir())
+    if as_json:
+        print_json({"folder": str(folder), "files": written})
+        return
+    print(f"{folder}: {', '.join(written)}")
+    print(f"the first command of {folder / 'README.md'} runs it, inside that folder")
+
+
+def _leave_unused(folder: Path) -> None:
+    """Remove the shared modules that no script of ``folder`` imports."""
+    for module in SHARED:
+        used = re.compile(rf"^\s*(from|import) {Path(module).stem}\b", re.M)
+        others = (path for path in folder.glob("*.py") if path.name != module)
+        if not any(used.search(path.read_text()) for path in others):
+            (folder / module).unlink()

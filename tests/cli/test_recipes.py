@@ -1,0 +1,59 @@
+"""``hf-zero recipe list`` and ``hf-zero init``: recipes copied as a start of one's own."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_zero.cli import recipes
+from hf_zero.cli.app import app
+from hf_zero.config import ZeroConfig
+from hf_zero.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = sorted(path.parent.name for path in (ROOT / "recipes").glob("*/README.md"))
+
+
+def invoke(*arguments: str) -> Any:
+    done = CliRunner().invoke(app, list(arguments))
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.output
+
+
+def test_each_recipe_is_listed() -> None:
+    assert sorted(row["name"] for row in json.loads(invoke("recipe", "list", "--json"))) == FOLDERS
+    assert all(name in invoke("recipe", "list") for name in FOLDERS)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_copy_has_all_that_its_scripts_import(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    said = json.loads(invoke("init", name, str(folder), "--json"))
+    assert said["files"] == sorted(path.name for path in folder.iterdir())
+    for path in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and f"{node.module}.py" in recipes.SHARED:
+                assert (folder / f"{node.module}.py").is_file()
+    unused = {path.name for path in folder.glob("*.py")} - {
+        path.name for path in (ROOT / "recipes" / name).glob("*.py")
+    }
+    assert unused <= set(recipes.SHARED)
+    for path in [*folder.glob("zero*.json"), *folder.glob("zero*.yaml")]:
+        assert "../../" not in path.read_text()
+        assert ZeroConfig.from_file(path, allow_auto=True, foreign=True).stage in range(4)
+
+
+def test_bad_names_and_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"unknown recipe 'bert-mln'; did you mean 'bert-mlm'\?"):
+        invoke("init", "bert-mln", str(tmp_path / "mine"))
+    with pytest.raises(ConfigError, match="exists; name a folder that does not"):
+        invoke("init", "bert-mlm", str(tmp_path))
+    monkeypatch.setattr(recipes, "FOLDERS", (tmp_path,))
+    with pytest.raises(ConfigError, match="there are no recipes in"):
+        invoke("recipe", "list")
