@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -75,6 +76,7 @@ class MetricsFile:
         self._rotate_bytes = rotate_bytes
         self._after = 0  # the step that this run continues
         self._begun = False
+        self._lock = threading.RLock()  # warnings come from other threads, too
 
     def keep_in(self, folder: str | os.PathLike[str]) -> None:
         """Write to ``folder`` from the next step on, unless it was named before. Raises ConfigError
@@ -97,18 +99,23 @@ class MetricsFile:
 
     def write(self, figures: Mapping[str, Any]) -> None:
         """Append the line of one step. A number that is not finite is null."""
-        self._last = figures["step"]
-        self.waiting.append({k: _finite(value) for k, value in figures.items()})
-        if self.folder is not None and self._flush(self.folder) > self._rotate_bytes:
-            self.sync()
-            number = len(files_of(self.folder))
-            (self.folder / NAME).rename(self.folder / f"metrics.{number}.jsonl")
+        with self._lock:
+            self._last = figures["step"]
+            self.waiting.append({k: _finite(value) for k, value in figures.items()})
+            if self.folder is not None and self._flush(self.folder) > self._rotate_bytes:
+                self.sync()
+                number = len(files_of(self.folder))
+                (self.folder / NAME).rename(self.folder / f"metrics.{number}.jsonl")
 
     def note(self, kind: str, value: Any) -> None:
-        """Append a record. It waits for the first figures: a load may come before them."""
-        self.waiting.append({kind: value, "after_step": self._last, "time": round(time.time(), 3)})
-        if self._begun and self.folder is not None:
-            self._flush(self.folder)
+        """Append a record, from any thread. It waits for the first figures: a load may come before
+        them.
+        """
+        with self._lock:
+            row = {kind: value, "after_step": self._last, "time": round(time.time(), 3)}
+            self.waiting.append(row)
+            if self._begun and self.folder is not None:
+                self._flush(self.folder)
 
     @property
     def lost_steps(self) -> int:
@@ -117,10 +124,11 @@ class MetricsFile:
 
     def sync(self) -> None:
         """Return when all lines are on disk."""
-        if self.folder is not None and (self.waiting or (self.folder / NAME).exists()):
-            self._flush(self.folder)
-            with open(self.folder / NAME, "rb") as opened:
-                os.fsync(opened.fileno())
+        with self._lock:
+            if self.folder is not None and (self.waiting or (self.folder / NAME).exists()):
+                self._flush(self.folder)
+                with open(self.folder / NAME, "rb") as opened:
+                    os.fsync(opened.fileno())
 
     def _flush(self, folder: Path) -> int:
         """Write the lines that wait; return the bytes of the file."""

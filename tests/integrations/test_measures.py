@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import hf_zero
 from hf_zero.measures.figures import tracked
-from hf_zero.measures.metrics_file import read_metrics
+from hf_zero.measures.metrics_file import read_metrics, read_rows
 from tests.helpers.plain_process import forget
 from tests.helpers.trainers import EVERY_STEP, STEPS, options, rows, trainer
 from tests.integrations.accelerate.test_loop import accelerator_with, loader, small
@@ -110,6 +110,9 @@ ROUTES = {"trainer": of_the_trainer, "accelerate": of_accelerate, "lightning": o
 def test_trackers_and_the_file_have_the_same_names(route: str, tmp_path: Path) -> None:
     seen = ROUTES[route](tmp_path)
     kept = list(read_metrics(tmp_path))
+    (header,) = [row["run"] for row in read_rows(tmp_path) if "run" in row]
+    keys = {row["key"]: row["source"] for row in header["config"]}
+    assert keys["metrics.enabled"] != "default" and header["stage"] == 3 and header["parameters"]
     assert [row["step"] for row in kept] == [*range(1, STEPS + 1)]
     assert all(tracked(row).keys() == NAMES for row in kept), set(kept[0]) ^ NAMES
     assert len(seen) == STEPS and all(row.keys() >= NAMES for row in seen)
