@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from upath import UPath
 
+from hf_zero import sequence_parallel
 from hf_zero.checkpoint.memory import saving
 from hf_zero.logging import logger
 from tests.checkpoint.test_engine import WINDOW, train
@@ -70,6 +72,9 @@ class Meshed(Kept):
         for step in steps:
             for micro in range(engine.gradient_accumulation_steps()):
                 batch = MODELS[self.model].batch(step, micro, rank // self.together)
+                if "sequence_parallel_size" in self.keys:
+                    even = {name: value[:, :8] for name, value in batch.items()}
+                    batch = sequence_parallel().shard(even)
                 loss = engine(**batch).loss
                 losses.append(float(loss.detach()))
                 engine.backward(loss)
@@ -80,7 +85,7 @@ class Meshed(Kept):
 def attempt(
     setup: Kept,
     steps: range,
-    directory: Path | None = None,
+    directory: Path | UPath | None = None,
     before: Callable[[Any, int], Any] | None = None,
     ends: bool = False,
 ) -> list[tuple[int, list[float], dict[str, torch.Tensor], Any]]:

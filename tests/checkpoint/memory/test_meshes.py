@@ -41,6 +41,9 @@ ROWS = {
     "tensor 2 over hosts, stage 3": tensor(ranks=4, hosts="abab"),
     "experts 2, stage 3": experts(),
     "experts 2 x 2, stage 2": experts(stage=2, ranks=4, hosts="aabb"),
+    "sequences 2 x 2, stage 2": Meshed(
+        stage=2, ranks=4, hosts="aabb", together=2, keys={"sequence_parallel_size": 2}
+    ),
     "secondary shards in the node": Meshed(ranks=4, hosts="aabb", keys=HPZ),
     "replicas, stage 3": Meshed(ranks=4, hosts="aabb", keys={"replicate_size": 2}),
     "replicas, stage 1": Meshed(stage=1, ranks=4, hosts="abab", keys={"replicate_size": 2}),

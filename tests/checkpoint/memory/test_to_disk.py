@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from upath import UPath
 
 from hf_zero import safe_get_full_optimizer_state, safe_set_full_optimizer_state
 from hf_zero.checkpoint import memory, save_job, verify_checkpoint
@@ -19,9 +20,10 @@ from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.memory import saving
 from tests.checkpoint.memory.jobs import Kept, attempt, heard, hosts, same
 from tests.checkpoint.test_async_save import held, tensors_of
+from tests.checkpoint.test_object_store import store
 from tests.helpers.cells import fast
 
-__all__ = ["heard", "held", "hosts"]
+__all__ = ["heard", "held", "hosts", "store"]
 
 COPIES: list[str] = []  # files that saves on disk have copied to staging memory
 
@@ -144,6 +146,22 @@ def test_a_route_that_saves_on_disk_first_copies_the_state_once(
     same(resumed, whole)
     elsewhere = dataclasses.replace(setup, base=tmp_path / "third")
     same(attempt(elsewhere, range(5), tmp_path / "run"), whole)
+
+
+def test_a_generation_is_written_to_an_object_store(tmp_path: Path, store: UPath) -> None:
+    setup = placed(Kept(stage=2), tmp_path)
+
+    def to_store(engine: Any, rank: int) -> None:
+        setup.train(engine, rank, range(2))
+        engine.save_checkpoint(str(store), blocking=False)
+        engine.wait_for_checkpoint()
+
+    whole = attempt(setup, range(4), before=to_store)
+    assert not COPIES and verify_checkpoint(str(store)).problems == ()
+    elsewhere = dataclasses.replace(setup, base=tmp_path / "other")
+    resumed = attempt(elsewhere, range(4), store)
+    assert [first for first, *_ in resumed] == [2, 2]
+    same(resumed, whole)
 
 
 def nothing(engine: Any) -> None:
