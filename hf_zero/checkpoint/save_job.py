@@ -305,6 +305,7 @@ class AsyncSaver:
         """Start the thread that writes the staged file of ``plan`` and commits. Returns at once."""
         self.number += 1
         image = bytes_view(self._image)
+        self._image = self._memory  # a file of a generation goes when the thread has written it
         ended: Future[None] = Future()
         self._running = (job, ended)
         if job.rank == 0:

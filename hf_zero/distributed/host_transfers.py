@@ -27,6 +27,7 @@ class HostTransfers:
     def __init__(self, name: str, rank: int, world: int, timeout: float) -> None:
         self.rank, self.world = rank, world
         self._group: Any = None  # torch's stubs lack its methods
+        self._closed = False
         if world > 1 and group_backend(CPU) != "fake":
             store = dist.PrefixStore(f"hf_zero/{name}", dist.distributed_c10d._get_default_store())
             limit = timedelta(seconds=timeout)
@@ -37,7 +38,7 @@ class HostTransfers:
         transfer list it in the same call with tensors of one size; several between the same two
         ranks are paired in order.
         """
-        group = self._group
+        group = self._connected()
         ends = [(True, *each) for each in sends] + [(False, *each) for each in receives]
         if group is None or not ends:
             return
@@ -55,12 +56,19 @@ class HostTransfers:
 
     def agree(self, ok: bool) -> bool:
         """Return whether ``ok`` is true on all ranks."""
-        if self._group is None:
+        group = self._connected()
+        if group is None:
             return ok
         count = torch.tensor([int(ok)])
-        self._group.allreduce([count]).wait()
+        group.allreduce([count]).wait()
         return int(count) == self.world
+
+    def _connected(self) -> Any:
+        """Return the group; None for one rank. Raises RuntimeError if it is closed."""
+        if self._closed:
+            raise RuntimeError("this rank has closed its connections")
+        return self._group
 
     def close(self) -> None:
         """Close the connections; waits of other ranks for this one end with an error."""
-        self._group = None
+        self._closed, self._group = True, None

@@ -163,12 +163,18 @@ def bases(asked: str | None) -> list[Path]:
     return [*([SHARED_MEMORY] if memory else []), Path(tempfile.gettempdir())]
 
 
-def room(base: Path, folder: Path) -> int:
-    """Return the bytes that ``folder``, below ``base``, may come to: those that are free there, in
-    memory also under the limits of this process, and those that it has already.
+def free(base: Path) -> int:
+    """Return the bytes that are free in ``base``, in memory also under the limits of this
+    process.
     """
     there = next(each for each in (base, *base.parents) if each.exists())
-    free = shutil.disk_usage(there).free
-    if is_in_memory(there):
-        free = min(free, free_ram().nbytes)
-    return free + sum(item.stat().st_size for item in folder.rglob("*") if item.is_file())
+    left = shutil.disk_usage(there).free
+    return min(left, free_ram().nbytes) if is_in_memory(there) else left
+
+
+def room(base: Path, folder: Path) -> int:
+    """Return the bytes that ``folder``, below ``base``, may come to: those that are :func:`free`
+    there, and those that it has already.
+    """
+    files = (item for item in folder.rglob("*") if item.is_file() and not item.is_symlink())
+    return free(base) + sum(item.stat().st_size for item in files)

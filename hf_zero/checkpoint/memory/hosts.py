@@ -43,5 +43,6 @@ class Hosts:
 
     def files_on(self, rank: int, copies: int) -> list[int]:
         """Return the ranks whose files the host of ``rank`` holds, its own and copies."""
-        here = self.ranks[self.names[rank]]
-        return sorted({*here, *(each for one in here for each in self.kept_by(one, copies))})
+        here = set(self.ranks[self.names[rank]])
+        every = range(len(self.names))
+        return [each for each in every if here & {each, *self.partners(each, copies)}]

@@ -192,6 +192,7 @@ class MemoryCheckpoints(JobFolders):
         self._kept = SlotFiles(torch.device("cpu"))  # copies: no device reads or writes them
         self._slot = -1  # the one that the next save overwrites; -1: not chosen yet
         self._saves, self._last_step = 0, -1
+        self._is_cut_off = False  # connections are lost: no slot may be overwritten any more
         self._staged: Staged | None = None  # of the last save, unless it was offered
         self._offered: tuple[Path | None, Callable[[], bool]] = None, bool
         self._early: Staged | None = None  # copied for a save on disk before a route's save,
@@ -276,6 +277,8 @@ class MemoryCheckpoints(JobFolders):
         staged = self._copy(engine, beside or {}, client_state or {}, tag)
         self._staged = None if self._early_step == step else staged
         self._last_step, self._early_step = step, -1
+        if self._is_cut_off:
+            return
         stall = time.perf_counter() - begun
         reached("staged")
         future: Future[None] = Future()
@@ -309,6 +312,8 @@ class MemoryCheckpoints(JobFolders):
             self._take_room(sizes)
             self._choose_slot()
         early, self._early = self._early, None
+        if self._is_cut_off:
+            return None
         try:
             record, plan = planned or make()
             changes = changes_of(engine)
@@ -375,6 +380,12 @@ class MemoryCheckpoints(JobFolders):
         record_path(path).unlink(missing_ok=True)  # from here on the old file counts no more
         offered, is_read = self._offered
         if path == offered and is_read():
+            here = self.hosts.ranks[self.hosts.names[self.rank]]
+            if plan.file.size > folders.free(self.base) // len(here):
+                raise CheckpointError(
+                    f"a save on disk still reads {path}, and {self.base} has no room for a third "
+                    f"file of each rank; a larger {KEY}.every than {self.every} leaves it the time"
+                )
             self._files.leave(path)
         image = self._files.open(path, plan.file.size)
         reached("staging")
@@ -404,7 +415,11 @@ class MemoryCheckpoints(JobFolders):
         try:
             whole = self._commit(staged)
         except Exception as error:  # a rank that ended: the training finds out for itself
-            logger.warning("%s", self._failed(step, describe_error(error)))
+            why = f"{describe_error(error)}; until the job starts again none is made"
+            logger.warning("%s", self._failed(step, why))
+            # Others may have committed: a slot that is old to them is the newest one to this rank.
+            self._is_cut_off = True
+            self.transfers.close()
         else:
             if whole and staged is not None:
                 self.newest_id = staged.record.save_id
@@ -436,7 +451,12 @@ class MemoryCheckpoints(JobFolders):
         """Hash this rank's file, exchange copies, write the records; return whether all ranks have
         written theirs.
         """
-        content = b"" if staged is None else self._hashed(staged).dumps()
+        content = b""
+        try:
+            content = b"" if staged is None else self._hashed(staged).dumps()
+        except Exception as error:  # ranks that were out of step would pair parts of two saves
+            logger.error("%s", self._failed(self._last_step, describe_error(error)))
+            staged = None
         size = 0 if staged is None else staged.plan.size
         told = self._exchange_sizes(torch.tensor([size, len(content)]))
         copies: list[_Copy] = []
@@ -625,7 +645,7 @@ def _at_exit(made: MemoryCheckpoints) -> None:
     """Close ``made`` when the interpreter ends, if it lives until then. Its files go if the process
     ends with code 0; without the native core, if no exception but SystemExit ends it.
     """
-    held = weakref.ref(made)
+    held, process = weakref.ref(made), os.getpid()
     later = False
     if made.acts_for_host:
         for base in made.bases:
@@ -634,7 +654,7 @@ def _at_exit(made: MemoryCheckpoints) -> None:
 
     def close() -> None:
         alive = held()
-        if alive is not None:
+        if alive is not None and os.getpid() == process:  # not in a fork, which has no thread
             alive.close(failing=hasattr(sys, "last_value"), remove=not later)
 
     atexit.register(close)

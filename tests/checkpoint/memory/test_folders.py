@@ -64,6 +64,19 @@ def test_copies_are_on_the_next_hosts(hosts: str, copies: int, partners: list[li
     assert {(rank, peer) for peer, ranks in enumerate(kept) for rank in ranks} == pairs
 
 
+def test_a_file_that_a_resume_links_to_makes_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = left(tmp_path, "job")
+    monkeypatch.setattr(folders, "free", lambda base: 70)
+    resume = folder / "resume"
+    resume.mkdir()
+    for path in folder.rglob("*.safetensors"):
+        (resume / path.name).symlink_to(path)
+    (resume / "fetched").write_bytes(bytes(200))
+    assert folders.room(tmp_path, folder) == 1270
+
+
 def left(base: Path, job: str) -> Path:
     folder = folders.job_folder(base, job)
     slot = folder / "host" / "engine-0" / "slot-0"

@@ -20,6 +20,7 @@ from hf_zero.checkpoint import memory, verify_all, verify_checkpoint
 from hf_zero.checkpoint.memory import folders, saving
 from hf_zero.checkpoint.memory.resume import newest_in_memory
 from hf_zero.config import ZeroConfig
+from hf_zero.distributed.host_transfers import HostTransfers
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.memory.jobs import Kept, Meshed, attempt, heard, hosts, same
 from tests.checkpoint.test_engine import global_losses, train
@@ -277,6 +278,51 @@ def test_a_host_that_cannot_write_a_record_loses_one_generation(
     assert {first for first, *_ in attempt(setup, range(4), tmp_path / "disk")} == {3}
     assert any("step 2 in memory failed on rank 1" in line for line in heard)
     assert any("step 2 in memory failed on rank 0 (a rank could not" in line for line in heard)
+
+
+def no_hashes(setup: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of rank 1 fails at step 2, before it has told the others anything."""
+    hashed = saving.MemoryCheckpoints._hashed
+
+    def fails(self: Any, staged: Any) -> Any:
+        if self.rank == 1 and staged.record.step == 2:
+            raise TypeError("state that is no JSON")
+        return hashed(self, staged)
+
+    monkeypatch.setattr(saving.MemoryCheckpoints, "_hashed", fails)
+
+
+def no_verdict(setup: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 learns that step 2 is whole, rank 1 loses its connections; and no later one is."""
+    agree, calls = HostTransfers.agree, [0] * setup.ranks
+    write = saving.write_record
+
+    def cut(self: Any, ok: bool) -> bool:
+        calls[self.rank] += 1
+        found = agree(self, ok)
+        if self.rank == 1 and calls[1] == 4:
+            raise RuntimeError("Timed out")
+        return found
+
+    def writes(path: Path, content: bytes) -> None:
+        if json.loads(content)["step"] > 2:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write(path, content)
+
+    monkeypatch.setattr(HostTransfers, "agree", cut)
+    monkeypatch.setattr(saving, "write_record", writes)
+
+
+@pytest.mark.parametrize(("fails", "last"), [(no_hashes, 3), (no_verdict, 2)])
+def test_a_thread_that_fails_on_one_rank_leaves_a_whole_generation(
+    fails: Any, last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard: list[str]
+) -> None:
+    setup = with_folders(Kept(more={"copies": 1}), tmp_path)
+    with monkeypatch.context() as faults:
+        fails(setup, faults)
+        attempt(setup, range(3))
+    assert {first for first, *_ in attempt(setup, range(4), tmp_path / "disk")} == {last}
+    assert any("step 2 in memory failed on rank 1" in line for line in heard)
 
 
 class Script(Kept):

@@ -17,7 +17,7 @@ from upath import UPath
 from hf_zero import safe_get_full_optimizer_state, safe_set_full_optimizer_state
 from hf_zero.checkpoint import memory, save_job, verify_checkpoint
 from hf_zero.checkpoint.manifest import Manifest
-from hf_zero.checkpoint.memory import saving
+from hf_zero.checkpoint.memory import folders, saving
 from tests.checkpoint.memory.jobs import Kept, attempt, heard, hosts, same
 from tests.checkpoint.test_async_save import held, tensors_of
 from tests.checkpoint.test_object_store import store
@@ -87,6 +87,13 @@ def test_a_generation_is_written_to_disk_while_later_ones_are_made(
         if trained.wait() == 0:
             held.release()
         engine.wait_for_checkpoint()
+        for thread in threading.enumerate():
+            if thread.name == "hf-zero save":
+                thread.join()
+        own = f"/rank-{rank:05d}-"
+        maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if own in line]
+        assert len([line for line in maps if str(setup.base) in line]) >= 2
+        assert not [line for line in maps if "(deleted)" in line], "what was written takes no room"
 
     attempt(setup, range(6), before=to_disk)
     assert not COPIES
@@ -162,6 +169,29 @@ def test_a_generation_is_written_to_an_object_store(tmp_path: Path, store: UPath
     resumed = attempt(elsewhere, range(4), store)
     assert [first for first, *_ in resumed] == [2, 2]
     same(resumed, whole)
+
+
+def test_without_room_for_a_third_file_a_generation_is_left_out(
+    tmp_path: Path, held: threading.Lock, monkeypatch: pytest.MonkeyPatch, heard: list[str]
+) -> None:
+    setup = placed(Kept(stage=2, ranks=1, hosts="a"), tmp_path)
+    held.acquire()
+
+    def to_disk(engine: Any, rank: int) -> None:
+        setup.train(engine, rank, range(2))
+        engine.save_checkpoint(str(tmp_path / "run"), blocking=False)
+        monkeypatch.setattr(folders, "free", lambda base: 1000)
+        setup.train(engine, rank, range(2, 4))  # of step 4: its slot is being read
+        engine.memory.wait()
+        held.release()
+        engine.wait_for_checkpoint()
+
+    attempt(setup, range(4), before=to_disk)
+    assert any(
+        "step 4 in memory failed" in line and "no room for a third" in line for line in heard
+    )
+    assert verify_checkpoint(tmp_path / "run").problems == ()
+    assert [first for first, *_ in attempt(setup, range(4), tmp_path / "run")] == [3]
 
 
 def nothing(engine: Any) -> None:
