@@ -50,6 +50,7 @@ PASSED_ON = (
     "expert_parallel",
     "replicate_size",
     "float8_training",
+    "checkpoint",
 )
 
 _LAUNCHER = "read by accelerate launch, which starts the ranks"

@@ -118,7 +118,8 @@ class _Front:
                 self._say(
                     f"{news.what}, ending all hosts"
                     if news.signalled
-                    else f"{news.what} ended with code {news.code}{hint}; ending the other hosts"
+                    else f"{news.what} ended with code {news.code}{hint}; ending the other hosts "
+                    "(a job that is to go on without one is started by torchrun --nnodes MIN:MAX)"
                 )
                 return news.code
         return 0

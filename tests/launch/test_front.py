@@ -72,7 +72,9 @@ def test_the_first_failure_ends_the_others(
         on("bad", f"while ! [ -s {pid} ]; do sleep 0.05; done; exit 9"),
     ]
     assert carry_out(LaunchPlan(starts, None)) == 9
-    assert "hf-zero: bad ended with code 9; ending the other hosts" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "hf-zero: bad ended with code 9; ending the other hosts" in said
+    assert "to go on without one is started by torchrun --nnodes MIN:MAX" in said
     assert gone(int(pid.read_text()))
 
 

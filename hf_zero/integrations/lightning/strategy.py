@@ -27,6 +27,7 @@ from hf_zero.initialize import initialize
 from hf_zero.integrations import finder
 from hf_zero.integrations.engine_teardown import destroy_and_restore
 from hf_zero.integrations.lightning.settings import read, resolve
+from hf_zero.integrations.memory_checkpoints import save_with_route
 from hf_zero.integrations.transformers.loading import made_under
 from hf_zero.loading.shard_only import hold, release_holders
 from hf_zero.measures.figures import tracked
@@ -233,6 +234,8 @@ class StrategyMethods:
                 "GradientAccumulationScheduler change accumulate_grad_batches"
             )
         engine.measures.keep_in(trainer.default_root_dir)
+        if engine.memory is not None:
+            self._save_into_memory(engine, trainer)
         engine.lr_scheduler = None  # Lightning steps the scheduler
         engine.set_gradient_accumulation_boundary(True)
         this.optimizers = [core._MockOptimizer() if made is None else made]
@@ -245,6 +248,30 @@ class StrategyMethods:
             else [types.LRSchedulerConfig(scheduler, interval="step")]
         )
         return engine
+
+    def _save_into_memory(self, engine: Engine, trainer: Any) -> None:
+        """Have ``trainer`` save into the memory of the hosts, after the callbacks of a batch, what
+        it saves on disk.
+        """
+
+        def write(folder: Path) -> Path:
+            trainer.save_checkpoint(folder / TAG, weights_only=False)
+            return folder
+
+        class SavingIntoMemory(self._library("callbacks").Callback):  # type: ignore[misc]
+            def on_train_batch_end(self, *args: Any) -> None:
+                memory = engine.memory
+                if memory is not None and memory.is_due(engine.global_steps):
+                    save_with_route(engine, write)
+
+            def on_train_end(self, *args: Any) -> None:
+                trainer.callbacks.remove(self)
+
+            on_exception = on_train_end
+
+        assert engine.memory is not None
+        engine.memory.by_route = True
+        trainer.callbacks.append(SavingIntoMemory())
 
     def teardown(self) -> None:
         with left_in_place(self):

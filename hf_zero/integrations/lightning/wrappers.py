@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.checkpoint.commit import remove
+from hf_zero.checkpoint.memory import newest
 from hf_zero.checkpoint.save_job import after_commit
 from hf_zero.engine import Engine
 from hf_zero.errors import CheckpointError, ConfigError
@@ -32,6 +33,7 @@ from hf_zero.integrations.lightning.strategy import (
 )
 from hf_zero.logging import log_rank0
 
+LAST = "_hf_zero_last"  # whether a connector was asked for the last checkpoint, not for a named one
 HPC = "hpc_ckpt_"  # saved by a SLURM job that is asked to end, which resumes from it automatically
 
 
@@ -160,6 +162,8 @@ def refuse_torn_ones(original: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, state_fn: Any, ckpt_path: Any, model_provided: bool, model_connected: bool
     ) -> Any:
         path = original(self, state_fn, ckpt_path, model_provided, model_connected)
+        hpc = path is not None and Path(path).name.startswith(HPC)
+        setattr(self, LAST, ckpt_path == "last" or (ckpt_path in (None, "hpc") and hpc))
         if path is None or not _under_zero(self.trainer.strategy) or not Path(path).is_dir():
             return path
         folder = Path(path)
@@ -189,6 +193,29 @@ def refuse_torn_ones(original: Callable[..., Any]) -> Callable[..., Any]:
         return path
 
     return _parse_ckpt_path
+
+
+def resume_from_memory(original: Callable[..., None]) -> Callable[..., None]:
+    """Wraps ``_CheckpointConnector.resume_start``: ``ckpt_path="last"``, and a SLURM job that goes
+    on by itself, resume from the newest of memory and disk.
+    """
+
+    def resume_start(self: Any, checkpoint_path: Any = None, weights_only: Any = None) -> None:
+        trainer = self.trainer
+        engine = getattr(trainer.strategy, "engine", None)
+        if (
+            isinstance(engine, Engine)
+            and engine.memory is not None
+            and trainer.state.fn.value == "fit"
+            and getattr(self, LAST, False)
+        ):
+            found = newest(engine, checkpoint_path)
+            if found is not None and found.in_memory:
+                log_rank0(f"resume from step {found.step} in the memory of the hosts")
+                checkpoint_path = str(found.directory)
+        original(self, checkpoint_path, weights_only)
+
+    return resume_start
 
 
 def _under_zero(strategy: Any) -> bool:

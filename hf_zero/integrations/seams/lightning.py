@@ -74,6 +74,13 @@ SEAMS: tuple[Seam, ...] = (
                 "other checkpoint of the run",
             ),
             (
+                "trainer.connectors.checkpoint_connector:_CheckpointConnector.resume_start",
+                "(self, checkpoint_path=None, weights_only=None)",
+                "resume_from_memory",
+                "the path of the last checkpoint is chosen before there is an engine, and there "
+                "is none where only the memory of the hosts has one",
+            ),
+            (
                 "trainer.connectors.accelerator_connector:"
                 "_AcceleratorConnector._check_and_init_precision",
                 "(self)",
