@@ -7,6 +7,7 @@ job's identity, and folders that other jobs have left.
                                                       rank-00000-of-00004.json
                                                slot-1/...
                                                resume/                 what a load reads
+                                     claim     locked by a process of the engine
                               in-use           locked by the processes of the job
 """
 
@@ -16,17 +17,22 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from hf_zero.checkpoint.storage import remove_tree
 from hf_zero.device.host_limits import free_ram
+from hf_zero.errors import CheckpointError
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "hf-zero-"
 IN_USE = "in-use"
+CLAIM = "claim"
+PATIENCE = 10.0  # seconds in which a process that is ending gives up its claim
 SLOTS = ("slot-0", "slot-1")
 RESUME = "resume"
 TMPFS = "tmpfs"
@@ -78,6 +84,30 @@ def job_folder(base: Path, job: str) -> Path:
     return base / f"{PREFIX}{os.getuid()}-{job}"
 
 
+def make_own(folder: Path) -> None:
+    """Make a job's ``folder`` if it is missing, for this user alone. Raises CheckpointError like
+    :func:`refuse_foreign`.
+    """
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    refuse_foreign(folder)
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Raise CheckpointError if a job's ``folder`` is there and is a link or another user's: in
+    /dev/shm anyone may make one of its name first, and put files there that this job would load.
+    """
+    try:
+        found = os.lstat(folder)
+    except FileNotFoundError:
+        return
+    if stat.S_ISLNK(found.st_mode) or found.st_uid != os.getuid():
+        what = "a link" if stat.S_ISLNK(found.st_mode) else f"of the user {found.st_uid}"
+        raise CheckpointError(
+            f"{folder} is {what}, and nothing is read or written there; have it removed, or name "
+            "the job (checkpoint.memory.job) or another folder (checkpoint.memory.folder)"
+        )
+
+
 class InUse:
     """A mark on a job's folder, as long as this process lives or until :meth:`close`."""
 
@@ -89,6 +119,31 @@ class InUse:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+class Claim(InUse):
+    """The claim of this process on the ``folder`` of an engine, as long as it lives or until
+    :meth:`close`. Processes that it forks do not inherit it.
+
+    Raises CheckpointError if another living process has claimed the folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._fd = os.open(folder / CLAIM, os.O_RDWR | os.O_CREAT, 0o600)
+        limit = time.monotonic() + PATIENCE
+        while True:
+            try:
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except (BlockingIOError, PermissionError):
+                if time.monotonic() < limit:
+                    time.sleep(0.1)
+                    continue
+            self.close()
+            raise CheckpointError(
+                f"another job that is running saves into {folder}: both have the same name; name "
+                "each of them (checkpoint.memory.job)"
+            )
 
 
 def is_in_use(folder: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 
 from hf_zero.distributed.rank_hosts import NAMES
 
@@ -12,6 +13,18 @@ from hf_zero.distributed.rank_hosts import NAMES
 def host_name() -> str:
     """Return this host's name: that of the hostfile or of SLURM, else its own."""
     return next((os.environ[each] for each in NAMES if os.environ.get(each)), socket.gethostname())
+
+
+def machine(base: Path) -> str:
+    """Return what tells the file system of ``base`` from those of other machines and containers,
+    which may have the same name.
+    """
+    there = next(each for each in (base, *base.parents) if each.exists())
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{boot} {there.stat().st_dev}"
 
 
 class Hosts:

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.checkpoint.memory import folders
-from hf_zero.checkpoint.memory.hosts import Hosts
+from hf_zero.checkpoint.memory.hosts import Hosts, machine
 from hf_zero.checkpoint.memory.inventory import Generation, Held, generations, scan
+from hf_zero.checkpoint.storage import collective_try
 from hf_zero.config.sections import MemorySection
+from hf_zero.errors import CheckpointError
+from hf_zero.logging import listed
 
 
 class JobFolders:
@@ -21,16 +24,26 @@ class JobFolders:
 
     bases: folders that may hold the job's, the preferred one first. number: that of the engine
     among those of this process that save into memory. token: agreed by the ranks, and unique.
+
+    Raises CheckpointError if several machines have one name.
     """
 
     def __init__(self, settings: MemorySection, ranks: Any, rank: int, host: str) -> None:
         self.rank, self._ranks, self.number = rank, ranks, 0
         job, lasting = folders.job_identity(settings.job)
-        own = (host, job, lasting, secrets.token_hex(16))
-        said = ranks.all_gather_object(own, "hosts of checkpoints in memory")
-        self.hosts = Hosts([name for name, *_ in said])
-        _, self.job, self.is_lasting, self.token = said[0]
         self.bases: Sequence[Path] = folders.bases(settings.folder)
+        own = (host, job, lasting, secrets.token_hex(16), machine(self.bases[0]))
+        said = ranks.all_gather_object(own, "hosts of checkpoints in memory")
+        seen: dict[str, str] = {}
+        twice = {name for name, *_, of in said if seen.setdefault(name, of) != of}
+        if twice:
+            raise CheckpointError(
+                f"checkpoint.memory: several machines or containers call themselves "
+                f"{listed(sorted(twice))}; give each a name of its own in HF_ZERO_HOST, or let the "
+                "ranks of one name share a folder (checkpoint.memory.folder)"
+            )
+        self.hosts = Hosts([name for name, *_ in said])
+        _, self.job, self.is_lasting, self.token, _ = said[0]
 
     def job_folder(self, base: Path) -> Path:
         return folders.job_folder(base, self.job)
@@ -51,14 +64,18 @@ class JobFolders:
         return self.hosts.first(self.rank) == self.rank
 
     def scan(self) -> dict[Held, Path]:
-        """Return the rank files that this host holds, with their paths."""
+        """Return the rank files that this host holds, with their paths. Raises CheckpointError for
+        a folder of another user.
+        """
+        for base in self.bases:
+            folders.refuse_foreign(self.job_folder(base))
         return scan([self.folder(base) for base in self.bases])
 
     def exchange_inventories(self) -> tuple[list[Generation], dict[Held, Path]]:
         """Return the generations over all hosts, newest first, and this host's files.
         Collective.
         """
-        own = self.scan()
-        sent = list(own) if self.acts_for_host else []
-        told = self._ranks.all_gather_object(sent, "checkpoints in memory")
+        own, told = collective_try(
+            self._ranks, self.scan, share=lambda found: list(found) if self.acts_for_host else []
+        )
         return generations(self.hosts.names, told), own

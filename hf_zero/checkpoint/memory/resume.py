@@ -238,6 +238,7 @@ class _Taking:
             if where.acts_for_host:
                 for base in where.bases:
                     remove_tree(where.folder(base) / folders.RESUME)
+                folders.make_own(where.job_folder(where.bases[0]))
                 _write_beside(folder, manifest, records)
 
         collective_try(self._ranks, make)
@@ -263,7 +264,9 @@ class _Taking:
         def link() -> str:
             if not memory.acts_for_host:
                 return ""
-            fetched = places[next(fitting, memory.bases[0])] / manifest.tag
+            base = next(fitting, memory.bases[0])
+            folders.make_own(memory.job_folder(base))
+            fetched = places[base] / manifest.tag
             fetched.mkdir(parents=True, exist_ok=True)
             for n in wanted[self._host]:
                 name = manifest.files[n].name
@@ -285,7 +288,7 @@ class _Taking:
 
         collective_try(self._ranks, compare)
         saving.reached("fetched")
-        memory.mark()
+        collective_try(self._ranks, memory.mark)
         memory.protect(self.save_id)
         memory.ready = self.save_id
 

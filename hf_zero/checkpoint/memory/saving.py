@@ -212,7 +212,7 @@ class MemoryCheckpoints(JobFolders):
                 folder,
                 "" if folders.is_in_memory(folder) else " (a disk: there is no room in memory)",
             )
-        self.mark()
+        collective_try(self._ranks, self.mark)
         _at_exit(self)
 
     @classmethod
@@ -225,11 +225,16 @@ class MemoryCheckpoints(JobFolders):
     # ---- places ----
 
     def mark(self) -> None:
-        """Mark the job's folders that exist as in use by this process."""
+        """Mark the job's folders that exist as in use by this process, and claim this engine's for
+        its host. Raises CheckpointError for those of another user, or of another job that lives.
+        """
         for base in self.bases:
-            folder = self.job_folder(base)
+            folder, own = self.job_folder(base), self.folder(base)
             if folder.is_dir() and folder not in self._marks:
+                folders.refuse_foreign(folder)
                 self._marks[folder] = folders.InUse(folder)
+            if self.acts_for_host and own.is_dir() and own not in self._marks:
+                self._marks[own] = folders.Claim(own)
 
     def _say(self) -> None:
         if not self.is_lasting:
@@ -554,10 +559,14 @@ class MemoryCheckpoints(JobFolders):
         found, _ = self.exchange_inventories()
         whole = [each.save_id for each in found if each.is_whole()]
         kept = self.newest_id or (whole[0] if whole else "")
-        self.folder(self.base).mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.mark()
+        collective_try(self._ranks, self._make_folder)
         slots = {path.parent.name for held, path in self.scan().items() if held.save_id == kept}
         self._slot = 1 if folders.SLOTS[0] in slots else 0
+
+    def _make_folder(self) -> None:
+        folders.make_own(self.job_folder(self.base))
+        self.folder(self.base).mkdir(parents=True, exist_ok=True, mode=0o700)
+        self.mark()
 
     def _choose_base(self, needed: int) -> Path:
         """Return the first base folder on this host with room for ``needed`` bytes."""

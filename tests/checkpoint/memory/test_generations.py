@@ -6,7 +6,10 @@ import dataclasses
 import errno
 import importlib
 import json
+import os
 import shutil
+import subprocess
+import sys
 import threading
 from itertools import chain
 from pathlib import Path
@@ -17,7 +20,7 @@ import pytest
 
 import hf_zero
 from hf_zero.checkpoint import memory, verify_all, verify_checkpoint
-from hf_zero.checkpoint.memory import folders, saving
+from hf_zero.checkpoint.memory import folders, job_folders, saving
 from hf_zero.checkpoint.memory.resume import newest_in_memory
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed.host_transfers import HostTransfers
@@ -323,6 +326,79 @@ def test_a_thread_that_fails_on_one_rank_leaves_a_whole_generation(
         attempt(setup, range(3))
     assert {first for first, *_ in attempt(setup, range(4), tmp_path / "disk")} == {last}
     assert any("step 2 in memory failed on rank 1" in line for line in heard)
+
+
+CLAIMS = """
+import fcntl, sys
+held = open(sys.argv[1], "w")
+fcntl.lockf(held, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_two_living_jobs_of_one_name_are_refused(
+    saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the second one begins or, if neither has saved before, at its first save. When the other
+    has ended, it goes on.
+    """
+    monkeypatch.setattr(folders, "PATIENCE", 0.0)
+    setup = with_folders(Kept(), tmp_path)
+    engine = folders.job_folder(setup.base, "job") / "b" / "engine-0"
+
+    def lives(engine_: Any = None, rank: int = 0) -> None:
+        if rank == 0:
+            engine.mkdir(parents=True)
+            launched = [sys.executable, "-c", CLAIMS, str(engine / folders.CLAIM)]
+            others.append(subprocess.Popen(launched, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            assert others[0].stdout is not None and others[0].stdout.readline() == b"held\n"
+
+    others: list[subprocess.Popen[bytes]] = []
+    if saved:
+        lives()
+    with pytest.raises(RankFailed, match="rank 1: another job that is running saves into"):
+        attempt(setup, range(0 if saved else 2), before=None if saved else lives)
+    others[0].communicate()
+    attempt(setup, range(2))
+    assert {first for first, *_ in attempt(setup, range(3), tmp_path / "disk")} == {2}
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_folders_of_other_users_are_neither_read_nor_written(
+    linked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = with_folders(Kept(), tmp_path)
+    attempt(setup, range(2))
+    (job,) = setup.base.iterdir()
+    if linked:
+        job.rename(tmp_path / "theirs")
+        job.symlink_to(tmp_path / "theirs")
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
+        job.rename(folders.job_folder(setup.base, "job"))
+    said = "is a link" if linked else "is of the user"
+    with pytest.raises(RankFailed, match=said):
+        attempt(setup, range(0))
+
+    def looks(rank: int) -> None:
+        threading.current_thread().host = setup.hosts[rank]  # type: ignore[attr-defined]
+        newest_in_memory(ZeroConfig.from_dict(setup.config))
+
+    with pytest.raises(RankFailed, match=said):
+        run_ranks(2, looks)
+    made = folders.job_folder(tmp_path / "deep" / "memory", "job")
+    if linked:
+        folders.make_own(made)
+        assert made.stat().st_mode & 0o777 == 0o700
+
+
+def test_machines_of_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = iter(range(9))
+    monkeypatch.setattr(job_folders, "machine", lambda base: str(next(numbers)))
+    with pytest.raises(RankFailed, match=r"containers call themselves a; .* HF_ZERO_HOST"):
+        attempt(with_folders(Kept(hosts="aa"), tmp_path), range(0))
 
 
 class Script(Kept):
