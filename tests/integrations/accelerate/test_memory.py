@@ -42,7 +42,11 @@ class Loop:
         self.accelerator: Accelerator = accelerator_with(
             {"zero_optimization": {"stage": 2}, "checkpoint": {"memory": memory}},
             project_config=naming,
-            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=1),
+            dataloader_config=DataLoaderConfiguration(
+                use_seedable_sampler=True,
+                data_seed=1,
+                use_stateful_dataloader=how.get("stateful", False),
+            ),
         )
         model = small()
         for module in model.modules():
@@ -62,7 +66,8 @@ class Loop:
 
     def batches_of(self, epoch: int) -> Iterator[Any]:
         skipped = max(0, self.counter.value - epoch * BATCHES)
-        data: Any = skip_first_batches(self.data, skipped)
+        stateful = self.how.get("stateful")
+        data: Any = self.data if stateful else skip_first_batches(self.data, skipped)
         data.set_epoch(epoch)
         return iter(list(data) if self.how.get("fetched") else data)
 
@@ -106,6 +111,16 @@ def test_a_loop_goes_on_from_memory(stop: int, how: str, tmp_path: Path) -> None
     loop = Loop(tmp_path, 2, True, **options)
     loop.accelerator.load_state()
     assert loop.counter.value == stop - 1 and loop.model.global_steps == stop - 1
+    assert loop.train() == {n: whole[n] for n in range(stop, STEPS + 1)}
+
+
+@pytest.mark.parametrize("stop", [3, 7])
+def test_a_stateful_loader_goes_on_in_the_middle_of_its_epoch(stop: int, tmp_path: Path) -> None:
+    pytest.importorskip("torchdata")
+    whole = Loop(tmp_path / "other", None, True, stateful=True).train()
+    Loop(tmp_path, 2, True, stateful=True).train(stop)
+    loop = Loop(tmp_path, 2, True, stateful=True)
+    loop.accelerator.load_state()
     assert loop.train() == {n: whole[n] for n in range(stop, STEPS + 1)}
 
 
