@@ -315,7 +315,7 @@ class MemoryCheckpoints(JobFolders):
                 self._ranks, make, after="Nothing was saved.", share=lambda made: made[1].file.size
             )
             self._take_room(sizes)
-            self._choose_slot()
+            self._choose_slot(step)
         early, self._early = self._early, None
         if self._is_cut_off:
             return None
@@ -554,11 +554,20 @@ class MemoryCheckpoints(JobFolders):
         self.base = Path(chosen[self.hosts.first(self.rank)])
         return needed
 
-    def _choose_slot(self) -> None:
-        """Choose this host's first slot: not the one with the generation to keep. Collective."""
+    def _choose_slot(self, step: int) -> None:
+        """Choose this host's slot for the save of ``step``: not the one with the generation to
+        keep. Collective.
+        """
         found, _ = self.exchange_inventories()
-        whole = [each.save_id for each in found if each.is_whole()]
-        kept = self.newest_id or (whole[0] if whole else "")
+        whole = [each for each in found if each.is_whole()]
+        kept = self.newest_id or (whole[0].save_id if whole else "")
+        if whole and not self.newest_id and whole[0].step >= step and self.rank == 0:
+            logger.warning(
+                "%s: an attempt of this job before has left step %d in memory, and this one has "
+                "not resumed from it; its next saves overwrite it",
+                KEY,
+                whole[0].step,
+            )
         collective_try(self._ranks, self._make_folder)
         slots = {path.parent.name for held, path in self.scan().items() if held.save_id == kept}
         self._slot = 1 if folders.SLOTS[0] in slots else 0

@@ -622,3 +622,14 @@ def test_a_generation_that_is_lost_between_choice_and_load_is_named(tmp_path: Pa
     engine, *_ = hf_zero.initialize(model=net(), config=settings)
     with pytest.raises(CheckpointError, match="cannot be loaded; start the job again"):
         engine.load_checkpoint(found.directory, found.tag)
+
+
+def test_an_attempt_that_does_not_resume_is_told_what_it_overwrites(
+    tmp_path: Path, heard: list[str]
+) -> None:
+    setup = with_folders(Kept(ranks=1, hosts="a"), tmp_path)
+    attempt(setup, range(3))
+    attempt(setup, range(4), tmp_path / "disk")
+    assert not any("has not resumed" in line for line in heard)
+    attempt(setup, range(1))
+    assert any("has left step 4 in memory" in line for line in heard)
