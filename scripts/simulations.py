@@ -39,13 +39,18 @@ SIXTY = (75, 8192, 32, 51200, 1024)  # table 5 of the ZeRO paper: with 16 tensor
 MACHINES = {"8 x 80 GB": (8, 80e9), "64 x 80 GB": (64, 80e9), "1,024 x 80 GB": (1024, 80e9)}
 ROOM = 0.92  # of a device for what is counted; the rest is for what is not
 CHECKPOINTED = {"bf16": {"enabled": True}, "activation_checkpointing": {"blocks": True}}
-WAYS = (
-    ("stage 1", 1, None, None),
-    ("stage 2", 2, None, None),
-    ("stage 3", 3, None, None),
-    ("stage 3, optimizer on the CPU", 3, {"device": "cpu"}, None),
-    ("stage 3, all on the CPU", 3, {"device": "cpu"}, {"device": "cpu"}),
-)
+CPU = {"device": "cpu"}
+# stage, tensor-parallel ranks, offload of the optimizer and of parameters
+WAYS = {
+    "stage 1": (1, 1, None, None),
+    "stage 2": (2, 1, None, None),
+    "stage 3": (3, 1, None, None),
+    "stage 3, 8 tensor-parallel ranks": (3, 8, None, None),
+    "stage 3, optimizer on the CPU": (3, 1, CPU, None),
+    "stage 3, optimizer on the CPU, 8 tensor-parallel ranks": (3, 8, CPU, None),
+    "stage 3, all on the CPU": (3, 1, CPU, CPU),
+    "stage 3, all on the CPU, 8 tensor-parallel ranks": (3, 8, CPU, CPU),
+}
 
 
 def decoder(layers: int, width: int, heads: int, words: int) -> Any:
@@ -97,10 +102,12 @@ def models() -> Iterator[dict[str, Any]]:
         model = decoder(layers, width, heads, words)
         for machine, (ranks, device) in MACHINES.items():
             row: dict[str, Any] = {"figure": "models", "model": name, "machine": machine}
-            for way, stage, optimizer, parameters in WAYS:
+            for way, (stage, tensor, optimizer, parameters) in WAYS.items():
+                if heads % tensor:
+                    continue
                 asked: dict[str, Any] = {
                     "config": CHECKPOINTED, "offload_optimizer": optimizer,
-                    "offload_param": parameters,
+                    "offload_param": parameters, "tensor_parallel": tensor,
                 }  # fmt: skip
                 own = planned(model, ranks, stage, **asked)[1]
                 at_rest = sum(

@@ -4,11 +4,12 @@ memory and messages of the engine's kind are timed, on all ranks at once.
 
 from __future__ import annotations
 
+import copy
+import itertools
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
@@ -27,8 +28,10 @@ from hf_zero.planning.simulation.machine import Machine
 from hf_zero.planning.simulation.recording import BACKWARD, FORWARD, Recording, Work
 from hf_zero.zero.layout.wrap import repeated_blocks
 
-ROUNDS = 7
+ROUNDS = 9
+COPIES = 3  # of the block, in turns: in a step weights come from memory, not from caches
 SMALL, LARGE = 1 << 14, 1 << 23  # bytes of the two messages that are timed
+PASSED = 1 << 23  # elements of each tensor of the pass over memory
 
 
 @dataclass(frozen=True)
@@ -101,23 +104,31 @@ def measure(model: nn.Module, rows: int, length: int, dtype: torch.dtype) -> Mea
     try:
         copied, args, kwargs = _with_inputs(model, name, rows, length)
         real = _real(copied, device, dtype)
-        whole = timer(_pass_of(real, *_inputs(args, kwargs, device, dtype)))
+        blocks = itertools.cycle([real, *(copy.deepcopy(real) for _ in range(COPIES - 1))])
+        inputs = _inputs(args, kwargs, device, dtype)
+
+        def run() -> None:
+            _pass_of(next(blocks), *inputs)()
+
+        whole = timer(run)
         _, small_args, small_kwargs = _with_inputs(model, name, 1, 1)
         step = _pass_of(real, *_inputs(small_args, small_kwargs, device, dtype))
         with _Operations() as counted:
             step()
         operation = timer(step) / max(1, counted.number)
-        numel = 4 * max(1, args[0].numel()) if args else 1 << 20
-        left, right = (torch.ones(numel, device=device, dtype=dtype) for _ in range(2))
-        memory = 3 * left.nbytes / timer(lambda: left + right)
+        left, right, out = (torch.ones(PASSED, device=device, dtype=dtype) for _ in range(3))
+        memory = 3 * left.nbytes / timer(lambda: torch.add(left, right, out=out))
         latency = link = None
         overlap = 1.0
         if mesh is not None:
             latency, link = _link(mesh.shard, device, timer)
-            run = _pass_of(real, *_inputs(args, kwargs, device, dtype))
             overlap = _overlap(
                 mesh.shard, device, timer, run, whole, latency + whole_bytes(ranks) / link
             )
+            # ranks wait for each other in each step: the slowest sets the pace
+            slowest = mesh.all_gather_object((whole, -memory, operation), "rates of ranks")
+            whole, memory, operation = map(max, zip(*slowest))
+            memory = -memory
     finally:
         if mesh is not None:
             mesh.close()
@@ -135,20 +146,23 @@ def _nothing() -> None:
 
 
 class _Timer:
-    """Median seconds of a call, which all ranks begin together."""
+    """Mean seconds of a call, over some that all ranks begin together. The mean, as that of a step
+    is the sum of those of its parts.
+    """
 
     def __init__(self, device: torch.device, meet: Callable[[], None]):
         self._device, self._meet = device, meet
 
     def __call__(self, call: Callable[[], Any]) -> float:
-        taken = []
-        for _ in range(ROUNDS + 2):
-            self._meet()
-            began = time.perf_counter()
+        for _ in range(2):
             call()
-            kinds.synchronize(self._device)
-            taken.append(time.perf_counter() - began)
-        return median(taken[2:])
+        kinds.synchronize(self._device)
+        self._meet()
+        began = time.perf_counter()
+        for _ in range(ROUNDS):
+            call()
+        kinds.synchronize(self._device)
+        return (time.perf_counter() - began) / ROUNDS
 
 
 def _gather(dim: MeshDim, nbytes: int, device: torch.device) -> Callable[[], Any]:
