@@ -12,7 +12,7 @@ import typer
 from hf_zero.cli.printing import AsJson, print_json
 from hf_zero.errors import ConfigError, LaunchError
 from hf_zero.launch.front import carry_out
-from hf_zero.launch.plan import LaunchPlan, Request, plan
+from hf_zero.launch.plan import LaunchPlan, Request, plan, refuse_missing
 
 MIXED_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
 CPU_RANKS = 2
@@ -184,6 +184,7 @@ def launch(
     if as_json:
         print_json(_described(planned))
         return
+    refuse_missing(request)
     raise typer.Exit(carry_out(planned))
 
 

@@ -9,6 +9,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -108,6 +109,21 @@ class LaunchPlan:
     @property
     def alone(self) -> bool:
         return len(self.starts) == 1 and self.starts[0].here
+
+
+def refuse_missing(request: Request) -> None:
+    """Raise LaunchError before any rank starts if there is no such script, or with ``no_python`` no
+    such program. Other hosts have this folder at the same path.
+    """
+    if request.module or os.path.exists(request.script):
+        return
+    if request.no_python:
+        if shutil.which(request.script) is None:
+            raise LaunchError(f"{request.script} is neither a program nor a file; pass its path")
+        return
+    raise LaunchError(
+        f"the script {request.script} is not in {os.getcwd()}; pass its path, or a module with -m"
+    )
 
 
 def plan(request: Request, default_ranks: Callable[[], int]) -> LaunchPlan:

@@ -366,7 +366,7 @@ class DifficultySampling:
                 f"{METRICS}.{self._single[0]}.clustering_type is {SINGLE!r}, which admits every "
                 "sample at every step, and nothing takes its difficulty; call "
                 "engine.set_data_post_process_func(function), or write schedule_based "
-                f"({' or '.join(LENGTHS)} for a metric that cuts sequences)"
+                f"({' or '.join(LENGTHS)} for a metric that truncates sequences)"
             )
         if self._finish is not None and not self._finished:
             raise ConfigError(

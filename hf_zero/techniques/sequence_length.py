@@ -176,7 +176,7 @@ class SequenceLength:
                 tokens: torch.Tensor = value
                 return tokens
         raise ConfigError(
-            f"{self._section} cuts sequences, and the model was called with none: "
+            f"{self._section} truncates sequences, and the model was called with none: "
             f"{', '.join(map(str, side)) or 'nothing'}; give it {names[0]} of shape [B, S], or "
             "remove the section"
         )
@@ -185,14 +185,14 @@ class SequenceLength:
         for name in NOT_TEXT:
             if batch.get(name) is not None:
                 raise ConfigError(
-                    f"{self._section} cuts sequences of tokens, and the model was called with "
+                    f"{self._section} truncates sequences of tokens, and the model was called with "
                     f"{name}: what belongs to a picture or a sound would be cut apart; remove the "
                     "section"
                 )
         for name in PACKED:
             if batch.get(name) is not None:
                 raise ConfigError(
-                    f"{self._section} cuts sequences, and {name} says that {_PACKED_ADVICE}"
+                    f"{self._section} truncates sequences, and {name} says that {_PACKED_ADVICE}"
                 )
 
     def _look_at(self, side: Batch) -> None:
@@ -204,8 +204,8 @@ class SequenceLength:
             known = isinstance(positions, torch.Tensor) and positions.dim() >= 2
             if known and bool((positions[..., 1:] < positions[..., :-1]).any()):
                 raise ConfigError(
-                    f"{self._section} cuts sequences, and {name} that begin again within a row "
-                    f"say that {_PACKED_ADVICE}"
+                    f"{self._section} truncates sequences, and {name} that begin again within a "
+                    f"row say that {_PACKED_ADVICE}"
                 )
         for name in MASKS:
             mask: Any = side.get(name)
@@ -213,7 +213,7 @@ class SequenceLength:
                 continue
             if bool((mask > 1).any()):
                 raise ConfigError(
-                    f"{self._section} cuts sequences, and numbers above 1 in {name} say that "
+                    f"{self._section} truncates sequences, and numbers above 1 in {name} say that "
                     f"{_PACKED_ADVICE}"
                 )
             if not bool(mask[:, 0].all()):

@@ -115,8 +115,6 @@ class ShardedModel:
         """
         sends, rest, whole = list[FlatBuffer](), list[FlatBuffer](), list[FlatBuffer]()
         for flat in stale:
-            if flat.trainable:
-                flat.count_change()
             if differences and flat.spec.sends_differences:
                 sends.append(flat)
                 continue

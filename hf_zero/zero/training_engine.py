@@ -235,6 +235,9 @@ class TrainingEngine(EngineParts):
         whole ones.
         """
         chosen = self.flats if flats is None else list(flats)
+        for flat in chosen:
+            if flat.trainable:
+                flat.count_change()
         self.sharded_model.refresh(chosen, chosen)
         if flats is None:
             for each in self.optimizer_step.extensions:

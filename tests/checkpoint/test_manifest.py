@@ -91,7 +91,7 @@ def test_a_field_of_another_type(written, field):
 
 @pytest.mark.parametrize("data", [[], None, 3, {"format": "pt"}, {}])
 def test_what_is_no_manifest(data):
-    refused(data, "no manifest of hf-zero.*name a folder")
+    refused(data, "not a manifest of hf-zero.*name a folder")
 
 
 @pytest.mark.parametrize("version", [0, 4, "1", True, None])
@@ -175,7 +175,7 @@ def test_a_digest_that_cannot_be_right(tmp_path, written, digest):
 
 
 def test_dtype_names():
-    with pytest.raises(ValueError, match="no dtype"):
+    with pytest.raises(ValueError, match="is not a dtype"):
         dtype_of("nn")
 
 

@@ -490,6 +490,8 @@ def test_launch_without_gpus_takes_two_cpu_ranks(monkeypatch: pytest.MonkeyPatch
         ("launch --hostfile /no/such/hosts x.py", "the hostfile /no/such/hosts cannot be read"),
         ("launch --include worker-1 x.py", "no host 'worker-1'"),
         ("launch --ranks 0 -- x.py", "--ranks 0"),
+        ("launch no-such.py --lr 1", "the script no-such.py is not in "),
+        ("launch --no-python no-such-program", "no-such-program is neither a program nor a file"),
         ("launch --config /no/such.yaml -- x.py", "/no/such.yaml"),
     ],
 )

@@ -180,7 +180,7 @@ def test_a_configuration_that_cannot_be_pickled_is_like_itself_alone() -> None:
     ("made", "said"),
     [
         (lambda: DenseSparsityConfig(0), "num_heads is 0"),
-        (lambda: DenseSparsityConfig(1).make_layout(17), "no multiple of the block"),
+        (lambda: DenseSparsityConfig(1).make_layout(17), "not a multiple of the block"),
         (
             lambda: FixedSparsityConfig(1, num_local_blocks=4, num_global_blocks=3),
             "multiple of num_global_blocks",

@@ -444,7 +444,11 @@ def test_the_communicator_is_made_with_its_group(monkeypatch):
     dims, reduced = ParallelDims.over(6, pipeline=3), list[Any]()
     world = SimpleNamespace(watchdog=Watchdog(enabled=False))
     groups: Any = SimpleNamespace(
-        dims=dims, rank=3, device=DEVICE, stats={"pipeline": CollectiveStats()}
+        dims=dims,
+        rank=3,
+        device=DEVICE,
+        stats={"pipeline": CollectiveStats()},
+        along=lambda axis: None,
     )
     bound = []
 

@@ -306,7 +306,7 @@ PADDED = torch.tensor([[0, 0] + [1] * 7, [1] * 9])
 def test_batches_that_cannot_be_cut(more, said):
     made = technique(LEGACY, Words())
     made.prepare_batch(batch_of())  # a batch in order says nothing of the next
-    with pytest.raises(ConfigError, match=rf"curriculum_learning cuts .*{said}"):
+    with pytest.raises(ConfigError, match=rf"curriculum_learning truncates .*{said}"):
         made.prepare_batch(batch_of(**more))
 
 
@@ -349,7 +349,7 @@ def test_functions_as_schedules(rank):
     for config, given, error in (
         ({}, len, "curriculum learning, which is off"),
         (LEGACY, len, "write custom, or leave the call out"),
-        (custom, {"seqlen_reshape": len}, "seqlen_truncate is what is scheduled"),
+        (custom, {"seqlen_reshape": len}, "only seqlen_truncate is scheduled"),
     ):
         model = Words()
         engine = start(model, adamw(model), config_of(0, **config))

@@ -130,7 +130,7 @@ WRONG = {
     "names": ({"names": "vllm"}, r"names='vllm'.*hf and model|names='vllm'"),
     "adapters": ({"adapters": "both"}, "adapters='both'"),
     "dtype": ({"dtype": "int4"}, "dtype='int4'"),
-    "bucket": ({"bucket": "much"}, "no number of bytes"),
+    "bucket": ({"bucket": "much"}, "not a number of bytes"),
 }
 
 

@@ -114,7 +114,7 @@ ROOT = {"total_curriculum_step": 20, "difficulty_step": 8, "root_degree": 2}
         ((1, 9, None), "has no schedule_type"),
         ((9, 1, "custom"), "min_difficulty = 9 is above max_difficulty = 1; exchange them"),
         ((1, "9", "custom"), "max_difficulty = '9' is not a number of at least 0"),
-        ((1, 9, "fixed_liner", ROOT), r"no schedule; did you mean 'fixed_linear'\?"),
+        ((1, 9, "fixed_liner", ROOT), r"not a schedule; did you mean 'fixed_linear'\?"),
         *(
             ((1, 9, "fixed_root", {**ROOT, name: None}), rf"no {name}, which fixed_root needs")
             for name in ROOT
@@ -280,7 +280,7 @@ def test_a_configuration_of_deepspeeds(written, tmp_path, kind):
 
 def test_files_that_are_refused(written, tmp_path):
     samples, values = written["index_to_sample"], written["index_to_metric"]
-    with pytest.raises(DifficultyIndexError, match=r"has 5 values, and .* the samples of 3"):
+    with pytest.raises(DifficultyIndexError, match=r"has 5 values, but .* has samples for 3"):
         AnalyzerIndex(written["index_to_sample_percentile_merged"], values)
     with pytest.raises(DifficultyIndexError, match=r"10 samples, .* the dataset has 9; analyze"):
         AnalyzerIndex(samples).check([{}] * 9)

@@ -202,7 +202,7 @@ def test_a_layout_for_other_heads_is_refused() -> None:
 def test_masks_that_padding_cannot_say_are_refused() -> None:
     model, given = MODELS["llama"]().eval(), batch()
     sparsify(model, DenseSparsityConfig(4))
-    with pytest.raises(KernelError, match="takes padding"):
+    with pytest.raises(KernelError, match="takes only padding"):
         model(input_ids=given["input_ids"], attention_mask=torch.zeros(2, 1, 100, 100))
     packed = torch.arange(100).remainder(50).expand(2, -1)
     with pytest.raises(KernelError, match="packed sequences"):
