@@ -352,6 +352,8 @@ class Engine(TrainingEngine):
         self.zero_grad()
         self.publish_scale()
         self.measures.loaded(self, load_dir)
+        if self.memory is not None:
+            self.memory.loaded()
         return answer
 
     def _run_folder(self, given: str | None, who: str) -> str:

@@ -8,7 +8,8 @@ contender on stdout.
 Ranks are processes. ``write`` is each rank writing a file of its size by O_DIRECT, 16 MiB at a
 time, with an fsync, and no hash; ``save`` is ``engine.save_checkpoint``; ``stall`` is how long
 ``save_checkpoint(blocking=False)`` keeps training, the first time (staging memory is made) and
-later, and ``behind`` the time until the files are whole, with nothing else to do meanwhile.
+later, with ``--memory`` right after a step whose generation in memory it takes; ``behind`` is the
+time until the files are whole, with nothing else to do meanwhile.
 ``read`` is each rank reading its file once, ``load`` is ``engine.load_checkpoint``, which compares
 what it reads with the hashes of its blocks, ``trust`` the same with ``verify=False``; before each
 the files are dropped from the page cache, and each is first as often as the others. ``of_trust`` is
@@ -123,6 +124,8 @@ def measure(rank: int, port: int, folder: Path, options: argparse.Namespace) -> 
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // options.ranks))
     model = Stack(options.parameters)
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": options.stage}}
+    if options.memory:
+        config["checkpoint"] = {"memory": {"every": 1, "job": f"bench-{port}"}}
     device = torch.device(options.device, rank) if options.device == "cuda" else torch.device("cpu")
     engine, *_ = hf_zero.initialize(
         model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config
@@ -142,6 +145,9 @@ def measure(rank: int, port: int, folder: Path, options: argparse.Namespace) -> 
         clock.time("save", lambda: engine.save_checkpoint(str(run), tag="waits"))
         size = (run / "waits" / mine).stat().st_size
         clock.time("write", partial(write_raw, folder / f"raw-{rank}", size))
+        if engine.memory is not None:
+            step()
+            engine.memory.wait()
         begun = time.perf_counter()
         clock.time("stall", lambda: engine.save_checkpoint(str(run), tag="beside", blocking=False))
         engine.wait_for_checkpoint()
@@ -167,13 +173,15 @@ def measure(rank: int, port: int, folder: Path, options: argparse.Namespace) -> 
             assert torch.equal(before, after), "what was loaded is not what was saved"
     total: list[Any] = [None] * options.ranks
     dist.all_gather_object(total, size)
+    assert engine.async_saves.writer is not None
+    staging = engine.async_saves.writer.nbytes
     engine.destroy()
     if rank == 0:
-        report(clock, sum(total), options)
+        report(clock, sum(total), staging, options)
     dist.destroy_process_group()
 
 
-def report(clock: Clock, nbytes: int, options: argparse.Namespace) -> None:
+def report(clock: Clock, nbytes: int, staging: int, options: argparse.Namespace) -> None:
     best = {name: min(rounds) for name, rounds in clock.seconds.items()}
     first, *later = clock.seconds["stall"]
     best["stall"] = min(later, default=first)
@@ -196,8 +204,8 @@ def report(clock: Clock, nbytes: int, options: argparse.Namespace) -> None:
             "seconds": round(seconds, 4), "gb_per_s": round(nbytes / seconds / 1e9, 3),
             **({"of_raw_speed": round(best[base[name]] / seconds, 3),
             "of_raw_paired": paired(name)} if name in base else {}),
-            **({"first_seconds": round(first, 4), "of_save": round(seconds / best["save"],
-            3)} if name == "stall" else {}),
+            **({"first_seconds": round(first, 4), "of_save": round(seconds / best["save"], 3),
+            "from_memory": options.memory, "staging_bytes": staging} if name == "stall" else {}),
             **({"of_trust": of_trust} if name == "load" else {}),
             **({"cpu_seconds": [round(each, 4) for each in clock.cpu[name]]}
             if name in clock.cpu else {}),
@@ -218,6 +226,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--memory", action="store_true", help="with checkpoints in memory")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--loads", type=int, default=1, help="loads of each kind in a round")
     parser.add_argument(

@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,6 +40,7 @@ from hf_zero.checkpoint.engine_state import (
 from hf_zero.checkpoint.file_writer import copy_to_memory
 from hf_zero.checkpoint.memory import folders
 from hf_zero.checkpoint.memory.hosts import host_name
+from hf_zero.checkpoint.memory.inventory import records_in
 from hf_zero.checkpoint.memory.job_folders import JobFolders
 from hf_zero.checkpoint.memory.record import RankRecord, record_path, write_record
 from hf_zero.checkpoint.save_sharded import (
@@ -195,6 +197,7 @@ class MemoryCheckpoints(JobFolders):
         self._is_cut_off = False  # connections are lost: no slot may be overwritten any more
         self._staged: Staged | None = None  # of the last save, unless it was offered
         self._offered: tuple[Path | None, Callable[[], bool]] = None, bool
+        self._rewound = True  # the next generation prevails over those of later steps
         self._early: Staged | None = None  # copied for a save on disk before a route's save,
         self._early_step = -1  # at this step
         self._marks: dict[Path, folders.InUse] = {}
@@ -429,11 +432,23 @@ class MemoryCheckpoints(JobFolders):
             if whole and staged is not None:
                 self.newest_id = staged.record.save_id
                 self._slot = 1 - self._slot
+                if self._rewound and self.acts_for_host:
+                    self._drop_later(step)
+                self._rewound = False
                 self._tell(staged, step, stall, time.perf_counter() - begun)
             elif self.rank == 0:
                 logger.error("%s", self._failed(step, "a rank could not write its part"))
         finally:
             future.set_result(None)
+
+    def _drop_later(self, step: int) -> None:
+        """Remove the records in the other slot that are of steps after ``step``: training has gone
+        back behind them.
+        """
+        for path in records_in(self._slot_folder()):
+            with suppress(CheckpointError, OSError):
+                if RankRecord.parse(path.read_bytes(), path).step > step:
+                    path.unlink()
 
     def _failed(self, step: int, why: str) -> str:
         return (
@@ -599,6 +614,11 @@ class MemoryCheckpoints(JobFolders):
         )
 
     # ---- what is there ----
+
+    def loaded(self) -> None:
+        """Count a load: steps behind the last save may come again, and what they save prevails."""
+        self.wait()
+        self._last_step, self._rewound = -1, True
 
     def protect(self, save_id: str) -> None:
         """Let the next save not overwrite the generation ``save_id``, from which training goes

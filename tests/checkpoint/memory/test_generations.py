@@ -200,6 +200,26 @@ def test_a_newer_checkpoint_on_disk_and_a_tag_prevail(tmp_path: Path) -> None:
     assert [said for *_, said in resumed] == [1, 1]
 
 
+@pytest.mark.parametrize("step", [1, 2])
+def test_what_is_saved_after_a_load_of_an_earlier_step_prevails(step: int, tmp_path: Path) -> None:
+    setup = with_folders(Kept(), tmp_path)
+
+    def goes_back(engine: Any, rank: int) -> None:
+        for number in range(3):
+            train(engine, rank, range(number, number + 1))
+            engine.save_checkpoint(str(tmp_path / "disk"))
+        engine.memory.wait()
+        before = engine.memory.newest_id
+        engine.load_checkpoint(str(tmp_path / "disk"), f"global_step{step}")
+        train(engine, rank, range(step, step + 1))
+        engine.memory.wait()
+        assert engine.memory.newest_id != before, "a step that comes again is saved again"
+
+    attempt(setup, range(1), before=goes_back)
+    resumed = attempt(setup, range(6), tmp_path / "nothing")
+    assert {first for first, *_ in resumed} == {step + 1}
+
+
 def test_a_generation_of_two_attempts_is_never_mixed(tmp_path: Path) -> None:
     """Rank 1's file of the first attempt stands beside rank 0's of the second, at one step."""
     setup = with_folders(Kept(more={"copies": 1}), tmp_path)
