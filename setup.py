@@ -25,7 +25,7 @@ from setuptools.command.build_py import build_py
 
 REQUIRE_CORE = "HF_ZERO_REQUIRE_CORE"
 PTH = "hf_zero.pth"
-RECIPE_FILES = (".py", ".md", ".json", ".yaml", ".sh", ".svg", ".png")
+RECIPE_FILES = (".py", ".md", ".json", ".yaml", ".ipynb", ".sh", ".svg", ".png")
 LINE = "import hf_zero._autoload; hf_zero._autoload.register()\n"
 
 
