@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.errors import ConfigError
+from hf_zero.logging import logger
 
 NAME = "metrics.jsonl"
 REPLACED = "metrics.replaced.jsonl"
@@ -66,6 +67,9 @@ def _place(row: Mapping[str, Any]) -> Any:
 class MetricsFile:
     """Writes the lines of one run to ``folder`` once :meth:`keep_in` has named it, until then to
     memory. ``header``: the record "run", written before the first line, and again after a load.
+
+    Lines that cannot be written wait, too, and a warning says so once: a full disk under one rank
+    must not end a training of all.
     """
 
     def __init__(self, rotate_bytes: int, header: Mapping[str, Any] | None = None):
@@ -76,6 +80,7 @@ class MetricsFile:
         self._rotate_bytes = rotate_bytes
         self._after = 0  # the step that this run continues
         self._begun = False
+        self._has_failed = False
         self._lock = threading.RLock()  # warnings come from other threads, too
 
     def keep_in(self, folder: str | os.PathLike[str]) -> None:
@@ -102,10 +107,10 @@ class MetricsFile:
         with self._lock:
             self._last = figures["step"]
             self.waiting.append({k: _finite(value) for k, value in figures.items()})
-            if self.folder is not None and self._flush(self.folder) > self._rotate_bytes:
-                self.sync()
-                number = len(files_of(self.folder))
-                (self.folder / NAME).rename(self.folder / f"metrics.{number}.jsonl")
+            folder = self.folder
+            if folder is not None and self._flush(folder) > self._rotate_bytes and self.sync():
+                number = len(files_of(folder))
+                (folder / NAME).rename(folder / f"metrics.{number}.jsonl")
 
     def note(self, kind: str, value: Any) -> None:
         """Append a record, from any thread. It waits for the first figures: a load may come before
@@ -122,24 +127,40 @@ class MetricsFile:
         """Steps whose figures are in no file."""
         return sum("step" in row for row in self.waiting)
 
-    def sync(self) -> None:
-        """Return when all lines are on disk."""
+    def sync(self) -> bool:
+        """Return when all lines are on disk, and whether they could be written."""
         with self._lock:
             if self.folder is not None and (self.waiting or (self.folder / NAME).exists()):
                 self._flush(self.folder)
-                with open(self.folder / NAME, "rb") as opened:
-                    os.fsync(opened.fileno())
+                try:
+                    with open(self.folder / NAME, "rb") as opened:
+                        os.fsync(opened.fileno())
+                except OSError as error:
+                    self._tell(error)
+            return not self.waiting
 
     def _flush(self, folder: Path) -> int:
         """Write the lines that wait; return the bytes of the file."""
         rows, self.waiting = self.waiting, []
-        if not self._begun:
-            repeated = self._drop_repeats(folder)
-            self._begun = True
-            if self._header is not None:
-                start = {"after_step": self._after, "repeated_steps": repeated}
-                rows.insert(0, {"run": self._header, **start, "time": round(time.time(), 3)})
-        return _append(folder / NAME, [json.dumps(row) for row in rows])
+        try:
+            if not self._begun:
+                repeated = self._drop_repeats(folder)
+                self._begun = True
+                if self._header is not None:
+                    start = {"after_step": self._after, "repeated_steps": repeated}
+                    rows.insert(0, {"run": self._header, **start, "time": round(time.time(), 3)})
+            return _append(folder / NAME, [json.dumps(row) for row in rows])
+        except OSError as error:
+            self.waiting = rows
+            self._tell(error)
+            return 0
+
+    def _tell(self, error: OSError) -> None:
+        if not self._has_failed:
+            self._has_failed = True  # first: the warning is a line, too
+            logger.warning(
+                "metrics: %s cannot be written (%s); its lines wait in memory", self.folder, error
+            )
 
     def _drop_repeats(self, folder: Path) -> int:
         """Move the lines of steps that this run repeats; return the number of these steps. A run
@@ -164,9 +185,16 @@ class MetricsFile:
 
 
 def _append(path: Path, lines: Sequence[str]) -> int:
-    """Append ``lines`` to ``path``; return its size in bytes."""
-    with open(path, "a") as opened:
-        opened.writelines(f"{line}\n" for line in lines)
+    """Append ``lines`` to ``path``, all or none; return its size in bytes. Raises OSError."""
+    content = "".join(f"{line}\n" for line in lines).encode()
+    with open(path, "ab", buffering=0) as opened:
+        begin = opened.tell()
+        try:
+            while content:
+                content = content[opened.write(content) :]
+        except OSError:
+            opened.truncate(begin)
+            raise
         return opened.tell()
 
 

@@ -221,7 +221,7 @@ class EngineMeasures(StepMeasures):
             if self.file is not None and self._warnings is not None:
                 ending.callback(self._warnings.close)
                 self._note_totals()
-                if self.file.lost_steps:
+                if self.file.folder is None and self.file.lost_steps:
                     logger.warning(
                         "metrics: the figures of %d steps are in no file: no checkpoint was saved; "
                         "write metrics.path",

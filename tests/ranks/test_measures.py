@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import resource
+import signal
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from hf_zero.measures.collectives import wire_bytes
 from hf_zero.measures.metrics_file import NAME, REPLACED, MetricsFile, read_metrics, read_rows
-from hf_zero.measures.run_record import BUFFERS
+from hf_zero.measures.run_record import BUFFERS, WarningRecords
 from hf_zero.measures.trace import PIDS
 from hf_zero.measures.utilisation import flops_per_token
 from tests.helpers.engines import STAGES, config_of, start
@@ -191,6 +193,35 @@ def test_files_are_rotated_and_repeats_removed(tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
     replaced = (tmp_path / REPLACED).read_text().splitlines()
     assert sorted(json.loads(line)["step"] for line in replaced) == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_disk_that_is_full_for_some_steps_loses_no_line(
+    cut: bool, tmp_path: Path, heard: list[str]
+) -> None:
+    """Whether it takes no byte of a line, or some."""
+    file = MetricsFile(1 << 20, {"ranks": 1})
+    warnings = WarningRecords(file)
+    file.keep_in(tmp_path)
+    file.write({"step": 1})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    held = (tmp_path / NAME).stat().st_size
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (held + 5 * cut, hard))
+        file.write({"step": 2})
+        logger.warning("of another thread")
+        file.sync()
+        assert (tmp_path / NAME).stat().st_size == held
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    warnings.close()
+    assert file.lost_steps == 1
+    file.write({"step": 3})
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
+    told = [row["warning"] for row in read_rows(tmp_path) if "warning" in row]
+    assert len(told) == 2 and "cannot be written" in told[0] and file.lost_steps == 0
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
