@@ -92,8 +92,14 @@ def cost(options: argparse.Namespace) -> None:
         waits.append(engine.wait_for_checkpoint)
 
     def in_memory() -> None:
+        before = engine.memory.newest_id
+
+        def wait() -> None:
+            engine.memory.wait()
+            assert engine.memory.newest_id != before, "the save into memory failed"
+
         memory.save(engine)
-        waits.append(engine.memory.wait)
+        waits.append(wait)
 
     def dcp() -> None:
         from torch.distributed.checkpoint import async_save
@@ -141,8 +147,8 @@ def cost(options: argparse.Namespace) -> None:
             waits.clear()
             if number >= 0:
                 found[name].append((ended - begun, stall, time.perf_counter() - ended))
-    folders = list(engine.memory.folder(engine.memory.base).glob("slot-*/*.safetensors"))
-    nbytes = max((path.stat().st_size for path in folders), default=0)
+    held = list(engine.memory.folder(engine.memory.base).glob("slot-*/*.safetensors"))
+    nbytes = max(path.stat().st_size for path in held) if held else None
     engine.destroy()
     if dist.get_rank() == 0:
         for name, rounds in found.items():
