@@ -16,6 +16,7 @@ from hf_zero.distributed.attempts import store_of_attempt
 from hf_zero.distributed.collective_log import PendingCollective
 from hf_zero.distributed.collectives import DEFAULT_TIMEOUT, MARGIN_SECONDS
 from hf_zero.distributed.process_group import (
+    allow_connections,
     backends_asked,
     default_device,
     get_world_size,
@@ -88,6 +89,7 @@ def init_distributed(
     limit = timedelta(seconds=seconds + MARGIN_SECONDS)
 
     def join() -> None:
+        allow_connections(world_size)
         agent = connect_to_agent_store(limit) if place is not None else None
         if agent is not None and place is not None:
             own = store_of_attempt(agent, place.rank, world_size, limit)

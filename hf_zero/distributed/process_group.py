@@ -5,6 +5,7 @@ abort, so that its waits raise, or destruction.
 from __future__ import annotations
 
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -16,11 +17,13 @@ import torch.distributed as dist
 
 from hf_zero.device import kinds
 from hf_zero.distributed.rank_hosts import choose_interface
-from hf_zero.logging import logger
+from hf_zero.logging import log_rank0, logger
 
 CPU = torch.device("cpu")
 BREAK_TAG = 0x7FFFFFFF
 ABORT_SECONDS = 30.0  # longest wait for aborts
+FILES_A_RANK = 16  # connections to each rank in groups of all; on the store's host, its clients
+OTHER_FILES = 512
 
 
 def is_initialized() -> bool:
@@ -97,6 +100,24 @@ def backends_asked(backend: str | None, device: torch.device) -> str:
     """
     own = backend is None or backend.lower() == backend_for(device)
     return backends_for(device) if own else str(backend)
+
+
+def allow_connections(world: int) -> None:
+    """Raise this process's limit of open files to what ``world`` ranks need, as far as the system
+    lets it: gloo keeps a connection to each rank of each group, and the limit is often 1,024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OTHER_FILES + FILES_A_RANK * world
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    if limit < wanted:
+        log_rank0(
+            f"a process here may open {limit} files, and {world} ranks may need {wanted} "
+            "(connections among them); raise the hard limit (ulimit -Hn) where connections fail "
+            "with 'Too many open files'"
+        )
 
 
 def add_host_backend(timeout: timedelta) -> None:

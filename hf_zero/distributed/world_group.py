@@ -27,6 +27,7 @@ from hf_zero.distributed.process_group import (
     CPU,
     abort,
     add_host_backend,
+    allow_connections,
     backend_serving,
     backends_for,
     default_device,
@@ -176,6 +177,7 @@ class WorldGroup(RankGroup):
         rank_status: RankStatus | None = None
         self.recovery_board: RecoveryBoard | None = None
         if self.world > 1 and backend not in ("threaded", "fake"):
+            allow_connections(self.world)  # the script may have made the group
             shared = dist.PrefixStore("hf_zero/ranks", store)
             number = shared.add(f"made/{rank}", 1)
             agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
