@@ -90,9 +90,9 @@ def test_a_generation_is_written_to_disk_while_later_ones_are_made(
         for thread in threading.enumerate():
             if thread.name == "hf-zero save":
                 thread.join()
-        own = f"/rank-{rank:05d}-"
-        maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if own in line]
-        assert len([line for line in maps if str(setup.base) in line]) >= 2
+        own, lines = f"/rank-{rank:05d}-", Path("/proc/self/maps").read_text().splitlines()
+        maps = [line for line in lines if f"{setup.base}/" in line and own in line]
+        assert len(maps) >= 2
         assert not [line for line in maps if "(deleted)" in line], "what was written takes no room"
 
     attempt(setup, range(6), before=to_disk)
