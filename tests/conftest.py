@@ -17,6 +17,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_ZERO_LOG_LEVEL", "WARNING")
+os.environ.pop("COLUMNS", None)  # of the terminal: tables in tests are as wide as in a pipe
 
 import hypothesis
 import pytest

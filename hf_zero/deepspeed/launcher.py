@@ -19,7 +19,7 @@ from hf_zero.deepspeed.multinode_runner import RUNNERS, MultiNodeRunner
 from hf_zero.errors import ConfigError, LaunchError, NotBuiltError
 from hf_zero.launch.front import carry_out
 from hf_zero.launch.hosts import Host, read_hostfile, select
-from hf_zero.launch.plan import Request, exported, plan, refuse_missing
+from hf_zero.launch.plan import Request, exported, plan
 from hf_zero.logging import logger
 
 ENVIRONMENT_FILE = os.getenv("DS_ENV_FILE", ".deepspeed_env")
@@ -88,7 +88,6 @@ def main(args: Sequence[str] | None = None) -> None:
         env_files=tuple(files),
         ssh_port=given.ssh_port,
     )
-    refuse_missing(request)
     code = carry_out(plan(request, _ranks_here))
     if code:
         sys.exit(code)

@@ -377,8 +377,10 @@ def test_launch_presets_are_read_back_as_their_stage(preset: str) -> None:
     assert (args.training_script, args.training_script_args) == ("train.py", ["--lr", "1"])
 
 
-def test_launch_takes_a_file_and_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_takes_a_file_and_starts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
     monkeypatch.setattr(
         os, "execv", lambda program, arguments: started.append((program, arguments))
     )
@@ -703,7 +705,7 @@ def test_doctor_shows_why_the_autoload_failed(monkeypatch: pytest.MonkeyPatch) -
 
 def test_every_command_that_is_named_exists() -> None:
     """In messages, docstrings and documents."""
-    there = {str(command.name) for command in app.registered_commands}
+    there = {str(command.name) for command in (*app.registered_commands, *app.registered_groups)}
     files = [*ROOT.glob("hf_zero/**/*.py"), *ROOT.glob("hf_zero/**/*.md"), *ROOT.glob("*.md")]
     named = {
         (name, path.relative_to(ROOT))
