@@ -283,6 +283,8 @@ class Engine(TrainingEngine):
         self.measures.saving(self, save_dir)
         in_background = self.config.checkpoint.async_save if blocking is None else not blocking
         writer = self.async_saves.get_writer() if in_background else None
+        if self.memory is not None and client_state is not None:
+            self.memory.client_state = dict(client_state)
         offered = None
         if writer is not None and self.memory is not None:
             offered = self.memory.offer(self, writer.is_writing)
@@ -354,6 +356,7 @@ class Engine(TrainingEngine):
         self.measures.loaded(self, load_dir)
         if self.memory is not None:
             self.memory.loaded()
+            self.memory.client_state = answer[1]
         return answer
 
     def _run_folder(self, given: str | None, who: str) -> str:

@@ -117,8 +117,13 @@ def find_resumed(resume: str | os.PathLike[str], config: ZeroConfig) -> Resumed 
     the configuration for "latest", or in the memory of the hosts; None, with a line in the log, if
     there is none. If ``resume`` is a checkpoint itself, that one. Collective.
 
-    Raises ConfigError without a folder, and CheckpointError if all checkpoints there are damaged.
+    Raises ConfigError without a folder or for a value that is none, and CheckpointError if all
+    checkpoints there are damaged.
     """
+    if not isinstance(resume, (str, os.PathLike)):
+        raise ConfigError(
+            f"resume={resume!r} is neither a folder nor {LATEST!r}; write resume={LATEST!r}"
+        )
     given = config.checkpoint.folder if resume == LATEST else os.fspath(resume)
     in_memory = bool(config.memory_checkpoints.every)
     if not given and not in_memory:

@@ -167,13 +167,8 @@ class ZeroConfig(Settings):
         (``training`` False: TRL's reference models) may get a configuration that the Trainer has
         not completed: values still "auto" take their defaults.
         """
-        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-            raise ConfigError(
-                f"world_size = {world_size!r} is not a number of ranks; pass an "
-                "integer of at least 1"
-            )
         reading = self._copy()
-        resolving.resolve(reading, world_size, require_batch_size, training)
+        resolving.resolve(reading, _checked(world_size), require_batch_size, training)
         return self._of(reading, world_size)
 
     def on_device(self, device: str) -> ZeroConfig:
@@ -245,7 +240,7 @@ class ZeroConfig(Settings):
         still = set(reading.autos)
         for path in still:
             reading.discard(path)
-        resolving.resolve(reading, ranks, require_batch_size=False, training=True)
+        resolving.resolve(reading, _checked(ranks), require_batch_size=False, training=True)
         if not still.isdisjoint(resolving.BATCH):
             still.update(resolving.BATCH)
         kept = {row.key: row for row in rows if row.key in still}
@@ -316,3 +311,12 @@ def _as_dialect(given: Mapping[str, Any]) -> dict[str, Any]:
             value = {"enabled": value}
         mapping["zero_optimization" if name == "zero" else name] = value
     return mapping
+
+
+def _checked(ranks: int) -> int:
+    """Return ``ranks``. Raises ConfigError if it is not a number of ranks."""
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise ConfigError(
+            f"world_size = {ranks!r} is not a number of ranks; pass an integer of at least 1"
+        )
+    return ranks

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 import hf_zero
 from hf_zero.checkpoint.manifest import Manifest
+from hf_zero.checkpoint.resume import find_resumed
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.logging import logger
 from tests.helpers.ranks import RankFailed, run_ranks
@@ -332,3 +333,9 @@ def test_folders_by_default(tmp_path):
     for call in (engine.save_checkpoint, engine.load_checkpoint):
         with pytest.raises(ConfigError, match="was given no folder, and none is configured"):
             call()
+
+
+def test_resume_is_a_folder_or_latest():
+    said = "resume=True is neither a folder nor 'latest'; write resume='latest'"
+    with pytest.raises(ConfigError, match=said):
+        find_resumed(True, hf_zero.ZeroConfig(stage=1))

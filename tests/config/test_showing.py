@@ -217,6 +217,11 @@ def test_a_letter_left_out_is_noticed(path: str, data: st.DataObject) -> None:
     assert repr(path) in meant or f".{wrong.rpartition('.')[2]}'" in meant
 
 
+def test_explain_for_no_ranks_is_refused() -> None:
+    with pytest.raises(ConfigError, match="world_size = 0 is not a number of ranks"):
+        ZeroConfig(stage=1).explain(0)
+
+
 def test_explain() -> None:
     config = ZeroConfig.from_dict(
         {

@@ -55,7 +55,7 @@ def newest(
     on_disk = _on_disk(ranks, engine.global_rank, directory)
     if memory is not None:
         memory.wait()
-        able = _generations(memory, ranks, on_disk[1] if on_disk else -1)
+        able = _generations(memory, ranks, on_disk[1] if on_disk else -2)
         found = next(filter(None, (each.take(engine, strict) for each in able)), None)
         if found is not None:
             return found
@@ -68,7 +68,8 @@ def newest_in_memory(
     config: ZeroConfig, directory: str | os.PathLike[str] | None = None, tag: str | None = None
 ) -> Newest | None:
     """Return the newest generation in memory that is whole, for the next engine of this process;
-    None if there is none, or if ``<directory>/<tag>`` (by default the latest) is newer. Collective.
+    None if there is none, or if ``<directory>/<tag>`` (by default the latest) is not older.
+    Collective.
 
     Its folder has everything but the rank files, which ``engine.load_checkpoint(directory, tag)``
     adds. A copy of each file has been compared with its hash.
@@ -78,14 +79,14 @@ def newest_in_memory(
     ranks, rank = get_world_group(), process_group.get_rank()
     on_disk = _on_disk(ranks, rank, directory, tag)
     where = saving.next_folders(config.memory_checkpoints, ranks, rank)
-    able = _generations(where, ranks, on_disk[1] if on_disk else -1)
+    able = _generations(where, ranks, on_disk[1] if on_disk else -2)
     return next(filter(None, (each.take() for each in able)), None)
 
 
 def locate(engine: Any, directory: str | os.PathLike[str], tag: str | None, strict: bool) -> Newest:
     """Return the checkpoint that a load of ``directory`` means: with a ``tag`` that one, in the
-    folder of a generation in memory that one, else the :func:`newest`, unless a route chooses that.
-    Collective.
+    folder of a generation in memory that one, else the :func:`newest`, unless a route chooses that
+    or the engine has made steps: it goes back to what the folder holds. Collective.
 
     Raises CheckpointError if the generation of that folder is not whole any more.
     """
@@ -105,7 +106,7 @@ def locate(engine: Any, directory: str | os.PathLike[str], tag: str | None, stri
                 "job again: an older one, or a checkpoint on disk, is taken"
             )
         return found
-    looks = tag is None and not memory.by_route
+    looks = tag is None and not memory.by_route and not memory.has_stepped
     chosen = newest(engine, directory, strict) if looks else None
     return chosen or Newest(directory, tag, -1, in_memory=False)
 
@@ -134,11 +135,11 @@ def _on_disk(
     return found
 
 
-def _generations(where: JobFolders, ranks: Any, at_least: int = -1) -> Iterator[_Taking]:
-    """Yield the generations of step ``at_least`` or later ones, newest first. Collective."""
+def _generations(where: JobFolders, ranks: Any, after: int = -2) -> Iterator[_Taking]:
+    """Yield the generations of steps after ``after``, newest first. Collective."""
     found, own = where.exchange_inventories()
     for each in found:
-        if each.step >= at_least:
+        if each.step > after:  # a save on disk of the same step came after it
             yield _Taking(where, ranks, each, own)
 
 

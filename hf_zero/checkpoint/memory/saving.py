@@ -179,6 +179,9 @@ class MemoryCheckpoints(JobFolders):
         settings, mesh = engine.config.memory_checkpoints, engine.mesh
         assert settings.every is not None
         self.every, self.copies, self.by_route = settings.every, settings.copies, False
+        self.has_stepped = False  # a load without a tag then means the folder that it names
+        # what the script gave to its last save on disk, or has loaded
+        self.client_state: Mapping[str, Any] = {}
         self._limit = settings.limit
         self.world, self._device = mesh.dims.world, mesh.device
         super().__init__(settings, mesh.job, engine.global_rank, host_name())
@@ -261,6 +264,7 @@ class MemoryCheckpoints(JobFolders):
 
     def end_step(self, engine: TrainingEngine) -> None:
         """Save at the end of a step, if it is due and no route does."""
+        self.has_stepped = True
         if not self.by_route and self.is_due(engine.counters.global_steps):
             self.save(engine)
 
@@ -282,7 +286,9 @@ class MemoryCheckpoints(JobFolders):
         begun = time.perf_counter()
         reached("before")
         step = engine.counters.global_steps
-        staged = self._copy(engine, beside or {}, client_state or {}, tag)
+        if client_state is None:
+            client_state = self.client_state
+        staged = self._copy(engine, beside or {}, client_state, tag)
         self._staged = None if self._early_step == step else staged
         self._last_step, self._early_step = step, -1
         if self._is_cut_off:

@@ -7,10 +7,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.accelerate_yaml import PASSED_ON
+from hf_zero.distributed.init import init_distributed
 from hf_zero.distributed.rank_hosts import choose_interface
 from hf_zero.distributed.rendezvous import announce
 from hf_zero.errors import ConfigError
@@ -136,12 +138,14 @@ def refuse_plain_launch(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def see_ranks(original: Callable[..., None]) -> Callable[..., None]:
     """Wraps ``TrainingArguments.__post_init__``: sets torchrun's variables for ranks of srun and
-    mpirun before the arguments read them.
+    mpirun before the arguments read them, and makes the group of CPU ranks, which Accelerate would
+    make on a store that torchrun keeps from attempts before.
     """
 
     def __post_init__(self: Any) -> None:
-        if (self.deepspeed or zero_asked_for()) and finder.chosen():
-            launched()
+        asked = (self.deepspeed or zero_asked_for()) and finder.chosen()
+        if asked and launched() and (self.use_cpu or cpu_forced()):
+            init_distributed("gloo", timeout=timedelta(seconds=self.ddp_timeout))
         original(self)
 
     return __post_init__

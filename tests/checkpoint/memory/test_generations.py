@@ -653,3 +653,33 @@ def test_an_attempt_that_does_not_resume_is_told_what_it_overwrites(
     assert not any("has not resumed" in line for line in heard)
     attempt(setup, range(1))
     assert any("has left step 4 in memory" in line for line in heard)
+
+
+def test_a_save_on_disk_of_the_same_step_is_the_later_one(tmp_path: Path) -> None:
+    """It has what the script has written since, and a load of an engine that has made steps means
+    the folder that it names. A generation keeps the client state of the save before it.
+    """
+    setup, disk = with_folders(Kept(), tmp_path), str(tmp_path / "disk")
+
+    def saving_at_3(engine: Any, rank: int) -> None:
+        setup.train(engine, rank, range(3))
+        engine.memory.wait()
+        engine.save_checkpoint(disk, client_state={"best": 1})
+
+    attempt(setup, range(5), before=saving_at_3)
+
+    def going_back(engine: Any, rank: int) -> tuple[int, Any, Any, str]:
+        first, state = engine.global_steps, dict(engine.memory.client_state)
+        setup.train(engine, rank, range(first, first + 2))
+        path, client = engine.load_checkpoint(disk)
+        return first, state, client, str(path)
+
+    told = [each[3] for each in attempt(setup, range(0), disk, going_back)]
+    for first, state, client, path in told:
+        assert (first, state, client) == (5, {"best": 1}, {"best": 1})
+        assert path.startswith(disk)
+    shutil.rmtree(setup.base)
+    tie = attempt(setup, range(3), before=saving_at_3)
+    assert [each[0] for each in tie] == [3, 3]
+    again = attempt(setup, range(3), disk, lambda engine, rank: dict(engine.memory.client_state))
+    assert [(each[0], each[3]) for each in again] == [(3, {"best": 1})] * 2

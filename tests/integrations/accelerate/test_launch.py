@@ -6,7 +6,9 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import yaml
 
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
+from hf_zero.integrations.accelerate import launch as ranks_of
 
 launch = pytest.importorskip("accelerate.commands.launch")
 
@@ -279,3 +282,20 @@ def test_the_ranks_hear_of_the_folders_for_files(
         for _, _, found in started
     ]
     assert told == [["/one", "/two"], [None, "/three"], [None, None]]
+
+
+def test_cpu_ranks_of_training_arguments_join_before_accelerate_would(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Accelerate's group would be on a store that torchrun keeps from earlier attempts."""
+    joined: list[Any] = []
+    monkeypatch.setattr(ranks_of, "launched", lambda: True)
+    monkeypatch.setattr(ranks_of.finder, "chosen", lambda: True)
+    monkeypatch.setattr(
+        ranks_of, "init_distributed", lambda backend, timeout: joined.append((backend, timeout))
+    )
+    begin = ranks_of.see_ranks(lambda arguments: joined.append("original"))
+    for cpu in (True, False):
+        begin(SimpleNamespace(deepspeed={}, use_cpu=cpu, ddp_timeout=90))
+    begin(SimpleNamespace(deepspeed={"zero_optimization": {}}, use_cpu=True, ddp_timeout=90))
+    assert joined == ["original", "original", ("gloo", timedelta(seconds=90)), "original"]
