@@ -118,7 +118,7 @@ def kill_again_and_again(tmp_path, stage, kills, draw, **how):
     plan = Plan(tmp_path / "killed", stage, steps, **how)
     reached = inside = 0
     resumed_from = set()
-    for _ in range(20 * kills):
+    for attempt in range(20 * kills):
         running = Running(plan, expected)
         running.until("saving", draw.randint(1, 2))
         time.sleep(draw.uniform(0, 1.3 * seconds))
@@ -142,7 +142,7 @@ def kill_again_and_again(tmp_path, stage, kills, draw, **how):
                 assert hf_zero.verify_checkpoint(plan.folder, tag).problems == (), tag
         if running.steps("done"):
             reached = 0
-            plan = Plan(tmp_path / f"killed{inside}", stage, steps, **how)
+            plan = Plan(tmp_path / f"killed{attempt}", stage, steps, **how)
         if inside >= kills and len(resumed_from) > 1:
             break
     assert inside >= kills and len(resumed_from) > 1, f"only {inside} kills met a save"
