@@ -25,9 +25,9 @@ from typing import Any
 import psutil
 
 HERE = Path(__file__).resolve().parent
-sys.path += [str(HERE.parent), str(HERE.parents[1] / "scripts" / "bench")]
+sys.path.append(str(HERE.parent))
+from namespaces import Link, join_hosts  # noqa: E402
 from plot import line_plot  # noqa: E402
-from slow_links import Link  # noqa: E402
 
 RUNS = {"memory, every 5 steps": "memory.json", "disk, every 50 steps": "disk.json"}
 STORE = (
@@ -194,21 +194,6 @@ def report(runs: dict[str, list[dict[str, Any]]], hosts: str, folder: Path) -> N
     print(f"rows and plot: {folder}")
 
 
-def namespaces(count: int) -> Link | str:
-    """``count`` hosts on a bridge, or why there are none."""
-    link = Link(count)
-    try:
-        link.make()
-    except FileNotFoundError as error:
-        why = f"there is no command {error.filename!r}"
-    except subprocess.CalledProcessError as error:
-        why = f"`{' '.join(error.cmd)}` says: {error.stderr.decode().strip()}"
-    else:
-        return link
-    link.remove()
-    return why
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -227,7 +212,7 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("runs/elastic"))
     options, options.passed = parser.parse_known_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` ends the hosts
-    link = "not asked for" if options.loopback else namespaces(options.hosts + 1)
+    link = "not asked for" if options.loopback else join_hosts(options.hosts + 1)
     if isinstance(link, str):
         print(f"no network namespaces: {link}. Hosts are names on 127.0.0.1.", flush=True)
     joined = link if isinstance(link, Link) else None

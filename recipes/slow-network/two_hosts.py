@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parents[1] / "scripts" / "bench"))
-from slow_links import Link  # noqa: E402
+sys.path.append(str(HERE.parent))
+from namespaces import Link, join_hosts  # noqa: E402
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 SCRIPT = str(HERE / "run_slow_network.py")
@@ -30,21 +30,7 @@ def throttled(rate: int) -> Link | str:
     """Two hosts on a link of so many Mbit/s, or why there are none."""
     if rate <= 0:
         return "not asked for"
-    link = Link(2)
-    try:
-        link.make()
-        link.limit(rate)
-    except FileNotFoundError as error:
-        why = f"there is no command {error.filename!r}"
-    except subprocess.CalledProcessError as error:
-        said = error.stderr.decode().strip() or f"exit code {error.returncode}"
-        why = f"`{' '.join(error.cmd)}` says: {said}"
-        if os.geteuid() != 0:
-            why = f"{why} (namespaces take root, and you are not)"
-    else:
-        return link
-    link.remove()
-    return why
+    return join_hosts(2, rate)
 
 
 def run_together(commands: list[list[str]], environments: list[dict[str, str]]) -> int:

@@ -23,9 +23,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "recipes"))
+from namespaces import Link
 
 LENGTH, VOCABULARY = 64, 8192
 ONE = {"compressed_communication": {"bits": 1, "freeze_step": 1}}
@@ -100,53 +103,6 @@ def work() -> None:
             times.append(time.perf_counter() - before)
         said = {"times": times, "loss": answer[0], "bytes": answer[1]}
         print(f"@{json.dumps(said)}", flush=True)
-
-
-def ip(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True)
-
-
-class Link:
-    """A namespace for each rank and one for the bridge that joins them."""
-
-    def __init__(self, ranks: int) -> None:
-        self.bridge = f"bench{os.getpid()}bridge"
-        self.names = [f"bench{os.getpid()}r{rank}" for rank in range(ranks)]
-        self.devices = [f"vr{os.getpid()}r{rank}" for rank in range(ranks)]
-        self.ports = [f"vp{os.getpid()}r{rank}" for rank in range(ranks)]
-        self.addresses = [f"10.231.7.{rank + 1}" for rank in range(ranks)]
-
-    def make(self) -> None:
-        for name in (self.bridge, *self.names):
-            ip("ip", "netns", "add", name)
-        ip("ip", "-n", self.bridge, "link", "add", "bridge", "type", "bridge")
-        ip("ip", "-n", self.bridge, "link", "set", "bridge", "up")
-        for name, device, port, address in zip(
-            self.names, self.devices, self.ports, self.addresses
-        ):
-            ip(
-                *("ip", "link", "add", device, "netns", name, "type", "veth"),
-                *("peer", "name", port, "netns", self.bridge),
-            )
-            ip("ip", "-n", self.bridge, "link", "set", port, "master", "bridge", "up")
-            ip("ip", "-n", name, "link", "set", "lo", "up")
-            ip("ip", "-n", name, "addr", "add", f"{address}/24", "dev", device)
-            ip("ip", "-n", name, "link", "set", device, "up")
-
-    def limit(self, megabits: int) -> None:
-        """Let that much through a second, from each rank and to each."""
-        burst = max(32, megabits // 8)  # kB: a hundredth of a second
-        ends = [*zip(self.names, self.devices), *((self.bridge, port) for port in self.ports)]
-        for name, device in ends:
-            ip(
-                *("tc", "-n", name, "qdisc", "replace", "dev", device, "root", "tbf"),
-                *("rate", f"{megabits}mbit", "burst", f"{burst}kb", "latency", "200ms"),
-            )
-
-    def remove(self) -> None:
-        for name in (*self.names, self.bridge):
-            with suppress(FileNotFoundError):  # where there is no `ip`, there is nothing to remove
-                subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
 @contextmanager

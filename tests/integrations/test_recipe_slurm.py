@@ -1,0 +1,173 @@
+"""The recipe of SLURM: its job script against commands that answer as SLURM's, the environment of a
+real job, and, with ``--long``, the job on a SLURM cluster of two nodes on this machine, requeued
+and stopped: the losses are those of one plain process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_zero.distributed.rendezvous import Place, discover
+from hf_zero.measures.metrics_file import read_metrics
+from hf_zero.report.run import read_run
+from tests.helpers import launched
+
+SLURM = Path(__file__).resolve().parents[2] / "recipes" / "slurm"
+JOB = SLURM / "train_on_slurm.sh"
+# of both tasks of the step in a job of `sbatch --nodes=2 --ntasks-per-node=1`, SLURM 22.05
+BATCH = {
+    "SLURMD_NODENAME": "node0", "SLURM_GTIDS": "0", "SLURM_JOBID": "1", "SLURM_JOB_ID": "1",
+    "SLURM_JOB_CPUS_PER_NODE": "1(x2)", "SLURM_JOB_NODELIST": "node[0-1]", "SLURM_LOCALID": "0",
+    "SLURM_JOB_NUM_NODES": "2", "SLURM_NNODES": "2", "SLURM_NODEID": "0",
+    "SLURM_NODELIST": "node[0-1]", "SLURM_NPROCS": "2", "SLURM_NTASKS": "2",
+    "SLURM_NTASKS_PER_NODE": "1", "SLURM_PROCID": "0", "SLURM_TASKS_PER_NODE": "1(x2)",
+}  # fmt: skip
+STEP = {
+    "SLURM_LAUNCH_NODE_IPADDR": "10.231.7.1", "SLURM_DISTRIBUTION": "cyclic",
+    "SLURM_SRUN_COMM_HOST": "10.231.7.1", "SLURM_SRUN_COMM_PORT": "36623", "SLURM_STEPID": "0",
+    "SLURM_STEP_ID": "0", "SLURM_STEP_LAUNCHER_PORT": "36623", "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "node[0-1]", "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+}  # fmt: skip
+
+
+def module_of(path: Path) -> Any:
+    found = importlib.util.spec_from_file_location(path.stem, path)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def imported(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that imports a script of the recipe."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return lambda name: module_of(SLURM / name)
+
+
+def test_ranks_find_their_places_in_a_job() -> None:
+    places = [
+        discover({**BATCH, **STEP, "SLURMD_NODENAME": f"node{rank}", "SLURM_NODEID": str(rank),
+                  "SLURM_PROCID": str(rank), "SLURM_GTIDS": str(rank)})
+        for rank in range(2)
+    ]  # fmt: skip
+    assert places[0] is not None
+    port = places[0].master_port
+    assert places == [Place(rank, 2, 0, 1, "node0", port, "srun") for rank in range(2)]
+
+
+def run_job(tmp_path: Path, srun: str, told: bool = False) -> tuple[int, list[str], list[str]]:
+    """Run the job script with commands in place of SLURM's; return its exit code, the arguments of
+    ``srun`` and those of ``scontrol``. ``told``: it gets SIGTERM while ``srun`` runs.
+    """
+    for name, does in {"srun": srun, "scontrol": ""}.items():
+        path = tmp_path / name
+        path.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {path}.called\n{does}\n')
+        path.chmod(0o755)
+    environment = {**BATCH, "SLURM_JOB_ID": "7", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    started = subprocess.Popen(["bash", str(JOB), "--num_iterations", "9"], env=environment)
+    calls = [tmp_path / f"{name}.called" for name in ("srun", "scontrol")]
+    while told and started.poll() is None and not calls[0].exists():
+        time.sleep(0.02)
+    if told:
+        started.send_signal(signal.SIGTERM)
+        (tmp_path / "told").touch()
+    code = started.wait(30)
+    return code, *(call.read_text().split() if call.exists() else [] for call in calls)
+
+
+@pytest.mark.parametrize(
+    ("code", "told", "requeued"), [(0, False, False), (1, False, False), (85, True, True)]
+)
+def test_the_job_is_requeued_where_ranks_stopped(
+    tmp_path: Path, imported: Any, code: int, told: bool, requeued: bool
+) -> None:
+    wait = f"while [ ! -e {tmp_path}/told ]; do sleep 0.02; done\n" if told else ""
+    ended, srun, scontrol = run_job(tmp_path, f"{wait}exit {code}", told)
+    assert ended == code and scontrol == (["requeue", "7"] if requeued else [])
+    at = srun.index("train_on_slurm.py")
+    assert srun[at - 1] == "python"
+    script = imported("train_on_slurm.py")
+    args = script.parse_args(srun[at + 1 :])
+    assert args.output_dir == Path("runs/slurm-7") and args.num_iterations == 9
+    assert script.STOPPED == 85
+
+
+def test_the_options_of_the_job() -> None:
+    """Those that the card explains; sbatch itself reads them in the long suite."""
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", JOB.read_text(), re.M))
+    assert options["nodes"] == "2" and options["ntasks-per-node"] == "1"
+    assert options["signal"] == "TERM@120" and options["open-mode"] == "append"
+    assert "requeue" in options
+    card = (SLURM / "README.md").read_text()
+    assert all(f"--{name}" in card for name in ("signal", "requeue", "ntasks-per-node"))
+
+
+def test_why_there_is_no_cluster(
+    imported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = imported("cluster.py")
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "no command 'munged' (Debian: slurm-wlm, munge)" in cluster.missing()
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert "take root, and you are not" in cluster.missing()
+
+
+def plain_losses(script: Any, args: argparse.Namespace, rows: int) -> list[float]:
+    model, losses = script.build(args), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    stream, _ = script.load_text(script.LENGTH)
+    for step in range(args.num_iterations):
+        ids = script.batch_of(step, rows, stream, args.seed)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.long
+def test_a_job_is_requeued_and_stopped(
+    imported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, script = imported("cluster.py"), imported("train_on_slurm.py")
+    link = cluster.missing() or cluster.join_hosts(2)
+    if isinstance(link, str):
+        pytest.skip(f"no SLURM cluster: {link}")
+    link.remove()
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    out = tmp_path / "out"
+    said = launched.output(
+        [launched.python(), "cluster.py", "--requeue", "20", "--stop", "40", "--num_iterations",
+         "60", "--pause", "0.2", "--output_dir", str(out)],
+        SLURM, tmp_path / "log.txt", timeout=500,
+    )  # fmt: skip
+    assert "scontrol requeue" in said and "scancel --signal=TERM" in said
+    starts = read_run(out / "interrupted").starts
+    assert [start.header["ranks"] for start in starts] == [2, 2, 2], said
+    assert 20 <= starts[1].after < starts[2].after < 60
+    assert all(start.repeated == 0 for start in starts), "a step was trained twice"
+    saved = {path.name for path in (out / "interrupted").glob("global_step*")}
+    assert saved == {f"global_step{each}" for each in (starts[1].after, starts[2].after, 50, 60)}
+    want = plain_losses(script, script.parse_args(["--num_iterations", "60"]), 8)
+    for run in ("whole", "interrupted"):
+        losses = [row["loss"] for row in read_metrics(out / run)]
+        assert losses == pytest.approx(want, rel=1e-4)
+    assert (out / "loss_over_steps.svg").is_file()
