@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 # in an installed package, and in a checkout
 FOLDERS = (PACKAGE / "recipes", PACKAGE.parent / "recipes")
 ROW = re.compile(r"^\| \[([^]]+)\]\([^)]*\) \| ([^|]*) \| ([^|]*) \| ([^|]*) \|$", re.M)
-SHARED = ("comparison.py", "namespaces.py", "plot.py")  # modules beside the recipes that some import
+SHARED = ("comparison.py", "namespaces.py", "plot.py")  # modules that some import
 SCHEMA = "../../hf_zero/config/schema.json"  # as the files of recipes name it
 
 recipe = typer.Typer(no_args_is_help=True, help="The recipes that hf-zero brings.")
