@@ -31,6 +31,7 @@ AGENT = "hf_zero.launch.agent"
 LAUNCHER = "hf_zero.launch.launcher"
 LOOPBACK = "127.0.0.1"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+NODES = "PET_NNODES"  # the default of --nnodes of torchrun: set by Kubeflow in each pod
 HOST_NAME = "HF_ZERO_HOST"  # variable with the name by which errors refer to a lost rank's host
 PORTS = range(15000, 29000)  # below Linux's ephemeral ports
 FAMILIES = (
@@ -193,6 +194,13 @@ def _hosts(request: Request, default_ranks: Callable[[], int]) -> list[Host]:
     if request.num_procs is not None and request.num_procs < 1:
         raise LaunchError(
             f"--num-procs {request.num_procs} is not a number of ranks; pass at least 1"
+        )
+    declared = os.environ.get(NODES, "1")
+    if request.num_nodes is None and declared != "1":
+        raise LaunchError(
+            f"{NODES}={declared} says that this is one of several hosts, which would train alone; "
+            "start it with torchrun, which reads this variable, or pass --num-nodes, --node-rank, "
+            "--master-addr and --master-port"
         )
     own = Host(LOCAL, tuple(range(request.num_procs or default_ranks())))
     if request.node_rank is not None:
