@@ -133,8 +133,9 @@ def _lazy(name: str) -> Any:
     elif name in _EXPORTS:
         value = getattr(importlib.import_module(_EXPORTS[name]), name)
     else:
+        # Python's traceback adds the name that it resembles
         raise AttributeError(
-            f"module 'hf_zero' has no attribute {name!r}; it has {', '.join(__all__)}"
+            f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__]
         )
     globals()[name] = value
     return value

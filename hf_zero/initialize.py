@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import reprlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError
 from hf_zero.loading import give_values
 from hf_zero.loading.shard_only import release_holders
-from hf_zero.logging import log_rank0, logger, set_level
+from hf_zero.logging import counted, log_rank0, logger, set_level
 from hf_zero.ops.dispatch import kind_for_auto
 from hf_zero.optim.build import build_optimizer, build_scheduler
 from hf_zero.optim.elementwise import adopt
@@ -364,7 +365,7 @@ def _shown(config: ZeroConfig, ranks: int) -> str:
         f"({row.source}{'; ' + row.note if row.note.startswith('no effect') else ''})"
         for row in explaining.written(config.explain())
     ]
-    over = f"resolved configuration on {ranks} rank{'s' if ranks > 1 else ''}"
+    over = f"resolved configuration on {counted(ranks, 'rank')}"
     return "\n".join([f"{over} (`hf-zero explain FILE` shows the defaults, too):", *lines])
 
 
@@ -417,8 +418,8 @@ def _optimizer(
     if optimizer is not None:
         if not callable(optimizer):
             raise ConfigError(
-                f"optimizer is a {type(optimizer).__name__}; pass a torch.optim.Optimizer, or a "
-                "callable that makes one from parameters"
+                f"optimizer is {reprlib.repr(optimizer)} ({type(optimizer).__name__}); pass a "
+                "torch.optim.Optimizer, or a callable that makes one from parameters"
             )
         if config.optimizer is not None:
             raise ConfigError(
@@ -443,6 +444,11 @@ def _optimizer(
 
 
 def _scheduler(given: Any, config: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> Any:
+    if isinstance(given, type) and hasattr(given, "step"):
+        raise ConfigError(
+            f"lr_scheduler is the class {given.__name__}; pass a scheduler, or a callable that "
+            f"makes one: lambda optimizer: {given.__name__}(optimizer, …)"
+        )
     if callable(given) and not hasattr(given, "step"):
         given = given(optimizer)
     if isinstance(given, ReduceLROnPlateau):

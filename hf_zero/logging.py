@@ -61,6 +61,11 @@ def listed(names: Iterable[str], most: int = 8) -> str:
     return ", ".join(ordered[:most]) + more
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: 1 rank, 2 ranks."""
+    return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 _UNITS = {"": 1, "B": 1} | {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
 _UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
 

@@ -58,9 +58,17 @@ def dump(values: Mapping[str, Any], suffix: str) -> str:
 
 
 def refuse_existing(path: str | os.PathLike[str]) -> None:
-    """Raise ConfigError if there is a file or folder at ``path``, which is to be written."""
+    """Raise ConfigError if there is a file or folder at ``path``, which is to be written, or no
+    folder to write it in.
+    """
     if os.path.exists(path):
         raise ConfigError(f"{os.fspath(path)} exists; remove it, or pass another path with -o")
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise ConfigError(
+            f"{os.fspath(path)} cannot be written: there is no folder {folder}; make it, or pass "
+            "another path with -o"
+        )
 
 
 def load_json(text: str, label: str) -> dict[str, Any]:
@@ -85,7 +93,7 @@ def load_json(text: str, label: str) -> dict[str, Any]:
             raise ConfigError(
                 f"{label} is not valid JSON: {error.msg} in line {error.lineno}, column "
                 f"{error.colno}; nor Hjson: {other} in line {line}; mend that line"
-            ) from error
+            ) from None
     return _mapping(value, label)
 
 
@@ -94,7 +102,10 @@ def load_yaml(text: str, label: str) -> dict[str, Any]:
     try:
         value = yaml.load(text, Loader=_Loader)  # a SafeLoader
     except yaml.YAMLError as error:
-        raise ConfigError(f"{label} is not valid YAML: {error}; mend that line") from error
+        mark = getattr(error, "problem_mark", None)
+        where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        said = getattr(error, "problem", None) or error
+        raise ConfigError(f"{label} is not valid YAML: {said}{where}; mend that line") from None
     return _mapping(value, label)
 
 

@@ -9,7 +9,12 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS, is_accelerate, read_accelerate
+from hf_zero.config.accelerate_yaml import (
+    ACCELERATE_KEYS,
+    TRANSLATED,
+    is_accelerate,
+    read_accelerate,
+)
 from hf_zero.config.keys import KEYS, SECTIONS
 from hf_zero.config.reading import ConfigReading, canonical
 from hf_zero.config.rows import Status
@@ -22,7 +27,7 @@ Outcome = Literal["taken", "translated", "no effect", "left out", "to mend"]
 
 class KeyFinding(NamedTuple):
     """What became of one key: ``taken`` as it is, ``translated`` into other keys, without effect
-    here, left out of the result, or in a contradiction that is to mend by hand.
+    here, left out of the result, or to mend by hand: a wrong value or a contradiction.
     """
 
     key: str
@@ -89,7 +94,7 @@ def _dialect(mapping: Mapping[str, Any], prefix: str, findings: list[KeyFinding]
         if is_comment(str(name)):
             findings.append(KeyFinding(written, value, "left out", "a comment"))
         elif reading.mistakes:
-            findings.append(KeyFinding(written, value, "left out", _said(reading.mistakes[0])))
+            findings.append(_mistaken(written, value, reading, path))
         elif key is not None and key.status is not Status.ACTIVE:
             off = "off; not built here: " if key.status is Status.NOT_BUILT else ""
             findings.append(KeyFinding(written, value, "no effect", off + key.note))
@@ -97,6 +102,16 @@ def _dialect(mapping: Mapping[str, Any], prefix: str, findings: list[KeyFinding]
             findings.append(KeyFinding(written, value, "taken"))
             kept[name] = value
     return kept
+
+
+def _mistaken(written: str, value: Any, reading: ConfigReading, path: str) -> KeyFinding:
+    """Return the finding of a key that hf-zero refuses: to mend if it is known, built, and has a
+    wrong value.
+    """
+    error = reading.mistakes[0]
+    wrong = path in {**KEYS, **ACCELERATE_KEYS} and path not in reading.values
+    mend = wrong and not isinstance(error, NotBuiltError)
+    return KeyFinding(written, value, "to mend" if mend else "left out", _said(error))
 
 
 def _said(error: HfZeroError) -> str:
@@ -120,16 +135,15 @@ _WITHOUT_EFFECT = {
     "use_orig_params": "the model keeps its own parameters",
     "sync_module_states": "ranks begin with the values of rank 0",
 }
-_STAGES = {
-    **dict.fromkeys(("FULL_SHARD", "1", "TRUE", "HYBRID_SHARD", "4"), 3),
-    **dict.fromkeys(
-        ("SHARD_GRAD_OP", "2", "FALSE", "NO_RESHARD", "HYBRID_SHARD_ZERO2", "_HYBRID_SHARD_ZERO2")
-        + ("5",),
-        2,
-    ),
-    **dict.fromkeys(("NO_SHARD", "3"), 0),
+# sharding strategies of FSDP 1 and values of FSDP 2's reshard_after_forward: the stage, and whether
+# each host has a copy of the shards
+_STRATEGIES = {
+    **dict.fromkeys(("FULL_SHARD", "1", "TRUE"), (3, False)),
+    **dict.fromkeys(("HYBRID_SHARD", "4"), (3, True)),
+    **dict.fromkeys(("SHARD_GRAD_OP", "2", "FALSE", "NO_RESHARD"), (2, False)),
+    **dict.fromkeys(("HYBRID_SHARD_ZERO2", "_HYBRID_SHARD_ZERO2", "5"), (2, True)),
+    **dict.fromkeys(("NO_SHARD", "3"), (0, False)),
 }
-_HYBRID = ("HYBRID_SHARD", "4", "HYBRID_SHARD_ZERO2", "_HYBRID_SHARD_ZERO2", "5")
 _DDP = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU")
 
 
@@ -143,9 +157,7 @@ def _accelerate(before: Mapping[str, Any], findings: list[KeyFinding]) -> dict[s
                 if _judge({"deepspeed_config": {key: inner}}, f"{name}.{key}", inner, findings):
                     section[key] = inner
         elif name == "fsdp_config" and isinstance(value, Mapping):
-            if kind == "FSDP":
-                _fsdp(value, int(before.get("num_machines") or 1), section, findings)
-            elif value:
+            if kind != "FSDP" and value:
                 findings.append(
                     KeyFinding(name, value, "left out", f"distributed_type is {kind}, not FSDP")
                 )
@@ -165,6 +177,9 @@ def _accelerate(before: Mapping[str, Any], findings: list[KeyFinding]) -> dict[s
                 )
         elif _judge({name: value}, name, value, findings):
             after[name] = value
+    if kind == "FSDP":
+        hosts = int(before.get("num_machines") or 1)
+        _fsdp(before.get("fsdp_config") or {}, hosts, section, findings)
     after["deepspeed_config"] = section
     after.setdefault("distributed_type", "DEEPSPEED")
     return after
@@ -179,11 +194,12 @@ def _judge(
         note = f"migrate it, too: `hf-zero migrate {value}`"
         findings.append(KeyFinding(written, value, "taken", note))
         return True
-    mistakes = read_accelerate({"deepspeed_config": {"zero_stage": 0}, **mapping}, "").mistakes
+    reading = read_accelerate({"deepspeed_config": {"zero_stage": 0}, **mapping}, "")
     if is_comment(name):
         findings.append(KeyFinding(written, value, "left out", "a comment"))
-    elif mistakes:
-        findings.append(KeyFinding(written, value, "left out", _said(mistakes[0])))
+    elif reading.mistakes:
+        path = written if written == name else TRANSLATED.get(name, name)
+        findings.append(_mistaken(written, value, reading, path))
     elif written in ACCELERATE_KEYS and value in (None, {}, ""):
         findings.append(KeyFinding(written, value, "no effect", "it is empty"))
     else:
@@ -197,62 +213,77 @@ def _fsdp(
 ) -> None:
     """Translate the section ``fsdp_config`` of a run on ``hosts`` hosts into ``section``."""
     values = {str(name).removeprefix("fsdp_"): value for name, value in written.items()}
-    strategy = str(
-        values.get("sharding_strategy", values.get("reshard_after_forward", "FULL_SHARD"))
-    ).upper()
-    stage = _STAGES.get(strategy, 3)
+    given = [name for name in ("sharding_strategy", "reshard_after_forward") if name in values]
+    strategy = str(values[given[0]]).upper() if given else "FULL_SHARD"
+    stage, hybrid = _STRATEGIES.get(strategy, (3, False))
     section["zero_stage"] = stage
-    if not {"sharding_strategy", "reshard_after_forward"} & set(values):
+    if not given:
         findings.append(KeyFinding("fsdp_config", None, "translated", "zero_stage: 3, as in FSDP"))
     for name, value in values.items():
         key = f"fsdp_config.fsdp_{name}"
-        on = str(value).lower() == "true"
         added: dict[str, Any] = {}
-        note = _WITHOUT_EFFECT.get(name, "")
-        if name in ("sharding_strategy", "reshard_after_forward"):
-            if name == "reshard_after_forward" and "sharding_strategy" in values:
-                note = "fsdp_sharding_strategy says it"
-            elif strategy not in _STAGES:
-                findings.append(
-                    KeyFinding(key, value, "left out", f"not a strategy of FSDP; stage {stage} is")
-                )
-                continue
-            else:
-                added = {"zero_stage": stage}
-                if strategy in _HYBRID and hosts > 1:
-                    added["replicate_size"] = hosts
-                elif strategy in _HYBRID:
-                    note = "; one host has one copy of the shards"
-        elif name in ("offload_params", "cpu_offload"):
-            if on:
-                added = {"offload_optimizer_device": "cpu"}
-                added |= {"offload_param_device": "cpu"} if stage == 3 else {}
-            note = "" if on else "nothing is offloaded"
-        elif name == "activation_checkpointing":
-            added = {"activation_checkpointing": {"blocks": True}} if on else {}
-            note = "" if on else "nothing is recomputed"
-        elif name == "activation_checkpointing_offload":
-            added = {"activation_checkpointing": {"cpu_checkpointing": True}} if on else {}
-            note = "" if on else "checkpoints of activations stay on the device"
-        elif name == "cpu_ram_efficient_loading":
-            added = {"zero3_init_flag": on} if stage == 3 else {}
-            note = "" if stage == 3 else "only stage 3 loads into shards"
-        elif name == "state_dict_type":
-            if str(value).upper().startswith("FULL") and stage == 3:
-                added = {"zero3_save_16bit_model": True}
-            note = "" if added else "checkpoints are sharded; models are saved whole"
-        elif name not in _WITHOUT_EFFECT:
-            findings.append(KeyFinding(key, value, "left out", "hf-zero has no such choice"))
+        note = _WITHOUT_EFFECT.get(name)
+        if name in given[1:]:
+            note = "fsdp_sharding_strategy says it"
+        elif name in given and strategy not in _STRATEGIES:
+            note = f"{value!r} is not a strategy of FSDP; write FULL_SHARD, for instance"
+            findings.append(KeyFinding(key, value, "to mend", note))
             continue
-        for target, choice in added.items():
-            if isinstance(choice, dict):
-                choice = section.get(target, {}) | choice
-            section[target] = choice
+        elif name in given:
+            added = {"zero_stage": stage} | (
+                {"replicate_size": hosts} if hybrid and hosts > 1 else {}
+            )
+        elif note is None:
+            added, note = _switched(name, value, stage)
         if added:
-            text = ", ".join(f"{target}: {_plain(choice)}" for target, choice in added.items())
-            findings.append(KeyFinding(key, value, "translated", text + note))
+            beside = "; one host has one copy of the shards" if name in given and hybrid else ""
+            _add(added, key, value, section, findings, beside if hosts == 1 else "")
+        elif note is None:
+            findings.append(KeyFinding(key, value, "left out", "hf-zero has no such choice"))
         else:
             findings.append(KeyFinding(key, value, "no effect", note))
+
+
+def _switched(name: str, value: Any, stage: int) -> tuple[dict[str, Any], str | None]:
+    """Return the keys for ``value`` of FSDP's key ``name``, and the reason if there are none; no
+    reason: hf-zero has no such choice.
+    """
+    on = str(value).lower() == "true"
+    match name:
+        case "offload_params" | "cpu_offload":
+            both = {"offload_optimizer_device": "cpu", "offload_param_device": "cpu"}
+            only = {"offload_optimizer_device": "cpu"}
+            return (both if stage == 3 else only) if on else {}, "nothing is offloaded"
+        case "activation_checkpointing":
+            blocks = {"activation_checkpointing": {"blocks": True}}
+            return blocks if on else {}, "nothing is recomputed"
+        case "activation_checkpointing_offload":
+            moved = {"activation_checkpointing": {"cpu_checkpointing": True}}
+            return moved if on else {}, "checkpoints of activations stay on the device"
+        case "cpu_ram_efficient_loading":
+            init = {"zero3_init_flag": on}
+            return init if stage == 3 else {}, "only stage 3 loads into shards"
+        case "state_dict_type":
+            whole = str(value).upper().startswith("FULL") and stage == 3
+            saved = {"zero3_save_16bit_model": True}
+            return saved if whole else {}, "checkpoints are sharded; models are saved whole"
+    return {}, None
+
+
+def _add(
+    added: Mapping[str, Any],
+    key: str,
+    value: Any,
+    section: dict[str, Any],
+    findings: list[KeyFinding],
+    note: str = "",
+) -> None:
+    """Add the keys ``added`` to ``section``, and the finding that ``key`` is translated to them."""
+    for target, choice in added.items():
+        held = section.get(target, {})
+        section[target] = held | choice if isinstance(choice, dict) else choice
+    text = ", ".join(f"{target}: {_plain(choice)}" for target, choice in added.items())
+    findings.append(KeyFinding(key, value, "translated", text + note))
 
 
 def _parallelism(
@@ -261,22 +292,20 @@ def _parallelism(
     """Translate the sizes of ``parallelism_config``; return those that Accelerate is to keep."""
     kept: dict[str, Any] = {}
     for name, size in written.items():
-        key, short = f"parallelism_config.{name}", str(name).removeprefix("parallelism_config_")
-        if short == "dp_replicate_size" and size not in (None, 1):
-            section["replicate_size"] = size
-            findings.append(KeyFinding(key, size, "translated", f"replicate_size: {size}"))
-        elif short == "tp_size" and size not in (None, 1):
-            section["tensor_parallel"] = {"autotp_size": size}
-            note = f"tensor_parallel: {{autotp_size: {size}}}"
-            findings.append(KeyFinding(key, size, "translated", note))
-        elif short == "sp_size" and size not in (None, 1):
-            kept[name] = size
-            findings.append(KeyFinding(key, size, "taken"))
-        elif short == "cp_size" and size not in (None, 1):
-            note = f"write parallelism_config_sp_size: {size}, which splits sequences by heads"
-            findings.append(KeyFinding(key, size, "left out", note))
-        else:
-            findings.append(KeyFinding(key, size, "no effect", "other ranks share the data"))
+        key = f"parallelism_config.{name}"
+        match str(name).removeprefix("parallelism_config_") if size not in (None, 1) else "":
+            case "dp_replicate_size":
+                _add({"replicate_size": size}, key, size, section, findings)
+            case "tp_size":
+                _add({"tensor_parallel": {"autotp_size": size}}, key, size, section, findings)
+            case "sp_size":
+                kept[name] = size
+                findings.append(KeyFinding(key, size, "taken"))
+            case "cp_size":
+                note = f"write parallelism_config_sp_size: {size}, which splits sequences by heads"
+                findings.append(KeyFinding(key, size, "left out", note))
+            case _:
+                findings.append(KeyFinding(key, size, "no effect", "other ranks share the data"))
     return kept
 
 

@@ -4,9 +4,10 @@ its source, and collects all errors into one exception, so that a user fixes the
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -161,7 +162,7 @@ class ConfigReading:
             example = next(key for key in KEYS if key.startswith(path + "."))[len(path) + 1 :]
             raise ConfigError(
                 f"{label}: {written} = {value!r} is not a section of keys and values; write "
-                f"{{{written!r}: {{{example!r}: …}}}}"
+                f"{{{written.rpartition('.')[2]!r}: {{{example!r}: …}}}}"
             )
 
     def _judge(self, key: Key, value: Any, written: str, label: str) -> None:
@@ -177,7 +178,7 @@ class ConfigReading:
         except ValueError:
             raise ConfigError(
                 f"{label}: {written} = {value!r} ({type(value).__name__}) is not "
-                f"{key.kind.expected}; write {key.kind.expected}"
+                f"{key.kind.expected}{_remedy(key, value)}"
             ) from None
         if isinstance(converted, dict):
             self._check_members(key, converted, written, label)
@@ -339,6 +340,33 @@ def canonical(written: str) -> str:
         path = f"{path}.{part}" if path else part
         path = ALIASES.get(path, path)
     return path
+
+
+def _remedy(key: Key, value: Any) -> str:
+    """Return the end of a message about the wrong ``value`` of ``key``: a name that it resembles,
+    the number or truth value that a string holds, the few values there are, or the default.
+    """
+    options = _options(key.kind.schema)
+    for name in value if isinstance(value, (list, tuple)) else (value,):
+        if isinstance(name, str) and name not in options and (found := closest(name, options)):
+            return f"; did you mean {found[0]!r}?"
+    if isinstance(value, str):
+        with suppress(ValueError):  # of the string, or of the kind
+            key.kind.convert(json.loads(value))
+            return f"; write {value} without quotes"
+    low, high = (key.kind.schema.get(name, 0) for name in ("minimum", "maximum"))
+    if key.kind.schema.get("type") == "integer" and 0 < high - low < 4:
+        return f"; write {', '.join(map(str, range(low, high)))} or {high}"
+    if key.default is None:
+        return "; mend it, or remove the key"
+    return f"; mend it, or remove the key for its default, {key.default!r}"
+
+
+def _options(schema: Mapping[str, Any]) -> list[str]:
+    """Return the names among the values that a JSON schema allows."""
+    inner = [*schema.get("anyOf", ()), schema.get("items", {})]
+    names = [name for name in schema.get("enum", ()) if isinstance(name, str)]
+    return [*names, *(name for part in inner if part for name in _options(part))]
 
 
 def _expected(path: str) -> str:

@@ -119,7 +119,7 @@ def _join(world_size: int, where: str, join: Callable[[], None]) -> None:
             "training?) uses the port. End it, or choose a port that "
             "is free: `torchrun --master-port N`, `accelerate launch --main_process_port "
             "N`, or MASTER_PORT=N"
-        ) from error
+        ) from None
     finally:
         watchdog.close()
 

@@ -156,7 +156,8 @@ def discover(
     assert at is not None and size is not None
     if size.value < 1 or not 0 <= at.value < size.value:
         raise LaunchError(
-            f"{at} and {size} contradict each other: ranks are 0 to the world size less 1"
+            f"{at} and {size} contradict each other: ranks are 0 to the world size less 1; set "
+            "them right, or unset both to train in one process"
         )
     if size.value == 1 and not _text(environ, "MASTER_ADDR"):
         return None

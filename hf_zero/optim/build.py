@@ -97,6 +97,15 @@ _LIKE = {
     "cuda_aware": False,
     "ns_method": "gram",
 }
+# names of these settings in Transformers and other libraries
+_OTHER_NAMES = {
+    "learning_rate": "lr",
+    "adam_epsilon": "eps",
+    "epsilon": "eps",
+    "adam_beta1": "betas",
+    "beta_1": "betas",
+    "wd": "weight_decay",
+}
 _MUON_RATES = ("muon_lr", "adam_lr")
 _MUON_METHODS = ("gram", "standard")  # DeepSpeed's ways to compute the same iteration
 _CHOOSES_MOMENTS = ("CPUAdam", "CPULion")
@@ -200,7 +209,9 @@ def _check_key(name: str, key: str, known: tuple[str, ...]) -> None:
             "optimizer.params.max_grad_norm is not a setting of the optimizer; write "
             "gradient_clipping at the top level"
         )
-    raise ConfigError(f"unknown optimizer.params key {key!r} for {name}{did_you_mean(key, known)}")
+    other = _OTHER_NAMES.get(key)
+    hint = f"; write {other}" if other in known else did_you_mean(key, known)
+    raise ConfigError(f"unknown optimizer.params key {key!r} for {name}{hint}")
 
 
 def _check_value(name: str, key: str, value: Any, default: Any) -> None:

@@ -183,6 +183,12 @@ class Backward:
                 f"backward needs a scalar loss, not one of shape {tuple(loss.shape)}; reduce it "
                 "with .mean() or .sum()"
             )
+        if not loss.requires_grad:
+            raise PartitionError(
+                "backward needs a loss with a graph, and this one requires no grad: compute it "
+                "outside torch.no_grad(), and pass it without .detach(); or no parameter that it "
+                "depends on trains"
+            )
         self.take_in_unannounced()
         self._sanity.on_loss(loss)
         with self.losses.carrying(loss.dtype, weight) as scale:

@@ -43,7 +43,17 @@ class AroundModel(nn.Module):
             except AttributeError:
                 if name == "module" or "module" not in self._modules:
                     raise
-                return getattr(self.module, name)
+                try:
+                    return getattr(self.module, name)
+                except AttributeError as error:
+                    if error.name not in (name, None):
+                        raise  # of a property of the module
+                    raise AttributeError(
+                        f"neither the engine nor its {type(self.module).__name__} has an attribute "
+                        f"{name!r}",
+                        name=name,
+                        obj=self,
+                    ) from None
 
 
 class EngineParts(AroundModel):

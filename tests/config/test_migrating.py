@@ -91,6 +91,7 @@ FSDP = {
     ("written", "section"),
     [
         ({}, {"zero_stage": 3}),
+        ({"fsdp_cpu_ram_efficient_loading": False}, {"zero_stage": 3, "zero3_init_flag": False}),
         ({"fsdp_sharding_strategy": "FULL_SHARD"}, {"zero_stage": 3}),
         ({"fsdp_sharding_strategy": 2}, {"zero_stage": 2}),
         ({"fsdp_sharding_strategy": "NO_SHARD"}, {"zero_stage": 0}),
@@ -133,6 +134,30 @@ def test_fsdp_becomes_a_stage(written: dict[str, Any], section: dict[str, Any]) 
     assert ZeroConfig.from_dict(migration.after).stage == section["zero_stage"]
 
 
+def test_fsdp_without_a_section_has_the_default_of_fsdp() -> None:
+    migration = migrate(FSDP)
+    assert migration.runs and migration.after["deepspeed_config"] == {"zero_stage": 3}
+    assert ZeroConfig.from_dict(migration.after).stage == 3
+
+
+@pytest.mark.parametrize(
+    ("written", "key"),
+    [
+        ({"zero_optimization": {"stage": 5}}, "zero_optimization.stage"),
+        ({"gradient_clipping": "1.0"}, "gradient_clipping"),
+        ({"distributed_type": "DEEPSPEED", "num_processes": "two"}, "num_processes"),
+        (
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 7}},
+            "deepspeed_config.zero_stage",
+        ),
+    ],
+)
+def test_a_wrong_value_of_a_known_key_is_to_mend(written: dict[str, Any], key: str) -> None:
+    migration = migrate(written)
+    outcome, note = outcomes(migration.findings)[key]
+    assert outcome == "to mend" and " is not " in note and not migration.runs
+
+
 def test_what_fsdp_has_and_hf_zero_has_not_is_left_out() -> None:
     found = outcomes(
         migrate(
@@ -147,7 +172,8 @@ def test_what_fsdp_has_and_hf_zero_has_not_is_left_out() -> None:
         ).findings
     )
     assert found["fsdp_config.fsdp_ignored_modules"][0] == "left out"
-    assert found["fsdp_config.fsdp_sharding_strategy"][0] == "left out"
+    outcome, note = found["fsdp_config.fsdp_sharding_strategy"]
+    assert outcome == "to mend" and note.startswith("'SOME_SHARD' is not a strategy of FSDP")
     assert found["unknown"][0] == "left out"
 
 

@@ -66,7 +66,7 @@ REFUSED = """
     zero_optimization = True is not a section of keys and values; write
     {'zero_optimization': {'stage': …}}
 {zero_optimization: {offload_param: cpu}}
-    write {'zero_optimization.offload_param': {'device': …}}
+    write {'offload_param': {'device': …}}
 {fp16: true}
     write {'fp16': {'enabled': …}}
 {zero_optimization: {stage: null}}

@@ -89,6 +89,7 @@ def test_every_listed_name_is_where_the_list_says(name: str) -> None:
     assert getattr(hf_zero, name) is getattr(importlib.import_module(hf_zero._EXPORTS[name]), name)
 
 
-def test_an_unknown_name_says_what_there_is() -> None:
-    with pytest.raises(AttributeError, match=r"'NoSuchName'; it has .*HfZeroError"):
-        _ = hf_zero.NoSuchName
+def test_an_unknown_name_is_told_for_python_to_name_the_one_that_was_meant() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'initialise'") as raised:
+        _ = hf_zero.initialise
+    assert raised.value.obj is hf_zero and "initialize" in dir(hf_zero)

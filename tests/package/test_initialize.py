@@ -284,9 +284,7 @@ def test_a_callable_that_makes_no_optimizer(made: Any) -> None:
 
 @pytest.mark.parametrize("optimizer", ["AdamW", 3, {"type": "AdamW"}], ids=repr)
 def test_an_optimizer_that_is_none(optimizer: Any) -> None:
-    match = (
-        rf"optimizer is a {type(optimizer).__name__}; pass a torch\.optim\.Optimizer, or a callable"
-    )
+    match = rf"optimizer is .* \({type(optimizer).__name__}\); pass a torch\.optim\.Optimizer"
     refused(ConfigError, match, optimizer=optimizer, config=config_of(1))
 
 

@@ -248,7 +248,7 @@ def test_adapters_of_parts(late):
 
 
 def test_a_size_that_does_not_divide_the_ranks():
-    with pytest.raises(ConfigError, match="autotp_size = 2 does not divide the 1 ranks"):
+    with pytest.raises(ConfigError, match="autotp_size = 2 does not divide the 1 rank"):
         hf_zero.tensor_parallel(llama(), 2)
 
 

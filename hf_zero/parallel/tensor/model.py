@@ -16,6 +16,7 @@ from hf_zero.distributed.parallel_dims import ParallelDims, check_size
 from hf_zero.distributed.parallel_groups import get_parallel, init_parallel
 from hf_zero.errors import ConfigError
 from hf_zero.loading import make_pending
+from hf_zero.logging import counted
 from hf_zero.parallel.cutting import cut
 from hf_zero.parallel.tensor import layers
 from hf_zero.parallel.tensor.axis import TensorAxis
@@ -88,8 +89,9 @@ def tensor_parallel(
     world = process_group.get_world_size()
     if world % size:
         raise ConfigError(
-            f"tensor_parallel.autotp_size = {size} does not divide the {world} ranks of the job; "
-            "choose a size that does"
+            f"tensor_parallel.autotp_size = {size} does not divide the {counted(world, 'rank')} of "
+            f"the job; choose a size that does, or start {size} ranks: `hf-zero launch --num-procs "
+            f"{size} train.py`"
         )
     record: TensorParallel | None = model_record(model)
     if record is not None and record.size != size:

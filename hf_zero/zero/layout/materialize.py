@@ -211,24 +211,42 @@ def check_parameters(specs: Sequence[UnitSpec], device: torch.device) -> None:
 
 
 def _check_alike(plan: EnginePlan, mesh: Mesh) -> None:
-    """Raise RankMismatchError unless all ranks hold the same names, shapes, dtypes and groups: else
-    their messages would not fit.
+    """Raise RankMismatchError unless all ranks hold the same names, shapes, dtypes and groups, at
+    the same stage: else their messages would not fit.
     """
     if mesh.world == 1:
         return
-    lines = [
-        f"{name} {attributes.describe(parameter)}{tuple(parameter.shape)} {parameter.dtype} group "
-        f"{plan.group_of.get(name)} in unit {spec.name or '(root)'} {sharding_of(parameter).key}"
+    mine = {"the engine": {"stage": str(plan.settings.stage)}} | {
+        name: {
+            "shape": f"{attributes.describe(parameter)}{tuple(parameter.shape)}",
+            "dtype": str(parameter.dtype),
+            "optimizer group": str(plan.group_of.get(name)),
+            "unit": spec.name or "(root)",
+            "sharding": sharding_of(parameter).key,
+        }
         for spec in plan.units
         for name, parameter in spec.parameters
-    ]
-    digests = mesh.all_gather_object(hashlib.sha256("\n".join(lines).encode()).hexdigest())
+    }
+    digests = mesh.all_gather_object(hashlib.sha256(str(mine).encode()).hexdigest())
     if len(set(digests)) > 1:
-        all_lines = mesh.all_gather_object(lines)
+        each = mesh.all_gather_object(mine)
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-        difference = sorted(set(all_lines[0]) ^ set(all_lines[other]))[:4]
+        first, second = mesh.ranks[0], mesh.ranks[other]
         raise RankMismatchError(
-            f"ranks {mesh.ranks[0]} and {mesh.ranks[other]} hold different models: {difference}; "
-            "build the same model with "
-            "the same optimizer groups on every rank"
+            f"ranks {first} and {second} hold different models: "
+            f"{_difference(each[0], each[other], first, second)}; build the same model with the "
+            "same configuration and optimizer groups on every rank"
         )
+
+
+def _difference(
+    left: dict[str, dict[str, str]], right: dict[str, dict[str, str]], first: int, second: int
+) -> str:
+    """Return the first difference between the parameters of ranks ``first`` and ``second``."""
+    for name in sorted({**left, **right}):
+        if name not in left or name not in right:
+            return f"rank {first if name in left else second} alone has {name}"
+        for kind, here in left[name].items():
+            if here != (there := right[name][kind]):
+                return f"{kind} of {name} is {here} on rank {first}, {there} on rank {second}"
+    return "the order of their parameters"
