@@ -18,10 +18,10 @@ PACKAGE = Path(__file__).resolve().parents[1]
 # in an installed package, and in a checkout
 FOLDERS = (PACKAGE / "recipes", PACKAGE.parent / "recipes")
 ROW = re.compile(r"^\| \[([^]]+)\]\([^)]*\) \| ([^|]*) \| ([^|]*) \| ([^|]*) \|$", re.M)
-SHARED = ("comparison.py", "namespaces.py", "plot.py")  # modules that some import
+IMPORT = re.compile(r"^\s*(?:from|import) (\w+)\b", re.M)
 SCHEMA = "../../hf_zero/config/schema.json"  # as the files of recipes name it
 
-recipe = typer.Typer(no_args_is_help=True, help="The recipes that hf-zero brings.")
+recipe = typer.Typer(no_args_is_help=True)
 
 
 class Recipe(NamedTuple):
@@ -82,14 +82,13 @@ def init(
         raise ConfigError(f"unknown recipe {name!r}{did_you_mean(name, names)}")
     if folder.exists():
         raise ConfigError(f"{folder} exists; name a folder that does not")
-    shutil.copytree(source / name, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for module in SHARED:
-        shutil.copy(source / module, folder / module)
-    _leave_unused(folder)
-    for path in folder.iterdir():
-        if path.suffix in (".json", ".yaml"):
-            here = str(PACKAGE / "config" / "schema.json")
-            path.write_text(path.read_text().replace(SCHEMA, here))
+    try:
+        _copy(source, name, folder)
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename or folder} cannot be written ({error.strerror or error}); name a folder in a "
+            "place where you may write"
+        ) from None
     written = sorted(path.name for path in folder.iterdir())
     if as_json:
         print_json({"folder": str(folder), "files": written})
@@ -98,10 +97,16 @@ def init(
     print(f"the first command of {folder / 'README.md'} runs it, inside that folder")
 
 
-def _leave_unused(folder: Path) -> None:
-    """Remove the shared modules that no script of ``folder`` imports."""
-    for module in SHARED:
-        used = re.compile(rf"^\s*(from|import) {Path(module).stem}\b", re.M)
-        others = (path for path in folder.glob("*.py") if path.name != module)
-        if not any(used.search(path.read_text()) for path in others):
-            (folder / module).unlink()
+def _copy(source: Path, name: str, folder: Path) -> None:
+    """Copy the recipe ``name``, and the modules beside the recipes that its scripts import."""
+    shutil.copytree(source / name, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    scripts = list(folder.glob("*.py"))
+    for script in scripts:  # grows
+        for module in IMPORT.findall(script.read_text()):
+            shared, copy = source / f"{module}.py", folder / f"{module}.py"
+            if shared.is_file() and not copy.exists():
+                shutil.copy(shared, copy)
+                scripts.append(copy)
+    schema = str(PACKAGE / "config" / "schema.json")
+    for path in [*folder.glob("*.json"), *folder.glob("*.yaml")]:
+        path.write_text(path.read_text().replace(SCHEMA, schema))

@@ -16,6 +16,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
+SHARED = {path.name for path in (ROOT / "recipes").glob("*.py")}
 FOLDERS = sorted(path.parent.name for path in (ROOT / "recipes").glob("*/README.md"))
 
 
@@ -38,12 +39,12 @@ def test_a_copy_has_all_that_its_scripts_import(name: str, tmp_path: Path) -> No
     assert said["files"] == sorted(path.name for path in folder.iterdir())
     for path in folder.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and f"{node.module}.py" in recipes.SHARED:
+            if isinstance(node, ast.ImportFrom) and f"{node.module}.py" in SHARED:
                 assert (folder / f"{node.module}.py").is_file()
     unused = {path.name for path in folder.glob("*.py")} - {
         path.name for path in (ROOT / "recipes" / name).glob("*.py")
     }
-    assert unused <= set(recipes.SHARED)
+    assert unused <= SHARED
     for path in [*folder.glob("zero*.json"), *folder.glob("zero*.yaml")]:
         assert "../../" not in path.read_text()
         assert ZeroConfig.from_file(path, allow_auto=True, foreign=True).stage in range(4)
@@ -54,6 +55,9 @@ def test_bad_names_and_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         invoke("init", "bert-mln", str(tmp_path / "mine"))
     with pytest.raises(ConfigError, match="exists; name a folder that does not"):
         invoke("init", "bert-mlm", str(tmp_path))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file.* cannot be written \(Not a directory\); name a"):
+        invoke("init", "bert-mlm", str(tmp_path / "file" / "mine"))
     monkeypatch.setattr(recipes, "FOLDERS", (tmp_path,))
     with pytest.raises(ConfigError, match="there are no recipes in"):
         invoke("recipe", "list")
