@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-WIDTH, HEIGHT = 720, 420
-LEFT, RIGHT, TOP, BOTTOM = 64, 20, 48, 52  # of the axes, from the edges
+WIDTH, HEIGHT = 720, 420  # without the legend, which is on the right
+LEFT, RIGHT, TOP, BOTTOM = 72, 20, 48, 52  # of the axes, from the edges
+LETTER = 7.5  # at most, of the average one
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # also told apart by the colour-blind
 DASHES = ("none", "7 3", "2 3", "9 3 2 3")
 INK, FAINT = "#1f2328", "#d8dee4"
@@ -32,6 +33,9 @@ def line_plot(
     across = ticks(0.0, max(at for at, _ in points))
     up = ticks(min(value for _, value in points), max(value for _, value in points))
 
+    longest = max(map(len, drawn), default=0)
+    whole = round(max(WIDTH + 52 + LETTER * longest, LEFT + 1.2 * LETTER * len(title)))
+
     def place(at: float, value: float) -> tuple[float, float]:
         """Where a point lies, in pixels from the upper left corner."""
         share = (at - across[0]) / (across[-1] - across[0])
@@ -42,11 +46,11 @@ def line_plot(
         )
 
     out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {whole} {HEIGHT}" width="{whole}" '
         f'height="{HEIGHT}" role="img" font-family="ui-sans-serif, system-ui, sans-serif" '
         f'font-size="12" fill="{INK}">',
         f"<title>{escape(title)}</title>",
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
+        f'<rect width="{whole}" height="{HEIGHT}" fill="#ffffff"/>',
         f'<text x="{LEFT}" y="26" font-size="14" font-weight="600">{escape(title)}</text>',
     ]
 
@@ -75,7 +79,7 @@ def line_plot(
         pixels = " ".join(f"{a},{b}" for a, b in (place(*point) for point in curve))
         out.append(f'<polyline points="{pixels}" fill="none" stroke-linejoin="round" {style}/>')
         height = TOP + 14 + 20 * number
-        start = WIDTH - RIGHT - 230
+        start = WIDTH
         for at in (crosses or {}).get(name, ()):
             here, floor = place(at, up[0])
             text(here, floor - 4 - 14 * number, "×", "middle", f' fill="{color}" font-size="18"')

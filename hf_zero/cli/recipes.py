@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -17,7 +18,8 @@ from hf_zero.errors import ConfigError
 PACKAGE = Path(__file__).resolve().parents[1]
 # in an installed package, and in a checkout
 FOLDERS = (PACKAGE / "recipes", PACKAGE.parent / "recipes")
-ROW = re.compile(r"^\| \[([^]]+)\]\([^)]*\) \| ([^|]*) \| ([^|]*) \| ([^|]*) \|$", re.M)
+TASK = re.compile(r"^## (.*)$", re.M)
+ROW = re.compile(r"^\| \[([^]]+)\]\([^)]*\)" + 4 * r" \| ([^|]*)" + r" \|$", re.M)
 IMPORT = re.compile(r"^\s*(?:from|import) (\w+)\b", re.M)
 SCHEMA = "../../hf_zero/config/schema.json"  # as the files of recipes name it
 
@@ -25,12 +27,14 @@ recipe = typer.Typer(no_args_is_help=True)
 
 
 class Recipe(NamedTuple):
-    """A row of the recipes' index."""
+    """A row of the recipes' index, under the heading ``task``."""
 
+    task: str
     name: str
     written_for: str
     what: str
     data: str
+    needs: str
 
 
 def recipes() -> tuple[Path, list[Recipe]]:
@@ -40,8 +44,9 @@ def recipes() -> tuple[Path, list[Recipe]]:
     """
     for folder in FOLDERS:
         if (folder / "README.md").is_file():
-            rows = ROW.findall((folder / "README.md").read_text(encoding="utf-8"))
-            return folder, [Recipe(*(cell.strip() for cell in row)) for row in rows]
+            _, *parts = TASK.split((folder / "README.md").read_text(encoding="utf-8"))
+            tasks = zip(parts[::2], parts[1::2])
+            return folder, [Recipe(task, *row) for task, text in tasks for row in ROW.findall(text)]
     raise ConfigError(f"there are no recipes in {FOLDERS[0]}; install hf-zero from a wheel")
 
 
@@ -52,7 +57,7 @@ def _group() -> None:
 
 @recipe.command("list")
 def list_recipes(as_json: AsJson = False) -> None:
-    """List the recipes: what each trains, on what, with which library.
+    """List the recipes by task: what each trains, on what, with which library, what it needs.
 
     Example: hf-zero recipe list
     """
@@ -60,9 +65,12 @@ def list_recipes(as_json: AsJson = False) -> None:
     if as_json:
         print_json([row._asdict() for row in rows])
         return
-    table = Table("recipe", "written for", "what", "data")
-    for row in rows:
-        table.add_row(*(cell.replace("`", "") for cell in row))
+    table = Table("recipe", "written for", "what", "data", "needs")
+    for task, group in groupby(rows, key=lambda row: row.task):
+        table.add_section()
+        table.add_row("", "", f"{task}:")
+        for row in group:
+            table.add_row(*(cell.replace("`", "") for cell in row[1:]))
     print_table(table)
     print("copy one with hf-zero init RECIPE FOLDER")
 
@@ -85,10 +93,9 @@ def init(
     try:
         _copy(source, name, folder)
     except OSError as error:
-        raise ConfigError(
-            f"{error.filename or folder} cannot be written ({error.strerror or error}); name a folder in a "
-            "place where you may write"
-        ) from None
+        reason = f"cannot be written ({error.strerror or error})"
+        remedy = "name a folder in a place where you may write"
+        raise ConfigError(f"{error.filename or folder} {reason}; {remedy}") from None
     written = sorted(path.name for path in folder.iterdir())
     if as_json:
         print_json({"folder": str(folder), "files": written})

@@ -12,10 +12,8 @@ decides.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import logging
-import resource
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -41,6 +39,9 @@ from transformers import (
     PreTrainedTokenizerFast,
     get_scheduler,
 )
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from starting import peak_bytes, tensor_bytes
 
 logger = get_logger(__name__)
 CARD = Path(__file__).with_name("README.md")
@@ -230,23 +231,6 @@ def cut_into_blocks(texts: datasets.Dataset, tokenizer: Any, length: int) -> dat
     )
 
 
-def tensor_bytes() -> int:
-    """Bytes of all tensors alive in this process, storages counted once: between two steps, the
-    state of training.
-    """
-    storages = {}
-    with torch._C.DisableTorchFunctionSubclass():
-        for thing in gc.get_objects():
-            if (
-                issubclass(type(thing), torch.Tensor)
-                and thing.layout == torch.strided
-                and not thing.is_meta
-            ):
-                storage = thing.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
-
-
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Matrices decay; biases and the parameters of norms do not."""
     decayed, plain = [], []
@@ -279,17 +263,6 @@ def evaluate(
     ]
     model.train()
     return torch.cat(losses).mean().item()
-
-
-def peak_bytes() -> int:
-    """The most memory this process has held: on its GPU, else resident in RAM, libraries
-    included.
-    """
-    if torch.accelerator.is_available() and torch.get_device_module().is_initialized():
-        return torch.get_device_module().max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
 
 
 def save_checkpoint(

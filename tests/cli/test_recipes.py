@@ -28,7 +28,9 @@ def invoke(*arguments: str) -> Any:
 
 
 def test_each_recipe_is_listed() -> None:
-    assert sorted(row["name"] for row in json.loads(invoke("recipe", "list", "--json"))) == FOLDERS
+    rows = json.loads(invoke("recipe", "list", "--json"))
+    assert sorted(row["name"] for row in rows) == FOLDERS
+    assert all(all(row.values()) for row in rows)
     assert all(name in invoke("recipe", "list") for name in FOLDERS)
 
 

@@ -1,0 +1,233 @@
+"""Parts of the recipes that start from a model and a data set of the hub: data sets, a small model
+and text for a run without the hub, and the curve, speed and memory of a run of a Trainer.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import resource
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import datasets
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    TrainerCallback,
+)
+
+sys.path.append(str(Path(__file__).resolve().parent))
+from plot import line_plot
+
+Rows = list[dict[str, Any]]
+HEADINGS = (
+    "machine", "ranks", "parameters", "trained", "steps", "result", "samples/s",
+    "tensors between steps", "peak of the process",
+)  # fmt: skip
+# Arguments of a Trainer that suit a run of seconds on CPUs; --max_steps and the others replace them
+DEFAULTS: dict[str, Any] = {
+    "max_steps": 60,
+    "per_device_train_batch_size": 8,
+    "per_device_eval_batch_size": 8,
+    "logging_steps": 5,
+    "eval_strategy": "steps",
+    "eval_steps": 20,
+    "eval_on_start": True,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "seed": 42,
+    "use_cpu": not torch.accelerator.is_available(),
+    "bf16": torch.accelerator.is_available(),
+}
+
+
+def load_data(
+    name: str | None, config: str | None, make: Callable[[], Rows], splits: Sequence[str]
+) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """The data sets to train on and to evaluate on: ``splits`` of ``name`` on the hub, else nine
+    tenths and one tenth of the rows of ``make``. Where the hub has no second split, 1 % of the
+    first.
+    """
+    if not name:
+        both = datasets.Dataset.from_list(make()).train_test_split(0.1, seed=0)
+        return both["train"], both["test"]
+    try:
+        found = datasets.load_dataset(name, config)
+    except (ConnectionError, FileNotFoundError, ValueError) as error:
+        remedy = "correct the name, or leave --dataset_name out to train on rows that are made"
+        raise SystemExit(f"{name} cannot be loaded ({error}); {remedy}") from None
+    if splits[1] not in found:
+        found = found[splits[0]].train_test_split(0.01, seed=0)
+        return found["train"], found["test"]
+    return found[splits[0]], found[splits[1]]
+
+
+def byte_tokenizer(end: bool = False) -> PreTrainedTokenizerFast:
+    """A token a byte; ``end``: with </s> after each text."""
+    tokens = ["<pad>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    bare = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, []))
+    bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bare.decoder = decoders.ByteLevel()
+    if end:
+        bare.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=bare, pad_token="<pad>", eos_token="</s>")
+
+
+def load_causal(name: str | None, **sizes: int) -> tuple[Any, Any]:
+    """A model and a tokenizer by their name on the hub, or a Llama of 64 x 2 with a token a byte,
+    from scratch.
+    """
+    if name:
+        return AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
+    tokenizer = byte_tokenizer()
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 256, **sizes}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        initializer_range=0.1,  # a frozen head of the usual 0.02 would say nothing
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **shape,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config), tokenizer
+
+
+def paragraphs() -> list[tuple[str, str]]:
+    """Names of topics of Python's language reference, each with a paragraph of prose of it."""
+    found = []
+    for name, text in sorted(topics.items()):
+        for paragraph in text.split("\n\n"):
+            if paragraph[:1].isalpha() and not re.search(r"\*\*\*|===|::=", paragraph):
+                found.append((name, " ".join(paragraph.split())))
+    return found
+
+
+def tensor_bytes() -> int:
+    """Bytes of all tensors alive in this process, storages counted once: between two steps, the
+    state of training.
+    """
+    storages = {}
+    with torch._C.DisableTorchFunctionSubclass():
+        for thing in gc.get_objects():
+            if (
+                issubclass(type(thing), torch.Tensor)
+                and thing.layout == torch.strided
+                and not thing.is_meta
+            ):
+                storage = thing.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def peak_bytes() -> int:
+    """The most memory this process has held: on its GPU, else resident in RAM, libraries
+    included.
+    """
+    if torch.accelerator.is_available() and torch.get_device_module().is_initialized():
+        return torch.get_device_module().max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
+
+
+class Measured(TrainerCallback):
+    """Writes the curves of a run as a plot, and its speed and memory as a row, beside its model.
+
+    ``curves``: columns of the Trainer's log by the name that the plot gives them; the first one's
+    ends are the row's.
+    """
+
+    def __init__(self, recipe: str, curves: dict[str, str], y: str = "loss") -> None:
+        self.recipe, self.curves, self.y = recipe, curves, y
+        self.state_bytes = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Count before the engine flattens what it shards."""
+        model = given["model"]
+        sizes = [
+            (getattr(p, "ds_numel", None) or p.numel(), p.requires_grad) for p in model.parameters()
+        ]
+        self.parameters = sum(size for size, _ in sizes)
+        self.trained = sum(size for size, trains in sizes if trains)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step == state.max_steps:
+            self.state_bytes = tensor_bytes()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        history = state.log_history
+        runtime = next(entry["train_runtime"] for entry in history if "train_runtime" in entry)
+        samples = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        points = {
+            name: [(entry["step"], entry[column]) for entry in history if column in entry]
+            for column, name in self.curves.items()
+        }
+        name, ends = next(iter(points.items()))
+        report(
+            Path(args.output_dir),
+            {
+                "recipe": self.recipe,
+                "ranks": args.world_size,
+                "parameters": self.parameters,
+                "trained": self.trained,
+                "steps": state.global_step,
+                "result": [name, ends[0][1], ends[-1][1]],
+                "samples_per_second": state.global_step * samples / runtime,
+                "seconds": runtime,
+                "state_bytes": self.state_bytes,
+            },
+            points,
+            self.y,
+        )
+
+
+def report(
+    folder: Path, row: dict[str, Any], points: dict[str, list[tuple[float, float]]], y: str
+) -> None:
+    """Write ``row`` with the machine and its peak, and the plot of ``points`` over steps."""
+    folder.mkdir(parents=True, exist_ok=True)
+    cuda = torch.cuda.is_available()
+    cores = f"{os.cpu_count()} CPU cores at load {os.getloadavg()[0]:.0f}"
+    machine = torch.cuda.get_device_name() if cuda else cores
+    row = {**row, "machine": machine, "peak_bytes": peak_bytes()}
+    (folder / "row.json").write_text(json.dumps(row) + "\n")
+    line_plot(folder / "curve.svg", points, row["recipe"], "steps", y)
+    print(card_line(HEADINGS), card_line(["---"] * len(HEADINGS)), card_line(cells(row)), sep="\n")
+
+
+def card_line(texts: Sequence[str]) -> str:
+    return f"| {' | '.join(texts)} |"
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """The row as the card shows it."""
+    name, first, last = row["result"]
+    return [
+        row["machine"],
+        str(row["ranks"]),
+        f"{row['parameters']:,}",
+        f"{row['trained']:,}",
+        str(row["steps"]),
+        f"{name} {first:.3f} → {last:.3f}",
+        f"{row['samples_per_second']:.1f}",
+        f"{row['state_bytes'] / 2**20:.1f} MiB",
+        f"{row['peak_bytes'] / 2**20:.0f} MiB",
+    ]
