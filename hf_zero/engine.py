@@ -350,10 +350,10 @@ class Engine(TrainingEngine):
                 load_loader=load_loader,
                 partial=in_memory,
             )
-        self.accumulation.micro_batches = 0
+        self.accumulation.restart()
         self.zero_grad()
         self.publish_scale()
-        self.measures.loaded(self, load_dir)
+        self.measures.loaded(self, None if load_module_only else load_dir)
         if self.memory is not None:
             self.memory.loaded()
             self.memory.client_state = answer[1]

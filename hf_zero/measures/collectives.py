@@ -4,7 +4,7 @@ that computation waited for them. Nothing is serialised: a collective overlaps w
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -64,7 +64,7 @@ class EngineCollectives:
 
     def __init__(self, dims: Iterable[MeshDim], device: torch.device):
         self.rows: dict[tuple[str, str, str], CollectiveRow] = {}
-        self.wire = defaultdict[str, float](float)  # bytes by operation, since it was made
+        self.wire = Counter[str]()  # bytes by operation, since it was made
         self._device = device
         self._waiting = False  # a collective in several hops counts once
         self._unread: dict[int, CollectiveRow] = {}
@@ -99,7 +99,7 @@ class EngineCollectives:
         row.count += 1
         row.nbytes += size
         row.wire += sent
-        self.wire[operation] += sent
+        self.wire[operation] += sent  # type: ignore[assignment]
         return row
 
     def totals(self) -> list[dict[str, Any]]:

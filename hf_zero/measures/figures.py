@@ -1,16 +1,18 @@
 """The figures of each optimizer step, under one set of names for every route:
 
 loss: mean over the ranks and the micro-batches of the step, of the losses given to
-``engine.backward``. learning_rate: of the first group, as the step used it. grad_norm: before
-clipping, without the loss scale. loss_scale: fp16 only. step_ms: from the end of the last step, or
-from the first forward after an evaluation or a save. samples_per_second, tokens_per_second: of all
+``engine.backward``; left out unless every micro-batch has told its. learning_rate: of the first
+group, as the step used it. grad_norm: before clipping, without the loss scale. loss_scale: fp16
+only, as the step used it. step_ms: from the end of the last step, without evaluations, saves and
+what follows them up to the next training forward or step; the bytes and waits of these are no part
+of the step, either. samples_per_second, tokens_per_second: of all
 ranks. mfu: model FLOPs utilisation of this rank, between 0 and 1. device_bytes, ram_bytes,
 disk_bytes: state of this rank by tier as the step's update begins, gradients included.
 peak_device_bytes: the allocator's peak. wire_bytes: sent by this rank for collectives and for
 messages of pipelines; its parts by operation are all_gather_wire_bytes and so on. gather_wait_ms,
 reduction_wait_ms: computation of this rank waited so long for all-gathers, and for other
-collectives. samples, tokens: of this step, of all ranks.
-samples_seen: since the beginning of the run.
+collectives. samples, tokens: of this step, of all ranks. samples_seen: since the beginning of the
+run, as the engine counts them: ``train_micro_batch_size_per_gpu`` for each micro-batch of a rank.
 
 A figure that does not apply is left out. Numbers of the device are read a step late
 (``stopwatch.py``, the note).
@@ -77,10 +79,13 @@ class _Step:
     tokens: int  # of this rank
     length: float  # tokens of a sequence
     numbers: torch.Tensor  # [5] float64: sum of losses, ranks with a loss, samples, tokens, norm
-    begin: Mark
-    end: Mark
+    times: list[tuple[Mark, Mark]]
     waits: Waits
-    own_waits: Waits  # for the sums of these figures
+    other_waits: Waits  # of evaluations, and for the sums of these figures
+
+    @property
+    def is_over(self) -> bool:
+        return is_over(self.times[-1][1])
 
 
 class StepFigures:
@@ -107,24 +112,36 @@ class StepFigures:
         )
         self.held: Counter[tuple[str, str]] = Counter()  # bytes by kind and tier
         self._unread: deque[_Step] = deque()
-        self._begin: Mark | None = None
+        self._begin: Mark | None = None  # None between an evaluation or a save and the next forward
+        self._micro_steps = engine.micro_steps
         self._clear()
 
     def _clear(self) -> None:
-        self._loss: torch.Tensor | None = None
+        self.zero_grad()
         self._samples = self._tokens = self._squares = 0
         self._rate: float | None = None
-        self._wire: dict[str, float] = {} if self._counts is None else {**self._counts.wire}
+        self._times: list[tuple[Mark, Mark]] = []
+        self._sent = Counter[str]()  # bytes by operation in ``_times``
+        self._wire = self._wire_now()
+        self._waits: Waits = []
+        self._other_waits: Waits = []
+
+    def _wire_now(self) -> Counter[str]:
+        return Counter() if self._counts is None else self._counts.wire.copy()
+
+    def zero_grad(self) -> None:
+        """Drop the losses so far."""
+        self._loss: torch.Tensor | None = None
+        self._told = 0  # backwards whose loss is known
 
     # ---- within a step ----
 
     def forward(self, engine: Any, given: Any) -> None:
         """Count the samples and tokens of a training forward."""
         if not engine.training or not torch.is_grad_enabled():
-            self._begin = None  # an evaluation is no part of a step
+            self.pause()  # an evaluation is no part of a step
             return
-        if self._begin is None:
-            self._begin = mark(self._device)
+        self._go_on()
         rows = main_input(engine, given)
         if rows is None:
             return
@@ -133,13 +150,19 @@ class StepFigures:
             self._tokens += rows.numel()
             self._squares += rows.numel() * rows.shape[1]
 
-    def backward(self, loss: torch.Tensor, weight: float) -> None:
-        """Add the loss of a micro-batch, of ``weight`` in its window."""
-        own = loss.detach().double().reshape(()) * weight
+    def backward(self, loss: torch.Tensor, weighed: bool) -> None:
+        """Add the loss of a micro-batch, which is ``weighed`` if the sum over its window is to be
+        shown, not the mean.
+        """
+        own = loss.detach().double().reshape(())
         self._loss = own if self._loss is None else self._loss + own
+        self._weighed = weighed
+        self._told += 1
 
     def begin_step(self, engine: Any) -> None:
-        """Note the learning rate of the step, and the bytes of its state."""
+        """Note the learning rate of the step, its loss scale, and the bytes of its state."""
+        self._go_on()
+        self._scale = engine.loss_scale()
         if self._wanted(engine.global_steps + 1):
             self.held = held_bytes(engine)
         groups = [] if engine.optimizer is None else engine.optimizer.param_groups
@@ -151,14 +174,40 @@ class StepFigures:
         number = engine.global_steps
         if self._wanted(number):
             self._unread.append(self._ended(engine, number))
+        self._micro_steps = engine.micro_steps
         self._clear()
         self._begin = mark(self._device)
-        while self._unread and is_over(self._unread[0].end):
+        while self._unread and self._unread[0].is_over:
             self._read(engine, self._unread.popleft())
 
     def pause(self) -> None:
-        """Leave the time until the next forward out of the next step's."""
+        """Leave the time until the next forward or step out of the next step's, and its bytes and
+        waits. So is the time before, unless it has had a forward of the step.
+        """
+        if self._begin is None:
+            return
+        if self._samples:
+            self._times.append((self._begin, mark(self._device)))
         self._begin = None
+        now = self._wire_now()
+        self._sent += now - self._wire
+        self._waits += self._take_waits()
+
+    def _go_on(self) -> None:
+        if self._begin is None:
+            self._begin = mark(self._device)
+            self._wire = self._wire_now()
+            self._other_waits += self._take_waits()
+
+    def _take_waits(self) -> Waits:
+        return [] if self._counts is None else self._counts.take_waits()
+
+    def restart(self, engine: Any) -> None:
+        """Begin a step after a load, with the engine's counters as they are now."""
+        others = self._waits + self._other_waits + self._take_waits()
+        self._clear()
+        self._begin, self._other_waits = None, others
+        self._micro_steps = engine.micro_steps
 
     def finish(self, engine: Any) -> None:
         """Read all steps; waits for the device."""
@@ -172,27 +221,25 @@ class StepFigures:
         if self._rate is not None:
             known["learning_rate"] = self._rate
         if engine.config.precision == "fp16":
-            known["loss_scale"] = engine.loss_scale()
+            known["loss_scale"] = self._scale
         known.update({f"{tier}_bytes": n for tier, n in bytes_by_tier(engine, self.held).items()})
         if not kinds.is_host(self._device):
             known["peak_device_bytes"] = free_memory.most_allocated(self._device)
-        waits = []
         if self._counts is not None:
-            sent = {op: n - self._wire.get(op, 0) for op, n in self._counts.wire.items()}
-            known["wire_bytes"] = round(sum(sent.values()))
+            sent = self._sent + (self._wire_now() - self._wire)
+            known["wire_bytes"] = round(sent.total())
             known.update({f"{op}_wire_bytes": round(size) for op, size in sent.items() if size})
-            waits = self._counts.take_waits()
-        begin = mark(self._device) if self._begin is None else self._begin
+        waits = self._waits + self._take_waits()
         numbers = self._summed(engine)
+        assert self._begin is not None
         return _Step(
             known,
             self._tokens,
             self._squares / self._tokens if self._tokens else 0.0,
             numbers,
-            begin,
-            mark(self._device),
+            [*self._times, (self._begin, mark(self._device))],
             waits,
-            [] if self._counts is None else self._counts.take_waits(),
+            self._other_waits + self._take_waits(),
         )
 
     def _summed(self, engine: Any) -> torch.Tensor:
@@ -201,9 +248,14 @@ class StepFigures:
         def number(value: float) -> torch.Tensor:
             return torch.full((), value, dtype=torch.float64, device=self._device)
 
-        loss = number(0.0) if self._loss is None else self._loss.to(self._device)
-        counts = (float(self._loss is not None), self._samples, self._tokens)
-        own = torch.stack([loss, *map(number, counts)])
+        micros = engine.micro_steps - self._micro_steps
+        loss = self._loss if self._told >= micros else None
+        counts = (float(loss is not None), self._samples, self._tokens)
+        if loss is None:
+            loss = number(0.0)
+        elif not self._weighed:
+            loss = loss / micros
+        own = torch.stack([loss.to(self._device), *map(number, counts)])
         mesh = engine.mesh
         for axis in (mesh.sums.stages, mesh.shard, mesh.replicate):
             axis.all_reduce(own, "figures of the step").wait()
@@ -214,7 +266,7 @@ class StepFigures:
         return pinned.empty(5, torch.float64).copy_(numbers, non_blocking=True)
 
     def _read(self, engine: Any, step: _Step) -> None:
-        took = milliseconds(step.begin, step.end)
+        took = sum(milliseconds(*each) for each in step.times)
         loss, losses, samples, tokens, norm = step.numbers.tolist()
         tensor = max(engine.mesh.dims.tensor, engine.config.tensor_parallel.size)
         samples *= engine.data_ranks / engine.mesh.world
@@ -233,7 +285,7 @@ class StepFigures:
         if used is not None:
             figures["mfu"] = used
         if self._counts is not None:
-            self._counts.read(step.own_waits)
+            self._counts.read(step.other_waits)
             waits = self._counts.read(step.waits)
             figures.update({f"{kind}_wait_ms": waits[kind] for kind in ("gather", "reduction")})
         self.last = figures

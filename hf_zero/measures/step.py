@@ -125,8 +125,7 @@ class EngineMeasures(StepMeasures):
     @contextmanager
     def backward(self, engine: Any, loss: torch.Tensor, weighed: bool) -> Iterator[None]:
         if self._figures is not None and isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            weight = 1.0 if weighed else 1.0 / engine.accumulation.steps
-            self._figures.backward(loss, weight)
+            self._figures.backward(loss, weighed)
         with self.times.timed("bwd"):
             yield
 
@@ -158,6 +157,10 @@ class EngineMeasures(StepMeasures):
 
     # ---- between steps ----
 
+    def zero_grad(self) -> None:
+        if self._figures is not None:
+            self._figures.zero_grad()
+
     def trace(self, engine: Any, steps: int, folder: str) -> None:
         if self._trace is None:
             self._trace = StepTrace(engine, steps, folder)
@@ -185,11 +188,11 @@ class EngineMeasures(StepMeasures):
             self._note_totals()
             self.file.sync()
 
-    def loaded(self, engine: Any, folder: str) -> None:
+    def loaded(self, engine: Any, folder: str | None) -> None:
         self.finish(engine)
         if self._figures is not None:
-            self._figures.pause()
-        if self.file is not None:
+            self._figures.restart(engine)
+        if self.file is not None and folder is not None:
             self.file.keep_in(folder)
             self.file.resume_after(engine.global_steps)
 

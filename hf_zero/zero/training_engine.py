@@ -265,14 +265,14 @@ class TrainingEngine(EngineParts):
         self.backward_pass.refuse_unusable()
         self.optimizer_step.applied = False
         if not ends_window:
-            self._count_micro_batches(1)
+            self._count_micro_batches(window.take_count())
             window.micro_batches += 1
             return
         self._refuse_update()
         self.backward_pass.reduce_for_step()
         if not self.config.zero.ignore_unused_parameters:
             self.backward_pass.refuse_unused()
-        self._count_micro_batches(1 if window.managed else window.micro_batches)
+        self._count_micro_batches(window.take_count())
         window.micro_batches = 0
         losses = self.backward_pass.losses
         overflow = self.optimizer_step.update(self.global_steps, losses.may_overflow)
@@ -350,6 +350,8 @@ class TrainingEngine(EngineParts):
         refuse_half_done(self.updater, "zero_grad()")
         self.backward_pass.reducer.clear()
         self.backward_pass.losses.reset()
+        self.measures.zero_grad()
+        self.accumulation.take_count()
         if not self.accumulation.managed:  # counts what a step would use
             self.accumulation.micro_batches = 0
 
@@ -358,7 +360,7 @@ class TrainingEngine(EngineParts):
         first. Every rank must call it, or none.
         """
         self.zero_grad()
-        self.accumulation.micro_batches = 0
+        self.accumulation.restart()
 
     def compile(
         self,

@@ -100,6 +100,160 @@ def test_figures_of_each_step(stage: int, facade: bool, tmp_path: Path) -> None:
         assert not {"loss_scale", "mfu", "tokens_per_second"} & row.keys()
 
 
+def announced(engine: Any, losses: Any) -> None:
+    """Accelerate's way: it announces which micro-batch is the last, and calls step() once."""
+    for number, loss in enumerate(losses):
+        engine.set_gradient_accumulation_boundary(number + 1 == len(losses))
+        engine.backward(loss())
+    engine.step()
+
+
+def stepped(engine: Any, losses: Any) -> None:
+    for number, loss in enumerate(losses):
+        engine.set_gradient_accumulation_boundary(number + 1 == len(losses))
+        engine.backward(loss())
+        engine.step()
+
+
+def dropped(engine: Any, losses: Any) -> None:
+    engine.backward(losses[0]() * 100.0)
+    engine.zero_grad()
+    stepped(engine, losses)
+
+
+def untold(engine: Any, losses: Any) -> None:
+    engine.set_gradient_accumulation_boundary(False)
+    losses[0]().backward()
+    engine.step()
+    stepped(engine, losses[1:])
+
+
+@pytest.mark.parametrize("way", [announced, stepped, dropped, untold])
+def test_the_loss_is_a_mean_over_the_micro_batches_that_a_step_has(
+    way: Any, tmp_path: Path
+) -> None:
+    """Windows of three and, as at the end of an epoch, of two micro-batches, where three are
+    configured.
+    """
+    windows = [3, 2]
+
+    def run(rank: int, model: Any) -> list[list[float]]:
+        section = {"metrics": {"enabled": True, "path": str(tmp_path)}}
+        config = config_of(1, Plan(accumulation=3), **section)
+        engine = start(model, adamw(model), config)
+        told: list[list[float]] = []
+        for number, micros in enumerate(windows):
+            own: list[float] = []
+
+            def loss(micro: int, number: int = number, own: list[float] = own) -> torch.Tensor:
+                value = squared(engine, At(number, micro, rank))
+                own.append(value.item())
+                return value
+
+            way(engine, [lambda micro=micro: loss(micro) for micro in range(micros)])
+            told.append(own[-micros:])
+        engine.destroy()
+        return told
+
+    every = on_ranks(RANKS, run)
+    rows = list(read_metrics(tmp_path))
+    assert [row["step"] for row in rows] == [1, 2]
+    for number, row in enumerate(rows):
+        values = [value for own in every for value in own[number]]
+        if way is untold:
+            assert "loss" not in row
+        else:
+            assert row["loss"] == pytest.approx(sum(values) / len(values), rel=1e-5)
+    each = RANKS * config_of(1, Plan(accumulation=3))["train_micro_batch_size_per_gpu"]
+    assert [row["samples_seen"] for row in rows] == [3 * each, 5 * each]
+
+
+def test_an_evaluation_is_no_part_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its time nor its bytes, whether it comes between two steps, two micro-batches, or a
+    backward and its step.
+    """
+    now = [0.0]
+    monkeypatch.setattr("hf_zero.measures.stopwatch.time.perf_counter", lambda: now[0])
+
+    def run(rank: int, model: Any) -> None:
+        more = {"stage3_param_persistence_threshold": 0}
+        section = {"metrics": {"enabled": True, "path": str(tmp_path)}}
+        config = config_of(3, Plan(accumulation=2), **section)
+        config["zero_optimization"] |= more
+        engine = start(model, adamw(model), config)
+
+        def tick() -> None:
+            engine.mesh.job.barrier()
+            now[0] += 0.5 * (rank == 0)
+            engine.mesh.job.barrier()
+
+        def evaluate() -> None:
+            engine.eval()
+            with torch.no_grad():
+                for _ in range(2):
+                    squared(engine, At(9, 9, rank))
+                    tick()
+            engine.train()
+
+        def micro(number: int, place: int, between: bool = False) -> None:
+            engine.backward(squared(engine, At(number, place, rank)))
+            tick()
+            if between:
+                evaluate()
+            engine.step()
+
+        for number in range(4):
+            micro(number, 0)
+            if number == 1:
+                evaluate()
+            micro(number, 1, between=number == 2)
+            if number == 2:
+                evaluate()
+        engine.destroy()
+
+    on_ranks(RANKS, run)
+    rows = list(read_metrics(tmp_path))
+    assert len({row["wire_bytes"] for row in rows}) == 1
+    assert [row["step_ms"] for row in rows] == [1000.0] * 4
+
+
+def test_a_loss_scale_is_that_of_the_step() -> None:
+    def run(rank: int, model: Any) -> list[float]:
+        scale = {"enabled": True, "initial_scale_power": 40, "hysteresis": 1}
+        engine = start(model, adamw(model), config_of(1, Plan("fp16"), **ON, fp16=scale))
+        found = []
+        for number in range(3):
+            engine.backward(squared(engine, At(number, 0, rank), torch.float16))
+            engine.step()
+            found.append(engine.figures["loss_scale"])
+        engine.destroy()
+        return found
+
+    assert on_ranks(1, run) == [[2.0**40, 2.0**39, 2.0**38]]
+
+
+def test_weights_alone_leave_the_figures_of_their_run(tmp_path: Path) -> None:
+    """A run that begins with the weights of another keeps its figures in its own folder."""
+
+    def run(rank: int, model: Any) -> None:
+        engine = measured(rank, model, 1)
+        run_steps(engine, rank, range(3), MICROS)
+        engine.save_checkpoint(str(tmp_path / "first"))
+        engine.destroy()
+        engine = measured(rank, model, 1)
+        engine.load_checkpoint(str(tmp_path / "first"), load_module_only=True)
+        run_steps(engine, rank, range(2), MICROS)
+        engine.save_checkpoint(str(tmp_path / "second"))
+        engine.destroy()
+
+    on_ranks(RANKS, run)
+    assert [row["step"] for row in read_metrics(tmp_path / "first")] == [1, 2, 3]
+    assert [row["step"] for row in read_metrics(tmp_path / "second")] == [1, 2]
+    assert not (tmp_path / "first" / REPLACED).exists()
+
+
 def test_a_resumed_run_continues_one_curve(tmp_path: Path) -> None:
     """The steps after the save are repeated by another engine; the first run's lines of them are in
     another file.

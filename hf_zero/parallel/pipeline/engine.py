@@ -104,7 +104,7 @@ class PipelineTraining(TrainingEngine):
             window.boundary = True
             self.reduce_gradients()
             self._tied.add_up(self.flats)
-            self._count_micro_batches(steps - 1)
+            window.announced = steps
             super().step()
         finally:
             window.boundary = before

@@ -161,6 +161,9 @@ class StepMeasures:
         """Return a context for a ``step()`` call. May be collective."""
         return spans.NOTHING
 
+    def zero_grad(self) -> None:
+        """Drop the losses whose gradients are dropped."""
+
     # ---- between steps ----
 
     @property
@@ -176,8 +179,10 @@ class StepMeasures:
     def saving(self, engine: Any, folder: str) -> None:
         """Write out all figures: a checkpoint is about to be saved in ``folder``."""
 
-    def loaded(self, engine: Any, folder: str) -> None:
-        """Continue from the step of a checkpoint in ``folder`` that was loaded."""
+    def loaded(self, engine: Any, folder: str | None) -> None:
+        """Continue from the step of a checkpoint in ``folder`` that was loaded; None: the engine
+        has loaded weights alone and continues no run.
+        """
 
     def close(self, engine: Any) -> None:
         """End all measures."""
