@@ -68,7 +68,7 @@ def load(
             scale.
         load_lr_scheduler_states: also load the schedule, if the engine has one and one was saved.
         load_module_only: load weights and buffers alone; counters stay as they are too.
-        verify: None: check block hashes while reading. True: also hash every file, divided among
+        verify: None: check block hashes while reading, unless ``partial``. True: also hash every file, divided among
             the ranks, before modifying the engine. False: no hashing. A checkpoint of an older
             release without block hashes is read without them.
         load_rng: restore this rank's random generators (torch, Python, NumPy), if the number of
@@ -86,7 +86,8 @@ def load(
     load_optimizer_states &= not load_module_only and engine.bound is not None
 
     def open_and_check() -> _Load:
-        folder, hashes = find.locate(directory, tag), verify is not False
+        folder = find.locate(directory, tag)
+        hashes = not partial if verify is None else verify
         checkpoint = _open(folder, engine, hashes, sizes=not partial)
         opened.callback(checkpoint.close)
         return _Load(

@@ -324,6 +324,10 @@ class Mesh:
         """Return ``value`` of each peer, in the order of :attr:`ranks` (collective)."""
         return [value] if self.peers is None else self.peers.all_gather_object(value, what)
 
+    def all_gather_bytes(self, value: bytes, what: str) -> list[bytes]:
+        """Return ``value`` of each peer, of any size, in the order of :attr:`ranks` (collective)."""
+        return [value] if self.peers is None else self.peers.all_gather_bytes(value, what)
+
     def gather_bytes(self, value: bytes, take: Callable[[int, bytes], None], what: str) -> None:
         """Call ``take(place, part)`` on the first peer with consecutive parts of ``value`` of each
         peer, by its place in :attr:`ranks` (collective).

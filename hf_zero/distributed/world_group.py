@@ -4,6 +4,7 @@ runs.
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +44,23 @@ from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import ConfigError, RankMismatchError
 
 ROUND = 64 << 20  # bytes that the first rank receives at a time
+
+
+BROADCAST = 64 << 10  # bytes that cost as much as one more collective
+
+
+def common_size(sizes: Sequence[int]) -> int:
+    """Return the size up to which all ranks send in one collective, so that this and broadcasts of
+    what longer ones have beyond it cost least.
+    """
+    best, least, beyond = 0, math.inf, 0
+    ordered = sorted(sizes, reverse=True)
+    for longer, size in enumerate(ordered):
+        cost = len(sizes) * size + (beyond - longer * size) + longer * BROADCAST
+        if cost < least:
+            best, least = size, cost
+        beyond += size
+    return best
 
 
 class RankGroup:
@@ -136,6 +154,35 @@ class RankGroup:
         call = partial(dist.all_gather_object, box, value, self._group)
         self._call(f"exchange of {what}", call)
         return box
+
+    def all_gather_bytes(self, value: bytes, what: str = "bytes") -> list[bytes]:
+        """Return ``value`` of each rank, in the order of :attr:`ranks`.
+
+        A collective sends as much of each as of any other; where few ranks have far more than the
+        rest, they broadcast that, so that the others do not receive as much padding from each rank.
+        """
+        sizes = self.all_gather_object(len(value), f"sizes of {what}")
+        if len(self.ranks) == 1:
+            return [value]
+        common, own = common_size(sizes), self.ranks.index(self.rank)
+        on = CPU if backend_serving(CPU) else default_device()
+        held = torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else None
+        whole = [torch.zeros(max(common, size), dtype=torch.uint8, device=on) for size in sizes]
+        if held is not None:
+            whole[own][: len(value)].copy_(held)
+
+        def exchange() -> None:
+            if common:
+                parts = [each[:common] for each in whole]
+                dist.all_gather(parts, whole[own][:common].clone(), self._group)
+            for place, size in enumerate(sizes):
+                if size > common:
+                    dist.broadcast(whole[place][common:], self.ranks[place], self._group)
+
+        self._call(f"exchange of {what}", exchange)
+        return [
+            each[:size].cpu().numpy().tobytes() for each, size in zip(whole, sizes, strict=True)
+        ]
 
     def gather_bytes(
         self, value: bytes, take: Callable[[int, bytes], None], what: str = "bytes"

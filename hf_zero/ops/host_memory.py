@@ -141,17 +141,17 @@ class HostArena:
 
     def take(self, numel: int, dtype: torch.dtype, file: int | None = None) -> torch.Tensor:
         """Return ``numel`` zeros of ``dtype``: [numel], at an address that is a multiple of the
-        page. With the descriptor of a ``file`` that has its pages, at least so many bytes,
-        the memory is the file: elements are what it holds, and writes to them change it.
+        page. With the descriptor of a ``file`` of so many bytes, the memory is the file: elements
+        are what it holds, and writes to them change it; pages that it lacks are allocated.
 
-        Raises HostMemoryError.
+        Raises HostMemoryError, and OSError where the file system has no room for the file.
         """
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         asked = numel * dtype.itemsize
         nbytes = -(-asked // mmap.PAGESIZE) * mmap.PAGESIZE
         free = free_ram().nbytes
-        if file is None and nbytes > free:  # a file has its pages already
+        if file is None and nbytes > free:  # the file system counts a file's
             raise self._refused(asked, f"{free / 1e9:.2f} GB are free")
         registers = self._device is not None and pinned.registers(self._device)
         if self._pins and not registers and file is None:
@@ -182,6 +182,12 @@ class HostArena:
                 self._device,
             )
             self._node = None
+        if file is not None:
+            try:  # behind the policy; a page that is missing later would be a signal
+                os.posix_fallocate(file, 0, asked)
+            except OSError:
+                _LIBC.munmap(address, nbytes)
+                raise
         error = _bring_in(address, nbytes)
         if error:
             _LIBC.munmap(address, nbytes)

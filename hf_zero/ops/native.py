@@ -126,14 +126,15 @@ def set_threads(count: int) -> None:
     _needed("set_threads, use torch.set_num_threads:").set_threads(count)
 
 
-def remove_at_exit(folder: Path, top: Path, mark: str) -> bool:
-    """Have ``folder``, and its parents up to ``top`` that then hold at most a file called ``mark``,
-    removed when this process ends with code 0, however it comes to end. Returns whether they will
-    be: the native core alone learns of the code, through glibc.
+def release_at_exit(folder: Path, top: Path, mark: str, own: Path) -> bool:
+    """Have the file ``own`` removed when this process ends with code 0, however it comes to end,
+    and with the last file beside it ``folder``, and its parents up to ``top`` that then hold at
+    most a file called ``mark``. Returns whether they will be: the native core alone learns of the
+    code, through glibc.
     """
-    register = getattr(core(), "remove_at_exit", None)
+    register = getattr(core(), "release_at_exit", None)
     if register is not None:
-        register(str(folder), str(top), mark)
+        register(str(folder), str(top), mark, str(own))
     return register is not None
 
 

@@ -302,6 +302,40 @@ def test_memory_is_put_on_the_node_of_its_gpu(
     ]
 
 
+def test_pages_of_a_file_follow_the_policy_of_its_memory(
+    cuda: Cuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A policy moves no page that was allocated before it."""
+    (tmp_path / "0000:1b:00.0" / "numa_node").write_text("0")
+    blocks: list[int] = []
+    with (tmp_path / "image").open("w+b") as file:
+        file.truncate(MB)
+
+        def place(address: int, nbytes: int, node: int) -> bool:
+            blocks.append(os.fstat(file.fileno()).st_blocks)
+            return True
+
+        monkeypatch.setattr(host_memory, "_prefer_node", place)
+        tensor = HostArena(pin=True, device=GPU).take(MB, torch.uint8, file.fileno())
+        blocks.append(os.fstat(file.fileno()).st_blocks)
+        tensor.fill_(7)
+    assert blocks[0] == 0 and blocks[1] * 512 >= MB
+    assert (tmp_path / "image").read_bytes() == b"\7" * MB
+
+
+def test_a_file_that_finds_no_room_is_named_by_the_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, begin: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with (tmp_path / "image").open("w+b") as file, pytest.raises(OSError, match="No space"):
+        file.truncate(MB)
+        HostArena().take(MB, torch.uint8, file.fileno())
+    assert str(tmp_path / "image") not in Path("/proc/self/maps").read_text()
+
+
 def test_the_system_is_told_the_node() -> None:
     tensor = HostArena().take(MB, torch.uint8)
     placed = host_memory._prefer_node(tensor.data_ptr(), MB, 0)

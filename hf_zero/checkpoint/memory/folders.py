@@ -7,6 +7,7 @@ job's identity, and folders that other jobs have left.
                                                       rank-00000-of-00004.json
                                                slot-1/...
                                                resume/                 what a load reads
+                                               ranks/2                 a process that may yet fail
                                      claim     locked by a process of the engine
                               in-use           locked by the processes of the job
 """
@@ -21,6 +22,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +37,7 @@ CLAIM = "claim"
 PATIENCE = 10.0  # seconds in which a process that is ending gives up its claim
 SLOTS = ("slot-0", "slot-1")
 RESUME = "resume"
+RANKS = "ranks"
 TMPFS = "tmpfs"
 
 
@@ -191,6 +194,24 @@ def remove_job(folder: Path) -> bool:
         return False
     remove_tree(folder)
     return True
+
+
+def enter(folder: Path, rank: int) -> None:
+    """Have an engine's ``folder``, if there is one, stay until ``rank`` calls :func:`release`."""
+    if folder.is_dir():
+        (folder / RANKS).mkdir(exist_ok=True)
+        (folder / RANKS / str(rank)).touch()
+
+
+def release(folder: Path, top: Path, rank: int) -> None:
+    """Remove an engine's ``folder``, and its parents up to ``top`` that are then empty, if no other
+    process than that of ``rank`` keeps it.
+    """
+    (folder / RANKS / str(rank)).unlink(missing_ok=True)
+    with suppress(OSError):  # FileNotFoundError where another rank removes the same
+        if not (folder / RANKS).exists() or not os.listdir(folder / RANKS):
+            remove_tree(folder)
+            remove_empty(folder.parent, top)
 
 
 def remove_empty(folder: Path, top: Path) -> None:

@@ -5,6 +5,7 @@ or the checkpoint on disk; and a folder on each host in which a load finds it.
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,9 @@ from hf_zero.distributed import process_group
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import logger
+
+# files compared by `newest_in_memory`, which the load right after it need not hash again
+_compared: set[tuple[Path, str, int, int]] = set()
 
 
 @dataclass(frozen=True)
@@ -163,12 +167,13 @@ class _Taking:
             held.rank: path for held, path in own.items() if held.save_id == generation.save_id
         }
         self._checked: set[tuple[str, int]] = set()
+        self._chooses = False  # a load follows
 
     def take(self, engine: Any = None, strict: bool = True) -> Newest | None:
         """Return the generation in a folder of this host, with the files that its ranks read for a
         load into ``engine``, if there is one; None, logged, if it is not whole. Collective.
         """
-        generation = self._generation
+        generation, self._chooses = self._generation, engine is None
         what = f"the generation of step {generation.step} in memory"
         if not generation.is_whole():
             missing = [n for n in range(generation.world) if not generation.holders.get(n)]
@@ -188,17 +193,21 @@ class _Taking:
         return Newest(folder, manifest.tag, generation.step, in_memory=True)
 
     def _gather_records(self) -> list[RankRecord]:
-        """Return the records of the generation, by rank. Collective."""
+        """Return the records of the generation, by rank. Each is sent by one rank of the host that
+        would read its file. Collective.
+        """
+        order = range(self._generation.world)
 
         def own() -> dict[int, bytes]:
-            mine = [r for r, hosts in self._holders.items() if hosts[0] == self._host]
-            acts = self._where.acts_for_host
-            return {r: record_path(self._here[r]).read_bytes() for r in mine if acts}
+            mine = [r for r in order if self._source(self._host_of(r), r) == self._host]
+            here = self._hosts.ranks[self._host]
+            share = mine[here.index(self._rank) :: len(here)]
+            return {r: record_path(self._here[r]).read_bytes() for r in share}
 
-        _, told = collective_try(self._ranks, own, share=lambda contents: contents)
-        contents = {rank: content for each in told for rank, content in each.items()}
-        order = range(self._generation.world)
-        return [RankRecord.parse(contents[rank], f"the record of rank {rank}") for rank in order]
+        held, _ = collective_try(self._ranks, own)
+        told = self._ranks.all_gather_bytes(pickle.dumps(held), "records of a generation")
+        contents = {r: content for each in told for r, content in pickle.loads(each).items()}
+        return [RankRecord.parse(contents[r], f"the record of rank {r}") for r in order]
 
     def _host_of(self, file: int) -> str:
         """Return the host that reads a file if the ranks are those of the save."""
@@ -218,7 +227,7 @@ class _Taking:
             mine = sorted(n for host, n in unknown if host == self._host)
             here = self._hosts.ranks[self._host]
             share = mine[here.index(self._rank) :: len(here)]
-            damaged = [n for n in share if not _is_sound(self._here[n], manifest.files[n])]
+            damaged = [n for n in share if not self._is_sound(n, manifest.files[n])]
             told = self._ranks.all_gather_object(damaged, "hashes of checkpoints in memory")
             self._checked |= unknown
             for host, lost in zip(self._hosts.names, told, strict=True):
@@ -229,6 +238,24 @@ class _Taking:
             if not all(self._holders.values()):
                 gone = [n for n, hosts in self._holders.items() if not hosts]
                 raise CheckpointError(f"every copy of the files of ranks {gone} is damaged")
+
+    def _is_sound(self, n: int, entry: FileEntry) -> bool:
+        """Whether this host's copy of file ``n`` has the hash of ``entry``; computed once for a
+        choice and the load that follows it.
+        """
+        path = self._here[n]
+        try:
+            now = path.stat()
+        except OSError:
+            return False
+        key = path, entry.hash, now.st_ino, now.st_mtime_ns
+        if key in _compared:
+            _compared.remove(key)
+            return True
+        sound = _is_sound(path, entry)
+        if sound and self._chooses:
+            _compared.add(key)
+        return sound
 
     def _present(self, manifest: Manifest, records: Sequence[RankRecord]) -> Path:
         """Make this host's folder of the generation, without rank files. Collective."""
@@ -289,7 +316,7 @@ class _Taking:
 
         collective_try(self._ranks, compare)
         saving.reached("fetched")
-        collective_try(self._ranks, memory.mark)
+        memory.mark()
         memory.protect(self.save_id)
         memory.ready = self.save_id
 

@@ -95,8 +95,6 @@ class SlotFiles:
             del held
             self._mapped.pop(path, None)
             os.ftruncate(fd, size)
-            if size:
-                os.posix_fallocate(fd, 0, size)  # a page that is missing later would be a signal
             tensor = self._arena.take(size, torch.uint8, fd)
         except OSError as error:
             error.filename = error.filename or str(path)
@@ -218,7 +216,7 @@ class MemoryCheckpoints(JobFolders):
                 folder,
                 "" if folders.is_in_memory(folder) else " (a disk: there is no room in memory)",
             )
-        collective_try(self._ranks, self.mark)
+        self.mark()
         _at_exit(self)
 
     @classmethod
@@ -231,9 +229,20 @@ class MemoryCheckpoints(JobFolders):
     # ---- places ----
 
     def mark(self) -> None:
-        """Mark the job's folders that exist as in use by this process, and claim this engine's for
-        its host. Raises CheckpointError for those of another user, or of another job that lives.
+        """Mark the job's folders that exist as in use by this process, claim this engine's for its
+        host, and have them stay until this process ends well. Collective.
+
+        Raises CheckpointError for those of another user, or of another job that lives.
         """
+        collective_try(self._ranks, self._claim)
+
+        def enter() -> None:
+            for base in self.bases:
+                folders.enter(self.folder(base), self.rank)
+
+        collective_try(self._ranks, enter)
+
+    def _claim(self) -> None:
         for base in self.bases:
             folder, own = self.job_folder(base), self.folder(base)
             if folder.is_dir() and folder not in self._marks:
@@ -241,6 +250,7 @@ class MemoryCheckpoints(JobFolders):
                 self._marks[folder] = folders.InUse(folder)
             if self.acts_for_host and own.is_dir() and own not in self._marks:
                 self._marks[own] = folders.Claim(own)
+                remove_tree(own / folders.RANKS)  # of an attempt before
 
     def _say(self) -> None:
         if not self.is_lasting:
@@ -590,13 +600,13 @@ class MemoryCheckpoints(JobFolders):
                 whole[0].step,
             )
         collective_try(self._ranks, self._make_folder)
+        self.mark()
         slots = {path.parent.name for held, path in self.scan().items() if held.save_id == kept}
         self._slot = 1 if folders.SLOTS[0] in slots else 0
 
     def _make_folder(self) -> None:
         folders.make_own(self.job_folder(self.base))
         self.folder(self.base).mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.mark()
 
     def _choose_base(self, needed: int) -> Path:
         """Return the first base folder on this host with room for ``needed`` bytes."""
@@ -644,8 +654,9 @@ class MemoryCheckpoints(JobFolders):
             self._running.result()
 
     def close(self, failing: bool | None = None, remove: bool = True) -> None:
-        """Wait for the save under way, and ``remove`` the generations unless the job is
-        ``failing``: by default, if an exception is being handled that ends a process with an error.
+        """Wait for the save under way, and ``remove`` the generations once the last rank of this
+        host has closed its own, unless the job is ``failing``: by default, if an exception is being
+        handled that ends a process with an error.
         """
         if self.number < 0:
             return
@@ -660,10 +671,9 @@ class MemoryCheckpoints(JobFolders):
         self._kept.close()
         for mark in self._marks.values():
             mark.close()
-        if remove and not failing and self.acts_for_host:
+        if remove and not failing:
             for base in self.bases:
-                remove_tree(self.folder(base))
-                folders.remove_empty(self.folder(base).parent, self.job_folder(base))
+                folders.release(self.folder(base), self.job_folder(base), self.rank)
         _claimed.pop(self.place, None)
         self.number = -1
 
@@ -686,15 +696,15 @@ def _is_failure(error: BaseException | None) -> bool:
 
 
 def _at_exit(made: MemoryCheckpoints) -> None:
-    """Close ``made`` when the interpreter ends, if it lives until then. Its files go if the process
-    ends with code 0; without the native core, if no exception but SystemExit ends it.
+    """Close ``made`` when the interpreter ends, if it lives until then. Its files go if all ranks of
+    the host end with code 0; without the native core, if no exception but SystemExit ends them.
     """
     held, process = weakref.ref(made), os.getpid()
     later = False
-    if made.acts_for_host:
-        for base in made.bases:
-            folder, top = made.folder(base), folders.job_folder(base, made.job)
-            later = native.remove_at_exit(folder, top, folders.IN_USE)
+    for base in made.bases:
+        folder, top = made.folder(base), folders.job_folder(base, made.job)
+        own = folder / folders.RANKS / str(made.rank)
+        later = native.release_at_exit(folder, top, folders.IN_USE, own)
 
     def close() -> None:
         alive = held()

@@ -21,7 +21,9 @@ import pytest
 import hf_zero
 from hf_zero.checkpoint import memory, verify_all, verify_checkpoint
 from hf_zero.checkpoint.memory import folders, job_folders, saving
+from hf_zero.checkpoint.memory import resume as resume_of
 from hf_zero.checkpoint.memory.resume import newest_in_memory
+from hf_zero.checkpoint.tensorfile import TensorFile
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed.host_transfers import HostTransfers
 from hf_zero.errors import CheckpointError
@@ -628,6 +630,31 @@ def test_a_checkpoint_that_is_named_is_the_one_that_is_resumed(
     settings["checkpoint"].pop("folder")
     engine, *_ = hf_zero.initialize(model=net(), config=settings, resume="latest")
     assert engine.resumed_from is None and engine.global_steps == 0
+
+
+def test_a_resume_hashes_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice before there is an engine, the load and the reads share one comparison."""
+    memory_of = {"every": 1, "folder": str(tmp_path / "memory"), "job": "job"}
+    settings = config(tmp_path / "run") | {"checkpoint": {"memory": memory_of}}
+    threading.current_thread().host = "a"  # type: ignore[attr-defined]
+    resuming(0, net(), settings, Rows(), stop=1)[1].memory.wait()
+    saving._claimed.clear()
+    hashed, blocks = [], []
+    hash_of_file, compare = resume_of.hash_of_file, TensorFile._compare
+
+    def counted(path: Path, *how: Any) -> str:
+        hashed.append(path)
+        return hash_of_file(path, *how)
+
+    monkeypatch.setattr(resume_of, "hash_of_file", counted)
+    monkeypatch.setattr(
+        TensorFile, "_compare", lambda *each: blocks.append(each) or compare(*each)
+    )
+    engine, *_ = hf_zero.initialize(model=net(), config=settings, resume="latest")
+    assert engine.global_steps == 1
+    assert len(hashed) == 1 and not blocks
+    engine.load_checkpoint(str(tmp_path / "run"), verify=True)
+    assert blocks, "what the caller asks for is done"
 
 
 def test_a_generation_that_is_lost_between_choice_and_load_is_named(tmp_path: Path) -> None:
