@@ -68,9 +68,9 @@ def load(
             scale.
         load_lr_scheduler_states: also load the schedule, if the engine has one and one was saved.
         load_module_only: load weights and buffers alone; counters stay as they are too.
-        verify: None: check block hashes while reading, unless ``partial``. True: also hash every file, divided among
-            the ranks, before modifying the engine. False: no hashing. A checkpoint of an older
-            release without block hashes is read without them.
+        verify: None: check block hashes while reading, unless ``partial``. True: also hash every
+            file, divided among the ranks, before modifying the engine. False: no hashing. A
+            checkpoint of an older release without block hashes is read without them.
         load_rng: restore this rank's random generators (torch, Python, NumPy), if the number of
             ranks equals that of the save.
         load_loader: put ``engine.training_dataloader`` at the saved place in the data.

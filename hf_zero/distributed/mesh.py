@@ -325,7 +325,7 @@ class Mesh:
         return [value] if self.peers is None else self.peers.all_gather_object(value, what)
 
     def all_gather_bytes(self, value: bytes, what: str) -> list[bytes]:
-        """Return ``value`` of each peer, of any size, in the order of :attr:`ranks` (collective)."""
+        """Return ``value`` of each peer, of any size, by the order of :attr:`ranks`; collective."""
         return [value] if self.peers is None else self.peers.all_gather_bytes(value, what)
 
     def gather_bytes(self, value: bytes, take: Callable[[int, bytes], None], what: str) -> None:

@@ -696,8 +696,8 @@ def _is_failure(error: BaseException | None) -> bool:
 
 
 def _at_exit(made: MemoryCheckpoints) -> None:
-    """Close ``made`` when the interpreter ends, if it lives until then. Its files go if all ranks of
-    the host end with code 0; without the native core, if no exception but SystemExit ends them.
+    """Close ``made`` when the interpreter ends, if it lives until then. Its files go if all ranks
+    of the host end with code 0; without the native core, if no exception but SystemExit ends them.
     """
     held, process = weakref.ref(made), os.getpid()
     later = False

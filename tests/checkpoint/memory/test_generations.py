@@ -647,9 +647,7 @@ def test_a_resume_hashes_each_file_once(tmp_path: Path, monkeypatch: pytest.Monk
         return hash_of_file(path, *how)
 
     monkeypatch.setattr(resume_of, "hash_of_file", counted)
-    monkeypatch.setattr(
-        TensorFile, "_compare", lambda *each: blocks.append(each) or compare(*each)
-    )
+    monkeypatch.setattr(TensorFile, "_compare", lambda *each: blocks.append(each) or compare(*each))
     engine, *_ = hf_zero.initialize(model=net(), config=settings, resume="latest")
     assert engine.global_steps == 1
     assert len(hashed) == 1 and not blocks
