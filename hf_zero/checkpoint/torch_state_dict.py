@@ -184,10 +184,11 @@ class _Own:
             for flat in engine.flats
             for slot in flat.layout.slots
         ]
-        self.buffers = {
-            strip_wrappers(whole.own(name)): value
-            for name, value in persistent_buffers(engine.module).items()
-        }
+        buffers = persistent_buffers(engine.module)
+        self.buffers = {strip_wrappers(whole.own(name)): value for name, value in buffers.items()}
+        # names in the whole model, those of other ranks' experts included
+        held = [*buffers, *engine.aliases, *(slot for _, slot, _ in self.slots)]
+        self.every = {strip_wrappers(name) for each in held for name in whole.every(each)}
 
     def part(self, flat: FlatBuffer, name: str, values: torch.Tensor) -> TensorPart:
         """Return a copy of this rank's elements of parameter ``name`` of ``values`` [owned]."""
@@ -229,8 +230,7 @@ class _Own:
     @torch.no_grad()
     def load_weights(self, state: Mapping[str, Any], strict: bool) -> Any:
         names = {fqn for _, _, fqn in self.slots} | {*self.buffers}
-        known = names.union(*self.tied.values())
-        missing, unexpected = sorted(names - state.keys()), sorted(state.keys() - known)
+        missing, unexpected = sorted(names - state.keys()), sorted(state.keys() - self.every)
         if strict and (missing or unexpected):
             raise CheckpointError(
                 f"the state dict lacks {listed(missing, 6) or 'nothing'} and has "
