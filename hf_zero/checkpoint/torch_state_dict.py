@@ -93,14 +93,15 @@ class TensorPart(torch.Tensor):
         ]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        from torch.distributed.checkpoint import metadata, planner
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-        properties = metadata.TensorProperties.create_from_tensor(self.local)
+        properties = TensorProperties.create_from_tensor(self.local)
         return [
-            planner.WriteItem(
-                metadata.MetadataIndex(fqn, chunk.offsets),
-                planner.WriteItemType.SHARD,
-                tensor_data=planner.TensorWriteData(chunk, properties, self.shape),
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.shape),
             )
             for chunk in self.__create_chunk_list__()
         ]

@@ -1,5 +1,5 @@
-"""``torch.distributed.checkpoint.state_dict`` on engines that keep parameters and optimizer state in
-host memory or files, against a plain process.
+"""``torch.distributed.checkpoint.state_dict`` on engines that keep parameters and optimizer state
+in host memory or files, against a plain process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CASES = [
     for way in WAYS
     for stage in stages_of(way)
 ]
-OTHERS = {way: DEVICE for way in WAYS} | {"optimizer on cpu": "all in files"}
+OTHERS = dict.fromkeys(WAYS, DEVICE) | {"optimizer on cpu": "all in files"}
 
 
 def plain() -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]], Any]:
@@ -109,5 +109,3 @@ def test_states_are_those_of_a_plain_process(way, stage, precision, tmp_path):
         return resumed(rank, model, section, dict(joined), states)
 
     same(on_ranks(RANKS, from_wholes)[0], found[0][3])
-
-

@@ -235,11 +235,7 @@ def rollouts(material, tmp_path_factory):
 @pytest.mark.parametrize("case", ROLLOUTS)
 def test_rollouts_are_of_the_weights_in_training(case, rollouts):
     """A stub of vLLM draws from the weights that it was sent, one process from its own."""
-    if case == "online.server":  # TRL counts the padding of a server's prompts as prompt
-        want = rollouts.plain[case]["loss"]
-        assert rollouts.ranks[0][case]["loss"] == pytest.approx(want, rel=5e-3)
-    else:
-        rollouts.compare(case)
+    rollouts.compare(case)
     first = rollouts.ranks[0][case]
     assert first["updates"] == 3
     if case.endswith("server"):

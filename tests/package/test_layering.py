@@ -100,24 +100,16 @@ OTHER_LIBRARIES = {
     "deepspeed": {"transformers"},
     "transformers": {"accelerate"},
 }
-TORCH_DISTRIBUTED = (
-    "hf_zero.distributed.attempts",
-    "hf_zero.distributed.uncaught",
-    "hf_zero.distributed.process_group",
-    "hf_zero.distributed.init",
-    "hf_zero.distributed.fake_world",
-    "hf_zero.distributed.collectives",
-    "hf_zero.distributed.world_group",
-    "hf_zero.distributed.flat_mesh",
-    "hf_zero.distributed.mesh",
-    "hf_zero.distributed.parallel_groups",
-    "hf_zero.checkpoint.convert.to_dcp",
-    "hf_zero.checkpoint.torch_state_dict",
-    "hf_zero.distributed.host_transfers",
-    "hf_zero.parallel.tensor.dtensors",
-    "hf_zero.parallel.pipeline.rank_stages",
-    "hf_zero.parallel.pipeline.stage_messages",
-)
+# Libraries of torch that have their own groups and collectives, or need none, and the modules that
+# meet them. All else of torch.distributed is met in hf_zero.distributed.
+TORCH_LIBRARIES = {
+    "torch.distributed.checkpoint": (
+        "hf_zero.checkpoint.convert.to_dcp",
+        "hf_zero.checkpoint.torch_state_dict",
+    ),
+    "torch.distributed.pipelining": ("hf_zero.parallel.pipeline.rank_stages",),
+    "torch.distributed.tensor": ("hf_zero.parallel.tensor.dtensors",),
+}
 HUGGING_FACE = {
     "transformers",
     "accelerate",
@@ -184,8 +176,9 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
                 and library(module) != (library(name))
             ):
                 found.append(f"{module} imports {name}, which comes later in integrations/")
-        elif name.startswith("torch.distributed") and module not in (*TORCH_DISTRIBUTED,):
-            found.append(f"{module} imports {name}; only hf_zero.distributed does")
+        elif name.startswith("torch.distributed") and "hf_zero.distributed" not in prefixes(module):
+            if not any(module in TORCH_LIBRARIES.get(each, ()) for each in prefixes(name)):
+                found.append(f"{module} imports {name}; only hf_zero.distributed does")
         elif top in HUGGING_FACE and layer(module) != LAYERS["hf_zero.integrations"]:
             found.append(f"{module} imports {name}; only integrations/ meets Hugging Face")
         elif top in HUGGING_FACE:
@@ -260,6 +253,16 @@ def test_every_layer_is_of_something_that_is_there() -> None:
         ),
         ("import torch.distributed as dist", "hf_zero.zero.gather.hooks", "torch.distributed"),
         ("from torch import distributed", "hf_zero.zero.gather.hooks", "torch.distributed"),
+        (
+            "from torch.distributed import checkpoint, isend",
+            "hf_zero.checkpoint.torch_state_dict",
+            "torch.distributed.isend",
+        ),
+        (
+            "import torch.distributed.tensor",
+            "hf_zero.checkpoint.torch_state_dict",
+            "torch.distributed.tensor",
+        ),
         (
             "import hf_zero.offload.nvme_files",
             "hf_zero.distributed.mesh",

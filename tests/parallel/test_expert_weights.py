@@ -22,7 +22,13 @@ from tests.ranks.test_moe import Routed
 RANKS, SAVED_AFTER, STEPS = 4, 2, 4
 MOMENTS = ("exp_avg", "exp_avg_sq")
 LAYERS = "layers of hf-zero"  # their experts are modules, with numbers in their names
-CASES = [("mixtral", 2), ("gpt_oss", 2), (LAYERS, 2), (LAYERS, 4)]
+CASES = [("mixtral", 2, 3), (LAYERS, 2, 0)]
+MORE = [
+    (name, size, stage)
+    for name, size in (("mixtral", 2), ("gpt_oss", 2), (LAYERS, 2), (LAYERS, 4))
+    for stage in (0, 1, 3)
+    if (name, size, stage) not in CASES
+]
 
 Weights = dict[str, torch.Tensor]
 
@@ -87,8 +93,10 @@ def near(got: Weights, want: Weights) -> None:
     oracle.compare_tensors("weights", got, want, floor=oracle.ADAM_ROUNDING)
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.long), 3])
-@pytest.mark.parametrize(("name", "size"), CASES)
+@pytest.mark.parametrize(
+    ("name", "size", "stage"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE)],
+)
 def test_parts_are_those_of_the_whole_model(name, size, stage):
     found = run(name, stage, size)
     saved, ended = (

@@ -15,17 +15,16 @@ from torch import nn
 
 import hf_zero
 from hf_zero.config import ZeroConfig
-from hf_zero.distributed import flat_mesh
+from hf_zero.distributed import flat_mesh, stage_messages
 from hf_zero.distributed.collective_log import CollectiveStats
 from hf_zero.distributed.collectives import DimGroups, MeshDim
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import get_parallel, init_parallel
+from hf_zero.distributed.stage_messages import StageMessages
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import ConfigError, PipelineError, RankMismatchError, UnmanagedWindowError
 from hf_zero.parallel.expert.moe_layer import MoE
-from hf_zero.parallel.pipeline import stage_messages
 from hf_zero.parallel.pipeline.module import LayerSpec, PipelineModule, TiedLayerSpec, bounds_of
-from hf_zero.parallel.pipeline.stage_messages import StageMessages
 from hf_zero.parallel.pipeline.topology import (
     PipeDataParallelTopology,
     PipelineParallelGrid,

@@ -18,11 +18,11 @@ from hf_zero.device.pinned import upload
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import get_parallel
+from hf_zero.distributed.stage_messages import StageMessages
 from hf_zero.errors import ConfigError, PipelineError, RankMismatchError, UnmanagedWindowError
 from hf_zero.parallel.alike import Calls, differing, hash_of
 from hf_zero.parallel.expert.moe_layer import MOELayer
 from hf_zero.parallel.pipeline.rank_stages import PipelineRun, Stage
-from hf_zero.parallel.pipeline.stage_messages import StageMessages
 from hf_zero.parallel.pipeline.staged import StagedModule, TiedParameters, mark_tied
 from hf_zero.parallel.pipeline.topology import PipelineParallelGrid
 from hf_zero.parallel.sequence.attention import KEY

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.distributed.stage_messages import Activations, StageMessages
 from hf_zero.errors import ConfigError
-from hf_zero.parallel.pipeline.stage_messages import Activations, StageMessages
 
 Forward = Callable[[int, int, Any], Any]
 Backward = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
@@ -249,7 +249,11 @@ def make_schedule(
     stages "1f1b" becomes GPipe, which then keeps no more activations. Raises ConfigError for a
     number of micro-batches that an interleaved schedule cannot divide.
     """
-    from torch.distributed import pipelining
+    from torch.distributed.pipelining import (
+        Schedule1F1B,
+        ScheduleGPipe,
+        ScheduleInterleaved1F1B,
+    )
 
     own: list[Any] = list(stages)
     options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
@@ -261,10 +265,10 @@ def make_schedule(
                 f"gradient_accumulation_steps is {micro_batches}, which the interleaved schedule "
                 f"cannot divide among {ranks} ranks of a pipeline; make it a multiple of {ranks}"
             )
-        return pipelining.ScheduleInterleaved1F1B(own, micro_batches, **options)
+        return ScheduleInterleaved1F1B(own, micro_batches, **options)
     if name == "gpipe" or micro_batches < stages[0].num_stages:
-        return pipelining.ScheduleGPipe(own[0], micro_batches, **options)
-    return pipelining.Schedule1F1B(own[0], micro_batches, **options)
+        return ScheduleGPipe(own[0], micro_batches, **options)
+    return Schedule1F1B(own[0], micro_batches, **options)
 
 
 class PipelineRun:

@@ -22,9 +22,9 @@ from hf_zero.distributed import init, process_group
 from hf_zero.distributed.collectives import MeshDim
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import ParallelGroups, get_parallel, init_parallel
+from hf_zero.distributed.stage_messages import dim_of_stages
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import ConfigError, PartitionError
-from hf_zero.parallel.pipeline.stage_messages import dim_of_stages
 from hf_zero.parallel.pipeline.topology import (
     PipeDataParallelTopology,
     PipeModelDataParallelTopology,

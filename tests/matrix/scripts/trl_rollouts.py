@@ -13,16 +13,24 @@ from trl_cases import ADAPTED, HalvesLlama, loaded, row, sampled  # noqa: E402
 from trl_drawing import Letters, prompts  # noqa: E402
 from trl_run import Run  # noqa: E402
 
-TRAINERS = {
-    "grpo": lambda more: trl_cases.grpo(vllm_importance_sampling_correction=False, **more),
-    "adapters": lambda more: trl_cases.grpo(
-        vllm_importance_sampling_correction=False, **ADAPTED, **more
-    ),
-    "rloo": lambda more: sampled(trl_cases.RLOOTrainer, trl_cases.RLOOConfig, **more),
-    "online": lambda more: row(
+
+def even(run):
+    """Prompts of one length. TRL's online DPO trainer pads those of a server before it counts their
+    tokens, so that its losses attend to the padding, and hang on which prompts share a batch.
+    """
+    tokenizer = vllm_stub.tokenizer_of(run.model("untied"))
+
+    def cut(row):
+        return {"prompt": tokenizer.decode(tokenizer(row["prompt"]).input_ids[:5])}
+
+    return prompts(run).map(cut)
+
+
+def online(data, more):
+    return row(
         trl_cases.OnlineDPOTrainer,
         trl_cases.OnlineDPOConfig,
-        prompts,
+        data,
         lambda run: HalvesLlama.from_pretrained(run.model("untied")),
         given={
             "ref_model": loaded("untied"),
@@ -32,20 +40,29 @@ TRAINERS = {
         max_new_tokens=24,
         max_length=128,
         **more,
+    )
+
+
+TRAINERS = {
+    "grpo": lambda mode, more: trl_cases.grpo(vllm_importance_sampling_correction=False, **more),
+    "adapters": lambda mode, more: trl_cases.grpo(
+        vllm_importance_sampling_correction=False, **ADAPTED, **more
     ),
+    "rloo": lambda mode, more: sampled(trl_cases.RLOOTrainer, trl_cases.RLOOConfig, **more),
+    "online": lambda mode, more: online(even if mode == "server" else prompts, more),
 }
 
 
 def rollout(trainer, mode):
     def train(run, case):
         if run.world == 1:
-            return TRAINERS[trainer]({})(run, case)
+            return TRAINERS[trainer](mode, {})(run, case)
         more = {"use_vllm": True, "vllm_mode": mode}
         server = None
         if mode == "server":
             server = vllm_stub.serve(run.model("untied")) if run.rank == 0 else None
             more["vllm_server_base_url"] = server.url if server else "http://127.0.0.1:1"
-        report = TRAINERS[trainer](more)(run, case)
+        report = TRAINERS[trainer](mode, more)(run, case)
         made = [server.generator] if server else [each.generator for each in vllm_stub.LLM.made]
         vllm_stub.LLM.made.clear()
         sent = server.paths.count("/update_weights") if server else None
