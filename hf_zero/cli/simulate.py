@@ -12,6 +12,7 @@ from rich.table import Table
 
 from hf_zero.cli.estimate import (
     ConfigFile,
+    ExpertParallel,
     OffloadOptimizer,
     OffloadParam,
     Optimizer,
@@ -38,6 +39,9 @@ Params = Annotated[
     typer.Option(help="Instead of a model: a decoder with this many parameters, 7.5e9 say."),
 ]
 Stage = Annotated[int | None, typer.Option(help="0 to 3; default: that of --config, else 3.")]
+PipelineParallel = Annotated[
+    int, typer.Option("--pp", min=1, help="Stages of a pipeline: 1, others are refused.")
+]
 Replicas = Annotated[
     int | None, typer.Option(min=1, help="Copies of the shards: ranks / replicas share one.")
 ]
@@ -101,6 +105,8 @@ def simulate(
     replicas: Replicas = None,
     tp: TensorParallel = None,
     sp: SequenceParallel = None,
+    ep: ExpertParallel = None,
+    pp: PipelineParallel = 1,
     micro_batch: MicroBatch = None,
     micro_batches: MicroBatches = None,
     seq: Length = 1024,
@@ -159,6 +165,8 @@ def simulate(
         replicas=replicas,
         tensor_parallel=tp,
         sequence_parallel=sp,
+        expert_parallel=ep,
+        pipeline_parallel=pp,
         micro_batch=micro_batch,
         micro_batches=micro_batches,
         sequence_length=seq,

@@ -483,8 +483,8 @@ def _stages(
 
     Raises ConfigError for an unknown stage, or one that a pipeline does not have.
     """
-    if stage is not None and stage not in POLICIES:
-        raise ConfigError(f"stage {stage!r} is unknown; choose one of {sorted(POLICIES)}")
+    if stage is not None:
+        check_stage(stage)
     chosen = otherwise if stage is None else [stage]
     if base_plan.dims.pipeline > 1 and (not chosen or max(chosen) not in base_plan.stages):
         raise ConfigError(
@@ -492,6 +492,12 @@ def _stages(
             f"{configured if stage is None else stage}; leave stage out, or pass 1"
         )
     return chosen
+
+
+def check_stage(stage: Any) -> None:
+    """Raise ConfigError unless ``stage`` is one of ZeRO."""
+    if stage not in POLICIES:
+        raise ConfigError(f"stage {stage!r} is unknown; choose one of {sorted(POLICIES)}")
 
 
 def _cut(dims: ParallelDims) -> str:

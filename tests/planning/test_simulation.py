@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import tracemalloc
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import hf_zero
 from hf_zero.errors import ConfigError
@@ -112,8 +114,23 @@ def test_traffic_is_that_of_the_paper(stage: int, micro_batches: int) -> None:
     assert sum(moved.values()) + kept == POLICIES[stage].traffic(micro_batches) * elements
 
 
-def small() -> torch.nn.Module:
-    return seeded(lambda: llama(hidden_size=64, intermediate_size=256, vocab_size=256))
+def small(config: Mapping[str, Any] | None = None) -> torch.nn.Module:
+    """A decoder; with expert parallelism in ``config`` a mixture whose experts get equally many
+    tokens.
+    """
+    if "expert_parallel" not in (config or {}):
+        return seeded(lambda: llama(hidden_size=64, intermediate_size=256, vocab_size=256))
+    model = seeded(mixtral)
+    for module in model.modules():
+        if isinstance(module, MixtralExperts):
+            module.register_forward_pre_hook(spread_evenly)
+    return model
+
+
+def spread_evenly(module: Any, given: Any) -> Any:
+    states, chosen, weights = given
+    at = torch.arange(chosen.numel(), device=chosen.device) % 4
+    return states, at.view_as(chosen), weights
 
 
 def messages(recording: Any) -> list[Any]:
@@ -144,12 +161,19 @@ SPLIT = [
     config_of(3, FEW_BITS),
     *(config_of(stage, tensor_parallel={"autotp_size": 2}) for stage in (1, 3)),
 ]
+EXPERTS = [
+    config_of(stage, expert_parallel={"enabled": True, "autoep_size": 2}) for stage in (1, 3)
+]
 MESHES = [
     *(config_of(stage, replicate_size=2) for stage in (1, 3)),
     config_of(3, {"zero_hpz_partition_size": 2}),
     config_of(3, {"mics_shard_size": 2}),
 ]
-REAL = {2: [*STAGES, *SPLIT], 4: [*STAGES, *SPLIT, *MESHES], 8: [*STAGES, *SPLIT[1:], *MESHES]}
+REAL = {
+    2: [*STAGES, *SPLIT, *EXPERTS],
+    4: [*STAGES, *SPLIT, *EXPERTS, *MESHES],
+    8: [*STAGES, *SPLIT[1:], *EXPERTS, *MESHES],
+}
 
 
 def real_steps(rank: int, configs: list[Any]) -> list[tuple[list[Any], int, dict[Any, int]]]:
@@ -158,7 +182,7 @@ def real_steps(rank: int, configs: list[Any]) -> list[tuple[list[Any], int, dict
     """
     found = []
     for config in configs:
-        model = small()
+        model = small(config)
         if "tensor_parallel" in config:
             hf_zero.tensor_parallel(model, 2)
         engine = start(model, torch.optim.AdamW(model.parameters(), 1e-3), config)
@@ -180,7 +204,7 @@ def test_a_step_is_that_of_real_ranks(ranks: int) -> None:
     wrong = []
     for (place, config), rank in itertools.product(enumerate(REAL[ranks]), (0, ranks - 1)):
         cpu = torch.device("cpu")
-        own = planned(small(), ranks, None, config=config, rank=rank, device=cpu)[1]
+        own = planned(small(config), ranks, None, config=config, rank=rank, device=cpu)[1]
         recording = record_plan(own, 16)
         sent, most, state = found[rank][place]
         at_rest = sum(state.values())
@@ -259,11 +283,42 @@ def test_a_batch_of_any_model() -> None:
     assert found.flops == 2 * 2 * 4 * 64 * 64  # the product of the forward, that of the weight
 
 
-def test_experts_are_refused() -> None:
-    config = {"expert_parallel": {"enabled": True, "autoep_size": 2}, "bf16": {"enabled": True}}
-    own = planned(mixtral(), 4, 3, config=config)[1]
-    with pytest.raises(ConfigError, match="how many tokens reach each expert"):
-        record_plan(own, 8)
+@pytest.mark.parametrize(
+    "asked, said",
+    [
+        ({"stage": 7}, r"stage 7 is unknown; choose one of \[0, 1, 2, 3\]"),
+        ({"params": float("inf")}, r"params = inf is no size.*from 1e\+06 to 1e\+15"),
+        ({"params": 1e30}, r"params = 1e\+30 is no size of a model"),
+        ({"params": 10}, "params = 10 is no size of a model"),
+        ({"pipeline_parallel": 2}, "pipeline_parallel = 2 is not simulated.*estimate --pp"),
+        ({"expert_parallel": 3}, "4 ranks"),
+        ({"rank": 4}, "rank 4 is none of 4 ranks"),
+    ],
+)
+def test_refusals(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        hf_zero.simulate(ranks=4, **{"params": 2e6} | asked)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_experts_get_equally_many_tokens(precision: str) -> None:
+    """Each rank sends the rows of half of its pairs of token and expert to the other, and
+    computes as many as it would alone.
+    """
+    alone, spread = (
+        hf_zero.simulate(mixtral(), 4, 1, precision, expert_parallel=size, sequence_length=16)
+        for size in (1, 2)
+    )
+    rows = [each for each in spread.collectives if each.operation == "all_to_all"]
+    sizes = mixtral().config
+    pair = sizes.hidden_size * (2 if precision == "bf16" else 4)
+    pairs = 16 * sizes.num_experts_per_tok
+    assert {each.nbytes // each.count for each in rows if "counts" not in each.unit} == {
+        pairs * pair
+    }
+    assert {each.ranks for each in rows} == {2}
+    assert spread.flops == alone.flops > 0
+    assert sum(spread.state.values()) < sum(alone.state.values())
 
 
 def test_sequence_parallel_ranks_exchange_heads() -> None:

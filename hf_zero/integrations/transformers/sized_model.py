@@ -12,7 +12,7 @@ from hf_zero.integrations.transformers.meta_model import build_on_meta
 WIDTH_PER_LAYER = 150  # between the 128 of a 7B Llama and the 200 of the ZeRO paper's largest model
 HEAD = 128  # width of an attention head, of which that of the model is a multiple
 WORDS = 32_000
-SMALLEST, LARGE = 1e6, 5e9
+SMALLEST, LARGE, LARGEST = 1e6, 5e9, 1e15
 
 
 def sized_model(parameters: float) -> nn.Module:
@@ -20,11 +20,12 @@ def sized_model(parameters: float) -> nn.Module:
 
     Its depth and width grow together; the width of its MLPs gives it the size. Heads and widths
     divide among 8 tensor-parallel ranks from :data:`LARGE` on, among 2 below. Raises ConfigError
-    below :data:`SMALLEST`.
+    below :data:`SMALLEST` and above :data:`LARGEST`.
     """
-    if not parameters >= SMALLEST:
+    if not SMALLEST <= parameters <= LARGEST:
         raise ConfigError(
-            f"params = {parameters:g} is too small for a model; write {SMALLEST:g} or more"
+            f"params = {parameters:g} is no size of a model; write a number from {SMALLEST:g} to "
+            f"{LARGEST:g}"
         )
     layers = max(1, round((parameters / 12 / WIDTH_PER_LAYER**2) ** (1 / 3)))
     heads, step = (8, 16) if parameters >= LARGE else (2, 2)

@@ -138,7 +138,10 @@ def _routes(experts: torch.Tensor, count: int, axis: MeshDim | None, name: str) 
     counts = torch.zeros(count + 1, dtype=torch.int64, device=flat.device)
     counts = counts.scatter_add_(0, flat, torch.ones_like(flat))[:count].view(size, -1)
     arriving = counts if axis is None else _exchange_counts(axis, counts, name)
-    sent, *by_rank = _on_host(counts.sum(1), arriving)
+    if flat.is_meta:
+        sent, *by_rank = _even_rows(flat.numel(), count, axis)
+    else:
+        sent, *by_rank = _on_host(counts.sum(1), arriving)
     received = [sum(each) for each in by_rank]
     numbers = torch.arange(count // size, device=flat.device).repeat(size)
     numbers = numbers.repeat_interleave(arriving.reshape(-1), output_size=sum(received))
@@ -160,6 +163,17 @@ def _on_host(sent: torch.Tensor, arriving: torch.Tensor) -> list[list[int]]:
     ranks, experts = arriving.shape
     starts = range(ranks, len(numbers), experts)
     return [numbers[:ranks], *(numbers[start : start + experts] for start in starts)]
+
+
+def _even_rows(pairs: int, count: int, axis: MeshDim | None) -> list[list[int]]:
+    """Return what :func:`_on_host` does if every rank sends as many ``pairs``, evenly to ``count``
+    experts: tensors without values, of a simulation, do not tell.
+    """
+    size, rank = (1, 0) if axis is None else (axis.size, axis.rank)
+    rows = [pairs // count + (expert < pairs % count) for expert in range(count)]
+    own = count // size
+    by_rank = [rows[at : at + own] for at in range(0, count, own)]
+    return [[sum(each) for each in by_rank], *([by_rank[rank]] * size)]
 
 
 class RoutesOfForwards(Stateless):

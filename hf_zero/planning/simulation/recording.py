@@ -34,6 +34,11 @@ FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 PHASES = (FORWARD, BACKWARD, STEP)
 aten = torch.ops.aten
 _READS = (aten._local_scalar_dense.default, aten.copy_.default, aten._to_copy.default)
+# FLOPs by operation, from its arguments
+_FLOPS = {
+    **flop_registry,
+    aten._grouped_mm: lambda rows, others, *_, **__: 2 * rows.numel() * others.shape[-1],
+}
 _FUSED = re.compile(r"aten::_fused_\w+_$")  # optimizer steps, in place
 
 
@@ -208,6 +213,8 @@ class Recorder(TorchDispatchMode):
                 self._take(each.untyped_storage())
         if func in _READS:
             out = _read(func, args, kwargs)
+        elif func is aten._grouped_mm.default and args[0].is_meta:
+            out = _grouped_on_meta(*args, **kwargs)
         else:  # torch has no shapes of fused steps
             out = None if _FUSED.match(func._schema.name) else func(*args, **kwargs)
         fresh = False
@@ -235,7 +242,7 @@ class Recorder(TorchDispatchMode):
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any, fresh: bool) -> None:
         work = self._work()
         work.operations += 1
-        formula = flop_registry.get(func._overloadpacket)
+        formula = _FLOPS.get(func._overloadpacket)
         if formula is not None:
             work.flops += formula(*args, **kwargs, out_val=out)
         elif fresh or func._schema.is_mutable:
@@ -310,6 +317,12 @@ def _read(func: Any, args: Any, kwargs: Any) -> Any:
     if leaves and args[0].is_meta and torch.device(device).type != "meta":
         return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
     return func(*args, **kwargs)
+
+
+def _grouped_on_meta(rows: torch.Tensor, others: torch.Tensor, *more: Any, **kwargs: Any) -> Any:
+    """Run a product of groups, of which torch has shapes in bf16 alone."""
+    narrow = (each.to(torch.bfloat16) for each in (rows, others))
+    return aten._grouped_mm.default(*narrow, *more, **kwargs).to(rows.dtype)
 
 
 class _Messages(CollectiveStats):

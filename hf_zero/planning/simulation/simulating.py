@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -28,9 +28,10 @@ from hf_zero.integrations.fused.attention_on_meta import without_memory
 from hf_zero.integrations.fused.heads import fuse_head
 from hf_zero.integrations.transformers.sized_model import sized_model
 from hf_zero.measures.collectives import wire_bytes
+from hf_zero.parallel.expert.model import on_model, spread_experts
 from hf_zero.parallel.tensor import tensor_parallel
 from hf_zero.planning.activation_memory import Sequences, copy_on_meta
-from hf_zero.planning.estimate import Asked, asked_for, open_model, plans_of
+from hf_zero.planning.estimate import Asked, asked_for, check_stage, open_model, plans_of
 from hf_zero.planning.needs import needs, state_bytes
 from hf_zero.planning.simulation.machine import Machine, Seconds, offload_times, seconds
 from hf_zero.planning.simulation.measuring import Measured
@@ -109,6 +110,24 @@ class Simulation:
         return dataclasses.asdict(self)
 
 
+class PlanOptions(TypedDict, total=False):
+    """Arguments of :func:`simulate` that describe the engine, all optional."""
+
+    params: float | None
+    config: Any
+    offload_optimizer: Any
+    offload_param: Any
+    replicas: int | None
+    tensor_parallel: int | None
+    sequence_parallel: int | None
+    expert_parallel: int | None
+    pipeline_parallel: int
+    micro_batch: int | None
+    micro_batches: int | None
+    rank: int
+    device: torch.device | None
+
+
 def simulate(
     model: Any = None,
     ranks: int = 1,
@@ -116,77 +135,70 @@ def simulate(
     precision: str = "bf16",
     optimizer: str | OptimizerConfig = "AdamW",
     *,
-    params: float | None = None,
-    config: Any = None,
-    offload_optimizer: Any = None,
-    offload_param: Any = None,
-    replicas: int | None = None,
-    tensor_parallel: int | None = None,
-    sequence_parallel: int | None = None,
-    micro_batch: int | None = None,
-    micro_batches: int | None = None,
     sequence_length: int = LENGTH,
-    rank: int = 0,
-    device: torch.device | None = None,
     machine: Machine | None = None,
     measured: Measured | None = None,
     batch: Callable[[int, int], Mapping[str, torch.Tensor]] | None = None,
+    **options: Unpack[PlanOptions],
 ) -> Simulation:
-    """Return a training step of ``rank`` of ``ranks`` ranks, as the engine takes it.
+    """Return a training step of one of ``ranks`` ranks, as the engine takes it.
 
     Args:
         model: as for :func:`hf_zero.estimate`; left unchanged.
         ranks: the world size.
         stage: 0 to 3; None: that of ``config``, else 3.
-        precision, optimizer, config, offload_optimizer, offload_param: as for
-            :func:`hf_zero.estimate`.
-        params: number of parameters of a decoder to simulate instead of a model.
-        replicas: copies of the shards; None: as in ``config``, else 1.
-        tensor_parallel, sequence_parallel: ranks that share each layer, and a sequence; None: as in
-            ``config``.
-        micro_batch: sequences of a micro-batch; None: as in ``config``, else 1.
-        micro_batches: backwards of a step; None: as in ``config``, else 1.
+        precision, optimizer: as for :func:`hf_zero.estimate`.
         sequence_length: tokens of a sequence.
-        device: the device that computes; None: a GPU.
         machine: its rates and links; None: those of the ZeRO paper's machine.
         measured: the result of :func:`measure`, which replaces those that are not given.
         batch: the function from sequences and tokens to the keyword arguments of the model, tensors
             on the meta device, whose first result is the loss; None: ``input_ids`` and ``labels``.
+        params: number of parameters of a decoder to simulate instead of a model.
+        config, offload_optimizer, offload_param: as for :func:`hf_zero.estimate`.
+        replicas: copies of the shards; None: as in ``config``, else 1.
+        tensor_parallel, sequence_parallel, expert_parallel: ranks that share each layer, a
+            sequence, and a set of experts; None: as in ``config``. Every expert is taken to get as
+            many tokens as the others.
+        pipeline_parallel: 1: pipelines are not simulated.
+        micro_batch: sequences of a micro-batch; None: as in ``config``, else 1.
+        micro_batches: backwards of a step; None: as in ``config``, else 1.
+        rank: the one that is simulated, 0 unless given.
+        device: the device that computes; None: a GPU.
 
     Raises:
         ConfigError: arguments as for :func:`hf_zero.estimate`; neither or both of model and params;
-            a process that is in a job already; a model that cannot run without memory.
+            a rank that the world lacks; a pipeline; a process that is in a job already; a model
+            that cannot run without memory.
     """
-    name, own = planned(
-        model, ranks, stage, precision, optimizer, params=params, config=config,
-        offload_optimizer=offload_optimizer, offload_param=offload_param, replicas=replicas,
-        tensor_parallel=tensor_parallel, sequence_parallel=sequence_parallel,
-        micro_batch=micro_batch, micro_batches=micro_batches, rank=rank, device=device,
-    )  # fmt: skip
-    settings, machine = own.settings, machine or Machine()
-    hosts = machine.ranks_per_host
-    recording = record_plan(own, sequence_length, batch, ranks_per_host=hosts)
+    name, own = planned(model, ranks, stage, precision, optimizer, **options)
+    machine = machine or Machine()
+    recording = record_plan(own, sequence_length, batch, ranks_per_host=machine.ranks_per_host)
     if measured is not None:
         machine = measured.machine(recording, machine)
-    parameters = sum(own.whole_numel(parameter) for parameter in own.model.parameters())
+    return _simulation(name, own, recording, machine, sequence_length)
+
+
+def _simulation(
+    name: str, own: EnginePlan, recording: Recording, machine: Machine, length: int
+) -> Simulation:
+    settings, beside = own.settings, needs(own)
     at_rest = sum(n for (_, tier), n in state_bytes(own).items() if tier == "device")
     phases = tuple(
         PhaseBytes(phase, at_rest + most, str(place))
         for phase, (most, place) in recording.peaks.items()
     )
     peak = max(phases, key=lambda each: each.device)
-    beside = needs(own)
     return Simulation(
         model=name,
-        parameters=parameters,
-        ranks=ranks,
-        rank=rank,
+        parameters=sum(own.whole_numel(parameter) for parameter in own.model.parameters()),
+        ranks=own.dims.world,
+        rank=own.rank,
         stage=settings.stage,
         precision=settings.precision,
         optimizer=type(own.optimizer).__name__,
         micro_batch=settings.train_micro_batch_size_per_gpu or 1,
         micro_batches=recording.micro_batches,
-        sequence_length=sequence_length,
+        sequence_length=length,
         model_state_bytes=sum(model_states(own, narrow=True).values()),
         state=model_states(own),
         peak_bytes={
@@ -210,34 +222,39 @@ def planned(
     stage: int | None,
     precision: str = "bf16",
     optimizer: str | OptimizerConfig = "AdamW",
-    *,
-    params: float | None = None,
-    config: Any = None,
-    offload_optimizer: Any = None,
-    offload_param: Any = None,
-    replicas: int | None = None,
-    tensor_parallel: int | None = None,
-    sequence_parallel: int | None = None,
-    micro_batch: int | None = None,
-    micro_batches: int | None = None,
-    rank: int = 0,
-    device: torch.device | None = None,
+    **options: Unpack[PlanOptions],
 ) -> tuple[str, EnginePlan]:
-    """Return the name of the model and the plan of ``rank``; arguments as for :func:`simulate`."""
-    name, module = module_of(model, params)
+    """Return the name of the model and the plan of a rank; arguments as for :func:`simulate`."""
+    name, module = module_of(model, options.get("params"))
+    rank, experts = options.get("rank", 0), options.get("expert_parallel")
+    pipeline = options.get("pipeline_parallel", 1)
+    if pipeline != 1:
+        raise ConfigError(
+            f"pipeline_parallel = {pipeline} is not simulated: a stage waits for the other stages, "
+            "and one rank is recorded; leave it out (`hf-zero estimate --pp` counts the bytes of "
+            "state of a stage)"
+        )
+    if stage is not None:
+        check_stage(stage)
+    config = options.get("config")
     asked = asked_for(
-        ranks, precision, optimizer, config, tensor_parallel, None, 1, sequence_parallel, device
-    )
+        ranks, precision, optimizer, config, options.get("tensor_parallel"), experts, 1,
+        options.get("sequence_parallel"), options.get("device"),
+    )  # fmt: skip
     if not 0 <= rank < ranks:
         raise ConfigError(f"rank {rank} is none of {ranks} ranks; choose 0 to {ranks - 1}")
     if stage is None:
         stage = 3 if config is None else asked.settings.stage
+    spread = {"enabled": True, "autoep_size": experts}
     given = {
-        "replicate_size": replicas,
-        "train_micro_batch_size_per_gpu": micro_batch,
-        "gradient_accumulation_steps": micro_batches,
+        "replicate_size": options.get("replicas"),
+        "train_micro_batch_size_per_gpu": options.get("micro_batch"),
+        "gradient_accumulation_steps": options.get("micro_batches"),
+        "expert_parallel": None if experts is None else spread,
     }
-    settings = _placed(asked, given, stage, offload_optimizer, offload_param)
+    settings = _placed(
+        asked, given, stage, options.get("offload_optimizer"), options.get("offload_param")
+    )
     return name, plans_of(module, asked, settings)[0].replan(settings, rank)
 
 
@@ -266,12 +283,6 @@ def record_plan(
     Raises ConfigError for a model that cannot run without memory.
     """
     dims, micro_batches = own.dims, own.settings.gradient_accumulation_steps or 1
-    if dims.expert > 1:
-        raise ConfigError(
-            "a simulation does not know how many tokens reach each expert, and so not the messages "
-            "of expert parallelism; leave it out (`hf-zero estimate --ep` counts its bytes of "
-            "state)"
-        )
     settings = own.settings.placed(own.settings.stage, OffloadOptimizer(), OffloadParam())
     settings = dataclasses.replace(
         settings, gradient_accumulation_steps=min(micro_batches, RECORDED)
@@ -285,6 +296,7 @@ def record_plan(
     backend = backend or ("gloo" if kinds.is_host(own.device) else "nccl")
     with fake_world(dims.world, own.rank, backend, ranks_per_host):
         tensor_parallel(copied, dims.tensor)
+        spread_experts(copied, settings)
         along = init_parallel(dims).along("sequence")
         engine = Engine(
             plan(
@@ -297,7 +309,7 @@ def record_plan(
                 device=META,
             ),
             ActivationPatches(settings),
-            TrainingTechniques(settings, {}),
+            TrainingTechniques(settings, on_model(copied)),
         )
         recorder = Recorder(engine, dims_of(engine))
         try:
