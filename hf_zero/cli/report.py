@@ -28,7 +28,7 @@ def report(
     bytes on the wire, the timeline of a step, configuration, versions, restarts and warnings.
 
     The page needs no network. Training writes the figures with "metrics": {"enabled": true}, a
-    trace with engine.trace() or the section trace. Requires the extra hf-zero[report].
+    trace with engine.trace() or the section trace. Requires the extra "report" of hf-zero.
 
     Example: hf-zero report runs/bert-mlm --against runs/bert-mlm-zero1
     """

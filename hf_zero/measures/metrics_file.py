@@ -28,13 +28,16 @@ REPLACED = "metrics.replaced.jsonl"
 
 def files_of(folder: Path) -> list[Path]:
     """Return the files of a run's figures, in the order of their steps."""
-    numbered = {
+    numbered, last = _numbered(folder), folder / NAME
+    return [*(numbered[number] for number in sorted(numbered)), *([last] if last.exists() else [])]
+
+
+def _numbered(folder: Path) -> dict[int, Path]:
+    return {
         int(part): path
         for path in folder.glob("metrics.*.jsonl")
         if (part := path.name.split(".")[1]).isdigit()
     }
-    last = folder / NAME
-    return [*(numbered[number] for number in sorted(numbered)), *([last] if last.exists() else [])]
 
 
 def read_metrics(folder: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
@@ -109,7 +112,7 @@ class MetricsFile:
             self.waiting.append({k: _finite(value) for k, value in figures.items()})
             folder = self.folder
             if folder is not None and self._flush(folder) > self._rotate_bytes and self.sync():
-                number = len(files_of(folder))
+                number = 1 + max(_numbered(folder), default=0)
                 (folder / NAME).rename(folder / f"metrics.{number}.jsonl")
 
     def note(self, kind: str, value: Any) -> None:
@@ -143,6 +146,9 @@ class MetricsFile:
         """Write the lines that wait; return the bytes of the file."""
         rows, self.waiting = self.waiting, []
         try:
+            if not (folder / NAME).exists() and not _numbered(folder):
+                self._begun = False  # somebody has removed them: another file begins
+                folder.mkdir(parents=True, exist_ok=True)
             if not self._begun:
                 repeated = self._drop_repeats(folder)
                 self._begun = True

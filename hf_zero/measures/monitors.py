@@ -17,6 +17,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.config.measures import CometSection, CsvSection, TensorBoardSection, WandbSection
 from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError
+from hf_zero.logging import logger
 
 Event = tuple[str, Any, int]
 
@@ -104,10 +105,11 @@ class CsvMonitor(Monitor):
     def __init__(self, csv_config: CsvSection) -> None:
         super().__init__(csv_config)
         self.log_dir = os.path.join(self.output_path, self.job_name)
-        if self.writes:
-            os.makedirs(self.log_dir, exist_ok=True)
+        self.write_events(())
 
     def write_events(self, event_list: Iterable[Event], flush: bool = True) -> None:
+        if self.writes:
+            os.makedirs(self.log_dir, exist_ok=True)
         for name, value, samples in event_list if self.writes else ():
             file = name.replace("/", "_").replace(" ", "_")
             with open(os.path.join(self.log_dir, f"{file}.csv"), "a", newline="") as opened:
@@ -160,7 +162,9 @@ class CometMonitor(Monitor):
 
 
 class MonitorMaster(Monitor):
-    """All enabled monitors."""
+    """All enabled monitors. What a file system refuses one of them is lost, and a warning says so
+    once: a full disk under one rank must not end a training of all.
+    """
 
     def __init__(self, monitor_config: DeepSpeedMonitorConfig) -> None:
         super().__init__(monitor_config)
@@ -171,11 +175,17 @@ class MonitorMaster(Monitor):
             "csv_monitor": CsvMonitor,
         }
         sections = {name: getattr(monitor_config, name) for name in kinds}
-        self._monitors = [
-            kinds[name](section) for name, section in sections.items() if section.enabled
-        ]
+        self._monitors = {
+            name: kinds[name](section) for name, section in sections.items() if section.enabled
+        }
+        self._failed = set[str]()
 
     def write_events(self, event_list: Iterable[Event], flush: bool = True) -> None:
         events = list(event_list)
-        for monitor in self._monitors:
-            monitor.write_events(events, flush)
+        for name, monitor in self._monitors.items():
+            try:
+                monitor.write_events(events, flush)
+            except OSError as error:
+                if name not in self._failed:
+                    self._failed.add(name)
+                    logger.warning("%s cannot write (%s); its events are lost", name, error)

@@ -9,6 +9,7 @@ import math
 import platform
 import socket
 import sys
+import weakref
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -110,15 +111,16 @@ class WarningRecords(logging.Handler):
 
     def __init__(self, file: MetricsFile):
         super().__init__(logging.WARNING)
-        self._file = file
+        self._file = weakref.ref(file)  # which ends with its engine, though nobody destroys that
         self._seen: set[str] = set()
         logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
-        if text not in self._seen and len(self._seen) < MOST:
+        file = self._file()
+        if file is not None and text not in self._seen and len(self._seen) < MOST:
             self._seen.add(text)
-            self._file.note(record.levelname.lower(), text)
+            file.note(record.levelname.lower(), text)
 
     def close(self) -> None:
         logger.removeHandler(self)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import math
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +16,7 @@ import torch
 from hf_zero.config import ZeroConfig
 from hf_zero.config.measures import MONITORS
 from hf_zero.device import spans
+from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.logging import logger
 from hf_zero.measures.collectives import EngineCollectives
 from hf_zero.measures.comms_log import comms_logger, engine_lines
@@ -35,6 +40,7 @@ FORMER = {
     "backward_ms": "elapsed_time_ms_backward",
     "update_ms": "elapsed_time_ms_step",
 }
+_files = weakref.WeakSet[MetricsFile]()  # of engines that have not ended
 PARTS = {"fwd": "forward_ms", "bwd": "backward_ms", "step": "update_ms"}
 PRINTED = ("loss", "learning_rate", "grad_norm", "loss_scale", "samples_per_second")
 
@@ -75,7 +81,8 @@ class EngineMeasures(StepMeasures):
         config, device, rank = engine.config, engine.device, engine.global_rank
         self._rank, self._every = rank, print_interval(config)
         self.times = StepTimes(config.wall_clock_breakdown, self._every or 1, device, rank)
-        self.monitor = MonitorMaster(DeepSpeedMonitorConfig.of(config))
+        with raise_on_all_ranks("open its monitors"):
+            self.monitor = MonitorMaster(DeepSpeedMonitorConfig.of(config))
         self._memory = config.memory_breakdown
         self._logs_collectives = config.comms_logger.enabled
         self.file: MetricsFile | None = None
@@ -85,9 +92,10 @@ class EngineMeasures(StepMeasures):
         if config.metrics.enabled and rank == 0:
             self.file = MetricsFile(config.metrics.rotate_bytes, header)
             self._warnings = WarningRecords(self.file)
-            folder = config.metrics.path or config.checkpoint.folder
-            if folder is not None:
-                self.file.keep_in(folder)
+        folder = config.metrics.path or config.checkpoint.folder
+        if config.metrics.enabled and folder is not None:
+            with raise_on_all_ranks("make the folder of its metrics"):
+                self.keep_in(folder)
         each = config.metrics.enabled or self.monitor.enabled or self._logs_collectives
         axes = [*engine.mesh.axes, *engine.mesh.parallel_axes]
         self.counts = EngineCollectives(axes, device) if each else None
@@ -144,9 +152,9 @@ class EngineMeasures(StepMeasures):
             self._figures.end_step(engine)
         if self.profile is not None:
             self.profile.step_has_ended()
-        if self._trace is not None and (written := self._trace.end_step(engine)) is not None:
-            self._trace = None
-            if self.file is not None:
+        if self._trace is not None and self._trace.end_step(engine):
+            written, self._trace = self._trace.path, None
+            if self.file is not None and written.is_file():
                 self.file.note("trace", str(written.resolve()))
         self._trace_when_due(engine)
         if self._rank == 0 and number % (self._every or 1) == 0:
@@ -176,15 +184,25 @@ class EngineMeasures(StepMeasures):
         return self._figures.last if self._figures is not None and self._shows else {}
 
     def keep_in(self, folder: str) -> None:
-        if self.file is not None:
-            self.file.keep_in(folder)
+        if self.file is None or self.file.folder is not None:
+            return
+        own = _free_folder(Path(folder))
+        self.file.keep_in(own)
+        _files.add(self.file)
+        if own != Path(folder):
+            logger.warning(
+                "metrics: another engine of this process writes to %s, so this one writes to %s; "
+                "give each a metrics.path, or destroy() an engine that has ended",
+                folder,
+                own,
+            )
 
     def saving(self, engine: Any, folder: str) -> None:
         self.finish(engine)
         if self._figures is not None:
             self._figures.pause()
         if self.file is not None:
-            self.file.keep_in(folder)
+            self.keep_in(folder)
             self._note_totals()
             self.file.sync()
 
@@ -193,7 +211,7 @@ class EngineMeasures(StepMeasures):
         if self._figures is not None:
             self._figures.restart(engine)
         if self.file is not None and folder is not None:
-            self.file.keep_in(folder)
+            self.keep_in(folder)
             self.file.resume_after(engine.global_steps)
 
     def _note_totals(self) -> None:
@@ -223,12 +241,15 @@ class EngineMeasures(StepMeasures):
                 self._log_collectives()
             if self.file is not None and self._warnings is not None:
                 ending.callback(self._warnings.close)
+                ending.callback(_files.discard, self.file)
                 self._note_totals()
-                if self.file.folder is None and self.file.lost_steps:
+                if self.file.lost_steps:
                     logger.warning(
-                        "metrics: the figures of %d steps are in no file: no checkpoint was saved; "
-                        "write metrics.path",
+                        "metrics: the figures of %d steps are in no file: %s; write metrics.path",
                         self.file.lost_steps,
+                        f"{self.file.folder} could not be written"
+                        if self.file.folder
+                        else "no checkpoint was saved",
                     )
             self.profile = None
 
@@ -257,6 +278,21 @@ class EngineMeasures(StepMeasures):
             line for line in engine_lines(self.counts) if names is None or line.split()[0] in names
         ]
         logger.info("collectives of rank 0:\n%s", "\n".join(lines))
+
+
+def _free_folder(folder: Path) -> Path:
+    """Return ``folder``, or a folder in it while another engine of this process writes to it."""
+    names = (f"model_{number}" for number in itertools.count(1))
+    choices = itertools.chain([folder], (folder / name for name in names))
+    taken = _taken()
+    if folder.resolve() in taken:
+        gc.collect()  # engines that nobody destroys
+        taken = _taken()
+    return next(choice for choice in choices if choice.resolve() not in taken)
+
+
+def _taken() -> set[Path]:
+    return {file.folder.resolve() for file in _files if file.folder is not None}
 
 
 def _events(figures: Figures) -> list[tuple[str, Any, int]]:

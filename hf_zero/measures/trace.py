@@ -15,6 +15,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from hf_zero.device import kinds, spans
+from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 
@@ -52,15 +54,17 @@ class StepTrace:
                 "trace: another profiler is running; end it first, its profile has the engine's "
                 "spans, too"
             )
+        self._rank = engine.global_rank
         self._first, self._last = engine.global_steps + 1, engine.global_steps + steps
-        self._folder = Path(folder)
-        if engine.global_rank == 0:
-            try:
-                self._folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ConfigError(
-                    f"trace: {folder} cannot be made ({error}); write trace.path"
-                ) from error
+        self.path = Path(folder) / f"trace-steps-{self._first}-{self._last}.json.gz"
+        with raise_on_all_ranks("make the folder of its trace"):
+            if engine.global_rank == 0:
+                try:
+                    self.path.parent.mkdir(parents=True, exist_ok=True)
+                except OSError as error:
+                    raise ConfigError(
+                        f"trace: {folder} cannot be made ({error}); write trace.path"
+                    ) from error
         kind = getattr(ProfilerActivity, engine.device.type.upper(), ProfilerActivity.CPU)
         activities = {ProfilerActivity.CPU, kind} & torch.profiler.supported_activities()
         engine.mesh.job.barrier()
@@ -69,15 +73,14 @@ class StepTrace:
         self._profile = profile(activities=activities)
         self._profile.start()
 
-    def end_step(self, engine: Any) -> Path | None:
-        """End a step; after the last one write the file on rank 0 (collective), and return its
-        path.
+    def end_step(self, engine: Any) -> bool:
+        """End a step; after the last one write :attr:`path` on rank 0 (collective), and return
+        True. A warning says if it cannot be written.
         """
         with spans.span(END, str(engine.global_steps)):
             pass
         if engine.global_steps < self._last:
-            return None
-        path = self._folder / f"trace-steps-{self._first}-{self._last}.json.gz"
+            return False
         job = engine.mesh.job
         own = engine.global_rank, socket.gethostname(), self._met
         ranks = job.all_gather_object(own, "ranks of a trace")
@@ -90,21 +93,29 @@ class StepTrace:
 
             job.gather_bytes(self._stop(engine), take, "traces")
             if engine.global_rank == 0:
-                write_merged(
-                    path,
+                self._write(
                     [
                         RankTrace(rank, host, met, folder / str(place))
                         for place, (rank, host, met) in enumerate(ranks)
-                    ],
+                    ]
                 )
-                logger.info(
-                    "trace of steps %d to %d of %d ranks: %s (open it in https://ui.perfetto.dev)",
-                    self._first,
-                    self._last,
-                    len(ranks),
-                    path.resolve(),
-                )
-        return path
+        return True
+
+    def _write(self, ranks: Sequence[RankTrace]) -> None:
+        try:
+            write_merged(self.path, ranks)
+        except OSError as error:
+            with suppress(OSError):
+                self.path.unlink()
+            logger.warning("trace: %s cannot be written (%s)", self.path, error)
+            return
+        logger.info(
+            "trace of steps %d to %d of %d ranks: %s (open it in https://ui.perfetto.dev)",
+            self._first,
+            self._last,
+            len(ranks),
+            self.path.resolve(),
+        )
 
     def _stop(self, engine: Any) -> bytes:
         """End the profile; return this rank's events as gzipped JSON."""
@@ -123,7 +134,9 @@ class StepTrace:
         return gzip.compress(json.dumps(events).encode(), 5)
 
     def close(self) -> None:
-        """End the profile of steps that have not ended; writes nothing."""
+        """End the profile of steps that have not ended; writes nothing, and a warning says so."""
+        if self._rank == 0:
+            logger.warning("trace: the engine ended before step %d; nothing is written", self._last)
         spans.show_blocks(False)
         self._profile.stop()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gzip
 import json
 import resource
+import shutil
 import signal
 from collections import Counter
 from pathlib import Path
@@ -21,10 +22,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from hf_zero.device import spans
 from hf_zero.distributed import world_group
 from hf_zero.distributed.collectives import Handle
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, RankMismatchError
 from hf_zero.logging import logger
 from hf_zero.measures.collectives import wire_bytes
-from hf_zero.measures.metrics_file import NAME, REPLACED, MetricsFile, read_metrics, read_rows
+from hf_zero.measures.metrics_file import (
+    NAME,
+    REPLACED,
+    MetricsFile,
+    files_of,
+    read_metrics,
+    read_rows,
+)
 from hf_zero.measures.run_record import BUFFERS, WarningRecords
 from hf_zero.measures.trace import PIDS
 from hf_zero.measures.utilisation import flops_per_token
@@ -345,6 +353,9 @@ def test_files_are_rotated_and_repeats_removed(tmp_path: Path) -> None:
     write(second, range(5, 7))
     second.sync()
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    files_of(tmp_path)[0].unlink()
+    write(second, range(7, 9))
+    assert [row["step"] for row in read_metrics(tmp_path)] == [4, 5, 6, 7, 8]
     replaced = (tmp_path / REPLACED).read_text().splitlines()
     assert sorted(json.loads(line)["step"] for line in replaced) == [5, 6, 7, 8]
 
@@ -382,6 +393,81 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"metrics: .*file.runs cannot be made.*metrics\.path"):
         MetricsFile(1).keep_in(tmp_path / "file" / "runs")
+
+    def run(rank: int, model: Any) -> None:
+        said = ConfigError if rank == 0 else RankMismatchError
+        there = {"path": str(tmp_path / "file" / "runs")}
+        section = {"csv_monitor": {"enabled": True, "output_path": there["path"]}}
+        with pytest.raises(said, match=r"metrics: .* cannot be made"):
+            measured(rank, model, 1, metrics={"enabled": True} | there)
+        with pytest.raises(NotADirectoryError if rank == 0 else RankMismatchError):
+            measured(rank, model, 1, **section)
+        engine = measured(rank, model, 1)
+        with pytest.raises(said, match=r"trace: .* cannot be made"):
+            engine.trace(folder=there["path"])
+        engine.destroy()
+
+    on_ranks(RANKS, run)
+
+
+def test_files_that_are_removed_or_refused_end_no_training(
+    tmp_path: Path, heard_in_full: list[str]
+) -> None:
+    """The folder of the figures is made anew; a monitor and a trace that cannot write say so."""
+    metrics, monitors, traces = (tmp_path / name for name in ("metrics", "monitors", "traces"))
+
+    def run(rank: int, model: Any) -> None:
+        engine = measured(
+            rank,
+            model,
+            1,
+            metrics={"enabled": True, "path": str(metrics)},
+            csv_monitor={"enabled": True, "output_path": str(monitors), "job_name": "job"},
+        )
+        run_steps(engine, rank, range(1), MICROS)
+        shutil.rmtree(metrics)
+        shutil.rmtree(monitors)
+        monitors.touch()
+        engine.trace(folder=str(traces))
+        (traces / "trace-steps-2-2.json.gz").mkdir()
+        run_steps(engine, rank, range(1, 3), MICROS)
+        monitors.unlink()
+        run_steps(engine, rank, range(3, 4), MICROS)
+        engine.trace(steps=3)
+        engine.destroy()
+
+    on_ranks(1, run)
+    rows = list(read_rows(metrics))
+    assert [row["step"] for row in rows if "step" in row] == [2, 3, 4]
+    assert "run" in rows[0] and not any("trace" in row for row in rows)
+    assert len((monitors / "job" / "Train_Samples_loss.csv").read_text().splitlines()) == 2
+    told = [line for line in heard_in_full if "csv_monitor cannot write" in line]
+    assert len(told) == 1
+    assert any("trace-steps-2-2.json.gz cannot be written" in line for line in heard_in_full)
+    assert any("ended before step 7; nothing is written" in line for line in heard_in_full)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_two_engines_have_a_folder_each(ends: bool, tmp_path: Path) -> None:
+    """Unless the first has ended, whether it was destroyed or just forgotten."""
+
+    def run(rank: int, model: Any) -> None:
+        section = {"metrics": {"enabled": True, "path": str(tmp_path)}}
+        first, second = measured(rank, model, 1, **section), measured(rank, stack(), 1, **section)
+        for each in (first, second):
+            run_steps(each, rank, range(2), MICROS)
+        assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
+        assert [row["step"] for row in read_metrics(tmp_path / "model_1")] == [1, 2]
+        if ends:
+            first.destroy()
+        del first
+        third = measured(rank, stack(), 1, **section)
+        run_steps(third, rank, range(3), MICROS)
+        assert len(list(read_metrics(tmp_path))) == (3 if ends else 2)
+        for each in (second, third):
+            each.destroy()
+
+    on_ranks(1, run)
 
 
 def test_figures_without_a_file_are_said(heard_in_full: list[str]) -> None:
