@@ -1,6 +1,6 @@
 """Writes what is generated for readers and editors: the drawing of the stages, the table of stages
-by model size and number of GPUs, the table of configuration keys, their JSON
-schema, and the types of ZeroConfig's keywords.
+by model size and number of GPUs, the page of configuration keys, their JSON schema, and the types
+of ZeroConfig's keywords.
 
     python scripts/readme.py            # writes the files below
     python scripts/readme.py --check    # says what would change; exit code 1 if anything
@@ -8,10 +8,12 @@ schema, and the types of ZeroConfig's keywords.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -167,20 +169,59 @@ def filled(text: str, name: str, part: str) -> str:
     return marks.sub(lambda found: found[1] + part + "\n" + found[2], text)
 
 
+KEYS_HEAD = """# Configuration keys
+
+Every key that a configuration may hold, in DeepSpeed's JSON dialect, by section; `scripts/readme.py` writes this page from
+the declarations. `hf-zero docs zero_optimization` shows a section, `hf-zero schema` is the same for editors.
+
+Keys without effect are accepted, with the reason. Keys that are not built raise where they ask for what is missing.
+`"auto"` is a placeholder that Accelerate and the Trainer fill in.
+
+"""
+
+
 def keys() -> dict[Path, str]:
     """The generated files about configuration keys."""
     from hf_zero.config import schema
 
-    head = (
-        "# Configuration keys\n\nEvery key that a configuration may hold, in DeepSpeed's JSON "
-        "dialect; `scripts/readme.py` writes this file.\nKeys without effect are accepted, with "
-        "the reason; keys that are not built raise where they ask for what is missing.\n\n"
-    )
     return {
-        ROOT / "hf_zero/config/KEYS.md": f"{head}{schema.table()}\n",
+        ROOT / "hf_zero/docs/keys.md": f"{KEYS_HEAD}{schema.reference()}\n\n{classes()}\n",
         ROOT / "hf_zero" / "config" / "schema.json": schema_text(schema.json_schema()),
         ROOT / "hf_zero" / "config" / "keywords.py": formatted(schema.keywords()),
     }
+
+
+def classes() -> str:
+    """Markdown: parameters of the optimizers and schedules that a configuration names."""
+    from torch.optim import lr_scheduler
+
+    from hf_zero.optim import build
+
+    schedules = {
+        name: build.SCHEDULES.get(name) or getattr(lr_scheduler, name)
+        for name in (*build.SCHEDULES, *build._TORCH_SCHEDULES)
+    }
+    parts = []
+    for title, found in (
+        ("Parameters of optimizers", build._CLASSES),
+        ("Parameters of schedules", schedules),
+    ):
+        rows = [f"- **`{name}`**: {_parameters(cls)}" for name, cls in sorted(found.items())]
+        parts.append(f"## {title}\n\n" + "\n".join(_wrapped(row) for row in rows))
+    return "\n\n".join(parts)
+
+
+def _parameters(cls: type) -> str:
+    found = list(inspect.signature(cls).parameters.values())[1:]
+    return ", ".join(
+        f"`{each.name}`"
+        + ("" if each.default is each.empty or each.default is None else f" = `{each.default}`")
+        for each in found
+    )
+
+
+def _wrapped(text: str) -> str:
+    return "\n".join(textwrap.wrap(text, 118, subsequent_indent="  ", break_on_hyphens=False))
 
 
 def formatted(source: str) -> str:
@@ -201,12 +242,13 @@ def schema_text(schema: dict[str, Any]) -> str:
 
 def generated() -> dict[Path, str]:
     """Every generated file and what it should hold."""
-    readme = ROOT / "README.md"
+    table = stages()
+    tabled = (ROOT / "README.md", ROOT / "hf_zero/docs/stages.md")
     return {
         **keys(),
-        readme: filled(readme.read_text(), "stages", stages()),
+        **{path: filled(path.read_text(), "stages", table) for path in tabled},
         **{
-            ROOT / "scripts/drawings" / f"stages-{scheme}.svg": drawing(scheme) for scheme in COLORS
+            ROOT / "hf_zero/docs/drawings" / f"stages-{scheme}.svg": drawing(scheme) for scheme in COLORS
         },
     }
 

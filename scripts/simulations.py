@@ -3,7 +3,7 @@ superlinear speed-up of its 60B model, and what fits of three large models on wh
 
     python scripts/simulations.py memory speedup models
 
-Rows go to scripts/bench/results/simulations-DATE.jsonl, pictures to scripts/drawings. All of it is
+Rows go to scripts/bench/results/simulations-DATE.jsonl, pictures to hf_zero/docs/drawings. All of it is
 computed by ``hf_zero.simulate`` on one CPU; nothing is measured.
 """
 
@@ -21,7 +21,7 @@ from hf_zero.integrations.transformers.meta_model import build_on_meta
 from hf_zero.planning.simulation.simulating import model_states, planned
 
 HERE = Path(__file__).resolve().parent
-DRAWINGS = HERE / "drawings"
+DRAWINGS = HERE.parent / "hf_zero" / "docs" / "drawings"
 COLORS = {
     "light": ("#1f2328", "#59636e", "#d1d9e0", ("#218bff", "#2da44e", "#d4a72c")),
     "dark": ("#e6edf3", "#9198a1", "#3d444d", ("#388bfd", "#3fb950", "#d29922")),

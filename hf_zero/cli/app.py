@@ -10,6 +10,7 @@ import typer
 from hf_zero.cli.analyze import analyze
 from hf_zero.cli.clean import clean
 from hf_zero.cli.convert import convert_checkpoint
+from hf_zero.cli.docs import docs
 from hf_zero.cli.doctor import doctor, smoke
 from hf_zero.cli.estimate import estimate
 from hf_zero.cli.explain import explain, schema
@@ -55,6 +56,7 @@ def options(
 
 app.add_typer(recipe, name="recipe")
 app.command("init")(init)
+app.command("docs")(docs)
 app.command("doctor")(doctor)
 app.command("smoke")(smoke)
 app.command("estimate")(estimate)

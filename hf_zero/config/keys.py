@@ -87,7 +87,12 @@ _FP16 = under(
     "fp16",
     unbuilt("fp16_master_weights_and_grads", BOOLEAN, "master weights in fp16"),
     # an older spelling, translated into fp16.enabled or bf16.enabled while reading
-    Key("type", choice("fp16", "float16", "bf16", "bfloat16"), Status.ACTIVE),
+    Key(
+        "type",
+        choice("fp16", "float16", "bf16", "bfloat16"),
+        Status.ACTIVE,
+        "a former key: the section bf16 or fp16",
+    ),
 )
 
 _BF16 = under(

@@ -286,6 +286,15 @@ DTYPE = Kind(
     _dtype,
     {"enum": [spelling for spellings in _DTYPES.values() for spelling in spellings]},
 )
+
+
+def named(*names: str) -> Kind:
+    """Return the kind of texts that name one of ``names``: an editor completes them, and whoever
+    builds the object compares them, in any case.
+    """
+    return Kind(TEXT.expected, _text, {"anyOf": [{"enum": list(names)}, _STRING]})
+
+
 NAMES = Kind("a list of names", _names, _STRINGS)
 SECTION = Kind("a section of keys and plain values", _section, {"type": "object"})
 INTERVAL = Kind("a positive number of steps or infinity", _report_interval, {"type": "number"})

@@ -208,9 +208,9 @@ def _paths(value: Any) -> tuple[str, ...]:
 # DeepSpeed's former keys, translated while reading: they have no field of their own.
 FORMER = under(
     "zero_optimization",
-    Key("cpu_offload", BOOLEAN, Status.ACTIVE),
-    Key("cpu_offload_param", BOOLEAN, Status.ACTIVE),
-    Key("cpu_offload_use_pin_memory", BOOLEAN, Status.ACTIVE),
+    Key("cpu_offload", BOOLEAN, Status.ACTIVE, "a former key: offload_optimizer to the CPU"),
+    Key("cpu_offload_param", BOOLEAN, Status.ACTIVE, "a former key: offload_param to the CPU"),
+    Key("cpu_offload_use_pin_memory", BOOLEAN, Status.ACTIVE, "a former key: pin_memory of both"),
 )
 
 OFFLOAD = (

@@ -123,7 +123,7 @@ def described(key: Key) -> str:
     if key.status is Status.NOT_BUILT:
         return f"Not built: {key.note}."
     unit = f" [{key.unit}]" if key.unit else ""
-    return f"{key.note or 'An older spelling, translated as it is read'}{unit}"
+    return f"{key.note}{unit}"
 
 
 def table() -> str:
@@ -139,6 +139,38 @@ def table() -> str:
         meaning = described(key).replace("|", "\\|")
         lines.append(f"| `{path}` | {value} | {shown} | {meaning} | {key.since} |")
     return "\n".join(lines)
+
+
+def reference() -> str:
+    """Return Markdown with a heading for each section of the dialect and an item for each of its
+    keys: those that act, those without effect, those that are not built.
+    """
+    held: dict[str, list[Key]] = {}
+    for path, key in KEYS.items():
+        held.setdefault(path.rpartition(".")[0], []).append(key)
+    parts = []
+    for section in sorted(held):
+        parts.append(f"## `{section}`" if section else "## Top level")
+        rows = sorted(held[section], key=lambda key: list(Status).index(key.status))
+        parts.append("\n".join(map(_item, rows)))
+    return "\n\n".join(parts)
+
+
+def _item(key: Key) -> str:
+    meaning = described(key)
+    value, default = "", ""
+    if key.status is Status.ACTIVE:
+        value = f"{key.kind.expected}. "
+        if key.default not in (None, ()):
+            default = f" Default: `{_json(key.default)}`."
+    ending = "" if meaning.endswith(".") else "."
+    text = f"- **`{key.path.rpartition('.')[2]}`**: {value}{_sentence(meaning)}{ending}{default}"
+    return "\n".join(wrap(text, 118, subsequent_indent="  ", break_on_hyphens=False))
+
+
+def _sentence(text: str) -> str:
+    first = text.partition(" ")[0]
+    return text if "_" in first or "." in first or "(" in first else text[:1].upper() + text[1:]
 
 
 _TYPES = {

@@ -17,12 +17,27 @@ from hf_zero.config.kinds import (
     TEXT,
     choice,
     integer,
+    named,
     number,
     one_of,
 )
 from hf_zero.config.rows import inert, key, without
 
 _MESSAGE = "a unit is one message"
+
+# Names that hf_zero.optim builds: their classes load torch, which no configuration does.
+OPTIMIZERS = (
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "CPUAdagrad",
+    "CPUAdam", "CPULion", "CPUSGD", "DeepSpeedCPUAdagrad", "DeepSpeedCPUAdam",
+    "DeepSpeedCPULion", "FusedAdam", "FusedLamb", "FusedLion", "LARS", "Lamb", "Lion",
+    "Muon", "NAdam", "OneBitAdam", "OneBitLamb", "RAdam", "RMSprop", "Rprop", "SGD",
+    "ZeroOneAdam",
+)  # fmt: skip
+SCHEDULERS = (
+    "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR",
+    "ExponentialLR", "LRRangeTest", "LinearLR", "MultiStepLR", "OneCycle", "OneCycleLR",
+    "PolynomialLR", "StepLR", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR",
+)  # fmt: skip
 
 SECRETS = frozenset(("comet.api_key",))
 """Keys whose values are not shown."""
@@ -250,16 +265,20 @@ class AutocastSection:
 class OptimizerConfig:
     """An optimizer by name; ``params`` are its keyword arguments."""
 
-    type: str = key(TEXT, required=True)
-    params: dict[str, Any] = key(SECTION, default_factory=dict, hash=False)
+    type: str = key(named(*OPTIMIZERS), None, "class of the optimizer, in any case", required=True)
+    params: dict[str, Any] = key(
+        SECTION, None, "keyword arguments of that class", default_factory=dict, hash=False
+    )
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
     """A learning-rate schedule by name; ``params`` are its keyword arguments."""
 
-    type: str = key(TEXT, required=True)
-    params: dict[str, Any] = key(SECTION, default_factory=dict, hash=False)
+    type: str = key(named(*SCHEDULERS), None, "class of the schedule, in any case", required=True)
+    params: dict[str, Any] = key(
+        SECTION, None, "keyword arguments of that class", default_factory=dict, hash=False
+    )
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def test_one_least_version_of_python_is_named_everywhere() -> None:
     assert PROJECT["tool"]["ruff"]["target-version"] == "py" + least.replace(".", "")
     assert PROJECT["tool"]["mypy"]["python_version"] == least
     assert f"Python {least} or newer" in (ROOT / "README.md").read_text()
-    assert f"Python {least} to 3." in (ROOT / "hf_zero/GUIDE.md").read_text()
+    assert f"Python {least} to 3." in (ROOT / "hf_zero/docs/start.md").read_text()
     assert f"Python {least} or newer" in (ROOT / "scripts/environment.sh").read_text()
 
 
