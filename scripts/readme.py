@@ -171,11 +171,12 @@ def filled(text: str, name: str, part: str) -> str:
 
 KEYS_HEAD = """# Configuration keys
 
-Every key that a configuration may hold, in DeepSpeed's JSON dialect, by section; `scripts/readme.py` writes this page from
-the declarations. `hf-zero docs zero_optimization` shows a section, `hf-zero schema` is the same for editors.
+Every key that a configuration may hold, in DeepSpeed's JSON dialect, by section. `hf-zero docs`
+with the name of a section shows it, as `hf-zero docs zero_optimization`; `hf-zero schema` is the
+same for editors. `scripts/readme.py` writes this page from the declarations.
 
-Keys without effect are accepted, with the reason. Keys that are not built raise where they ask for what is missing.
-`"auto"` is a placeholder that Accelerate and the Trainer fill in.
+Keys without effect are accepted, with the reason. Keys that are not built raise where they ask for
+what is missing. `"auto"` is a placeholder that Accelerate and the Trainer fill in.
 
 """
 
@@ -248,7 +249,8 @@ def generated() -> dict[Path, str]:
         **keys(),
         **{path: filled(path.read_text(), "stages", table) for path in tabled},
         **{
-            ROOT / "hf_zero/docs/drawings" / f"stages-{scheme}.svg": drawing(scheme) for scheme in COLORS
+            ROOT / "hf_zero/docs/drawings" / f"stages-{scheme}.svg": drawing(scheme)
+            for scheme in COLORS
         },
     }
 

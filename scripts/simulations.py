@@ -3,8 +3,8 @@ superlinear speed-up of its 60B model, and what fits of three large models on wh
 
     python scripts/simulations.py memory speedup models
 
-Rows go to scripts/bench/results/simulations-DATE.jsonl, pictures to hf_zero/docs/drawings. All of it is
-computed by ``hf_zero.simulate`` on one CPU; nothing is measured.
+Rows go to scripts/bench/results/simulations-DATE.jsonl, pictures to hf_zero/docs/drawings. All of
+it is computed by ``hf_zero.simulate`` on one CPU; nothing is measured.
 """
 
 from __future__ import annotations

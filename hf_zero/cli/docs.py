@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.table import Table
 
-from hf_zero.cli.printing import print_table
+from hf_zero.cli.printing import AsJson, print_json, print_table
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError
 
@@ -55,7 +55,9 @@ def pages() -> dict[str, str]:
 
 def sections(page: str, text: str) -> Iterator[Section]:
     """Yield each section of a page; the first is the page itself."""
-    blank = FENCE.sub(lambda block: re.sub(r"[^\n]", " ", block[0]), text)  # a comment is no heading
+    blank = FENCE.sub(
+        lambda block: re.sub(r"[^\n]", " ", block[0]), text
+    )  # a comment is no heading
     found = list(HEADING.finditer(blank))
     for place, heading in enumerate(found):
         level = len(heading[1])
@@ -66,21 +68,34 @@ def sections(page: str, text: str) -> Iterator[Section]:
 def docs(
     topic: Annotated[
         str | None,
-        typer.Argument(help="A page, a heading, or the name of an error, variable, key or command."),
+        typer.Argument(
+            help="A page, a heading, or the name of an error, variable, key or command."
+        ),
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """List the pages of the documentation, or show one, or a section of it.
 
     Example: hf-zero docs offload
     """
     if topic is None:
+        titles = {
+            name: text.partition("\n")[0].removeprefix("# ") for name, text in pages().items()
+        }
+        if as_json:
+            print_json(titles)
+            return
         table = Table("topic", "page")
-        for name, text in pages().items():
-            table.add_row(name, text.partition("\n")[0].removeprefix("# "))
+        for row in titles.items():
+            table.add_row(*row)
         print_table(table)
         print("show one with hf-zero docs TOPIC; a heading, an error or a key is a topic, too")
         return
-    show(find(topic))
+    text = find(topic)
+    if as_json:
+        print_json({"topic": topic, "markdown": text})
+    else:
+        show(text)
 
 
 def find(topic: str) -> str:

@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any
 
 SWITCH = "HF_ZERO_TRACEBACK"
+ERRORS = "hf_zero.errors"  # whose classes the documentation has sections for
 OFF = {"", "0", "false", "off", "no"}
 WAIT_SECONDS = 2.0
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -81,7 +82,9 @@ def described(error: BaseException, trace: TracebackType | None) -> str:
     where = _line_of_the_script(trace)
     if where:
         lines.append(f"  at {where}")
-    return "\n".join([*lines, f"  ({SWITCH}=1 shows the traceback)"])
+    topic = type(error).__name__
+    known = f"hf-zero docs {topic} explains it; " if type(error).__module__ == ERRORS else ""
+    return "\n".join([*lines, f"  ({known}{SWITCH}=1 shows the traceback)"])
 
 
 def _line_of_the_script(trace: TracebackType | None) -> str:

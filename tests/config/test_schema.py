@@ -11,10 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_zero.cli.app import app
-from hf_zero.config import ZeroConfig
+from hf_zero.config import ZeroConfig, sections
 from hf_zero.config.files import load_file
 from hf_zero.config.keys import KEYS
 from hf_zero.config.schema import json_schema
+from hf_zero.optim import build
 from tests.helpers.cells import in_one_item
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,6 +43,13 @@ def test_the_shipped_schema_and_the_table_of_keys_are_those_of_the_declarations(
 def test_the_drawing_and_the_table_of_stages_are_those_of_the_script(readme: Any) -> None:
     for path, text in readme.generated().items():
         assert path.read_text() == text, f"run scripts/readme.py: {path} is not what it writes"
+
+
+def test_the_names_in_the_schema_are_those_that_are_built() -> None:
+    assert {*sections.OPTIMIZERS} == {*build._CLASSES, *build._ALIASES}
+    assert {*sections.SCHEDULERS} == {*build.SCHEDULES, *build._TORCH_SCHEDULES}
+    kinds = json_schema()["definitions"]["zero"]["properties"]["optimizer"]["properties"]["type"]
+    assert {"enum": [*sections.OPTIMIZERS]} in kinds["anyOf"][0]["anyOf"]
 
 
 def test_the_command_prints_the_schema() -> None:

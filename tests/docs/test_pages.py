@@ -1,0 +1,448 @@
+"""The documentation: the code, commands, keys and names in it exist; headings, links and lengths of
+its pages; what it must list completely.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import inspect
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+import yaml
+
+import hf_zero
+from hf_zero.cli.app import app
+from hf_zero.config import ZeroConfig
+from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS, TRANSLATED
+from hf_zero.config.keys import ALIASES, KEYS, SECTIONS
+from hf_zero.config.migrating import migrate
+from hf_zero.deepspeed.engine import DeepSpeedEngine
+from hf_zero.engine import Engine
+from hf_zero.parallel.pipeline.engine import PipelineTraining
+from tests.docs.documents import (
+    ALL,
+    DOCUMENTS,
+    PAGES,
+    ROOT,
+    Block,
+    anchors,
+    blocks,
+    headings,
+    inline_code,
+    links,
+    name_of,
+    of_kind,
+    prose,
+)
+
+every_page = pytest.mark.parametrize("page", PAGES)
+every_document = pytest.mark.parametrize("page", DOCUMENTS)
+KINDS = {"python", "json", "yaml", "sh", "bash", "text"}
+GENERATED = {"keys", "api"}
+
+COMMANDS: Any = typer.main.get_command(app)
+
+
+# --- the shape of a page
+
+
+@every_page
+def test_a_page_has_a_title_a_length_and_lines_that_fit(page: str) -> None:
+    text = PAGES[page].read_text()
+    lines = text.splitlines()
+    assert [level for level, _ in headings(page)].count(1) == 1 and lines[0].startswith("# ")
+    assert page in GENERATED or 40 <= len(lines) <= 200
+    long = [n for n, line in enumerate(lines, 1) if len(line) > 120 and not line.startswith("|")]
+    assert long == [], "lines of more than 120 characters"
+    assert text.endswith("\n") and not text.endswith("\n\n")
+
+
+@every_page
+def test_anchors_are_unique(page: str) -> None:
+    found = anchors(page)
+    assert sorted(found) == sorted(set(found))
+
+
+def test_the_index_names_every_page() -> None:
+    assert {link.partition(".md")[0] for link in links("index")} == {*PAGES} - {"index"}
+
+
+@every_document
+def test_links_lead_somewhere(page: str) -> None:
+    for link in links(page):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (DOCUMENTS[page].parent / path) if path else DOCUMENTS[page]
+        assert target.exists(), link
+        if page in PAGES:  # the site has these files alone
+            assert target.is_relative_to(PAGES["index"].parent), f"{link} is not in the site"
+        if anchor and target.stem in PAGES:
+            assert anchor in anchors(target.stem), link
+
+
+# --- blocks
+
+
+@every_document
+def test_every_block_says_what_it_is(page: str) -> None:
+    given = [(block.line, block.kind) for block in blocks(page) if block.kind not in KINDS]
+    assert given == []
+    assert DOCUMENTS[page].read_text().count("\n```") % 2 == 0
+
+
+@pytest.mark.parametrize("block", of_kind("json"), ids=name_of)
+def test_json_is_a_whole_configuration(block: Block) -> None:
+    ZeroConfig.from_dict(json.loads(block.text), allow_auto=True)
+
+
+@pytest.mark.parametrize("block", of_kind("yaml"), ids=name_of)
+def test_yaml_is_read(block: Block, tmp_path: Path) -> None:
+    documents = list(yaml.safe_load_all(block.text))
+    if "distributed_type" not in documents[0]:
+        assert all("kind" in document for document in documents), (
+            "neither Accelerate's nor Kubernetes'"
+        )
+        return
+    file = tmp_path / "given.yaml"
+    file.write_text(block.text)
+    (tmp_path / "zero3.json").write_text('{"zero_optimization": {"stage": 3}}')
+    for name in re.findall(r"deepspeed_config_file: (\S+)", block.text):
+        file.write_text(file.read_text().replace(name, str(tmp_path / name)))
+    if documents[0]["distributed_type"] == "DEEPSPEED":
+        ZeroConfig.from_file(file, allow_auto=True)
+    else:
+        assert migrate(documents[0]).runs
+
+
+# Names that a fragment may use without saying where they come from.
+GIVEN: dict[str, Any] = {
+    name: importlib.import_module(name)
+    for name in ("hf_zero", "torch", "transformers", "lightning", "signal")
+} | {"engine": Engine}
+GIVEN |= dict.fromkeys(
+    (
+        "args", "batch", "batches", "client", "completions", "config", "data", "dataset",
+        "loader", "model", "name", "optimizer", "parameter", "prompts", "steps", "trainer",
+        "AutoModelForCausalLM",
+    )
+)  # fmt: skip
+
+
+class Names(ast.NodeVisitor):
+    """Names that a block binds and reads, imported ones with their values, and its calls."""
+
+    def __init__(self, text: str) -> None:
+        self.bound: set[str] = set()
+        self.read: set[str] = set()
+        self.values: dict[str, Any] = {}
+        self.chains: list[ast.Attribute] = []
+        self.calls: list[ast.Call] = []
+        self.visit(ast.parse(text))
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for each in node.names:
+            module = importlib.import_module(each.name)
+            top = each.name.partition(".")[0]
+            self.values[each.asname or top] = (
+                module if each.asname else importlib.import_module(top)
+            )
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        module = importlib.import_module(node.module or "")
+        for each in node.names:
+            self.values[each.asname or each.name] = getattr(module, each.name)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        (self.read if isinstance(node.ctx, ast.Load) else self.bound).add(node.id)
+
+    def visit_arg(self, node: ast.arg) -> None:
+        self.bound.add(node.arg)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self.bound.add(node.name)
+        self.generic_visit(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self.bound.add(node.name)
+        self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        self.chains.append(node)
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        self.calls.append(node)
+        self.generic_visit(node)
+
+
+ON_AN_ENGINE = set(re.findall(r"self\.([a-z]\w*)\b.*?=", inspect.getsource(Engine)))
+"""Attributes that an engine sets on itself."""
+for base in Engine.__mro__:
+    if base.__module__.startswith("hf_zero"):
+        ON_AN_ENGINE |= set(re.findall(r"self\.([a-z]\w*)\b[^=\n]*=", inspect.getsource(base)))
+
+
+def value_of(node: ast.expr, known: dict[str, Any]) -> Any:
+    """The object that a dotted name leads to, None where that is not known; AttributeError."""
+    if isinstance(node, ast.Name):
+        return known.get(node.id)
+    if not isinstance(node, ast.Attribute):
+        return None
+    owner = value_of(node.value, known)
+    if owner is Engine and not hasattr(Engine, node.attr):
+        return None if node.attr in ON_AN_ENGINE else getattr(PipelineTraining, node.attr)
+    if owner is None or not (inspect.ismodule(owner) or inspect.isclass(owner)):
+        return None
+    return getattr(owner, node.attr)
+
+
+@pytest.mark.parametrize("block", of_kind("python"), ids=name_of)
+def test_python_names_what_there_is(block: Block) -> None:
+    found = Names(block.text)
+    known = {**({} if block.title else GIVEN), **found.values}
+    rebound = {*found.bound} - {"engine", "model"}
+    known = {name: value for name, value in known.items() if name not in rebound}
+    unknown = found.read - found.bound - {*known} - {*dir(builtins)} - ({*GIVEN} - {*known})
+    if block.title:
+        unknown = found.read - found.bound - {*known} - {*dir(builtins)}
+        if {"hf_zero"} <= {*known}:
+            known["engine"] = Engine
+    assert unknown == set()
+    for chain in found.chains:
+        value_of(chain, known)
+    for call in found.calls:
+        check_call(call, known)
+
+
+def check_call(call: ast.Call, known: dict[str, Any]) -> None:
+    """Bind the arguments of a call to the signature of what it calls, where that is ours."""
+    called = value_of(call.func, known)
+    if not callable(called) or not getattr(called, "__module__", "").startswith("hf_zero"):
+        return
+    method = isinstance(call.func, ast.Attribute) and value_of(call.func.value, known) is Engine
+    whole = not any(keyword.arg is None for keyword in call.keywords)
+    whole = whole and not any(
+        isinstance(each, (ast.Starred, ast.Constant)) and getattr(each, "value", None) is ...
+        for each in call.args
+    )
+    signature = inspect.signature(called)
+    bind = signature.bind if whole else signature.bind_partial
+    given = [None] * (len(call.args) + method)
+    bind(*given, **{keyword.arg: None for keyword in call.keywords if keyword.arg})
+
+
+# --- commands
+
+
+def commands_in(text: str) -> Iterator[str]:
+    """Command lines of a block, joined where they go on in the next line."""
+    for line in text.replace("\\\n", " ").splitlines():
+        line = line.strip().removeprefix("$ ")
+        if line and not line.startswith("#"):
+            yield line
+
+
+def check_command(line: str) -> None:
+    words = shlex.split(line, comments=True)
+    if words[0] == "hf-zero":
+        check_ours(words[1:])
+    elif words[:2] == ["accelerate", "launch"]:
+        from accelerate.commands.launch import launch_command_parser
+
+        launch_command_parser().parse_args(words[2:])
+    elif words[0] == "torchrun":
+        from torch.distributed.run import get_args_parser
+
+        given = get_args_parser().parse_args(words[1:])
+        if given.training_script == "hf-zero":
+            check_ours(given.training_script_args)
+    elif words[:2] == ["bash", "scripts/quickstart"] or words[0] == "bash":
+        assert (ROOT / words[1]).exists(), line
+
+
+def check_ours(words: list[str]) -> None:
+    command = COMMANDS
+    while hasattr(command, "commands") and words and not words[0].startswith("-"):
+        assert words[0] in command.commands, f"no command {words[0]!r}"
+        command, words = command.commands[words[0]], words[1:]
+    options = {name for each in command.params for name in (*each.opts, *each.secondary_opts)}
+    options |= {"--help", "-h", "--install-completion", "--show-completion"}
+    flags = {
+        name
+        for each in command.params
+        if getattr(each, "is_flag", False)
+        for name in (*each.opts, *each.secondary_opts)
+    }
+    place = 0
+    while place < len(words):
+        word = words[place]
+        if word == "--" or (command.name == "launch" and not word.startswith("-")):
+            return  # the rest is the script's
+        if re.match(r"--?[a-z]", word):
+            assert word in options, f"{command.name} has no option {word}"
+            place += 0 if word in flags else 1
+        place += 1
+
+
+HEADS = ("hf-zero ", "torchrun ", "accelerate launch ", "bash scripts/")
+
+
+@pytest.mark.parametrize("block", of_kind("sh", "bash", "text"), ids=name_of)
+def test_commands_exist(block: Block) -> None:
+    lines = list(commands_in(block.text))
+    for line in lines:
+        if line.startswith(HEADS):
+            check_command(line)
+        elif block.kind == "sh":
+            assert line.startswith(("python ", "python -m ", "pip install ", "accelerate ")), line
+
+
+@every_document
+def test_commands_in_sentences_exist(page: str) -> None:
+    for code in inline_code(page):
+        if (
+            code.startswith("hf-zero ")
+            and "COMMAND" not in code
+            and not code.startswith("hf-zero [")
+        ):
+            check_command(code.replace("…", ""))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("hf-zero estimat MODEL", "no command 'estimat'"),
+        ("hf-zero estimate MODEL --rank 8", "has no option --rank"),
+        ("hf-zero recipe lst", "no command 'lst'"),
+    ],
+)
+def test_a_command_that_is_not_there_is_found(line: str, said: str) -> None:
+    with pytest.raises(AssertionError, match=said):
+        check_command(line)
+
+
+# --- keys and names in sentences
+
+
+LEAVES = {path.rpartition(".")[2] for path in (*KEYS, *ALIASES, *SECTIONS, *ACCELERATE_KEYS)}
+MEMBERS = {name for key in KEYS.values() for name in key.members or ()}
+"""Keys inside sections that are read whole."""
+PATHS = {*KEYS, *ALIASES, *SECTIONS, *MEMBERS}
+STRINGS = {
+    node.value
+    for path in ROOT.glob("hf_zero/**/*.py")
+    for node in ast.walk(ast.parse(path.read_text()))
+    if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier()
+}
+"""Names that the code reads as strings: parameters of sections, methods of others that it wraps."""
+# Names of other libraries, of files, of results, as they are there.
+FOREIGN = {
+    "add_param_group", "clip_gradients", "current_difficulties", "dynamo_plugin",
+    "flatten_optimizer_state_dict", "from_config", "fsdp_activation_checkpointing",
+    "fsdp_auto_wrap_policy", "fsdp_cpu_ram_efficient_loading", "fsdp_offload_params",
+    "get_state_dict", "global_step120", "ignore_frozen_params", "lr_scale", "manual_backward",
+    "merge_adapter", "metrics.jsonl", "optimizer.state", "output_attentions",
+    "output_hidden_states", "output_router_logits", "parallelism_config_dp_replicate_size",
+    "predict_with_generate", "pytorch_lightning", "reduce_dtype", "save_pretrained",
+    "save_to_disk", "scaled_dot_product_attention", "set_state_dict", "sp_size", "train_state",
+    "training_step", "zero_stage_0", "zero_stage_2", "zero_stage_2_offload",
+    "zero_stage_3_offload",
+}  # fmt: skip
+
+
+def ours() -> set[str]:
+    """Names of hf-zero: exports, attributes of engines, arguments of its functions."""
+    found = {*hf_zero.__all__, *dir(Engine), *dir(PipelineTraining), *ON_AN_ENGINE}
+    exported = [getattr(hf_zero, name) for name in hf_zero.__all__]
+    methods = [getattr(Engine, name) for name in dir(Engine) if not name.startswith("_")]
+    for value in (*exported, *methods):
+        if callable(value):
+            found |= {*inspect.signature(value).parameters}
+    return found
+
+
+ROOMS = {path.stem for path in (ROOT / "hf_zero").iterdir()} | {"pth"}
+ON_ENGINES = {*dir(Engine), *dir(PipelineTraining), *dir(DeepSpeedEngine), *ON_AN_ENGINE}
+
+
+@every_document
+def test_keys_and_names_in_sentences_exist(page: str) -> None:
+    known = LEAVES | MEMBERS | STRINGS | FOREIGN | {*TRANSLATED} | ours()
+    unknown = set()
+    for code in inline_code(page):
+        first = code.partition(".")[0]
+        if re.fullmatch(r"[a-z][a-z0-9_]*(\.[A-Za-z0-9_]+)+", code) and first in {
+            *SECTIONS,
+            *PATHS,
+        }:
+            unknown |= {code} - PATHS - FOREIGN
+        elif re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)+", code):
+            unknown |= {code} - known
+        for name in re.findall(r"\bengine\.([a-z]\w*)", code):
+            unknown |= {name} - ON_ENGINES
+        for name in re.findall(r"\bhf_zero\.([A-Za-z]\w*)", code):
+            unknown |= {name} - {*hf_zero.__all__} - ROOMS
+    assert unknown == set()
+
+
+# --- what must be complete
+
+
+def test_each_error_has_a_section() -> None:
+    errors = importlib.import_module("hf_zero.errors")
+    classes = {
+        name
+        for name, value in vars(errors).items()
+        if inspect.isclass(value) and issubclass(value, errors.HfZeroError)
+    }
+    assert {title for _, title in headings("errors") if title.endswith("Error")} == classes
+
+
+def test_each_variable_has_a_section() -> None:
+    found = set()
+    for path in (*ROOT.glob("hf_zero/**/*.py"), ROOT / "setup.py"):
+        strings = (
+            node.value
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        )
+        found |= {text for text in strings if re.fullmatch(r"HF_ZERO_[A-Z_]+", text)}
+    found |= set(re.findall(r"HF_ZERO_[A-Z_]+", (ROOT / "scripts/environment.sh").read_text()))
+    assert {title for level, title in headings("environment") if level == 3} == found
+
+
+def test_each_command_has_a_section() -> None:
+    assert {title for level, title in headings("commands") if level == 2} == {*COMMANDS.commands}
+
+
+def test_each_public_name_is_in_the_reference() -> None:
+    text = PAGES["api"].read_text()
+    assert {title for level, title in headings("api") if level == 3} == {*hf_zero._EXPORTS}
+    for name, directive in re.findall(r"^### (\w+)\n\n::: (\S+)$", text, re.M):
+        module, _, attribute = directive.rpartition(".")
+        assert getattr(importlib.import_module(module), attribute) is getattr(hf_zero, name)
+
+
+def test_each_key_is_in_the_reference() -> None:
+    sections = re.split(r"^## ", PAGES["keys"].read_text(), flags=re.M)[1:]
+    listed = set()
+    for section in sections:
+        title, _, body = section.partition("\n")
+        path = "" if title == "Top level" else title.strip("`") + "."
+        if not title.startswith("Parameters"):
+            listed |= {path + name for name in re.findall(r"^- \*\*`([^`]+)`\*\*", body, re.M)}
+    assert listed == {*KEYS}
+
+
+def test_each_page_has_words_about_it_in_the_index() -> None:
+    assert len(prose("index").split()) > 200 and len(ALL) > 60
