@@ -83,7 +83,7 @@ def described(error: BaseException, trace: TracebackType | None) -> str:
     if where:
         lines.append(f"  at {where}")
     topic = type(error).__name__
-    known = f"hf-zero docs {topic} explains it; " if type(error).__module__ == ERRORS else ""
+    known = f"hf-zero docs {topic}; " if type(error).__module__ == ERRORS else ""
     return "\n".join([*lines, f"  ({known}{SWITCH}=1 shows the traceback)"])
 
 
