@@ -74,7 +74,7 @@ def look(others):
 
 
 def train_and_end(rank, cases, times, tmp_path):
-    one_engine(rank, cases[0], tmp_path)
+    one_engine(rank, CASES[0], tmp_path)  # it saves: the keys of messages are made once
     seen, others = [], working()
     for number, case in enumerate(cases):
         say(str(case))
