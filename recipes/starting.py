@@ -11,6 +11,7 @@ import re
 import resource
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -54,14 +55,19 @@ DEFAULTS: dict[str, Any] = {
 
 
 def load_data(
-    name: str | None, config: str | None, make: Callable[[], Rows], splits: Sequence[str]
+    name: str | None,
+    config: str | None,
+    make: Callable[[], Rows | datasets.Dataset],
+    splits: Sequence[str] = ("train", "test"),
 ) -> tuple[datasets.Dataset, datasets.Dataset]:
     """The data sets to train on and to evaluate on: ``splits`` of ``name`` on the hub, else nine
     tenths and one tenth of the rows of ``make``. Where the hub has no second split, 1 % of the
     first.
     """
     if not name:
-        both = datasets.Dataset.from_list(make()).train_test_split(0.1, seed=0)
+        made = make()
+        whole = datasets.Dataset.from_list(made) if isinstance(made, list) else made
+        both = whole.train_test_split(0.1, seed=0)
         return both["train"], both["test"]
     try:
         found = datasets.load_dataset(name, config)
@@ -144,6 +150,19 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
         1 if sys.platform == "darwin" else 1024
     )
+
+
+@dataclass
+class Start:
+    """The arguments of scripts whose library has none for a model and a data set."""
+
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "a model on the hub; without it, a small one from scratch"}
+    )
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "a data set on the hub; without it, made rows"}
+    )
+    dataset_config: str | None = None
 
 
 class Measured(TrainerCallback):

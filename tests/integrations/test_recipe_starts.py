@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -15,7 +16,10 @@ from xml.etree import ElementTree
 
 import pytest
 from huggingface_hub import ModelCard
+from transformers import LlamaConfig
+from typer.testing import CliRunner
 
+from hf_zero.cli.app import app
 from hf_zero.config import ZeroConfig
 from tests.helpers import launched
 from tests.integrations.test_recipes import ROOT, module_of, script_of
@@ -24,9 +28,7 @@ RECIPES = ROOT / "recipes"
 RESULTS = ROOT / "scripts" / "bench" / "results" / "recipes-2026-11-24.jsonl"
 NEEDS = {"sentence-embeddings": "sentence_transformers"}  # what tests do not install
 STARTS = sorted(
-    script.parent
-    for script in RECIPES.glob("*/run_*.py")
-    if "from starting import DEFAULTS" in script.read_text()
+    script.parent for script in RECIPES.glob("*/run_*.py") if "load_data(" in script.read_text()
 )
 every = pytest.mark.parametrize("recipe", STARTS, ids=lambda path: path.name)
 
@@ -45,7 +47,7 @@ def needed(recipe: Path) -> None:
 
 
 def test_there_are_starts() -> None:
-    assert {"dpo", "sft-lora"} <= {recipe.name for recipe in STARTS}
+    assert {"8b-one-gpu-offload", "dpo", "grpo", "sft-lora"} <= {path.name for path in STARTS}
 
 
 @every
@@ -133,6 +135,26 @@ def test_a_few_steps_of_the_first_command(recipe: Path, tmp_path: Path) -> None:
     assert (row["recipe"], row["steps"]) == (recipe.name, 20) and row["state_bytes"] > 0
     assert last < first if "loss" in name else last > first
     assert ElementTree.parse(out / "curve.svg").getroot().findall("{*}polyline")
+
+
+@pytest.mark.parametrize("name", ["80gb_gpu.yaml", "24gb_gpu.yaml"])
+def test_the_bytes_that_the_card_of_8b_predicts(name: str, tmp_path: Path) -> None:
+    recipe = RECIPES / "8b-one-gpu-offload"
+    LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=False,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(tmp_path)  # fmt: skip
+    stage = ZeroConfig.from_file(recipe / name).stage
+    asked = [str(tmp_path), "--ranks", "1", "--config", str(recipe / name), "--seq", "2048"]
+    shown = CliRunner().invoke(app, ["estimate", *asked]).output
+    (line,) = re.findall(rf"^│ +{stage} │(.*)│ +0 B │$", shown.partition("with offload")[2], re.M)
+    device, ram, _ = (cell.strip() for cell in line.split("│"))
+    (row,) = re.findall(rf"^\| `{name}` \|.*\|$", (recipe / "README.md").read_text(), re.M)
+    *_, state, activations, host, _ = (cell.strip() for cell in row.split("|"))
+    # tests shard small parameters, too
+    assert float(state.split()[0]) == pytest.approx(float(device.split()[0]), rel=5e-3)
+    assert host == ram and activations in shown.partition("activations of")[2]
 
 
 def test_a_data_set_that_is_not_there_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,6 +226,5 @@ def test_every_recipe_that_takes_a_data_set_is_among_them() -> None:
     assert {
         script.parent.name
         for script in RECIPES.glob("*/run_*.py")
-        if "dataset_name" in script.read_text()
-        and "from starting import DEF" not in script.read_text()
+        if "dataset_name" in script.read_text() and "load_data(" not in script.read_text()
     } == set(LOADERS)

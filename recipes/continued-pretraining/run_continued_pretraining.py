@@ -1,0 +1,54 @@
+"""Train a causal language model further on text packed into full rows, with TRL's SFTTrainer.
+
+accelerate launch --config_file cpu.yaml run_continued_pretraining.py
+accelerate launch --config_file 8_gpus.yaml run_continued_pretraining.py --max_length 4096 \
+    --model_name_or_path Qwen/Qwen2.5-7B --dataset_name HuggingFaceFW/fineweb-edu \
+    --dataset_config sample-10BT
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from starting import DEFAULTS, Measured, load_causal, load_data, paragraphs
+
+
+def texts() -> list[dict[str, Any]]:
+    return [{"text": text} for _, text in paragraphs()]
+
+
+def main() -> None:
+    parser = TrlParser((ScriptArguments, ModelConfig, SFTConfig))
+    parser.set_defaults(
+        **DEFAULTS, output_dir="runs/continued-pretraining", learning_rate=3e-3, max_length=128,
+        packing=True,
+        packing_strategy="wrapped",  # every row is full; texts follow each other after </s>
+        warmup_steps=5, lr_scheduler_type="cosine",
+    )  # fmt: skip
+    data, names, args = parser.parse_args_and_config()
+    splits = (data.dataset_train_split, data.dataset_test_split)
+    train, test = load_data(data.dataset_name, data.dataset_config, texts, splits)
+    model, tokenizer = load_causal(names.model_name_or_path)
+    trainer = SFTTrainer(
+        model=model,
+        args=args,
+        train_dataset=train,
+        eval_dataset=test,
+        processing_class=tokenizer,
+        callbacks=[
+            Measured(
+                "continued-pretraining", {"eval_loss": "held-out loss", "loss": "training loss"}
+            )
+        ],
+    )
+    trainer.train()
+    trainer.save_model()
+
+
+if __name__ == "__main__":
+    main()
