@@ -16,6 +16,7 @@ from hf_zero.config.rows import Key, Status
 from hf_zero.config.settings import Settings
 
 _DRAFT = "http://json-schema.org/draft-07/schema#"
+_ID = "urn:hf-zero:configuration"
 _SHORT: dict[str, dict[str, Any]] = {
     "offload_optimizer": {"enum": ["none", "cpu", "nvme"]},
     "offload_param": {"enum": ["none", "cpu", "nvme"]},
@@ -30,6 +31,7 @@ def json_schema() -> dict[str, Any]:
     """
     return {
         "$schema": _DRAFT,
+        "$id": _ID,
         "title": "hf-zero configuration",
         "if": {
             "anyOf": [{"required": [name]} for name in ("deepspeed_config", "distributed_type")]

@@ -17,8 +17,10 @@ from hf_zero.config.keys import KEYS
 from hf_zero.config.schema import json_schema
 from hf_zero.optim import build
 from tests.helpers.cells import in_one_item
+from tests.helpers.commands import completed
 
 ROOT = Path(__file__).resolve().parents[2]
+SCHEMA = ROOT / "hf_zero" / "config" / "schema.json"
 CONFIGS = sorted(
     path
     for pattern in ("*.json", "*.yaml")
@@ -81,7 +83,7 @@ def test_the_recipes_name_the_schema_and_it_has_their_keys(path: Path) -> None:
     root = json_schema()
     config = load_file(path)
     named = config["$schema"] if path.suffix == ".json" else path.read_text().split("schema=")[1]
-    assert (path.parent / named.split()[0]).resolve() == ROOT / "hf_zero/config/schema.json"
+    assert (path.parent / named.split()[0]).resolve() == SCHEMA
 
     def check(values: dict[str, Any], properties: dict[str, Any], place: str) -> None:
         for name, value in values.items():
@@ -100,8 +102,20 @@ def test_a_schema_may_be_named_in_every_dialect() -> None:
         {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 3}},
     ):
         config = ZeroConfig.from_dict({"$schema": "hf-zero.schema.json", **written})
-        row = next(row for row in config.explain() if row.key == "$schema")
+        (row,) = [row for row in config.explain() if row.key == "$schema"]
         assert config.stage == 3 and row.value == "hf-zero.schema.json"
+
+
+def test_a_validator_takes_the_schema_the_recipes_and_no_other_key(tmp_path: Path) -> None:
+    pytest.importorskip("check_jsonschema")
+    command = [sys.executable, "-m", "check_jsonschema"]
+    completed([*command, "--check-metaschema", str(SCHEMA)], timeout=300, check=True)
+    against = [*command, "--schemafile", str(SCHEMA)]
+    completed([*against, *map(str, CONFIGS)], timeout=300, check=True)
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text('{"zero_optimization": {"stage": 3, "overlap_com": true}}')
+    refused = completed([*against, str(wrong)], timeout=300)
+    assert refused.returncode == 1 and "overlap_com" in refused.stdout
 
 
 def test_the_schema_says_what_a_key_does_or_why_not() -> None:

@@ -1,4 +1,4 @@
-"""Type checking of a user's script: mypy reports each mistake, and nothing on the right lines."""
+"""Type checking of a user's script: mypy and pyright report each mistake, and nothing else."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.helpers.cells import fast
 from tests.helpers.commands import completed
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import torch
 import hf_zero
@@ -51,12 +53,20 @@ hf_zero.ZeroConfig(3, kernels=["norm"])  # mistake
 """
 
 
-def test_a_checker_reports_each_mistake_and_nothing_else(tmp_path: Path) -> None:
+CHECKERS = {
+    "mypy": [sys.executable, "-m", "mypy", "--no-error-summary", "--ignore-missing-imports"],
+    "basedpyright": [sys.executable, "-m", "basedpyright", "--level", "error", "--pythonpath"]
+    + [sys.executable],
+}
+
+
+@pytest.mark.parametrize("checker", fast(CHECKERS, often=lambda checker: checker == "mypy"))
+def test_a_checker_reports_each_mistake_and_nothing_else(checker: str, tmp_path: Path) -> None:
+    """In a folder of the user's, where hf_zero is found as it is installed."""
+    pytest.importorskip(checker, reason="of the extra `test`")
     (tmp_path / "train.py").write_text(SCRIPT)
-    checker = [sys.executable, "-m", "mypy", "--no-error-summary", "--config-file"]
-    command = [*checker, str(ROOT / "pyproject.toml"), str(tmp_path / "train.py")]
-    result = completed(command, timeout=600, cwd=ROOT)
-    reported = set(map(int, re.findall(r"train\.py:(\d+): error", result.stdout)))
+    result = completed([*CHECKERS[checker], "train.py"], timeout=600, cwd=tmp_path)
+    reported = set(map(int, re.findall(r"train\.py:(\d+):.*\berror\b", result.stdout)))
     wanted = {at for at, line in enumerate(SCRIPT.split("\n"), 1) if line.endswith("# mistake")}
     assert reported == wanted, result.stdout
     assert len(wanted) >= 15
