@@ -73,7 +73,7 @@ class EngineCollectives:
 
     def _observe(self, dim: MeshDim) -> Callable[[], None]:
         stats = _DimStats(self, dim)
-        restore = dim.observe(stats, partial(_TimedHandle, self, stats))
+        restore = dim.observe(stats, partial(ObservedHandle, self.wait, stats))
 
         def end() -> None:
             stats.of = None
@@ -148,35 +148,49 @@ class EngineCollectives:
         return found
 
 
-class _DimStats(CollectiveStats):
-    """Counts the collectives of one dimension for its engine, and where they were counted before.
+class IssuedStats(CollectiveStats):
+    """Counts that keep a note of each collective for its handle. ``last``: that of the collective
+    that is being issued.
+    """
 
-    ``last``: the row of the collective that is being issued. ``of``: None once it is closed.
+    last: Any = None
+
+
+class ObservedHandle(Handle):
+    """A handle that passes its first wait, and the note of ``stats``, to ``waited``, which calls
+    it. Collectives that are over, or have no note, are not passed.
+    """
+
+    def __init__(
+        self,
+        waited: Callable[[Any, Callable[[], None]], None],
+        stats: IssuedStats,
+        *args: Any,
+        **kwargs: Any,
+    ):
+        super().__init__(*args, **kwargs)
+        self._waited, self._note = waited, stats.last
+        stats.last = None
+
+    def wait(self) -> None:
+        note, self._note = self._note, None
+        if note is None or not self._works:
+            super().wait()
+        else:
+            self._waited(note, super().wait)
+
+
+class _DimStats(IssuedStats):
+    """Counts the collectives of one dimension for its engine, and where they were counted before.
+    A note is the row of its collective. ``of``: None once it is closed.
     """
 
     def __init__(self, counts: EngineCollectives, dim: MeshDim):
         super().__init__()
         self.of: EngineCollectives | None = counts
         self._dim, self._before = dim, dim.stats
-        self.last: CollectiveRow | None = None
 
     def record(self, operation: str, key: str, size: int) -> None:
         self._before.record(operation, key, size)
         if self.of is not None:
             self.last = self.of.add(operation, key, self._dim, size)
-
-
-class _TimedHandle(Handle):
-    """A handle that times its first wait."""
-
-    def __init__(self, counts: EngineCollectives, stats: _DimStats, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._counts, self._row = counts, stats.last
-        stats.last = None
-
-    def wait(self) -> None:
-        row, self._row = self._row, None
-        if row is None or not self._works:
-            super().wait()
-        else:
-            self._counts.wait(row, super().wait)

@@ -104,7 +104,7 @@ class StepFigures:
         self.last: Figures = {}
         self._device, self._counts = engine.device, counts
         self._wanted, self._report = wanted, report
-        self._per_token, self._given = None, section.flops_per_token
+        self._given = section.flops_per_token
         self._peak = (
             1e12 * section.peak_tflops
             if section.peak_tflops

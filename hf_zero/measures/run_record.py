@@ -10,11 +10,10 @@ import platform
 import socket
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +47,8 @@ def run_header(engine: Any, plan: EnginePlan) -> dict[str, Any]:
         "program": Path(sys.argv[0]).name,
         "versions": dict(_versions()),
         "hosts": [
-            {"host": host, "ranks": sorted(rank for _, rank, _ in found), "device": device}
-            for (host, device), found in (
-                (key, list(group))
-                for key, group in groupby(
-                    sorted(every, key=lambda each: (each[0], each[2])),
-                    key=lambda each: (each[0], each[2]),
-                )
-            )
+            {"host": host, "ranks": ranks, "device": device}
+            for (host, device), ranks in _by_host(every).items()
         ],
         "ranks": mesh.dims.world,
         "stage": engine.stage,
@@ -68,6 +61,14 @@ def run_header(engine: Any, plan: EnginePlan) -> dict[str, Any]:
         "config": [row._asdict() | {"value": plain(row.value)} for row in engine.config.explain()],
         "predicted": list(predicted_rows(needs(plan))),
     }
+
+
+def _by_host(every: Iterable[tuple[str, int, str]]) -> dict[tuple[str, str], list[int]]:
+    """Return the ranks of each host and device."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for host, device, rank in sorted((host, device, rank) for host, rank, device in every):
+        found.setdefault((host, device), []).append(rank)
+    return found
 
 
 def predicted_rows(own: Needs) -> Iterator[dict[str, Any]]:

@@ -355,7 +355,15 @@ def _drawn(
                 "symbolSize": 300,
             },
         }
-    seen = [by] if by == "run" else [by, "run"]
+    line = {"type": "line", "interpolate": interpolate, "strokeWidth": 1.8}
+    points = _points(["step", by] if by == "run" else ["step", by, "run"])
+    points["encoding"] |= encoding
+    layers = [{"mark": line, "encoding": encoding}, points, *_restarts(runs)]
+    return {"data": {"values": rows}, "height": HEIGHT, "layer": layers}
+
+
+def _points(fields: Sequence[str]) -> Spec:
+    """Return the layer of points that show ``fields`` and their value under the pointer."""
     hover = {
         "name": "hover",
         "select": {
@@ -363,41 +371,34 @@ def _drawn(
             "on": "pointerover",
             "nearest": True,
             "clear": "pointerout",
-            "fields": ["step", *seen],
+            "fields": list(fields),
         },
     }
-    tooltip = [{"field": name} for name in ("step", *seen)]
-    layers: list[Spec] = [
-        {"mark": {"type": "line", "interpolate": interpolate, "strokeWidth": 1.8}},
-        {
-            "params": [hover],
-            "mark": {"type": "point", "filled": True, "size": 55},
-            "encoding": {
-                "opacity": {
-                    "condition": {"param": "hover", "empty": False, "value": 1},
-                    "value": 0,
-                },
-                "tooltip": [*tooltip, {"field": "value", "format": ".6~g"}],
-            },
+    tooltip = [{"field": name} for name in fields]
+    return {
+        "params": [hover],
+        "mark": {"type": "point", "filled": True, "size": 55},
+        "encoding": {
+            "opacity": {"condition": {"param": "hover", "empty": False, "value": 1}, "value": 0},
+            "tooltip": [*tooltip, {"field": "value", "format": ".6~g"}],
         },
-    ]
-    for layer in layers:
-        layer["encoding"] = encoding | layer.get("encoding", {})
-    restarts = [
+    }
+
+
+def _restarts(runs: Sequence[RecordedRun]) -> Iterator[Spec]:
+    """Yield the layer of a rule at each restart, if there are any."""
+    rows = [
         {"step": start.after, "run": run.name, "restarted": f"after step {start.after}"}
         for run in runs
         for start in run.restarts
     ]
-    if restarts:
+    if rows:
         rule = {"type": "rule", "strokeDash": [3, 3], "color": "var(--faint)", "strokeWidth": 1.2}
-        layers.append(
-            {
-                "data": {"values": restarts},
-                "mark": rule | {"tooltip": {"content": "data"}},
-                "encoding": {"x": {"field": "step", "type": "quantitative"}},
-            }
-        )
-    return {"data": {"values": rows}, "height": HEIGHT, "layer": layers}
+        yield {
+            "data": {"values": rows},
+            "mark": rule | {"tooltip": {"content": "data"}},
+            "encoding": {"x": {"field": "step", "type": "quantitative"}},
+        }
 
 
 def _traffic_rows(run: RecordedRun) -> Iterator[Spec]:

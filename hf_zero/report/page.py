@@ -157,7 +157,7 @@ def _line(run: RecordedRun) -> str:
         f"{len({each['host'] for each in header['hosts']})} hosts"
         if len(header["hosts"]) > 1
         else header["hosts"][0]["device"],
-        f"started {run.starts[0].header['started'].replace('T', ' ').removesuffix('+00:00')} UTC",
+        f"started {run.starts[0].time} UTC",
     ]
     return " · ".join(parts)
 
@@ -196,7 +196,7 @@ def _messages(runs: Sequence[RecordedRun]) -> Iterator[str]:
             (
                 start.after,
                 "restart",
-                str(start.header["started"]).replace("T", " ").removesuffix("+00:00"),
+                start.time,
                 f"continued after step {start.after:,}; "
                 f"{counted(start.repeated, 'step')} taken again",
             )

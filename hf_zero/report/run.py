@@ -37,6 +37,11 @@ class RunStart:
     repeated: int
     header: Mapping[str, Any]
 
+    @property
+    def time(self) -> str:
+        """The time of the start, UTC: ``2026-11-23 18:02:11``."""
+        return str(self.header["started"]).replace("T", " ").removesuffix("+00:00")
+
 
 @dataclass(frozen=True)
 class RecordedRun:

@@ -166,7 +166,7 @@ class _Timeline:
         self.now += took
 
     def launch(self, message: Message) -> None:
-        unit = message.unit.partition("|")[0]
+        unit = message.unit_name
         link = "node" if self._machine.bandwidth(message.group) == self._machine.node else "network"
         begins = max(self.now, self._free[link])
         if message.operation == "all_gather":
@@ -182,7 +182,7 @@ class _Timeline:
     def wait(self, message: Message) -> None:
         self._wait(self._ends.get(message, self.now))
         if message.operation != "all_gather":
-            unit = message.unit.partition("|")[0]
+            unit = message.unit_name
             self._copy(self._away.gradient.get(unit, 0.0), self.now)
 
     def end(self) -> None:

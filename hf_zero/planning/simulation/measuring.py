@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from hf_zero.device import kinds
@@ -126,9 +127,9 @@ def measure(model: nn.Module, rows: int, length: int, dtype: torch.dtype) -> Mea
                 mesh.shard, device, timer, run, whole, latency + whole_bytes(ranks) / link
             )
             # ranks wait for each other in each step: the slowest sets the pace
-            slowest = mesh.all_gather_object((whole, -memory, operation), "rates of ranks")
-            whole, memory, operation = map(max, zip(*slowest))
-            memory = -memory
+            every = mesh.all_gather_object((whole, memory, operation), "rates of ranks")
+            wholes, memories, operations = zip(*every)
+            whole, memory, operation = max(wholes), min(memories), max(operations)
     finally:
         if mesh is not None:
             mesh.close()
@@ -278,7 +279,7 @@ def _pass_of(block: nn.Module, args: Any, kwargs: Any) -> Callable[[], None]:
     return run
 
 
-class _Operations(torch.utils._python_dispatch.TorchDispatchMode):
+class _Operations(TorchDispatchMode):
     """Dispatch mode that counts operations."""
 
     number = 0

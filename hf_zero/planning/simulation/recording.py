@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from hf_zero.device import spans
-from hf_zero.distributed.collective_log import CollectiveStats
-from hf_zero.distributed.collectives import Handle, MeshDim
+from hf_zero.distributed.collectives import MeshDim
+from hf_zero.measures.collectives import IssuedStats, ObservedHandle
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 PHASES = (FORWARD, BACKWARD, STEP)
@@ -84,6 +84,11 @@ class Message:
     unit: str
     group: Group
     nbytes: int
+
+    @property
+    def unit_name(self) -> str:
+        """The name of the unit alone, of its messages of all flat buffers; "" for the root."""
+        return self.unit.partition("|")[0]
 
 
 @dataclass(frozen=True)
@@ -158,7 +163,7 @@ class Recorder(TorchDispatchMode):
         with ExitStack() as stack:
             for dim in {id(dim): dim for dim in self._dims if dim.size > 1}.values():
                 stats = _Messages(self, dim)
-                stack.callback(dim.observe(stats, partial(_WatchedHandle, self, stats)))
+                stack.callback(dim.observe(stats, partial(ObservedHandle, self.waited, stats)))
             stack.enter_context(spans.watched(self._on_span))
             stack.enter_context(_fused_on_meta())
             stack.enter_context(self)
@@ -193,10 +198,11 @@ class Recorder(TorchDispatchMode):
         if self.recording is not None:
             self.recording.events.append(message)
 
-    def waited(self, message: Message) -> None:
-        """Record a wait for ``message``."""
+    def waited(self, message: Message, wait: Callable[[], None]) -> None:
+        """Record a wait for ``message``, and ``wait``."""
         if self.recording is not None:
             self.recording.events.append(Wait(self._place, message))
+        wait()
 
     @property
     def place(self) -> StepPlace:
@@ -325,33 +331,17 @@ def _grouped_on_meta(rows: torch.Tensor, others: torch.Tensor, *more: Any, **kwa
     return aten._grouped_mm.default(*narrow, *more, **kwargs).to(rows.dtype)
 
 
-class _Messages(CollectiveStats):
-    """Passes the messages of one dimension on to a recorder. ``last``: the one being launched."""
+class _Messages(IssuedStats):
+    """Passes the messages of one dimension on to a recorder. A note is the message itself."""
 
     def __init__(self, recorder: Recorder, dim: MeshDim):
         super().__init__()
         self._recorder = recorder
         self._group = Group(dim.gathers.name.partition(" of ")[2], tuple(dim.ranks))
-        self.last: Message | None = None
 
     def record(self, operation: str, key: str, size: int) -> None:
         self.last = Message(self._recorder.place, operation, key, self._group, size)
         self._recorder.launched(self.last)
-
-
-class _WatchedHandle(Handle):
-    """A handle whose first wait is recorded."""
-
-    def __init__(self, recorder: Recorder, stats: _Messages, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self._recorder, self._message = recorder, stats.last
-        stats.last = None
-
-    def wait(self) -> None:
-        message, self._message = self._message, None
-        if message is not None:
-            self._recorder.waited(message)
-        super().wait()
 
 
 def record(

@@ -273,12 +273,10 @@ def record_plan(
     own: EnginePlan,
     length: int,
     batch: Callable[[int, int], Mapping[str, torch.Tensor]] | None = None,
-    backend: str | None = None,
     ranks_per_host: int | None = None,
 ) -> Recording:
     """Return the recording of a step of the engine that ``own`` plans, on a copy of its model on
-    the meta device, without offload: the plan itself has the bytes of other tiers. ``backend``: of
-    the messages; None: that of the plan's device.
+    the meta device, without offload: the plan itself has the bytes of other tiers.
 
     Raises ConfigError for a model that cannot run without memory.
     """
@@ -287,33 +285,22 @@ def record_plan(
     settings = dataclasses.replace(
         settings, gradient_accumulation_steps=min(micro_batches, RECORDED)
     )
-    Sequences(length, settings.train_micro_batch_size_per_gpu or 1, dims.sequence).check(own.model)
+    rows = settings.train_micro_batch_size_per_gpu or 1
+    Sequences(length, rows, dims.sequence).check(own.model)
     copied = copy_on_meta(own.model, {}).train()
     if "loss" in settings.kernels and not isinstance(settings.kernels, str):
         fuse_head(copied)
-    rows = settings.train_micro_batch_size_per_gpu or 1
     inputs = (batch or _tokens)(rows, length // dims.sequence)
-    backend = backend or ("gloo" if kinds.is_host(own.device) else "nccl")
+    backend = "gloo" if kinds.is_host(own.device) else "nccl"
     with fake_world(dims.world, own.rank, backend, ranks_per_host):
-        tensor_parallel(copied, dims.tensor)
-        spread_experts(copied, settings)
-        along = init_parallel(dims).along("sequence")
-        engine = Engine(
-            plan(
-                copied,
-                settings,
-                dims,
-                _optimizer_for(own, copied),
-                extensions_of=extensions_of,
-                rank=own.rank,
-                device=META,
-            ),
-            ActivationPatches(settings),
-            TrainingTechniques(settings, on_model(copied)),
-        )
+        engine = _engine(own, copied, settings)
+        groups = get_parallel()
+        assert groups is not None
         recorder = Recorder(engine, dims_of(engine))
         try:
-            with without_memory(copied, length, count=recorder.add_flops, axis=along):
+            with without_memory(
+                copied, length, count=recorder.add_flops, axis=groups.along("sequence")
+            ):
                 return record(recorder, lambda: _loss(engine, inputs), micro_batches)
         except ConfigError:
             raise
@@ -326,6 +313,22 @@ def record_plan(
             ) from error
         finally:
             engine.destroy()
+
+
+def _engine(own: EnginePlan, copied: nn.Module, settings: ZeroConfig) -> Engine:
+    """Return the engine of ``own`` on ``copied``, a copy of its model, whose layers and experts it
+    cuts, with ``settings`` in place of its own.
+    """
+    tensor_parallel(copied, own.dims.tensor)
+    spread_experts(copied, settings)
+    init_parallel(own.dims)
+    optimizer = _optimizer_for(own, copied)
+    made = plan(
+        copied, settings, own.dims, optimizer, extensions_of=extensions_of, rank=own.rank,
+        device=META,
+    )  # fmt: skip
+    techniques = TrainingTechniques(settings, on_model(copied))
+    return Engine(made, ActivationPatches(settings), techniques)
 
 
 def dims_of(engine: Engine) -> list[MeshDim]:
@@ -398,7 +401,7 @@ def _counts(recording: Recording) -> tuple[CollectiveCount, ...]:
     found: dict[tuple[str, str, str, str], list[Message]] = {}
     for each in recording.step():
         if isinstance(each, Message):
-            unit = each.unit.partition("|")[0] or "(root)"
+            unit = each.unit_name or "(root)"
             key = each.place.phase, each.operation, unit, each.group.name
             found.setdefault(key, []).append(each)
     return tuple(
