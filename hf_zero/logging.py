@@ -1,7 +1,8 @@
 """The package's one logger, named ``hf_zero``, and text for its messages: lists of names, bytes and
 rates in units, and their parsing.
 
-``HF_ZERO_LOG_LEVEL`` sets the level of the logger (default INFO); without it, ``HF_ZERO_LOG`` does.
+``HF_ZERO_LOG_LEVEL`` sets the level of the logger (default ``info``). ``steps`` is ``debug`` with
+the order of each step on rank 0, ``steps:all`` on every rank (``hf_zero/device/spans.py``).
 """
 
 from __future__ import annotations
@@ -21,24 +22,35 @@ def _rank_of(record: logging.LogRecord) -> bool:
 
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
+STEPS = ("steps", "steps:all")
+# values of HF_ZERO_LOG, the variable's name before, and those of today
+BEFORE = {"debug": "steps", "debug:all": "steps:all"}
 
 
-def level_in(environment: Mapping[str, str]) -> str:
-    """Return the level that the variables of ``environment`` set."""
-    asked = environment.get("HF_ZERO_LOG", "").lower()
-    default = asked if asked in LEVELS else "info"
-    return environment.get("HF_ZERO_LOG_LEVEL", default).upper()
+def asked_in(environment: Mapping[str, str]) -> tuple[str, list[str]]:
+    """Return one of LEVELS and STEPS, by the variables of ``environment``, and warnings about
+    them.
+    """
+    asked, older = (environment.get(name, "") for name in ("HF_ZERO_LOG_LEVEL", "HF_ZERO_LOG"))
+    asked, warnings = asked.lower(), []
+    if older:
+        today = BEFORE.get(older.lower(), older.lower())
+        warnings.append(
+            f"HF_ZERO_LOG={older} has no effect beside HF_ZERO_LOG_LEVEL={asked}; unset it"
+            if asked
+            else f"HF_ZERO_LOG={older} is read as HF_ZERO_LOG_LEVEL={today}; set that instead"
+        )
+        asked = asked or today
+    if asked not in ("", *LEVELS, *STEPS):
+        known = listed((*LEVELS, *STEPS))
+        warnings.append(
+            f"HF_ZERO_LOG_LEVEL={asked} is unknown and has no effect; set it to {known}"
+        )
+        asked = ""
+    return asked or "info", warnings
 
 
 logger = logging.getLogger("hf_zero")
-
-if not logger.handlers:
-    _handler = logging.StreamHandler()
-    _handler.addFilter(_rank_of)
-    _handler.setFormatter(logging.Formatter("[hf-zero %(levelname)s rank %(rank)s] %(message)s"))
-    logger.addHandler(_handler)
-    logger.setLevel(level_in(os.environ))
-    logger.propagate = False
 
 
 def log_rank0(message: str, level: int = logging.INFO) -> None:
@@ -106,3 +118,17 @@ def parse_size(text: str) -> int:
             "instance"
         )
     return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+# what HF_ZERO_LOG_LEVEL has asked for
+asked_level, _warnings = asked_in(os.environ)
+
+if not logger.handlers:
+    _handler = logging.StreamHandler()
+    _handler.addFilter(_rank_of)
+    _handler.setFormatter(logging.Formatter("[hf-zero %(levelname)s rank %(rank)s] %(message)s"))
+    logger.addHandler(_handler)
+    logger.setLevel("DEBUG" if asked_level in STEPS else asked_level.upper())
+    logger.propagate = False
+    for _warning in _warnings:
+        log_rank0(_warning, logging.WARNING)

@@ -4,8 +4,8 @@
         ...
 
 Under ``torch.profiler`` the block is a ``record_function`` named ``hf_zero::all_gather layers.3``.
-With ``HF_ZERO_LOG=debug`` its end is logged on rank 0 (``debug:all``: on every rank), with its
-bytes and the milliseconds that the host spent in it; the profile shows what the device does
+With ``HF_ZERO_LOG_LEVEL=steps`` its end is logged on rank 0 (``steps:all``: on every rank), with
+its bytes and the milliseconds that the host spent in it; the profile shows what the device does
 meanwhile. With neither, ``span`` returns one shared object that does nothing. The profiler records
 the threads that it was started for: the main thread and autograd's, not the threads of offloaded
 updates.
@@ -24,9 +24,8 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
-from hf_zero.logging import LEVELS, logger
+from hf_zero.logging import STEPS, asked_level, logger
 
-LOGS = {"": False, "debug": True, "debug:all": True}  # values of HF_ZERO_LOG
 _started = time.perf_counter()
 NOTHING: nullcontext[None] = nullcontext()  # one object for all blocks without a context
 # called with each operation and unit, when a block begins and when any span ends (True: ends)
@@ -127,17 +126,11 @@ def _log(what: str, unit: str, nbytes: int, since: float) -> None:
 
 
 def log_steps(how: str) -> None:
-    """Log the order of steps according to HF_ZERO_LOG: ``debug``, ``debug:all``, or empty for no
-    log. The name of another level sets only that level (hf_zero/logging.py).
+    """Log the order of steps for ``steps`` on rank 0, for ``steps:all`` on every rank, and for a
+    level of the log not at all.
     """
     global logs, _everywhere, blocks
-    if how not in LOGS and how.lower() not in LEVELS:
-        logger.warning(
-            "HF_ZERO_LOG=%s is not known and logs nothing: set it to debug (rank 0), debug:all, or "
-            "the level of the log, such as error",
-            how,
-        )
-    logs, _everywhere = LOGS.get(how, False), how == "debug:all"
+    logs, _everywhere = how in STEPS, how == "steps:all"
     blocks = logs or _shown
     if logs:
         logger.setLevel(logging.DEBUG)
@@ -146,4 +139,4 @@ def log_steps(how: str) -> None:
 logs, _everywhere = False, False  # whether ends of spans are logged, and on all ranks
 _watcher: Watcher | None = None
 blocks, _shown = False, False  # whether blocks are logged or in a profile; in a profile
-log_steps(os.environ.get("HF_ZERO_LOG", ""))
+log_steps(asked_level)

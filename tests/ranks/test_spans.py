@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from hf_zero.deepspeed.engine import DeepSpeedEngine
 from hf_zero.device import spans
-from hf_zero.logging import level_in, logger
+from hf_zero.logging import asked_in, logger
 from hf_zero.measures import stopwatch
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import Stack, seeded
@@ -53,7 +53,7 @@ def lines():
     logger.addHandler(ears)
     yield heard
     logger.removeHandler(ears)
-    spans.log_steps("")
+    spans.log_steps("info")
     logger.setLevel(level)
 
 
@@ -87,9 +87,9 @@ def test_a_profile_names_what_a_step_does(tmp_path):
 def test_the_debug_log_tells_the_order_of_a_step(lines):
     def run(rank, model):
         engine = trained(model)
-        spans.log_steps("debug")
+        spans.log_steps("steps")
         one_step(engine, 1)
-        spans.log_steps("")
+        spans.log_steps("info")
 
     on_ranks(1, run, build=build)
     said = [line.split(" ms ", 1)[1] for line in lines]
@@ -116,7 +116,7 @@ def test_the_debug_log_tells_the_order_of_a_step(lines):
 
 def test_ranks_but_the_first_log_where_all_are_asked_for(lines, monkeypatch):
     monkeypatch.setenv("RANK", "3")
-    for how, lines_said in (("debug", 0), ("debug:all", 1)):
+    for how, lines_said in (("steps", 0), ("steps:all", 1)):
         spans.log_steps(how)
         with spans.span("all_gather", "layers.0", 12):
             pass
@@ -124,22 +124,36 @@ def test_ranks_but_the_first_log_where_all_are_asked_for(lines, monkeypatch):
     assert "all_gather layers.0, 12 bytes, " in lines[0]
 
 
-def test_another_value_of_the_variable_is_named(lines):
-    spans.log_steps("1")
-    assert lines == [
-        "HF_ZERO_LOG=1 is not known and logs nothing: set it to debug (rank 0), debug:all, or "
-        "the level of the log, such as error"
-    ]
-    assert not spans.logs
+VARIABLES = {
+    "nothing": ({}, "info", ""),
+    "empty": ({"HF_ZERO_LOG_LEVEL": ""}, "info", ""),
+    "a level": ({"HF_ZERO_LOG_LEVEL": "ERROR"}, "error", ""),
+    "steps": ({"HF_ZERO_LOG_LEVEL": "steps:all"}, "steps:all", ""),
+    "unknown": (
+        {"HF_ZERO_LOG_LEVEL": "1"},
+        "info",
+        "HF_ZERO_LOG_LEVEL=1 is unknown and has no effect; set it to debug, info, warning, error, "
+        "critical, steps, steps:all",
+    ),
+    "the name before": (
+        {"HF_ZERO_LOG": "debug:all"},
+        "steps:all",
+        "HF_ZERO_LOG=debug:all is read as HF_ZERO_LOG_LEVEL=steps:all; set that instead",
+    ),
+    "both": (
+        {"HF_ZERO_LOG": "debug", "HF_ZERO_LOG_LEVEL": "critical"},
+        "critical",
+        "HF_ZERO_LOG=debug has no effect beside HF_ZERO_LOG_LEVEL=critical; unset it",
+    ),
+}
 
 
-@pytest.mark.parametrize("asked", ["error", "WARNING", "info"])
-def test_the_variable_may_name_a_level_of_the_log(lines, asked):
-    assert level_in({"HF_ZERO_LOG": asked}) == asked.upper()
-    assert level_in({"HF_ZERO_LOG": asked, "HF_ZERO_LOG_LEVEL": "critical"}) == "CRITICAL"
-    assert level_in({}) == level_in({"HF_ZERO_LOG": "1"}) == "INFO"
-    spans.log_steps(asked)
-    assert not lines and not spans.logs
+@pytest.mark.parametrize("case", VARIABLES)
+def test_one_variable_sets_level_and_order_of_steps(lines, case):
+    environment, level, warning = VARIABLES[case]
+    assert asked_in(environment) == (level, [warning] if warning else [])
+    spans.log_steps(level)
+    assert not lines and spans.logs == level.startswith("steps")
 
 
 def calls_of_a_step(depth, **more):
