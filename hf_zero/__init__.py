@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+
+TYPE_CHECKING = False  # typing.TYPE_CHECKING, without the time to import typing
 
 _EXPORTS = {
     "ZeroConfig": "hf_zero.config",
@@ -49,6 +50,8 @@ _EXPORTS = {
 __all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:
+    from typing import Any
+
     __version__: str
     from hf_zero.checkpoint import (
         convert_checkpoint as convert_checkpoint,

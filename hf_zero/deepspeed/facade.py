@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
-from functools import partial
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # typing.TYPE_CHECKING, without the time to import typing
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from importlib.metadata import Distribution
+    from typing import Any
 
     from hf_zero.deepspeed.rows import Module
 
@@ -85,7 +85,7 @@ class FacadeLoader:
         exported = {*row.names, *_submodules(row.path)}
         own: dict[str, Any] = vars(module)
         own["__all__"] = sorted(exported)
-        own["__getattr__"] = partial(_attribute, module, row)
+        own["__getattr__"] = lambda name: _attribute(module, row, name)
         own["__dir__"] = lambda: sorted({*own, *exported})
 
     def get_code(self, fullname: str) -> CodeType:

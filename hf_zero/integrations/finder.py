@@ -21,9 +21,12 @@ import os
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
 
 from hf_zero.deepspeed.facade import NAME, ORIGIN, FacadeFinder, facade_spec, is_ours
+
+TYPE_CHECKING = False  # typing.TYPE_CHECKING, without the time to import typing
+if TYPE_CHECKING:
+    from typing import Any
 
 BACKENDS = ("hf_zero", NAME)
 WATCHED = ("accelerate", "lightning", "peft", "pytorch_lightning", "transformers", "trl")

@@ -8,6 +8,7 @@ import importlib
 import json
 import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 import hf_zero
 from tests.helpers.commands import completed
 
+ROOT = Path(__file__).resolve().parents[2]
 HEAVY = [
     "transformers",
     "accelerate",
@@ -50,6 +52,19 @@ def test_importing_loads_neither_hugging_face_nor_triton_nor_cuda() -> None:
         for name in seen["own"]
         if name.startswith(("hf_zero.zero", "hf_zero.cli", "hf_zero.checkpoint", "hf_zero.optim"))
     ]
+
+
+def test_registering_loads_little_of_the_standard_library() -> None:
+    """``hf_zero.pth`` does it in each Python process, where ``typing`` would cost the most."""
+    code = (
+        "import sys, json; before = {*sys.modules}; import hf_zero._autoload as autoload\n"
+        "autoload.register(); assert autoload.failure is None\n"
+        "print(json.dumps(sorted({*sys.modules} - before)))"
+    )
+    result = completed([sys.executable, "-S", "-c", code], cwd=ROOT, timeout=60, check=True)
+    seen = {name.partition(".")[0] for name in json.loads(result.stdout)}
+    assert seen <= {*sys.stdlib_module_names, "hf_zero"}
+    assert not seen & {"typing", "re", "functools", "collections", "contextlib", "enum", "pathlib"}
 
 
 def test_the_converter_needs_no_engine() -> None:
