@@ -19,7 +19,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && pip install --no-cache-dir --constraint /wheels/constraints.txt /wheels/hf_zero-*.whl \
     && rm -r /wheels \
-    && useradd --create-home trainer
-USER trainer
+    && useradd --create-home --uid 1000 trainer
+USER 1000
 WORKDIR /home/trainer
 CMD ["hf-zero", "doctor"]

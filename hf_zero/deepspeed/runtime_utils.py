@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
+from packaging.version import Version
 from torch import nn
 
 from hf_zero.deepspeed import comm
@@ -171,8 +172,8 @@ def required_torch_version(
 
 
 def _pair(version: str) -> tuple[int, int]:
-    major, minor, *_ = [*version.split("+")[0].split("."), "0"]
-    return int(major), int(minor)
+    major, minor, *_ = (*Version(version).release, 0)
+    return major, minor
 
 
 # ---- Tensors divided into equal parts ----

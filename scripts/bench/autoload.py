@@ -1,4 +1,4 @@
-"""CPU time that ``hf_zero.pth`` adds to the start of a Python process, for states of the repository.
+"""CPU time that ``hf_zero.pth`` adds to the start of a Python process, by state of this repository.
 
     python scripts/bench/autoload.py BEFORE [AFTER]
 
