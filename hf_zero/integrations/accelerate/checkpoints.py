@@ -93,6 +93,14 @@ def _first_free_number(states: Path, number: int, parts: StateContents) -> int:
     return number
 
 
+def _next_number(states: Path, number: int) -> int:
+    """Return the first number, from ``number`` on, after those of all states: training that goes on
+    saves beside them, where Accelerate's own count begins with 0 in each process.
+    """
+    taken = (int(folder.name.removeprefix(PREFIX)) for folder in numbered_folders(states, PREFIX))
+    return max([number, *(each + 1 for each in taken)])
+
+
 def _keep(newest: Path, limit: int, parts: StateContents) -> None:
     parent = newest.parent
     for left in parent.parent.glob(f"{DROPPED}*"):
@@ -104,7 +112,8 @@ def _keep(newest: Path, limit: int, parts: StateContents) -> None:
 
 def resume_from_whole(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``Accelerator.load_state``: without a folder, loads the newest of the last complete
-    state and of those in the memory of the hosts. Warns of skipped states and of random states that
+    state and of those in the memory of the hosts, and has the next save use a number of its own.
+    Warns of skipped states and of random states that
     do not carry over.
     """
 
@@ -130,6 +139,10 @@ def resume_from_whole(original: Callable[..., Any]) -> Callable[..., Any]:
             elif not last:
                 keep_measures_in(self, Path(input_dir).parent)
         result = original(self, input_dir, load_kwargs, **load_model_func_kwargs)
+        if last and named:
+            self.project_configuration.iteration = decide_on_rank_0(
+                lambda: _next_number(_states(self), self.project_configuration.iteration)
+            )
         if input_dir is not None and _under_zero(self):
             # Accelerate's count of micro-batches in a window: unknown for new ranks, and the window
             # may have another length now.

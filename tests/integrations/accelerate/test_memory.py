@@ -114,6 +114,25 @@ def test_a_loop_goes_on_from_memory(stop: int, how: str, tmp_path: Path) -> None
     assert loop.train() == {n: whole[n] for n in range(stop, STEPS + 1)}
 
 
+@pytest.mark.parametrize("every", [2, None])
+def test_states_that_a_resumed_loop_saves_have_numbers_of_their_own(
+    every: int | None, tmp_path: Path
+) -> None:
+    """A process counts from 0; what the one before has saved stays as it is."""
+    Loop(tmp_path, every, True).train(5, saves=3)
+    states = tmp_path / "run" / "checkpoints"
+    kept = {path: path.stat().st_mtime_ns for path in states.rglob("*") if path.is_file()}
+    loop = Loop(tmp_path, every, True)
+    loop.accelerator.load_state()
+    assert loop.counter.value == (4 if every else 3)
+    loop.train(8, saves=6)
+    loop.accelerator.save_state()
+    assert sorted(path.name for path in states.iterdir()) == [
+        "checkpoint_0", "checkpoint_1", "checkpoint_2"
+    ]  # fmt: skip
+    assert all(path.stat().st_mtime_ns == changed for path, changed in kept.items())
+
+
 @pytest.mark.parametrize("stop", [3, 7])
 def test_a_stateful_loader_goes_on_in_the_middle_of_its_epoch(stop: int, tmp_path: Path) -> None:
     pytest.importorskip("torchdata")
