@@ -54,6 +54,7 @@ def restore(engine: TrainingEngine, manifest: Manifest, file: TensorFile | None)
     loader: Any = engine.training_dataloader
     if hasattr(loader, "place") and manifest.loader:
         loader.continue_from(manifest.loader)
+        _tell_of_other_samples(loader, manifest)
         return
     stateful = callable(getattr(type(loader), "load_state_dict", None))
     if stateful and file is not None and LOADER in file.entries:
@@ -76,3 +77,19 @@ def restore(engine: TrainingEngine, manifest: Manifest, file: TensorFile | None)
         f"trained on ({manifest.counters.get('global_samples', 0):,} samples)",
         logging.WARNING,
     )
+
+
+def _tell_of_other_samples(loader: Any, manifest: Manifest) -> None:
+    """Log that the steps from the end of the epoch on have other samples than on the ranks that
+    saved: an epoch that is no multiple of a step is filled up, and micro-batches cut, by ranks.
+    """
+    before, step = manifest.batch.get("readers"), manifest.batch.get("samples", 1)
+    rows = len(loader.dataset)
+    if before not in (None, loader.ranks) and rows % step:
+        log_rank0(
+            f"{loader.ranks} data-parallel ranks resume what {before} have saved, and the {rows:,} "
+            f"samples of an epoch are no multiple of the {step:,} of a step: up to the end of this "
+            f"epoch steps have the samples that they would have had, from its last step on others; "
+            f"resume on {before} ranks, or leave out {rows % step:,} samples, where that matters",
+            logging.WARNING,
+        )

@@ -55,7 +55,9 @@ class StepEvents:
         self._ranks = tuple(ranks)
         self._waits = waits
         self._step = 0
-        self._heard: set[int] = set()  # requests of other ranks, since the last step
+        # requests of other ranks since the last step: (number, asking rank, about)
+        self._heard: set[tuple[int, int, int]] = set()
+        self.asked: set[int] = set()  # requests of this rank, which its own thread passes over
         self._lock = threading.Lock()  # guards the two above, which the serving thread also uses
         self._unsent: set[int] = set()  # events not yet announced to the other ranks
         self._due: set[tuple[int, int]] = set()  # (step after which all ranks act, event)
@@ -83,10 +85,7 @@ class StepEvents:
         ``what`` describes the others' task in messages. Raises RankMismatchError if a rank cannot
         do it, or does not answer; the ranks that have answered raise it at the end of their step.
         """
-        number = self._store.add("fetch/n", 1)
-        self._store.set(
-            f"fetch/{number}", "|".join(map(str, (self._rank, about, epoch, 0, *peers)))
-        )
+        number = announce(self._store, self.asked, (self._rank, about, epoch, 0, *peers))
         # await ranks that serve nothing, too: all must know of the request
         others = [rank for rank in self._ranks if rank != self._rank]
         ring(self._store, others)
@@ -103,10 +102,10 @@ class StepEvents:
         self._due.add((max(steps), min(about, RENEW)))
         return number
 
-    def hear(self, number: int) -> int:
-        """Note request ``number`` of another rank; return this rank's current step."""
+    def hear(self, number: int, asking: int, about: int) -> int:
+        """Note request ``number`` of rank ``asking``; return this rank's current step."""
         with self._lock:
-            self._heard.add(number)
+            self._heard.add((number, asking, about))
             return self._step
 
     def end_step(self) -> bool:
@@ -132,8 +131,8 @@ class StepEvents:
                 if not heard:
                     step, self._step = self._step, self._step + 1
                     break
-            for number in heard:
-                self._learn_when(number)
+            for number, asking, about in heard:
+                self._learn_when(number, asking, about)
         events: set[int] = set()
         if self._due:
             events = {event for at, event in self._due if at == step}
@@ -142,19 +141,34 @@ class StepEvents:
         self.events = frozenset(events - {RENEW, STOP})
         return RENEW in events
 
-    def _learn_when(self, number: int) -> None:
+    def _learn_when(self, number: int, asking: int, about: int) -> None:
         """Wait for the step after which all ranks act on request ``number``."""
         key = f"fetch/{number}/renew"
-        asking, about = map(int, self._store.get(f"fetch/{number}").decode().split("|")[:2])
         wanted = (
             "say from when on orders are recorded anew"
             if about >= 0
             else "say after which step all stop or hear of a save"
         )
         answer = self._waits.wait(key, lambda: [asking], wanted)
+        delete_once_read(self._store, key, len(self._ranks) - 1)
         if answer.startswith("!"):
             raise RankMismatchError(answer[1:])
         self._due.add((int(answer), min(about, RENEW)))
+
+
+def announce(store: Any, asked: set[int], request: Sequence[int]) -> int:
+    """Put ``request`` into the store and return its number, added to ``asked`` before that."""
+    number = int(store.add("fetch/n", 1))
+    asked.add(number)
+    store.set(f"fetch/{number}", "|".join(map(str, request)))
+    return number
+
+
+def delete_once_read(store: Any, key: str, readers: int) -> None:
+    """Note that this rank has read ``key``; the last of ``readers`` deletes it."""
+    if store.add(f"{key}/read", 1) >= readers:
+        store.delete_key(key)
+        store.delete_key(f"{key}/read")
 
 
 def await_answers(
@@ -257,9 +271,8 @@ class ShardFetches:
                 self._rank,
                 label,
             )
-        number = self._store.add("fetch/n", 1)
         asked = (self._rank, unit, self.epoch, 1, *peers)
-        self._store.set(f"fetch/{number}", "|".join(map(str, asked)))
+        number = announce(self._store, self._events.asked, asked)
         ring(self._store, peers)
         await_answers(self._store, self._waits, number, peers, f"serve {label}")
         return self._read(number, peers, size)
@@ -331,19 +344,20 @@ class ShardFetches:
         self,
         store: Any,
         number: int,
+        requester: int,
         unit: int,
         epoch: int,
         alone: int,
         peers: Sequence[int],
         read: Callable[[int, int], bytes],
     ) -> None:
-        """Serve request ``number`` through ``store``, the serving thread's own client: publish this
+        """Serve request ``number`` of rank ``requester`` through ``store``, the serving thread's own client: publish this
         rank's shard, if it is among ``peers``, and the current step of this rank, or the error.
         """
         rank = self._rank
         if alone and rank not in peers:
             return
-        step = 0 if alone else self._events.hear(number)
+        step = 0 if alone else self._events.hear(number, requester, unit)
         try:
             with self._writes:
                 data = read(unit, epoch) if rank in peers else b""
@@ -357,6 +371,18 @@ class ShardFetches:
         size = len(peers) if alone else len(self._others)
         if _answers(store, number, size).enter(rank, str(step)):
             store.set(f"fetch/{number}/all", "")
+
+    @property
+    def readers(self) -> int:
+        """Number of ranks that read a request: all but the one that asks."""
+        return len(self._others)
+
+    def takes_back(self, number: int) -> bool:
+        """Whether request ``number`` is this rank's own; true once."""
+        if number not in self._events.asked:
+            return False
+        self._events.asked.remove(number)
+        return True
 
     def serve_until_nobody_asks(self) -> None:
         """Return when no other live rank asks alone for values: this rank is about to end its
@@ -455,7 +481,7 @@ def _serve(
             ending, fetches.serving.rung = fetches.serving.ending, bell.rung
             del fetches
             bell.rung.set()  # requests may have come before
-            _serve_until_closed(owner, store, rank, read, ending, bell.rung)
+            _serve_until_closed(owner, store, read, ending, bell.rung)
     finally:
         bell.end(store, JOIN_SECONDS)
         fetches = owner()
@@ -466,7 +492,6 @@ def _serve(
 def _serve_until_closed(
     owner: weakref.ref[ShardFetches],
     store: Any,
-    rank: int,
     read: weakref.WeakMethod[Any],
     ending: threading.Event,
     rung: threading.Event,
@@ -483,15 +508,20 @@ def _serve_until_closed(
                 rung.clear()
                 last = store.add("fetch/n", 0) if store.check(["fetch/n"]) else 0
             # a request that is counted may still be on its way to the store
-            while number <= last and store.check([f"fetch/{number}"]):
-                asked = store.get(f"fetch/{number}").decode()
-                waiting.append((number, list(map(int, asked.split("|")))))
+            while number <= last:
+                key = f"fetch/{number}"
+                if fetches.takes_back(number):
+                    number += 1
+                    continue
+                if not store.check([key]):
+                    break
+                waiting.append((number, list(map(int, store.get(key).decode().split("|")))))
+                delete_once_read(store, key, fetches.readers)
                 number += 1
             ready = [entry for entry in waiting if entry[1][2] <= fetches.epoch]
             waiting = [entry for entry in waiting if entry not in ready]
             for each, (requester, unit, epoch, alone, *peers) in ready:
-                if requester != rank:
-                    fetches.answer(store, each, unit, epoch, alone, peers, reader)
+                fetches.answer(store, each, requester, unit, epoch, alone, peers, reader)
         except RuntimeError:
             return  # the store is gone: the job is over
         del fetches, reader

@@ -27,8 +27,10 @@ SAMPLES, EPOCHS = 22, 3  # the last batch of an epoch is filled up
 class Rows(Dataset):
     """Rows of four numbers, by their number."""
 
+    rows = SAMPLES
+
     def __len__(self):
-        return SAMPLES
+        return self.rows
 
     def __getitem__(self, number):
         row = torch.randn(4, generator=torch.Generator().manual_seed(number))
@@ -177,6 +179,24 @@ def test_other_ranks_read_the_same_samples_in_each_step(tmp_path, before, after)
     assert seen == {2: samples[2]}
     assert {engine.gradient_accumulation_steps() for engine in engines} == {4 // after}
     assert {engine.train_batch_size() for engine in engines} == {8}
+
+
+@pytest.mark.parametrize(("rows", "after"), [(22, 1), (22, 2), (24, 1), (24, 4)])
+def test_epochs_that_end_in_part_of_a_step_are_told_on_other_ranks(tmp_path, log, rows, after):
+    """With whole steps, samples are the same across epochs, too; else they are up to the end of the
+    one that is resumed.
+    """
+    settings, data = config(tmp_path), Rows()
+    del settings["train_batch_size"]
+    settings["gradient_accumulation_steps"] = 2
+    data.rows = rows
+    everyone(2, settings, data, {1}, 1)
+    _, samples, _ = everyone(2, config(tmp_path / "other"), data)
+    _, seen, _ = everyone(after, settings, data, resume=tmp_path)
+    told = f"the {rows} samples of an epoch are no multiple of the 8 of a step" in log.text
+    assert told == (rows == 22 and after == 1)
+    alike = {step for step in seen if seen[step] == samples.get(step)}
+    assert alike >= {2} and (told or alike == set(seen))
 
 
 def test_resumed_twice(tmp_path):
