@@ -351,8 +351,9 @@ class ShardFetches:
         peers: Sequence[int],
         read: Callable[[int, int], bytes],
     ) -> None:
-        """Serve request ``number`` of rank ``requester`` through ``store``, the serving thread's own client: publish this
-        rank's shard, if it is among ``peers``, and the current step of this rank, or the error.
+        """Serve request ``number`` of rank ``requester`` through ``store``, a client of the serving
+        thread's own: publish this rank's shard, if it is among ``peers``, and the current step of
+        this rank, or the error.
         """
         rank = self._rank
         if alone and rank not in peers:

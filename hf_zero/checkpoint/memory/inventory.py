@@ -25,6 +25,7 @@ class Held:
     """
 
     save_id: str
+    begun: int
     step: int
     world: int
     rank: int
@@ -36,6 +37,7 @@ class Generation:
     """A save into memory, as the hosts hold it. holders: by rank, the hosts with its file."""
 
     save_id: str
+    begun: int
     step: int
     world: int
     holders: dict[int, list[str]] = field(default_factory=dict)
@@ -63,7 +65,8 @@ def scan(folders: Sequence[Path]) -> dict[Held, Path]:
             logger.warning("passed over in memory: %s", describe_error(error, path))
             continue
         digest = hash_of(content)
-        found[Held(record.save_id, record.step, record.world, record.rank, digest)] = file
+        held = Held(record.save_id, record.begun, record.step, record.world, record.rank, digest)
+        found[held] = file
     return found
 
 
@@ -88,19 +91,21 @@ def newest_record(slot: Path) -> int:
 
 
 def generations(hosts: Sequence[str], inventories: Sequence[Sequence[Held]]) -> list[Generation]:
-    """Return the generations of all hosts, newest first. ``inventories``: what each rank reports of
-    its host; ``hosts``: the host of each rank. A file whose records differ between hosts is counted
-    for none of them.
+    """Return the generations of all hosts, newest first: of one step that of the last attempt,
+    which may have trained on from an earlier step than the others. ``inventories``: what each rank
+    reports of its host; ``hosts``: the host of each rank. A file whose records differ between hosts
+    is counted for none of them.
     """
     found: dict[str, Generation] = {}
     digests: dict[tuple[str, int], set[str]] = {}
     for host, held in zip(hosts, inventories, strict=True):
         for each in held:
-            made = found.setdefault(each.save_id, Generation(each.save_id, each.step, each.world))
+            made = Generation(each.save_id, each.begun, each.step, each.world)
+            made = found.setdefault(each.save_id, made)
             made.holders.setdefault(each.rank, []).append(host)
             digests.setdefault((each.save_id, each.rank), set()).add(each.digest)
     for (save_id, rank), said in digests.items():
         if len(said) > 1:
             logger.warning("the copies of rank %d's file differ between hosts", rank)
             found[save_id].holders.pop(rank)
-    return sorted(found.values(), key=lambda each: (each.step, each.save_id), reverse=True)
+    return sorted(found.values(), key=lambda each: (each.step, each.begun), reverse=True)

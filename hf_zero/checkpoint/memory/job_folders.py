@@ -5,6 +5,7 @@ be known before there is an engine.
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ class JobFolders:
 
     bases: folders that may hold the job's, the preferred one first. number: that of the engine
     among those of this process that save into memory. token: agreed by the ranks, and unique.
+    begun: when they agreed, in milliseconds since the epoch.
 
     Raises CheckpointError if several machines have one name.
     """
@@ -32,7 +34,8 @@ class JobFolders:
         self.rank, self._ranks, self.number = rank, ranks, 0
         job, lasting = folders.job_identity(settings.job)
         self.bases: Sequence[Path] = folders.bases(settings.folder)
-        own = (host, job, lasting, secrets.token_hex(16), machine(self.bases[0]))
+        begun = time.time_ns() // 1_000_000
+        own = (host, job, lasting, secrets.token_hex(16), begun, machine(self.bases[0]))
         said = ranks.all_gather_object(own, "hosts of checkpoints in memory")
         seen: dict[str, str] = {}
         twice = {name for name, *_, of in said if seen.setdefault(name, of) != of}
@@ -43,7 +46,7 @@ class JobFolders:
                 "ranks of one name share a folder (checkpoint.memory.folder)"
             )
         self.hosts = Hosts([name for name, *_ in said])
-        _, self.job, self.is_lasting, self.token, _ = said[0]
+        _, self.job, self.is_lasting, self.token, self.begun, _ = said[0]
 
     def job_folder(self, base: Path) -> Path:
         return folders.job_folder(base, self.job)

@@ -20,7 +20,7 @@ from hf_zero.errors import CheckpointError
 from hf_zero.zero.layout.flat_layout import FlatLayout
 
 FORMAT = "hf-zero/memory"
-VERSION = 1
+VERSION = 2
 SUFFIX = ".json"
 
 
@@ -28,6 +28,7 @@ SUFFIX = ".json"
 class RankRecord:
     """The record of one rank file.
 
+    begun: start of the attempt that saved, in milliseconds since the epoch, equal on all ranks.
     step: optimizer steps at the save. world: number of ranks. report: that rank's, with the hashes
     of its file. head: the manifest without reports, of rank 0. files: contents by name of
     ``objects.pt`` and the model's configuration, of rank 0. beside: contents by relative name of
@@ -35,6 +36,7 @@ class RankRecord:
     """
 
     save_id: str
+    begun: int
     step: int
     world: int
     report: RankReport
@@ -53,6 +55,7 @@ class RankRecord:
                 "format": FORMAT,
                 "version": VERSION,
                 "save_id": self.save_id,
+                "begun": self.begun,
                 "step": self.step,
                 "world": self.world,
                 "report": _report(self.report),
@@ -74,6 +77,7 @@ class RankRecord:
             head = data["head"]
             return cls(
                 data["save_id"],
+                int(data["begun"]),
                 int(data["step"]),
                 int(data["world"]),
                 _read_report(data["report"]),

@@ -375,7 +375,8 @@ class MemoryCheckpoints(JobFolders):
         report = replace(
             own.report, scalars=deepcopy(own.report.scalars), apart=deepcopy(own.report.apart)
         )
-        record = RankRecord(save_id, step, self.world, report, deepcopy(head), shared, dict(beside))
+        head, beside = deepcopy(head), dict(beside)
+        record = RankRecord(save_id, self.begun, step, self.world, report, head, shared, beside)
         return record, own
 
     def offer(self, engine: TrainingEngine, is_read: Callable[[], bool]) -> Staged | None:
@@ -493,11 +494,14 @@ class MemoryCheckpoints(JobFolders):
         except Exception as error:  # ranks that were out of step would pair parts of two saves
             logger.error("%s", self._failed(self._last_step, describe_error(error)))
             staged = None
-        size = 0 if staged is None else staged.plan.size
-        told = self._exchange_sizes(torch.tensor([size, len(content)]))
+        size, save = (0, 0) if staged is None else (staged.plan.size, int(staged.save_id[:15], 16))
+        told = self._exchange_sizes(torch.tensor([size, len(content), save]))
         copies: list[_Copy] = []
         try:
-            copies = [self._place_of(rank, *sizes) for rank, sizes in told.items() if sizes[1]]
+            others = [rank for rank, sizes in told.items() if sizes[1] and sizes[2] != save]
+            if others and staged is not None:
+                raise CheckpointError(f"ranks {others} sent the copies of another save")
+            copies = [self._place_of(rank, *sizes[:2]) for rank, sizes in told.items() if sizes[1]]
         except (HfZeroError, OSError) as error:
             logger.error("%s", self._failed(self._last_step, describe_error(error)))
             staged = None
@@ -534,9 +538,9 @@ class MemoryCheckpoints(JobFolders):
         entry = replace(report.file, hash=hashes.file, blocks=hashes.blocks)
         return replace(staged.record, report=replace(report, file=entry))
 
-    def _exchange_sizes(self, own: torch.Tensor) -> dict[int, tuple[int, int]]:
-        """Exchange the sizes of files and records; return those of the ranks whose copies this one
-        keeps. A rank that has failed has zeros.
+    def _exchange_sizes(self, own: torch.Tensor) -> dict[int, list[int]]:
+        """Exchange the sizes of files and records, and the number of their save; return those of
+        the ranks whose copies this one keeps. A rank that has failed has zeros.
         """
         partners = self.hosts.partners(self.rank, self.copies)
         sources = self.hosts.kept_by(self.rank, self.copies)
@@ -546,7 +550,7 @@ class MemoryCheckpoints(JobFolders):
             [(peer, sizes) for peer in partners],
             [(rank, tensor.view(torch.uint8)) for rank, tensor in told.items()],
         )
-        return {rank: (int(size), int(record)) for rank, (size, record) in told.items()}
+        return {rank: list(map(int, numbers)) for rank, numbers in told.items()}
 
     def _place_of(self, rank: int, size: int, of_record: int) -> _Copy:
         """Return the place in this host's slot for a copy of ``rank``'s file."""

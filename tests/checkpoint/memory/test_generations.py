@@ -17,6 +17,7 @@ from typing import Any
 
 import deepspeed
 import pytest
+import torch
 
 import hf_zero
 from hf_zero.checkpoint import memory, verify_all, verify_checkpoint
@@ -32,6 +33,7 @@ from tests.checkpoint.test_engine import global_losses, train
 from tests.checkpoint.test_resume import Rows, config, net
 from tests.checkpoint.test_resume import train as resuming
 from tests.helpers.cells import fast
+from tests.helpers.engines import full_weights
 from tests.helpers.ranks import RankFailed, run_ranks
 from tests.helpers.stacks import on_ranks
 
@@ -234,6 +236,75 @@ def test_a_generation_of_two_attempts_is_never_mixed(tmp_path: Path) -> None:
     shutil.copytree(first, setup.folder_of("a").parent.parent / "b" / "engine-0")
     with pytest.raises(RankFailed, match="no checkpoint in"):
         attempt(setup, range(6), tmp_path / "disk")
+
+
+def test_a_copy_of_another_save_is_not_kept(tmp_path: Path, heard: list[str]) -> None:
+    """Rank 1 has counted a save that rank 0 has not made: the generation before stays."""
+    setup = with_folders(Kept(), tmp_path)
+
+    def out_of_step(engine: Any, rank: int) -> None:
+        setup.train(engine, rank, range(2))
+        engine.memory.wait()
+        engine.memory._saves += rank
+
+    attempt(setup, range(5), before=out_of_step)
+    assert {first for first, *_ in attempt(setup, range(5), tmp_path / "disk")} == {2}
+    assert any("sent the copies of another save" in line for line in heard)
+
+
+@pytest.mark.parametrize("returns", ["a", "b"])
+def test_of_two_attempts_at_one_step_the_later_one_is_taken(returns: str, tmp_path: Path) -> None:
+    """A host comes back with a whole generation, copies included, of an attempt before."""
+    setup = with_folders(Kept(), tmp_path)
+    attempt(setup, range(3))
+    first = tmp_path / "first"
+    shutil.copytree(setup.folder_of(returns), first)
+    shutil.rmtree(setup.base)
+    other = lambda engine, rank: engine.optimizer.param_groups[0].update(lr=0.5)  # noqa: E731
+    later = attempt(setup, range(3), before=other)
+    place = setup.folder_of(returns)
+    shutil.rmtree(place)
+    shutil.copytree(first, place)
+
+    resumed = attempt(setup, range(3), tmp_path / "disk", lambda engine, rank: full_weights(engine))
+    for (_, _, weights, _), (first_step, _, _, found) in zip(later, resumed):
+        assert first_step == 3
+        assert all(found[name].equal(weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("in_memory", [True, False], ids=["memory", "disk"])
+def test_buffers_that_ranks_change_by_themselves_are_those_of_rank_0(
+    in_memory: bool, tmp_path: Path
+) -> None:
+    """On disk as in memory."""
+    settings = config(tmp_path / "run")
+    if in_memory:
+        memory_of = {"every": 1, "folder": str(tmp_path / "memory"), "job": "job"}
+        settings["checkpoint"]["memory"] = memory_of
+
+    def build() -> Any:
+        model = net()
+        model.register_buffer("seen", torch.zeros(2))
+        return model
+
+    def on_rank(rank: int, model: Any, resume: str | None) -> list[float]:
+        threading.current_thread().host = "ab"[rank]  # type: ignore[attr-defined]
+        engine, *_ = hf_zero.initialize(model=model, config=settings, resume=resume)
+        if resume is None:
+            engine.module.seen.fill_(rank + 1.0)
+            for _ in range(engine.gradient_accumulation_steps()):
+                engine.backward(engine(torch.ones(2, 4)).sum())
+                engine.step()
+            if in_memory:
+                engine.memory.wait()
+            else:
+                engine.save_checkpoint()
+        assert engine.global_steps == 1
+        return engine.module.seen.tolist()
+
+    assert on_ranks(2, on_rank, None, build=build) == [[1.0, 1.0], [2.0, 2.0]]
+    saving._claimed.clear()
+    assert on_ranks(2, on_rank, "latest", build=build) == [[1.0, 1.0]] * 2
 
 
 def test_what_a_route_keeps_beside_is_there_at_a_resume(tmp_path: Path) -> None:
