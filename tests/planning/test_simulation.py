@@ -169,10 +169,10 @@ MESHES = [
     config_of(3, {"zero_hpz_partition_size": 2}),
     config_of(3, {"mics_shard_size": 2}),
 ]
-REAL = {
+REAL = {  # experts last: they stay spread for the life of the processes
     2: [*STAGES, *SPLIT, *EXPERTS],
-    4: [*STAGES, *SPLIT, *EXPERTS, *MESHES],
-    8: [*STAGES, *SPLIT[1:], *EXPERTS, *MESHES],
+    4: [*STAGES, *SPLIT, *MESHES, *EXPERTS],
+    8: [*STAGES, *SPLIT[1:], *MESHES, *EXPERTS],
 }
 
 
