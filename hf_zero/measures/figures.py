@@ -5,14 +5,14 @@ loss: mean over the ranks and the micro-batches of the step, of the losses given
 group, as the step used it. grad_norm: before clipping, without the loss scale. loss_scale: fp16
 only, as the step used it. step_ms: from the end of the last step, without evaluations, saves and
 what follows them up to the next training forward or step; the bytes and waits of these are no part
-of the step, either. samples_per_second, tokens_per_second: of all
-ranks. mfu: model FLOPs utilisation of this rank, between 0 and 1. device_bytes, ram_bytes,
-disk_bytes: state of this rank by tier as the step's update begins, gradients included.
-peak_device_bytes: the allocator's peak. wire_bytes: sent by this rank for collectives and for
-messages of pipelines; its parts by operation are all_gather_wire_bytes and so on. gather_wait_ms,
-reduction_wait_ms: computation of this rank waited so long for all-gathers, and for other
-collectives. samples, tokens: of this step, of all ranks. samples_seen: since the beginning of the
-run, as the engine counts them: ``train_micro_batch_size_per_gpu`` for each micro-batch of a rank.
+of the step, either. samples_per_second, tokens_per_second: of all ranks. mfu: model FLOPs
+utilisation of this rank, between 0 and 1. device_bytes, ram_bytes, disk_bytes: state of this rank
+by tier as the step's update begins, gradients included. peak_device_bytes: the allocator's peak.
+wire_bytes: sent by this rank for collectives and for messages of pipelines; its parts by operation
+are all_gather_wire_bytes and so on. gather_wait_ms, reduction_wait_ms: computation of this rank
+waited so long for all-gathers, and for other collectives. samples, tokens: of this step, of all
+ranks. samples_seen: since the beginning of the run, as the engine counts them:
+``train_micro_batch_size_per_gpu`` for each micro-batch of a rank.
 
 A figure that does not apply is left out. Numbers of the device are read a step late
 (``stopwatch.py``, the note).
