@@ -1,5 +1,6 @@
 """What pyproject.toml cannot declare: ``hf_zero.pth`` at the root of site-packages, the recipes as
-``hf_zero/recipes``, and the native core ``hf_zero._cpu``; the version is that of the last tag.
+``hf_zero/recipes``, the native core ``hf_zero._cpu``, and links of the README that hold where a
+package index shows it; the version is that of the last tag.
 
 The line in the .pth registers hf-zero before a script imports anything, so that ``import
 deepspeed`` works ahead of ``import torch``. An editable install does not carry it; there torch's
@@ -14,9 +15,12 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from setuptools import Extension, setup
@@ -159,8 +163,39 @@ def sources() -> list[str]:
     ]
 
 
+# a target of a Markdown link or of an image's tag: what stands before it, and a path here
+TARGET = re.compile(r'(\]\(|src(?:set)?=")(?!\w+:|#)([^)"]+)')
+
+
+def absolute(text: str, source: str) -> str:
+    """Return Markdown ``text`` with targets in the repository ``source`` in place of its paths:
+    pages of files, and pictures as they are.
+    """
+
+    def target(found: re.Match[str]) -> str:
+        before, path = found.groups()
+        image = Path(path).suffix in (".svg", ".png")
+        return f"{before}{source.rstrip('/')}/{'raw' if image else 'blob'}/HEAD/{path}"
+
+    return TARGET.sub(target, text)
+
+
+def readme() -> str:
+    """Return the README as a package index shows it. Paths stay where ``[project.urls]`` of
+    pyproject.toml has no ``Source``.
+    """
+    text = Path("README.md").read_text(encoding="utf-8")
+    urls = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"].get("urls")
+    if not urls or "Source" not in urls:
+        print("pyproject.toml names no Source in [project.urls]: links of the README stay relative")
+        return text
+    return absolute(text, urls["Source"])
+
+
 commands: dict[str, Any] = {"build_py": BuildWithFiles, "build_ext": BuildNative}
 setup(
     cmdclass=commands,
+    long_description=readme(),
+    long_description_content_type="text/markdown",
     ext_modules=[Extension("hf_zero._cpu", sources(), depends=sorted(glob("kernels/cpu/*.h")))],
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import runpy
 import sys
 import tomllib
 import zipfile
@@ -49,6 +50,22 @@ def test_difficulties_without_the_package_of_datasets(monkeypatch: pytest.Monkey
         importlib.import_module("hf_zero.integrations.datasets.analyze")
 
 
+def test_links_of_the_readme_are_absolute_for_a_package_index(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("setuptools.setup", lambda **given: None)
+    monkeypatch.chdir(ROOT)
+    absolute = runpy.run_path(str(ROOT / "setup.py"))["absolute"]
+    shown = absolute((ROOT / "README.md").read_text(), "https://example.org/zero/")
+    targets = re.findall(r'\]\(([^)]+)\)|src(?:set)?="([^"]+)"', shown)
+    assert len(targets) > 20
+    for link, image in targets:
+        kind = "raw" if image else "blob"
+        own = (link or image).removeprefix(f"https://example.org/zero/{kind}/HEAD/")
+        assert own.startswith(("https://", "#")) or (ROOT / own.partition("#")[0]).exists()
+        assert own != (link or image) or own.startswith(("https://", "#"))
+
+
 @pytest.mark.long
 def test_a_wheel_has_the_core_and_needs_no_compiler(tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "-q", "--no-input"]
@@ -60,6 +77,10 @@ def test_a_wheel_has_the_core_and_needs_no_compiler(tmp_path: Path) -> None:
     assert any(re.fullmatch(r"hf_zero/_cpu\..*so", name) for name in names)
     assert {"hf_zero.pth", "hf_zero/py.typed", "hf_zero/config/schema.json"} <= {*names}
     assert not [name for name in names if name.startswith(("tests", "scripts", "recipes"))]
+    (metadata,) = (name for name in names if name.endswith("dist-info/METADATA"))
+    described = zipfile.ZipFile(built).read(metadata).decode()
+    assert "Description-Content-Type: text/markdown" in described
+    assert (ROOT / "README.md").read_text().splitlines()[0] in described
     completed([sys.executable, "-m", "venv", tmp_path / "bare"], check=True)
     python = tmp_path / "bare" / "bin" / "python"
     bare = {"PATH": str(python.parent), "HOME": str(tmp_path)}  # no compiler on the path
