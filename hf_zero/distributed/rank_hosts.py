@@ -123,9 +123,16 @@ def learn(store: Any, rank: int, world: int) -> None:
     _hosts[:] = store.get(KEY).decode().split("\n")
 
 
+def host_name() -> str:
+    """Return this host's name: that of the hostfile or of SLURM, else its own, which in a container
+    is that of the container or pod.
+    """
+    return next((os.environ[each] for each in NAMES if os.environ.get(each)), socket.gethostname())
+
+
 def own_host() -> str:
     """Return this host's name and address: ``worker-1 (10.0.0.2)``."""
-    name = next((os.environ[each] for each in NAMES if os.environ.get(each)), socket.gethostname())
+    name = host_name()
     address = own_address(os.environ.get("MASTER_ADDR"))
     return f"{name} ({address})" if address and address != name else name
 

@@ -52,6 +52,20 @@ def test_a_host_has_the_name_that_its_launcher_gives_it(
     assert rank_hosts.own_host() == "gpu07"
 
 
+def test_the_name_that_the_user_gives_goes_before_slurms_and_the_machines_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A pod has a name of its own, and HF_ZERO_HOST says on which node it is."""
+    for each in rank_hosts.NAMES:
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setattr(rank_hosts.socket, "gethostname", lambda: "train-7c9d")
+    found = [rank_hosts.host_name()]
+    for name, value in (("SLURMD_NODENAME", "gpu07"), ("HF_ZERO_HOST", "node-3")):
+        monkeypatch.setenv(name, value)
+        found.append(rank_hosts.host_name())
+    assert found == ["train-7c9d", "gpu07", "node-3"]
+
+
 def test_hosts_that_nobody_told_are_left_out(known: list[str]) -> None:
     assert rank_hosts.of([0, 3]) == "ranks 0, 3"
 

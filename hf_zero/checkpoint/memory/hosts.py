@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Sequence
 from pathlib import Path
-
-from hf_zero.distributed.rank_hosts import NAMES
-
-
-def host_name() -> str:
-    """Return this host's name: that of the hostfile or of SLURM, else its own."""
-    return next((os.environ[each] for each in NAMES if os.environ.get(each)), socket.gethostname())
 
 
 def machine(base: Path) -> str:

@@ -39,7 +39,6 @@ from hf_zero.checkpoint.engine_state import (
 )
 from hf_zero.checkpoint.file_writer import copy_to_memory
 from hf_zero.checkpoint.memory import folders
-from hf_zero.checkpoint.memory.hosts import host_name
 from hf_zero.checkpoint.memory.inventory import records_in
 from hf_zero.checkpoint.memory.job_folders import JobFolders
 from hf_zero.checkpoint.memory.record import RankRecord, record_path, write_record
@@ -53,6 +52,7 @@ from hf_zero.checkpoint.storage import BLOCK, collective_try, describe_error, re
 from hf_zero.checkpoint.tensorfile import FileHasher, FilePlan, bytes_view
 from hf_zero.config.sections import MemorySection
 from hf_zero.distributed.host_transfers import HostTransfers
+from hf_zero.distributed.rank_hosts import host_name
 from hf_zero.errors import CheckpointError, HfZeroError
 from hf_zero.logging import in_units, log_rank0, logger
 from hf_zero.ops import native

@@ -68,6 +68,22 @@ def test_the_files_of_a_lost_host_come_from_their_copies(tmp_path: Path) -> None
     same(resumed, whole)
 
 
+@pytest.mark.parametrize("name", ["b", "c"], ids=["same name", "new name"])
+def test_a_pod_that_starts_on_another_machine_has_its_files_from_copies(
+    name: str, tmp_path: Path
+) -> None:
+    """Its memory is empty, whatever its name."""
+    setup = with_folders(Kept(), tmp_path)
+    whole = attempt(dataclasses.replace(setup, base=tmp_path / "other"), range(6))
+    attempt(setup, range(3))
+    shutil.rmtree(setup.folder_of("b"))
+    again = dataclasses.replace(setup, hosts=f"a{name}")
+    resumed = attempt(again, range(6), tmp_path / "disk")
+    assert [begins for begins, *_ in resumed] == [3, 3]
+    same(resumed, whole)
+    assert (again.folder_of(name) / "slot-0").is_dir()
+
+
 def saved(setup: Kept, tmp_path: Path, steps: int = 3) -> list[Any]:
     """Run the job to the end and, elsewhere, up to the end of ``steps``; return the results of the
     former.
