@@ -44,6 +44,8 @@ from hf_zero.parallel.pipeline.staged import StagedModule, make_parallel_for
 from hf_zero.parallel.sequence import sequence_parallel
 from hf_zero.parallel.tensor.model import as_configured, ranks_of_a_stage
 from hf_zero.planning import check_on_all_ranks
+from hf_zero.planning.checking import PreflightReport
+from hf_zero.planning.start_summary import summary
 from hf_zero.techniques.quantized_linears import quantize_linears
 from hf_zero.techniques.registry import TrainingTechniques, follow
 from hf_zero.techniques.training_loader import data_loader, tell_of_lost_place
@@ -169,8 +171,11 @@ def initialize_as(
         settings, {**sequence_parallel.on_model(sequence), **on_model(model)}
     )
     follow(techniques, getattr(loader, "data_sampler", None))
-    engine = _build(engine_class, model, settings, made, techniques)
+    engine, report = _build(engine_class, model, settings, made, techniques)
     engine.training_dataloader = loader
+    if engine.global_rank == 0:
+        logger.info("%s\n%s", summary(report), _shown(settings, engine.world_size))
+        _tell_of_idle_offload(engine)
     try:
         engine.lr_scheduler = scheduler = _scheduler(lr_scheduler, settings, made)
         if resumed is not None:
@@ -180,9 +185,6 @@ def initialize_as(
     except BaseException:
         engine.destroy()
         raise
-    if engine.global_rank == 0:
-        logger.info("%s", _shown(settings, engine.world_size))
-        _tell_of_idle_offload(engine)
     return engine, made, loader, scheduler
 
 
@@ -265,18 +267,18 @@ def _build(
     settings: ZeroConfig,
     made: torch.optim.Optimizer | None,
     techniques: TrainingTechniques,
-) -> E:
+) -> tuple[E, PreflightReport]:
     """Plan an engine of ``engine_class``, or of its pipelined subclass, check that it fits, and
-    build it (collective).
+    build it; return it with the report of the check (collective).
     """
     if isinstance(model, StagedModule):
         one_bit = one_bit_of(settings, made)
         check_pipeline(settings, model, techniques.by_key, one_bit is not None)
         engine_class = pipelined(engine_class)
     plan = engine_class.plan(model, settings, made, extensions_of)
-    check_on_all_ranks(plan)
+    report = check_on_all_ranks(plan)
     release_holders(model)
-    return engine_class(plan, ActivationPatches(settings), techniques)
+    return engine_class(plan, ActivationPatches(settings), techniques), report
 
 
 def _no_model(given: Any) -> ConfigError:
@@ -361,12 +363,13 @@ def _fuse(model: nn.Module, config: ZeroConfig, compiled: Sequence[nn.Module]) -
 def _shown(config: ZeroConfig, ranks: int) -> str:
     """Return the written values with their sources, one line each."""
     lines = [
-        f"  {row.key} = {row.value}  "
+        f"    {row.key} = {row.value}  "
         f"({row.source}{'; ' + row.note if row.note.startswith('no effect') else ''})"
         for row in explaining.written(config.explain())
+        if row.key != "$schema"
     ]
     over = f"resolved configuration on {counted(ranks, 'rank')}"
-    return "\n".join([f"{over} (`hf-zero explain FILE` shows the defaults, too):", *lines])
+    return "\n".join([f"  {over} (`hf-zero explain FILE` shows the defaults, too):", *lines])
 
 
 def configuration(args: Any, config: Any, config_params: Any, foreign: bool = False) -> ZeroConfig:

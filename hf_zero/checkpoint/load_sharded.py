@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import fields
@@ -33,7 +34,7 @@ from hf_zero.checkpoint.storage import AnyPath, Tick, collective_try, progress_b
 from hf_zero.checkpoint.tensorfile import TensorFile
 from hf_zero.device import kinds
 from hf_zero.errors import CheckpointError
-from hf_zero.logging import listed, log_rank0
+from hf_zero.logging import counted, in_units, listed, log_rank0
 from hf_zero.zero.layout.sharding import persistent_buffers
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def load(
             checked before anything changes; if a file fails while it is read, the engine is partly
             loaded and must not train on.
     """
+    begun = time.perf_counter()
     refuse_destroyed(engine, "load into")
     load_optimizer_states &= not load_module_only and engine.bound is not None
 
@@ -123,7 +125,10 @@ def load(
         ) as loader.tick:
             collective_try(engine.mesh.job, apply, folder, partly)
     engine.refresh_params()
-    log_rank0(f"loaded {folder} ({manifest.world['size']} ranks, stage {manifest.stage})")
+    log_rank0(
+        f"loaded {folder}, of {counted(manifest.world['size'], 'rank')} at stage {manifest.stage}: "
+        f"{in_units(loader.nbytes)} on this rank in {time.perf_counter() - begun:.2f} s"
+    )
     return str(folder), loader.client_state
 
 

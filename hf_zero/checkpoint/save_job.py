@@ -35,7 +35,7 @@ from hf_zero.checkpoint.storage import AnyPath, describe_error, describe_failure
 from hf_zero.checkpoint.tensorfile import BlockHashes, FileHashes, FilePlan, bytes_view
 from hf_zero.distributed import process_group, world_group
 from hf_zero.errors import CheckpointError, HfZeroError, HostMemoryError
-from hf_zero.logging import logger
+from hf_zero.logging import in_units, logger
 from hf_zero.ops.host_memory import HostArena
 
 
@@ -50,6 +50,12 @@ class SharedFiles:
     manifest: Manifest
     files: dict[str, bytes]
     above: dict[str, bytes]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the checkpoint: the files of ranks and the shared ones."""
+        ranks = sum(entry.size for entry in self.manifest.files)
+        return ranks + sum(map(len, self.files.values()))
 
 
 NOTHING_SAVED = "Nothing was saved as {!r}; earlier checkpoints are as they were."
@@ -342,10 +348,11 @@ def _run(job: SaveJob, image: memoryview, plan: FilePlan, exchange: _ByStore, st
         if not threading.main_thread().is_alive():
             logger.error("%s", text)
         raise CheckpointError(text)
-    if job.rank == 0:
+    if job.shared is not None:
         logger.info(
-            "saved %s in the background: training waited %.2f s, the files took %.2f s",
+            "saved %s in the background: %s; training waited %.2f s, the files took %.2f s",
             final,
+            in_units(job.shared.nbytes),
             stall,
             time.perf_counter() - begun,
         )

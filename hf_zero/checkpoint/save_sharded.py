@@ -11,6 +11,7 @@ import io
 import json
 import os
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
@@ -56,7 +57,7 @@ from hf_zero.checkpoint.save_job import (
 from hf_zero.checkpoint.storage import AnyPath, as_path, collective_try, progress_bar
 from hf_zero.checkpoint.tensorfile import FileHashes, hash_of
 from hf_zero.errors import CheckpointError
-from hf_zero.logging import logger
+from hf_zero.logging import in_units, logger
 from hf_zero.zero.layout.sharding import WholeNames
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ def save(
         CheckpointError: on all ranks, if anything failed on one. Earlier checkpoints are then
             untouched. An error in the background is raised by ``background.wait()``.
     """
+    begun = time.perf_counter()
     refuse_destroyed(engine, "save")
     rank, job_ranks, world = engine.global_rank, engine.mesh.job, engine.mesh.dims.world
     engine.optimizer_step.complete_state()
@@ -167,6 +169,9 @@ def save(
     failure, cause = job.run(write, ByCollectives(job_ranks))
     if failure:
         raise CheckpointError(failure) from cause
+    if shared is not None:
+        took = time.perf_counter() - begun
+        logger.info("saved %s: %s in %.2f s", target.final, in_units(shared.nbytes), took)
     return target.final
 
 

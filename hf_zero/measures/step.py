@@ -17,7 +17,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.config.measures import MONITORS
 from hf_zero.device import spans
 from hf_zero.distributed.world_group import raise_on_all_ranks
-from hf_zero.logging import logger
+from hf_zero.logging import in_units, logger
 from hf_zero.measures.collectives import EngineCollectives
 from hf_zero.measures.comms_log import comms_logger, engine_lines
 from hf_zero.measures.figures import Figures, StepFigures, tracked
@@ -42,7 +42,16 @@ FORMER = {
 }
 _files = weakref.WeakSet[MetricsFile]()  # of engines that have not ended
 PARTS = {"fwd": "forward_ms", "bwd": "backward_ms", "step": "update_ms"}
-PRINTED = ("loss", "learning_rate", "grad_norm", "loss_scale", "samples_per_second")
+# figures of the line that steps_per_print asks for, with their names there
+PRINTED = {
+    "loss": "loss",
+    "learning_rate": "learning_rate",
+    "grad_norm": "grad_norm",
+    "loss_scale": "loss_scale",
+    "samples_per_second": "samples/s",
+    "tokens_per_second": "tokens/s",
+    "step_ms": "ms a step",
+}
 
 
 def print_interval(config: ZeroConfig) -> int:
@@ -268,8 +277,7 @@ class EngineMeasures(StepMeasures):
         if self.monitor.enabled:
             self.monitor.write_events(_events(figures))
         if self._every and number % self._every == 0:
-            shown = (f"{name} {figures[name]:.6g}" for name in PRINTED if name in figures)
-            logger.info("step %d: %s", number, ", ".join(shown))
+            logger.info("step %d: %s", number, _line(figures))
 
     def _log_collectives(self) -> None:
         assert self.counts is not None
@@ -293,6 +301,18 @@ def _free_folder(folder: Path) -> Path:
 
 def _taken() -> set[Path]:
     return {file.folder.resolve() for file in _files if file.folder is not None}
+
+
+def _line(figures: Figures) -> str:
+    """Return the figures of a step for the log, with the bytes of this rank's state and the most
+    that its device has held.
+    """
+    shown = [f"{told} {figures[name]:.6g}" for name, told in PRINTED.items() if name in figures]
+    state = sum(figures.get(f"{tier}_bytes", 0) for tier in ("device", "ram", "disk"))
+    shown.append(f"state {in_units(state)}")
+    if "peak_device_bytes" in figures:
+        shown.append(f"device at most {in_units(figures['peak_device_bytes'])}")
+    return ", ".join(shown)
 
 
 def _events(figures: Figures) -> list[tuple[str, Any, int]]:

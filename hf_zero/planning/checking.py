@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from torch import nn
 from hf_zero.config import OffloadOptimizer, OffloadParam, ZeroConfig
 from hf_zero.device import kinds
 from hf_zero.device.free_memory import Free, measure
+from hf_zero.distributed.rank_hosts import own_host
 from hf_zero.distributed.world_group import get_world_group, raise_on_all_ranks
 from hf_zero.errors import DoesNotFitError
 from hf_zero.logging import in_units, logger
@@ -36,7 +37,7 @@ class PreflightReport:
     """Result of :func:`check`.
 
     ``note`` is a line for rank 0's log, "" if there is none; ``warning`` is the text of a refusal
-    that was overridden.
+    that was overridden; ``hosts`` is the number of the ranks' hosts.
     """
 
     plan: EnginePlan
@@ -45,19 +46,23 @@ class PreflightReport:
     verdict: MemoryVerdict
     note: str = ""
     warning: str = ""
+    hosts: int = 1
 
 
-def check_on_all_ranks(plan: EnginePlan) -> None:
-    """Refuse, on all ranks alike and before any memory is taken, a plan that does not fit.
-    Collective.
+def check_on_all_ranks(plan: EnginePlan) -> PreflightReport:
+    """Refuse, on all ranks alike and before any memory is taken, a plan that does not fit; return
+    the report of one that does. Collective.
 
     Raises DoesNotFitError; in a pipeline, on the ranks of the stages that do not fit, and
     RankMismatchError on the others.
     """
     dims, free = plan.dims, room_for(plan.model, plan.settings, plan.device)
+    hosts = {own_host()}
     if dims.world > 1:
-        every = get_world_group().all_gather_object(free.numbers(), "free memory")
-        free = free.with_numbers([min(numbers) for numbers in zip(*every)])
+        own = free.numbers(), own_host()
+        every = get_world_group().all_gather_object(own, "free memory")
+        free = free.with_numbers([min(numbers) for numbers in zip(*(each for each, _ in every))])
+        hosts = {host for _, host in every}
     # Pipeline stages differ in their needs: if one does not fit, all ranks raise together.
     together = raise_on_all_ranks("fit its pipeline stage into its memory")
     with together if dims.pipeline > 1 else nullcontext():
@@ -65,6 +70,7 @@ def check_on_all_ranks(plan: EnginePlan) -> None:
     if plan.rank % dims.in_a_stage == 0:
         for line in filter(None, (report.warning, report.note)):
             logger.warning("%s", line)
+    return replace(report, hosts=len(hosts))
 
 
 def check(plan: EnginePlan, free: Free | None = None) -> PreflightReport:

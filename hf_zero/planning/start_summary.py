@@ -1,0 +1,48 @@
+"""The summary of an engine in rank 0's log: its model, its ranks, and its bytes by tier."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from hf_zero.config import ZeroConfig, kernels
+from hf_zero.distributed.process_group import default_device
+from hf_zero.logging import counted, in_units
+from hf_zero.ops.dispatch import kind_for_auto
+from hf_zero.planning.checking import PreflightReport
+
+
+def summary(report: PreflightReport) -> str:
+    """Return what is about to train on the ranks, the bytes of rank 0 that were predicted beside
+    those that are free, and the kernels that run.
+    """
+    plan, settings = report.plan, report.plan.settings
+    elements = sum(flat.spec.layout.numel for flat in plan.flats)
+    trained = sum(flat.spec.layout.numel for flat in plan.trainable)
+    sizes = {
+        name: size for name, size in asdict(plan.dims).items() if name not in ("world", "data")
+    }
+    split = "".join(f", {name} parallel {size}" for name, size in sizes.items() if size > 1)
+    part = " on this rank" if split else ""
+    all_train = "all of them train" if trained == elements else f"{trained:,} train"
+    lines = [
+        f"{type(plan.model).__name__}: {elements:,} parameters{part}, {all_train}, in "
+        f"{settings.precision} and {counted(len(plan.units), 'unit')}; stage {settings.stage} on "
+        f"{counted(plan.dims.world, 'rank')} of {counted(report.hosts, 'host')}{split}"
+    ]
+    for row in report.verdict.rows:
+        limit = f" ({row.limited_by})" if row.limited_by else ""
+        lines.append(
+            f"{row.tier}: {in_units(row.needed)} predicted beside activations, "
+            f"{in_units(row.free)} free{limit}"
+        )
+    lines.append(f"kernels: {_kernels(settings)}")
+    return "\n  ".join(lines)
+
+
+def _kernels(settings: ZeroConfig) -> str:
+    source = settings.sources["kernels"].removeprefix("computed: ")
+    if settings.kernels != "off":
+        return f"{', '.join(settings.kernels)} ({source})"
+    chosen = kernels.auto(kind_for_auto(default_device()))
+    instead = f"`kernels: auto` runs {', '.join(chosen)}" if chosen else "there are none"
+    return f"off ({source}); {instead} on this device"
