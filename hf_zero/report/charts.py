@@ -288,14 +288,16 @@ def _curve(
     scale: Spec | None = None,
     interpolate: str = "linear",
 ) -> Iterator[Chart]:
-    """Yield the chart of one figure over steps, if a run has it."""
+    """Yield the chart of one figure over steps, if a run has it. Lines have gaps where it is not
+    finite.
+    """
     rows = [
         {"step": step, "value": row[figure], "run": run.name}
         for run in runs
         for step, row in _thinned(run.steps)
-        if row.get(figure) is not None
+        if figure in row
     ]
-    if rows:
+    if any(row["value"] is not None for row in rows):
         colours = {run.name: colour for run, colour in zip(runs, RUNS)}
         spec = _drawn(runs, rows, "run", colours, form, scale or {"zero": False}, interpolate)
         yield Chart(figure, title, note, spec)
@@ -338,7 +340,7 @@ def _drawn(
             "scale": scale,
             "axis": {"title": None, "format": form},
         },
-        "color": _colours(by, colours, rows),
+        "color": _colours(by, colours, [{by: name} for name in colours] if by == "run" else rows),
     }
     if by == "run":
         legend = {"symbolType": "stroke", "symbolSize": 300} if len(runs) > 1 else None
@@ -353,6 +355,7 @@ def _drawn(
                 "orient": "top",
                 "symbolType": "stroke",
                 "symbolSize": 300,
+                **({} if by == "run" else {"symbolStrokeColor": "var(--ink)", "symbolOpacity": 1}),
             },
         }
     line = {"type": "line", "interpolate": interpolate, "strokeWidth": 1.8}

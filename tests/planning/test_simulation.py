@@ -169,8 +169,12 @@ MESHES = [
     config_of(3, {"zero_hpz_partition_size": 2}),
     config_of(3, {"mics_shard_size": 2}),
 ]
+FP16 = [
+    config_of(stage, bf16={"enabled": False}, fp16={"enabled": True, "loss_scale": 8})
+    for stage in (1, 3)
+]
 REAL = {  # experts last: they stay spread for the life of the processes
-    2: [*STAGES, *SPLIT, *EXPERTS],
+    2: [*STAGES, *FP16, *SPLIT, *EXPERTS],
     4: [*STAGES, *SPLIT, *MESHES, *EXPERTS],
     8: [*STAGES, *SPLIT[1:], *MESHES, *EXPERTS],
 }
@@ -220,6 +224,27 @@ def test_a_step_is_that_of_real_ranks(ranks: int) -> None:
         if {key: nbytes for key, nbytes in state_bytes(own).items() if nbytes} != state:
             wrong.append((config, rank, state_bytes(own), state))
     assert not wrong
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_parameters_without_a_gradient_leave_the_others_to_be_updated(stage: int) -> None:
+    """They are in a flat buffer with others, which is sent after the update. The model returns its
+    loss in a mapping.
+    """
+
+    class Named(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.spare = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+
+        def forward(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"rows": rows, "loss": self.used(rows).sum()}
+
+    found = hf_zero.simulate(
+        Named(), 4, stage, batch=lambda rows, _: {"rows": torch.zeros(rows, 64, device="meta")}
+    )
+    sent = {each.unit.partition(" ")[0]: each.nbytes for each in found.collectives}
+    assert sent["updated"] == 2 * 2 * (64 * 64 + 64)
 
 
 def test_memory_does_not_grow_with_the_world() -> None:

@@ -159,6 +159,24 @@ def test_long_runs_are_drawn_as_means() -> None:
     assert rows[0] == {"step": 3, "value": 2.0, "run": "long"} and rows[-1]["step"] == count
 
 
+def test_lines_have_gaps_and_runs_their_colours() -> None:
+    """Where a loss is not finite; and where one of two runs has no such figure."""
+    steps = [{"step": step, "loss": None if step == 2 else 1.0} for step in (1, 2, 3)]
+    scaled = [row | {"loss_scale": 2.0, "grad_norm": None} for row in steps]
+    drawn = {
+        chart.name: chart.spec
+        for chart in charts.curves(
+            [RecordedRun("a", Path(), scaled), RecordedRun("b", Path(), steps)]
+        )
+    }
+    assert drawn.keys() == {"loss", "loss_scale"}
+    assert [row["value"] for row in values(drawn["loss"])] == [1.0, None, 1.0] * 2
+    for spec in drawn.values():
+        encoding = spec["layer"][0]["encoding"]
+        assert encoding["color"]["scale"]["domain"] == ["a", "b"]
+        assert encoding["strokeDash"]["scale"]["domain"] == ["a", "b"]
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_browser_draws_every_chart(folders: Path, tmp_path: Path, scheme: str) -> None:
     """It says nothing on its console; each curve has a symbol for each step, each bar a mark."""

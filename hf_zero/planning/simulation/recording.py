@@ -166,6 +166,7 @@ class Recorder(TorchDispatchMode):
                 stack.callback(dim.observe(stats, partial(ObservedHandle, self.waited, stats)))
             stack.enter_context(spans.watched(self._on_span))
             stack.enter_context(_fused_on_meta())
+            stack.enter_context(_as_if_read(self.engine))
             stack.enter_context(self)
             yield
 
@@ -310,6 +311,34 @@ def _fused_on_meta() -> Iterator[None]:
         yield
     finally:
         optimizer._get_fused_kernels_supported_devices = supported  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _as_if_read(engine: Any) -> Iterator[None]:
+    """Context for what the host reads on the meta device: numbers are finite, and all ranks have
+    gradients of the parameters of which this one has.
+    """
+    usage, world, isfinite = engine.optimizer_step.usage, engine.mesh.world, torch.isfinite
+    read = usage.counts
+
+    def counts(flats: Sequence[Any], total: torch.Tensor) -> list[list[int]]:
+        if not total.is_meta:
+            return read(flats, total)
+        return [
+            [world * (flat.gradient.used >> place & 1) for place in range(len(flat.members))]
+            for flat in flats
+        ]
+
+    def finite(values: torch.Tensor) -> torch.Tensor:
+        return torch.ones(values.shape, dtype=torch.bool) if values.is_meta else isfinite(values)
+
+    usage.counts = counts
+    torch.isfinite = finite  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.isfinite = isfinite
+        del usage.counts
 
 
 def _read(func: Any, args: Any, kwargs: Any) -> Any:

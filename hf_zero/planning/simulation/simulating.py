@@ -152,7 +152,8 @@ def simulate(
         machine: its rates and links; None: those of the ZeRO paper's machine.
         measured: the result of :func:`measure`, which replaces those that are not given.
         batch: the function from sequences and tokens to the keyword arguments of the model, tensors
-            on the meta device, whose first result is the loss; None: ``input_ids`` and ``labels``.
+            on the meta device, whose first result, or the one named loss, is the loss; None:
+            ``input_ids`` and ``labels``.
         params: number of parameters of a decoder to simulate instead of a model.
         config, offload_optimizer, offload_param: as for :func:`hf_zero.estimate`.
         replicas: copies of the shards; None: as in ``config``, else 1.
@@ -340,6 +341,8 @@ def dims_of(engine: Engine) -> list[MeshDim]:
 
 def _loss(engine: Engine, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     found = engine(**inputs)
+    if isinstance(found, Mapping):
+        found = found["loss"] if "loss" in found else next(iter(found.values()))
     loss: torch.Tensor = found if isinstance(found, torch.Tensor) else found[0]
     return loss
 

@@ -201,7 +201,7 @@ class Usage:
                 axis.all_reduce(words, "parameters that have a gradient").wait()
         return [
             slot.name
-            for flat, counts in zip(self._flats, self._counts(self._flats, words))
+            for flat, counts in zip(self._flats, self.counts(self._flats, words))
             for slot, count in zip(flat.layout.slots, counts)
             if count < self._mesh.world
         ]
@@ -238,7 +238,7 @@ class Usage:
         self._units.clear()
 
     def _read(self, flats: Sequence[FlatBuffer], total: torch.Tensor) -> None:
-        for flat, counts in zip(flats, self._counts(flats, total)):
+        for flat, counts in zip(flats, self.counts(flats, total)):
             gradient = flat.gradient
             if gradient.unused and gradient.all_unused:
                 continue  # these counts are stale: ranks that know this send full words
@@ -253,7 +253,7 @@ class Usage:
                 )
             gradient.set_unused(_names(flat, lacking))
 
-    def _counts(self, flats: Sequence[FlatBuffer], total: torch.Tensor) -> list[list[int]]:
+    def counts(self, flats: Sequence[FlatBuffer], total: torch.Tensor) -> list[list[int]]:
         """Return the number of ranks with a gradient, for each parameter of each flat buffer."""
         words = [int(word) for word in total.tolist()]
         digits = iter([word // power % self._base for word in words for power in self._powers])
