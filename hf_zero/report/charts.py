@@ -355,12 +355,13 @@ def _drawn(
                 "orient": "top",
                 "symbolType": "stroke",
                 "symbolSize": 300,
-                **({} if by == "run" else {"symbolStrokeColor": "var(--ink)", "symbolOpacity": 1}),
+                **({} if by == "run" else {"symbolStrokeColor": "var(--ink)"}),
             },
         }
     line = {"type": "line", "interpolate": interpolate, "strokeWidth": 1.8}
     points = _points(["step", by] if by == "run" else ["step", by, "run"])
     points["encoding"] |= encoding
+    points["encoding"].pop("strokeDash", None)  # filled points would blank the legend's strokes
     layers = [{"mark": line, "encoding": encoding}, points, *_restarts(runs)]
     return {"data": {"values": rows}, "height": HEIGHT, "layer": layers}
 

@@ -175,6 +175,7 @@ def test_lines_have_gaps_and_runs_their_colours() -> None:
         encoding = spec["layer"][0]["encoding"]
         assert encoding["color"]["scale"]["domain"] == ["a", "b"]
         assert encoding["strokeDash"]["scale"]["domain"] == ["a", "b"]
+        assert "strokeDash" not in spec["layer"][1]["encoding"]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
