@@ -76,6 +76,7 @@ def test_a_wheel_has_the_core_and_needs_no_compiler(tmp_path: Path) -> None:
     names = zipfile.ZipFile(built).namelist()
     assert any(re.fullmatch(r"hf_zero/_cpu\..*so", name) for name in names)
     assert {"hf_zero.pth", "hf_zero/py.typed", "hf_zero/config/schema.json"} <= {*names}
+    assert {"hf_zero/docs/index.md", "hf_zero/docs/errors.md"} <= {*names}
     assert not [name for name in names if name.startswith(("tests", "scripts", "recipes"))]
     (metadata,) = (name for name in names if name.endswith("dist-info/METADATA"))
     described = zipfile.ZipFile(built).read(metadata).decode()

@@ -25,16 +25,18 @@ def command() -> str:
     return found
 
 
-def draw(page: Path, home: Path, *options: str) -> tuple[str, list[str]]:
-    """Return the document after the scripts of ``page`` have run, without a network, and the lines
-    of the console.
+def draw(page: Path | str, home: Path, *options: str, seconds: int = 20) -> tuple[str, list[str]]:
+    """Return the document after the scripts of ``page``, a file or an address, have run for so many
+    ``seconds`` of their clock (0: until it is loaded), without a network, and the lines of the
+    console.
     """
+    clock = (f"--virtual-time-budget={seconds * 1000}",) if seconds else ()
     sandbox = ("--no-sandbox",) if os.geteuid() == 0 else ()
     ran = completed(
         [
             command(), "--headless", "--disable-gpu", *sandbox, *ALONE, f"--user-data-dir={home}",
-            "--virtual-time-budget=20000", "--window-size=1280,2000", "--enable-logging=stderr",
-            "--dump-dom", *options, f"file://{page}",
+            *clock, "--window-size=1280,2000", "--enable-logging=stderr",
+            "--dump-dom", *options, page if isinstance(page, str) else f"file://{page}",
         ],
         timeout=180,
     )  # fmt: skip
