@@ -35,7 +35,7 @@ def test_all_pages_are_listed() -> None:
         ("checkpoint.memory", "## `checkpoint.memory`", "copies"),
         ("zero_optimization.stage", "## `zero_optimization`", "`stage`"),
         ("loop.md#preemption", "## Preemption", "SIGTERM"),
-        ("Which one to take", "## Which one to take", "Stage 3"),
+        ("Which one to take", "## Which one to take", "stage 3"),
         ("convert-checkpoint", "## convert-checkpoint", "from_pretrained"),
         ("initialize", "### initialize", ":::"),
     ],
