@@ -3,8 +3,8 @@ the file given to ``accelerate launch`` keeps the optimizer, and the parameters,
 
 accelerate launch --config_file cpu.yaml run_8b.py
 accelerate launch --config_file 80gb_gpu.yaml run_8b.py \
-    --model_name_or_path meta-llama/Llama-3.1-8B --dataset_name HuggingFaceFW/fineweb-edu \
-    --dataset_config sample-10BT --max_length 2048
+    --model_name_or_path meta-llama/Llama-3.1-8B --dataset_name wikimedia/wikipedia \
+    --dataset_config 20231101.simple --max_length 2048
 """
 
 from __future__ import annotations

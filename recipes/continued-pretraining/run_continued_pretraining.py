@@ -2,8 +2,8 @@
 
 accelerate launch --config_file cpu.yaml run_continued_pretraining.py
 accelerate launch --config_file 8_gpus.yaml run_continued_pretraining.py --max_length 4096 \
-    --model_name_or_path Qwen/Qwen2.5-7B --dataset_name HuggingFaceFW/fineweb-edu \
-    --dataset_config sample-10BT
+    --model_name_or_path Qwen/Qwen2.5-7B --dataset_name wikimedia/wikipedia \
+    --dataset_config 20231101.simple
 """
 
 from __future__ import annotations

@@ -59,6 +59,8 @@ def main() -> None:
     parser = HfArgumentParser((Summaries, Seq2SeqTrainingArguments))
     parser.set_defaults(
         **DEFAULTS, output_dir="runs/t5-summarization", learning_rate=3e-3,
+        # the model's loss is a mean over its own rank's tokens, which the Trainer would multiply
+        average_tokens_across_devices=False,
     )  # fmt: skip
     given, args = parser.parse_args_into_dataclasses()
     data = load_data(given.dataset_name, given.dataset_config, titles)
