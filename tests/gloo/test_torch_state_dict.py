@@ -22,14 +22,22 @@ from tests.checkpoint.deepspeed_inputs.model import SAVED_AFTER, STEPS, batch, b
 from tests.gloo.test_to_dcp import load_fsdp2, mean, step_fsdp2, under_fsdp2
 from tests.helpers.processes import run_processes
 
-STAGES = (0, 1, 2, 3)
+OFFLOADED = "3, offloaded"
+STAGES = {stage: {"stage": stage} for stage in (0, 1, 2, 3)} | {
+    OFFLOADED: {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        "offload_param": {"device": "cpu"},
+    }
+}
+OTHERS = {0: 3, 1: OFFLOADED, 2: 1, 3: 0, OFFLOADED: 2}
 
 
 def engine_at(stage, **keys):
     model = build(True)
     config = {
         "train_micro_batch_size_per_gpu": 6 // dist.get_world_size(),
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": STAGES[stage],
         "gradient_clipping": 1.0,
         **keys,
     }
@@ -71,7 +79,7 @@ def on_with_others(rank, folder):
         model, optimizer = under_fsdp2()
         load_fsdp2(model, optimizer, f"{folder}/{stage}", "recipe")
         found[f"{stage} to FSDP2"] = step_fsdp2(model, optimizer, later, rank)
-        for other in (stage, 3 - stage):
+        for other in (stage, OTHERS[stage]):
             engine = engine_at(other)
             load_fsdp2(engine.module, engine.optimizer, f"{folder}/{stage}", "recipe")
             found[f"{stage} to {other}"] = step(engine, later, rank)

@@ -11,9 +11,13 @@ import runpy
 import sys
 import tomllib
 import zipfile
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from hf_zero.checkpoint import storage
 from hf_zero.errors import CheckpointError, ConfigError
@@ -103,3 +107,29 @@ def test_a_wheel_without_a_compiler_fails_where_the_core_is_required(tmp_path: P
     del env["HF_ZERO_REQUIRE_CORE"]
     said = completed([*wheel, "-v"], timeout=900, env=env, check=True)
     assert "the native core was not built" in said.stdout + said.stderr
+
+
+def test_constraints_pin_all_that_the_tests_install() -> None:
+    """Each requirement of ``hf-zero[test]`` on this platform, with those of what is installed."""
+    pinned = {
+        canonicalize_name(line.partition("==")[0])
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line and not line.startswith("#")
+    }
+    extras, seen = PROJECT["project"]["optional-dependencies"], set[tuple[str, str]]()
+    wanted = [(each, "") for each in (*PROJECT["project"]["dependencies"], *extras["test"])]
+    while wanted:
+        text, extra = wanted.pop()
+        asked = Requirement(text)
+        name = canonicalize_name(asked.name)
+        if asked.marker is not None and not asked.marker.evaluate({"extra": extra}):
+            continue
+        if name == "hf-zero":
+            wanted += [(each, "") for own in asked.extras for each in extras[own]]
+            continue
+        for own in ("", *asked.extras):
+            if (name, own) not in seen:
+                seen.add((name, own))
+                with suppress(metadata.PackageNotFoundError):
+                    wanted += [(each, own) for each in metadata.requires(name) or ()]
+    assert {name for name, _ in seen} - pinned - {"setuptools"} == set(), "pin these"
