@@ -138,7 +138,7 @@ class StepFigures:
 
     def forward(self, engine: Any, given: Any) -> None:
         """Count the samples and tokens of a training forward."""
-        if not engine.training or not torch.is_grad_enabled():
+        if not engine.module.training or not torch.is_grad_enabled():  # Lightning sets the module's
             self.pause()  # an evaluation is no part of a step
             return
         self._go_on()
@@ -154,6 +154,7 @@ class StepFigures:
         """Add the loss of a micro-batch, which is ``weighed`` if the sum over its window is to be
         shown, not the mean.
         """
+        self._go_on()
         own = loss.detach().double().reshape(())
         self._loss = own if self._loss is None else self._loss + own
         self._weighed = weighed

@@ -184,7 +184,7 @@ class EngineMeasures(StepMeasures):
 
     def _trace_when_due(self, engine: Any) -> None:
         due = self._due
-        if due is not None and engine.global_steps + 1 >= due.first:
+        if due is not None and engine.global_steps + 1 == due.first:
             self._due = None
             self.trace(engine, due.steps, due.path)
 
@@ -219,6 +219,7 @@ class EngineMeasures(StepMeasures):
         self.finish(engine)
         if self._figures is not None:
             self._figures.restart(engine)
+        self._trace_when_due(engine)
         if self.file is not None and folder is not None:
             self.keep_in(folder)
             self.file.resume_after(engine.global_steps)

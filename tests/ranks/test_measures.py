@@ -197,28 +197,29 @@ def test_an_evaluation_is_no_part_of_a_step(
             now[0] += 0.5 * (rank == 0)
             engine.mesh.job.barrier()
 
-        def evaluate() -> None:
-            engine.eval()
+        def evaluate(whose: Any) -> None:
+            whose.eval()
             with torch.no_grad():
                 for _ in range(2):
                     squared(engine, At(9, 9, rank))
                     tick()
-            engine.train()
+            whose.train()
 
         def micro(number: int, place: int, between: bool = False) -> None:
             engine.backward(squared(engine, At(number, place, rank)))
             tick()
             if between:
-                evaluate()
+                evaluate(engine)
             engine.step()
 
         for number in range(4):
             micro(number, 0)
             if number == 1:
-                evaluate()
+                evaluate(engine)
             micro(number, 1, between=number == 2)
             if number == 2:
-                evaluate()
+                evaluate(engine.module)
+                engine.training = False  # of the module alone, as Lightning does
         engine.destroy()
 
     on_ranks(RANKS, run)
@@ -445,6 +446,28 @@ def test_files_that_are_removed_or_refused_end_no_training(
     assert len(told) == 1
     assert any("trace-steps-2-2.json.gz cannot be written" in line for line in heard_in_full)
     assert any("ended before step 7; nothing is written" in line for line in heard_in_full)
+
+
+@pytest.mark.parametrize("first", [1, 2, 3, 4])
+def test_a_resumed_run_traces_no_later_steps(first: int, tmp_path: Path) -> None:
+    """Steps 1 and 2, a save, and a restart that takes step 3."""
+
+    def run(rank: int, model: Any) -> None:
+        section = {"trace": {"enabled": True, "first": first, "steps": 1, "path": str(tmp_path)}}
+        engine = measured(rank, model, 1, **section)
+        run_steps(engine, rank, range(2), MICROS)
+        engine.save_checkpoint(str(tmp_path / "run"))
+        engine.destroy()
+        section["trace"]["path"] = str(tmp_path / "again")
+        engine = measured(rank, stack(), 1, **section)
+        if first > 1:
+            engine.load_checkpoint(str(tmp_path / "run"))
+            run_steps(engine, rank, range(2, 3), MICROS)
+        engine.destroy()
+
+    on_ranks(1, run)
+    assert len(list(tmp_path.glob("trace-*.gz"))) == (first < 3)
+    assert len(list(tmp_path.glob("again/trace-*.gz"))) == (first == 3)
 
 
 @pytest.mark.parametrize("ends", [True, False])
