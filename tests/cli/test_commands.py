@@ -29,6 +29,7 @@ from hf_zero.ops import dispatch, native
 from hf_zero.planning.simulation import Machine
 from tests.helpers.accelerators import play_accelerator
 from tests.helpers.commands import completed
+from tests.helpers.models import seeded
 from tests.helpers.ranks import run_ranks
 
 HF_ZERO = str(Path(sys.executable).with_name("hf-zero"))
@@ -293,7 +294,9 @@ def test_smoke_trains_as_plain_pytorch_does() -> None:
 def test_smoke_finds_weights_that_differ(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trained = smoke._sharded
+    trained, make = smoke._sharded, smoke._model
+    # the ranks are threads, and share torch's generator
+    monkeypatch.setattr(smoke, "_model", lambda: seeded(make))
 
     def wrong_at_2(stage: int, *place: Any) -> Any:
         weights = trained(stage, *place)
