@@ -21,6 +21,7 @@ import yaml
 
 import hf_zero
 from hf_zero.cli.app import app
+from hf_zero.cli.docs import sections
 from hf_zero.config import ZeroConfig
 from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS, TRANSLATED
 from hf_zero.config.keys import ALIASES, KEYS, SECTIONS
@@ -447,3 +448,22 @@ def test_each_key_is_in_the_reference() -> None:
 
 def test_each_page_has_words_about_it_in_the_index() -> None:
     assert len(prose("index").split()) > 200 and len(ALL) > 60
+
+
+NUMBER = re.compile(r"(?<![\w.-])\d+(?:,\d{3})*(?:\.\d+)?(?![\w.]*\d)")
+MEASURED = ("Measured", "Compared with", "How many bytes")
+
+
+@every_page
+def test_figures_in_tables_are_those_of_the_benchmarks(page: str) -> None:
+    rows = (ROOT / "scripts/bench/README.md").read_text()
+    known = {*NUMBER.findall(rows)}
+    unknown = {
+        number
+        for section in sections(page, PAGES[page].read_text())
+        if section.title.startswith(MEASURED)
+        for line in section.text.splitlines()
+        if line.startswith("|")
+        for number in NUMBER.findall(line.partition("|")[2].partition("|")[2])
+    } - known
+    assert unknown == set()
