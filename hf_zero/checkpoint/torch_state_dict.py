@@ -20,6 +20,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -221,11 +223,12 @@ class _Own:
 
     def weights(self, trainable_only: bool) -> States:
         state: States = {}
-        sources = {flat: _source(flat) for flat in self.engine.flats}
-        for flat, name, fqn in self.slots:
+        for flat, slots in groupby(self.slots, itemgetter(0)):
             if flat.trainable or not trainable_only:
-                part = self.part(flat, name, sources[flat])
-                state.update(dict.fromkeys((fqn, *self.tied.get(name, ())), part))
+                values = _source(flat)
+                for _, name, fqn in slots:
+                    part = self.part(flat, name, values)
+                    state.update(dict.fromkeys((fqn, *self.tied.get(name, ())), part))
         return state | self.buffers
 
     @torch.no_grad()
@@ -266,17 +269,14 @@ class _Own:
             for numbers in every:
                 apart.update(numbers)
         fresh = _fresh(self.engine.optimizer)
-        held = {flat: dict(bound.tensors(flat.optimizer_shard)) for flat, _, _ in self.trained()}
-        for flat, name, fqn in self.trained():
-            numbers = apart.get(name) or scalars[bound.group_of[name]] or fresh["numbers"]
-            values = {key: torch.tensor(float(each)) for key, each in numbers.items()}
-            master = held[flat]["master"]
-            for key in dict.fromkeys([*fresh["elements"], *held[flat]]):
-                if key != "master":
-                    tensor = held[flat].get(key)
-                    own = torch.zeros_like(master) if tensor is None else tensor
-                    values[key] = self.part(flat, name, own)
-            state[fqn] = values
+        for flat, slots in groupby(self.trained(), itemgetter(0)):
+            held = dict(bound.tensors(flat.optimizer_shard))
+            master = held.pop("master")
+            held = dict.fromkeys(fresh["elements"], torch.zeros_like(master)) | held
+            for _, name, fqn in slots:
+                numbers = apart.get(name) or scalars[bound.group_of[name]] or fresh["numbers"]
+                state[fqn] = {key: torch.tensor(float(each)) for key, each in numbers.items()}
+                state[fqn] |= {key: self.part(flat, name, each) for key, each in held.items()}
         groups = [
             {key: value for key, value in group.items() if key != "params"} | {"params": []}
             for group in self.engine.optimizer.param_groups
