@@ -77,7 +77,8 @@ def load_model(name: str | None) -> tuple[Any, Any, Any]:
 def main() -> None:
     parser = HfArgumentParser((Speech, Seq2SeqTrainingArguments))
     parser.set_defaults(
-        **DEFAULTS, output_dir="runs/whisper", learning_rate=3e-3, remove_unused_columns=False,
+        **DEFAULTS | {"max_steps": 300, "eval_steps": 50, "logging_steps": 10},
+        output_dir="runs/whisper", learning_rate=3e-3, remove_unused_columns=False,
         label_names=["labels"],
         # the model's loss is a mean over its own rank's tokens, which the Trainer would multiply
         average_tokens_across_devices=False,

@@ -137,6 +137,23 @@ def test_a_few_steps_of_the_first_command(recipe: Path, tmp_path: Path) -> None:
     assert ElementTree.parse(out / "curve.svg").getroot().findall("{*}polyline")
 
 
+@pytest.mark.long
+def test_grpo_sends_its_weights_to_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(RECIPES))
+    import starting
+
+    for part in starting.load_causal(None):
+        part.save_pretrained(tmp_path / "model")
+    launcher, recipe = commands_of(RECIPES / "grpo")[0][:4], RECIPES / "grpo"
+    stubbed = ROOT / "tests" / "matrix" / "scripts" / "grpo_recipe.py"
+    sampled = ["--use_vllm", "--vllm_importance_sampling_correction", "false"]
+    sampled += ["--num_generations", "2", "--per_device_train_batch_size", "2"]  # as the stub does
+    command = [*launcher, str(stubbed), str(script_of(recipe)), *sampled, "--max_steps", "3"]
+    places = ["--model_name_or_path", str(tmp_path / "model"), "--output_dir", str(tmp_path)]
+    said = launched.output([*command, *places], recipe, tmp_path / "log.txt")
+    assert said.count("updates: 3") == 2  # on each rank, before each step
+
+
 @pytest.mark.parametrize("name", ["80gb_gpu.yaml", "24gb_gpu.yaml"])
 def test_the_bytes_that_the_card_of_8b_predicts(name: str, tmp_path: Path) -> None:
     recipe = RECIPES / "8b-one-gpu-offload"
