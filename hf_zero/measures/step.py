@@ -219,6 +219,9 @@ class EngineMeasures(StepMeasures):
         self.finish(engine)
         if self._figures is not None:
             self._figures.restart(engine)
+        if self._trace is not None:
+            self._trace.close()
+            self._trace = None
         self._trace_when_due(engine)
         if self.file is not None and folder is not None:
             self.keep_in(folder)

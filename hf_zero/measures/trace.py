@@ -136,7 +136,11 @@ class StepTrace:
     def close(self) -> None:
         """End the profile of steps that have not ended; writes nothing, and a warning says so."""
         if self._rank == 0:
-            logger.warning("trace: the engine ended before step %d; nothing is written", self._last)
+            logger.warning(
+                "trace: a load or the end of the engine came before step %d had ended; nothing is "
+                "written",
+                self._last,
+            )
         spans.show_blocks(False)
         self._profile.stop()
 
