@@ -76,7 +76,7 @@ def sources(reading: ConfigReading) -> dict[str, str]:
 def explain(reading: ConfigReading) -> list[ExplainRow]:
     """Return a row for each active key and for each other key that was written."""
     rows = []
-    for path, key in {**KEYS, **ACCELERATE_KEYS}.items():
+    for path, key in {**KEYS, **ACCELERATE_KEYS, **KEYS}.items():  # equal names mean the former
         if path in reading.autos:
             value, note = AUTO, "to be filled in by Accelerate or the Trainer"
         elif path in reading.values or (_acts(path) and not key.idle(reading.values)):

@@ -56,8 +56,9 @@ class AccumulationWindow:
         self.micro_batches = 0
         self.boundary: bool | None = None  # whether the next backward ends it, if set by the script
         self.syncs = True  # False inside no_sync
-        self.announced = 0  # backwards since the last step() that were not to end the window
-        self._others = False  # whether there were others
+        # Backwards since the last step() or zero_grad(): each that was announced not to end the
+        # window is a micro-batch, the others together are one.
+        self.announced, self.others = 0, False
 
     @property
     def ends(self) -> bool:
@@ -71,23 +72,12 @@ class AccumulationWindow:
         """Whether a step now ends the window."""
         return self.ends or not self.managed
 
-    def begin_backward(self) -> None:
-        """Count a backward. Each that is announced not to be the last of its window is a
-        micro-batch, the others before a `step()` are one together; each where it is not managed.
-        """
-        if not self.managed:
-            self.micro_batches += 1
-        elif self.syncs and self.boundary is not False:
-            self._others = True
-        else:
-            self.announced += 1
-
     def take_count(self) -> int:
         """Return the number of micro-batches since the last call, which is that of `step()` or of
         `zero_grad()`; at least 1.
         """
-        count = max(1, self.announced + self._others) if self.managed else self.micro_batches
-        self.announced, self._others = 0, False
+        count = max(1, self.announced + self.others) if self.managed else self.micro_batches
+        self.announced, self.others = 0, False
         return count
 
     def restart(self) -> None:
@@ -245,7 +235,12 @@ class Backward:
             self._sanity.on_backward(
                 window.syncs and window.managed and window.boundary is not False
             )
-        window.begin_backward()
+        if not window.managed:
+            window.micro_batches += 1
+        elif window.syncs and window.boundary is not False:
+            window.others = True
+        else:
+            window.announced += 1
         weight, unscale = self.losses.begin(1.0 / window.steps)
         reduces = window.syncs and window.ends
         # Every condition must be equal on all ranks: ``failed_writes`` is a collective.

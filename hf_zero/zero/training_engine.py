@@ -339,7 +339,7 @@ class TrainingEngine(EngineParts):
 
     def _count_micro_batches(self, count: int) -> None:
         self.counters.micro_steps += count
-        samples = self.train_micro_batch_size_per_gpu() * self.data_ranks
+        samples = (self.config.train_micro_batch_size_per_gpu or 1) * self.data_ranks
         self.counters.global_samples += samples * count
 
     def zero_grad(self, set_to_none: bool = True) -> None:

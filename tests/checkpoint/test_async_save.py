@@ -268,7 +268,8 @@ def test_a_second_save_and_a_load_wait_for_the_first(
         for line in heard
     )
     assert any(
-        f"saved {tmp_path / 'one'} in the background: training waited" in line for line in heard
+        f"saved {tmp_path / 'one'} in the background: " in line and "; training waited" in line
+        for line in heard
     )
 
 

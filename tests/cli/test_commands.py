@@ -468,7 +468,7 @@ def test_launch_without_gpus_takes_two_cpu_ranks(monkeypatch: pytest.MonkeyPatch
         ("simulate m --params 1e9 --ranks 2", "either a model or params"),
         (
             "simulate --params 1e5 --ranks 2",
-            "params = 100000 is too small for a model; write 1e+06",
+            "params = 100000 is no size of a model; write a number from 1e+06 to 1e+15",
         ),
         ("simulate --params 1e6 --ranks 2 --rank 2", "rank 2 is none of 2 ranks; choose 0 to 1"),
         ("simulate --params 1e6 --ranks 2 --flops 0", "flops = 0.0 is no rate of a machine"),

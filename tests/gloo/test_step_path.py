@@ -41,7 +41,7 @@ class Way:
 # also drops the gradients of an open accumulation window, which 8 files of zero/ hold.
 MOST = {
     "step": Way(35, 8, 220, 2_800, 550, 6),
-    "save": Way(36, 0, 0, 0, 280, 0),
+    "save": Way(37, 0, 0, 0, 280, 0),
     "load": Way(41, 0, 0, 0, 470, 0),
 }
 

@@ -27,12 +27,12 @@ from hf_zero.config import PRESETS, ZeroConfig
 from tests.helpers import launched
 
 ROOT = Path(__file__).resolve().parents[2]
-# Those without presets are started by a library's own launcher, and have tests of their own beside
-# that library's.
+# Those without the four presets are started by a library's own launcher or a scheduler, and have
+# tests of their own.
 RECIPES = sorted(
     path.parent
     for path in (ROOT / "recipes").glob("*/README.md")
-    if any(path.parent.glob("zero3.*"))
+    if any(path.parent.glob("zero3.*")) and any(path.parent.glob("zero0.*"))
 )
 every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
 

@@ -135,7 +135,7 @@ def test_which_parameters_are_unused_is_known_without_reading_what_ranks_have_se
     from hf_zero.zero.reduce.norm import Usage
 
     if loss_of is not penalized:
-        monkeypatch.setattr(Usage, "_counts", None)
+        monkeypatch.setattr(Usage, "counts", None)
 
     def run(rank, model):
         engine = opened(model, stage, MICRO, zero=units)
