@@ -367,6 +367,7 @@ def test_a_request_is_served_although_an_earlier_one_is_on_its_way(trio: Any) ->
     """Rank 0 has counted its request and not yet written it when the bell rings for the next."""
     agreements, chunks, store = trio
     assert store.add("fetch/n", 1) == 1
+    agreements[0].steps.asked.add(1)
     got: list[Any] = []
     asking = threading.Thread(
         target=lambda: got.append(agreements[1].fetches.fetch(6, "layer.6", [0], 37)), daemon=True
@@ -471,6 +472,7 @@ def test_nobody_is_served_in_the_middle_of_a_write_or_before_it(trio: Any) -> No
 def test_a_rank_that_has_closed_is_named_at_once(trio: Any) -> None:
     agreements, _, _ = trio
     agreements[1].close()
+    agreements[1].fetches.serving.thread.join(timeout=60)  # it may be reading a request
     with pytest.raises(
         RankMismatchError,
         match=r"rank 0 needs all ranks to serve layer\.2, but rank 1 has "
