@@ -350,8 +350,7 @@ class Engine(TrainingEngine):
                 load_loader=load_loader,
                 partial=in_memory,
             )
-        self.accumulation.restart()
-        self.zero_grad()
+        self.restart_window()
         self.publish_scale()
         self.measures.loaded(self, None if load_module_only else load_dir)
         if self.memory is not None:

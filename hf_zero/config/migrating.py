@@ -109,7 +109,7 @@ def _mistaken(written: str, value: Any, reading: ConfigReading, path: str) -> Ke
     wrong value.
     """
     error = reading.mistakes[0]
-    wrong = path in {**KEYS, **ACCELERATE_KEYS} and path not in reading.values
+    wrong = (path in KEYS or path in ACCELERATE_KEYS) and path not in reading.values
     mend = wrong and not isinstance(error, NotBuiltError)
     return KeyFinding(written, value, "to mend" if mend else "left out", _said(error))
 

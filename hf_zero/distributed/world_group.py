@@ -44,8 +44,6 @@ from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import ConfigError, RankMismatchError
 
 ROUND = 64 << 20  # bytes that the first rank receives at a time
-
-
 BROADCAST = 64 << 10  # bytes that cost as much as one more collective
 
 

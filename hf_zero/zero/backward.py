@@ -80,11 +80,6 @@ class AccumulationWindow:
         self.announced, self.others = 0, False
         return count
 
-    def restart(self) -> None:
-        """Begin a window: the next micro-batch is its first."""
-        self.micro_batches = 0
-        self.take_count()
-
     def set_boundary(self, is_boundary: bool) -> None:
         """Set whether the next backward ends the window; raises as :meth:`refuse_unmanaged`."""
         self.refuse_unmanaged("set_gradient_accumulation_boundary()")

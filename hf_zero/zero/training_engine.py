@@ -360,7 +360,7 @@ class TrainingEngine(EngineParts):
         first. Every rank must call it, or none.
         """
         self.zero_grad()
-        self.accumulation.restart()
+        self.accumulation.micro_batches = 0
 
     def compile(
         self,
