@@ -89,8 +89,10 @@ class _Step:
 
 
 class StepFigures:
-    """Collects the figures of the steps for which ``wanted(number)`` is true, counted from 1, and
-    gives them to ``report``. Equal on all ranks, because the losses are summed over them.
+    """Collects the figures of the steps for which ``wanted(number)`` is true before they begin,
+    counted from 1, and gives them to ``report``. Equal on all ranks, because the losses are summed
+    over them. ``alone``: no other rank takes part; the loss is this rank's, and every rank has its
+    number of samples and tokens.
     """
 
     def __init__(
@@ -100,10 +102,11 @@ class StepFigures:
         counts: EngineCollectives | None,
         wanted: Callable[[int], bool],
         report: Callable[[Figures], None],
+        alone: bool = False,
     ):
         self.last: Figures = {}
         self._device, self._counts = engine.device, counts
-        self._wanted, self._report = wanted, report
+        self._wanted, self._report, self._alone = wanted, report, alone
         self._given = section.flops_per_token
         self._peak = (
             1e12 * section.peak_tflops
@@ -113,10 +116,11 @@ class StepFigures:
         self.held: Counter[tuple[str, str]] = Counter()  # bytes by kind and tier
         self._unread: deque[_Step] = deque()
         self._begin: Mark | None = None  # None between an evaluation or a save and the next forward
-        self._micro_steps = engine.micro_steps
-        self._clear()
+        self._clear(engine)
 
-    def _clear(self) -> None:
+    def _clear(self, engine: Any) -> None:
+        self._micro_steps = engine.micro_steps
+        self._collects = self._wanted(engine.global_steps + 1)
         self.zero_grad()
         self._samples = self._tokens = self._squares = 0
         self._rate: float | None = None
@@ -138,6 +142,8 @@ class StepFigures:
 
     def forward(self, engine: Any, given: Any) -> None:
         """Count the samples and tokens of a training forward."""
+        if not self._collects:
+            return
         if not engine.module.training or not torch.is_grad_enabled():  # Lightning sets the module's
             self.pause()  # an evaluation is no part of a step
             return
@@ -154,6 +160,8 @@ class StepFigures:
         """Add the loss of a micro-batch, which is ``weighed`` if the sum over its window is to be
         shown, not the mean.
         """
+        if not self._collects:
+            return
         self._go_on()
         own = loss.detach().double().reshape(())
         self._loss = own if self._loss is None else self._loss + own
@@ -162,22 +170,21 @@ class StepFigures:
 
     def begin_step(self, engine: Any) -> None:
         """Note the learning rate of the step, its loss scale, and the bytes of its state."""
+        if not self._collects:
+            return
         self._go_on()
         self._scale = engine.loss_scale()
-        if self._wanted(engine.global_steps + 1):
-            self.held = held_bytes(engine)
+        self.held = held_bytes(engine)
         groups = [] if engine.optimizer is None else engine.optimizer.param_groups
         if groups and not isinstance(groups[0]["lr"], torch.Tensor):
             self._rate = engine.get_lr()[0]
 
     def end_step(self, engine: Any) -> None:
         """Sum up a step that has ended (collective), and read those before that are over."""
-        number = engine.global_steps
-        if self._wanted(number):
-            self._unread.append(self._ended(engine, number))
-        self._micro_steps = engine.micro_steps
-        self._clear()
-        self._begin = mark(self._device)
+        if self._collects:
+            self._unread.append(self._ended(engine, engine.global_steps))
+        self._clear(engine)
+        self._begin = mark(self._device) if self._collects else None
         while self._unread and self._unread[0].is_over:
             self._read(engine, self._unread.popleft())
 
@@ -206,9 +213,8 @@ class StepFigures:
     def restart(self, engine: Any) -> None:
         """Begin a step after a load, with the engine's counters as they are now."""
         others = self._waits + self._other_waits + self._take_waits()
-        self._clear()
+        self._clear(engine)
         self._begin, self._other_waits = None, others
-        self._micro_steps = engine.micro_steps
 
     def finish(self, engine: Any) -> None:
         """Read all steps; waits for the device."""
@@ -251,14 +257,15 @@ class StepFigures:
 
         micros = engine.micro_steps - self._micro_steps
         loss = self._loss if self._told >= micros else None
-        counts = (float(loss is not None), self._samples, self._tokens)
+        ranks = engine.mesh.world if self._alone else 1
+        counts = (float(loss is not None), ranks * self._samples, ranks * self._tokens)
         if loss is None:
             loss = number(0.0)
         elif not self._weighed:
             loss = loss / micros
         own = torch.stack([loss.to(self._device), *map(number, counts)])
         mesh = engine.mesh
-        for axis in (mesh.sums.stages, mesh.shard, mesh.replicate):
+        for axis in () if self._alone else (mesh.sums.stages, mesh.shard, mesh.replicate):
             axis.all_reduce(own, "figures of the step").wait()
         norm = engine.grad_norm_tensor().double().reshape(1).to(self._device)
         numbers = torch.cat([own, norm])

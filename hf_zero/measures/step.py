@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import math
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -13,11 +12,10 @@ from typing import Any
 
 import torch
 
-from hf_zero.config import ZeroConfig
 from hf_zero.config.measures import MONITORS
 from hf_zero.device import spans
 from hf_zero.distributed.world_group import raise_on_all_ranks
-from hf_zero.logging import in_units, logger
+from hf_zero.logging import logger
 from hf_zero.measures.collectives import EngineCollectives
 from hf_zero.measures.comms_log import comms_logger, engine_lines
 from hf_zero.measures.figures import Figures, StepFigures, tracked
@@ -26,6 +24,7 @@ from hf_zero.measures.memory import breakdown, layout
 from hf_zero.measures.metrics_file import MetricsFile
 from hf_zero.measures.monitors import DeepSpeedMonitorConfig, MonitorMaster
 from hf_zero.measures.run_record import WarningRecords, run_header
+from hf_zero.measures.step_line import StepLine
 from hf_zero.measures.times import StepTimes
 from hf_zero.measures.trace import StepTrace
 from hf_zero.zero.layout.engine_plan import EnginePlan
@@ -42,29 +41,14 @@ FORMER = {
 }
 _files = weakref.WeakSet[MetricsFile]()  # of engines that have not ended
 PARTS = {"fwd": "forward_ms", "bwd": "backward_ms", "step": "update_ms"}
-# figures of the line that steps_per_print asks for, with their names there
-PRINTED = {
-    "loss": "loss",
-    "learning_rate": "learning_rate",
-    "grad_norm": "grad_norm",
-    "loss_scale": "loss_scale",
-    "samples_per_second": "samples/s",
-    "tokens_per_second": "tokens/s",
-    "step_ms": "ms a step",
-}
-
-
-def print_interval(config: ZeroConfig) -> int:
-    """Return ``steps_per_print`` as a number of steps; 0 for none."""
-    every = config.steps_per_print
-    return 0 if every is None or math.isinf(every) else max(1, int(every))
 
 
 def measures_of(engine: Any, plan: EnginePlan) -> StepMeasures:
     """Return what measures the steps of ``engine``, made by ``plan``, as its configuration says.
-    Collective.
+    Collective if that asks for measures.
     """
     config = engine.config
+    line = StepLine(config, engine.global_rank)
     asked = (
         config.wall_clock_breakdown,
         config.memory_breakdown,
@@ -73,7 +57,7 @@ def measures_of(engine: Any, plan: EnginePlan) -> StepMeasures:
         config.trace.enabled,
         config.comms_logger.enabled,
         config.flops_profiler.enabled,
-        print_interval(config),
+        line.every or line.by_time,
         *(getattr(config, name).enabled for name in MONITORS),
     )
     return EngineMeasures(engine, plan) if any(asked) else StepMeasures()
@@ -81,17 +65,20 @@ def measures_of(engine: Any, plan: EnginePlan) -> StepMeasures:
 
 class EngineMeasures(StepMeasures):
     """Measures of the steps of ``engine``; it holds no reference to it. ``plan``: the engine's, for
-    the header of its file; None if it writes none. Collective.
+    the header of its file; None if it writes none. Collective if the configuration asks for
+    measures; without that rank 0 alone may have them, for its line.
 
     ``monitor``: the enabled monitors. ``counts``: its collectives, None if nothing asks for them.
     """
 
     def __init__(self, engine: Any, plan: EnginePlan | None = None):
         config, device, rank = engine.config, engine.device, engine.global_rank
-        self._rank, self._every = rank, print_interval(config)
+        self._rank, self._line = rank, StepLine(config, rank)
+        self._every, self._world = self._line.every, engine.world_size
         self.times = StepTimes(config.wall_clock_breakdown, self._every or 1, device, rank)
-        with raise_on_all_ranks("open its monitors"):
-            self.monitor = MonitorMaster(DeepSpeedMonitorConfig.of(config))
+        monitors = DeepSpeedMonitorConfig.of(config)
+        with raise_on_all_ranks("open its monitors") if monitors.enabled else spans.NOTHING:
+            self.monitor = MonitorMaster(monitors)
         self._memory = config.memory_breakdown
         self._logs_collectives = config.comms_logger.enabled
         self.file: MetricsFile | None = None
@@ -109,13 +96,15 @@ class EngineMeasures(StepMeasures):
         axes = [*engine.mesh.axes, *engine.mesh.parallel_axes]
         self.counts = EngineCollectives(axes, device) if each else None
         self._figures: StepFigures | None = None
-        if each or self._every:
+        self._alone = not (each or self._every)  # figures of rank 0
+        if not self._alone or self._line.by_time:
             self._figures = StepFigures(
                 engine,
                 config.metrics,
                 self.counts,
-                lambda number: each or number % self._every == 0,
+                lambda number: each or self._line.is_due(number),
                 self._report,
+                self._alone,
             )
         if self.counts is not None and self._logs_collectives:
             comms_logger.take(config.comms_logger)
@@ -187,6 +176,9 @@ class EngineMeasures(StepMeasures):
         if due is not None and engine.global_steps + 1 == due.first:
             self._due = None
             self.trace(engine, due.steps, due.path)
+
+    def shown_elsewhere(self) -> None:
+        self._line.by_time = False
 
     @property
     def figures(self) -> Mapping[str, Any]:
@@ -280,8 +272,7 @@ class EngineMeasures(StepMeasures):
             self.file.write(figures)
         if self.monitor.enabled:
             self.monitor.write_events(_events(figures))
-        if self._every and number % self._every == 0:
-            logger.info("step %d: %s", number, _line(figures))
+        self._line.log(figures, self._alone and self._world > 1)
 
     def _log_collectives(self) -> None:
         assert self.counts is not None
@@ -305,18 +296,6 @@ def _free_folder(folder: Path) -> Path:
 
 def _taken() -> set[Path]:
     return {file.folder.resolve() for file in _files if file.folder is not None}
-
-
-def _line(figures: Figures) -> str:
-    """Return the figures of a step for the log, with the bytes of this rank's state and the most
-    that its device has held.
-    """
-    shown = [f"{told} {figures[name]:.6g}" for name, told in PRINTED.items() if name in figures]
-    state = sum(figures.get(f"{tier}_bytes", 0) for tier in ("device", "ram", "disk"))
-    shown.append(f"state {in_units(state)}")
-    if "peak_device_bytes" in figures:
-        shown.append(f"device at most {in_units(figures['peak_device_bytes'])}")
-    return ", ".join(shown)
 
 
 def _events(figures: Figures) -> list[tuple[str, Any, int]]:

@@ -554,7 +554,8 @@ def test_lines_of_the_log(every: float | None, heard_in_full: list[str]) -> None
 
     on_ranks(RANKS, run)
     figures = [line for line in heard_in_full if "samples/s" in line]
-    assert [line.split(":")[0] for line in figures] == (["step 2", "step 4"] if every == 2 else [])
+    steps = {2: ["step 2", "step 4"], None: ["step 1"]}.get(every, [])
+    assert [line.split(":")[0] for line in figures] == steps
     assert all("loss" in line and "grad_norm" in line for line in figures)
     memory = [line for line in heard_in_full if "memory | parameters on device" in line]
     assert len(memory) == (2 if every == 2 else 4)

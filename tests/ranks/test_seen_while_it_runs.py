@@ -1,15 +1,22 @@
 """The lines that a run writes by itself: a summary at the start, one for each save and load, one
-every ``steps_per_print`` steps, once for all ranks.
+every ``steps_per_print`` steps, or by time, once for all ranks.
 """
 
 from __future__ import annotations
 
+import math
 import re
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
+from tqdm import tqdm
 
 import hf_zero
+from hf_zero.config.provenance import SourcedDict
+from hf_zero.measures import step_line
+from hf_zero.zero.step.step_reports import StepMeasures
 from tests.helpers.stacks import on_ranks
 
 BYTES = r"[\d.,]+ (?:B|kB|MB|GB|TB)"
@@ -84,3 +91,94 @@ def test_the_bytes_of_a_save_are_those_of_its_files(told, tmp_path) -> None:
     value, unit = re.findall(r": ([\d.]+) (\w+) in", saved)[0]
     shown = float(value) * {"B": 1, "kB": 1e3, "MB": 1e6}[unit]
     assert shown == pytest.approx(size, rel=0.05), "the manifest itself is left out"
+
+
+def written_by_accelerate() -> SourcedDict:
+    config = SourcedDict({"stage": 2, "steps_per_print": math.inf})
+    return config.remember({"stage": (2, "config file zero2.json")}, "Accelerate")
+
+
+@pytest.mark.parametrize(
+    "config, seconds, bar, elsewhere, steps",
+    [
+        ({"stage": 3}, 30, False, False, [1]),
+        ({"stage": 1}, 0, False, False, [1, 2, 3]),
+        (written_by_accelerate(), 30, False, False, [1]),
+        ({"stage": 2, "steps_per_print": math.inf}, 0, False, False, []),
+        ({"stage": 2, "log_level": "warning"}, 0, False, False, []),
+        ({"stage": 2}, 0, True, False, []),
+        ({"stage": 2}, 0, False, True, []),
+        ({"stage": 2, "steps_per_print": 2}, 0, True, True, [2]),
+        ({"stage": 2, "metrics": {"enabled": True}}, 0, False, False, [1, 2, 3]),
+    ],
+)
+def test_lines_by_time(
+    config: Any,
+    seconds: float,
+    bar: bool,
+    elsewhere: bool,
+    steps: list[int],
+    told: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 logs its first step and then a line each ``SECONDS``, unless a bar, a trainer or the
+    script shows them; no other rank does anything for it.
+    """
+    monkeypatch.setattr(step_line, "SECONDS", seconds)
+    measured = {"metrics", "steps_per_print"} & {*config} and config.get("steps_per_print") != (
+        math.inf
+    )
+
+    def run(rank: int, model: Any) -> list[float]:
+        given = config if isinstance(config, SourcedDict) else dict(config)
+        engine, *_ = hf_zero.initialize(
+            model, given, optimizer=torch.optim.AdamW(model.parameters())
+        )
+        if elsewhere:
+            engine.measures.shown_elsewhere()
+        losses = []
+        with tqdm(total=3) if bar and rank == 0 else nullcontext():
+            for step in range(3):
+                loss = engine(torch.full((2, 7), 1.0 + rank + step)).square().mean()
+                losses.append(loss.item())
+                engine.backward(loss)
+                engine.step()
+        assert rank == 0 or measured or type(engine.measures) is StepMeasures
+        engine.destroy()
+        return losses
+
+    losses, others = on_ranks(2, run)
+    lines = [each for each in told if re.match(r"step \d+: ", each)]
+    assert [int(each.split()[1].strip(":")) for each in lines] == steps
+    for step, line in zip(steps, lines):
+        own = re.search(r"loss (\S+?)( on rank 0)?, ", line)
+        assert own is not None and bool(own[2]) == (not measured)
+        whole = (losses[step - 1] + others[step - 1]) / 2
+        assert float(own[1]) == pytest.approx(whole if measured else losses[step - 1], rel=1e-4)
+        for figure in ("learning_rate", "grad_norm", "samples/s", "ms a step", "state"):
+            assert figure in line
+
+
+def test_a_resumed_run_logs_its_first_step(told, tmp_path) -> None:
+    def run(rank: int, model: Any) -> None:
+        engine, *_ = hf_zero.initialize(
+            model, {"stage": 3}, optimizer=torch.optim.AdamW(model.parameters())
+        )
+        for _ in range(2):
+            engine.backward(engine(torch.ones(3, 7)).square().mean())
+            engine.step()
+        engine.save_checkpoint(str(tmp_path))
+        engine.destroy()
+        engine, *_ = hf_zero.initialize(
+            model,
+            {"stage": 3},
+            optimizer=torch.optim.AdamW(model.parameters()),
+            resume=str(tmp_path),
+        )
+        engine.backward(engine(torch.ones(3, 7)).square().mean())
+        engine.step()
+        engine.destroy()
+
+    on_ranks(2, run)
+    lines = [each.split(":")[0] for each in told if re.match(r"step \d+: ", each)]
+    assert lines == ["step 1", "step 3"]

@@ -234,6 +234,8 @@ class StrategyMethods:
                 "GradientAccumulationScheduler change accumulate_grad_batches"
             )
         engine.measures.keep_in(trainer.default_root_dir)
+        if trainer.progress_bar_callback is not None:
+            engine.measures.shown_elsewhere()
         if engine.memory is not None:
             self._save_into_memory(engine, trainer)
         engine.lr_scheduler = None  # Lightning steps the scheduler

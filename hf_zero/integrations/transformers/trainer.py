@@ -144,6 +144,7 @@ def prepare_engine(original: Callable[..., Any]) -> Callable[..., Any]:
 
         keep_what_is_written(self.deepspeed)
         self.deepspeed.measures.keep_in(self.args.output_dir)
+        self.deepspeed.measures.shown_elsewhere()
         leave_to_trainer(self.accelerator)
         return result
 

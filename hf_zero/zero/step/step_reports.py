@@ -173,6 +173,9 @@ class StepMeasures:
         """
         return {}
 
+    def shown_elsewhere(self) -> None:
+        """Log no line of a step unless a key asks for it: a trainer shows its own."""
+
     def keep_in(self, folder: str) -> None:
         """Write files to ``folder`` unless the configuration, or an earlier call, names one."""
 
