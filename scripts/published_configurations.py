@@ -2,7 +2,9 @@
 what becomes of them. The checkouts are fetched by whoever runs it; none is a part of hf-zero.
 
     git clone --depth 1 https://github.com/haotian-liu/LLaVA sources/LLaVA
-    python scripts/published_configurations.py sources/*
+    python scripts/published_configurations.py sources/* \\
+        --out scripts/bench/results/published_configurations-2026-11-24.jsonl
+    python scripts/readme.py
 
 A file counts if it is JSON or YAML, and a DeepSpeed or an Accelerate configuration rather than that
 of a whole training program.
@@ -10,7 +12,8 @@ of a whole training program.
 
 from __future__ import annotations
 
-import sys
+import argparse
+import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +32,10 @@ PROGRAMS = (  # keys of configurations of other programs, which hold DeepSpeed's
     *("model", "train", "tokenizer", "base_model", "model_name_or_path", "num_layers"),
     *("num-layers", "pipe_parallel_size", "pipe-parallel-size"),
 )
+
+
+OUTCOMES = ("run", "run, some keys left out", "to mend by hand")
+JSON = "DeepSpeed JSON"
 
 
 def configurations(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -50,38 +57,82 @@ def configurations(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             and ("zero_optimization" in mapping or any(name in mapping for name in PRECISIONS))
             and not any(name in mapping for name in PROGRAMS)
         ):
-            yield "DeepSpeed JSON", mapping
+            yield JSON, mapping
 
 
 def outcome(migration: Migration) -> str:
     if not migration.runs:
-        return "to mend by hand"
+        return OUTCOMES[2]
     left = any(found.outcome == "left out" for found in migration.findings)
-    return "run, some keys left out" if left else "run"
+    return OUTCOMES[1] if left else OUTCOMES[0]
 
 
-def main(folders: list[str]) -> None:
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """A row for each kind and outcome of the configurations below ``folder``, with what is left
+    out.
+    """
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for kind, mapping in configurations(folder):
+        migration = migrate(mapping)
+        key = kind, outcome(migration)
+        named = {"repository": folder.name, "kind": kind, "outcome": key[1]}
+        row = found.setdefault(key, {**named, "configurations": 0, "left_out": Counter()})
+        row["configurations"] += 1
+        row["left_out"].update(
+            f"{found.key}: {found.note}"[:160]
+            for found in migration.findings
+            if found.outcome == "left out"
+        )
+    return list(found.values())
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """A Markdown table of the outcomes by kind."""
     counts: Counter[tuple[str, str]] = Counter()
-    holding = set()
-    reasons: Counter[str] = Counter()
-    for folder in tqdm(folders, unit="repository"):
-        for kind, mapping in configurations(Path(folder)):
-            migration = migrate(mapping)
-            counts[kind, outcome(migration)] += 1
-            holding.add(folder)
-            reasons.update(
-                f"{found.key}: {found.note}"
-                for found in migration.findings
-                if found.outcome == "left out"
-            )
-    columns = ("run", "run, some keys left out", "to mend by hand")
-    print(f"{counts.total()} configurations of {len(holding)} repositories")
-    print(f"| {' | '.join(('kind', *columns))} |\n|{' --- |' * 4}")
-    for kind in sorted({kind for kind, _ in counts}):
-        print(f"| {kind} | {' | '.join(str(counts[kind, column]) for column in columns)} |")
+    for row in rows:
+        counts[_group(row["kind"]), row["outcome"]] += row["configurations"]
+    repositories = len({row["repository"] for row in rows})
+    kinds = sorted({kind for kind, _ in counts})
+    total = f"{counts.total()} configurations of {repositories} repositories"
+    lines = [
+        f"| {' | '.join((total, *OUTCOMES))} |",
+        f"|{' --- |' * (1 + len(OUTCOMES))}",
+        *(
+            f"| {kind} | {' | '.join(str(counts[kind, each]) for each in OUTCOMES)} |"
+            for kind in kinds
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def _group(kind: str) -> str:
+    named = {"DEEPSPEED": "Accelerate for DeepSpeed", "FSDP": "Accelerate for FSDP"}
+    return kind if kind == JSON else named.get(kind, "Accelerate for DDP or one process")
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """The rows of the newest file in ``folder``."""
+    newest = max(folder.glob("published_configurations-*.jsonl"))
+    return [json.loads(line) for line in newest.read_text().splitlines()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folders", type=Path, nargs="+", help="checkouts, one a repository")
+    parser.add_argument("--out", type=Path, help="a file for the rows, as JSON lines")
+    args = parser.parse_args()
+    rows = [
+        row for folder in tqdm(args.folders, unit="repository", delay=5) for row in rows_of(folder)
+    ]
+    if args.out is not None:
+        args.out.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    print(table(rows))
+    reasons: Counter[str] = sum((row["left_out"] for row in rows), Counter())
     for reason, count in reasons.most_common():
-        print(f"{count:4} {reason[:160]}")
+        print(f"{count:4} {reason}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,6 +1,6 @@
 """Writes what is generated for readers and editors: the drawing of the stages, the table of stages
-by model size and number of GPUs, the page of configuration keys, their JSON schema, and the types
-of ZeroConfig's keywords.
+by model size and number of GPUs, the tables of measurements in the documentation, the page of
+configuration keys, their JSON schema, and the types of ZeroConfig's keywords.
 
     python scripts/readme.py            # writes the files below
     python scripts/readme.py --check    # says what would change; exit code 1 if anything
@@ -17,7 +17,11 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import published_configurations
+from bench import comparison
+
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "scripts" / "bench" / "results"
 RANKS = 4
 ROWS = ("parameters", "gradients", "optimizer state")
 SHARDED = {0: (), 1: (2,), 2: (1, 2), 3: (0, 1, 2)}  # which of ROWS a stage shards
@@ -39,8 +43,7 @@ COLORS = {
     },
 }
 
-GPU_BYTES = 80e9
-SHARE_OF_STATE = 0.8
+GPU_BYTES, RAM_BYTES = 80 * 10**9, 10**15
 GPUS = (1, 4, 8, 32)
 # hidden, intermediate, layers, heads, key-value heads, vocabulary, tied head
 MODELS = {
@@ -103,7 +106,7 @@ def drawing(scheme: str) -> str:
 
 
 def stages() -> str:
-    """A Markdown table: for each model and number of GPUs, the lowest stage that fits."""
+    """A Markdown table: for each model and number of GPUs, the fastest configuration that fits."""
     lines = [
         "| model | " + " | ".join(f"{gpus} GPU{'s' * (gpus > 1)}" for gpus in GPUS) + " |",
         "| --- |" + " --- |" * len(GPUS),
@@ -141,20 +144,23 @@ def _on_meta(
 
 
 def _cell(model: Any, gpus: int) -> str:
-    import hf_zero
+    """What ``hf-zero estimate --fit`` proposes for GPUs of 80 GB, where RAM is no limit."""
+    from hf_zero.device.free_memory import Free
+    from hf_zero.planning.estimate import propose
 
-    for stage in range(0 if gpus == 1 else 1, 4):
-        tiers = hf_zero.estimate(model, gpus, "bf16", stage=stage).at(stage).tiers
-        if tiers.device <= GPU_BYTES * SHARE_OF_STATE:
-            return f"stage {stage}: {_gb(tiers.device)}"
-    for words, sections in (
-        ("optimizer on the CPU", {"offload_optimizer": "cpu"}),
-        ("all on the CPU", {"offload_optimizer": "cpu", "offload_param": "cpu"}),
-    ):
-        tiers = hf_zero.estimate(model, gpus, "bf16", stage=3, **sections).at(3).tiers
-        if tiers.device <= GPU_BYTES * SHARE_OF_STATE:
-            return f"stage 3, {words}: {_gb(tiers.device)}, host {_gb(tiers.ram)}"
-    return "more GPUs"
+    found = propose(model, gpus, Free(device=GPU_BYTES, ram=RAM_BYTES)).fit.chosen
+    if found is None:
+        return "more GPUs"
+    settings, needs = found.plan.settings, found.needs
+    away = (
+        ", all on the CPU"
+        if settings.offload_param.on
+        else ", optimizer on the CPU"
+        if settings.offload_optimizer.on
+        else ""
+    )
+    host = f", host {_gb(needs.ram_bytes)}" if away else ""
+    return f"stage {settings.stage}{away}: {_gb(needs.device_bytes)}{host}"
 
 
 def _gb(size: int) -> str:
@@ -244,14 +250,17 @@ def schema_text(schema: dict[str, Any]) -> str:
 def generated() -> dict[Path, str]:
     """Every generated file and what it should hold."""
     table = stages()
-    tabled = (ROOT / "README.md", ROOT / "hf_zero/docs/stages.md")
+    docs = ROOT / "hf_zero/docs"
+    tabled = (ROOT / "README.md", docs / "stages.md")
+    published = published_configurations.table(published_configurations.read(RESULTS))
+    migrated = (docs / "from-deepspeed.md", docs / "from-fsdp.md")
+    limits = docs / "limits.md"
     return {
         **keys(),
+        limits: filled(limits.read_text(), "comparison", comparison.table()),
         **{path: filled(path.read_text(), "stages", table) for path in tabled},
-        **{
-            ROOT / "hf_zero/docs/drawings" / f"stages-{scheme}.svg": drawing(scheme)
-            for scheme in COLORS
-        },
+        **{path: filled(path.read_text(), "published", published) for path in migrated},
+        **{docs / "drawings" / f"stages-{scheme}.svg": drawing(scheme) for scheme in COLORS},
     }
 
 

@@ -105,11 +105,12 @@ def _dialect(mapping: Mapping[str, Any], prefix: str, findings: list[KeyFinding]
 
 
 def _mistaken(written: str, value: Any, reading: ConfigReading, path: str) -> KeyFinding:
-    """Return the finding of a key that hf-zero refuses: to mend if it is known, built, and has a
-    wrong value.
+    """Return the finding of a key that hf-zero refuses: to mend if it is known, built, has an
+    effect, and has a wrong value.
     """
     error = reading.mistakes[0]
-    wrong = (path in KEYS or path in ACCELERATE_KEYS) and path not in reading.values
+    active = path in KEYS and KEYS[path].status is Status.ACTIVE
+    wrong = (active or path in ACCELERATE_KEYS) and path not in reading.values
     mend = wrong and not isinstance(error, NotBuiltError)
     return KeyFinding(written, value, "to mend" if mend else "left out", _said(error))
 

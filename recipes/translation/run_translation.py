@@ -159,6 +159,8 @@ def main() -> None:
         save_steps=200, predict_with_generate=True,
         generation_max_length=48, label_names=["labels"], report_to="none",
         use_cpu=not torch.accelerator.is_available(), disable_tqdm=True, seed=42,
+        # the model's loss is a mean over its own rank's tokens, which the Trainer would multiply
+        average_tokens_across_devices=False,
     )  # fmt: skip
     data, shape, args = parser.parse_args_into_dataclasses()
     if args.resume_from_checkpoint == "latest":

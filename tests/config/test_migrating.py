@@ -158,6 +158,14 @@ def test_a_wrong_value_of_a_known_key_is_to_mend(written: dict[str, Any], key: s
     assert outcome == "to mend" and " is not " in note and not migration.runs
 
 
+def test_a_key_of_deepspeed_without_effect_is_left_out_of_accelerates_section() -> None:
+    section = {"zero_stage": 3, "seq_parallel_communication_data_type": "bf16"}
+    migration = migrate({"distributed_type": "DEEPSPEED", "deepspeed_config": section})
+    found = outcomes(migration.findings)
+    assert found["deepspeed_config.seq_parallel_communication_data_type"][0] == "left out"
+    assert migration.runs and migration.after["deepspeed_config"] == {"zero_stage": 3}
+
+
 def test_what_fsdp_has_and_hf_zero_has_not_is_left_out() -> None:
     found = outcomes(
         migrate(

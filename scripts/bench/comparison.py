@@ -1,0 +1,156 @@
+"""The table of hf-zero beside DeepSpeed, FSDP2 and DDP in the documentation, from the rows in
+``results/``. ``scripts/readme.py`` writes it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+RESULTS = Path(__file__).parent / "results"
+PEERS = ("hf-zero", "DeepSpeed 0.19.8", "FSDP2", "DDP")
+Rows = list[dict[str, Any]]
+Cells = Sequence[float | None]  # of PEERS
+
+
+class Comparison(NamedTuple):
+    """``what`` is measured, in the unit of ``text``; ``measured`` finds the figures of the peers in
+    the rows of the file ``source``.
+    """
+
+    what: str
+    text: str
+    source: str
+    measured: Callable[[Rows], Cells]
+
+
+def _steps(stage: int) -> Callable[[Rows], Cells]:
+    """Return the best round's seconds of a step."""
+    fsdp, ddp = ("fsdp2" if stage == 3 else "", "ddp" if stage == 0 else "")
+
+    def measured(rows: Rows) -> Cells:
+        (best,) = [row["best"] for row in rows if "best" in row]
+        return [best.get(name) for name in (f"hfz{stage}", f"ds{stage}", fsdp, ddp)]
+
+    return measured
+
+
+def _small_blocks(rows: Rows) -> Cells:
+    """Return the best round's seconds of CPU time of a step."""
+
+    def best(kind: str) -> float:
+        return min(row["cpu"] for row in rows if row.get("case") == "all" and row["kind"] == kind)
+
+    return [1e3 * best("hfz3"), None, 1e3 * best("fsdp2"), 1e3 * best("ddp")]
+
+
+def _offload(contenders: Sequence[str], column: str) -> Callable[[Rows], Cells]:
+    def measured(rows: Rows) -> Cells:
+        found = {row["contender"]: row[column] for row in rows if "contender" in row}
+        values = [found.get(name) for name in contenders]
+        return [median(each) if isinstance(each, list) else each for each in values]
+
+    return measured
+
+
+def _loading(column: str) -> Callable[[Rows], Cells]:
+    """Return the last rank's figure in the best round."""
+
+    def measured(rows: Rows) -> Cells:
+        def of(contender: str) -> float:
+            rounds: dict[int, list[float]] = {}
+            for row in rows:
+                if row.get("contender") == contender and row["ranks"] == 2:
+                    rounds.setdefault(row["round"], []).append(row[column])
+            whole = [max(each) for each in rounds.values()]
+            return min(whole) if column == "seconds" else max(whole)
+
+        return [of("hf-zero"), of("deepspeed"), None, None]
+
+    return measured
+
+
+def _converting(column: str) -> Callable[[Rows], Cells]:
+    def measured(rows: Rows) -> Cells:
+        found = {row["contender"]: row[column] for row in rows}
+        return [found["hf-zero"], found["deepspeed"], None, None]
+
+    return measured
+
+
+def _adam(rows: Rows) -> Cells:
+    """Return the best round's milliseconds in the last run."""
+    *_, best = (row["best"] for row in rows if "best" in row and row["numel"] == 10**8)
+    return [1e3 * best["hf-zero fp32"], 1e3 * best["DeepSpeedCPUAdam fp32"], None, None]
+
+
+STEPS, OFFLOAD = "cpu_ranks-2026-11-20", "offload-2026-11-20"
+LOADING, CONVERTING = "loading-2026-11-20", "convert-2026-11-21"
+ADAM = "cpu_optimizers-2026-11-20"
+OPTIMIZER_AWAY, ALL_AWAY = ("cpu", "ds cpu"), ("all cpu", "ds all cpu", "fsdp cpu")
+COMPARISONS = (
+    Comparison(
+        "seconds a step, BERT of 8 layers, fp32, two ranks: stage 0", "{:.2f}", STEPS, _steps(0)
+    ),
+    Comparison("... stage 1", "{:.2f}", STEPS, _steps(1)),
+    Comparison("... stage 2", "{:.2f}", STEPS, _steps(2)),
+    Comparison("... stage 3", "{:.2f}", STEPS, _steps(3)),
+    Comparison(
+        "CPU ms a step of 64 tiny blocks, stage 3",
+        "{:.3g}",
+        "small_blocks-2026-11-21",
+        _small_blocks,
+    ),
+    Comparison(
+        "optimizer in host memory, seconds a step",
+        "{:.3f}",
+        OFFLOAD,
+        _offload(OPTIMIZER_AWAY, "times"),
+    ),
+    Comparison("... memory kept", "{:,.0f} MiB", OFFLOAD, _offload(OPTIMIZER_AWAY, "kept_mb")),
+    Comparison(
+        "optimizer and parameters in host memory, seconds a step",
+        "{:.3f}",
+        OFFLOAD,
+        _offload(ALL_AWAY, "times"),
+    ),
+    Comparison("... memory kept", "{:,.0f} MiB", OFFLOAD, _offload(ALL_AWAY, "kept_mb")),
+    Comparison("Adam on the CPU, 100M parameters in fp32, ms", "{:.1f}", ADAM, _adam),
+    Comparison(
+        "loading 551M parameters on two ranks, seconds", "{:.2f}", LOADING, _loading("seconds")
+    ),
+    Comparison("... peak of a rank over its start", "{:,.0f} MiB", LOADING, _loading("peak_mb")),
+    Comparison(
+        "converting a checkpoint of 437M parameters, seconds",
+        "{:.2f}",
+        CONVERTING,
+        _converting("seconds"),
+    ),
+    Comparison("... peak memory", "{:,.0f} MiB", CONVERTING, _converting("peak_mb")),
+)
+
+
+def table() -> str:
+    """A Markdown table with a row for each comparison and the file of its figures."""
+    head = ["", *PEERS, "measured"]
+    return "\n".join(_line(each) for each in (head, ["---"] * len(head), *_lines()))
+
+
+def _lines() -> Iterator[list[str]]:
+    for each in COMPARISONS:
+        path = RESULTS / f"{each.source}.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines() if line]
+        cells = [*each.measured(rows), *[None] * len(PEERS)][: len(PEERS)]
+        shown = ["" if cell is None else each.text.format(cell) for cell in cells]
+        yield [each.what, *shown, f"`{each.source}`"]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |")
+
+
+if __name__ == "__main__":
+    print(table())
