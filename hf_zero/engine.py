@@ -195,9 +195,10 @@ class Engine(TrainingEngine):
         buckets, lists of (name, tensor on the device), each gathered while the one before is used.
         Making it and each loop over it are collective.
 
-        Tensors are valid until the next bucket. A loop raises PartitionError if weights have
-        been written since this call; ``step`` of the result is the number of optimizer steps before
-        it, ``tensors`` lists names, dtypes and shapes without a gather.
+        Tensors are valid until the next bucket, on the stream that is current where a bucket is
+        asked for. A loop raises PartitionError if weights have been written since this call;
+        ``step`` of the result is the number of optimizer steps before it, ``tensors`` lists names,
+        dtypes and shapes without a gather.
 
         Args:
             bucket: bytes of a bucket, a number or text such as "512MiB". At most two are in memory;

@@ -76,13 +76,15 @@ class TensorPart(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        own = args[0]
+        if func.overloadpacket is torch.ops.aten.new_empty and list(args[1]) == list(own.shape):
+            return TensorPart(own.local.new_empty(own.local.shape, **(kwargs or {})), own.place)
         if func.overloadpacket not in COPIES:
             raise CheckpointError(
                 f"{func} on a part of a parameter in a state dict; save and load it with "
                 "torch.distributed.checkpoint, or ask for whole tensors with "
                 "StateDictOptions(full_state_dict=True)"
             )
-        own = args[0]
         return TensorPart(func(own.local, *args[1:], **(kwargs or {})), own.place)
 
     # ---- the protocol of torch.distributed.checkpoint ----
@@ -173,10 +175,12 @@ def _within(
 
 
 class _Own:
-    """The elements of an engine's parameters on this rank, under their names in the model."""
+    """The elements of an engine's parameters on this rank, under their names in the model.
+    ``on_host``: tensors are given in host memory, each copied there by itself.
+    """
 
-    def __init__(self, engine: Any):
-        self.engine = engine
+    def __init__(self, engine: Any, on_host: bool = False):
+        self.engine, self._on_host = engine, on_host
         version_of(engine)  # updates are complete, and a script's writes are in the shards
         whole = WholeNames(engine.module)
         self.tied: dict[str, list[str]] = {}
@@ -198,7 +202,8 @@ class _Own:
         first, start, stop = flat.spec.own_range(name)
         box = sharding_of(flat.parameters[name]).box
         place = (flat.layout.by_name[name].shape, first, box)
-        return TensorPart(values[start:stop].detach().clone(), place)
+        own = values[start:stop].detach()
+        return TensorPart(own.to("cpu", copy=True) if self._on_host else own.clone(), place)
 
     @torch.no_grad()
     def put(self, flat: FlatBuffer, name: str, value: torch.Tensor, into: torch.Tensor) -> None:
@@ -229,7 +234,10 @@ class _Own:
                 for _, name, fqn in slots:
                     part = self.part(flat, name, values)
                     state.update(dict.fromkeys((fqn, *self.tied.get(name, ())), part))
-        return state | self.buffers
+        return state | {
+            name: value.to("cpu") if self._on_host else value
+            for name, value in self.buffers.items()
+        }
 
     @torch.no_grad()
     def load_weights(self, state: Mapping[str, Any], strict: bool) -> Any:
@@ -362,7 +370,7 @@ def _own(model: nn.Module, info: Any) -> _Own | None:
     engine = engine_of(model)
     if engine is None or info.full_state_dict or info.submodule_prefixes:
         return None
-    return _Own(engine)
+    return _Own(engine, info.cpu_offload)
 
 
 def _ours(torch_module: Any) -> dict[str, Callable[..., Any]]:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
 from hf_zero.checkpoint.torch_state_dict import TensorPart
 from hf_zero.errors import CheckpointError
@@ -42,6 +43,17 @@ def test_boxes_hold_each_element_once_in_its_place(name):
                 assert view.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
                 seen += view.reshape(-1).tolist()
             assert sorted(seen) == sorted(local.tolist())
+
+
+def test_what_is_staged_for_an_asynchronous_save_is_a_part():
+    part = TensorPart(torch.arange(6.0), ((2, 5), 3, None))
+    staged = StateDictStager().stage({"weight": part})["weight"]
+    part.local.zero_()
+    assert isinstance(staged, TensorPart) and torch.equal(staged.local, torch.arange(6.0))
+    assert [offsets for offsets, _ in staged.pieces] == [offsets for offsets, _ in part.pieces]
+    assert torch.equal(torch.cat([v.flatten() for _, v in staged.pieces]), torch.arange(6.0))
+    with pytest.raises(CheckpointError, match="new_empty"):
+        part.new_empty((2, 3))
 
 
 def test_copies_are_parts_and_other_operations_are_refused():

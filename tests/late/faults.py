@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from tests.late import absences, device, pipelines, training
+from tests.late import absences, device, pipelines, training, ways_out
 
 import torch  # isort: skip
 from hf_zero.activations import host_copies as transfers  # isort: skip
@@ -323,6 +323,17 @@ FAULTS: dict[str, Fault] = {
     "a generation is hashed under its copy": Fault(
         IN_MEMORY, left_out("synchronize", "file_writer.py copy_to_memory"), COPIES
     ),
+    "weights are copied before they are gathered": Fault(
+        "weights are sent", left_out("wait", "rollout_weights.py follow"), COPIES
+    ),
+    "weights are read before they come from the host": Fault(
+        "weights are sent", left_out("wait", "wholes.py _finish"), COPIES
+    ),
+    "a script writes shards under their gather": Fault(
+        "a state dict is put",
+        left_out("synchronize", "flat_buffer.py store_part"),
+        COPIES,
+    ),
     "a stage does not wait for what it receives": Fault(
         "pipeline", replaced(schedules, "_wait_batch_p2p", _nothing), COPIES
     ),
@@ -349,9 +360,12 @@ OVER_HOSTS: dict[str, Fault] = {
     ),
 }
 
+AWAY = "stage 3, all on the host"
 RUNS: dict[str, Callable[[int], Any]] = {
     "blocks left out": lambda rank: absences.leaves_out("leaves out blocks", rank),
     "pipeline": lambda rank: pipelines.train("1f1b"),
+    "weights are sent": lambda rank: ways_out.sends_weights(ways_out.Job(AWAY, rank)),
+    "a state dict is put": lambda rank: ways_out.is_under_way(ways_out.Job(AWAY, rank)),
 }
 
 

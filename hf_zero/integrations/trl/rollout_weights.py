@@ -8,6 +8,7 @@ Here ``iter_weights`` takes the place of these gathers, at every stage.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -32,27 +33,41 @@ def stream_of(engine: Any, server: bool) -> Any:
     return engine.iter_weights(dtype=None, rank0_only=server)
 
 
-def copies(stream: Any, device: torch.device) -> Iterator[list[Named]]:
-    """Yield the buckets of ``stream`` in memory that the caller may keep, on the stream that is
-    current when each is asked for: vLLM packs tensors later, and on streams of its own.
+def copies(stream: Any, device: torch.device) -> Iterator[Iterator[Named]]:
+    """Return the buckets of ``stream``, each a loop over copies that the caller may keep: vLLM
+    packs tensors later, and on several streams in turn. Gathers run on the stream that is current
+    now; each copy is made on the one that is current when it is asked for. Finish each bucket's
+    loop.
     """
     from hf_zero.device import kinds, streams
 
-    if kinds.is_host(device):
-        for bucket in stream:
-            yield [(name, value.clone()) for name, value in bucket]
-        return
-    gathers, buckets = streams.current_stream(device), iter(stream)
-    while True:
-        here = streams.current_stream(device)
-        with streams.on_stream(gathers):
-            bucket = next(buckets, None)
-        if bucket is None:
-            return
-        here.wait_stream(gathers)
-        kept = [(name, value.clone()) for name, value in bucket]
-        gathers.wait_stream(here)
-        yield kept
+    def current() -> streams.Stream | None:
+        return None if kinds.is_host(device) else streams.current_stream(device)
+
+    def follow(stream: streams.Stream | None, other: streams.Stream | None) -> None:
+        if stream is not None and other is not None and stream != other:
+            stream.wait_stream(other)
+
+    def copied(bucket: list[Named]) -> Iterator[Named]:
+        for name, value in bucket:
+            here = current()
+            follow(here, gathers)
+            kept = value.clone()
+            follow(gathers, here)
+            yield name, kept
+
+    gathers = current()
+
+    def buckets() -> Iterator[Iterator[Named]]:
+        left = iter(stream)
+        while True:
+            with streams.on_stream(gathers):
+                bucket = next(left, None)
+            if bucket is None:
+                return
+            yield copied(bucket)
+
+    return buckets()
 
 
 def iter_in_buckets(original: Callable[..., Iterator[Named]]) -> Callable[..., Iterator[Named]]:
@@ -61,17 +76,17 @@ def iter_in_buckets(original: Callable[..., Iterator[Named]]) -> Callable[..., I
     """
 
     def _iter_named_params(self: Any) -> Iterator[Named]:
+        # not a generator: the stream that is current now is that of the training
         engine = engine_of(self.model) if finder.chosen() else None
         if engine is None:
-            yield from original(self)
-            return
+            return original(self)
         stream = stream_of(engine, self.mode == "server")
         if self.mode == "server" and self._weight_metadata is None:
-            for name, dtype, shape in stream.tensors:
-                yield name, torch.empty(shape, dtype=dtype, device="meta")
-            return
-        for bucket in copies(stream, engine.device):
-            yield from bucket
+            return (
+                (name, torch.empty(shape, dtype=dtype, device="meta"))
+                for name, dtype, shape in stream.tensors
+            )
+        return chain.from_iterable(copies(stream, engine.device))
 
     return _iter_named_params
 
@@ -85,7 +100,7 @@ def move_in_buckets(original: Callable[..., None]) -> Callable[..., None]:
             original(self)
             return
         server = self.vllm_mode == "server"
-        for bucket in copies(stream_of(engine, server), engine.device):
+        for bucket in map(list, copies(stream_of(engine, server), engine.device)):
             if server:
                 infos = [
                     (name, str(value.dtype).removeprefix("torch."), list(value.shape))

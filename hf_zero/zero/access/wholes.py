@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hf_zero.device import streams
 from hf_zero.distributed.collectives import Handle, MeshDim
 from hf_zero.errors import PartitionError
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
@@ -34,10 +35,13 @@ class Whole(NamedTuple):
 
 
 class _Gathering(NamedTuple):
-    """The gather of one group under way, and its whole buffers: [padded] each."""
+    """The gather of one group under way, and its whole buffers: [padded] each. ``brought``: the
+    event after which shards from host memory are on the device.
+    """
 
     handles: Sequence[Handle]
     buffers: Sequence[tuple[FlatBuffer, torch.Tensor]]
+    brought: streams.Event | None
 
 
 def _has_masters(flat: FlatBuffer, dtype: torch.dtype | None) -> bool:
@@ -148,7 +152,23 @@ def whole_groups(
 def _launch(
     group: Sequence[FlatBuffer], dtype: torch.dtype | None, memory: torch.Tensor
 ) -> _Gathering:
-    """Begin the gather of ``group`` into ``memory`` [bytes]."""
+    """Begin the gather of ``group`` into ``memory`` [bytes]. Shards come from host memory beside
+    what the caller does with the group before.
+    """
+    away = any(flat.is_away and not _has_masters(flat, dtype) for flat in group)
+    beside = streams.shard_stream(memory.device) if away else None
+    if beside is not None:
+        beside.wait_stream(streams.current_stream(memory.device))
+    with streams.on_stream(beside):
+        handles, buffers = _issue(group, dtype, memory)
+    brought = None if beside is None else streams.record_event(beside)
+    return _Gathering(handles, buffers, brought)
+
+
+def _issue(
+    group: Sequence[FlatBuffer], dtype: torch.dtype | None, memory: torch.Tensor
+) -> tuple[Sequence[Handle], Sequence[tuple[FlatBuffer, torch.Tensor]]]:
+    """Issue the gather of ``group`` on the current stream."""
     buffers: list[tuple[FlatBuffer, torch.Tensor]] = []
     pairs: dict[MeshDim, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     at = 0
@@ -163,22 +183,33 @@ def _launch(
         if not masters and not flat.sharded:
             whole.copy_(flat.full)
             continue
-        values = flat.optimizer_shard.master if masters else flat.shard
-        assert values is not None
-        if layout.shards == 1:
-            whole.copy_(values)
-            continue
         own = whole.narrow(0, flat.axis.rank * layout.chunk, layout.chunk)
-        pairs.setdefault(flat.axis, []).append((whole, own.copy_(values)))
+        if masters:
+            values = flat.optimizer_shard.master
+            assert values is not None
+        elif flat.is_away:
+            values = flat.bring_shard(own if sent == flat.dtype else _room(flat))
+        else:
+            values = flat.shard
+        if values is not own:
+            own.copy_(values)
+        if layout.shards > 1:
+            pairs.setdefault(flat.axis, []).append((whole, own))
     keys = f"{group[0].key}..{group[-1].key}" if len(group) > 1 else group[0].key
     handles = [axis.all_gather(each, f"whole {keys}") for axis, each in pairs.items()]
-    return _Gathering(handles, buffers)
+    return handles, buffers
+
+
+def _room(flat: FlatBuffer) -> torch.Tensor:
+    return torch.empty(flat.layout.chunk, dtype=flat.dtype, device=flat.full.device)
 
 
 def _finish(gathering: _Gathering, names: WholeNames) -> list[Whole]:
     """Return the parameters of a group, joined from the parts of ranks along other axes."""
     for handle in gathering.handles:
         handle.wait()
+    if gathering.brought is not None:
+        streams.current_stream(gathering.buffers[0][1].device).wait_event(gathering.brought)
     found = []
     for flat, buffer in gathering.buffers:
         for parameter, slot in flat.items:

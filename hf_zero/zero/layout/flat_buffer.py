@@ -181,13 +181,14 @@ class FlatBuffer:
         self.optimizer_shard.wait_for_update()
         return numbers(self._storage.acquire(0, overwrite=True)[SHARD])
 
-    def bring_shard(self) -> torch.Tensor:
+    def bring_shard(self, own: torch.Tensor | None = None) -> torch.Tensor:
         """Return this rank's elements at their place in ``full``, copied there if they are
-        offloaded: [owned].
+        offloaded: [owned]. With ``own`` [owned], of the same dtype, they are copied there. The host
+        does not wait for a copy from its memory: issue it on the stream of shards.
         """
         if self.optimizer_shard.finish_update is not None:
             self.optimizer_shard.finish_update()
-        own = self._own
+        own = self._own if own is None else own
         crosses = span("copy_to_device", self.key, own.nbytes) if self.is_away else NOTHING
         with crosses:
             self._storage.fetch_into(SHARD, 0, own)
@@ -227,8 +228,11 @@ class FlatBuffer:
 
     def store_part(self, start: int, values: torch.Tensor) -> None:
         """Overwrite elements of ``owned`` from ``start`` on. Does not wait for the update under
-        way, which calls it.
+        way, which calls it; the host waits for gathers that still read an offloaded shard.
         """
+        reads = streams.shard_stream(self.full.device) if self.is_away else None
+        if reads is not None:
+            streams.record_event(reads).synchronize()
         self._storage.store(SHARD, start, values)
 
     def part_in_host_memory(self, start: int, stop: int) -> torch.Tensor | None:
