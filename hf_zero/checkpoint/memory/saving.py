@@ -288,8 +288,9 @@ class MemoryCheckpoints(JobFolders):
         """Copy the state of ``engine`` into this host's memory, and let a thread do the rest. Every
         rank calls it after the same step.
 
-        Raises CheckpointError on all ranks if the first save finds no room. Later failures are
-        logged: the generation before stays, and training goes on.
+        Raises CheckpointError on all ranks if the first save finds no room, and RankMismatchError
+        if this rank's collectives have been aborted. Later failures are logged: the generation
+        before stays, and training goes on.
         """
         refuse_destroyed(engine, "save")
         self._wait_for_last()
@@ -299,6 +300,9 @@ class MemoryCheckpoints(JobFolders):
         if client_state is None:
             client_state = self.client_state
         staged = self._copy(engine, beside or {}, client_state, tag)
+        # The copies have waited for the device. If that was for collectives that have been aborted,
+        # what followed them, such as the update, has computed with whatever they left.
+        engine.mesh.watchdog.check()
         self._staged = None if self._early_step == step else staged
         self._last_step, self._early_step = step, -1
         if self._is_cut_off:

@@ -437,6 +437,30 @@ def test_a_thread_that_fails_on_one_rank_leaves_a_whole_generation(
     assert any("step 2 in memory failed on rank 1" in line for line in heard)
 
 
+def test_what_follows_an_aborted_collective_is_no_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device the host waits for collectives first where it waits for the copies. These end as
+    well if the collectives are aborted, on all ranks.
+    """
+    setup = with_folders(Kept(), tmp_path)
+    copied, engines = saving.copy_to_memory, dict[int, Any]()
+
+    def copies(*args: Any) -> None:
+        copied(*args)
+        engine = engines.get(threading.get_ident())
+        if engine is not None and engine.global_steps == 3:
+            engine.mesh.watchdog.verdict = "rank 0 has waited 6 s, which is the timeout"
+
+    def remember(engine: Any, rank: int) -> None:
+        engines[threading.get_ident()] = engine
+
+    with monkeypatch.context() as faults, pytest.raises(RankFailed, match="which is the timeout"):
+        faults.setattr(saving, "copy_to_memory", copies)
+        attempt(setup, range(4), before=remember)
+    assert {first for first, *_ in attempt(setup, range(4), tmp_path / "disk")} == {2}
+
+
 CLAIMS = """
 import fcntl, sys
 held = open(sys.argv[1], "w")
