@@ -211,10 +211,10 @@ class Engine(TrainingEngine):
                 them, under the names of adapter files. Only with ``names="hf"``.
             rank0_only: other ranks take part and get no bucket.
             changed_only: leave out flat buffers that no step, load or script has changed since the
-                last complete loop.
+                last complete loop, if that had the same dtype, names and active adapters.
 
         Raises:
-            ConfigError: an argument is none of these.
+            ConfigError: an argument is none of these, or differs between ranks.
         """
         kinds = {"names": (names, ("hf", "model")), "adapters": (adapters, ("merged", "apart"))}
         for key, (given, known) in kinds.items():
@@ -224,11 +224,20 @@ class Engine(TrainingEngine):
             if dtype not in COMPUTE:
                 raise ConfigError(f"iter_weights(dtype={dtype!r}): pass one of {listed(COMPUTE)}")
             dtype = COMPUTE[dtype]
+        if not (dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)):
+            raise ConfigError(
+                f"iter_weights(dtype={dtype!r}): pass None, a floating-point torch dtype, or one "
+                f"of {listed(COMPUTE)}"
+            )
+        size = parse_size(bucket) if isinstance(bucket, str) else bucket
+        if not isinstance(size, int) or size < 1:
+            raise ConfigError(
+                f'iter_weights(bucket={bucket!r}): pass a number of bytes, or text such as "512MiB"'
+            )
         chosen = Names() if names == "model" else BareNames()
         if names == "hf" and hasattr(self.module, "peft_config"):
             peft = importlib.import_module("hf_zero.integrations.peft.weight_names")
             chosen = peft.AdapterNames(self.module, adapters == "merged")
-        size = parse_size(bucket) if isinstance(bucket, str) else bucket
         return WeightStream(self, size, dtype, chosen, rank0_only, changed_only)
 
     def save_16bit_model(

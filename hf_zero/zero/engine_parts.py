@@ -77,8 +77,9 @@ class EngineParts(AroundModel):
         self.training_dataloader: Any = None
         # names of frozen parameters that whole state dicts keep even with exclude_frozen
         self.kept_when_frozen: frozenset[str] = frozenset()
-        # changes of each flat buffer when its weights were last sent to another program
-        self.sent_changes: tuple[int, ...] | None = None
+        # the form in which weights were last sent to another program, and the changes of each flat
+        # buffer then
+        self.sent_changes: tuple[tuple[Any, ...], tuple[int, ...]] | None = None
         self.counters = Counters()
         self.accumulation = AccumulationWindow(
             config.gradient_accumulation_steps or 1, config.managed_gradient_accumulation

@@ -126,11 +126,46 @@ def test_memory_is_that_of_two_buckets(rank, model):
     assert len(places) == 2
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", STAGES)
+@on_each_rank(RANKS)
+def test_a_write_after_the_last_gather_is_refused(rank, model, stage, precision):
+    """Buckets of whole parameters are views of them, so that a late write is seen in values."""
+    zero = {"stage": stage, "stage3_module_granularity_threshold": 0}
+    engine = start(
+        model, plain_sgd(model), config_of(stage, Plan(precision=precision), zero_optimization=zero)
+    )
+    count = sum(1 for _ in engine.iter_weights("300B", None))
+    assert count > 3
+    for read in (count - 1, count):
+        buckets = iter(engine.iter_weights("300B", None))
+        for _ in range(read):
+            next(buckets)
+        run_steps(engine, rank, [0])
+        with pytest.raises(PartitionError, match="weights were written while they are read"):
+            next(buckets)
+    assert (
+        sent(engine.iter_weights(dtype=None, changed_only=True)).keys()
+        == full_weights(engine).keys()
+    )
+
+
 WRONG = {
     "names": ({"names": "vllm"}, r"names='vllm'.*hf and model|names='vllm'"),
     "adapters": ({"adapters": "both"}, "adapters='both'"),
     "dtype": ({"dtype": "int4"}, "dtype='int4'"),
+    "torch dtype": ({"dtype": torch.int8}, r"dtype=torch.int8.*floating-point"),
+    "number for a dtype": ({"dtype": 16}, r"dtype=16.*floating-point"),
     "bucket": ({"bucket": "much"}, "not a number of bytes"),
+    "no bucket": ({"bucket": None}, r"bucket=None.*pass a number of bytes"),
+    "empty bucket": ({"bucket": 0}, r"bucket=0.*pass a number of bytes"),
+}
+DIFFERENT = {
+    "bucket": ({"bucket": "1KiB"}, {"bucket": "2KiB"}),
+    "dtype": ({"dtype": "bf16"}, {"dtype": "fp32"}),
+    "names and adapters": ({"names": "model"}, {}),
+    "rank0_only": ({"rank0_only": True}, {}),
+    "changed_only": ({"changed_only": True}, {}),
 }
 
 
@@ -144,6 +179,15 @@ def test_wrong_arguments_are_refused(case):
             engine.iter_weights(**given)
 
     on_ranks(1, run)
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+@on_each_rank(RANKS)
+def test_arguments_that_differ_between_ranks_are_refused(rank, model, case):
+    engine = start(model, None, config_of(3))
+    with pytest.raises(ConfigError, match=f"given {case} = .*on different ranks"):
+        engine.iter_weights(**DIFFERENT[case][rank])
+    assert sent(engine.iter_weights())
 
 
 def adapted(kind: str) -> nn.Module:
@@ -182,7 +226,7 @@ def test_adapters_are_merged_as_peft_merges_them(kind, stage):
     on_ranks(RANKS, run, build=lambda: adapted(kind))
 
 
-@pytest.mark.parametrize("kind", ["LoRA", "LoRA and a module saved whole"])
+@pytest.mark.parametrize("kind", ["LoRA", "LoRA and a module saved whole", "LoRA on the embedding"])
 def test_adapters_apart(kind):
     want = dict(llama().named_parameters())
 
@@ -204,3 +248,52 @@ def test_adapters_apart(kind):
             assert torch.equal(value, files[name] if name in files else base[name]), name
 
     on_ranks(RANKS, run, build=lambda: adapted(kind))
+
+
+def rescale(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("default", 0.5)
+
+
+SWITCHES: dict[str, Any] = {
+    "another adapter": lambda model: model.set_adapter("second"),
+    "another scale": rescale,
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_changes_alone_follow_the_active_adapters_and_the_form(stage, switch):
+    def two() -> nn.Module:
+        model = adapted("LoRA")
+        model.add_adapter("second", peft.LoraConfig(r=2, init_lora_weights=False))
+        return model
+
+    def run(rank, model):
+        trained = [p for p in model.parameters() if p.requires_grad]
+        engine = start(model, torch.optim.SGD(trained, 0.1), config_of(stage))
+        assert sent(engine.iter_weights(changed_only=True))
+        assert not sent(engine.iter_weights(changed_only=True))
+        SWITCHES[switch](model)
+        found = sent(engine.iter_weights(changed_only=True))
+        for name, value in sent(engine.iter_weights()).items():
+            assert torch.equal(found[name], value), name
+        for other in ({"adapters": "apart"}, {"dtype": "fp32"}, {"names": "model"}):
+            assert sent(engine.iter_weights(changed_only=True, **other)), other
+
+    on_ranks(RANKS, run, build=lambda: seeded(two))
+
+
+def test_adapters_whose_file_is_computed_are_refused_apart():
+    def build() -> nn.Module:
+        given = {"num_virtual_tokens": 2, "encoder_hidden_size": 4, "task_type": "CAUSAL_LM"}
+        return seeded(lambda: peft.get_peft_model(llama(), peft.PromptEncoderConfig(**given)))
+
+    def run(rank, model):
+        engine = start(model, None, config_of(3))
+        with pytest.raises(ConfigError, match=r"adapter 'default'.*pass adapters='merged'"):
+            engine.iter_weights(adapters="apart")
+        assert sent(engine.iter_weights()).keys() == dict(llama().named_parameters()).keys()
+
+    on_ranks(1, run, build=build)

@@ -8,12 +8,13 @@ own: the weights of adapters are gathered first, and those of the base bucket by
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from hf_zero.errors import ConfigError
 from hf_zero.integrations.peft.adapters import described
 from hf_zero.zero.access.weight_stream import WRAPPERS, Names
 from hf_zero.zero.layout.sharding import persistent_buffers
@@ -39,14 +40,17 @@ class AdapterNames(Names):
         # the first names of all their parameters by id
         self._layers: list[tuple[Any, dict[str, str], dict[int, str]]] = []
         adapters: set[str] = set()
+        base_layers: set[str] = set()
         layers: list[Any] = [each for each in model.modules() if isinstance(each, BaseTunerLayer)]
         for layer in layers:
             base_layer = layer.get_base_layer()
             own = {first[id(each)]: path for path, each in base_layer.named_parameters()}
             every = {id(each): first[id(each)] for each in layer.parameters()}
+            base_layers.update(own)
             adapters.update(name for name in every.values() if name not in own)
             if not layer.merged:
                 self._layers.append((layer, own, every))
+        self.form = ("hf", merged, *_active(model))
         # first names of parameters that are not sent under names of the base model
         self._dropped = adapters | _unused_copies(model, first, merged)
         self._dropped.update(name for name in first.values() if not name.startswith(self._prefix))
@@ -58,8 +62,14 @@ class AdapterNames(Names):
             active = model.active_adapters
             files = described(model, {*persistent_buffers(model)})
             for adapter in active() if callable(active) else active:
+                if adapter not in files:
+                    raise ConfigError(
+                        f"iter_weights(adapters='apart'): PEFT computes the file of adapter "
+                        f"{adapter!r}, so that its tensors have no names; pass adapters='merged', "
+                        "or names='model'"
+                    )
                 _, names = files[adapter]
-                self._apart.update((name, file) for file, name in names.items())
+                self._apart.update((n, file) for file, n in names.items() if n not in base_layers)
 
     def sent(self, here: str, name: str) -> str | None:
         if here in self._apart:
@@ -91,6 +101,16 @@ class AdapterNames(Names):
             base = dict(twin.get_base_layer().named_parameters())
             result.update((name, base[local].data) for name, local in own.items() if name in here)
         return result
+
+
+def _active(model: nn.Module) -> Iterator[tuple[Any, ...]]:
+    """Yield the path of each module with adapters, and its active adapters with their scales."""
+    for path, module in model.named_modules():
+        active = getattr(module, "active_adapters", None)
+        if isinstance(active, (list, tuple)):
+            scales = getattr(module, "scaling", None)
+            held = scales if isinstance(scales, dict) else {}
+            yield path, *((each, held.get(each)) for each in active)
 
 
 def _unused_copies(model: Any, first: Mapping[int, str], merged: bool) -> set[str]:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hf_zero.errors import ConfigError
+from hf_zero.logging import listed
 from hf_zero.zero.access.wholes import Version, Whole, split, version_of, whole_groups, wire_dtype
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.sharding import WholeNames, sharding_of
@@ -34,6 +36,8 @@ class Names:
     held: frozenset[str] = frozenset()
     # first names of parameters whose sent values are merged with those
     merged: frozenset[str] = frozenset()
+    # what names and values depend on beside the weights; equal on all ranks
+    form: tuple[Any, ...] = ("model",)
 
     def sent(self, here: str, name: str) -> str | None:
         """Return the name under which parameter ``here``, ``name`` in the whole model, is sent;
@@ -53,6 +57,8 @@ class Names:
 
 class BareNames(Names):
     """The same under the names of the model without wrappers around its modules."""
+
+    form = ("hf",)
 
     def sent(self, here: str, name: str) -> str | None:
         del here
@@ -77,11 +83,14 @@ class WeightStream:
         changed_only: bool = False,
     ):
         self._engine, self._names, self._dtype = engine, names, dtype
+        self._form = (dtype, *names.form)
         self._yields = not rank0_only or engine.global_rank == 0
         self._version: Version = version_of(engine)
         self.step = self._version.step
         self._held = [flat for flat in engine.flats if not names.held.isdisjoint(flat.parameters)]
-        self._chosen = self._choose(changed_only)
+        asked = {"bucket": bucket, "dtype": dtype, "names and adapters": names.form,
+                 "rank0_only": rank0_only, "changed_only": changed_only}  # fmt: skip
+        self._chosen = self._choose(asked)
         # merged in the dtype of training, and rounded after
         self._wire = None if self._held and dtype != torch.float32 else dtype
         self._groups = [
@@ -90,18 +99,25 @@ class WeightStream:
         ]
         self.tensors = list(self._describe())
 
-    def _choose(self, changed_only: bool) -> dict[FlatBuffer, frozenset[str]]:
-        """Return the first names to be sent of each flat buffer."""
+    def _choose(self, asked: dict[str, Any]) -> dict[FlatBuffer, frozenset[str]]:
+        """Return the first names to be sent of each flat buffer; ``asked`` are the arguments.
+
+        Raises ConfigError if other ranks have other arguments.
+        """
         flats: Sequence[FlatBuffer] = self._engine.flats
-        last = self._engine.sent_changes
-        changed = [True] * len(flats)
-        if changed_only:
-            own = [
-                last is None or now != then
-                for now, then in zip(self._version.changes, last or self._version.changes)
-            ]
-            every = self._engine.mesh.all_gather_object(own, "the weights that changed")
-            changed = [any(each) for each in zip(*every)]
+        form, last = self._engine.sent_changes or (None, ())
+        own = [True] * len(flats)
+        if asked["changed_only"] and form == self._form:
+            own = [now != then for now, then in zip(self._version.changes, last, strict=True)]
+        every = self._engine.mesh.all_gather_object((asked, own), "arguments of iter_weights")
+        for key, value in asked.items():
+            given = [arguments[key] for arguments, _ in every]
+            if any(each != value for each in given):
+                raise ConfigError(
+                    f"iter_weights was given {key} = {listed(map(repr, dict.fromkeys(given)))} on "
+                    "different ranks; pass the same on all of them"
+                )
+        changed = [any(each) for each in zip(*(own for _, own in every))]
         held_changed = any(each for flat, each in zip(flats, changed) if flat in self._held)
         merged = frozenset(self._names.merged if held_changed else ())
         chosen = {}
@@ -151,7 +167,7 @@ class WeightStream:
             if bucket := self._bucket(group, held):
                 yield bucket
             del bucket, group
-        self._engine.sent_changes = self._version.changes
+        self._engine.sent_changes = self._form, self._version.changes
 
     @torch.no_grad()
     def _bucket(self, group: Sequence[Whole], held: Mapping[str, torch.Tensor]) -> list[Named]:

@@ -123,7 +123,7 @@ def whole_groups(
 
     float32 selects the master weights where training keeps them; other values have
     :func:`wire_dtype`. ``ahead``: gather the next group while the caller uses one. Raises
-    PartitionError if weights were written since ``version``, or since the first group.
+    PartitionError if weights were written between ``version``, or the first group, and the end.
     """
     version = version or version_of(engine)
     names = WholeNames(engine.module)
@@ -134,19 +134,25 @@ def whole_groups(
     memory: list[torch.Tensor] = []
     coming: deque[_Gathering] = deque()
     for place, group in enumerate(groups):
-        if (now := version_of(engine)) != version:
-            raise PartitionError(
-                f"weights were written while they are read: those before this are of step "
-                f"{version.step}, and the engine is at step {now.step}; end the loop over the "
-                "weights before a step, a load or another write"
-            )
+        _refuse_other(version, engine)
         if len(memory) < 1 + ahead:
             memory.append(torch.empty(size, dtype=torch.uint8, device=engine.device))
         coming.append(_launch(group, dtype, memory[place % len(memory)]))
         if len(coming) > ahead:
             yield _finish(coming.popleft(), names)
     while coming:
+        _refuse_other(version, engine)
         yield _finish(coming.popleft(), names)
+    _refuse_other(version, engine)  # groups may be views of the weights
+
+
+def _refuse_other(version: Version, engine: Any) -> None:
+    if (now := version_of(engine)) != version:
+        raise PartitionError(
+            f"weights were written while they are read: those before this are of step "
+            f"{version.step}, and the engine is at step {now.step}; end the loop over the "
+            "weights before a step, a load or another write"
+        )
 
 
 def _launch(
