@@ -287,7 +287,7 @@ class Engine(TrainingEngine):
                 "%d micro-batches so far are not saved, and a "
                 "run that resumes begins the window anew; save after the step that ends a window",
                 save_dir,
-                self.accumulation.micro_batches,
+                self.accumulation.held,
             )
         self.wait_for_checkpoint(f"the save of {save_dir}")
         self.measures.saving(self, save_dir)
@@ -346,6 +346,7 @@ class Engine(TrainingEngine):
             found = locate(self, load_dir, tag, load_module_strict)
             load_dir, tag, in_memory = found.directory, found.tag, found.in_memory
         self.updater.drop_early()
+        self.measures.finish(self)
         with self.schedule.shards.writing():
             answer = load(
                 self,

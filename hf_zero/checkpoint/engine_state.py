@@ -35,7 +35,6 @@ from hf_zero.checkpoint.manifest import (
 )
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan, plan_file
 from hf_zero.config import ZeroConfig
-from hf_zero.config.resolving import NO_BATCH_SIZE, TOTAL
 from hf_zero.device import kinds
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.errors import CheckpointError
@@ -203,7 +202,7 @@ def batch_of(engine: TrainingEngine) -> dict[str, int]:
     that read it; {} if no batch size is configured.
     """
     config = engine.written_config
-    if config.sources[TOTAL] == NO_BATCH_SIZE:
+    if not config.has_batch_size:
         return {}
     return {
         "samples": config.train_batch_size or 1,

@@ -207,6 +207,11 @@ class ZeroConfig(Settings):
         """The dtype of forward and backward."""
         return "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else "fp32"
 
+    @cached_property
+    def has_batch_size(self) -> bool:
+        """Whether the number of samples of a micro-batch is known."""
+        return self.sources[resolving.MICRO] != resolving.NO_BATCH_SIZE
+
     @property
     def autos(self) -> frozenset[str]:
         """Keys whose value is still "auto"."""

@@ -17,6 +17,7 @@ from hf_zero.distributed.collectives import Handle, MeshDim
 from hf_zero.measures.stopwatch import Stopwatch
 
 GATHERS = "all_gather"
+FIGURES = "figures of the step"  # sums of the measures themselves, which count no bytes of theirs
 MESSAGES = ("send_activations", "send_gradients")  # to one other stage of a pipeline
 
 
@@ -192,5 +193,5 @@ class _DimStats(IssuedStats):
 
     def record(self, operation: str, key: str, size: int) -> None:
         self._before.record(operation, key, size)
-        if self.of is not None:
+        if self.of is not None and key != FIGURES:
             self.last = self.of.add(operation, key, self._dim, size)

@@ -11,8 +11,8 @@ by tier as the step's update begins, gradients included. peak_device_bytes: the 
 wire_bytes: sent by this rank for collectives and for messages of pipelines; its parts by operation
 are all_gather_wire_bytes and so on. gather_wait_ms, reduction_wait_ms: computation of this rank
 waited so long for all-gathers, and for other collectives. samples, tokens: of this step, of all
-ranks. samples_seen: since the beginning of the run, as the engine counts them:
-``train_micro_batch_size_per_gpu`` for each micro-batch of a rank.
+ranks. samples_seen: since the beginning of the run, ``train_micro_batch_size_per_gpu`` for each
+micro-batch of a rank; where no batch size is configured, the sum of samples.
 
 A figure that does not apply is left out. Numbers of the device are read a step late
 (``stopwatch.py``, the note).
@@ -29,7 +29,7 @@ import torch
 
 from hf_zero.config.measures import MetricsSection
 from hf_zero.device import free_memory, kinds, pinned
-from hf_zero.measures.collectives import CollectiveRow, EngineCollectives
+from hf_zero.measures.collectives import FIGURES, CollectiveRow, EngineCollectives
 from hf_zero.measures.stopwatch import Mark, Stopwatch, is_over, mark, milliseconds
 from hf_zero.measures.utilisation import flops_per_token, peak_flops
 from hf_zero.zero.state_bytes import bytes_by_tier, held_bytes
@@ -116,6 +116,7 @@ class StepFigures:
         self.held: Counter[tuple[str, str]] = Counter()  # bytes by kind and tier
         self._unread: deque[_Step] = deque()
         self._begin: Mark | None = None  # None between an evaluation or a save and the next forward
+        self._divisor: int | None = None  # of weighed losses, if it is known
         self._clear(engine)
 
     def _clear(self, engine: Any) -> None:
@@ -132,6 +133,10 @@ class StepFigures:
 
     def _wire_now(self) -> Counter[str]:
         return Counter() if self._counts is None else self._counts.wire.copy()
+
+    def counts_samples(self, engine: Any) -> bool:
+        """Whether ``counters.global_samples`` is the sum of the samples of all steps."""
+        return self._counts is not None and not engine.config.has_batch_size
 
     def zero_grad(self) -> None:
         """Drop the losses so far."""
@@ -156,14 +161,20 @@ class StepFigures:
             self._tokens += rows.numel()
             self._squares += rows.numel() * rows.shape[1]
 
+    def divided_by(self, steps: int | None) -> None:
+        """Note the divisor of the weighed losses to come; None: unknown."""
+        self._divisor = steps
+
     def backward(self, loss: torch.Tensor, weighed: bool) -> None:
         """Add the loss of a micro-batch, which is ``weighed`` if the sum over its window is to be
-        shown, not the mean.
+        shown, not the mean: unless its divisor is known.
         """
         if not self._collects:
             return
         self._go_on()
         own = loss.detach().double().reshape(())
+        if weighed and self._divisor is not None:
+            own, weighed = own * self._divisor, False
         self._loss = own if self._loss is None else self._loss + own
         self._weighed = weighed
         self._told += 1
@@ -224,7 +235,9 @@ class StepFigures:
     # ---- the numbers of a step ----
 
     def _ended(self, engine: Any, number: int) -> _Step:
-        known: Figures = {"step": number, "samples_seen": engine.global_samples}
+        known: Figures = {"step": number}
+        if not self.counts_samples(engine):
+            known["samples_seen"] = engine.global_samples
         if self._rate is not None:
             known["learning_rate"] = self._rate
         if engine.config.precision == "fp16":
@@ -266,7 +279,7 @@ class StepFigures:
         own = torch.stack([loss.to(self._device), *map(number, counts)])
         mesh = engine.mesh
         for axis in () if self._alone else (mesh.sums.stages, mesh.shard, mesh.replicate):
-            axis.all_reduce(own, "figures of the step").wait()
+            axis.all_reduce(own, FIGURES).wait()
         norm = engine.grad_norm_tensor().double().reshape(1).to(self._device)
         numbers = torch.cat([own, norm])
         if kinds.is_host(self._device):
@@ -284,11 +297,14 @@ class StepFigures:
             figures["loss"] = loss / losses
         figures["grad_norm"] = norm
         figures["step_ms"] = took
-        figures.update(samples=round(samples), tokens=round(tokens))
-        if took:
-            figures["samples_per_second"] = 1e3 * samples / took
-            if tokens:
-                figures["tokens_per_second"] = 1e3 * tokens / took
+        for name, count in (("samples", samples), ("tokens", tokens)):
+            if count:
+                figures[name] = round(count)
+                if took:
+                    figures[f"{name}_per_second"] = 1e3 * count / took
+        if "samples_seen" not in figures:
+            engine.counters.global_samples += round(samples)
+            figures["samples_seen"] = engine.global_samples
         used = self._utilisation(engine, step, took, tensor)
         if used is not None:
             figures["mfu"] = used

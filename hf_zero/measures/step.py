@@ -44,9 +44,11 @@ PARTS = {"fwd": "forward_ms", "bwd": "backward_ms", "step": "update_ms"}
 
 
 def measures_of(engine: Any, plan: EnginePlan) -> StepMeasures:
-    """Return what measures the steps of ``engine``, made by ``plan``, as its configuration says.
-    Collective if that asks for measures.
+    """Return what measures the steps of ``engine``, made by ``plan``, as its configuration says:
+    nothing for steps without memory, those of a simulation. Collective if it asks for measures.
     """
+    if engine.device.type == "meta":
+        return StepMeasures()
     config = engine.config
     line = StepLine(config, engine.global_rank)
     asked = (
@@ -163,6 +165,13 @@ class EngineMeasures(StepMeasures):
 
     # ---- between steps ----
 
+    def divided_by(self, steps: int | None) -> None:
+        if self._figures is not None:
+            self._figures.divided_by(steps)
+
+    def counts_samples(self, engine: Any) -> bool:
+        return self._figures is not None and self._figures.counts_samples(engine)
+
     def zero_grad(self) -> None:
         if self._figures is not None:
             self._figures.zero_grad()
@@ -208,7 +217,6 @@ class EngineMeasures(StepMeasures):
             self.file.sync()
 
     def loaded(self, engine: Any, folder: str | None) -> None:
-        self.finish(engine)
         if self._figures is not None:
             self._figures.restart(engine)
         if self._trace is not None:
@@ -230,7 +238,6 @@ class EngineMeasures(StepMeasures):
         self.file.note("totals", {"collectives": self.counts.totals(), "state": held})
 
     def finish(self, engine: Any) -> None:
-        """Read the figures of all steps; waits for the device."""
         self.times.finish()
         if self._figures is not None:
             self._figures.finish(engine)

@@ -72,6 +72,12 @@ class AccumulationWindow:
         """Whether a step now ends the window."""
         return self.ends or not self.managed
 
+    @property
+    def held(self) -> int:
+        """Number of micro-batches whose gradients the next update will use."""
+        announced = self.announced + self.others if self.managed else 0
+        return self.micro_batches + announced
+
     def take_count(self) -> int:
         """Return the number of micro-batches since the last call, which is that of `step()` or of
         `zero_grad()`; at least 1.

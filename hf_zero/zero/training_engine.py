@@ -135,8 +135,9 @@ class TrainingEngine(EngineParts):
 
     @property
     def window_is_open(self) -> bool:
-        """Whether micro-batches have been counted that the next update will use."""
-        return self.accumulation.micro_batches > 0 and not self.backward_pass.reducer.spoiled
+        """Whether gradients of micro-batches are held that the next update will use."""
+        held = self.bound is not None and self.accumulation.held > 0
+        return held and not self.backward_pass.reducer.spoiled
 
     def reduce_gradients(self) -> None:
         """Reduce the unreduced gradients of earlier backwards (collective); a step does this by
@@ -339,8 +340,9 @@ class TrainingEngine(EngineParts):
 
     def _count_micro_batches(self, count: int) -> None:
         self.counters.micro_steps += count
-        samples = (self.config.train_micro_batch_size_per_gpu or 1) * self.data_ranks
-        self.counters.global_samples += samples * count
+        if not self.measures.counts_samples(self):
+            samples = (self.config.train_micro_batch_size_per_gpu or 1) * self.data_ranks
+            self.counters.global_samples += samples * count
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, including those of the accumulation window. Its count of

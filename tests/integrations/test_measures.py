@@ -1,52 +1,133 @@
-"""The figures of a step by each route: one set of names in the trackers of Accelerate, the Trainer
-and Lightning, and in the file beside the checkpoints.
+"""The figures of a step by each route: one set of names in its trackers, in the file beside the
+checkpoints and in monitors, and values that are those of the same route in a plain process.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import deepspeed
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 from torch.utils.data import DataLoader
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 import hf_zero
 from hf_zero.measures.figures import tracked
 from hf_zero.measures.metrics_file import read_metrics, read_rows
+from hf_zero.measures.step import FORMER
+from tests.helpers.engines import start
+from tests.helpers.models import VOCAB
 from tests.helpers.plain_process import forget
-from tests.helpers.trainers import EVERY_STEP, STEPS, options, rows, trainer
-from tests.integrations.accelerate.test_loop import accelerator_with, loader, small
+from tests.helpers.trainers import EVERY_STEP, ROWS_A_BATCH, STEPS, model, options, rows, trainer
+from tests.integrations.accelerate.test_loop import accelerator_with
 from tests.integrations.lightning.test_config_keys import module_of
 
 pytestmark = pytest.mark.usefixtures("plain_process")
 
-ON = {"zero_optimization": {"stage": 3}, "metrics": {"enabled": True}}
+Config = dict[str, Any]
+Row = dict[str, Any]
+
+MICROS = 3  # micro-batches of a window
+WINDOWS = (3, 3, 2)  # of an epoch, whose last window is short
+ON: Config = {"zero_optimization": {"stage": 3}, "metrics": {"enabled": True}}
 NAMES = {
     "learning_rate", "grad_norm", "step_ms", "samples_per_second", "device_bytes",
     "ram_bytes", "disk_bytes", "wire_bytes", "gather_wait_ms", "reduction_wait_ms",
-    "tokens_per_second", "loss",
+    "tokens_per_second", "loss", "forward_ms", "backward_ms", "update_ms",
 }  # fmt: skip
+LOGGED: Config = {
+    "steps_per_print": 1, "wall_clock_breakdown": True, "memory_breakdown": True,
+    "dump_state": True, "comms_logger": {"enabled": True},
+}  # fmt: skip
+LINES = (
+    "step 1: loss ", "step 1: time (ms) | fwd: ", "step 1: memory | parameters on device ",
+    "state of the engine:\nstage 3 on 1 ranks", "collectives of rank 0:",
+    "trace of steps 2 to 2 of 1 ranks: ",
+)  # fmt: skip
 
 
-def of_the_trainer(folder: Path) -> list[dict[str, Any]]:
-    seen: list[dict[str, Any]] = []
+class Seen(NamedTuple):
+    """``tracker``: the figures that the route's tracker got, a row a step. ``losses``: the loss of
+    each step by the loop. ``held``: after each micro-batch whether gradients wait for a step.
+    """
 
-    class Tracker(transformers.TrainerCallback):
+    tracker: list[Row]
+    losses: list[float]
+    held: list[bool] | None = None
+
+
+def means(losses: list[float]) -> list[float]:
+    """Return the mean of each window."""
+    left = iter(losses)
+    return [sum(next(left) for _ in range(count)) / count for count in WINDOWS]
+
+
+def data() -> list[Any]:
+    return rows("llama", sum(WINDOWS) * ROWS_A_BATCH)
+
+
+def batches() -> Any:
+    return DataLoader(data(), batch_size=ROWS_A_BATCH)  # type: ignore[arg-type]
+
+
+def of_a_trainer(folder: Path, build: Callable[[Config], transformers.Trainer]) -> Seen:
+    seen: list[Row] = []
+
+    class Reporter(transformers.TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             seen.extend([dict(logs)] if "loss" in logs else [])
 
-    args = hf_zero.TrainingArguments(**options(folder, **EVERY_STEP), zero_config=ON)
-    run = trainer(args, callbacks=[Tracker()])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(INTEGRATION_TO_CALLBACK, "seen", Reporter)
+        epoch = {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": MICROS}
+        run = build(options(folder, **EVERY_STEP, **epoch, report_to="seen"))
     run.train()
-    assert all(row.keys() >= NAMES for row in run.state.log_history if "loss" in row)
-    return seen
+    logged = [row for row in run.state.log_history if "loss" in row]
+    assert [row.keys() - {"step"} for row in logged] == [row.keys() for row in seen]
+    return Seen(seen, [row["loss"] for row in seen])
 
 
-def of_accelerate(folder: Path) -> list[dict[str, Any]]:
-    seen: list[dict[str, Any]] = []
+def of_the_trainer(folder: Path, zero: Config | None) -> Seen:
+    def build(given: Config) -> transformers.Trainer:
+        args = transformers.TrainingArguments(**given)
+        if zero is not None:
+            args = hf_zero.TrainingArguments(**given, zero_config=zero)
+        return trainer(args, "llama", train_dataset=data())
+
+    return of_a_trainer(folder, build)
+
+
+def of_trl(folder: Path, zero: Config | None) -> Seen:
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+
+    words = {"<pad>": 0, "<eos>": 1, **{f"w{number}": number for number in range(2, VOCAB)}}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, "<pad>")),
+        pad_token="<pad>",
+        eos_token="<eos>",
+    )
+    ids = [{"input_ids": row["input_ids"].tolist()} for row in data()]
+
+    def build(given: Config) -> transformers.Trainer:
+        args = trl.SFTConfig(**given, bf16=False, **({} if zero is None else {"deepspeed": zero}))
+        found: transformers.Trainer = trl.SFTTrainer(
+            model("llama"), args, train_dataset=Dataset.from_list(ids), processing_class=tokenizer
+        )
+        return found
+
+    return of_a_trainer(folder, build)
+
+
+def of_accelerate(folder: Path, zero: Config | None) -> Seen:
+    seen: list[Row] = []
 
     class Tracker(GeneralTracker):
         name, requires_logging_directory = "seen", False
@@ -60,66 +141,143 @@ def of_accelerate(folder: Path) -> list[dict[str, Any]]:
 
         def store_init_configuration(self, values: Any) -> None: ...
 
-        def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        def log(self, values: Row, step: int | None = None, **_: Any) -> None:
             seen.append(values)
 
-    accelerator = accelerator_with(dict(ON), log_with=[Tracker()])
+    given: Config = {"log_with": [Tracker()], "gradient_accumulation_steps": MICROS}
+    if zero is None:
+        accelerator = Accelerator(cpu=True, **given)
+    else:
+        accelerator = accelerator_with(
+            zero | {"gradient_accumulation_steps": MICROS, "gradient_clipping": 0.0}, **given
+        )
     accelerator.init_trackers("run")
-    model = small()
-    model, optimizer, data = accelerator.prepare(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader(STEPS)
+    net = model("llama")
+    net, optimizer, loader = accelerator.prepare(
+        net, torch.optim.AdamW(net.parameters(), lr=1e-2), batches()
     )
-    for number, batch in enumerate(data):
-        loss = model(**batch).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        accelerator.log({"loss": -1.0}, step=number)
-        if number == 1:
+    losses, held = [], []
+    for number, batch in enumerate(loader):
+        with accelerator.accumulate(net):
+            loss = net(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        if zero is None:
+            held.append(any(each.grad is not None for each in net.parameters()))
+        else:
+            held.append(net.window_is_open)
+        if accelerator.sync_gradients:
+            accelerator.log({"perplexity": -1.0}, step=number)
+        if number == MICROS - 1 and zero is not None:
             accelerator.save_state(str(folder / "state"))
-    assert [values["loss"] for values in seen] == [-1.0] * STEPS  # the script's own
-    return seen
+    assert [values.pop("perplexity") for values in seen] == [-1.0] * len(WINDOWS)  # the script's
+    return Seen(seen, means(losses), held)
 
 
-def of_lightning(folder: Path) -> list[dict[str, Any]]:
+def of_lightning(folder: Path, zero: Config | None) -> Seen:
     pl = pytest.importorskip("lightning.pytorch")
     from lightning.pytorch.loggers.logger import DummyLogger
 
     from hf_zero.integrations.lightning import ZeroStrategy
 
-    seen: list[dict[str, Any]] = []
+    seen: list[Row] = []
 
     class Tracker(DummyLogger):  # type: ignore[misc]
         def log_metrics(self, metrics: Any, step: int | None = None) -> None:
             seen.extend([dict(metrics)] if "step_ms" in metrics else [])
 
+    strategy = "auto" if zero is None else ZeroStrategy(config=zero)
+    module = module_of("llama")
     fit = pl.Trainer(
-        accelerator="cpu", devices=1, strategy=ZeroStrategy(config=ON), max_steps=STEPS,
-        logger=Tracker(), log_every_n_steps=1, enable_progress_bar=False,
-        enable_checkpointing=False, enable_model_summary=False, default_root_dir=str(folder),
+        accelerator="cpu", devices=1, strategy=strategy, max_epochs=1,
+        accumulate_grad_batches=MICROS, logger=Tracker(), log_every_n_steps=1,
+        enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False,
+        default_root_dir=str(folder), use_distributed_sampler=False,
     )  # fmt: skip
-    fit.fit(module_of("bert"), DataLoader(rows("bert"), batch_size=4))
-    fit.strategy.engine.destroy()
-    return seen
+    fit.fit(module, batches())
+    if zero is not None:
+        fit.strategy.engine.destroy()
+    return Seen(seen, means(module.losses))
 
 
-ROUTES = {"trainer": of_the_trainer, "accelerate": of_accelerate, "lightning": of_lightning}
+def of_a_loop(folder: Path, zero: Config | None) -> Seen:
+    net = model("llama")
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    engine = None
+    if zero is not None:
+        zero = {**zero, "checkpoint": {"folder": str(folder)}}
+        engine = start(net, optimizer, zero | {"gradient_accumulation_steps": MICROS})
+    left, losses, seen = iter(batches()), [], []
+    for count in WINDOWS:
+        for number in range(count):
+            loss = (engine or net)(**next(left)).loss
+            losses.append(loss.item())
+            if engine is None:
+                (loss / MICROS).backward()
+            else:
+                engine.set_gradient_accumulation_boundary(number == count - 1)
+                engine.backward(loss)
+                engine.step()
+        if engine is None:
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            seen.append(dict(engine.figures))
+    if engine is not None:
+        engine.destroy()
+    return Seen(seen, means(losses))
+
+
+ROUTES = {
+    "trainer": of_the_trainer,
+    "trl": of_trl,
+    "accelerate": of_accelerate,
+    "lightning": of_lightning,
+    "loop": of_a_loop,
+}
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_trackers_and_the_file_have_the_same_names(route: str, tmp_path: Path) -> None:
-    seen = ROUTES[route](tmp_path)
-    kept = list(read_metrics(tmp_path))
-    (header,) = [row["run"] for row in read_rows(tmp_path) if "run" in row]
+def test_each_route_has_the_same_measures(
+    route: str, tmp_path: Path, heard_in_full: list[str]
+) -> None:
+    """Names in trackers, files and monitors; lines of the log; the profile and the trace of a step.
+    Lightning and the loop name no batch size; the epoch ends with a short window.
+    """
+    plain = ROUTES[route](tmp_path / "plain", None)
+    forget()
+    folder, profile = tmp_path / "run", tmp_path / "profile.txt"
+    zero = ON | LOGGED
+    zero["csv_monitor"] = {"enabled": True, "output_path": str(tmp_path), "job_name": "monitor"}
+    zero["flops_profiler"] = {"enabled": True, "profile_step": 1, "output_file": str(profile)}
+    zero["trace"] = {"enabled": True, "first": 2, "steps": 1, "path": str(folder)}
+    try:
+        seen = ROUTES[route](folder, zero)
+    finally:
+        deepspeed.comm.configure(enabled=False)
+    assert all(any(text.startswith(line) for text in heard_in_full) for line in LINES)
+    assert "fwd flops" in profile.read_text()
+    assert (folder / "trace-steps-2-2.json.gz").is_file()
+    kept = list(read_metrics(folder))
+    (header,) = [row["run"] for row in read_rows(folder) if "run" in row]
     keys = {row["key"]: row["source"] for row in header["config"]}
     assert keys["metrics.enabled"] != "default" and header["stage"] == 3 and header["parameters"]
-    assert [row["step"] for row in kept] == [*range(1, STEPS + 1)]
+    assert [row["step"] for row in kept] == [*range(1, len(WINDOWS) + 1)]
     assert all(tracked(row).keys() == NAMES for row in kept), set(kept[0]) ^ NAMES
-    assert len(seen) == STEPS and all(row.keys() >= NAMES for row in seen)
+    assert len(seen.tracker) == len(WINDOWS) and all(row.keys() >= NAMES for row in seen.tracker)
     own = NAMES - {"loss", "learning_rate", "grad_norm"}  # which the Trainer has itself
-    assert [{name: row[name] for name in own} for row in seen] == [
+    assert [{name: row[name] for name in own} for row in seen.tracker] == [
         {name: row[name] for name in own} for row in kept
     ]
+    files = {each.name for each in (tmp_path / "monitor").iterdir()}
+    assert files >= {f"Train_Samples_{name}.csv" for name in NAMES | {FORMER["loss"], "lr"}}
+    assert [row["loss"] for row in kept] == pytest.approx(plain.losses, rel=1e-4)
+    assert seen.losses == pytest.approx(plain.losses, rel=1e-4) and seen.held == plain.held
+    samples = [count * ROWS_A_BATCH for count in WINDOWS]
+    assert [row["samples"] for row in kept] == samples
+    assert [row["samples_seen"] for row in kept] == [sum(samples[: n + 1]) for n in range(3)]
 
 
 def test_a_resumed_trainer_continues_one_curve(tmp_path: Path) -> None:

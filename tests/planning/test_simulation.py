@@ -6,6 +6,7 @@ import itertools
 import tracemalloc
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from tests.helpers.cells import fast
 from tests.helpers.engines import start
 from tests.helpers.models import seeded
 from tests.helpers.processes import run_processes
+from tests.helpers.ranks import run_ranks
 from tests.helpers.tensor_parallel import llama, mixtral
 
 # Table 1 of Rajbhandari et al., arXiv 1910.02054: GB of model states of a device, by parameters
@@ -44,6 +46,7 @@ PAPER = {
         64: (4187, 2218, 250), 256: (4046, 2054, 62.5), 1024: (4011, 2013, 15.6),
     },
 }  # fmt: skip
+HOST = torch.device("cpu")
 CAUSAL = ["LlamaForCausalLM"]
 SIZES = {
     "hidden_size": 64,
@@ -207,8 +210,7 @@ def test_a_step_is_that_of_real_ranks(ranks: int) -> None:
     found = run_processes(ranks, real_steps, REAL[ranks], timeout=500)
     wrong = []
     for (place, config), rank in itertools.product(enumerate(REAL[ranks]), (0, ranks - 1)):
-        cpu = torch.device("cpu")
-        own = planned(small(config), ranks, None, config=config, rank=rank, device=cpu)[1]
+        own = planned(small(config), ranks, None, config=config, rank=rank, device=HOST)[1]
         recording = record_plan(own, 16)
         sent, most, state = found[rank][place]
         at_rest = sum(state.values())
@@ -224,6 +226,59 @@ def test_a_step_is_that_of_real_ranks(ranks: int) -> None:
         if {key: nbytes for key, nbytes in state_bytes(own).items() if nbytes} != state:
             wrong.append((config, rank, state_bytes(own), state))
     assert not wrong
+
+
+def test_measures_are_no_part_of_a_simulation(tmp_path: Path) -> None:
+    """They would write files of a run that never was."""
+    found = {}
+    for on in (False, True):
+        place = {"enabled": on, "path": str(tmp_path / "run")}
+        config = config_of(
+            1,
+            metrics=place,
+            trace=place | {"first": 1, "steps": 1},
+            csv_monitor={"enabled": on, "output_path": str(tmp_path)},
+            dump_state=on,
+            wall_clock_breakdown=on,
+        )
+        found[on] = hf_zero.simulate(small(), 4, config=config, sequence_length=16).to_dict()
+    assert found[True] == found[False] and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "size, stage", fast(itertools.product((2, 4), POLICIES), lambda *cell: cell == (4, 3))
+)
+def test_bytes_of_eight_ranks_with_spread_experts(size: int, stage: int) -> None:
+    """State by tier, and bytes on the wire by operation, are those that a run shows as figures."""
+    config = config_of(
+        stage,
+        expert_parallel={"enabled": True, "autoep_size": size},
+        metrics={"enabled": True},
+    )
+
+    def measured(rank: int) -> dict[str, Any]:
+        model = small(config)
+        engine = start(model, torch.optim.AdamW(model.parameters(), 1e-3), config)
+        ids = torch.ones(2, 16, dtype=torch.int64)
+        for _ in range(2 * 3):
+            engine.backward(engine(ids, labels=ids).loss)
+            engine.step()
+        found = dict(engine.figures)
+        engine.destroy()
+        return found
+
+    figures = run_ranks(8, measured)
+    for rank in (0, 7):
+        found = hf_zero.simulate(
+            small(config), 8, config=config, rank=rank, sequence_length=16, device=HOST
+        )
+        sent: Counter[str] = Counter()
+        for each in found.collectives:
+            sent[f"{each.operation}_wire_bytes"] += each.wire_bytes
+        wire = {name: figures[rank][name] for name in figures[rank] if name in sent}
+        assert wire == pytest.approx(dict(sent), rel=0.01) and wire["all_to_all_wire_bytes"] > 0
+        assert figures[rank]["wire_bytes"] == pytest.approx(sent.total(), rel=0.01)
+        assert figures[rank]["device_bytes"] == pytest.approx(sum(found.state.values()), rel=0.01)
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from hf_zero.errors import UnmanagedWindowError
+from hf_zero.errors import PartitionError, UnmanagedWindowError
 from tests.helpers import oracle
 from tests.helpers.engines import STAGES, OnEngine, config_of, full_weights, start, train_on_threads
 from tests.helpers.models import ROWS
@@ -209,3 +209,34 @@ def test_zero_grad_drops_a_window(stage):
 
     for weights in on_ranks(RANKS, run):
         oracle.compare_tensors("weights", weights, want)
+
+
+def test_a_window_is_open_while_gradients_wait():
+    """Between micro-batches, whether ``step()`` is called after each (as in loops of DeepSpeed) or
+    at the end alone (as Accelerate does); ``zero_grad`` closes it.
+    """
+
+    def run(rank, model):
+        engine = start(model, plain_sgd(model), config_of(2, Plan(accumulation=3)))
+
+        def backward(micro, ends):
+            engine.set_gradient_accumulation_boundary(ends)
+            engine.backward(squared(engine, At(0, micro, rank)))
+
+        for steps_every_time in (True, False):
+            assert not engine.window_is_open
+            for micro in range(3):
+                backward(micro, micro == 2)
+                assert engine.window_is_open
+                if steps_every_time or micro == 2:
+                    engine.step()
+                assert engine.window_is_open is (micro < 2)
+        backward(0, False)
+        backward(1, False)
+        with pytest.raises(PartitionError, match="inside an accumulation window"):
+            engine.set_train_batch_size(RANKS * ROWS)
+        engine.zero_grad()
+        assert not engine.window_is_open
+        engine.set_train_batch_size(RANKS * ROWS)
+
+    on_ranks(RANKS, run)

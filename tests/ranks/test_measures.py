@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import resource
 import shutil
 import signal
@@ -24,7 +25,7 @@ from hf_zero.distributed import world_group
 from hf_zero.distributed.collectives import Handle
 from hf_zero.errors import ConfigError, RankMismatchError
 from hf_zero.logging import logger
-from hf_zero.measures.collectives import wire_bytes
+from hf_zero.measures.collectives import FIGURES, wire_bytes
 from hf_zero.measures.metrics_file import (
     NAME,
     REPLACED,
@@ -81,7 +82,7 @@ def test_figures_of_each_step(stage: int, facade: bool, tmp_path: Path) -> None:
             engine.mesh.stats.keep_log = True
             engine.mesh.stats.log.clear()
             run_steps(engine, rank, [step], MICROS)
-            log = [each for each in engine.mesh.stats.log if each[1] != "figures of the step"]
+            log = [each for each in engine.mesh.stats.log if each[1] != FIGURES]
             sent.append(sum(wire_bytes(name, size, RANKS) for name, _, size in log))
             assert engine.figures["step"] == engine.global_steps == step + 1
         engine.destroy()
@@ -106,6 +107,8 @@ def test_figures_of_each_step(stage: int, facade: bool, tmp_path: Path) -> None:
         assert row["samples_per_second"] * row["step_ms"] == pytest.approx(1e3 * row["samples"])
         assert row["device_bytes"] > 0 and row["gather_wait_ms"] >= 0 < row["reduction_wait_ms"]
         assert not {"loss_scale", "mfu", "tokens_per_second"} & row.keys()
+    (totals,) = [row["totals"]["collectives"] for row in read_rows(tmp_path) if "totals" in row]
+    assert sum(row["wire_bytes"] for row in totals) == pytest.approx(sum(sent), abs=len(totals))
 
 
 def announced(engine: Any, losses: Any) -> None:
@@ -174,6 +177,48 @@ def test_the_loss_is_a_mean_over_the_micro_batches_that_a_step_has(
             assert row["loss"] == pytest.approx(sum(values) / len(values), rel=1e-5)
     each = RANKS * config_of(1, Plan(accumulation=3))["train_micro_batch_size_per_gpu"]
     assert [row["samples_seen"] for row in rows] == [3 * each, 5 * each]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "a step late"])
+def test_samples_without_a_batch_size_are_those_of_the_batches(
+    late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all ranks, whose batches differ, and over a resume; also where no number of a step has
+    reached the host before a save or a load.
+    """
+    if late:
+        monkeypatch.setattr("hf_zero.measures.figures.is_over", lambda point: False)
+
+    def sizes(step: int) -> list[int]:
+        return [1 + (step + rank) % 3 for rank in range(RANKS)]
+
+    def run(rank: int, model: Any) -> None:
+        config = config_of(1, metrics={"enabled": True, "path": str(tmp_path / "run")})
+        del config["train_micro_batch_size_per_gpu"]
+
+        def take(engine: Any, steps: range) -> None:
+            for step in steps:
+                batch = features(step, 0, rank, sizes(step)[rank])
+                engine.backward(engine(batch).pow(2).mean())
+                engine.step()
+
+        engine = start(model, adamw(model), config)
+        take(engine, range(2))
+        engine.save_checkpoint(str(tmp_path / "saved"))
+        take(engine, range(2, 4))
+        engine.load_checkpoint(str(tmp_path / "saved"))
+        take(engine, range(2, 3))
+        engine.destroy()
+        engine = start(model, adamw(model), config)
+        engine.load_checkpoint(str(tmp_path / "saved"))
+        take(engine, range(2, 5))
+        engine.destroy()
+
+    on_ranks(RANKS, run)
+    rows = list(read_metrics(tmp_path / "run"))
+    assert [row["samples"] for row in rows] == [sum(sizes(step)) for step in range(5)]
+    seen = [sum(sum(sizes(before)) for before in range(step + 1)) for step in range(5)]
+    assert [row["samples_seen"] for row in rows] == seen
 
 
 def test_an_evaluation_is_no_part_of_a_step(
@@ -263,15 +308,24 @@ def test_weights_alone_leave_the_figures_of_their_run(tmp_path: Path) -> None:
     assert not (tmp_path / "first" / REPLACED).exists()
 
 
-def test_a_resumed_run_continues_one_curve(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_one_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps after the save are repeated by another engine; the first run's lines of them are in
-    another file.
+    another file. The lines before it are on disk with it.
     """
+    synced: list[str] = []
+    sync = os.fsync
+
+    def noted(opened: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{opened}")).name)
+        sync(opened)
+
+    monkeypatch.setattr(os, "fsync", noted)
 
     def run(rank: int, model: Any) -> None:
         engine = measured(rank, model, 3)
         run_steps(engine, rank, range(2), MICROS)
         engine.save_checkpoint(str(tmp_path))
+        assert rank or synced[0] == NAME
         run_steps(engine, rank, range(2, 4), MICROS)
         engine.destroy()
         engine = measured(rank, model, 2)
@@ -526,7 +580,7 @@ def test_collectives_are_counted_by_unit_and_group(stage: int, heard_in_full: li
         engine.destroy()
         assert all(axis._handle is Handle for axis in engine.mesh.axes)
         want: dict[tuple[str, str], tuple[int, int]] = {}
-        for operation, key, size in log:
+        for operation, key, size in (each for each in log if each[1] != FIGURES):
             count, total = want.get((operation, key), (0, 0))
             want[operation, key] = count + 1, total + size
         return found, want, waited, groups, kept

@@ -26,6 +26,7 @@ LAUNCH_FILE = "HF_ZERO_LAUNCH_FILE"  # the configuration file given to accelerat
 LAUNCHED_BY = "HF_ZERO_LAUNCHED_BY"  # the command that wrote the options of accelerate launch
 # keys of the launcher's file that Accelerate does not pass on to the ranks, as JSON
 WRITTEN = "HF_ZERO_WRITTEN_KEYS"
+PRINTS = "steps_per_print"
 
 
 def read_strictly(original: Callable[..., None]) -> Callable[..., None]:
@@ -45,7 +46,8 @@ def read_strictly(original: Callable[..., None]) -> Callable[..., None]:
 
 def add_written_keys(original: Callable[[Any], None]) -> Callable[[Any], None]:
     """Wraps ``DeepSpeedPlugin.__post_init__``: adds the launcher file's keys that Accelerate does
-    not pass on to the ranks, and records the source of each.
+    not pass on to the ranks, records the source of each, and keeps a written ``steps_per_print``,
+    which Accelerate replaces by infinity.
     """
 
     def __post_init__(self: Any) -> None:
@@ -57,6 +59,8 @@ def add_written_keys(original: Callable[[Any], None]) -> Callable[[Any], None]:
         original(self)
         if not (finder.chosen() and isinstance(self.deepspeed_config, SourcedDict)):
             return
+        if PRINTS in self.deepspeed_config.written:
+            self.deepspeed_config[PRINTS] = self.deepspeed_config.written[PRINTS][0]
         if from_launcher:
             self.deepspeed_config.update(written_keys())
             name_the_size(self.deepspeed_config)

@@ -60,7 +60,9 @@ def resolve(config: ZeroConfig, trainer: Any, ranks: int) -> ZeroConfig:
     """
     values = {**_precision(config, trainer.precision), **_clipping(config, trainer)}
     micro = _micro_batch(config, trainer, ranks)
-    counted = {ACCUMULATION: 1, MICRO: micro, TOTAL: micro * ranks}
+    counted = {ACCUMULATION: 1}
+    if micro is not None:
+        counted |= {MICRO: micro, TOTAL: micro * ranks}
     return config.override(values, "Lightning's Trainer").override(
         counted, "default: Lightning's Trainer accumulates"
     )
@@ -100,7 +102,8 @@ def _clipping(config: ZeroConfig, trainer: Any) -> dict[str, Any]:
     return {"gradient_clipping": float(value or 0.0)} if "gradient_clipping" in config.autos else {}
 
 
-def _micro_batch(config: ZeroConfig, trainer: Any, ranks: int) -> int:
+def _micro_batch(config: ZeroConfig, trainer: Any, ranks: int) -> int | None:
+    """Return the configured samples of a micro-batch; None: the DataLoader has them."""
     steps = trainer.accumulate_grad_batches
     if config.gradient_accumulation_steps not in (None, steps):
         raise ConfigError(
@@ -109,9 +112,11 @@ def _micro_batch(config: ZeroConfig, trainer: Any, ranks: int) -> int:
             "leave it out of the config"
         )
     total, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
+    if total is None:
+        return micro
     if micro is None:
-        micro = 1 if total is None else total // (steps * ranks)
-    if total not in (None, micro * steps * ranks):
+        micro = total // (steps * ranks)
+    if total != micro * steps * ranks:
         raise ConfigError(
             f"{TOTAL} = {total} in the ZeRO config is not {MICRO} × accumulate_grad_batches × "
             f"ranks = {micro} × {steps} × {ranks}; "
@@ -181,6 +186,9 @@ class PrecisionMethods:
         if args or kwargs.keys() - {"retain_graph"} or helpers.is_overridden("backward", model):
             model.backward(tensor, *args, **kwargs)
         else:
+            # Lightning has divided it, also in the short window at the end of an epoch
+            steps = model.trainer.accumulate_grad_batches
+            self.engine.measures.divided_by(steps if model.automatic_optimization else None)
             self.engine.backward(tensor, scale_wrt_gas=False, **kwargs)
 
     def optimizer_step(

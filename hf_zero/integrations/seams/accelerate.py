@@ -84,7 +84,7 @@ SEAMS: tuple[Seam, ...] = (
         wrapper="hf_zero.integrations.accelerate.plugin:add_written_keys",
         versions=ACCELERATE,
         why="a plugin made from a file without deepspeed_config_file knows eight keys; kernels and "
-        "the like come to it here",
+        "the like come to it here; a written steps_per_print is replaced by infinity",
     ),
     Seam(
         target="accelerate.utils.dataclasses:DeepSpeedPlugin.fill_match",

@@ -61,8 +61,8 @@ def patch_optimizer(optimizer: Any, owner: Any) -> None:
 
     def zero_grad(set_to_none: bool = True) -> None:
         alive = engine()
-        # scripts with accumulation call it after every micro-batch, like step
-        if alive is not None and not alive.window_is_open:
+        # scripts with accumulation call it after every micro-batch, like step, which has counted it
+        if alive is not None and not (alive.window_is_open and alive.accumulation.micro_batches):
             alive.zero_grad()
 
     def add_param_group(group: Any) -> None:

@@ -161,6 +161,11 @@ class StepMeasures:
         """Return a context for a ``step()`` call. May be collective."""
         return spans.NOTHING
 
+    def divided_by(self, steps: int | None) -> None:
+        """Note that losses with their weight in them are, from the next one on, divided by
+        ``steps``, the micro-batches of a full window; None: by another number.
+        """
+
     def zero_grad(self) -> None:
         """Drop the losses whose gradients are dropped."""
 
@@ -175,6 +180,15 @@ class StepMeasures:
 
     def shown_elsewhere(self) -> None:
         """Log no line of a step unless a key asks for it: a trainer shows its own."""
+
+    def counts_samples(self, engine: Any) -> bool:
+        """Whether the measures add to ``counters.global_samples``, because the configuration has no
+        batch size.
+        """
+        return False
+
+    def finish(self, engine: Any) -> None:
+        """Read the figures of all steps; waits for the device."""
 
     def keep_in(self, folder: str) -> None:
         """Write files to ``folder`` unless the configuration, or an earlier call, names one."""
