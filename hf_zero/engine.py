@@ -336,6 +336,7 @@ class Engine(TrainingEngine):
         newer generation in the memory of the hosts (``checkpoint.memory``) is loaded.
         """
         load_dir = self._run_folder(load_dir, "load_checkpoint")
+        run: str | None = load_dir
         if unused:
             raise PartitionError(
                 f"load_checkpoint does not know {sorted(unused)}; drop these arguments"
@@ -345,6 +346,8 @@ class Engine(TrainingEngine):
         if self.memory is not None:
             found = locate(self, load_dir, tag, load_module_strict)
             load_dir, tag, in_memory = found.directory, found.tag, found.in_memory
+            if in_memory and str(load_dir) == run:  # chosen before: of which run, it does not say
+                run = None
         self.updater.drop_early()
         self.measures.finish(self)
         with self.schedule.shards.writing():
@@ -363,7 +366,7 @@ class Engine(TrainingEngine):
             )
         self.restart_window()
         self.publish_scale()
-        self.measures.loaded(self, None if load_module_only else load_dir)
+        self.measures.loaded(self, not load_module_only, run)
         if self.memory is not None:
             self.memory.loaded()
             self.memory.client_state = answer[1]

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from hf_zero.activations.compile import to_be_compiled
 from hf_zero.activations.policy import ActivationPatches
-from hf_zero.checkpoint.resume import Resumed, find_resumed
+from hf_zero.checkpoint.resume import LATEST, Resumed, find_resumed
 from hf_zero.compression.registry import extensions_of
 from hf_zero.config import ZeroConfig, explaining
 from hf_zero.device.kinds import device_count
@@ -178,6 +178,8 @@ def initialize_as(
         _tell_of_idle_offload(engine)
     try:
         engine.lr_scheduler = scheduler = _scheduler(lr_scheduler, settings, made)
+        if resume is not None and resume != LATEST and (resumed is None or resumed.in_memory):
+            engine.measures.keep_in(os.fspath(resume))
         if resumed is not None:
             engine.resumed_from, engine.client_state = engine.load_checkpoint(
                 resumed.directory, resumed.tag, load_rng=True, load_loader=True

@@ -5,7 +5,7 @@ is an engine, and the batch sizes that keep its number of samples a step on this
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hf_zero.checkpoint.engine_state import parallel_sizes
 from hf_zero.checkpoint.find import locate, newest_whole
@@ -26,13 +26,14 @@ LATEST = "latest"  # value of ``resume``: the newest one in ``checkpoint.folder`
 @dataclass(frozen=True)
 class Resumed:
     """The checkpoint that a run resumes from: its run's folder, its tag, and what its manifest says
-    about the batch of a step and about ranks.
+    about the batch of a step and about ranks. ``in_memory``: the folder is one in memory.
     """
 
     directory: str
     tag: str
     batch: dict[str, int]
     world: dict[str, int]
+    in_memory: bool = False
 
     def check_sizes(self, config: ZeroConfig) -> None:
         """Raise ConfigError if the model or its sequences are spread over other numbers of ranks
@@ -141,7 +142,7 @@ def find_resumed(resume: str | os.PathLike[str], config: ZeroConfig) -> Resumed 
         older = (None, None) if chosen is None else (chosen.directory, chosen.tag)
         found = newest_in_memory(config, *older)
         if found is not None and found.tag is not None:
-            return _resumed(found.directory, found.tag)
+            return replace(_resumed(found.directory, found.tag), in_memory=True)
     if chosen is None:
         where = [given] if given else []
         where += ["the memory of the hosts"] if in_memory else []

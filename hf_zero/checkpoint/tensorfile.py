@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import xxhash
 
-from hf_zero.checkpoint.storage import BLOCK, AnyPath, ClosedAtExit, open_ranges
+from hf_zero.checkpoint.storage import AnyPath, ClosedAtExit, open_ranges
 from hf_zero.device.spans import span
 from hf_zero.errors import CheckpointError
 
@@ -80,11 +80,11 @@ def algorithm_of(text: str) -> str:
 def hash_of_file(
     path: AnyPath, algorithm: str = DEFAULT_HASH, tick: Callable[[int], None] | None = None
 ) -> str:
-    """Return the hash of a file, read through a buffer of ``BLOCK`` bytes."""
+    """Return the hash of a file, read through a buffer of as many bytes as suit its storage."""
     digest = Hash(algorithm)
-    buffer = memoryview(bytearray(BLOCK))
     at = 0
     with closing(open_ranges(path)) as file:
+        buffer = memoryview(bytearray(file.at_once))
         while count := file.read(buffer, at):
             digest.update(buffer[:count])
             at += count

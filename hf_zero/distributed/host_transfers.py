@@ -4,7 +4,7 @@ the training: large tensors in pieces, and one small agreement.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -33,26 +33,36 @@ class HostTransfers:
             limit = timedelta(seconds=timeout)
             self._group = dist.ProcessGroupGloo(store, rank, world, timeout=limit)
 
-    def transfer(self, sends: Sequence[Peer], receives: Sequence[Peer]) -> None:
+    def transfer(
+        self,
+        sends: Sequence[Peer],
+        receives: Sequence[Peer],
+        received: Callable[[int, torch.Tensor], None] | None = None,
+    ) -> None:
         """Send and receive tensors in host memory: [bytes] of uint8, contiguous. Both ends of a
         transfer list it in the same call with tensors of one size; several between the same two
-        ranks are paired in order.
+        ranks are paired in order. ``received`` is called with the number of a receive and each of
+        its pieces, in order, while the next pieces are under way.
         """
         group = self._connected()
         ends = [(True, *each) for each in sends] + [(False, *each) for each in receives]
         if group is None or not ends:
             return
         # In rounds of one piece of each: a rank that waits in a round has posted its part of it, so
-        # that no set of ranks waits for each other.
-        for at in range(0, max(tensor.numel() for _, _, tensor in ends), PIECE):
-            works = []
-            for outgoing, peer, tensor in ends:
+        # that no set of ranks waits for each other. The round after it is posted, too.
+        before: list[tuple[Any, int, torch.Tensor]] = []
+        for at in range(0, max(tensor.numel() for _, _, tensor in ends) + PIECE, PIECE):
+            posted = []
+            for number, (outgoing, peer, tensor) in enumerate(ends, -len(sends)):
                 piece = tensor[at : at + PIECE]
                 if piece.numel():
                     post = group.send if outgoing else group.recv
-                    works.append(post([piece], peer, 0))
-            for work in works:
+                    posted.append((post([piece], peer, 0), number, piece))
+            for work, number, piece in before:
                 work.wait()
+                if number >= 0 and received is not None:
+                    received(number, piece)
+            before = posted
 
     def agree(self, ok: bool) -> bool:
         """Return whether ``ok`` is true on all ranks."""

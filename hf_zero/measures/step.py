@@ -216,15 +216,16 @@ class EngineMeasures(StepMeasures):
             self._note_totals()
             self.file.sync()
 
-    def loaded(self, engine: Any, folder: str | None) -> None:
+    def loaded(self, engine: Any, continues: bool, folder: str | None) -> None:
         if self._figures is not None:
             self._figures.restart(engine)
         if self._trace is not None:
             self._trace.close()
             self._trace = None
         self._trace_when_due(engine)
-        if self.file is not None and folder is not None:
-            self.keep_in(folder)
+        if self.file is not None and continues:
+            if folder is not None:
+                self.keep_in(folder)
             self.file.resume_after(engine.global_steps)
 
     def _note_totals(self) -> None:

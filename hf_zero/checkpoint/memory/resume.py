@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,12 @@ from hf_zero.checkpoint.memory.inventory import Generation, Held
 from hf_zero.checkpoint.memory.job_folders import JobFolders
 from hf_zero.checkpoint.memory.record import RankRecord, join_records, record_path
 from hf_zero.checkpoint.storage import AnyPath, as_path, collective_try, remove_tree
-from hf_zero.checkpoint.tensorfile import algorithm_of, hash_of_file
+from hf_zero.checkpoint.tensorfile import Hash, algorithm_of, bytes_view, hash_of_file
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed import process_group
 from hf_zero.distributed.world_group import get_world_group
 from hf_zero.errors import CheckpointError
-from hf_zero.logging import logger
+from hf_zero.logging import counted, listed, log_rank0, logger
 
 # files compared by `newest_in_memory`, which the load right after it need not hash again
 _compared: set[tuple[Path, str, int, int]] = set()
@@ -59,7 +60,7 @@ def newest(
     on_disk = _on_disk(ranks, engine.global_rank, directory)
     if memory is not None:
         memory.wait()
-        able = _generations(memory, ranks, on_disk[1] if on_disk else -2)
+        able = _generations(memory, ranks, on_disk, directory)
         found = next(filter(None, (each.take(engine, strict) for each in able)), None)
         if found is not None:
             return found
@@ -83,7 +84,7 @@ def newest_in_memory(
     ranks, rank = get_world_group(), process_group.get_rank()
     on_disk = _on_disk(ranks, rank, directory, tag)
     where = saving.next_folders(config.memory_checkpoints, ranks, rank)
-    able = _generations(where, ranks, on_disk[1] if on_disk else -2)
+    able = _generations(where, ranks, on_disk, directory)
     return next(filter(None, (each.take() for each in able)), None)
 
 
@@ -139,11 +140,24 @@ def _on_disk(
     return found
 
 
-def _generations(where: JobFolders, ranks: Any, after: int = -2) -> Iterator[_Taking]:
-    """Yield the generations of steps after ``after``, newest first. Collective."""
+def _generations(
+    where: JobFolders,
+    ranks: Any,
+    on_disk: tuple[str, int] | None = None,
+    directory: str | os.PathLike[str] | None = None,
+) -> Iterator[_Taking]:
+    """Yield the generations of steps after that of the checkpoint ``on_disk`` (tag and step) in
+    ``directory``, newest first. Collective.
+    """
     found, own = where.exchange_inventories()
+    if on_disk is not None and not found:
+        log_rank0(
+            f"the memory of {counted(len(where.hosts.ranks), 'host')} "
+            f"({listed(where.hosts.ranks)}) holds nothing of job {where.job}: "
+            f"{directory}/{on_disk[0]} is taken from the disk"
+        )
     for each in found:
-        if each.step > after:  # a save on disk of the same step came after it
+        if on_disk is None or each.step > on_disk[1]:  # one of the same step came after it
             yield _Taking(where, ranks, each, own)
 
 
@@ -166,7 +180,6 @@ class _Taking:
         self._here = {
             held.rank: path for held, path in own.items() if held.save_id == generation.save_id
         }
-        self._checked: set[tuple[str, int]] = set()
         self._chooses = False  # a load follows
 
     def take(self, engine: Any = None, strict: bool = True) -> Newest | None:
@@ -182,8 +195,8 @@ class _Taking:
         try:
             records = self._gather_records()
             manifest = join_records(records)
-            readers = [(self._host_of(n), n) for n in range(len(manifest.files))]
-            self._check(manifest, readers)
+            if engine is None:
+                self._check(manifest)
             folder = self._present(manifest, records)
             if engine is not None:
                 self._complete(engine, manifest, folder, strict)
@@ -218,26 +231,43 @@ class _Taking:
         holders = self._holders[file]
         return host if host in holders else holders[file % len(holders)]
 
-    def _check(self, manifest: Manifest, reads: Sequence[tuple[str, int]]) -> None:
-        """Compare the hashes of the copies that hosts read, or have sent, of the files in
-        ``reads``, until all that are left are sound. Raises CheckpointError if no sound copy of a
-        file is left. Collective.
+    def _check(self, manifest: Manifest) -> None:
+        """Compare the hashes of the copies that hosts would read, or have sent, until all of them
+        are sound. Raises CheckpointError if no sound copy of a file is left. Collective.
         """
-        while unknown := {(self._source(*each), each[1]) for each in reads} - self._checked:
-            mine = sorted(n for host, n in unknown if host == self._host)
-            here = self._hosts.ranks[self._host]
-            share = mine[here.index(self._rank) :: len(here)]
-            damaged = [n for n in share if not self._is_sound(n, manifest.files[n])]
-            told = self._ranks.all_gather_object(damaged, "hashes of checkpoints in memory")
-            self._checked |= unknown
-            for host, lost in zip(self._hosts.names, told, strict=True):
-                for file in lost:
-                    self._holders[file].remove(host)
-                    name = manifest.files[file].name
-                    _say(self._rank, f"the copy of {name} in memory of host {host} is damaged")
-            if not all(self._holders.values()):
-                gone = [n for n, hosts in self._holders.items() if not hosts]
-                raise CheckpointError(f"every copy of the files of ranks {gone} is damaged")
+        checked: set[tuple[str, int]] = set()
+        order = range(len(manifest.files))
+        while unknown := {(self._source(self._host_of(n), n), n) for n in order} - checked:
+            share = self._share(n for host, n in unknown if host == self._host)
+            self._leave_out(manifest, self._damaged(share, manifest))
+            checked |= unknown
+
+    def _share(self, files: Iterable[int]) -> list[int]:
+        """Return the part of this host's ``files`` that this rank compares."""
+        here = self._hosts.ranks[self._host]
+        return sorted(files)[here.index(self._rank) :: len(here)]
+
+    def _damaged(self, files: Iterable[int], manifest: Manifest) -> list[tuple[str, int]]:
+        """Return those of ``files`` of which this host's copy is damaged, with the host."""
+        return [(self._host, n) for n in files if not self._is_sound(n, manifest.files[n])]
+
+    def _leave_out(
+        self, manifest: Manifest, damaged: Sequence[tuple[str, int]]
+    ) -> set[tuple[str, int]]:
+        """Leave the copies that ranks have found ``damaged`` out of the generation, and return
+        those of all ranks: host and file. Raises CheckpointError if no copy of a file is left.
+        Collective.
+        """
+        told = self._ranks.all_gather_object(damaged, "hashes of checkpoints in memory")
+        lost = {each for of_rank in told for each in of_rank}
+        for host, file in sorted(lost):
+            self._holders[file].remove(host)
+            name = manifest.files[file].name
+            _say(self._rank, f"the copy of {name} in memory of host {host} is damaged")
+        if not all(self._holders.values()):
+            gone = [n for n, hosts in self._holders.items() if not hosts]
+            raise CheckpointError(f"every copy of the files of ranks {gone} is damaged")
+        return lost
 
     def _is_sound(self, n: int, entry: FileEntry) -> bool:
         """Whether this host's copy of file ``n`` has the hash of ``entry``; computed once for a
@@ -280,81 +310,98 @@ class _Taking:
             lambda: files_needed(engine, manifest, strict),
             share=lambda needed: needed,
         )
-        wanted: dict[str, set[int]] = {name: set() for name in self._hosts.ranks}
-        for host, needed in zip(self._hosts.names, told, strict=True):
-            wanted[host] |= needed
-        self._check(manifest, [(host, n) for host, files in wanted.items() for n in files])
-        lacking = [n for n in sorted(wanted[self._host]) if self._host not in self._holders[n]]
-        nbytes = sum(manifest.files[n].size for n in lacking)
-        places = {base: memory.folder(base) / folders.RESUME for base in memory.bases}
-        fitting = (base for base in places if folders.room(base, memory.folder(base)) >= nbytes)
+        wanted = {
+            (host, n) for host, needed in zip(self._hosts.names, told, strict=True) for n in needed
+        }
+        arrived: dict[int, Path] = {}
+        sound: set[tuple[str, int]] = set()
+        while unknown := {(*each, self._source(*each)) for each in wanted - sound}:
+            moves = sorted((n, host, source) for host, n, source in unknown if host != source)
+            share = self._share(n for host, n, source in unknown if host == source == self._host)
+            into = self._place(memory, manifest, moves)
+            saving.reached("fetching")
+            with ThreadPoolExecutor(1) as beside:  # this host's own files, while others arrive
+                compared = beside.submit(self._damaged, share, manifest)
+                damaged = self._fetch(memory, manifest, moves, into)
+            lost = self._leave_out(manifest, damaged + compared.result())
+            sound |= {(host, n) for host, n, source in unknown if (source, n) not in lost}
+            here = [n for n, host, _ in moves if host == self._host]
+            arrived |= {n: into / manifest.files[n].name for n in here}
+        _compared.clear()
 
-        def link() -> str:
-            if not memory.acts_for_host:
-                return ""
-            base = next(fitting, memory.bases[0])
-            folders.make_own(memory.job_folder(base))
-            fetched = places[base] / manifest.tag
-            fetched.mkdir(parents=True, exist_ok=True)
-            for n in wanted[self._host]:
-                name = manifest.files[n].name
-                held = fetched / name if n in lacking else self._here[n]
-                if held != folder / manifest.tag / name:
-                    (folder / manifest.tag / name).symlink_to(held)
-            return str(fetched)
+        def link() -> None:
+            for n in (n for host, n in wanted if host == self._host and memory.acts_for_host):
+                place = folder / manifest.tag / manifest.files[n].name
+                held = arrived[n] if n in arrived else self._here[n]
+                if held != place:
+                    place.symlink_to(held)
 
-        _, told = collective_try(self._ranks, link, share=lambda made: made)
-        into = Path(told[self._hosts.first(self._rank)])
-        saving.reached("fetching")
-        fetched = self._fetch(memory, manifest, wanted, into)
-
-        def compare() -> None:
-            for n in fetched:
-                path = into / manifest.files[n].name
-                if not _is_sound(path, manifest.files[n]):
-                    raise CheckpointError(f"{path} arrived with other bytes than were sent")
-
-        collective_try(self._ranks, compare)
+        collective_try(self._ranks, link)
         saving.reached("fetched")
         memory.mark()
         memory.protect(self.save_id)
         memory.ready = self.save_id
 
+    def _place(
+        self, memory: Any, manifest: Manifest, moves: Sequence[tuple[int, str, str]]
+    ) -> Path:
+        """Return the folder with room for what this host receives in ``moves``. Collective."""
+        nbytes = sum(manifest.files[n].size for n, host, _ in moves if host == self._host)
+
+        def make() -> str:
+            if not memory.acts_for_host:
+                return ""
+            fitting = (
+                base for base in memory.bases
+                if folders.room(base, memory.folder(base)) >= nbytes
+            )  # fmt: skip
+            base = next(fitting, memory.bases[0])
+            folders.make_own(memory.job_folder(base))
+            made = memory.folder(base) / folders.RESUME / manifest.tag
+            made.mkdir(parents=True, exist_ok=True)
+            return str(made)
+
+        _, told = collective_try(self._ranks, make, share=lambda made: made)
+        return Path(told[self._hosts.first(self._rank)])
+
     def _fetch(
-        self, memory: Any, manifest: Manifest, wanted: Mapping[str, set[int]], folder: Path
-    ) -> list[int]:
-        """Fetch the files that hosts lack; return those that this rank has fetched. Collective."""
-        moves = sorted(
-            (n, host) for host, files in wanted.items() for n in files
-            if host not in self._holders[n]
-        )  # fmt: skip
+        self,
+        memory: Any,
+        manifest: Manifest,
+        moves: Sequence[tuple[int, str, str]],
+        folder: Path,
+    ) -> list[tuple[str, int]]:
+        """Send and receive the files of ``moves``: file, host, source. Return those that this rank
+        has received and that do not have their hash, with the source. Collective.
+        """
         sends: list[Any] = []
         receives: list[Any] = []
-        fetched: list[int] = []
+        arriving: list[tuple[tuple[str, int], str, Hash]] = []
 
         def open_files() -> None:
-            for at, (n, host) in enumerate(moves):
+            for at, (n, host, source) in enumerate(moves):
                 entry = manifest.files[n]
-                source = _one_of(self._hosts, self._source(host, n), at)
-                target = _one_of(self._hosts, host, at)
-                if source == self._rank:
+                sender, receiver = (_one_of(self._hosts, each, at) for each in (source, host))
+                if sender == self._rank:
                     held = torch.from_file(str(self._here[n]), size=entry.size, dtype=torch.uint8)
-                    sends.append((target, held))
-                if target == self._rank:
-                    image = memory.map_file(folder / entry.name, entry.size)
-                    receives.append((source, image))
-                    fetched.append(n)
+                    sends.append((receiver, held))
+                if receiver == self._rank:
+                    receives.append((sender, memory.map_file(folder / entry.name, entry.size)))
+                    hasher = Hash(algorithm_of(entry.hash))
+                    arriving.append(((source, n), entry.hash, hasher))
 
         collective_try(self._ranks, open_files, folder)
 
         def transfer() -> None:
             try:
-                memory.transfers.transfer(sends, receives)
+                memory.transfers.transfer(
+                    sends, receives, lambda at, piece: arriving[at][2].update(bytes_view(piece))
+                )
             except RuntimeError as error:
                 raise CheckpointError(f"files of other hosts did not arrive: {error}") from error
 
         collective_try(self._ranks, transfer)
-        return fetched
+        return [copy for copy, wanted, hasher in arriving if hasher.text() != wanted]
 
 
 def _one_of(hosts: Hosts, host: str, at: int) -> int:

@@ -196,9 +196,9 @@ class StepMeasures:
     def saving(self, engine: Any, folder: str) -> None:
         """Write out all figures: a checkpoint is about to be saved in ``folder``."""
 
-    def loaded(self, engine: Any, folder: str | None) -> None:
-        """Continue from the step of a checkpoint in ``folder`` that was loaded; None: the engine
-        has loaded weights alone and continues no run.
+    def loaded(self, engine: Any, continues: bool, folder: str | None) -> None:
+        """Continue from the step of a checkpoint that was loaded, unless it was weights alone.
+        ``folder``: that of its run, None if it is not known.
         """
 
     def close(self, engine: Any) -> None:

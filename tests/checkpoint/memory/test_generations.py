@@ -28,16 +28,17 @@ from hf_zero.checkpoint.tensorfile import TensorFile
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed.host_transfers import HostTransfers
 from hf_zero.errors import CheckpointError
+from hf_zero.measures.metrics_file import read_metrics
 from tests.checkpoint.memory.jobs import Kept, Meshed, attempt, heard, hosts, same
 from tests.checkpoint.test_engine import global_losses, train
-from tests.checkpoint.test_resume import Rows, config, net
+from tests.checkpoint.test_resume import Rows, config, log, net
 from tests.checkpoint.test_resume import train as resuming
 from tests.helpers.cells import fast
 from tests.helpers.engines import full_weights
 from tests.helpers.ranks import RankFailed, run_ranks
 from tests.helpers.stacks import on_ranks
 
-__all__ = ["heard", "hosts"]
+__all__ = ["heard", "hosts", "log"]
 
 
 def with_folders(setup: Kept, tmp_path: Path) -> Kept:
@@ -170,6 +171,23 @@ def test_a_damaged_file_is_taken_from_its_copy(hurt: Any, tmp_path: Path, heard:
         assert any("damaged" in line or "passed over" in line for line in heard)
 
 
+def test_a_copy_that_is_damaged_is_found_where_it_arrives(tmp_path: Path, heard: list[str]) -> None:
+    """Host b is lost, and of the two other copies of its file the one that it would be sent is
+    damaged.
+    """
+    setup = with_folders(Kept(ranks=4, hosts="abcd", more={"copies": 3}), tmp_path)
+    whole = attempt(dataclasses.replace(setup, base=tmp_path / "other"), range(6))
+    attempt(setup, range(3))
+    shutil.rmtree(setup.folder_of("b"))
+    flip(file_of(setup, "d", 1, 3))
+    resumed = attempt(setup, range(6), tmp_path / "disk")
+    assert {first for first, *_ in resumed} == {3}
+    assert [line for line in heard if line.endswith("is damaged")] == [
+        "the copy of rank-00001-of-00004.safetensors in memory of host d is damaged"
+    ]
+    same(resumed, whole)
+
+
 @pytest.mark.parametrize("hurt", [flip, lose_record])
 def test_an_older_generation_is_taken_where_no_copy_is_sound(
     hurt: Any, tmp_path: Path, heard: list[str]
@@ -198,6 +216,21 @@ def test_two_lost_hosts_leave_the_disk(tmp_path: Path) -> None:
     resumed = attempt(setup, range(6), tmp_path / "disk")
     assert {first for first, *_ in resumed} == {1}
     same(resumed, whole)
+
+
+def test_hosts_that_have_nothing_are_named(tmp_path: Path, log: Any) -> None:
+    """A job goes on with other hosts, from the disk; and without one, where it began before."""
+    setup = with_folders(Kept(), tmp_path)
+    before = dataclasses.replace(setup, base=tmp_path / "other")
+    disk = str(tmp_path / "disk")
+    attempt(before, range(2), before=lambda engine, rank: engine.save_checkpoint(disk))
+    attempt(setup, range(1), tmp_path / "disk")
+    nothing = f"the memory of 2 hosts (a, b) holds nothing of job job: {disk}/global_step0 is taken"
+    assert nothing in log.text
+    assert "not the loss of" not in log.text and "no launcher" not in log.text
+    attempt(dataclasses.replace(setup, hosts="cc", more={"job": None}), range(0))
+    assert "survive processes that end, not the loss of the host" in log.text
+    assert "no launcher started this process" in log.text
 
 
 def test_a_newer_checkpoint_on_disk_and_a_tag_prevail(tmp_path: Path) -> None:
@@ -764,6 +797,25 @@ def test_a_resume_hashes_each_file_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(hashed) == 1 and not blocks
     engine.load_checkpoint(str(tmp_path / "run"), verify=True)
     assert blocks, "what the caller asks for is done"
+
+
+def test_the_figures_of_a_run_stay_in_its_folder(tmp_path: Path) -> None:
+    """Nothing is saved on disk: the folder is the one that the script resumes."""
+    memory_of = {"every": 2, "folder": str(tmp_path / "memory"), "job": "job"}
+    settings = config(tmp_path / "run") | {"checkpoint": {"memory": memory_of}}
+    settings["metrics"] = {"enabled": True}
+    threading.current_thread().host = "a"  # type: ignore[attr-defined]
+    for stop, first in ((3, 0), (5, 2)):
+        saving._claimed.clear()
+        steps, engine = resuming(
+            0, net(), settings, Rows(), stop=stop, resume=str(tmp_path / "run")
+        )
+        assert min(steps) == first + 1
+        engine.memory.wait()
+        engine.measures.finish(engine)
+        assert [row["step"] for row in read_metrics(tmp_path / "run")] == [*range(1, stop + 1)]
+        del engine
+    assert not list((tmp_path / "memory").rglob("metrics.jsonl"))
 
 
 def test_a_generation_that_is_lost_between_choice_and_load_is_named(tmp_path: Path) -> None:

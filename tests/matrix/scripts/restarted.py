@@ -1,10 +1,13 @@
-"""A run that a launcher restarts after one of its ranks was killed, in the middle of an epoch. Each
-attempt first trains without an interruption and without saves, for comparison.
+"""A run that a launcher restarts after one of its ranks was killed, in the middle of an epoch. The
+first attempt trains without an interruption before, for comparison. With ``--memory FOLDER`` each
+rank is a host, the run saves into their memory alone, and that of the killed rank's host is lost
+with it.
 """
 
 import argparse
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -25,12 +28,19 @@ def net(dropout):
     return nn.Sequential(nn.Linear(6, 12), nn.Dropout(dropout), nn.Tanh(), nn.Linear(12, 3))
 
 
-def killed_once(rank, step):
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and rank == 1 and step == KILLED:
+def killed_once(engine):
+    if attempt() == 0 and engine.global_rank == 1 and engine.global_steps == KILLED:
+        if engine.memory is not None:
+            engine.memory.wait()
+            shutil.rmtree(engine.memory.folder(engine.memory.base).parent)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def loop(folder):
+def attempt():
+    return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+
+def loop(folder, memory):
     import hf_zero
 
     config = {
@@ -39,6 +49,8 @@ def loop(folder):
         "zero_optimization": {"stage": 3},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
     }
+    if memory:
+        config["checkpoint"] = {"memory": {"every": EVERY, "folder": memory}}
     model = net(0.2)
     torch.manual_seed(100 + int(os.environ["RANK"]))
     engine, _, loader, _ = hf_zero.initialize(
@@ -52,8 +64,8 @@ def loop(folder):
             engine.backward(loss)
             losses.append(loss.item())
             if folder is not None:
-                killed_once(engine.global_rank, engine.global_steps)
-            ends = engine.is_gradient_accumulation_boundary()
+                killed_once(engine)
+            ends = engine.is_gradient_accumulation_boundary() and not memory
             engine.step()
             if folder is not None and ends and engine.global_steps % EVERY == 0:
                 engine.save_checkpoint(folder, client_state={"seen": engine.global_samples})
@@ -62,7 +74,7 @@ def loop(folder):
     return {"first": first, "losses": losses, "seen": seen}
 
 
-def accelerated(folder):
+def accelerated(folder, memory):
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 
@@ -80,7 +92,7 @@ def accelerated(folder):
         model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader
     )
     done, begin = 0, (0, 0)
-    if folder is not None and (Path(folder) / "checkpoints").is_dir():
+    if folder is not None and attempt() > 0:
         accelerator.load_state()
         done = model.global_steps
         begin = divmod(done * STEPS, len(loader))
@@ -97,11 +109,11 @@ def accelerated(folder):
                 accelerator.backward(loss)
                 losses.append(loss.item())
                 if folder is not None:
-                    killed_once(accelerator.process_index, model.global_steps)
+                    killed_once(model)
                 optimizer.step()
                 optimizer.zero_grad()
             ends = accelerator.sync_gradients and model.global_steps % EVERY == 0
-            if folder is not None and ends:
+            if folder is not None and ends and not memory:
                 accelerator.save_state()
     model.destroy()
     return {"first": first, "losses": losses}
@@ -111,11 +123,17 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--route", choices=["loop", "accelerate"], default="loop")
+    parser.add_argument("--memory", default="")
     args = parser.parse_args()
+    rank = int(os.environ["RANK"])
+    if args.memory:
+        os.environ["HF_ZERO_HOST"] = "ab"[rank]
     torch.set_num_threads(1)
     train = loop if args.route == "loop" else accelerated
-    report = {"whole": train(None), "run": train(str(args.out / "run"))}
-    report["attempt"] = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    rank = int(os.environ["RANK"])
+    whole = args.out / f"whole-{rank}.json"
+    if attempt() == 0:
+        whole.write_text(json.dumps(train(None, "")))
+    report = {"whole": json.loads(whole.read_text()), "attempt": attempt()}
+    report["run"] = train(str(args.out / "run"), args.memory)
     (args.out / f"report-{rank}.json").write_text(json.dumps(report))
     torch.distributed.destroy_process_group()
