@@ -53,13 +53,16 @@ WAITS = {"gather_wait_ms": "gathers", "reduction_wait_ms": "reductions"}
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart: ``name`` of its element, its heading, a line below it, and its specification."""
+    """A chart: ``name`` of its element, its heading, a line below it, its specification, and how to
+    move it on a screen.
+    """
 
     name: str
     title: str
     note: str
     spec: Spec
     wide: bool = False
+    hint: str = ""
 
 
 def curves(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
@@ -204,10 +207,10 @@ def timeline(place: int, found: Timeline) -> Chart:
     some = "" if found.shown == found.ranks else f", the first {found.shown} of {found.ranks} ranks"
     note = (
         f"step {found.step}{some}: {found.length / 1e3:,.1f} ms. Gathers and reductions are drawn "
-        "from their launch to their end; exposed: computation waited. Drag to move, Shift and the "
-        "wheel to zoom."
+        "from their launch to their end; exposed: computation waited."
     )
-    return Chart(f"timeline{place}", "Timeline of a step", note, spec, wide=True)
+    hint = "Drag to move, Shift and the wheel to zoom."
+    return Chart(f"timeline{place}", "Timeline of a step", note, spec, True, hint)
 
 
 # ---- parts ----
@@ -229,7 +232,7 @@ def _bytes(most: float) -> Spec:
         "scale": {"domain": [0, most]},
         "axis": {
             "title": None,
-            "labelExpr": "format(datum.value, '~s') + 'B'",
+            "labelExpr": "replace(format(datum.value, '~s'), regexp('([a-zA-Z]?)$'), ' $1B')",
             "tickCount": 6,
         },
     }
@@ -284,7 +287,7 @@ def _curve(
     figure: str,
     title: str,
     note: str,
-    form: str = "~g",
+    form: str = ",~r",
     scale: Spec | None = None,
     interpolate: str = "linear",
 ) -> Iterator[Chart]:
@@ -338,7 +341,10 @@ def _drawn(
             "field": "value",
             "type": "quantitative",
             "scale": scale,
-            "axis": {"title": None, "format": form},
+            "axis": {
+                "title": None,
+                "labelExpr": f"datum.value ? format(datum.value, '{form}') : '0'",
+            },
         },
         "color": _colours(by, colours, [{by: name} for name in colours] if by == "run" else rows),
     }

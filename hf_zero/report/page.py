@@ -127,7 +127,8 @@ def _charts(found: Iterable[Chart], drawn: list[Chart]) -> str:
         drawn.append(chart)
         places.append(
             f'<figure class="{"wide" if chart.wide else ""}"><figcaption>{escape(chart.title)}'
-            f"<small>{escape(chart.note)}</small></figcaption>"
+            f"<small>{escape(chart.note)} <span class=hint>{escape(chart.hint)}</span></small>"
+            "</figcaption>"
             f'<div class="chart" id="{chart.name}"></div></figure>'
         )
     return f'<div class="charts">{"".join(places)}</div>' if places else ""

@@ -25,10 +25,12 @@ def command() -> str:
     return found
 
 
-def draw(page: Path | str, home: Path, *options: str, seconds: int = 20) -> tuple[str, list[str]]:
+def draw(
+    page: Path | str, home: Path, *options: str, seconds: int = 20, dump: bool = True
+) -> tuple[str, list[str]]:
     """Return the document after the scripts of ``page``, a file or an address, have run for so many
     ``seconds`` of their clock (0: until it is loaded), without a network, and the lines of the
-    console.
+    console. Without ``dump`` the document is empty, and ``options`` say what to write.
     """
     clock = (f"--virtual-time-budget={seconds * 1000}",) if seconds else ()
     sandbox = ("--no-sandbox",) if os.geteuid() == 0 else ()
@@ -36,7 +38,7 @@ def draw(page: Path | str, home: Path, *options: str, seconds: int = 20) -> tupl
         [
             command(), "--headless", "--disable-gpu", *sandbox, *ALONE, f"--user-data-dir={home}",
             *clock, "--window-size=1280,2000", "--enable-logging=stderr",
-            "--dump-dom", *options, page if isinstance(page, str) else f"file://{page}",
+            *(["--dump-dom"] if dump else []), *options, page if isinstance(page, str) else f"file://{page}",
         ],
         timeout=180,
     )  # fmt: skip

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from hf_zero.report import charts, write_report
 from hf_zero.report.page import in_numbers
 from hf_zero.report.run import RecordedRun, read_run
 from hf_zero.report.timeline import read_timeline
+from tests.helpers.commands import completed
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import ARCHITECTURES, tokens
 from tests.helpers.processes import run_processes
@@ -43,6 +46,7 @@ def trained(rank: int, folder: str) -> None:
             "trace": {"enabled": True, "first": 2, "steps": 2, "path": f"{folder}/{name}"},
             "wall_clock_breakdown": True,
             "fp16": {"enabled": True, "initial_scale_power": 4},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}},
         }
         for again in (False, True):
             model = ARCHITECTURES["llama"].build()
@@ -108,6 +112,7 @@ def test_a_page_has_the_figures_and_loads_nothing(
     assert sent == pytest.approx(sum(row["wire_bytes"] for row in rows), abs=3 * len(rows))
     assert "&lt;script&gt;alert(" in page and "<script>alert(" not in page
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", page)
+    assert escape('{"warmup_num_steps": 2}') in page
     assert "zero_optimization.stage" in page and "<!--" not in page.replace("<!doctype", "")
 
 
@@ -198,6 +203,23 @@ def test_a_browser_draws_every_chart(folders: Path, tmp_path: Path, scheme: str)
             assert marks["mark-area"] + marks["mark-rect"] == count, (name, marks)
         else:
             assert marks["mark-symbol"] == len(rows) and marks["mark-line"] >= 1, (name, marks)
+
+
+def test_the_page_on_paper(folders: Path, tmp_path: Path) -> None:
+    """Every section and every number of an axis, without hints for a pointer."""
+    pytest.importorskip("vl_convert", reason="pip install 'hf-zero[report]'")
+    reader = shutil.which("pdftotext")
+    if reader is None:
+        pytest.skip("no pdftotext on this machine (Debian: apt-get install poppler-utils)")
+    page, _ = write_report(folders / "three", output=tmp_path / "page.html")
+    paper = tmp_path / "page.pdf"
+    draw(page, tmp_path / "home", f"--print-to-pdf={paper}", dump=False)
+    text = completed([reader, "-layout", str(paper), "-"]).stdout
+    heads = re.findall(r"<h2>([^<]+)</h2>", page.read_text().partition("<script")[0])
+    assert len(heads) > 6 and not [head for head in heads if head not in text]
+    assert "from their launch to their end" in text and "Drag to move" not in text
+    assert not re.search(r"\d[eE]\+\d", text), "an exponent where a number would do"
+    assert re.search(r"\b\d+ kB\b", text)
 
 
 # ---- refusals ----
