@@ -38,9 +38,13 @@ Params = Annotated[
     float | None,
     typer.Option(help="Instead of a model: a decoder with this many parameters, 7.5e9 say."),
 ]
-Stage = Annotated[int | None, typer.Option(help="0 to 3; default: that of --config, else 3.")]
+Stage = Annotated[
+    int | None,
+    typer.Option(help="0 to 3; default: that of --config, else 3, and 1 with --pp."),
+]
 PipelineParallel = Annotated[
-    int, typer.Option("--pp", min=1, help="Stages of a pipeline: 1, others are refused.")
+    int,
+    typer.Option("--pp", min=1, help="Stages of a pipeline: one rank of each is recorded."),
 ]
 Replicas = Annotated[
     int | None, typer.Option(min=1, help="Copies of the shards: ranks / replicas share one.")
@@ -127,7 +131,7 @@ def simulate(
     """Simulate a training step of one rank of any number of ranks: the engine's own plan, hooks and
     schedule run without memory and without the other ranks. Shows the most bytes in each tier and
     when, the collectives with their bytes and groups, and the seconds on a machine with the given
-    rates.
+    rates; of a pipeline, each stage.
 
     Example: hf-zero simulate --params 7.5e9 --ranks 64 --stage 3
     """
@@ -179,6 +183,8 @@ def simulate(
         print_json(found.to_dict())
         return
     print_table(_bytes(found))
+    if found.stages:
+        print_table(_stages(found))
     print_table(_collectives(found))
     print_table(_seconds(found))
 
@@ -231,6 +237,29 @@ def _bytes(found: Simulation) -> Table:
     for tier in ("ram", "disk"):
         if found.peak_bytes[tier]:
             table.add_row(tier, in_units(found.peak_bytes[tier]), "")
+    return table
+
+
+def _stages(found: Simulation) -> Table:
+    table = Table(
+        title="stages of the pipeline, by a rank of each",
+        caption="Sent in a step: by this rank, to neighbours and in collectives. Waiting: for the "
+        "other stages and for messages.",
+    )
+    held = [each.peak_bytes for each in found.stages]
+    tiers = [tier for tier in ("ram", "disk") if any(each[tier] for each in held)]
+    for name in ("stage", "rank", "parameters", "device", *tiers, "sent", "computing", "waiting"):
+        table.add_column(name, justify="right")
+    for each in found.stages:
+        spent = each.seconds
+        table.add_row(
+            str(each.stage),
+            str(each.rank),
+            f"{each.parameters:,}",
+            *(in_units(each.peak_bytes[tier]) for tier in ("device", *tiers)),
+            in_units(each.wire_bytes),
+            *(f"{part:.4g} s" for part in (spent.compute, spent.exposed)),
+        )
     return table
 
 

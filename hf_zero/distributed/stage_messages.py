@@ -150,6 +150,29 @@ class StageMessages:
     def _issue(self, source: int, target: int, what: str) -> PendingCollective:
         return self._logs[source, target].issue(what, (self.ranks[source],))
 
+    # ---- headers ----
+
+    def announce(self, peer: int, numbers: Sequence[int]) -> None:
+        """Send ``numbers``, a header, to ``peer``."""
+        header = torch.tensor(numbers, dtype=torch.int64).to(self._headers)
+        work = dist.isend(header, group=self._group, group_dst=peer, tag=HEADER_TAG)
+        self._sent = [(w, h) for w, h in self._sent if not w.is_completed()]
+        self._sent.append((work, header))
+
+    def announced_by(self, peer: int, pending: PendingCollective) -> Sequence[int]:
+        """Wait for the next header of ``peer``, and return its numbers."""
+        header = torch.empty(HEADER, dtype=torch.int64, device=self._headers)
+        self._watchdog.check()
+        try:
+            with self._watchdog.watching(pending):
+                work = dist.irecv(header, group=self._group, group_src=peer, tag=HEADER_TAG)
+                assert work is not None
+                work.wait()
+                numbers: list[int] = header.tolist()
+        except RuntimeError as error:
+            raise self._watchdog.explain_failure(pending, error) from error
+        return numbers
+
     # ---- activations ----
 
     def send(self, peer: int, activations: Activations, single: bool, key: str) -> list[Any]:
@@ -157,10 +180,7 @@ class StageMessages:
         tensors. ``single``: they are one tensor, not a tuple of one.
         """
         self._issue(self.rank, peer, f"{key} forward")
-        header = _header(activations, single).to(self._headers)
-        work = dist.isend(header, group=self._group, group_dst=peer, tag=HEADER_TAG)
-        self._sent = [(w, h) for w, h in self._sent if not w.is_completed()]
-        self._sent.append((work, header))
+        self.announce(peer, _header(activations, single))
         tensors = [each.detach() for each in activations if each is not None]
         return self._send("send_activations", tensors, peer, FORWARD_TAG, key)
 
@@ -169,17 +189,7 @@ class StageMessages:
         them require grad, whether they are one tensor, and the operations that fill that memory.
         """
         pending = self._issue(peer, self.rank, f"{key} forward")
-        header = torch.empty(HEADER, dtype=torch.int64, device=self._headers)
-        self._watchdog.check()
-        try:
-            with self._watchdog.watching(pending):
-                work = dist.irecv(header, group=self._group, group_src=peer, tag=HEADER_TAG)
-                assert work is not None
-                work.wait()
-                numbers = header.tolist()
-        except RuntimeError as error:
-            raise self._watchdog.explain_failure(pending, error) from error
-        announced, grads, single = _announced(numbers)
+        announced, grads, single = _announced(self.announced_by(peer, pending))
         tensors, buffer = _room([each for each in announced if each is not None], self.device)
         left = iter(tensors)
         activations = tuple(None if each is None else next(left) for each in announced)
@@ -277,7 +287,7 @@ def _room(shapes: Sequence[Shape], device: torch.device) -> tuple[list[torch.Ten
     return tensors, buffer
 
 
-def _header(activations: Activations, single: bool) -> torch.Tensor:
+def _header(activations: Activations, single: bool) -> list[int]:
     numbers = [len(activations), int(single)]
     for each in activations:
         if each is None:
@@ -289,7 +299,7 @@ def _header(activations: Activations, single: bool) -> torch.Tensor:
             f"a stage of the pipeline passes on {len(activations)} tensors, whose shapes are more "
             f"than {HEADER} numbers; pass fewer from layer to layer, or stack them"
         )
-    return torch.tensor([*numbers, *[0] * (HEADER - len(numbers))], dtype=torch.int64)
+    return [*numbers, *[0] * (HEADER - len(numbers))]
 
 
 def _announced(

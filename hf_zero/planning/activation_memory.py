@@ -179,9 +179,15 @@ def length_estimate(plan: EnginePlan, length: int) -> LengthEstimate:
     return LengthEstimate(length, sequences.rows, length // ranks, tuple(ways))
 
 
-def copy_on_meta(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> nn.Module:
-    """Return a copy of the model on the meta device, in the dtypes in which it computes."""
-    memo: dict[int, Any] = {}
+def copy_on_meta(
+    model: nn.Module,
+    dtypes: Mapping[str, torch.dtype],
+    instead: Mapping[nn.Module, nn.Module] = MappingProxyType({}),
+) -> nn.Module:
+    """Return a copy of the model on the meta device, in the dtypes in which it computes, with other
+    modules ``instead`` of some.
+    """
+    memo: dict[int, Any] = {id(module): other for module, other in instead.items()}
     for name, parameter in model.named_parameters():
         dtype = dtypes.get(name, parameter.dtype)
         empty = torch.empty(parameter.shape, dtype=dtype, device=META)

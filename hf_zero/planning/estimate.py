@@ -35,7 +35,8 @@ from hf_zero.planning.needs import Needs, gradient_buffers, needs, state_bytes, 
 from hf_zero.planning.traffic import Traffic, codings
 from hf_zero.planning.traffic import traffic as ways
 from hf_zero.zero.extensions import Extensions
-from hf_zero.zero.layout.engine_plan import EnginePlan, plan
+from hf_zero.zero.layout.engine_plan import Cuts, EnginePlan, plan, shape_of
+from hf_zero.zero.layout.sharding import sharding_of
 from hf_zero.zero.layout.stage_policy import POLICIES
 
 __all__ = [
@@ -442,9 +443,16 @@ def plans_of(module: nn.Module, asked: Asked, settings: ZeroConfig) -> list[Engi
     optimizer = build_optimizer(asked.optimizer, trained, module) if trained else None
     stages: list[frozenset[str] | None] = [None]
     if dims.pipeline > 1:
-        from hf_zero.integrations.transformers.pipeline_stages import names_of_stages
+        from hf_zero.integrations.transformers.pipeline_stages import (
+            names_of_stages,
+            stages_of_tied,
+        )
 
-        stages = [*names_of_stages(module, dims.pipeline)]
+        stages = [*(named := names_of_stages(module, parts_of(module, dims, cuts)))]
+        for name, holders in stages_of_tied(named).items():
+            parameter = module.get_parameter(name)
+            own = cuts.get(parameter, sharding_of(parameter))
+            cuts[parameter] = replace(own, stages=holders)
     return [
         plan(
             module,
@@ -459,6 +467,15 @@ def plans_of(module: nn.Module, asked: Asked, settings: ZeroConfig) -> list[Engi
         )
         for stage, held in enumerate(stages)
     ]
+
+
+def parts_of(module: nn.Module, dims: ParallelDims, cuts: Cuts) -> list[int]:
+    """Return the bounds of the pipeline stages of ``module``, after ``cuts``: the first item of
+    each among the embeddings, the blocks and the head, and the end.
+    """
+    from hf_zero.integrations.transformers.pipeline_stages import planned_parts
+
+    return planned_parts(module, dims.pipeline, lambda each: shape_of(each, cuts))
 
 
 def _extensions_of(settings: ZeroConfig, optimizer: torch.optim.Optimizer | None) -> Extensions:

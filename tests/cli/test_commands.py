@@ -84,6 +84,16 @@ def test_estimate_prints_the_library_s_figures(model: str) -> None:
     assert all(in_units(row.state) in table for row in expected.stages)
 
 
+def test_simulate_prints_the_stages_of_a_pipeline() -> None:
+    options = ["simulate", "--params", "2e6", "--ranks", "4", "--pp", "2", "--seq", "16"]
+    found = hf_zero.simulate(params=2e6, ranks=4, pipeline_parallel=2, sequence_length=16)
+    shown = json.loads(invoke(*options, "--json"))
+    assert shown["stages"] == json.loads(json.dumps(found.to_dict()))["stages"]
+    table = " ".join(invoke(*options).split())
+    assert "stages of the pipeline" in table
+    assert all(f"{each.parameters:,}" in table for each in found.stages)
+
+
 def test_simulate_prints_the_library_s_figures() -> None:
     options = ["simulate", "--params", "2e6", "--ranks", "64", "--stage", "2", "--seq", "16"]
     machine = ["--network", "100Gbit", "--flops", "1e12", "--ranks-per-host", "8"]

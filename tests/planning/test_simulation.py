@@ -370,7 +370,6 @@ def test_a_batch_of_any_model() -> None:
         ({"params": float("inf")}, r"params = inf is no size.*from 1e\+06 to 1e\+15"),
         ({"params": 1e30}, r"params = 1e\+30 is no size of a model"),
         ({"params": 10}, "params = 10 is no size of a model"),
-        ({"pipeline_parallel": 2}, "pipeline_parallel = 2 is not simulated.*estimate --pp"),
         ({"expert_parallel": 3}, "4 ranks"),
         ({"rank": 4}, "rank 4 is none of 4 ranks"),
     ],

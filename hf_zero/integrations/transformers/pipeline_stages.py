@@ -13,8 +13,10 @@ cache: positions that begin anew separate packed sequences, as in the model with
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -87,14 +89,20 @@ def _family_of(model: nn.Module) -> Family:
     return family
 
 
-def _parts(model: nn.Module, family: Family, count: int, method: str) -> list[int]:
+def _parts(
+    model: nn.Module,
+    family: Family,
+    count: int,
+    method: str = "parameters",
+    numel: Callable[[nn.Module], int] = training_numel,
+) -> list[int]:
     """Return the bounds of ``count`` stages in the list of the embeddings, the blocks, and the head
-    with its norm: the start of each stage, and the end.
+    with its norm: the start of each stage, and the end. ``numel``: trainable elements of a module.
     """
     base, head = model.get_submodule(family.base), model.get_submodule(family.head)
     blocks: Any = base.get_submodule(family.blocks)
-    numels = [*map(training_numel, (base.get_submodule(family.embeddings), *blocks))]
-    numels.append(training_numel(base.get_submodule(family.norm)) + training_numel(head))
+    numels = [*map(numel, (base.get_submodule(family.embeddings), *blocks))]
+    numels.append(numel(base.get_submodule(family.norm)) + numel(head))
     names = ["embeddings", *(type(block).__name__ for block in blocks), "head"]
     return bounds_of(method, count, names, numels)
 
@@ -137,18 +145,46 @@ def _elsewhere(
     return found
 
 
-def names_of_stages(model: nn.Module, count: int) -> list[frozenset[str]]:
-    """Return the parameter names of each of ``count`` stages of ``model``, which is not changed.
-    Raises ConfigError like :func:`pipeline_stages`.
+def planned_parts(
+    model: nn.Module, count: int, shapes: Callable[[nn.Parameter], tuple[int, ...]]
+) -> list[int]:
+    """Return the bounds of ``count`` stages of ``model``, which is not changed, once its parameters
+    have the shapes that ``shapes`` returns. Raises ConfigError like :func:`pipeline_stages`.
     """
-    family = _family_of(model)
-    parts = _parts(model, family, count, "parameters")
-    names = [name for name, _ in model.named_parameters()]
+
+    def numel(module: nn.Module) -> int:
+        return sum(math.prod(shapes(each)) for each in module.parameters() if each.requires_grad)
+
+    return _parts(model, _family_of(model), count, numel=numel)
+
+
+def names_of_stages(model: nn.Module, parts: list[int]) -> list[frozenset[str]]:
+    """Return the parameter names of each stage of ``model``, which is not changed."""
+    names, family = [name for name, _ in model.named_parameters()], _family_of(model)
     gone = [
         tuple(f"{path}." for path in _elsewhere(model, family, parts, [stage]))
-        for stage in range(count)
+        for stage in range(len(parts) - 1)
     ]
     return [frozenset(name for name in names if not name.startswith(each)) for each in gone]
+
+
+def blocks_elsewhere(model: nn.Module, parts: list[int], stage: int) -> dict[nn.Module, nn.Module]:
+    """Return the placeholders of the blocks of other stages, by the blocks that they replace."""
+    family = _family_of(model)
+    blocks: Any = model.get_submodule(f"{family.base}.{family.blocks}")
+    own = _blocks_of(parts)[stage]
+    return {block: _Elsewhere() for index, block in enumerate(blocks) if index not in own}
+
+
+def stages_of_tied(names: Sequence[Collection[str]]) -> dict[str, tuple[int, ...]]:
+    """Return the stages of each parameter that several stages hold, by name. ``names``: the result
+    of :func:`names_of_stages`.
+    """
+    holders = {
+        name: tuple(stage for stage, held in enumerate(names) if name in held)
+        for name in sorted(frozenset().union(*names))
+    }
+    return {name: stages for name, stages in holders.items() if len(stages) > 1}
 
 
 class CausalLMStages(StagedModule):
@@ -161,12 +197,11 @@ class CausalLMStages(StagedModule):
         num_stages: int | None,
         topology: ProcessTopology | None,
         stages_per_rank: int,
-        partition_method: str,
+        parts_of: Callable[[nn.Module, Family, int], list[int]],
     ):
         super().__init__(num_stages, topology, stages_per_rank)
         self._family = family
-        count = self.num_stages * stages_per_rank
-        self.parts = _parts(model, family, count, partition_method)
+        self.parts = parts_of(model, family, self.num_stages * stages_per_rank)
         self._blocks = _blocks_of(self.parts)
         for path, instead in _elsewhere(model, family, self.parts, self.stages_here).items():
             model.set_submodule(path, instead)
@@ -304,6 +339,14 @@ def pipeline_stages(
     return stages
 
 
+def stages_without_values(model: nn.Module, parts: list[int]) -> CausalLMStages:
+    """Return this rank's stage of ``model``, on any device, meta included, with the bounds
+    ``parts``; ``model`` is modified as by :func:`pipeline_stages`.
+    """
+    family = _family_of(model)
+    return CausalLMStages(model, family, len(parts) - 1, None, 1, lambda *_: parts)
+
+
 def _stages_of(
     model: nn.Module,
     num_stages: int | None,
@@ -322,4 +365,5 @@ def _stages_of(
             f"pipeline_stages() got a {type(model).__name__} that an engine holds or that was made "
             "in shards (ZeRO-3, zero.Init); pass a function that loads it, without these"
         )
-    return CausalLMStages(model, family, num_stages, topology, stages_per_rank, partition_method)
+    parts_of = partial(_parts, method=partition_method)
+    return CausalLMStages(model, family, num_stages, topology, stages_per_rank, parts_of)

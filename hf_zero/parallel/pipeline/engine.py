@@ -59,10 +59,10 @@ class PipelineTraining(TrainingEngine):
     def _build(self, plan: EnginePlan, mesh: Mesh, installed: ExitStack) -> None:
         groups = get_parallel()
         assert groups is not None
-        self._tied = TiedParameters(self.module, groups, mesh.timeout)
+        self.tied = TiedParameters(self.module, groups, mesh.timeout)
         super()._build(plan, mesh, installed)
-        self._tied.check(self.flats)
-        installed.callback(self._tied.close)
+        self.tied.check(self.flats)
+        installed.callback(self.tied.close)
         messages = StageMessages.over(groups, mesh.name, mesh.timeout)
         installed.callback(messages.close)
         count = self.module.num_stages * self.module.stages_per_rank
@@ -70,7 +70,7 @@ class PipelineTraining(TrainingEngine):
             Stage(stage, count, messages, self._run_forward, self._run_backward)
             for stage in self.module.stages_here
         ]
-        self._pipeline = PipelineRun(
+        self.pipeline_run = PipelineRun(
             self.config.pipeline.schedule_for(len(stages)), stages, messages
         )
         self._batches: Iterator[Any] | None = None
@@ -103,7 +103,7 @@ class PipelineTraining(TrainingEngine):
             losses = self._run(steps, training=True)
             window.boundary = True
             self.reduce_gradients()
-            self._tied.add_up(self.flats)
+            self.tied.add_up(self.flats)
             window.announced = steps
             super().step()
         finally:
@@ -176,7 +176,7 @@ class PipelineTraining(TrainingEngine):
         if self._calls.due(training):
             self._compare_batches()
         try:
-            return self._pipeline.run(micro_batches, loss, training)
+            return self.pipeline_run.run(micro_batches, loss, training)
         finally:
             self._window = []
 

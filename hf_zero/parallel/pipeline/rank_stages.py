@@ -70,6 +70,7 @@ class Stage:
         self._outputs: dict[int, tuple[Activations, bool]] = {}
         self._gradients: dict[int, list[torch.Tensor]] = {}  # gradients of outputs
         self._sent_back: dict[int, list[torch.Tensor]] = {}  # gradients of inputs
+        self._losses: dict[int, torch.Tensor] = {}
 
     @property
     def is_first(self) -> bool:
@@ -93,8 +94,9 @@ class Stage:
     # ---- setup by the schedule ----
 
     def clear_runtime_states(self) -> None:
-        for kept in (self._inputs, self._outputs, self._gradients, self._sent_back):
-            kept.clear()
+        kept = (self._inputs, self._outputs, self._gradients, self._sent_back, self._losses)
+        for by_micro_batch in kept:
+            by_micro_batch.clear()
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: shapes are unknown until the messages arrive."""
@@ -194,6 +196,14 @@ class Stage:
             self._outputs[micro_batch] = _as_tuple(output)
         return output
 
+    def keep_loss(self, micro_batch: int, loss: torch.Tensor) -> torch.Tensor:
+        """Keep ``loss`` for its backward, and return it without its graph: a schedule keeps all
+        losses until the end of the step, and a graph keeps the inputs of the stage.
+        """
+        if self.has_backward:
+            self._losses[micro_batch] = loss
+        return loss.detach()
+
     def backward_one_chunk(
         self,
         micro_batch: int,
@@ -205,8 +215,7 @@ class Stage:
         if not self.has_backward:
             return
         if self.is_last:
-            assert loss is not None
-            self._backward([loss], [])
+            self._backward([self._losses.pop(micro_batch)], [])
         else:
             outputs = [
                 each
@@ -311,7 +320,7 @@ class PipelineRun:
 
     def _loss_of(self, output: Any, number: torch.Tensor) -> torch.Tensor:
         assert self._loss is not None
-        return self._loss(output, int(number))
+        return self.stages[-1].keep_loss(int(number), self._loss(output, int(number)))
 
 
 def _is_of_a_message(error: RuntimeError) -> bool:

@@ -196,11 +196,16 @@ def mark_tied(module: StagedModule, groups: ParallelGroups) -> None:
                 f"{name} is tied over stages {sorted(held)} of the pipeline, and differs "
                 f"there: {list(held.values())}; build it alike on all of them"
             )
-    module.tied = {
-        name: tuple(sorted(held)) for name, held in sorted(holders.items()) if len(held) > 1
-    }
-    for name in set(module.tied) & set(own):
-        set_sharding(own[name], replace(sharding_of(own[name]), stages=module.tied[name]))
+    tied = {name: tuple(sorted(held)) for name, held in sorted(holders.items()) if len(held) > 1}
+    set_tied(module, tied)
+
+
+def set_tied(module: StagedModule, tied: Mapping[str, tuple[int, ...]]) -> None:
+    """Mark the parameters of ``module`` that several stages hold: ``tied`` has these, by name."""
+    module.tied = tied
+    own = dict(module.named_parameters())
+    for name in set(tied) & set(own):
+        set_sharding(own[name], replace(sharding_of(own[name]), stages=tied[name]))
 
 
 class TiedParameters:
@@ -279,6 +284,11 @@ class TiedParameters:
                     shard.copy_(total)
                 flat.gradient.mark_used(flat.gradient.all_used)
                 flat.gradient.mark_reduced()
+
+    @property
+    def axes(self) -> list[MeshDim]:
+        """The dimensions over which gradients of tied parameters are summed."""
+        return list(self._along.values())
 
     def close(self) -> None:
         for along in self._along.values():

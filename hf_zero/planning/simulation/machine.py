@@ -9,6 +9,9 @@ link. Computation stops at a wait until its message is over: that time is expose
 a message that does not overlap because processors move its bytes. Between hosts the ranks of a host
 share its network: a group with some of them has that part of it.
 
+The stages of a pipeline run beside each other. A message from one to the next, or one over several
+stages, begins when the last of its ranks has launched it; an arrival takes the sender's link.
+
 Offloaded state is updated on the host, unit by unit, while the next step runs: a step begins with
 the updates of the one before, and each unit is used once its own is over. Copies between device and
 host follow each other.
@@ -18,14 +21,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from hf_zero.errors import ConfigError
-from hf_zero.measures.collectives import wire_bytes
-from hf_zero.planning.simulation.recording import FORWARD, Group, Message, Recording, Work
+from hf_zero.measures.collectives import MESSAGES, wire_bytes
+from hf_zero.planning.simulation.recording import (
+    FORWARD,
+    Arrival,
+    Group,
+    Message,
+    Recording,
+    Work,
+)
 from hf_zero.zero.layout.engine_plan import EnginePlan
 
 RATES = (
@@ -142,14 +152,51 @@ def offload_times(plan: EnginePlan, machine: Machine) -> OffloadTimes:
     return OffloadTimes(update, gradient, fetch)
 
 
-class _Timeline:
-    """The time of one step, event by event."""
+_Key = tuple[str, tuple[int, ...], int]  # operation, ranks, and the number among those like it
 
-    def __init__(self, machine: Machine, away: OffloadTimes):
+
+class _Meetings:
+    """The messages over several of ``ranks``, those that are simulated."""
+
+    def __init__(self, ranks: Collection[int]):
+        self._ranks = frozenset(ranks)
+        self._ready: dict[_Key, list[tuple[float, dict[str, float], str]]] = {}
+        self._launched: Counter[tuple[int, str, tuple[int, ...]]] = Counter()
+        self.ends: dict[_Key, float] = {}
+
+    def key(self, rank: int, message: Message) -> _Key:
+        """Return the identifier of a message that ``rank`` launches, the same on its other ranks,
+        which launch those of a group in the same order.
+        """
+        kind = message.operation, message.group.ranks
+        number = self._launched[rank, *kind]
+        self._launched[rank, *kind] += 1
+        return *kind, number
+
+    def join(
+        self, key: _Key, begins: float, took: float, links: dict[str, float], link: str
+    ) -> None:
+        """Have a rank join a message that it could begin at ``begins``. ``links``: when each link
+        of the rank is free; the message is busy on ``link``, none if that is "".
+        """
+        here = self._ready.setdefault(key, [])
+        here.append((begins, links, link))
+        if len(here) >= len(self._ranks.intersection(key[1])):
+            end = self.ends[key] = took + max(ready for ready, _, _ in self._ready.pop(key))
+            for _, free, name in here:
+                if name:
+                    free[name] = max(free[name], end)
+
+
+class _Timeline:
+    """The time of one step of one rank, event by event."""
+
+    def __init__(self, machine: Machine, away: OffloadTimes, rank: int, meetings: _Meetings):
         self._machine, self._away = machine, away
+        self._rank, self._meetings = rank, meetings
         self.now = self.compute = self.sent = self.exposed = 0.0
         self._free: dict[str, float] = defaultdict(float)  # when each link is free
-        self._ends: dict[Message, float] = {}
+        self._keys: dict[Message, _Key] = {}
         # when the update of each unit by the step before is over, which began with this one
         self._updated: dict[str, float] = {}
         over = 0.0
@@ -157,37 +204,59 @@ class _Timeline:
             over += took
             self._updated[unit] = over
         self._unit_of: dict[str, str] = {}
+        self._phases: dict[str, float] = defaultdict(float)
 
-    def work(self, work: Work) -> None:
+    @property
+    def seconds(self) -> Seconds:
+        return Seconds(self.now, self.compute, self.sent, self.exposed, dict(self._phases))
+
+    def run(self, recording: Recording) -> Iterator[None]:
+        """Run a step; yield where it waits for a message that other ranks have yet to launch."""
+        phase = FORWARD
+        for event in recording.step():
+            before, phase = self.now, event.place.phase
+            if isinstance(event, Work):
+                self._work(event)
+            elif isinstance(event, Message):
+                self._launch(event)
+            else:
+                key = self._keys.get(event.message)
+                while key is not None and key not in self._meetings.ends:
+                    yield
+                self._end_of(event.message, key)
+            self._phases[phase] += self.now - before
+        before = self.now
+        self._wait(max([self.now, *self._free.values(), *self._updated.values()]))
+        self._phases[phase] += self.now - before
+
+    def _work(self, work: Work) -> None:
         if self._updated and work.place.phase == FORWARD:
             self._wait(self._updated.get(self._unit(work.place.block), 0.0))
         took = self._machine.computing(work)
         self.compute += took
         self.now += took
 
-    def launch(self, message: Message) -> None:
+    def _launch(self, message: Message) -> None:
         unit = message.unit_name
         link = "node" if self._machine.bandwidth(message.group) == self._machine.node else "network"
-        begins = max(self.now, self._free[link])
+        arrives = isinstance(message, Arrival)
+        begins = self.now if arrives else max(self.now, self._free[link])
         if message.operation == "all_gather":
             begins = max(begins, self._updated.get(unit, 0.0))
             if unit in self._away.fetch:
                 begins = max(begins, self._copy(self._away.fetch[unit], begins))
         took = self._machine.sending(message)
-        self.sent += took
-        self._ends[message] = self._free[link] = begins + took
+        self.sent += 0.0 if arrives else took
+        key = self._keys[message] = self._meetings.key(self._rank, message)
+        self._meetings.join(key, begins, took, self._free, "" if arrives else link)
         stolen = (1.0 - self._machine.overlap) * took
         self._wait(self.now + stolen)
 
-    def wait(self, message: Message) -> None:
-        self._wait(self._ends.get(message, self.now))
-        if message.operation != "all_gather":
+    def _end_of(self, message: Message, key: _Key | None) -> None:
+        self._wait(self.now if key is None else self._meetings.ends[key])
+        if message.operation not in ("all_gather", *MESSAGES):
             unit = message.unit_name
             self._copy(self._away.gradient.get(unit, 0.0), self.now)
-
-    def end(self) -> None:
-        """Wait for all that is under way."""
-        self._wait(max([self.now, *self._free.values(), *self._updated.values()]))
 
     def _copy(self, took: float, after: float) -> float:
         """Return when a copy between device and host is over."""
@@ -210,19 +279,27 @@ def seconds(recording: Recording, machine: Machine, away: OffloadTimes | None = 
     """Return the time of ``recording`` on ``machine``, by the note above. ``away``: transfers of
     its offload.
     """
-    line = _Timeline(machine, away or OffloadTimes())
-    phases: dict[str, float] = defaultdict(float)
-    phase = FORWARD
-    for event in recording.step():
-        before, phase = line.now, event.place.phase
-        if isinstance(event, Work):
-            line.work(event)
-        elif isinstance(event, Message):
-            line.launch(event)
-        else:
-            line.wait(event.message)
-        phases[phase] += line.now - before
-    before = line.now
-    line.end()
-    phases[phase] += line.now - before
-    return Seconds(line.now, line.compute, line.sent, line.exposed, dict(phases))
+    return seconds_of_stages({0: recording}, machine, {0: away or OffloadTimes()})[0]
+
+
+def seconds_of_stages(
+    recordings: Mapping[int, Recording], machine: Machine, away: Mapping[int, OffloadTimes]
+) -> dict[int, Seconds]:
+    """Return the time of the recordings of ranks that wait for each other, by rank. ``away``:
+    transfers of the offload of each. Raises ConfigError if one waits for a message that another
+    does not launch.
+    """
+    meetings = _Meetings(recordings)
+    lines = {rank: _Timeline(machine, away[rank], rank, meetings) for rank in recordings}
+    running = {rank: line.run(recordings[rank]) for rank, line in lines.items()}
+    while running:
+        ended = len(meetings.ends)
+        going = {rank: each for rank, each in running.items() if next(each, each) is None}
+        if len(going) == len(running) and len(meetings.ends) == ended:
+            raise ConfigError(
+                f"the simulated ranks {', '.join(map(str, going))} wait for each other: one waits "
+                "for a message that another does not launch; simulate a model whose stages pass "
+                "on their outputs alike"
+            )
+        running = going
+    return {rank: line.seconds for rank, line in lines.items()}

@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from hf_zero.device import spans
 from hf_zero.distributed.collectives import MeshDim
-from hf_zero.measures.collectives import IssuedStats, ObservedHandle
+from hf_zero.measures.collectives import MESSAGES, IssuedStats, ObservedHandle
+from hf_zero.planning.simulation.shapes import ShapeCache, tensors_of
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 PHASES = (FORWARD, BACKWARD, STEP)
@@ -91,6 +91,11 @@ class Message:
         return self.unit.partition("|")[0]
 
 
+@dataclass(frozen=True, eq=False)
+class Arrival(Message):
+    """A message of another stage of a pipeline that this rank is ready to receive."""
+
+
 @dataclass(frozen=True)
 class Wait:
     """A wait of the host, or of the computing stream, for ``message``."""
@@ -107,23 +112,23 @@ RECORDED = 3  # micro-batches: the first, the last, and one that all between the
 
 @dataclass
 class Recording:
-    """One step of ``micro_batches``, of which at most :data:`RECORDED` are recorded. ``events``: in
-    the order of the host. ``peaks``: bytes besides the state at rest, by phase, and the place of
-    the peak.
+    """One step of ``micro_batches``. ``events``: in the order of the host. ``peaks``: bytes besides
+    the state at rest, by phase, and the place of the peak. ``repeats``: how many micro-batches
+    between the first and the last are like the second one, and not among the events.
     """
 
     micro_batches: int = 1
     events: list[Event] = field(default_factory=list)
     peaks: dict[str, tuple[int, StepPlace]] = field(default_factory=dict)
+    repeats: int = 0
 
     def step(self) -> Iterator[Event]:
         """Yield the events of the whole step."""
         middle = [each for each in self.events if each.place.micro_batch == 1]
-        repeats = self.micro_batches - RECORDED
         last = None
         for event in self.events:
-            if repeats > 0 and last == 1 and event.place.micro_batch == 2:
-                for _ in range(repeats):
+            if last == 1 and event.place.micro_batch == 2:
+                for _ in range(self.repeats):
                     yield from middle
             last = event.place.micro_batch
             yield event
@@ -144,11 +149,12 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.engine, self._dims = engine, dims
         self._device = engine.device.type
+        self._shapes = ShapeCache()
         self._made: dict[int, int] = {}  # bytes of storages made by operations that are alive
         self._given: set[int] = set()
-        self.now = 0
+        self.now = self.high = 0  # bytes of these storages, and the most of them so far
         self._gathered = 0
-        self._place = StepPlace(FORWARD, "", 0)
+        self._place = self.high_place = StepPlace(FORWARD, "", 0)
         self.recording: Recording | None = None
 
     # ---- places ----
@@ -171,14 +177,14 @@ class Recorder(TorchDispatchMode):
             yield
 
     @contextmanager
-    def recorded(self, micro_batches: int) -> Iterator[Recording]:
-        """Context of the step to keep."""
+    def recorded(self, micro_batches: int, repeats: int = 0) -> Iterator[Recording]:
+        """Context of the step to keep; arguments as for :class:`Recording`."""
         optimizer = self.engine.optimizer
         for state in optimizer.state.values() if optimizer is not None else ():
             for value in state.values():
                 if isinstance(value, torch.Tensor):
                     self._forget(value.untyped_storage())
-        self.recording = Recording(micro_batches)
+        self.recording = Recording(micro_batches, repeats=repeats)
         try:
             yield self.recording
         finally:
@@ -215,21 +221,28 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for each in tree_leaves(args):
-            if isinstance(each, torch.Tensor):
-                self._take(each.untyped_storage())
+        given = [*tensors_of(args)]
+        for each in given:
+            self._take(each.untyped_storage())
         if func in _READS:
             out = _read(func, args, kwargs)
         elif func is aten._grouped_mm.default and args[0].is_meta:
             out = _grouped_on_meta(*args, **kwargs)
         else:  # torch has no shapes of fused steps
-            out = None if _FUSED.match(func._schema.name) else func(*args, **kwargs)
-        fresh = False
-        for each in tree_leaves(out):
-            if isinstance(each, torch.Tensor) and each.device.type == self._device:
+            fused = _FUSED.match(func._schema.name)
+            out = None if fused else self._shapes(func, args, kwargs)
+        fresh, made = False, [*tensors_of((out,))]
+        for each in made:
+            if each.device.type == self._device:
                 fresh |= self._make(each.untyped_storage())
         if self.recording is not None and func.namespace != "c10d":
-            self._count(func, args, kwargs, out, fresh)
+            work = self._work()
+            work.operations += 1
+            formula = _FLOPS.get(func._overloadpacket)
+            if formula is not None:
+                work.flops += formula(*args, **kwargs, out_val=out)
+            elif fresh or func._schema.is_mutable:
+                work.nbytes += sum(each.nbytes for each in (*given, *made))
         return out
 
     def add_flops(self, flops: float) -> None:
@@ -245,16 +258,6 @@ class Recorder(TorchDispatchMode):
             last = Work(self._place)
             events.append(last)
         return last
-
-    def _count(self, func: Any, args: Any, kwargs: Any, out: Any, fresh: bool) -> None:
-        work = self._work()
-        work.operations += 1
-        formula = _FLOPS.get(func._overloadpacket)
-        if formula is not None:
-            work.flops += formula(*args, **kwargs, out_val=out)
-        elif fresh or func._schema.is_mutable:
-            tensors = [each for each in tree_leaves((args, out)) if isinstance(each, torch.Tensor)]
-            work.nbytes += sum(each.nbytes for each in tensors)
 
     # ---- bytes ----
 
@@ -292,10 +295,12 @@ class Recorder(TorchDispatchMode):
         )
         self._peak()
 
-    def _peak(self) -> None:
+    def _peak(self, more: int = 0) -> None:
+        if self.now + more >= self.high:
+            self.high, self.high_place = self.now + more, self._place
         if self.recording is None:
             return
-        held, phase = self.now + self._gathered, self._place.phase
+        held, phase = self.now + more + self._gathered, self._place.phase
         if held > self.recording.peaks.get(phase, (-1, self._place))[0]:
             self.recording.peaks[phase] = held, self._place
 
@@ -369,16 +374,17 @@ class _Messages(IssuedStats):
         self._group = Group(dim.gathers.name.partition(" of ")[2], tuple(dim.ranks))
 
     def record(self, operation: str, key: str, size: int) -> None:
+        if operation in MESSAGES:
+            return  # the schedule of the pipeline launches it later
         self.last = Message(self._recorder.place, operation, key, self._group, size)
         self._recorder.launched(self.last)
 
 
 def record(
-    recorder: Recorder, loss_of: Callable[[], torch.Tensor], micro_batches: int, warm: int = 2
+    recorder: Recorder, loss_of: Callable[[], torch.Tensor], micro_batches: int
 ) -> Recording:
     """Return the recording of an optimizer step of ``recorder``'s engine, of ``micro_batches``
-    backwards of ``loss_of()``, after ``warm`` others. The engine itself accumulates at most
-    :data:`RECORDED`.
+    backwards of ``loss_of()``. The engine itself accumulates at most :data:`RECORDED`.
     """
     engine = recorder.engine
 
@@ -391,9 +397,18 @@ def record(
             recorder.enter(STEP, number)
             engine.step()
 
+    return record_steps(recorder, step, micro_batches, max(0, micro_batches - RECORDED))
+
+
+def record_steps(
+    recorder: Recorder, step: Callable[[], Any], micro_batches: int, repeats: int = 0, warm: int = 2
+) -> Recording:
+    """Return the recording of a call of ``step``, after ``warm`` others; other arguments as for
+    :class:`Recording`.
+    """
     with recorder.watching():
         for _ in range(warm):
             step()
-        with recorder.recorded(micro_batches) as recording:
+        with recorder.recorded(micro_batches, repeats) as recording:
             step()
     return recording

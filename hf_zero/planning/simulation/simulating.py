@@ -8,7 +8,7 @@ is recorded from that engine (:mod:`hf_zero.planning.simulation.recording`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
@@ -28,16 +28,45 @@ from hf_zero.integrations.fused.attention_on_meta import without_memory
 from hf_zero.integrations.fused.heads import fuse_head
 from hf_zero.integrations.transformers.sized_model import sized_model
 from hf_zero.measures.collectives import wire_bytes
+from hf_zero.optim.one_bit import one_bit_of
 from hf_zero.parallel.expert.model import on_model, spread_experts
+from hf_zero.parallel.pipeline.engine import (
+    PipelineTraining,
+    check_pipeline,
+    check_uncut,
+    pipelined,
+)
+from hf_zero.parallel.pipeline.staged import StagedModule, set_tied
 from hf_zero.parallel.tensor import tensor_parallel
 from hf_zero.planning.activation_memory import Sequences, copy_on_meta
-from hf_zero.planning.estimate import Asked, asked_for, check_stage, open_model, plans_of
+from hf_zero.planning.estimate import (
+    Asked,
+    asked_for,
+    check_stage,
+    open_model,
+    parts_of,
+    plans_of,
+)
 from hf_zero.planning.needs import needs, state_bytes
-from hf_zero.planning.simulation.machine import Machine, Seconds, offload_times, seconds
+from hf_zero.planning.simulation.machine import (
+    Machine,
+    Seconds,
+    offload_times,
+    seconds_of_stages,
+)
 from hf_zero.planning.simulation.measuring import Measured
-from hf_zero.planning.simulation.recording import RECORDED, Message, Recorder, Recording, record
+from hf_zero.planning.simulation.recording import (
+    RECORDED,
+    Arrival,
+    Message,
+    Recorder,
+    Recording,
+    record,
+)
+from hf_zero.planning.simulation.stages import StageRecorder, record_stage
 from hf_zero.techniques.registry import TrainingTechniques
 from hf_zero.zero.layout.engine_plan import EnginePlan, plan
+from hf_zero.zero.training_engine import TrainingEngine
 
 LENGTH = 1024  # tokens of a sequence, unless given
 
@@ -69,6 +98,20 @@ class PhaseBytes:
 
 
 @dataclass(frozen=True)
+class StageFigures:
+    """One stage of a pipeline, by a rank of it. parameters: that this rank holds. peak_bytes: as in
+    :class:`Simulation`. wire_bytes: sent by this rank.
+    """
+
+    stage: int
+    rank: int
+    parameters: int
+    peak_bytes: dict[str, int]
+    wire_bytes: int
+    seconds: Seconds
+
+
+@dataclass(frozen=True)
 class Simulation:
     """A step of one rank. Made by :func:`simulate`.
 
@@ -77,7 +120,8 @@ class Simulation:
     engine keeps by kind, also without offload; its sums of gradients have 32 bits by default.
     peak_bytes: the most in each tier, "device", "ram" (of which "pinned") and "disk"; peak_at: the
     place of the device's. phases: the device's, phase by phase. flops: of the matrix products.
-    seconds: the time on ``machine``.
+    seconds: the time on ``machine``. stages: the stages of a pipeline, of which the rank has one;
+    () without a pipeline.
     """
 
     model: str
@@ -99,6 +143,7 @@ class Simulation:
     flops: float
     seconds: Seconds
     machine: Machine
+    stages: tuple[StageFigures, ...] = ()
 
     @property
     def tokens_per_second(self) -> float:
@@ -146,7 +191,7 @@ def simulate(
     Args:
         model: as for :func:`hf_zero.estimate`; left unchanged.
         ranks: the world size.
-        stage: 0 to 3; None: that of ``config``, else 3.
+        stage: 0 to 3; None: that of ``config``, else 3, and 1 for a pipeline.
         precision, optimizer: as for :func:`hf_zero.estimate`.
         sequence_length: tokens of a sequence.
         machine: its rates and links; None: those of the ZeRO paper's machine.
@@ -160,7 +205,8 @@ def simulate(
         tensor_parallel, sequence_parallel, expert_parallel: ranks that share each layer, a
             sequence, and a set of experts; None: as in ``config``. Every expert is taken to get as
             many tokens as the others.
-        pipeline_parallel: 1: pipelines are not simulated.
+        pipeline_parallel: stages into which ``hf_zero.pipeline_stages`` cuts the model, with the
+            schedule of ``config``; only ZeRO stages 0 and 1 then exist. A rank of each is recorded.
         micro_batch: sequences of a micro-batch; None: as in ``config``, else 1.
         micro_batches: backwards of a step; None: as in ``config``, else 1.
         rank: the one that is simulated, 0 unless given.
@@ -168,27 +214,27 @@ def simulate(
 
     Raises:
         ConfigError: arguments as for :func:`hf_zero.estimate`; neither or both of model and params;
-            a rank that the world lacks; a pipeline; a process that is in a job already; a model
-            that cannot run without memory.
+            a rank that the world lacks; a pipeline that the engine does not have (of experts,
+            sequences or ZeRO stages beyond 1, with fewer layers than stages, of an unknown model);
+            a process that is in a job already; a model that cannot run without memory.
     """
-    name, own = planned(model, ranks, stage, precision, optimizer, **options)
+    name, plans = plans_of_stages(model, ranks, stage, precision, optimizer, **options)
     machine = machine or Machine()
-    recording = record_plan(own, sequence_length, batch, ranks_per_host=machine.ranks_per_host)
+    recordings = record_plans(plans, sequence_length, batch, machine.ranks_per_host)
     if measured is not None:
-        machine = measured.machine(recording, machine)
-    return _simulation(name, own, recording, machine, sequence_length)
-
-
-def _simulation(
-    name: str, own: EnginePlan, recording: Recording, machine: Machine, length: int
-) -> Simulation:
-    settings, beside = own.settings, needs(own)
-    at_rest = sum(n for (_, tier), n in state_bytes(own).items() if tier == "device")
-    phases = tuple(
-        PhaseBytes(phase, at_rest + most, str(place))
-        for phase, (most, place) in recording.peaks.items()
+        machine = measured.machine(recordings[0], machine)
+    spent = seconds_of_stages(
+        {own.rank: recording for own, recording in zip(plans, recordings)},
+        machine,
+        {own.rank: offload_times(own, machine) for own in plans},
     )
-    peak = max(phases, key=lambda each: each.device)
+    figures = [
+        _figures(own, recording, spent[own.rank]) for own, recording in zip(plans, recordings)
+    ]
+    place = next(n for n, own in enumerate(plans) if own.rank == options.get("rank", 0))
+    own, recording, here = plans[place], recordings[place], figures[place]
+    phases = _phases(own, recording)
+    settings = own.settings
     return Simulation(
         model=name,
         parameters=sum(own.whole_numel(parameter) for parameter in own.model.parameters()),
@@ -199,21 +245,44 @@ def _simulation(
         optimizer=type(own.optimizer).__name__,
         micro_batch=settings.train_micro_batch_size_per_gpu or 1,
         micro_batches=recording.micro_batches,
-        sequence_length=length,
+        sequence_length=sequence_length,
         model_state_bytes=sum(model_states(own, narrow=True).values()),
         state=model_states(own),
-        peak_bytes={
-            "device": peak.device,
+        peak_bytes=here.peak_bytes,
+        peak_at=max(phases, key=lambda each: each.device).at,
+        phases=phases,
+        collectives=_counts(recording),
+        flops=recording.flops,
+        seconds=here.seconds,
+        machine=machine,
+        stages=tuple(figures) if len(plans) > 1 else (),
+    )
+
+
+def _figures(own: EnginePlan, recording: Recording, spent: Seconds) -> StageFigures:
+    """Return the figures of the rank of ``own``, whose step takes ``spent``."""
+    beside = needs(own)
+    return StageFigures(
+        own.dims.coordinate(own.rank, "pipeline"),
+        own.rank,
+        sum(slot.numel for flat in own.flats for slot in flat.spec.layout.slots),
+        {
+            "device": max(each.device for each in _phases(own, recording)),
             "ram": beside.ram_bytes,
             "pinned": beside.pinned,
             "disk": beside.disk_bytes,
         },
-        peak_at=peak.at,
-        phases=phases,
-        collectives=_counts(recording),
-        flops=recording.flops,
-        seconds=seconds(recording, machine, offload_times(own, machine)),
-        machine=machine,
+        sum(row.wire_bytes for row in _counts(recording)),
+        spent,
+    )
+
+
+def _phases(own: EnginePlan, recording: Recording) -> tuple[PhaseBytes, ...]:
+    """Return the most bytes of each phase, with the state at rest."""
+    at_rest = sum(n for (_, tier), n in state_bytes(own).items() if tier == "device")
+    return tuple(
+        PhaseBytes(phase, at_rest + most, str(place))
+        for phase, (most, place) in recording.peaks.items()
     )
 
 
@@ -226,26 +295,36 @@ def planned(
     **options: Unpack[PlanOptions],
 ) -> tuple[str, EnginePlan]:
     """Return the name of the model and the plan of a rank; arguments as for :func:`simulate`."""
+    name, plans = plans_of_stages(model, ranks, stage, precision, optimizer, **options)
+    return name, next(own for own in plans if own.rank == options.get("rank", 0))
+
+
+def plans_of_stages(
+    model: Any,
+    ranks: int,
+    stage: int | None,
+    precision: str = "bf16",
+    optimizer: str | OptimizerConfig = "AdamW",
+    **options: Unpack[PlanOptions],
+) -> tuple[str, list[EnginePlan]]:
+    """Return the name of the model and the plans of the ranks of one pipeline, the one with the
+    rank that is asked for: of this rank alone without stages. Arguments as for :func:`simulate`.
+    """
     name, module = module_of(model, options.get("params"))
     rank, experts = options.get("rank", 0), options.get("expert_parallel")
     pipeline = options.get("pipeline_parallel", 1)
-    if pipeline != 1:
-        raise ConfigError(
-            f"pipeline_parallel = {pipeline} is not simulated: a stage waits for the other stages, "
-            "and one rank is recorded; leave it out (`hf-zero estimate --pp` counts the bytes of "
-            "state of a stage)"
-        )
     if stage is not None:
         check_stage(stage)
     config = options.get("config")
     asked = asked_for(
-        ranks, precision, optimizer, config, options.get("tensor_parallel"), experts, 1,
+        ranks, precision, optimizer, config, options.get("tensor_parallel"), experts, pipeline,
         options.get("sequence_parallel"), options.get("device"),
     )  # fmt: skip
     if not 0 <= rank < ranks:
         raise ConfigError(f"rank {rank} is none of {ranks} ranks; choose 0 to {ranks - 1}")
     if stage is None:
-        stage = 3 if config is None else asked.settings.stage
+        default = 3 if pipeline == 1 else 1
+        stage = default if config is None else asked.settings.stage
     spread = {"enabled": True, "autoep_size": experts}
     given = {
         "replicate_size": options.get("replicas"),
@@ -256,7 +335,12 @@ def planned(
     settings = _placed(
         asked, given, stage, options.get("offload_optimizer"), options.get("offload_param")
     )
-    return name, plans_of(module, asked, settings)[0].replan(settings, rank)
+    plans = plans_of(module, asked, settings)
+    ranks_of = asked.dims.ranks_along(rank, "pipeline")
+    return name, [
+        own if own.rank == each else own.replan(settings, each)
+        for own, each in zip(plans, ranks_of)
+    ]
 
 
 def module_of(model: Any, params: float | None) -> tuple[str, nn.Module]:
@@ -276,33 +360,70 @@ def record_plan(
     batch: Callable[[int, int], Mapping[str, torch.Tensor]] | None = None,
     ranks_per_host: int | None = None,
 ) -> Recording:
-    """Return the recording of a step of the engine that ``own`` plans, on a copy of its model on
-    the meta device, without offload: the plan itself has the bytes of other tiers.
+    """Return the recording of a step of the engine that ``own`` plans, of a rank without stages,
+    as :func:`record_plans` does.
+    """
+    return record_plans([own], length, batch, ranks_per_host)[0]
+
+
+def record_plans(
+    plans: Sequence[EnginePlan],
+    length: int,
+    batch: Callable[[int, int], Mapping[str, torch.Tensor]] | None = None,
+    ranks_per_host: int | None = None,
+) -> list[Recording]:
+    """Return the recordings of a step of the engines that ``plans`` are of, those of the ranks of a
+    pipeline in order, on copies of their models on the meta device, without offload: the plans
+    themselves have the bytes of other tiers.
 
     Raises ConfigError for a model that cannot run without memory.
     """
+    recordings: list[Recording] = []
+    announced: Sequence[Any] = ()
+    for own in plans:
+        recording, announced = _record(own, length, batch, ranks_per_host, announced)
+        recordings.append(recording)
+    return recordings
+
+
+def _record(
+    own: EnginePlan,
+    length: int,
+    batch: Callable[[int, int], Mapping[str, torch.Tensor]] | None,
+    ranks_per_host: int | None,
+    announced: Sequence[Any],
+) -> tuple[Recording, Sequence[Any]]:
+    """Return the recording of one rank, and what it announces to the next stage of a pipeline;
+    ``announced``: what the stage before has announced.
+    """
     dims, micro_batches = own.dims, own.settings.gradient_accumulation_steps or 1
     settings = own.settings.placed(own.settings.stage, OffloadOptimizer(), OffloadParam())
-    settings = dataclasses.replace(
-        settings, gradient_accumulation_steps=min(micro_batches, RECORDED)
-    )
+    if dims.pipeline == 1:
+        settings = dataclasses.replace(
+            settings, gradient_accumulation_steps=min(micro_batches, RECORDED)
+        )
     rows = settings.train_micro_batch_size_per_gpu or 1
     Sequences(length, rows, dims.sequence).check(own.model)
-    copied = copy_on_meta(own.model, {}).train()
-    if "loss" in settings.kernels and not isinstance(settings.kernels, str):
+    copied = _copy(own).train()
+    if dims.pipeline == 1 and "loss" in settings.kernels and not isinstance(settings.kernels, str):
         fuse_head(copied)
-    inputs = (batch or _tokens)(rows, length // dims.sequence)
+    inputs = dict((batch or _tokens)(rows, length // dims.sequence))
+    if batch is None and dims.pipeline == 1:
+        inputs["return_dict"] = False
     backend = "gloo" if kinds.is_host(own.device) else "nccl"
     with fake_world(dims.world, own.rank, backend, ranks_per_host):
         engine = _engine(own, copied, settings)
         groups = get_parallel()
         assert groups is not None
-        recorder = Recorder(engine, dims_of(engine))
+        recorder = recorder_of(engine, announced=announced)
         try:
             with without_memory(
                 copied, length, count=recorder.add_flops, axis=groups.along("sequence")
             ):
-                return record(recorder, lambda: _loss(engine, inputs), micro_batches)
+                if isinstance(recorder, StageRecorder):
+                    window = [inputs] * micro_batches
+                    return record_stage(recorder, window), recorder.announcements
+                return record(recorder, lambda: _loss(engine, inputs), micro_batches), ()
         except ConfigError:
             raise
         except Exception as error:
@@ -316,23 +437,58 @@ def record_plan(
             engine.destroy()
 
 
+def recorder_of(engine: Any, **options: Any) -> Recorder:
+    """Return the recorder of ``engine``; ``options`` are those of a :class:`StageRecorder`."""
+    if isinstance(engine, PipelineTraining):
+        return StageRecorder(engine, [*dims_of(engine), *engine.tied.axes], **options)
+    return Recorder(engine, dims_of(engine))
+
+
+def _copy(own: EnginePlan) -> nn.Module:
+    """Return a copy of the model of ``own``, without the blocks of other stages of a pipeline."""
+    if own.dims.pipeline == 1:
+        return copy_on_meta(own.model, {})
+    from hf_zero.integrations.transformers.pipeline_stages import blocks_elsewhere
+
+    stage = own.dims.coordinate(own.rank, "pipeline")
+    parts = parts_of(own.model, own.dims, own.cuts)
+    return copy_on_meta(own.model, {}, blocks_elsewhere(own.model, parts, stage))
+
+
 def _engine(own: EnginePlan, copied: nn.Module, settings: ZeroConfig) -> Engine:
     """Return the engine of ``own`` on ``copied``, a copy of its model, whose layers and experts it
     cuts, with ``settings`` in place of its own.
     """
     tensor_parallel(copied, own.dims.tensor)
-    spread_experts(copied, settings)
+    module, kind = copied, Engine
+    if own.dims.pipeline > 1:
+        module, kind = _staged(own, copied), pipelined(Engine)
+    spread_experts(module, settings)
     init_parallel(own.dims)
-    optimizer = _optimizer_for(own, copied)
+    optimizer = _optimizer_for(own, module)
+    techniques = TrainingTechniques(settings, on_model(module))
+    if isinstance(module, StagedModule):
+        check_uncut(settings, module)
+        one_bit = one_bit_of(settings, optimizer) is not None
+        check_pipeline(settings, module, techniques.by_key, one_bit)
     made = plan(
-        copied, settings, own.dims, optimizer, extensions_of=extensions_of, rank=own.rank,
+        module, settings, own.dims, optimizer, extensions_of=extensions_of, rank=own.rank,
         device=META,
     )  # fmt: skip
-    techniques = TrainingTechniques(settings, on_model(copied))
-    return Engine(made, ActivationPatches(settings), techniques)
+    return kind(made, ActivationPatches(settings), techniques)
 
 
-def dims_of(engine: Engine) -> list[MeshDim]:
+def _staged(own: EnginePlan, copied: nn.Module) -> StagedModule:
+    """Return the stage of ``own`` of ``copied``."""
+    from hf_zero.integrations.transformers.pipeline_stages import stages_without_values
+
+    module = stages_without_values(copied, parts_of(own.model, own.dims, own.cuts))
+    tied = {name: own.cuts[p].stages for name, p in own.model.named_parameters() if p in own.cuts}
+    set_tied(module, {name: stages for name, stages in tied.items() if stages})
+    return module
+
+
+def dims_of(engine: TrainingEngine) -> list[MeshDim]:
     """Return the dimensions over which the ranks of ``engine`` exchange messages."""
     groups = get_parallel()
     parallel = [] if groups is None else [groups.along(axis) for axis in AXES]
@@ -349,16 +505,19 @@ def _loss(engine: Engine, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 def _tokens(rows: int, length: int) -> dict[str, Any]:
     ids = torch.zeros(rows, length, dtype=torch.int64, device=META)
-    return {"input_ids": ids, "labels": ids, "return_dict": False}
+    return {"input_ids": ids, "labels": ids}
 
 
-def _optimizer_for(own: EnginePlan, copied: nn.Module) -> torch.optim.Optimizer | None:
-    """Return an optimizer like that of ``own`` over the parameters of ``copied``."""
+def _optimizer_for(own: EnginePlan, module: nn.Module) -> torch.optim.Optimizer | None:
+    """Return an optimizer like that of ``own`` over the parameters of ``module``, a copy of its
+    model or of a stage of it.
+    """
     if own.optimizer is None:
         return None
-    there = dict(zip(own.model.parameters(), copied.parameters()))
+    names = {parameter: name for name, parameter in own.model.named_parameters()}
+    there = dict(module.named_parameters())
     groups = [
-        {**group, "params": [there[parameter] for parameter in group["params"]]}
+        {**group, "params": [there[names[p]] for p in group["params"] if names[p] in there]}
         for group in own.optimizer.param_groups
     ]
     made: torch.optim.Optimizer = type(own.optimizer)(groups)  # type: ignore[call-arg]
@@ -389,7 +548,8 @@ def model_states(own: EnginePlan, narrow: bool = False) -> dict[str, int]:
     """Return the bytes of state by kind, without offload. ``narrow``: with gradients summed in the
     dtype of their parameters.
     """
-    plain = own.replan(own.settings.placed(own.settings.stage, OffloadOptimizer(), OffloadParam()))
+    without = own.settings.placed(own.settings.stage, OffloadOptimizer(), OffloadParam())
+    plain = own if without == own.settings else own.replan(without)
     if narrow:
         flats = (dataclasses.replace(each, gradient_dtype=each.spec.dtype) for each in plain.flats)
         plain = dataclasses.replace(plain, flats=tuple(flats))
@@ -403,7 +563,7 @@ def _counts(recording: Recording) -> tuple[CollectiveCount, ...]:
     """Return the messages of a step, by phase, operation, unit and group, in order."""
     found: dict[tuple[str, str, str, str], list[Message]] = {}
     for each in recording.step():
-        if isinstance(each, Message):
+        if isinstance(each, Message) and not isinstance(each, Arrival):
             unit = each.unit_name or "(root)"
             key = each.place.phase, each.operation, unit, each.group.name
             found.setdefault(key, []).append(each)

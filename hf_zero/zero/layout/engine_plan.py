@@ -204,7 +204,7 @@ class EnginePlan:
 
     def whole_numel(self, parameter: nn.Parameter) -> int:
         """Return the number of elements that all ranks together hold of ``parameter``."""
-        own = math.prod(_shape(parameter, self.cuts))
+        own = math.prod(shape_of(parameter, self.cuts))
         return own * math.prod(map(self.dims.size, _sharding(parameter, self.cuts).axes))
 
     @cached_property
@@ -348,7 +348,7 @@ def plan(
             "ranks by tensor, expert or pipeline parallelism; remove the key"
         )
     policy, zero = POLICIES[settings.stage], settings.zero
-    sizes = {p: math.prod(_shape(p, cuts)) for p in model.parameters()}
+    sizes = {p: math.prod(shape_of(p, cuts)) for p in model.parameters()}
     persistent = persistent_names(
         model, zero.param_persistence_threshold, zero.model_persistence_threshold, sizes
     )
@@ -426,7 +426,7 @@ def _sharding(tensor: torch.Tensor, cuts: Cuts) -> Sharding:
     return cuts.get(tensor, sharding_of(tensor))  # type: ignore[call-overload]  # buffers, too
 
 
-def _shape(parameter: nn.Parameter, cuts: Cuts) -> tuple[int, ...]:
+def shape_of(parameter: nn.Parameter, cuts: Cuts) -> tuple[int, ...]:
     """Return the shape of this rank's part of ``parameter``, cut already or by ``cuts``."""
     box = _sharding(parameter, cuts).box
     return tuple(parameter.shape) if box is None else box.shape
@@ -498,7 +498,7 @@ class _Laying:
             parameters,
             key=lambda item: (
                 self.group_of.get(item[0], -1),
-                math.prod(_shape(item[1], self.cuts)) % ALIGNMENT != 0,
+                math.prod(shape_of(item[1], self.cuts)) % ALIGNMENT != 0,
             ),
         ):
             dtype = (
@@ -529,7 +529,7 @@ class _Laying:
         shards = shards if trainable else own.parameter_shards(shards)
         stays = own != self.policy
         layout = FlatLayout.build(
-            [(name, _shape(p, self.cuts)) for name, p in parameters.items()],
+            [(name, shape_of(p, self.cuts)) for name, p in parameters.items()],
             shards,
             {name: _sharding(p, self.cuts).box for name, p in parameters.items()},
         )

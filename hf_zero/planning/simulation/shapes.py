@@ -1,0 +1,99 @@
+"""Results of operations on the meta device, kept by the shapes of their operands: torch computes
+many of them in Python, and the blocks of a model ask for the same ones again and again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+# shape, strides and dtype of a new tensor
+_Made = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+_VALUES = (
+    int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+
+
+def tensors_of(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors among the arguments or results of an operation, and in lists of them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_of(value)
+
+
+class ShapeCache:
+    """Calls operations, those of torch that make new tensors only once for the same shapes."""
+
+    def __init__(self) -> None:
+        self._makes_new: dict[Any, bool] = {}
+        # by operation and arguments: the new tensors, one or several; None: not only new tensors
+        self._made: dict[Any, _Made | list[_Made] | None] = {}
+
+    def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func not in self._makes_new:
+            self._makes_new[func] = _makes_new(func)
+        key = self._makes_new[func] and (_key(args), _key(kwargs.values()))
+        if not key or None in key:
+            return func(*args, **kwargs)
+        key = (func, *key, *kwargs)
+        if key not in self._made:
+            out = func(*args, **kwargs)
+            self._made[key] = _described(out, args)
+            return out
+        made = self._made[key]
+        if made is None:
+            return func(*args, **kwargs)
+        return tuple(map(_empty, made)) if isinstance(made, list) else _empty(made)
+
+
+def _makes_new(func: Any) -> bool:
+    """Return whether ``func`` neither changes its arguments nor returns views, as far as its schema
+    says.
+    """
+    schema = func._schema
+    named = (*schema.arguments, *schema.returns)
+    return func.namespace == "aten" and all(each.alias_info is None for each in named)
+
+
+def _key(values: Iterable[Any]) -> tuple[Any, ...] | None:
+    """Return an identifier of the shapes of tensors and of other values; None if there is none."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if not value.is_meta or value.is_complex():
+                return None
+            found.append((value.shape, value.stride(), value.dtype))
+        elif isinstance(value, (list, tuple)):
+            inside = _key(value)
+            if inside is None:
+                return None
+            found.append((type(value), inside))
+        elif isinstance(value, _VALUES):
+            found.append((type(value), value))  # 1 and 1.0 are equal
+        else:
+            return None
+    return tuple(found)
+
+
+def _described(out: Any, args: Any) -> _Made | list[_Made] | None:
+    """Return the description of the new tensors ``out``; None if they are something else."""
+    if isinstance(out, tuple):
+        each = [one for one in (_described(each, args) for each in out) if isinstance(one, tuple)]
+        return each if each and len(each) == len(out) else None
+    if type(out) is not torch.Tensor or not out.is_meta or out.is_complex():
+        return None
+    storage = out.untyped_storage()
+    held = {each.untyped_storage()._cdata for each in tensors_of(args)}
+    made = tuple(out.shape), out.stride(), out.dtype
+    if storage._cdata in held or storage.nbytes() != _empty(made).untyped_storage().nbytes():
+        return None
+    return made
+
+
+def _empty(made: _Made) -> torch.Tensor:
+    shape, stride, dtype = made
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
