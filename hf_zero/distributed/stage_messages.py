@@ -245,6 +245,11 @@ class StageMessages:
         return [dist.P2POp(operation, buffer, group=self._group, tag=tag, group_peer=peer)]
 
 
+def receives(operation: dist.P2POp) -> bool:
+    """Return whether ``operation`` fills memory, rather than sending it."""
+    return operation.op is dist.irecv
+
+
 def _places(shapes: Sequence[Shape]) -> tuple[list[int], int]:
     """At which byte each of ``shapes`` begins in a message, and how many bytes that has."""
     starts, at = [], 0

@@ -9,7 +9,9 @@ tensors only, and runs the backward without the loss scale and the hooks of an e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -278,6 +280,21 @@ def make_schedule(
     if name == "gpipe" or micro_batches < stages[0].num_stages:
         return ScheduleGPipe(own[0], micro_batches, **options)
     return Schedule1F1B(own[0], micro_batches, **options)
+
+
+@contextmanager
+def launching_by(launch: Callable[..., list[Any]]) -> Iterator[None]:
+    """Context in which schedules launch a batch of messages by ``launch(own, operations, name)``,
+    ``own`` being torch's function, and wait for what it returns.
+    """
+    from torch.distributed.pipelining import schedules
+
+    own = schedules._batch_p2p
+    schedules._batch_p2p = partial(launch, own)
+    try:
+        yield
+    finally:
+        schedules._batch_p2p = own
 
 
 class PipelineRun:

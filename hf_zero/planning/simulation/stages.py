@@ -18,11 +18,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hf_zero.distributed.collectives import MeshDim
-from hf_zero.distributed.stage_messages import FORWARD_TAG
+from hf_zero.distributed.stage_messages import FORWARD_TAG, receives
 from hf_zero.measures.collectives import MESSAGES
+from hf_zero.parallel.pipeline.rank_stages import launching_by
 from hf_zero.planning.simulation.recording import (
     BACKWARD,
     FORWARD,
@@ -126,8 +126,6 @@ class StageRecorder(Recorder):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Context in which steps are followed."""
-        from torch.distributed.pipelining import schedules
-
         run: Any = self.engine.pipeline_run
         with super().watching(), ExitStack() as stack:
             [stage] = run.stages
@@ -136,7 +134,7 @@ class StageRecorder(Recorder):
             _replace(stack, run, "run", partial(self._run, run.run))
             _replace(stack, run, "_loss_of", partial(self._loss, run._loss_of))
             _replace(stack, run, "_schedules", {})  # those that were made call what is replaced
-            _replace(stack, schedules, "_batch_p2p", partial(self._batch, schedules._batch_p2p))
+            stack.enter_context(launching_by(self._batch))
             if self._simulated:
                 _replace(stack, run.messages, "announce", self._announce)
                 _replace(stack, run.messages, "announced_by", self._next_announced)
@@ -156,18 +154,18 @@ class StageRecorder(Recorder):
         self.enter(STEP, 0)
         return result
 
-    def _batch(self, launch: Callable[..., Any], ops: Sequence[Any], desc: Any = None) -> Any:
+    def _batch(self, launch: Callable[..., Any], ops: Sequence[Any], name: Any = None) -> list[Any]:
         if not ops:
             return []
         messages = [self._transfer(op).launched(self._place.micro_batch) for op in ops]
         for message in messages:
             self.launched(message)
-        return [_Works(self, messages, () if self._simulated else launch(ops, desc))]
+        return [_Works(self, messages, () if self._simulated else launch(ops, name))]
 
     def _transfer(self, op: Any) -> _Transfer:
         if isinstance(op, _Transfer):
             return op
-        column, arrives = self.engine.mesh.sums.stages, op.op is not dist.isend
+        column, arrives = self.engine.mesh.sums.stages, receives(op)
         pair = (op.peer, column.ranks[column.rank])
         pair = pair if arrives else pair[::-1]
         first, second = sorted(map(column.ranks.index, pair))
