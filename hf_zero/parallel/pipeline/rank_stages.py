@@ -284,7 +284,7 @@ def make_schedule(
 
 @contextmanager
 def launching_by(launch: Callable[..., list[Any]]) -> Iterator[None]:
-    """Context in which schedules launch a batch of messages by ``launch(own, operations, name)``,
+    """Context in which schedules launch a batch of messages by ``launch(own, operations, desc)``,
     ``own`` being torch's function, and wait for what it returns.
     """
     from torch.distributed.pipelining import schedules

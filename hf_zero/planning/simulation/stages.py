@@ -65,7 +65,7 @@ class _Transfer:
 
 
 @dataclass
-class _Call:
+class _StageCall:
     """A call of the stage: its events, the messages that it returns, the bytes that it keeps until
     the next call, the most meanwhile, both in addition to those at its ``begin``, and the block of
     the most.
@@ -116,8 +116,8 @@ class StageRecorder(Recorder):
         self.announcements: list[Header] = []
         self._announced = iter(announced)
         self._simulated = simulated
-        self._calls: dict[str, _Call] = {}  # the last that was computed, by name
-        self._computed: _Call | None = None  # the call since whose beginning bytes are counted
+        self._calls: dict[str, _StageCall] = {}  # the last that was computed, by name
+        self._computed: _StageCall | None = None  # the call since whose beginning bytes are counted
         self._repeated: int | None = None  # the bytes after a repeated call
         self._loss_without_value = torch.zeros((), device=engine.device)
 
@@ -154,13 +154,13 @@ class StageRecorder(Recorder):
         self.enter(STEP, 0)
         return result
 
-    def _batch(self, launch: Callable[..., Any], ops: Sequence[Any], name: Any = None) -> list[Any]:
+    def _batch(self, launch: Callable[..., Any], ops: Sequence[Any], desc: Any = None) -> list[Any]:
         if not ops:
             return []
         messages = [self._transfer(op).launched(self._place.micro_batch) for op in ops]
         for message in messages:
             self.launched(message)
-        return [_Works(self, messages, () if self._simulated else launch(ops, name))]
+        return [_Works(self, messages, () if self._simulated else launch(ops, desc))]
 
     def _transfer(self, op: Any) -> _Transfer:
         if isinstance(op, _Transfer):
@@ -190,7 +190,7 @@ class StageRecorder(Recorder):
         self.enter(BACKWARD if "bwd" in name or "backward" in name else FORWARD, micro_batch)
         if self._simulated and micro_batch >= COMPUTED:
             return self._repeat(name, self._calls[name])
-        self._computed = this = self._calls[name] = _Call(self._place.phase, self.now)
+        self._computed = this = self._calls[name] = _StageCall(self._place.phase, self.now)
         self.high = self.now
         start = 0 if self.recording is None else len(self.recording.events)
         result = call(micro_batch, *args, **kwargs)
@@ -200,7 +200,7 @@ class StageRecorder(Recorder):
             this.messages = [*map(self._transfer, result)]
         return result
 
-    def _repeat(self, name: str, this: _Call) -> Any:
+    def _repeat(self, name: str, this: _StageCall) -> Any:
         """Record ``this`` call once more, in place of one that would compute the same."""
         self._place = StepPlace(this.phase, this.block, self._place.micro_batch)
         self._peak(this.most)
