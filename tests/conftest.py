@@ -17,6 +17,8 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_ZERO_LOG_LEVEL", "WARNING")
+# torch's store looks up the name of every connection's address; an answer that is lost costs 5 s
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 os.environ.pop("COLUMNS", None)  # of the terminal: tables in tests are as wide as in a pipe
 
 import hypothesis

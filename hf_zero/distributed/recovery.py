@@ -28,7 +28,7 @@ from typing import Any
 
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
 from hf_zero.distributed.rank_status import first_line
-from hf_zero.distributed.store import CHECK_SECONDS, TimeoutStore, next_pause, read_entries
+from hf_zero.distributed.store import TimeoutStore, next_pause, read_entries
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import RankMismatchError
 
@@ -177,9 +177,7 @@ class PassTracker:
                 )
                 self._watchdog.end(text)
                 raise RankMismatchError(text)
-            until = time.monotonic() + next_pause(waited, len(peers))
-            while (left := until - time.monotonic()) > 0 and not self._watchdog.verdict:
-                time.sleep(min(left, CHECK_SECONDS))
+            self._watchdog.sleep(next_pause(waited, len(peers)))
 
     def _described(self, one: _Pass) -> list[Any]:
         return [str(one), list(one.began), list(one.ended or ())]

@@ -33,10 +33,9 @@ from hf_zero.logging import logger
 
 TIMEOUT_SECONDS = 5.0
 SLICES = 20  # parts of such a wait
-FIRST_PAUSE, LAST_PAUSE = 0.0002, 2.5  # seconds between requests of a wait
+FIRST_PAUSE, LAST_PAUSE = 0.0002, 5.0  # seconds between requests of a wait
 PAUSE_A_RANK = 0.00005  # least first pause for each rank: all of them may ask at once
 PAUSE_OF_A_WAIT = 1 / 3  # part of the time that a wait has lasted
-CHECK_SECONDS = 0.05  # between checks for a verdict, which ask no store
 SLICE_SECONDS, LAST_SLICE = 1.0, 10.0  # between checks for missing ranks
 WARN_SECONDS = 60.0
 ENDED = "destroyed its engine or ended"
@@ -421,9 +420,7 @@ class StoreWait:
                 if waited < self.timeout:
                     look = min(look, self.timeout)
             until = started + min(waited + next_pause(waited, ranks), look)
-            while (left := until - time.monotonic()) > 0:
-                time.sleep(min(left, CHECK_SECONDS))
-                self._watchdog.check()
+            self._watchdog.sleep(max(0.0, until - time.monotonic()))
             self._watchdog.check()
 
     def _report_missing(

@@ -67,6 +67,7 @@ class Watchdog:
         self._warn_after = warn_after
         self.rank_status = rank_status
         self.verdict = ""  # the final reason why this rank ends: communicators are aborted for it
+        self._concluded = threading.Event()  # set with the verdict
         # what this rank waits for, and since when; a collective's wait sets it, as `watching` does
         self.current: tuple[PendingCollective, float] | None = None
         self.started = not enabled  # whether a thread looks at waits, or none is to
@@ -171,6 +172,10 @@ class Watchdog:
         if self.verdict:
             raise RankMismatchError(self.verdict)
 
+    def sleep(self, seconds: float) -> None:
+        """Sleep, until there is a verdict at most."""
+        self._concluded.wait(seconds)
+
     def explain_failure(
         self, pending: PendingCollective, error: BaseException
     ) -> RankMismatchError:
@@ -227,6 +232,7 @@ class Watchdog:
 
     def _conclude(self, verdict: str, cause: str) -> None:
         self.verdict = verdict
+        self._concluded.set()
         if self.rank_status is not None:
             self.rank_status.publish("broken", cause)
         logger.error(verdict)  # log it, too: some launchers never print the exception

@@ -373,6 +373,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     sys.path.insert(0, str(args.tree.resolve()))
+    # torch looks up the name of every connection's address, and holds the interpreter's lock
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     os.environ["PYTHONPATH"] = str(args.tree.resolve())
     sys.path.append(str(HERE.parent))
     from versions import versions

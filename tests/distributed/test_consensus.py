@@ -19,6 +19,7 @@ from hf_zero.distributed import store as job_store
 from hf_zero.distributed.consensus import Consensus
 from hf_zero.distributed.rank_requests import STOP
 from hf_zero.distributed.store import RollCall, StoreWait
+from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import RankMismatchError
 
 
@@ -152,8 +153,8 @@ class SilentStore:
         return getattr(self._store, name)
 
     def sleep(self, seconds: float) -> None:
-        assert 0 < seconds <= 1.0
-        self.now += 1.0
+        assert 0 < seconds <= job_store.LAST_PAUSE
+        self.now += seconds
 
 
 def test_a_rank_that_is_late_is_named_each_minute_until_the_timeout(
@@ -161,9 +162,8 @@ def test_a_rank_that_is_late_is_named_each_minute_until_the_timeout(
 ) -> None:
     store = SilentStore()
     RollCall(store, "0", 3).enter(1)
-    monkeypatch.setattr(
-        job_store, "time", SimpleNamespace(monotonic=lambda: store.now, sleep=store.sleep)
-    )
+    monkeypatch.setattr(job_store, "time", SimpleNamespace(monotonic=lambda: store.now))
+    monkeypatch.setattr(Watchdog, "sleep", lambda watchdog, seconds: store.sleep(seconds))
     with pytest.raises(
         RankMismatchError, match="waited 150 s for ranks 2 to join the gather of unit 4"
     ):
