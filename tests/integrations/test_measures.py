@@ -5,6 +5,7 @@ checkpoints and in monitors, and values that are those of the same route in a pl
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -176,7 +177,7 @@ def of_accelerate(folder: Path, zero: Config | None) -> Seen:
     return Seen(seen, means(losses), held)
 
 
-def of_lightning(folder: Path, zero: Config | None) -> Seen:
+def of_lightning(folder: Path, zero: Config | None, bar: bool = False) -> Seen:
     pl = pytest.importorskip("lightning.pytorch")
     from lightning.pytorch.loggers.logger import DummyLogger
 
@@ -193,7 +194,7 @@ def of_lightning(folder: Path, zero: Config | None) -> Seen:
     fit = pl.Trainer(
         accelerator="cpu", devices=1, strategy=strategy, max_epochs=1,
         accumulate_grad_batches=MICROS, logger=Tracker(), log_every_n_steps=1,
-        enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False,
+        enable_progress_bar=bar, enable_checkpointing=False, enable_model_summary=False,
         default_root_dir=str(folder), use_distributed_sampler=False,
     )  # fmt: skip
     fit.fit(module, batches())
@@ -278,6 +279,25 @@ def test_each_route_has_the_same_measures(
     samples = [count * ROWS_A_BATCH for count in WINDOWS]
     assert [row["samples"] for row in kept] == samples
     assert [row["samples_seen"] for row in kept] == [sum(samples[: n + 1]) for n in range(3)]
+
+
+@pytest.mark.parametrize(
+    "route, steps",
+    [
+        ("trainer", []),
+        ("accelerate", [1]),
+        ("lightning", [1]),
+        ("lightning's bar", []),
+        ("loop", [1]),
+    ],
+)
+def test_a_route_that_shows_no_steps_has_a_line_of_the_first(
+    route: str, steps: list[int], tmp_path: Path, heard_in_full: list[str]
+) -> None:
+    run = {**ROUTES, "lightning's bar": partial(of_lightning, bar=True)}[route]
+    run(tmp_path, dict(ON))
+    lines = [text for text in heard_in_full if text.startswith("step ")]
+    assert [int(line.split()[1].strip(":")) for line in lines] == steps
 
 
 def test_a_resumed_trainer_continues_one_curve(tmp_path: Path) -> None:
