@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
+import cards
 import published_configurations
 from bench import comparison
+from marks import filled
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "scripts" / "bench" / "results"
@@ -167,14 +168,6 @@ def _gb(size: int) -> str:
     return f"{size / 1e9:.0f} GB" if size >= 1e10 else f"{size / 1e9:.1f} GB"
 
 
-def filled(text: str, name: str, part: str) -> str:
-    """``text`` with ``part`` between the marks of ``name``."""
-    marks = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
-    if not marks.search(text):
-        raise SystemExit(f"the marks <!-- {name} --> … <!-- end of {name} --> are missing")
-    return marks.sub(lambda found: found[1] + part + "\n" + found[2], text)
-
-
 KEYS_HEAD = """# Configuration keys
 
 Every key that a configuration may hold, in DeepSpeed's JSON dialect, by section. `hf-zero docs`
@@ -257,6 +250,7 @@ def generated() -> dict[Path, str]:
     limits = docs / "limits.md"
     return {
         **keys(),
+        **cards.generated(),
         limits: filled(limits.read_text(), "comparison", comparison.table()),
         **{path: filled(path.read_text(), "stages", table) for path in tabled},
         **{path: filled(path.read_text(), "published", published) for path in migrated},

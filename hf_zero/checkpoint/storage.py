@@ -11,7 +11,6 @@ import re
 import shutil
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -421,56 +420,16 @@ def progress_bar(progress: bool | None, total: int, what: str) -> Iterator[Tick]
     if not (sys.stderr.isatty() if progress is None else progress):
         yield lambda count: None
         return
-    shown = _Bar(total, what, time.monotonic() + (0.0 if progress else SHOWN_AFTER))
-    try:
-        if progress:
-            shown.advance(0)
-        yield shown.advance
-    finally:
-        shown.stop()
+    from tqdm import tqdm
 
+    class Bar(tqdm):  # type: ignore[type-arg]
+        monitor_interval = 0  # no thread that redraws it
 
-class _Bar:
-    """A bar that appears at the time ``since`` (``time.monotonic``)."""
+    lock, delay = threading.Lock(), 0.0 if progress else SHOWN_AFTER
+    with Bar(desc=what, total=total, unit="B", unit_scale=True, delay=delay) as shown:
 
-    def __init__(self, total: int, what: str, since: float) -> None:
-        self._total, self._what, self._since = total, what, since
-        self._done = 0
-        self._live: Any = None
-        self._lock = threading.Lock()
+        def advance(count: int) -> None:
+            with lock:
+                shown.update(count)
 
-    def advance(self, count: int) -> None:
-        with self._lock:
-            self._done += count
-            if self._live is None and time.monotonic() >= self._since:
-                self._live = self._start()
-            if self._live is not None:
-                self._live.update(self._task, completed=self._done)
-
-    def _start(self) -> Any:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
-
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-        )
-        live = Progress(*columns, console=Console(stderr=True))
-        live.start()
-        self._task = live.add_task(self._what, total=self._total)
-        return live
-
-    def stop(self) -> None:
-        with self._lock:
-            if self._live is not None:
-                self._live.stop()
+        yield advance

@@ -25,12 +25,15 @@ def print_json(value: Any) -> None:
 
 def print_table(table: Table) -> None:
     """Print ``table`` as wide as the terminal; in a pipe as the variable COLUMNS says, else of 200
-    columns. Its title and caption are lines above and below it, which a narrow table does not fold.
+    columns. No cell is cut. The title and caption are lines above and below it, which a narrow
+    table does not fold.
     """
     known = sys.stdout.isatty() or "COLUMNS" in os.environ
     # Markup is off: paths and values may contain brackets.
     console = Console(width=None if known else 200, markup=False, emoji=False, highlight=False)
     title, caption, table.title, table.caption = table.title, table.caption, None, None
+    for column in table.columns:
+        column.overflow = "fold"
     if title:
         console.print(title, style="table.title", soft_wrap=not known)
     console.print(table)

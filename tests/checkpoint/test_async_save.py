@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -393,7 +392,7 @@ def test_client_state_that_cannot_be_saved_is_raised_at_the_call(tmp_path: Path)
 
 def test_a_bar_appears_for_work_that_lasts(monkeypatch, capsys) -> None:
     clock = [0.0]
-    monkeypatch.setattr(storage, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
     monkeypatch.setattr(storage.sys.stderr, "isatty", lambda: True, raising=False)
     with storage.progress_bar(None, 100, "saving run") as tick:
         tick(50)

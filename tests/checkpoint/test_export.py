@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import (
@@ -276,7 +277,11 @@ def test_what_lies_beside_it_is_carried_along(tmp_path):
         [*result.carried, "model.safetensors"]
     )
     card = (out / "README.md").read_text()
-    assert card.startswith("---\nlicense: mit\n---\n# A card\n")
+    data = ModelCard(card).data
+    (result_of_run,) = data.eval_results
+    assert (data.license, data.model_name, result_of_run.task_type) == ("mit", "A card", "other")
+    assert (result_of_run.metric_type, result_of_run.metric_value) == ("loss", 6.5)
+    assert "\n---\n# A card\n" in card
     for fact in (
         "| steps | 2 |",
         "| ZeRO stage, ranks, precision | 3, 2, fp32 |",
@@ -289,6 +294,28 @@ def test_what_lies_beside_it_is_carried_along(tmp_path):
     (run_folder / "README.md").write_text(card)
     convert_checkpoint(run_folder, out)
     assert (out / "README.md").read_text() == card  # the facts are replaced, not added again
+
+
+@pytest.mark.parametrize(
+    "front, kept",
+    [
+        ("license: mit", "license: mit"),
+        ("license: [", "license: ["),
+        ("- a list", "- a list"),
+        (
+            "license: mit\nmodel-index:\n- name: base\n  results:\n  - task: {type: other}\n"
+            "    dataset: {name: d, type: d}\n    metrics: [{type: accuracy, value: 0.9}]",
+            "license: mit",
+        ),
+    ],
+    ids=["no results", "no YAML", "no mapping", "of the base model"],
+)
+def test_a_card_without_evaluations_of_the_run_names_none(tmp_path, front, kept):
+    saved(tmp_path / "run", small)
+    (tmp_path / "run" / "README.md").write_text(f"---\n{front}\n---\n# A card\n")
+    convert_checkpoint(tmp_path / "run", tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.startswith(f"---\n{kept}\n---\n# A card\n") and "| steps | 2 |" in card
 
 
 def test_a_trainer_state_of_another_kind_is_no_obstacle(tmp_path):

@@ -34,6 +34,11 @@ def test_each_recipe_is_listed() -> None:
     assert all(name in invoke("recipe", "list") for name in FOLDERS)
 
 
+def test_a_narrow_list_cuts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    assert "…" not in invoke("recipe", "list")
+
+
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_copy_has_all_that_its_scripts_import(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "mine"

@@ -109,15 +109,18 @@ def test_a_wheel_without_a_compiler_fails_where_the_core_is_required(tmp_path: P
     assert "the native core was not built" in said.stdout + said.stderr
 
 
-def test_constraints_pin_all_that_the_tests_install() -> None:
-    """Each requirement of ``hf-zero[test]`` on this platform, with those of what is installed."""
+def test_constraints_pin_all_that_the_tests_and_the_recipes_install() -> None:
+    """Each requirement of ``hf-zero[test,recipes]`` on this platform, with those of what is
+    installed.
+    """
     pinned = {
         canonicalize_name(line.partition("==")[0])
         for line in (ROOT / "constraints.txt").read_text().splitlines()
         if "==" in line and not line.startswith("#")
     }
     extras, seen = PROJECT["project"]["optional-dependencies"], set[tuple[str, str]]()
-    wanted = [(each, "") for each in (*PROJECT["project"]["dependencies"], *extras["test"])]
+    named = (*PROJECT["project"]["dependencies"], *extras["test"], *extras["recipes"])
+    wanted = [(each, "") for each in named]
     while wanted:
         text, extra = wanted.pop()
         asked = Requirement(text)

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,9 @@ def carry(
         elif name == CONFIG:
             _write(to, configured(path, dtype))
         elif name == CARD:
-            _write(to, carded(path.read_text(encoding="utf-8"), facts(manifest, folder)).encode())
+            found = logged(folder)
+            text = carded(path.read_text(encoding="utf-8"), facts(manifest, found), found)
+            _write(to, text.encode())
         elif path.resolve() != to.resolve():
             shutil.copyfile(path, to)
         names.append(name)
@@ -128,9 +130,9 @@ def _redtype(content: dict[str, Any], old: Any, new: str) -> None:
             content[key] = new
 
 
-def facts(manifest: Manifest, folder: AnyPath) -> list[tuple[str, str]]:
-    """Return rows (label, value) about the run: from the manifest, and from the Trainer's log if
-    there is one.
+def facts(manifest: Manifest, found: Mapping[str, tuple[float, Any]]) -> list[tuple[str, str]]:
+    """Return rows (label, value) about the run: from the manifest, and from ``found`` in the
+    Trainer's log.
     """
     count = sum(flat.layout.numel for flat in manifest.flats)
     trained = sum(flat.layout.numel for flat in manifest.flats if flat.trainable)
@@ -154,36 +156,49 @@ def facts(manifest: Manifest, folder: AnyPath) -> list[tuple[str, str]]:
                 f"{manifest.optimizer.class_name.rpartition('.')[2]}, {shown}",
             )
         )
-    rows += _logged(folder)
+    rows += _shown(found)
     return rows + [
         ("software", ", ".join(f"{name} {version}" for name, version in manifest.software.items()))
     ]
 
 
-def _logged(folder: AnyPath) -> Iterator[tuple[str, str]]:
+def logged(folder: AnyPath) -> dict[str, tuple[float, Any]]:
+    """Return the last number of each name in the Trainer's log, with its step; empty without a
+    log.
+    """
     for place in places(folder)[:2]:
         try:
             history = json.loads((place / "trainer_state.json").read_text(encoding="utf-8"))[
                 "log_history"
             ]
-            last = {
-                key: (value, entry.get("step")) for entry in history for key, value in entry.items()
+            return {
+                key: (value, entry.get("step"))
+                for entry in history
+                for key, value in entry.items()
+                if isinstance(value, (int, float))
             }
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             continue  # no Trainer, or one of another version: the card has fewer rows
-        for key, label in (
-            ("loss", "training loss"),
-            ("eval_loss", "evaluation loss"),
-            ("eval_accuracy", "evaluation accuracy"),
-        ):
-            if key in last and isinstance(last[key][0], (int, float)):
-                yield label, f"{last[key][0]:.4g} at step {last[key][1]}"
-        return
+    return {}
 
 
-def carded(text: str, rows: Iterable[tuple[str, str]]) -> str:
+def _shown(found: Mapping[str, tuple[float, Any]]) -> Iterator[tuple[str, str]]:
+    for key, label in (
+        ("loss", "training loss"),
+        ("eval_loss", "evaluation loss"),
+        ("eval_accuracy", "evaluation accuracy"),
+    ):
+        if key in found:
+            value, step = found[key]
+            yield label, f"{value:.4g} at step {step}"
+
+
+def carded(
+    text: str, rows: Iterable[tuple[str, str]], found: Mapping[str, tuple[float, Any]]
+) -> str:
     """Return ``text`` with a table of ``rows``, in place of the table of an earlier conversion or
-    at the end.
+    at the end, and with the evaluations in ``found``, the log of the run, as the results in its
+    front matter.
     """
     table = "\n".join(
         [
@@ -197,8 +212,46 @@ def carded(text: str, rows: Iterable[tuple[str, str]]) -> str:
             _END,
         ]
     )
+    text = _with_results(text, found)
     before, begin, rest = text.partition(_BEGIN)
     _, end, after = rest.partition(_END)
     if begin and end:
         return before + table + after
     return text.rstrip() + "\n\n" + table + "\n"
+
+
+def _with_results(text: str, found: Mapping[str, tuple[float, Any]]) -> str:
+    """Return the card ``text`` with the run's results instead of those that it has, which are of
+    another run or of the base model; unchanged without front matter.
+    """
+    if not text.startswith("---"):
+        return text
+    from huggingface_hub import EvalResult, ModelCard
+    from yaml import YAMLError
+
+    try:
+        card = ModelCard(text, ignore_metadata_errors=True)
+    except (ValueError, YAMLError):
+        return text  # front matter that nothing reads
+    names = [
+        name
+        for name in found
+        if name.startswith("eval_") and not name.endswith(("_per_second", "_runtime", "_time"))
+    ]
+    if not names and not card.data.eval_results:
+        return text
+    data = card.data.datasets or "evaluation data"
+    name = data if isinstance(data, str) else data[0]
+    card.data.eval_results = [
+        EvalResult(
+            task_type=card.data.pipeline_tag or "other",
+            dataset_type=name,
+            dataset_name=name,
+            metric_type=each.removeprefix("eval_"),
+            metric_value=found[each][0],
+        )
+        for each in names
+    ] or None
+    heading = re.search(r"^# (.+)$", card.text, re.MULTILINE)
+    card.data.model_name = (heading[1] if heading else "model") if names else None
+    return str(card)
