@@ -10,7 +10,7 @@ import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.storage import AnyPath, is_remote
@@ -226,25 +226,26 @@ def _with_results(text: str, found: Mapping[str, tuple[float, Any]]) -> str:
     """
     if not text.startswith("---"):
         return text
-    from huggingface_hub import EvalResult, ModelCard
+    from huggingface_hub import EvalResult, ModelCard, ModelCardData
     from yaml import YAMLError
 
     try:
         card = ModelCard(text, ignore_metadata_errors=True)
     except (ValueError, YAMLError):
         return text  # front matter that nothing reads
+    about = cast(ModelCardData, card.data)
     names = [
         name
         for name in found
         if name.startswith("eval_") and not name.endswith(("_per_second", "_runtime", "_time"))
     ]
-    if not names and not card.data.eval_results:
+    if not names and not about.eval_results:
         return text
-    data = card.data.datasets or "evaluation data"
+    data = about.datasets or "evaluation data"
     name = data if isinstance(data, str) else data[0]
-    card.data.eval_results = [
+    about.eval_results = [
         EvalResult(
-            task_type=card.data.pipeline_tag or "other",
+            task_type=about.pipeline_tag or "other",
             dataset_type=name,
             dataset_name=name,
             metric_type=each.removeprefix("eval_"),
@@ -253,5 +254,5 @@ def _with_results(text: str, found: Mapping[str, tuple[float, Any]]) -> str:
         for each in names
     ] or None
     heading = re.search(r"^# (.+)$", card.text, re.MULTILINE)
-    card.data.model_name = (heading[1] if heading else "model") if names else None
+    about.model_name = (heading[1] if heading else "model") if names else None
     return str(card)
