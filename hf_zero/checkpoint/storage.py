@@ -422,11 +422,11 @@ def progress_bar(progress: bool | None, total: int, what: str) -> Iterator[Tick]
         return
     from tqdm import tqdm
 
-    class Bar(tqdm):  # type: ignore[type-arg]
+    class ByteBar(tqdm):  # type: ignore[type-arg]
         monitor_interval = 0  # no thread that redraws it
 
     lock, delay = threading.Lock(), 0.0 if progress else SHOWN_AFTER
-    with Bar(desc=what, total=total, unit="B", unit_scale=True, delay=delay) as shown:
+    with ByteBar(desc=what, total=total, unit="B", unit_scale=True, delay=delay) as shown:
 
         def advance(count: int) -> None:
             with lock:
