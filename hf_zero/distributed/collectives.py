@@ -380,7 +380,7 @@ class MeshDim:
             works, self._watchdog, pending, follows=None if beside else self._follows
         )
         if decodes:
-            handle.finish_with(partial(_call_each, decodes))
+            handle.finish_with(partial(call_each, decodes))
         return handle
 
     def _encoded(
@@ -667,7 +667,8 @@ class MeshDim:
                 spare.append(tensor)
 
 
-def _call_each(calls: Sequence[Callable[[], None]]) -> None:
+def call_each(calls: Sequence[Callable[[], None]]) -> None:
+    """Call ``calls`` in turn."""
     for call in calls:
         call()
 

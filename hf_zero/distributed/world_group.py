@@ -22,6 +22,7 @@ from hf_zero.distributed.collectives import (
     BLOCKING,
     DEFAULT_TIMEOUT,
     Handle,
+    call_each,
     tagged_barrier,
 )
 from hf_zero.distributed.process_group import (
@@ -239,8 +240,12 @@ class WorldGroup(RankGroup):
             every = PendingCollective("gloo's connections", needs=tuple(range(self.world)))
             with watchdog.watching(every):
                 add_host_backend(timedelta(seconds=DEFAULT_TIMEOUT))
+        # a script's own collectives on the device, too: work behind them would never end
+        device = default_device()
+        backends = dict.fromkeys((group_backend(CPU), group_backend(device)))
+        group = dist.group.WORLD
         off = partial(
-            abort, dist.group.WORLD, group_backend(CPU), self.world, rank, default_device()
+            call_each, [partial(abort, group, b, self.world, rank, device) for b in backends]
         )
         native = group_backend(CPU) in BLOCKING  # other backends do not report a peer that dies
         log = CollectiveLog("calls of all ranks", range(self.world), DEFAULT_TIMEOUT, off, native)

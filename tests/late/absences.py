@@ -103,6 +103,19 @@ def is_elsewhere(job: Job) -> list[float]:
     return job.alone()
 
 
+def misses_a_collective(job: Job) -> list[float]:
+    """Rank 1 leaves out a collective of the script on the device, and is at a barrier of the hosts;
+    rank 0 goes on behind it, and waits for its loss.
+    """
+    batch = next(job.batches).to(job.engine.device)
+    if job.rank:
+        world_group.barrier()
+        return []
+    torch.distributed.all_reduce(torch.ones(3, device=job.engine.device))
+    job.engine(batch).item()
+    return job.alone()
+
+
 def is_slow(job: Job) -> list[float]:
     """Rank 1 computes for a while in each step."""
     losses = []
@@ -152,6 +165,7 @@ CASES: dict[str, tuple[Callable[[Job], list[float]], dict[str, Any]]] = {
     "leaves": (leaves, {}),
     "dies": (dies, {}),
     "is elsewhere": (is_elsewhere, {"timeout": 6}),
+    "misses a collective": (misses_a_collective, {"timeout": 6}),
     "is slow": (is_slow, {}),
 }
 

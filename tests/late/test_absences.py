@@ -69,6 +69,13 @@ def test_a_rank_that_has_died_is_named() -> None:
 
 
 @pytest.mark.long
+def test_a_collective_of_the_script_ends_with_those_that_wait_for_it() -> None:
+    launch.needs_the_device()
+    row = rows("random", "misses a collective")["misses a collective", 0]
+    assert row["raised"] and row["raised"] == f"RankMismatchError: {row['said'][-1]}", row
+
+
+@pytest.mark.long
 def test_ranks_that_have_parted_are_named_before_the_timeout_ends_them() -> None:
     launch.needs_the_device()
     found = rows("random", "is elsewhere")

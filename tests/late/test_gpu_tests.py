@@ -13,7 +13,9 @@ from tests.late import launch
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["host_memory", "engine", "offload", "activations", "lightning"])
+@pytest.mark.parametrize(
+    "name", ["host_memory", "engine", "offload", "activations", "ways_out", "lightning"]
+)
 def test_they_pass(name: str, tmp_path: Path) -> None:
     launch.needs_the_device()
     own = launch.environment(

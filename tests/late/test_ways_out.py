@@ -1,19 +1,20 @@
-"""Weights are sent, and torch's state dicts are taken, saved beside the training and put back, on
-two ranks of the device: without a report, and without a wait of the host where weights stay on the
-device.
+"""Weights are sent, torch's state dicts are taken, saved beside the training and put back, and
+generations in memory are whole, on two ranks of the device: without a report, and without a wait of
+the host where weights stay on the device.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from tests.late import launch
+from tests.late import launch, training
 
 JOBS = (
     "stage 2",
     "stage 3",
     "stage 2, optimizer on the host",
     "stage 3, all on the host",
+    *training.IN_MEMORY,
 )
 
 
@@ -24,8 +25,8 @@ def check(mode: str, *jobs: str) -> None:
     assert [row for row in rows if row["wrong"] or row["waits"] or row["reports"]] == []
 
 
-def test_of_shards_on_the_host() -> None:
-    check("lazy", JOBS[-1])
+def test_of_shards_on_the_host_and_in_memory() -> None:
+    check("lazy", "stage 3, all on the host", "stage 2, kept in memory")
 
 
 @pytest.mark.long

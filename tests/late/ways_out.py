@@ -1,5 +1,6 @@
-"""Weights for other programs and state dicts of torch, of engines on ranks of the device, which
-poses as CUDA: ``python -m tests.late.ways_out MODE JOB ...``, with RANK and so on set.
+"""Weights for other programs, state dicts of torch and generations in memory, of engines on ranks
+of the device, which poses as CUDA: ``python -m tests.late.ways_out MODE JOB ...``, with RANK and so
+on set.
 
 A line of JSON a job: what was wrong (nothing, if right), what the host waited for in a loop over
 the weights, and the reports.
@@ -23,6 +24,7 @@ import torch.distributed as dist  # isort: skip
 import torch.distributed.checkpoint as dcp  # isort: skip
 from torch.distributed.checkpoint import state_dict as torch_states  # isort: skip
 import hf_zero  # isort: skip
+from hf_zero.checkpoint import verify_all  # isort: skip
 from hf_zero.distributed import world_group  # isort: skip
 from hf_zero.integrations.trl.rollout_weights import copies  # isort: skip
 from tests.helpers.host_syncs import HostSyncs  # isort: skip
@@ -178,15 +180,35 @@ def is_saved_beside(job: Job, folder: str) -> None:
     job.step()
 
 
+# ---- generations in the memory of hosts ----
+
+
+def is_kept(job: Job) -> None:
+    """What this host holds of the step before is whole while the device makes the next one."""
+    memory = job.engine.memory
+    job.step()
+    memory.wait()
+    world_group.barrier()
+    job.engine.backward(job.engine(job.batch()))
+    problems = [text for each in verify_all(memory.folder(memory.base)) for text in each.problems]
+    job.check(not problems, f"a generation is not what was saved: {problems}")
+    job.check(len(memory.scan()) == 2 * 2, "the host does not hold two generations of two ranks")
+    world_group.barrier()
+    job.engine.step()
+
+
 def run(name: str, rank: int) -> dict[str, Any]:
-    job = Job(name, rank)
-    waits = sends_weights(job)
-    is_under_way(job)
-    with tempfile.TemporaryDirectory() as own:
-        folder = [own]
-        dist.broadcast_object_list(folder)
-        is_saved_beside(job, folder[0])
-        world_group.barrier()
+    job, waits = Job(name, rank), dict[str, int]()
+    if name in training.IN_MEMORY:
+        is_kept(job)
+    else:
+        waits = sends_weights(job)
+        is_under_way(job)
+        with tempfile.TemporaryDirectory() as own:
+            folder = [own]
+            dist.broadcast_object_list(folder)
+            is_saved_beside(job, folder[0])
+            world_group.barrier()
     job.engine.destroy()
     device.synchronize_all()
     found = {"job": name, "rank": rank, "wrong": job.wrong, "waits": waits}

@@ -223,7 +223,7 @@ void Runtime::record_host(void* memory, int stream) {
     region->recorded.insert(stream);
 }
 
-// Whole pages of private memory become shared ones that the device sees, too.
+// Whole pages of private memory become shared ones that the device sees, too; those of a file are.
 int Runtime::host_register(char* base, size_t size) {
   use_device(current_device, "registered memory");
   size = (size + kPage - 1) & ~(kPage - 1);
@@ -233,12 +233,15 @@ int Runtime::host_register(char* base, size_t size) {
     if (find(base) || (next != regions_.end() && next->first < base + size))
       return 712;  // cudaErrorHostMemoryAlreadyRegistered
   }
-  int file = memory_file(size);
-  char* alias = (char*)mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-  memcpy(alias, base, size);
-  void* got = mmap(base, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, 0);
-  close(file);
-  if (got == MAP_FAILED) return 2;  // cudaErrorMemoryAllocation
+  char* alias = (char*)mremap(base, 0, size, MREMAP_MAYMOVE);  // shared pages, of a file: once more
+  if (alias == MAP_FAILED) {
+    int file = memory_file(size);
+    alias = (char*)mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    memcpy(alias, base, size);
+    void* got = mmap(base, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, 0);
+    close(file);
+    if (got == MAP_FAILED) return 2;  // cudaErrorMemoryAllocation
+  }
   std::lock_guard<std::mutex> lock(mu);
   regions_[base] = new Region{base, size, true, alias - base};
   return 0;
