@@ -276,7 +276,7 @@ class _Own:
         for every in self.engine.mesh.all_gather_object(bound.apart(), "step counts"):
             for numbers in every:
                 apart.update(numbers)
-        fresh = _fresh(self.engine.optimizer)
+        fresh = _fresh(self.engine.optimizer, self.engine.device)
         for flat, slots in groupby(self.trained(), itemgetter(0)):
             held = dict(bound.tensors(flat.optimizer_shard))
             master = held.pop("master")
@@ -341,13 +341,14 @@ def _most(values: Iterator[dict[str, float]] | Any) -> dict[str, float]:
     return dict(found[0][0]) if found else {}
 
 
-def _fresh(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state of a parameter after no step, as torch's functions show it: ``numbers``, and
-    the names of states with an element for each of the parameter's.
+def _fresh(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, Any]:
+    """Return the state of a parameter on ``device`` after no step, as torch's functions show it:
+    ``numbers``, and the names of states with an element for each of the parameter's.
     """
     settings = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-    parameter = nn.Parameter(torch.zeros(3))
-    parameter.grad = torch.zeros(3)
+    # on the device: not every optimizer steps elsewhere (capturable=True)
+    parameter = nn.Parameter(torch.zeros(3, device=device))
+    parameter.grad = torch.zeros(3, device=device)
     alone = type(optimizer)([{**settings, "params": [parameter]}])  # type: ignore[call-arg]
     alone.step()
     state = alone.state[parameter]

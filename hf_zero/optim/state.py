@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_zero.device import kinds
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim.segments import Flat, MemoryRegion, Segment, cut
 from hf_zero.zero.layout.flat_layout import Slot
@@ -122,6 +123,8 @@ def _stepped_twin(
         for name, value in group.items()
         if name != "params"
     }
+    if kinds.is_host(like.device) and settings.get("capturable"):
+        settings["capturable"] = False  # counters on the device: torch refuses others
     twin.param_groups = [{**settings, "params": [probe]}]
     twin.step()
     return twin, probe

@@ -15,6 +15,7 @@ JOBS = (
     "stage 2, optimizer on the host",
     "stage 3, all on the host",
     *training.IN_MEMORY,
+    *training.CAPTURABLE,
 )
 
 
@@ -26,7 +27,7 @@ def check(mode: str, *jobs: str) -> None:
 
 
 def test_of_shards_on_the_host_and_in_memory() -> None:
-    check("lazy", "stage 3, all on the host", "stage 2, kept in memory")
+    check("lazy", "stage 3, all on the host", "stage 2, kept in memory", "stage 2, capturable")
 
 
 @pytest.mark.long

@@ -97,6 +97,15 @@ IN_MEMORY: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "stage 3, all on the host, kept in memory": (3, BOTH, KEPT),
 }
 
+# the optimizer's counters are on the device
+CAPTURABLE: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "stage 2, capturable": (
+        2,
+        {},
+        {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "capturable": True}}},
+    ),
+}
+
 HOPS = {"mics_hierarchical_params_gather": True}
 # on four ranks of two hosts
 OVER_HOSTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -179,7 +188,7 @@ IN_FEW_BITS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-EVERY = JOBS | IN_FEW_BITS | BY_MATRICES | OVER_HOSTS | BETWEEN_STEPS | IN_MEMORY
+EVERY = JOBS | IN_FEW_BITS | BY_MATRICES | OVER_HOSTS | BETWEEN_STEPS | IN_MEMORY | CAPTURABLE
 
 
 def steps_of(job: str) -> int:

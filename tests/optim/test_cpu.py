@@ -278,3 +278,12 @@ def test_under_an_engine_moments_are_one_number_per_element():
         UnsupportedOptimizerError, match=r"optimizer CPUAdam keeps state 'exp_avg' .* as a Blocks"
     ):
         fresh_state(blocks, blocks.param_groups[0], torch.zeros(1))
+
+
+def test_state_of_a_capturable_optimizer_is_known_before_there_is_a_device():
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], capturable=True)
+    fresh = fresh_state(optimizer, optimizer.param_groups[0], torch.zeros(1))
+    assert fresh == {name: torch.zeros(1) for name in ("exp_avg", "exp_avg_sq")} | {
+        "step": torch.zeros(())
+    }
+    assert optimizer.param_groups[0]["capturable"]
