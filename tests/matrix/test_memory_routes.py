@@ -51,3 +51,15 @@ def test_a_trainer_on_other_ranks_keeps_the_samples_of_a_step(ranks: int, tmp_pa
         assert found["begins"] == 4 and found["accumulation"] == 4 // ranks
         if found["losses"]:  # those of rank 0
             assert found["losses"] == pytest.approx(whole[0]["losses"], rel=1e-5)
+
+
+@pytest.mark.long
+def test_a_trainer_on_ranks_that_cannot_keep_them_is_refused(tmp_path: Path) -> None:
+    memory, given = tmp_path / "memory", ("--route", "trainer")
+    failed_attempt(tmp_path / "failed", memory, *given)
+    more = ["--memory", str(memory), "--resume", *given]
+    with launched.started(launched.torchrun_command(SCRIPT, 3), tmp_path / "three", more) as job:
+        assert launched.ended(job, 300) not in (0, None)
+    said = (tmp_path / "three" / "log.txt").read_text()
+    assert "was saved with steps of 8 samples by 2 data-parallel ranks" in said
+    assert "micro-batches of 2 on 3 ranks do not make; start 1 or 2 or 4 or 8 of them" in said

@@ -318,15 +318,17 @@ class _Taking:
         while unknown := {(*each, self._source(*each)) for each in wanted - sound}:
             moves = sorted((n, host, source) for host, n, source in unknown if host != source)
             share = self._share(n for host, n, source in unknown if host == source == self._host)
-            into = self._place(memory, manifest, moves)
             saving.reached("fetching")
+            damaged: list[tuple[str, int]] = []
             with ThreadPoolExecutor(1) as beside:  # this host's own files, while others arrive
                 compared = beside.submit(self._damaged, share, manifest)
-                damaged = self._fetch(memory, manifest, moves, into)
+                if moves:
+                    into = self._place(memory, manifest, moves)
+                    damaged = self._fetch(memory, manifest, moves, into)
+                    here = [n for n, host, _ in moves if host == self._host]
+                    arrived |= {n: into / manifest.files[n].name for n in here}
             lost = self._leave_out(manifest, damaged + compared.result())
             sound |= {(host, n) for host, n, source in unknown if (source, n) not in lost}
-            here = [n for n, host, _ in moves if host == self._host]
-            arrived |= {n: into / manifest.files[n].name for n in here}
         _compared.clear()
 
         def link() -> None:
