@@ -8,8 +8,10 @@ import logging
 import sys
 from collections import Counter
 from itertools import count
+from threading import get_ident
 from types import SimpleNamespace
 
+import deepspeed
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
@@ -17,6 +19,7 @@ from hf_zero.deepspeed.engine import DeepSpeedEngine
 from hf_zero.device import spans
 from hf_zero.logging import asked_in, logger
 from hf_zero.measures import stopwatch
+from hf_zero.measures.collectives import FIGURES
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import Stack, seeded
 from tests.helpers.stacks import on_ranks, run_steps, stack
@@ -112,6 +115,38 @@ def test_the_debug_log_tells_the_order_of_a_step(lines):
         place for place, each in enumerate(said) if each.startswith("wait_reduction blocks.1")
     )
     assert all(each.endswith(" ms") for each in said)
+
+
+def test_counting_collectives_leaves_them_where_they_are(monkeypatch):
+    """``comms_logger`` serialises none: launches and waits keep their order among blocks."""
+    done: list[tuple[int, str]] = []  # by the thread of a rank
+    enter = spans.span
+
+    def noted(what, unit="", nbytes=0):
+        done.append((get_ident(), f"{what} {unit}"))
+        return enter(what, unit, nbytes)
+
+    for module in [each for each in sys.modules.values() if getattr(each, "span", None) is enter]:
+        monkeypatch.setattr(module, "span", noted)
+    monkeypatch.setattr(spans, "logs", True)  # launches have spans only where they are recorded
+
+    def run(rank, model, more):
+        engine = start(model, adamw(model), config_of(3, **more))
+        one_step(engine, 0, rank)
+        done[:] = [each for each in done if each[0] != get_ident()]
+        one_step(engine, 1, rank)
+        own = [each for thread, each in done if thread == get_ident() and FIGURES not in each]
+        engine.destroy()
+        return own
+
+    keys = ({}, {"comms_logger": {"enabled": True}})
+    try:
+        plain, counted = (on_ranks(2, run, more, build=build) for more in keys)
+    finally:
+        deepspeed.comm.configure(enabled=False)
+    assert plain == counted
+    for what in ("all_gather", "wait_all_gather", "reduce_scatter", "wait_reduction"):
+        assert any(each.startswith(f"{what} blocks.1") for each in plain[0]), what
 
 
 def test_ranks_but_the_first_log_where_all_are_asked_for(lines, monkeypatch):

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from hf_zero.cli.app import app
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from hf_zero.measures.metrics_file import read_metrics
@@ -151,6 +153,24 @@ def test_two_runs_beside_each_other(folders: Path, monkeypatch: pytest.MonkeyPat
     assert "zero_optimization.stage" in differing
     again, _ = write_report(folders / "one", folders / "one", folders / "both.html")
     assert f"{folders.name}/one" in again.read_text()
+
+
+def test_the_command_writes_the_page(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_zero.report.page.javascript", lambda: "LIBRARY")
+    page = tmp_path / "both.html"
+    asked = ["report", str(folders / "three"), "--against", str(folders / "one"), "-o", str(page)]
+    for more in ([], ["--json"]):
+        page.unlink(missing_ok=True)
+        ran = CliRunner().invoke(app, [*asked, *more], catch_exceptions=False)
+        assert ran.exit_code == 0 and page.is_file()
+        if more:
+            told = json.loads(ran.stdout)
+            assert told["page"] == str(page) and told["bytes"] == page.stat().st_size
+            assert [each["run"] for each in told["runs"]] == ["three", "one"]
+        else:
+            assert f"the page: {page}" in ran.stdout and "tokens per second" in ran.stdout
 
 
 def test_long_runs_are_drawn_as_means() -> None:
