@@ -247,9 +247,9 @@ class Keywords(TypedDict, total=False):
     """log the milliseconds of forward, backward and step, read a step late"""
     steps_per_print: float | None
     """steps between the lines of the log: loss, learning rate, gradient norm and samples per
-    second, times, memory, collectives; not written: rank 0 logs the first step and then a
-    line each 30 seconds at most, where no bar and no trainer shows them, and times and memory
-    at each step; null or infinity: no line of figures [steps]
+    second, times, memory, collectives; not written: the first step of rank 0, and then a line
+    in 30 seconds at most, where no trainer and no bar shows steps; null or infinity: none;
+    times and memory then at each step [steps]
     """
     memory_breakdown: bool | None
     """log the bytes of state by kind and tier, of the allocator, and what is free"""

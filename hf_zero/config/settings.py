@@ -247,9 +247,9 @@ class Settings:
         INTERVAL,
         None,
         "steps between the lines of the log: loss, learning rate, gradient norm and samples per "
-        "second, times, memory, collectives; not written: rank 0 logs the first step and then a "
-        "line each 30 seconds at most, where no bar and no trainer shows them, and times and "
-        "memory at each step; null or infinity: no line of figures",
+        "second, times, memory, collectives; not written: the first step of rank 0, and then a "
+        "line in 30 seconds at most, where no trainer and no bar shows steps; null or infinity: "
+        "none; times and memory then at each step",
         unit="steps",
     )
     memory_breakdown: bool = key(

@@ -121,7 +121,7 @@ class StepFigures:
 
     def _clear(self, engine: Any) -> None:
         self._micro_steps = engine.micro_steps
-        self._collects = self._wanted(engine.global_steps + 1)
+        self.collects = self._wanted(engine.global_steps + 1)
         self.zero_grad()
         self._samples = self._tokens = self._squares = 0
         self._rate: float | None = None
@@ -146,9 +146,7 @@ class StepFigures:
     # ---- within a step ----
 
     def forward(self, engine: Any, given: Any) -> None:
-        """Count the samples and tokens of a training forward."""
-        if not self._collects:
-            return
+        """Count the samples and tokens of a training forward in a step that is wanted."""
         if not engine.module.training or not torch.is_grad_enabled():  # Lightning sets the module's
             self.pause()  # an evaluation is no part of a step
             return
@@ -169,7 +167,7 @@ class StepFigures:
         """Add the loss of a micro-batch, which is ``weighed`` if the sum over its window is to be
         shown, not the mean: unless its divisor is known.
         """
-        if not self._collects:
+        if not self.collects:
             return
         self._go_on()
         own = loss.detach().double().reshape(())
@@ -181,7 +179,7 @@ class StepFigures:
 
     def begin_step(self, engine: Any) -> None:
         """Note the learning rate of the step, its loss scale, and the bytes of its state."""
-        if not self._collects:
+        if not self.collects:
             return
         self._go_on()
         self._scale = engine.loss_scale()
@@ -192,10 +190,10 @@ class StepFigures:
 
     def end_step(self, engine: Any) -> None:
         """Sum up a step that has ended (collective), and read those before that are over."""
-        if self._collects:
+        if self.collects:
             self._unread.append(self._ended(engine, engine.global_steps))
         self._clear(engine)
-        self._begin = mark(self._device) if self._collects else None
+        self._begin = mark(self._device) if self.collects else None
         while self._unread and self._unread[0].is_over:
             self._read(engine, self._unread.popleft())
 

@@ -6,7 +6,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -122,20 +122,18 @@ class EngineMeasures(StepMeasures):
 
     # ---- within a step ----
 
-    @contextmanager
-    def forward(self, engine: Any, args: Any, kwargs: Any) -> Iterator[None]:
-        if self._figures is not None:
+    def forward(self, engine: Any, args: Any, kwargs: Any) -> AbstractContextManager[Any]:
+        if self._figures is not None and self._figures.collects:
             self._figures.forward(engine, engine.batch_of(args, kwargs))
-        profiled = spans.NOTHING if self.profile is None else self.profile.forward()
-        with self.times.timed("fwd"), profiled:
-            yield
+        timed = self.times.timed("fwd")
+        return timed if self.profile is None else _nested(timed, self.profile.forward())
 
-    @contextmanager
-    def backward(self, engine: Any, loss: torch.Tensor, weighed: bool) -> Iterator[None]:
+    def backward(
+        self, engine: Any, loss: torch.Tensor, weighed: bool
+    ) -> AbstractContextManager[Any]:
         if self._figures is not None and isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self._figures.backward(loss, weighed)
-        with self.times.timed("bwd"):
-            yield
+        return self.times.timed("bwd")
 
     @contextmanager
     def step(self, engine: Any) -> Iterator[None]:
@@ -289,6 +287,14 @@ class EngineMeasures(StepMeasures):
             line for line in engine_lines(self.counts) if names is None or line.split()[0] in names
         ]
         logger.info("collectives of rank 0:\n%s", "\n".join(lines))
+
+
+@contextmanager
+def _nested(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as entered:
+        for each in contexts:
+            entered.enter_context(each)
+        yield
 
 
 def _free_folder(folder: Path) -> Path:
