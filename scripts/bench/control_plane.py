@@ -159,6 +159,8 @@ def work(pipe: Any, port: int, ranks: range, world: int, hosts_of: int, victim: 
 
     logging.disable(logging.CRITICAL)
     threading.stack_size(256 << 10)
+    # threads that wait for the interpreter's lock wake once in such an interval to ask for it
+    sys.setswitchinterval(0.2)
 
     class Forgetful(list[str]):  # every thread is a rank that has yet to learn the hosts
         __len__ = lambda self: 0  # noqa: E731
