@@ -327,7 +327,7 @@ FAULTS: dict[str, Fault] = {
         "weights are sent", left_out("wait", "rollout_weights.py follow"), COPIES
     ),
     "weights are read before they come from the host": Fault(
-        "weights are sent", left_out("wait", "wholes.py _finish"), COPIES
+        "weights are sent", left_out("wait", "wholes.py _wait"), COPIES
     ),
     "a script writes shards under their gather": Fault(
         "a state dict is put",

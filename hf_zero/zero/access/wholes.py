@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
 
-from hf_zero.device import streams
+from hf_zero.device import kinds, streams
 from hf_zero.distributed.collectives import Handle, MeshDim
 from hf_zero.errors import PartitionError
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
@@ -133,17 +134,24 @@ def whole_groups(
     size = max(sizes, default=0)
     memory: list[torch.Tensor] = []
     coming: deque[_Gathering] = deque()
-    for place, group in enumerate(groups):
-        _refuse_other(version, engine)
-        if len(memory) < 1 + ahead:
-            memory.append(torch.empty(size, dtype=torch.uint8, device=engine.device))
-        coming.append(_launch(group, dtype, memory[place % len(memory)]))
-        if len(coming) > ahead:
+    try:
+        for place, group in enumerate(groups):
+            _refuse_other(version, engine)
+            if len(memory) < 1 + ahead:
+                memory.append(torch.empty(size, dtype=torch.uint8, device=engine.device))
+            coming.append(_launch(group, dtype, memory[place % len(memory)]))
+            if len(coming) > ahead:
+                yield _finish(coming.popleft(), names)
+        while coming:
+            _refuse_other(version, engine)
             yield _finish(coming.popleft(), names)
-    while coming:
-        _refuse_other(version, engine)
-        yield _finish(coming.popleft(), names)
-    _refuse_other(version, engine)  # groups may be views of the weights
+        _refuse_other(version, engine)  # groups may be views of the weights
+    finally:
+        # of a loop that was left: its memory is used again after what is under way
+        if coming and not kinds.is_host(engine.device):
+            with suppress(RuntimeError):  # aborted collectives
+                for gathering in coming:
+                    _wait(gathering)
 
 
 def _refuse_other(version: Version, engine: Any) -> None:
@@ -210,12 +218,17 @@ def _room(flat: FlatBuffer) -> torch.Tensor:
     return torch.empty(flat.layout.chunk, dtype=flat.dtype, device=flat.full.device)
 
 
-def _finish(gathering: _Gathering, names: WholeNames) -> list[Whole]:
-    """Return the parameters of a group, joined from the parts of ranks along other axes."""
+def _wait(gathering: _Gathering) -> None:
+    """Wait for the gather of a group; on a device the current stream does."""
     for handle in gathering.handles:
         handle.wait()
     if gathering.brought is not None:
         streams.current_stream(gathering.buffers[0][1].device).wait_event(gathering.brought)
+
+
+def _finish(gathering: _Gathering, names: WholeNames) -> list[Whole]:
+    """Return the parameters of a group, joined from the parts of ranks along other axes."""
+    _wait(gathering)
     found = []
     for flat, buffer in gathering.buffers:
         for parameter, slot in flat.items:
