@@ -1,21 +1,14 @@
 """``torch.distributed.checkpoint.state_dict`` on the model of an engine: each rank gives and takes
-the elements that it owns, without a gather.
+the elements that it owns (``tensor_part.py``), without a gather.
 
-[Note: parts instead of DTensors]
-A rank owns a range of the elements of a flattened parameter, which begins and ends within a row: no
-placement of a DTensor describes that without moving elements. So a state dict holds
-:class:`TensorPart` in its place, which implements torch's protocol for tensors that name their own
-chunks: the range as boxes of the whole tensor, at most two for each dimension. Checkpoints written
-from it are those of any other program to torch, and parts read any checkpoint that torch reads.
-
-``full_state_dict`` and submodules take torch's own way over the whole state dict.
+``full_state_dict`` gives whole tensors: weights as ``state_dict()`` of the model has them,
+optimizer state by a gather of each tensor. Submodules take torch's own way over whole tensors.
 """
 
 from __future__ import annotations
 
 import importlib.abc
 import importlib.util
-import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,152 +19,27 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 
 from hf_zero.checkpoint.manifest import strip_wrappers
+from hf_zero.checkpoint.tensor_part import Place, TensorPart
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed
+from hf_zero.optim.segment_table import NOT_KEPT
+from hf_zero.optim.state import is_elementwise
+from hf_zero.zero.access.full import whole_of
 from hf_zero.zero.access.wholes import version_of
-from hf_zero.zero.layout.box import Box
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter import owner_of
-from hf_zero.zero.layout.sharding import WholeNames, own_part, persistent_buffers, sharding_of
+from hf_zero.zero.layout.sharding import (
+    WholeNames,
+    own_part,
+    persistent_buffers,
+    sharding_of,
+)
 
 TARGET = "torch.distributed.checkpoint.state_dict"
 States = dict[str, Any]
-
-
-class TensorPart(torch.Tensor):
-    """A rank's elements of one tensor, which has the whole tensor's shape.
-
-    Attributes:
-        local: the elements, 1-D.
-        pieces: (offsets in the whole tensor, view of ``local``) of each box of them.
-    """
-
-    local: torch.Tensor
-    pieces: list[tuple[tuple[int, ...], torch.Tensor]]
-
-    @staticmethod
-    def __new__(
-        cls, local: torch.Tensor, place: tuple[tuple[int, ...], int, Box | None]
-    ) -> TensorPart:
-        shape, _, box = place
-        whole = shape if box is None else box.whole
-        made: TensorPart = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, whole, dtype=local.dtype, device=local.device
-        )
-        return made
-
-    def __init__(self, local: torch.Tensor, place: tuple[tuple[int, ...], int, Box | None]):
-        """``place``: shape of this rank's part along other axes, first element in it, its box."""
-        self.local, self.place = local, place
-        self.pieces = list(_pieces(local, *place))
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return (
-            f"TensorPart({tuple(self.shape)}, {self.local.numel()} elements in {len(self.pieces)})"
-        )
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        own = args[0]
-        if func.overloadpacket is torch.ops.aten.new_empty and list(args[1]) == list(own.shape):
-            return TensorPart(own.local.new_empty(own.local.shape, **(kwargs or {})), own.place)
-        if func.overloadpacket not in COPIES:
-            raise CheckpointError(
-                f"{func} on a part of a parameter in a state dict; save and load it with "
-                "torch.distributed.checkpoint, or ask for whole tensors with "
-                "StateDictOptions(full_state_dict=True)"
-            )
-        return TensorPart(func(own.local, *args[1:], **(kwargs or {})), own.place)
-
-    # ---- the protocol of torch.distributed.checkpoint ----
-
-    def __create_chunk_list__(self) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-        return [
-            ChunkStorageMetadata(torch.Size(offsets), view.shape) for offsets, view in self.pieces
-        ]
-
-    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-        properties = TensorProperties.create_from_tensor(self.local)
-        return [
-            WriteItem(
-                MetadataIndex(fqn, chunk.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, self.shape),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return next(view for offsets, view in self.pieces if offsets == tuple(index.offset))
-
-
-COPIES = {torch.ops.aten.detach, torch.ops.aten.clone, torch.ops.aten._to_copy}
-
-
-def _pieces(
-    local: torch.Tensor, shape: Sequence[int], start: int, box: Box | None
-) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """Yield the boxes of :class:`TensorPart`: elements from ``start`` on of a part of ``shape``."""
-    at = 0
-    for offsets, sizes in _boxes(tuple(shape), start, start + local.numel()):
-        view = local[at : at + math.prod(sizes)].view(sizes)
-        at += view.numel()
-        parts = [(offsets, view)]
-        for dim, ranges in box.cuts if box is not None else ():
-            parts = [each for part in parts for each in _within(*part, dim, ranges)]
-        yield from parts
-
-
-def _boxes(
-    shape: tuple[int, ...], start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield (offsets, sizes) of the boxes that elements ``[start, stop)`` of the flattened tensor
-    of ``shape`` form, in their order.
-    """
-    if start >= stop:
-        return
-    if len(shape) < 2:
-        yield ((start,), (stop - start,)) if shape else ((), ())
-        return
-    row = math.prod(shape[1:])
-    while start < stop:
-        index, first = divmod(start, row)
-        if not first and stop - start >= row:
-            rows = (stop - start) // row
-            yield (index, *(0 for _ in shape[1:])), (rows, *shape[1:])
-            start += rows * row
-        else:
-            end = min(row, stop - index * row)
-            for offsets, sizes in _boxes(shape[1:], first, end):
-                yield (index, *offsets), (1, *sizes)
-            start = index * row + end
-
-
-def _within(
-    offsets: tuple[int, ...], view: torch.Tensor, dim: int, ranges: Sequence[tuple[int, int]]
-) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """Yield the boxes of ``view`` in the whole tensor, of which a part holds ``ranges`` of
-    dimension ``dim``, end to end.
-    """
-    low, high, base = offsets[dim], offsets[dim] + view.shape[dim], 0
-    for start, stop in ranges:
-        first, last = max(low, base), min(high, base + stop - start)
-        if first < last:
-            place = (*offsets[:dim], start + first - base, *offsets[dim + 1 :])
-            yield place, view.narrow(dim, first - low, last - first)
-        base += stop - start
-
-
-# ---- one engine ----
 
 
 class _Own:
@@ -182,7 +50,7 @@ class _Own:
     def __init__(self, engine: Any, on_host: bool = False):
         self.engine, self._on_host = engine, on_host
         version_of(engine)  # updates are complete, and a script's writes are in the shards
-        whole = WholeNames(engine.module)
+        self.whole = whole = WholeNames(engine.module)
         self.tied: dict[str, list[str]] = {}
         for tied, held in engine.aliases.items():
             self.tied.setdefault(held, []).append(strip_wrappers(whole.own(tied)))
@@ -193,36 +61,105 @@ class _Own:
         ]
         buffers = persistent_buffers(engine.module)
         self.buffers = {strip_wrappers(whole.own(name)): value for name, value in buffers.items()}
+        self.extra = {
+            strip_wrappers(f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE): module
+            for path, module in engine.module.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        }
         # names in the whole model, those of other ranks' experts included
         held = [*buffers, *engine.aliases, *(slot for _, slot, _ in self.slots)]
         self.every = {strip_wrappers(name) for each in held for name in whole.every(each)}
+        self.every.update(self.extra)
 
-    def part(self, flat: FlatBuffer, name: str, values: torch.Tensor) -> TensorPart:
-        """Return a copy of this rank's elements of parameter ``name`` of ``values`` [owned]."""
-        first, start, stop = flat.spec.own_range(name)
-        box = sharding_of(flat.parameters[name]).box
-        place = (flat.layout.by_name[name].shape, first, box)
+    # ---- one tensor ----
+
+    def place(self, flat: FlatBuffer, name: str) -> Place:
+        first, _, _ = flat.spec.own_range(name)
+        return flat.layout.by_name[name].shape, first, sharding_of(flat.parameters[name]).box
+
+    def part(
+        self, flat: FlatBuffer, name: str, values: torch.Tensor
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield a copy of this rank's elements of parameter ``name`` of ``values`` [owned]."""
+        _, start, stop = flat.spec.own_range(name)
         own = values[start:stop].detach()
-        return TensorPart(own.to("cpu", copy=True) if self._on_host else own.clone(), place)
+        local = own.to("cpu", copy=True) if self._on_host else own.clone()
+        yield strip_wrappers(self.whole.own(name)), TensorPart(local, self.place(flat, name))
+
+    def wholes(
+        self, flat: FlatBuffer, name: str, values: torch.Tensor
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield whole tensors in place of the part, one for each rank's module (collective)."""
+        parameter = flat.parameters[name]
+        value = whole_of(flat, parameter, values)
+        for each, joined in self.whole.wholes(parameter, value, name):
+            yield strip_wrappers(each), joined
+
+    def check(self, flat: FlatBuffer, name: str, value: Any, key: str) -> None:
+        """Raise CheckpointError unless :meth:`put` can take ``value``, named ``key``."""
+        place = shape, first, box = self.place(flat, name)
+        whole = shape if box is None else box.whole
+        _, start, stop = flat.spec.own_range(name)
+        if not torch.is_tensor(value) or value.is_meta:
+            found = "a tensor without data" if torch.is_tensor(value) else repr(value)
+        elif isinstance(value, TensorPart):
+            if value.place == place and value.local.numel() == stop - start:
+                return
+            found = (
+                f"elements {value.place[1]} to {value.place[1] + value.local.numel()} of a tensor "
+                f"of shape {tuple(value.shape)}"
+            )
+        elif tuple(value.shape) in (tuple(shape), tuple(whole)):
+            return
+        else:
+            found = f"a tensor of shape {tuple(value.shape)}"
+        raise CheckpointError(
+            f"{key}: {found} in the state dict, where the model has a tensor of shape "
+            f"{tuple(whole)} and this rank owns its elements {first} to {first + stop - start}; "
+            "take the state dict of this engine, or whole tensors of the same model"
+        )
 
     @torch.no_grad()
     def put(self, flat: FlatBuffer, name: str, value: torch.Tensor, into: torch.Tensor) -> None:
         """Copy ``value``, a part or a whole tensor, over the elements of ``name`` in ``into``."""
         first, start, stop = flat.spec.own_range(name)
-        shape = flat.layout.by_name[name].shape
         if isinstance(value, TensorPart):
             own = value.local
         else:
             given = value.full_tensor() if hasattr(value, "full_tensor") else value
             given = own_part(sharding_of(flat.parameters[name]), given)
-            own = given.reshape(-1)[first : first + stop - start] if given.shape == shape else given
-        if own.numel() != stop - start:
-            raise CheckpointError(
-                f"{name}: {own.numel()} elements of a tensor of shape {tuple(value.shape)} in the "
-                f"state dict, {stop - start} of one of shape {shape} on this rank; take the state "
-                "dict of this engine"
-            )
+            own = given.reshape(-1)[first : first + stop - start]
         into[start:stop].copy_(own)
+
+    def from_rank0(self, state: Any) -> Any:
+        """Return the ``state`` of rank 0 on every rank (collective): tensors one at a time, those
+        of this engine's parameters as parts.
+        """
+        mesh, found = self.engine.mesh, dict[str, tuple[FlatBuffer, str]]()
+        for flat, name, fqn in self.slots:
+            found.update(dict.fromkeys((fqn, *self.tied.get(name, ())), (flat, name)))
+        first = mesh.peers is None or mesh.rank == mesh.ranks[0]
+        shapes = mesh.broadcast_object(_mapped(state, lambda path, value: value.to("meta")))
+        given = dict[tuple[Any, ...], torch.Tensor]()
+        if first:
+            _mapped(state, given.__setitem__)
+
+        def sent(path: tuple[Any, ...], like: torch.Tensor) -> torch.Tensor:
+            value = torch.empty(like.shape, dtype=like.dtype, device=mesh.device)
+            if first:
+                value.copy_(given[path])
+            mesh.broadcast(value)
+            known = [key for key in path if key in found]
+            if known and like.dim():
+                flat, name = found[known[0]]
+                place = shape, start, box = self.place(flat, name)
+                if tuple(like.shape) == tuple(shape if box is None else box.whole):
+                    _, begin, end = flat.spec.own_range(name)
+                    own = own_part(sharding_of(flat.parameters[name]), value).reshape(-1)
+                    return TensorPart(own[start : start + end - begin].clone(), place)
+            return value.cpu()
+
+        return _mapped(shapes, sent)
 
     # ---- weights ----
 
@@ -231,30 +168,44 @@ class _Own:
         for flat, slots in groupby(self.slots, itemgetter(0)):
             if flat.trainable or not trainable_only:
                 values = _source(flat)
-                for _, name, fqn in slots:
-                    part = self.part(flat, name, values)
-                    state.update(dict.fromkeys((fqn, *self.tied.get(name, ())), part))
-        return state | {
+                for _, name, _ in slots:
+                    for fqn, part in self.part(flat, name, values):
+                        state.update(dict.fromkeys((fqn, *self.tied.get(name, ())), part))
+        extra = {name: module.get_extra_state() for name, module in self.extra.items()}
+        buffers = {
             name: value.to("cpu") if self._on_host else value
             for name, value in self.buffers.items()
         }
+        return state | buffers | extra
 
     @torch.no_grad()
     def load_weights(self, state: Mapping[str, Any], strict: bool) -> Any:
-        names = {fqn for _, _, fqn in self.slots} | {*self.buffers}
-        missing, unexpected = sorted(names - state.keys()), sorted(state.keys() - self.every)
+        found, missing = dict[str, Any](), {*self.buffers, *self.extra} - state.keys()
+        for flat, name, fqn in self.slots:
+            keys = [key for key in (fqn, *self.tied.get(name, ())) if key in state]
+            if keys:
+                self.check(flat, name, state[keys[0]], keys[0])
+                found[name] = state[keys[0]]
+            else:
+                missing.add(fqn)
+        unexpected = sorted(state.keys() - self.every)
         if strict and (missing or unexpected):
-            raise CheckpointError(
-                f"the state dict lacks {listed(missing, 6) or 'nothing'} and has "
-                f"{listed(unexpected, 6) or 'nothing'} besides; pass that of the same model, or "
-                "StateDictOptions(strict=False)"
-            )
+            raise _differs("state dict", "model", sorted(missing), unexpected)
+        for name, value in self.buffers.items():
+            if name in state and state[name].shape != value.shape:
+                raise CheckpointError(
+                    f"{name}: a tensor of shape {tuple(state[name].shape)} in the state dict, a "
+                    f"buffer of shape {tuple(value.shape)} in the model; take the state dict of "
+                    "the same model"
+                )
         with self.engine.schedule.shards.writing():
-            for flat in self.engine.flats:
+            for flat, slots in groupby(self.slots, itemgetter(0)):
+                names = [name for _, name, _ in slots if name in found]
+                if not names:
+                    continue
                 values = _source(flat).detach().clone()
-                for own, name, fqn in self.slots:
-                    if own is flat and fqn in state:
-                        self.put(flat, name, state[fqn], values)
+                for name in names:
+                    self.put(flat, name, found[name], values)
                 if flat.optimizer_shard.has_master:
                     flat.optimizer_shard.store_master(values)
                 else:
@@ -262,61 +213,149 @@ class _Own:
         for name, value in self.buffers.items():
             if name in state:
                 value.copy_(state[name])
+        for name, module in self.extra.items():
+            if name in state:
+                module.set_extra_state(state[name])
         self.engine.refresh_params()
-        return nn.modules.module._IncompatibleKeys(missing, unexpected)
+        return nn.modules.module._IncompatibleKeys(sorted(missing), unexpected)
 
     # ---- optimizer ----
 
     def trained(self) -> list[tuple[FlatBuffer, str, str]]:
         return [each for each in self.slots if each[0].trainable]
 
-    def optimizer(self) -> States:
-        bound, state = self.engine.bound, dict[str, States]()
-        scalars, apart = bound.scalars(), dict[str, dict[str, float]]()
+    def fresh(self) -> list[tuple[dict[str, float], dict[str, float]]]:
+        """Return for each group the numbers and the per-element states of a parameter before its
+        first step, with their values.
+        """
+        bound, found = self.engine.bound, []
+        for group in range(len(bound.groups)):
+            state = bound.fresh(group)
+            elements = {key for key, value in state.items() if is_elementwise(key, value, (1,))}
+            found.append(
+                (
+                    {key: float(value) for key, value in state.items() if key not in elements},
+                    {key: float(state[key]) for key in state if key in elements},
+                )
+            )
+        return found
+
+    def numbers(self) -> dict[str, dict[str, float]]:
+        """Return the numbers that the optimizer keeps for each trained parameter (collective)."""
+        bound, apart = self.engine.bound, dict[str, dict[str, float]]()
+        scalars, fresh = bound.scalars(), self.fresh()
         for every in self.engine.mesh.all_gather_object(bound.apart(), "step counts"):
             for numbers in every:
                 apart.update(numbers)
-        fresh = _fresh(self.engine.optimizer, self.engine.device)
+        found = {}
+        for _, name, _ in self.trained():
+            group = bound.group_of[name]
+            found[name] = apart.get(name) or scalars[group] or fresh[group][0]
+        return found
+
+    def elements(self) -> dict[str, dict[str, torch.Tensor | float]]:
+        """Return for each trained parameter the values [owned] of its flat buffer for each
+        per-element state; a number stands for all of them before the first step.
+        """
+        bound, fresh = self.engine.bound, self.fresh()
+        every = {key for _, elements in fresh for key in elements}
+        found = {}
         for flat, slots in groupby(self.trained(), itemgetter(0)):
             held = dict(bound.tensors(flat.optimizer_shard))
-            master = held.pop("master")
-            held = dict.fromkeys(fresh["elements"], torch.zeros_like(master)) | held
-            for _, name, fqn in slots:
-                numbers = apart.get(name) or scalars[bound.group_of[name]] or fresh["numbers"]
-                state[fqn] = {key: torch.tensor(float(each)) for key, each in numbers.items()}
-                state[fqn] |= {key: self.part(flat, name, each) for key, each in held.items()}
+            del held["master"]
+            for _, name, _ in slots:
+                own = fresh[bound.group_of[name]][1]
+                others = {key: value for key, value in held.items() if key not in every}
+                found[name] = {key: held.get(key, value) for key, value in own.items()} | others
+        return found
+
+    def optimizer(self, whole: bool = False) -> States:
+        """Return the state dict of the optimizer, of parts or of ``whole`` tensors, those in host
+        memory on the first rank only (collective).
+        """
+        bound, state = self.engine.bound, dict[str, States]()
+        read = self.wholes if whole else self.part
+        dropped = whole and self._on_host and self.engine.global_rank != 0
+        names = {
+            name: self.whole.every(name) if whole else (self.whole.own(name),)
+            for _, name, _ in self.trained()
+        }
+        if bound.factors.held():
+            raise CheckpointError(
+                f"{type(self.engine.optimizer).__name__} keeps sums of whole tensors, for which "
+                "torch.distributed.checkpoint has no names; use engine.save_checkpoint"
+            )
+        numbers, elements = self.numbers(), self.elements()
+        for flat, name, _ in self.trained():
+            for each in names[name]:
+                state[strip_wrappers(each)] = {
+                    key: torch.tensor(float(value)) for key, value in numbers[name].items()
+                }
+            for key, value in elements[name].items():
+                if not torch.is_tensor(value):
+                    master = flat.optimizer_shard.master
+                    assert master is not None
+                    value = torch.full_like(master, value)
+                for fqn, tensor in read(flat, name, value):
+                    kept = tensor.new_empty(0) if dropped else tensor
+                    state[fqn][key] = kept.cpu() if self._on_host else kept
+        optimizer = self.engine.optimizer
         groups = [
-            {key: value for key, value in group.items() if key != "params"} | {"params": []}
-            for group in self.engine.optimizer.param_groups
+            {
+                key: optimizer.defaults.get(key) if key in NOT_KEPT else value
+                for key, value in group.items()
+            }
+            | {"params": []}
+            for group in optimizer.param_groups
         ]
-        for _, name, fqn in self.trained():
-            groups[bound.group_of[name]]["params"].append(fqn)
+        for name, every in names.items():
+            groups[bound.group_of[name]]["params"] += map(strip_wrappers, every)
         return {"state": state, "param_groups": groups}
 
     @torch.no_grad()
-    def load_optimizer(self, given: Mapping[str, Any]) -> None:
-        bound, state = self.engine.bound, given["state"]
-        numbers: dict[str, dict[str, float]] = {}
-        for flat in dict.fromkeys(flat for flat, _, _ in self.trained()):
-            mine = [
-                (name, fqn) for own, name, fqn in self.trained() if own is flat and fqn in state
-            ]
-            live = dict(bound.tensors(flat.optimizer_shard))
-            elements: set[str] = set()
-            for name, fqn in mine:
-                numbers[name] = {k: float(v) for k, v in state[fqn].items() if not v.dim()}
-                elements.update(key for key, value in state[fqn].items() if value.dim())
-            for key in sorted(elements):
+    def load_optimizer(self, given: Mapping[str, Any], strict: bool) -> None:
+        """Load a state dict as :meth:`optimizer` returns it (collective).
+
+        Raises CheckpointError, before anything is written, if state is missing (with ``strict``),
+        unknown or of other shapes, or if its groups are divided in another way.
+        """
+        if lacking := sorted({"state", "param_groups"} - given.keys()):
+            raise CheckpointError(
+                f"the optimizer's state dict lacks {listed(lacking)}; pass one of "
+                "get_optimizer_state_dict"
+            )
+        bound, numbers, elements = self.engine.bound, self.numbers(), self.elements()
+        new: dict[str, dict[str, torch.Tensor]] = {}
+        missing, unexpected = list[str](), list[str]()
+        for flat, name, fqn in self.trained():
+            held = {k: v for k, v in given["state"].get(fqn, {}).items() if v is not None}
+            kept = numbers[name].keys() | elements[name].keys()
+            missing += [f"{fqn}.{key}" for key in kept - held.keys()]
+            unexpected += [f"{fqn}.{key}" for key in held.keys() - kept]
+            numbers[name] = {key: float(held.get(key, v)) for key, v in numbers[name].items()}
+            new[name] = {key: held[key] for key in elements[name] if key in held}
+            for key, value in new[name].items():
+                self.check(flat, name, value, f"{fqn}.{key}")
+        if strict and (missing or unexpected):
+            kind = type(self.engine.optimizer).__name__
+            raise _differs(
+                "optimizer's state dict", f"optimizer ({kind})", sorted(missing), sorted(unexpected)
+            )
+        groups = self._groups(given["param_groups"], strict)
+        for flat, slots in groupby(self.trained(), itemgetter(0)):
+            names = [name for _, name, _ in slots]
+            live = bound.tensors(flat.optimizer_shard)
+            for key in sorted({key for name in names for key in new[name]}):
                 out = live.get(key)
                 out = torch.zeros_like(live["master"]) if out is None else out.detach().clone()
-                for name, fqn in mine:
-                    if key in state[fqn]:
-                        self.put(flat, name, state[fqn][key], out)
+                for name in names:
+                    if key in new[name]:
+                        self.put(flat, name, new[name][key], out)
+                    elif not torch.is_tensor(fresh := elements[name].get(key, 0.0)):
+                        _, start, stop = flat.spec.own_range(name)
+                        out[start:stop] = fresh
                 bound.load_tensor(flat.optimizer_shard, key, out)
-        groups = given["param_groups"]
-        bound.load_hyperparameters(
-            [{k: v for k, v in group.items() if k != "params"} for group in groups]
-        )
+        bound.load_hyperparameters(groups)
         of_groups: list[list[str]] = [[] for _ in groups]
         for name in numbers:
             of_groups[bound.group_of[name]].append(name)
@@ -328,6 +367,36 @@ class _Own:
                 for names, shared in zip(of_groups, common)
             ],
         )
+
+    def _groups(self, given: Sequence[Mapping[str, Any]], strict: bool) -> list[dict[str, Any]]:
+        """Return the settings for each group of the engine, from the group in ``given`` that has
+        its parameters; by number if none of them has a group there.
+        """
+        bound = self.engine.bound
+        own: list[list[str]] = [[] for _ in bound.groups]
+        for _, name, fqn in self.trained():
+            own[bound.group_of[name]].append(fqn)
+        place = {fqn: at for at, group in enumerate(given) for fqn in group.get("params", ())}
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in given]
+        found = []
+        for number, names in enumerate(own):
+            places = sorted({place[fqn] for fqn in names if fqn in place})
+            if not places and len(given) == len(own):
+                places = [number]
+            if not places and names and strict:
+                raise CheckpointError(
+                    f"the optimizer's state dict has no group with {listed(names, 3)}, which "
+                    f"group {number} of the optimizer updates; pass that of an optimizer with the "
+                    "same groups, or StateDictOptions(strict=False)"
+                )
+            if any(settings[each] != settings[places[0]] for each in places):
+                raise CheckpointError(
+                    f"the parameters of group {number} of the optimizer are in groups "
+                    f"{listed(map(str, places))} of the state dict, whose settings differ; build "
+                    "the optimizer with the groups it was saved with"
+                )
+            found.append(settings[places[0]] if places else {})
+        return found
 
 
 def _source(flat: FlatBuffer) -> torch.Tensor:
@@ -341,21 +410,27 @@ def _most(values: Iterator[dict[str, float]] | Any) -> dict[str, float]:
     return dict(found[0][0]) if found else {}
 
 
-def _fresh(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[str, Any]:
-    """Return the state of a parameter on ``device`` after no step, as torch's functions show it:
-    ``numbers``, and the names of states with an element for each of the parameter's.
+def _differs(what: str, of: str, missing: list[str], unexpected: list[str]) -> CheckpointError:
+    return CheckpointError(
+        f"the {what} lacks {listed(missing, 6) or 'nothing'} and has "
+        f"{listed(unexpected, 6) or 'nothing'} besides; pass that of the same {of}, or "
+        "StateDictOptions(strict=False)"
+    )
+
+
+def _mapped(
+    value: Any, change: Callable[[tuple[Any, ...], torch.Tensor], Any], path: tuple[Any, ...] = ()
+) -> Any:
+    """Return ``value`` with ``change(path, tensor)`` in place of each tensor in its dicts and
+    lists.
     """
-    settings = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
-    # on the device: not every optimizer steps elsewhere (capturable=True)
-    parameter = nn.Parameter(torch.zeros(3, device=device))
-    parameter.grad = torch.zeros(3, device=device)
-    alone = type(optimizer)([{**settings, "params": [parameter]}])  # type: ignore[call-arg]
-    alone.step()
-    state = alone.state[parameter]
-    return {
-        "numbers": {k: 0.0 for k, v in state.items() if torch.is_tensor(v) and not v.dim()},
-        "elements": [k for k, v in state.items() if torch.is_tensor(v) and v.shape == (3,)],
-    }
+    if isinstance(value, torch.Tensor):
+        return change(path, value)
+    if isinstance(value, dict):
+        return {key: _mapped(each, change, (*path, key)) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_mapped(each, change, (*path, at)) for at, each in enumerate(value)]
+    return value
 
 
 # ---- torch's functions ----
@@ -367,10 +442,26 @@ def engine_of(model: nn.Module) -> Any:
     return None if flat is None or flat.retired else flat.engine()
 
 
-def _own(model: nn.Module, info: Any) -> _Own | None:
+def _own(model: nn.Module, info: Any, optimizers: Sequence[Any] | None = None) -> _Own | None:
+    """Return the state of the engine of ``model``; None if torch's own way is to be taken: without
+    an engine, for submodules, and for a model that is a part of an engine's or has one as a part.
+    """
     engine = engine_of(model)
-    if engine is None or info.full_state_dict or info.submodule_prefixes:
+    if engine is None or info.submodule_prefixes:
         return None
+    whole = {*map(id, model.parameters())} == {*map(id, engine.module.parameters())}
+    if optimizers is None:
+        return _Own(engine, info.cpu_offload) if whole else None
+    if not whole:
+        raise CheckpointError(
+            "the state of an optimizer was asked for with a model that is a part of the engine's, "
+            "or has it as a part; pass engine.module"
+        )
+    groups = engine.optimizer.param_groups
+    if any(each.param_groups is not groups for each in optimizers):
+        raise CheckpointError(
+            "the optimizer is not that of the engine that has the model; pass engine.optimizer"
+        )
     return _Own(engine, info.cpu_offload)
 
 
@@ -383,51 +474,62 @@ def _ours(torch_module: Any) -> dict[str, Callable[..., Any]]:
 
     @wraps(get)
     def _get_model_state_dict(model: Any, info: Any) -> Any:
-        own = _own(model, info) if info.handle_model else None
-        return get(model, info) if own is None else own.weights(info.ignore_frozen_params)
+        own = _own(model, info) if info.handle_model and not info.full_state_dict else None
+        if own is None:
+            return get(model, info)
+        return own.weights(info.ignore_frozen_params)
 
     @wraps(put)
     def _load_model_state_dict(model: Any, state_dict: Any, info: Any) -> Any:
-        own = _own(model, info) if info.handle_model and state_dict else None
+        given = info.handle_model and (state_dict or info.broadcast_from_rank0)
+        own = _own(model, info) if given else None
         if own is None:
             return put(model, state_dict, info)
+        if info.broadcast_from_rank0:
+            state_dict = own.from_rank0(state_dict)
         return own.load_weights(state_dict, info.strict)
 
     @wraps(get_optim)
     def _get_optim_state_dict(model: Any, optimizers: Any, info: Any) -> Any:
-        own = _own(model, info) if info.handle_optim else None
+        own = _own(model, info, optimizers) if info.handle_optim else None
         if own is None:
             return get_optim(model, optimizers, info)
-        state = own.optimizer()
-        flat = info.flatten_optimizer_state_dict
-        return torch_module._flatten_optim_state_dict(state) if flat else state
+        state = own.optimizer(info.full_state_dict)
+        if info.flatten_optimizer_state_dict:
+            state = torch_module._flatten_optim_state_dict(state)
+        return torch_module._maybe_full_or_cpu_state_dict(state, info)
 
     @wraps(put_optim)
     def _load_optim_state_dict(model: Any, optimizers: Any, state_dict: Any, info: Any) -> None:
-        own = _own(model, info) if info.handle_optim else None
+        own = _own(model, info, optimizers) if info.handle_optim else None
         if own is None:
-            put_optim(model, optimizers, state_dict, info)
-        elif state_dict:
-            nested = state_dict if "state" in state_dict else _nested(state_dict, own.optimizer())
-            own.load_optimizer(nested)
+            return put_optim(model, optimizers, state_dict, info)
+        if info.broadcast_from_rank0:
+            state_dict = own.from_rank0(state_dict)
+        if state_dict:
+            nested = "state" in state_dict or "param_groups" in state_dict
+            own.load_optimizer(state_dict if nested else _nested(state_dict, own), info.strict)
+        return None
 
     return {each.__name__: each for each in
             (_get_model_state_dict, _load_model_state_dict, _get_optim_state_dict,
              _load_optim_state_dict)}  # fmt: skip
 
 
-def _nested(flat: Mapping[str, Any], like: States) -> States:
-    """Return a state dict of ``flatten_optimizer_state_dict`` with the keys of ``like``."""
-    state = {
-        fqn: {key: flat[f"state.{fqn}.{key}"] for key in values}
-        for fqn, values in like["state"].items()
-    }
-    groups = [
-        {key: flat[f"param_groups.{group['params'][0]}.{key}"] for key in group if key != "params"}
-        | {"params": group["params"]}
-        for group in like["param_groups"]
-        if group["params"]
-    ]
+def _nested(flat: Mapping[str, Any], own: _Own) -> States:
+    """Return a state dict of ``flatten_optimizer_state_dict`` in its other form."""
+    bound, state = own.engine.bound, dict[str, States]()
+    for path, value in flat.items():
+        if path.startswith("state."):
+            fqn, _, key = path.removeprefix("state.").rpartition(".")
+            state.setdefault(fqn, {})[key] = value
+    groups: list[States] = [{"params": []} for _ in bound.groups]
+    for _, name, fqn in own.trained():
+        number = bound.group_of[name]
+        paths = {key: f"param_groups.{fqn}.{key}" for key in bound.groups[number]}
+        if found := {key: flat[path] for key, path in paths.items() if path in flat}:
+            groups[number].update(found)
+            groups[number]["params"].append(fqn)
     return {"state": state, "param_groups": groups}
 
 

@@ -413,6 +413,10 @@ class BoundOptimizer:
         self._table.device.together = False
         self._table.offloaded.unpacked()
 
+    def fresh(self, group: int) -> dict[str, Any]:
+        """Return the state of a parameter of one element in ``group`` before its first step."""
+        return self._entries.fresh(group, torch.zeros(1))
+
     def keeps(self, name: str) -> bool:
         """Whether a group of this optimizer keeps a state ``name``, as far as its class shows
         without a step.

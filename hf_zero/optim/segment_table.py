@@ -340,7 +340,7 @@ class TensorFactors:
 
 # Switches choose the implementation in the running process, not the result. A value that JSON
 # cannot hold (a function, say) stays with the running object, too.
-_NOT_KEPT = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+NOT_KEPT = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 _MISSING = object()
 # notes of the one-bit steps in groups: the step that the variances belong to, the ratio of norms
 FROZEN_AT, ALL_FROZEN_AT, NORM_RATIO = NOTES = ("frozen_at", "all_frozen_at", "norm_ratio")
@@ -377,7 +377,7 @@ def plain_settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of ``group`` as JSON-able values; tuples become lists, one-element
     tensors numbers.
     """
-    values = {name: _plain_value(value) for name, value in group.items() if name not in _NOT_KEPT}
+    values = {name: _plain_value(value) for name, value in group.items() if name not in NOT_KEPT}
     return {name: value for name, value in values.items() if value is not _MISSING}
 
 
@@ -393,7 +393,7 @@ def _restore(group: MutableMapping[str, Any], saved: Mapping[str, Any]) -> None:
     place, tuple, number).
     """
     for name, value in saved.items():
-        if name in _NOT_KEPT:
+        if name in NOT_KEPT:
             continue
         present = group.get(name)
         if isinstance(present, Tensor):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 
-from hf_zero.checkpoint.torch_state_dict import TensorPart
+from hf_zero.checkpoint.tensor_part import TensorPart
 from hf_zero.errors import CheckpointError
 from hf_zero.zero.layout.box import Box
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import hf_zero
-from hf_zero.checkpoint.torch_state_dict import TensorPart
+from hf_zero.checkpoint.tensor_part import TensorPart
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.deepspeed_inputs.model import SAVED_AFTER, STEPS, batch, build, optimizer_of
 from tests.gloo.test_to_dcp import load_fsdp2, mean, step_fsdp2, under_fsdp2

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_zero.checkpoint.torch_state_dict import TensorPart
+from hf_zero.checkpoint.tensor_part import TensorPart
 
 
 def whole(parts: Sequence[TensorPart]) -> torch.Tensor:

@@ -105,7 +105,7 @@ OTHER_LIBRARIES = {
 TORCH_LIBRARIES = {
     "torch.distributed.checkpoint": (
         "hf_zero.checkpoint.convert.to_dcp",
-        "hf_zero.checkpoint.torch_state_dict",
+        "hf_zero.checkpoint.tensor_part",
     ),
     "torch.distributed.pipelining": ("hf_zero.parallel.pipeline.rank_stages",),
     "torch.distributed.tensor": ("hf_zero.parallel.tensor.dtensors",),
@@ -255,12 +255,12 @@ def test_every_layer_is_of_something_that_is_there() -> None:
         ("from torch import distributed", "hf_zero.zero.gather.hooks", "torch.distributed"),
         (
             "from torch.distributed import checkpoint, isend",
-            "hf_zero.checkpoint.torch_state_dict",
+            "hf_zero.checkpoint.tensor_part",
             "torch.distributed.isend",
         ),
         (
             "import torch.distributed.tensor",
-            "hf_zero.checkpoint.torch_state_dict",
+            "hf_zero.checkpoint.tensor_part",
             "torch.distributed.tensor",
         ),
         (

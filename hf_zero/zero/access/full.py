@@ -246,7 +246,7 @@ def _gradient_to_replace(
     return engine, own
 
 
-def _whole(flat: FlatBuffer, parameter: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+def whole_of(flat: FlatBuffer, parameter: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     """Return the whole per-element tensor, in the parameter's shape, from each rank's ``own``
     [owned] (collective).
     """
@@ -284,7 +284,7 @@ def safe_get_full_fp32_param(parameter: torch.Tensor) -> torch.Tensor | None:
         return parameter.detach().float()
     flat.unit.take_user_writes()
     master = flat.optimizer_shard.master
-    return None if master is None else _whole(flat, parameter, master)
+    return None if master is None else whole_of(flat, parameter, master)
 
 
 @torch.no_grad()
@@ -318,7 +318,7 @@ def safe_get_full_grad(parameter: torch.Tensor) -> torch.Tensor | None:
     if not flat.optimizer_shard.has_master:
         return None
     engine, own = _reduced_gradient(flat)
-    return None if own is None else _whole(flat, parameter, own.float()) / engine.scaler.scale
+    return None if own is None else whole_of(flat, parameter, own.float()) / engine.scaler.scale
 
 
 @torch.no_grad()
@@ -352,7 +352,7 @@ def safe_get_full_optimizer_state(parameter: torch.Tensor, name: str) -> torch.T
         return None
     with _engine_of(flat).optimizer_step.counted_state():
         held = _state(flat, parameter, name, "safe_get_full_optimizer_state")
-        return _whole(flat, parameter, held)
+        return whole_of(flat, parameter, held)
 
 
 @torch.no_grad()

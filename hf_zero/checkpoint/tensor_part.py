@@ -1,0 +1,151 @@
+"""A rank's elements of one tensor, in a state dict of ``torch.distributed.checkpoint``.
+
+[Note: parts instead of DTensors]
+A rank owns a range of the elements of a flattened parameter, which begins and ends within a row: no
+placement of a DTensor describes that without moving elements. So a state dict holds
+:class:`TensorPart` in its place, which implements torch's protocol for tensors that name their own
+chunks: the range as boxes of the whole tensor, at most two for each dimension. Checkpoints written
+from it are those of any other program to torch, and parts read any checkpoint that torch reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from hf_zero.errors import CheckpointError
+from hf_zero.zero.layout.box import Box
+
+Place = tuple[tuple[int, ...], int, Box | None]
+
+
+class TensorPart(torch.Tensor):
+    """A rank's elements of one tensor, which has the whole tensor's shape.
+
+    Attributes:
+        local: the elements, 1-D.
+        pieces: (offsets in the whole tensor, view of ``local``) of each box of them.
+    """
+
+    local: torch.Tensor
+    pieces: list[tuple[tuple[int, ...], torch.Tensor]]
+
+    @staticmethod
+    def __new__(cls, local: torch.Tensor, place: Place) -> TensorPart:
+        shape, _, box = place
+        whole = shape if box is None else box.whole
+        made: TensorPart = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, whole, dtype=local.dtype, device=local.device
+        )
+        return made
+
+    def __init__(self, local: torch.Tensor, place: Place):
+        """``place``: shape of this rank's part along other axes, first element in it, its box."""
+        self.local, self.place = local, place
+        self.pieces = list(_pieces(local, *place))
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return (
+            f"TensorPart({tuple(self.shape)}, {self.local.numel()} elements in {len(self.pieces)})"
+        )
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        own = args[0]
+        if func.overloadpacket is torch.ops.aten.new_empty and list(args[1]) == list(own.shape):
+            return TensorPart(own.local.new_empty(own.local.shape, **(kwargs or {})), own.place)
+        if func.overloadpacket not in COPIES:
+            raise CheckpointError(
+                f"{func} on a part of a parameter in a state dict; save and load it with "
+                "torch.distributed.checkpoint, or ask for whole tensors with "
+                "StateDictOptions(full_state_dict=True)"
+            )
+        return TensorPart(func(own.local, *args[1:], **(kwargs or {})), own.place)
+
+    # ---- the protocol of torch.distributed.checkpoint ----
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [
+            ChunkStorageMetadata(torch.Size(offsets), view.shape) for offsets, view in self.pieces
+        ]
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties.create_from_tensor(self.local)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return next(view for offsets, view in self.pieces if offsets == tuple(index.offset))
+
+
+COPIES = {torch.ops.aten.detach, torch.ops.aten.clone, torch.ops.aten._to_copy}
+
+
+def _pieces(
+    local: torch.Tensor, shape: Sequence[int], start: int, box: Box | None
+) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """Yield the boxes of :class:`TensorPart`: elements from ``start`` on of a part of ``shape``."""
+    at = 0
+    for offsets, sizes in _boxes(tuple(shape), start, start + local.numel()):
+        view = local[at : at + math.prod(sizes)].view(sizes)
+        at += view.numel()
+        parts = [(offsets, view)]
+        for dim, ranges in box.cuts if box is not None else ():
+            parts = [each for part in parts for each in _within(*part, dim, ranges)]
+        yield from parts
+
+
+def _boxes(
+    shape: tuple[int, ...], start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield (offsets, sizes) of the boxes that elements ``[start, stop)`` of the flattened tensor
+    of ``shape`` form, in their order.
+    """
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        yield ((start,), (stop - start,)) if shape else ((), ())
+        return
+    row = math.prod(shape[1:])
+    while start < stop:
+        index, first = divmod(start, row)
+        if not first and stop - start >= row:
+            rows = (stop - start) // row
+            yield (index, *(0 for _ in shape[1:])), (rows, *shape[1:])
+            start += rows * row
+        else:
+            end = min(row, stop - index * row)
+            for offsets, sizes in _boxes(shape[1:], first, end):
+                yield (index, *offsets), (1, *sizes)
+            start = index * row + end
+
+
+def _within(
+    offsets: tuple[int, ...], view: torch.Tensor, dim: int, ranges: Sequence[tuple[int, int]]
+) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """Yield the boxes of ``view`` in the whole tensor, of which a part holds ``ranges`` of
+    dimension ``dim``, end to end.
+    """
+    low, high, base = offsets[dim], offsets[dim] + view.shape[dim], 0
+    for start, stop in ranges:
+        first, last = max(low, base), min(high, base + stop - start)
+        if first < last:
+            place = (*offsets[:dim], start + first - base, *offsets[dim + 1 :])
+            yield place, view.narrow(dim, first - low, last - first)
+        base += stop - start
