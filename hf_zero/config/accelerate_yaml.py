@@ -42,6 +42,7 @@ PASSED_ON = (
     "activation_offload",
     "tiled_mlp",
     "sequence_parallel_size",
+    "seq_parallel_communication_data_type",
     "curriculum_learning",
     "data_efficiency",
     "training_phases",

@@ -196,6 +196,7 @@ def _judge(
         findings.append(KeyFinding(written, value, "taken", note))
         return True
     reading = read_accelerate({"deepspeed_config": {"zero_stage": 0}, **mapping}, "")
+    key = KEYS.get(name)
     if is_comment(name):
         findings.append(KeyFinding(written, value, "left out", "a comment"))
     elif reading.mistakes:
@@ -203,6 +204,8 @@ def _judge(
         findings.append(_mistaken(written, value, reading, path))
     elif written in ACCELERATE_KEYS and value in (None, {}, ""):
         findings.append(KeyFinding(written, value, "no effect", "it is empty"))
+    elif written != name and key is not None and key.status is Status.INERT:
+        findings.append(KeyFinding(written, value, "no effect", key.note))
     else:
         findings.append(KeyFinding(written, value, "taken"))
         return True

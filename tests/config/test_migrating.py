@@ -158,11 +158,16 @@ def test_a_wrong_value_of_a_known_key_is_to_mend(written: dict[str, Any], key: s
     assert outcome == "to mend" and " is not " in note and not migration.runs
 
 
-def test_a_key_of_deepspeed_without_effect_is_left_out_of_accelerates_section() -> None:
-    section = {"zero_stage": 3, "seq_parallel_communication_data_type": "bf16"}
-    migration = migrate({"distributed_type": "DEEPSPEED", "deepspeed_config": section})
-    found = outcomes(migration.findings)
-    assert found["deepspeed_config.seq_parallel_communication_data_type"][0] == "left out"
+def test_keys_of_deepspeed_without_effect_leave_accelerates_section() -> None:
+    """TRL's example for long sequences has the first."""
+    names = {"seq_parallel_communication_data_type": "bf16", "sparse_gradients": True}
+    section = {"zero_stage": 3, **names}
+    before = {"distributed_type": "DEEPSPEED", "deepspeed_config": section}
+    found = outcomes((migration := migrate(before)).findings)
+    outcome = [found[f"deepspeed_config.{name}"][0] for name in names]
+    assert outcome == ["no effect", "left out"]
+    del section["sparse_gradients"]
+    assert ZeroConfig.from_dict(before).stage == 3
     assert migration.runs and migration.after["deepspeed_config"] == {"zero_stage": 3}
 
 
