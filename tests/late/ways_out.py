@@ -159,7 +159,7 @@ def devices(state: Any) -> set[str]:
 
 
 def is_saved_beside(job: Job, folder: str) -> None:
-    """A state dict is saved by a thread while steps go on, and loaded again."""
+    """A state dict is saved, by a thread while steps go on, too, and loaded again."""
     module, optimizer = job.engine.module, job.engine.optimizer
     options = torch_states.StateDictOptions(cpu_offload=True)
     model, states = torch_states.get_state_dict(module, optimizer, options=options)
@@ -169,19 +169,23 @@ def is_saved_beside(job: Job, folder: str) -> None:
     want = job.weights()
     model, states = torch_states.get_state_dict(module, optimizer)
     whole = {"model": model, "optimizer": states}
+    dcp.save(whole, checkpoint_id=f"{folder}/before", process_group=group)
     device.only_device(None)  # torch's thread works on device 0
-    saving = dcp.async_save(whole, checkpoint_id=folder, process_group=group)
+    saving = dcp.async_save(whole, checkpoint_id=f"{folder}/beside", process_group=group)
     job.step()
     saving.result()
     device.only_device(job.rank)
     job.check(not equal(job.weights(), want), "the step has changed nothing")
     model, states = torch_states.get_state_dict(module, optimizer)
-    whole = {"model": model, "optimizer": states}
-    dcp.load(whole, checkpoint_id=folder)
-    job.evaluate()
-    torch_states.set_state_dict(module, optimizer, model_state_dict=model, optim_state_dict=states)
-    job.check(equal(job.weights(), want), "what is loaded is not what was saved")
-    job.step()
+    for kind in ("before", "beside"):
+        whole = {"model": model, "optimizer": states}
+        dcp.load(whole, checkpoint_id=f"{folder}/{kind}")
+        job.evaluate()
+        torch_states.set_state_dict(
+            module, optimizer, model_state_dict=model, optim_state_dict=states
+        )
+        job.check(equal(job.weights(), want), f"what was saved {kind} is not what is loaded")
+        job.step()
 
 
 # ---- generations in the memory of hosts ----
