@@ -210,7 +210,7 @@ class ZeroConfig(Settings):
     @cached_property
     def has_batch_size(self) -> bool:
         """Whether the number of samples of a micro-batch is known."""
-        return self.sources[resolving.MICRO] != resolving.NO_BATCH_SIZE
+        return not self.sources[resolving.MICRO].startswith(resolving.NO_BATCH_SIZE)
 
     @property
     def autos(self) -> frozenset[str]:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
+from hf_zero.config.resolving import NO_BATCH_SIZE
 from hf_zero.errors import ConfigError
 from hf_zero.zero.layout.parameter import OwnedParameter
 from hf_zero.zero.layout.precision import COMPUTE
@@ -60,11 +61,12 @@ def resolve(config: ZeroConfig, trainer: Any, ranks: int) -> ZeroConfig:
     """
     values = {**_precision(config, trainer.precision), **_clipping(config, trainer)}
     micro = _micro_batch(config, trainer, ranks)
-    counted = {ACCUMULATION: 1}
-    if micro is not None:
-        counted |= {MICRO: micro, TOTAL: micro * ranks}
-    return config.override(values, "Lightning's Trainer").override(
-        counted, "default: Lightning's Trainer accumulates"
+    accumulates = "default: Lightning's Trainer accumulates"
+    rows, source = (1, NO_BATCH_SIZE) if micro is None else (micro, accumulates)
+    return (
+        config.override(values, "Lightning's Trainer")
+        .override({ACCUMULATION: 1}, accumulates)
+        .override({MICRO: rows, TOTAL: rows * ranks}, source)
     )
 
 
