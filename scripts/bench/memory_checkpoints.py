@@ -16,10 +16,12 @@ save was through. ``disk beside`` is the background save on disk, ``dcp``
 torch.distributed.checkpoint.async_save of the same tensors.
 
 ``kill``: rank 1 kills itself after step 3, a save having ended with step 2. Seconds since then:
-``noticing`` until rank 0 has an error or a signal of torchrun, ``restart`` until the new process
-begins, ``import`` until the script runs, ``building`` until there is an engine, ``loading``, and
-``step`` the first one. ``lost`` takes the memory of rank 1's host away, too. Files on disk are
-dropped from the page cache before.
+``noticing`` until rank 0 has an error or a signal of torchrun (``ended``: until the killed process
+has ended: the system frees its memory before it closes its connections), ``restart`` until the new
+process begins, ``import`` until the script runs, ``building`` until there is an engine,
+``loading``, and ``step`` the first one; ``loading_cpu`` is the CPU time of a rank's process in
+``loading``. ``lost`` takes the memory of rank 1's host away, too. Files on disk are dropped from
+the page cache before.
 """
 
 from __future__ import annotations
@@ -27,12 +29,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -189,13 +193,15 @@ def kill(options: argparse.Namespace) -> None:
     engine, _, step = start(options, **keys)
     built, folder = time.time(), str(options.folder / "disk")
     if not first:
+        used = time.process_time()
         engine.load_checkpoint(folder)
+        used = time.process_time() - used
         assert engine.global_steps == EVERY, engine.global_steps
         loaded = time.time()
         step()
         for event, at in (
             ("began", process_began()), ("ran", ran), ("built", built),
-            ("loaded", loaded), ("stepped", time.time()),
+            ("loaded", loaded), ("stepped", time.time()), ("loading_cpu", used),
         ):  # fmt: skip
             note(event, at)
         engine.destroy()
@@ -210,6 +216,12 @@ def kill(options: argparse.Namespace) -> None:
                 drop(path)
         else:
             engine.memory.wait()
+        pids: list[Any] = [None, None]
+        dist.all_gather_object(pids, os.getpid())
+        if rank == 0:
+            other = os.pidfd_open(pids[1])
+            ends = partial(select.select, [other], [], [])
+            threading.Thread(target=lambda: ends() and note("ended"), daemon=True).start()
         dist.barrier()
         if rank == 1:
             if options.way == "memory, lost":
@@ -280,8 +292,11 @@ def kills(options: argparse.Namespace, folder: Path) -> None:
             ]
             phases = [after - before for before, after in pairwise(times)]
             seconds = dict(zip(PHASES, rounded(phases)))
-            whole = round(times[-1] - times[0], 4)
-            report(options, bench="kill", way=way, **seconds, seconds=whole)
+            seconds["seconds"] = round(times[-1] - times[0], 4)
+            if "ended" in at:  # else rank 0 ended first
+                seconds["ended"] = round(at["ended"] - at["killed"], 4)
+            used = [dict(each)["loading_cpu"] for each in of_ranks]
+            report(options, bench="kill", way=way, **seconds, loading_cpu=rounded([max(used)])[0])
             shutil.rmtree(inner)
 
 
