@@ -9,7 +9,7 @@ import importlib
 import os
 import reprlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,8 +66,8 @@ def initialize(
     mpu: Any = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
-    config: Any = None,
-    config_params: Any = None,
+    config: ZeroConfig | Mapping[Any, Any] | str | os.PathLike[Any] | None = None,
+    config_params: ZeroConfig | Mapping[Any, Any] | str | os.PathLike[Any] | None = None,
     resume: str | os.PathLike[str] | None = None,
 ) -> tuple[Engine, Any, DataLoader[Any] | None, Any]:
     """Put ``model`` under ZeRO: (engine, optimizer, data loader, scheduler). Collective.
@@ -95,7 +95,7 @@ def initialize(
             that describes data parallelism over all ranks; any other raises.
         dist_init_required: False: a process group must exist already.
         collate_fn: for the loader.
-        config, config_params: ZeroConfig, dict, path or JSON text.
+        config, config_params: ZeroConfig, dict, path, JSON text or the name of a preset.
         resume: the folder of a run: its newest whole checkpoint is loaded if there is one, with
             counters, random generators and the place in ``training_data``, and the number of
             micro-batches follows the number of ranks, so that a step keeps its samples;

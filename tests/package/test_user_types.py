@@ -12,6 +12,8 @@ from tests.helpers.cells import fast
 from tests.helpers.commands import completed
 
 SCRIPT = """
+import pathlib
+
 import torch
 import hf_zero
 from hf_zero.config.sections import Bf16Section
@@ -36,6 +38,9 @@ hf_zero.TrainingArguments("out", zero_config="zero3")
 hf_zero.initialise(model=model)  # mistake
 hf_zero.initialize(modle=model)  # mistake
 hf_zero.initialize(model="gpt2")  # mistake
+hf_zero.initialize(model=model, config=3)  # mistake
+hf_zero.initialize(model=model, config={"zero_optimization": {"stage": 3}})
+hf_zero.initialize(model=model, config=pathlib.Path("zero3.json"))
 hf_zero.ZeroConfig()  # mistake
 hf_zero.ZeroConfig("three")  # mistake
 hf_zero.ZeroConfig(3, gradient_cliping=1.0)  # mistake
