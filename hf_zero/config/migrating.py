@@ -181,6 +181,10 @@ def _accelerate(before: Mapping[str, Any], findings: list[KeyFinding]) -> dict[s
     if kind == "FSDP":
         hosts = int(before.get("num_machines") or 1)
         _fsdp(before.get("fsdp_config") or {}, hosts, section, findings)
+    if kind in ("FSDP", *_DDP) and "gradient_clipping" not in section:
+        section["gradient_clipping"] = 0.0
+        note = "gradient_clipping: 0.0, as Accelerate fills in 1.0; clip_grad_norm_ still clips"
+        findings.append(KeyFinding("", None, "translated", note))
     after["deepspeed_config"] = section
     after.setdefault("distributed_type", "DEEPSPEED")
     return after

@@ -126,7 +126,7 @@ FSDP = {
 def test_fsdp_becomes_a_stage(written: dict[str, Any], section: dict[str, Any]) -> None:
     migration = migrate(FSDP | {"fsdp_config": written})
     assert migration.runs
-    assert migration.after["deepspeed_config"] == section
+    assert migration.after["deepspeed_config"] == section | {"gradient_clipping": 0.0}
     assert migration.after["distributed_type"] == "DEEPSPEED"
     assert "fsdp_config" not in migration.after
     found = outcomes(migration.findings)
@@ -136,7 +136,8 @@ def test_fsdp_becomes_a_stage(written: dict[str, Any], section: dict[str, Any]) 
 
 def test_fsdp_without_a_section_has_the_default_of_fsdp() -> None:
     migration = migrate(FSDP)
-    assert migration.runs and migration.after["deepspeed_config"] == {"zero_stage": 3}
+    section = migration.after["deepspeed_config"]
+    assert migration.runs and section == {"zero_stage": 3, "gradient_clipping": 0.0}
     assert ZeroConfig.from_dict(migration.after).stage == 3
 
 
@@ -207,6 +208,7 @@ def test_sizes_of_a_mesh_are_translated() -> None:
         "zero_stage": 3,
         "replicate_size": 2,
         "tensor_parallel": {"autotp_size": 2},
+        "gradient_clipping": 0.0,
     }
     assert "parallelism_config" not in migration.after
     found = outcomes(migration.findings)["parallelism_config.parallelism_config_cp_size"]
@@ -220,7 +222,7 @@ def test_sizes_of_a_mesh_are_translated() -> None:
 def test_ddp_becomes_stage_0(kind: str) -> None:
     migration = migrate(FSDP | {"distributed_type": kind, "fsdp_config": {}})
     assert migration.runs
-    assert migration.after["deepspeed_config"] == {"zero_stage": 0}
+    assert migration.after["deepspeed_config"] == {"zero_stage": 0, "gradient_clipping": 0.0}
 
 
 def test_accelerates_own_section_is_kept() -> None:

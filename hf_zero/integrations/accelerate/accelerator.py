@@ -55,6 +55,8 @@ def prepare_engines(original: Callable[..., Any]) -> Callable[..., Any]:
             _split_layers_first(tensor_ranks(self.state), args)
         config = self.deepspeed_plugin.deepspeed_config
         limit_left_open = config.get(CLIPPING, AUTO) == AUTO
+        if self.deepspeed_plugin.gradient_clipping == 0:
+            config.setdefault(CLIPPING, 0.0)  # Accelerate drops a zero
         with _batch_size_left_open(config, args), _counting_data_parallel_ranks(self, args):
             result = original(self, *args)
         from hf_zero.engine import Engine

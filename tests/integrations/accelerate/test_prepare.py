@@ -56,6 +56,22 @@ def test_no_batch_size_is_needed(loader: str) -> None:
     assert engine.global_steps == 1
 
 
+@pytest.mark.parametrize("limit", [None, 0.1], ids=["no limit", "the script's"])
+def test_gradient_clipping_of_0_leaves_the_limit_to_the_script(limit: float | None) -> None:
+    """Accelerate drops a zero from the configuration that it makes of its YAML."""
+    plugin = DeepSpeedPlugin(zero_stage=2, gradient_clipping=0.0)
+    ours, model = Accelerator(cpu=True, deepspeed_plugin=plugin), stack()
+    before = [each.detach().clone() for each in model.parameters()]
+    engine, optimizer = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    ours.backward(engine(ROWS).mul(100.0).pow(2).mean())
+    if limit is not None:
+        ours.clip_grad_norm_(engine.parameters(), limit)
+    optimizer.step()
+    moved = [now.detach() - old for now, old in zip(model.parameters(), before, strict=True)]
+    norm = float(torch.cat([each.flatten() for each in moved]).norm())
+    assert norm > 2.0 if limit is None else norm == pytest.approx(limit, rel=1e-3)
+
+
 def test_a_batch_size_that_comes_later_is_used() -> None:
     ours, model = accelerator(), stack()
     ours.prepare(DataLoader([ROWS], batch_size=None))
