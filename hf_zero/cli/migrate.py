@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,11 +54,15 @@ def migrate(file: File, out: Out = None, as_json: AsJson = False) -> None:
         for found in migration.findings:
             table.add_row(found.key, _short(found.value), found.outcome, found.note)
         print_table(table)
+        counted = Counter(found.outcome for found in migration.findings)
+        print(", ".join(f"{count} {outcome}" for outcome, count in counted.items()))
         print(_difference(dump(migration.before, suffix), text, file, out))
         if out is None:
             print("nothing is written; pass -o FILE")
         elif migration.runs:
             print(f"written: {out}")
+        else:
+            print(f"not written: {out}; change {file} where the table says «to mend»")
     if not migration.runs:
         raise typer.Exit(1)
 

@@ -258,6 +258,7 @@ def test_a_contradiction_is_left_to_mend(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(written))
     done = hf_zero("migrate", str(tmp_path / "ds.json"), "-o", str(tmp_path / "out.json"))
     assert done.exit_code == 1
+    assert "not written: " in done.output and "1 to mend" in done.output
     assert not (tmp_path / "out.json").exists()
 
 
@@ -272,6 +273,7 @@ def test_the_command_writes_a_file_that_accelerate_reads(tmp_path: Path) -> None
     assert done.exit_code == 0
     assert "+distributed_type: DEEPSPEED" in done.output
     assert "fsdp_config.fsdp_offload_params" in done.output
+    assert "written: " in done.output and " translated" in done.output
     loaded = load_config_from_file(str(out))
     assert loaded.deepspeed_config["offload_param_device"] == "cpu"
     assert ZeroConfig.from_file(out).stage == 3
