@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed.checkpoint.state_dict as torch_state_dict
 import typer.main
 import yaml
 
@@ -348,17 +349,16 @@ STRINGS = {
 """Names that the code reads as strings: parameters of sections, methods of others that it wraps."""
 # Names of other libraries, of files, of results, as they are there.
 FOREIGN = {
-    "add_param_group", "clip_gradients", "current_difficulties", "dynamo_plugin",
-    "flatten_optimizer_state_dict", "from_config", "fsdp_activation_checkpointing",
-    "fsdp_auto_wrap_policy", "fsdp_cpu_ram_efficient_loading", "fsdp_offload_params",
-    "get_state_dict", "global_step120", "ignore_frozen_params", "lr_scale", "manual_backward",
-    "merge_adapter", "metrics.jsonl", "optimizer.state", "output_attentions",
-    "output_hidden_states", "output_router_logits", "parallelism_config_dp_replicate_size",
-    "predict_with_generate", "pytorch_lightning", "reduce_dtype", "save_pretrained",
-    "save_to_disk", "scaled_dot_product_attention", "set_state_dict", "sp_size", "train_state",
-    "training_step", "zero_stage_0", "zero_stage_2", "zero_stage_2_offload",
-    "zero_stage_3_offload",
+    "add_param_group", "clip_gradients", "current_difficulties", "dynamo_plugin", "from_config",
+    "fsdp_activation_checkpointing", "fsdp_auto_wrap_policy", "fsdp_cpu_ram_efficient_loading",
+    "fsdp_offload_params", "global_step120", "lr_scale", "manual_backward", "merge_adapter",
+    "metrics.jsonl", "optimizer.state", "output_attentions", "output_hidden_states",
+    "output_router_logits", "parallelism_config_dp_replicate_size", "predict_with_generate",
+    "pytorch_lightning", "reduce_dtype", "save_pretrained", "save_to_disk",
+    "scaled_dot_product_attention", "sp_size", "train_state", "training_step", "zero_stage_0",
+    "zero_stage_2", "zero_stage_2_offload", "zero_stage_3_offload",
 }  # fmt: skip
+STATE_DICTS = {*torch_state_dict.__all__, *vars(torch_state_dict.StateDictOptions())}
 
 
 def ours() -> set[str]:
@@ -378,7 +378,7 @@ ON_ENGINES = {*dir(Engine), *dir(PipelineTraining), *dir(DeepSpeedEngine), *ON_A
 
 @every_document
 def test_keys_and_names_in_sentences_exist(page: str) -> None:
-    known = LEAVES | MEMBERS | STRINGS | FOREIGN | {*TRANSLATED} | ours()
+    known = LEAVES | MEMBERS | STRINGS | FOREIGN | STATE_DICTS | {*TRANSLATED} | ours()
     unknown = set()
     for code in inline_code(page):
         first = code.partition(".")[0]
