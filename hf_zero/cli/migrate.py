@@ -62,7 +62,7 @@ def migrate(file: File, out: Out = None, as_json: AsJson = False) -> None:
         elif migration.runs:
             print(f"written: {out}")
         else:
-            print(f"not written: {out}; change {file} where the table says «to mend»")
+            print(f"not written: {out}; change {file} where the table says to mend")
     if not migration.runs:
         raise typer.Exit(1)
 
