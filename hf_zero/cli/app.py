@@ -28,6 +28,7 @@ app = typer.Typer(
     name="hf-zero",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",  # which joins the lines of a docstring
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 

@@ -110,8 +110,10 @@ def find(topic: str) -> str:
     for key in (topic, *_sections_of(topic)):  # a key is in the section of the reference
         found = found or [each for each in held if each.page == "keys" and each.title == f"`{key}`"]
     if not found:
-        known = [*texts, *dict.fromkeys(each.title.strip("`") for each in held)]
-        raise ConfigError(f"no page or heading {topic!r} in the documentation{_mean(topic, known)}")
+        names = (*(each.title.strip("`") for each in held), *texts)
+        known = {anchor_of(name): name for name in names}  # Offload and offload are one topic
+        said = _mean(topic, [*known.values()])
+        raise ConfigError(f"no page or heading {topic!r} in the documentation{said}")
     best = min(found, key=lambda each: (each.page != "keys", each.level))
     return best.text
 

@@ -252,6 +252,7 @@ def _accelerate(
         "zero_stage": stage,
         "gradient_clipping": 1.0,
         "mixed_precision": MIXED_PRECISION[precision or "fp32"],
+        "dynamo_backend": "no",  # its default, which accelerate warns of where it is left out
         **(
             {}
             if many

@@ -19,6 +19,8 @@ import yaml
 
 from hf_zero.errors import ConfigError
 
+JSON, YAML = (".json", ".hjson"), (".yaml", ".yml")
+
 
 def load_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the mapping in a JSON, Hjson or YAML file; the suffix decides, else the first
@@ -38,21 +40,21 @@ def load_file(path: str | os.PathLike[str]) -> dict[str, Any]:
             raise ConfigError(
                 f"config file {name} is not UTF-8 text ({error}); pass a JSON or YAML file"
             ) from error
-    as_json = name.endswith((".json", ".hjson")) or (
-        not name.endswith((".yaml", ".yml")) and text.lstrip()[:1] == "{"
-    )
-    return (
-        load_json(text, f"config file {name}")
-        if as_json
-        else load_yaml(text, f"config file {name}")
-    )
+    named = name.endswith(JSON + YAML)
+    as_json = name.endswith(JSON) if named else text.lstrip()[:1] == "{"
+    try:
+        return (load_json if as_json else load_yaml)(text, f"config file {name}")
+    except ConfigError as error:
+        if named:
+            raise
+        raise ConfigError(f"{error}, or pass the path of a JSON or YAML file") from None
 
 
 def dump(values: Mapping[str, Any], suffix: str) -> str:
     """Return ``values`` as the text of a file with this suffix: YAML for .yaml and .yml, else
     JSON.
     """
-    if suffix in (".yaml", ".yml"):
+    if suffix in YAML:
         return yaml.safe_dump(dict(values), sort_keys=False)
     return json.dumps(values, indent=2) + "\n"
 

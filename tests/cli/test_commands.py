@@ -62,6 +62,14 @@ def model(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
+def test_the_list_of_commands_joins_the_lines_of_docstrings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    folded = "│                     kernels: which are active, and why others are not. Exit  │"
+    assert folded in invoke("--help").splitlines()
+
+
 def test_the_installed_command_is_this_app() -> None:
     result = completed([HF_ZERO, "--help"], timeout=300, check=True)
     assert all(name in result.stdout for name in COMMANDS)
@@ -381,6 +389,7 @@ def test_launch_presets_are_read_back_as_their_stage(preset: str) -> None:
     from accelerate.commands.launch import launch_command_parser
 
     args = launch_command_parser().parse_args(command[4:])
+    assert args.dynamo_backend == "no"  # else accelerate warns that it was not passed
     assert (args.use_deepspeed, int(args.zero_stage), args.num_processes, args.mixed_precision) == (
         True,
         PRESETS[preset],

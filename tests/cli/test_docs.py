@@ -54,7 +54,9 @@ def test_docstrings_stand_in_the_reference_and_pictures_do_not_in_the_terminal()
 
 
 def test_a_misspelt_topic() -> None:
-    with pytest.raises(ConfigError, match=r"no page or heading 'offlod' .* did you mean 'Offload'"):
+    with pytest.raises(
+        ConfigError, match=r"no page or heading 'offlod' .*; did you mean 'offload'\?$"
+    ):
         find("offlod")
     with pytest.raises(ConfigError, match="without a topic lists the pages"):
         find("qqqqqqqq")

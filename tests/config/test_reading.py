@@ -281,7 +281,8 @@ def test_files(tmp_path: Path) -> None:
         ("a.json", "[1]", "holds a list, not keys and values"),
         ("a.yaml", "", r"a\.yaml is empty, not keys and values"),
         ("a.yaml", "stage: 3\nstage: 2\n", "the key 'stage' stands twice in one section"),
-        ("a.yaml", "stage: [3\n", r"a\.yaml is not valid YAML: .*line 2"),
+        ("a.yaml", "stage: [3\n", r"a\.yaml is not valid YAML: .*line 2.*; mend that line$"),
+        ("a.py", "import a: 1: 2\n", "; mend that line, or pass the path of a JSON or YAML file$"),
         ("a.yaml", "stagee: 3\n", r"a\.yaml: unknown key 'stagee'; did you mean 'stage'"),
     ],
 )
