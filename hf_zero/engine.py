@@ -215,6 +215,7 @@ class Engine(TrainingEngine):
 
         Raises:
             ConfigError: an argument is none of these, or differs between ranks.
+            PartitionError: the engine was destroyed.
         """
         kinds = {"names": (names, ("hf", "model")), "adapters": (adapters, ("merged", "apart"))}
         for key, (given, known) in kinds.items():
@@ -230,7 +231,7 @@ class Engine(TrainingEngine):
                 f"of {listed(COMPUTE)}"
             )
         size = parse_size(bucket) if isinstance(bucket, str) else bucket
-        if not isinstance(size, int) or size < 1:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ConfigError(
                 f'iter_weights(bucket={bucket!r}): pass a number of bytes, or text such as "512MiB"'
             )

@@ -100,8 +100,12 @@ COPIES = {torch.ops.aten.detach, torch.ops.aten.clone, torch.ops.aten._to_copy}
 def _pieces(
     local: torch.Tensor, shape: Sequence[int], start: int, box: Box | None
 ) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """Yield the boxes of :class:`TensorPart`: elements from ``start`` on of a part of ``shape``."""
+    """Yield the boxes of :class:`TensorPart`: elements from ``start`` on of a part of ``shape``. A
+    tensor without elements is one box on every rank, so that checkpoints have its name.
+    """
     at = 0
+    if not math.prod(shape):
+        yield tuple(0 for _ in shape), local.view(shape)
     for offsets, sizes in _boxes(tuple(shape), start, start + local.numel()):
         view = local[at : at + math.prod(sizes)].view(sizes)
         at += view.numel()

@@ -516,6 +516,25 @@ def _ours(torch_module: Any) -> dict[str, Callable[..., Any]]:
              _load_optim_state_dict)}  # fmt: skip
 
 
+def _one_box_a_file(write: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``HuggingFaceStorageWriter.write_data``, which keeps the last of several boxes of a
+    tensor in one file.
+    """
+
+    @wraps(write)
+    def write_data(self: Any, plan: Any, planner: Any) -> Any:
+        boxes = Counter(item.index.fqn for item in plan.items)
+        if several := [name for name, count in boxes.items() if count > 1]:
+            raise CheckpointError(
+                f"this rank has several boxes of {listed(several, 3)}, and a file of "
+                "HuggingFaceStorageWriter has room for one of each tensor; call "
+                "engine.save_16bit_model, or convert a checkpoint with hf-zero convert-checkpoint"
+            )
+        return write(self, plan, planner)
+
+    return write_data
+
+
 def _nested(flat: Mapping[str, Any], own: _Own) -> States:
     """Return a state dict of ``flatten_optimizer_state_dict`` in its other form."""
     bound, state = own.engine.bound, dict[str, States]()
@@ -533,6 +552,12 @@ def _nested(flat: Mapping[str, Any], own: _Own) -> States:
     return {"state": state, "param_groups": groups}
 
 
+def _patch(torch_module: Any) -> None:
+    vars(torch_module).update(_ours(torch_module))
+    writer = sys.modules[torch_module.__package__].HuggingFaceStorageWriter
+    writer.write_data = _one_box_a_file(writer.write_data)
+
+
 class _AfterImport(importlib.abc.MetaPathFinder):
     """Replaces the functions when torch's module is imported: it takes long, and few need it."""
 
@@ -546,7 +571,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
             def exec_module(module: Any) -> None:
                 run(module)
-                vars(module).update(_ours(module))
+                _patch(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -562,6 +587,6 @@ def install() -> None:
     _installed.append(True)
     module = sys.modules.get(TARGET)
     if module is not None:
-        vars(module).update(_ours(module))
+        _patch(module)
     else:
         sys.meta_path.insert(0, _AfterImport())

@@ -16,6 +16,7 @@ BOXES = {
     "scalar": ((), None),
     "vector": ((7,), None),
     "matrix": ((5, 4), None),
+    "no elements": ((0, 4), None),
     "tensor": ((3, 2, 4), None),
     "rows of two packed": ((8, 3), Box.even((8, 3), 0, 1, 2, packed=2)),
     "columns": ((3, 8), Box.even((3, 8), 1, 1, 2)),
@@ -33,6 +34,8 @@ def test_boxes_hold_each_element_once_in_its_place(name):
             local = own.reshape(-1)[start:stop].clone()
             part = TensorPart(local, (tuple(own.shape), start, box))
             assert part.shape == whole.shape
+            # a checkpoint has the name of a tensor without elements
+            assert bool(part.pieces) == (start < stop or not whole.numel())
             seen = []
             for chunk, item in zip(
                 part.__create_chunk_list__(), part.__create_write_items__("x", 0)

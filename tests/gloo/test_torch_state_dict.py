@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -152,3 +153,18 @@ def in_16_bits(rank, folder):
 
 def test_master_weights_and_options(tmp_path):
     run_processes(2, in_16_bits, str(tmp_path / "bf16"))
+
+
+def in_files_of_hugging_face(rank, folder):
+    """A file of safetensors has one box of a tensor, and a rank's part may be several."""
+    engine = engine_at(3)
+    step(engine, range(1), rank)
+    parts = get_model_state_dict(engine.module)
+    for keys in ({}, {"enable_consolidation": True}):
+        writer = dcp.HuggingFaceStorageWriter(f"{folder}/parts", save_distributed=True, **keys)
+        with pytest.raises(CheckpointException, match="has room for one of each tensor"):
+            dcp.save(parts, storage_writer=writer)
+
+
+def test_files_of_safetensors_are_not_written_from_parts(tmp_path):
+    run_processes(2, in_files_of_hugging_face, str(tmp_path))

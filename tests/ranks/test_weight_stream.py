@@ -150,6 +150,31 @@ def test_a_write_after_the_last_gather_is_refused(rank, model, stage, precision)
     )
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_each_rank(RANKS)
+def test_a_write_to_a_bucket_is_refused(rank, model, stage):
+    """Where each rank has whole parameters, a bucket is their memory."""
+    engine = start(model, plain_sgd(model), config_of(stage))
+    buckets = iter(engine.iter_weights("300B", None))
+    next(buckets)[0][1].mul_(2)
+    with pytest.raises(PartitionError, match=r"weights were written.*clone a tensor"):
+        next(buckets)
+    name, value = next(iter(engine.iter_weights(1 << 20, None)))[0]
+    held = dict(model.named_parameters())[name]
+    assert value.data_ptr() == held.data_ptr() and torch.equal(value, full_weights(engine)[name])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_each_rank(RANKS)
+def test_a_destroyed_engine_has_no_weights(rank, model, stage):
+    engine = start(model, plain_sgd(model), config_of(stage))
+    stream = engine.iter_weights()
+    engine.destroy()
+    for use in (engine.iter_weights, lambda: list(stream)):
+        with pytest.raises(PartitionError, match="destroyed; take them before destroy"):
+            use()
+
+
 WRONG = {
     "names": ({"names": "vllm"}, r"names='vllm'.*hf and model|names='vllm'"),
     "adapters": ({"adapters": "both"}, "adapters='both'"),
@@ -158,6 +183,7 @@ WRONG = {
     "number for a dtype": ({"dtype": 16}, r"dtype=16.*floating-point"),
     "bucket": ({"bucket": "much"}, "not a number of bytes"),
     "no bucket": ({"bucket": None}, r"bucket=None.*pass a number of bytes"),
+    "truth for a bucket": ({"bucket": True}, r"bucket=True.*pass a number of bytes"),
     "empty bucket": ({"bucket": 0}, r"bucket=0.*pass a number of bytes"),
 }
 DIFFERENT = {

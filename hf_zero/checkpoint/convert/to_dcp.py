@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -66,8 +66,11 @@ class _State:
         manifest = checkpoint.manifest
         if manifest.optimizer is not None:
             self.tree["optimizer"] = {"state": {}, "param_groups": []}
-            for group in manifest.optimizer.groups:
-                self._add_group(group, manifest.optimizer.class_name)
+            groups = manifest.optimizer.groups
+            # an optimizer of one group may be asked for the group of frozen parameters, too
+            others = self.tree["model"].keys() if len(groups) == 1 else ()
+            for group in groups:
+                self._add_group(group, manifest.optimizer.class_name, others)
         if manifest.lr_scheduler is not None:
             self.tree["lr_scheduler"] = checkpoint.scheduler_state()
 
@@ -76,7 +79,7 @@ class _State:
         self.fills[f"model.{output.name}"] = partial(output.fill, self._checkpoint)
         return torch.empty(output.shape, dtype=output.dtype, device="meta")
 
-    def _add_group(self, group: GroupEntry, kind: str) -> None:
+    def _add_group(self, group: GroupEntry, kind: str, others: Iterable[str]) -> None:
         optimizer = self.tree["optimizer"]
         names = [strip_wrappers(name) for name in group.parameters]
         place = len(optimizer["param_groups"])
@@ -88,6 +91,7 @@ class _State:
         optimizer["param_groups"].append({**settings, "params": names})
         for held, name in zip(group.parameters, names):
             optimizer["state"][name] = self._states(held, name, group)
+        for name in {*names, *others}:
             for key in settings:
                 self.further[("optimizer", f"param_groups.{name}.{key}")] = (
                     f"optimizer.param_groups.{place}.{key}"
@@ -118,7 +122,7 @@ def _defaults(kind: str) -> dict[str, Any]:
     found = getattr(torch.optim, kind.rpartition(".")[2], None)
     if found is None:
         return {}
-    group = found([torch.zeros(1, requires_grad=True)]).param_groups[0]
+    group = found([torch.zeros(1, 1, requires_grad=True)]).param_groups[0]  # Muon takes matrices
     return {key: value for key, value in group.items() if key != "params"}
 
 

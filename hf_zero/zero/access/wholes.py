@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_zero.device import kinds, streams
+from hf_zero.device import streams
 from hf_zero.distributed.collectives import Handle, MeshDim
 from hf_zero.errors import PartitionError
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
@@ -103,7 +103,14 @@ class Version(NamedTuple):
 def version_of(engine: Any) -> Version:
     """Return the version of the weights, once updates are complete and a script's writes are
     in the shards (collective).
+
+    Raises PartitionError if the engine was destroyed.
     """
+    if engine.destroyed:
+        raise PartitionError(
+            "weights of an engine that was destroyed; take them before destroy(), or from the "
+            "model after destroy(gather=True)"
+        )
     engine.optimizer_step.synchronise()
     for unit in engine.units:
         unit.wait_for_update()
@@ -147,11 +154,11 @@ def whole_groups(
             yield _finish(coming.popleft(), names)
         _refuse_other(version, engine)  # groups may be views of the weights
     finally:
-        # of a loop that was left: its memory is used again after what is under way
-        if coming and not kinds.is_host(engine.device):
-            with suppress(RuntimeError):  # aborted collectives
-                for gathering in coming:
-                    _wait(gathering)
+        # of a loop that was left: its memory is used again after what is under way, and gloo's
+        # connections do not survive a message that nobody waits for
+        with suppress(RuntimeError):  # aborted collectives
+            for gathering in coming:
+                _wait(gathering)
 
 
 def _refuse_other(version: Version, engine: Any) -> None:
@@ -159,7 +166,8 @@ def _refuse_other(version: Version, engine: Any) -> None:
         raise PartitionError(
             f"weights were written while they are read: those before this are of step "
             f"{version.step}, and the engine is at step {now.step}; end the loop over the "
-            "weights before a step, a load or another write"
+            "weights before a step, a load or another write, and clone a tensor of the loop to "
+            "change it"
         )
 
 
@@ -232,7 +240,8 @@ def _finish(gathering: _Gathering, names: WholeNames) -> list[Whole]:
     found = []
     for flat, buffer in gathering.buffers:
         for parameter, slot in flat.items:
-            view = buffer[slot.offset : slot.end].view(slot.shape)
+            # memory of the model itself is given as a tensor whose writes are counted
+            view = flat.data_of(slot.name, buffer[slot.offset : slot.end].view(slot.shape))
             for name, whole in names.wholes(parameter, view, slot.name):
                 found.append(Whole(flat, slot.name, name, whole))
     return found
