@@ -9,6 +9,7 @@ for an old post, too.
 - Two ranks whose collectives of one number on one communicator differ never match again.
 - A rank that has ended, or closed the communicator, before it issued a collective will never issue
   it.
+- A wait on a communicator that all ranks have left is over. A digest may be older than that.
 - On a device the host does not wait for collectives: a thread follows them, and such a rank posts
   "follows" instead of "waits". Its host may go on, so it is never stuck; the first two proofs hold
   all the same.
@@ -79,6 +80,7 @@ class RankStatus:
         self.world = world
         self.store_host = store_host
         self.logs: dict[str, CollectiveLog] = {}
+        self._left = set[str]()  # names of communicators that all ranks have left
         # the last exception that passed through the engine, if no forward has succeeded since
         self.last_error = ""
         self._state = "here"
@@ -102,6 +104,7 @@ class RankStatus:
     def register(self, log: CollectiveLog) -> CollectiveLog:
         """Register the log of a communicator under its name."""
         self.logs[log.name] = log
+        self._left.discard(log.name)
         return log
 
     def unregister(self, logs: Sequence[CollectiveLog]) -> None:
@@ -109,6 +112,7 @@ class RankStatus:
         for log in logs:
             if self.logs.get(log.name) is log:
                 del self.logs[log.name]
+                self._left.add(log.name)
 
     # ---- publishing ----
 
@@ -160,7 +164,11 @@ class RankStatus:
             return None if self._gone else self._known()
 
     def _known(self) -> dict[int, StatusPost]:
-        posts = {rank: post for rank, post in self._posts.items() if rank != self.rank}
+        posts = {
+            rank: {**post, "state": "here"} if post.get("wait", ("",))[0] in self._left else post
+            for rank, post in self._posts.items()
+            if rank != self.rank
+        }
         for rank, (state, why) in self._ends.items():
             if rank != self.rank:
                 logs = posts.get(rank, {}).get("logs", {})

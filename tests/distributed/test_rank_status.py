@@ -199,6 +199,23 @@ def test_both_ranks_of_a_divergence_raise(pair: Any, heard: list[str]) -> None:
         pair[0].watchdog.check()
 
 
+def test_a_wait_in_an_engine_that_all_have_left_is_over(pair: Any) -> None:
+    """Rank 1 has posted it, has gone on since, and is silent now; the digest that rank 0 reads is
+    from before.
+    """
+    first, second = (rank.rank_status for rank in pair)
+    logs = [rank.register(CollectiveLog("engine 1", (0, 1), 60.0)) for rank in (first, second)]
+    second.publish("waits", pending=logs[1].issue("gather"))
+    second.look()  # it leads, and writes the digest
+    logs[0].issue("gather")
+    waits = pair[0].log.issue("backward")
+    for rank, log in zip((first, second), logs):
+        rank.publish("here")
+        rank.unregister([log])
+    assert first.diagnose(waits) is None
+    assert first.missing_ranks(waits) == [1]
+
+
 def test_the_timeout_names_who_is_waited_for(pair: Any, heard: list[str]) -> None:
     pair[0].log.timeout = 0.1
     with pytest.raises(
