@@ -222,11 +222,12 @@ def _machine(speeds: dict[str, float], **given: Any) -> Machine:
 
 
 def _bytes(found: Simulation) -> Table:
+    bits = 32 if found.precision == "fp32" else 16
     table = Table(
         title=f"{found.model}: {found.parameters:,} parameters, rank {found.rank} of "
         f"{found.ranks}, stage {found.stage}, {found.precision}, {found.optimizer}; model states "
         f"{in_units(found.model_state_bytes)}",
-        caption="Model states: parameters and gradients in 16 bits and the optimizer's state, "
+        caption=f"Model states: parameters and gradients in {bits} bits and the optimizer's state, "
         "without offload. Bytes of the device include state as configured, gathered "
         "units, activations, gradients and messages.",
     )

@@ -27,7 +27,9 @@ from hf_zero.planning.simulation.recording import (
     Work,
 )
 from hf_zero.planning.simulation.simulating import planned, record_plan
+from tests.helpers.processes import run_processes
 
+HOST = torch.device("cpu")
 HERE = StepPlace(FORWARD, "block", 0)
 PAIR = Group("two", (0, 1))
 # a second for 10 FLOPs, 10 bytes of memory, 10 bytes on the link of a host of two ranks
@@ -65,6 +67,23 @@ def test_what_processors_move_takes_their_time() -> None:
     sent = gather(40)  # 2 seconds, one of them the processor's
     found = seconds(Recording(1, [sent, work(30), Wait(HERE, sent)]), half)
     assert (found.step, found.compute, found.exposed) == (4, 3, 1)
+
+
+def test_a_gather_into_memory_that_was_released_takes_time_to_write_it() -> None:
+    """The processor's: no computation runs beside it, whatever else overlaps."""
+    slow = dataclasses.replace(SLOW, first_write=0.05)
+    sent = dataclasses.replace(gather(40), anew=40)  # 2 seconds on the link, 2 of the processor
+    found = seconds(Recording(1, [sent, work(30), Wait(HERE, sent)]), slow)
+    assert (found.step, found.compute, found.exposed) == (5, 3, 2)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_units_that_are_released_are_gathered_into_new_memory(stage: int) -> None:
+    recording = record_plan(planned(None, 2, stage, params=2e6)[1], 8)
+    gathers = [e for e in recording.events if isinstance(e, Message) and "gather" in e.operation]
+    anew = {each.unit_name: each.anew for each in gathers}
+    assert all(each.anew in (0, each.nbytes) for each in gathers)
+    assert bool(anew.get("model.layers.0")) == (stage == 3)
 
 
 def test_launches_hide_behind_work_on_a_device_alone() -> None:
@@ -169,6 +188,21 @@ def test_this_process_is_measured() -> None:
     simulated = hf_zero.simulate(params=1e6, ranks=4, sequence_length=8, measured=found)
     assert simulated.machine.sources["memory"] == "measured"
     assert simulated.machine.node == Machine().node
+
+
+def _measured_on(rank: int) -> Measured:
+    return measure(sized_model(1e6), 1, 8, torch.float32)
+
+
+def test_two_ranks_measure_their_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks have the same rates, those of the slowest, and simulate the same step."""
+    monkeypatch.setattr("hf_zero.planning.simulation.measuring.SECONDS", 0)
+    first, second = run_processes(2, _measured_on)
+    assert first == second and (first.ranks, first.asynchronous) == (2, False)
+    assert first.latency and first.link and 0 <= first.overlap <= 1 and first.first_write >= 0
+    found = hf_zero.simulate(params=1e6, ranks=2, sequence_length=8, measured=first, device=HOST)
+    assert found.machine.sources["first_write"] == "measured"
+    assert found.machine.node == first.link and found.seconds.step > 0
 
 
 class Unused(nn.Module):

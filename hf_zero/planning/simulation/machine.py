@@ -54,7 +54,8 @@ class Machine:
     the host launches an operation. host_link: bytes between a rank's device and its host's memory.
     host_memory, disk: bytes that the processors of a host read and write of its memory, and of its
     disks, for all its ranks. overlap: the share of a message that runs beside computation;
-    the rest takes the time of the processor. asynchronous: operations run on a device while the
+    the rest takes the time of the processor. first_write: seconds of a byte that a gather writes to
+    memory which was released before. asynchronous: operations run on a device while the
     host launches the next ones. sources: where values come from, by name; others are the defaults.
     """
 
@@ -69,6 +70,7 @@ class Machine:
     host_memory: float = 256e9
     disk: float = 10e9
     overlap: float = 1.0
+    first_write: float = 0.0
     asynchronous: bool = True
     sources: dict[str, str] = field(default_factory=dict)
 
@@ -245,11 +247,13 @@ class _Timeline:
             begins = max(begins, self._updated.get(unit, 0.0))
             if unit in self._away.fetch:
                 begins = max(begins, self._copy(self._away.fetch[unit], begins))
-        took = self._machine.sending(message)
+        sending = self._machine.sending(message)
+        writing = message.anew * self._machine.first_write  # time of the processor
+        took = sending + writing
         self.sent += 0.0 if arrives else took
         key = self._keys[message] = self._meetings.key(self._rank, message)
         self._meetings.join(key, begins, took, self._free, "" if arrives else link)
-        stolen = (1.0 - self._machine.overlap) * took
+        stolen = (1.0 - self._machine.overlap) * sending + writing
         self._wait(self.now + stolen)
 
     def _end_of(self, message: Message, key: _Key | None) -> None:

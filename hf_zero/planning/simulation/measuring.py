@@ -1,13 +1,24 @@
 """Rates of the ranks at hand, for simulations of more of them: a block of the model, a pass over
 memory and messages of the engine's kind are timed, on all ranks at once.
+
+[Note: in turns]
+What is timed runs in turns, round after round, as the parts of a step do, so that other work of the
+machine slows all of it alike. Ranks begin each part together, and the slowest sets the pace. Of the
+times of a part the slowest and the fastest eighth are dropped, and the others averaged, as a step
+is the sum of its parts.
+
+A message is timed alone, several beside a block, and into memory that was released before, as
+gathers of stage 3 write it: a host gives some of such memory back to the system, page by page.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from hf_zero.device import kinds
-from hf_zero.distributed.collectives import MeshDim
+from hf_zero.distributed.collectives import Handle, MeshDim
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.process_group import default_device, get_world_size
 from hf_zero.errors import ConfigError
@@ -29,9 +40,13 @@ from hf_zero.planning.simulation.machine import Machine
 from hf_zero.planning.simulation.recording import BACKWARD, FORWARD, Recording, Work
 from hf_zero.zero.layout.wrap import repeated_blocks
 
-ROUNDS = 9
+ROUNDS = (8, 32)  # at least and at most
+SECONDS = 10.0  # of all rounds, where more than the least fit in
 COPIES = 3  # of the block, in turns: in a step weights come from memory, not from caches
-SMALL, LARGE = 1 << 14, 1 << 23  # bytes of the two messages that are timed
+IN_A_ROW = COPIES  # calls that are timed together: a device computes one and launches the next
+SMALL = 1 << 14  # bytes of the smaller message that is timed
+LARGE = (1 << 20, 1 << 26)  # bounds of the larger one, which has those of a block
+BESIDE = 4  # such messages that are timed beside a block
 PASSED = 1 << 23  # elements of each tensor of the pass over memory
 
 
@@ -42,7 +57,8 @@ class Measured:
     block_seconds: of a forward and backward of ``block``. memory: bytes a second of a pass over it.
     operation: seconds of one on the tensors of a single token. latency, link: seconds of a small
     message, and bytes a second that a rank sends; None with one rank. overlap: the share of a
-    message during which computation goes on.
+    message during which computation goes on. first_write: seconds of a byte that a message writes
+    to memory which was released before.
     """
 
     block: str
@@ -54,6 +70,7 @@ class Measured:
     link: float | None
     overlap: float
     asynchronous: bool
+    first_write: float = 0.0
 
     def machine(self, recording: Recording, given: Machine) -> Machine:
         """Return ``given`` with what was measured in place of what was assumed: the rate of matrix
@@ -77,6 +94,7 @@ class Measured:
             "operation": self.operation,
             "overlap": self.overlap,
             "asynchronous": self.asynchronous,
+            "first_write": self.first_write,
         }
         if self.link is not None:
             found |= {"latency": self.latency, "node": self.link, "network": self.link * self.ranks}
@@ -100,8 +118,6 @@ def measure(model: nn.Module, rows: int, length: int, dtype: torch.dtype) -> Mea
             "and memory, instead of measuring them"
         )
     mesh = Mesh(ranks, device) if ranks > 1 else None
-    meet: Callable[[], None] = mesh.barrier if mesh is not None else _nothing
-    timer = _Timer(device, meet)
     try:
         copied, args, kwargs = _with_inputs(model, name, rows, length)
         real = _real(copied, device, dtype)
@@ -111,97 +127,133 @@ def measure(model: nn.Module, rows: int, length: int, dtype: torch.dtype) -> Mea
         def run() -> None:
             _pass_of(next(blocks), *inputs)()
 
-        whole = timer(run)
         _, small_args, small_kwargs = _with_inputs(model, name, 1, 1)
         step = _pass_of(real, *_inputs(small_args, small_kwargs, device, dtype))
         with _Operations() as counted:
             step()
-        operation = timer(step) / max(1, counted.number)
         left, right, out = (torch.ones(PASSED, device=device, dtype=dtype) for _ in range(3))
-        memory = 3 * left.nbytes / timer(lambda: torch.add(left, right, out=out))
-        latency = link = None
-        overlap = 1.0
+        calls: dict[str, Callable[[], Any]] = {
+            "block": run, "step": step, "pass": lambda: torch.add(left, right, out=out),
+        }  # fmt: skip
+        size = 0
         if mesh is not None:
-            latency, link = _link(mesh.shard, device, timer)
-            overlap = _overlap(
-                mesh.shard, device, timer, run, whole, latency + whole_bytes(ranks) / link
-            )
-            # ranks wait for each other in each step: the slowest sets the pace
-            every = mesh.all_gather_object((whole, memory, operation), "rates of ranks")
-            wholes, memories, operations = zip(*every)
-            whole, memory, operation = max(wholes), min(memories), max(operations)
+            size = _size(sum(parameter.nbytes for parameter in real.parameters()), ranks)
+            calls |= _messages(mesh.shard, size, device, run)
+        took = _times(calls, device, mesh)
     finally:
         if mesh is not None:
             mesh.close()
-    streams = not kinds.is_host(device)
-    return Measured(name, whole, memory, operation, ranks, latency, link, overlap, streams)
+    memory = 3 * left.nbytes / took["pass"]
+    found = Measured(
+        name,
+        took["block"],
+        memory,
+        took["step"] / max(1, counted.number),
+        ranks,
+        latency=None,
+        link=None,
+        overlap=1.0,
+        asynchronous=not kinds.is_host(device),
+    )
+    return found if mesh is None else _with_messages(found, took, size)
 
 
-def whole_bytes(ranks: int) -> float:
-    """Return the bytes that a rank sends in the large all-gather that is timed."""
-    return wire_bytes("all_gather", LARGE, ranks)
+def _with_messages(found: Measured, took: Mapping[str, float], size: int) -> Measured:
+    """Return ``found`` with what the times of messages tell, the larger of ``size`` bytes."""
+    alone, message = took["block"], took["large"]
+    hidden = alone + BESIDE * message - took["both"]
+    copied = 2 * size / found.ranks / found.memory  # this rank's own part, which is work of a step
+    return dataclasses.replace(
+        found,
+        latency=took["small"],
+        link=wire_bytes("all_gather", size, found.ranks) / max(message - took["small"], 1e-9),
+        overlap=min(1.0, max(0.0, hidden / min(alone, BESIDE * message))),
+        first_write=max(0.0, took["released"] - message - copied) / size,
+    )
 
 
-def _nothing() -> None:
-    """Meet nobody."""
+def _size(nbytes: int, ranks: int) -> int:
+    """Return the bytes of the larger message, as many for each of ``ranks``."""
+    least, most = LARGE
+    return max(least, min(most, nbytes)) // (16 * ranks) * 16 * ranks
 
 
-class _Timer:
-    """Mean seconds of a call, over some that all ranks begin together. The mean, as that of a step
-    is the sum of those of its parts.
+def _times(
+    calls: Mapping[str, Callable[[], Any]], device: torch.device, mesh: Mesh | None
+) -> dict[str, float]:
+    """Return the seconds of each of ``calls`` on the slowest rank, by the note above."""
+
+    def taken(call: Callable[[], Any]) -> float:
+        if mesh is not None:
+            mesh.barrier()
+        began = time.perf_counter()
+        for _ in range(IN_A_ROW):
+            call()
+        kinds.synchronize(device)
+        return (time.perf_counter() - began) / IN_A_ROW
+
+    def over_ranks(values: Sequence[float]) -> list[float]:
+        if mesh is None:
+            return list(values)
+        return list(map(max, zip(*mesh.all_gather_object(list(values), "times of ranks"))))
+
+    for _ in range(2):
+        began = time.perf_counter()
+        for call in calls.values():
+            taken(call)
+        [once] = over_ranks([time.perf_counter() - began])
+    least, most = ROUNDS
+    rounds = max(least, min(most, int(SECONDS / once)))
+    found = [[taken(call) for call in calls.values()] for _ in range(rounds)]
+    middles = over_ranks([_middle(each) for each in zip(*found)])
+    return dict(zip(calls, middles))
+
+
+def _middle(times: Sequence[float]) -> float:
+    """Return the mean of ``times`` without the extreme eighths."""
+    cut = len(times) // 8
+    return statistics.mean(sorted(times)[cut : len(times) - cut])
+
+
+def _messages(
+    dim: MeshDim, size: int, device: torch.device, run: Callable[[], None]
+) -> dict[str, Callable[[], Any]]:
+    """Return the calls that time messages: a small one, one of ``size`` bytes, :data:`BESIDE` of
+    these beside ``run``, and one into memory that was released before.
     """
 
-    def __init__(self, device: torch.device, meet: Callable[[], None]):
-        self._device, self._meet = device, meet
+    def bytes_of(size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.uint8, device=device)
 
-    def __call__(self, call: Callable[[], Any]) -> float:
-        for _ in range(2):
-            call()
-        kinds.synchronize(self._device)
-        self._meet()
-        began = time.perf_counter()
-        for _ in range(ROUNDS):
-            call()
-        kinds.synchronize(self._device)
-        return (time.perf_counter() - began) / ROUNDS
+    def gather(full: torch.Tensor, chunk: torch.Tensor | None = None) -> Handle:
+        own = full.chunk(dim.size)[dim.rank] if chunk is None else chunk
+        return dim.all_gather([(full, own)], "measured")
 
-
-def _gather(dim: MeshDim, nbytes: int, device: torch.device) -> Callable[[], Any]:
-    chunk = torch.zeros(nbytes // dim.size, dtype=torch.uint8, device=device)
-    full = torch.zeros(chunk.numel() * dim.size, dtype=torch.uint8, device=device)
-    return lambda: dim.all_gather([(full, chunk)], "measured")
-
-
-def _link(dim: MeshDim, device: torch.device, timer: _Timer) -> tuple[float, float]:
-    """Return the seconds of a small message, and the bytes a second of a large one."""
-
-    def taken(size: int) -> float:
-        launch = _gather(dim, size, device)
-        return timer(lambda: launch().wait())
-
-    small, large = taken(SMALL), taken(LARGE)
-    return small, whole_bytes(dim.size) / max(large - small, 1e-9)
-
-
-def _overlap(
-    dim: MeshDim,
-    device: torch.device,
-    timer: _Timer,
-    run: Callable[[], None],
-    alone: float,
-    message: float,
-) -> float:
-    """Return the share of messages that costs a block beside them no time."""
-    launch = _gather(dim, LARGE, device)
+    small, large, chunk = bytes_of(SMALL), bytes_of(size), bytes_of(size // dim.size)
 
     def both() -> None:
-        handle = launch()
+        handles = [gather(large) for _ in range(BESIDE)]
         run()
-        handle.wait()
+        for handle in handles:
+            handle.wait()
 
-    together = timer(both)
-    hidden = alone + message - together
-    return min(1.0, max(0.0, hidden / min(alone, message)))
+    blocks = [bytes_of(size) for _ in range(COPIES)]
+    for each in blocks[1:]:
+        each.untyped_storage().resize_(0)
+
+    def released() -> None:
+        """Gather the next block, then release the one before, as a step does."""
+        blocks.append(blocks.pop(0))
+        blocks[0].untyped_storage().resize_(size)
+        gather(blocks[0], chunk).wait()
+        blocks[-1].untyped_storage().resize_(0)
+
+    return {
+        "small": lambda: gather(small).wait(),
+        "large": lambda: gather(large).wait(),
+        "both": both,
+        "released": released,
+    }
 
 
 class _Inputs(Exception):

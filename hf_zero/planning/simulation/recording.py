@@ -77,13 +77,16 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """A collective: ``operation`` on ``nbytes`` of ``unit`` over ``group``."""
+    """A collective: ``operation`` on ``nbytes`` of ``unit`` over ``group``. ``anew``: bytes of them
+    that it writes to memory which was released before.
+    """
 
     place: StepPlace
     operation: str
     unit: str
     group: Group
     nbytes: int
+    anew: int = 0
 
     @property
     def unit_name(self) -> str:
@@ -204,6 +207,12 @@ class Recorder(TorchDispatchMode):
         self._count_gathered()
         if self.recording is not None:
             self.recording.events.append(message)
+
+    def newly_gathered(self) -> int:
+        """Return the bytes of units that have memory again since they were counted."""
+        before = self._gathered
+        self._count_gathered()
+        return max(0, self._gathered - before)
 
     def waited(self, message: Message, wait: Callable[[], None]) -> None:
         """Record a wait for ``message``, and ``wait``."""
@@ -376,7 +385,8 @@ class _Messages(IssuedStats):
     def record(self, operation: str, key: str, size: int) -> None:
         if operation in MESSAGES:
             return  # the schedule of the pipeline launches it later
-        self.last = Message(self._recorder.place, operation, key, self._group, size)
+        anew = self._recorder.newly_gathered()
+        self.last = Message(self._recorder.place, operation, key, self._group, size, anew)
         self._recorder.launched(self.last)
 
 
