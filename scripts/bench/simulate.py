@@ -114,7 +114,7 @@ def main() -> None:
             "stage": stage, "predicted": seconds, "measured": middle, "quartiles": [low, high],
             "ratio": seconds / middle, "steps": len(taken), "load_before": load,
             "computing": predicted[0].seconds.compute, "messages": predicted[0].seconds.messages,
-            "rates": found["measured"], **versions(),
+            "rates": found["measured"], **versions("torch", "transformers"),
         })  # fmt: skip
         print({key: rows[-1][key] for key in ("stage", "predicted", "measured", "ratio")})
     out = HERE.parent / "results" / f"simulate-{time.strftime('%Y-%m-%d')}.jsonl"
