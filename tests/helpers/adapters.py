@@ -34,9 +34,10 @@ KINDS: dict[str, Any] = {
 }
 
 
-def llama() -> LlamaForCausalLM:
+def llama(tied: bool = False) -> LlamaForCausalLM:
     return LlamaForCausalLM(
         LlamaConfig(
+            tie_word_embeddings=tied,
             vocab_size=32,
             hidden_size=16,
             intermediate_size=32,

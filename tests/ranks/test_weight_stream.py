@@ -216,8 +216,12 @@ def test_arguments_that_differ_between_ranks_are_refused(rank, model, case):
     assert sent(engine.iter_weights())
 
 
-def adapted(kind: str) -> nn.Module:
-    model = seeded(lambda: peft.get_peft_model(llama(), KINDS[kind]()))
+def adapted(kind: str) -> Any:
+    return jolted(seeded(lambda: peft.get_peft_model(llama(), KINDS[kind]())))
+
+
+def jolted(model: nn.Module) -> Any:
+    """``model`` with other values of the parameters that train."""
     with torch.no_grad():
         for p in model.parameters():
             if p.requires_grad:
@@ -272,6 +276,48 @@ def test_adapters_apart(kind):
         assert found.keys() == files.keys() | want.keys()
         for name, value in found.items():
             assert torch.equal(value, files[name] if name in files else base[name]), name
+
+    on_ranks(RANKS, run, build=lambda: adapted(kind))
+
+
+def on_tied(whole: list[str]) -> Any:
+    """LoRA on a model with tied embeddings, of which the modules ``whole`` are saved whole."""
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=whole)
+    return jolted(seeded(lambda: peft.get_peft_model(llama(tied=True), lora)))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("whole", [["lm_head"], ["embed_tokens"], ["lm_head", "embed_tokens"]])
+def test_copies_of_tied_modules_leave_the_other_its_weights(whole, stage):
+    want = dict(on_tied(whole).merge_and_unload().named_parameters())
+    assert want.keys() > dict(llama(tied=True).named_parameters()).keys()
+
+    def run(rank, model):
+        trained = [p for p in model.parameters() if p.requires_grad]
+        engine = start(model, torch.optim.SGD(trained, 0.1), config_of(stage))
+        found = sent(engine.iter_weights("2KiB", "fp32"))
+        assert found.keys() == want.keys()
+        for name, value in found.items():
+            assert torch.allclose(value, want[name], atol=1e-6), name
+
+    on_ranks(RANKS, run, build=lambda: on_tied(whole))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_disabled_adapters_are_not_merged(stage):
+    kind = "LoRA and a module saved whole"
+    base = dict(adapted(kind).unload().named_parameters())
+    base["lm_head.weight"] = seeded(llama).lm_head.weight
+
+    def run(rank, model):
+        trained = [p for p in model.parameters() if p.requires_grad]
+        engine = start(model, torch.optim.SGD(trained, 0.1), config_of(stage))
+        assert sent(engine.iter_weights(changed_only=True))
+        with model.disable_adapter():
+            found = sent(engine.iter_weights("2KiB", "fp32", changed_only=True))
+        assert found.keys() == base.keys()
+        assert all(torch.equal(value, base[name]) for name, value in found.items())
+        assert sent(engine.iter_weights(changed_only=True)).keys() == base.keys()
 
     on_ranks(RANKS, run, build=lambda: adapted(kind))
 

@@ -48,12 +48,23 @@ class AdapterNames(Names):
             every = {id(each): first[id(each)] for each in layer.parameters()}
             base_layers.update(own)
             adapters.update(name for name in every.values() if name not in own)
-            if not layer.merged:
+            if not (layer.merged or layer.disable_adapters):
                 self._layers.append((layer, own, every))
         self.form = ("hf", merged, *_active(model))
         # first names of parameters that are not sent under names of the base model
-        self._dropped = adapters | _unused_copies(model, first, merged)
-        self._dropped.update(name for name in first.values() if not name.startswith(self._prefix))
+        self._dropped = adapters | {
+            name for name in first.values() if not name.startswith(self._prefix)
+        }
+        unused = tuple(_unused_copies(model, merged))
+        used: dict[str, list[str]] = {name: [] for name in first.values()}
+        for name, each in model.named_parameters(remove_duplicate=False):
+            if not name.startswith(unused):
+                used[first[id(each)]].append(name)
+        self._dropped.update(name for name, others in used.items() if not others)
+        # tied parameters whose first name is in an unused copy, and another name of each
+        self._tied = {
+            name: others[0] for name, others in used.items() if others and name.startswith(unused)
+        }
         self._apart: dict[str, str] = {}
         if merged:
             self.held = frozenset(adapters)
@@ -76,6 +87,7 @@ class AdapterNames(Names):
             return self._apart[here]
         if here in self._dropped:
             return None
+        name = self._tied.get(here, name)
         parts = iter(name.removeprefix(self._prefix).split("."))
         kept = []
         for part in parts:
@@ -104,29 +116,34 @@ class AdapterNames(Names):
 
 
 def _active(model: nn.Module) -> Iterator[tuple[Any, ...]]:
-    """Yield the path of each module with adapters, and its active adapters with their scales."""
+    """Yield the path of each module with adapters, and its active adapters with their scales; no
+    module whose adapters are disabled.
+    """
     for path, module in model.named_modules():
         active = getattr(module, "active_adapters", None)
-        if isinstance(active, (list, tuple)):
+        if isinstance(active, (list, tuple)) and not _is_disabled(module):
             scales = getattr(module, "scaling", None)
             held = scales if isinstance(scales, dict) else {}
             yield path, *((each, held.get(each)) for each in active)
 
 
-def _unused_copies(model: Any, first: Mapping[int, str], merged: bool) -> set[str]:
-    """Return the first names of modules saved whole that stand behind another copy: with
+def _is_disabled(module: Any) -> bool:
+    return getattr(module, "disable_adapters", False) is True
+
+
+def _unused_copies(model: nn.Module, merged: bool) -> Iterator[str]:
+    """Yield the beginnings of the names of modules saved whole that stand behind another copy: with
     ``merged`` behind that of the active adapter, else all copies beside the base model's own.
     """
-    found: set[str] = set()
-    for module in model.modules():
+    for path, module in model.named_modules():
         copies = getattr(module, "modules_to_save", None)
         if not isinstance(copies, nn.ModuleDict):
             continue
-        active = [name for name in module.active_adapters if name in copies] if merged else []
-        unused = [each for name, each in copies.items() if name not in active]
-        for each in [*unused, module.original_module] if active else unused:
-            found.update(first[id(own)] for own in each.parameters())
-    return found
+        uses_copy = merged and not _is_disabled(module)
+        active = [name for name in module.active_adapters if name in copies] if uses_copy else []
+        if active:
+            yield f"{path}.original_module."
+        yield from (f"{path}.modules_to_save.{name}." for name in copies if name not in active)
 
 
 def _twin(module: nn.Module, whole: Mapping[int, torch.Tensor | None]) -> Any:
