@@ -117,6 +117,23 @@ def test_the_debug_log_tells_the_order_of_a_step(lines):
     assert all(each.endswith(" ms") for each in said)
 
 
+def test_each_span_of_a_block_ends_with_its_pass(lines):
+    """Also that of the root, whose inputs need no gradient: torch writes the end of a span that
+    was open when its profile ended into memory that is the profile's no more.
+    """
+
+    def run(rank, model):
+        engine = trained(model)
+        spans.log_steps("steps")
+        one_step(engine, 1)
+        left = list(spans._open.values())
+        spans.log_steps("info")
+        return left
+
+    assert on_ranks(1, run, build=build) == [[]]
+    assert any(" ms backward (root)," in line for line in lines)
+
+
 def test_counting_collectives_leaves_them_where_they_are(monkeypatch):
     """``comms_logger`` serialises none: launches and waits keep their order among blocks."""
     done: list[tuple[int, str]] = []  # by the thread of a rank

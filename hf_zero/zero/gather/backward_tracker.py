@@ -323,6 +323,8 @@ class BackwardTracker:
             forwards = unit.forwards
             for call in forwards.in_backward:
                 forwards.pending.discard(call)
+                if spans.blocks:  # no hook has: its inputs need no gradient
+                    spans.ended(call)
             forwards.in_backward.clear()
             pending = pending or bool(forwards.pending)
         # The backward is attributed to the oldest forward without hooks.
