@@ -265,7 +265,12 @@ class AutocastSection:
 class OptimizerConfig:
     """An optimizer by name; ``params`` are its keyword arguments."""
 
-    type: str = key(named(*OPTIMIZERS), None, "class of the optimizer, in any case", required=True)
+    type: str = key(
+        named(*OPTIMIZERS),
+        None,
+        "class of the optimizer, in any case: `hf-zero docs parameters-of-optimizers` lists them",
+        required=True,
+    )
     params: dict[str, Any] = key(
         SECTION, None, "keyword arguments of that class", default_factory=dict, hash=False
     )
@@ -275,7 +280,12 @@ class OptimizerConfig:
 class SchedulerConfig:
     """A learning-rate schedule by name; ``params`` are its keyword arguments."""
 
-    type: str = key(named(*SCHEDULERS), None, "class of the schedule, in any case", required=True)
+    type: str = key(
+        named(*SCHEDULERS),
+        None,
+        "class of the schedule, in any case: `hf-zero docs parameters-of-schedules` lists them",
+        required=True,
+    )
     params: dict[str, Any] = key(
         SECTION, None, "keyword arguments of that class", default_factory=dict, hash=False
     )

@@ -38,6 +38,8 @@ def test_all_pages_are_listed() -> None:
         ("Which one to take", "## Which one to take", "stage 3"),
         ("convert-checkpoint", "## convert-checkpoint", "from_pretrained"),
         ("initialize", "### initialize", ":::"),
+        ("parameters-of-optimizers", "## Parameters of optimizers", "**`OneBitLamb`**: `lr`"),
+        ("parameters-of-schedules", "## Parameters of schedules", "**`WarmupLR`**: `warmup"),
     ],
 )
 def test_a_topic_is_a_page_or_a_section(topic: str, first: str, has: str) -> None:
