@@ -101,9 +101,13 @@ class MetricsFile:
         self.folder = Path(folder)
 
     def resume_after(self, step: int) -> None:
-        """Continue behind ``step``, from which the run goes on."""
+        """Continue behind ``step``, from which the run goes on: so do records since this start."""
         self._after, self._begun, self._last = step, False, step
-        self.waiting = [row for row in self.waiting if row.get("step", 0) <= step]
+        self.waiting = [
+            row if "step" in row else row | {"after_step": max(step, row["after_step"])}
+            for row in self.waiting
+            if row.get("step", 0) <= step
+        ]
 
     def write(self, figures: Mapping[str, Any]) -> None:
         """Append the line of one step. A number that is not finite is null."""

@@ -190,7 +190,7 @@ def _tiles(run: RecordedRun, named: bool) -> str:
 
 
 def _messages(runs: Sequence[RecordedRun]) -> Iterator[str]:
-    """Yield restarts, warnings and errors."""
+    """Yield restarts, warnings and errors, in the order of their times."""
     parts = []
     for run in runs:
         rows = [
@@ -206,8 +206,11 @@ def _messages(runs: Sequence[RecordedRun]) -> Iterator[str]:
         rows += [(each.after, each.level, each.time, each.text) for each in run.messages]
         body = _table(
             ("after step", "", "UTC", ""),
-            [(f"{after:,}", level, time, text) for after, level, time, text in sorted(rows)],
-            ("number", "level", "nowrap", ""),
+            [
+                (f"{after:,}", level, time, text)
+                for after, level, time, text in sorted(rows, key=lambda row: row[2])
+            ],
+            ("number", "level", "nowrap", "text"),
         )
         parts.append(_named(runs, run, body) if rows else "")
     yield _section("Restarts and warnings", *parts)

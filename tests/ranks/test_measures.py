@@ -415,6 +415,20 @@ def test_files_are_rotated_and_repeats_removed(tmp_path: Path) -> None:
     assert sorted(json.loads(line)["step"] for line in replaced) == [5, 6, 7, 8]
 
 
+def test_records_before_a_load_follow_the_step_that_it_continues(tmp_path: Path) -> None:
+    """A warning of a resumed run, before its load is over, is none of the run's beginning."""
+    for after in (0, 3):
+        file = MetricsFile(1 << 20, {"ranks": 1})
+        file.note("warning", f"then {after}")
+        file.keep_in(tmp_path)
+        if after:
+            file.resume_after(after)
+        for step in range(after + 1, after + 4):
+            file.write({"step": step})
+    told = [(row["warning"], row["after_step"]) for row in read_rows(tmp_path) if "warning" in row]
+    assert told == [("then 0", 0), ("then 3", 3)]
+
+
 @pytest.mark.parametrize("cut", [False, True])
 def test_a_disk_that_is_full_for_some_steps_loses_no_line(
     cut: bool, tmp_path: Path, heard: list[str]

@@ -18,8 +18,9 @@ from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from hf_zero.measures.metrics_file import read_metrics
 from hf_zero.report import charts, write_report
+from hf_zero.report.page import _messages as messages
 from hf_zero.report.page import in_numbers
-from hf_zero.report.run import RecordedRun, read_run
+from hf_zero.report.run import LoggedMessage, RecordedRun, RunStart, read_run
 from hf_zero.report.timeline import read_timeline
 from tests.helpers.commands import completed
 from tests.helpers.engines import config_of, start
@@ -201,6 +202,23 @@ def test_lines_have_gaps_and_runs_their_colours() -> None:
         assert encoding["color"]["scale"]["domain"] == ["a", "b"]
         assert encoding["strokeDash"]["scale"]["domain"] == ["a", "b"]
         assert "strokeDash" not in spec["layer"][1]["encoding"]
+
+
+def test_restarts_and_warnings_are_in_the_order_of_their_times() -> None:
+    """An error that ended a start precedes the restart, which continues from an earlier step."""
+    header = {"started": "2026-11-24T13:23:10+00:00"}
+    run = RecordedRun(
+        "a",
+        Path(),
+        [],
+        [RunStart(0, 0, header), RunStart(10, 1, header)],
+        [
+            LoggedMessage("error", "rank 1 died", 11, "2026-11-24 13:22:18"),
+            LoggedMessage("warning", "slow", 10, "2026-11-24 13:24:00"),
+        ],
+    )
+    drawn = "".join(messages([run]))
+    assert drawn.index("rank 1 died") < drawn.index("1 step taken again") < drawn.index("slow")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
