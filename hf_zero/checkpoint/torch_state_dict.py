@@ -481,12 +481,13 @@ def _ours(torch_module: Any) -> dict[str, Callable[..., Any]]:
 
     @wraps(put)
     def _load_model_state_dict(model: Any, state_dict: Any, info: Any) -> Any:
-        given = info.handle_model and (state_dict or info.broadcast_from_rank0)
+        # with set_state_dict only rank 0 knows whether there are weights
+        given = info.broadcast_from_rank0 or (info.handle_model and state_dict)
         own = _own(model, info) if given else None
         if own is None:
             return put(model, state_dict, info)
-        if info.broadcast_from_rank0:
-            state_dict = own.from_rank0(state_dict)
+        if info.broadcast_from_rank0 and not (state_dict := own.from_rank0(state_dict)):
+            return nn.modules.module._IncompatibleKeys([], [])
         return own.load_weights(state_dict, info.strict)
 
     @wraps(get_optim)
@@ -501,7 +502,8 @@ def _ours(torch_module: Any) -> dict[str, Callable[..., Any]]:
 
     @wraps(put_optim)
     def _load_optim_state_dict(model: Any, optimizers: Any, state_dict: Any, info: Any) -> None:
-        own = _own(model, info, optimizers) if info.handle_optim else None
+        given = info.broadcast_from_rank0 or info.handle_optim
+        own = _own(model, info, optimizers) if given else None
         if own is None:
             return put_optim(model, optimizers, state_dict, info)
         if info.broadcast_from_rank0:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
 
 from hf_zero.checkpoint.tensor_part import TensorPart
@@ -138,6 +139,37 @@ def test_options(case, stage, after):
         return resumed(rank, "two groups", stage, after, given, options)
 
     compare_tensors("weights", on_ranks(RANKS, run, build=small)[0], ended)
+
+
+@pytest.mark.parametrize("parts", ["both", "weights", "states"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_other_ranks_give_nothing(stage, parts):
+    """``set_state_dict`` with what rank 0 has, and empty state dicts on the other."""
+    of_rank0 = StateDictOptions(**OPTIONS["whole, of rank 0"])
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(stage))
+        run_steps(engine, rank, range(SAVED_AFTER))
+        weights, states = get_state_dict(model, engine.optimizer, options=of_rank0)
+        again = small()
+        engine = start(again, adamw(again), config_of(stage))
+        before = get_state_dict(again, engine.optimizer, options=of_rank0)
+        given = {
+            "model_state_dict": weights if rank == 0 and parts != "states" else {},
+            "optim_state_dict": states if rank == 0 and parts != "weights" else {},
+        }
+        set_state_dict(again, engine.optimizer, **given, options=of_rank0)
+        found = get_state_dict(again, engine.optimizer, options=of_rank0)
+        if rank == 0:
+            want = (
+                before[0] if parts == "states" else weights,
+                before[1] if parts == "weights" else states,
+            )
+            compare_tensors("weights", found[0], want[0])
+            for name, state in want[1]["state"].items():
+                compare_tensors(name, found[1]["state"][name], state)
+
+    on_ranks(RANKS, run, build=small)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
