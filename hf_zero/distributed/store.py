@@ -305,8 +305,10 @@ class StoreMessages:
             }
             if silent and came + len(silent) >= len(ranks):
                 return silent
-            gone, over = {**self._gone(ranks)}, time.monotonic() - begun > self._timeout
-            time.sleep(next_pause(time.monotonic() - begun))
+            waited = time.monotonic() - begun
+            over = waited > self._timeout
+            gone = {**self._gone(ranks)} if waited >= SLICE_SECONDS or over else {}
+            time.sleep(next_pause(waited))
         return {}
 
     def _has_sent(self, topic: str, number: int, rank: int) -> bool:
@@ -416,10 +418,10 @@ class StoreWait:
                 if may_leave and self.elsewhere([rank for rank in missing() if rank != self._rank]):
                     return False
                 warned = self._report_missing(key, missing, what, waited, warned)
-                look = min(waited + min(LAST_SLICE, max(SLICE_SECONDS, waited)), warned)
-                if waited < self.timeout:
-                    look = min(look, self.timeout)
-            until = started + min(waited + next_pause(waited, ranks), look)
+                look = waited + min(LAST_SLICE, max(SLICE_SECONDS, waited))
+            # `look` is for the first request after it: one of its own is not worth the time
+            until = started + min(waited + next_pause(waited, ranks), warned, self.timeout)
+            look = min(look, warned, self.timeout)
             self._watchdog.sleep(max(0.0, until - time.monotonic()))
             self._watchdog.check()
 
