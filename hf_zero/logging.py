@@ -73,9 +73,9 @@ def listed(names: Iterable[str], most: int = 8) -> str:
     return ", ".join(ordered[:most]) + more
 
 
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: 1 rank, 2 ranks."""
-    return f"{number} {noun}" if number == 1 else f"{number:,} {noun}s"
+def counted(number: int, noun: str, several: str = "") -> str:
+    """Return a number with its noun: 1 rank, 2 ranks; ``several``: the plural, if it is no -s."""
+    return f"{number} {noun}" if number == 1 else f"{number:,} {several or f'{noun}s'}"
 
 
 _UNITS = {"": 1, "B": 1} | {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from hf_zero.cli.printing import AsJson, in_units, print_json, print_table
 from hf_zero.errors import ConfigError
-from hf_zero.logging import parse_rate, rate_in_units
+from hf_zero.logging import counted, parse_rate, rate_in_units
 
 if TYPE_CHECKING:
     from hf_zero.device.free_memory import Free
@@ -88,7 +88,8 @@ RanksPerHost = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="For --fit: ranks that share a host. Default: as many as it has GPUs, else all.",
+        help="For --fit, and for checkpoints in memory: ranks that share a host. Default: as many "
+        "as it has GPUs, else all.",
     ),
 ]
 
@@ -159,20 +160,18 @@ def estimate(
     Example: hf-zero estimate meta-llama/Llama-3.1-8B --ranks 1 --fit --device-memory 80GB
     """
     from hf_zero.config.files import refuse_existing
+    from hf_zero.device import kinds
+    from hf_zero.distributed.fake_world import ranks_of_a_host
     from hf_zero.planning.estimate import estimate as compute
     from hf_zero.planning.estimate import propose
 
-    described = {
-        "--device-memory": device_memory,
-        "--ram": ram,
-        "--disk": disk,
-        "--ranks-per-host": ranks_per_host,
-    }
+    described = {"--device-memory": device_memory, "--ram": ram, "--disk": disk}
     placed = {
         "--offload-optimizer": offload_optimizer,
         "--offload-param": offload_param,
         "--moments": moments,
     }
+    here = ranks_per_host or min(ranks, kinds.device_count() or ranks)
     asked: Any = {"config": config, "tensor_parallel": tp, "expert_parallel": ep}
     stages: Any = {"pipeline_parallel": pp}
     if not seq:
@@ -182,15 +181,16 @@ def estimate(
         _refuse(placed, "--fit chooses it; leave it out, or put it into --config")
         if out is not None:
             refuse_existing(out)
-        free = _free(device_memory, ram, disk or [], ranks, ranks_per_host)
+        free = _free(device_memory, ram, disk or [], here)
         if seq and len(seq) > 1:
             raise ConfigError(
                 f"--seq {seq}: --fit is for sequences of one length; name the longest"
             )
         sequences: Any = {"sequence_length": seq[0] if seq else None, "sequence_parallel": sp}
-        found = propose(
-            model, ranks, free, precision, optimizer, stage, **asked, **stages, **sequences
-        )
+        with ranks_of_a_host(here):
+            found = propose(
+                model, ranks, free, precision, optimizer, stage, **asked, **stages, **sequences
+            )
         _print_proposal(found, as_json, out)
         return
     _refuse({"--out": out and str(out)}, "it is for what --fit proposes; add --fit")
@@ -202,14 +202,18 @@ def estimate(
         "offload_param": section(offload_param, None),
     }
     sequences = {"sequence_lengths": seq or (), "sequence_parallel": sp}
-    result = compute(
-        model, ranks, precision, optimizer, stage, **asked, **sections, **stages, **sequences
-    )
+    with ranks_of_a_host(here):
+        result = compute(
+            model, ranks, precision, optimizer, stage, **asked, **sections, **stages, **sequences
+        )
+    if not any(row.memory_checkpoints for row in result.stages):
+        why = "it describes a machine for --fit, or for checkpoint.memory; leave it out"
+        _refuse({"--ranks-per-host": ranks_per_host}, why)
     rates = link_rows(model, ranks, precision, stage, link, **asked) if link else {}
     if as_json:
         print_json(result.to_dict() | ({"link": link_json(rates)} if link else {}))
         return
-    print_table(_table(result))
+    print_table(_table(result, here))
     if result.offload_optimizer.on or result.offload_param.on:
         print_table(_tiers(result))
     if result.lengths:
@@ -239,8 +243,7 @@ def _free(
     device_memory: str | None,
     ram: str | None,
     folders: list[str],
-    ranks: int,
-    ranks_per_host: int | None,
+    here: int,
 ) -> Free:
     from dataclasses import replace
 
@@ -250,8 +253,6 @@ def _free(
     from hf_zero.device.free_memory import measure
     from hf_zero.logging import parse_size
 
-    gpus = kinds.device_count()
-    here = ranks_per_host or min(ranks, gpus or ranks)
     free = measure(
         torch.device(kinds.accelerator() or "cpu"),
         [os.path.abspath(folder) for folder in folders],
@@ -264,7 +265,7 @@ def _free(
     return free
 
 
-def _table(result: MemoryEstimate) -> Table:
+def _table(result: MemoryEstimate, here: int) -> Table:
     frozen = result.total_parameters - result.trainable_parameters
     count = f"{result.total_parameters:,} parameters" + (f" ({frozen:,} frozen)" if frozen else "")
     over = f"{result.ranks} rank{'s' if result.ranks > 1 else ''}" + (
@@ -276,11 +277,21 @@ def _table(result: MemoryEstimate) -> Table:
     }  # fmt: skip
     over += "".join(f", {count} {what}s" for what, count in shared.items() if count > 1)
     without = ", without offload" if result.offload_optimizer.on or result.offload_param.on else ""
+    caption = (
+        "Per rank, without activations. Largest unit: whole while it computes, with a "
+        "neighbour or two ahead of it. Communicators: NCCL's, whose memory is not counted; users "
+        "report 0.5 to 0.7 GB each on some machines, which was not measured."
+    )
+    in_memory = any(row.memory_checkpoints for row in result.stages)
+    if in_memory:
+        hosts = counted(-(-result.ranks // here), "host")
+        caption += (
+            " Checkpoints in memory: two generations with their copies, in RAM, on "
+            f"{hosts} of {counted(here, 'rank')}."
+        )
     table = Table(
         title=f"{result.model}: {count}, {over}, {result.precision}, {result.optimizer}{without}",
-        caption="Per rank, without activations. Largest unit: whole while it computes, with a "
-        "neighbour or two ahead of it. Communicators: NCCL's, whose memory is not counted; users "
-        "report 0.5 to 0.7 GB each on some machines, which was not measured.",
+        caption=caption,
     )
     table.add_column("stage", justify="right")
     for name in (
@@ -291,10 +302,10 @@ def _table(result: MemoryEstimate) -> Table:
         "gradient buffers",
         "largest unit",
         "communicators",
+        *(["checkpoints in memory"] if in_memory else []),
+        *(["pipeline stage"] if result.pipeline > 1 else []),
     ):
         table.add_column(name, justify="right")
-    if result.pipeline > 1:
-        table.add_column("pipeline stage", justify="right")
     for row in result.stages:
         sizes = (row.parameters, row.gradients, row.optimizer, row.state, row.gradient_buffers)
         table.add_row(
@@ -302,6 +313,7 @@ def _table(result: MemoryEstimate) -> Table:
             *map(in_units, sizes),
             f"{in_units(row.largest_unit)}: {row.largest_unit_name}",
             str(row.communicators),
+            *([in_units(row.memory_checkpoints)] if in_memory else []),
             *([str(row.pipeline_stage)] if result.pipeline > 1 else []),
         )
     return table

@@ -25,6 +25,20 @@ META = torch.device("meta")
 
 
 @contextmanager
+def ranks_of_a_host(ranks: int) -> Iterator[None]:
+    """Let plans made inside the block be of a job with so many ``ranks`` on each host."""
+    here = os.environ.get(LOCAL)
+    os.environ[LOCAL] = str(ranks)
+    try:
+        yield
+    finally:
+        if here is None:
+            del os.environ[LOCAL]
+        else:
+            os.environ[LOCAL] = here
+
+
+@contextmanager
 def fake_world(
     world: int, rank: int = 0, backend: str = "nccl", ranks_per_host: int | None = None
 ) -> Iterator[None]:
@@ -43,18 +57,14 @@ def fake_world(
         )
     if not 0 <= rank < world:
         raise ConfigError(f"rank {rank} is none of {world} ranks; choose one from 0 to {world - 1}")
-    before, here = chosen_device(), os.environ.get(LOCAL)
+    before = chosen_device()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     choose_device(META)
     stand_for(backend)
-    os.environ[LOCAL] = str(min(world, ranks_per_host or world))
     try:
-        yield
+        with ranks_of_a_host(min(world, ranks_per_host or world)):
+            yield
     finally:
-        if here is None:
-            del os.environ[LOCAL]
-        else:
-            os.environ[LOCAL] = here
         stand_for(None)
         choose_device(before)
         destroy_process_group()

@@ -31,7 +31,14 @@ from hf_zero.parallel.sequence.attention import KEY as SEQUENCE
 from hf_zero.planning.activation_memory import LengthEstimate, length_estimate
 from hf_zero.planning.checking import communicators
 from hf_zero.planning.fit import ACTIVATIONS, BESIDE_ACTIVATIONS, ActivationWay, Fit, fit
-from hf_zero.planning.needs import Needs, gradient_buffers, needs, state_bytes, unit_bytes
+from hf_zero.planning.needs import (
+    Needs,
+    gradient_buffers,
+    memory_checkpoints,
+    needs,
+    state_bytes,
+    unit_bytes,
+)
 from hf_zero.planning.traffic import Traffic, codings
 from hf_zero.planning.traffic import traffic as ways
 from hf_zero.zero.extensions import Extensions
@@ -83,7 +90,8 @@ class StageEstimate:
     ``gradient_buffers`` hold gradients on their way between ranks and stay for the next step; over
     gloo with more than two ranks, chunks from all peers add to it. ``communicators``: how many a
     rank takes on a GPU, at most, whose bytes are in none of these. ``pipeline_stage``: of a
-    pipeline, the stage that needs most.
+    pipeline, the stage that needs most. ``memory_checkpoints``: bytes of ``checkpoint.memory`` on a
+    host for each of its ranks, part of ``tiers.ram``.
     """
 
     stage: int
@@ -96,6 +104,7 @@ class StageEstimate:
     tiers: Tiers
     communicators: int
     pipeline_stage: int = 0
+    memory_checkpoints: int = 0
 
     @property
     def state(self) -> int:
@@ -578,6 +587,7 @@ def _row(own: EnginePlan) -> StageEstimate:
         gradient_buffers(plain),
         Tiers(**in_places(needs(own))),
         sum(communicators(own).values()),
+        memory_checkpoints=memory_checkpoints(own),
     )
 
 

@@ -218,6 +218,32 @@ def test_fit_shares_a_host_among_its_ranks(model: str, tmp_path: Path) -> None:
     assert not four["host_device"] and four["device"] == 80_000_000_000
 
 
+def test_checkpoints_in_memory_are_estimated_by_the_ranks_of_a_host(
+    model: str, tmp_path: Path
+) -> None:
+    """Copies are on the next host, where there is one."""
+    config = tmp_path / "memory.json"
+    memory = {"every": 10, "folder": "/dev/shm"}
+    config.write_text(json.dumps({"checkpoint": {"memory": memory}}))
+    options = ["estimate", model, "--ranks", "4", "--config", str(config), "--stage", "3"]
+    fits = ["--fit", "--device-memory", "80GB", "--ram", "1GiB"]
+    alone, pairs = (["--ranks-per-host", count] for count in ("4", "2"))
+
+    def of(*more: str) -> int:
+        (row,) = json.loads(invoke(*options, *more, "--json"))["stages"]
+        assert row["tiers"]["ram"] == row["memory_checkpoints"]
+        (trial,) = json.loads(invoke(*options, *fits, *more, "--json"))["tried"]
+        assert trial["ram"] == row["memory_checkpoints"]
+        return int(row["memory_checkpoints"])
+
+    state = hf_zero.estimate(model, ranks=4, stage=3, precision="fp32").at(3)
+    assert 2 * (state.parameters + state.optimizer) == of(*alone) == of(*pairs) // 2 > 0
+    shown = " ".join(invoke(*options, *pairs).split())
+    assert "in RAM, on 2 hosts of 2 ranks" in shown and in_units(of(*pairs)) in shown
+    with pytest.raises(ConfigError, match=r"--ranks-per-host = 2: it describes .* leave it out"):
+        invoke("estimate", model, "--ranks", "4", *pairs)
+
+
 @pytest.mark.parametrize(("gpus", "share"), [(0, 8), (4, 4)])
 def test_fit_takes_as_many_ranks_a_host_as_it_has_gpus(
     model: str, monkeypatch: pytest.MonkeyPatch, gpus: int, share: int
