@@ -389,8 +389,10 @@ class _Load:
         file = self._file_of_this_rank()
         if file is None:
             text = (
-                f"{self.checkpoint.folder} was saved by {self.manifest.world['size']} ranks: the "
-                f"random generators of {self.engine.mesh.dims.world} ranks cannot be put back"
+                f"{self.checkpoint.folder} was saved by "
+                f"{counted(self.manifest.world['size'], 'rank')}: the states of random generators "
+                f"are not restored on {counted(self.engine.mesh.dims.world, 'rank')}, so that "
+                "dropout draws other numbers"
             )
             log_rank0(text, logging.WARNING)
             return

@@ -18,7 +18,7 @@ from hf_zero.config.resolving import ACCUMULATION, MICRO, TOTAL
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError
-from hf_zero.logging import log_rank0
+from hf_zero.logging import counted, log_rank0
 
 LATEST = "latest"  # value of ``resume``: the newest one in ``checkpoint.folder``
 
@@ -92,13 +92,13 @@ def micro_batches(
     steps, rest = divmod(samples, micro * readers)
     if rest:
         raise ConfigError(
-            f"resume: {source} was saved with steps of {samples} samples by {before} "
-            f"data-parallel ranks, which micro-batches of {micro} on {readers} ranks do not "
-            f"make; {_remedy(samples, readers, key)}"
+            f"resume: {source} was saved with steps of {samples} samples by "
+            f"{counted(before, 'data-parallel rank')}, which micro-batches of {micro} on "
+            f"{counted(readers, 'rank')} do not make; {_remedy(samples, readers, key)}"
         )
     log_rank0(
-        f"resume on {readers} data-parallel ranks, {before} before: {steps} micro-batches of "
-        f"{micro} a step keep its {samples} samples"
+        f"resume on {counted(readers, 'data-parallel rank')}, {before} before: a step keeps its "
+        f"{samples} samples, in {counted(steps, 'micro-batch', 'micro-batches')} of {micro} a rank"
     )
     return steps
 

@@ -14,7 +14,12 @@ from hf_zero.checkpoint import find
 from hf_zero.checkpoint.find import find_checkpoint, walk
 from hf_zero.checkpoint.foreign import huggingface
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, FileEntry
-from hf_zero.checkpoint.memory.inventory import holds_records, newest_record, records_in
+from hf_zero.checkpoint.memory.inventory import (
+    holds_records,
+    is_from_memory,
+    newest_record,
+    records_in,
+)
 from hf_zero.checkpoint.memory.record import RankRecord, join_records
 from hf_zero.checkpoint.reader import Checkpoint, recognise
 from hf_zero.checkpoint.storage import AnyPath, Tick, as_path, is_remote, progress_bar
@@ -79,6 +84,7 @@ def verify_all(src: str | os.PathLike[str], progress: bool | None = None) -> lis
     # In an object store, checkpoints are found by their manifests; folders that have lost theirs
     # are found among the direct children of `root`.
     seen = [*walk(root)] if root.is_dir() else []
+    seen = [folder for folder in seen if is_from_memory(root) or not is_from_memory(folder)]
     held = [
         folder
         for folder in seen

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hf_zero.checkpoint.memory.folders import SLOTS
+from hf_zero.checkpoint.memory.folders import CLAIM, RESUME, SLOTS
 from hf_zero.checkpoint.memory.record import SUFFIX, RankRecord, record_path
 from hf_zero.checkpoint.storage import AnyPath, describe_error, is_remote
 from hf_zero.checkpoint.tensorfile import hash_of
@@ -83,6 +83,16 @@ def records_in(slot: Path) -> list[Path]:
 def holds_records(folder: AnyPath) -> bool:
     """Whether ``folder`` is a slot with files of a generation."""
     return not is_remote(folder) and next(iter(folder.glob(RANK_RECORDS)), None) is not None
+
+
+def is_from_memory(folder: AnyPath) -> bool:
+    """Whether ``folder`` belongs to the ``resume`` folder of generations in memory: what a load
+    reads, with links to files that may be gone.
+    """
+    return not is_remote(folder) and any(
+        each.name == RESUME and (each.parent / CLAIM).is_file()
+        for each in (folder, *folder.parents)
+    )
 
 
 def newest_record(slot: Path) -> int:

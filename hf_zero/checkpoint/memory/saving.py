@@ -619,11 +619,12 @@ class MemoryCheckpoints(JobFolders):
     def _choose_base(self, needed: int) -> Path:
         """Return the first base folder on this host with room for ``needed`` bytes."""
         where = self.hosts.names[self.rank]
+        several = self.copies > 1 and len(self.hosts.ranks) > 1
+        less = (f"lower {KEY}.copies ({self.copies}), " if several else "") + f"or take {KEY} out"
         if self._limit is not None and needed > self._limit:
             raise CheckpointError(
                 f"{KEY}: two generations of what host {where} keeps take {in_units(needed)}, and "
-                f"{KEY}.limit is {in_units(self._limit)}; raise the limit, lower {KEY}.copies "
-                f"({self.copies}), or take {KEY} out"
+                f"{KEY}.limit is {in_units(self._limit)}; raise the limit, {less}"
             )
         short = []
         for base in self.bases:
@@ -633,8 +634,7 @@ class MemoryCheckpoints(JobFolders):
             short.append(f"{base} has room for {in_units(free)}")
         raise CheckpointError(
             f"{KEY}: two generations of what host {where} keeps take {in_units(needed)}; "
-            f"{'; '.join(short)}; name a folder with more room ({KEY}.folder), lower "
-            f"{KEY}.copies ({self.copies}), or take {KEY} out"
+            f"{'; '.join(short)}; name a folder with more room ({KEY}.folder), {less}"
         )
 
     # ---- what is there ----

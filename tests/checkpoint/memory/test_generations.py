@@ -589,8 +589,8 @@ def test_a_script_of_deepspeed_resumes_without_a_disk(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"limit": "100kB"}, "checkpoint.memory.limit is 100.00 kB"),
-        ({"copies": 1, "limit": 200_000}, "take .* and checkpoint.memory.limit"),
+        ({"limit": "100kB"}, r"limit is 100.00 kB; raise the limit, lower .*copies \(2\), or"),
+        ({"copies": 1, "limit": 200_000}, "take .* and checkpoint.memory.limit .* limit, or take"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_training(
@@ -666,6 +666,13 @@ def test_verify_reads_what_a_host_holds(tmp_path: Path) -> None:
     attempt(whole, range(2))
     verdict = verify_checkpoint(whole.folder_of("a"))
     assert verdict.whole and verdict.parameters > 0
+    attempt(whole, range(2), tmp_path / "none")  # reads, and saves nothing
+    resumed = whole.folder_of("a") / "resume"
+    for file in resumed.glob("*/rank-*"):
+        file.unlink()
+    found = verify_all(whole.base)
+    assert {verdict.folder.name for verdict in found} == {"slot-0", "slot-1"}
+    assert not verify_all(resumed)[0].whole, "where it is asked for"
 
 
 @pytest.mark.parametrize(
