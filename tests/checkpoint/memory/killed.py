@@ -75,6 +75,8 @@ class Kills:
         for memory in memories:
             for mark in memory._marks.values():
                 mark.close()
+        for engine in self._engines.values():
+            engine.mesh.consensus.close()  # else this process serves its ranks when it ends
         saving.reached, host_transfers.PIECE = self._before
 
     def reached(self, point: str) -> None:
