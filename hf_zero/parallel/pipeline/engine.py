@@ -63,7 +63,8 @@ class PipelineTraining(TrainingEngine):
         super()._build(plan, mesh, installed)
         self.tied.check(self.flats)
         installed.callback(self.tied.close)
-        messages = StageMessages.over(groups, mesh.name, mesh.timeout)
+        name = mesh.name.partition(" of stage ")[0]  # the same on all stages
+        messages = StageMessages.over(groups, name, mesh.timeout)
         installed.callback(messages.close)
         count = self.module.num_stages * self.module.stages_per_rank
         stages = [
