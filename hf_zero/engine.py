@@ -288,7 +288,7 @@ class Engine(TrainingEngine):
                 "%d micro-batches so far are not saved, and a "
                 "run that resumes begins the window anew; save after the step that ends a window",
                 save_dir,
-                self.accumulation.held,
+                self.held_micro_batches,
             )
         self.wait_for_checkpoint(f"the save of {save_dir}")
         self.measures.saving(self, save_dir)

@@ -241,7 +241,7 @@ def manifest_head(
     """Return the part of the manifest that rank 0 knows, without what the ranks report and without
     ``objects``. It shares state with the engine.
     """
-    if engine.measures.counts_samples(engine):
+    if engine.measures.counts_samples and not engine.config.has_batch_size:
         engine.measures.finish(engine)
     optimizer = engine.bound and OptimizerEntry(
         class_name(engine.bound.optimizer),

@@ -134,10 +134,6 @@ class StepFigures:
     def _wire_now(self) -> Counter[str]:
         return Counter() if self._counts is None else self._counts.wire.copy()
 
-    def counts_samples(self, engine: Any) -> bool:
-        """Whether ``counters.global_samples`` is the sum of the samples of all steps."""
-        return self._counts is not None and not engine.config.has_batch_size
-
     def zero_grad(self) -> None:
         """Drop the losses so far."""
         self._loss: torch.Tensor | None = None
@@ -234,7 +230,7 @@ class StepFigures:
 
     def _ended(self, engine: Any, number: int) -> _Step:
         known: Figures = {"step": number}
-        if not self.counts_samples(engine):
+        if self._counts is None or engine.config.has_batch_size:
             known["samples_seen"] = engine.global_samples
         if self._rate is not None:
             known["learning_rate"] = self._rate

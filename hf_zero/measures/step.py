@@ -97,6 +97,7 @@ class EngineMeasures(StepMeasures):
         each = config.metrics.enabled or self.monitor.enabled or self._logs_collectives
         axes = [*engine.mesh.axes, *engine.mesh.parallel_axes]
         self.counts = EngineCollectives(axes, device) if each else None
+        self.counts_samples = each
         self._figures: StepFigures | None = None
         self._alone = not (each or self._every)  # figures of rank 0
         if not self._alone or self._line.by_time:
@@ -143,7 +144,8 @@ class EngineMeasures(StepMeasures):
         with self.times.timed("step"):
             yield
         number = engine.global_steps
-        self.times.end(ends_window, number)
+        if self.times.on:
+            self.times.end(ends_window, number)
         if not ends_window:
             return
         if self._figures is not None:
@@ -154,7 +156,8 @@ class EngineMeasures(StepMeasures):
             written, self._trace = self._trace.path, None
             if self.file is not None and written.is_file():
                 self.file.note("trace", str(written.resolve()))
-        self._trace_when_due(engine)
+        if self._due is not None:
+            self._trace_when_due(engine)
         if self._rank == 0 and number % (self._every or 1) == 0:
             if self._memory:
                 logger.info("step %d: memory | %s", number, breakdown(engine))
@@ -166,9 +169,6 @@ class EngineMeasures(StepMeasures):
     def divided_by(self, steps: int | None) -> None:
         if self._figures is not None:
             self._figures.divided_by(steps)
-
-    def counts_samples(self, engine: Any) -> bool:
-        return self._figures is not None and self._figures.counts_samples(engine)
 
     def zero_grad(self) -> None:
         if self._figures is not None:
@@ -237,7 +237,8 @@ class EngineMeasures(StepMeasures):
         self.file.note("totals", {"collectives": self.counts.totals(), "state": held})
 
     def finish(self, engine: Any) -> None:
-        self.times.finish()
+        if self.times.on:
+            self.times.finish()
         if self._figures is not None:
             self._figures.finish(engine)
 

@@ -51,8 +51,6 @@ class StepTimes:
         """End a step() call, the last of ``number`` steps so far if it ``ends_window``; read those
         before it that the device has completed.
         """
-        if not self.on:
-            return
         watches, self._now = self._now, defaultdict(list)
         self._unread.append(_MicroBatch(watches, ends_window, number, mark(self._device)))
         while self._unread and is_over(self._unread[0].end):

@@ -24,6 +24,7 @@ from hf_zero.zero.gather.hooks import Hooks
 from hf_zero.zero.gather.model_patches import Attached, refuse_switched
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.precision import COMPUTE
+from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.reduce.losses import Fp16LossScaler, Losses, Scaling
 from hf_zero.zero.reduce.reducer import Reducer, ReductionOptions
 from hf_zero.zero.reduce.reductions import MicroBatch
@@ -71,12 +72,6 @@ class AccumulationWindow:
     def ends_by_step(self) -> bool:
         """Whether a step now ends the window."""
         return self.ends or not self.managed
-
-    @property
-    def held(self) -> int:
-        """Number of micro-batches whose gradients the next update will use."""
-        announced = self.announced + self.others if self.managed else 0
-        return self.micro_batches + announced
 
     def take_count(self) -> int:
         """Return the number of micro-batches since the last call, which is that of `step()` or of
@@ -228,17 +223,16 @@ class Backward:
         whether they are reduced and used.
         """
         update, window = self._update, self._window
+        closes = window.syncs and window.boundary is not False
         for each in update.extensions:
             each.begin_backward()
         if update.bound is not None:
             refuse_switched(self._model.flats)
             refuse_half_done(update.updater, "another backward")
-            self._sanity.on_backward(
-                window.syncs and window.managed and window.boundary is not False
-            )
+            self._sanity.on_backward(window.managed and closes)
         if not window.managed:
             window.micro_batches += 1
-        elif window.syncs and window.boundary is not False:
+        elif closes:
             window.others = True
         else:
             window.announced += 1
@@ -253,10 +247,11 @@ class Backward:
             and update.bound.sums is None
         )
         early = early and not update.failed_writes()
-        on_reduced = (
-            (lambda unit: update.update_early(unit, self._counters.global_steps)) if early else None
-        )
+        on_reduced = self._update_early if early else None
         self.reducer.set_micro_batch(MicroBatch(weight, unscale, reduces, on_reduced))
+
+    def _update_early(self, unit: Unit) -> None:
+        self._update.update_early(unit, self._counters.global_steps)
 
     def take_in_unannounced(self) -> None:
         """Take in gradients that no hook has announced, and abort a backward that an exception has

@@ -136,8 +136,14 @@ class TrainingEngine(EngineParts):
     @property
     def window_is_open(self) -> bool:
         """Whether gradients of micro-batches are held that the next update will use."""
-        held = self.bound is not None and self.accumulation.held > 0
+        held = self.bound is not None and self.held_micro_batches > 0
         return held and not self.backward_pass.reducer.spoiled
+
+    @property
+    def held_micro_batches(self) -> int:
+        """Number of micro-batches whose gradients the next update will use."""
+        window = self.accumulation
+        return window.micro_batches + (window.announced + window.others) * window.managed
 
     def reduce_gradients(self) -> None:
         """Reduce the unreduced gradients of earlier backwards (collective); a step does this by
@@ -340,7 +346,7 @@ class TrainingEngine(EngineParts):
 
     def _count_micro_batches(self, count: int) -> None:
         self.counters.micro_steps += count
-        if not self.measures.counts_samples(self):
+        if not self.measures.counts_samples or self.config.has_batch_size:
             samples = (self.config.train_micro_batch_size_per_gpu or 1) * self.data_ranks
             self.counters.global_samples += samples * count
 

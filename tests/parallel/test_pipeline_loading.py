@@ -25,12 +25,17 @@ from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.errors import ConfigError, DoesNotFitError, PipelineError, RankMismatchError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.accelerator import prepare_engines
-from hf_zero.integrations.transformers.pipeline_stages import FAMILIES
+from hf_zero.integrations.transformers.pipeline_stages import (
+    FAMILIES,
+    names_of_stages,
+    stages_of_tied,
+)
 from hf_zero.loading import building
 from hf_zero.loading.expressions import Filled
 from hf_zero.loading.shard_only import hold
 from hf_zero.logging import parse_size
 from hf_zero.parallel.pipeline.module import PipelineModule
+from hf_zero.parallel.pipeline.staged import set_tied
 from hf_zero.planning import checking
 from hf_zero.planning.estimate import propose
 from hf_zero.zero.layout.sharding import sharding_of
@@ -298,6 +303,8 @@ def test_a_row_is_that_of_the_stage_that_needs_most(kind, stages, as_rank):
     for rank in range(stages):
         as_rank(4 * rank, ranks)
         own = hf_zero.pipeline_stages(model_of(kind), stages)
+        names = names_of_stages(model_of(kind), own.parts)
+        set_tied(own, stages_of_tied(names))  # what initialize() finds out with the other ranks
         held.append(hf_zero.estimate(own, 4, config=ALONE))
     for row in found.stages:
         states = [each.at(row.stage).state for each in held]

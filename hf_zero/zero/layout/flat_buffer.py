@@ -182,9 +182,8 @@ class FlatBuffer:
         return numbers(self._storage.acquire(0, overwrite=True)[SHARD])
 
     def bring_shard(self, own: torch.Tensor | None = None) -> torch.Tensor:
-        """Return this rank's elements at their place in ``full``, copied there if they are
-        offloaded: [owned]. With ``own`` [owned], of the same dtype, they are copied there. The host
-        does not wait for a copy from its memory: issue it on the stream of shards.
+        """Return this rank's elements in ``own`` [owned], by default their place in ``full``. The
+        host does not wait for a copy from its memory: issue it on the stream of shards.
         """
         if self.optimizer_shard.finish_update is not None:
             self.optimizer_shard.finish_update()

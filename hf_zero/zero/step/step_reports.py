@@ -143,7 +143,11 @@ class SanityChecks:
 class StepMeasures:
     """Measures of the steps of one engine. Every method does nothing here; an engine whose
     configuration asks for measures has ``hf_zero.measures.step.EngineMeasures``.
+
+    ``counts_samples``: they add to ``counters.global_samples`` if no batch size is configured.
     """
+
+    counts_samples = False
 
     def forward(self, engine: Any, args: Any, kwargs: Any) -> AbstractContextManager[Any]:
         """Return a context for a forward with these arguments."""
@@ -180,12 +184,6 @@ class StepMeasures:
 
     def shown_elsewhere(self) -> None:
         """Log no line of a step unless a key asks for it: a trainer shows its own."""
-
-    def counts_samples(self, engine: Any) -> bool:
-        """Whether the measures add to ``counters.global_samples``, because the configuration has no
-        batch size.
-        """
-        return False
 
     def finish(self, engine: Any) -> None:
         """Read the figures of all steps; waits for the device."""
