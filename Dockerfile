@@ -10,7 +10,7 @@ RUN HF_ZERO_REQUIRE_CORE=1 pip wheel --no-cache-dir --no-deps --wheel-dir /wheel
 
 FROM python:${PYTHON}-slim-bookworm
 COPY --from=build /wheels /wheels
-# constraints.txt names the CPU tests' build of torch, so only the other versions are taken from it.
+# constraints.txt has the versions that the tests run with; torch of the package index is built for CUDA.
 COPY constraints.txt /wheels/
 # Triton and torch.compile call a C compiler at run time.
 # hadolint ignore=DL3008

@@ -35,6 +35,7 @@ PROGRAMS = (  # keys of configurations of other programs, which hold DeepSpeed's
 
 
 OUTCOMES = ("run", "run, some keys left out", "to mend by hand")
+HEADINGS = ("translates", "translates, some keys left out", "to mend by hand")
 JSON = "DeepSpeed JSON"
 
 
@@ -95,7 +96,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     kinds = sorted({kind for kind, _ in counts})
     total = f"{counts.total()} configurations of {repositories} repositories"
     lines = [
-        f"| {' | '.join((total, *OUTCOMES))} |",
+        f"| {' | '.join((total, *HEADINGS))} |",
         f"|{' --- |' * (1 + len(OUTCOMES))}",
         *(
             f"| {kind} | {' | '.join(str(counts[kind, each]) for each in OUTCOMES)} |"

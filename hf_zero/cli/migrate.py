@@ -76,4 +76,4 @@ def _difference(before: str, after: str, file: str, out: Path | None) -> str:
     lines = difflib.unified_diff(
         before.splitlines(), after.splitlines(), file, str(out or "for hf-zero"), lineterm="", n=1
     )
-    return "\n".join(lines)
+    return "\n".join(lines) or "the files are equal"

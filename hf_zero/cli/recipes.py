@@ -101,7 +101,7 @@ def init(
         print_json({"folder": str(folder), "files": written})
         return
     print(f"{folder}: {', '.join(written)}")
-    print(f"the first command of {folder / 'README.md'} runs it, inside that folder")
+    print(f"{folder / 'README.md'} has the commands; run them inside that folder")
 
 
 def _copy(source: Path, name: str, folder: Path) -> None:

@@ -115,16 +115,30 @@ def is_accelerate(mapping: Mapping[str, Any]) -> bool:
     return any(mark in mapping for mark in _MARKS)
 
 
+def kind_of(mapping: Mapping[str, Any]) -> str:
+    """Return the ``distributed_type`` of an Accelerate configuration, such as FSDP."""
+    return str(mapping.get("distributed_type", "DEEPSPEED")).rpartition(".")[2].upper()
+
+
 def read_accelerate(mapping: Mapping[str, Any], label: str) -> ConfigReading:
     """Read an Accelerate configuration whose distributed_type is DEEPSPEED; ``label`` names it in
     messages. Errors are collected in the returned reading's ``mistakes``.
     """
     reading = ConfigReading()
     mistakes = reading.mistakes
+    kind = kind_of(mapping)
+    if kind == "FSDP":  # its keys have other names and meanings: they are not judged one by one
+        file = label.removeprefix("config file ") if label.startswith("config file ") else "FILE"
+        mistakes.append(
+            ConfigError(
+                f"{label}: distributed_type = 'FSDP': the file is for FSDP; "
+                f"`hf-zero migrate {file} -o zero3.yaml` translates it"
+            )
+        )
+        return reading
     for name in mapping:
         if name not in ACCELERATE_KEYS:
             mistakes.append(_unknown(str(name), name, label))
-    kind = str(mapping.get("distributed_type", "DEEPSPEED")).rpartition(".")[2].upper()
     if kind != "DEEPSPEED":
         mistakes.append(
             ConfigError(

@@ -11,6 +11,7 @@ from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS
 from hf_zero.config.keys import KEYS
 from hf_zero.config.provenance import SourcedDict, flattened, is_written
 from hf_zero.config.reading import AUTO, ConfigReading
+from hf_zero.config.refusals import refusals
 from hf_zero.config.rows import Status
 from hf_zero.config.sections import SECRETS
 
@@ -76,12 +77,15 @@ def sources(reading: ConfigReading) -> dict[str, str]:
 def explain(reading: ConfigReading) -> list[ExplainRow]:
     """Return a row for each active key and for each other key that was written."""
     rows = []
+    refused = refusals(reading.values)
     for path, key in {**KEYS, **ACCELERATE_KEYS, **KEYS}.items():  # equal names mean the former
         if path in reading.autos:
             value, note = AUTO, "to be filled in by Accelerate or the Trainer"
         elif path in reading.values or (_acts(path) and not key.idle(reading.values)):
             value, note = reading.values.get(path, key.default), key.note
-            if key.idle(reading.values):
+            if path in refused:
+                note = f"initialize refuses it: {refused[path]}"
+            elif key.idle(reading.values):
                 note = f"no effect: {key.idle(reading.values)}"
             elif key.status is Status.INERT:
                 note = f"no effect: {note}"

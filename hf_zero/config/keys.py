@@ -219,7 +219,7 @@ _FEATURES = (
     unbuilt(
         "use_data_before_expert_parallelism",
         BOOLEAN,
-        "experts over ranks that are no neighbours",
+        "experts over ranks that are not neighbours",
     ),
     switched("hybrid_engine", "the hybrid engine of training and generation"),
     unbuilt("graph_harvesting", BOOLEAN, "CUDA graphs; write compile: blocks"),

@@ -71,7 +71,7 @@ class Keywords(TypedDict, total=False):
     gradient_accumulation_steps: int | None
     """micro-batches of one optimizer step [micro-batches]"""
     managed_gradient_accumulation: bool | None
-    """false: every step() ends an accumulation window, whatever number of micro-batches it has;
+    """false: every step() ends an accumulation window, however many micro-batches it has;
     gradient_accumulation_steps still divides losses
     """
     elasticity: Mapping[str, Any] | None

@@ -194,6 +194,6 @@ class CometSection:
     workspace: str | None = key(TEXT, None, "the workspace of the project", idle=_comet)
     api_key: str | None = key(TEXT, None, "the key of the account", idle=_comet, repr=False)
     experiment_name: str | None = key(TEXT, None, "what the experiment is called", idle=_comet)
-    experiment_key: str | None = key(TEXT, None, "the experiment that is gone on with", idle=_comet)
+    experiment_key: str | None = key(TEXT, None, "the experiment to resume", idle=_comet)
     online: bool | None = key(BOOLEAN, None, "false: kept on this machine", idle=_comet)
     mode: str | None = key(TEXT, None, '"get", "create" or "get_or_create"', idle=_comet)

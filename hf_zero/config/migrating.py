@@ -11,14 +11,17 @@ from typing import Any, Literal, NamedTuple
 
 from hf_zero.config.accelerate_yaml import (
     ACCELERATE_KEYS,
+    PASSED_ON,
     TRANSLATED,
     is_accelerate,
+    kind_of,
     read_accelerate,
 )
 from hf_zero.config.keys import KEYS, SECTIONS
-from hf_zero.config.reading import ConfigReading, canonical
+from hf_zero.config.reading import AUTO, ConfigReading, canonical, misspelt
+from hf_zero.config.refusals import refusals
 from hf_zero.config.rows import Status
-from hf_zero.config.spelling import is_comment
+from hf_zero.config.spelling import MISSPELT, closest, is_comment
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.errors import ConfigError, HfZeroError, NotBuiltError
 
@@ -55,14 +58,33 @@ def migrate(before: Mapping[str, Any]) -> Migration:
     """
     findings: list[KeyFinding] = []
     if not is_accelerate(before):
-        after = _dialect(before, "", findings)
+        after = _dialect(before, "", findings, ConfigReading().read(before, "").values)
     else:
         after = _accelerate(before, findings)
     try:
-        ZeroConfig.from_dict(_here(after), source="the result", allow_auto=True)
+        config = ZeroConfig.from_dict(_here(after), source="the result", allow_auto=True)
     except (ConfigError, NotBuiltError) as error:
         findings.append(KeyFinding("", None, "to mend", str(error)))
+    else:
+        _refuse({row.key: row.value for row in config.explain()}, findings)
     return Migration(dict(before), after, findings)
+
+
+def _refuse(values: Mapping[str, Any], findings: list[KeyFinding]) -> None:
+    """Turn findings of keys that ``initialize`` would refuse into those of keys to mend."""
+    given = {path: value for path, value in values.items() if value not in (None, AUTO)}
+    for path, reason in refusals(given).items():
+        at = next((i for i, found in enumerate(findings) if _path(found.key) == path), None)
+        if at is None:
+            findings.append(KeyFinding(path, given[path], "to mend", reason))
+        else:
+            findings[at] = findings[at]._replace(outcome="to mend", note=reason)
+
+
+def _path(written: str) -> str:
+    """Return the table's path of a key, or of one in Accelerate's section."""
+    name = written.removeprefix("deepspeed_config.")
+    return TRANSLATED.get(name, name) if name != written else canonical(name)
 
 
 def _here(after: dict[str, Any]) -> dict[str, Any]:
@@ -78,13 +100,19 @@ def _here(after: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _dialect(mapping: Mapping[str, Any], prefix: str, findings: list[KeyFinding]) -> dict[str, Any]:
+def _dialect(
+    mapping: Mapping[str, Any],
+    prefix: str,
+    findings: list[KeyFinding],
+    values: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the keys of ``mapping`` that are taken; ``values`` are all of the file, by path."""
     kept: dict[str, Any] = {}
     for name, value in mapping.items():
         written = f"{prefix}{name}"
         path = canonical(written)
         if isinstance(value, Mapping) and path in SECTIONS and path not in KEYS:
-            inner = _dialect(value, f"{written}.", findings)
+            inner = _dialect(value, f"{written}.", findings, values)
             if inner:
                 kept[name] = inner
             continue
@@ -95,6 +123,8 @@ def _dialect(mapping: Mapping[str, Any], prefix: str, findings: list[KeyFinding]
             findings.append(KeyFinding(written, value, "left out", "a comment"))
         elif reading.mistakes:
             findings.append(_mistaken(written, value, reading, path))
+        elif key is not None and not key.changes_nothing(value) and key.idle(values):
+            findings.append(KeyFinding(written, value, "no effect", key.idle(values)))
         elif key is not None and key.status is not Status.ACTIVE:
             off = "off; not built here: " if key.status is Status.NOT_BUILT else ""
             findings.append(KeyFinding(written, value, "no effect", off + key.note))
@@ -111,8 +141,16 @@ def _mistaken(written: str, value: Any, reading: ConfigReading, path: str) -> Ke
     error = reading.mistakes[0]
     active = path in KEYS and KEYS[path].status is Status.ACTIVE
     wrong = (active or path in ACCELERATE_KEYS) and path not in reading.values
-    mend = wrong and not isinstance(error, NotBuiltError)
+    mend = (wrong and not isinstance(error, NotBuiltError)) or _misspelt(written)
     return KeyFinding(written, value, "to mend" if mend else "left out", _said(error))
+
+
+def _misspelt(written: str) -> bool:
+    """Return whether an unknown key may be meant for a known one: the run would lose its effect."""
+    name = written.removeprefix("deepspeed_config.")
+    if name != written:
+        return name not in KEYS and bool(closest(name, (*TRANSLATED, *PASSED_ON), least=MISSPELT))
+    return written not in ACCELERATE_KEYS and misspelt(written)
 
 
 def _said(error: HfZeroError) -> str:
@@ -149,19 +187,26 @@ _DDP = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU")
 
 
 def _accelerate(before: Mapping[str, Any], findings: list[KeyFinding]) -> dict[str, Any]:
-    kind = str(before.get("distributed_type", "DEEPSPEED")).rpartition(".")[2].upper()
+    kind = kind_of(before)
     after: dict[str, Any] = {}
     section: dict[str, Any] = {}
     for name, value in before.items():
         if name == "deepspeed_config" and isinstance(value, Mapping):
+            after[name] = section
             for key, inner in value.items():
                 if _judge({"deepspeed_config": {key: inner}}, f"{name}.{key}", inner, findings):
                     section[key] = inner
         elif name == "fsdp_config" and isinstance(value, Mapping):
-            if kind != "FSDP" and value:
+            if kind == "FSDP":
+                after["deepspeed_config"] = section
+            if not value:
+                findings.append(KeyFinding(name, value, "no effect", "it is empty"))
+            elif kind != "FSDP":
                 findings.append(
                     KeyFinding(name, value, "left out", f"distributed_type is {kind}, not FSDP")
                 )
+        elif name in ("dynamo_config", "dynamo_backend") and value:
+            _dynamo(name, value, kind, section, findings)
         elif name == "parallelism_config" and isinstance(value, Mapping) and kind == "FSDP":
             kept = _parallelism(value, section, findings)
             if kept:
@@ -188,6 +233,30 @@ def _accelerate(before: Mapping[str, Any], findings: list[KeyFinding]) -> dict[s
     after["deepspeed_config"] = section
     after.setdefault("distributed_type", "DEEPSPEED")
     return after
+
+
+def _dynamo(
+    name: str, value: Any, kind: str, section: dict[str, Any], findings: list[KeyFinding]
+) -> None:
+    """Translate Accelerate's choice to compile the model, which it does not pass to ranks whose
+    ``distributed_type`` is DEEPSPEED.
+    """
+    chosen = (
+        {str(key).removeprefix("dynamo_"): each for key, each in value.items()}
+        if isinstance(value, Mapping)
+        else {"backend": value}
+    )
+    backend = str(chosen.get("backend") or "no").lower()
+    if backend in ("no", "false"):
+        findings.append(KeyFinding(name, value, "no effect", "nothing is compiled"))
+    elif kind == "DEEPSPEED":
+        note = "Accelerate does not pass it to the ranks; compile: blocks compiles blocks"
+        findings.append(KeyFinding(name, value, "no effect", note))
+    else:
+        compiled: dict[str, Any] = {"blocks": True, "backend": backend}
+        if chosen.get("mode"):
+            compiled["mode"] = chosen["mode"]
+        _add({"compile": compiled}, name, value, section, findings)
 
 
 def _judge(
@@ -274,7 +343,10 @@ def _switched(name: str, value: Any, stage: int) -> tuple[dict[str, Any], str | 
         case "state_dict_type":
             whole = str(value).upper().startswith("FULL") and stage == 3
             saved = {"zero3_save_16bit_model": True}
-            return saved if whole else {}, "checkpoints are sharded; models are saved whole"
+            return (
+                saved if whole else {},
+                "checkpoints hold a shard a rank, and save_pretrained writes whole weights",
+            )
     return {}, None
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from hf_zero.config.keys import ALIASES, ANSWERS, KEYS, OWN_AUTOS, SECTIONS
 from hf_zero.config.provenance import SourcedDict
 from hf_zero.config.rows import Key, Status
-from hf_zero.config.spelling import closest, did_you_mean, is_comment, is_foreign
+from hf_zero.config.spelling import MISSPELT, closest, did_you_mean, is_comment, is_foreign
 from hf_zero.errors import ConfigError, HfZeroError, NotBuiltError
 from hf_zero.logging import log_rank0
 
@@ -340,6 +340,18 @@ def canonical(written: str) -> str:
         path = f"{path}.{part}" if path else part
         path = ALIASES.get(path, path)
     return path
+
+
+def misspelt(written: str) -> bool:
+    """Return whether an unknown key resembles a known one of its section, and may be meant for
+    it.
+    """
+    path = canonical(written)
+    if path in KEYS or path in SECTIONS or written.lower() in ANSWERS:
+        return False
+    section, _, name = path.rpartition(".")
+    siblings = [each for each in _known() if each.rpartition(".")[0] == section]
+    return bool(closest(name, siblings, least=MISSPELT))
 
 
 def _remedy(key: Key, value: Any) -> str:

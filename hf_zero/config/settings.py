@@ -115,7 +115,7 @@ class Settings:
     managed_gradient_accumulation: bool = key(
         BOOLEAN,
         True,
-        "false: every step() ends an accumulation window, whatever number of micro-batches it has; "
+        "false: every step() ends an accumulation window, however many micro-batches it has; "
         "gradient_accumulation_steps still divides losses",
     )
     elasticity: dict[str, Any] | None = key(

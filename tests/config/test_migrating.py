@@ -230,11 +230,76 @@ def test_accelerates_own_section_is_kept() -> None:
     migration = migrate(
         {"distributed_type": "DEEPSPEED", "deepspeed_config": section, "num_processes": 2}
     )
-    assert outcomes(migration.findings)["deepspeed_config.zero_stag"][0] == "left out"
+    assert outcomes(migration.findings)["deepspeed_config.zero_stag"][0] == "to mend"
     assert migration.after["deepspeed_config"] == {
         "zero_stage": 2,
         "offload_optimizer_device": "none",
     }
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "optimizer.type": ({"optimizer": {"type": "AdamW8bit"}}, "hf-zero builds no optimizer AdamW8b"),
+    "scheduler.type": ({"scheduler": {"type": "Cosine"}}, "did you mean 'CosineAnnealingLR'"),
+    "train_batch_size": (
+        {
+            "train_batch_size": 16, "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 3,
+        },
+        "16 is no multiple of",
+    ),
+    "steps_per_prnt": ({"steps_per_prnt": 10}, "did you mean 'steps_per_print'"),
+    "zero_optimisation": ({"zero_optimisation": {"stage": 3}}, "did you mean 'zero_optimization'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_values_that_no_run_takes_are_to_mend(key: str) -> None:
+    written, said = REFUSED[key]
+    migration = migrate(written)
+    outcome, note = outcomes(migration.findings)[key]
+    assert not migration.runs and outcome == "to mend" and said in note
+
+
+def test_one_bit_is_to_mend_at_stage_3() -> None:
+    for stage, outcome in ((1, "taken"), (3, "to mend")):
+        written = {"optimizer": {"type": "OneBitAdam"}, "zero_optimization": {"stage": stage}}
+        migration = migrate(written)
+        assert outcomes(migration.findings)["optimizer.type"][0] == outcome
+        told = {row.key: row.note for row in ZeroConfig.from_dict(written).explain()}
+        assert told["optimizer.type"].startswith("initialize refuses it: ") is (stage == 3)
+
+
+def test_batch_sizes_beside_elasticity_are_to_mend() -> None:
+    elastic = {"enabled": True, "max_train_batch_size": 64, "micro_batch_sizes": [2, 4]}
+    for ignored in (False, True):
+        section = elastic | {"ignore_non_elastic_batch_info": ignored}
+        found = outcomes(migrate({"train_batch_size": 16, "elasticity": section}).findings)
+        assert (found["train_batch_size"][0] == "to mend") is not ignored
+
+
+def test_keys_without_effect_at_their_stage_are_said_to_have_none() -> None:
+    zero = {"stage": 2, "offload_param": {"device": "cpu"}}
+    found = outcomes(migrate({"zero_optimization": zero}).findings)
+    outcome, note = found["zero_optimization.offload_param.device"]
+    assert outcome == "no effect" and "stage 2" in note
+
+
+def test_compilation_that_accelerate_drops_is_translated_or_named() -> None:
+    dynamo = {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_mode": "default"}}
+    after = migrate(FSDP | dynamo).after["deepspeed_config"]
+    assert after["compile"] == {"blocks": True, "backend": "inductor", "mode": "default"}
+    kept = {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": 2}}
+    outcome, note = outcomes(migrate(kept | dynamo).findings)["dynamo_config"]
+    assert outcome == "no effect" and "compile: blocks" in note
+    off = migrate(FSDP | {"dynamo_config": {"dynamo_backend": "NO"}})
+    assert outcomes(off.findings)["dynamo_config"] == ("no effect", "nothing is compiled")
+
+
+def test_the_order_of_a_file_stays() -> None:
+    written = {"deepspeed_config": {"zero_stage": 2}, "distributed_type": "DEEPSPEED"}
+    migration = migrate(written | {"fsdp_config": {}})
+    assert list(migration.after) == list(written)
+    assert outcomes(migration.findings)["fsdp_config"] == ("no effect", "it is empty")
 
 
 def test_a_file_that_a_file_names_is_migrated_on_its_own(tmp_path: Path) -> None:

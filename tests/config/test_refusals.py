@@ -260,6 +260,8 @@ REFUSED = """
     deepspeed_config: attention_backend = 'fast'
 {distributed_type: MULTI_GPU}
     distributed_type = 'MULTI_GPU' does not train with ZeRO; write distributed_type: DEEPSPEED
+{distributed_type: FSDP, fsdp_config: {fsdp_version: 2}}
+    distributed_type = 'FSDP': the file is for FSDP; `hf-zero migrate ds.json -o zero3.yaml`
 {deepspeed_config: 3}
     deepspeed_config = 3 is not a section of keys and values; write
     deepspeed_config: {zero_stage: 3}
