@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from typing import Annotated, Any
 
@@ -29,8 +30,13 @@ def print_table(table: Table) -> None:
     table does not fold.
     """
     known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    # Rich ignores COLUMNS on a dumb terminal, and after `Dataset.map(num_proc=)`, which replaces
+    # os.environ. Both sizes are given, because Rich takes a width alone for neither.
+    size = shutil.get_terminal_size() if known else os.terminal_size((200, 24))
     # Markup is off: paths and values may contain brackets.
-    console = Console(width=None if known else 200, markup=False, emoji=False, highlight=False)
+    console = Console(
+        width=size.columns, height=size.lines, markup=False, emoji=False, highlight=False
+    )
     title, caption, table.title, table.caption = table.title, table.caption, None, None
     for column in table.columns:
         column.overflow = "fold"

@@ -4,6 +4,7 @@ line and no traceback.
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 import json
 import os
@@ -320,6 +321,19 @@ def test_a_table_is_as_wide_as_columns_says_and_cuts_no_key(
     assert max(map(len, lines)) <= width
     keys = "".join(line.split("│")[1].strip() for line in lines if line.startswith("│"))
     assert "zero_optimization.stage3_gather_16bit_weights_on_model_save" in keys
+
+
+@pytest.mark.parametrize("kind", ["another environ", "a dumb terminal"])
+def test_columns_counts_where_rich_does_not_read_it(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "another environ":  # as after `datasets.Dataset.map(num_proc=)`
+        monkeypatch.setattr(os, "environ", copy.deepcopy(os.environ))
+    else:
+        monkeypatch.setenv("TERM", "dumb")
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "60")
+    assert max(map(len, invoke("explain", ZERO3).splitlines())) == 60
 
 
 def test_the_version_and_completion() -> None:

@@ -67,14 +67,9 @@ def test_memory_is_what_was_asked_for_and_there(
     grown = resident() - before
     mapping = mapping_of(tensor.data_ptr())
     assert mapping is not None
-    page = os.sysconf("SC_PAGE_SIZE")
-    assert (
-        nbytes
-        <= kilobytes(mapping["Size"])
-        == kilobytes(mapping["Rss"])
-        == arena.nbytes
-        < nbytes + page
-    )
+    assert nbytes <= arena.nbytes < nbytes + os.sysconf("SC_PAGE_SIZE")
+    # the kernel shows the memory of neighbouring arenas, which is resident too, as one mapping
+    assert arena.nbytes <= kilobytes(mapping["Size"]) == kilobytes(mapping["Rss"])
     assert abs(grown - nbytes) <= max(0.05 * nbytes, MB)
     assert not tensor.any()
 
