@@ -4,6 +4,7 @@ none; it lets slow ranks be.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -84,12 +85,12 @@ def test_ranks_that_have_parted_are_named_before_the_timeout_ends_them() -> None
     assert "which rank 1 has not issued: it waits for barrier" in parted
     assert raised == f"RankMismatchError: {ended}" and "which is the timeout" in ended
     # whose timeout comes first
-    assert "it needs rank 1" in ended or "rank 1 has waited 6 s" in ended
+    assert re.search(r"rank 1 on .* has not come there|rank 1 has waited \d+ s", ended), ended
     # by its own timeout, or as rank 0 has ended or has said that it will by then
     there = found["is elsewhere", 1]["raised"]
     told = (
         "rank 1 could not finish barrier",
         "is the timeout, for barrier",
-        "rank 0 has waited 6 s",
+        "rank 0 has waited ",
     )
     assert any(each in there for each in told), there
