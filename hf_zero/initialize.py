@@ -23,6 +23,7 @@ from hf_zero.activations.policy import ActivationPatches
 from hf_zero.checkpoint.resume import LATEST, Resumed, find_resumed
 from hf_zero.compression.registry import extensions_of
 from hf_zero.config import ZeroConfig, explaining
+from hf_zero.config.launched import check_launch
 from hf_zero.device.kinds import device_count
 from hf_zero.distributed import init, process_group
 from hf_zero.distributed.parallel_dims import check_mpu
@@ -155,6 +156,8 @@ def initialize_as(
         raise _no_model(args if isinstance(args, str) else model)
     settings = configuration(args, config, config_params)
     _check_call(settings, lr_scheduler, dist_init_required)
+    if not (optimizer is None and model_parameters is None and settings.optimizer is None):
+        check_launch(settings)
     init.init_from_config(settings, distributed_port)
     settings, sequence, tied = _prepare(model, settings, mpu)
     made = _optimizer(settings, model, optimizer, model_parameters)

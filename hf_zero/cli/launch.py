@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from hf_zero.cli.printing import AsJson, print_json
+from hf_zero.config.launched import LAUNCHED_BY
 from hf_zero.errors import ConfigError, LaunchError
 from hf_zero.launch.front import carry_out
 from hf_zero.launch.plan import LaunchPlan, Request, plan, refuse_missing
@@ -174,7 +175,7 @@ def launch(
         ),
         export=(
             *(export or ()),
-            *([f"HF_ZERO_LAUNCHED_BY=hf-zero launch --preset {preset}"] if preset else []),
+            *_launched_by(preset, config, precision),
         ),
         env_files=tuple(env_file or ()),
         ssh=ssh,
@@ -186,6 +187,13 @@ def launch(
         return
     refuse_missing(request)
     raise typer.Exit(carry_out(planned))
+
+
+def _launched_by(preset: str | None, config: Path | None, precision: str | None) -> list[str]:
+    """Return the variable by which ranks know the options that name a configuration."""
+    options = {"preset": preset, "config": config, "precision": precision}
+    named = "".join(f" --{name} {value}" for name, value in options.items() if value is not None)
+    return [f"{LAUNCHED_BY}=hf-zero launch{named}"] if named else []
 
 
 def _described(planned: LaunchPlan) -> dict[str, object]:

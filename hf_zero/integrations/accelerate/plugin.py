@@ -17,13 +17,12 @@ from hf_zero.config import PRESETS, ZeroConfig
 from hf_zero.config.accelerate_yaml import is_accelerate
 from hf_zero.config.files import load_file, load_text
 from hf_zero.config.keys import KEYS, OWN_AUTOS
+from hf_zero.config.launched import LAUNCH_FILE, LAUNCHED_BY
 from hf_zero.config.provenance import DICT, SourcedDict, flattened
 from hf_zero.deepspeed.zero_init import forced_config
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.loaders import name_the_size
 
-LAUNCH_FILE = "HF_ZERO_LAUNCH_FILE"  # the configuration file given to accelerate launch
-LAUNCHED_BY = "HF_ZERO_LAUNCHED_BY"  # the command that wrote the options of accelerate launch
 # keys of the launcher's file that Accelerate does not pass on to the ranks, as JSON
 WRITTEN = "HF_ZERO_WRITTEN_KEYS"
 PRINTS = "steps_per_print"

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import transformers
 
 from hf_zero.config import ZeroConfig
+from hf_zero.config.launched import LAUNCH_FILE, STAGE, launch_command, launched_values
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.launch import zero_asked_for
-from hf_zero.integrations.accelerate.plugin import LAUNCH_FILE
 from hf_zero.integrations.transformers.trainer_route import read, refuse_contradictions
 
 
@@ -81,16 +81,11 @@ def _refuse_other_stage(stage: int) -> None:
             "zero_config out, or start with torchrun or a "
             "plain accelerate launch"
         )
-    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-    launched = (
-        ZeroConfig.coerce(file, allow_auto=True, foreign=True).stage
-        if file != "none"
-        else int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", stage))
-    )
+    launched = launched_values().get(STAGE, stage)
     if launched != stage:
         raise ConfigError(
-            f"zero_config asks for stage {stage}, and accelerate launch was given a config of "
-            f"stage {launched}; give the ZeRO config in one place"
+            f"zero_config asks for stage {stage}, and `{launch_command()}` for stage {launched}; "
+            "name it in one place: leave zero_config or the options of the launch out"
         )
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.explaining import written
+from hf_zero.config.launched import LAUNCH_FILE, LAUNCHED_BY
 from hf_zero.errors import ConfigError
-from hf_zero.integrations.accelerate.plugin import LAUNCH_FILE, LAUNCHED_BY
 
 accelerate = pytest.importorskip("accelerate")
 

@@ -16,9 +16,9 @@ import transformers
 from transformers import HfArgumentParser
 
 import hf_zero
+from hf_zero.config.launched import LAUNCH_FILE
 from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.integrations import finder
-from hf_zero.integrations.accelerate.plugin import LAUNCH_FILE
 from hf_zero.integrations.transformers.trainer_route import open_left_out, read
 from hf_zero.integrations.transformers.training_arguments import (
     TrainingArguments,
@@ -270,7 +270,7 @@ def test_a_launcher_with_another_stage(
         monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "zero.json"))
     assert make("zero3").deepspeed_plugin.zero_stage == 3
     with pytest.raises(
-        ConfigError, match="asks for stage 2, and accelerate launch was given a config of stage 3"
+        ConfigError, match=r"asks for stage 2, and `accelerate launch.*` for stage 3"
     ):
         make("zero2")
 

@@ -1,0 +1,90 @@
+"""Options of ``accelerate launch`` and ``hf-zero launch``, which a rank finds in its environment,
+compared with the configuration that trains.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from hf_zero.config.zero_config import ZeroConfig
+from hf_zero.errors import ConfigError
+from hf_zero.logging import logger
+
+LAUNCH_FILE = "HF_ZERO_LAUNCH_FILE"  # the configuration file given to accelerate launch
+LAUNCHED_BY = "HF_ZERO_LAUNCHED_BY"  # the command that wrote the options of accelerate launch
+OWN = "hf-zero launch"
+STAGE, PRECISION = "zero_optimization.stage", "precision"
+OFFLOAD = ("offload_optimizer", "offload_param")
+FILE, VARIABLES = "ACCELERATE_DEEPSPEED_CONFIG_FILE", "ACCELERATE_DEEPSPEED_"
+
+
+def launch_command() -> str | None:
+    """Return the launch that named a ZeRO configuration, None if none did."""
+    file, stage = os.environ.get(LAUNCH_FILE), os.environ.get(f"{VARIABLES}ZERO_STAGE")
+    if not (file or stage or os.environ.get(FILE)):
+        return None
+    return os.environ.get(LAUNCHED_BY) or (
+        f"accelerate launch --config_file {file}" if file else "accelerate launch"
+    )
+
+
+def launched_values() -> dict[str, Any]:
+    """Return stage, precision and offload as the launcher's variables name them, by key."""
+    named = os.environ.get(FILE, "none")
+    if named != "none":
+        config = ZeroConfig.coerce(named, allow_auto=True, foreign=True)
+        found: dict[str, Any] = {STAGE: config.stage}
+        found |= {name: getattr(config, name).device for name in OFFLOAD}
+        precision = config.precision if config.precision != "fp32" else None
+    else:
+        stage = os.environ.get(f"{VARIABLES}ZERO_STAGE")
+        found = {STAGE: int(stage)} if stage else {}
+        found |= {
+            name: device
+            for name in OFFLOAD
+            if (device := os.environ.get(f"{VARIABLES}{name.upper()}_DEVICE"))
+        }
+        precision = os.environ.get("ACCELERATE_MIXED_PRECISION")
+        if precision == "no":  # what accelerate launch writes, too, if nobody names a precision
+            asked = "--precision" in os.environ.get(LAUNCHED_BY, "")
+            precision = "fp32" if asked else None
+    return found | ({PRECISION: precision} if precision else {})
+
+
+def check_launch(config: ZeroConfig) -> None:
+    """Compare ``config``, with which a training begins, with the options of the launch.
+
+    Raises ConfigError where ``hf-zero launch`` named another stage, precision or offload, which
+    would be ignored. For ``accelerate launch``, whose options scripts written for DeepSpeed
+    replace by a file of their own, a warning says so.
+    """
+    command = launch_command()
+    if command is None:
+        return
+    own: dict[str, Any] = {STAGE: config.stage, PRECISION: config.precision}
+    own |= {name: getattr(config, name).device for name in OFFLOAD}
+    differing = [
+        f"{name} {value} (the script: {own[name]}{_source(config, name)})"
+        for name, value in launched_values().items()
+        if own[name] != value
+    ]
+    if not differing:
+        return
+    said = (
+        f"`{command}` asks for {', '.join(differing)}, and the script's own configuration is the "
+        "one that trains; name it in one place: "
+    )
+    options = "--preset and --precision" if "--preset" in command else "the configuration"
+    said += f"leave {options} out of the command, or write the same values in the script"
+    if command.startswith(OWN):
+        raise ConfigError(said)
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning("%s", said)
+
+
+def _source(config: ZeroConfig, name: str) -> str:
+    sources = config.sources
+    key = {STAGE: STAGE, PRECISION: f"{config.precision}.enabled"}.get(name, f"{name}.device")
+    source = sources.get(key, "default")
+    return "" if source == "default" else f", {source}"

@@ -1,0 +1,92 @@
+"""Options of a launch that the script's own configuration would replace."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_zero
+from hf_zero.config.launched import LAUNCH_FILE, LAUNCHED_BY, check_launch
+from hf_zero.errors import ConfigError
+
+NAMES = ("CONFIG_FILE", "ZERO_STAGE", "OFFLOAD_OPTIMIZER_DEVICE", "OFFLOAD_PARAM_DEVICE")
+PRESET = "hf-zero launch --preset zero2 --precision bf16"
+BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+
+
+@pytest.fixture(autouse=True)
+def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = (f"ACCELERATE_DEEPSPEED_{name}" for name in NAMES)
+    for name in (LAUNCH_FILE, LAUNCHED_BY, "ACCELERATE_MIXED_PRECISION", "RANK", *names):
+        monkeypatch.delenv(name, raising=False)
+
+
+def launch(
+    monkeypatch: pytest.MonkeyPatch, stage: int, precision: str = "no", by: str = "", **more: str
+) -> None:
+    """Set the variables that `accelerate launch` sets."""
+    variables = {f"ACCELERATE_DEEPSPEED_{name}": value for name, value in more.items()}
+    variables |= {"ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage)}
+    variables |= {"ACCELERATE_MIXED_PRECISION": precision} | ({LAUNCHED_BY: by} if by else {})
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_initialize_refuses_a_preset_of_the_launch_that_it_would_ignore(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launch(monkeypatch, 2, "bf16", PRESET)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    said = (
+        rf"`{PRESET}` asks for zero_optimization.stage 2 \(the script: 3, preset zero3\), "
+        r"precision bf16 \(the script: fp32\).*leave --preset and --precision out of the command"
+    )
+    with pytest.raises(ConfigError, match=said):
+        hf_zero.initialize(model=model, optimizer=optimizer, config="zero3")
+
+
+def test_a_launch_that_agrees_passes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_launch(hf_zero.ZeroConfig(stage=3))
+    launch(monkeypatch, 2, "bf16", PRESET)
+    check_launch(hf_zero.ZeroConfig.from_dict(BF16))
+    launch(monkeypatch, 2, "no", "hf-zero launch --preset zero2")
+    check_launch(hf_zero.ZeroConfig.from_dict(BF16))  # the command names no precision
+    assert caplog.records == []
+
+
+def test_fp32_counts_where_the_command_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch(monkeypatch, 2, "no", "hf-zero launch --preset zero2 --precision fp32")
+    said = r"asks for precision fp32 .the script: bf16, config dict: bf16.enabled.,"
+    with pytest.raises(ConfigError, match=said):
+        check_launch(hf_zero.ZeroConfig.from_dict(BF16))
+
+
+def test_offload_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    by = "hf-zero launch --config zero3.yaml"
+    launch(monkeypatch, 3, by=by, OFFLOAD_OPTIMIZER_DEVICE="cpu", OFFLOAD_PARAM_DEVICE="none")
+    said = "offload_optimizer cpu .the script: none.*leave the configuration out of the command"
+    with pytest.raises(ConfigError, match=said):
+        check_launch(hf_zero.ZeroConfig(stage=3))
+
+
+def test_accelerate_launch_gets_a_warning_on_rank_0_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "zero2.json"
+    file.write_text(json.dumps(BF16))
+    launch(monkeypatch, 3, CONFIG_FILE=str(file))  # the file is what Accelerate reads
+    monkeypatch.setenv(LAUNCH_FILE, "zero.yaml")
+    with caplog.at_level(logging.WARNING, "hf_zero"):
+        check_launch(hf_zero.ZeroConfig(stage=3))
+        monkeypatch.setenv("RANK", "1")
+        check_launch(hf_zero.ZeroConfig(stage=3))
+    (record,) = caplog.records
+    assert "`accelerate launch --config_file zero.yaml` asks for zero_opt" in record.getMessage()
+    assert "stage 2 (the script: 3, keyword), precision bf16" in record.getMessage()
