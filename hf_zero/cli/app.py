@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -19,6 +20,7 @@ from hf_zero.cli.migrate import migrate
 from hf_zero.cli.recipes import init, recipe
 from hf_zero.cli.report import report
 from hf_zero.cli.simulate import simulate
+from hf_zero.cli.usage import Command, dashed, usage_error
 from hf_zero.cli.verify import verify
 from hf_zero.errors import HfZeroError
 
@@ -28,8 +30,8 @@ app = typer.Typer(
     name="hf-zero",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",  # which joins the lines of a docstring
-    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode=None,  # whose tables cut names of options on narrow terminals
+    context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": dashed},
 )
 
 
@@ -50,37 +52,56 @@ def options(
         ),
     ] = False,
 ) -> None:
-    """ZeRO for Hugging Face: look at an installation, a configuration or a model's memory; start
-    runs and show them; verify and convert checkpoints; measure how difficult samples are.
+    """ZeRO for Hugging Face: start runs and show them, estimate memory, check configurations, and
+    verify and convert checkpoints. `hf-zero docs start` is the place to begin.
     """
 
 
-app.add_typer(recipe, name="recipe")
-app.command("init")(init)
-app.command("docs")(docs)
-app.command("doctor")(doctor)
-app.command("smoke")(smoke)
-app.command("estimate")(estimate)
-app.command("simulate")(simulate)
-app.command("explain")(explain)
-app.command("schema")(schema)
-app.command("migrate")(migrate)
-app.command("analyze")(analyze)
-app.command("convert-checkpoint")(convert_checkpoint)
-app.command("verify")(verify)
-app.command("clean")(clean)
-app.command("report")(report)
+COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
+    "init": (init, "Copy a recipe into a new folder."),
+    "docs": (docs, "Show the documentation, a page or a section of it."),
+    "doctor": (doctor, "Report versions, devices and kernels."),
+    "smoke": (smoke, "Train a small model at each stage on this machine."),
+    "launch": (launch, "Start the ranks of a script."),
+    "report": (report, "Write one HTML page that shows a run."),
+    "estimate": (estimate, "Estimate memory per rank, or find what fits."),
+    "simulate": (simulate, "Simulate a step of one rank out of any number."),
+    "explain": (explain, "Show a configuration and the source of each value."),
+    "schema": (schema, "Print the JSON schema of configurations."),
+    "migrate": (migrate, "Translate a configuration for DeepSpeed or FSDP."),
+    "convert-checkpoint": (convert_checkpoint, "Write a checkpoint as a model folder."),
+    "verify": (verify, "Check the files and hashes of checkpoints."),
+    "clean": (clean, "List or remove checkpoints in memory."),
+    "analyze": (analyze, "Measure how difficult samples are."),
+}
+"""Commands with their lines in the list of commands, in the order of that list."""
+
 # All arguments after the script belong to the script, even those that look like options.
-app.command("launch", context_settings={"allow_interspersed_args": False})(launch)
+SETTINGS = {"launch": {"allow_interspersed_args": False}}
+
+app.add_typer(recipe, name="recipe")
+for name, (command, line) in COMMANDS.items():
+    app.command(name, cls=Command, short_help=line, context_settings=SETTINGS.get(name))(command)
 
 
 def main() -> None:
     """Run the command line.
 
-    An HfZeroError, which names what the user has to change, ends it with code 2 and no traceback.
+    An HfZeroError, which names what the user has to change, ends it with code 2 and no traceback;
+    so does a command line that cannot be read.
     """
     try:
-        app()
+        sys.exit(app(standalone_mode=False, prog_name="hf-zero"))
     except HfZeroError as error:
         print(f"hf-zero: {error}", file=sys.stderr)
+        sys.exit(BAD_INPUT)
+    except typer.Abort:
+        sys.exit(1)
+    except Exception as error:
+        # typer has its own exceptions of the parser, or click's, by its version
+        if not hasattr(error, "format_message"):
+            raise
+        helps = type(error).__name__ == "NoArgsIsHelpError"
+        message = error.format_message() if helps else usage_error(error, sys.argv[1:])
+        print(message, file=sys.stderr)
         sys.exit(BAD_INPUT)

@@ -24,10 +24,13 @@ Command = Annotated[
 ]
 Preset = Annotated[
     str | None,
-    typer.Option(help="Start with accelerate launch at zero0, zero1, zero2 or zero3."),
+    typer.Option(
+        help="Stage of ZeRO: zero0, zero1, zero2 or zero3; starts with accelerate launch."
+    ),
 ]
 ConfigFile = Annotated[
-    Path | None, typer.Option(help="Start with accelerate launch and this YAML.")
+    Path | None,
+    typer.Option(help="Accelerate YAML with the configuration; starts with accelerate launch."),
 ]
 Precision = Annotated[str | None, typer.Option(help="fp32, bf16 or fp16, with --preset.")]
 Ranks = Annotated[int | None, typer.Option(help="Ranks in total, on this machine.")]
@@ -36,16 +39,13 @@ NumProcs = Annotated[
     typer.Option(
         "--num-procs",
         "--num-gpus",
-        "--num_gpus",
         help="Ranks on each host; default: its slots, or the GPUs of this "
         "machine, else 2 on the CPU.",
     ),
 ]
 NumNodes = Annotated[
     int | None,
-    typer.Option(
-        "--num-nodes", "--num_nodes", help="Only so many hosts, the first of the hostfile."
-    ),
+    typer.Option("--num-nodes", help="Number of hosts to use, taken from the top of the hostfile."),
 ]
 Hostfile = Annotated[
     Path | None,
@@ -56,32 +56,37 @@ Include = Annotated[
     typer.Option(
         "--include",
         "-i",
-        help="Only these: worker-0@worker-1:0,2 is all of one and two slots of another.",
+        help="Use only these hosts and slots: worker-0@worker-1:0,2 is all of worker-0 and two "
+        "slots of worker-1.",
     ),
 ]
-Exclude = Annotated[str, typer.Option("--exclude", "-e", help="All but these.")]
+Exclude = Annotated[
+    str,
+    typer.Option(
+        "--exclude", "-e", help="Use all hosts and slots but these, written as for --include."
+    ),
+]
 MasterAddr = Annotated[
     str | None,
     typer.Option(
         "--master-addr",
-        "--master_addr",
-        help="Where the ranks meet; default: the first host's address.",
+        help="Address where the ranks meet; default: that of the first host.",
     ),
 ]
 MasterPort = Annotated[
     int | None,
     typer.Option(
         "--master-port",
-        "--master_port",
-        help="At which port; default: a free one, or on another host one by chance.",
+        help="Port where the ranks meet; default: a free port, or, if the first host is another "
+        "machine, a random one.",
     ),
 ]
 NodeRank = Annotated[
     int | None,
     typer.Option(
         "--node-rank",
-        "--node_rank",
-        help="No ssh: start the part of this host alone; on each host with its number.",
+        help="Start only the ranks of this host, without ssh; run the command on each host with "
+        "its number.",
     ),
 ]
 Interface = Annotated[
@@ -92,13 +97,13 @@ Module = Annotated[
 ]
 NoPython = Annotated[
     bool,
-    typer.Option("--no-python", "--no_python", help="SCRIPT is a program, not run by python."),
+    typer.Option("--no-python", help="SCRIPT is a program, not run by python."),
 ]
 Export = Annotated[
     list[str] | None,
     typer.Option(
-        help="NAME or NAME=VALUE of a variable for other hosts. NCCL_, HF_, PYTHON and the "
-        "like go along anyway."
+        help="NAME or NAME=VALUE of a variable for other hosts. Those of NCCL_, HF_, PYTHON "
+        "and the like are always passed on."
     ),
 ]
 EnvFile = Annotated[
@@ -108,11 +113,10 @@ EnvFile = Annotated[
 Ssh = Annotated[
     str | None,
     typer.Option(
-        help="The program called as PROGRAM HOST LINE in place of ssh; default: "
-        "HF_ZERO_SSH, else ssh."
+        help="Program to call as PROGRAM HOST LINE in place of ssh; default: HF_ZERO_SSH, else ssh."
     ),
 ]
-SshPort = Annotated[int | None, typer.Option("--ssh-port", "--ssh_port", help="Port of ssh.")]
+SshPort = Annotated[int | None, typer.Option("--ssh-port", help="Port of ssh.")]
 
 
 def launch(

@@ -1,4 +1,4 @@
-"""``hf-zero recipe list`` and ``hf-zero init``: the recipes of hf-zero, and a copy of one."""
+"""``hf-zero recipe`` and ``hf-zero init``: the recipes of hf-zero, and a copy of one."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
-from rich.table import Table
 
-from hf_zero.cli.printing import AsJson, print_json, print_table
+from hf_zero.cli.printing import AsJson, print_json
+from hf_zero.cli.usage import Command
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError
 
@@ -50,14 +50,23 @@ def recipes() -> tuple[Path, list[Recipe]]:
     raise ConfigError(f"there are no recipes in {FOLDERS[0]}; install hf-zero from a wheel")
 
 
+def _named(name: str) -> tuple[Path, Recipe]:
+    """Return the folder of the recipes, and the recipe ``name``. Raises ConfigError if unknown."""
+    source, rows = recipes()
+    by_name = {row.name: row for row in rows}
+    if name not in by_name:
+        raise ConfigError(f"unknown recipe {name!r}{did_you_mean(name, by_name)}")
+    return source, by_name[name]
+
+
 @recipe.callback()
 def _group() -> None:
-    """The recipes that hf-zero brings."""
+    """List the recipes that hf-zero brings, or show one."""
 
 
-@recipe.command("list")
+@recipe.command("list", cls=Command, short_help="List the recipes.")
 def list_recipes(as_json: AsJson = False) -> None:
-    """List the recipes by task: what each trains, on what, with which library, what it needs.
+    """List the recipes by task, one a line, with what each trains.
 
     Example: hf-zero recipe list
     """
@@ -65,14 +74,37 @@ def list_recipes(as_json: AsJson = False) -> None:
     if as_json:
         print_json([row._asdict() for row in rows])
         return
-    table = Table("recipe", "written for", "what", "data", "needs")
+    names = max(len(row.name) for row in rows)
     for task, group in groupby(rows, key=lambda row: row.task):
-        table.add_section()
-        table.add_row("", "", f"{task}:")
+        print(f"{task}:")
         for row in group:
-            table.add_row(*(cell.replace("`", "") for cell in row[1:]))
-    print_table(table)
-    print("copy one with hf-zero init RECIPE FOLDER")
+            short = re.split("[:;]", row.what)[0].replace("`", "")
+            print(f"  {row.name:{names}}  {short}")
+    print("hf-zero recipe show RECIPE tells more of one; hf-zero init RECIPE FOLDER copies it")
+
+
+@recipe.command("show", cls=Command, short_help="Show one recipe.")
+def show_recipe(
+    name: Annotated[str, typer.Argument(metavar="RECIPE", help="See hf-zero recipe list.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show one recipe: what it trains, the library that it is written for, its data, what it needs,
+    and its files.
+
+    Example: hf-zero recipe show bert-mlm
+    """
+    source, row = _named(name)
+    files = sorted(path.name for path in (source / name).iterdir() if path.is_file())
+    if as_json:
+        print_json(row._asdict() | {"files": files})
+        return
+    said = {
+        "task": row.task, "trains": row.what, "written for": row.written_for, "data": row.data,
+        "needs": row.needs, "files": ", ".join(files), "copy": f"hf-zero init {name} my-run",
+    }  # fmt: skip
+    print(name)
+    for what, value in said.items():
+        print(f"  {what + ':':13}{value.replace('`', '')}")
 
 
 def init(
@@ -84,10 +116,7 @@ def init(
 
     Example: hf-zero init bert-mlm my-run
     """
-    source, rows = recipes()
-    names = [row.name for row in rows]
-    if name not in names:
-        raise ConfigError(f"unknown recipe {name!r}{did_you_mean(name, names)}")
+    source, _ = _named(name)
     if folder.exists():
         raise ConfigError(f"{folder} exists; name a folder that does not")
     try:

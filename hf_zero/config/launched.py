@@ -36,7 +36,7 @@ def launched_values() -> dict[str, Any]:
         config = ZeroConfig.coerce(named, allow_auto=True, foreign=True)
         found: dict[str, Any] = {STAGE: config.stage}
         found |= {name: getattr(config, name).device for name in OFFLOAD}
-        precision = config.precision if config.precision != "fp32" else None
+        precision: str | None = config.precision if config.precision != "fp32" else None
     else:
         stage = os.environ.get(f"{VARIABLES}ZERO_STAGE")
         found = {STAGE: int(stage)} if stage else {}

@@ -34,9 +34,18 @@ def test_each_recipe_is_listed() -> None:
     assert all(name in invoke("recipe", "list") for name in FOLDERS)
 
 
-def test_a_narrow_list_cuts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    assert "…" not in invoke("recipe", "list")
+def test_a_recipe_is_one_line_of_the_list_at_any_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    lines = [line.split() for line in invoke("recipe", "list").splitlines()]
+    assert sorted(line[0] for line in lines if line[0] in FOLDERS) == FOLDERS
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_recipe_is_shown(name: str) -> None:
+    shown = json.loads(invoke("recipe", "show", name, "--json"))
+    said = invoke("recipe", "show", name)
+    assert said.startswith(name) and "README.md" in shown["files"]
+    assert all(shown[what].replace("`", "") in said for what in ("task", "what", "data", "needs"))
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -60,6 +69,8 @@ def test_a_copy_has_all_that_its_scripts_import(name: str, tmp_path: Path) -> No
 def test_bad_names_and_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"unknown recipe 'bert-mln'; did you mean 'bert-mlm'\?"):
         invoke("init", "bert-mln", str(tmp_path / "mine"))
+    with pytest.raises(ConfigError, match=r"unknown recipe 'vitt'; did you mean 'vit'\?"):
+        invoke("recipe", "show", "vitt")
     with pytest.raises(ConfigError, match="exists; name a folder that does not"):
         invoke("init", "bert-mlm", str(tmp_path))
     (tmp_path / "file").write_text("")

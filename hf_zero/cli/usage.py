@@ -1,0 +1,97 @@
+"""Command lines that cannot be read: one message with what was given, what is expected and the
+nearest name, in place of those of the parser.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, get_args
+
+from typer.core import TyperCommand
+
+from hf_zero.config.spelling import closest
+
+REQUIRED = re.compile(r"\{(.*)\}(\.\.\.)?")  # as typer marks a required argument
+INTEGER, NUMBER = "a whole number", "a number"
+KINDS = {"int": INTEGER, "integer": INTEGER, "float": NUMBER}
+
+
+class Command(TyperCommand):
+    """A command whose arguments are in capitals, in its help and in messages."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        for each in self.params:
+            if each.param_type_name == "argument":
+                each.metavar = each.metavar or (each.name or "").upper()
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [REQUIRED.sub(r"\1", piece) for piece in super().collect_usage_pieces(ctx)]
+
+
+def dashed(token: str) -> str:
+    """Return an option or command with dashes: ``--num_gpus`` is read as ``--num-gpus``."""
+    return token.replace("_", "-")
+
+
+def usage_error(error: Any, given: list[str]) -> str:
+    """Return the message for an exception of the parser, which read the words ``given``."""
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else " ".join(["hf-zero", *given[:1]])
+    said, about = _said(error, context, given)
+    lines = [f"{command}: {said}"]
+    lines += [f"  {_name(each)}: {each.help}" for each in about if getattr(each, "help", "")]
+    if context:
+        usage = " ".join([command, *context.command.collect_usage_pieces(context)])
+        lines.append(f"usage: {usage}")
+    return "\n".join([*lines, f"`{command} -h` shows all options"])
+
+
+def _said(error: Any, context: Any, given: list[str]) -> tuple[str, list[Any]]:
+    """Return what is wrong, and the parameters that it concerns."""
+    kind, parameter, message = type(error).__name__, getattr(error, "param", None), error.message
+    if kind == "NoSuchOption":
+        known = [name for each in context.command.params for name in each.opts if name[:2] == "--"]
+        return f"there is no option {error.option_name}{_meant(error.option_name, known)}", []
+    if "No such command" in message:
+        name = next((word for word in given if repr(word) in message), "")
+        return f"there is no command {name!r}{_meant(name, [*context.command.commands])}", []
+    if "unexpected extra argument" in message:
+        extra = message.partition("(s) (")[2].rstrip(")") or message
+        return f"more arguments than it takes: {extra}", []
+    if "requires an argument" in message:
+        return f"{error.option_name} needs a value after it", []
+    if kind == "MissingParameter" and parameter is not None:
+        after = context.command.params[context.command.params.index(parameter) :]
+        arguments = [each for each in after if each.param_type_name == "argument" and each.required]
+        lacking = arguments if parameter in arguments else [parameter]
+        names = " and ".join(map(_name, lacking))
+        return f"{names} {'is' if len(lacking) == 1 else 'are'} missing", lacking
+    if kind == "BadParameter" and parameter is not None:
+        return _bad_value(error, parameter), [parameter]
+    return str(error.format_message()), []
+
+
+def _bad_value(error: Any, parameter: Any) -> str:
+    """Return the message for a value of another type, or out of range."""
+    found: list[Any] = getattr(error.__cause__, "errors", list)()
+    given = f"{_name(parameter)} {found[0]['input']}" if found else _name(parameter)
+    kind = getattr(parameter, "type_descriptor", None) or getattr(parameter, "type", None)
+    kind = getattr(kind, "annotation", kind)
+    kind = next(iter(get_args(kind)), kind)
+    wanted = KINDS.get(getattr(kind, "__name__", getattr(kind, "name", "")))
+    least = re.search(r"greater than or equal to (\S+)|x>=(\S+)", error.message)
+    if wanted is None:
+        return f"{given}: {error.message}"
+    return f"{given} is not {wanted}{f' of at least {least[1] or least[2]}' if least else ''}"
+
+
+def _name(parameter: Any) -> str:
+    if parameter.param_type_name == "argument":
+        return str(parameter.metavar).partition(" ")[0]
+    return max(parameter.opts, key=len) if parameter.opts[0][:2] != "--" else parameter.opts[0]
+
+
+def _meant(name: str, known: list[str]) -> str:
+    found = closest(name, known)
+    return f"; did you mean {' or '.join(found)}?" if found else ""
