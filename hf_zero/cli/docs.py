@@ -1,4 +1,4 @@
-"""``hf-zero docs``: the pages of hf_zero/docs in the terminal, whole or by section."""
+"""``hf-zero docs``: the pages of hf_zero/docs in the terminal, whole, by section or by key."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.markdown import Markdown
 from rich.table import Table
 
 from hf_zero.cli.printing import AsJson, print_json, print_table
+from hf_zero.config.keys import ALIASES, SECTIONS
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError
 
@@ -25,6 +26,9 @@ FENCE = re.compile(r"^(```.*?^```)$", re.M | re.S)
 HEADING = re.compile(r"^(#+) (.+)$", re.M)
 DOCSTRING = re.compile(r"^::: (\S+)$", re.M)  # a directive of mkdocstrings
 PICTURE = re.compile(r"^<picture>.*?^</picture>\n", re.M | re.S)
+KEY = re.compile(r"^- \*\*`([^`]+)`\*\*: (.*(?:\n  .*)*)", re.M)  # a row of the reference
+WHOLE_ROWS = 4  # keys shown whole at most, for a name that ends several
+MENTIONS = 12  # sections listed at most
 COMMENT = re.compile(r"^<!-- .* -->\n", re.M)
 
 
@@ -74,9 +78,10 @@ def docs(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the pages of the documentation, or show one, or a section of it.
+    """List the pages of the documentation, or show one, a section of it, or what the reference says
+    of a key.
 
-    Example: hf-zero docs offload
+    Example: hf-zero docs zero_optimization.stage
     """
     if topic is None:
         titles = {
@@ -89,7 +94,7 @@ def docs(
         for row in titles.items():
             table.add_row(*row)
         print_table(table)
-        print("show one with hf-zero docs TOPIC; a heading, an error or a key is a topic, too")
+        print("show one with hf-zero docs TOPIC; a heading, key, command or error is a topic, too")
         return
     text = find(topic)
     if as_json:
@@ -99,30 +104,76 @@ def docs(
 
 
 def find(topic: str) -> str:
-    """Return the Markdown of the page or section that ``topic`` names. Raises ConfigError."""
+    """Return the Markdown for ``topic``: a page, a section, the row of a key, or a list of the
+    sections that name it. Raises ConfigError if there are none.
+    """
     texts = pages()
     page, _, anchor = topic.removesuffix(".md").replace(".md#", "#").partition("#")
     if page in texts and not anchor:
         return texts[page]
+    if ALIASES.get(topic) in SECTIONS:
+        return find(ALIASES[topic])
     wanted = anchor_of(anchor or topic)
     held = [each for name, text in texts.items() for each in sections(name, text)]
     found = [each for each in held if each.anchor == wanted and (not anchor or each.page == page)]
-    for key in (topic, *_sections_of(topic)):  # a key is in the section of the reference
-        found = found or [each for each in held if each.page == "keys" and each.title == f"`{key}`"]
-    if not found:
-        names = (*(each.title.strip("`") for each in held), *texts)
-        known = {anchor_of(name): name for name in names}  # Offload and offload are one topic
-        said = _mean(topic, [*known.values()])
-        raise ConfigError(f"no page or heading {topic!r} in the documentation{said}")
-    best = min(found, key=lambda each: (each.page != "keys", each.level))
-    return best.text
+    keys = _keys(texts["keys"])
+    if found and not (topic in keys and all(each.title.strip("`") != topic for each in found)):
+        return min(found, key=lambda each: (each.page != "keys", each.level)).text
+    shown = _rows(topic, keys) or _mentions(topic, held)
+    if shown:
+        return shown
+    names = (*(each.title.strip("`") for each in held), *texts, *keys)
+    known = {anchor_of(name): name for name in names}  # Offload and offload are one topic
+    said = _mean(topic, [*known.values()])
+    raise ConfigError(f"no page, heading or key {topic!r} in the documentation{said}")
 
 
-def _sections_of(key: str) -> Iterator[str]:
-    """Yield the sections that hold a dotted key, the innermost first."""
-    while "." in key:
-        key = key.rpartition(".")[0]
-        yield key
+def _keys(text: str) -> dict[str, str]:
+    """Return what the reference says of each key, by its dotted path."""
+    found: dict[str, str] = {}
+    for section in sections("keys", text):
+        if section.level == 2 and not section.title.startswith("Parameters"):
+            before = "" if section.title == "Top level" else section.title.strip("`") + "."
+            found |= {f"{before}{name}": said for name, said in KEY.findall(section.text)}
+    return found
+
+
+def _rows(topic: str, keys: dict[str, str]) -> str:
+    """Return the keys that ``topic`` names by path, former name or last part; "" if it is none."""
+    known = {key: key for key in keys} | {old: key for old, key in ALIASES.items() if key in keys}
+    names = [topic] if topic in known else [name for name in known if name.endswith(f".{topic}")]
+    paths = dict.fromkeys(known[name] for name in names)
+    rows = []
+    for path in paths:
+        also = f"Also written `{topic}`. " if topic not in path else ""
+        ask = path.rpartition(".")[0] or "keys#top-level"
+        more = f"{also}`hf-zero docs {ask}` shows the section."
+        row = f"## `{path}`\n\n{keys[path].strip()}\n\n{more}\n"
+        rows.append(row if len(paths) <= WHOLE_ROWS else f"- `hf-zero docs {path}`\n")
+    return "\n".join(rows) if len(paths) <= WHOLE_ROWS else f"# {topic}\n\n{''.join(rows)}"
+
+
+def _mentions(topic: str, held: list[Section]) -> str:
+    """Return a list of the pages and sections that have ``topic`` in their name, or else name it as
+    code or in words; "" if none does.
+    """
+    word = topic.lower()
+    found = [
+        each
+        for each in held
+        if word in anchor_of(each.title).split("-") or (each.level == 1 and word in each.page)
+    ]
+    code = re.compile(rf"`(?:[\w.]*\.)?{re.escape(topic)}(?:[(=: ][^`\n]*)?`")
+    said = re.compile(rf"(?<!\w){re.escape(topic)}(?!\w)", re.I)
+    for pattern in (code, said):
+        # in the innermost section: above its first sub-heading
+        found = found or [each for each in held if pattern.search(each.text.split("\n#")[0])]
+    lines = [
+        f"- {each.title.strip('`')}: `hf-zero docs "
+        f"{each.page if each.level == 1 else f'{each.page}#{each.anchor}'}`"
+        for each in found[:MENTIONS]
+    ]
+    return "\n".join([f"# {topic}\n\nIn these sections:\n", *lines, ""]) if lines else ""
 
 
 def _mean(topic: str, known: list[str]) -> str:

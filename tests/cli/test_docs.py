@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
 
+import hf_zero
+import hf_zero.errors
 from hf_zero.cli.app import app
 from hf_zero.cli.docs import find, pages
+from hf_zero.config.keys import KEYS
 from hf_zero.errors import ConfigError
 
 
@@ -33,7 +37,15 @@ def test_all_pages_are_listed() -> None:
         ("configerror", "## ConfigError", "unknown key"),
         ("HF_ZERO_BACKEND", "### HF_ZERO_BACKEND", "DeepSpeed"),
         ("checkpoint.memory", "## `checkpoint.memory`", "copies"),
-        ("zero_optimization.stage", "## `zero_optimization`", "`stage`"),
+        ("zero_optimization.stage", "## `zero_optimization.stage`", "an integer from 0 to 3"),
+        ("gradient_clipping", "## `gradient_clipping`", "hf-zero docs keys#top-level"),
+        ("overlap_comm", "## `zero_optimization.overlap_comm`", "No effect"),
+        ("bfloat16", "## `bf16`", "check_grad_overflow"),
+        ("deepspeed", "# deepspeed", "`hf-zero docs from-deepspeed`"),
+        ("fsdp", "# fsdp", "From FSDP: `hf-zero docs from-fsdp`"),
+        ("save_checkpoint", "# save_checkpoint", "`hf-zero docs loop#interrupted-runs`"),
+        ("nccl", "# nccl", "`hf-zero docs "),
+        ("enabled", "# enabled", "- `hf-zero docs fp16.enabled`"),
         ("loop.md#preemption", "## Preemption", "SIGTERM"),
         ("Which one to take", "## Which one to take", "stage 3"),
         ("convert-checkpoint", "## convert-checkpoint", "from_pretrained"),
@@ -50,6 +62,33 @@ def test_a_topic_is_a_page_or_a_section(topic: str, first: str, has: str) -> Non
     assert [line for line in text.splitlines() if line.startswith(f"{level} ")][1:] == []
 
 
+@pytest.mark.parametrize("key", KEYS)
+def test_each_key_is_a_topic(key: str) -> None:
+    text = find(key)
+    name = key.rpartition(".")[2]
+    assert f"`{key}`" in text or (key in pages() and name in text)
+
+
+def test_commands_variables_errors_and_public_names_are_topics() -> None:
+    errors = (name for name in vars(hf_zero.errors) if name.endswith("Error"))
+    commands = (command.name for command in app.registered_commands)
+    for topic in (*commands, *errors, *hf_zero._EXPORTS, "HF_ZERO_LOG_LEVEL"):
+        assert (
+            find(topic)
+            .splitlines()[0]
+            .lstrip("# ")
+            .strip("`")
+            .lower()
+            .startswith(topic[:4].lower())
+        )
+
+
+def test_lists_of_sections_name_topics() -> None:
+    for topic in ("deepspeed", "save_checkpoint", "enabled", "lora"):
+        asked = re.findall(r"`hf-zero docs ([^`]+)`", find(topic))
+        assert asked and all(find(each) for each in asked)
+
+
 def test_docstrings_stand_in_the_reference_and_pictures_do_not_in_the_terminal() -> None:
     assert "Put ``model`` under ZeRO" in shown("initialize")
     assert "<picture>" not in shown("stages") and "<!--" not in shown("stages")
@@ -57,8 +96,10 @@ def test_docstrings_stand_in_the_reference_and_pictures_do_not_in_the_terminal()
 
 def test_a_misspelt_topic() -> None:
     with pytest.raises(
-        ConfigError, match=r"no page or heading 'offlod' .*; did you mean 'offload'\?$"
+        ConfigError, match=r"no page, heading or key 'offlod' .*; did you mean 'offload'\?$"
     ):
         find("offlod")
     with pytest.raises(ConfigError, match="without a topic lists the pages"):
         find("qqqqqqqq")
+    with pytest.raises(ConfigError, match="did you mean 'gradient_clipping'"):
+        find("gradient_cliping")
