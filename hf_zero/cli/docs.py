@@ -29,6 +29,7 @@ PICTURE = re.compile(r"^<picture>.*?^</picture>\n", re.M | re.S)
 KEY = re.compile(r"^- \*\*`([^`]+)`\*\*: (.*(?:\n  .*)*)", re.M)  # a row of the reference
 WHOLE_ROWS = 4  # keys shown whole at most, for a name that ends several
 MENTIONS = 12  # sections listed at most
+ENTRY = re.compile(r"^- \[[^\]]+\]\(([a-z-]+)\.md\): (.+)$", re.M)  # of index.md
 COMMENT = re.compile(r"^<!-- .* -->\n", re.M)
 
 
@@ -50,11 +51,15 @@ def anchor_of(title: str) -> str:
     return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower())
 
 
+def descriptions() -> dict[str, str]:
+    """Return one line about each page by name, in the order of index.md."""
+    index = (FOLDER / "index.md").read_text(encoding="utf-8")
+    return {"index": "what hf-zero is, and all pages", **dict(ENTRY.findall(index))}
+
+
 def pages() -> dict[str, str]:
     """Return the text of each page by name, in the order of index.md."""
-    index = (FOLDER / "index.md").read_text(encoding="utf-8")
-    names = ["index", *dict.fromkeys(re.findall(r"\]\(([a-z-]+)\.md", index))]
-    return {name: (FOLDER / f"{name}.md").read_text(encoding="utf-8") for name in names}
+    return {name: (FOLDER / f"{name}.md").read_text(encoding="utf-8") for name in descriptions()}
 
 
 def sections(page: str, text: str) -> Iterator[Section]:
@@ -84,17 +89,14 @@ def docs(
     Example: hf-zero docs zero_optimization.stage
     """
     if topic is None:
-        titles = {
-            name: text.partition("\n")[0].removeprefix("# ") for name, text in pages().items()
-        }
         if as_json:
-            print_json(titles)
+            print_json(descriptions())
             return
-        table = Table("topic", "page")
-        for row in titles.items():
+        table = Table("topic", "content")
+        for row in descriptions().items():
             table.add_row(*row)
         print_table(table)
-        print("show one with hf-zero docs TOPIC; a heading, key, command or error is a topic, too")
+        print("hf-zero docs TOPIC shows one; a heading, key, command or error is a topic, too")
         return
     text = find(topic)
     if as_json:
