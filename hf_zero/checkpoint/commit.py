@@ -235,6 +235,7 @@ def begin_folder(directory: Path, tag: str, save_id: str) -> Path:
             f"{final} exists and is no checkpoint of hf-zero; move it away or save under another "
             "tag, so that nothing is lost"
         )
+    _tell_of_replacing(final)
     if replaced.exists():
         if is_checkpoint(final):
             discard_replaced(final)
@@ -253,6 +254,15 @@ def begin_folder(directory: Path, tag: str, save_id: str) -> Path:
     temporary = temporary_folder(directory, tag, save_id)
     temporary.mkdir()
     return temporary
+
+
+def _tell_of_replacing(final: AnyPath) -> None:
+    if is_checkpoint(final):
+        logger.info(
+            "the checkpoint %r in %s is replaced; another tag or folder keeps it",
+            final.name,
+            final.parent,
+        )
 
 
 def publish_folder(temporary: Path, tag: str) -> Path:
@@ -309,6 +319,8 @@ def begin_objects(final: AnyPath) -> None:
             f"{final} holds {held[0].name} and is no checkpoint of hf-zero; move it away or save "
             "under another tag, so that nothing is lost"
         )
+    if held:
+        _tell_of_replacing(final)
     remove_unlisted(final)
 
 

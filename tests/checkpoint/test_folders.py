@@ -125,6 +125,17 @@ def test_leftovers_of_the_same_tag_go_and_of_others_are_named(tmp_path, caplog, 
     assert f"{other} was left by an interrupted save" in caplog.text
 
 
+def test_a_checkpoint_that_is_replaced_is_named(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("hf_zero.logging.logger.propagate", True)
+    with caplog.at_level("INFO", "hf_zero"):
+        commit.begin_folder(tmp_path, "a", ID)
+        assert caplog.text == ""
+        made(tmp_path / "a", "old")
+        commit.begin_folder(tmp_path, "a", ID)
+    said = f"the checkpoint 'a' in {tmp_path} is replaced; another tag or folder keeps it"
+    assert {*caplog.messages} == {said}
+
+
 def test_a_folder_of_somebody_else_is_not_replaced(tmp_path):
     (tmp_path / "a").mkdir()
     commit.begin_folder(tmp_path, "a", ID)
