@@ -446,6 +446,17 @@ def test_each_key_is_in_the_reference() -> None:
     assert listed == {*KEYS}
 
 
+def test_each_feature_says_whether_it_works() -> None:
+    """In the table of the README, which sums them up, and on the page of all features."""
+    assert "hf_zero/docs/features.md" in links("README")
+    marks = {}
+    for page in ("features", "README"):
+        text = DOCUMENTS[page].read_text()
+        marks[page] = re.findall(r"^\| .*[^-] \| (\S) \|$", text, re.M)
+    assert {*marks["features"]} == {*marks["README"]} == {*"●◐○"}
+    assert len(marks["features"]) > 40 > 12 >= len(marks["README"])
+
+
 def test_each_page_has_words_about_it_in_the_index() -> None:
     assert len(prose("index").split()) > 200 and len(ALL) > 60
 
