@@ -125,6 +125,8 @@ SequenceParallel = Annotated[
     int | None, typer.Option("--sp", min=1, help="For --seq: ranks that share a sequence.")
 ]
 
+# the stage that a file names, and the file
+Own = tuple[int, str] | None
 # a way of sending, its seconds on the link, the speed in bits per second below which it pays
 Row = tuple["Traffic", float, float | None]
 
@@ -159,6 +161,7 @@ def estimate(
 
     Example: hf-zero estimate meta-llama/Llama-3.1-8B --ranks 1 --fit --device-memory 80GB
     """
+    from hf_zero.config import ZeroConfig
     from hf_zero.config.files import refuse_existing
     from hf_zero.device import kinds
     from hf_zero.distributed.fake_world import ranks_of_a_host
@@ -197,6 +200,10 @@ def estimate(
     _refuse(described, "it describes a machine for --fit; add --fit")
     if link and pp > 1:
         _refuse({"--link": link}, "it is not known of pipelines; leave it or --pp out")
+    own = ZeroConfig.coerce(config, allow_auto=True) if config else None
+    if own is None or not own.memory_checkpoints.every:
+        why = "it describes a machine for --fit, or for checkpoint.memory; leave it out"
+        _refuse({"--ranks-per-host": ranks_per_host}, why)
     sections: Any = {
         "offload_optimizer": section(offload_optimizer, moments),
         "offload_param": section(offload_param, None),
@@ -206,16 +213,14 @@ def estimate(
         result = compute(
             model, ranks, precision, optimizer, stage, **asked, **sections, **stages, **sequences
         )
-    if not any(row.memory_checkpoints for row in result.stages):
-        why = "it describes a machine for --fit, or for checkpoint.memory; leave it out"
-        _refuse({"--ranks-per-host": ranks_per_host}, why)
     rates = link_rows(model, ranks, precision, stage, link, **asked) if link else {}
     if as_json:
         print_json(result.to_dict() | ({"link": link_json(rates)} if link else {}))
         return
-    print_table(_table(result, here))
+    marked = (own.stage, str(config)) if own is not None and stage is None else None
     if result.offload_optimizer.on or result.offload_param.on:
-        print_table(_tiers(result))
+        print_table(_tiers(result, marked))
+    print_table(_table(result, here, marked))
     if result.lengths:
         first = result.lengths[0]
         print_table(lengths_table(result.lengths, first.length // first.tokens))
@@ -265,7 +270,11 @@ def _free(
     return free
 
 
-def _table(result: MemoryEstimate, here: int) -> Table:
+def _mark(stage: int, own: Own) -> str:
+    return f"*{stage}" if own is not None and own[0] == stage else str(stage)
+
+
+def _table(result: MemoryEstimate, here: int, own: Own) -> Table:
     frozen = result.total_parameters - result.trainable_parameters
     count = f"{result.total_parameters:,} parameters" + (f" ({frozen:,} frozen)" if frozen else "")
     over = f"{result.ranks} rank{'s' if result.ranks > 1 else ''}" + (
@@ -276,7 +285,11 @@ def _table(result: MemoryEstimate, here: int) -> Table:
         "expert-parallel rank": result.expert,
     }  # fmt: skip
     over += "".join(f", {count} {what}s" for what, count in shared.items() if count > 1)
-    without = ", without offload" if result.offload_optimizer.on or result.offload_param.on else ""
+    without = (
+        ", as if nothing were offloaded"
+        if result.offload_optimizer.on or result.offload_param.on
+        else ""
+    )
     caption = (
         "Per rank, without activations. Largest unit: whole while it computes, with a "
         "neighbour or two ahead of it. Communicators: NCCL's, whose memory is not counted; users "
@@ -289,6 +302,8 @@ def _table(result: MemoryEstimate, here: int) -> Table:
             " Checkpoints in memory: two generations with their copies, in RAM, on "
             f"{hosts} of {counted(here, 'rank')}."
         )
+    if own is not None:
+        caption += f" *: the stage of {own[1]}."
     table = Table(
         title=f"{result.model}: {count}, {over}, {result.precision}, {result.optimizer}{without}",
         caption=caption,
@@ -309,7 +324,7 @@ def _table(result: MemoryEstimate, here: int) -> Table:
     for row in result.stages:
         sizes = (row.parameters, row.gradients, row.optimizer, row.state, row.gradient_buffers)
         table.add_row(
-            str(row.stage),
+            _mark(row.stage, own),
             *map(in_units, sizes),
             f"{in_units(row.largest_unit)}: {row.largest_unit_name}",
             str(row.communicators),
@@ -319,18 +334,20 @@ def _table(result: MemoryEstimate, here: int) -> Table:
     return table
 
 
-def _tiers(result: MemoryEstimate) -> Table:
+def _tiers(result: MemoryEstimate, own: Own) -> Table:
+    said = f" *: the stage of {own[1]}." if own is not None else ""
     table = Table(
-        title=f"with offload: {', '.join(_places(result))}",
+        title=f"{result.model}: with offload: {', '.join(_places(result))}",
         caption="Per rank, without activations. Pinned is part of RAM. Parameters are "
-        "offloaded at stage 3 alone.",
+        f"offloaded at stage 3 alone.{said}",
     )
     for name in ("stage", "device", "RAM", "pinned", "disk"):
         table.add_column(name, justify="right")
     for row in result.stages:
         tiers = row.tiers
         table.add_row(
-            str(row.stage), *map(in_units, (tiers.device, tiers.ram, tiers.pinned, tiers.disk))
+            _mark(row.stage, own),
+            *map(in_units, (tiers.device, tiers.ram, tiers.pinned, tiers.disk)),
         )
     return table
 
@@ -365,7 +382,9 @@ def _print_proposal(found: Proposal, as_json: bool, out: Path | None) -> None:
                 print(f"after model = {found.cut}")
             if out is not None:
                 print(
-                    f"written: {out}; pass it as config= to hf_zero.initialize or as zero_config="
+                    f"written: {out}, with DeepSpeed's names of keys; pass it as config= to "
+                    "hf_zero.initialize or zero_config= to hf_zero.TrainingArguments "
+                    "(accelerate launch takes an Accelerate YAML instead)"
                 )
     if found.config is None:
         raise typer.Exit(NOTHING_FITS)
@@ -383,8 +402,8 @@ def _tried(found: Proposal) -> Table:
     device = "in RAM" if free.host_device else in_units(free.device)
     disks = "".join(f", {in_units(disk.nbytes)} in {disk.path}" for disk in free.disks)
     table = Table(
-        title=f"{found.model}: what fits one rank, from the fastest; free: device {device}, RAM "
-        f"{in_units(free.ram)}{disks}",
+        title=f"{found.model}: what fits one rank, from the fastest; free for each rank: device "
+        f"{device}, RAM {in_units(free.ram)}{disks}",
         caption=f"{_margin(found)} A larger batch may need more.",
     )
     for name in ("configuration", "device", "RAM", "disk", "fits"):

@@ -22,6 +22,7 @@ TASK = re.compile(r"^## (.*)$", re.M)
 ROW = re.compile(r"^\| \[([^]]+)\]\([^)]*\)" + 4 * r" \| ([^|]*)" + r" \|$", re.M)
 IMPORT = re.compile(r"^\s*(?:from|import) (\w+)\b", re.M)
 SCHEMA = "../../hf_zero/config/schema.json"  # as the files of recipes name it
+COPIED_SCHEMA = "schema.json"
 
 recipe = typer.Typer(no_args_is_help=True)
 
@@ -143,6 +144,8 @@ def _copy(source: Path, name: str, folder: Path) -> None:
             if shared.is_file() and not copy.exists():
                 shutil.copy(shared, copy)
                 scripts.append(copy)
-    schema = str(PACKAGE / "config" / "schema.json")
-    for path in [*folder.glob("*.json"), *folder.glob("*.yaml")]:
-        path.write_text(path.read_text().replace(SCHEMA, schema))
+    named = [path for path in folder.glob("*.[jy]*") if SCHEMA in path.read_text()]
+    for path in named:  # a path beside it holds on any machine, and editors resolve it
+        path.write_text(path.read_text().replace(SCHEMA, f"./{COPIED_SCHEMA}"))
+    if named:
+        shutil.copy(PACKAGE / "config" / "schema.json", folder / COPIED_SCHEMA)

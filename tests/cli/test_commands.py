@@ -243,7 +243,20 @@ def test_checkpoints_in_memory_are_estimated_by_the_ranks_of_a_host(
     shown = " ".join(invoke(*options, *pairs).split())
     assert "in RAM, on 2 hosts of 2 ranks" in shown and in_units(of(*pairs)) in shown
     with pytest.raises(ConfigError, match=r"--ranks-per-host = 2: it describes .* leave it out"):
-        invoke("estimate", model, "--ranks", "4", *pairs)
+        invoke("estimate", "no-such-model", "--ranks", "4", *pairs)
+
+
+def test_the_stage_and_the_offload_of_a_file_are_shown(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "zero2.json"
+    section = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    file.write_text(json.dumps({"zero_optimization": section}))
+    shown = invoke("estimate", model, "--ranks", "2", "--config", str(file))
+    offloaded, _, whole = shown.partition("as if nothing were offloaded")
+    assert "with offload: optimizer on cpu" in offloaded
+    for table in (offloaded, whole):
+        assert re.findall(r"^│ +(\S+) │", table, re.M) == ["0", "1", "*2", "3"]
+        assert f"*: the stage of {file}." in table
+    assert "*" not in invoke("estimate", model, "--ranks", "2")
 
 
 @pytest.mark.parametrize(("gpus", "share"), [(0, 8), (4, 4)])

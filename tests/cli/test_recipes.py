@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,10 @@ def test_a_copy_has_all_that_its_scripts_import(name: str, tmp_path: Path) -> No
     }
     assert unused <= SHARED
     for path in [*folder.glob("zero*.json"), *folder.glob("zero*.yaml")]:
-        assert "../../" not in path.read_text()
+        text = path.read_text()
+        assert "../../" not in text and str(ROOT) not in text
+        (schema,) = re.findall(r"\$schema\"?[=:] ?\"?([^\s\",]+)", text)
+        assert json.loads((folder / schema).read_text())["$id"] == "urn:hf-zero:configuration"
         assert ZeroConfig.from_file(path, allow_auto=True, foreign=True).stage in range(4)
 
 
