@@ -4,12 +4,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlparse
+from urllib.request import url2pathname
 
 import typer
 from rich.table import Table
@@ -106,6 +110,31 @@ def _whole(part: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
         )
 
 
+def _own_version(imported: Path) -> Finding:
+    """Return the finding for the package in the folder ``imported``: its version is known where it
+    is the installed one.
+    """
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    try:
+        own = distribution("hf-zero")
+    except PackageNotFoundError:
+        return Finding("versions", "hf-zero", "ok", f"a tree of sources at {imported}")
+    origin = json.loads(own.read_text("direct_url.json") or "{}")
+    editable = origin.get("dir_info", {}).get("editable", False)
+    root = url2pathname(urlparse(origin["url"]).path) if editable else own.locate_file("")
+    installed = Path(str(root), "hf_zero").resolve()
+    if installed == imported:
+        return Finding("versions", "hf-zero", "ok", f"{own.version} at {imported}")
+    return Finding(
+        "versions",
+        "hf-zero",
+        "off",
+        f"imported from {imported}, but installed is {own.version} at {installed}: PYTHONPATH or "
+        "the working folder comes first; leave it, or pip install that folder",
+    )
+
+
 def _versions() -> Iterator[Finding]:
     from importlib.metadata import PackageNotFoundError, requires, version
 
@@ -114,9 +143,7 @@ def _versions() -> Iterator[Finding]:
     import hf_zero
 
     yield Finding("versions", "python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
-    yield Finding(
-        "versions", "hf-zero", "ok", f"{hf_zero.__version__} at {os.path.dirname(hf_zero.__file__)}"
-    )
+    yield _own_version(Path(hf_zero.__file__).resolve().parent)
     try:
         needed = [Requirement(line) for line in requires("hf-zero") or ()]
     except PackageNotFoundError:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from hf_zero.cli.printing import print_json, print_table
+from hf_zero.logging import counted
 
 if TYPE_CHECKING:
     import torch
@@ -114,7 +115,12 @@ def main(arguments: list[str]) -> int:
 
 
 def _print(rows: list[dict[str, Any]], ranks: int) -> None:
-    table = Table("stage", "largest difference of a weight", "", title=f"{ranks} ranks")
+    table = Table(
+        "stage",
+        "largest difference of a weight",
+        "",
+        title=f"{counted(ranks, 'rank')}, {STEPS} steps, saved and resumed after step {STEPS // 2}",
+    )
     for row in rows:
         said = "as in plain PyTorch" if row["right"] else "WRONG"
         table.add_row(str(row["stage"]), f"{row['largest_difference']:.1e}", said)

@@ -363,6 +363,19 @@ def test_smoke_trains_as_plain_pytorch_does() -> None:
     assert [(row["stage"], row["right"]) for row in rows] == [(stage, True) for stage in range(4)]
 
 
+def test_smoke_says_that_it_saves_and_resumes(capsys: pytest.CaptureFixture[str]) -> None:
+    smoke._print([{"stage": 0, "largest_difference": 0.0, "right": True}], 2)
+    assert "2 ranks, 6 steps, saved and resumed after step 3" in capsys.readouterr().out
+
+
+def test_doctor_names_both_folders_where_another_package_is_installed(tmp_path: Path) -> None:
+    found = doctor._own_version(tmp_path / "hf_zero")
+    assert found.status == "off"
+    assert re.search(rf"imported from {tmp_path}/hf_zero, but installed is \S+ at /", found.detail)
+    installed = Path(re.findall(r" at (\S+): ", found.detail)[0])
+    assert doctor._own_version(installed).status == "ok"
+
+
 def test_smoke_finds_weights_that_differ(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
