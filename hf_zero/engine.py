@@ -99,12 +99,12 @@ class AsyncSaves:
 
 
 class Engine(TrainingEngine):
-    """``model`` under ZeRO. Made by :func:`hf_zero.initialize`; call it like the model.
+    """A model under ZeRO, created by :func:`hf_zero.initialize`. Call it like the model.
 
-    The loss given to :meth:`backward` (or a plain ``loss.backward()``) is the unscaled loss of one
-    micro-batch on this rank; the engine averages over the accumulation window and over ranks, and
-    scales for fp16. With ``shard_only`` it does not train: parameters keep their dtypes, and may be
-    frozen and unfrozen.
+    Pass the unscaled loss of one micro-batch on this rank to :meth:`backward`, or call
+    ``loss.backward()``. The engine averages over the micro-batches of a step and over ranks, and
+    scales for fp16. With ``shard_only`` it shards the model without training it: parameters keep
+    their dtypes, and can be frozen and unfrozen.
     """
 
     resumed_from: str | None = None

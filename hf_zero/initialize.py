@@ -71,47 +71,48 @@ def initialize(
     config_params: ZeroConfig | Mapping[Any, Any] | str | os.PathLike[Any] | None = None,
     resume: str | os.PathLike[str] | None = None,
 ) -> tuple[Engine, Any, DataLoader[Any] | None, Any]:
-    """Put ``model`` under ZeRO: (engine, optimizer, data loader, scheduler). Collective.
+    """Put ``model`` under ZeRO; return (engine, optimizer, data loader, scheduler). Collective.
 
     Args:
-        args: an object whose ``deepspeed_config`` names the config file, if ``config`` is not
-            given. ``initialize(model, config)`` is accepted, too.
-        model: the whole model; rank 0's values are used. On the meta device, the model's own rule
-            initialises each parameter.
-        optimizer: an optimizer over the model's parameters, or a callable that makes one from
-            parameters; None uses the config's. The same object is returned, its groups live.
-        model_parameters: parameters or groups for an optimizer made here; default: all that require
-            grad.
-        training_data: a dataset; the loader gives each rank its share in micro-batches (an
-            IterableDataset must split itself: every rank iterates all of it). Its order is that of
-            the epoch given to ``loader.data_sampler.set_epoch``, as with any DistributedSampler; if
-            the configuration chooses samples by their difficulty, an iteration continues with the
-            engine's next step. Or a loader with ``state_dict`` and ``load_state_dict``
-            (torchdata's ``StatefulDataLoader``), which is returned as it is.
-        lr_scheduler: a scheduler, or a callable that makes one from the optimizer; None uses the
-            config's. The engine steps it.
-        distributed_port: the rendezvous port, if MASTER_PORT is not set and the launcher names no
-            port.
+        args: an object whose ``deepspeed_config`` is the path of the configuration, used if
+            ``config`` is not given. You can also call ``initialize(model, config)``.
+        model: the whole model. All ranks take the values of rank 0. Parameters on the meta device
+            are initialized by the model's own method.
+        optimizer: an optimizer over the model's parameters, or a callable that creates one from
+            parameters; None uses the optimizer of the configuration. The engine returns the same
+            object, and reads later changes of its groups.
+        model_parameters: parameters or groups for an optimizer that this call creates; by default
+            all that require gradients.
+        training_data: a dataset, which the returned loader divides into micro-batches for each
+            rank. (An IterableDataset must divide itself, because every rank iterates over all of
+            it.) Call ``loader.data_sampler.set_epoch`` before each epoch, as with any
+            DistributedSampler. If the configuration chooses samples by their difficulty, an
+            iteration continues with the engine's next step. You can also pass a loader with
+            ``state_dict`` and ``load_state_dict`` (torchdata's ``StatefulDataLoader``), which is
+            returned unchanged.
+        lr_scheduler: a scheduler, or a callable that creates one from the optimizer; None uses the
+            scheduler of the configuration. The engine steps the scheduler.
+        distributed_port: the port of the rendezvous if the launcher does not set MASTER_PORT.
         mpu: the result of ``hf_zero.sequence_parallel``, or a Megatron-style model-parallel unit
             that describes data parallelism over all ranks; any other raises.
-        dist_init_required: False: a process group must exist already.
+        dist_init_required: False requires that a process group already exists.
         collate_fn: for the loader.
-        config, config_params: ZeroConfig, dict, path, JSON text or the name of a preset.
-        resume: the folder of a run: its newest whole checkpoint is loaded if there is one, with
-            counters, random generators and the place in ``training_data``, and the number of
-            micro-batches follows the number of ranks, so that a step keeps its samples;
-            ``"latest"`` takes the folder ``checkpoint.folder`` of the configuration. The script's
-            loop goes on with ``engine.global_steps``, ``loader.epoch`` and ``engine.client_state``.
+        config, config_params: a ZeroConfig, a dict, a path, a JSON string or the name of a preset.
+        resume: the folder of a run. If it has a complete checkpoint, this call loads the newest
+            one, with counters, random generators and the position in ``training_data``. On another
+            number of ranks it changes the number of micro-batches, so that each step trains on the
+            same samples. ``"latest"`` uses ``checkpoint.folder`` of the configuration. Continue
+            your loop from ``engine.global_steps``, ``loader.epoch`` and ``engine.client_state``.
 
     Raises:
         LaunchError: the variables of the launcher are incomplete or contradict each other.
-        ConfigError: no or two configs, two optimizers or schedulers, or contradicting values; a
-            checkpoint to resume from with other parallel sizes, or whose samples a step the ranks
-            cannot make.
-        CheckpointError: nothing in the folder to resume from is whole.
+        ConfigError: no configuration or two, two optimizers or schedulers, or values that
+            contradict each other; a checkpoint with other parallel sizes, or with a batch that the
+            ranks cannot divide.
+        CheckpointError: the folder to resume from has no complete checkpoint.
         NotBuiltError: an ``mpu`` that splits the model.
-        UnsupportedOptimizerError: an optimizer that is wrong on flat shards.
-        DoesNotFitError: the training needs more memory, or room in files, than is free; it says
+        UnsupportedOptimizerError: an optimizer that needs whole tensors.
+        DoesNotFitError: training needs more memory or disk space than is free; the message says
             what fits.
     """
     return initialize_as(

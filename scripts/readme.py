@@ -170,12 +170,14 @@ def _gb(size: int) -> str:
 
 KEYS_HEAD = """# Configuration keys
 
-Every key that a configuration may hold, in DeepSpeed's JSON dialect, by section. `hf-zero docs`
-with the name of a section shows it, as `hf-zero docs zero_optimization`; `hf-zero schema` is the
-same for editors. `scripts/readme.py` writes this page from the declarations.
+This page lists every key of a configuration by section, with its type, effect and default.
+`hf-zero docs zero_optimization.stage` shows one key, and `hf-zero docs zero_optimization` shows a
+section. `hf-zero schema` prints the same as a JSON schema for editors. `scripts/readme.py`
+generates this page.
 
-Keys without effect are accepted, with the reason. Keys that are not built raise where they ask for
-what is missing. `"auto"` is a placeholder that Accelerate and the Trainer fill in.
+hf-zero accepts keys marked "No effect", and ignores them for the given reason. Keys marked "Not
+built" raise an error if they ask for the missing feature. Accelerate and the Trainer replace the
+placeholder `"auto"` with a value.
 
 """
 

@@ -85,7 +85,7 @@ ACCELERATE_KEYS: dict[str, Key] = {
     key.path: key
     for key in (
         *placed(LaunchSection, "", "launch."),
-        _launch("$schema", TEXT, "names the schema of these keys for editors"),
+        _launch("$schema", TEXT, "editors read the schema of the keys from it"),
         _launch(f"{_SECTION}.deepspeed_config_file", PATH, "the file that the values come from"),
         _launch(
             f"{_SECTION}.zero3_init_flag",

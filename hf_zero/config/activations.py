@@ -59,22 +59,24 @@ class ActivationCheckpointing:
     blocks: bool | int | Literal["selective"] | None = key(
         Kind("true, false, a number of blocks, or 'selective'", _blocks, _BLOCKS_SCHEMA),
         None,
-        "blocks that recompute their activations; selective: all but products and "
-        "attention; null: as the model does",
+        "which blocks recompute their activations; selective recomputes all except matrix "
+        "products and attention; null leaves it to the model",
         unit="blocks",
     )
     number_checkpoints: int | None = key(
         COUNT,
         None,
-        "how many blocks, from the first on, are checkpointed",
+        "number of blocks, from the first on, that recompute their activations",
         idle=_idle_number,
         unit="blocks",
     )
-    cpu_checkpointing: bool = key(BOOLEAN, False, "what checkpoints keep waits in host memory")
+    cpu_checkpointing: bool = key(
+        BOOLEAN, False, "keep the inputs of recomputed blocks in host memory"
+    )
     synchronize: bool = key(
         BOOLEAN,
         False,
-        "wait for the device around each checkpoint",
+        "wait for the device before and after each checkpointed forward",
         name="synchronize_checkpoint_boundary",
     )
     profile: bool = key(
@@ -104,13 +106,13 @@ class TiledMlpSection:
     enabled: bool = key(
         BOOLEAN,
         False,
-        "MLPs compute one stretch of the tokens after another, and again in the backward: less "
-        "memory for long sequences",
+        "MLPs compute one chunk of tokens after another, and again in the backward, which "
+        "saves memory with long sequences",
     )
     shards: int | None = key(
         integer(1),
         None,
-        "stretches; null: tokens / hidden size, the most of any rank",
+        "number of chunks; null uses tokens / hidden size, the largest number of any rank",
         unit="stretches",
         idle=without("tiled_mlp.enabled"),
     )
@@ -126,19 +128,25 @@ class ActivationOffload:
     ends stay there. ``pin_memory`` None pins host memory where there is a GPU.
     """
 
-    enabled: bool = key(BOOLEAN, False, "tensors saved for the backward wait in host memory")
+    enabled: bool = key(
+        BOOLEAN, False, "keep tensors that are saved for the backward in host memory"
+    )
     min_bytes: int = key(
-        COUNT, 1 << 20, "smaller ones stay on the device", idle=_idle_offload, unit="bytes"
+        COUNT,
+        1 << 20,
+        "tensors with fewer bytes stay on the device",
+        idle=_idle_offload,
+        unit="bytes",
     )
     in_flight_bytes: int | None = key(
         integer(1),
         None,
-        "device memory that waits for copies; null: two blocks' worth",
+        "the limit of device memory in unfinished copies; null means as much as two blocks save",
         idle=_idle_offload,
         unit="bytes",
     )
     pin_memory: bool | None = key(
-        BOOLEAN, None, "page-locked memory; null: where there is a GPU", idle=_idle_offload
+        BOOLEAN, None, "use page-locked memory; null uses it if there is a GPU", idle=_idle_offload
     )
 
 
@@ -147,12 +155,12 @@ ACTIVATIONS = under(
     inert(
         "partition_activations",
         BOOLEAN,
-        "divides activations among tensor-parallel ranks, of which there is one",
+        "hf-zero does not divide saved activations among tensor-parallel ranks",
     ),
     inert(
         "contiguous_memory_optimization",
         BOOLEAN,
-        "no buffer is set aside; expandable_segments:True in PYTORCH_ALLOC_CONF keeps the "
-        "device's memory whole",
+        "hf-zero reserves no buffer; set PYTORCH_ALLOC_CONF=expandable_segments:True to "
+        "avoid fragmentation",
     ),
 )

@@ -35,36 +35,50 @@ from hf_zero.config.rows import (
 from hf_zero.config.settings import Settings
 from hf_zero.config.techniques import CURRICULUM, ROUTING, SAMPLING, TOKEN_DROP
 
-_UNIT = "a unit, usually one transformer block, is gathered and released whole"
-_MESSAGE = "a unit is one message"
+_UNIT = "hf-zero gathers and releases each unit, usually one block, as a whole"
+_MESSAGE = "hf-zero sends each unit, usually one block, as one message"
 
 
 _ZERO = under(
     "zero_optimization",
-    inert("contiguous_gradients", BOOLEAN, "the gradients of a unit always lie in one flat buffer"),
-    inert("reduce_scatter", BOOLEAN, "the stage decides between reduce-scatter and all-reduce"),
+    inert(
+        "contiguous_gradients",
+        BOOLEAN,
+        "the gradients of a unit are always contiguous in one flat buffer",
+    ),
+    inert(
+        "reduce_scatter",
+        BOOLEAN,
+        "the stage determines whether gradients are reduce-scattered or all-reduced",
+    ),
     inert("allgather_partitions", BOOLEAN, "updated parameters are always all-gathered"),
     inert("use_multi_rank_bucket_allreduce", BOOLEAN, _MESSAGE),
-    inert("sub_group_size", SIZE, "a chunk is updated as one segment for each optimizer group"),
+    inert(
+        "sub_group_size", SIZE, "hf-zero updates a shard as one segment for each optimizer group"
+    ),
     inert("stage3_max_reuse_distance", SIZE, _UNIT),
     inert("stage3_use_all_reduce_for_fetch_params", BOOLEAN, "units are always all-gathered"),
     inert("stage3_allgather_sequential", BOOLEAN, _MESSAGE),
     inert("elastic_checkpoint", BOOLEAN, "every checkpoint resumes on any number of ranks"),
-    inert("grad_hooks", BOOLEAN, "gradients are reduced when their unit ends its backward"),
-    inert("memory_efficient_linear", BOOLEAN, "linear layers are not replaced"),
+    inert("grad_hooks", BOOLEAN, "hf-zero reduces the gradients of a unit when its backward ends"),
+    inert("memory_efficient_linear", BOOLEAN, "hf-zero does not replace linear layers"),
     inert("pipeline_loading_checkpoint", BOOLEAN, "each rank reads its own byte ranges"),
-    inert("override_module_apply", BOOLEAN, "Module.apply is left alone"),
+    inert("override_module_apply", BOOLEAN, "hf-zero does not change Module.apply"),
     inert(
         "log_trace_cache_warnings",
         BOOLEAN,
-        "the order of gathers is recorded once per mode; there is no trace cache",
+        "hf-zero has no trace cache; it records the order of gathers once per mode",
     ),
     inert(
         "enable_sanity_checks",
         BOOLEAN,
         "ranks always agree on a collective that is new to the recorded order",
     ),
-    inert("save_muon_momentum_buffer_in_memory", BOOLEAN, "concerns the Muon optimizer"),
+    inert(
+        "save_muon_momentum_buffer_in_memory",
+        BOOLEAN,
+        "it concerns DeepSpeed's own Muon optimizer",
+    ),
     unbuilt(
         "load_from_fp32_weights",
         BOOLEAN,
@@ -91,14 +105,16 @@ _FP16 = under(
         "type",
         choice("fp16", "float16", "bf16", "bfloat16"),
         Status.ACTIVE,
-        "a former key: the section bf16 or fp16",
+        "a former key; write the section bf16 or fp16",
     ),
 )
 
 _BF16 = under(
     "bf16",
     inert(
-        "immediate_grad_update", BOOLEAN, "gradients join the accumulated ones as they are reduced"
+        "immediate_grad_update",
+        BOOLEAN,
+        "the engine always adds gradients to the accumulated ones when it reduces them",
     ),
     unbuilt(
         "bf16_master_weights_and_grads",
@@ -110,7 +126,7 @@ _BF16 = under(
         "bf16_optimizer_states",
         BOOLEAN,
         Status.ACTIVE,
-        "moments in bf16 where the optimizer is offloaded",
+        "store the moments in bf16 if the optimizer is offloaded",
     ),
     unbuilt("ddp_bf16", BOOLEAN, "DeepSpeed's DDP mode for bf16"),
 )
@@ -119,39 +135,42 @@ _GRADIENTS = (
     unbuilt(
         "data_types.param_dtype",
         DTYPE,
-        "parameters in a dtype other than that of fp16 or bf16",
+        "parameters in a dtype other than the one that fp16 or bf16 selects",
         None,
     ),
     inert(
         "seq_parallel_communication_data_type",
         TEXT,
-        "what attention exchanges under sequence_parallel_size is in its own dtype",
+        "sequence_parallel_size exchanges activations in their own dtype",
     ),
     unbuilt(
-        "fp32_allreduce", BOOLEAN, "fp32 reductions by an old name; use communication_data_type"
+        "fp32_allreduce", BOOLEAN, "the old name for fp32 reductions; use communication_data_type"
     ),
     inert(
-        "sparse_gradients", BOOLEAN, "the gradients of embeddings with sparse=True are made dense"
+        "sparse_gradients",
+        BOOLEAN,
+        "the engine makes the gradients of embeddings with sparse=True dense",
     ),
     inert(
         "disable_allgather",
         BOOLEAN,
-        "updated parameters are all-gathered, not broadcast one by one",
+        "hf-zero all-gathers updated parameters, and never broadcasts them one by one",
     ),
 )
 
 _OPTIMIZER = (
-    inert("optimizer.torch_adam", BOOLEAN, "DeepSpeed reads it in optimizer.params alone"),
+    inert("optimizer.torch_adam", BOOLEAN, "DeepSpeed reads this key only in optimizer.params"),
     inert("optimizer.legacy_fusion", BOOLEAN, "concerns DeepSpeed's fp16 LAMB"),
     inert(
         "zero_allow_untested_optimizer",
         BOOLEAN,
-        "Accelerate always sets it, so it authorises nothing; use elementwise_optimizers",
+        "Accelerate always sets this key, so it does not show that you have checked the "
+        "optimizer; use elementwise_optimizers",
     ),
     inert(
         "zero_force_ds_cpu_optimizer",
         BOOLEAN,
-        "under offload the optimizer keeps its class, and is updated on the CPU all the same",
+        "with offload, hf-zero updates on the CPU with an optimizer of any class",
     ),
 )
 
@@ -162,34 +181,41 @@ _CHECKPOINT = under(
     inert(
         "load_universal",
         BOOLEAN,
-        "every checkpoint resumes on any number of ranks and at any stage; under the facade "
-        "latest_universal goes before latest",
+        "every checkpoint resumes on any number of ranks and at any stage; in scripts for "
+        "DeepSpeed, latest_universal has priority over latest",
     ),
     inert(
         "tag_validation", choice("ignore", "warn", "fail"), "rank 0 decides the tag of a checkpoint"
     ),
     inert("parallel_write.pipeline_stage", BOOLEAN, "each rank always writes its own file"),
     inert("checkpoint_serialization", BOOLEAN, "checkpoints are safetensors and JSON"),
-    inert("writer.type", choice("fast", "python"), "rank files are always streamed by direct I/O"),
-    inert("writer.io_buffer_size", SIZE, "blocks are of 16 MiB"),
-    inert("writer.io_buffer_double", BOOLEAN, "one block is hashed while another is written"),
+    inert("writer.type", choice("fast", "python"), "hf-zero always streams files with direct I/O"),
+    inert("writer.io_buffer_size", SIZE, "hf-zero always writes blocks of 16 MiB"),
+    inert(
+        "writer.io_buffer_double",
+        BOOLEAN,
+        "hf-zero always hashes one block while it writes another",
+    ),
     inert("writer.io_multiplier", COUNT, "each rank writes one stream"),
-    inert("writer.show_statistics", BOOLEAN, "the log says how long a save in the background took"),
+    inert(
+        "writer.show_statistics", BOOLEAN, "the log always shows how long a background save took"
+    ),
     inert(
         "writer.data_parallel",
         choice("replica", "socket", "machine"),
-        "all ranks always write, each byte once",
+        "all ranks always write, and each byte is written once",
     ),
 )
 
 _REPORTS = (
-    inert("$schema", TEXT, "names the schema of these keys for editors"),
-    inert("vocabulary_size", COUNT, "only asks for a warning about alignment"),
+    inert("$schema", TEXT, "editors read the schema of the keys from it"),
+    inert("vocabulary_size", COUNT, "DeepSpeed uses it only for a warning about alignment"),
     inert("timers.throughput.enabled", BOOLEAN, "metrics.enabled reports throughput"),
     inert("timers.throughput.synchronized", BOOLEAN, "metrics.enabled reports throughput"),
     switched(
         "monitor",
-        "monitors by a section of their own; write tensorboard, wandb, csv_monitor at the top",
+        "one section for all monitors; write tensorboard, wandb, comet or csv_monitor at "
+        "the top level",
         "tensorboard wandb comet csv_monitor",
     ),
 )
@@ -201,8 +227,8 @@ _FEATURES = (
     inert(
         "torch_autocast.lower_precision_safe_modules",
         NAMES,
-        "torch.autocast knows which operations are safe in fewer bits; what travels keeps the "
-        "dtype of the parameters",
+        "torch.autocast knows which operations are safe in fewer bits; communication "
+        "keeps the dtype of the parameters",
     ),
     switched("msamp", "MS-AMP (fp8)", "opt_level"),
     switched(
@@ -211,21 +237,25 @@ _FEATURES = (
         asks=larger_than_one("tensor_parallel.tp_size"),
         off="{}",
     ),
-    inert("pipeline.partition", TEXT, "partition_method of the PipelineModule says it"),
-    inert("pipeline.seed_layers", BOOLEAN, "seed_layers of the PipelineModule says it"),
+    inert("pipeline.partition", TEXT, "set partition_method of the PipelineModule"),
+    inert("pipeline.seed_layers", BOOLEAN, "set seed_layers of the PipelineModule"),
     inert("pipeline.pipe_partitioned", BOOLEAN, "tensor-parallel ranks send whole activations"),
     inert("pipeline.grad_partitioned", BOOLEAN, "tensor-parallel ranks send whole gradients"),
-    inert("pipeline.use_reentrant", BOOLEAN, "recomputation is never reentrant"),
+    inert(
+        "pipeline.use_reentrant",
+        BOOLEAN,
+        "hf-zero never recomputes with the reentrant implementation",
+    ),
     unbuilt(
         "use_data_before_expert_parallelism",
         BOOLEAN,
-        "experts over ranks that are not neighbours",
+        "expert groups of ranks that are not neighbours",
     ),
-    switched("hybrid_engine", "the hybrid engine of training and generation"),
+    switched("hybrid_engine", "the hybrid engine for training and generation"),
     unbuilt("graph_harvesting", BOOLEAN, "CUDA graphs; write compile: blocks"),
     switched(
         f"{TOKEN_DROP}.layer_token_lr_schedule",
-        "a learning rate by tokens read; write a scheduler",
+        "a learning rate that depends on the number of tokens; write a scheduler",
         "total_layer_tokens warmup_layer_tokens",
     ),
     switched(
@@ -235,7 +265,7 @@ _FEATURES = (
     ),
     switched(
         "weight_quantization",
-        "quantized weights; load quantised weights",
+        "quantized weights; load a quantized model instead",
         asks=bool,
         off="null",
     ),
@@ -248,7 +278,7 @@ _FEATURES = (
     ),
 )
 
-_DEEPCOMPILE = "concerns DeepCompile"
+_DEEPCOMPILE = "hf-zero has no DeepCompile"
 _COMPILE = under(
     "compile",
     unbuilt("deepcompile", BOOLEAN, "DeepCompile; write compile: blocks"),

@@ -65,21 +65,21 @@ if TYPE_CHECKING:
 
 class Keywords(TypedDict, total=False):
     train_batch_size: int | None
-    """samples of one optimizer step: micro × accumulation × ranks [samples]"""
+    """samples per optimizer step: micro-batch × accumulation × data-parallel ranks [samples]"""
     train_micro_batch_size_per_gpu: int | None
-    """samples of one forward on one rank [samples]"""
+    """samples per forward on one rank [samples]"""
     gradient_accumulation_steps: int | None
-    """micro-batches of one optimizer step [micro-batches]"""
+    """micro-batches per optimizer step [micro-batches]"""
     managed_gradient_accumulation: bool | None
-    """false: every step() ends an accumulation window, however many micro-batches it has;
-    gradient_accumulation_steps still divides losses
+    """false makes every step() update the weights, whatever the number of micro-batches since
+    the last update; gradient_accumulation_steps still divides the gradients
     """
     elasticity: Mapping[str, Any] | None
     """batch sizes that fit many numbers of ranks: max_train_batch_size, micro_batch_sizes,
     min_gpus, max_gpus; every checkpoint resumes on any number of ranks without it
     """
     gradient_clipping: float | None
-    """the global norm is clipped to this; 0: never"""
+    """the largest global norm of the gradients, to which a step clips them; 0 disables clipping"""
     zero: ZeroSection | Mapping[str, Any] | None
     """The section ``zero_optimization``."""
     zeropp_loco_param: LocoSection | Mapping[str, Any] | None
@@ -97,9 +97,9 @@ class Keywords(TypedDict, total=False):
     prescale_gradients: bool | None
     """divide gradients before they are summed over ranks"""
     gradient_predivide_factor: float | None
-    """what prescale_gradients divides by beforehand"""
+    """the number by which prescale_gradients divides before the sum"""
     gradient_allreduce_op: Literal["mean", "sum"] | None
-    """what becomes of gradients over the ranks"""
+    """whether a step uses the mean or the sum of the gradients of all ranks"""
     communication_data_type: (
         Literal[
             "fp32",
@@ -118,7 +118,7 @@ class Keywords(TypedDict, total=False):
         | torch.dtype
         | None
     )
-    """dtype of reductions; none: that of the gradients"""
+    """the dtype in which gradients are reduced; null uses the dtype of the gradients"""
     gradient_accumulation_dtype: (
         Literal[
             "fp32",
@@ -137,7 +137,7 @@ class Keywords(TypedDict, total=False):
         | torch.dtype
         | None
     )
-    """dtype in which micro-batches are summed"""
+    """the dtype in which the gradients of micro-batches are summed"""
     buffer_dtype: (
         Literal[
             "fp32",
@@ -156,33 +156,35 @@ class Keywords(TypedDict, total=False):
         | torch.dtype
         | None
     )
-    """dtype that floating-point buffers of the model are cast to; none: they keep theirs"""
+    """the dtype to which the model's floating-point buffers are cast; null keeps their dtype"""
     elementwise_optimizers: Sequence[str] | None
-    """classes of optimizers that you vouch update each element by itself"""
+    """names of optimizer classes that, as you confirm, update each element independently of the
+    others
+    """
     compressed_communication: CompressedCommunication | Mapping[str, Any] | None
     """The section ``compressed_communication``."""
     tensor_parallel: TensorParallelSection | Mapping[str, Any] | None
     """The section ``tensor_parallel``."""
     sequence_parallel_size: int | None
-    """neighbouring ranks that read parts of the same sequences and exchange them for attention
-    heads (Ulysses) [ranks]
+    """number of neighbouring ranks that divide each sequence, and exchange tokens for heads in
+    attention (Ulysses) [ranks]
     """
     pipeline: PipelineSection | Mapping[str, Any] | None
     """The section ``pipeline``."""
     expert_parallel: ExpertParallelSection | Mapping[str, Any] | None
     """The section ``expert_parallel``."""
     replicate_size: int | None
-    """copies of the shards: ranks / replicate_size share one"""
+    """number of copies of the shards; ranks / replicate_size ranks share one copy"""
     timeout: float | None
-    """seconds until a silent wait is an error [seconds]"""
+    """how long a rank waits for others before it raises an error [seconds]"""
     distributed_backend: Literal["gloo", "nccl"] | None
-    """what collectives run on; none: nccl for GPUs, gloo for CPUs"""
+    """the library for collectives; null uses nccl on GPUs and gloo on CPUs"""
     distributed_port: int | None
-    """where ranks meet if the launcher sets no MASTER_PORT"""
+    """the port of the rendezvous if the launcher does not set MASTER_PORT"""
     distributed_interface: str | None
-    """network device of gloo and NCCL, such as eth0"""
+    """the network interface for gloo and NCCL, such as eth0"""
     seed: int | None
-    """seed of what the engine itself draws"""
+    """the seed for random draws of the engine itself"""
     kernels: (
         Literal["auto", "off", "on", True, False]
         | Sequence[
@@ -190,18 +192,20 @@ class Keywords(TypedDict, total=False):
         ]
         | None
     )
-    """fused kernels: off, auto (what helps on the device of the training), or names"""
+    """fused kernels: off, auto (those that help on the training device), or a list of names"""
     sparse_attention: Mapping[str, Any] | None
-    """block-sparse attention: mode, block and what the mode takes; none: attention is dense"""
+    """block-sparse attention: mode, block, and the arguments of the mode; null keeps attention
+    dense
+    """
     pre_layer_norm: bool | None
-    """BERT-like models: norms before attention and MLP, for training from scratch"""
+    """move the norms of BERT-like models before attention and MLP, for training from scratch"""
     progressive_layer_drop: LayerDropSection | Mapping[str, Any] | None
     """The section ``progressive_layer_drop``."""
     compile: CompileSection | Mapping[str, Any] | Literal[False, "blocks"] | None
     """The section ``compile``."""
     attention_backend: Literal["auto", "flash", "cudnn", "efficient", "math"] | None
-    """kernels that scaled_dot_product_attention tries first, in the whole process; auto: what
-    was measured faster on such a GPU, else torch's own order
+    """the kernel that scaled_dot_product_attention tries first, in the whole process; auto uses
+    one that was measured to be faster on this type of GPU, or else torch's own order
     """
     offload_optimizer: OffloadOptimizer | Mapping[str, Any] | Literal["none", "cpu", "nvme"] | None
     """The section ``zero_optimization.offload_optimizer``."""
@@ -244,17 +248,18 @@ class Keywords(TypedDict, total=False):
     training_phases: TrainingPhasesSection | Mapping[str, Any] | None
     """The section ``training_phases``."""
     wall_clock_breakdown: bool | None
-    """log the milliseconds of forward, backward and step, read a step late"""
+    """log the milliseconds of forward, backward and step, one step later"""
     steps_per_print: float | None
-    """steps between the lines of the log: loss, learning rate, gradient norm and samples per
-    second, times, memory, collectives; not written: the first step of rank 0, and then a line
-    in 30 seconds at most, where no trainer and no bar shows steps; null or infinity: none;
-    times and memory then at each step [steps]
+    """number of steps between two lines in the log with loss, learning rate, gradient norm,
+    samples per second, times, memory and collectives; without the key, rank 0 logs its first
+    step and then at most one line in 30 seconds, unless a trainer or a progress bar shows the
+    steps; null or infinity logs no such lines, and then logs times and memory at each step
+    [steps]
     """
     memory_breakdown: bool | None
-    """log the bytes of state by kind and tier, of the allocator, and what is free"""
+    """log the bytes of state by kind and tier, the bytes of the allocator, and the free memory"""
     dump_state: bool | None
-    """log the engine's units, flat buffers and optimizer groups once it is made"""
+    """log units, flat buffers and optimizer groups when the engine has been created"""
     metrics: MetricsSection | Mapping[str, Any] | None
     """The section ``metrics``."""
     trace: TraceSection | Mapping[str, Any] | None
@@ -272,8 +277,8 @@ class Keywords(TypedDict, total=False):
     flops_profiler: FlopsProfilerSection | Mapping[str, Any] | None
     """The section ``flops_profiler``."""
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None
-    """level of hf-zero's log from here on; null: as it is, by HF_ZERO_LOG_LEVEL"""
+    """the level of hf-zero's log; null keeps the level that HF_ZERO_LOG_LEVEL sets"""
     dataloader_drop_last: bool | None
-    """drop an incomplete last batch of training_data"""
+    """drop the last batch of training_data if it is incomplete"""
     prefetch_bucket_size: float | None
-    """elements gathered ahead of their use [elements]"""
+    """number of elements to gather ahead of their use [elements]"""

@@ -35,32 +35,33 @@ class MetricsSection:
     enabled: bool = key(
         BOOLEAN,
         False,
-        "collect the figures of each step: rank 0 writes metrics.jsonl, and the trackers of "
-        "Accelerate, the Trainer and Lightning get them",
+        "collect the figures of each step; rank 0 writes them to metrics.jsonl and passes "
+        "them to the trackers of Accelerate, the Trainer and Lightning",
     )
     path: str | None = key(
         PATH,
         None,
-        "the folder of metrics.jsonl; null: beside the checkpoints",
+        "the folder of metrics.jsonl; null uses the folder of the checkpoints",
         idle=_WITHOUT_METRICS,
     )
     rotate_bytes: int = key(
         integer(1),
         64 << 20,
-        "size from which another file begins",
+        "size of the file at which rank 0 starts another one",
         unit="bytes",
         idle=_WITHOUT_METRICS,
     )
     peak_tflops: float | None = key(
         number(above=0),
         None,
-        "10^12 operations per second of one device, for mfu; null: known by its name, in 16 bits",
+        "peak performance of one device in 10^12 operations per second, for the MFU; null "
+        "uses the 16-bit peak of known devices",
     )
     flops_per_token: float | None = key(
         number(above=0),
         None,
-        "operations of the whole model for a token, forward and backward, for mfu; null: computed "
-        "from its parameters, not for a mixture of experts",
+        "operations of the whole model per token, forward and backward, for the MFU; null "
+        "computes them from the parameters, except for mixtures of experts",
     )
 
 
@@ -74,9 +75,11 @@ class TraceSection:
     enabled: bool = key(
         BOOLEAN, False, "write a trace of some steps for Perfetto and chrome://tracing, on rank 0"
     )
-    first: int = key(integer(1), 5, "the first of these steps", unit="steps", idle=_WITHOUT_TRACE)
-    steps: int = key(integer(1), 2, "their number", unit="steps", idle=_WITHOUT_TRACE)
-    path: str = key(FOLDER, "", "the folder of the file; empty: here", idle=_WITHOUT_TRACE)
+    first: int = key(integer(1), 5, "the first traced step", unit="steps", idle=_WITHOUT_TRACE)
+    steps: int = key(integer(1), 2, "number of traced steps", unit="steps", idle=_WITHOUT_TRACE)
+    path: str = key(
+        FOLDER, "", "the folder of the trace; empty means the working folder", idle=_WITHOUT_TRACE
+    )
 
 
 _WITHOUT_LOG = without("comms_logger.enabled")
@@ -89,21 +92,27 @@ class CommsLoggerSection:
     enabled: bool = key(
         BOOLEAN,
         False,
-        "count the engine's collectives by unit and group, with the waits for them, and time those "
-        "that the script calls in deepspeed.comm; rank 0 logs them every steps_per_print steps and "
-        "at the end, and deepspeed.comm.log_summary() prints them",
+        "count the engine's collectives and the waits for them, by unit and group, and "
+        "measure the time of collectives that the script calls through deepspeed.comm; "
+        "rank 0 logs the counts every steps_per_print steps and at the end, and "
+        "deepspeed.comm.log_summary() prints them",
     )
-    verbose: bool = key(BOOLEAN, False, "log each of the script's as it ends", idle=_WITHOUT_LOG)
+    verbose: bool = key(
+        BOOLEAN, False, "log each collective of the script when it ends", idle=_WITHOUT_LOG
+    )
     prof_all: bool = key(
         BOOLEAN,
         True,
-        "all; false: those of prof_ops, and calls with prof=True",
+        "measure all collectives of the script; false measures only those in prof_ops and "
+        "calls with prof=True",
         idle=_WITHOUT_LOG,
     )
     debug: bool | None = key(
-        BOOLEAN, row=inert("debug", BOOLEAN, "a call is logged by its name or log_name")
+        BOOLEAN, row=inert("debug", BOOLEAN, "the log always has a call's name or log_name")
     )
-    prof_ops: tuple[str, ...] = key(NAMES, (), "names of operations", idle=_WITHOUT_LOG)
+    prof_ops: tuple[str, ...] = key(
+        NAMES, (), "names of the collectives to measure if prof_all is false", idle=_WITHOUT_LOG
+    )
 
 
 _WITHOUT_PROFILE = without("flops_profiler.enabled")
@@ -116,33 +125,35 @@ class FlopsProfilerSection:
     enabled: bool = key(
         BOOLEAN,
         False,
-        "print the floating-point operations of the model's forward in one step, on rank 0",
+        "print the number of floating-point operations of the model's forward in one "
+        "step, on rank 0",
     )
     profile_step: int = key(
         COUNT,
         1,
-        "steps that have ended before the profiled one",
+        "number of steps before the profiled one",
         unit="steps",
         idle=_WITHOUT_PROFILE,
     )
     module_depth: int = key(
         integer(-1),
         -1,
-        "modules inside modules that are listed; -1: all",
+        "the depth to which nested modules are listed; -1 lists all",
         idle=_WITHOUT_PROFILE,
     )
     top_modules: int = key(
         COUNT,
         1,
-        "classes of modules with the most operations that are named at each depth",
+        "number of module classes to list at each depth, those with the most operations first",
         idle=_WITHOUT_PROFILE,
     )
-    detailed: bool = key(BOOLEAN, True, "list the modules, too", idle=_WITHOUT_PROFILE)
+    detailed: bool = key(BOOLEAN, True, "list each module, too", idle=_WITHOUT_PROFILE)
     output_file: str | None = key(
-        PATH, None, "write a file instead of printing", idle=_WITHOUT_PROFILE
+        PATH, None, "write the profile to this file and do not print it", idle=_WITHOUT_PROFILE
     )
     recompute_fwd_factor: float | None = key(
-        number(0), row=inert("recompute_fwd_factor", number(0), "backwards are not profiled")
+        number(0),
+        row=inert("recompute_fwd_factor", number(0), "hf-zero does not profile backwards"),
     )
 
 
@@ -156,9 +167,12 @@ class TensorBoardSection:
 
     enabled: bool = key(BOOLEAN, False, FIGURES.format("TensorBoard's event files"))
     output_path: str = key(
-        FOLDER, "", "the folder in which that of job_name lies; empty: here", idle=_tensorboard
+        FOLDER,
+        "",
+        "the folder that contains the folder of job_name; empty means the working folder",
+        idle=_tensorboard,
     )
-    job_name: str = key(TEXT, JOB, "the folder of this job", idle=_tensorboard)
+    job_name: str = key(TEXT, JOB, "the name of the folder of this job", idle=_tensorboard)
 
 
 @dataclass(frozen=True)
@@ -167,9 +181,12 @@ class CsvSection:
 
     enabled: bool = key(BOOLEAN, False, FIGURES.format("a CSV file for each"))
     output_path: str = key(
-        FOLDER, "", "the folder in which that of job_name lies; empty: here", idle=_csv
+        FOLDER,
+        "",
+        "the folder that contains the folder of job_name; empty means the working folder",
+        idle=_csv,
     )
-    job_name: str = key(TEXT, JOB, "the folder of this job", idle=_csv)
+    job_name: str = key(TEXT, JOB, "the name of the folder of this job", idle=_csv)
 
 
 @dataclass(frozen=True)
@@ -188,12 +205,18 @@ class CometSection:
 
     enabled: bool = key(BOOLEAN, False, FIGURES.format("Comet"))
     samples_log_interval: int = key(
-        integer(1), 100, "samples between two values of one figure", unit="samples", idle=_comet
+        integer(1),
+        100,
+        "number of samples between two values of one figure",
+        unit="samples",
+        idle=_comet,
     )
     project: str | None = key(TEXT, None, "the project of the experiment", idle=_comet)
     workspace: str | None = key(TEXT, None, "the workspace of the project", idle=_comet)
     api_key: str | None = key(TEXT, None, "the key of the account", idle=_comet, repr=False)
-    experiment_name: str | None = key(TEXT, None, "what the experiment is called", idle=_comet)
+    experiment_name: str | None = key(TEXT, None, "the name of the experiment", idle=_comet)
     experiment_key: str | None = key(TEXT, None, "the experiment to resume", idle=_comet)
-    online: bool | None = key(BOOLEAN, None, "false: kept on this machine", idle=_comet)
+    online: bool | None = key(
+        BOOLEAN, None, "false stores the experiment on this machine only", idle=_comet
+    )
     mode: str | None = key(TEXT, None, '"get", "create" or "get_or_create"', idle=_comet)

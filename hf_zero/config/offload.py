@@ -27,7 +27,7 @@ Moments = Literal["fp32", "bf16", "int8"]
 _OPTIMIZER = "zero_optimization.offload_optimizer"
 _PARAM = "zero_optimization.offload_param"
 _DEVICE = choice("none", "cpu", "nvme")
-_PIN = "page-locked memory; null: where there is a GPU"
+_PIN = "use page-locked memory; null uses it if there is a GPU"
 
 
 def _idle_unless(section: str, *devices: str) -> Callable[[Mapping[str, Any]], str]:
@@ -92,18 +92,24 @@ class OffloadOptimizer:
     ``pin_memory`` None pins where there is a GPU.
     """
 
-    device: OffloadDevice = key(_DEVICE, "none", "where master weights, moments and gradients live")
+    device: OffloadDevice = key(
+        _DEVICE, "none", "where to keep master weights, moments and gradients"
+    )
     nvme_path: tuple[str, ...] = key(
-        PATHS, None, "folders of the optimizer's files, striped", idle=_FILES, default=()
+        PATHS,
+        None,
+        "folder for the optimizer's files; data is striped over several folders",
+        idle=_FILES,
+        default=(),
     )
     pin_memory: bool | None = key(BOOLEAN, None, _PIN, idle=_ANY)
     buffer_count: int = key(
-        integer(1), 4, "pieces under way between files and the update", idle=_FILES
+        integer(1), 4, "number of pieces in flight between files and the update", idle=_FILES
     )
     buffer_size: int = key(
         ELEMENTS,
         16_777_216,
-        "elements of a piece that is updated at a time",
+        "number of elements that are updated at a time",
         idle=_ANY,
         unit="elements",
     )
@@ -112,19 +118,22 @@ class OffloadOptimizer:
     ratio: float | Literal["auto"] = key(
         SOME_OR_AUTO,
         1.0,
-        "share that is offloaded; auto: what does not fit on the device",
+        "the share of the state to offload; auto offloads as much as does not fit on the device",
         idle=_ANY,
     )
     moments: Moments = key(
-        choice("fp32", "bf16", "int8"), "fp32", "what moments are stored in", idle=_ANY
+        choice("fp32", "bf16", "int8"), "fp32", "the dtype in which moments are stored", idle=_ANY
     )
     update_in_backward: bool = key(
-        BOOLEAN, False, "update a unit once its gradient has landed", idle=_idle_in_backward
+        BOOLEAN,
+        False,
+        "update each unit as soon as its gradient is in host memory",
+        idle=_idle_in_backward,
     )
     cores: float = key(
         SHARE,
         1.0,
-        "share of this rank's cores that updates",
+        "the share of this rank's cores that run the update",
         name="cpuadam_cores_perc",
         idle=_ANY,
     )
@@ -150,27 +159,31 @@ class OffloadParam:
     device: OffloadDevice = key(
         _DEVICE,
         "none",
-        "where the chunks of parameters live at stage 3",
+        "where to keep the shards of parameters at stage 3",
         idle=_idle_below_stage_3,
     )
     nvme_path: tuple[str, ...] = key(
-        PATHS, None, "folders of the parameters' files, striped", idle=_PARAM_FILES, default=()
+        PATHS,
+        None,
+        "folder for the parameters' files; data is striped over several folders",
+        idle=_PARAM_FILES,
+        default=(),
     )
     pin_memory: bool | None = key(BOOLEAN, None, _PIN, idle=_PARAM_ANY)
     buffer_count: int = key(
-        integer(1), 5, "units under way between files and the device", idle=_PARAM_FILES
+        integer(1), 5, "number of units in flight between files and the device", idle=_PARAM_FILES
     )
     buffer_size: int = key(
         ELEMENTS,
         100_000_000,
-        "most elements of one read",
+        "the largest number of elements per read",
         idle=_idle_whole_shards,
         unit="elements",
     )
     max_in_cpu: int = key(
         SIZE,
         1_000_000_000,
-        "elements of this rank that stay in memory",
+        "number of this rank's elements that stay in host memory",
         idle=_PARAM_FILES,
         unit="elements",
     )
@@ -190,12 +203,12 @@ class AioSection:
     io_uring, or through ``threads`` threads where the kernel refuses io_uring.
     """
 
-    block_size: int = key(BLOCK, 1_048_576, "bytes of one request", idle=_idle_aio, unit="bytes")
-    queue_depth: int = key(integer(1), 32, "requests under way", idle=_idle_aio)
+    block_size: int = key(BLOCK, 1_048_576, "bytes per request", idle=_idle_aio, unit="bytes")
+    queue_depth: int = key(integer(1), 32, "number of requests in flight", idle=_idle_aio)
     threads: int = key(
         integer(1),
         8,
-        "threads that read and write where io_uring is refused",
+        "number of threads that read and write if io_uring is not available",
         name="thread_count",
         idle=_idle_aio,
     )
@@ -208,24 +221,39 @@ def _paths(value: Any) -> tuple[str, ...]:
 # DeepSpeed's former keys, translated while reading: they have no field of their own.
 FORMER = under(
     "zero_optimization",
-    Key("cpu_offload", BOOLEAN, Status.ACTIVE, "a former key: offload_optimizer to the CPU"),
-    Key("cpu_offload_param", BOOLEAN, Status.ACTIVE, "a former key: offload_param to the CPU"),
-    Key("cpu_offload_use_pin_memory", BOOLEAN, Status.ACTIVE, "a former key: pin_memory of both"),
+    Key(
+        "cpu_offload",
+        BOOLEAN,
+        Status.ACTIVE,
+        "a former key; write offload_optimizer with device cpu",
+    ),
+    Key(
+        "cpu_offload_param",
+        BOOLEAN,
+        Status.ACTIVE,
+        "a former key; write offload_param with device cpu",
+    ),
+    Key(
+        "cpu_offload_use_pin_memory",
+        BOOLEAN,
+        Status.ACTIVE,
+        "a former key; write pin_memory in offload_optimizer and offload_param",
+    ),
 )
 
 OFFLOAD = (
     *under(
         _OPTIMIZER,
-        inert("pipeline", BOOLEAN, "pipeline_read and pipeline_write say it"),
+        inert("pipeline", BOOLEAN, "set pipeline_read and pipeline_write"),
         inert(
             "fast_init",
             BOOLEAN,
-            "files are made at their full size and filled with what training starts from",
+            "hf-zero creates files at their full size and fills them with the initial state",
         ),
         inert("super_offload", BOOLEAN, "the update on the CPU always overlaps the transfers"),
     ),
-    inert("aio.single_submit", BOOLEAN, "requests are submitted as the queue has room"),
-    inert("aio.overlap_events", BOOLEAN, "requests are always submitted while others complete"),
+    inert("aio.single_submit", BOOLEAN, "hf-zero submits requests as soon as the queue has room"),
+    inert("aio.overlap_events", BOOLEAN, "hf-zero always submits requests while others complete"),
     unbuilt("aio.use_gds", BOOLEAN, "reads from NVMe into GPU memory (GPUDirect Storage)"),
 )
 

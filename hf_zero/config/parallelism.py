@@ -24,15 +24,15 @@ class TensorParallelSection:
     autotp_size: int = key(
         COUNT,
         0,
-        "neighbouring ranks that share each layer's matrices, heads and vocabulary and read the "
-        "same batches; 0 or 1: none",
+        "number of neighbouring ranks that split each layer's matrices, heads and "
+        "vocabulary and read the same batches; 0 or 1 splits nothing",
         unit="ranks",
     )
     verify: bool = key(
         BOOLEAN,
         False,
-        "compare the first forward and backward with those of the whole model, which each rank "
-        "holds for that long, and raise where they differ",
+        "compare the first forward and backward with those of the whole model, and raise "
+        "an error if they differ; each rank holds the whole model during the comparison",
     )
 
     @property
@@ -42,14 +42,18 @@ class TensorParallelSection:
 
 
 TENSOR_KEYS = (
-    inert(f"{TENSOR}.dtype", DTYPE, "bf16 and fp16 say in what a model trains"),
-    inert(f"{TENSOR}.keep_module_on_host", BOOLEAN, "parts are cut where the model is"),
-    unbuilt(f"{TENSOR}.tp_overlap_comm", BOOLEAN, "sums that run beside the computation"),
+    inert(f"{TENSOR}.dtype", DTYPE, "the sections bf16 and fp16 set the dtype of training"),
+    inert(
+        f"{TENSOR}.keep_module_on_host",
+        BOOLEAN,
+        "hf-zero splits the model on the device that holds it",
+    ),
+    unbuilt(f"{TENSOR}.tp_overlap_comm", BOOLEAN, "tensor-parallel sums that overlap computation"),
     unbuilt(f"{TENSOR}.replace_with_kernel_inject", BOOLEAN, "injected kernels; write kernels"),
     unbuilt(
         f"{TENSOR}.preset_model",
         TEXT,
-        "plans by a preset; models bring theirs, hf_zero.tensor_parallel(..., plan=) changes them",
+        "preset plans; models have their own, which hf_zero.tensor_parallel(..., plan=) changes",
         None,
     ),
     switched(
@@ -73,12 +77,12 @@ class ExpertParallelSection:
     """
 
     enabled: bool = key(
-        BOOLEAN, False, "each rank keeps a part of the experts, and tokens are sent to them"
+        BOOLEAN, False, "each rank keeps some of the experts, and ranks send tokens to them"
     )
     autoep_size: int = key(
         integer(1),
         1,
-        "neighbouring ranks that hold one set of the experts together",
+        "number of neighbouring ranks that together hold one set of experts",
         unit="ranks",
         idle=without(f"{EXPERT_PARALLEL}.enabled"),
     )
@@ -93,7 +97,7 @@ class ExpertParallelSection:
 
 EXPERT_KEYS = under(
     EXPERT_PARALLEL,
-    inert("preset_model", TEXT, "experts are those that the model itself names (its ep_plan)"),
+    inert("preset_model", TEXT, "the model itself names its experts (ep_plan)"),
     inert("use_grouped_mm", BOOLEAN, "the model's experts_implementation decides"),
 )
 
@@ -110,13 +114,14 @@ class PipelineSection:
     schedule: str | None = key(
         choice(*SCHEDULES),
         None,
-        "order of forwards and backwards; null: 1f1b, or interleaved_1f1b where a rank holds "
-        "several stages",
+        "the order of forwards and backwards; null uses 1f1b, or interleaved_1f1b if a "
+        "rank holds several stages",
     )
     activation_checkpoint_interval: int = key(
         integer(0),
         0,
-        "so many layers of a PipelineModule are recomputed together in the backward; 0: as it says",
+        "number of layers of a PipelineModule that are recomputed together in the "
+        "backward; 0 leaves it to the PipelineModule",
         unit="layers",
     )
 

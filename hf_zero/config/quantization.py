@@ -18,7 +18,7 @@ QAT = "quantization_aware_training"
 FLOAT8 = "float8_training"
 AWARE = ("int4_weight", "int8_weight", "int8_dynamic_int4_weight", "int8_dynamic_int8_weight")
 WEIGHTS = f"{COMPRESSION}.weight_quantization"
-_KERNEL = "weights are quantized by the same operations of torch on every device"
+_KERNEL = "hf-zero quantizes weights with the same torch operations on every device"
 _TYPES = choice("symmetric", "asymmetric")
 _ROUNDINGS = choice("nearest", "stochastic")
 
@@ -36,50 +36,70 @@ class QuantizeTraining:
     enabled: bool = key(
         BOOLEAN,
         False,
-        "blocks compute with weights of two and more dimensions in fewer bits; masters, gradients "
-        "and what is saved keep their precision",
+        "blocks compute with fewer bits in weights of two or more dimensions; master "
+        "weights, gradients and checkpoints keep their precision",
     )
     start_bits: int = _moq(
-        integer(2, 16), 16, "bits to begin with", name="quantize_bits.start_bits", unit="bits"
+        integer(2, 16),
+        16,
+        "number of bits at the beginning",
+        name="quantize_bits.start_bits",
+        unit="bits",
     )
     target_bits: int = _moq(
-        integer(2, 16), 8, "bits to end with", name="quantize_bits.target_bits", unit="bits"
+        integer(2, 16),
+        8,
+        "number of bits at the end",
+        name="quantize_bits.target_bits",
+        unit="bits",
     )
     period: int = _moq(
         integer(1),
         1000,
-        "steps until the first bit falls; each later one falls at twice the step of the one before",
+        "number of steps until the first bit is removed; each later bit is removed at "
+        "twice the step of the one before",
         name="quantize_schedule.quantize_period",
         unit="steps",
     )
     offset: int = _moq(
         integer(0),
         1000,
-        "steps before anything is quantized",
+        "number of steps before the first weight is quantized",
         name="quantize_schedule.schedule_offset",
         unit="steps",
     )
     groups: int = _moq(
-        integer(1), 1, "parts of a weight with a scale each", name="quantize_groups", unit="groups"
+        integer(1),
+        1,
+        "number of parts of a weight that have a scale each",
+        name="quantize_groups",
+        unit="groups",
     )
-    type: str = _moq(_TYPES, "symmetric", "whether zero is a level", name="quantize_type")
+    type: str = _moq(
+        _TYPES, "symmetric", "whether the levels are symmetric around zero", name="quantize_type"
+    )
     rounding: str = _moq(
-        _ROUNDINGS, "nearest", "stochastic: up or down by chance", name="quantize_rounding"
+        _ROUNDINGS,
+        "nearest",
+        "nearest rounds to the nearest level; stochastic rounds up or down at random",
+        name="quantize_rounding",
     )
     mixed: bool = _moq(
         BOOLEAN,
         False,
-        "weights are mixed with their values in full precision, whose share falls from 1 to 0 "
-        "after each bit",
+        "mix rounded weights with exact ones, whose share falls from 1 to 0 after each "
+        "loss of a bit",
         name="fp16_mixed_quantize.enabled",
     )
     change_ratio: float = _moq(
         number(0, 1),
         0.001,
-        "by so much does that share fall each step",
+        "how much this share falls in each step",
         name="fp16_mixed_quantize.quantize_change_ratio",
     )
-    verbose: bool = _moq(BOOLEAN, False, "log each fall of a bit", name="quantize_verbose")
+    verbose: bool = _moq(
+        BOOLEAN, False, "log each time that a weight loses a bit", name="quantize_verbose"
+    )
     kernel: bool = key(BOOLEAN, row=inert("quantizer_kernel", BOOLEAN, _KERNEL))
 
 
@@ -92,20 +112,27 @@ class EigenvalueSection:
     enabled: bool = _moq(
         BOOLEAN,
         False,
-        "a layer whose loss curves more keeps its bits longer: its next step is multiplied by "
-        "1 + floor(4 × its eigenvalue / the largest of all layers)",
+        "layers whose loss has a larger curvature keep their bits longer: the step of the "
+        "next loss of a bit is multiplied by 1 + floor(4 × eigenvalue / the largest "
+        "eigenvalue of all layers)",
     )
     verbose: bool = _eigenvalue(BOOLEAN, False, "log the eigenvalues")
-    max_iter: int = _eigenvalue(integer(1), 100, "iterations of a layer at most", unit="iterations")
-    tol: float = _eigenvalue(number(above=0), 1e-2, "relative change at which an iteration ends")
-    stability: float = _eigenvalue(number(0), 1e-6, "added to a norm that is divided by")
+    max_iter: int = _eigenvalue(
+        integer(1), 100, "the largest number of iterations per layer", unit="iterations"
+    )
+    tol: float = _eigenvalue(
+        number(above=0), 1e-2, "the relative change at which the iteration ends"
+    )
+    stability: float = _eigenvalue(
+        number(0), 1e-6, "a number that is added to norms before dividing by them"
+    )
     gas_boundary_resolution: int = _eigenvalue(
-        integer(1), 1, "steps from one look to the next", unit="steps"
+        integer(1), 1, "number of steps between two measurements", unit="steps"
     )
     layer_name: str | None = _eigenvalue(
-        TEXT, None, "where the list of layers stands in the model; null: its repeated blocks"
+        TEXT, None, "the name of the list of layers in the model; null uses the repeated blocks"
     )
-    layer_num: int = _eigenvalue(integer(0), 0, "how many layers it has; 0: as many as there are")
+    layer_num: int = _eigenvalue(integer(0), 0, "number of layers in this list; 0 uses all")
 
 
 @dataclass(frozen=True)
@@ -115,59 +142,66 @@ class WeightQuantization:
     enabled: bool = key(
         BOOLEAN,
         False,
-        "modules of different_groups compute with weights in fewer bits",
+        "the modules in different_groups compute with weights in fewer bits",
         name="shared_parameters.enabled",
     )
     in_forward: bool = _weights(
         BOOLEAN,
         False,
-        "target_bits from schedule_offset on, without the way from start_bits",
+        "use target_bits from schedule_offset on, without gradual steps from start_bits",
         name="shared_parameters.quantize_weight_in_forward",
     )
     offset: int = _weights(
         integer(0),
         0,
-        "steps before anything is quantized",
+        "number of steps before the first weight is quantized",
         name="shared_parameters.schedule_offset",
         unit="steps",
     )
     groups: int = _weights(
         integer(1),
         1,
-        "parts of a weight with a scale each",
+        "number of parts of a weight that have a scale each",
         name="shared_parameters.quantize_groups",
         unit="groups",
     )
     type: str = _weights(
-        _TYPES, "symmetric", "whether zero is a level", name="shared_parameters.quantization_type"
+        _TYPES,
+        "symmetric",
+        "whether the levels are symmetric around zero",
+        name="shared_parameters.quantization_type",
     )
     rounding: str = _weights(
         _ROUNDINGS,
         "nearest",
-        "stochastic: up or down by chance",
+        "nearest rounds to the nearest level; stochastic rounds up or down at random",
         name="shared_parameters.rounding",
     )
     mixed: bool = _weights(
         BOOLEAN,
         False,
-        "as quantize_training.fp16_mixed_quantize",
+        "see quantize_training.fp16_mixed_quantize",
         name="shared_parameters.fp16_mixed_quantize.enabled",
     )
     change_ratio: float = _weights(
         number(0, 1),
         0.001,
-        "as quantize_training.fp16_mixed_quantize",
+        "see quantize_training.fp16_mixed_quantize",
         name="shared_parameters.fp16_mixed_quantize.quantize_change_ratio",
     )
     verbose: bool = _weights(
-        BOOLEAN, False, "log each fall of a bit", name="shared_parameters.quantize_verbose"
+        BOOLEAN,
+        False,
+        "log each time that a weight loses a bit",
+        name="shared_parameters.quantize_verbose",
     )
     kernel: bool = key(BOOLEAN, row=inert("shared_parameters.quantizer_kernel", BOOLEAN, _KERNEL))
     different_groups: dict[str, Any] | None = key(
         SECTION,
         None,
-        "by name: params (start_bits, target_bits, quantization_period) and modules, patterns of "
-        'the names of modules (["*"]: all)',
+        "groups of modules by name; each has params (start_bits, target_bits, "
+        'quantization_period) and modules, a list of patterns for module names (["*"] '
+        "matches all)",
         idle=without(f"{WEIGHTS}.shared_parameters.enabled"),
         hash=False,
     )
@@ -182,13 +216,14 @@ class QuantizationAware:
     config: str | None = key(
         choice(*AWARE),
         None,
-        "what is trained for, by torchao: weights in int4 or int8, and with int8_dynamic_ "
-        "activations in int8 by token; null: nothing",
+        "the format for which torchao prepares the model: weights in int4 or int8, and "
+        "with the prefix int8_dynamic_ activations in int8 per token; null disables it",
     )
     group_size: int = key(
         integer(1),
         32,
-        "inputs of a linear layer that share a scale where weights are int4; int8 has one a row",
+        "number of inputs of a linear layer that share a scale, with int4 weights; int8 "
+        "weights have one scale per row",
         unit="elements",
         idle=lambda values: (
             "" if "int4" in str(values.get(f"{QAT}.config")) else "config has no int4 weights"
@@ -203,12 +238,12 @@ class Float8Training:
     recipe: str | None = key(
         choice("tensorwise", "rowwise", "rowwise_with_gw_hp"),
         None,
-        "torchao's recipe of scales; null: linear layers as they are",
+        "torchao's recipe for scales; null leaves linear layers unchanged",
     )
     emulate: bool = key(
         BOOLEAN,
         False,
-        "the same values by slower operations, on devices without float8",
+        "compute the same values with slower operations, on devices without float8",
         idle=lambda values: "" if values.get(f"{FLOAT8}.recipe") else f"{FLOAT8}.recipe is null",
     )
 
@@ -219,7 +254,7 @@ COMPRESSIONS: tuple[Key, ...] = under(
     COMPRESSION,
     switched(
         "activation_quantization",
-        "activations in fewer bits; write quantization_aware_training",
+        "quantized activations; write quantization_aware_training",
         "shared_parameters different_groups",
     ),
     switched(

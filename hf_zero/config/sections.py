@@ -23,7 +23,7 @@ from hf_zero.config.kinds import (
 )
 from hf_zero.config.rows import inert, key, without
 
-_MESSAGE = "a unit is one message"
+_MESSAGE = "hf-zero sends each unit, usually one block, as one message"
 
 # Names that hf_zero.optim builds: their classes load torch, which no configuration does.
 OPTIMIZERS = (
@@ -52,60 +52,68 @@ class ZeroSection:
     prefetch_bucket_size: int = key(
         SIZE,
         50_000_000,
-        "elements gathered ahead of their use",
+        "number of elements to gather ahead of their use",
         name="stage3_prefetch_bucket_size",
         unit="elements",
     )
     gather_16bit_weights_on_model_save: bool = key(
         BOOLEAN,
         False,
-        "whole weights in checkpoints of the Trainer, too; a save that a script asks for has them",
+        "write whole weights into the Trainer's checkpoints, too; saves that a script "
+        "requests always have them",
         name="stage3_gather_16bit_weights_on_model_save",
     )
     max_live_parameters: int | None = key(
         SIZE,
         None,
-        "most parameters that generate keeps whole; null: half the free memory",
+        "the largest number of elements that generate keeps whole; null means half of the "
+        "free memory",
         name="stage3_max_live_parameters",
         unit="elements",
     )
     param_persistence_threshold: int | None = key(
         SIZE,
         None,
-        "parameters of at most so many elements stay whole between steps at stage 3, and the "
-        "optimizer's state of them on the device; 0: none; null: 100000, DeepSpeed's default",
+        "parameters of at most this many elements stay whole between steps at stage 3, "
+        "and their optimizer state stays on the device; 0 shards all; null means 100000, "
+        "DeepSpeed's default",
         name="stage3_param_persistence_threshold",
         unit="elements",
     )
     model_persistence_threshold: int | None = key(
         SIZE,
         None,
-        "such parameters stay whole as long as they have at most so many elements together; "
-        "null: any number",
+        "the largest total number of elements in parameters that stay whole between "
+        "steps; null means no limit",
         name="stage3_model_persistence_threshold",
         unit="elements",
     )
     mics_shard_size: int = key(
-        integer(-1), -1, "ranks that share one copy (MiCS); -1: all", unit="ranks"
+        integer(-1),
+        -1,
+        "number of ranks that share one copy of the shards (MiCS); -1 means all ranks",
+        unit="ranks",
     )
     hierarchical_gather: bool = key(
         BOOLEAN,
         False,
-        "where the ranks of one copy are of several hosts, weights at stage 3 are gathered in two "
-        "hops: across the hosts, each chunk once for a host, then within each",
+        "if the ranks that share a copy are on several hosts, gather weights at stage 3 "
+        "in two hops: each chunk is sent to a host once, and then gathered within the "
+        "host",
         name="mics_hierarchical_params_gather",
     )
     hpz_partition_size: int = key(
         integer(0),
         1,
-        "ranks of a node among which the weights of a forward at stage 3 are kept sharded a second "
-        "time, for the gathers of its backward (ZeRO++ hpZ); 0, 1: not",
+        "number of ranks on a host that keep a second set of shards of a forward's "
+        "weights at stage 3, so that the backward gathers only within the host (ZeRO++ "
+        "hpZ); 0 or 1 disables it",
         name="zero_hpz_partition_size",
         unit="ranks",
     )
     overlap_comm: bool | None = key(
         BOOLEAN,
-        row=inert("overlap_comm", BOOLEAN, "gathers and reductions are always asynchronous"),
+        row=inert("overlap_comm", BOOLEAN, "gathers and reductions always overlap computation"),
     )
     reduce_bucket_size: int | None = key(SIZE, row=inert("reduce_bucket_size", SIZE, _MESSAGE))
     allgather_bucket_size: int | None = key(
@@ -113,45 +121,49 @@ class ZeroSection:
     )
     round_robin_gradients: bool | None = key(
         BOOLEAN,
-        row=inert("round_robin_gradients", BOOLEAN, "concerns copies of gradients to the CPU"),
+        row=inert(
+            "round_robin_gradients",
+            BOOLEAN,
+            "it concerns DeepSpeed's copies of gradients to the CPU",
+        ),
     )
     quantized_gradients: bool = key(
         BOOLEAN,
         False,
-        "gradients travel as int4 blocks of 64 elements with a scale each, at stages 1 to 3 "
-        "(ZeRO++ qgZ); each is rounded once, sums are in fp32",
+        "send gradients as int4 blocks of 64 elements with a scale each, at stages 1 to 3 "
+        "(ZeRO++ qgZ); each gradient is rounded once, and sums are in fp32",
         name="zero_quantized_gradients",
     )
     quantized_weights: bool = key(
         BOOLEAN,
         False,
-        "weights are gathered as int8 blocks of 256 elements with a scale each at stage 3 (ZeRO++ "
-        "qwZ); the shards keep their precision",
+        "gather weights as int8 blocks of 256 elements with a scale each, at stage 3 "
+        "(ZeRO++ qwZ); the shards keep their precision",
         name="zero_quantized_weights",
     )
     quantized_nontrainable_weights: bool = key(
         BOOLEAN,
         False,
-        "as zero_quantized_weights, of frozen weights alone",
+        "like zero_quantized_weights, but only for frozen weights",
         name="zero_quantized_nontrainable_weights",
     )
     leaf_module: dict[str, Any] | None = key(
         SECTION,
         None,
-        "modules that are gathered whole: lists of classes, names or name_suffixes",
+        "modules that the engine gathers as one unit: lists of classes, names or name_suffixes",
         hash=False,
     )
     ignore_unused_parameters: bool = key(
         BOOLEAN,
         True,
-        "true: what no rank has used stays as it is; false: a step raises where a parameter "
-        "has no gradient",
+        "true leaves parameters unchanged that no rank has used; false raises an error in "
+        "a step if a parameter has no gradient",
     )
     module_granularity_threshold: int | None = key(
         SIZE,
         None,
-        "consecutive blocks with so few elements together are one unit, at every stage; "
-        "0: never; null: 65536",
+        "consecutive blocks with at most this many elements in total form one unit, at "
+        "every stage; 0 disables this; null means 65536",
         name="stage3_module_granularity_threshold",
         unit="elements",
     )
@@ -164,14 +176,14 @@ class LocoSection:
     err_beta: float | None = key(
         number(0, 1),
         None,
-        "LoCo: what gradients lose in few bits is added to later ones; of the error so far so "
-        "much stays (0.8 where reset_T alone is written)",
+        "LoCo adds the rounding errors of compressed gradients to later ones; err_beta is "
+        "the share of the earlier error that remains (0.8 if only reset_T is set)",
     )
     reset_steps: int | None = key(
         integer(1),
         None,
-        "LoCo: errors are cleared after so many steps, and where gradients overflow (1024 where "
-        "err_beta alone is written)",
+        "number of steps after which LoCo clears the errors; it also clears them when "
+        "gradients overflow (1024 if only err_beta is set)",
         name="reset_T",
         unit="steps",
     )
@@ -198,23 +210,23 @@ class CompressedCommunication:
     bits: int | None = key(
         one_of(4, 1),
         None,
-        "4: gradients travel as int4 blocks with a scale each, updates as int4 blocks of "
-        "differences to the weights that all ranks have; stages 1 and 2. 1: after freeze_step the "
-        "momentum of Adam travels both ways, as in OneBitAdam; stage 1. null: uncompressed",
+        "4 sends gradients, and the differences between new and current weights, as int4 "
+        "blocks with a scale each, at stages 1 and 2; 1 sends Adam's momentum in one bit "
+        "after freeze_step, as OneBitAdam does, at stage 1; null sends everything "
+        "uncompressed",
         unit="bits",
     )
     freeze_step: int | None = key(
         integer(1),
         None,
-        "with 1 bit: the last step in which nothing is compressed and the variance changes",
+        "with 1 bit, the last step that compresses nothing and updates the variance",
         unit="steps",
     )
     block_size: int | None = key(
         one_of(32, 64, 128, 256, 512, 1024, 2048),
         None,
-        "elements that share a scale, in all that is compressed; null: 64 in 4 bits, 256 in 8, "
-        "2048 in one; "
-        "2048 with 1 bit alone",
+        "number of elements that share a scale in compressed messages; null means 64 with "
+        "4 bits, 256 with 8 and 2048 with 1; 2048 is only allowed with 1 bit",
         unit="elements",
     )
 
@@ -224,19 +236,21 @@ class Fp16Section:
     """Training in float16 with a loss scale: dynamic if ``loss_scale`` is 0, else that constant."""
 
     enabled: bool = key(BOOLEAN, False, "train in float16 with a loss scale")
-    auto_cast: bool = key(BOOLEAN, False, "cast floating-point inputs")
-    loss_scale: float = key(number(0), 0.0, "a constant; 0: dynamic")
+    auto_cast: bool = key(BOOLEAN, False, "cast floating-point inputs to fp16")
+    loss_scale: float = key(number(0), 0.0, "a constant loss scale; 0 uses a dynamic one")
     initial_scale_power: int = key(COUNT, 16, "the dynamic scale starts at 2 to this power")
     loss_scale_window: int = key(
         integer(1),
         1000,
-        "good steps before the scale doubles; the first of a run and the first after an overflow "
-        "do not count",
+        "number of steps without overflow before the scale doubles; the first step of a "
+        "run and the first after an overflow do not count",
         unit="steps",
     )
-    hysteresis: int = key(integer(1), 2, "overflows before the scale halves")
-    consecutive_hysteresis: bool = key(BOOLEAN, False, "a good step restores the hysteresis")
-    min_loss_scale: float = key(number(above=0), 1.0, "the scale never falls below")
+    hysteresis: int = key(integer(1), 2, "number of overflows before the scale halves")
+    consecutive_hysteresis: bool = key(
+        BOOLEAN, False, "a step without overflow resets the hysteresis"
+    )
+    min_loss_scale: float = key(number(above=0), 1.0, "the smallest dynamic scale")
 
 
 @dataclass(frozen=True)
@@ -247,8 +261,9 @@ class Bf16Section:
     check_grad_overflow: bool = key(
         BOOLEAN,
         False,
-        "skip a step whose gradients are not finite, at any stage, for one wait for the device a "
-        "step; false (DeepSpeed's default is true): a warning one step later",
+        "skip a step whose gradients are not finite, at any stage, which needs one wait "
+        "for the device per step; false only warns one step later (DeepSpeed's default is "
+        "true)",
         idle=without("bf16.enabled"),
     )
 
@@ -258,7 +273,7 @@ class AutocastSection:
     """``torch.autocast`` around the engine's forward; parameters keep their dtype."""
 
     enabled: bool = key(BOOLEAN, False, "run the engine's forward under torch.autocast")
-    dtype: str = key(DTYPE, "bf16", "what autocast computes in")
+    dtype: str = key(DTYPE, "bf16", "the dtype in which autocast computes")
 
 
 @dataclass(frozen=True)
@@ -272,7 +287,7 @@ class OptimizerConfig:
         required=True,
     )
     params: dict[str, Any] = key(
-        SECTION, None, "keyword arguments of that class", default_factory=dict, hash=False
+        SECTION, None, "the keyword arguments of that class", default_factory=dict, hash=False
     )
 
 
@@ -287,7 +302,7 @@ class SchedulerConfig:
         required=True,
     )
     params: dict[str, Any] = key(
-        SECTION, None, "keyword arguments of that class", default_factory=dict, hash=False
+        SECTION, None, "the keyword arguments of that class", default_factory=dict, hash=False
     )
 
 
@@ -299,28 +314,28 @@ class CheckpointSection:
     """
 
     use_node_local_storage: bool = key(
-        BOOLEAN, False, "no shared file system; on one machine it changes nothing"
+        BOOLEAN, False, "the hosts have no shared file system; without effect on a single machine"
     )
     async_save: bool = key(
         BOOLEAN,
         False,
-        "checkpoints are copied to host memory and written while training goes on",
+        "copy checkpoints to host memory, and write them while training continues",
     )
     folder: str | None = key(
         TEXT,
         None,
-        "folder or URL of save_checkpoint() and load_checkpoint() without one, and of "
-        "initialize(resume='latest')",
+        "the folder or URL that save_checkpoint(), load_checkpoint() and "
+        "initialize(resume='latest') use if you pass none",
     )
     keep: int | None = key(
         integer(1),
         None,
-        "checkpoints that stay in a folder, of those named global_step<N>; none: all. With "
-        "tags of your own: save_checkpoint(keep=…)",
+        "number of checkpoints named global_step<N> to keep in a folder; null keeps all; "
+        "for other tags use save_checkpoint(keep=…)",
         unit="checkpoints",
     )
     verify: bool = key(
-        BOOLEAN, True, "compare what a load reads with the hashes in the manifest, as it is read"
+        BOOLEAN, True, "compare the data with the hashes in the manifest while loading"
     )
 
 
@@ -337,36 +352,38 @@ class MemorySection:
     every: int | None = key(
         integer(1),
         None,
-        "steps between checkpoints in the memory of the hosts, which outlive the processes; null: "
-        "none are made",
+        "number of steps between two checkpoints in the memory of the hosts, which "
+        "survive the processes; null makes none",
         unit="steps",
     )
     copies: int = key(
         integer(1),
         2,
-        "hosts that hold each part of such a checkpoint: with 2 it survives the loss of one host",
+        "number of hosts that hold each part of such a checkpoint; with 2, a checkpoint "
+        "survives the loss of one host",
         unit="hosts",
         idle=_without_memory,
     )
     limit: int | None = key(
         BYTES,
         None,
-        "most bytes that such checkpoints take on a host, as 40GiB; null: what is free",
+        "the limit of memory for such checkpoints on a host, such as 40GiB; null uses all "
+        "free memory",
         unit="bytes",
         idle=_without_memory,
     )
     folder: str | None = key(
         PATH,
         None,
-        "folder for such checkpoints on each host; null: /dev/shm, or the folder of temporary "
-        "files where there is no tmpfs",
+        "the folder for such checkpoints on each host; null uses /dev/shm, or the folder "
+        "for temporary files if there is no tmpfs",
         idle=_without_memory,
     )
     job: str | None = key(
         TEXT,
         None,
-        "name of the job, which its restarts keep and no other job has; null: SLURM's job, "
-        "torchrun's run id, or the launcher's process",
+        "a unique name of the job that stays the same when it restarts; null uses SLURM's "
+        "job id, torchrun's run id, or the launcher's process id",
         idle=_without_memory,
     )
 
@@ -381,23 +398,23 @@ class CompileSection:
     blocks: bool = key(
         BOOLEAN,
         False,
-        "compile each block's forward with torch.compile; compile: blocks is short for it",
+        "compile the forward of each block with torch.compile; compile: blocks is the short form",
     )
     # CUDA graphs fix the addresses of weights; gathers at stage 3 and checkpoints do not.
     mode: str = key(
         choice("default", "max-autotune-no-cudagraphs"),
         "default",
-        "mode of torch.compile",
+        "the mode of torch.compile",
         idle=_UNCOMPILED,
     )
     dynamic: bool | None = key(
         BOOLEAN,
         None,
-        "null: the first shapes get a graph of their own, all others one that fits any; false: "
-        "a graph for all shapes; true: one for any",
+        "null compiles one graph for the first shapes and a dynamic graph for all others; "
+        "false compiles a graph for each shape; true compiles one dynamic graph",
         idle=_UNCOMPILED,
     )
-    backend: str = key(TEXT, "inductor", "backend of torch.compile", idle=_UNCOMPILED)
+    backend: str = key(TEXT, "inductor", "the backend of torch.compile", idle=_UNCOMPILED)
 
 
 @dataclass(frozen=True)

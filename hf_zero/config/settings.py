@@ -103,20 +103,21 @@ class Settings:
     train_batch_size: int | None = key(
         integer(1),
         None,
-        "samples of one optimizer step: micro × accumulation × ranks",
+        "samples per optimizer step: micro-batch × accumulation × data-parallel ranks",
         unit="samples",
     )
     train_micro_batch_size_per_gpu: int | None = key(
-        integer(1), None, "samples of one forward on one rank", unit="samples"
+        integer(1), None, "samples per forward on one rank", unit="samples"
     )
     gradient_accumulation_steps: int | None = key(
-        integer(1), None, "micro-batches of one optimizer step", unit="micro-batches"
+        integer(1), None, "micro-batches per optimizer step", unit="micro-batches"
     )
     managed_gradient_accumulation: bool = key(
         BOOLEAN,
         True,
-        "false: every step() ends an accumulation window, however many micro-batches it has; "
-        "gradient_accumulation_steps still divides losses",
+        "false makes every step() update the weights, whatever the number of "
+        "micro-batches since the last update; gradient_accumulation_steps still divides "
+        "the gradients",
     )
     elasticity: dict[str, Any] | None = key(
         SECTION,
@@ -125,7 +126,14 @@ class Settings:
         "min_gpus, max_gpus; every checkpoint resumes on any number of ranks without it",
         hash=False,
     )
-    gradient_clipping: float = key(number(0), 0.0, "the global norm is clipped to this; 0: never")
+    gradient_clipping: float = key(
+        number(0),
+        0.0,
+        (
+            "the largest global norm of the gradients, to which a step clips them; 0 disables "
+            "clipping"
+        ),
+    )
     zero: ZeroSection = section("zero_optimization", ZeroSection)
     zeropp_loco_param: LocoSection = section("zero_optimization.zeropp_loco_param", LocoSection)
     fp16: Fp16Section = section("fp16", Fp16Section)
@@ -137,28 +145,37 @@ class Settings:
         BOOLEAN, False, "divide gradients before they are summed over ranks"
     )
     gradient_predivide_factor: float = key(
-        number(above=0), 1.0, "what prescale_gradients divides by beforehand"
+        number(above=0), 1.0, "the number by which prescale_gradients divides before the sum"
     )
     gradient_allreduce_op: str = key(
-        choice("mean", "sum"), "mean", "what becomes of gradients over the ranks"
+        choice("mean", "sum"),
+        "mean",
+        "whether a step uses the mean or the sum of the gradients of all ranks",
     )
     communication_data_type: str | None = key(
-        DTYPE, None, "dtype of reductions; none: that of the gradients"
+        DTYPE,
+        None,
+        "the dtype in which gradients are reduced; null uses the dtype of the gradients",
     )
     gradient_accumulation_dtype: str | None = key(
         DTYPE,
         None,
-        "dtype in which micro-batches are summed",
+        "the dtype in which the gradients of micro-batches are summed",
         name="data_types.grad_accum_dtype",
     )
     buffer_dtype: str | None = key(
         DTYPE,
         None,
-        "dtype that floating-point buffers of the model are cast to; none: they keep theirs",
+        "the dtype to which the model's floating-point buffers are cast; null keeps their dtype",
         name="data_types.buffer_dtype",
     )
     elementwise_optimizers: tuple[str, ...] = key(
-        NAMES, (), "classes of optimizers that you vouch update each element by itself"
+        NAMES,
+        (),
+        (
+            "names of optimizer classes that, as you confirm, update each element "
+            "independently of the others"
+        ),
     )
     compressed_communication: CompressedCommunication = section(
         "compressed_communication", CompressedCommunication
@@ -167,52 +184,61 @@ class Settings:
     sequence_parallel_size: int = key(
         integer(1),
         1,
-        "neighbouring ranks that read parts of the same sequences and exchange them for attention "
-        "heads (Ulysses)",
+        "number of neighbouring ranks that divide each sequence, and exchange tokens for "
+        "heads in attention (Ulysses)",
         unit="ranks",
     )
     pipeline: PipelineSection = section("pipeline", PipelineSection)
     expert_parallel: ExpertParallelSection = section(EXPERT_PARALLEL, ExpertParallelSection)
     replicate_size: int = key(
-        integer(1), 1, "copies of the shards: ranks / replicate_size share one"
+        integer(1),
+        1,
+        "number of copies of the shards; ranks / replicate_size ranks share one copy",
     )
     timeout: float = key(
-        number(above=0), 1800.0, "seconds until a silent wait is an error", unit="seconds"
+        number(above=0),
+        1800.0,
+        "how long a rank waits for others before it raises an error",
+        unit="seconds",
     )
     distributed_backend: str | None = key(
         choice("gloo", "nccl"),
         None,
-        "what collectives run on; none: nccl for GPUs, gloo for CPUs",
+        "the library for collectives; null uses nccl on GPUs and gloo on CPUs",
     )
     distributed_port: int | None = key(
-        integer(1, 65535), None, "where ranks meet if the launcher sets no MASTER_PORT"
+        integer(1, 65535),
+        None,
+        "the port of the rendezvous if the launcher does not set MASTER_PORT",
     )
     distributed_interface: str | None = key(
-        TEXT, None, "network device of gloo and NCCL, such as eth0"
+        TEXT, None, "the network interface for gloo and NCCL, such as eth0"
     )
-    seed: int | None = key(COUNT, None, "seed of what the engine itself draws")
+    seed: int | None = key(COUNT, None, "the seed for random draws of the engine itself")
     kernels: str | tuple[str, ...] = key(
         KERNELS,
         "off",
-        "fused kernels: off, auto (what helps on the device of the training), or names",
+        "fused kernels: off, auto (those that help on the training device), or a list of names",
     )
     sparse_attention: dict[str, Any] | None = key(
         SECTION,
         None,
-        "block-sparse attention: mode, block and what the mode takes; none: attention is dense",
+        "block-sparse attention: mode, block, and the arguments of the mode; null keeps "
+        "attention dense",
     )
     pre_layer_norm: bool = key(
         BOOLEAN,
         False,
-        "BERT-like models: norms before attention and MLP, for training from scratch",
+        "move the norms of BERT-like models before attention and MLP, for training from scratch",
     )
     progressive_layer_drop: LayerDropSection = section(LAYER_DROP, LayerDropSection)
     compile: CompileSection = section("compile", CompileSection)
     attention_backend: str = key(
         choice(*ATTENTION_BACKENDS),
         "auto",
-        "kernels that scaled_dot_product_attention tries first, in the whole process; auto: "
-        "what was measured faster on such a GPU, else torch's own order",
+        "the kernel that scaled_dot_product_attention tries first, in the whole process; "
+        "auto uses one that was measured to be faster on this type of GPU, or else "
+        "torch's own order",
     )
     offload_optimizer: OffloadOptimizer = section(
         "zero_optimization.offload_optimizer", OffloadOptimizer
@@ -241,26 +267,27 @@ class Settings:
     wall_clock_breakdown: bool = key(
         BOOLEAN,
         False,
-        "log the milliseconds of forward, backward and step, read a step late",
+        "log the milliseconds of forward, backward and step, one step later",
     )
     steps_per_print: float | None = key(
         INTERVAL,
         None,
-        "steps between the lines of the log: loss, learning rate, gradient norm and samples per "
-        "second, times, memory, collectives; not written: the first step of rank 0, and then a "
-        "line in 30 seconds at most, where no trainer and no bar shows steps; null or infinity: "
-        "none; times and memory then at each step",
+        "number of steps between two lines in the log with loss, learning rate, gradient "
+        "norm, samples per second, times, memory and collectives; without the key, rank 0 "
+        "logs its first step and then at most one line in 30 seconds, unless a trainer or "
+        "a progress bar shows the steps; null or infinity logs no such lines, and then "
+        "logs times and memory at each step",
         unit="steps",
     )
     memory_breakdown: bool = key(
         BOOLEAN,
         False,
-        "log the bytes of state by kind and tier, of the allocator, and what is free",
+        "log the bytes of state by kind and tier, the bytes of the allocator, and the free memory",
     )
     dump_state: bool = key(
         BOOLEAN,
         False,
-        "log the engine's units, flat buffers and optimizer groups once it is made",
+        "log units, flat buffers and optimizer groups when the engine has been created",
     )
     metrics: MetricsSection = section("metrics", MetricsSection)
     trace: TraceSection = section("trace", TraceSection)
@@ -273,8 +300,8 @@ class Settings:
     log_level: str | None = key(
         choice("debug", "info", "warning", "error", "critical"),
         None,
-        "level of hf-zero's log from here on; null: as it is, by HF_ZERO_LOG_LEVEL",
+        "the level of hf-zero's log; null keeps the level that HF_ZERO_LOG_LEVEL sets",
     )
     dataloader_drop_last: bool = key(
-        BOOLEAN, False, "drop an incomplete last batch of training_data"
+        BOOLEAN, False, "drop the last batch of training_data if it is incomplete"
     )

@@ -40,27 +40,31 @@ _LAYERS_KEPT = without(f"{LAYER_DROP}.enabled")
 class CurriculumSection:
     """DeepSpeed's section of a single schedule: sequences are truncated to a growing length."""
 
-    enabled: bool = key(BOOLEAN, False, "cut sequences to a length that grows with the steps")
+    enabled: bool = key(BOOLEAN, False, "truncate sequences to a length that grows with the steps")
     curriculum_type: str = key(
-        choice("seqlen"), "seqlen", "what grows: the length of sequences", idle=_LEGACY_OFF
+        choice("seqlen"),
+        "seqlen",
+        "the quantity that grows: the length of sequences",
+        idle=_LEGACY_OFF,
     )
     min_difficulty: int | None = key(
-        integer(1), None, "the length that training begins with", unit="tokens", idle=_LEGACY_OFF
+        integer(1), None, "the length at the beginning of training", unit="tokens", idle=_LEGACY_OFF
     )
     max_difficulty: int | None = key(
-        integer(1), None, "the length that it ends with", unit="tokens", idle=_LEGACY_OFF
+        integer(1), None, "the length at the end of the schedule", unit="tokens", idle=_LEGACY_OFF
     )
     schedule_type: str | None = key(
         choice(*SCHEDULES),
         None,
-        "how the length grows; custom: engine.set_custom_curriculum_learning_schedule(function)",
+        "how the length grows; for custom, call "
+        "engine.set_custom_curriculum_learning_schedule(function)",
         idle=_LEGACY_OFF,
     )
     schedule_config: dict[str, Any] | None = key(
         SECTION,
         None,
-        "total_curriculum_step and difficulty_step of fixed_linear and fixed_root, root_degree of "
-        "fixed_root; lists difficulty and max_step of fixed_discrete",
+        "total_curriculum_step and difficulty_step for fixed_linear and fixed_root, "
+        "root_degree for fixed_root, the lists difficulty and max_step for fixed_discrete",
         idle=_LEGACY_OFF,
         hash=False,
     )
@@ -72,39 +76,54 @@ class DataEfficiency:
     decide.
     """
 
-    enabled: bool | None = key(BOOLEAN, None, "false: nothing of this section acts")
-    seed: int = key(COUNT, 1234, "seed of what this section draws")
+    enabled: bool | None = key(BOOLEAN, None, "false disables the whole section")
+    seed: int = key(COUNT, 1234, "the seed for random draws of this section")
 
 
 @dataclass(frozen=True)
 class DataSampling:
     """The master switch of curricula; ``enabled`` None: their own switches decide."""
 
-    enabled: bool | None = key(BOOLEAN, None, "false: no curriculum of this section acts")
+    enabled: bool | None = key(BOOLEAN, None, "false disables all curricula of this section")
     num_epochs: int | None = key(
-        integer(1), row=inert("num_epochs", integer(1), "the draws have no end; the loop has")
+        integer(1),
+        row=inert(
+            "num_epochs",
+            integer(1),
+            "sampling never ends; the training loop decides when to stop",
+        ),
     )
     num_workers: int = key(
-        COUNT, 0, "processes that load what initialize(training_data=…) draws by difficulty"
+        COUNT,
+        0,
+        (
+            "number of worker processes of the loader that initialize(training_data=…) makes "
+            "for samples drawn by difficulty"
+        ),
     )
-    pin_memory: bool = key(BOOLEAN, False, "whether its batches lie in pinned memory")
+    pin_memory: bool = key(BOOLEAN, False, "put the batches of this loader into pinned memory")
 
 
 @dataclass(frozen=True)
 class MetricCurricula:
     """Schedules of difficulty by metric."""
 
-    enabled: bool = key(BOOLEAN, False, "curriculum learning by the schedules of metrics")
+    enabled: bool = key(BOOLEAN, False, "choose or truncate samples by the schedules of metrics")
     data_cluster_path: str | None = key(
-        TEXT, row=inert("data_cluster_path", TEXT, "draws are computed; no file keeps them")
+        TEXT,
+        row=inert(
+            "data_cluster_path",
+            TEXT,
+            "hf-zero computes which samples it draws, and needs no files",
+        ),
     )
     curriculum_metrics: dict[str, Any] | None = key(
         SECTION,
         None,
-        "by metric: min_difficulty, max_difficulty, schedule_type, schedule_config; "
-        "seqlen_truncate cuts sequences to that length, seqlen_reshape makes the rest further "
-        "rows; by any other samples are chosen: index_to_metric_path, difficulty_type (value or "
-        "percentile), clustering_type",
+        "for each metric min_difficulty, max_difficulty, schedule_type and "
+        "schedule_config; seqlen_truncate truncates sequences, seqlen_reshape turns the "
+        "rest into further rows; any other metric selects samples, with "
+        "index_to_metric_path, difficulty_type (value or percentile) and clustering_type",
         idle=_METRICS_OFF,
         hash=False,
     )
@@ -127,7 +146,7 @@ LAYERS = Kind(
 class DataRouting:
     """The master switch of token dropping; ``enabled`` None: its own switch decides."""
 
-    enabled: bool | None = key(BOOLEAN, None, "false: nothing of this section acts")
+    enabled: bool | None = key(BOOLEAN, None, "false disables the whole section")
 
 
 @dataclass(frozen=True)
@@ -137,37 +156,42 @@ class TokenDropSection:
     """
 
     enabled: bool = key(
-        BOOLEAN, False, "let chosen blocks read a random part of the tokens while the model trains"
+        BOOLEAN, False, "let some blocks process only a random subset of the tokens in training"
     )
     total_layer_num: int | None = key(
-        integer(1), None, "blocks of the model, which is checked", unit="blocks", idle=_TOKENS_KEPT
+        integer(1),
+        None,
+        "number of blocks of the model; hf-zero checks it",
+        unit="blocks",
+        idle=_TOKENS_KEPT,
     )
     random_ltd_layer_num: int | None = key(
         integer(1),
         None,
-        "how many blocks are in random_ltd_layer_id",
+        "number of blocks in random_ltd_layer_id",
         unit="blocks",
         idle=_TOKENS_KEPT,
     )
     random_ltd_layer_id: tuple[int, ...] | None = key(
         LAYERS,
         None,
-        "the blocks that read a part; null: all but the first and last of each stack",
+        "the blocks that process a subset; null means all except the first and the last "
+        "of each stack",
         idle=_TOKENS_KEPT,
     )
     model_mask_name: str = key(
-        TEXT, MASK, "the blocks' argument that holds the mask", idle=_TOKENS_KEPT
+        TEXT, MASK, "the name of the blocks' argument for the mask", idle=_TOKENS_KEPT
     )
     hidden_state_order: str = key(
         choice(*ORDERS),
         ORDERS[0],
-        "which dimensions hidden states have",
+        "the order of the dimensions of hidden states",
         idle=_TOKENS_KEPT,
     )
     min_value: int | None = key(
         integer(1),
         None,
-        "tokens that they read in the first step",
+        "number of tokens that these blocks process in the first step",
         name=f"{SCHEDULE}.min_value",
         unit="tokens",
         idle=_TOKENS_KEPT,
@@ -175,7 +199,7 @@ class TokenDropSection:
     max_value: int | None = key(
         integer(1),
         None,
-        "tokens that they read in the end: the length of a sequence",
+        "number of tokens that these blocks process in the end: the length of a sequence",
         name=f"{SCHEDULE}.max_value",
         unit="tokens",
         idle=_TOKENS_KEPT,
@@ -183,14 +207,14 @@ class TokenDropSection:
     schedule_type: str = key(
         choice("fixed_linear"),
         "fixed_linear",
-        "how that number grows",
+        "how the number of tokens grows",
         name=f"{SCHEDULE}.schedule_type",
         idle=_TOKENS_KEPT,
     )
     require_steps: int | None = key(
         integer(1),
         None,
-        "steps until max_value",
+        "number of steps until the number reaches max_value",
         name=f"{SCHEDULE}.schedule_config.require_steps",
         unit="steps",
         idle=_TOKENS_KEPT,
@@ -198,20 +222,25 @@ class TokenDropSection:
     seq_per_step: int | None = key(
         integer(1),
         None,
-        "the number is a multiple of this",
+        "the number of tokens is always a multiple of this",
         name=f"{SCHEDULE}.schedule_config.seq_per_step",
         unit="tokens",
         idle=_TOKENS_KEPT,
     )
     model_type: str | None = key(
         choice("encoder", "decoder"),
-        row=inert("model_type", choice("encoder", "decoder"), "tokens keep their order in both"),
+        row=inert(
+            "model_type",
+            choice("encoder", "decoder"),
+            "tokens keep their order in all types of models",
+        ),
     )
     micro_batch_size: int | None = key(
-        integer(1), row=inert("micro_batch_size", integer(1), "each batch is looked at")
+        integer(1),
+        row=inert("micro_batch_size", integer(1), "hf-zero reads the size of each batch"),
     )
     global_batch_size: int | None = key(
-        integer(1), row=inert("global_batch_size", integer(1), "tokens are not counted")
+        integer(1), row=inert("global_batch_size", integer(1), "hf-zero does not count tokens")
     )
 
 
@@ -224,25 +253,26 @@ class LayerDropSection:
     enabled: bool = key(
         BOOLEAN,
         False,
-        "leave out blocks of the model at random while it trains, deeper ones more often",
+        "skip blocks at random in training, and deeper blocks more often",
     )
     theta: float = key(
         SHARE,
         0.5,
-        "share of steps in which the last block is kept in the end",
+        "the probability of keeping the last block at the end of training",
         idle=_LAYERS_KEPT,
     )
     gamma: float = key(
         number(0),
         0.001,
-        "how fast that share falls from 1 to theta, with exp(-gamma * step); 0: never",
+        "how fast this probability falls from 1 to theta, with exp(-gamma * step); 0 "
+        "keeps all blocks",
         idle=_LAYERS_KEPT,
     )
     per_rank: bool = key(
         BOOLEAN,
         False,
-        "each rank leaves out its own blocks; false: all ranks the same, which are then neither "
-        "gathered nor reduced",
+        "each rank skips different blocks; false makes all ranks skip the same blocks, "
+        "which they then neither gather nor reduce",
         idle=_LAYERS_KEPT,
     )
 
@@ -291,28 +321,28 @@ class TrainingPhasesSection:
     phases: list[dict[str, Any]] | None = key(
         PHASE_LIST,
         None,
-        "one after another, each with its steps (the last may go on without) and what it changes: "
-        "sequence_length, train_batch_size, train_micro_batch_size_per_gpu, lr_scale, "
-        "warmup_steps, lr_decay_power",
+        "the phases in order; each has its steps (optional in the last) and the keys that "
+        "it changes: sequence_length, train_batch_size, train_micro_batch_size_per_gpu, "
+        "lr_scale, warmup_steps, lr_decay_power",
         hash=False,
     )
     rampup_batch_size: list[int] | None = key(
         RAMPUP,
         None,
-        "[start, increment, samples], as Megatron's: the samples of a step grow from start to "
-        "train_batch_size while so many samples are trained on",
+        "[start, increment, samples], as in Megatron: the batch size grows from start to "
+        "train_batch_size during the given number of samples",
         hash=False,
     )
     lr_scaling_method: str = key(
         choice("none", "linear", "sqrt"),
         "none",
-        "how the learning rate, which is that of train_batch_size, follows a smaller or larger "
-        "batch",
+        "how the learning rate, which is set for train_batch_size, changes with the batch "
+        "size of a phase",
         idle=_idle_off,
     )
     sequence_reshape: bool = key(
         BOOLEAN,
         False,
-        "what is left of sequences that a phase cuts becomes further rows",
+        "turn the rest of sequences that a phase truncates into further rows",
         idle=_idle_off,
     )

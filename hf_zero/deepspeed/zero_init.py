@@ -74,13 +74,14 @@ class Init:
     """``deepspeed.zero.Init``: a context around the construction of models, with all of DeepSpeed's
     arguments. Collective.
 
-    At stage 3 and on several ranks, models made inside are sharded: those of ``from_pretrained``
-    are read in shards, others have no memory beyond their first 256 MB; for these every rank takes
-    rank 0's values, and keeps its shards. They can be read, written (see GatheredParameters) and
-    called before ``initialize`` takes them over. ``module``, an existing model, is sharded at once.
-    Parameters keep the dtype that the code asks for. Without ``config_dict_or_path`` or ``config``,
-    the configuration alive in transformers is used, else plain stage 3. On one rank parameters stay
-    whole, and have the attributes of :func:`give_facts`.
+    At stage 3 on several ranks, the context shards all models that are created inside.
+    ``from_pretrained`` reads only shards. Any other model needs memory for at most its first 256 MB
+    of whole parameters; every rank takes the values of rank 0, and keeps its shards. You can read
+    and write parameters (see GatheredParameters) and call the model before ``initialize``. An
+    existing model that is passed as ``module`` is sharded at once. Parameters keep the dtype that
+    the code requests. Without ``config_dict_or_path`` or ``config``, the context uses the current
+    configuration of transformers, or else plain stage 3. On one rank parameters stay whole, and
+    have the attributes of :func:`give_facts`.
     """
 
     def __init__(

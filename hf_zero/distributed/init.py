@@ -40,15 +40,15 @@ def init_distributed(
     port: int | None = None,
     interface: str | None = None,
 ) -> None:
-    """Join the process group of the launcher; without a launcher, make a group of this one process.
+    """Join the launcher's process group; without a launcher, create a group of only this process.
 
     Does nothing if a group exists.
 
     Args:
         backend: None or the device's own, such as "nccl", means that backend, with gloo for host
             memory.
-        timeout: seconds of a silent wait before it is an error.
-        port: the rendezvous port if MASTER_PORT is not set.
+        timeout: how many seconds a rank waits for others before it raises an error.
+        port: the port of the rendezvous if MASTER_PORT is not set.
         interface: the network interface that gloo and NCCL use.
 
     Raises LaunchError if the launcher's variables are incomplete or contradict each other

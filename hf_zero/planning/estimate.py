@@ -340,9 +340,10 @@ def propose(
     ``sequence_length``, fit into ``free``, the bytes of one rank
     (:func:`hf_zero.device.free_memory.measure`).
 
-    ``margin`` is the share of the device that is left free: None means 20 % if activations are not
-    known, 10 % if they are. Other arguments as for :func:`estimate`. With ``stage`` only that stage
-    is tried, with ``config`` its stage and the larger ones, else stages 1 to 3.
+    ``margin`` is the share of the device that stays free: None means 20 % if activations are not
+    known, and 10 % if they are. The other arguments are those of :func:`estimate`. The search tries
+    only ``stage`` if it is given, the stage of ``config`` and higher ones if that is given, and
+    otherwise stages 1 to 3.
     """
     asked = asked_for(
         ranks,

@@ -100,7 +100,7 @@ def test_explain_says_what_has_no_effect() -> None:
     )
     assert found["activation_offload.min_bytes"] == "no effect: activation_offload is off"
     assert (
-        "tensor-parallel ranks, of which there is one"
+        "does not divide saved activations"
         in found["activation_checkpointing.partition_activations"]
     )
     assert "expandable_segments" in found["activation_checkpointing.contiguous_memory_optimization"]

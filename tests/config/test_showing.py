@@ -243,15 +243,15 @@ def test_explain() -> None:
         "config file zero3.yaml: zero_optimization.stage",
     )
     assert rows["timeout"] == ExplainRow(
-        "timeout", 1800.0, "default", "seconds until a silent wait is an error"
+        "timeout", 1800.0, "default", "how long a rank waits for others before it raises an error"
     )
     assert (
         rows["zero_optimization.overlap_comm"].note
-        == "no effect: gathers and reductions are always asynchronous"
+        == "no effect: gathers and reductions always overlap computation"
     )
     assert (
         rows["zero_optimization.offload_param.device"].note
-        == "where the chunks of parameters live at stage 3"
+        == "where to keep the shards of parameters at stage 3"
     )
     assert rows["gradient_clipping"].value == rows["optimizer.params.lr"].value == "auto"
     assert "zero_optimization.sub_group_size" not in rows

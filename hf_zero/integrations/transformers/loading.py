@@ -278,9 +278,9 @@ def from_pretrained(cls: Any, path: Any, config: Any, /, **kwargs: Any) -> Any:
     """Return ``cls.from_pretrained(path, **kwargs)``, sharded according to ``config`` (a
     ZeroConfig, dict, path or preset). Collective.
 
-    At stage 3 each rank reads its own elements of the checkpoint and no rank holds the model;
-    below, it is loaded whole. ``kwargs`` are transformers' own; a ``config=`` among them is the
-    model's. Raises ConfigError for a device_map at stage 3.
+    At stage 3 each rank reads only its own elements of the checkpoint, so no rank holds the whole
+    model. At lower stages every rank loads the whole model. ``kwargs`` are those of transformers,
+    including the model's ``config=``. Raises ConfigError for a device_map at stage 3.
     """
     settings = ZeroConfig.coerce(config, allow_auto=True)
     shards = settings.stage == 3

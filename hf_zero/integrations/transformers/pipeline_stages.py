@@ -302,16 +302,16 @@ def pipeline_stages(
     stages_per_rank: int = 1,
     partition_method: str = "parameters",
 ) -> CausalLMStages:
-    """Cut ``model``, a causal model of transformers, into this rank's stages of a pipeline, for
+    """Reduce ``model``, a causal model of transformers, to this rank's pipeline stages, for
     ``hf_zero.initialize`` and ``engine.train_batch``. Collective over all ranks.
 
     A batch is a mapping with input_ids, labels and, optionally, attention_mask and position_ids.
-    The loss is the model's own. ``model`` is modified: it keeps only this rank's layers, under
-    their names, and tied embeddings on the first and the last stage.
+    The model computes the loss. ``model`` is modified: it keeps only this rank's layers, with their
+    names. Tied embeddings remain on the first and the last stage.
 
     Args:
-        model: the model, or a function that makes it by from_pretrained or from_config: then each
-            rank reads or initializes only its own layers, and never holds the model.
+        model: the model, or a function that calls from_pretrained or from_config. With a function,
+            each rank reads or initializes only its own layers, and never holds the whole model.
         num_stages: number of ranks that a sample passes; or ``topology``, with an axis "pipe".
         stages_per_rank: more than 1 for an interleaved schedule.
         partition_method: "parameters", "uniform" or "type:regex" over the embeddings, the blocks

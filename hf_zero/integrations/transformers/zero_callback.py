@@ -28,16 +28,16 @@ MEBIBYTE = 2**20
 class ZeroCallback(TrainerCallback):
     """Route the Trainer that receives this callback through hf-zero.
 
-    ``zero_config`` is as for ``hf_zero.TrainingArguments(zero_config=…)``. None routes nothing and
-    only reports, for a Trainer that is under ZeRO already. The model is made before the Trainer, so
-    this route always loads it whole on every rank, then shards it.
+    ``zero_config`` takes the same values as ``hf_zero.TrainingArguments(zero_config=…)``. With None
+    the callback only reports, for a Trainer that already uses ZeRO. Because the model exists before
+    the Trainer, every rank first holds the whole model, and then shards it.
 
     Added to every training log: ``memory_mib`` and ``peak_memory_mib`` (this rank's allocated GPU
     memory, or resident memory on a CPU), ``samples_per_second`` and ``tokens_per_second`` (all
     ranks; without evaluation and saving; tokens if the model's main input is [rows, tokens]
     integers, this rank's count times the ranks), ``grad_norm``.
 
-    Raises ConfigError if its Trainer cannot be, or was not, routed.
+    Raises ConfigError if the Trainer cannot use hf-zero, or does not use it.
     """
 
     def __init__(self, zero_config: ZeroConfigLike | None = None) -> None:

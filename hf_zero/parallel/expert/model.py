@@ -78,12 +78,12 @@ class Dispatches(HoldsParts):
 
 
 def expert_parallel(model: nn.Module, size: int) -> nn.Module:
-    """Cut ``model`` in place so that each of ``size`` neighbouring ranks keeps its part of the
-    experts (collective over all ranks).
+    """Distribute the experts of ``model`` in place over groups of ``size`` neighbouring ranks.
+    Collective over all ranks.
 
-    Ranks read different batches; each sends its tokens to the ranks of their experts and receives
-    the results. Loaded values are taken from rank 0; of a model that is loaded in shards each rank
-    reads its own part.
+    Ranks read different batches. Each rank sends its tokens to the ranks that hold their experts,
+    and receives the results. All ranks take the values of rank 0, or read their own parts if the
+    model is loaded in shards.
 
     Args:
         model: a mixture of experts of transformers that names its expert parameters (``ep_plan``).

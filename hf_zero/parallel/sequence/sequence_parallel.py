@@ -50,19 +50,19 @@ def sequence_parallel(
     attention: str | None = None,
     in_evaluation: bool = False,
 ) -> SequenceParallel:
-    """Make groups of ``size`` neighbouring ranks that read parts of the same sequences (Ulysses).
-    The first call with a size is collective over all ranks.
+    """Create groups of ``size`` neighbouring ranks that divide each sequence (Ulysses). The first
+    call with a size is collective over all ranks.
 
     Pass the result to ``hf_zero.initialize(mpu=...)``, or set ``sequence_parallel_size`` in the
     configuration and call this afterwards without a size.
 
     Args:
-        size: ranks of a group; a divisor of the number of ranks and of the attention heads. None:
-            the current size of the job.
-        attention: the implementation of transformers that computes attention within a rank; None:
-            that of the model, or sdpa for a model with eager attention.
-        in_evaluation: a model in ``eval()`` reads parts of sequences, too; False: each rank
-            evaluates whole sequences of its own.
+        size: number of ranks in a group; it must divide the number of ranks and the attention
+            heads. None uses the current size of the job.
+        attention: the implementation of transformers that computes attention within a rank. None
+            uses that of the model, or sdpa if the model has eager attention.
+        in_evaluation: True makes a model in ``eval()`` read parts of sequences, too. With False
+            each rank evaluates its own whole sequences.
 
     Raises ConfigError for a size that does not divide the ranks, and without a size if the job is
     not sequence parallel.

@@ -53,23 +53,24 @@ def tensor_parallel(
     plan: Mapping[str, str | None] | None = None,
     verify: bool = False,
 ) -> nn.Module:
-    """Cut ``model`` in place so that each of ``size`` neighbouring ranks keeps its part of the
-    matrices (collective over all ranks).
+    """Split the layers of ``model`` in place over groups of ``size`` neighbouring ranks.
+    Collective over all ranks.
 
-    The ranks of a group must read the same batches; data is parallel over the groups. Loaded values
-    are taken from rank 0; of a model that is loaded in shards each rank reads its own part.
-    Adapters (LoRA) are cut with their layers, whether added before or after: a second call cuts
-    those added since.
+    The ranks of a group must read the same batches; different groups read different ones. All ranks
+    take the values of rank 0, or read their own parts if the model is loaded in shards. LoRA
+    adapters are split with their layers. If you add adapters afterwards, call this function again
+    to split them.
 
     Args:
-        model: a model of transformers with a tensor-parallel plan of its own, or of a family
-            that hf-zero has one for; also inside PEFT's adapters, also one that transformers has
-            split already (``DistributedConfig(tp_size=...)``).
-        size: ranks of a group; it divides the number of ranks, heads and widths.
-        plan: changes to the model's plan: styles by module names, ``*`` for each number; None
-            leaves a module whole.
+        model: a model of transformers that has a tensor-parallel plan, or for whose family hf-zero
+            has one. It can be wrapped by PEFT, or already split by transformers
+            (``DistributedConfig(tp_size=...)``).
+        size: number of ranks in a group; it must divide the number of ranks, the heads and the
+            widths.
+        plan: changes to the model's plan: a style for each module name, in which ``*`` matches any
+            number. The style None leaves a module whole.
         verify: compare the first forward and backward in training with those of the whole model,
-            which each rank holds until then; VerificationError if they differ.
+            which each rank holds until then, and raise VerificationError if they differ.
 
     Returns:
         ``model``.

@@ -41,20 +41,20 @@ def _flatten(params: Any) -> list[torch.Tensor]:
 
 
 class GatheredParameters:
-    """Context in which ``params`` are whole and readable on every rank.
+    """Context in which ``params`` are whole on every rank, so that scripts can read them.
 
     Args:
         params: a parameter, an iterable of them (None entries are skipped), or a module.
-        modifier_rank: the global rank whose changes are kept: on exit, its values are sent to every
-            rank and into the master weights. With None, writes to sharded parameters are dropped
-            and other writes stay local.
-        fwd_module: accepted for scripts written for DeepSpeed; units find their modules themselves.
+        modifier_rank: the global rank whose changes count: on exit, all ranks and the master
+            weights take its values. With None, writes to sharded parameters are lost, and other
+            writes stay local.
+        fwd_module: accepted for scripts written for DeepSpeed, and ignored.
         enabled: False makes this a context without effect.
 
-    All ranks must enter and leave together. Parameters that no engine owns are whole already; with
-    a modifier rank they are broadcast, too. For parameters cut by tensor or expert parallelism each
-    rank has its part, and a modifier rank is refused (PartitionError). Contexts nest. A loss
-    computed inside, from the parameters themselves, may go backward outside.
+    All ranks must enter and leave together. Parameters that no engine owns are already whole; with
+    a modifier rank they are broadcast, too. Of parameters that tensor or expert parallelism splits,
+    each rank sees its own part, and a modifier rank raises PartitionError. Contexts can be nested.
+    You can compute a loss from the parameters inside, and call its backward outside.
     """
 
     def __init__(
@@ -177,9 +177,9 @@ def summon_full_params(model: nn.Module, writeback: bool = False) -> Iterator[No
     on every rank. Collective.
 
     Forwards inside gather nothing, so ranks may run different numbers of them, as in generation for
-    reinforcement learning. With ``writeback`` writes to parameters are kept, by each rank for its
-    own part: all ranks must write the same. Without it writes to sharded parameters are dropped,
-    with a warning.
+    reinforcement learning. With ``writeback`` each rank keeps the writes to its own shards, so all
+    ranks must write the same values. Without it, writes to sharded parameters are lost, with a
+    warning.
     """
     with GatheredParameters(model) as gathered:
         yield
