@@ -114,7 +114,9 @@ class OffloadOptimizer:
         unit="elements",
     )
     pipeline_read: bool = key(BOOLEAN, True, "read the next piece during the update", idle=_FILES)
-    pipeline_write: bool = key(BOOLEAN, True, "write the last piece during the update", idle=_FILES)
+    pipeline_write: bool = key(
+        BOOLEAN, True, "write the previous piece during the update", idle=_FILES
+    )
     ratio: float | Literal["auto"] = key(
         SOME_OR_AUTO,
         1.0,
