@@ -44,6 +44,9 @@ def clean(
     if as_json:
         print_json(rows)
         return
+    if not rows:
+        print(f"no checkpoints in memory in {' or '.join(map(str, bases(folder)))}")
+        return
     table = Table("folder", "size", "last change", "state")
     for job, row in zip(found, rows):
         ago = f"{(time.time() - job.changed) / 60:,.0f} min ago"

@@ -16,7 +16,7 @@ from hf_zero.logging import in_units
 
 __all__ = ["AsJson", "in_units", "print_json", "print_table"]
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def print_json(value: Any) -> None:

@@ -105,3 +105,6 @@ def test_clean_names_what_jobs_have_left_and_removes_what_none_uses(tmp_path: Pa
     assert states() == {live.name: "left"}
     shown = CliRunner().invoke(app, ["clean", "--folder", str(tmp_path)])
     assert "1 of them can go" in shown.output
+    (empty := tmp_path / "empty").mkdir()
+    shown = CliRunner().invoke(app, ["clean", "--folder", str(empty)])
+    assert shown.output == f"no checkpoints in memory in {empty}\n"
