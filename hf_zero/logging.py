@@ -80,6 +80,8 @@ def counted(number: int, noun: str, several: str = "") -> str:
 
 _UNITS = {"": 1, "B": 1} | {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
 _UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
+# in the dialect of regular expressions that Python and JSON Schema share
+SIZE_PATTERN = r"^\s*(\d+(?:\.\d+)?)\s*((?:[kKmMgGtT][iI]?)?[bB]|)\s*$"
 
 
 def in_units(nbytes: float) -> str:
@@ -111,8 +113,8 @@ def rate_in_units(bits: float) -> str:
 
 def parse_size(text: str) -> int:
     """Parse ``80GB`` (decimal) or ``128GiB`` (binary) to bytes. Raises ConfigError."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if found is None or found[2].upper() not in _UNITS:
+    found = re.fullmatch(SIZE_PATTERN, text)
+    if found is None:
         raise ConfigError(
             f"{text!r} is not a number of bytes; write 80GB (decimal) or 128GiB (binary), for "
             "instance"

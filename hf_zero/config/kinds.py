@@ -17,7 +17,7 @@ from typing import Any
 
 from hf_zero.config import kernels
 from hf_zero.errors import ConfigError
-from hf_zero.logging import parse_size
+from hf_zero.logging import SIZE_PATTERN, parse_size
 
 
 @dataclass(frozen=True)
@@ -322,7 +322,7 @@ SOME_OR_AUTO = Kind(
 BYTES = Kind(
     "a number of bytes, such as 80GB (decimal) or 128GiB (binary)",
     _bytes,
-    {"anyOf": [{"type": "integer", "minimum": 1}, _STRING]},
+    {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": SIZE_PATTERN}]},
 )
 ELEMENTS = Kind("a number of elements of at least 1", _elements, {"type": "number", "minimum": 1})
 SIZE = Kind("a number of elements of at least 0", _size, {"type": "number", "minimum": 0})

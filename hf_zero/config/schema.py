@@ -16,7 +16,7 @@ from hf_zero.config.rows import Key, Status
 from hf_zero.config.settings import Settings
 
 _DRAFT = "http://json-schema.org/draft-07/schema#"
-_ID = "urn:hf-zero:configuration"
+_ID = "urn:hf-zero:configuration"  # a name; no server publishes the schema, the package holds it
 _SHORT: dict[str, dict[str, Any]] = {
     "offload_optimizer": {"enum": ["none", "cpu", "nvme"]},
     "offload_param": {"enum": ["none", "cpu", "nvme"]},
@@ -74,11 +74,13 @@ def _pointer(path: str) -> str:
 
 
 def _leaf(key: Key) -> dict[str, Any]:
-    open_values: list[dict[str, Any]] = [{"type": "null"}]
-    if key.path not in OWN_AUTOS and key.path != "zero_optimization.stage":
-        open_values.append({"const": "auto"})
+    values = [_value(key)]
+    if key.path != "zero_optimization.stage":
+        if key.path not in OWN_AUTOS:
+            values.append({"const": "auto"})
+        values.append({"type": "null"})  # last: editors propose the values in this order
     leaf: dict[str, Any] = {
-        "anyOf": [_value(key), *open_values],
+        **(values[0] if len(values) == 1 else {"anyOf": values}),
         "description": described(key),
     }
     if key.status is Status.ACTIVE and key.default is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hf_zero.config import ZeroConfig, sections
 from hf_zero.config.files import load_file
 from hf_zero.config.keys import KEYS
 from hf_zero.config.schema import json_schema
+from hf_zero.errors import ConfigError
 from hf_zero.optim import build
 from tests.helpers.cells import in_one_item
 from tests.helpers.commands import completed
@@ -124,5 +126,27 @@ def test_the_schema_says_what_a_key_does_or_why_not() -> None:
     section = zero["zero_optimization"]["properties"]
     assert section["overlap_comm"]["description"].startswith("No effect: ")
     assert section["zenflow"]["description"].startswith("Not built: ")
-    assert {"type": "integer", "minimum": 0, "maximum": 3} in section["stage"]["anyOf"]
-    assert {"const": "auto"} not in section["stage"]["anyOf"]
+    assert {"type": "integer", "minimum": 0, "maximum": 3}.items() <= section["stage"].items()
+    assert section["sub_group_size"]["anyOf"][1:] == [{"const": "auto"}, {"type": "null"}]
+
+
+@pytest.mark.parametrize(
+    ("written", "refused"),
+    [
+        ({"zero_optimization": {"stage": None}}, "stage"),
+        ({"zero_optimization": {"stage": "auto"}}, "stage"),
+        ({"checkpoint": {"memory": {"limit": "40GiB"}}}, ""),
+        ({"checkpoint": {"memory": {"limit": "1.5 tb"}}}, ""),
+        ({"checkpoint": {"memory": {"limit": "40 gigabytes"}}}, "limit"),
+        ({"checkpoint": {"memory": {"limit": "40k"}}}, "limit"),
+    ],
+)
+def test_the_schema_and_the_configuration_refuse_the_same_values(
+    written: dict[str, Any], refused: str
+) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    written = {"zero_optimization": {"stage": 3}} | written
+    wrong = [*jsonschema.Draft7Validator(json_schema()).iter_errors(written)]
+    assert [error.absolute_path[-1] for error in wrong] == [refused] * bool(refused)
+    with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
+        ZeroConfig.from_dict(written)
