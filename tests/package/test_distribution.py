@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -37,6 +38,34 @@ def test_one_least_version_of_python_is_named_everywhere() -> None:
     assert f"Python {least} or newer" in (ROOT / "README.md").read_text()
     assert f"Python {least} to 3." in (ROOT / "hf_zero/docs/start.md").read_text()
     assert f"Python {least} or newer" in (ROOT / "scripts/environment.sh").read_text()
+
+
+def test_the_workflows_are_valid_and_cover_each_version_of_python() -> None:
+    """Every action is pinned by commit, and no job may write to the repository."""
+    pytest.importorskip("check_jsonschema")
+    files = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+    schema = ["--builtin-schema", "vendor.github-workflows"]
+    completed([sys.executable, "-m", "check_jsonschema", *schema, *files], timeout=300, check=True)
+    workflows = {path.stem: yaml.safe_load(path.read_text()) for path in files}
+    classifiers = " ".join(PROJECT["project"]["classifiers"])
+    versions = re.findall(r"Python :: (3\.\d+)", classifiers)
+    assert workflows["ci"]["jobs"]["test"]["strategy"]["matrix"]["python"] == versions
+    wheels = PROJECT["tool"]["cibuildwheel"]["build"].split()
+    assert wheels == [f"cp{version.replace('.', '')}-*" for version in versions]
+    for workflow in workflows.values():
+        assert workflow["permissions"] == {"contents": "read"} and workflow["concurrency"]
+        for job in workflow["jobs"].values():
+            assert job["timeout-minutes"] and "permissions" not in job
+            used = [step["uses"] for step in job["steps"] if "uses" in step]
+            assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", name) for name in used)
+
+
+def test_the_smoke_of_a_wheel_runs_the_core() -> None:
+    pytest.importorskip("hf_zero._cpu")
+    command = PROJECT["tool"]["cibuildwheel"]["test-command"].replace("{project}", str(ROOT))
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    shown = completed([sys.executable, *command.split()[1:]], timeout=100, env=env, check=True)
+    assert "agree" in shown.stdout
 
 
 def test_a_url_without_the_package_that_opens_urls(monkeypatch: pytest.MonkeyPatch) -> None:
