@@ -112,7 +112,7 @@ def main() -> None:
     if trainer.is_world_process_zero():
         if processor is not None:
             processor.save_pretrained(args.output_dir)
-        print(f"{right:.1%} of the held-out pictures are told right")
+        print(f"{right:.1%} of the held-out pictures are classified correctly")
 
 
 if __name__ == "__main__":
