@@ -402,7 +402,9 @@ def configuration(args: Any, config: Any, config_params: Any, foreign: bool = Fa
             "initialize was given more than one config: "
             f"{', '.join(name for name, _ in given)}; pass one"
         )
-    return ZeroConfig.coerce(given[0][1], allow_auto=True, foreign=foreign)
+    # of a script for DeepSpeed, what nothing fills in takes its default
+    autos: Any = True if foreign else "alone"
+    return ZeroConfig.coerce(given[0][1], allow_auto=autos, foreign=foreign)
 
 
 def _optimizer(

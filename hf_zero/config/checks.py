@@ -62,6 +62,9 @@ def check(reading: ConfigReading) -> None:
         )
     _check_offload(reading)
     _check_activations(reading)
+    if not reading.autos_allowed or (reading.autos_allowed == "alone" and mistakes):
+        with mistakes.collect():
+            reading.refuse_autos()
     mistakes.throw()
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from hf_zero.config.keys import ALIASES, ANSWERS, KEYS, OWN_AUTOS, SECTIONS
 from hf_zero.config.provenance import SourcedDict
@@ -62,7 +62,8 @@ class ConfigReading:
     "auto". ``filled`` are the paths that a resolve for some number of ranks computed. ``mistakes``
     are all errors found; a wrong value is left out. ``foreign``: the mapping was written for
     DeepSpeed, so unknown keys at its top, and unbuilt keys with an ``instead``, are skipped with a
-    warning.
+    warning. ``autos_allowed``: whether values may still be "auto" once the reading is checked;
+    "alone": only if nothing else is wrong, so that all mistakes come in one message.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -72,6 +73,7 @@ class ConfigReading:
     mistakes: Mistakes = field(default_factory=Mistakes)
     foreign: bool = False
     origins: SourcedDict | None = None
+    autos_allowed: bool | Literal["alone"] = True
 
     def read(self, mapping: Mapping[str, Any], label: str) -> ConfigReading:
         """Read a mapping of the DeepSpeed dialect or of our own keywords; later readings override
@@ -389,6 +391,17 @@ def _known() -> list[str]:
     return [*KEYS, *SECTIONS, *ALIASES]
 
 
+def _idle(written: str) -> str:
+    """Return the reason why a known key, or each key of a known section, does nothing in hf-zero,
+    or "".
+    """
+    path = canonical(written)
+    below = {key.status for name, key in KEYS.items() if f"{name}.".startswith(f"{path}.")}
+    if Status.ACTIVE in below:
+        return ""
+    return "has no effect in hf-zero" if Status.INERT in below else "hf-zero does not provide"
+
+
 @cache
 def _warn(message: str) -> None:
     """Warn once per message: libraries read a configuration several times."""
@@ -405,7 +418,10 @@ def _unknown(written: str, path: str, label: str) -> ConfigError:
     known = _known()
     siblings = [each for each in known if each.rpartition(".")[0] == path.rpartition(".")[0]]
     elsewhere = [each for each in known if each.rpartition(".")[2] == name]
-    found = elsewhere or closest(name, siblings)
+    found = sorted(elsewhere, key=_idle) or closest(name, siblings)
+    if found and (why := _idle(found[0])):
+        return ConfigError(f"{said}; it resembles {found[0]!r}, which {why}: remove it")
     if found or section:
-        return ConfigError(f"{said}{did_you_mean(name, found or siblings)}")
+        active = [each for each in found or siblings if not _idle(each)]
+        return ConfigError(f"{said}{did_you_mean(name, active)}")
     return ConfigError(f"{said}; `hf-zero schema --table` lists the keys")

@@ -31,6 +31,8 @@ from hf_zero.errors import ConfigError
 if TYPE_CHECKING:
     from hf_zero.config.keywords import Keywords
 
+AllowAuto = bool | Literal["alone"]
+
 PRESETS: dict[str, int] = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
 KEYWORDS = (
@@ -73,15 +75,15 @@ class ZeroConfig(Settings):
         values: Mapping[str, Any],
         *,
         source: str = "config dict",
-        allow_auto: bool = False,
+        allow_auto: AllowAuto = False,
         foreign: bool = False,
     ) -> ZeroConfig:
         """Read DeepSpeed's dialect, our own keywords, or the mapping of an Accelerate YAML.
 
         With ``allow_auto`` values may be "auto": they count as their defaults until
-        :meth:`override` sets them, and :meth:`resolve` refuses those that remain. ``foreign``: the
-        mapping was written for DeepSpeed, so an unknown key at its top that resembles no known one
-        is skipped with a warning.
+        :meth:`override` sets them, and :meth:`resolve` refuses those that remain; with "alone" they
+        are refused beside other mistakes. ``foreign``: the mapping was written for DeepSpeed, so an
+        unknown key at its top that resembles no known one is skipped with a warning.
         """
         if not isinstance(values, Mapping):
             raise ConfigError(
@@ -92,14 +94,12 @@ class ZeroConfig(Settings):
             if is_accelerate(values)
             else ConfigReading(foreign=foreign).read(values, source)
         )
-        if not allow_auto:
-            with reading.mistakes.collect():
-                reading.refuse_autos()
+        reading.autos_allowed = allow_auto
         return cls._of(reading)
 
     @classmethod
     def from_file(
-        cls, path: str | os.PathLike[str], *, allow_auto: bool = False, foreign: bool = False
+        cls, path: str | os.PathLike[str], *, allow_auto: AllowAuto = False, foreign: bool = False
     ) -> ZeroConfig:
         """Read a JSON or YAML file in any of the dialects of :meth:`from_dict`."""
         return cls.from_dict(
@@ -110,7 +110,9 @@ class ZeroConfig(Settings):
         )
 
     @classmethod
-    def coerce(cls, value: Any, *, allow_auto: bool = False, foreign: bool = False) -> ZeroConfig:
+    def coerce(
+        cls, value: Any, *, allow_auto: AllowAuto = False, foreign: bool = False
+    ) -> ZeroConfig:
         """Convert any accepted form to a ZeroConfig: a ZeroConfig, a dict, a path, a JSON string or
         a preset ("zero0" … "zero3").
         """

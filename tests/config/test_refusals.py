@@ -26,14 +26,15 @@ REFUSED = """
 {zero_optimisation: {stage: 3}}
     config file ds.json: unknown key 'zero_optimisation'; did you mean ~ 'zero_optimization'
 {zero_optimization: {overlap_com: true}}
-    unknown key 'zero_optimization.overlap_com'; did you mean ~ 'zero_optimization.overlap_comm'
+    unknown key 'zero_optimization.overlap_com'; it resembles 'zero_optimization.overlap_comm',
+    which has no effect in hf-zero: remove it
 {zero_optimization: {stages: 3}}
     unknown key 'zero_optimization.stages'; did you mean ~ 'zero_optimization.stage'
 {zero_optimization: {offload_optimizer: {devise: cpu}}}
     unknown key 'zero_optimization.offload_optimizer.devise'; did you mean
     ~ 'zero_optimization.offload_optimizer.device'
 {overlap_comm: true}
-    unknown key 'overlap_comm'; did you mean ~ 'zero_optimization.overlap_comm'
+    unknown key 'overlap_comm'; it resembles 'zero_optimization.overlap_comm', which has no effect
 {stage3_prefetch_bucket_size: 1}
     unknown key 'stage3_prefetch_bucket_size'; did you mean
     ~ 'zero_optimization.stage3_prefetch_bucket_size'
@@ -52,8 +53,15 @@ REFUSED = """
 {optimiser: {type: Adam}}
     unknown key 'optimiser'; did you mean ~ 'optimizer'
 {zero_optimization.reduce_bucketsize: 1}
-    unknown key 'zero_optimization.reduce_bucketsize'; did you mean
-    ~ 'zero_optimization.reduce_bucket_size'
+    unknown key 'zero_optimization.reduce_bucketsize'; it resembles
+    'zero_optimization.reduce_bucket_size', which has no effect in hf-zero: remove it
+{autotunin: {enabled: true}}
+    it resembles 'autotuning', which hf-zero does not provide: remove it
+{type: AdamW}
+    unknown key 'type'; did you mean ~ 'optimizer.type'
+{zero_optimization: {xyzzy: 1}, gradient_clipping: auto}
+    2 mistakes ~ unknown key 'zero_optimization.xyzzy'; known here: ~ still 'auto' ~
+    gradient_clipping
 {activation_checkpointing: {block: true}}
     did you mean 'activation_checkpointing.blocks'
 {fp16: {xyzzy: 1}}
