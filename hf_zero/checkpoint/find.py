@@ -305,9 +305,9 @@ def _newest(root: AnyPath, newest_first: list[AnyPath], whole: bool) -> AnyPath:
         damage = integrity_error(folder) if whole else ""
         if not damage:
             logger.info(
-                "taking %s, the newest %sof %d checkpoints in %s",
+                "taking %s, the newest %scheckpoint of %d in %s",
                 folder,
-                "whole one " if whole else "",
+                "complete " if whole else "",
                 many,
                 root,
             )

@@ -84,7 +84,8 @@ def verify_all(src: str | os.PathLike[str], progress: bool | None = None) -> lis
     # In an object store, checkpoints are found by their manifests; folders that have lost theirs
     # are found among the direct children of `root`.
     seen = [*walk(root)] if root.is_dir() else []
-    seen = [folder for folder in seen if is_from_memory(root) or not is_from_memory(folder)]
+    if not is_from_memory(root):
+        seen = [folder for folder in seen if not is_from_memory(folder)]
     held = [
         folder
         for folder in seen

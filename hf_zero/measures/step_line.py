@@ -69,7 +69,7 @@ def _text(figures: Figures, of_rank_0: bool) -> str:
     """
     shown = [f"{told} {figures[name]:.6g}" for name, told in PRINTED.items() if name in figures]
     if of_rank_0 and "loss" in figures:
-        shown[0] += " on rank 0"
+        shown[0] += " (rank 0's batches only)"
     state = sum(figures.get(f"{tier}_bytes", 0) for tier in ("device", "ram", "disk"))
     shown.append(f"state {in_units(state)}")
     if "peak_device_bytes" in figures:

@@ -83,13 +83,13 @@ def judge(needs: Needs, free: Free, margin: float = 0.0) -> MemoryVerdict:
 
 def _rows(needs: Needs, free: Free, margin: float) -> Iterator[Row]:
     ram = int(free.ram * RAM_SHARE)
-    kept = f"{1 - RAM_SHARE:.0%} left to the rest of the process"
+    kept = f"{1 - RAM_SHARE:.0%} reserved for the rest of the process"
     why = f"{free.limited_by}; {kept}" if free.limited_by else kept
     if free.host_device:
         own = tuple(NamedBytes(f"{part.what} (device)", part.nbytes) for part in needs.device)
         yield Row("memory", needs.device_bytes + needs.ram_bytes, ram, (*own, *needs.ram), why)
     else:
-        left = f"{margin:.0%} left to activations" if margin else ""
+        left = f"{margin:.0%} reserved for activations" if margin else ""
         yield Row("device", needs.device_bytes, int(free.device * (1 - margin)), needs.device, left)
         if needs.ram:
             yield Row("RAM", needs.ram_bytes, ram, needs.ram, why)

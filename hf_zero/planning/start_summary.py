@@ -21,16 +21,29 @@ def summary(report: PreflightReport) -> str:
     }
     split = "".join(f", {name} parallel {size}" for name, size in sizes.items() if size > 1)
     part = " on this rank" if split else ""
-    all_train = "all of them train" if trained == elements else f"{trained:,} train"
+    trains = "all trainable" if trained == elements else f"{trained:,} trainable"
+    if plan.optimizer is None:
+        trains = "no optimizer"
     lines = [
-        f"{type(plan.model).__name__}: {elements:,} parameters{part}, {all_train}, in "
-        f"{settings.precision} and {counted(len(plan.units), 'unit')}; stage {settings.stage} on "
-        f"{counted(plan.dims.world, 'rank')} of {counted(report.hosts, 'host')}{split}"
+        f"{type(plan.model).__name__}: {elements:,} parameters{part}, {trains}, in "
+        f"{settings.precision}, in {counted(len(plan.units), 'unit')} of communication; stage "
+        f"{settings.stage} on {counted(plan.dims.world, 'rank')} of "
+        f"{counted(report.hosts, 'host')}{split}"
     ]
+    if plan.optimizer is None:
+        lines.append(
+            "no optimizer: inference only, step() will raise; to train, pass optimizer= to "
+            "hf_zero.initialize or name one in the config"
+        )
+    if plan.dims.world == 1:
+        lines.append(
+            "one rank: nothing is sharded; `hf-zero launch train.py` or `torchrun "
+            "--nproc_per_node N train.py` starts several"
+        )
     for row in report.verdict.rows:
         limit = f" ({row.limited_by})" if row.limited_by else ""
         lines.append(
-            f"{row.tier}: {in_units(row.needed)} predicted beside activations, "
+            f"{row.tier}: {in_units(row.needed)} predicted, excluding activations; "
             f"{in_units(row.free)} free{limit}"
         )
     lines.append(f"kernels: {_kernels(settings)}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from contextlib import ExitStack
 from functools import cached_property
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +19,7 @@ from hf_zero.offload.placement import Placement
 from hf_zero.zero.backward import AccumulationWindow, Backward, Counters
 from hf_zero.zero.gather.model_patches import Override, Patches, Techniques, refuse_foreign_step
 from hf_zero.zero.layout.engine_plan import EnginePlan, ExtensionsOf
+from hf_zero.zero.layout.flat_spec import reading
 from hf_zero.zero.layout.materialize import make_mesh, plan_on_this_rank
 from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.sharded_model import ShardedModel, retire_flats, take_native_threads
@@ -182,27 +182,27 @@ class EngineParts(AroundModel):
 
     # ---- what the engine says about itself ----
 
-    stage = property(attrgetter("config.stage"))
-    mesh = property(attrgetter("sharded_model.mesh"))
-    device = property(attrgetter("sharded_model.mesh.device"))
-    global_rank = property(attrgetter("sharded_model.mesh.rank"))
-    world_size = property(attrgetter("sharded_model.mesh.world"))
-    shard_rank = property(attrgetter("sharded_model.mesh.shard.rank"))
-    shard_world = property(attrgetter("sharded_model.mesh.shard.size"))
-    units = property(attrgetter("sharded_model.units"))
-    flats = property(attrgetter("sharded_model.flats"))
-    schedule = property(attrgetter("sharded_model.schedule"))
-    shard_only = property(attrgetter("sharded_model.shard_only"))
-    aliases = property(attrgetter("sharded_model.aliases"))
-    param_dtypes = property(attrgetter("sharded_model.param_dtypes"))
-    bound = property(attrgetter("optimizer_step.bound"))
-    updater = property(attrgetter("optimizer_step.updater"))
-    updates_state = property(attrgetter("optimizer_step.updates_state"))
-    scaler = property(attrgetter("backward_pass.losses.scaler"))
-    global_steps = property(attrgetter("counters.global_steps"))
-    global_samples = property(attrgetter("counters.global_samples"))
-    micro_steps = property(attrgetter("counters.micro_steps"))
-    skipped_steps = property(attrgetter("counters.skipped_steps"))
+    stage: int = reading("config.stage")
+    mesh = reading("sharded_model.mesh")
+    device: torch.device = reading("sharded_model.mesh.device")
+    global_rank: int = reading("sharded_model.mesh.rank")
+    world_size: int = reading("sharded_model.mesh.world")
+    shard_rank: int = reading("sharded_model.mesh.shard.rank")
+    shard_world: int = reading("sharded_model.mesh.shard.size")
+    units = reading("sharded_model.units")
+    flats = reading("sharded_model.flats")
+    schedule = reading("sharded_model.schedule")
+    shard_only: bool = reading("sharded_model.shard_only")
+    aliases = reading("sharded_model.aliases")
+    param_dtypes = reading("sharded_model.param_dtypes")
+    bound = reading("optimizer_step.bound")
+    updater = reading("optimizer_step.updater")
+    updates_state = reading("optimizer_step.updates_state")
+    scaler = reading("backward_pass.losses.scaler")
+    global_steps: int = reading("counters.global_steps")
+    global_samples: int = reading("counters.global_samples")
+    micro_steps: int = reading("counters.micro_steps")
+    skipped_steps: int = reading("counters.skipped_steps")
 
     @cached_property
     def data_ranks(self) -> int:

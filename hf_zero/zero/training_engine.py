@@ -143,7 +143,7 @@ class TrainingEngine(EngineParts):
     def held_micro_batches(self) -> int:
         """Number of micro-batches whose gradients the next update will use."""
         window = self.accumulation
-        return window.micro_batches + (window.announced + window.others) * window.managed
+        return window.micro_batches + (window.announced + window.others if window.managed else 0)
 
     def reduce_gradients(self) -> None:
         """Reduce the unreduced gradients of earlier backwards (collective); a step does this by
@@ -297,13 +297,13 @@ class TrainingEngine(EngineParts):
         self.techniques.end_step()
 
     def _refuse_update(self) -> None:
-        """Raise PartitionError without an optimizer, or if a part of the model was updated before
-        clipping was switched on; OffloadError after a failed write of offloaded state (collective).
+        """Raise ConfigError without an optimizer, PartitionError for a part updated before clipping
+        was switched on, OffloadError after a failed write of offloaded state (collective).
         """
         if self.bound is None:
-            raise PartitionError(
-                "step() needs an optimizer; pass one to hf_zero.initialize or "
-                "name one in the config"
+            raise ConfigError(
+                "step() needs an optimizer, and the engine was built without one; pass one to "
+                "hf_zero.initialize or name one in the config"
             )
         if self.optimizer_step.max_norm:
             refuse_half_done(

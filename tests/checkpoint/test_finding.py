@@ -75,8 +75,8 @@ def test_the_newest_whole_one_is_taken_and_named(runs, caplog, monkeypatch):
     ]
     assert find_checkpoint(runs) == find_checkpoint(states) == states / "step_3" / "pytorch_model"
     assert (
-        f"taking {states / 'step_3' / 'pytorch_model'}, the newest whole one of 3 "
-        f"checkpoints in {runs}" in caplog.text
+        f"taking {states / 'step_3' / 'pytorch_model'}, the newest complete checkpoint of 3 "
+        f"in {runs}" in caplog.text
     )
     damage(states / "step_3" / "pytorch_model")
     assert find_checkpoint(runs) == states / "step_100" / "pytorch_model"

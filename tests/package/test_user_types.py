@@ -49,6 +49,8 @@ hf_zero.ZeroConfig(3, train_batch_size="8")  # mistake
 hf_zero.ZeroConfig(3, gradient_allreduce_op="average")  # mistake
 engine.bakward(loss)  # mistake
 engine.step(1, 2, 3)  # mistake
+engine.global_steps.upper()  # mistake
+print(engine.global_steps + 1, engine.world_size // 2)
 engine.save_checkpoint("run", tag=3)  # mistake
 engine.save_checkpoint("run", keep="all")  # mistake
 hf_zero.convert_checkpoint("run")  # mistake

@@ -203,7 +203,7 @@ def test_a_limit_on_locked_memory_is_said_and_refuses_nothing() -> None:
 
 def test_who_sets_the_limit_is_said() -> None:
     row = judge(need(1, 100), Free(9, 10, limited_by="left by the control group /x")).rows[1]
-    assert row.limited_by == "left by the control group /x; 4% left to the rest of the process"
+    assert row.limited_by == "left by the control group /x; 4% reserved for the rest of the process"
 
 
 # -- the check -------------------------------------------------------------------------------------

@@ -20,10 +20,10 @@ from hf_zero.zero.step.step_reports import StepMeasures
 from tests.helpers.stacks import on_ranks
 
 BYTES = r"[\d.,]+ (?:B|kB|MB|GB|TB)"
-TIER = rf"memory: {BYTES} predicted beside activations, {BYTES} free"
+TIER = rf"memory: {BYTES} predicted, excluding activations; {BYTES} free"
 START = [
-    r"Stack: [\d,]+ parameters, all of them train, in fp32 and \d units; stage 3 on 2 ranks of 1 "
-    "host",
+    r"Stack: [\d,]+ parameters, all trainable, in fp32, in \d units of communication; stage 3 on "
+    "2 ranks of 1 host",
     rf"  {TIER}.*",
     r"  kernels: off \(default\); `kernels: auto` runs those that are fast on this device",
     r"  resolved configuration on 2 ranks .*",
@@ -151,7 +151,7 @@ def test_lines_by_time(
     lines = [each for each in told if re.match(r"step \d+: ", each)]
     assert [int(each.split()[1].strip(":")) for each in lines] == steps
     for step, line in zip(steps, lines):
-        own = re.search(r"loss (\S+?)( on rank 0)?, ", line)
+        own = re.search(r"loss (\S+?)( \(rank 0's batches only\))?, ", line)
         assert own is not None and bool(own[2]) == (not measured)
         whole = (losses[step - 1] + others[step - 1]) / 2
         assert float(own[1]) == pytest.approx(whole if measured else losses[step - 1], rel=1e-4)

@@ -16,7 +16,7 @@ from torch import nn
 
 import hf_zero
 from hf_zero.distributed import process_group
-from hf_zero.errors import PartitionError, ReleasedParameterError
+from hf_zero.errors import ConfigError, PartitionError, ReleasedParameterError
 from hf_zero.zero.layout.parameter import ReleasedParameter
 from tests.helpers.broken_stacks import Latecomer
 from tests.helpers.engines import STAGES, config_of, start
@@ -90,8 +90,9 @@ def test_a_step_without_a_backward(stage):
 def test_a_step_without_an_optimizer(stage):
     engine, _ = begun(stage, lambda model: None)
     with pytest.raises(
-        PartitionError,
-        match=r"needs an optimizer; pass one to hf_zero\.initialize or name one in the config",
+        ConfigError,
+        match=r"needs an optimizer, and the engine was built without one; pass one to "
+        r"hf_zero\.initialize or name one in the config",
     ):
         engine.step()
 

@@ -101,7 +101,7 @@ def convert_checkpoint(
 
     Args:
         src: the folder given to ``save_checkpoint``, one checkpoint in it, or a folder of runs: of
-            several checkpoints the newest whole one is used, and logged. A model folder is read
+            several checkpoints the newest complete one is used, and logged. A model folder is read
             only if it is ``src`` itself.
         dst: the folder to write, created if needed. Weights in it are replaced once the new ones
             are complete.
