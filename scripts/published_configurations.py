@@ -7,13 +7,14 @@ what becomes of them. The checkouts are fetched by whoever runs it; none is a pa
     python scripts/readme.py
 
 A file counts if it is JSON or YAML, and a DeepSpeed or an Accelerate configuration rather than that
-of a whole training program.
+of a whole training program or a template whose values a script fills in.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,12 +31,13 @@ MARKS = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gp
 PRECISIONS = ("fp16", "bf16", "optimizer")
 PROGRAMS = (  # keys of configurations of other programs, which hold DeepSpeed's beside theirs
     *("model", "train", "tokenizer", "base_model", "model_name_or_path", "num_layers"),
-    *("num-layers", "pipe_parallel_size", "pipe-parallel-size"),
+    *("num-layers", "train_iters", "pipe_parallel_size", "pipe-parallel-size"),
 )
 
 
-OUTCOMES = ("run", "run, some keys left out", "to mend by hand")
-HEADINGS = ("translates", "translates, some keys left out", "to mend by hand")
+OUTCOMES = ("translates", "translates, some keys left out", "to mend by hand")
+# a value for a script to fill in, such as ${zero_stage} or ZERO_STAGE
+BLANK = re.compile(r'"(\$\{\w+\}|[A-Z]+(_[A-Z]+)+),?"')
 JSON = "DeepSpeed JSON"
 
 
@@ -57,6 +59,7 @@ def configurations(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             and any(mark in mapping for mark in MARKS)
             and ("zero_optimization" in mapping or any(name in mapping for name in PRECISIONS))
             and not any(name in mapping for name in PROGRAMS)
+            and not BLANK.search(json.dumps(mapping, default=str))
         ):
             yield JSON, mapping
 
@@ -77,13 +80,16 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
         migration = migrate(mapping)
         key = kind, outcome(migration)
         named = {"repository": folder.name, "kind": kind, "outcome": key[1]}
-        row = found.setdefault(key, {**named, "configurations": 0, "left_out": Counter()})
-        row["configurations"] += 1
-        row["left_out"].update(
-            f"{found.key}: {found.note}"[:160]
-            for found in migration.findings
-            if found.outcome == "left out"
+        row = found.setdefault(
+            key, {**named, "configurations": 0, "left_out": Counter(), "to_mend": Counter()}
         )
+        row["configurations"] += 1
+        for judged, counted in (("left out", row["left_out"]), ("to mend", row["to_mend"])):
+            counted.update(
+                f"{found.key}: {found.note}"[:160]
+                for found in migration.findings
+                if found.outcome == judged
+            )
     return list(found.values())
 
 
@@ -96,7 +102,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     kinds = sorted({kind for kind, _ in counts})
     total = f"{counts.total()} configurations of {repositories} repositories"
     lines = [
-        f"| {' | '.join((total, *HEADINGS))} |",
+        f"| {' | '.join((total, *OUTCOMES))} |",
         f"|{' --- |' * (1 + len(OUTCOMES))}",
         *(
             f"| {kind} | {' | '.join(str(counts[kind, each]) for each in OUTCOMES)} |"
@@ -130,9 +136,10 @@ def main() -> None:
     if args.out is not None:
         args.out.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     print(table(rows))
-    reasons: Counter[str] = sum((row["left_out"] for row in rows), Counter())
-    for reason, count in reasons.most_common():
-        print(f"{count:4} {reason}")
+    for judged in ("to_mend", "left_out"):
+        reasons: Counter[str] = sum((row[judged] for row in rows), Counter())
+        for reason, count in reasons.most_common():
+            print(f"{count:4} {judged} {reason}")
 
 
 if __name__ == "__main__":

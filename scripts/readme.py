@@ -197,11 +197,11 @@ def classes() -> str:
     """Markdown: parameters of the optimizers and schedules that a configuration names."""
     from torch.optim import lr_scheduler
 
+    from hf_zero.config.sections import SCHEDULERS
     from hf_zero.optim import build
 
     schedules = {
-        name: build.SCHEDULES.get(name) or getattr(lr_scheduler, name)
-        for name in (*build.SCHEDULES, *build._TORCH_SCHEDULES)
+        name: build.SCHEDULES.get(name) or getattr(lr_scheduler, name) for name in SCHEDULERS
     }
     parts = []
     for title, found in (

@@ -10,6 +10,7 @@ import typer
 from rich.table import Column, Table
 
 from hf_zero.cli.printing import AsJson, print_json, print_table
+from hf_zero.config.provenance import shown
 
 if TYPE_CHECKING:
     from hf_zero.config.explaining import ExplainRow
@@ -88,7 +89,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _text(value: Any) -> str:
-    return "-" if value is None else str(value)
+    return "-" if value is None else shown(value)
 
 
 def schema(

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import difflib
-import json
+import shutil
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any
+from textwrap import TextWrapper
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
-from hf_zero.cli.printing import AsJson, print_json, print_table
+from hf_zero.cli.printing import AsJson, print_json
+from hf_zero.config.provenance import shown
+
+if TYPE_CHECKING:
+    from hf_zero.config.migrating import KeyFinding
+
+INDENT = 12  # columns of an outcome
+VALUE = 60  # letters of a value at most
 
 File = Annotated[
     str,
@@ -34,7 +41,7 @@ def migrate(file: File, out: Out = None, as_json: AsJson = False) -> None:
     from hf_zero.config.files import dump, load_file, refuse_existing
     from hf_zero.config.migrating import migrate
 
-    migration = migrate(load_file(file))
+    migration = migrate(load_file(file), f"config file {file}")
     if out is not None:
         refuse_existing(out)
     suffix = Path(file).suffix if out is None else out.suffix
@@ -50,10 +57,7 @@ def migrate(file: File, out: Out = None, as_json: AsJson = False) -> None:
             }
         )
     else:
-        table = Table("key", "value", "outcome", "note", title=file)
-        for found in migration.findings:
-            table.add_row(found.key, _short(found.value), found.outcome, found.note)
-        print_table(table)
+        print(file, *(_line(found) for found in migration.findings), sep="\n")
         counted = Counter(found.outcome for found in migration.findings)
         print(", ".join(f"{count} {outcome}" for outcome, count in counted.items()))
         print(_difference(dump(migration.before, suffix), text, file, out))
@@ -62,14 +66,23 @@ def migrate(file: File, out: Out = None, as_json: AsJson = False) -> None:
         elif migration.runs:
             print(f"written: {out}")
         else:
-            print(f"not written: {out}; change {file} where the table says to mend")
+            print(f"not written: {out}; change {file} where it says to mend")
     if not migration.runs:
         raise typer.Exit(1)
 
 
-def _short(value: Any) -> str:
-    text = "" if value is None else json.dumps(value, default=str)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+def _line(found: KeyFinding) -> str:
+    """Return the finding as lines of the terminal's width, with whole keys and the note below."""
+    value = "" if found.value is None else shown(found.value)
+    value = value if len(value) <= VALUE else f"{value[: VALUE - 3]}..."
+    lines = [f"{found.key} = {value}" if value else found.key or "(the whole file)", found.note]
+    wrap = TextWrapper(
+        max(40, shutil.get_terminal_size((200, 24)).columns - INDENT),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    parts = [part for line in lines for part in wrap.wrap(line)]
+    return f"{found.outcome:{INDENT}}" + f"\n{'':{INDENT}}".join(parts)
 
 
 def _difference(before: str, after: str, file: str, out: Path | None) -> str:

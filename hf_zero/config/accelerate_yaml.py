@@ -10,6 +10,7 @@ from typing import Any
 from hf_zero.config.files import load_file
 from hf_zero.config.keys import KEYS
 from hf_zero.config.kinds import ANYTHING, BOOLEAN, PATH, TEXT, Kind
+from hf_zero.config.provenance import shown
 from hf_zero.config.reading import ConfigReading
 from hf_zero.config.rows import Key, Status, placed
 from hf_zero.config.sections import LaunchSection
@@ -131,7 +132,7 @@ def read_accelerate(mapping: Mapping[str, Any], label: str) -> ConfigReading:
         file = label.removeprefix("config file ") if label.startswith("config file ") else "FILE"
         mistakes.append(
             ConfigError(
-                f"{label}: distributed_type = 'FSDP': the file is for FSDP; "
+                f"{label}: distributed_type = {shown(kind, label)}: the file is for FSDP; "
                 f"`hf-zero migrate {file} -o zero3.yaml` translates it"
             )
         )
@@ -142,7 +143,7 @@ def read_accelerate(mapping: Mapping[str, Any], label: str) -> ConfigReading:
     if kind != "DEEPSPEED":
         mistakes.append(
             ConfigError(
-                f"{label}: distributed_type = {kind!r} does not train with ZeRO; write "
+                f"{label}: distributed_type = {shown(kind, label)} does not train with ZeRO; write "
                 "distributed_type: DEEPSPEED"
             )
         )
@@ -179,8 +180,8 @@ def read_accelerate(mapping: Mapping[str, Any], label: str) -> ConfigReading:
     with mistakes.collect():
         if not isinstance(section, Mapping):
             raise ConfigError(
-                f"{label}: {_SECTION} = {section!r} is not a section of keys and values; write "
-                f"{_SECTION}: {{zero_stage: 3}}"
+                f"{label}: {_SECTION} = {shown(section, label)} is not a section of keys and "
+                f"values; write {_SECTION}: {{zero_stage: 3}}"
             )
         _read_section(section, reading, label)
     with mistakes.collect():
@@ -221,7 +222,7 @@ def _read_section(section: Mapping[str, Any], reading: ConfigReading, label: str
         if beside:
             said = (
                 f"{', '.join(beside)} {'are' if len(beside) > 1 else 'is'} given besides "
-                f"{_SECTION}.deepspeed_config_file = {path!r}"
+                f"{_SECTION}.deepspeed_config_file = {shown(path, label)}"
             )
             them = "them" if len(beside) > 1 else "it"
             reading.mistakes.append(
@@ -251,8 +252,8 @@ def _apply_mixed_precision(reading: ConfigReading, label: str) -> None:
     precision = reading.values.get("mixed_precision")
     if precision == "fp8":
         raise NotBuiltError(
-            f"{label}: mixed_precision = 'fp8' asks for fp8 training, which hf-zero does not "
-            "provide; write bf16, fp16 or no"
+            f"{label}: mixed_precision = {shown(precision, label)} asks for fp8 training, which "
+            "this version of hf-zero does not provide; write bf16, fp16 or no"
         )
     if precision in ("bf16", "fp16"):
         reading.put(f"{precision}.enabled", True, "mixed_precision", label)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hf_zero.config.activations import BLOCKS, ENABLED, NUMBER
 from hf_zero.config.activations import OFFLOAD as ACTIVATION_OFFLOAD
+from hf_zero.config.provenance import shown
 from hf_zero.config.reading import ConfigReading
 from hf_zero.config.techniques import LAYER_DROP
 from hf_zero.errors import ConfigError, NotBuiltError
@@ -55,9 +56,9 @@ def check(reading: ConfigReading) -> None:
     if values.get(f"{LAYER_DROP}.enabled") and values.get(unused) is False:
         mistakes.append(
             ConfigError(
-                f"{unused} = False ({sources[unused]}) contradicts {LAYER_DROP}.enabled "
-                f"({sources[f'{LAYER_DROP}.enabled']}): blocks that a step leaves out have no "
-                "gradient; remove one of them"
+                f"{unused} = {shown(False, sources[unused])} ({sources[unused]}) contradicts "
+                f"{LAYER_DROP}.enabled ({sources[f'{LAYER_DROP}.enabled']}): blocks "
+                "that a step leaves out have no gradient; remove one of them"
             )
         )
     _check_offload(reading)
@@ -91,9 +92,10 @@ def _check_offload(reading: ConfigReading) -> None:
             and not values.get(path)
             and path not in reading.autos
         ):
+            chosen = sources[f"{section}.device"]
             reading.mistakes.append(
                 ConfigError(
-                    f"{section}.device = 'nvme' ({sources[f'{section}.device']}) names no folder "
+                    f"{section}.device = {shown('nvme', chosen)} ({chosen}) names no folder "
                     f"for its files; write {path}: a folder on "
                     "a local NVMe disk, or a list of folders, one a disk"
                 )
@@ -107,18 +109,19 @@ def _check_offload(reading: ConfigReading) -> None:
         if complete or f"{OPTIMIZER}.device" in values:
             reading.mistakes.append(
                 NotBuiltError(
-                    f"{BF16_STATES} = True ({sources[BF16_STATES]}) asks for optimizer states in "
-                    "bf16 on the device, which this version of "
-                    "hf-zero does not provide; remove the key or write false, or offload the "
-                    f"optimizer ({OPTIMIZER}.device: cpu), where "
-                    "moments may be bf16"
+                    f"{BF16_STATES} = {shown(True, sources[BF16_STATES])} ({sources[BF16_STATES]}) "
+                    "asks for optimizer states in bf16 on the device, which this version of "
+                    "hf-zero does not provide; offload the optimizer "
+                    f"({OPTIMIZER}.device: cpu), where moments may be bf16, or remove the key or "
+                    "write false"
                 )
             )
     elif values.get(MOMENTS) != "bf16":
         reading.mistakes.append(
             ConfigError(
-                f"{MOMENTS} = {values.get(MOMENTS)!r} ({sources[MOMENTS]}) contradicts "
-                f"{BF16_STATES} = True ({sources[BF16_STATES]}); "
+                f"{MOMENTS} = {shown(values.get(MOMENTS), sources[MOMENTS])} ({sources[MOMENTS]}) "
+                f"contradicts {BF16_STATES} = {shown(True, sources[BF16_STATES])} "
+                f"({sources[BF16_STATES]}); "
                 "remove one of them"
             )
         )

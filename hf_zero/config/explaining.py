@@ -5,13 +5,14 @@ rank 0's log.
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
 from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS
 from hf_zero.config.keys import KEYS
 from hf_zero.config.provenance import SourcedDict, flattened, is_written
 from hf_zero.config.reading import AUTO, ConfigReading
-from hf_zero.config.refusals import refusals
+from hf_zero.config.refusals import IDLE_IN_ONE_BIT, ONE_BIT, refusals
 from hf_zero.config.rows import Status
 from hf_zero.config.sections import SECRETS
 
@@ -78,13 +79,18 @@ def explain(reading: ConfigReading) -> list[ExplainRow]:
     """Return a row for each active key and for each other key that was written."""
     rows = []
     refused = refusals(reading.values)
+    value: Any
     for path, key in {**KEYS, **ACCELERATE_KEYS, **KEYS}.items():  # equal names mean the former
         if path in reading.autos:
             value, note = AUTO, "to be filled in by Accelerate or the Trainer"
         elif path in reading.values or (_acts(path) and not key.idle(reading.values)):
             value, note = reading.values.get(path, key.default), key.note
+            if isinstance(value, dict):
+                value = value | _autos_in(path, reading.autos)
             if path in refused:
                 note = f"initialize refuses it: {refused[path]}"
+            elif path == "optimizer.params" and (idle := _idle_params(reading.values)):
+                note = f"no effect: {idle}"
             elif key.idle(reading.values):
                 note = f"no effect: {key.idle(reading.values)}"
             elif key.status is Status.INERT:
@@ -104,6 +110,23 @@ def explain(reading: ConfigReading) -> list[ExplainRow]:
         for path in sorted(reading.autos - known)
     ]
     return rows
+
+
+def _autos_in(section: str, autos: Collection[str]) -> dict[str, str]:
+    """Return the members of ``section`` that are still "auto", as they were written."""
+    return {
+        path.removeprefix(f"{section}."): AUTO
+        for path in sorted(autos)
+        if path.startswith(f"{section}.")
+    }
+
+
+def _idle_params(values: Mapping[str, Any]) -> str:
+    """Return the parameters of a one-bit optimizer that have no effect, with the reasons."""
+    if str(values.get("optimizer.type")).lower() not in map(str.lower, ONE_BIT):
+        return ""
+    given = values.get("optimizer.params") or {}
+    return "; ".join(f"{name}: {why}" for name, why in IDLE_IN_ONE_BIT.items() if name in given)
 
 
 def written(rows: list[ExplainRow], *asked: str) -> list[ExplainRow]:

@@ -4,9 +4,11 @@ with a finding for each key.
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 from hf_zero.config.accelerate_yaml import (
@@ -18,8 +20,9 @@ from hf_zero.config.accelerate_yaml import (
     read_accelerate,
 )
 from hf_zero.config.keys import KEYS, SECTIONS
+from hf_zero.config.provenance import shown
 from hf_zero.config.reading import AUTO, ConfigReading, canonical, misspelt
-from hf_zero.config.refusals import refusals
+from hf_zero.config.refusals import IDLE_IN_ONE_BIT, ONE_BIT, refusals
 from hf_zero.config.rows import Status
 from hf_zero.config.spelling import MISSPELT, closest, is_comment
 from hf_zero.config.zero_config import ZeroConfig
@@ -52,33 +55,102 @@ class Migration(NamedTuple):
         return all(found.outcome != "to mend" for found in self.findings)
 
 
-def migrate(before: Mapping[str, Any]) -> Migration:
+def migrate(before: Mapping[str, Any], source: str = "config dict") -> Migration:
     """Translate a configuration: DeepSpeed's JSON, or Accelerate's YAML for DeepSpeed, FSDP 1,
-    FSDP 2 or DDP. Keys without effect and keys unknown here are left out.
+    FSDP 2 or DDP. Keys without effect and keys unknown here are left out. ``source`` names the
+    file in notes.
     """
     findings: list[KeyFinding] = []
-    if not is_accelerate(before):
-        after = _dialect(before, "", findings, ConfigReading().read(before, "").values)
-    else:
-        after = _accelerate(before, findings)
+    translate = _accelerate if is_accelerate(before) else _deepspeed
+    after = translate(before, findings, source)
+    return Migration(dict(before), _settle(after, findings, source), findings)
+
+
+def _settle(after: dict[str, Any], findings: list[KeyFinding], source: str) -> dict[str, Any]:
+    """Read the result as a whole: add to ``findings`` what contradicts, what ``initialize`` would
+    refuse and what has no effect beside other keys; return the result without the latter.
+    """
     try:
-        config = ZeroConfig.from_dict(_here(after), source="the result", allow_auto=True)
-    except (ConfigError, NotBuiltError) as error:
-        findings.append(KeyFinding("", None, "to mend", str(error)))
-    else:
-        _refuse({row.key: row.value for row in config.explain()}, findings)
-    return Migration(dict(before), after, findings)
-
-
-def _refuse(values: Mapping[str, Any], findings: list[KeyFinding]) -> None:
-    """Turn findings of keys that ``initialize`` would refuse into those of keys to mend."""
+        config = ZeroConfig.from_dict(_here(after), source=source, allow_auto=True)
+    except NotBuiltError as error:
+        keys = _offenders(str(error), findings, source)
+        if not keys:
+            findings.append(KeyFinding("", None, "to mend", _said(error, source)))
+            return after
+        _mark(findings, dict.fromkeys(keys, ("left out", _said(error, source))))
+        return _settle(_without(after, keys), findings, source)
+    except ConfigError as error:
+        for said in str(error).split("\n- ")[1:] or [str(error)]:
+            keys = _offenders(said, findings, source)
+            of_file = [found for found in findings if found.key in keys and _names_file(found.key)]
+            if of_file:
+                note = f"{said}; {of_file[0].note}"
+                _mark(findings, {of_file[0].key: ("to mend", note)})
+            else:
+                findings.append(KeyFinding(", ".join(keys), None, "to mend", said))
+        return after
+    values = {row.key: row.value for row in config.explain()}
     given = {path: value for path, value in values.items() if value not in (None, AUTO)}
-    for path, reason in refusals(given).items():
-        at = next((i for i, found in enumerate(findings) if _path(found.key) == path), None)
+    refused = refusals(given)
+    written = {_path(found.key): found.key for found in findings}
+    _mark(findings, {written.get(path, path): ("to mend", why) for path, why in refused.items()})
+    idle: dict[str, tuple[Outcome, str]] = {
+        found.key: ("no effect", why)
+        for found in findings
+        if found.outcome == "taken" and (why := _idle(found, given, config.autos))
+    }
+    _mark(findings, idle)
+    return _without(after, idle)
+
+
+def _idle(found: KeyFinding, values: Mapping[str, Any], autos: Collection[str]) -> str:
+    """Return the reason why a key that is taken has no effect beside ``values``, or ""."""
+    key = KEYS.get(_path(found.key))
+    if key is None or key.changes_nothing(found.value):
+        return ""
+    why = key.idle(values)
+    return "" if any(auto in why for auto in autos) else why
+
+
+def _mark(findings: list[KeyFinding], outcomes: Mapping[str, tuple[Outcome, str]]) -> None:
+    """Replace outcome and note of the findings of these keys, or add findings."""
+    for key, (outcome, note) in outcomes.items():
+        at = next((i for i, found in enumerate(findings) if found.key == key), None)
         if at is None:
-            findings.append(KeyFinding(path, given[path], "to mend", reason))
+            findings.append(KeyFinding(key, None, outcome, note))
         else:
-            findings[at] = findings[at]._replace(outcome="to mend", note=reason)
+            findings[at] = findings[at]._replace(outcome=outcome, note=note)
+
+
+def _offenders(said: str, findings: list[KeyFinding], source: str) -> list[str]:
+    """Return the keys of the file that a message about the result names."""
+    named = [
+        found.key
+        for found in findings
+        if found.key and re.search(rf"{re.escape(f'{source}: {found.key}')}(?![\w.])", said)
+    ]
+    return named or [
+        found.key for found in findings if _names_file(found.key) and str(found.value) in said
+    ]
+
+
+def _names_file(key: str) -> bool:
+    return key == "deepspeed_config.deepspeed_config_file"
+
+
+def _without(mapping: Mapping[str, Any], gone: Collection[str], prefix: str = "") -> dict[str, Any]:
+    """Return ``mapping`` without the keys ``gone``, and without the sections that held only
+    them.
+    """
+    kept: dict[str, Any] = {}
+    for name, value in mapping.items():
+        written = f"{prefix}{name}"
+        if written in gone:
+            continue
+        inner = _without(value, gone, f"{written}.") if isinstance(value, Mapping) else value
+        if inner or inner == value:
+            kept[name] = inner
+    return kept
 
 
 def _path(written: str) -> str:
@@ -89,42 +161,93 @@ def _path(written: str) -> str:
 
 def _here(after: dict[str, Any]) -> dict[str, Any]:
     """Return ``after`` without the name of a file that is not on this machine."""
-    section = after.get("deepspeed_config", {})
-    path = section.get("deepspeed_config_file")
+    path = after.get("deepspeed_config", {}).get("deepspeed_config_file")
     if path is None or os.path.exists(path):
         return after
-    return after | {
-        "deepspeed_config": {
-            name: value for name, value in section.items() if name != "deepspeed_config_file"
+    return _without(after, ["deepspeed_config.deepspeed_config_file"])
+
+
+def _deepspeed(
+    before: Mapping[str, Any], findings: list[KeyFinding], source: str
+) -> dict[str, Any]:
+    """Translate DeepSpeed's JSON."""
+    kept = _dialect(before, "", findings, source)
+    optimizer = kept.get("optimizer") or {}
+    params = optimizer.get("params") or {}
+    norm = params.get("max_grad_norm")
+    if norm and before.get("gradient_clipping", AUTO) in (AUTO, norm):
+        note = f"gradient_clipping: {norm}"
+        _mark(findings, {"gradient_clipping": ("translated", "optimizer.params.max_grad_norm")})
+        findings.append(KeyFinding("optimizer.params.max_grad_norm", norm, "translated", note))
+        kept = _without(kept, ["optimizer.params.max_grad_norm"]) | {"gradient_clipping": norm}
+    if str(optimizer.get("type")).lower() in map(str.lower, ONE_BIT):
+        gone = {
+            f"optimizer.params.{name}": IDLE_IN_ONE_BIT[name]
+            for name in params
+            if name in IDLE_IN_ONE_BIT
         }
-    }
+        for key, why in gone.items():
+            findings.append(KeyFinding(key, params[key.rpartition(".")[2]], "no effect", why))
+        kept = _without(kept, gone)
+    return kept
+
+
+def _compiled(
+    written: Mapping[str, Any], findings: list[KeyFinding], source: str
+) -> dict[str, Any]:
+    """Translate DeepSpeed's section ``compile``: to compile the model, by itself or by DeepCompile,
+    becomes to compile blocks.
+    """
+    asked = [
+        name
+        for name in ("enabled", "deepcompile", "disable")
+        if isinstance(written.get(name), bool) and written[name] is not (name == "disable")
+    ]
+    ours = {name: each for name, each in written.items() if name in ("backend", "mode", "dynamic")}
+    if not asked:
+        why = "nothing is compiled without blocks: true"
+        findings.append(KeyFinding("compile", dict(written), "no effect", why))
+        return {}
+    kept = {"blocks": True, **ours}
+    beside = [name for name in written if name not in {*kept, "enabled", "disable"}]
+    rest = f"; hf-zero has none of DeepCompile ({', '.join(beside)})" if beside else ""
+    note = f"compile: {_plain(kept)}: torch.compile compiles the forward of each block{rest}"
+    findings.append(KeyFinding("compile", dict(written), "translated", note))
+    return kept
 
 
 def _dialect(
-    mapping: Mapping[str, Any],
-    prefix: str,
-    findings: list[KeyFinding],
-    values: Mapping[str, Any],
+    mapping: Mapping[str, Any], prefix: str, findings: list[KeyFinding], source: str
 ) -> dict[str, Any]:
-    """Return the keys of ``mapping`` that are taken; ``values`` are all of the file, by path."""
+    """Return the keys of ``mapping`` that are taken, each judged by itself."""
     kept: dict[str, Any] = {}
     for name, value in mapping.items():
         written = f"{prefix}{name}"
         path = canonical(written)
         if isinstance(value, Mapping) and path in SECTIONS and path not in KEYS:
-            inner = _dialect(value, f"{written}.", findings, values)
+            ours = path != "compile" or "blocks" in value
+            inner = (
+                _dialect(value, f"{written}.", findings, source)
+                if ours
+                else _compiled(value, findings, source)
+            )
             if inner:
                 kept[name] = inner
             continue
         reading = ConfigReading()
-        reading.read_key(written, value, "")
+        reading.read_key(written, value, source)
         key = KEYS.get(path)
         if is_comment(str(name)):
             findings.append(KeyFinding(written, value, "left out", "a comment"))
         elif reading.mistakes:
-            findings.append(_mistaken(written, value, reading, path))
-        elif key is not None and not key.changes_nothing(value) and key.idle(values):
-            findings.append(KeyFinding(written, value, "no effect", key.idle(values)))
+            bare = _unquoted(written, value)
+            if bare is None:
+                findings.append(_mistaken(written, value, reading, path, source))
+            else:
+                kept[name] = bare
+                findings.append(
+                    KeyFinding(written, value, "translated", f"{shown(bare)}, without quotes")
+                )
         elif key is not None and key.status is not Status.ACTIVE:
             off = "off; not built here: " if key.status is Status.NOT_BUILT else ""
             findings.append(KeyFinding(written, value, "no effect", off + key.note))
@@ -134,7 +257,23 @@ def _dialect(
     return kept
 
 
-def _mistaken(written: str, value: Any, reading: ConfigReading, path: str) -> KeyFinding:
+def _unquoted(written: str, value: Any) -> Any:
+    """Return the number or truth value that a string holds, if the key takes it, else None:
+    DeepSpeed converts both.
+    """
+    if not isinstance(value, str):
+        return None
+    with suppress(ValueError):
+        bare = json.loads(value.lower())
+        reading = ConfigReading()
+        reading.read_key(written, bare, "")
+        return None if reading.mistakes else bare
+    return None
+
+
+def _mistaken(
+    written: str, value: Any, reading: ConfigReading, path: str, source: str
+) -> KeyFinding:
     """Return the finding of a key that hf-zero refuses: to mend if it is known, built, has an
     effect, and has a wrong value.
     """
@@ -142,7 +281,7 @@ def _mistaken(written: str, value: Any, reading: ConfigReading, path: str) -> Ke
     active = path in KEYS and KEYS[path].status is Status.ACTIVE
     wrong = (active or path in ACCELERATE_KEYS) and path not in reading.values
     mend = (wrong and not isinstance(error, NotBuiltError)) or _misspelt(written)
-    return KeyFinding(written, value, "to mend" if mend else "left out", _said(error))
+    return KeyFinding(written, value, "to mend" if mend else "left out", _said(error, source))
 
 
 def _misspelt(written: str) -> bool:
@@ -153,11 +292,22 @@ def _misspelt(written: str) -> bool:
     return written not in ACCELERATE_KEYS and misspelt(written)
 
 
-def _said(error: HfZeroError) -> str:
-    """Return the message without the names of file and key."""
-    if str(error).endswith("lists the keys"):
+def _said(error: HfZeroError, source: str) -> str:
+    """Return the message without the names of file and key, and without advice to remove the
+    key.
+    """
+    said = str(error)
+    if "; known here: " in said or said.endswith("lists the keys"):
         return "not known here"
-    return re.sub(r"^: (unknown key '[^']*'[:;] (?!did|known))?", "", str(error))
+    said = said.removeprefix(f"{source}: ").removesuffix("; remove it")
+    said = re.sub(r"^unknown key '[^']*'[:;] ", "", said)
+    said = re.sub(r",? (and|or) remove the key or write .*|; remove the key or write .*", "", said)
+    return re.sub(
+        r"^.*? asks for (.*), which this version of hf-zero does not provide",
+        r"not built here: \1",
+        said,
+        flags=re.DOTALL,
+    )
 
 
 # What Accelerate's FSDP configuration says beyond the keys translated below.
@@ -186,7 +336,9 @@ _STRATEGIES = {
 _DDP = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU")
 
 
-def _accelerate(before: Mapping[str, Any], findings: list[KeyFinding]) -> dict[str, Any]:
+def _accelerate(
+    before: Mapping[str, Any], findings: list[KeyFinding], source: str
+) -> dict[str, Any]:
     kind = kind_of(before)
     after: dict[str, Any] = {}
     section: dict[str, Any] = {}
@@ -194,7 +346,8 @@ def _accelerate(before: Mapping[str, Any], findings: list[KeyFinding]) -> dict[s
         if name == "deepspeed_config" and isinstance(value, Mapping):
             after[name] = section
             for key, inner in value.items():
-                if _judge({"deepspeed_config": {key: inner}}, f"{name}.{key}", inner, findings):
+                mapping = {"deepspeed_config": {key: inner}}
+                if _judge(mapping, f"{name}.{key}", inner, findings, source):
                     section[key] = inner
         elif name == "fsdp_config" and isinstance(value, Mapping):
             if kind == "FSDP":
@@ -221,7 +374,7 @@ def _accelerate(before: Mapping[str, Any], findings: list[KeyFinding]) -> dict[s
                 findings.append(
                     KeyFinding("", None, "translated", "zero_stage: 0, replicas as in DDP")
                 )
-        elif _judge({name: value}, name, value, findings):
+        elif _judge({name: value}, name, value, findings, source):
             after[name] = value
     if kind == "FSDP":
         hosts = int(before.get("num_machines") or 1)
@@ -260,7 +413,7 @@ def _dynamo(
 
 
 def _judge(
-    mapping: Mapping[str, Any], written: str, value: Any, findings: list[KeyFinding]
+    mapping: Mapping[str, Any], written: str, value: Any, findings: list[KeyFinding], source: str
 ) -> bool:
     """Add the finding of one of Accelerate's keys; return whether it is taken."""
     name = written.rpartition(".")[2]
@@ -268,13 +421,13 @@ def _judge(
         note = f"migrate it, too: `hf-zero migrate {value}`"
         findings.append(KeyFinding(written, value, "taken", note))
         return True
-    reading = read_accelerate({"deepspeed_config": {"zero_stage": 0}, **mapping}, "")
+    reading = read_accelerate({"deepspeed_config": {"zero_stage": 0}, **mapping}, source)
     key = KEYS.get(name)
     if is_comment(name):
         findings.append(KeyFinding(written, value, "left out", "a comment"))
     elif reading.mistakes:
         path = written if written == name else TRANSLATED.get(name, name)
-        findings.append(_mistaken(written, value, reading, path))
+        findings.append(_mistaken(written, value, reading, path, source))
     elif written in ACCELERATE_KEYS and value in (None, {}, ""):
         findings.append(KeyFinding(written, value, "no effect", "it is empty"))
     elif written != name and key is not None and key.status is Status.INERT:
@@ -303,7 +456,7 @@ def _fsdp(
         if name in given[1:]:
             note = "fsdp_sharding_strategy says it"
         elif name in given and strategy not in _STRATEGIES:
-            note = f"{value!r} is not a strategy of FSDP; write FULL_SHARD, for instance"
+            note = f"{shown(value)} is not a strategy of FSDP; write FULL_SHARD, for instance"
             findings.append(KeyFinding(key, value, "to mend", note))
             continue
         elif name in given:

@@ -4,12 +4,14 @@ fill in values of their own.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 DICT = "config dict"
 DEFAULT = "default"
+FILES = ("config file", "config string")  # first words of the sources that are not Python
 
 
 class SourcedDict(dict[str, Any]):
@@ -38,6 +40,11 @@ class SourcedDict(dict[str, Any]):
         self.written, self.filler = dict(written), filler
         return self
 
+    def label_of(self, path: str, label: str) -> str:
+        """Return the file that the key at ``path`` comes from, or ``label`` if it is not known."""
+        source = self.written.get(path, (None, ""))[1]
+        return source.removesuffix(f": {path}") if source.endswith(f": {path}") else label
+
     def source_of(self, path: str, value: Any, usual: bool) -> str:
         """Return the source of ``value`` at ``path``.
 
@@ -60,6 +67,15 @@ def flattened(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
             yield from flattened(value, f"{path}.")
         else:
             yield path, value
+
+
+def shown(value: Any, source: str = "config file") -> str:
+    """Return ``value`` as a configuration of this source writes it: JSON, which YAML reads too, in
+    a file, else Python with the name of the type.
+    """
+    if source.startswith(FILES):
+        return json.dumps(value, ensure_ascii=False, default=str)
+    return repr(value)
 
 
 def is_written(source: str) -> bool:

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, Literal
 
 from hf_zero.config.keys import ALIASES, ANSWERS, KEYS, OWN_AUTOS, SECTIONS
-from hf_zero.config.provenance import SourcedDict
+from hf_zero.config.provenance import FILES, SourcedDict, shown
 from hf_zero.config.rows import Key, Status
 from hf_zero.config.spelling import MISSPELT, closest, did_you_mean, is_comment, is_foreign
 from hf_zero.errors import ConfigError, HfZeroError, NotBuiltError
@@ -142,7 +142,9 @@ class ConfigReading:
                     raise ConfigError(
                         f"{label}: {written_prefix}{key!r} is not a name; keys are strings"
                     )
-                self._take(canonical(prefix + key), written_prefix + key, value, label)
+                written = written_prefix + key
+                file = label if self.origins is None else self.origins.label_of(written, label)
+                self._take(canonical(prefix + key), written, value, file)
 
     def _take(self, path: str, written: str, value: Any, label: str) -> None:
         if path in KEYS:
@@ -163,8 +165,8 @@ class ConfigReading:
         elif value is not None:
             example = next(key for key in KEYS if key.startswith(path + "."))[len(path) + 1 :]
             raise ConfigError(
-                f"{label}: {written} = {value!r} is not a section of keys and values; write "
-                f"{{{written.rpartition('.')[2]!r}: {{{example!r}: …}}}}"
+                f"{label}: {written} = {shown(value, label)} is not a section of keys and "
+                f"values; write {{{written.rpartition('.')[2]!r}: {{{example!r}: …}}}}"
             )
 
     def _judge(self, key: Key, value: Any, written: str, label: str) -> None:
@@ -178,9 +180,10 @@ class ConfigReading:
         try:
             converted = key.kind.convert(value)
         except ValueError:
+            kind = "" if label.startswith(FILES) else f" ({type(value).__name__})"
             raise ConfigError(
-                f"{label}: {written} = {value!r} ({type(value).__name__}) is not "
-                f"{key.kind.expected}{_remedy(key, value)}"
+                f"{label}: {written} = {shown(value, label)}{kind} is not {key.kind.expected}"
+                f"{_remedy(key, value, label)}"
             ) from None
         if isinstance(converted, dict):
             self._check_members(key, converted, written, label)
@@ -194,14 +197,14 @@ class ConfigReading:
         if key.asks(converted):
             feature, _, advice = key.note.partition("; ")
             raise NotBuiltError(
-                f"{label}: {written} = {value!r} asks for {feature}, which this version of "
-                "hf-zero does not provide; "
+                f"{label}: {written} = {shown(value, label)} asks for {feature}, which this "
+                "version of hf-zero does not provide; "
                 f"{advice + ', and ' if advice else ''}remove the key or write {key.off}"
             )
         if path in self.values and self.values[path] != converted:
             raise ConfigError(
-                f"{label}: {written} = {value!r} contradicts {self.sources[path]} = "
-                f"{self.values[path]!r}: both mean {path}; remove one of them"
+                f"{label}: {written} = {shown(value, label)} contradicts {self.sources[path]} = "
+                f"{shown(self.values[path], label)}: both mean {path}; remove one of them"
             )
         self.values[path] = converted
         self.sources[path] = source
@@ -292,8 +295,8 @@ class ConfigReading:
                 self.autos.add(path)
             elif path in self.values and self.values[path] != convert(value):
                 raise ConfigError(
-                    f"{label}: {old} = {value!r} contradicts {self.sources[path]} = "
-                    f"{self.values[path]!r}: both mean {path}; remove one of them"
+                    f"{label}: {old} = {shown(value, label)} contradicts {self.sources[path]} = "
+                    f"{shown(self.values[path], label)}: both mean {path}; remove one of them"
                 )
             else:
                 self.values[path] = convert(value)
@@ -356,14 +359,14 @@ def misspelt(written: str) -> bool:
     return bool(closest(name, siblings, least=MISSPELT))
 
 
-def _remedy(key: Key, value: Any) -> str:
+def _remedy(key: Key, value: Any, label: str) -> str:
     """Return the end of a message about the wrong ``value`` of ``key``: a name that it resembles,
     the number or truth value that a string holds, the few values there are, or the default.
     """
     options = _options(key.kind.schema)
     for name in value if isinstance(value, (list, tuple)) else (value,):
         if isinstance(name, str) and name not in options and (found := closest(name, options)):
-            return f"; did you mean {found[0]!r}?"
+            return f"; did you mean {shown(found[0], label)}?"
     if isinstance(value, str):
         with suppress(ValueError):  # of the string, or of the kind
             key.kind.convert(json.loads(value))
@@ -373,7 +376,7 @@ def _remedy(key: Key, value: Any) -> str:
         return f"; write {', '.join(map(str, range(low, high)))} or {high}"
     if key.default is None:
         return "; mend it, or remove the key"
-    return f"; mend it, or remove the key for its default, {key.default!r}"
+    return f"; mend it, or remove the key for its default, {shown(key.default, label)}"
 
 
 def _options(schema: Mapping[str, Any]) -> list[str]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-MISSPELT = 0.75  # resemblance above which a foreign name is taken for a misspelt one
+# Resemblance at which an unknown name is taken for a misspelt one: 97 % of 1,680 known names with
+# one letter wrong reach it, and 3 of the 284 names of other programs that published files hold.
+MISSPELT = 0.83
 LISTED = 16  # names in a message at most
 
 

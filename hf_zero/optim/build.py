@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import lr_scheduler as torch_schedules
 
+from hf_zero.config.refusals import built_name
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.optim.adafactor import Adafactor
@@ -66,11 +67,6 @@ _ALIASES = {
     "DeepSpeedCPULion": "CPULion",
     "DeepSpeedCPUAdagrad": "CPUAdagrad",
 }
-_NOT_BUILT = (
-    "MuAdam", "MuAdamW", "MuSGD", "MuonAdamW",
-    "LBFGS", "SparseAdam", "Shampoo", "SOAP", "AdamW8bit", "Adam8bit",
-    "PagedAdamW8bit",
-)  # fmt: skip
 _ADAM_SWITCHES = (
     "torch_adam",
     "adam_w_mode",
@@ -142,22 +138,8 @@ def canonical_name(kind: str) -> str:
     """Return the class name for ``kind``, such as ``"CPUAdam"`` for ``"deepspeedcpuadam"``; raises
     as :func:`build_optimizer`.
     """
-    key = str(kind).lower()
-    by_key = {name.lower(): name for name in _CLASSES} | {
-        alias.lower(): name for alias, name in _ALIASES.items()
-    }
-    if key in by_key:
-        return by_key[key]
-    not_built = {name.lower(): name for name in _NOT_BUILT}
-    if key in not_built:
-        raise NotBuiltError(
-            f"optimizer type {not_built[key]!r} is not built into hf-zero: its update needs whole "
-            "matrices, or kernels of its own. "
-            f"Use one of {', '.join(_CLASSES)}, or pass an optimizer object of your own."
-        )
-    raise ConfigError(
-        f"unknown optimizer type {kind!r}{did_you_mean(str(kind), (*_CLASSES, *_ALIASES))}"
-    )
+    name = built_name("optimizer", kind)
+    return _ALIASES.get(name, name)
 
 
 def _resolve(name: str, given: Mapping[str, Any]) -> tuple[_Class, _Settings]:
@@ -278,20 +260,6 @@ _DIALECTS: dict[str, Callable[[_Class, Mapping[str, Any], _Settings], tuple[_Cla
 
 # ---- schedules ----
 
-_TORCH_SCHEDULES = (
-    "StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "ExponentialLR", "PolynomialLR",
-    "CosineAnnealingLR",
-    "CosineAnnealingWarmRestarts", "CyclicLR", "OneCycleLR",
-)  # fmt: skip
-_OBJECTS_ONLY = {
-    "LambdaLR": "takes a function",
-    "MultiplicativeLR": "takes a function",
-    "SequentialLR": "takes schedules",
-    "ChainedScheduler": "takes schedules",
-    "ReduceLROnPlateau": "takes a metric at each step",
-    "WarmupLayerTokenDecayLR": "belongs to random layer-token drop",
-}
-
 
 def build_scheduler(cfg: SchedulerConfig, optimizer: Any) -> torch_schedules.LRScheduler:
     """Build the schedule that ``cfg`` names, over ``optimizer``. Names are case-insensitive.
@@ -305,7 +273,7 @@ def build_scheduler(cfg: SchedulerConfig, optimizer: Any) -> torch_schedules.LRS
             a value of the wrong type or range.
         NotBuiltError: a schedule that cannot be described by numbers alone.
     """
-    name = _canonical_schedule(str(cfg.type))
+    name = built_name("scheduler", cfg.type)
     cls: Any = SCHEDULES.get(name) or getattr(torch_schedules, name)
     params = dict(cfg.params)
     known = {
@@ -340,19 +308,3 @@ def build_scheduler(cfg: SchedulerConfig, optimizer: Any) -> torch_schedules.LRS
         raise ConfigError(
             f"scheduler {name} with {params}: {error}. Correct scheduler.params."
         ) from error
-
-
-def _canonical_schedule(kind: str) -> str:
-    key = kind.lower()
-    by_key = {name.lower(): name for name in (*SCHEDULES, *_TORCH_SCHEDULES)}
-    if key in by_key:
-        return by_key[key]
-    objects_only = {name.lower(): name for name in _OBJECTS_ONLY}
-    if key in objects_only:
-        name = objects_only[key]
-        raise NotBuiltError(
-            f"scheduler type {name!r} is not built from a configuration: it {_OBJECTS_ONLY[name]}; "
-            "pass lr_scheduler= to hf_zero.initialize"
-        )
-    known = (*SCHEDULES, *_TORCH_SCHEDULES)
-    raise ConfigError(f"unknown scheduler type {kind!r}{did_you_mean(kind, known)}")

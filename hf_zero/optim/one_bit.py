@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.config import ZeroConfig
+from hf_zero.config.refusals import IDLE_IN_ONE_BIT, one_bit_conflicts
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 from hf_zero.ops.sign_blocks import BLOCKS
@@ -24,12 +25,9 @@ from hf_zero.optim.elementwise import elementwise_base
 from hf_zero.optim.whole_tensor import TensorSumOptimizer
 
 BITS = "compressed_communication.bits"
-_STAGE = "zero_optimization.stage"
 _ADAM = (torch.optim.Adam, Adam)
 _BLOCK = 2048
-_IDLE = {
-    "cuda_aware": "messages travel as the process group sends them",
-    "comm_backend_name": "messages travel over the process group of the engine",
+_IDLE = IDLE_IN_ONE_BIT | {
     "exp_avg_mask": "what never had a gradient is divided by what is usual in its tensor instead",
 }
 
@@ -266,26 +264,14 @@ def _check(config: ZeroConfig, optimizer: torch.optim.Optimizer, what: str) -> N
         "quantize_training": config.quantize_training.enabled,
         "compression_training": config.compression_weights.enabled,
     }
-    replicas = "mics_shard_size" if config.zero.mics_shard_size > 0 else "replicate_size"
     reasons = {
-        f"{_STAGE}: 3": config.stage == 3
-        and "no rank keeps whole weights that it could update; write stage 1",
-        f"{BITS}: 4": config.compressed_communication.bits == 4
-        and "one of the two; remove the key",
-        "zero_quantized_gradients": config.zero.quantized_gradients
-        and "they would travel twice; remove the key",
-        "offload_optimizer": config.offload_optimizer.on
-        and "the update runs on the device; remove the section",
-        replicas: (config.replicate_size or 1) > 1
-        and "messages go over one axis of all ranks; remove it",
-        "gradient_accumulation_dtype": config.gradient_accumulation_dtype in ("bf16", "fp16")
-        and "the gradients of a window wait on each rank; remove it",
-    }
-    reasons |= {
         key: local and on and "forwards compute with weights of the rank; set local_step_clipper: 1"
         for key, on in rounds.items()
     }
-    wrong = [f"{key}: {why}" for key, why in reasons.items() if why]
+    wrong = [
+        *one_bit_conflicts({row.key: row.value for row in config.explain()}).values(),
+        *(f"{key}: {why}" for key, why in reasons.items() if why),
+    ]
     for group in optimizer.param_groups:
         plain = elementwise_base(type(optimizer)) in _ADAM
         if plain and group["weight_decay"] and not group.get("decoupled_weight_decay"):

@@ -319,6 +319,20 @@ def test_explain_keeps_auto_beside_a_number_of_ranks(tmp_path: Path) -> None:
         assert rows.get("train_batch_size") == total
 
 
+def test_explain_shows_values_as_the_file_writes_them(tmp_path: Path) -> None:
+    params = {"lr": "auto", "betas": "auto"}
+    written = {"optimizer": {"type": "Adam", "params": params}, "bf16": {"enabled": True}}
+    (tmp_path / "ds.json").write_text(json.dumps(written))
+    said = invoke("explain", str(tmp_path / "ds.json"))
+    assert " true " in said and '"Adam"' in said and "True" not in said
+    (row,) = [
+        row
+        for row in json.loads(invoke("explain", str(tmp_path / "ds.json"), "--json"))
+        if row["key"] == "optimizer.params"
+    ]
+    assert row["value"] == params
+
+
 def test_explain_shows_how_two_configurations_differ() -> None:
     (row,) = json.loads(invoke("explain", "zero1", "zero3", "--json"))
     assert row == {"key": "zero_optimization.stage", "zero1": 1, "zero3": 3}

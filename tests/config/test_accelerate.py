@@ -160,7 +160,7 @@ def test_a_deepspeed_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(
         ConfigError,
         match=r"gradient_clipping is given besides deepspeed_config\.deepspeed_config_file = "
-        r"'ds\.json', .*move it into ds\.json",
+        r'"ds\.json", .*move it into ds\.json',
     ):
         accelerate({"deepspeed_config_file": "ds.json", "gradient_clipping": 1.0})
     with pytest.raises(ConfigError, match="mixed_precision is given besides"):

@@ -29,6 +29,7 @@ from hf_zero.config import (
     ZeroSection,
 )
 from hf_zero.config.files import parse_hjson
+from hf_zero.config.provenance import SourcedDict
 from hf_zero.errors import ConfigError, NotBuiltError
 
 
@@ -124,7 +125,6 @@ MISSPELT = (
     "train_batchsize",
     "schedular",
     "stage3",
-    "nvme_swap_path",
 )
 
 
@@ -350,7 +350,7 @@ def test_all_mistakes_are_reported_at_once() -> None:
     expected = [
         "zero_optimization.stage = 5",
         "unknown key 'zero_optimization.overlap_com'",
-        "gradient_clipping = 'often'",
+        'gradient_clipping = "often"',
         "unknown key 'msamp.optlevel'",
         "asks for MS-AMP",
         "unknown key 'zero_optimization.reduce_bucketsize'",
@@ -447,3 +447,15 @@ def test_what_is_no_hjson_is_named(text: str, said: str, tmp_path: Path) -> None
     file.write_text(text)
     with pytest.raises(ConfigError, match=f"not valid JSON: .*nor Hjson: .*{said}.* in line 1"):
         ZeroConfig.from_file(file)
+
+
+def test_a_copy_of_a_file_is_named_by_its_path() -> None:
+    """As the Trainer passes it on: the error is one of the file, in the syntax of the file."""
+    written = {"zero_optimization": {"stge": 3}, "bf16": {"enabled": "yes"}, "fp16": None}
+    copied = copy.deepcopy(SourcedDict.of(written, "config file ds.json"))
+    copied["fp16"] = {"enabled": False}
+    with pytest.raises(ConfigError) as caught:
+        ZeroConfig.from_dict(copied)
+    said = str(caught.value)
+    assert "config file ds.json: unknown key 'zero_optimization.stge'" in said
+    assert 'config file ds.json: bf16.enabled = "yes" is not true or false' in said

@@ -71,44 +71,44 @@ REFUSED = """
 
 # -- values that are none of their key
 {zero_optimization: true}
-    zero_optimization = True is not a section of keys and values; write
+    zero_optimization = true is not a section of keys and values; write
     {'zero_optimization': {'stage': …}}
 {zero_optimization: {offload_param: cpu}}
     write {'offload_param': {'device': …}}
 {fp16: true}
     write {'fp16': {'enabled': …}}
 {zero_optimization: {stage: null}}
-    zero_optimization.stage = None (NoneType) is not an integer from 0 to 3
+    zero_optimization.stage = null is not an integer from 0 to 3
 {zero_optimization: {stage: auto}}
-    zero_optimization.stage = 'auto' (str) is not an integer from 0 to 3
+    zero_optimization.stage = "auto" is not an integer from 0 to 3
 {zero_optimization: {stage: 4}}
-    zero_optimization.stage = 4 (int) is not an integer from 0 to 3
+    zero_optimization.stage = 4 is not an integer from 0 to 3
 {zero_optimization: {stage: true}}
-    zero_optimization.stage = True (bool) is not an integer from 0 to 3
+    zero_optimization.stage = true is not an integer from 0 to 3
 {zero_optimization: {stage: 2.5}}
-    zero_optimization.stage = 2.5 (float) is not an integer from 0 to 3
+    zero_optimization.stage = 2.5 is not an integer from 0 to 3
 {gradient_clipping: -1.0}
-    gradient_clipping = -1.0 (float) is not a number of at least 0
+    gradient_clipping = -1.0 is not a number of at least 0
 {gradient_clipping: .inf}
-    gradient_clipping = inf (float) is not a number of at least 0
+    gradient_clipping = Infinity is not a number of at least 0
 {gradient_clipping: "1.0"}
-    gradient_clipping = '1.0' (str) is not a number of at least 0
+    gradient_clipping = "1.0" is not a number of at least 0
 {train_batch_size: 0}
-    train_batch_size = 0 (int) is not an integer of at least 1
+    train_batch_size = 0 is not an integer of at least 1
 {fp16: {enabled: "true"}}
-    fp16.enabled = 'true' (str) is not true or false
+    fp16.enabled = "true" is not true or false
 {bf16: {enabled: 2}}
-    bf16.enabled = 2 (int) is not true or false
+    bf16.enabled = 2 is not true or false
 {fp16: {min_loss_scale: 0}}
-    fp16.min_loss_scale = 0 (int) is not a number greater than 0
+    fp16.min_loss_scale = 0 is not a number greater than 0
 {communication_data_type: int8}
-    communication_data_type = 'int8' (str) is not one of 'fp32', 'bf16', 'fp16'
+    communication_data_type = "int8" is not one of 'fp32', 'bf16', 'fp16'
 {elementwise_optimizers: Sophia}
-    elementwise_optimizers = 'Sophia' (str) is not a list of names
+    elementwise_optimizers = "Sophia" is not a list of names
 {steps_per_print: 0}
-    steps_per_print = 0 (int) is not a positive number of steps or infinity
+    steps_per_print = 0 is not a positive number of steps or infinity
 {optimizer: {type: ""}}
-    optimizer.type = '' (str) is not a non-empty string
+    optimizer.type = "" is not a non-empty string
 {optimizer: {params: {lr: 0.1}}}
     optimizer names no type; write optimizer: {type: …, params: {…}}
 {optimizer: {type: Adam, params: {lr: 2020-01-01}}}
@@ -118,9 +118,9 @@ REFUSED = """
 {optimizer: {type: Adam, params: {max_grad_norm: 1.0}}}
     write gradient_clipping: 1.0
 {compile: block}
-    compile = 'block' is not a section of keys and values; write {'compile': {'blocks': …}}
+    compile = "block" is not a section of keys and values; write {'compile': {'blocks': …}}
 {compile: true}
-    compile = True is not a section of keys and values; write {'compile': {'blocks': …}}
+    compile = true is not a section of keys and values; write {'compile': {'blocks': …}}
 {compile: 1}
     compile = 1 is not a section of keys and values; write {'compile': {'blocks': …}}
 {kernels: norms}
@@ -136,25 +136,25 @@ REFUSED = """
 {activation_checkpointing: {blocks: -2}}
     blocks = -2
 {activation_checkpointing: {blocks: some}}
-    blocks = 'some'
+    blocks = "some"
 {activation_checkpointing: {number_checkpoints: -1}}
     number_checkpoints = -1 ~ integer of at least 0
 {activation_offload: {in_flight_bytes: 0}}
     in_flight_bytes = 0 ~ at least 1
 {activation_offload: {min_bytes: 1MB}}
-    min_bytes = '1MB'
+    min_bytes = "1MB"
 {activation_offload: cpu}
-    activation_offload = 'cpu' ~ not a section
+    activation_offload = "cpu" ~ not a section
 {checkpoint: {writer: {type: MOCK}}}
-    'MOCK'
+    "MOCK"
 
 # -- what contradicts something else
 {stage: 2, zero_optimization: {stage: 3}}
     zero_optimization.stage = 3 contradicts ~ stage = 2
 {bfloat16: {enabled: true}, bf16: {enabled: false}}
-    bf16.enabled = False contradicts ~ bfloat16.enabled = True
+    bf16.enabled = false contradicts ~ bfloat16.enabled = true
 {gradient_accumulation_dtype: bf16, data_types: {grad_accum_dtype: fp32}}
-    grad_accum_dtype = 'fp32' contradicts ~ gradient_accumulation_dtype = 'bf16'
+    grad_accum_dtype = "fp32" contradicts ~ gradient_accumulation_dtype = "bf16"
 {fp16: {enabled: true}, bf16: {enabled: true}}
     fp16.enabled ~ and bf16.enabled ~ are both true ~ set one of them to false
 {activation_checkpointing: {blocks: 2, number_checkpoints: 3}}
@@ -164,9 +164,9 @@ REFUSED = """
 
 # -- offload
 {zero_optimization: {stage: 3, offload_optimizer: {ratio: 1.5}}}
-    ratio = 1.5 (float) is not a number from 0 to 1, or 'auto'
+    ratio = 1.5 is not a number from 0 to 1, or 'auto'
 {zero_optimization: {stage: 3, offload_optimizer: {moments: fp8}}}
-    moments = 'fp8' ~ one of 'fp32', 'bf16', 'int8'
+    moments = "fp8" ~ one of 'fp32', 'bf16', 'int8'
 {zero_optimization: {stage: 3, offload_optimizer: {buffer_size: 0}}}
     buffer_size = 0 ~ at least 1
 {zero_optimization: {stage: 3, offload_optimizer: {buffer_count: 0}}}
@@ -176,7 +176,7 @@ REFUSED = """
 {zero_optimization: {stage: 3, offload_optimizer: {cores: 1.5}}}
     cores = 1.5 ~ above 0 and at most 1
 {zero_optimization: {stage: 3, offload_optimizer: {device: disk}}}
-    device = 'disk' ~ one of 'none', 'cpu', 'nvme'
+    device = "disk" ~ one of 'none', 'cpu', 'nvme'
 {zero_optimization: {stage: 3, offload_optimizer: {device: cpu, buffer_count: auto}}}
     still 'auto' ~ offload_optimizer.buffer_count
 {aio: {block_size: 1000}}
@@ -186,11 +186,11 @@ REFUSED = """
 {aio: {thread_count: 2, intra_op_parallelism: 3}}
     intra_op_parallelism = 3 contradicts ~ thread_count = 2
 {zero_optimization: {cpu_offload: true, offload_optimizer: {device: nvme, nvme_path: /a}}}
-    cpu_offload = True contradicts ~ = 'nvme'
+    cpu_offload = true contradicts ~ = "nvme"
 ! {aio: {use_gds: true}}
-    use_gds = True asks for reads from NVMe into GPU memory
+    use_gds = true asks for reads from NVMe into GPU memory
 ! {bf16: {bf16_optimizer_states: true}}
-    asks for optimizer states in bf16 on the device ~ or offload the optimizer
+    asks for optimizer states in bf16 on the device ~ offload the optimizer
 
 # -- for a number of ranks
 4> {train_batch_size: 10, train_micro_batch_size_per_gpu: 2}
@@ -265,28 +265,28 @@ REFUSED = """
 {deepspeed_config: {kernel: auto}}
     unknown key 'deepspeed_config.kernel'; did you mean 'kernels'
 {deepspeed_config: {attention_backend: fast}}
-    deepspeed_config: attention_backend = 'fast'
+    deepspeed_config: attention_backend = "fast"
 {distributed_type: MULTI_GPU}
-    distributed_type = 'MULTI_GPU' does not train with ZeRO; write distributed_type: DEEPSPEED
+    distributed_type = "MULTI_GPU" does not train with ZeRO; write distributed_type: DEEPSPEED
 {distributed_type: FSDP, fsdp_config: {fsdp_version: 2}}
-    distributed_type = 'FSDP': the file is for FSDP; `hf-zero migrate ds.json -o zero3.yaml`
+    distributed_type = "FSDP": the file is for FSDP; `hf-zero migrate ds.json -o zero3.yaml`
 {deepspeed_config: 3}
     deepspeed_config = 3 is not a section of keys and values; write
     deepspeed_config: {zero_stage: 3}
 {deepspeed_config: {zero_stage: "3"}}
-    deepspeed_config.zero_stage = '3' (str) is not an integer from 0 to 3
+    deepspeed_config.zero_stage = "3" is not an integer from 0 to 3
 {deepspeed_config: {zero3_init_flag: "yes"}}
-    deepspeed_config.zero3_init_flag = 'yes' (str) is not true or false
+    deepspeed_config.zero3_init_flag = "yes" is not true or false
 {deepspeed_config: {gradient_clipping: auto}}
     gradient_clipping (config file ds.json: deepspeed_config.gradient_clipping)
 {deepspeed_config: {}, mixed_precision: bf32}
-    mixed_precision = 'bf32' (str) is not one of 'no', 'fp16', 'bf16', 'fp8'
+    mixed_precision = "bf32" is not one of 'no', 'fp16', 'bf16', 'fp8'
 {deepspeed_config: {deepspeed_config_file: 3}}
-    deepspeed_config.deepspeed_config_file = 3 (int) is not a path
+    deepspeed_config.deepspeed_config_file = 3 is not a path
 {deepspeed_config: {deepspeed_config_file: no.json}}
     config file no.json does not exist
 ! {deepspeed_config: {}, mixed_precision: fp8}
-    mixed_precision = 'fp8' asks for fp8 training, ~ write bf16, fp16 or no
+    mixed_precision = "fp8" asks for fp8 training, ~ write bf16, fp16 or no
 ! {deepspeed_config: {}, fsdp_config: {fsdp_version: 2}}
     fsdp_config asks for FSDP
 ! {deepspeed_config: {}, megatron_lm_config: {x: 2}}

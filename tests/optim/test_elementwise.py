@@ -254,10 +254,13 @@ def test_it_runs_at_stage_1(stage):
         (config(3), "OneBitAdam in 1 bit does not go with zero_optimization.stage: 3: .* stage 1"),
         (config(compressed_communication={"bits": 4}), "one of the two; remove the key"),
         (config(zero={"zero_quantized_gradients": True}), "travel twice; remove the key"),
-        (config(zero={"offload_optimizer": {"device": "cpu"}}), "offload_optimizer: the update"),
-        (config(replicate_size=2), "replicate_size: messages go over one axis"),
-        (config(zero={"mics_shard_size": 1}).resolve(2), "mics_shard_size: messages go over one"),
-        (config(data_types={"grad_accum_dtype": "bf16"}), "gradient_accumulation_dtype: the grad"),
+        (
+            config(zero={"offload_optimizer": {"device": "cpu"}}),
+            "device: cpu: the update",
+        ),
+        (config(replicate_size=2), "replicate_size: 2: messages go over one axis"),
+        (config(zero={"mics_shard_size": 1}).resolve(2), "replicate_size: 2: messages go over one"),
+        (config(data_types={"grad_accum_dtype": "bf16"}), "grad_accum_dtype: bf16: the grad"),
     ],
     ids=str,
 )
