@@ -54,7 +54,8 @@ def anchor_of(title: str) -> str:
 def descriptions() -> dict[str, str]:
     """Return one line about each page by name, in the order of index.md."""
     index = (FOLDER / "index.md").read_text(encoding="utf-8")
-    return {"index": "what hf-zero is, and all pages", **dict(ENTRY.findall(index))}
+    found = {name: line.rstrip(".").replace("`", "") for name, line in ENTRY.findall(index)}
+    return {"index": "what hf-zero is, and all pages", **found}
 
 
 def pages() -> dict[str, str]:
@@ -96,7 +97,10 @@ def docs(
         for row in descriptions().items():
             table.add_row(*row)
         print_table(table)
-        print("hf-zero docs TOPIC shows one; a heading, key, command or error is a topic, too")
+        print(
+            "hf-zero docs TOPIC shows a page, or the section of a heading, a key, a command or an "
+            "error"
+        )
         return
     text = find(topic)
     if as_json:

@@ -81,7 +81,7 @@ def list_recipes(as_json: AsJson = False) -> None:
         for row in group:
             short = re.split("[:;]", row.what)[0].replace("`", "")
             print(f"  {row.name:{names}}  {short}")
-    print("hf-zero recipe show RECIPE tells more of one; hf-zero init RECIPE FOLDER copies it")
+    print("hf-zero recipe show RECIPE shows its details; hf-zero init RECIPE FOLDER copies it")
 
 
 @recipe.command("show", cls=Command, short_help="Show one recipe.")
