@@ -99,7 +99,7 @@ def measure(device: torch.device, folders: Sequence[str] = (), ranks: int | None
         disks=_disks(list(dict.fromkeys(folders)), ranks),
         host_device=on_host,
         memlock=memlock(),
-        limited_by=ram.why + (f", over {ranks} ranks" if ram.shared and ranks > 1 else ""),
+        limited_by=ram.why + (f", shared by {ranks} ranks" if ram.shared and ranks > 1 else ""),
     )
 
 

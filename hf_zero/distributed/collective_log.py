@@ -11,6 +11,7 @@ threads before the next collective of its training thread.
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -18,6 +19,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 RECENT = 32  # collectives of a communicator that are remembered
+KEY = re.compile(r"(\.\.)?([^|\s]*?)\|((?:trainable|frozen)\|\w+(?:\|[\w+]+(?: \d+)?)*)")
+
+
+def in_words(what: str) -> str:
+    """Return ``what`` with each key of a flat buffer as its unit and, in brackets, its kind."""
+    return KEY.sub(
+        lambda key: f"{key[1] or ''}{key[2] or '(root)'} ({key[3].replace('|', ', ')})", what
+    )
 
 
 class PendingCollective(NamedTuple):
@@ -30,11 +39,8 @@ class PendingCollective(NamedTuple):
     warns: bool = False  # the waiting code issues its own warnings
 
     def __str__(self) -> str:
-        return (
-            f"{self.what} (number {self.number} of {self.log.name})"
-            if self.log is not None
-            else self.what
-        )
+        what = in_words(self.what)
+        return what if self.log is None else f"{what} (number {self.number} of {self.log.name})"
 
 
 class DeferredCollectives:

@@ -42,7 +42,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
+from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective, in_words
 from hf_zero.errors import RankMismatchError
 
 StatusPost = dict[str, Any]
@@ -144,7 +144,8 @@ class RankStatus:
         }
         post: StatusPost = {"state": self._state, "why": why, "logs": logs}
         if pending is not None and pending.log is not None:
-            post["wait"] = [pending.log.name, pending.number, pending.what, list(pending.needs)]
+            what = in_words(pending.what)
+            post["wait"] = [pending.log.name, pending.number, what, list(pending.needs)]
         return post
 
     # ---- reading ----
@@ -475,7 +476,7 @@ def diagnose_hang(
     log, number, what, _ = own.get("wait", ("", 0, "the others", ()))
     if over:
         place = f" (number {number} of {log})" if log else ""
-        return _for_ever(f"rank {rank} waits for {what}{place}, and", over)
+        return _in_vain(f"rank {rank} waits for {what}{place}", over)
     if not log:
         return None
     return (
@@ -495,8 +496,8 @@ def _different_collectives(
         other = _issued_as(post, log, number)
         if said is not None and other is not None and other != said:
             return _same(
-                f"rank {rank} is at {said}, rank {each} at {other} (both number {number} "
-                f"of {log}). {REMEDY}"
+                f"rank {rank} is at {in_words(said)}, rank {each} at {in_words(other)} (both "
+                f"number {number} of {log}). {REMEDY}"
             )
     return None
 
@@ -515,7 +516,7 @@ def _never_joins(
         closed = "" if own["logs"][log][2] else post["logs"].get(log, (0, [], ""))[2]
         if post["state"] == DEAD:
             place = f"(number {number} of {log})"
-            return _for_ever(f"rank {rank} waits for {what} {place}, and", {each: post})
+            return _in_vain(f"rank {rank} waits for {what} {place}", {each: post})
         if post["state"] == "ended" or closed:
             how = closed or f"ended ({post['why']})"
             return _same(
@@ -550,9 +551,9 @@ def _stuck(
     return None
 
 
-def _for_ever(waits: str, posts: Mapping[int, StatusPost]) -> HangDiagnosis:
+def _in_vain(waits: str, posts: Mapping[int, StatusPost]) -> HangDiagnosis:
     cause = end_of(posts) or ""
-    return HangDiagnosis(f"{waits} will do so for ever: {cause}", cause)
+    return HangDiagnosis(f"{waits}, a wait that cannot end: {cause}", cause)
 
 
 def _same(text: str) -> HangDiagnosis:

@@ -33,6 +33,7 @@ COMMANDS = Path(sys.executable).parent  # accelerate, torchrun and the like
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 # called with errors of other classes: return an exception to report instead, or None
 explanations: list[Callable[[BaseException], Exception | None]] = []
+logged: set[str] = set()  # messages that this process has logged as errors before it raised them
 
 
 class _Report:
@@ -74,10 +75,14 @@ def watch(ours: type[Exception]) -> None:
 
 
 def described(error: BaseException, trace: TracebackType | None) -> str:
-    """Return the message, its cause, and the line of the user's script that led to it."""
-    lines = [f"{type(error).__name__}: {error}"]
-    cause = error.__cause__
-    if cause is not None and str(cause) not in str(error):  # unless the message already includes it
+    """Return the message and its cause, unless the log has them, and the line of the user's script
+    that led to it.
+    """
+    told, cause = str(error) in logged, error.__cause__
+    lines = [f"{type(error).__name__}: {'see the error logged above' if told else error}"]
+    if (
+        not told and cause is not None and str(cause) not in str(error)
+    ):  # unless the message already includes it
         lines.append(f"  because of {type(cause).__name__}: {cause}")
     where = _line_of_the_script(trace)
     if where:

@@ -13,6 +13,7 @@ job.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import signal
 import sys
@@ -235,7 +236,9 @@ class Watchdog:
         self._concluded.set()
         if self.rank_status is not None:
             self.rank_status.publish("broken", cause)
-        logger.error(verdict)  # log it, too: some launchers never print the exception
+        logger.error(verdict)  # some launchers never print the exception
+        if logger.isEnabledFor(logging.ERROR):
+            uncaught.logged.add(verdict)  # the report of the exception refers to this line
         if self.rank_status is not None:
             # All communicators, not only the current one: freeing a group with operations in flight
             # joins its thread.
@@ -357,8 +360,8 @@ class Watchdog:
             text = (
                 f"rank {rank_status.rank} has waited {waited:.0f} s, which is the timeout, for "
                 f"{pending}; {rank_hosts.of(needed)} {'has' if len(needed) == 1 else 'have'} not "
-                "come there. See where such a rank stands (py-spy dump): it hangs, or it is "
-                "through with a loop of fewer steps than the others. Or set a longer timeout in "
+                "joined it. See where such a rank is (py-spy dump): it hangs, or it has finished a "
+                "loop of fewer steps than the others. If it is only slow, set a longer timeout in "
                 "the config"
             )
             verdict = HangDiagnosis(text, text)

@@ -21,7 +21,7 @@ PRINTED = {
     "loss_scale": "loss_scale",
     "samples_per_second": "samples/s",
     "tokens_per_second": "tokens/s",
-    "step_ms": "ms a step",
+    "step_ms": "ms/step",
 }
 
 
@@ -71,7 +71,7 @@ def _text(figures: Figures, of_rank_0: bool) -> str:
     if of_rank_0 and "loss" in figures:
         shown[0] += " (rank 0's batches only)"
     state = sum(figures.get(f"{tier}_bytes", 0) for tier in ("device", "ram", "disk"))
-    shown.append(f"state {in_units(state)}")
+    shown.append(f"model state {in_units(state)}")
     if "peak_device_bytes" in figures:
-        shown.append(f"device at most {in_units(figures['peak_device_bytes'])}")
+        shown.append(f"peak device memory {in_units(figures['peak_device_bytes'])}")
     return ", ".join(shown)

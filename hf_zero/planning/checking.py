@@ -156,7 +156,7 @@ def refusal(plan: EnginePlan, own: Needs, verdict: MemoryVerdict, found: Fit) ->
         )
     else:
         lines.append(
-            f"what fits, with {found.margin:.0%} of the device left to activations: "
+            f"what fits, with {found.margin:.0%} of the device reserved for activations: "
             f"{chosen.name}; write"
         )
         lines.append(json.dumps(chosen.to_config()))
@@ -198,7 +198,7 @@ def _slower(plan: EnginePlan, free: Free) -> list[str]:
     return [
         "offload is slower than no offload here: all of it fits on the device "
         f"({in_units(without.device_bytes)} of "
-        f"{in_units(free.device)}, {ACTIVATIONS:.0%} left to activations); remove "
+        f"{in_units(free.device)}, {ACTIVATIONS:.0%} reserved for activations); remove "
         "offload_optimizer and offload_param unless you need the room"
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 
 from hf_zero.config import ZeroConfig
@@ -10,8 +11,8 @@ from hf_zero.planning.checking import PreflightReport
 
 
 def summary(report: PreflightReport) -> str:
-    """Return what is about to train on the ranks, the bytes of rank 0 that were predicted beside
-    those that are free, and the kernels that run.
+    """Return what is about to train on the ranks, the bytes predicted for rank 0 and those that are
+    free, and the kernels that run.
     """
     plan, settings = report.plan, report.plan.settings
     elements = sum(flat.spec.layout.numel for flat in plan.flats)
@@ -21,25 +22,21 @@ def summary(report: PreflightReport) -> str:
     }
     split = "".join(f", {name} parallel {size}" for name, size in sizes.items() if size > 1)
     part = " on this rank" if split else ""
-    trains = "all trainable" if trained == elements else f"{trained:,} trainable"
-    if plan.optimizer is None:
-        trains = "no optimizer"
+    trains = (
+        "for evaluation, as no optimizer was given"
+        if plan.optimizer is None
+        else f"{'all' if trained == elements else f'{trained:,}'} trainable"
+    )
+    together = "gathered and reduced" if settings.stage == 3 else "reduced"
     lines = [
         f"{type(plan.model).__name__}: {elements:,} parameters{part}, {trains}, in "
-        f"{settings.precision}, in {counted(len(plan.units), 'unit')} of communication; stage "
-        f"{settings.stage} on {counted(plan.dims.world, 'rank')} of "
+        f"{settings.precision}; stage {settings.stage} on {counted(plan.dims.world, 'rank')} of "
         f"{counted(report.hosts, 'host')}{split}"
     ]
-    if plan.optimizer is None:
-        lines.append(
-            "no optimizer: inference only, step() will raise; to train, pass optimizer= to "
-            "hf_zero.initialize or name one in the config"
-        )
-    if plan.dims.world == 1:
-        lines.append(
-            "one rank: nothing is sharded; `hf-zero launch train.py` or `torchrun "
-            "--nproc_per_node N train.py` starts several"
-        )
+    if plan.dims.world > 1:
+        lines.append(f"{counted(len(plan.units), 'unit')} (modules that are {together} together)")
+    elif settings.stage:
+        lines.append(f"nothing is sharded on one rank{_more_ranks()}")
     for row in report.verdict.rows:
         limit = f" ({row.limited_by})" if row.limited_by else ""
         lines.append(
@@ -48,6 +45,13 @@ def summary(report: PreflightReport) -> str:
         )
     lines.append(f"kernels: {_kernels(settings)}")
     return "\n  ".join(lines)
+
+
+def _more_ranks() -> str:
+    """Return the commands that start several ranks, unless a launcher has started this one."""
+    if "RANK" in os.environ:
+        return ""
+    return "; `hf-zero launch --ranks N SCRIPT` or `torchrun --nproc_per_node N SCRIPT` starts N"
 
 
 def _kernels(settings: ZeroConfig) -> str:

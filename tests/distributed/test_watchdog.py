@@ -334,3 +334,19 @@ def test_a_communicator_that_cannot_be_aborted_keeps_no_other_from_it(
     assert broken == ["second"] and "could not abort first" in caplog.text
     with pytest.raises(RankMismatchError, match="rank 1 has failed"):
         watchdog.check()
+
+
+def test_a_hang_names_units_in_words_and_is_told_once(heard: list[str]) -> None:
+    log = CollectiveLog("reductions", (0, 1), 60.0)
+    key = "layer.1|trainable|float32|whole..|frozen|bfloat16|tensor|tensor 0"
+    pending = log.issue(f"reduce-scatter of {key}, 8 bytes")
+    assert str(pending) == (
+        "reduce-scatter of layer.1 (trainable, float32, whole)..(root) (frozen, bfloat16, tensor, "
+        "tensor 0), 8 bytes (number 0 of reductions)"
+    )
+    assert log.recent[0] == pending.what, "ranks compare the keys themselves"
+    watchdog = Watchdog(enabled=False)
+    error = watchdog.explain_failure(pending, RuntimeError("closed"))
+    assert heard == [str(error)] and "|" not in heard[0]
+    assert str(error) not in module.uncaught.described(error, None)
+    assert "see the error logged above" in module.uncaught.described(error, None)

@@ -85,7 +85,7 @@ def test_ranks_that_have_parted_are_named_before_the_timeout_ends_them() -> None
     assert "which rank 1 has not issued: it waits for barrier" in parted
     assert raised == f"RankMismatchError: {ended}" and "which is the timeout" in ended
     # whose timeout comes first
-    assert re.search(r"rank 1 on .* has not come there|rank 1 has waited \d+ s", ended), ended
+    assert re.search(r"rank 1 on .* has not joined it|rank 1 has waited \d+ s", ended), ended
     # by its own timeout, or as rank 0 has ended or has said that it will by then
     there = found["is elsewhere", 1]["raised"]
     told = (

@@ -279,7 +279,7 @@ def check_cut(hosts, lost, out):
             assert parts[place].ends(timeout=180.0) != 0
             peer = 1 - place
             wanted = (
-                rf"RankMismatchError: .*rank {peer} on {re.escape(hosts.names[peer])} "
+                rf"ERROR rank {place}\] .*rank {peer} on {re.escape(hosts.names[peer])} "
                 rf"\({re.escape(own_address_of(hosts, peer))}\)"
             )
             assert re.search(wanted, parts[place].said()), parts[place].said()[-6000:]

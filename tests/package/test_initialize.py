@@ -258,16 +258,6 @@ def test_a_value_left_at_auto_is_told_with_the_other_mistakes() -> None:
     refused(ConfigError, r"(?s)2 mistakes.*stagee.*still 'auto'.*gradient_clipping", config=config)
 
 
-def test_the_summary_tells_of_a_missing_optimizer_and_of_a_single_rank(
-    heard_in_full: list[str],
-) -> None:
-    hf_zero.initialize(model=stack(), config=config_of(2))[0].destroy()
-    (start,) = [each for each in heard_in_full if "resolved configuration" in each]
-    assert "parameters, no optimizer, in fp32" in start
-    assert "no optimizer: inference only, step() will raise; to train, pass optimizer=" in start
-    assert "one rank: nothing is sharded; `hf-zero launch train.py`" in start
-
-
 # ---- optimizers ----
 
 

@@ -14,7 +14,7 @@ import pytest
 from torch.distributed import DistNetworkError, TCPStore
 
 from hf_zero.distributed import uncaught
-from hf_zero.errors import ConfigError, DiskSpaceError, HfZeroError
+from hf_zero.errors import ConfigError, DiskSpaceError, HfZeroError, RankMismatchError
 from hf_zero.launch import launcher
 from tests.helpers.commands import completed
 from tests.helpers.launched import environment
@@ -125,6 +125,18 @@ def test_a_cause_that_the_message_holds_is_not_told_again() -> None:
             raise DiskSpaceError(f"nothing is written: {error}; mount it") from error
     except DiskSpaceError as error:
         assert uncaught.described(error, error.__traceback__).count("no such disk") == 1
+
+
+def test_a_message_that_the_log_has_is_not_told_again(monkeypatch) -> None:
+    monkeypatch.setattr(uncaught, "logged", {"rank 1 is gone"})
+    try:
+        raise RankMismatchError("rank 1 is gone") from RuntimeError("connection closed")
+    except RankMismatchError as error:
+        told = uncaught.described(error, error.__traceback__).splitlines()
+    assert told[0] == "RankMismatchError: see the error logged above"
+    assert len(told) == 3 and __file__ in told[1], told
+    other = uncaught.described(RankMismatchError("rank 2 is gone"), None)
+    assert "rank 2 is gone" in other
 
 
 SCRIPT = """

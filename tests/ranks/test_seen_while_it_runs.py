@@ -22,8 +22,8 @@ from tests.helpers.stacks import on_ranks
 BYTES = r"[\d.,]+ (?:B|kB|MB|GB|TB)"
 TIER = rf"memory: {BYTES} predicted, excluding activations; {BYTES} free"
 START = [
-    r"Stack: [\d,]+ parameters, all trainable, in fp32, in \d units of communication; stage 3 on "
-    "2 ranks of 1 host",
+    r"Stack: [\d,]+ parameters, all trainable, in fp32; stage 3 on 2 ranks of 1 host",
+    r"  \d units \(modules that are gathered and reduced together\)",
     rf"  {TIER}.*",
     r"  kernels: off \(default\); `kernels: auto` runs those that are fast on this device",
     r"  resolved configuration on 2 ranks .*",
@@ -66,8 +66,8 @@ def test_a_run_says_what_it_is_about_to_do_and_does(told, tmp_path) -> None:
     assert any("round_robin_gradients" in line and "no effect: " in line for line in written)
     (step,) = [each for each in told if each.startswith("step ")]
     assert re.fullmatch(
-        rf"step 2: loss \S+, learning_rate 0.001, grad_norm \S+, samples/s \S+, ms a step \S+, "
-        rf"state {BYTES}",
+        rf"step 2: loss \S+, learning_rate 0.001, grad_norm \S+, samples/s \S+, ms/step \S+, "
+        rf"model state {BYTES}",
         step,
     )
     (saved,) = [each for each in told if each.startswith("saved ")]
@@ -82,6 +82,26 @@ def test_a_run_says_what_it_is_about_to_do_and_does(told, tmp_path) -> None:
         for each in loaded
     )
     assert loaded
+
+
+def test_one_rank_says_that_nothing_is_sharded(told, monkeypatch) -> None:
+    started = []
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    for launched in (True, False):
+        if not launched:
+            monkeypatch.delenv("RANK")
+        for stage in (0, 1, 3):
+            engine, *_ = hf_zero.initialize(torch.nn.Linear(2, 2), {"stage": stage})
+            engine.destroy()
+            started.append(next(each for each in reversed(told) if "stage" in each).splitlines())
+    for stage, launched, lines in zip((0, 1, 3) * 2, (True,) * 3 + (False,) * 3, started):
+        said = [line for line in lines if "nothing is sharded on one rank" in line]
+        assert len(said) == (stage > 0) and not any("unit" in line for line in lines)
+        assert all(("hf-zero launch --ranks N" in line) is not launched for line in said)
+        # an engine for evaluation is one by intent or by oversight: its first line tells
+        assert lines[0].startswith(
+            "Linear: 6 parameters, for evaluation, as no optimizer was given, in fp32; stage"
+        )
 
 
 def test_the_bytes_of_a_save_are_those_of_its_files(told, tmp_path) -> None:
@@ -155,7 +175,7 @@ def test_lines_by_time(
         assert own is not None and bool(own[2]) == (not measured)
         whole = (losses[step - 1] + others[step - 1]) / 2
         assert float(own[1]) == pytest.approx(whole if measured else losses[step - 1], rel=1e-4)
-        for figure in ("learning_rate", "grad_norm", "samples/s", "ms a step", "state"):
+        for figure in ("learning_rate", "grad_norm", "samples/s", "ms/step", "model state"):
             assert figure in line
 
 
