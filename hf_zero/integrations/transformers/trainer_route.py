@@ -29,7 +29,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.config.provenance import DICT, SourcedDict, flattened, value_at
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
-from hf_zero.logging import log_rank0, logger
+from hf_zero.logging import logger
 
 SWITCH = "ACCELERATE_USE_DEEPSPEED"
 ON_CPU = "ACCELERATE_USE_CPU"
@@ -246,17 +246,12 @@ def read(value: ZeroConfigLike) -> dict[str, Any]:
     return ZeroConfig.coerce(value, allow_auto=True, foreign=True).to_dict()
 
 
-def open_left_out(config: dict[str, Any]) -> list[str]:
-    """Write "auto", in place, for keys that ``config`` leaves to the training arguments; return
-    their paths.
-    """
-    opened = []
+def open_left_out(config: dict[str, Any]) -> None:
+    """Write "auto", in place, for keys that ``config`` leaves to the training arguments."""
 
-    def open_key(section: dict[str, Any], path: str, value: Any = AUTO) -> None:
-        key = path.rpartition(".")[2]
+    def open_key(section: dict[str, Any], key: str, value: Any = AUTO) -> None:
         if section.get(key) is None:
             section[key] = value
-            opened.append(path)
 
     for key in FROM_ARGUMENTS:
         open_key(config, key)
@@ -264,19 +259,18 @@ def open_left_out(config: dict[str, Any]) -> list[str]:
         config[precision] = dict(config.get(precision) or {})
         # if the other precision is enabled, this one is off rather than "auto"
         chosen = (config.get(other) or {}).get("enabled") is True
-        open_key(config[precision], f"{precision}.enabled", False if chosen else AUTO)
+        open_key(config[precision], "enabled", False if chosen else AUTO)
     for name, known in (("optimizer", _optimizer_params), ("scheduler", _schedule_params)):
         section = config.get(name)
         if section:
             params = section["params"] = dict(section.get("params") or {})
             for key in known(section.get("type")):
-                open_key(params, f"{name}.params.{key}")
+                open_key(params, key)
     zero = config.get("zero_optimization")
     if isinstance(zero, dict) and zero.get("stage") == 3:
         # Checkpoints of a Trainer then hold weights that from_pretrained loads; with false they
         # hold only the shards.
-        open_key(zero, f"zero_optimization.{SAVE_WEIGHTS}", True)
-    return opened
+        open_key(zero, SAVE_WEIGHTS, True)
 
 
 def _optimizer_params(kind: Any) -> tuple[str, ...]:
@@ -299,7 +293,7 @@ def fill_from_arguments(original: Callable[..., None]) -> Callable[..., None]:
         refuse_full_eval(self.config, args)
         self.config = SourcedDict.of(self.config, DICT)
         self.config.filler = "the training arguments"
-        opened = open_left_out(self.config)
+        open_left_out(self.config)
         original(self, args, auto_find_batch_size)
         if not any((args.fp16, args.bf16, args.fp16_full_eval, args.bf16_full_eval)):
             # The flags are off unless given, and --bf16 is refused on a CPU: a precision in the
@@ -309,11 +303,6 @@ def fill_from_arguments(original: Callable[..., None]) -> Callable[..., None]:
                 for line in self.mismatches
                 if not line.startswith(("- ds bf16.enabled=True", "- ds fp16.enabled=True"))
             ]
-        filled = ", ".join(
-            f"{path} = {value}" for path in opened if (value := value_at(self.config, path)) != AUTO
-        )
-        if filled:
-            log_rank0(f"from the training arguments, as the ZeRO config leaves it out: {filled}")
 
     return trainer_config_process
 
