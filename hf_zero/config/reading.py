@@ -398,8 +398,12 @@ def _idle(written: str) -> str:
     """Return the reason why a known key, or each key of a known section, does nothing in hf-zero,
     or "".
     """
-    path = canonical(written)
-    below = {key.status for name, key in KEYS.items() if f"{name}.".startswith(f"{path}.")}
+    paths = f"{written}.", f"{canonical(written)}."  # a section may be an alias, or hold aliases
+    below = {
+        KEYS[canonical(name)].status
+        for name in _known()
+        if f"{name}.".startswith(paths) and canonical(name) in KEYS
+    }
     if Status.ACTIVE in below:
         return ""
     return "has no effect in hf-zero" if Status.INERT in below else "hf-zero does not provide"

@@ -28,6 +28,8 @@ REFUSED = """
 {zero_optimization: {overlap_com: true}}
     unknown key 'zero_optimization.overlap_com'; it resembles 'zero_optimization.overlap_comm',
     which has no effect in hf-zero: remove it
+{quantize_training: {uantize_algo: {}}}
+    unknown key 'quantize_training.uantize_algo'; did you mean ~ 'quantize_training.quantize_algo'
 {zero_optimization: {stages: 3}}
     unknown key 'zero_optimization.stages'; did you mean ~ 'zero_optimization.stage'
 {zero_optimization: {offload_optimizer: {devise: cpu}}}
