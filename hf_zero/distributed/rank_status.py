@@ -417,7 +417,7 @@ class RankStatus:
                 "ended",
                 f"after {self.last_error}"
                 if self.last_error
-                else "its script is over, or its own output says why",
+                else "its script has finished, or its own output says why",
             )
         return told
 
@@ -543,10 +543,14 @@ def _stuck(
     for each in needs:
         if each != rank and each in stuck and sequence_number(stuck[each], log) <= number:
             there, at, instead, _ = stuck[each]["wait"]
-            return _same(
+            waits = (
                 f"rank {rank} waits for {what} (number {number} of {log}), which rank {each} has "
-                f"not issued: it waits for {instead} "
-                f"(number {at} of {there}). {REMEDY}"
+                "not issued"
+            )
+            # the other rank names its own collective beside this cause
+            return HangDiagnosis(
+                f"{waits}: it waits for {instead} (number {at} of {there}). {REMEDY}",
+                f"{waits}. {REMEDY}",
             )
     return None
 

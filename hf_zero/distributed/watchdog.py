@@ -328,7 +328,7 @@ class Watchdog:
                 else "another rank"
             )
             logger.warning(
-                "waiting for %s since %.0f s: %s has not joined it (is it dead, or "
+                "still waiting for %s after %.0f s: %s has not joined it (has it died, or is it "
                 "elsewhere in the script?)",
                 pending,
                 waited,

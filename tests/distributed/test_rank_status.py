@@ -73,6 +73,7 @@ def test_two_that_wait_for_each_other_are_stuck() -> None:
         "rank 0 waits for gather 2 (number 1 of a), which rank 1 has not issued: it waits for "
         "sum 2 (number 1 of b)" in verdict.text
     )
+    assert "which rank 1 has not issued. Every rank must" in verdict.cause, "rank 1 says the rest"
 
 
 def test_a_wait_that_has_ended_since_its_post_is_no_proof() -> None:

@@ -65,10 +65,10 @@ def test_a_silent_wait_is_warned_about_each_minute(clock: Clock, heard: list[str
         assert heard == []
         clock.run(watchdog, 200)
     assert [message.split(":")[0] for message in heard] == [
-        "waiting for all-gather of layer.3 since 60 s",
-        "waiting for all-gather of layer.3 since 120 s",
-        "waiting for all-gather of layer.3 since 180 s",
-        "waiting for all-gather of layer.3 since 240 s",
+        "still waiting for all-gather of layer.3 after 60 s",
+        "still waiting for all-gather of layer.3 after 120 s",
+        "still waiting for all-gather of layer.3 after 180 s",
+        "still waiting for all-gather of layer.3 after 240 s",
     ]
     assert "another rank has not joined" in heard[0]
 
@@ -96,8 +96,8 @@ def test_each_wait_has_a_minute_of_its_own(clock: Clock, heard: list[str]) -> No
     clock.at[clock.now + 90] = change
     clock.run(watchdog, 90 + 61)
     assert [message.split(":")[0] for message in heard] == [
-        "waiting for first since 60 s",
-        "waiting for second since 60 s",
+        "still waiting for first after 60 s",
+        "still waiting for second after 60 s",
     ]
 
 
@@ -169,7 +169,7 @@ def test_what_only_a_stream_waits_for_is_followed(
     clock.run(watches[0], 61)
     assert len(heard) == 1
     assert heard[0].startswith(
-        "waiting for all-gather of layer.1 (number 1 of gathers) since 60 s: rank 1 has not"
+        "still waiting for all-gather of layer.1 (number 1 of gathers) after 60 s: rank 1 has not"
     )
     logs[1].issue("all-gather of layer.0")
     elsewhere = CollectiveLog("reductions", range(2), 1000.0)
