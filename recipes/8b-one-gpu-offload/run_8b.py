@@ -2,8 +2,8 @@
 the file given to ``accelerate launch`` keeps the optimizer, and the parameters, in host memory.
 
 accelerate launch --config_file cpu.yaml run_8b.py
-accelerate launch --config_file 80gb_gpu.yaml run_8b.py \
-    --model_name_or_path meta-llama/Llama-3.1-8B --dataset_name wikimedia/wikipedia \
+accelerate launch --config_file 80gb_gpu.yaml run_8b.py \\
+    --model_name_or_path meta-llama/Llama-3.1-8B --dataset_name wikimedia/wikipedia \\
     --dataset_config 20231101.simple --max_length 2048
 """
 

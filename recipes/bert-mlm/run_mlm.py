@@ -5,8 +5,8 @@ decides.
 
     accelerate launch --config zero3.yaml run_mlm.py
     accelerate launch --config zero3.yaml run_mlm.py --resume_from_checkpoint latest
-    accelerate launch --config zero3.yaml run_mlm.py --dataset_name Salesforce/wikitext
-    --dataset_config_name wikitext-2-raw-v1
+    accelerate launch --config zero3.yaml run_mlm.py --dataset_name Salesforce/wikitext \\
+        --dataset_config_name wikitext-2-raw-v1
 """
 
 from __future__ import annotations

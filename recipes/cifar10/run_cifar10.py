@@ -4,9 +4,10 @@ The engine, its optimizer, its schedule and its data loader come from one call, 
 decides what is sharded.
 
     torchrun --nproc_per_node 2 run_cifar10.py --deepspeed_config zero3.json
-    torchrun --nproc_per_node 2 run_cifar10.py --deepspeed_config zero3.json
-    --resume_from_checkpoint latest torchrun --nproc_per_node 2 run_cifar10.py --deepspeed_config
-    zero3.json --dataset_name uoft-cs/cifar10
+    torchrun --nproc_per_node 2 run_cifar10.py --deepspeed_config zero3.json \\
+        --resume_from_checkpoint latest
+    torchrun --nproc_per_node 2 run_cifar10.py --deepspeed_config zero3.json \\
+        --dataset_name uoft-cs/cifar10
 """
 
 from __future__ import annotations

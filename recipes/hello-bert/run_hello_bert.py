@@ -5,10 +5,10 @@ What plain PyTorch spells with an optimizer and `torch.save` is spelled here wit
 `backward`, `step`, `save_checkpoint`.
 
     torchrun --nproc_per_node 2 run_hello_bert.py --deepspeed_config zero3.json
-    torchrun --nproc_per_node 2 run_hello_bert.py --deepspeed_config zero3.json
-    --load_checkpoint_dir runs/hello-bert torchrun --nproc_per_node 2 run_hello_bert.py
-    --deepspeed_config zero3.json --dataset_name Salesforce/wikitext --dataset_config_name
-    wikitext-2-raw-v1
+    torchrun --nproc_per_node 2 run_hello_bert.py --deepspeed_config zero3.json \\
+        --load_checkpoint_dir runs/hello-bert
+    torchrun --nproc_per_node 2 run_hello_bert.py --deepspeed_config zero3.json \\
+        --dataset_name Salesforce/wikitext --dataset_config_name wikitext-2-raw-v1
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ a pass over the length.
 
     accelerate launch --config_file whole.yaml run_long_context.py
     accelerate launch --config_file split.yaml run_long_context.py
-    accelerate launch --config_file split.yaml run_long_context.py --model NAME --text rows.txt \
+    accelerate launch --config_file split.yaml run_long_context.py --model NAME --text rows.txt \\
         --lengths 32768 65536
 """
 

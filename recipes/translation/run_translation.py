@@ -1,11 +1,13 @@
 """Train a small T5 to translate, from scratch, with the Seq2SeqTrainer. The file given as
 --deepspeed decides what is sharded.
 
-torchrun --nproc_per_node 2 run_translation.py --deepspeed zero3.json
-torchrun --nproc_per_node 2 run_translation.py --deepspeed zero3.json --resume_from_checkpoint
-latest torchrun --nproc_per_node 2 run_translation.py --deepspeed zero3.json --catalogue
-/usr/share/locale/de/LC_MESSAGES/git.mo torchrun --nproc_per_node 2 run_translation.py --deepspeed
-zero3.json --dataset_name Helsinki-NLP/opus_books --dataset_config_name de-en
+    torchrun --nproc_per_node 2 run_translation.py --deepspeed zero3.json
+    torchrun --nproc_per_node 2 run_translation.py --deepspeed zero3.json \\
+        --resume_from_checkpoint latest
+    torchrun --nproc_per_node 2 run_translation.py --deepspeed zero3.json \\
+        --catalogue /usr/share/locale/de/LC_MESSAGES/git.mo
+    torchrun --nproc_per_node 2 run_translation.py --deepspeed zero3.json \\
+        --dataset_name Helsinki-NLP/opus_books --dataset_config_name de-en
 """
 
 from __future__ import annotations
