@@ -165,7 +165,7 @@ def test_the_bytes_that_the_card_of_8b_predicts(name: str, tmp_path: Path) -> No
     stage = ZeroConfig.from_file(recipe / name).stage
     asked = [str(tmp_path), "--ranks", "1", "--config", str(recipe / name), "--seq", "2048"]
     shown = CliRunner().invoke(app, ["estimate", *asked]).output
-    (line,) = re.findall(rf"^│ +{stage} │(.*)│ +0 B │$", shown.partition("with offload")[2], re.M)
+    (line,) = re.findall(rf"^│ +\*{stage} │(.*)│ +0 B │$", shown.partition("with offload")[2], re.M)
     device, ram, _ = (cell.strip() for cell in line.split("│"))
     (row,) = re.findall(rf"^\| `{name}` \|.*\|$", (recipe / "README.md").read_text(), re.M)
     *_, state, activations, host, _ = (cell.strip() for cell in row.split("|"))
