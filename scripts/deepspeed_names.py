@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import sys
@@ -130,7 +131,11 @@ def table(folder: Path) -> tuple[str, list[str]]:
 
 
 def main() -> int:
-    text, unaccounted = table(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="the package of an installed DeepSpeed")
+    text, unaccounted = table(parser.parse_args().folder)
     for name in unaccounted:
         print(f"unaccounted for: {name}", file=sys.stderr)
     OUT.write_text(text)

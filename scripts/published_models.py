@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import shutil
-import sys
 from pathlib import Path
 
 WORDS = ["the", "cat", "dog", "bird", "tree", "house", "river", "sees", "likes", "finds"]
@@ -183,4 +183,8 @@ def prepare_diffusion(work: Path) -> None:
 PREPARED = {"language": prepare_language, "diffusion": prepare_diffusion}
 
 if __name__ == "__main__":
-    PREPARED[sys.argv[1]](Path(sys.argv[2]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kind", choices=PREPARED)
+    parser.add_argument("folder", type=Path, help="the folder to write")
+    given = parser.parse_args()
+    PREPARED[given.kind](given.folder)

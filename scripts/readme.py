@@ -8,6 +8,7 @@ configuration keys, their JSON schema, and the types of ZeroConfig's keywords.
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
 import subprocess
@@ -261,14 +262,19 @@ def generated() -> dict[Path, str]:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="name the files that differ, only")
+    check = parser.parse_args().check
     wrong = [
         path for path, text in generated().items() if not path.exists() or path.read_text() != text
     ]
     for path in wrong:
-        print(f"{path.relative_to(ROOT)} {'differs' if '--check' in sys.argv else 'written'}")
-        if "--check" not in sys.argv:
+        print(f"{path.relative_to(ROOT)} {'differs' if check else 'written'}")
+        if not check:
             path.write_text(generated()[path])
-    return 1 if wrong and "--check" in sys.argv else 0
+    return 1 if wrong and check else 0
 
 
 if __name__ == "__main__":

@@ -68,6 +68,13 @@ def test_the_smoke_of_a_wheel_runs_the_core() -> None:
     assert "agree" in shown.stdout
 
 
+@pytest.mark.parametrize("name", ["deepspeed_names", "published_models", "readme"])
+def test_a_script_explains_itself_and_does_nothing_else(name: str) -> None:
+    command = [sys.executable, ROOT / f"scripts/{name}.py", "--help"]
+    said = completed(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True).stdout
+    assert said.startswith(f"usage: {name}.py")
+
+
 def test_a_url_without_the_package_that_opens_urls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "upath", None)
     with pytest.raises(
