@@ -11,7 +11,7 @@ import reprlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -56,9 +56,41 @@ from hf_zero.zero.layout.wrap import PERSISTENCE, mark_configured
 E = TypeVar("E", bound=Engine)
 
 
+@overload
+def initialize(
+    args: nn.Module,
+    model: ZeroConfig | Mapping[Any, Any] | str | os.PathLike[Any],
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    *,
+    collate_fn: Callable[[Any], Any] | None = None,
+    resume: str | os.PathLike[str] | None = None,
+) -> tuple[Engine, Any, DataLoader[Any] | None, Any]: ...
+
+
+@overload
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    config: ZeroConfig | Mapping[Any, Any] | str | os.PathLike[Any] | None = None,
+    config_params: ZeroConfig | Mapping[Any, Any] | str | os.PathLike[Any] | None = None,
+    resume: str | os.PathLike[str] | None = None,
+) -> tuple[Engine, Any, DataLoader[Any] | None, Any]: ...
+
+
+def initialize(
+    args: Any = None,
+    model: Any = None,
     optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
     model_parameters: Iterable[Any] | None = None,
     training_data: Any = None,

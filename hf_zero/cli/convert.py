@@ -14,6 +14,8 @@ from rich.table import Table
 
 from hf_zero.cli.printing import AsJson, in_units, print_json, print_table
 
+UNIVERSAL = "universal"
+
 Src = Annotated[
     str,
     typer.Argument(
@@ -62,8 +64,9 @@ GroupSize = Annotated[int, typer.Option(help="Its quantization_aware_training.gr
 To = Annotated[
     str,
     typer.Option(
-        help="safetensors (from_pretrained loads it), or dcp: what torch.distributed.checkpoint "
-        "loads into an FSDP2 or torchtitan model, with optimizer state."
+        help="safetensors, which from_pretrained loads; dcp, which torch.distributed.checkpoint "
+        "loads into an FSDP2 or torchtitan model, with optimizer state; or universal, which "
+        "DeepSpeed loads, with optimizer state."
     ),
 ]
 Workers = Annotated[int, typer.Option(min=1, help="Threads that read, cast and write.")]
@@ -94,6 +97,14 @@ def convert_checkpoint(
     """
     from hf_zero import convert_checkpoint as convert
 
+    if to == UNIVERSAL:
+        chosen = {"--dtype": dtype, "--only": only, "--adapters": adapters, "--quantize": quantize}
+        _write_universal(src, dst, tag, verify, [name for name, value in chosen.items() if value])
+        if as_json:
+            print_json({"folder": dst})
+        else:
+            print(f"{src} -> {dst}: a universal checkpoint, which DeepSpeed loads below stage 3")
+        return
     whole = tempfile.TemporaryDirectory(prefix="hf-zero-") if quantize else None
     done = convert(
         src,
@@ -133,3 +144,18 @@ def convert_checkpoint(
             "kept", f"{in_units(done.kept)} had been written by a conversion that was interrupted"
         )
     print_table(table)
+
+
+def _write_universal(
+    src: str, dst: str, tag: str | None, verify: bool | None, refused: list[str]
+) -> None:
+    from hf_zero.checkpoint.find import find_checkpoint
+    from hf_zero.deepspeed.state_dicts import write_universal
+    from hf_zero.errors import ConfigError
+
+    if refused:
+        raise ConfigError(
+            f"--to {UNIVERSAL} writes all that training needs, as it is; leave out "
+            f"{', '.join(refused)}"
+        )
+    write_universal(str(find_checkpoint(src, tag)), dst, verify is not False)

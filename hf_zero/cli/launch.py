@@ -230,6 +230,8 @@ def _accelerate(
     With several hosts, the number of ranks is added later, when the hosts are known.
     """
     from hf_zero.config import PRESETS, ZeroConfig
+    from hf_zero.config.accelerate_yaml import is_accelerate
+    from hf_zero.config.files import load_file
 
     if preset is not None and config is not None:
         raise ConfigError(
@@ -243,6 +245,12 @@ def _accelerate(
     if config is not None:
         # raise for a faulty file before any process starts
         ZeroConfig.from_file(config, allow_auto=True)
+        if not is_accelerate(load_file(config)):
+            raise ConfigError(
+                f"--config {config} is a ZeRO configuration, and --config takes an Accelerate "
+                "YAML: name the file in the script, or in a YAML with distributed_type: DEEPSPEED "
+                f"and deepspeed_config: {{deepspeed_config_file: {config}}}"
+            )
         return (
             "--config_file",
             str(config.resolve()),
@@ -262,7 +270,6 @@ def _accelerate(
     stage = PRESETS[preset]
     options = {
         "zero_stage": stage,
-        "gradient_clipping": 1.0,
         "mixed_precision": MIXED_PRECISION[precision or "fp32"],
         "dynamo_backend": "no",  # its default, which accelerate warns of where it is left out
         **(

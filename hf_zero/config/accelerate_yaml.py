@@ -53,6 +53,8 @@ PASSED_ON = (
     "replicate_size",
     "float8_training",
     "checkpoint",
+    "metrics",
+    "trace",
 )
 
 _LAUNCHER = "read by accelerate launch, which starts the ranks"

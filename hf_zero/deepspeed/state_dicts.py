@@ -179,20 +179,28 @@ def parse_arguments(args: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: Any = None) -> None:
-    """Write the checkpoint in ``args.input_folder`` to ``args.output_folder``, and its name to
-    ``latest_universal`` beside it. Called by one rank.
-
-    Needs memory for the model in its own dtype. Raises CheckpointError if the input is no
-    checkpoint, or has state of whole tensors (Adafactor's), and if the output exists.
+    """Write the checkpoint in ``args.input_folder`` to ``args.output_folder`` as
+    :func:`write_universal` does.
     """
     args = parse_arguments() if args is None else args
-    target = Path(os.path.abspath(args.output_folder))
+    # a namespace made for DeepSpeed has no no_verify
+    write_universal(args.input_folder, args.output_folder, not getattr(args, "no_verify", False))
+
+
+def write_universal(source: str, folder: str, compares: bool = True) -> None:
+    """Write the checkpoint ``source`` to the new ``folder`` in DeepSpeed's universal format, and
+    its name to ``latest_universal`` beside it. Called by one rank. ``compares``: compare what is
+    read with the hashes in the manifest.
+
+    Needs memory for the model in its own dtype. Raises CheckpointError if ``source`` is no
+    checkpoint, or has state of whole tensors (Adafactor's), and if ``folder`` exists.
+    """
+    target = Path(os.path.abspath(folder))
     if target.exists():
         raise CheckpointError(f"{target} exists; remove it, or name another output folder")
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        compares = not getattr(args, "no_verify", False)  # DeepSpeed's arguments lack it
-        with open_checkpoint(find_checkpoint(args.input_folder), hashes=compares) as checkpoint:
+        with open_checkpoint(find_checkpoint(source), hashes=compares) as checkpoint:
             _refuse_factors(checkpoint)
             (unfinished / FOLDER).mkdir(parents=True)
             _write_states(checkpoint, unfinished / FOLDER)

@@ -477,7 +477,16 @@ def test_launch_presets_are_read_back_as_their_stage(preset: str) -> None:
         3,
         "bf16",
     )
+    assert args.gradient_clipping is None, "the script or the training arguments choose it"
     assert (args.training_script, args.training_script_args) == ("train.py", ["--lr", "1"])
+
+
+def test_launch_refuses_a_file_that_accelerate_does_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "zero3.json"
+    file.write_text('{"zero_optimization": {"stage": 3}}')
+    said = CliRunner().invoke(app, ["launch", "--config", str(file), "--", __file__])
+    assert isinstance(said.exception, ConfigError)
+    assert f"deepspeed_config: {{deepspeed_config_file: {file}}}" in str(said.exception)
 
 
 def test_launch_takes_a_file_and_starts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,11 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.checkpoint import ds_to_universal
+from typer.testing import CliRunner
 
+from hf_zero.cli.app import app
 from hf_zero.deepspeed.state_dicts import parse_arguments
-from hf_zero.errors import CheckpointError
+from hf_zero.errors import CheckpointError, ConfigError
 from tests.checkpoint.deepspeed_inputs.model import (
     SAVED_AFTER,
     STEPS,
@@ -122,3 +124,21 @@ def test_folders_that_cannot_be(tmp_path):
 def test_the_command_line():
     given = parse_arguments(["--input_folder", "a", "--output_folder", "b", "--no_strict"])
     assert (given.input_folder, given.output_folder, given.strict) == ("a", "b", False)
+
+
+def test_hf_zero_convert_checkpoint_writes_the_same(tmp_path):
+    source, options = str(INPUTS / "stage1"), ["--to", "universal"]
+    convert(INPUTS / "stage1" / "global_step3", tmp_path / "theirs")
+    done = CliRunner().invoke(app, ["convert-checkpoint", source, str(tmp_path / "ours"), *options])
+    assert done.exit_code == 0 and "which DeepSpeed loads" in done.output
+    found = [
+        {path.relative_to(top): path.read_bytes() for path in top.rglob("*.pt")}
+        for top in (tmp_path / "theirs", tmp_path / "ours")
+    ]
+    assert found[0] and found[0] == found[1]
+    refused = CliRunner().invoke(
+        app, ["convert-checkpoint", source, str(tmp_path / "no"), *options, "--dtype", "float32"]
+    )
+    assert isinstance(refused.exception, ConfigError) and "leave out --dtype" in str(
+        refused.exception
+    )

@@ -40,6 +40,7 @@ hf_zero.initialize(modle=model)  # mistake
 hf_zero.initialize(model="gpt2")  # mistake
 hf_zero.initialize(model=model, config=3)  # mistake
 hf_zero.initialize(model=model, config={"zero_optimization": {"stage": 3}})
+hf_zero.initialize(model, "zero3")
 hf_zero.initialize(model=model, config=pathlib.Path("zero3.json"))
 hf_zero.ZeroConfig()  # mistake
 hf_zero.ZeroConfig("three")  # mistake

@@ -168,7 +168,7 @@ def test_the_cpu_is_one_tier_with_the_memory(ranks_here: Callable[[int], None]) 
     assert shared.ram == pytest.approx(whole / 4, rel=0.2) and shared.ram == pytest.approx(
         free_bytes(CPU), rel=0.2
     )
-    assert shared.limited_by.endswith("over 4 ranks")
+    assert shared.limited_by.endswith("shared by 4 ranks")
     assert measure(CPU, ranks=1).ram == pytest.approx(whole, rel=0.2)
 
 
