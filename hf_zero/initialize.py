@@ -346,6 +346,11 @@ def _tell_of_idle_offload(engine: Engine) -> None:
 def _second(second: Any, config: Any) -> Any:
     """Return the configuration of ``initialize(model, second, config=config)``."""
     if second is not None and config is not None:
+        if isinstance(second, torch.optim.Optimizer):
+            raise ConfigError(
+                "the second argument of initialize(model, config) is the configuration, not an "
+                f"optimizer ({type(second).__name__}); pass it as optimizer="
+            )
         raise ConfigError(
             f"initialize(model, {second!r}, config=…) was given more than one config; pass one"
         )

@@ -367,11 +367,18 @@ ALIASES: dict[str, str] = {
 
 # Names that people write, by their lower-case form: what to write instead.
 ANSWERS: dict[str, str] = {
+    **{
+        name: f"it is a parameter of the optimizer: write optimizer.params.{param} beside "
+        "optimizer.type, or give it to the optimizer that the script makes"
+        for name, param in (("lr", "lr"), ("learning_rate", "lr"), ("weight_decay", "weight_decay"))
+    },
+    "per_device_train_batch_size": "it is an argument of the Trainer; write "
+    "train_micro_batch_size_per_gpu here",
+    "per_gpu_train_batch_size": "write train_micro_batch_size_per_gpu",
+    "max_grad_norm": "write gradient_clipping",
     **dict.fromkeys(
-        ("lr", "learning_rate", "weight_decay"),
-        "it is a parameter of the optimizer: write optimizer.params.lr or "
-        "optimizer.params.weight_decay beside optimizer.type, or give it to the optimizer that "
-        "the script makes",
+        ("num_train_epochs", "max_steps", "lr_scheduler_type", "warmup_steps", "warmup_ratio"),
+        "it is an argument of the Trainer, and belongs into TrainingArguments",
     ),
     **dict.fromkeys(
         ("fp8", "float8", "fp8_config"),
@@ -398,6 +405,7 @@ ANSWERS: dict[str, str] = {
     **dict.fromkeys(
         ("fp16.opt_level", "fp16.fp16_opt_level"), "it is Apex's, not DeepSpeed's; remove it"
     ),
+    "fsdp": "`hf-zero migrate` translates a configuration for FSDP",
     "fsdp_config": "`hf-zero migrate` translates an Accelerate configuration for FSDP",
 }
 

@@ -18,7 +18,7 @@ from hf_zero.config import checks, explaining, kernels, resolving
 from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS, is_accelerate, read_accelerate
 from hf_zero.config.explaining import ExplainRow, Unset
 from hf_zero.config.files import load_file, load_text
-from hf_zero.config.keys import KEYS
+from hf_zero.config.keys import ANSWERS, KEYS
 from hf_zero.config.offload import OffloadOptimizer, OffloadParam
 from hf_zero.config.provenance import SourcedDict
 from hf_zero.config.reading import ConfigReading
@@ -61,11 +61,12 @@ class ZeroConfig(Settings):
         reading = ConfigReading().read(_as_dialect(known | {"stage": stage}), "keyword")
         for name in unknown:
             dialect = name.partition(".")[0] in {path.partition(".")[0] for path in KEYS}
-            hint = (
-                "; it is a key of DeepSpeed's dialect: use ZeroConfig.from_dict"
-                if dialect
-                else did_you_mean(name, ["stage", *KEYWORDS])
-            )
+            if answer := ANSWERS.get(name):
+                hint = f": {answer}"
+            elif dialect:
+                hint = "; it is a key of DeepSpeed's dialect: use ZeroConfig.from_dict"
+            else:
+                hint = did_you_mean(name, ["stage", *KEYWORDS])
             reading.mistakes.append(ConfigError(f"keyword: unknown key {name!r}{hint}"))
         self._fill(reading, None)
 
