@@ -25,6 +25,7 @@ from tqdm import tqdm
 from hf_zero.config.files import load_file
 from hf_zero.config.migrating import Migration, migrate
 from hf_zero.errors import ConfigError
+from hf_zero.optim.build import refused
 
 BYTES = 20_000  # more is no configuration
 MARKS = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")
@@ -77,7 +78,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     """
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for kind, mapping in configurations(folder):
-        migration = migrate(mapping)
+        migration = migrate(mapping, check=refused)
         key = kind, outcome(migration)
         named = {"repository": folder.name, "kind": kind, "outcome": key[1]}
         row = found.setdefault(

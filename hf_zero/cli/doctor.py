@@ -25,8 +25,9 @@ Status = Literal["ok", "off", "broken"]
 COLOURS = {"ok": "green", "off": "yellow", "broken": "red"}
 BROKEN = 1
 ATTACH = (
-    "To an issue attach the output of `hf-zero doctor --json`, the configuration (`hf-zero explain "
-    "FILE --json`), the command, and the whole output of one rank with HF_ZERO_LOG_LEVEL=debug."
+    "When you open an issue, attach the output of `hf-zero doctor --json`, the configuration "
+    "(`hf-zero explain FILE --json`), the command, and the whole output of one rank with "
+    "HF_ZERO_LOG_LEVEL=debug."
 )
 COMPILERS = ("c++", "g++", "clang++")
 

@@ -40,8 +40,9 @@ def migrate(file: File, out: Out = None, as_json: AsJson = False) -> None:
     """
     from hf_zero.config.files import dump, load_file, refuse_existing
     from hf_zero.config.migrating import migrate
+    from hf_zero.optim.build import refused
 
-    migration = migrate(load_file(file), f"config file {file}")
+    migration = migrate(load_file(file), f"config file {file}", refused)
     if out is not None:
         refuse_existing(out)
     suffix = Path(file).suffix if out is None else out.suffix

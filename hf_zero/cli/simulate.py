@@ -266,7 +266,9 @@ def _stages(found: Simulation) -> Table:
 
 def _collectives(found: Simulation) -> Table:
     table = Table(
-        title="collectives of a step", caption="Sent: by this rank, as rings do.", show_footer=True
+        title="collectives of a step",
+        caption="Sent: bytes that this rank sends, assuming ring algorithms.",
+        show_footer=True,
     )
     rows: Counter[tuple[str, str, str]] = Counter()
     sums: dict[tuple[str, str, str], list[int]] = {}
@@ -311,7 +313,7 @@ def _seconds(found: Simulation) -> Table:
     caption = f"Given or measured: {', '.join(known)}. " if known else ""
     if assumed:
         caption += (
-            f"Assumed: {', '.join(assumed)}, a DGX-2's, on which the ZeRO paper was measured."
+            f"Assumed: {', '.join(assumed)}, the values of a DGX-2, the machine of the ZeRO paper."
         )
     table = Table(
         title=f"seconds of a step of {found.micro_batches} x {found.micro_batch} sequences of "

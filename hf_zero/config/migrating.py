@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
@@ -55,18 +55,25 @@ class Migration(NamedTuple):
         return all(found.outcome != "to mend" for found in self.findings)
 
 
-def migrate(before: Mapping[str, Any], source: str = "config dict") -> Migration:
+Check = Callable[[Mapping[str, Any]], Mapping[str, str]]
+
+
+def migrate(
+    before: Mapping[str, Any], source: str = "config dict", check: Check = refusals
+) -> Migration:
     """Translate a configuration: DeepSpeed's JSON, or Accelerate's YAML for DeepSpeed, FSDP 1,
     FSDP 2 or DDP. Keys without effect and keys unknown here are left out. ``source`` names the
-    file in notes.
+    file in notes; ``check`` returns, by key, why ``initialize`` refuses the values of the result.
     """
     findings: list[KeyFinding] = []
     translate = _accelerate if is_accelerate(before) else _deepspeed
     after = translate(before, findings, source)
-    return Migration(dict(before), _settle(after, findings, source), findings)
+    return Migration(dict(before), _settle(after, findings, source, check), findings)
 
 
-def _settle(after: dict[str, Any], findings: list[KeyFinding], source: str) -> dict[str, Any]:
+def _settle(
+    after: dict[str, Any], findings: list[KeyFinding], source: str, check: Check
+) -> dict[str, Any]:
     """Read the result as a whole: add to ``findings`` what contradicts, what ``initialize`` would
     refuse and what has no effect beside other keys; return the result without the latter.
     """
@@ -78,7 +85,7 @@ def _settle(after: dict[str, Any], findings: list[KeyFinding], source: str) -> d
             findings.append(KeyFinding("", None, "to mend", _said(error, source)))
             return after
         _mark(findings, dict.fromkeys(keys, ("left out", _said(error, source))))
-        return _settle(_without(after, keys), findings, source)
+        return _settle(_without(after, keys), findings, source, check)
     except ConfigError as error:
         for said in str(error).split("\n- ")[1:] or [str(error)]:
             keys = _offenders(said, findings, source)
@@ -91,7 +98,7 @@ def _settle(after: dict[str, Any], findings: list[KeyFinding], source: str) -> d
         return after
     values = {row.key: row.value for row in config.explain()}
     given = {path: value for path, value in values.items() if value not in (None, AUTO)}
-    refused = refusals(given)
+    refused = check(given)
     written = {_path(found.key): found.key for found in findings}
     _mark(findings, {written.get(path, path): ("to mend", why) for path, why in refused.items()})
     idle: dict[str, tuple[Outcome, str]] = {
@@ -313,10 +320,10 @@ def _said(error: HfZeroError, source: str) -> str:
 # What Accelerate's FSDP configuration says beyond the keys translated below.
 _WITHOUT_EFFECT = {
     "version": "hf-zero has one way to shard",
-    "auto_wrap_policy": "units are found: each block of the model is one",
-    "transformer_layer_cls_to_wrap": "units are found: each block of the model is one",
-    "transformer_cls_names_to_wrap": "units are found: each block of the model is one",
-    "min_num_params": "units are found: each block of the model is one",
+    "auto_wrap_policy": "hf-zero finds the blocks itself",
+    "transformer_layer_cls_to_wrap": "hf-zero finds the blocks itself",
+    "transformer_cls_names_to_wrap": "hf-zero finds the blocks itself",
+    "min_num_params": "hf-zero finds the blocks itself",
     "backward_prefetch": "gathers run ahead in the order of the recorded step",
     "backward_prefetch_policy": "gathers run ahead in the order of the recorded step",
     "forward_prefetch": "gathers run ahead in the order of the recorded step",
@@ -498,7 +505,7 @@ def _switched(name: str, value: Any, stage: int) -> tuple[dict[str, Any], str | 
             saved = {"zero3_save_16bit_model": True}
             return (
                 saved if whole else {},
-                "checkpoints hold a shard a rank, and save_pretrained writes whole weights",
+                "checkpoints hold one shard per rank, and save_pretrained writes whole weights",
             )
     return {}, None
 

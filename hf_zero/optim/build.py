@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import lr_scheduler as torch_schedules
 
-from hf_zero.config.refusals import built_name
+from hf_zero.config.refusals import built_name, refusals
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.optim.adafactor import Adafactor
@@ -261,6 +261,42 @@ _DIALECTS: dict[str, Callable[[_Class, Mapping[str, Any], _Settings], tuple[_Cla
 # ---- schedules ----
 
 
+def refused(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return, by key, the reasons why ``initialize`` refuses ``values``, the values of a
+    configuration by path, parameters of the optimizer and the scheduler included. An ``"auto"`` is
+    not refused.
+    """
+    found = refusals(values)
+    for section, check in (("optimizer", _resolve), ("scheduler", _schedule)):
+        kind, params = values.get(f"{section}.type"), values.get(f"{section}.params") or {}
+        given = {key: value for key, value in params.items() if value != "auto"}
+        try:
+            name = built_name(section, kind)
+        except (ConfigError, NotBuiltError):
+            continue  # the type is refused
+        try:
+            check(_ALIASES.get(name, name) if section == "optimizer" else name, given)
+        except (ConfigError, NotBuiltError) as error:
+            found[f"{section}.params"] = str(error)
+    return found
+
+
+def _schedule(name: str, params: Mapping[str, Any]) -> tuple[Any, dict[str, inspect.Parameter]]:
+    """Return the class of a schedule and its parameters by name; raise ConfigError for others."""
+    cls: Any = SCHEDULES.get(name) or getattr(torch_schedules, name)
+    known = {
+        key: p
+        for key, p in inspect.signature(cls.__init__).parameters.items()
+        if key not in ("self", "optimizer")
+    }
+    for key in params:
+        if key not in known:
+            raise ConfigError(
+                f"unknown scheduler.params key {key!r} for {name}{did_you_mean(key, known)}"
+            )
+    return cls, known
+
+
 def build_scheduler(cfg: SchedulerConfig, optimizer: Any) -> torch_schedules.LRScheduler:
     """Build the schedule that ``cfg`` names, over ``optimizer``. Names are case-insensitive.
 
@@ -274,18 +310,9 @@ def build_scheduler(cfg: SchedulerConfig, optimizer: Any) -> torch_schedules.LRS
         NotBuiltError: a schedule that cannot be described by numbers alone.
     """
     name = built_name("scheduler", cfg.type)
-    cls: Any = SCHEDULES.get(name) or getattr(torch_schedules, name)
     params = dict(cfg.params)
-    known = {
-        key: p
-        for key, p in inspect.signature(cls.__init__).parameters.items()
-        if key not in ("self", "optimizer")
-    }
+    cls, known = _schedule(name, params)
     for key, value in params.items():
-        if key not in known:
-            raise ConfigError(
-                f"unknown scheduler.params key {key!r} for {name}{did_you_mean(key, known)}"
-            )
         if isinstance(value, str) and value == "auto":
             raise ConfigError(
                 f'scheduler.params.{key} of {name} is "auto" and nothing has filled it in; write a '

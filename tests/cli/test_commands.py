@@ -340,6 +340,22 @@ def test_explain_shows_how_two_configurations_differ() -> None:
     assert "zero1 and zero1 mean the same" in invoke("explain", "zero1", "zero1")
 
 
+def test_migrate_refuses_parameters_that_a_run_refuses(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    optimizer = {"type": "AdamW", "params": {"learning_rate": 1e-3, "lr": "auto"}}
+    scheduler = {"type": "WarmupLR", "params": {"warmup_steps": 10}}
+    file.write_text(json.dumps({"optimizer": optimizer, "scheduler": scheduler}))
+    shown = CliRunner().invoke(app, ["migrate", str(file), "--json"])
+    assert shown.exit_code == 1
+    found = {row["key"]: row for row in json.loads(shown.output)["findings"]}
+    assert "unknown optimizer.params key 'learning_rate'" in found["optimizer.params"]["note"]
+    assert "did you mean 'warmup_num_steps'" in found["scheduler.params"]["note"]
+    optimizer["params"] = {"lr": "auto", "betas": [0.9, 0.95]}
+    scheduler["params"] = {"warmup_num_steps": "auto"}
+    file.write_text(json.dumps({"optimizer": optimizer, "scheduler": scheduler}))
+    assert CliRunner().invoke(app, ["migrate", str(file), "--json"]).exit_code == 0
+
+
 @pytest.mark.parametrize("width", [60, 80])
 def test_a_table_is_as_wide_as_columns_says_and_cuts_no_key(
     width: int, monkeypatch: pytest.MonkeyPatch
@@ -642,7 +658,7 @@ def test_doctor_knows_the_slot_and_the_devices() -> None:
         "ok" if torch.cuda.is_available() else "off"
     )
     said = invoke("doctor")
-    assert "hf-zero doctor" in said and "To an issue attach" in said
+    assert "hf-zero doctor" in said and "When you open an issue, attach" in said
 
 
 def test_doctor_sees_what_turns_the_slot_off(monkeypatch: pytest.MonkeyPatch) -> None:
