@@ -196,14 +196,10 @@ def keys() -> dict[Path, str]:
 
 def classes() -> str:
     """Markdown: parameters of the optimizers and schedules that a configuration names."""
-    from torch.optim import lr_scheduler
-
     from hf_zero.config.sections import SCHEDULERS
     from hf_zero.optim import build
 
-    schedules = {
-        name: build.SCHEDULES.get(name) or getattr(lr_scheduler, name) for name in SCHEDULERS
-    }
+    schedules = {name: build.schedule_class(name) for name in SCHEDULERS}
     parts = []
     for title, found in (
         ("Parameters of optimizers", build._CLASSES),

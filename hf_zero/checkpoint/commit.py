@@ -226,18 +226,16 @@ def begin_folder(directory: Path, tag: str, save_id: str) -> Path:
     for dropped in directory.glob(f"{DROPPED}*"):
         shutil.rmtree(dropped, ignore_errors=True)
     replaced, final = directory / (REPLACED + tag), directory / tag
-    if (
-        os.path.lexists(final)
-        and not is_checkpoint(final)
-        and (not final.is_dir() or any(final.iterdir()))
-    ):
+    held = is_checkpoint(final)
+    if os.path.lexists(final) and not held and (not final.is_dir() or any(final.iterdir())):
         raise CheckpointError(
             f"{final} exists and is no checkpoint of hf-zero; move it away or save under another "
             "tag, so that nothing is lost"
         )
-    _tell_of_replacing(final)
+    if held:
+        _tell_of_replacing(final)
     if replaced.exists():
-        if is_checkpoint(final):
+        if held:
             discard_replaced(final)
         else:
             os.rename(replaced, final)
@@ -257,12 +255,11 @@ def begin_folder(directory: Path, tag: str, save_id: str) -> Path:
 
 
 def _tell_of_replacing(final: AnyPath) -> None:
-    if is_checkpoint(final):
-        logger.info(
-            "the checkpoint %r in %s is replaced; another tag or folder keeps it",
-            final.name,
-            final.parent,
-        )
+    logger.info(
+        "the checkpoint %r in %s is replaced; another tag or folder keeps it",
+        final.name,
+        final.parent,
+    )
 
 
 def publish_folder(temporary: Path, tag: str) -> Path:
@@ -319,7 +316,7 @@ def begin_objects(final: AnyPath) -> None:
             f"{final} holds {held[0].name} and is no checkpoint of hf-zero; move it away or save "
             "under another tag, so that nothing is lost"
         )
-    if held:
+    if held and is_checkpoint(final):
         _tell_of_replacing(final)
     remove_unlisted(final)
 

@@ -149,7 +149,6 @@ def convert_checkpoint(
 def _write_universal(
     src: str, dst: str, tag: str | None, verify: bool | None, refused: list[str]
 ) -> None:
-    from hf_zero.checkpoint.find import find_checkpoint
     from hf_zero.deepspeed.state_dicts import write_universal
     from hf_zero.errors import ConfigError
 
@@ -158,4 +157,4 @@ def _write_universal(
             f"--to {UNIVERSAL} writes all that training needs, as it is; leave out "
             f"{', '.join(refused)}"
         )
-    write_universal(str(find_checkpoint(src, tag)), dst, verify is not False)
+    write_universal(src, dst, verify is not False, tag)

@@ -200,7 +200,7 @@ def estimate(
     _refuse(described, "it describes a machine for --fit; add --fit")
     if link and pp > 1:
         _refuse({"--link": link}, "it is not known of pipelines; leave it or --pp out")
-    own = ZeroConfig.coerce(config, allow_auto=True) if config else None
+    own = asked["config"] = ZeroConfig.coerce(config, allow_auto=True) if config else None
     if own is None or not own.memory_checkpoints.every:
         why = "it describes a machine for --fit, or for checkpoint.memory; leave it out"
         _refuse({"--ranks-per-host": ranks_per_host}, why)
@@ -270,6 +270,10 @@ def _free(
     return free
 
 
+def _footnote(own: Own) -> str:
+    return f" *: the stage of {own[1]}." if own is not None else ""
+
+
 def _mark(stage: int, own: Own) -> str:
     return f"*{stage}" if own is not None and own[0] == stage else str(stage)
 
@@ -302,8 +306,7 @@ def _table(result: MemoryEstimate, here: int, own: Own) -> Table:
             " Checkpoints in memory: two generations with their copies, in RAM, on "
             f"{hosts} of {counted(here, 'rank')}."
         )
-    if own is not None:
-        caption += f" *: the stage of {own[1]}."
+    caption += _footnote(own)
     table = Table(
         title=f"{result.model}: {count}, {over}, {result.precision}, {result.optimizer}{without}",
         caption=caption,
@@ -335,11 +338,10 @@ def _table(result: MemoryEstimate, here: int, own: Own) -> Table:
 
 
 def _tiers(result: MemoryEstimate, own: Own) -> Table:
-    said = f" *: the stage of {own[1]}." if own is not None else ""
     table = Table(
         title=f"{result.model}: with offload: {', '.join(_places(result))}",
         caption="Per rank, without activations. Pinned is part of RAM. Parameters are "
-        f"offloaded at stage 3 alone.{said}",
+        f"offloaded at stage 3 alone.{_footnote(own)}",
     )
     for name in ("stage", "device", "RAM", "pinned", "disk"):
         table.add_column(name, justify="right")

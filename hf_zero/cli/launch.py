@@ -244,8 +244,9 @@ def _accelerate(
         )
     if config is not None:
         # raise for a faulty file before any process starts
-        ZeroConfig.from_file(config, allow_auto=True)
-        if not is_accelerate(load_file(config)):
+        written = load_file(config)
+        ZeroConfig.from_dict(written, source=f"config file {config}", allow_auto=True)
+        if not is_accelerate(written):
             raise ConfigError(
                 f"--config {config} is a ZeRO configuration, and --config takes an Accelerate "
                 "YAML: name the file in the script, or in a YAML with distributed_type: DEEPSPEED "

@@ -12,7 +12,7 @@ from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS
 from hf_zero.config.keys import KEYS
 from hf_zero.config.provenance import SourcedDict, flattened, is_written
 from hf_zero.config.reading import AUTO, ConfigReading
-from hf_zero.config.refusals import IDLE_IN_ONE_BIT, ONE_BIT, refusals
+from hf_zero.config.refusals import idle_params, refusals
 from hf_zero.config.rows import Status
 from hf_zero.config.sections import SECRETS
 
@@ -123,10 +123,8 @@ def _autos_in(section: str, autos: Collection[str]) -> dict[str, str]:
 
 def _idle_params(values: Mapping[str, Any]) -> str:
     """Return the parameters of a one-bit optimizer that have no effect, with the reasons."""
-    if str(values.get("optimizer.type")).lower() not in map(str.lower, ONE_BIT):
-        return ""
-    given = values.get("optimizer.params") or {}
-    return "; ".join(f"{name}: {why}" for name, why in IDLE_IN_ONE_BIT.items() if name in given)
+    idle = idle_params(values.get("optimizer.type"), values.get("optimizer.params") or {})
+    return "; ".join(f"{name}: {why}" for name, why in idle.items())
 
 
 def written(rows: list[ExplainRow], *asked: str) -> list[ExplainRow]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from hf_zero.config.checks import STAGE
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
@@ -14,7 +15,7 @@ from hf_zero.logging import logger
 LAUNCH_FILE = "HF_ZERO_LAUNCH_FILE"  # the configuration file given to accelerate launch
 LAUNCHED_BY = "HF_ZERO_LAUNCHED_BY"  # the command that wrote the options of accelerate launch
 OWN = "hf-zero launch"
-STAGE, PRECISION = "zero_optimization.stage", "precision"
+PRECISION = "precision"
 OFFLOAD = ("offload_optimizer", "offload_param")
 FILE, VARIABLES = "ACCELERATE_DEEPSPEED_CONFIG_FILE", "ACCELERATE_DEEPSPEED_"
 

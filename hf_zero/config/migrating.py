@@ -22,7 +22,7 @@ from hf_zero.config.accelerate_yaml import (
 from hf_zero.config.keys import KEYS, SECTIONS
 from hf_zero.config.provenance import shown
 from hf_zero.config.reading import AUTO, ConfigReading, canonical, misspelt
-from hf_zero.config.refusals import IDLE_IN_ONE_BIT, ONE_BIT, refusals
+from hf_zero.config.refusals import idle_params, refusals
 from hf_zero.config.rows import Status
 from hf_zero.config.spelling import MISSPELT, closest, is_comment
 from hf_zero.config.zero_config import ZeroConfig
@@ -187,16 +187,12 @@ def _deepspeed(
         _mark(findings, {"gradient_clipping": ("translated", "optimizer.params.max_grad_norm")})
         findings.append(KeyFinding("optimizer.params.max_grad_norm", norm, "translated", note))
         kept = _without(kept, ["optimizer.params.max_grad_norm"]) | {"gradient_clipping": norm}
-    if str(optimizer.get("type")).lower() in map(str.lower, ONE_BIT):
-        gone = {
-            f"optimizer.params.{name}": IDLE_IN_ONE_BIT[name]
-            for name in params
-            if name in IDLE_IN_ONE_BIT
-        }
-        for key, why in gone.items():
-            findings.append(KeyFinding(key, params[key.rpartition(".")[2]], "no effect", why))
-        kept = _without(kept, gone)
-    return kept
+    idle = idle_params(optimizer.get("type"), params)
+    gone = [name for name in params if name in idle]
+    for name in gone:
+        key = f"optimizer.params.{name}"
+        findings.append(KeyFinding(key, params[name], "no effect", idle[name]))
+    return _without(kept, [f"optimizer.params.{name}" for name in gone]) if gone else kept
 
 
 def _compiled(

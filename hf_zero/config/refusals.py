@@ -85,6 +85,15 @@ def built_name(section: str, kind: Any) -> str:
     raise ConfigError(f"unknown {section} type {kind!r}{did_you_mean(str(kind), _BUILT[section])}")
 
 
+def idle_params(kind: Any, params: Mapping[str, Any]) -> dict[str, str]:
+    """Return, by name, the reasons why some of ``params`` have no effect on the one-bit optimizer
+    ``kind``; none for other optimizers.
+    """
+    if str(kind).lower() not in map(str.lower, ONE_BIT):
+        return {}
+    return {name: why for name, why in IDLE_IN_ONE_BIT.items() if name in params}
+
+
 def one_bit_conflicts(values: Mapping[str, Any]) -> dict[str, str]:
     """Return, by key, the reasons why no momentum travels in one bit beside ``values``."""
     return {

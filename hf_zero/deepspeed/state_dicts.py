@@ -187,10 +187,12 @@ def main(args: Any = None) -> None:
     write_universal(args.input_folder, args.output_folder, not getattr(args, "no_verify", False))
 
 
-def write_universal(source: str, folder: str, compares: bool = True) -> None:
-    """Write the checkpoint ``source`` to the new ``folder`` in DeepSpeed's universal format, and
-    its name to ``latest_universal`` beside it. Called by one rank. ``compares``: compare what is
-    read with the hashes in the manifest.
+def write_universal(
+    source: str, folder: str, compares: bool = True, tag: str | None = None
+) -> None:
+    """Write the checkpoint ``source``, or the one of ``tag`` in it, to the new ``folder`` in
+    DeepSpeed's universal format, and its name to ``latest_universal`` beside it. Called by one
+    rank. ``compares``: compare what is read with the hashes in the manifest.
 
     Needs memory for the model in its own dtype. Raises CheckpointError if ``source`` is no
     checkpoint, or has state of whole tensors (Adafactor's), and if ``folder`` exists.
@@ -200,7 +202,7 @@ def write_universal(source: str, folder: str, compares: bool = True) -> None:
         raise CheckpointError(f"{target} exists; remove it, or name another output folder")
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        with open_checkpoint(find_checkpoint(source), hashes=compares) as checkpoint:
+        with open_checkpoint(find_checkpoint(source, tag), hashes=compares) as checkpoint:
             _refuse_factors(checkpoint)
             (unfinished / FOLDER).mkdir(parents=True)
             _write_states(checkpoint, unfinished / FOLDER)

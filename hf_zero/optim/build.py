@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -261,29 +262,14 @@ _DIALECTS: dict[str, Callable[[_Class, Mapping[str, Any], _Settings], tuple[_Cla
 # ---- schedules ----
 
 
-def refused(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return, by key, the reasons why ``initialize`` refuses ``values``, the values of a
-    configuration by path, parameters of the optimizer and the scheduler included. An ``"auto"`` is
-    not refused.
-    """
-    found = refusals(values)
-    for section, check in (("optimizer", _resolve), ("scheduler", _schedule)):
-        kind, params = values.get(f"{section}.type"), values.get(f"{section}.params") or {}
-        given = {key: value for key, value in params.items() if value != "auto"}
-        try:
-            name = built_name(section, kind)
-        except (ConfigError, NotBuiltError):
-            continue  # the type is refused
-        try:
-            check(_ALIASES.get(name, name) if section == "optimizer" else name, given)
-        except (ConfigError, NotBuiltError) as error:
-            found[f"{section}.params"] = str(error)
-    return found
+def schedule_class(name: str) -> Any:
+    """Return the class of the schedule ``name``, as the configuration spells it."""
+    return SCHEDULES.get(name) or getattr(torch_schedules, name)
 
 
 def _schedule(name: str, params: Mapping[str, Any]) -> tuple[Any, dict[str, inspect.Parameter]]:
     """Return the class of a schedule and its parameters by name; raise ConfigError for others."""
-    cls: Any = SCHEDULES.get(name) or getattr(torch_schedules, name)
+    cls = schedule_class(name)
     known = {
         key: p
         for key, p in inspect.signature(cls.__init__).parameters.items()
@@ -335,3 +321,29 @@ def build_scheduler(cfg: SchedulerConfig, optimizer: Any) -> torch_schedules.LRS
         raise ConfigError(
             f"scheduler {name} with {params}: {error}. Correct scheduler.params."
         ) from error
+
+
+# ---- both, before a run ----
+
+
+def refused(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return, by key, the reasons why ``initialize`` refuses ``values``, the values of a
+    configuration by path, parameters of the optimizer and the scheduler included. An ``"auto"`` is
+    not refused.
+    """
+    found = refusals(values)
+    for section, name_of, check in (
+        ("optimizer", canonical_name, _resolve),
+        ("scheduler", partial(built_name, "scheduler"), _schedule),
+    ):
+        params = values.get(f"{section}.params") or {}
+        given = {key: value for key, value in params.items() if value != "auto"}
+        try:
+            name = name_of(str(values.get(f"{section}.type")))
+        except (ConfigError, NotBuiltError):
+            continue  # the type is refused
+        try:
+            check(name, given)
+        except (ConfigError, NotBuiltError) as error:
+            found[f"{section}.params"] = str(error)
+    return found

@@ -91,6 +91,6 @@ def test_ranks_that_have_parted_are_named_before_the_timeout_ends_them() -> None
     told = (
         "rank 1 could not finish barrier",
         "is the timeout, for barrier",
-        "rank 0 has waited ",
+        r"rank 0 has waited \d+ s",
     )
-    assert any(each in there for each in told), there
+    assert any(re.search(each, there) for each in told), there
