@@ -49,7 +49,7 @@ def parser_of(description: str, configs: Sequence[Path], **amount: int) -> argpa
 
 def small_gpt2(args: argparse.Namespace, length: int) -> GPT2LMHeadModel:
     """A GPT-2 of ``args``' size for rows of at most ``length`` bytes, without dropout."""
-    return GPT2LMHeadModel(
+    net = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=VALUES,
             n_positions=length,
@@ -63,6 +63,8 @@ def small_gpt2(args: argparse.Namespace, length: int) -> GPT2LMHeadModel:
             eos_token_id=0,
         )
     )
+    net.loss_type = "ForCausalLM"  # Transformers' default for this class, but with a warning
+    return net
 
 
 def small_bert(args: argparse.Namespace, words: int, length: int, **more: Any) -> BertForMaskedLM:

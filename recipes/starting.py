@@ -10,6 +10,7 @@ import os
 import re
 import resource
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,11 @@ from transformers import (
 
 sys.path.append(str(Path(__file__).resolve().parent))
 from plot import line_plot
+
+# TRL 1.16 uses names that Transformers 5.23 deprecates, in each evaluation on each rank
+warnings.filterwarnings(
+    "ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning, "transformers"
+)
 
 Rows = list[dict[str, Any]]
 HEADINGS = (
@@ -72,7 +78,7 @@ def load_data(
     try:
         found = datasets.load_dataset(name, config)
     except (ConnectionError, FileNotFoundError, ValueError) as error:
-        remedy = "correct the name, or leave --dataset_name out to train on rows that are made"
+        remedy = "correct the name, or leave --dataset_name out to train on generated rows"
         raise SystemExit(f"{name} cannot be loaded ({error}); {remedy}") from None
     if splits[1] not in found:
         found = found[splits[0]].train_test_split(0.01, seed=0)
@@ -160,7 +166,7 @@ class Start:
         default=None, metadata={"help": "a model on the hub; without it, a small one from scratch"}
     )
     dataset_name: str | None = field(
-        default=None, metadata={"help": "a data set on the hub; without it, made rows"}
+        default=None, metadata={"help": "a data set on the hub; without it, generated rows"}
     )
     dataset_config: str | None = None
 

@@ -1,10 +1,10 @@
 """Train all parameters of a causal language model of 8B on one GPU, in a plain loop of Accelerate:
 the file given to ``accelerate launch`` keeps the optimizer, and the parameters, in host memory.
 
-accelerate launch --config_file cpu.yaml run_8b.py
-accelerate launch --config_file 80gb_gpu.yaml run_8b.py \\
-    --model_name_or_path meta-llama/Llama-3.1-8B --dataset_name wikimedia/wikipedia \\
-    --dataset_config 20231101.simple --max_length 2048
+    accelerate launch --config_file cpu.yaml run_8b.py
+    accelerate launch --config_file 80gb_gpu.yaml run_8b.py \\
+        --model_name_or_path meta-llama/Llama-3.1-8B --dataset_name wikimedia/wikipedia \\
+        --dataset_config 20231101.simple --max_length 2048
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model_name_or_path", help="default: a small Llama from scratch")
-    parser.add_argument("--dataset_name", help="with a column `text`; default: made rows")
+    parser.add_argument(
+        "--dataset_name", help="with a column `text`; default: Python's language reference"
+    )
     parser.add_argument("--dataset_config")
     parser.add_argument("--max_length", type=int, default=128, help="tokens of a row")
     parser.add_argument("--per_device_train_batch_size", type=int, default=8)
@@ -72,11 +74,12 @@ def main() -> None:
     args = parse()
     accelerator = Accelerator()
     set_seed(args.seed)
+    parts = load_data(args.dataset_name, args.dataset_config, texts)
     model, tokenizer = load_causal(args.model_name_or_path)
     model.config.use_cache = False
     loaders = [
         DataLoader(cut(part, tokenizer, args.max_length), args.per_device_train_batch_size)
-        for part in load_data(args.dataset_name, args.dataset_config, texts)
+        for part in parts
     ]
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -154,7 +154,7 @@ def load_texts(args: argparse.Namespace) -> tuple[datasets.Dataset, str]:
             return datasets.load_dataset(
                 args.dataset_name, args.dataset_config_name, split="train"
             ), args.dataset_name
-        except (ConnectionError, FileNotFoundError) as error:
+        except (ConnectionError, FileNotFoundError, ValueError) as error:
             remedy = f"correct the name, or leave --dataset_name out to train on {BUILT_IN}"
             raise SystemExit(f"{args.dataset_name} cannot be loaded ({error}); {remedy}") from None
     paragraphs = [paragraph for topic in topics.values() for paragraph in topic.split("\n\n")]

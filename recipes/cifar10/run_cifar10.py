@@ -167,10 +167,8 @@ def load_images(args: argparse.Namespace) -> tuple[TensorDataset, TensorDataset,
             return *(
                 TensorDataset(*split) for split in from_hub(args.dataset_name)
             ), args.dataset_name
-        except (ConnectionError, FileNotFoundError) as error:
-            remedy = (
-                "correct the name, or leave --dataset_name out to train on pictures that are drawn"
-            )
+        except (ConnectionError, FileNotFoundError, ValueError) as error:
+            remedy = "correct the name, or leave --dataset_name out to train on drawn pictures"
             raise SystemExit(f"{args.dataset_name} cannot be loaded ({error}); {remedy}") from None
     return (
         TensorDataset(*draw(args.train_images, 1)),

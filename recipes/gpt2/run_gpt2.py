@@ -112,7 +112,7 @@ def load_texts(args: argparse.Namespace) -> tuple[list[str], str]:
                 args.dataset_name, args.dataset_config_name, split="train"
             )
             return [text for text in split["text"] if text.strip()], args.dataset_name
-        except (ConnectionError, FileNotFoundError) as error:
+        except (ConnectionError, FileNotFoundError, ValueError) as error:
             remedy = "correct the name, or leave --dataset_name out to train on pydoc_data.topics"
             raise SystemExit(f"{args.dataset_name} cannot be loaded ({error}); {remedy}") from None
     return [topic.strip() for topic in topics.values()], "pydoc_data.topics"
@@ -220,6 +220,7 @@ def main() -> None:
             eos_token_id=tokenizer.eos_token_id,
         )
     )
+    net.loss_type = "ForCausalLM"  # Transformers' default for this class, but with a warning
     if args.checkpoint_activations:
         net.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(

@@ -97,7 +97,7 @@ def load_texts(args: argparse.Namespace) -> tuple[list[str], str]:
                 args.dataset_name, args.dataset_config_name, split="train"
             )
             return [text for text in split["text"] if text.strip()], args.dataset_name
-        except (ConnectionError, FileNotFoundError) as error:
+        except (ConnectionError, FileNotFoundError, ValueError) as error:
             remedy = "correct the name, or leave --dataset_name out to train on pydoc_data.topics"
             raise SystemExit(f"{args.dataset_name} cannot be loaded ({error}); {remedy}") from None
     paragraphs = [

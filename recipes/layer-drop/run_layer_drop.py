@@ -48,7 +48,7 @@ def main() -> None:
         model_of,
         batch_of,
         masked(held_out, torch.Generator().manual_seed(args.seed)),
-        f"A BERT of {args.num_layers} layers, and one that leaves some out",
+        f"A BERT of {args.num_layers} layers, with and without progressive layer dropping",
         ("samples", "seconds"),
     )
 

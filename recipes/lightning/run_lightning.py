@@ -175,7 +175,7 @@ def load_images(args: argparse.Namespace) -> tuple[TensorDataset, TensorDataset]
     if args.dataset_name:
         try:
             return from_hub(args.dataset_name)
-        except (ConnectionError, FileNotFoundError) as error:
+        except (ConnectionError, FileNotFoundError, ValueError) as error:
             remedy = (
                 "correct the name, or leave --dataset_name out to train on pictures that are drawn"
             )

@@ -3,9 +3,9 @@
     python two_hosts.py --rate 100
 
 A host is a network namespace; the two are joined by a pair of virtual devices, each of which lets
-`--rate` Mbit/s through. That takes root, and the commands `ip` and `tc`: without them the run goes
-over loopback, which nothing limits, and its table and plot say so. What this script does not know
-is passed on, e.g. `--num_iterations 100`.
+`--rate` Mbit/s through. This needs root and the commands `ip` and `tc`. Without them the run uses
+loopback without a limit, and its table and plot say so. Options that this script does not know are
+passed on, e.g. `--num_iterations 100`.
 """
 
 from __future__ import annotations

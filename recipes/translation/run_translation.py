@@ -102,10 +102,8 @@ def load_pairs(data: Data, seed: int) -> tuple[list[tuple[str, str]], str]:
                 (pair[data.source_lang], pair[data.target_lang]) for pair in split["translation"]
             ]
             name = data.dataset_name
-        except (ConnectionError, FileNotFoundError) as error:
-            remedy = (
-                "correct the name, or leave --dataset_name out to train on phrases that are made"
-            )
+        except (ConnectionError, FileNotFoundError, ValueError) as error:
+            remedy = "correct the name, or leave --dataset_name out to train on generated phrases"
             raise SystemExit(f"{data.dataset_name} cannot be loaded ({error}); {remedy}") from None
     else:
         pairs, name = phrases(data.phrases, seed), "phrases"

@@ -127,9 +127,10 @@ def test_the_figures_of_the_card_are_those_of_its_run(
 def test_a_few_steps_of_the_first_command(recipe: Path, tmp_path: Path) -> None:
     needed(recipe)
     words, out = commands_of(recipe)[0], tmp_path / "out"
-    launched.output(
+    said = launched.output(
         [*words, "--max_steps", "20", "--output_dir", str(out)], recipe, tmp_path / "log.txt"
     )
+    assert "gradient_checkpointing` is deprecated" not in said
     row = json.loads((out / "row.json").read_text())
     name, first, last = row["result"]
     assert (row["recipe"], row["steps"]) == (recipe.name, 20) and row["state_bytes"] > 0

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -199,10 +200,15 @@ LOADERS = {
 }
 
 
+@pytest.mark.parametrize("configuration", [True, False], ids=["configuration", "name"])
 @pytest.mark.parametrize("recipe", LOADERS)
 def test_a_data_set_that_is_not_there_is_not_replaced_by_another(
-    recipe: str, monkeypatch: pytest.MonkeyPatch
+    recipe: str, configuration: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Neither one whose name is wrong, nor one whose configuration is."""
+    if configuration:
+        unknown = Mock(side_effect=ValueError("BuilderConfig 'wrong' not found"))
+        monkeypatch.setattr("datasets.load_dataset", unknown)
     monkeypatch.syspath_prepend(str(RECIPES / recipe))
     script = module_of(script_of(RECIPES / recipe))
     args = SimpleNamespace(
