@@ -1,5 +1,5 @@
 """``hf-zero convert-checkpoint``: conversion of a sharded checkpoint to a folder that
-``from_pretrained`` loads.
+``from_pretrained``, torch.distributed.checkpoint or DeepSpeed loads.
 """
 
 from __future__ import annotations
@@ -7,14 +7,19 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from hf_zero.cli.printing import AsJson, in_units, print_json, print_table
+from hf_zero.errors import ConfigError
 
-UNIVERSAL = "universal"
+if TYPE_CHECKING:
+    from hf_zero.checkpoint.convert.export import Conversion
+
+SAFETENSORS, UNIVERSAL = "safetensors", "universal"
+FILES = 4  # named at most
 
 Src = Annotated[
     str,
@@ -23,7 +28,7 @@ Src = Annotated[
         "newest whole one is taken."
     ),
 ]
-Dst = Annotated[str, typer.Argument(help="The model folder to write.")]
+Dst = Annotated[str, typer.Argument(help="The folder to write.")]
 Dtype = Annotated[
     str | None,
     typer.Option(
@@ -60,7 +65,10 @@ Quantize = Annotated[
         "quantization_aware_training.config trained for."
     ),
 ]
-GroupSize = Annotated[int, typer.Option(help="Its quantization_aware_training.group_size.")]
+GroupSize = Annotated[
+    int | None,
+    typer.Option(help="With --quantize: its quantization_aware_training.group_size; default: 32."),
+]
 To = Annotated[
     str,
     typer.Option(
@@ -70,6 +78,14 @@ To = Annotated[
     ),
 ]
 Workers = Annotated[int, typer.Option(min=1, help="Threads that read, cast and write.")]
+Overwrite = Annotated[
+    bool,
+    typer.Option(
+        "--overwrite",
+        help="Replace the weights and other files of a model folder that exists; of the other "
+        "formats, and with --quantize, the folder has to be new.",
+    ),
+]
 
 
 def convert_checkpoint(
@@ -83,8 +99,9 @@ def convert_checkpoint(
     adapters: Adapters = None,
     workers: Workers = 2,
     quantize: Quantize = None,
-    group_size: GroupSize = 32,
+    group_size: GroupSize = None,
     to: To = "safetensors",
+    overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a sharded checkpoint as safetensors that from_pretrained loads, with its config,
@@ -96,65 +113,70 @@ def convert_checkpoint(
     Example: hf-zero convert-checkpoint runs/bert-mlm/step_600 my-model --dtype bfloat16
     """
     from hf_zero import convert_checkpoint as convert
+    from hf_zero.checkpoint.convert.files import new_folder
 
-    if to == UNIVERSAL:
-        chosen = {"--dtype": dtype, "--only": only, "--adapters": adapters, "--quantize": quantize}
-        _write_universal(src, dst, tag, verify, [name for name, value in chosen.items() if value])
-        if as_json:
-            print_json({"folder": dst})
-        else:
-            print(f"{src} -> {dst}: a universal checkpoint, which DeepSpeed loads below stage 3")
-        return
-    whole = tempfile.TemporaryDirectory(prefix="hf-zero-") if quantize else None
-    done = convert(
-        src,
-        whole.name if whole is not None else dst,
-        dtype,
-        max_shard_size,
-        tag,
-        False if as_json else None,
-        verify=verify,
-        only=only,
-        adapters=adapters,
-        workers=workers,
-        to=to,
-    )
-    if whole is not None:
+    if quantize is None and group_size is not None:
+        raise ConfigError(f"--group-size {group_size} goes with --quantize; leave it out")
+    if quantize is not None and to != SAFETENSORS:
+        raise ConfigError(
+            f"--quantize {quantize} writes a model folder, and --to {to} another format; keep one"
+        )
+
+    def converted(folder: str) -> Conversion:
+        return convert(
+            src,
+            folder,
+            dtype,
+            max_shard_size,
+            tag,
+            False if as_json else None,
+            verify=verify,
+            only=only,
+            adapters=adapters,
+            workers=workers,
+            to=to,
+            overwrite=overwrite,
+        )
+
+    if quantize is None:
+        done = converted(dst)
+    else:
         from hf_zero.integrations.transformers.quantized_folder import quantize_folder
 
-        with whole:
-            quantize_folder(whole.name, dst, str(quantize), group_size)
-        done = dataclasses.replace(done, folder=Path(dst))
+        target = Path(dst)
+        with tempfile.TemporaryDirectory(prefix="hf-zero-") as whole, new_folder(target) as folder:
+            done = converted(whole)
+            quantize_folder(whole, folder, quantize, group_size or 32)
+        files = sorted(target.glob("*.safetensors"))
+        done = dataclasses.replace(
+            done,
+            folder=target,
+            files=tuple(path.name for path in files),
+            nbytes=sum(path.stat().st_size for path in files),
+            dtypes=(quantize,),
+        )
     if as_json:
         print_json(dataclasses.asdict(done))
         return
     table = Table(title=f"{done.source} -> {done.folder}", show_header=False)
-    table.add_row(
-        "weights",
-        f"{done.tensors} tensors, {done.parameters:,} parameters, {in_units(done.nbytes)}: "
-        f"{', '.join(done.files)}",
+    names = ", ".join(done.files[:FILES]) + (
+        f" and {len(done.files) - FILES} more files" if len(done.files) > FILES else ""
     )
     table.add_row(
-        "carried along",
-        ", ".join(done.carried)
-        or "nothing: no config.json or tokenizer lies beside the checkpoint",
+        "weights" if to == SAFETENSORS else "training state",
+        f"{done.tensors} tensors, {done.parameters:,} parameters in {', '.join(done.dtypes)}, "
+        f"{in_units(done.nbytes)}: {names}",
     )
+    if to == SAFETENSORS:
+        table.add_row(
+            "carried along",
+            ", ".join(done.carried)
+            or "nothing: no config.json or tokenizer lies beside the checkpoint",
+        )
     if done.kept:
         table.add_row(
             "kept", f"{in_units(done.kept)} had been written by a conversion that was interrupted"
         )
     print_table(table)
-
-
-def _write_universal(
-    src: str, dst: str, tag: str | None, verify: bool | None, refused: list[str]
-) -> None:
-    from hf_zero.deepspeed.state_dicts import write_universal
-    from hf_zero.errors import ConfigError
-
-    if refused:
-        raise ConfigError(
-            f"--to {UNIVERSAL} writes all that training needs, as it is; leave out "
-            f"{', '.join(refused)}"
-        )
-    write_universal(src, dst, verify is not False, tag)
+    if to == UNIVERSAL:
+        print("DeepSpeed loads it below stage 3, with checkpoint.load_universal")

@@ -1,8 +1,6 @@
 """State dicts and checkpoints in DeepSpeed's forms: copies for saving; whole weights from a sharded
 checkpoint, as a dict or as a pickle (``convert_zero_checkpoint_to_fp32_state_dict``, which all
-ranks may call at once); and the universal folder of DeepSpeed 0.19, with whole tensors by
-parameter, which DeepSpeed loads at stages 1 and 2, and hf-zero anywhere. hf-zero itself needs none:
-its checkpoints resume on any number of ranks.
+ranks may call at once); and the command line of ``ds_to_universal``.
 """
 
 from __future__ import annotations
@@ -12,8 +10,6 @@ import fcntl
 import io
 import os
 import re
-import shutil
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,13 +18,9 @@ from typing import Any, BinaryIO
 import torch
 
 from hf_zero.checkpoint import convert_zero_checkpoint_to_fp32_state_dict as _convert
-from hf_zero.checkpoint.convert.export import write_torch_files
-from hf_zero.checkpoint.convert.outputs import outputs
+from hf_zero.checkpoint.convert.export import UNIVERSAL, convert_checkpoint, write_torch_files
 from hf_zero.checkpoint.find import find_checkpoint
-from hf_zero.checkpoint.foreign.deepspeed import FOLDER, SETTINGS, STEP, WEIGHTS
-from hf_zero.checkpoint.manifest import strip_wrappers
-from hf_zero.checkpoint.reader import Checkpoint, open_checkpoint, parameter_ranges
-from hf_zero.errors import CheckpointError
+from hf_zero.checkpoint.reader import Checkpoint
 
 
 def clone_tensors_for_torch_save(item: Any, device: str | torch.device = "cpu") -> Any:
@@ -156,11 +148,6 @@ def _one_writer(folder: Path) -> Iterator[bool]:
 
 # ---- ``python -m deepspeed.checkpoint.ds_to_universal`` ----
 
-LATEST_UNIVERSAL = "latest_universal"
-COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
-MODEL = "mp_rank_00_model_states.pt"
-WRITTEN_AS = "0.19.8"  # the version of DeepSpeed that writes such files
-
 
 def parse_arguments(args: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line of ``python -m deepspeed.checkpoint.ds_to_universal``."""
@@ -179,129 +166,10 @@ def parse_arguments(args: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: Any = None) -> None:
-    """Write the checkpoint in ``args.input_folder`` to ``args.output_folder`` as
-    :func:`write_universal` does.
+    """Write the checkpoint in ``args.input_folder`` to ``args.output_folder`` in DeepSpeed's
+    universal format.
     """
     args = parse_arguments() if args is None else args
     # a namespace made for DeepSpeed has no no_verify
-    write_universal(args.input_folder, args.output_folder, not getattr(args, "no_verify", False))
-
-
-def write_universal(
-    source: str, folder: str, compares: bool = True, tag: str | None = None
-) -> None:
-    """Write the checkpoint ``source``, or the one of ``tag`` in it, to the new ``folder`` in
-    DeepSpeed's universal format, and its name to ``latest_universal`` beside it. Called by one
-    rank. ``compares``: compare what is read with the hashes in the manifest.
-
-    Needs memory for the model in its own dtype. Raises CheckpointError if ``source`` is no
-    checkpoint, or has state of whole tensors (Adafactor's), and if ``folder`` exists.
-    """
-    target = Path(os.path.abspath(folder))
-    if target.exists():
-        raise CheckpointError(f"{target} exists; remove it, or name another output folder")
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with open_checkpoint(find_checkpoint(source, tag), hashes=compares) as checkpoint:
-            _refuse_factors(checkpoint)
-            (unfinished / FOLDER).mkdir(parents=True)
-            _write_states(checkpoint, unfinished / FOLDER)
-            torch.save(_model_states(checkpoint), unfinished / MODEL)
-        os.replace(unfinished, target)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    (target.parent / LATEST_UNIVERSAL).write_text(target.name)
-
-
-def _refuse_factors(checkpoint: Checkpoint) -> None:
-    optimizer = checkpoint.manifest.optimizer
-    if optimizer is not None and optimizer.factors:
-        raise CheckpointError(
-            f"{checkpoint.folder} holds {optimizer.class_name}'s state of whole tensors, for which "
-            "a universal folder has no place; load the checkpoint as it is"
-        )
-
-
-def _write_states(checkpoint: Checkpoint, folder: Path) -> None:
-    """Write each parameter's fp32 weights and optimizer state, and the settings of groups."""
-    manifest = checkpoint.manifest
-    groups = manifest.optimizer.groups if manifest.optimizer else ()
-    steps = {
-        name: group.apart.get(name, group.scalars).get(STEP)
-        for group in groups
-        for name in group.parameters
-    }
-    for name, (flat, _) in manifest.slots.items():
-        if flat.raw:
-            continue  # bytes that only their module reads: saved with the model
-        place = folder / strip_wrappers(name)
-        place.mkdir()
-        weights = {"param": _whole(checkpoint, name, None)}
-        torch.save(weights | ({"cat_dim": 0} if flat.trainable else {}), place / f"{WEIGHTS}.pt")
-        for state in flat.states:
-            if (found := _whole(checkpoint, name, state)) is not None:
-                torch.save({"cat_dim": 0, "param": found}, place / f"{state}.pt")
-        if (step := steps.get(name)) is not None:
-            torch.save(torch.tensor(float(step)), place / f"{STEP}.pt")
-    settings = [{**group.hyperparameters, "params": []} for group in groups]
-    told = {"param_groups": settings, "zero_stage": 1, "ds_version": WRITTEN_AS}
-    torch.save(told, folder / SETTINGS)
-
-
-def _whole(checkpoint: Checkpoint, name: str, state: str | None) -> torch.Tensor | None:
-    """Return parameter ``name``, or a state of it, in fp32; None for a state that it lacks."""
-    _, slot = checkpoint.manifest.slots[name]
-    runs = list(parameter_ranges(checkpoint.manifest, name, 0, slot.numel))
-    if state is not None and not all(checkpoint.holds(run, state) for run in runs):
-        return None
-    out = torch.empty(slot.whole, dtype=torch.float32)
-    checkpoint.fill(out.view(-1), runs, state)
-    return out
-
-
-def _model_states(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return DeepSpeed's model file: whole weights, counters, schedule."""
-    manifest = checkpoint.manifest
-    module = dict(_tensors(checkpoint))
-    tied = {strip_wrappers(own): strip_wrappers(of) for own, of in manifest.aliases.items()}
-    module |= {own: module[of] for own, of in tied.items()}
-    trained = [name for name, (flat, _) in manifest.slots.items() if flat.trainable]
-    optimizer = manifest.optimizer
-    grouped = [group.parameters for group in optimizer.groups] if optimizer else [trained]
-    counters = dict.fromkeys(COUNTERS, 0) | manifest.counters
-    window = counters.pop("micro_steps") // max(1, counters["global_steps"])
-    enabled = {} if manifest.precision == "fp32" else {manifest.precision: {"enabled": True}}
-    return {
-        **dict.fromkeys(("optimizer", "data_sampler", "random_ltd")),
-        **dict.fromkeys(("frozen_param_shapes", "frozen_param_fragments")),
-        "module": module,
-        "buffer_names": [strip_wrappers(name) for name in manifest.buffers],
-        "param_shapes": [
-            OrderedDict(
-                (strip_wrappers(name), torch.Size(manifest.slots[name][1].whole)) for name in names
-            )
-            for names in grouped
-        ],
-        "shared_params": tied,
-        "lr_scheduler": checkpoint.scheduler_state() or None,
-        "sparse_tensor_module_names": set(),
-        **counters,
-        "dp_world_size": manifest.world["size"],
-        "mp_world_size": 1,
-        "ds_config": {
-            "zero_optimization": {"stage": 1},
-            "gradient_accumulation_steps": max(1, window),
-            **enabled,
-        },
-        "ds_version": WRITTEN_AS,
-        **checkpoint.client_state(),
-    }
-
-
-def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the model's parameters in the dtype that they train in, and its buffers."""
-    for output in outputs(checkpoint.manifest):
-        flat = None if output.is_buffer else checkpoint.manifest.slots[output.held][0]
-        tensor = torch.empty(output.shape, dtype=flat.dtype if flat else output.dtype)
-        output.fill(checkpoint, tensor)
-        yield output.name, tensor
+    verify = False if getattr(args, "no_verify", False) else None
+    convert_checkpoint(args.input_folder, args.output_folder, to=UNIVERSAL, verify=verify)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import sys
 from types import SimpleNamespace
@@ -418,6 +419,33 @@ def test_old_weights_in_the_target_are_replaced(tmp_path):
     convert_checkpoint(tmp_path / "run", out, max_shard_size="20KB")
     assert not (out / "model.safetensors").exists()
     assert (out / "model.safetensors.index.json").exists()
+
+
+def test_files_in_the_target_are_kept_unless_they_may_be_replaced(tmp_path, caplog, monkeypatch):
+    """A file that is not replaced, or is read as well, is no obstacle; nor is what an interrupted
+    conversion has published.
+    """
+    saved(tmp_path / "run")
+    (tmp_path / "run" / "README.md").write_text("# Card")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    done = convert_checkpoint(tmp_path / "run", out, overwrite=False)
+    assert done.dtypes == ("float32",)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    with pytest.raises(
+        CheckpointError, match=r"out holds README.md, .*model.safetensors, .*--overwrite"
+    ):
+        convert_checkpoint(tmp_path / "run", out, "bfloat16", overwrite=False)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    (out / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"out holds README.md, config.json, which would"):
+        convert_checkpoint(tmp_path / "run", out, overwrite=False)
+    monkeypatch.setattr(logging.getLogger("hf_zero"), "propagate", True)
+    with caplog.at_level("INFO", "hf_zero"):
+        assert convert_checkpoint(tmp_path / "run", out, "bfloat16").dtypes == ("bfloat16",)
+    assert "README.md, config.json replaced; another folder keeps them" in caplog.text
+    convert_checkpoint(tmp_path / "run", tmp_path / "run", overwrite=False)  # its own card
 
 
 def test_a_disk_that_fills_up_leaves_the_old_model(tmp_path, monkeypatch):

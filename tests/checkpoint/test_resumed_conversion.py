@@ -87,7 +87,8 @@ def test_killed_at_every_call_that_writes(tmp_path, monkeypatch, cut_often, size
                 tmp_path / "run", out, max_shard_size=size, workers=1
             ),
         )
-        done = convert_checkpoint(tmp_path / "run", out, max_shard_size=size)
+        over = not (out / files.JOURNAL).exists()  # nothing was begun, or all was finished
+        done = convert_checkpoint(tmp_path / "run", out, max_shard_size=size, overwrite=over)
         assert content(out) == want, points
         kept.append(done.kept)
         shutil.rmtree(out)

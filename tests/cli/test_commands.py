@@ -454,7 +454,10 @@ def test_convert_checkpoint_hands_its_options_over(monkeypatch: pytest.MonkeyPat
 
     def convert(*arguments: Any, **options: Any) -> Conversion:
         asked.append((arguments, options))
-        return Conversion(Path("to"), ("model.safetensors",), ("config.json",), 3, 1000, 4000)
+        return Conversion(
+            Path("to"), ("model.safetensors",), ("config.json",), 3, 1000, 4000,
+            dtypes=("bfloat16", "float32"),
+        )  # fmt: skip
 
     monkeypatch.setattr(hf_zero, "convert_checkpoint", convert, raising=False)
     table = invoke(
@@ -462,17 +465,23 @@ def test_convert_checkpoint_hands_its_options_over(monkeypatch: pytest.MonkeyPat
     )
     assert asked[0] == (
         ("from", "to", "bfloat16", "1GB", "t", None),
-        {"verify": True, "only": None, "adapters": None, "workers": 2, "to": "safetensors"},
+        {"verify": True, "only": None, "adapters": None, "workers": 2, "to": "safetensors"}
+        | {"overwrite": False},
     )
-    assert "1,000 parameters, 4.00 kB: model.safetensors" in table and "config.json" in table
+    assert (
+        "1,000 parameters in bfloat16, float32, 4.00 kB: model.safetensors" in table
+        and "config.json" in table
+    )
     assert json.loads(invoke("convert-checkpoint", "from", "to", "--json"))["files"] == [
         "model.safetensors"
     ]
     invoke("convert-checkpoint from to --only a.* --only b --whole --workers 5")
     given = {"verify": None, "only": ["a.*", "b"], "adapters": False, "workers": 5}
-    assert asked[-1][1] == given | {"to": "safetensors"}
-    invoke("convert-checkpoint", "from", "to", "--adapters")
-    assert asked[-1][1]["adapters"] is True
+    assert asked[-1][1] == given | {"to": "safetensors", "overwrite": False}
+    invoke("convert-checkpoint", "from", "to", "--adapters", "--overwrite")
+    assert asked[-1][1]["adapters"] is True and asked[-1][1]["overwrite"] is True
+    table = invoke("convert-checkpoint", "from", "to", "--to", "dcp")
+    assert "training state" in table and "carried along" not in table
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -48,7 +48,7 @@ def test_help_cuts_no_name(command: str, width: str, monkeypatch: pytest.MonkeyP
         ("convert-checkpoint", "convert-checkpoint: SRC and DST are missing\n  SRC: A checkpoint"),
         (
             "convert-checkpoint a",
-            "DST is missing\n  DST: The model folder to write.\nusage: ",
+            "DST is missing\n  DST: The folder to write.\nusage: ",
         ),
         ("launch", "SCRIPT is missing\n  SCRIPT: The script and its arguments.\nusage: hf-zero"),
         ("launch --rank 2 x.py", "there is no option --rank; did you mean --ranks?\nusage:"),

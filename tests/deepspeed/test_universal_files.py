@@ -101,8 +101,10 @@ def test_a_save_of_ours_goes_on_from_a_universal_folder(tmp_path, stage):
 
 
 def test_folders_that_cannot_be(tmp_path):
-    with pytest.raises(CheckpointError, match="exists; remove it, or name another output"):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(CheckpointError, match="exists; remove it, or name another folder"):
         convert(INPUTS / "stage1" / "global_step3", tmp_path)
+    (tmp_path / "taken").unlink()
     with pytest.raises(CheckpointError, match="no checkpoint"):
         convert(tmp_path, tmp_path / "universal")
     assert not [*tmp_path.iterdir()]
@@ -130,15 +132,29 @@ def test_hf_zero_convert_checkpoint_writes_the_same(tmp_path):
     source, options = str(INPUTS / "stage1"), ["--to", "universal"]
     convert(INPUTS / "stage1" / "global_step3", tmp_path / "theirs")
     done = CliRunner().invoke(app, ["convert-checkpoint", source, str(tmp_path / "ours"), *options])
-    assert done.exit_code == 0 and "which DeepSpeed loads" in done.output
+    assert done.exit_code == 0 and "DeepSpeed loads it below stage 3" in done.output
+    assert "in float32" in done.output
     found = [
         {path.relative_to(top): path.read_bytes() for path in top.rglob("*.pt")}
         for top in (tmp_path / "theirs", tmp_path / "ours")
     ]
     assert found[0] and found[0] == found[1]
-    refused = CliRunner().invoke(
-        app, ["convert-checkpoint", source, str(tmp_path / "no"), *options, "--dtype", "float32"]
-    )
-    assert isinstance(refused.exception, ConfigError) and "leave out --dtype" in str(
-        refused.exception
-    )
+    assert (tmp_path / "latest_universal").read_text() == "ours"
+
+
+@pytest.mark.parametrize(
+    "options, offender",
+    [
+        (["--dtype", "float32"], "dtype (weights are float32)"),
+        (["--workers", "4"], "workers"),
+        (["--max-shard-size", "1GB"], "max_shard_size"),
+        (["--only", "*"], "only"),
+        (["--quantize", "int4_weight"], "--quantize int4_weight"),
+        (["--group-size", "64"], "--group-size 64"),
+    ],
+)
+def test_options_that_a_universal_folder_has_no_use_for(tmp_path, options, offender):
+    words = ["convert-checkpoint", str(INPUTS / "stage1"), str(tmp_path / "no"), "--to"]
+    refused = CliRunner().invoke(app, [*words, "universal", *options])
+    assert isinstance(refused.exception, ConfigError) and offender in str(refused.exception)
+    assert not [*tmp_path.iterdir()]

@@ -162,8 +162,11 @@ def test_what_it_refuses(written, tmp_path):
     run = written.folder / "run"
     with pytest.raises(ConfigError, match=r"to='onnx' is no format"):
         hf_zero.convert_checkpoint(run, tmp_path / "out", to="onnx")
-    with pytest.raises(ConfigError, match="leave them out"):
-        hf_zero.convert_checkpoint(run, tmp_path / "out", to="dcp", only="*.weight")
+    for options in ({"only": "*.weight"}, {"adapters": True}, {"workers": 3}):
+        with pytest.raises(
+            ConfigError, match=f"does not take {next(iter(options))} .*leave it out"
+        ):
+            hf_zero.convert_checkpoint(run, tmp_path / "out", to="dcp", **options)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
     with pytest.raises(CheckpointError, match="taken exists; remove it"):

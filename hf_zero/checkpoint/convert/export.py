@@ -1,5 +1,5 @@
 """The converter: selects the tensors to write, their names, and their division into files. files.py
-writes them.
+writes them; to_dcp.py and to_universal.py write the other formats.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,13 @@ import torch
 import hf_zero
 from hf_zero.checkpoint import storage
 from hf_zero.checkpoint.convert import card
-from hf_zero.checkpoint.convert.files import Journal, lock_folder, temporary_path, write_part
+from hf_zero.checkpoint.convert.files import (
+    Journal,
+    lock_folder,
+    new_folder,
+    temporary_path,
+    write_part,
+)
 from hf_zero.checkpoint.convert.outputs import CONFIG as ADAPTER
 from hf_zero.checkpoint.convert.outputs import (
     OutputTensor,
@@ -42,14 +49,34 @@ from hf_zero.logging import in_units, logger
 WEIGHTS = "model{suffix}.safetensors"
 INDEX = "model.safetensors.index.json"
 TORCH_WEIGHTS, TORCH_INDEX = "pytorch_model{suffix}.bin", "pytorch_model.bin.index.json"
-SAFETENSORS, DCP = "safetensors", "dcp"
+SAFETENSORS, DCP, UNIVERSAL = "safetensors", "dcp", "universal"
 WORKERS = 2  # one reads while the other writes; each has two buffers of Scratch.ELEMENTS
+SHARD_SIZE = "5GB"
+_ALL = "all that training needs is written"
+# arguments that a format does not take, with the reason
+REFUSED = {
+    SAFETENSORS: {},
+    DCP: {
+        "only": _ALL,
+        "adapters": _ALL,
+        "max_shard_size": "torch divides the files",
+        "workers": "one thread writes",
+    },
+    UNIVERSAL: {
+        "dtype": "weights are float32",
+        "only": _ALL,
+        "adapters": _ALL,
+        "exclude_frozen_parameters": _ALL,
+        "max_shard_size": "each parameter has its own files",
+        "workers": "one thread writes",
+    },
+}
 
 
 @dataclass(frozen=True)
 class Conversion:
     """Result of a conversion: ``files`` are the names of the weight files, ``carried`` those of the
-    other files.
+    other files, ``dtypes`` those of the parameters, the most elements first.
 
     ``kept`` of the ``nbytes`` had already been written by an interrupted conversion. ``source`` is
     the checkpoint that was read: a run's folder may hold several.
@@ -63,6 +90,7 @@ class Conversion:
     nbytes: int
     kept: int = 0
     source: AnyPath | None = None
+    dtypes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,6 +102,11 @@ class _Layout:
     of_adapters: bool = False
 
     @property
+    def not_carried(self) -> tuple[str, ...]:
+        """Files of the base model, which adapters do not have beside them."""
+        return card.OF_BASE if self.of_adapters else ()
+
+    @property
     def chosen(self) -> list[OutputTensor]:
         return [output for part in self.parts.values() for output in part]
 
@@ -82,7 +115,7 @@ def convert_checkpoint(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
     dtype: str | torch.dtype | None = None,
-    max_shard_size: str | int = "5GB",
+    max_shard_size: str | int = SHARD_SIZE,
     tag: str | None = None,
     progress: bool | None = None,
     *,
@@ -92,9 +125,11 @@ def convert_checkpoint(
     adapters: bool | None = None,
     workers: int = WORKERS,
     to: str = SAFETENSORS,
+    overwrite: bool = True,
 ) -> Conversion:
     """Write a checkpoint as a model folder that ``from_pretrained`` loads, or as a folder that
-    torch.distributed.checkpoint loads. Needs neither the model's code nor memory for the model.
+    torch.distributed.checkpoint or DeepSpeed loads. Needs neither the model's code nor, but for
+    DeepSpeed, memory for the model.
 
     A conversion that was killed or interrupted resumes if it is called again for the same
     checkpoint with the same options; one that failed leaves the target as it was.
@@ -119,28 +154,33 @@ def convert_checkpoint(
             (True), or the whole wrapped model (False); by default the adapters if the checkpoint
             holds any.
         workers: threads that read, cast and write; the written bytes do not depend on their number.
-        to: ``"safetensors"``; or ``"dcp"``, with optimizer state, under the names of the training
-            model, into a new folder; without ``only`` and ``adapters``.
+        to: ``"safetensors"``; or, with optimizer state and into a new folder, ``"dcp"``, under the
+            names of the training model, or ``"universal"``, DeepSpeed's, whose name is written to
+            ``latest_universal`` beside it.
+        overwrite: whether to replace weights and other files in ``dst``, which is logged, or to
+            raise CheckpointError for them.
 
     Raises:
         CheckpointError: a checkpoint that is missing or damaged; a folder that cannot be written,
             that another conversion is writing, or that holds what is read; a disk without room;
-            adapters that are asked for but absent.
-        ConfigError: an invalid dtype, format, size or number of workers, or a pattern that matches
-            no tensor.
+            adapters that are asked for but absent; optimizer state that the format does not have.
+        ConfigError: an invalid dtype, format, size or number of workers, an argument that the
+            format does not take, or a pattern that matches no tensor.
     """
     wanted, target = dtype_option(dtype), local_path(dst, "a converted model")
     if workers < 1:
         raise ConfigError(f"workers={workers} convert nothing; pass 1 or more")
-    if to not in (SAFETENSORS, DCP):
-        raise ConfigError(f"to={to!r} is no format to convert to; pass {SAFETENSORS!r} or {DCP!r}")
-    if to == DCP:
-        if only is not None or adapters:
-            raise ConfigError(
-                "only and adapters choose tensors of a model folder, and to='dcp' writes all that "
-                "training needs; leave them out"
-            )
-        return _to_dcp(src, target, wanted, tag, exclude_frozen_parameters, verify)
+    given = {
+        "dtype": dtype is not None,
+        "only": only is not None,
+        "adapters": adapters,
+        "exclude_frozen_parameters": exclude_frozen_parameters,
+        "max_shard_size": max_shard_size != SHARD_SIZE,
+        "workers": workers != WORKERS,
+    }
+    _refuse(to, [name for name, chosen in given.items() if chosen])
+    if to != SAFETENSORS:
+        return _for_training(to, src, target, wanted, tag, exclude_frozen_parameters, verify)
     with open_checkpoint(find_checkpoint(src, tag), hashes=verify is not False) as checkpoint:
         manifest = checkpoint.manifest
         held = outputs(manifest, wanted, exclude_frozen_parameters)
@@ -153,7 +193,7 @@ def convert_checkpoint(
             _make(target, layout, checkpoint)
             with lock_folder(target):
                 kept, carried = _write(
-                    checkpoint, target, layout, plans, verify is True, workers, progress
+                    checkpoint, target, layout, plans, verify is True, workers, progress, overwrite
                 )
         except OSError as error:
             raise CheckpointError(describe_error(error, target)) from error
@@ -168,10 +208,23 @@ def convert_checkpoint(
         total,
         kept,
         checkpoint.folder,
+        _dtypes(layout.chosen),
     )
 
 
-def _to_dcp(
+def _refuse(to: str, given: list[str]) -> None:
+    """Raise ConfigError for an unknown format ``to`` and for arguments that it does not take."""
+    if to not in REFUSED:
+        raise ConfigError(
+            f"to={to!r} is no format to convert to; pass {', '.join(map(repr, REFUSED))}"
+        )
+    refused = [f"{name} ({REFUSED[to][name]})" for name in given if name in REFUSED[to]]
+    if refused:
+        raise ConfigError(f"to={to!r} does not take {', '.join(refused)}; leave it out")
+
+
+def _for_training(
+    to: str,
     src: str | os.PathLike[str],
     target: Path,
     dtype: torch.dtype | None,
@@ -179,23 +232,32 @@ def _to_dcp(
     exclude_frozen: bool,
     verify: bool | None,
 ) -> Conversion:
-    from hf_zero.checkpoint.convert.to_dcp import write_dcp  # imports much of torch
+    """Write the folder of another format than safetensors, with optimizer state."""
+    from hf_zero.checkpoint.convert import to_dcp, to_universal  # import much of torch
 
     with open_checkpoint(find_checkpoint(src, tag), hashes=verify is not False) as checkpoint:
         if verify is True:
             checkpoint.verify(checkpoint.listed())
         try:
-            held = write_dcp(checkpoint, target, dtype, exclude_frozen)
+            with new_folder(target) as folder:
+                if to == DCP:
+                    held = to_dcp.write_dcp(checkpoint, folder, dtype, exclude_frozen)
+                else:
+                    held = to_universal.write_universal(checkpoint, folder)
+            if to == UNIVERSAL:
+                to_universal.name_latest(target)
         except OSError as error:
             raise CheckpointError(describe_error(error, target)) from error
+        written = sorted(path for path in target.rglob("*") if path.is_file())
         return Conversion(
             target,
-            tuple(sorted(path.name for path in target.iterdir())),
+            tuple(str(path.relative_to(target)) for path in written),
             (),
             len(held),
             sum(each.numel for each in held if not each.is_buffer),
-            sum(path.stat().st_size for path in target.iterdir()),
+            sum(path.stat().st_size for path in written),
             source=checkpoint.folder,
+            dtypes=_dtypes(held),
         )
 
 
@@ -207,6 +269,7 @@ def _write(
     verify: bool,
     workers: int,
     progress: bool | None,
+    overwrite: bool,
 ) -> tuple[int, list[str]]:
     """Fill and publish ``target``. Returns the number of bytes kept from an interrupted conversion,
     and the names of the files carried along.
@@ -214,6 +277,8 @@ def _write(
     total = sum(output.nbytes for output in layout.chosen)
     journal = Journal(target, _identity(checkpoint, plans), [*plans, *layout.beside])
     try:
+        if not journal.resumes:
+            _replace_or_refuse(checkpoint, layout, target, overwrite)
         kept = sum(max(0, journal.kept(name) - len(plan.header)) for name, plan in plans.items())
         _check_room(target, list(plans), total)
         if kept:
@@ -233,9 +298,13 @@ def _write(
             for name, part in layout.parts.items():
                 named = {output.name: output for output in part}
                 write_part(checkpoint, target, name, plans[name], named, journal, workers, tick)
-        without = card.OF_BASE if layout.of_adapters else ()
+        dtypes = _dtypes(o for o in layout.chosen if o.dtype.is_floating_point and not o.raw)
         carried = card.carry(
-            checkpoint.folder, checkpoint.manifest, target, _dominant(layout.chosen), without
+            checkpoint.folder,
+            checkpoint.manifest,
+            target,
+            dtypes[0] if dtypes else None,
+            layout.not_carried,
         )
         _publish(layout, target)
     except Exception:
@@ -433,6 +502,30 @@ def _replaced(layout: _Layout, target: Path) -> list[Path]:
     return [path for path in old if path.exists()]
 
 
+def _replace_or_refuse(
+    checkpoint: Checkpoint, layout: _Layout, target: Path, overwrite: bool
+) -> None:
+    """Log the files of ``target`` that the conversion replaces. Raises CheckpointError for them
+    without ``overwrite``.
+
+    A file that is both read and written, as the card beside the checkpoint, does not count.
+    """
+    beside = [
+        target / name
+        for name, path in card.companions(checkpoint.folder).items()
+        if name not in layout.not_carried and _place(target / name) != _place(path)
+    ]
+    lost = [*_replaced(layout, target), *(path for path in beside if path.exists())]
+    names = ", ".join(sorted({str(path.relative_to(target)) for path in lost}))
+    if lost and not overwrite:
+        raise CheckpointError(
+            f"{target} holds {names}, which would be replaced; pass --overwrite (overwrite=True), "
+            "or name another folder"
+        )
+    if lost:
+        logger.info("%s: %s replaced; another folder keeps them", target, names)
+
+
 def _check_room(target: Path, names: list[str], total: int) -> None:
     there = [
         path.stat().st_blocks * 512
@@ -447,13 +540,13 @@ def _check_room(target: Path, names: list[str], total: int) -> None:
         )
 
 
-def _dominant(chosen: list[OutputTensor]) -> str | None:
-    """Return the dtype of most floating-point parameters, by elements; None without any."""
-    sizes: dict[torch.dtype, int] = {}
-    for output in chosen:
-        if output.dtype.is_floating_point and not output.is_buffer and not output.raw:
-            sizes[output.dtype] = sizes.get(output.dtype, 0) + output.numel
-    return dtype_name(max(sizes, key=lambda dtype: sizes[dtype])) if sizes else None
+def _dtypes(written: Iterable[OutputTensor]) -> tuple[str, ...]:
+    """Return the dtypes of the parameters, the most elements first."""
+    sizes: Counter[torch.dtype] = Counter()
+    for output in written:
+        if not output.is_buffer:
+            sizes[output.dtype] += output.numel
+    return tuple(dtype_name(dtype) for dtype, _ in sizes.most_common())
 
 
 def _publish(layout: _Layout, target: Path) -> None:

@@ -1,6 +1,6 @@
 """Files of the converter: filled window by window from the chunks of a checkpoint, cast, and
 written by several threads; a lock on the target folder; the journal from which an interrupted
-conversion resumes.
+conversion resumes; new folders that are complete or absent.
 
 Windows start and end at multiples of a page, for direct I/O: the page cache would cost another copy
 of the bytes, and would evict pages that others use.
@@ -14,6 +14,7 @@ import fcntl
 import json
 import mmap
 import os
+import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -72,6 +73,23 @@ def _acquire(folder: Path) -> int:
         os.close(descriptor)  # the previous holder has ended and has removed this file: try again
 
 
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Yield an empty folder that is renamed to ``target`` if the ``with`` block succeeds, else
+    removed. Raises CheckpointError if ``target`` exists and is not an empty folder.
+    """
+    target = Path(os.path.abspath(target))
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} exists; remove it, or name another folder")
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        os.replace(unfinished, target)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
 JOURNAL = find.NEW + "journal"
 
 
@@ -81,7 +99,8 @@ def temporary_path(target: Path, name: str) -> Path:
 
 
 class Journal:
-    """Journal in ``target`` of the conversion ``identity`` into the files ``names``.
+    """Journal in ``target`` of the conversion ``identity`` into the files ``names``; ``resumes`` if
+    the same conversion was interrupted there.
 
     Removes what another conversion left there.
     """
@@ -91,7 +110,8 @@ class Journal:
         self._target = target
         left = _read(self._path)
         self._kept: dict[str, int] = {}
-        if left and left[0].get("identity") == identity:
+        self.resumes = bool(left) and left[0].get("identity") == identity
+        if self.resumes:
             self._kept = dict(_stretches(target, names, left[1:]))
         else:
             _remove(target, left)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import shutil
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -127,12 +126,12 @@ def _defaults(kind: str) -> dict[str, Any]:
 
 
 def write_dcp(
-    checkpoint: Checkpoint, target: Path, dtype: torch.dtype | None, exclude_frozen: bool
+    checkpoint: Checkpoint, folder: Path, dtype: torch.dtype | None, exclude_frozen: bool
 ) -> list[OutputTensor]:
-    """Write ``checkpoint`` to the folder ``target`` and return the tensors of the model in it.
+    """Write ``checkpoint`` into the empty ``folder`` and return the tensors of the model in it.
 
-    Raises CheckpointError if ``target`` exists and is not empty, or for optimizer state of whole
-    tensors (Adafactor's), which torch's optimizers do not name.
+    Raises CheckpointError for optimizer state of whole tensors (Adafactor's), which torch's
+    optimizers do not name.
     """
     optimizer = checkpoint.manifest.optimizer
     if optimizer is not None and optimizer.factors:
@@ -140,20 +139,11 @@ def write_dcp(
             f"{checkpoint.folder} holds {optimizer.class_name}'s state of whole tensors, for which "
             "torch.distributed.checkpoint has no names; convert it with --to safetensors"
         )
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target} exists; remove it, or name another folder")
     held = outputs(checkpoint.manifest, dtype, exclude_frozen)
     state = _State(checkpoint, held)
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        writer = dcp.FileSystemWriter(unfinished, thread_count=1)
-        dcp.save(state.tree, storage_writer=writer, planner=_Planner(state.fills), no_dist=True)
-        _name_again(unfinished / METADATA, state.further)
-        if target.exists():
-            target.rmdir()
-        os.replace(unfinished, target)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    writer = dcp.FileSystemWriter(folder, thread_count=1)
+    dcp.save(state.tree, storage_writer=writer, planner=_Planner(state.fills), no_dist=True)
+    _name_again(folder / METADATA, state.further)
     return held
 
 

@@ -1,0 +1,138 @@
+"""Universal folders of DeepSpeed 0.19: whole tensors in fp32 in a folder per parameter, which
+DeepSpeed loads at stages 1 and 2, and hf-zero anywhere. hf-zero itself needs none: its checkpoints
+resume on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_zero.checkpoint.convert.outputs import OutputTensor, outputs
+from hf_zero.checkpoint.foreign.deepspeed import FOLDER, SETTINGS, STEP, WEIGHTS
+from hf_zero.checkpoint.manifest import strip_wrappers
+from hf_zero.checkpoint.reader import Checkpoint, parameter_ranges
+from hf_zero.errors import CheckpointError
+
+LATEST_UNIVERSAL = "latest_universal"
+COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+MODEL = "mp_rank_00_model_states.pt"
+WRITTEN_AS = "0.19.8"  # the version of DeepSpeed that writes such files
+
+
+def write_universal(checkpoint: Checkpoint, folder: Path) -> list[OutputTensor]:
+    """Write ``checkpoint`` into the empty ``folder`` and return the tensors of the model in it.
+
+    Needs memory for the model in its own dtype. Raises CheckpointError for optimizer state of whole
+    tensors (Adafactor's).
+    """
+    _refuse_factors(checkpoint)
+    (folder / FOLDER).mkdir()
+    _write_states(checkpoint, folder / FOLDER)
+    torch.save(_model_states(checkpoint), folder / MODEL)
+    return outputs(checkpoint.manifest, torch.float32)
+
+
+def name_latest(folder: Path) -> None:
+    """Write the name of ``folder`` to ``latest_universal`` beside it, as DeepSpeed reads it."""
+    place = Path(os.path.abspath(folder))
+    (place.parent / LATEST_UNIVERSAL).write_text(place.name)
+
+
+def _refuse_factors(checkpoint: Checkpoint) -> None:
+    optimizer = checkpoint.manifest.optimizer
+    if optimizer is not None and optimizer.factors:
+        raise CheckpointError(
+            f"{checkpoint.folder} holds {optimizer.class_name}'s state of whole tensors, for which "
+            "a universal folder has no place; load the checkpoint as it is"
+        )
+
+
+def _write_states(checkpoint: Checkpoint, folder: Path) -> None:
+    """Write each parameter's fp32 weights and optimizer state, and the settings of groups."""
+    manifest = checkpoint.manifest
+    groups = manifest.optimizer.groups if manifest.optimizer else ()
+    steps = {
+        name: group.apart.get(name, group.scalars).get(STEP)
+        for group in groups
+        for name in group.parameters
+    }
+    for name, (flat, _) in manifest.slots.items():
+        if flat.raw:
+            continue  # bytes that only their module reads: saved with the model
+        place = folder / strip_wrappers(name)
+        place.mkdir()
+        weights = {"param": _whole(checkpoint, name, None)}
+        torch.save(weights | ({"cat_dim": 0} if flat.trainable else {}), place / f"{WEIGHTS}.pt")
+        for state in flat.states:
+            if (found := _whole(checkpoint, name, state)) is not None:
+                torch.save({"cat_dim": 0, "param": found}, place / f"{state}.pt")
+        if (step := steps.get(name)) is not None:
+            torch.save(torch.tensor(float(step)), place / f"{STEP}.pt")
+    settings = [{**group.hyperparameters, "params": []} for group in groups]
+    told = {"param_groups": settings, "zero_stage": 1, "ds_version": WRITTEN_AS}
+    torch.save(told, folder / SETTINGS)
+
+
+def _whole(checkpoint: Checkpoint, name: str, state: str | None) -> torch.Tensor | None:
+    """Return parameter ``name``, or a state of it, in fp32; None for a state that it lacks."""
+    _, slot = checkpoint.manifest.slots[name]
+    runs = list(parameter_ranges(checkpoint.manifest, name, 0, slot.numel))
+    if state is not None and not all(checkpoint.holds(run, state) for run in runs):
+        return None
+    out = torch.empty(slot.whole, dtype=torch.float32)
+    checkpoint.fill(out.view(-1), runs, state)
+    return out
+
+
+def _model_states(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return DeepSpeed's model file: whole weights, counters, schedule."""
+    manifest = checkpoint.manifest
+    module = dict(_tensors(checkpoint))
+    tied = {strip_wrappers(own): strip_wrappers(of) for own, of in manifest.aliases.items()}
+    module |= {own: module[of] for own, of in tied.items()}
+    trained = [name for name, (flat, _) in manifest.slots.items() if flat.trainable]
+    optimizer = manifest.optimizer
+    grouped = [group.parameters for group in optimizer.groups] if optimizer else [trained]
+    counters = dict.fromkeys(COUNTERS, 0) | manifest.counters
+    window = counters.pop("micro_steps") // max(1, counters["global_steps"])
+    enabled = {} if manifest.precision == "fp32" else {manifest.precision: {"enabled": True}}
+    return {
+        **dict.fromkeys(("optimizer", "data_sampler", "random_ltd")),
+        **dict.fromkeys(("frozen_param_shapes", "frozen_param_fragments")),
+        "module": module,
+        "buffer_names": [strip_wrappers(name) for name in manifest.buffers],
+        "param_shapes": [
+            OrderedDict(
+                (strip_wrappers(name), torch.Size(manifest.slots[name][1].whole)) for name in names
+            )
+            for names in grouped
+        ],
+        "shared_params": tied,
+        "lr_scheduler": checkpoint.scheduler_state() or None,
+        "sparse_tensor_module_names": set(),
+        **counters,
+        "dp_world_size": manifest.world["size"],
+        "mp_world_size": 1,
+        "ds_config": {
+            "zero_optimization": {"stage": 1},
+            "gradient_accumulation_steps": max(1, window),
+            **enabled,
+        },
+        "ds_version": WRITTEN_AS,
+        **checkpoint.client_state(),
+    }
+
+
+def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the model's parameters in the dtype that they train in, and its buffers."""
+    for output in outputs(checkpoint.manifest):
+        flat = None if output.is_buffer else checkpoint.manifest.slots[output.held][0]
+        tensor = torch.empty(output.shape, dtype=flat.dtype if flat else output.dtype)
+        output.fill(checkpoint, tensor)
+        yield output.name, tensor
