@@ -286,7 +286,7 @@ class Engine(TrainingEngine):
             logger.warning(
                 "the save of %s is in the middle of an accumulation window: the gradients of its "
                 "%d micro-batches so far are not saved, and a "
-                "run that resumes begins the window anew; save after the step that ends a window",
+                "run that resumes repeats the whole window; save after the step that ends a window",
                 save_dir,
                 self.held_micro_batches,
             )

@@ -74,7 +74,12 @@ class UnsupportedOptimizerError(HfZeroError, TypeError, AssertionError):
 
 
 class RankMismatchError(HfZeroError, RuntimeError):
-    """Ranks that ask for different collectives, or a rank that did not arrive in time."""
+    """Ranks that ask for different collectives, or a rank that did not arrive in time.
+
+    ``failed_rank``: the rank whose own error this one follows from; None if there is none.
+    """
+
+    failed_rank: int | None = None
 
 
 class VerificationError(HfZeroError, RuntimeError):

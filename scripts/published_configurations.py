@@ -36,7 +36,7 @@ PROGRAMS = (  # keys of configurations of other programs, which hold DeepSpeed's
 )
 
 
-OUTCOMES = ("translates", "translates, some keys left out", "to mend by hand")
+OUTCOMES = ("translates", "translates, some keys left out", "to fix by hand")
 # a value for a script to fill in, such as ${zero_stage} or ZERO_STAGE
 BLANK = re.compile(r'"(\$\{\w+\}|[A-Z]+(_[A-Z]+)+),?"')
 JSON = "DeepSpeed JSON"
@@ -82,10 +82,10 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
         key = kind, outcome(migration)
         named = {"repository": folder.name, "kind": kind, "outcome": key[1]}
         row = found.setdefault(
-            key, {**named, "configurations": 0, "left_out": Counter(), "to_mend": Counter()}
+            key, {**named, "configurations": 0, "left_out": Counter(), "to_fix": Counter()}
         )
         row["configurations"] += 1
-        for judged, counted in (("left out", row["left_out"]), ("to mend", row["to_mend"])):
+        for judged, counted in (("left out", row["left_out"]), ("to fix", row["to_fix"])):
             counted.update(
                 f"{found.key}: {found.note}"[:160]
                 for found in migration.findings
@@ -137,7 +137,7 @@ def main() -> None:
     if args.out is not None:
         args.out.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     print(table(rows))
-    for judged in ("to_mend", "left_out"):
+    for judged in ("to_fix", "left_out"):
         reasons: Counter[str] = sum((row[judged] for row in rows), Counter())
         for reason, count in reasons.most_common():
             print(f"{count:4} {judged} {reason}")

@@ -171,7 +171,7 @@ class CompiledForward(Override):
         if foreign is not None:
             why = (
                 f"is given a {type(foreign).__name__}, which torch.compile would "
-                "compile anew for each block",
+                "compile again for each block",
                 "for a cache of keys and values, train with use_cache=False",
             )
         else:

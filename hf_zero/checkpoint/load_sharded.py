@@ -374,7 +374,7 @@ class _Load:
         elif (self.manifest.precision == "fp16") != (precision == "fp16"):
             log_rank0(
                 f"{self.checkpoint.folder} was saved in {self.manifest.precision}, this run is in "
-                f"{precision}: the loss scale starts anew"
+                f"{precision}: the loss scale starts from its initial value"
             )
 
     def _file_of_this_rank(self) -> TensorFile | None:

@@ -149,7 +149,7 @@ def check_optimizer(
     another class, unknown states, other groups.
     """
     saved = manifest.optimizer
-    remedy = "or pass load_optimizer_states=False to start the optimizer anew"
+    remedy = "or pass load_optimizer_states=False to start with a fresh optimizer state"
     if engine.bound is None:
         return []
     if saved is None:
@@ -219,7 +219,7 @@ def check_scheduler(engine: Any, saved: dict[str, Any] | None, where: str) -> bo
         raise CheckpointError(
             f"{where} was saved with lr scheduler {saved['class']}, this engine has {live}; use "
             f"{_short(saved['class'])}, "
-            "or pass load_lr_scheduler_states=False to start the schedule anew"
+            "or pass load_lr_scheduler_states=False to restart the schedule"
         )
     return True
 

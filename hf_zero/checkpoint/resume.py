@@ -146,7 +146,7 @@ def find_resumed(resume: str | os.PathLike[str], config: ZeroConfig) -> Resumed 
     if chosen is None:
         where = [given] if given else []
         where += ["the memory of the hosts"] if in_memory else []
-        log_rank0(f"resume: there is no checkpoint in {' or '.join(where)}; the run begins anew")
+        log_rank0(f"resume: there is no checkpoint in {' or '.join(where)}; starting from scratch")
     return chosen
 
 

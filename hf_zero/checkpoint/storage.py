@@ -346,9 +346,9 @@ _REMEDIES = {
     errno.EROFS: "the file system is read-only: choose another folder",
     errno.ENOENT: "the folder must be on storage that all ranks share, and nobody "
     "may remove it meanwhile",
-    errno.EEXIST: "a file stands where a folder is needed: choose another folder",
-    errno.ENOTDIR: "a file stands where a folder is needed: choose another folder",
-    errno.EISDIR: "a folder stands where a file is needed: choose another folder",
+    errno.EEXIST: "this is a file, and a folder is needed: choose another folder",
+    errno.ENOTDIR: "this is a file, and a folder is needed: choose another folder",
+    errno.EISDIR: "this is a folder, and a file is needed: choose another folder",
 }
 
 

@@ -34,7 +34,7 @@ Out = Annotated[
 
 def migrate(file: File, out: Out = None, as_json: AsJson = False) -> None:
     """Translate a configuration for DeepSpeed or FSDP: show what becomes of each key, and the
-    difference; with -o write the file. Exit code 1 if a contradiction is left to mend by hand.
+    difference; with -o write the file. Exit code 1 if a contradiction is left to fix by hand.
 
     Example: hf-zero migrate fsdp.yaml -o zero3.yaml
     """
@@ -67,7 +67,7 @@ def migrate(file: File, out: Out = None, as_json: AsJson = False) -> None:
         elif migration.runs:
             print(f"written: {out}")
         else:
-            print(f"not written: {out}; change {file} where it says to mend")
+            print(f"not written: {out}; change {file} where it says to fix")
     if not migration.runs:
         raise typer.Exit(1)
 

@@ -81,7 +81,7 @@ def load_json(text: str, label: str) -> dict[str, Any]:
         twice = sorted({key for key in keys if keys.count(key) > 1})
         if twice:
             raise ConfigError(
-                f"{label}: the key {twice[0]!r} stands twice in one section; remove one of them"
+                f"{label}: the key {twice[0]!r} occurs twice in one section; remove one of them"
             )
         return dict(pairs)
 
@@ -94,7 +94,7 @@ def load_json(text: str, label: str) -> dict[str, Any]:
             line = text.count("\n", 0, other.position) + 1
             raise ConfigError(
                 f"{label} is not valid JSON: {error.msg} in line {error.lineno}, column "
-                f"{error.colno}; nor Hjson: {other} in line {line}; mend that line"
+                f"{error.colno}; nor Hjson: {other} in line {line}; fix that line"
             ) from None
     return _mapping(value, label)
 
@@ -107,7 +107,7 @@ def load_yaml(text: str, label: str) -> dict[str, Any]:
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         said = getattr(error, "problem", None) or error
-        raise ConfigError(f"{label} is not valid YAML: {said}{where}; mend that line") from None
+        raise ConfigError(f"{label} is not valid YAML: {said}{where}; fix that line") from None
     return _mapping(value, label)
 
 
@@ -145,7 +145,7 @@ class _Loader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, str) and key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands twice in one section", key_node.start_mark
+                    None, None, f"the key {key!r} occurs twice in one section", key_node.start_mark
                 )
             seen.add(key if isinstance(key, str) else repr(key))
         return super().construct_mapping(node, deep=deep)
@@ -234,7 +234,7 @@ class _Reader:
             if not key or self._text[self.at : self.at + 1] != ":":
                 raise HjsonError("a key and a colon are expected", start)
             if key in found:
-                raise HjsonError(f"the key {key!r} stands twice in one section", start)
+                raise HjsonError(f"the key {key!r} occurs twice in one section", start)
             self.at += 1
             self.skip()
             found[key] = self.value()

@@ -28,12 +28,12 @@ from hf_zero.config.spelling import MISSPELT, closest, is_comment
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.errors import ConfigError, HfZeroError, NotBuiltError
 
-Outcome = Literal["taken", "translated", "no effect", "left out", "to mend"]
+Outcome = Literal["taken", "translated", "no effect", "left out", "to fix"]
 
 
 class KeyFinding(NamedTuple):
     """What became of one key: ``taken`` as it is, ``translated`` into other keys, without effect
-    here, left out of the result, or to mend by hand: a wrong value or a contradiction.
+    here, left out of the result, or to fix by hand: a wrong value or a contradiction.
     """
 
     key: str
@@ -52,7 +52,7 @@ class Migration(NamedTuple):
     @property
     def runs(self) -> bool:
         """Whether hf-zero accepts the result."""
-        return all(found.outcome != "to mend" for found in self.findings)
+        return all(found.outcome != "to fix" for found in self.findings)
 
 
 Check = Callable[[Mapping[str, Any]], Mapping[str, str]]
@@ -82,7 +82,7 @@ def _settle(
     except NotBuiltError as error:
         keys = _offenders(str(error), findings, source)
         if not keys:
-            findings.append(KeyFinding("", None, "to mend", _said(error, source)))
+            findings.append(KeyFinding("", None, "to fix", _said(error, source)))
             return after
         _mark(findings, dict.fromkeys(keys, ("left out", _said(error, source))))
         return _settle(_without(after, keys), findings, source, check)
@@ -92,15 +92,15 @@ def _settle(
             of_file = [found for found in findings if found.key in keys and _names_file(found.key)]
             if of_file:
                 note = f"{said}; {of_file[0].note}"
-                _mark(findings, {of_file[0].key: ("to mend", note)})
+                _mark(findings, {of_file[0].key: ("to fix", note)})
             else:
-                findings.append(KeyFinding(", ".join(keys), None, "to mend", said))
+                findings.append(KeyFinding(", ".join(keys), None, "to fix", said))
         return after
     values = {row.key: row.value for row in config.explain()}
     given = {path: value for path, value in values.items() if value not in (None, AUTO)}
     refused = check(given)
     written = {_path(found.key): found.key for found in findings}
-    _mark(findings, {written.get(path, path): ("to mend", why) for path, why in refused.items()})
+    _mark(findings, {written.get(path, path): ("to fix", why) for path, why in refused.items()})
     idle: dict[str, tuple[Outcome, str]] = {
         found.key: ("no effect", why)
         for found in findings
@@ -277,14 +277,14 @@ def _unquoted(written: str, value: Any) -> Any:
 def _mistaken(
     written: str, value: Any, reading: ConfigReading, path: str, source: str
 ) -> KeyFinding:
-    """Return the finding of a key that hf-zero refuses: to mend if it is known, built, has an
+    """Return the finding of a key that hf-zero refuses: to fix if it is known, built, has an
     effect, and has a wrong value.
     """
     error = reading.mistakes[0]
     active = path in KEYS and KEYS[path].status is Status.ACTIVE
     wrong = (active or path in ACCELERATE_KEYS) and path not in reading.values
-    mend = (wrong and not isinstance(error, NotBuiltError)) or _misspelt(written)
-    return KeyFinding(written, value, "to mend" if mend else "left out", _said(error, source))
+    fix = (wrong and not isinstance(error, NotBuiltError)) or _misspelt(written)
+    return KeyFinding(written, value, "to fix" if fix else "left out", _said(error, source))
 
 
 def _misspelt(written: str) -> bool:
@@ -460,7 +460,7 @@ def _fsdp(
             note = "fsdp_sharding_strategy says it"
         elif name in given and strategy not in _STRATEGIES:
             note = f"{shown(value)} is not a strategy of FSDP; write FULL_SHARD, for instance"
-            findings.append(KeyFinding(key, value, "to mend", note))
+            findings.append(KeyFinding(key, value, "to fix", note))
             continue
         elif name in given:
             added = {"zero_stage": stage} | (

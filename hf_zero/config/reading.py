@@ -375,8 +375,8 @@ def _remedy(key: Key, value: Any, label: str) -> str:
     if key.kind.schema.get("type") == "integer" and 0 < high - low < 4:
         return f"; write {', '.join(map(str, range(low, high)))} or {high}"
     if key.default is None:
-        return "; mend it, or remove the key"
-    return f"; mend it, or remove the key for its default, {shown(key.default, label)}"
+        return "; fix it, or remove the key"
+    return f"; fix it, or remove the key for its default, {shown(key.default, label)}"
 
 
 def _options(schema: Mapping[str, Any]) -> list[str]:

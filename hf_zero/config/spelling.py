@@ -23,7 +23,11 @@ def closest(name: str, known: Iterable[str], limit: int = 3, least: float = 0.7)
         if score >= least:
             scored.append((-score, len(candidate), candidate))
     scored.sort()
-    best = [candidate for score, _, candidate in scored if score <= scored[0][0] + 0.12]
+    if not scored:
+        return []
+    # a name that is clearly meant is suggested alone: stage for "stag", not stage3_... as well
+    near = 0.05 if -scored[0][0] >= MISSPELT else 0.12
+    best = [candidate for score, _, candidate in scored if score <= scored[0][0] + near]
     return best[:limit]
 
 

@@ -140,9 +140,8 @@ class ZeroConfig(Settings):
         if isinstance(value, (str, os.PathLike)):
             return cls.from_file(value, allow_auto=allow_auto, foreign=foreign)
         raise ConfigError(
-            f"a configuration cannot be a {type(value).__name__}; pass a ZeroConfig, a dict, a "
-            "path, a JSON string or one of the presets "
-            f"{', '.join(PRESETS)}"
+            f"a configuration cannot be of type {type(value).__name__}; pass a ZeroConfig, a "
+            f"dict, a path, a JSON string or one of the presets {', '.join(PRESETS)}"
         )
 
     def without(self, section: str) -> ZeroConfig:

@@ -82,7 +82,7 @@ def _as_deepspeed(arguments: dict[str, Any]) -> None:
         clipped = clipped_by_default(config)
         if clipped is not config and (arguments["optimizer"] or config.optimizer) is not None:
             log_rank0(
-                "gradient_clipping is not written: gradients are clipped at "
+                "gradient_clipping has no value: gradients are clipped at "
                 f"{GRADIENT_CLIPPING_DEFAULT}, as DeepSpeed 0.19.8 does and older ones do not; "
                 "write gradient_clipping, 0 for none",
                 logging.WARNING,

@@ -5,12 +5,16 @@ import.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping
 from enum import Enum, IntEnum
 from typing import Any
 
 from hf_zero.config import ZeroConfig
+from hf_zero.config.keys import KEYS
+from hf_zero.config.provenance import FILES, shown
+from hf_zero.config.rows import Status
 from hf_zero.distributed import process_group
 from hf_zero.logging import log_rank0
 from hf_zero.measures.monitors import DeepSpeedMonitorConfig
@@ -23,6 +27,7 @@ WITHOUT_DEFAULT = (
     "optimizer.",
     "scheduler.",
 )
+PRECISIONS = ("bf16.enabled", "fp16.enabled")
 DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(
         (
@@ -260,8 +265,26 @@ def without_autos(config: ZeroConfig) -> ZeroConfig:
     left = [path for path in sorted(config.autos) if not path.startswith(WITHOUT_DEFAULT)]
     for path in left:
         config = config.without(path)
-    if left:
-        log_rank0(f'the default is taken for keys that are "auto": {", ".join(left)}')
+    switches = [path for path in left if path in PRECISIONS]
+    if config.precision == "fp32" and switches:
+        log_rank0(
+            f'"auto" for {" and ".join(switches)}, which only the Trainer and Accelerate fill in, '
+            "is read as false: an fp32 model trains in fp32; for mixed precision write "
+            '"bf16": {"enabled": true}, or fp16',
+            logging.WARNING,
+        )
+        left = [path for path in left if path not in PRECISIONS]
+    # gradient_clipping has DeepSpeed's own default, of which its reader tells
+    inert = [path for path in left if KEYS[path].status is Status.INERT]
+    taken = [
+        f"{path} = {shown(KEYS[path].default, FILES[0])}"
+        for path in left
+        if path not in (*inert, GRADIENT_CLIPPING)
+    ]
+    if inert:
+        taken.append(f"{', '.join(inert)} (no effect)")
+    if taken:
+        log_rank0(f'keys that are "auto" take their defaults: {", ".join(taken)}')
     return config
 
 

@@ -297,8 +297,8 @@ class ShardFetches:
             logger.warning(
                 "%s is needed here outside the recorded order of gathers: fetched through the "
                 "store, which is slow. "
-                "It is recorded anew after the next step; of further ones the 10th, the 100th and "
-                "so on is reported",
+                "The order is recorded again after the next step; the 10th, the 100th and so on of "
+                "further fetches are reported",
                 label,
             )
         elif str(self._fetched).strip("0") == "1":

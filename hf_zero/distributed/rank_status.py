@@ -381,10 +381,15 @@ class RankStatus:
         if os.getpid() != self._process:
             return None  # a forked child that inherited this object
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        failed_rank = getattr(error, "failed_rank", None)
+        if error is not None and failed_rank is not None:
+            self.publish("broken", first_line(error))
         if self._state == "broken":  # a launcher reports the first rank that ends as the reason
             self._wait_for_peers(
                 lambda posts: all(
-                    self._dead(rank) for rank, post in posts.items() if post["state"] == "failed"
+                    self._dead(rank)
+                    for rank, post in posts.items()
+                    if post["state"] == "failed" or rank == failed_rank
                 )
             )
         if self._state in OVER:

@@ -6,16 +6,24 @@ A rank that meets an error prints the traceback, and so do all others that meet 
 launcher adds its own. The message says what to do, so the hook prints it alone, also in a process
 without a launcher. Rank 0 prints at once. Any other rank waits a moment for rank 0 to have printed
 the same message, then the first of them prints it: messages that differ by rank are always shown.
-The ranks compare through the store of torchrun's agent, which exists before any process group and
-outlives the ranks; without one each rank prints.
+A rank that ends only because another has failed says so in one line, once for all such ranks of a
+host. The ranks compare through the store of torchrun's agent, which exists before any process group
+and outlives the ranks; without one each rank prints.
+
+[Note: the first failure]
+torchrun reports the rank that ended first, to the second. A rank with an error of its own leaves it
+in the file that torchrun gives it for that, so that torchrun and ``hf-zero launch`` name this rank
+and its error, and not one that follows from it.
 """
 
 from __future__ import annotations
 
 import builtins
 import hashlib
+import json
 import os
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,6 +37,7 @@ ERRORS = "hf_zero.errors"  # whose classes the documentation has sections for
 OFF = {"", "0", "false", "off", "no"}
 WAIT_SECONDS = 2.0
 PACKAGE = Path(__file__).resolve().parents[1]
+STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
 COMMANDS = Path(sys.executable).parent  # accelerate, torchrun and the like
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 # called with errors of other classes: return an exception to report instead, or None
@@ -56,6 +65,8 @@ class _Report:
             for explained in filter(None, known):
                 explained.__cause__ = error
                 kind, error = type(explained), explained
+            if isinstance(error, self.ours) and not hasattr(error, "failed_rank"):
+                _record(error, trace)
             if isinstance(error, self.ours) and os.environ.get(SWITCH, "0").strip().lower() in OFF:
                 _print_once(error, trace)
             else:
@@ -78,6 +89,9 @@ def described(error: BaseException, trace: TracebackType | None) -> str:
     """Return the message and its cause, unless the log has them, and the line of the user's script
     that led to it.
     """
+    failed_rank = getattr(error, "failed_rank", None)
+    if failed_rank is not None and _on_this_host(failed_rank):
+        return f"ended because rank {failed_rank} has failed; see the error of that rank"
     told, cause = str(error) in logged, error.__cause__
     lines = [f"{type(error).__name__}: {'see the error logged above' if told else error}"]
     if (
@@ -102,6 +116,7 @@ def _line_of_the_script(trace: TracebackType | None) -> str:
             or file.startswith("<")
             or Path(file).parent == COMMANDS
             or Path(file).resolve().is_relative_to(PACKAGE)
+            or Path(file).resolve().is_relative_to(STDLIB)
         )
         if not inside:
             found = f"{file}:{trace.tb_lineno}"
@@ -114,46 +129,78 @@ def _print_once(error: BaseException, trace: TracebackType | None) -> None:
     if "RANK" not in os.environ:
         print(f"hf-zero: {text}", file=sys.stderr, flush=True)
         return
-    rank, said = int(os.environ["RANK"]), _Said(text)
-    if rank:
-        if said.within(WAIT_SECONDS) or not said.claim():
+    rank, said = int(os.environ["RANK"]), _Said()
+    failed_rank = getattr(error, "failed_rank", None)
+    if failed_rank is not None:
+        said.within(WAIT_SECONDS, _report_of(failed_rank))
+        if not said.claim(text):
             return
-    elif said.within(0.0):
+    elif rank:
+        if said.within(WAIT_SECONDS, text) or not said.claim(text):
+            return
+    elif said.within(0.0, text):
         return
     print(f"hf-zero, rank {rank}: {text}", file=sys.stderr, flush=True)
-    said.claim()  # rank 0 claims after it has printed: when it ends, the launcher ends the others
+    said.claim(text)  # rank 0 claims after it has printed: its end makes the launcher end others
+    said.claim(_report_of(rank))
+
+
+def _report_of(rank: int) -> str:
+    return f"the report of rank {rank}"
+
+
+def _on_this_host(rank: int) -> bool:
+    own, local, count = (
+        int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    )
+    return 0 <= rank - (own - local) < count
+
+
+def _record(error: BaseException, trace: TracebackType | None) -> None:
+    """Write the report of ``error`` to the file that torchrun reads when this rank has ended."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file or "RANK" not in os.environ:
+        return
+    text = described(error, trace)
+    more = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    first = text.partition("\n")[0]
+    with suppress(OSError):
+        Path(file).write_text(json.dumps({"message": {"message": first, "extraInfo": more}}))
 
 
 class _Said:
-    """Whether a rank has printed ``text``, recorded in the store of torchrun's agent.
+    """Which texts ranks have printed, recorded in the store of torchrun's agent.
 
     Without that store nothing counts as printed.
     """
 
-    def __init__(self, text: str) -> None:
+    def __init__(self) -> None:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._key = f"hf_zero/uncaught/{attempt}/{hashlib.sha256(text.encode()).hexdigest()}"
+        self._prefix = f"hf_zero/uncaught/{attempt}"
         self._store: Any = None
         with suppress(Exception):
             self._store = connect_to_agent_store(timedelta(seconds=WAIT_SECONDS))
 
-    def within(self, seconds: float) -> bool:
-        """Whether it has been printed, or is before ``seconds`` have passed."""
+    def _key(self, text: str) -> str:
+        return f"{self._prefix}/{hashlib.sha256(text.encode()).hexdigest()}"
+
+    def within(self, seconds: float, text: str) -> bool:
+        """Whether ``text`` has been printed, or is before ``seconds`` have passed."""
         if self._store is None:
             return False
         with suppress(Exception):
             deadline = time.monotonic() + seconds
-            while not self._store.check([self._key]):
+            while not self._store.check([self._key(text)]):
                 if time.monotonic() >= deadline:
                     return False
                 time.sleep(0.05)
             return True
         return False
 
-    def claim(self) -> bool:
-        """Whether this rank is the first to print it."""
+    def claim(self, text: str) -> bool:
+        """Whether this rank is the first to print ``text``."""
         with suppress(Exception):
-            return self._store is None or self._store.add(self._key, 1) == 1
+            return self._store is None or self._store.add(self._key(text), 1) == 1
         return True
 
 

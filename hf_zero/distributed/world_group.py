@@ -328,9 +328,11 @@ def raise_on_all_ranks(what: str) -> Iterator[None]:
         failed = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome is not None}
         if error is None and failed:
             rank, outcome = next(iter(failed.items()))
-            raise RankMismatchError(
+            follows = RankMismatchError(
                 f"rank {rank} could not {what}: {outcome}. All ranks abort; fix the "
                 "problem on that rank and restart"
             )
+            follows.failed_rank = rank
+            raise follows
     if error is not None:
         raise error

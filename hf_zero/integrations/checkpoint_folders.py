@@ -177,7 +177,7 @@ def last_complete(newest_first: Iterable[Path], wrong: Callable[[Path], str]) ->
     if torn:
         raise CheckpointError(
             f"none of the {len(torn)} checkpoint(s) is whole ({'; '.join(torn)}); restore one, or "
-            "start anew without resuming"
+            "start from scratch without resuming"
         )
     return None
 

@@ -78,7 +78,7 @@ def read_hostfile(path: Path) -> list[Host]:
             )
         if name in hosts:
             raise LaunchError(
-                f"{path}, line {number}: {name} stands in line {at[name]} already; write each host "
+                f"{path}, line {number}: {name} is in line {at[name]} already; write each host "
                 "once, with all its slots"
             )
         hosts[name], at[name] = Host(name, tuple(range(slots))), number

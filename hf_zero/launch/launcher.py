@@ -15,15 +15,22 @@ import re
 import runpy
 import signal
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 SWITCH = "HF_ZERO_TRACEBACK"
-NOISE = ("failed (exitcode", "closing signal")
+# about the ends of ranks, which are reported below, and about files of torchrun's own
+NOISE = ("failed (exitcode", "closing signal", "no error file defined for parent")
+THREADS = "OMP_NUM_THREADS"
+LONGEST = 160  # characters of an error that are repeated at the end
 # messages of torchrun and accelerate launch about a rendezvous port in use
 TAKEN = re.compile(r"port:? `?(\d+).*(?:EADDRINUSE|another process is utilizing it)", re.DOTALL)
 LOGGERS = (
     "torch.distributed.elastic.multiprocessing.api",
     "torch.distributed.elastic.agent.server.api",
+    "torch.distributed.elastic.multiprocessing.errors.error_handler",
+    "torch.distributed.run",
+    "__main__",  # the same module, run as a program
 )
 
 
@@ -37,9 +44,7 @@ def main() -> int:
         runpy.run_module(launcher, run_name="__main__", alter_sys=True)
         return 0
     for name in LOGGERS:
-        logging.getLogger(name).addFilter(
-            lambda record: not any(part in record.getMessage() for part in NOISE)
-        )
+        logging.getLogger(name).addFilter(_wanted)
     try:
         runpy.run_module(launcher, run_name="__main__", alter_sys=True)
     except Exception as error:
@@ -52,16 +57,32 @@ def main() -> int:
     return 0
 
 
+def _wanted(record: logging.LogRecord) -> bool:
+    """Whether a message of torchrun is shown; its notice of threads becomes one line."""
+    said = record.getMessage()
+    if THREADS in said:
+        print(
+            f"hf-zero launch: torch uses one CPU thread in each rank, as torchrun sets it; set "
+            f"{THREADS} for more",
+            file=sys.stderr,
+            flush=True,
+        )
+        return False
+    return not any(part in said for part in NOISE)
+
+
 def _ended(error: Any) -> tuple[int, str] | None:
     """Return the exit code and a message: the rank that failed and its end, or that a port is in
     use. None for another error of the launcher itself.
     """
     kind = type(error).__name__
     if kind == "ChildFailedError":
-        rank, failure = error.get_first_failure()
+        rank, failure, why = _first(error.failures)
         others = len(error.failures) - 1
-        rest = f"; {others} other{'s' if others > 1 else ''} ended with it" if others else ""
-        return _described(f"rank {rank} (pid {failure.pid})", failure.exitcode, rest)
+        rest = f"; {others} other{'s' if others > 1 else ''} ended after it" if others else ""
+        # a rank with an error of its own ends with 1, unless torchrun stops it while it ends
+        code = 1 if why and failure.exitcode == -signal.SIGTERM else failure.exitcode
+        return _described(f"rank {rank} (pid {failure.pid})", code, why + rest)
     if kind == "SignalException":  # a signal to the launcher itself, which has ended the ranks
         return _described("this launcher", -error.sigval, "")
     if taken := TAKEN.search(str(error)):
@@ -73,6 +94,22 @@ def _ended(error: Any) -> tuple[int, str] | None:
     if kind == "CalledProcessError":  # accelerate launch with one process and no torchrun
         return _described("the script", error.returncode, "")
     return None
+
+
+def _first(failures: Mapping[int, Any]) -> tuple[int, Any, str]:
+    """Return the rank that failed first, its failure, and its error if it has recorded one
+    (``distributed/uncaught.py``): a rank that has none may have followed another.
+    """
+    said: dict[int, str] = {}
+    for rank, failure in failures.items():
+        message = failure.error_file_data.get("message")
+        if isinstance(message, dict):
+            said[rank] = message["message"]
+    rank = min(said or failures, key=lambda rank: (failures[rank].timestamp, rank))
+    error = said.get(rank, "")
+    if len(error) > LONGEST:
+        error = f"{error[: LONGEST - 1]}…"
+    return rank, failures[rank], f" ({error})" if error else ""
 
 
 def _described(who: str, code: int, rest: str) -> tuple[int, str]:

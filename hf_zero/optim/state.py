@@ -197,7 +197,7 @@ def collect(
         return Carried()
     kind = type(optimizer).__name__
     remedy = (
-        "call optimizer.state.clear() before initialize to start it anew, or pass a new optimizer"
+        "call optimizer.state.clear() before initialize to drop its state, or pass a new optimizer"
     )
     name_of = {id(parameter): name for name, parameter in parameters.items()}
     for owner, held in optimizer.state.items():

@@ -263,7 +263,7 @@ def test_names_alone_are_not_enough(
     for text in ("[", "[]"):
         beside.write_text(text)
         with pytest.raises(
-            CheckpointError, match=r"adapter_config.json is no JSON object .*mend or remove it"
+            CheckpointError, match=r"adapter_config.json is no JSON object .*fix or remove it"
         ):
             convert_checkpoint(tmp_path / "run", tmp_path / "out")
 

@@ -344,9 +344,7 @@ def test_nested_dtypes_of_the_configuration(tmp_path):
 def test_a_configuration_that_is_no_json(tmp_path):
     saved(tmp_path / "run", small)
     (tmp_path / "run" / "config.json").write_text("[")
-    with pytest.raises(
-        CheckpointError, match=r"config\.json is no JSON object .*mend or remove it"
-    ):
+    with pytest.raises(CheckpointError, match=r"config\.json is no JSON object .*fix or remove it"):
         convert_checkpoint(tmp_path / "run", tmp_path / "out")
 
 

@@ -242,7 +242,7 @@ def test_nothing_to_resume_from(tmp_path, log):
     fresh, _, (engine,) = everyone(1, config(tmp_path), Rows(), stop=1, resume=tmp_path / "none")
     assert fresh == whole
     assert engine.resumed_from is None and not engine.client_state
-    assert "there is no checkpoint in" in log.text and "begins anew" in log.text
+    assert "there is no checkpoint in" in log.text and "starting from scratch" in log.text
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, log):

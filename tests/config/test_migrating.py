@@ -153,10 +153,10 @@ def test_fsdp_without_a_section_has_the_default_of_fsdp() -> None:
         ),
     ],
 )
-def test_a_wrong_value_of_a_known_key_is_to_mend(written: dict[str, Any], key: str) -> None:
+def test_a_wrong_value_of_a_known_key_is_to_fix(written: dict[str, Any], key: str) -> None:
     migration = migrate(written)
     outcome, note = outcomes(migration.findings)[key]
-    assert outcome == "to mend" and " is not " in note and not migration.runs
+    assert outcome == "to fix" and " is not " in note and not migration.runs
 
 
 def test_keys_of_deepspeed_without_effect_leave_accelerates_section() -> None:
@@ -187,7 +187,7 @@ def test_what_fsdp_has_and_hf_zero_has_not_is_left_out() -> None:
     )
     assert found["fsdp_config.fsdp_ignored_modules"][0] == "left out"
     outcome, note = found["fsdp_config.fsdp_sharding_strategy"]
-    assert outcome == "to mend" and note.startswith('"SOME_SHARD" is not a strategy of FSDP')
+    assert outcome == "to fix" and note.startswith('"SOME_SHARD" is not a strategy of FSDP')
     assert found["unknown"][0] == "left out"
 
 
@@ -230,7 +230,7 @@ def test_accelerates_own_section_is_kept() -> None:
     migration = migrate(
         {"distributed_type": "DEEPSPEED", "deepspeed_config": section, "num_processes": 2}
     )
-    assert outcomes(migration.findings)["deepspeed_config.zero_stag"][0] == "to mend"
+    assert outcomes(migration.findings)["deepspeed_config.zero_stag"][0] == "to fix"
     assert migration.after["deepspeed_config"] == {
         "zero_stage": 2,
         "offload_optimizer_device": "none",
@@ -253,15 +253,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_values_that_no_run_takes_are_to_mend(key: str) -> None:
+def test_values_that_no_run_takes_are_to_fix(key: str) -> None:
     written, said = REFUSED[key]
     migration = migrate(written)
     outcome, note = outcomes(migration.findings)[key]
-    assert not migration.runs and outcome == "to mend" and said in note
+    assert not migration.runs and outcome == "to fix" and said in note
 
 
-def test_one_bit_is_to_mend_at_stage_3() -> None:
-    for stage, outcome in ((1, "taken"), (3, "to mend")):
+def test_one_bit_is_to_fix_at_stage_3() -> None:
+    for stage, outcome in ((1, "taken"), (3, "to fix")):
         written = {"optimizer": {"type": "OneBitAdam"}, "zero_optimization": {"stage": stage}}
         migration = migrate(written)
         assert outcomes(migration.findings)["optimizer.type"][0] == outcome
@@ -269,12 +269,12 @@ def test_one_bit_is_to_mend_at_stage_3() -> None:
         assert told["optimizer.type"].startswith("initialize refuses it: ") is (stage == 3)
 
 
-def test_batch_sizes_beside_elasticity_are_to_mend() -> None:
+def test_batch_sizes_beside_elasticity_are_to_fix() -> None:
     elastic = {"enabled": True, "max_train_batch_size": 64, "micro_batch_sizes": [2, 4]}
     for ignored in (False, True):
         section = elastic | {"ignore_non_elastic_batch_info": ignored}
         found = outcomes(migrate({"train_batch_size": 16, "elasticity": section}).findings)
-        assert (found["train_batch_size"][0] == "to mend") is not ignored
+        assert (found["train_batch_size"][0] == "to fix") is not ignored
 
 
 def test_keys_without_effect_at_their_stage_are_said_to_have_none() -> None:
@@ -313,21 +313,21 @@ def test_a_file_that_a_file_names_is_migrated_on_its_own(tmp_path: Path) -> None
         outcome, note = found["deepspeed_config.deepspeed_config_file"]
         assert migration.runs is not present
         assert (outcome, "zero_optimization.stages" in note) == (
-            ("to mend", True) if present else ("taken", False)
+            ("to fix", True) if present else ("taken", False)
         )
         assert f"hf-zero migrate {path}" in note
 
 
-def test_a_contradiction_is_left_to_mend(tmp_path: Path) -> None:
+def test_a_contradiction_is_left_to_fix(tmp_path: Path) -> None:
     written = {"fp16": {"enabled": True}, "bf16": {"enabled": True}}
     migration = migrate(written, "config file ds.json")
     assert not migration.runs
     outcome, note = outcomes(migration.findings)["fp16.enabled, bf16.enabled"]
-    assert outcome == "to mend" and "config file ds.json: bf16.enabled" in note
+    assert outcome == "to fix" and "config file ds.json: bf16.enabled" in note
     (tmp_path / "ds.json").write_text(json.dumps(written))
     done = hf_zero("migrate", str(tmp_path / "ds.json"), "-o", str(tmp_path / "out.json"))
     assert done.exit_code == 1
-    assert "not written: " in done.output and "1 to mend" in done.output
+    assert "not written: " in done.output and "1 to fix" in done.output
     assert not (tmp_path / "out.json").exists()
 
 

@@ -276,13 +276,13 @@ def test_files(tmp_path: Path) -> None:
         (
             "a.json",
             '{"stage": 3, "stage": 2}',
-            "the key 'stage' stands twice in one section; remove one of them",
+            "the key 'stage' occurs twice in one section; remove one of them",
         ),
         ("a.json", "[1]", "holds a list, not keys and values"),
         ("a.yaml", "", r"a\.yaml is empty, not keys and values"),
-        ("a.yaml", "stage: 3\nstage: 2\n", "the key 'stage' stands twice in one section"),
-        ("a.yaml", "stage: [3\n", r"a\.yaml is not valid YAML: .*line 2.*; mend that line$"),
-        ("a.py", "import a: 1: 2\n", "; mend that line, or pass the path of a JSON or YAML file$"),
+        ("a.yaml", "stage: 3\nstage: 2\n", "the key 'stage' occurs twice in one section"),
+        ("a.yaml", "stage: [3\n", r"a\.yaml is not valid YAML: .*line 2.*; fix that line$"),
+        ("a.py", "import a: 1: 2\n", "; fix that line, or pass the path of a JSON or YAML file$"),
         ("a.yaml", "stagee: 3\n", r"a\.yaml: unknown key 'stagee'; did you mean 'stage'"),
     ],
 )
@@ -326,7 +326,7 @@ def test_coerce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="config string is not valid JSON"):
         ZeroConfig.coerce('{"stage": 3')
     with pytest.raises(
-        ConfigError, match="a configuration cannot be a int; pass a ZeroConfig, a dict"
+        ConfigError, match="a configuration cannot be of type int; pass a ZeroConfig, a dict"
     ):
         ZeroConfig.coerce(3)
     with pytest.raises(ConfigError, match="config dict is list, not keys and values; pass a dict"):
@@ -432,7 +432,7 @@ def test_values_of_hjson(text: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{a: 1, a: 2}", "'a' stands twice"),
+        ("{a: 1, a: 2}", "'a' occurs twice"),
         ("{a: {b: 1}", "'}' is missing"),
         ("{a 1}", "a key and a colon"),
         ('{"a: 1}', "not closed"),

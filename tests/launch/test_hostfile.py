@@ -44,7 +44,7 @@ def test_a_hostfile_as_deepspeed_writes_it(tmp_path: Path) -> None:
         ("a slots=1 max_slots=2", ["line 1", "max_slots"]),
         ("a slots=0", ["line 1", "no slot"]),
         ("a slots=-1", ["line 1"]),
-        ("a slots=1\n\nb slots=1\na slots=2\n", ["line 4: a stands in line 1 already"]),
+        ("a slots=1\n\nb slots=1\na slots=2\n", ["line 4: a is in line 1 already"]),
         ("-oProxyCommand=x slots=1", ["line 1", "not a host name"]),
         ("me@a slots=1", ["line 1", "not a host name", "--ssh"]),
     ],

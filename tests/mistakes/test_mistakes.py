@@ -36,7 +36,7 @@ TWICE = 4  # words that may not stand in a message twice
 HINT = re.compile(rf"  \((hf-zero docs \w+; )?{uncaught.SWITCH}=1 shows the traceback\)$")
 REMEDY = re.compile(
     r"(?:[;:,.]|\bor|\band)\s(?:or )?(?:then )?(?:pass|write|remove|set|use|build|change|keep|"
-    r"choose|call|reduce|compute|cast|freeze|mend|leave|make|export|unset|start|drop|end|add|"
+    r"choose|call|reduce|compute|cast|freeze|fix|leave|make|export|unset|start|drop|end|add|"
     r"unfreeze|did you mean|Did you mean)\b",
     re.IGNORECASE,
 )

@@ -146,6 +146,13 @@ from hf_zero.errors import ConfigError
 uncaught.WAIT_SECONDS = 60.0  # rank 0 may come late
 if sys.argv[1] == "each":
     raise ConfigError("the folder of rank " + os.environ["RANK"] + " is not there")
+if sys.argv[1] == "first":
+    from hf_zero.distributed import world_group
+    from hf_zero.distributed.init import init_distributed
+    init_distributed("gloo")
+    with world_group.raise_on_all_ranks("open its files"):
+        if os.environ["RANK"] == "0":
+            raise ConfigError("the file of rank 0 is not there")
 raise ConfigError("wrong on all ranks")
 """
 
@@ -163,20 +170,40 @@ def launched(tmp_path: Path, how: str) -> tuple[int, list[str]]:
         str(script),
         how,
     ]
-    done = completed(command, env=environment(), timeout=300)
-    lines = [
-        line
-        for line in done.stderr.splitlines()
-        if "OMP_NUM_THREADS" not in line and set(line.rpartition("] ")[2]) != {"*"}
-    ]
-    return done.returncode, lines
+    own = environment()
+    own.pop("OMP_NUM_THREADS", None)
+    done = completed(command, env=own, timeout=300)
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith("hf-zero launch: torch uses one CPU thread in each rank"), lines
+    return done.returncode, lines[1:]
 
 
 def test_two_ranks_and_their_launcher_say_it_once(tmp_path) -> None:
     code, lines = launched(tmp_path, "all")
     assert code == 1 and len(lines) == 4, lines
     assert lines[0] == "hf-zero, rank 0: ConfigError: wrong on all ranks"
-    assert lines[3].startswith("hf-zero launch: rank ") and "ended with code 1" in lines[3]
+    assert lines[3].startswith("hf-zero launch: rank 0 (pid ")
+    assert "ended with code 1 (ConfigError: wrong on all ranks)" in lines[3]
+
+
+def test_a_mistake_of_rank_0_is_said_by_it_and_the_others_name_it(tmp_path) -> None:
+    code, lines = launched(tmp_path, "first")
+    assert code == 1 and len(lines) == 5, lines
+    assert lines[0] == "hf-zero, rank 0: ConfigError: the file of rank 0 is not there"
+    assert f"at {tmp_path / 'script.py'}:" in lines[1]
+    assert (
+        lines[3] == "hf-zero, rank 1: ended because rank 0 has failed; see the error of that rank"
+    )
+    assert "rank 0 (pid " in lines[4] and "(ConfigError: the file of rank 0 is not" in lines[4]
+
+
+def test_a_rank_of_another_host_says_the_reason_itself(monkeypatch) -> None:
+    follows = RankMismatchError("rank 0 could not open its files: no such file")
+    follows.failed_rank = 0
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for rank, said in (("1", "ended because rank 0"), ("3", "open its files: no such file")):
+        monkeypatch.setenv("RANK", rank), monkeypatch.setenv("LOCAL_RANK", "1")
+        assert said in uncaught.described(follows, None)
 
 
 @pytest.mark.long
@@ -188,16 +215,18 @@ def test_what_differs_by_rank_is_said_by_each(tmp_path) -> None:
 @pytest.mark.parametrize(
     "code, given, said",
     [
-        (7, 7, "rank 1 (pid 5) ended with code 7; 1 other ended with it"),
+        (7, 7, "rank 1 (pid 5) ended with code 7; 1 other ended after it"),
         (-9, 137, "rank 1 (pid 5) was ended by SIGKILL (the kernel"),
     ],
 )
 def test_the_launcher_says_how_a_rank_ended(code, given, said) -> None:
     class ChildFailedError(Exception):
-        failures = (0, 1)
-
-        def get_first_failure(self):
-            return 1, SimpleNamespace(pid=5, exitcode=code)
+        failures = {
+            rank: SimpleNamespace(
+                pid=rank + 4, exitcode=code, timestamp=2 - rank, error_file_data={"message": "-"}
+            )
+            for rank in range(2)
+        }
 
     ended = launcher._ended(ChildFailedError())
     assert ended is not None and ended[0] == given and ended[1].startswith(said)

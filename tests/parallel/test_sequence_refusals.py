@@ -107,7 +107,7 @@ PADDED = torch.where(torch.arange(TOKENS) < 10, ONES, 0)
         (BATCH, 3, "16 tokens do not divide .* pad_to_multiple_of=3"),
         (BATCH | {"attention_mask": ONES.tril() * 0 + ONES.triu()}, 2, "padding on the left"),
         (BATCH | {"attention_mask": PADDED}, 2, r"labels\[attention_mask == 0\] = -100"),
-        (PACKED | {"attention_mask": ONES}, 2, "begin anew .* at token 6, .* leave attention_mask"),
+        (PACKED | {"attention_mask": ONES}, 2, "restart .* at token 6, .* leave attention_mask"),
         (BATCH | {"attention_mask": ONES[:, None, None]}, 2, r"attention_mask of shape \[2, 1"),
         (BATCH | {"position_ids": ONES.expand(3, ROWS, TOKENS)}, 2, r"position_ids of shape \[3"),
     ],

@@ -103,7 +103,7 @@ def json_object(path: AnyPath) -> dict[str, Any]:
             raise ValueError("no JSON object")
     except ValueError as error:
         raise CheckpointError(
-            f"{path} is no JSON object ({error}); mend or remove it, then convert again"
+            f"{path} is no JSON object ({error}); fix or remove it, then convert again"
         ) from error
     return content
 

@@ -316,8 +316,8 @@ def _attend(
             )
     if documents.packed and core == sparse.NAME:
         raise KernelError(
-            f"{sparse.NAME} does not know packed sequences (position_ids that begin anew); use "
-            "dense attention for them, or one sequence a row"
+            f"{sparse.NAME} does not know packed sequences (position_ids that restart within a "
+            "row); use dense attention for them, or one sequence a row"
         )
     _under_way.read = True
     dim = SequenceParallel.numbered(documents.number).dim

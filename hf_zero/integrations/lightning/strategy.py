@@ -415,7 +415,7 @@ class StrategyMethods:
                 raise CheckpointError(
                     f"{checkpoint_path} is a file of whole weights, which training under ZeRO does "
                     "not resume from; pass the folder that ZeroStrategy "
-                    "saved, or read the weights with load_from_checkpoint and start anew"
+                    "saved, or read the weights with load_from_checkpoint and train from them"
                 )
             return super().load_checkpoint(checkpoint_path, weights_only)  # type: ignore[misc]
         _, state = self.engine.load_checkpoint(

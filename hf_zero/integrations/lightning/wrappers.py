@@ -141,8 +141,7 @@ def find_whole_ones(original: Callable[..., Any]) -> Callable[..., Any]:
             raise CheckpointError(
                 f"none of the checkpoints in {parent} is whole "
                 f"({', '.join(sorted(Path(path).name for path in found))} neither); "
-                "restore one, or start "
-                "anew without ckpt_path"
+                "restore one, or start from scratch without ckpt_path"
             )
         return whole
 

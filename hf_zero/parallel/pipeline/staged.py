@@ -95,8 +95,8 @@ class StagedModule(nn.Module):
         """Split a micro-batch into the inputs of the first stage and the labels of the loss."""
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise ConfigError(
-                f"a micro-batch of a pipeline is (inputs, labels), not a {type(batch).__name__}; "
-                "collate it so, or pass a function to engine.set_batch_fn"
+                f"a micro-batch of a pipeline is (inputs, labels), not of type "
+                f"{type(batch).__name__}; collate it so, or pass a function to engine.set_batch_fn"
             )
         return batch[0], batch[1]
 

@@ -171,7 +171,7 @@ def _check_packing(mask: torch.Tensor, positions: torch.Tensor) -> None:
     if bool(begins.any()):
         token = int(begins.any(dim=0).nonzero()[0]) + 1
         raise ConfigError(
-            f"a batch has position_ids that begin anew or skip some at token {token}, and an "
+            f"a batch has position_ids that restart or skip some at token {token}, and an "
             f"attention_mask: one process attends across that token, and under {KEY} what stands "
             "before it is another sequence; leave attention_mask out where sequences are packed, "
             "or position_ids where each row is one"

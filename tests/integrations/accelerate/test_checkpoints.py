@@ -129,7 +129,7 @@ def test_if_none_is_whole(saved: tuple[Path, list[float]]) -> None:
         tear("half a shard", saved[0] / "checkpoints" / f"checkpoint_{number}")
     with pytest.raises(
         CheckpointError,
-        match=r"none of the 3 checkpoint\(s\) is whole \(checkpoint_2: .*cut short.*start anew",
+        match=r"none of the 3 checkpoint\(s\) is whole \(checkpoint_2: .*cut short.*from scratch",
     ):
         Loop(saved[0]).accelerator.load_state()
 

@@ -98,7 +98,7 @@ def test_if_none_is_whole_the_run_does_not_start_anew(tmp_path: Path, heard: lis
     with pytest.raises(
         CheckpointError,
         match=r"none of the checkpoints in .* is whole \(last.ckpt neither\); "
-        r"restore one, or start anew",
+        r"restore one, or start from scratch",
     ):
         fit(tmp_path, 3, "last")
     assert sum("is skipped" in text for text in heard) == 3

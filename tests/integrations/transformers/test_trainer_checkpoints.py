@@ -125,7 +125,7 @@ def test_if_none_is_whole_all_are_named(whole: Any, tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError,
         match=r"none of the 4 checkpoint\(s\) is whole \(checkpoint-4: .*cut "
-        r"short.*checkpoint-1: .*start anew",
+        r"short.*checkpoint-1: .*start from scratch",
     ):
         run.train(resume_from_checkpoint=True)
 
