@@ -23,6 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    HfArgumentParser,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -58,6 +59,20 @@ DEFAULTS: dict[str, Any] = {
     "use_cpu": not torch.accelerator.is_available(),
     "bf16": torch.accelerator.is_available(),
 }
+
+
+def parse_arguments(parser: HfArgumentParser) -> tuple[Any, ...]:
+    """The dataclasses of ``parser``, from the command line and the file of TRL's ``--config``. Exit
+    with one line if an argument is unknown: the parsers raise a ValueError.
+    """
+    parse = getattr(parser, "parse_args_and_config", parser.parse_args_into_dataclasses)
+    *found, unknown = parse(return_remaining_strings=True)
+    if unknown:
+        words = " ".join(unknown)
+        parser.exit(
+            2, f"{parser.prog}: unrecognized arguments: {words}; --help lists all of them\n"
+        )
+    return tuple(found)
 
 
 def load_data(

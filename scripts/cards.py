@@ -35,11 +35,11 @@ ROWS = ROOT / "scripts" / "bench" / "results" / "recipes-2026-11-24.jsonl"
 OUTPUT = {"gpt2": "--save", "hello-bert": "--checkpoint_dir"}  # others: --output_dir
 DATA = {  # others: Python's language reference
     "cifar10": "drawn pictures",
-    "dpo": "made pairs",
-    "grpo": "made prompts",
-    "translation": "made phrases",
+    "dpo": "generated pairs",
+    "grpo": "generated prompts",
+    "translation": "generated phrases",
     "vit": "drawn pictures",
-    "whisper": "made tones",
+    "whisper": "generated tones",
 }
 TOLERANCES = {"peak_bytes": 0.2, "bytes": 0.01, "loss": 0.1, "result": 0.1}  # of the figure
 RATES = 0.03  # accuracy and other parts of one, absolute

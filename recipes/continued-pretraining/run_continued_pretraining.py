@@ -15,7 +15,7 @@ from typing import Any
 from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from starting import DEFAULTS, Measured, load_causal, load_data, paragraphs
+from starting import DEFAULTS, Measured, load_causal, load_data, paragraphs, parse_arguments
 
 
 def texts() -> list[dict[str, Any]]:
@@ -30,7 +30,7 @@ def main() -> None:
         packing_strategy="wrapped",  # every row is full; texts follow each other after </s>
         warmup_steps=5, lr_scheduler_type="cosine",
     )  # fmt: skip
-    data, names, args = parser.parse_args_and_config()
+    data, names, args = parse_arguments(parser)
     splits = (data.dataset_train_split, data.dataset_test_split)
     train, test = load_data(data.dataset_name, data.dataset_config, texts, splits)
     model, tokenizer = load_causal(names.model_name_or_path)

@@ -14,7 +14,7 @@ from typing import Any
 from trl import DPOConfig, DPOTrainer, ModelConfig, ScriptArguments, TrlParser, get_peft_config
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from starting import DEFAULTS, Measured, load_causal, load_data, paragraphs
+from starting import DEFAULTS, Measured, load_causal, load_data, paragraphs, parse_arguments
 
 
 def preferences() -> list[dict[str, Any]]:
@@ -35,7 +35,7 @@ def main() -> None:
         **DEFAULTS, output_dir="runs/dpo", learning_rate=1e-4, max_length=160,
         lora_target_modules=["all-linear"],
     )  # fmt: skip
-    data, names, args = parser.parse_args_and_config()
+    data, names, args = parse_arguments(parser)
     splits = (data.dataset_train_split, data.dataset_test_split)
     train, test = load_data(data.dataset_name, data.dataset_config, preferences, splits)
     model, tokenizer = load_causal(names.model_name_or_path)

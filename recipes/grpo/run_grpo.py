@@ -18,7 +18,7 @@ import trl.rewards
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser, get_peft_config
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from starting import DEFAULTS, Measured, load_causal, load_data, paragraphs
+from starting import DEFAULTS, Measured, load_causal, load_data, paragraphs, parse_arguments
 
 
 @dataclass
@@ -47,7 +47,7 @@ def main() -> None:
         output_dir="runs/grpo", learning_rate=3e-3, num_generations=8, max_completion_length=16,
         lora_target_modules=["all-linear"],
     )  # fmt: skip
-    data, names, rewards, args = parser.parse_args_and_config()
+    data, names, rewards, args = parse_arguments(parser)
     reward = getattr(trl.rewards, rewards.reward, small_letters)
     splits = (data.dataset_train_split, data.dataset_test_split)
     train, test = load_data(data.dataset_name, data.dataset_config, questions, splits)

@@ -1,6 +1,6 @@
-"""Train a Llama on sequences that grow, and see what a rank needs for them: whole ones on each
-rank, or parts of the same ones on all ranks (ParallelismConfig's sp_size). Plot the most memory of
-a pass over the length.
+"""Train a Llama on sequences that grow, and measure the memory of a rank: with whole ones on each
+rank, or with parts of the same ones on all ranks (ParallelismConfig's sp_size). Plot the peak of a
+forward and backward over the length.
 
     accelerate launch --config_file whole.yaml run_long_context.py
     accelerate launch --config_file split.yaml run_long_context.py
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,6 +30,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from plot import line_plot
 
 BYTES = 128  # of the text, where no tokenizer reads it
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler prints its starts and stops
 
 
 def parse() -> argparse.Namespace:
@@ -165,10 +167,11 @@ def report(rows: list[dict[str, Any]], folder: Path) -> None:
     rows = [each for each in former if each["config"] != rows[0]["config"]] + rows
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     curves: dict[str, list[tuple[float, float]]] = {}
+    print(f"{'':32}{'tokens':>8}{'peak':>14}{'loss':>9}")
     for row in rows:
         curves.setdefault(row["config"], []).append((row["length"], row["peak_mib"]))
         print(f"{row['config']:32}{row['length']:8}{row['peak_mib']:10.1f} MiB{row['loss']:9.3f}")
-    title = "What a pass adds to a rank's memory"
+    title = "Peak memory that a forward and backward adds on a rank"
     line_plot(folder / "memory_over_length.svg", curves, title, "tokens of a sequence", "MiB")
     print(f"rows and plot: {folder}")
 

@@ -122,7 +122,7 @@ def main() -> None:
         if step % every == 0 or step == args.max_train_steps:
             loss = float(engine.eval_batch(iter(evaluated), num_micro_batches=len(evaluated)))
             found.append({"config": name, "step": step, "loss": loss, "parameters_of_rank": kept})
-            deepspeed.log_dist(str(found[-1]), ranks=[0])
+            deepspeed.log_dist(f"{name}: step {step}, held-out loss {loss:.3f}", ranks=[0])
         if step < args.max_train_steps:
             engine.train_batch(data)
     if deepspeed.comm.get_rank() == 0:

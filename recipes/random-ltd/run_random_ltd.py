@@ -36,7 +36,7 @@ def main() -> None:
         lambda: small_gpt2(args, args.seq_length),
         batch_of,
         {"input_ids": held_out, "labels": held_out},
-        f"A GPT-2 of {args.num_layers} layers, and one whose middle layers read a part of the text",
+        f"A GPT-2 of {args.num_layers} layers, on all tokens and with random-LTD",
         ("samples", "seconds"),
     )
 

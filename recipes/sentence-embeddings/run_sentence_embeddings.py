@@ -22,7 +22,15 @@ from sentence_transformers.sentence_transformer.modules import Pooling, Transfor
 from transformers import BertConfig, BertModel, HfArgumentParser
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from starting import DEFAULTS, Measured, Start, byte_tokenizer, load_data, paragraphs
+from starting import (
+    DEFAULTS,
+    Measured,
+    Start,
+    byte_tokenizer,
+    load_data,
+    paragraphs,
+    parse_arguments,
+)
 
 
 def windows() -> list[dict[str, Any]]:
@@ -55,7 +63,7 @@ def main() -> None:
         **DEFAULTS | {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 16},
         output_dir="runs/sentence-embeddings", learning_rate=1e-3,
     )  # fmt: skip
-    given, args = parser.parse_args_into_dataclasses()
+    given, args = parse_arguments(parser)
     train, test = load_data(given.dataset_name, given.dataset_config, windows)
     model = load_model(given.model_name_or_path, args)
     curves = {"eval_loss": "held-out loss", "loss": "training loss"}

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from starting import DEFAULTS, Measured, load_causal, load_data, paragraphs
+from starting import DEFAULTS, Measured, load_causal, load_data, paragraphs, parse_arguments
 
 
 def answers() -> list[dict[str, Any]]:
@@ -35,7 +35,7 @@ def main() -> None:
         **DEFAULTS, output_dir="runs/sft-lora", learning_rate=5e-3, max_length=192,
         use_peft=True, lora_target_modules=["all-linear"],
     )  # fmt: skip
-    data, names, args = parser.parse_args_and_config()
+    data, names, args = parse_arguments(parser)
     splits = (data.dataset_train_split, data.dataset_test_split)
     train, test = load_data(data.dataset_name, data.dataset_config, answers, splits)
     if names.load_in_4bit:

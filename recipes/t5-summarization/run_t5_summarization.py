@@ -25,7 +25,15 @@ from transformers import (
 )
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from starting import DEFAULTS, Measured, Start, byte_tokenizer, load_data, paragraphs
+from starting import (
+    DEFAULTS,
+    Measured,
+    Start,
+    byte_tokenizer,
+    load_data,
+    paragraphs,
+    parse_arguments,
+)
 
 
 @dataclass
@@ -62,7 +70,7 @@ def main() -> None:
         # the model's loss is a mean over its own rank's tokens, which the Trainer would multiply
         average_tokens_across_devices=False,
     )  # fmt: skip
-    given, args = parser.parse_args_into_dataclasses()
+    given, args = parse_arguments(parser)
     data = load_data(given.dataset_name, given.dataset_config, titles)
     model, tokenizer = load_model(given.model_name_or_path)
 

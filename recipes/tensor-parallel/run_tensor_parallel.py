@@ -76,7 +76,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     kept = sum(p.numel() for p in model.parameters() if p.dim() > 1)
-    name = f"{groups}x{tensor}"
+    name = f"data {groups} x tensor {tensor}"
     found, step = [], 0
 
     def evaluate() -> None:
@@ -87,8 +87,9 @@ def main() -> None:
         model.train()
         row = {"config": name, "step": step, "loss": loss, "parameters_of_layers": kept}
         found.append(row)
-        accelerator.print(row)
+        accelerator.print(f"{name}: step {step}, held-out loss {loss:.3f}")
 
+    accelerator.print(f"{name}: a rank holds {kept:,} parameters of matrices")
     evaluate()
     every = max(1, args.max_train_steps // args.evaluations)
     while step < args.max_train_steps:
@@ -102,9 +103,8 @@ def main() -> None:
             if step == args.max_train_steps:
                 break
     if accelerator.is_main_process:
-        report_beside(
-            args.output_dir, name, found, "A Llama on groups x ranks that share its layers"
-        )
+        title = "A small Llama: degrees of data parallelism x tensor parallelism"
+        report_beside(args.output_dir, name, found, title)
     accelerator.end_training()
 
 

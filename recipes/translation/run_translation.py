@@ -162,7 +162,12 @@ def main() -> None:
         # the model's loss is a mean over its own rank's tokens, which the Trainer would multiply
         average_tokens_across_devices=False,
     )  # fmt: skip
-    data, shape, args = parser.parse_args_into_dataclasses()
+    data, shape, args, unknown = parser.parse_args_into_dataclasses(return_remaining_strings=True)
+    if unknown:
+        words = " ".join(unknown)
+        parser.exit(
+            2, f"{parser.prog}: unrecognized arguments: {words}; --help lists all of them\n"
+        )
     if args.resume_from_checkpoint == "latest":
         args.resume_from_checkpoint = get_last_checkpoint(args.output_dir)
     args.eval_on_start = args.resume_from_checkpoint is None

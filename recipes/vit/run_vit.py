@@ -25,7 +25,7 @@ from transformers import (
 )
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from starting import DEFAULTS, Measured, Start, load_data
+from starting import DEFAULTS, Measured, Start, load_data, parse_arguments
 
 KINDS, SIDE = 10, 32
 Rows = list[dict[str, Any]]
@@ -73,7 +73,7 @@ def main() -> None:
         **DEFAULTS | {"per_device_train_batch_size": 32, "max_steps": 100},
         output_dir="runs/vit", learning_rate=2e-3, remove_unused_columns=False,
     )  # fmt: skip
-    given, args = parser.parse_args_into_dataclasses()
+    given, args = parse_arguments(parser)
     train, test = load_data(given.dataset_name, given.dataset_config, drawn, ("train", "test"))
     kinds = train.features[given.label_column]
     model = load_model(given.model_name_or_path, getattr(kinds, "names", [*map(str, range(KINDS))]))

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from starting import DEFAULTS, Measured, Start, byte_tokenizer, load_data
+from starting import DEFAULTS, Measured, Start, byte_tokenizer, load_data, parse_arguments
 
 RATE = 16_000  # samples a second
 LOW, HIGH = (697, 770, 852, 941), (1209, 1336, 1477)  # Hz, of a telephone's keys
@@ -83,7 +83,7 @@ def main() -> None:
         # the model's loss is a mean over its own rank's tokens, which the Trainer would multiply
         average_tokens_across_devices=False,
     )  # fmt: skip
-    given, args = parser.parse_args_into_dataclasses()
+    given, args = parse_arguments(parser)
     data = load_data(given.dataset_name, given.dataset_config, dialled)
     if given.dataset_name:  # else the samples are RATE a second as they are
         audio = datasets.Audio(sampling_rate=RATE)

@@ -274,7 +274,9 @@ def test_ranks_that_share_layers_learn_as_those_that_share_batches(tmp_path: Pat
             tmp_path,
             tmp_path / f"{name}.txt",
         )
-        file = tmp_path / f"rows-{'1x2' if name == 'tensor' else '2x1'}.jsonl"
+        file = (
+            tmp_path / f"rows-data-{'1-x-tensor-2' if name == 'tensor' else '2-x-tensor-1'}.jsonl"
+        )
         rows[name] = [json.loads(line) for line in file.read_text().splitlines()]
     shared, alone = rows["tensor"], rows["data"]
     assert shared[0]["loss"] == pytest.approx(alone[0]["loss"], rel=1e-5)

@@ -103,6 +103,17 @@ def test_the_script_takes_the_words_of_its_card(
 
 
 @every
+def test_an_unknown_argument_is_named_in_one_line(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needed(recipe)
+    monkeypatch.setattr(sys, "argv", ["run.py", "--learning_rte", "1"])
+    with pytest.raises(SystemExit, match="2"):
+        module_of(script_of(recipe)).main()
+    assert "unrecognized arguments: --learning_rte 1" in capsys.readouterr().err.splitlines()[-1]
+
+
+@every
 def test_the_figures_of_the_card_are_those_of_its_run(
     recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

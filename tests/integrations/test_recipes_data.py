@@ -190,6 +190,15 @@ def test_evaluation_puts_nothing_of_the_host_among_what_is_on_the_device(
     assert engine.calls == 2
 
 
+def test_an_unknown_argument_of_translation_is_named_in_one_line(
+    translation: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["run.py", "--learning_rte", "1"])
+    with pytest.raises(SystemExit, match="2"):
+        translation.main()
+    assert "unrecognized arguments: --learning_rte 1" in capsys.readouterr().err.splitlines()[-1]
+
+
 LOADERS = {
     "bert-mlm": "load_texts",
     "cifar10": "load_images",
