@@ -38,10 +38,12 @@ def parser_of(description: str, configs: Sequence[Path], **amount: int) -> argpa
         "--local_rank", type=int, default=-1, help="passed by launchers that do not set LOCAL_RANK"
     )
     for unit, number in amount.items():
-        parser.add_argument(f"--{unit}", type=int, default=number, help="that each run trains on")
+        parser.add_argument(f"--{unit}", type=int, default=number, help=f"{unit} of each run")
     parser.add_argument("--num_layers", type=int, default=2)
     parser.add_argument("--hidden_size", type=int, default=64)
-    parser.add_argument("--evaluations", type=int, default=16, help="of each run, evenly apart")
+    parser.add_argument(
+        "--evaluations", type=int, default=16, help="of each run, at equal distances"
+    )
     parser.add_argument("--output_dir", type=Path, default=Path("runs") / configs[0].parent.name)
     parser.add_argument("--seed", type=int, default=0)
     return parser

@@ -1,12 +1,12 @@
-"""Run `run_elastic.py` under torchrun on «hosts» of this machine that are killed and come back:
-with checkpoints in the memory of hosts, and with saves on disk only; plot both losses over wall
-time.
+"""Run `run_elastic.py` under torchrun on «hosts» of this machine that are killed and return: once
+with checkpoints in the memory of the hosts, and once with saves on disk only. Plot both losses over
+wall time.
 
     python hosts.py --kill 70:1 130:2 190:0
 
-A host is a network namespace with an agent of torchrun in it, a bridge joins them, and one more
-holds the rendezvous store, which no kill ends. That takes root and the command `ip`; without them
-hosts are names on 127.0.0.1. What this script does not know is passed on.
+A host is a network namespace with a torchrun agent in it. A bridge joins the hosts, and one more
+namespace, which is never killed, holds the rendezvous store. This needs root and the command `ip`;
+without them, hosts are names on 127.0.0.1. Options that this script does not know are passed on.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Train a small GPT-2 on however many hosts there are, and go on after a restart from the newest
-state that the memory of the hosts or the disk has.
+"""Train a small GPT-2 on any number of hosts, and resume after a restart from the newest state in
+the memory of the hosts or on disk.
 
     python hosts.py
     torchrun --nnodes 1:4 --nproc_per_node 1 --max_restarts 100 --rdzv_backend c10d \\
         --rdzv_endpoint STORE:29400 --rdzv_id a-name --rdzv_conf is_host=0 run_elastic.py
 
-`hosts.py` starts this script on hosts of its own making, which it kills.
+`hosts.py` starts this script on hosts that it creates and kills.
 """
 
 from __future__ import annotations

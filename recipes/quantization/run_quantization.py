@@ -87,7 +87,7 @@ def main() -> None:
             found[-1][f"loss_in_{bits}_bits"] = loss
             deepspeed.log_dist(f"{file.stem}, then rounded to {bits} bits: {loss:.3f}", ranks=[0])
     over = ("tokens", "samples", "seconds")
-    finish(found, args, "A small Llama, its weights in fewer and fewer bits", over)
+    finish(found, args, "A small Llama with weights in full precision and in few bits", over)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ in turn, and plot their held-out losses over the seconds that their own steps to
     python two_hosts.py --rate 100
     torchrun --nproc_per_node 2 run_slow_network.py
 
-`two_hosts.py` starts this script on two hosts of its own making, joined by a slow link.
+`two_hosts.py` starts this script on two hosts that it creates and joins by a slow link.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def parse_args() -> argparse.Namespace:
         type=Path,
         nargs="+",
         default=[HERE / name for name in CONFIGS],
-        help="JSON files; the micro-batch is --batch_size, a freeze_step a fifth of the iterations",
+        help="JSON files; --batch_size is the micro-batch, freeze_step a fifth of the iterations",
     )
     parser.add_argument(
         "--local_rank", type=int, default=-1, help="passed by launchers that do not set LOCAL_RANK"
@@ -59,7 +59,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--num_layers", type=int, default=2)
     parser.add_argument("--h_dim", type=int, default=128)
     parser.add_argument("--eval_every", type=int, default=15)
-    parser.add_argument("--link", default="", help="what the plot says of the network")
+    parser.add_argument("--link", default="", help="description of the network for the plot")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/slow-network"))
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()

@@ -48,7 +48,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seq_length", type=int, default=128, help="bytes of a row")
     parser.add_argument("--num_layers", type=int, default=4)
     parser.add_argument("--hidden_size", type=int, default=128)
-    parser.add_argument("--evaluations", type=int, default=10, help="evenly apart")
+    parser.add_argument("--evaluations", type=int, default=10, help="at equal distances")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/tensor-parallel"))
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
