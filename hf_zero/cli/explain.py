@@ -7,9 +7,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Column, Table
 
-from hf_zero.cli.printing import AsJson, print_json, print_table
+from hf_zero.cli.printing import AsJson, entry, print_json
 from hf_zero.config.provenance import shown
 
 if TYPE_CHECKING:
@@ -38,31 +37,44 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Show the configuration as hf-zero reads it: every value that is written or computed, its
-    source, and keys without effect; of two configurations the difference.
+    source, and keys without effect; of two configurations the difference. Exit code 1 if
+    initialize refuses a value.
 
     Example: hf-zero explain recipes/bert-mlm/zero3.yaml --ranks 2
     """
     from hf_zero.config import ZeroConfig
-    from hf_zero.config.explaining import written
+    from hf_zero.config.explaining import REFUSED, written
     from hf_zero.config.resolving import BATCH
+    from hf_zero.optim.build import refused
 
-    rows = ZeroConfig.coerce(file, allow_auto=True).explain(ranks)
+    rows = ZeroConfig.coerce(file, allow_auto=True).explain(ranks, refused)
     if other is not None:
-        others = ZeroConfig.coerce(other, allow_auto=True).explain(ranks)
+        others = ZeroConfig.coerce(other, allow_auto=True).explain(ranks, refused)
         _compare(file, rows, other, others, as_json)
         return
     asked = BATCH if ranks is not None else ()
     shown = rows if every else written(rows, *asked)
+    wrong = [row.key for row in rows if row.note.startswith(REFUSED)]
     if as_json:
         print_json([row._asdict() for row in shown])
-        return
-    table = _table(file, "value", "source", "note")
-    for row in shown:
-        source = row.source.removeprefix(f"config file {file}: ")
-        table.add_row(row.key, _text(row.value), source, row.note)
-    print_table(table)
-    if len(shown) < len(rows):
-        print(f"{len(rows) - len(shown)} more keys have their defaults: --all shows them")
+    else:
+        print(file, *(_line(row, file) for row in shown), sep="\n")
+        if len(shown) < len(rows):
+            print(f"{len(rows) - len(shown)} more keys have their defaults: --all shows them")
+        if wrong:
+            print(f"initialize refuses {', '.join(wrong)}")
+    if wrong:
+        raise typer.Exit(1)
+
+
+def _line(row: ExplainRow, file: str) -> str:
+    """Return key and value, and below them the note, and the source unless it is the same key of
+    ``file``.
+    """
+    source = row.source.removeprefix(f"config file {file}: ")
+    return entry(
+        f"{row.key} = {_text(row.value)}", row.note, "" if source == row.key else f"({source})"
+    )
 
 
 def _compare(
@@ -74,18 +86,11 @@ def _compare(
     if as_json:
         print_json([{"key": key, file: first.get(key), other: second.get(key)} for key in keys])
         return
-    table = _table("", file, other)
     for key in keys:
-        table.add_row(key, _text(first.get(key)), _text(second.get(key)))
-    print_table(table)
+        both = ((file, first), (other, second))
+        print(entry(key, *(f"{name}: {_text(values.get(key))}" for name, values in both)))
     if not keys:
         print(f"{file} and {other} mean the same")
-
-
-def _table(title: str, *columns: str) -> Table:
-    """Return a table whose keys and values are folded where they are too long, never cut."""
-    folded = [Column(name, overflow="fold") for name in ("key", *columns)]
-    return Table(*folded, title=title)
 
 
 def _text(value: Any) -> str:

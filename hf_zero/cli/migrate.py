@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import difflib
-import shutil
 from collections import Counter
 from pathlib import Path
-from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hf_zero.cli.printing import AsJson, print_json
+from hf_zero.cli.printing import AsJson, entry, print_json
 from hf_zero.config.provenance import shown
 
 if TYPE_CHECKING:
     from hf_zero.config.migrating import KeyFinding
 
 INDENT = 12  # columns of an outcome
-VALUE = 60  # letters of a value at most
+VALUE = 200  # letters of a value at most
 
 File = Annotated[
     str,
@@ -73,17 +71,10 @@ def migrate(file: File, out: Out = None, as_json: AsJson = False) -> None:
 
 
 def _line(found: KeyFinding) -> str:
-    """Return the finding as lines of the terminal's width, with whole keys and the note below."""
     value = "" if found.value is None else shown(found.value)
     value = value if len(value) <= VALUE else f"{value[: VALUE - 3]}..."
-    lines = [f"{found.key} = {value}" if value else found.key or "(the whole file)", found.note]
-    wrap = TextWrapper(
-        max(40, shutil.get_terminal_size((200, 24)).columns - INDENT),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    parts = [part for line in lines for part in wrap.wrap(line)]
-    return f"{found.outcome:{INDENT}}" + f"\n{'':{INDENT}}".join(parts)
+    head = f"{found.key} = {value}" if value else found.key or "(the whole file)"
+    return entry(head, found.note, label=found.outcome, indent=INDENT)
 
 
 def _difference(before: str, after: str, file: str, out: Path | None) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+from textwrap import TextWrapper
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +15,7 @@ from rich.table import Table
 
 from hf_zero.logging import in_units
 
-__all__ = ["AsJson", "in_units", "print_json", "print_table"]
+__all__ = ["AsJson", "entry", "in_units", "print_json", "print_table"]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -22,6 +23,23 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def print_json(value: Any) -> None:
     """Print one JSON document on stdout. Values of types unknown to JSON become strings."""
     print(json.dumps(value, indent=2, default=str))
+
+
+def entry(head: str, *notes: str, label: str = "", indent: int = 4) -> str:
+    """Return ``head`` with ``notes`` below it, as lines of the terminal's width, or of 200 columns
+    in a pipe. No word is broken. ``label`` stands before the head, in the ``indent`` columns of the
+    notes.
+    """
+    wrap = TextWrapper(
+        max(40, shutil.get_terminal_size((200, 24)).columns),
+        initial_indent=f"{label:{indent}}" if label else "",
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    lines = wrap.wrap(head)
+    wrap.initial_indent = " " * indent
+    return "\n".join([*lines, *(line for note in notes for line in wrap.wrap(note))])
 
 
 def print_table(table: Table) -> None:

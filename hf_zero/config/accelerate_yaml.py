@@ -104,13 +104,18 @@ ACCELERATE_KEYS: dict[str, Key] = {
     )
 }
 
+# names at the top of the YAML, and those in its section
+TOP = [path for path in ACCELERATE_KEYS if "." not in path]
+_OWN = [path.partition(".")[2] for path in ACCELERATE_KEYS if path.startswith(f"{_SECTION}.")]
+INSIDE = [*TRANSLATED, *PASSED_ON, *_OWN]
+
 # Sections of the YAML that configure another engine or another kind of training.
 _FOREIGN = {
     "fsdp_config": "FSDP",
     "megatron_lm_config": "Megatron-LM",
     "fp8_config": "fp8 training",
 }
-_MARKS = ("deepspeed_config", "distributed_type", "compute_environment")
+_MARKS = ("deepspeed_config", "distributed_type", "compute_environment", "fsdp_config")
 
 
 def is_accelerate(mapping: Mapping[str, Any]) -> bool:
@@ -120,7 +125,12 @@ def is_accelerate(mapping: Mapping[str, Any]) -> bool:
 
 def kind_of(mapping: Mapping[str, Any]) -> str:
     """Return the ``distributed_type`` of an Accelerate configuration, such as FSDP."""
-    return str(mapping.get("distributed_type", "DEEPSPEED")).rpartition(".")[2].upper()
+    written = mapping.get("distributed_type")
+    if written is None:
+        return "FSDP" if "fsdp_config" in mapping and _SECTION not in mapping else "DEEPSPEED"
+    if written is False:  # YAML parses a bare NO as false
+        return "NO"
+    return str(written).rpartition(".")[2].upper()
 
 
 def read_accelerate(mapping: Mapping[str, Any], label: str) -> ConfigReading:
@@ -159,7 +169,8 @@ def read_accelerate(mapping: Mapping[str, Any], label: str) -> ConfigReading:
     parallel = mapping.get("parallelism_config") or {}
     sequence = parallel.get(_SEQUENCE, 1)
     for name, size in parallel.items():
-        if isinstance(size, int) and size > 1 and name != _SEQUENCE:
+        is_size = str(name).endswith("_size") and isinstance(size, int) and size > 1
+        if is_size and name != _SEQUENCE:
             if name.endswith(("dp_shard_size", "dp_replicate_size")) and sequence > 1:
                 continue  # the values that Accelerate derives from them are recomputed
             said = (
@@ -192,26 +203,24 @@ def read_accelerate(mapping: Mapping[str, Any], label: str) -> ConfigReading:
 
 
 def _unknown(name: str, key: Any, label: str) -> ConfigError:
-    siblings = [known for known in ACCELERATE_KEYS if "." not in known]
     inside = closest(name, TRANSLATED) or closest(name, KEYS)
-    if inside and not closest(name, siblings):
+    if inside and not closest(name, TOP):
         return ConfigError(
             f"{label}: unknown key {key!r} beside Accelerate's own; put {inside[0]!r} under "
             f"{_SECTION}, or into the file that "
             f"{_SECTION}.deepspeed_config_file names"
         )
-    return ConfigError(f"{label}: unknown key {key!r}{did_you_mean(name, siblings)}")
+    return ConfigError(f"{label}: unknown key {key!r}{did_you_mean(name, TOP)}")
 
 
 def _read_section(section: Mapping[str, Any], reading: ConfigReading, label: str) -> None:
-    own = [path.partition(".")[2] for path in ACCELERATE_KEYS if path.startswith(f"{_SECTION}.")]
     for name in section:
-        if name not in TRANSLATED and name not in own and name not in PASSED_ON:
-            hint = did_you_mean(str(name), [*TRANSLATED, *PASSED_ON, *own])
+        if name not in INSIDE:
+            hint = did_you_mean(str(name), INSIDE)
             reading.mistakes.append(
                 ConfigError(f"{label}: unknown key {f'{_SECTION}.{name}'!r}{hint}")
             )
-    for name in own:
+    for name in _OWN:
         if name in section:
             reading.put(
                 f"{_SECTION}.{name}", section[name], f"{_SECTION}.{name}", label, ACCELERATE_KEYS

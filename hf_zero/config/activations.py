@@ -156,11 +156,13 @@ ACTIVATIONS = under(
         "partition_activations",
         BOOLEAN,
         "hf-zero does not divide saved activations among tensor-parallel ranks",
+        bool,
     ),
     inert(
         "contiguous_memory_optimization",
         BOOLEAN,
         "hf-zero reserves no buffer; set PYTORCH_ALLOC_CONF=expandable_segments:True to "
         "avoid fragmentation",
+        bool,
     ),
 )

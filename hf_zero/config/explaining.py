@@ -5,18 +5,19 @@ rank 0's log.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS
 from hf_zero.config.keys import KEYS
 from hf_zero.config.provenance import SourcedDict, flattened, is_written
 from hf_zero.config.reading import AUTO, ConfigReading
-from hf_zero.config.refusals import idle_params, refusals
+from hf_zero.config.refusals import Check, idle_params, refusals
 from hf_zero.config.rows import Status
 from hf_zero.config.sections import SECRETS
 
 Unset = Literal["omit", "default"]
+REFUSED = "initialize refuses it: "  # beginning of a note
 
 
 class ExplainRow(NamedTuple):
@@ -75,28 +76,30 @@ def sources(reading: ConfigReading) -> dict[str, str]:
     } | reading.sources
 
 
-def explain(reading: ConfigReading) -> list[ExplainRow]:
-    """Return a row for each active key and for each other key that was written."""
+def explain(reading: ConfigReading, check: Check = refusals) -> list[ExplainRow]:
+    """Return a row for each active key and for each other key that was written. ``check`` returns,
+    by key, why ``initialize`` refuses values.
+    """
     rows = []
-    refused = refusals(reading.values)
+    given = {
+        path: value | _autos_in(path, reading) if isinstance(value, dict) else value
+        for path, value in reading.values.items()
+    }
+    refused = check(given)
     value: Any
     for path, key in {**KEYS, **ACCELERATE_KEYS, **KEYS}.items():  # equal names mean the former
         if path in reading.autos:
             value, note = AUTO, "to be filled in by Accelerate or the Trainer"
         elif path in reading.values or (_acts(path) and not key.idle(reading.values)):
-            value, note = reading.values.get(path, key.default), key.note
-            if isinstance(value, dict):
-                value = value | _autos_in(path, reading.autos)
+            value, note = given.get(path, key.default), key.note
             if path in refused:
-                note = f"initialize refuses it: {refused[path]}"
-            elif path == "optimizer.params" and (idle := _idle_params(reading.values)):
+                note = f"{REFUSED}{refused[path]}"
+            elif idle := _idle_params(path, given) or key.why_idle(given, reading.autos):
                 note = f"no effect: {idle}"
-            elif key.idle(reading.values):
-                note = f"no effect: {key.idle(reading.values)}"
             elif key.status is Status.INERT:
                 note = f"no effect: {note}"
             elif key.status is Status.NOT_BUILT:
-                note = f"off; {note}: not built in this version"
+                note = key.off_note
         else:
             continue
         if path in SECRETS and value is not None:
@@ -112,18 +115,22 @@ def explain(reading: ConfigReading) -> list[ExplainRow]:
     return rows
 
 
-def _autos_in(section: str, autos: Collection[str]) -> dict[str, str]:
-    """Return the members of ``section`` that are still "auto", as they were written."""
+def _autos_in(section: str, reading: ConfigReading) -> dict[str, str]:
+    """Return the members of ``section`` that are still "auto", in the order of the file."""
     return {
         path.removeprefix(f"{section}."): AUTO
-        for path in sorted(autos)
-        if path.startswith(f"{section}.")
+        for path in reading.sources
+        if path in reading.autos and path.startswith(f"{section}.")
     }
 
 
-def _idle_params(values: Mapping[str, Any]) -> str:
-    """Return the parameters of a one-bit optimizer that have no effect, with the reasons."""
-    idle = idle_params(values.get("optimizer.type"), values.get("optimizer.params") or {})
+def _idle_params(path: str, values: Mapping[str, Any]) -> str:
+    """Return the parameters of a one-bit optimizer that have no effect, with the reasons, if
+    ``path`` is theirs.
+    """
+    if path != "optimizer.params":
+        return ""
+    idle = idle_params(values.get("optimizer.type"), values.get(path) or {})
     return "; ".join(f"{name}: {why}" for name, why in idle.items())
 
 

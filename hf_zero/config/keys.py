@@ -164,8 +164,8 @@ _OPTIMIZER = (
     inert(
         "zero_allow_untested_optimizer",
         BOOLEAN,
-        "Accelerate always sets this key, so it does not show that you have checked the "
-        "optimizer; use elementwise_optimizers",
+        "hf-zero knows which classes update each element by itself; name a class of your own in "
+        "elementwise_optimizers",
     ),
     inert(
         "zero_force_ds_cpu_optimizer",

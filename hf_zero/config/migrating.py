@@ -7,24 +7,25 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
 from hf_zero.config.accelerate_yaml import (
     ACCELERATE_KEYS,
-    PASSED_ON,
+    INSIDE,
+    TOP,
     TRANSLATED,
     is_accelerate,
     kind_of,
     read_accelerate,
 )
-from hf_zero.config.keys import KEYS, SECTIONS
+from hf_zero.config.keys import ALIASES, KEYS, SECTIONS
 from hf_zero.config.provenance import shown
 from hf_zero.config.reading import AUTO, ConfigReading, canonical, misspelt
-from hf_zero.config.refusals import idle_params, refusals
+from hf_zero.config.refusals import Check, idle_params, refusals
 from hf_zero.config.rows import Status
-from hf_zero.config.spelling import MISSPELT, closest, is_comment
+from hf_zero.config.spelling import MISSPELT, closest, did_you_mean, is_comment
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.errors import ConfigError, HfZeroError, NotBuiltError
 
@@ -55,16 +56,23 @@ class Migration(NamedTuple):
         return all(found.outcome != "to fix" for found in self.findings)
 
 
-Check = Callable[[Mapping[str, Any]], Mapping[str, str]]
-
-
 def migrate(
     before: Mapping[str, Any], source: str = "config dict", check: Check = refusals
 ) -> Migration:
     """Translate a configuration: DeepSpeed's JSON, or Accelerate's YAML for DeepSpeed, FSDP 1,
     FSDP 2 or DDP. Keys without effect and keys unknown here are left out. ``source`` names the
     file in notes; ``check`` returns, by key, why ``initialize`` refuses the values of the result.
+
+    Raises:
+        ConfigError: no key is one of DeepSpeed, Accelerate or hf-zero.
     """
+    known = {*TOP, *(path.partition(".")[0] for path in (*KEYS, *ALIASES))}
+    if not any("." in str(name) or closest(str(name), known, least=MISSPELT) for name in before):
+        some = ", ".join(map(repr, [*before][:3])) + (", …" if len(before) > 3 else "")
+        raise ConfigError(
+            f"{source}: {f'none of its keys ({some}) is' if before else 'it has no key'} of "
+            "DeepSpeed, Accelerate or hf-zero; pass a DeepSpeed JSON or an Accelerate YAML"
+        )
     findings: list[KeyFinding] = []
     translate = _accelerate if is_accelerate(before) else _deepspeed
     after = translate(before, findings, source)
@@ -113,10 +121,9 @@ def _settle(
 def _idle(found: KeyFinding, values: Mapping[str, Any], autos: Collection[str]) -> str:
     """Return the reason why a key that is taken has no effect beside ``values``, or ""."""
     key = KEYS.get(_path(found.key))
-    if key is None or key.changes_nothing(found.value):
+    if key is None or found.value in (None, AUTO):
         return ""
-    why = key.idle(values)
-    return "" if any(auto in why for auto in autos) else why
+    return key.why_idle(values, autos)
 
 
 def _mark(findings: list[KeyFinding], outcomes: Mapping[str, tuple[Outcome, str]]) -> None:
@@ -245,15 +252,17 @@ def _dialect(
         elif reading.mistakes:
             bare = _unquoted(written, value)
             if bare is None:
-                findings.append(_mistaken(written, value, reading, path, source))
+                lost = misspelt(written)
+                findings.append(_mistaken(written, value, reading, path, source, lost))
             else:
                 kept[name] = bare
                 findings.append(
                     KeyFinding(written, value, "translated", f"{shown(bare)}, without quotes")
                 )
         elif key is not None and key.status is not Status.ACTIVE:
-            off = "off; not built here: " if key.status is Status.NOT_BUILT else ""
-            findings.append(KeyFinding(written, value, "no effect", off + key.note))
+            why = key.note if key.status is Status.INERT else key.off_note
+            outcome: Outcome = "left out" if key.asks(value) else "no effect"
+            findings.append(KeyFinding(written, value, outcome, why))
         else:
             findings.append(KeyFinding(written, value, "taken"))
             kept[name] = value
@@ -275,24 +284,32 @@ def _unquoted(written: str, value: Any) -> Any:
 
 
 def _mistaken(
-    written: str, value: Any, reading: ConfigReading, path: str, source: str
+    written: str, value: Any, reading: ConfigReading, path: str, source: str, lost: bool
 ) -> KeyFinding:
     """Return the finding of a key that hf-zero refuses: to fix if it is known, built, has an
-    effect, and has a wrong value.
+    effect, and has a wrong value, or if it is unknown and its effect would be ``lost``.
     """
     error = reading.mistakes[0]
     active = path in KEYS and KEYS[path].status is Status.ACTIVE
     wrong = (active or path in ACCELERATE_KEYS) and path not in reading.values
-    fix = (wrong and not isinstance(error, NotBuiltError)) or _misspelt(written)
+    fix = (wrong and not isinstance(error, NotBuiltError)) or lost
     return KeyFinding(written, value, "to fix" if fix else "left out", _said(error, source))
 
 
-def _misspelt(written: str) -> bool:
-    """Return whether an unknown key may be meant for a known one: the run would lose its effect."""
+def _lost(written: str) -> bool:
+    """Return whether an unknown key of an Accelerate file may be meant for a known one, or belongs
+    elsewhere: the run would lose its effect.
+    """
+    if written in ACCELERATE_KEYS:
+        return False
     name = written.removeprefix("deepspeed_config.")
+    path = canonical(name)
+    acts = path in SECTIONS or (path in KEYS and KEYS[path].status is Status.ACTIVE)
     if name != written:
-        return name not in KEYS and bool(closest(name, (*TRANSLATED, *PASSED_ON), least=MISSPELT))
-    return written not in ACCELERATE_KEYS and misspelt(written)
+        if name in INSIDE:
+            return False
+        return acts or (path not in KEYS and bool(closest(name, INSIDE, least=MISSPELT)))
+    return acts or name in INSIDE or misspelt(name) or bool(closest(name, TOP, least=MISSPELT))
 
 
 def _said(error: HfZeroError, source: str) -> str:
@@ -307,7 +324,7 @@ def _said(error: HfZeroError, source: str) -> str:
     said = re.sub(r",? (and|or) remove the key or write .*|; remove the key or write .*", "", said)
     return re.sub(
         r"^.*? asks for (.*), which this version of hf-zero does not provide",
-        r"not built here: \1",
+        r"hf-zero does not provide \1",
         said,
         flags=re.DOTALL,
     )
@@ -336,7 +353,33 @@ _STRATEGIES = {
     **dict.fromkeys(("HYBRID_SHARD_ZERO2", "_HYBRID_SHARD_ZERO2", "5"), (2, True)),
     **dict.fromkeys(("NO_SHARD", "3"), (0, False)),
 }
-_DDP = ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU")
+_DDP = (
+    *("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_NPU", "MULTI_XPU", "MULTI_MLU", "MULTI_SDAA"),
+    *("MULTI_MUSA", "MULTI_HPU", "MULTI_NEURON"),
+)
+_KINDS = ("DEEPSPEED", "FSDP", *_DDP)
+# the other keys of Accelerate's FSDP configuration; the first five are true or false
+_SWITCHES = (
+    *("offload_params", "cpu_offload", "activation_checkpointing"),
+    *("activation_checkpointing_offload", "cpu_ram_efficient_loading"),
+)
+_FSDP_NAMES = (
+    *(*_WITHOUT_EFFECT, *_SWITCHES),
+    *("sharding_strategy", "reshard_after_forward", "state_dict_type", "ignored_modules"),
+)
+_STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
+_SIZES = {
+    "dp_replicate_size": "there is one copy of the shards",
+    "dp_shard_size": "the remaining ranks share the shards",
+    "tp_size": "no weight is divided among ranks",
+    "sp_size": "no sequence is divided among ranks",
+    "cp_size": "no sequence is divided among ranks",
+}
+_PARALLELISM = (
+    *_SIZES,
+    *("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length"),
+    *("sp_seq_length_is_variable", "sp_attn_implementation"),
+)
 
 
 def _accelerate(
@@ -367,6 +410,10 @@ def _accelerate(
             kept = _parallelism(value, section, findings)
             if kept:
                 after[name] = kept
+        elif name == "distributed_type" and kind not in _KINDS:
+            found = closest(kind, _KINDS)
+            note = f"did you mean {found[0]}?" if found else "write DEEPSPEED to train with ZeRO"
+            findings.append(KeyFinding(name, value, "to fix", f"hf-zero does not know it; {note}"))
         elif name == "distributed_type" and kind in ("FSDP", *_DDP):
             after[name] = "DEEPSPEED"
             findings.append(
@@ -430,7 +477,7 @@ def _judge(
         findings.append(KeyFinding(written, value, "left out", "a comment"))
     elif reading.mistakes:
         path = written if written == name else TRANSLATED.get(name, name)
-        findings.append(_mistaken(written, value, reading, path, source))
+        findings.append(_mistaken(written, value, reading, path, source, _lost(written)))
     elif written in ACCELERATE_KEYS and value in (None, {}, ""):
         findings.append(KeyFinding(written, value, "no effect", "it is empty"))
     elif written != name and key is not None and key.status is Status.INERT:
@@ -452,15 +499,17 @@ def _fsdp(
     section["zero_stage"] = stage
     if not given:
         findings.append(KeyFinding("fsdp_config", None, "translated", "zero_stage: 3, as in FSDP"))
-    for name, value in values.items():
-        key = f"fsdp_config.fsdp_{name}"
+    for full, value in written.items():
+        key, name = f"fsdp_config.{full}", str(full).removeprefix("fsdp_")
         added: dict[str, Any] = {}
         note = _WITHOUT_EFFECT.get(name)
+        if name not in _FSDP_NAMES:
+            findings.append(_unknown_below("fsdp_config", full, value, "fsdp_", _FSDP_NAMES))
+            continue
         if name in given[1:]:
             note = "fsdp_sharding_strategy says it"
-        elif name in given and strategy not in _STRATEGIES:
-            note = f"{shown(value)} is not a strategy of FSDP; write FULL_SHARD, for instance"
-            findings.append(KeyFinding(key, value, "to fix", note))
+        elif wrong := _wrong_in_fsdp(name, value):
+            findings.append(KeyFinding(key, value, "to fix", f"{shown(value)} is {wrong}"))
             continue
         elif name in given:
             added = {"zero_stage": stage} | (
@@ -477,11 +526,49 @@ def _fsdp(
             findings.append(KeyFinding(key, value, "no effect", note))
 
 
+def _unknown_below(
+    section: str, name: Any, value: Any, prefix: str, known: Collection[str]
+) -> KeyFinding:
+    """Return the finding of an unknown key of ``section``, whose ``known`` keys have ``prefix``: to
+    fix if it resembles one of them.
+    """
+    if is_comment(str(name)):
+        return KeyFinding(f"{section}.{name}", value, "left out", "a comment")
+    meant = closest(str(name).removeprefix(prefix), known, least=MISSPELT)
+    names = " or ".join(f"'{prefix}{each}'" for each in meant)
+    note = f"did you mean {names}?" if meant else "not known here"
+    return KeyFinding(f"{section}.{name}", value, "to fix" if meant else "left out", note)
+
+
+def _wrong_in_fsdp(name: str, value: Any) -> str:
+    """Return the end of a message about a value that FSDP's key ``name`` does not take, or ""."""
+    word = str(value).upper()
+    if name in ("sharding_strategy", "reshard_after_forward") and word not in _STRATEGIES:
+        strategies = [each for each in _STRATEGIES if "SHARD" in each]
+        meant = closest(word, strategies, limit=1)
+        hint = f"did you mean {meant[0]}?" if meant else "write FULL_SHARD, for instance"
+        return f"not a strategy of FSDP; {hint}"
+    if name == "state_dict_type" and word not in (*_STATE_DICTS, "1", "2", "3", "NONE"):
+        hint = did_you_mean(word, _STATE_DICTS)
+        return f"not a type of state dict{hint}"
+    if name in _SWITCHES and _truth(value) is None:
+        return "neither true nor false; write one of them"
+    return ""
+
+
+def _truth(value: Any) -> bool | None:
+    """Return the truth value that Accelerate reads from ``value``, or None."""
+    word = str(value).lower()
+    if word in ("y", "yes", "t", "true", "on", "1"):
+        return True
+    return False if word in ("n", "no", "f", "false", "off", "0", "none") else None
+
+
 def _switched(name: str, value: Any, stage: int) -> tuple[dict[str, Any], str | None]:
     """Return the keys for ``value`` of FSDP's key ``name``, and the reason if there are none; no
     reason: hf-zero has no such choice.
     """
-    on = str(value).lower() == "true"
+    on = bool(_truth(value))
     match name:
         case "offload_params" | "cpu_offload":
             both = {"offload_optimizer_device": "cpu", "offload_param_device": "cpu"}
@@ -497,7 +584,7 @@ def _switched(name: str, value: Any, stage: int) -> tuple[dict[str, Any], str | 
             init = {"zero3_init_flag": on}
             return init if stage == 3 else {}, "only stage 3 loads into shards"
         case "state_dict_type":
-            whole = str(value).upper().startswith("FULL") and stage == 3
+            whole = str(value).upper() in ("FULL_STATE_DICT", "1") and stage == 3
             saved = {"zero3_save_16bit_model": True}
             return (
                 saved if whole else {},
@@ -526,22 +613,28 @@ def _parallelism(
     written: Mapping[str, Any], section: dict[str, Any], findings: list[KeyFinding]
 ) -> dict[str, Any]:
     """Translate the sizes of ``parallelism_config``; return those that Accelerate is to keep."""
-    kept: dict[str, Any] = {}
-    for name, size in written.items():
-        key = f"parallelism_config.{name}"
-        match str(name).removeprefix("parallelism_config_") if size not in (None, 1) else "":
-            case "dp_replicate_size":
-                _add({"replicate_size": size}, key, size, section, findings)
-            case "tp_size":
-                _add({"tensor_parallel": {"autotp_size": size}}, key, size, section, findings)
-            case "sp_size":
-                kept[name] = size
-                findings.append(KeyFinding(key, size, "taken"))
-            case "cp_size":
-                note = f"write parallelism_config_sp_size: {size}, which splits sequences by heads"
-                findings.append(KeyFinding(key, size, "left out", note))
-            case _:
-                findings.append(KeyFinding(key, size, "no effect", "other ranks share the data"))
+    prefix, kept = "parallelism_config_", dict[str, Any]()
+    values = {str(name).removeprefix(prefix): value for name, value in written.items()}
+    for full, value in written.items():
+        key, name = f"parallelism_config.{full}", str(full).removeprefix(prefix)
+        of_size = f"{name.partition('_')[0]}_size"  # dp_shard_size and dp_replicate_size are sizes
+        if name not in _PARALLELISM:
+            found = _unknown_below("parallelism_config", full, value, prefix, _PARALLELISM)
+            findings.append(found)
+        elif name in _SIZES and (value in (None, 1) or name == "dp_shard_size"):
+            findings.append(KeyFinding(key, value, "no effect", _SIZES[name]))
+        elif name == "dp_replicate_size":
+            _add({"replicate_size": value}, key, value, section, findings)
+        elif name == "tp_size":
+            _add({"tensor_parallel": {"autotp_size": value}}, key, value, section, findings)
+        elif name == "cp_size":
+            note = f"write {prefix}sp_size: {value}, which splits sequences by heads"
+            findings.append(KeyFinding(key, value, "left out", note))
+        elif of_size == "sp_size" and values.get("sp_size") not in (None, 1):
+            kept[str(full)] = value
+            findings.append(KeyFinding(key, value, "taken"))
+        else:
+            findings.append(KeyFinding(key, value, "no effect", _SIZES[of_size]))
     return kept
 
 

@@ -191,15 +191,16 @@ class ConfigReading:
                 self.autos.add(f"{path}.{name}")
                 self.sources[f"{path}.{name}"] = f"{source}.{name}"
                 del converted[name]
-        if key.asks(converted) and self.foreign and key.instead:
+        asks = key.status is Status.NOT_BUILT and key.asks(converted)
+        if asks and self.foreign and key.instead:
             _warn(f"{label}: {written} has no effect: {key.instead}")
             return
-        if key.asks(converted):
+        if asks:
             feature, _, advice = key.note.partition("; ")
             raise NotBuiltError(
                 f"{label}: {written} = {shown(value, label)} asks for {feature}, which this "
                 "version of hf-zero does not provide; "
-                f"{advice + ', and ' if advice else ''}remove the key or write {key.off}"
+                f"{advice + '; ' if advice else ''}remove the key or write {key.off}"
             )
         if path in self.values and self.values[path] != converted:
             raise ConfigError(

@@ -13,6 +13,9 @@ from hf_zero.config.sections import OPTIMIZERS, SCHEDULERS
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError, NotBuiltError
 
+# from all values by path: the reasons, by key, why `initialize` refuses them
+Check = Callable[[Mapping[str, Any]], Mapping[str, str]]
+
 _BUILT = {"optimizer": OPTIMIZERS, "scheduler": SCHEDULERS}
 _WHOLE = (
     "is not built into hf-zero: its update needs whole matrices, or kernels of its own; use "

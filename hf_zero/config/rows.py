@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -38,12 +38,12 @@ class Key:
     """One row: ``path`` as in the JSON, ``field`` as in ZeroConfig (empty if it has none).
 
     ``note``: what an active key sets, why an inert one has no effect, or the feature that is not
-    built. ``asks``: whether a value asks for that feature; ``off``: the value to write to disable
-    it. ``members``: the keys of a section that is accepted or refused as a whole; None accepts any.
-    ``idle``: the reason, from all values by path, why an active key has no effect, or "". ``unit``:
-    what a number counts. ``since``: the version that introduced the key. ``instead``: the fallback
-    for a file written for DeepSpeed that asks for an unbuilt feature; without it such a file is
-    refused.
+    built. ``asks``: whether a value asks for a feature that hf-zero lacks; ``off``: the value to
+    write to disable it. ``members``: the keys of a section that is accepted or refused as a whole;
+    None accepts any. ``idle``: the reason, from all values by path, why an active key has no
+    effect, or "". ``unit``: what a number counts. ``since``: the version that introduced the key.
+    ``instead``: the fallback for a file written for DeepSpeed that asks for an unbuilt feature;
+    without it such a file is refused.
     """
 
     path: str
@@ -65,6 +65,16 @@ class Key:
         infinite ``steps_per_print``.
         """
         return self.status is not Status.ACTIVE or value in (self.default, None, "auto", math.inf)
+
+    def why_idle(self, values: Mapping[str, Any], autos: Collection[str]) -> str:
+        """Return the reason from ``idle``, unless it is the value of a key that is still "auto"."""
+        why = self.idle(values)
+        return "" if any(auto in why for auto in autos) else why
+
+    @property
+    def off_note(self) -> str:
+        """What to say of a feature that is not built, where the value disables it."""
+        return f"it is off; hf-zero does not provide {self.note.partition('; ')[0]}"
 
 
 def key(
@@ -154,9 +164,11 @@ def spellings(settings: type) -> dict[str, str]:
     return found
 
 
-def inert(path: str, kind: Kind, why: str) -> Key:
-    """Declare a key without effect here; ``why`` is the reason."""
-    return Key(path, kind, Status.INERT, why)
+def inert(path: str, kind: Kind, why: str, asks: Callable[[Any], bool] = _never) -> Key:
+    """Declare a key without effect here; ``why`` is the reason. ``asks``: whether a value asks for
+    a feature that hf-zero lacks, which changes memory or speed at most.
+    """
+    return Key(path, kind, Status.INERT, why, asks=asks)
 
 
 def unbuilt(path: str, kind: Kind, feature: str, *off: Any, instead: str = "") -> Key:

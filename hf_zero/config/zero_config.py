@@ -22,6 +22,7 @@ from hf_zero.config.keys import ANSWERS, KEYS
 from hf_zero.config.offload import OffloadOptimizer, OffloadParam
 from hf_zero.config.provenance import SourcedDict
 from hf_zero.config.reading import ConfigReading
+from hf_zero.config.refusals import Check, refusals
 from hf_zero.config.rows import section, sections_of
 from hf_zero.config.sections import LaunchSection, OptimizerConfig, SchedulerConfig
 from hf_zero.config.settings import Settings
@@ -235,23 +236,27 @@ class ZeroConfig(Settings):
         """
         return explaining.as_dialect(self._reading, unset)
 
-    def explain(self, ranks: int | None = None) -> list[ExplainRow]:
+    def explain(self, ranks: int | None = None, check: Check = refusals) -> list[ExplainRow]:
         """Return a row (key, value, source, note) for each active key and for each other written
         key; with ``ranks`` as :meth:`resolve` computes it, where values that are "auto" stay so,
-        and with them the batch sizes that follow from one.
+        and with them the batch sizes that follow from one. ``check`` returns, by key, why
+        ``initialize`` refuses values; :func:`hf_zero.optim.build.refused` also checks parameters of
+        the optimizer and the scheduler.
         """
-        rows = explaining.explain(self._reading)
         if ranks is None:
-            return rows
+            return explaining.explain(self._reading, check)
         reading = self._copy()
-        still = set(reading.autos)
-        for path in still:
+        autos = {path: of for path, of in reading.sources.items() if path in reading.autos}
+        for path in autos:
             reading.discard(path)
         resolving.resolve(reading, _checked(ranks), require_batch_size=False, training=True)
-        if not still.isdisjoint(resolving.BATCH):
-            still.update(resolving.BATCH)
-        kept = {row.key: row for row in rows if row.key in still}
-        return [kept.get(row.key, row) for row in explaining.explain(reading)]
+        reading.autos |= autos.keys()
+        reading.sources |= autos
+        rows = explaining.explain(reading, check)
+        if autos.keys().isdisjoint(resolving.BATCH):
+            return rows
+        kept = {row.key: row for row in self.explain(None, check) if row.key in resolving.BATCH}
+        return [kept.get(row.key, row) for row in rows]
 
     def describe(self) -> str:
         """Return the rows of :meth:`explain` as aligned text, for a log."""

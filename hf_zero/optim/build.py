@@ -9,7 +9,7 @@ PyTorch's own default of 0.01 applies only with ``torch_adam: true``).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -143,7 +143,12 @@ def canonical_name(kind: str) -> str:
     return _ALIASES.get(name, name)
 
 
-def _resolve(name: str, given: Mapping[str, Any]) -> tuple[_Class, _Settings]:
+def _resolve(
+    name: str, given: Mapping[str, Any], later: Collection[str] = ()
+) -> tuple[_Class, _Settings]:
+    """Return class and settings for the checked parameters ``given``; of the names ``later`` the
+    values are not known yet.
+    """
     cls = _CLASSES[name]
     accepted = {
         key: p.default
@@ -155,8 +160,9 @@ def _resolve(name: str, given: Mapping[str, Any]) -> tuple[_Class, _Settings]:
     switches = _SWITCHES.get(name, ())
     numbers = _MUON_RATES if cls is Muon else ()
     words = ("ns_method",) if cls is Muon else ()
-    for key, value in given.items():
+    for key in (*given, *later):
         _check_key(name, key, (*accepted, *switches, *numbers, *words))
+    for key, value in given.items():
         kind = 0.0 if key in numbers else False if key in switches else _LIKE.get(key)
         default = accepted.get(key)
         if value is not None or default is not None:
@@ -267,7 +273,9 @@ def schedule_class(name: str) -> Any:
     return SCHEDULES.get(name) or getattr(torch_schedules, name)
 
 
-def _schedule(name: str, params: Mapping[str, Any]) -> tuple[Any, dict[str, inspect.Parameter]]:
+def _schedule(
+    name: str, params: Collection[str], later: Collection[str] = ()
+) -> tuple[Any, dict[str, inspect.Parameter]]:
     """Return the class of a schedule and its parameters by name; raise ConfigError for others."""
     cls = schedule_class(name)
     known = {
@@ -275,7 +283,7 @@ def _schedule(name: str, params: Mapping[str, Any]) -> tuple[Any, dict[str, insp
         for key, p in inspect.signature(cls.__init__).parameters.items()
         if key not in ("self", "optimizer")
     }
-    for key in params:
+    for key in (*params, *later):
         if key not in known:
             raise ConfigError(
                 f"unknown scheduler.params key {key!r} for {name}{did_you_mean(key, known)}"
@@ -328,8 +336,8 @@ def build_scheduler(cfg: SchedulerConfig, optimizer: Any) -> torch_schedules.LRS
 
 def refused(values: Mapping[str, Any]) -> dict[str, str]:
     """Return, by key, the reasons why ``initialize`` refuses ``values``, the values of a
-    configuration by path, parameters of the optimizer and the scheduler included. An ``"auto"`` is
-    not refused.
+    configuration by path, parameters of the optimizer and the scheduler included. The value
+    ``"auto"`` is not refused; its name may be.
     """
     found = refusals(values)
     for section, name_of, check in (
@@ -337,13 +345,14 @@ def refused(values: Mapping[str, Any]) -> dict[str, str]:
         ("scheduler", partial(built_name, "scheduler"), _schedule),
     ):
         params = values.get(f"{section}.params") or {}
-        given = {key: value for key, value in params.items() if value != "auto"}
+        later = [key for key, value in params.items() if value == "auto"]
+        given = {key: value for key, value in params.items() if key not in later}
         try:
             name = name_of(str(values.get(f"{section}.type")))
         except (ConfigError, NotBuiltError):
             continue  # the type is refused
         try:
-            check(name, given)
+            check(name, given, later)
         except (ConfigError, NotBuiltError) as error:
             found[f"{section}.params"] = str(error)
     return found

@@ -324,13 +324,48 @@ def test_explain_shows_values_as_the_file_writes_them(tmp_path: Path) -> None:
     written = {"optimizer": {"type": "Adam", "params": params}, "bf16": {"enabled": True}}
     (tmp_path / "ds.json").write_text(json.dumps(written))
     said = invoke("explain", str(tmp_path / "ds.json"))
-    assert " true " in said and '"Adam"' in said and "True" not in said
+    assert "bf16.enabled = true\n" in said and '"Adam"' in said and "True" not in said
     (row,) = [
         row
         for row in json.loads(invoke("explain", str(tmp_path / "ds.json"), "--json"))
         if row["key"] == "optimizer.params"
     ]
     assert row["value"] == params
+
+
+def test_explain_refuses_parameters_that_a_run_refuses(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    optimizer: dict[str, Any] = {"type": "AdamW", "params": {"lr": "auto", "learning_rate": 1e-3}}
+    scheduler = {"type": "WarmupLR", "params": {"warmup_step": "auto", "warmup_max_lr": "auto"}}
+    file.write_text(json.dumps({"optimizer": optimizer, "scheduler": scheduler}))
+    for more in ([], ["--ranks", "2"]):
+        rows = json.loads(invoke("explain", str(file), "--json", *more, ends_with=1))
+        found = {row["key"]: row for row in rows}
+        assert found["scheduler.params"]["value"] == scheduler["params"]
+        assert list(found["scheduler.params"]["value"]) == list(scheduler["params"])
+        note = found["optimizer.params"]["note"]
+        assert note.startswith("initialize refuses it: unknown optimizer.params key")
+        assert "did you mean 'warmup_num_steps'" in found["scheduler.params"]["note"]
+        said = invoke("explain", str(file), *more, ends_with=1)
+        assert said.endswith("initialize refuses optimizer.params, scheduler.params\n")
+    del optimizer["params"]["learning_rate"]
+    scheduler["params"] = {"warmup_num_steps": "auto"}
+    file.write_text(json.dumps({"optimizer": optimizer, "scheduler": scheduler}))
+    assert "initialize refuses" not in invoke("explain", str(file))
+
+
+def test_explain_calls_no_key_idle_because_of_an_auto(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(
+        json.dumps({"bf16": {"enabled": "auto", "check_grad_overflow": True}})
+    )
+    assert "no effect" not in invoke("explain", str(tmp_path / "ds.json"))
+
+
+def test_explain_names_the_source_of_a_value_from_another_key(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("deepspeed_config: {zero_stage: 2, gradient_clipping: 1.0}")
+    lines = invoke("explain", str(tmp_path / "a.yaml")).splitlines()
+    at = lines.index("zero_optimization.stage = 2")
+    assert lines[at + 2] == "    (deepspeed_config.zero_stage)"
 
 
 def test_explain_shows_how_two_configurations_differ() -> None:
@@ -350,6 +385,13 @@ def test_migrate_refuses_parameters_that_a_run_refuses(tmp_path: Path) -> None:
     found = {row["key"]: row for row in json.loads(shown.output)["findings"]}
     assert "unknown optimizer.params key 'learning_rate'" in found["optimizer.params"]["note"]
     assert "did you mean 'warmup_num_steps'" in found["scheduler.params"]["note"]
+    for section, name in ((optimizer, "learning_rate"), (scheduler, "warmup_step")):
+        section["params"] = {name: "auto"}
+    file.write_text(json.dumps({"optimizer": optimizer, "scheduler": scheduler}))
+    said = invoke("migrate", str(file), ends_with=1)
+    assert (
+        "'learning_rate' for AdamW; write lr" in said and "did you mean 'warmup_num_steps'" in said
+    )
     optimizer["params"] = {"lr": "auto", "betas": [0.9, 0.95]}
     scheduler["params"] = {"warmup_num_steps": "auto"}
     file.write_text(json.dumps({"optimizer": optimizer, "scheduler": scheduler}))
@@ -357,19 +399,20 @@ def test_migrate_refuses_parameters_that_a_run_refuses(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80])
-def test_a_table_is_as_wide_as_columns_says_and_cuts_no_key(
+def test_explain_is_as_wide_as_columns_says_and_breaks_no_key(
     width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
+    key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
     lines = invoke("explain", ZERO3).splitlines()
-    assert max(map(len, lines)) <= width
-    keys = "".join(line.split("│")[1].strip() for line in lines if line.startswith("│"))
-    assert "zero_optimization.stage3_gather_16bit_weights_on_model_save" in keys
+    assert max(map(len, lines)) <= max(width, len(f"{key} ="))
+    assert [line for line in lines if line.startswith(key)]
+    assert key in invoke("explain", "zero1", ZERO3).splitlines()
 
 
 @pytest.mark.parametrize("kind", ["another environ", "a dumb terminal"])
 def test_columns_counts_where_rich_does_not_read_it(
-    kind: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind == "another environ":  # as after `datasets.Dataset.map(num_proc=)`
         monkeypatch.setattr(os, "environ", copy.deepcopy(os.environ))
@@ -377,7 +420,8 @@ def test_columns_counts_where_rich_does_not_read_it(
         monkeypatch.setenv("TERM", "dumb")
         monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "60")
-    assert max(map(len, invoke("explain", ZERO3).splitlines())) == 60
+    table = [line for line in invoke("estimate", model, "--ranks", "2").splitlines() if "│" in line]
+    assert {*map(len, table)} == {60}
 
 
 def test_the_version_and_completion() -> None:

@@ -191,6 +191,119 @@ def test_what_fsdp_has_and_hf_zero_has_not_is_left_out() -> None:
     assert found["unknown"][0] == "left out"
 
 
+def test_every_key_of_fsdp_in_accelerate_is_known() -> None:
+    from accelerate.commands.launch import launch_command_parser
+
+    names = {
+        name.lstrip("-")
+        for action in launch_command_parser()._actions
+        for name in action.option_strings
+        if name.startswith("--fsdp_")
+    }
+    values = {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_reshard_after_forward": "FULL_SHARD"}
+    values["fsdp_state_dict_type"] = "SHARDED_STATE_DICT"
+    migration = migrate(FSDP | {"fsdp_config": {name: values.get(name, True) for name in names}})
+    assert len(names) > 12 and migration.runs
+    assert all(found.outcome != "left out" for found in migration.findings)
+
+
+MISSPELT: dict[str, tuple[dict[str, Any], str]] = {
+    "fsdp_config.fsdp_use_orig_param": (
+        FSDP | {"fsdp_config": {"fsdp_use_orig_param": True}},
+        "did you mean 'fsdp_use_orig_params'?",
+    ),
+    "fsdp_config.shardin_strategy": (
+        FSDP | {"fsdp_config": {"shardin_strategy": "FULL_SHARD"}},
+        "did you mean 'fsdp_sharding_strategy'?",
+    ),
+    "fsdp_config.fsdp_offload_params": (
+        FSDP | {"fsdp_config": {"fsdp_offload_params": "ture"}},
+        "neither true nor false",
+    ),
+    "fsdp_config.fsdp_sharding_strategy": (
+        FSDP | {"fsdp_config": {"fsdp_sharding_strategy": "FULL_SHRAD"}},
+        "did you mean FULL_SHARD?",
+    ),
+    "fsdp_config.fsdp_state_dict_type": (
+        FSDP | {"fsdp_config": {"fsdp_state_dict_type": "FULL"}},
+        "not a type of state dict",
+    ),
+    "parallelism_config.parallelism_config_tp_sise": (
+        FSDP | {"parallelism_config": {"parallelism_config_tp_sise": 2}},
+        "did you mean 'parallelism_config_tp_size'?",
+    ),
+    "num_proceses": (FSDP | {"num_proceses": 2}, "did you mean 'num_processes'?"),
+    "fsdp_confg": (FSDP | {"fsdp_confg": {}}, "did you mean 'fsdp_config'?"),
+    "distributed_type": (FSDP | {"distributed_type": "FSPD"}, "did you mean FSDP?"),
+    "zero_stage": ({"deepspeed_config": {}, "zero_stage": 3}, "put 'zero_stage' under"),
+    "deepspeed_config.zero3_init_flg": (
+        {"deepspeed_config": {"zero_stage": 3, "zero3_init_flg": True}},
+        "did you mean 'zero3_init_flag'?",
+    ),
+}
+
+
+@pytest.mark.parametrize("key", MISSPELT)
+def test_misspelt_keys_and_values_of_accelerate_are_to_fix(key: str) -> None:
+    written, said = MISSPELT[key]
+    migration = migrate(written)
+    outcome, note = outcomes(migration.findings)[key]
+    assert not migration.runs and outcome == "to fix" and said in note
+
+
+@pytest.mark.parametrize(
+    "written", [{"a": 1}, {}, {"learning_rate": 0.1, "num_train_epochs": 3, "x": 1, "y": 2}]
+)
+def test_a_file_without_any_known_key_is_refused(written: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"ds\.json: .* pass a DeepSpeed JSON or an Accel"):
+        migrate(written, "config file ds.json")
+
+
+def test_a_bare_no_in_yaml_is_a_distributed_type() -> None:
+    migration = migrate(yaml.safe_load("distributed_type: NO\nmixed_precision: bf16"))
+    assert migration.runs and migration.after["deepspeed_config"]["zero_stage"] == 0
+
+
+def test_sections_of_fsdp_name_the_kind_of_their_file() -> None:
+    migration = migrate({"fsdp_config": {"sharding_strategy": "SHARD_GRAD_OP"}})
+    assert migration.runs and migration.after["deepspeed_config"]["zero_stage"] == 2
+
+
+def test_settings_beside_a_size_of_sequences_stay_with_it() -> None:
+    for size in (1, 2):
+        section = {"sp_size": size, "sp_backend": "deepspeed", "sp_seq_length": 4096}
+        named = {f"parallelism_config_{name}": value for name, value in section.items()}
+        migration = migrate(FSDP | {"parallelism_config": named})
+        assert migration.runs
+        assert migration.after.get("parallelism_config") == (named if size == 2 else None)
+
+
+def test_file_io_without_files_has_no_effect_at_any_value() -> None:
+    aio = {"block_size": 1048576, "queue_depth": 8, "thread_count": 8}
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    for device, expected in (("cpu", "no effect"), ("nvme", "taken")):
+        zero["offload_optimizer"] = {"device": device, "nvme_path": "/scratch"}
+        found = outcomes(migrate({"zero_optimization": zero, "aio": aio}).findings)
+        assert {found[f"aio.{name}"][0] for name in aio} == {expected}
+
+
+def test_features_of_activations_that_hf_zero_lacks_are_left_out() -> None:
+    for on, expected in ((True, "left out"), (False, "no effect")):
+        written = {"activation_checkpointing": {"partition_activations": on, "blocks": True}}
+        found = outcomes(migrate(written).findings)
+        outcome, note = found["activation_checkpointing.partition_activations"]
+        assert outcome == expected and "tensor-parallel" in note
+        assert ZeroConfig.from_dict(written).activation_checkpointing.blocks is True
+
+
+def test_a_feature_that_is_off_is_named_without_advice() -> None:
+    for on, expected in ((True, "left out"), (False, "no effect")):
+        found = outcomes(migrate({"bf16": {}, "autotuning": {"enabled": on}}).findings)
+        outcome, note = found["autotuning"]
+        assert outcome == expected and "hf-zero does not provide autotuning" in note
+        assert ("--fit" in note) is on
+
+
 def test_sizes_of_a_mesh_are_translated() -> None:
     migration = migrate(
         FSDP
@@ -423,7 +536,7 @@ def test_an_unbuilt_feature_beside_others_is_left_out() -> None:
     migration = migrate({"bf16": {"enabled": True, "bf16_optimizer_states": True}})
     outcome, note = outcomes(migration.findings)["bf16.bf16_optimizer_states"]
     assert migration.runs and migration.after == {"bf16": {"enabled": True}}
-    assert outcome == "left out" and note.startswith("not built here: optimizer states in bf16 on")
+    assert outcome == "left out" and note.startswith("hf-zero does not provide optimizer states")
 
 
 def test_a_narrow_terminal_breaks_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,7 +245,7 @@ REFUSED = """
 
 # -- what is not built
 ! {nebula: {enabled: true}}
-    use checkpoint.async_save, and remove the key or write
+    use checkpoint.async_save; remove the key or write
 ! {tensor_parallel: {preset_model: llama}}
     tensor_parallel.preset_model = ~ does not provide
 ! {hybrid_engine: {enabled: true}}
