@@ -94,7 +94,7 @@ def check(plan: EnginePlan, free: Free | None = None) -> PreflightReport:
         note = "; ".join([*_slower(plan, found), *verdict.notes, *beside])
         return PreflightReport(plan, own, found, verdict, note=note)
     said = "\n".join([refusal(plan, own, verdict, fit(plan, found)), *beside])
-    if os.environ.get(SWITCH, "1").strip() != "0":
+    if os.environ.get(SWITCH, "1").strip().lower() not in {"0", "false", "off", "no"}:
         raise DoesNotFitError(f"{said}\n{SWITCH}=0 in the environment tries it all the same")
     return PreflightReport(plan, own, found, verdict, note="; ".join(verdict.notes), warning=said)
 

@@ -409,20 +409,6 @@ def test_each_error_has_a_section() -> None:
     assert {title for _, title in headings("errors") if title.endswith("Error")} == classes
 
 
-def test_each_variable_has_a_section() -> None:
-    found = set()
-    for path in (*ROOT.glob("hf_zero/**/*.py"), ROOT / "setup.py"):
-        strings = (
-            node.value
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        )
-        found |= {text for text in strings if re.fullmatch(r"HF_ZERO_[A-Z_]+", text)}
-    found |= set(re.findall(r"HF_ZERO_[A-Z_]+", (ROOT / "scripts/environment.sh").read_text()))
-    titles = {title for level, title in headings("environment") if level == 3}
-    assert {title for title in titles if title.startswith("HF_ZERO_")} == found
-
-
 def test_each_command_has_a_section() -> None:
     assert {title for level, title in headings("commands") if level == 2} == {*COMMANDS.commands}
 

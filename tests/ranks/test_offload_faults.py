@@ -199,7 +199,7 @@ def test_a_disk_that_one_rank_cannot_use_is_found_before_anything_changes(
     way, stage, what, tmp_path, monkeypatch
 ):
     """After the look at what is free, which other processes may take meanwhile."""
-    monkeypatch.setenv("HF_ZERO_PREFLIGHT", "0")
+    monkeypatch.setenv("HF_ZERO_PREFLIGHT", "off")
     take = os.posix_fallocate
 
     def full(descriptor, offset, length):
