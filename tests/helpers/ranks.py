@@ -57,6 +57,9 @@ def _parsing_one_at_a_time(*args: Any, **kwargs: Any) -> ast.AST:
         return _parse(*args, **kwargs)
 
 
+if not hasattr(threaded.ThreadLocalWorld, "comms"):  # torch 2.11 asks for it as a group ends
+    threaded.ThreadLocalWorld.comms = property(lambda self: [])
+
 _parse, ast.parse = ast.parse, _parsing_one_at_a_time  # type: ignore[assignment]
 
 LINGER = 60.0  # seconds the others may still run once the first rank has returned

@@ -6,19 +6,24 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import itertools
 import logging
 import pickle
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from hf_zero.integrations import finder, seams
 from hf_zero.integrations.seams import Seam
 from tests.helpers.cells import in_one_item
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @in_one_item(seams.SEAMS, named=lambda seam: seam.target)
@@ -30,6 +35,20 @@ def test_the_signature_is_the_one_that_was_read(seam: Seam) -> None:
 @in_one_item(seams.SEAMS, named=lambda seam: seam.target)
 def test_the_installed_release_is_supported(seam: Seam) -> None:
     assert importlib.metadata.version(seam.package) in SpecifierSet(seam.versions)
+
+
+def test_the_least_release_that_pip_installs_is_supported() -> None:
+    described = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = itertools.chain.from_iterable(described["optional-dependencies"].values())
+    least = {
+        asked.name: next(iter(asked.specifier)).version
+        for asked in map(Requirement, [*described["dependencies"], *extras])
+        if asked.name in finder.WATCHED and asked.specifier
+    }
+    assert {"accelerate", "transformers", "trl", "peft", "lightning"} <= {*least}
+    for seam in seams.SEAMS:
+        package = seam.package.replace("pytorch_", "")  # the same release under another name
+        assert least[package] in SpecifierSet(seam.versions), seam.target
 
 
 @in_one_item(seams.SEAMS, named=lambda seam: seam.target)

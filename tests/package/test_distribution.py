@@ -60,6 +60,34 @@ def test_the_workflows_are_valid_and_cover_each_version_of_python() -> None:
             assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", name) for name in used)
 
 
+@pytest.mark.parametrize(
+    "schema, files",
+    [("github-issue-forms", "ISSUE_TEMPLATE/*.yml"), ("dependabot", "dependabot.yml")],
+)
+def test_forms_of_issues_and_updates_fit_their_schemas(schema: str, files: str) -> None:
+    pytest.importorskip("check_jsonschema")
+    found = sorted((ROOT / ".github").glob(files))
+    assert found
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}"]
+    completed([*command, *found], timeout=300, check=True)
+
+
+def test_each_requirement_has_a_least_version_that_ci_installs() -> None:
+    """The job ``lowest`` resolves the package and these extras to their least versions."""
+    bare = [name for name in PROJECT["project"]["dependencies"] if ">=" not in name]
+    extras = PROJECT["project"]["optional-dependencies"]
+    ci = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["lowest"]
+    (resolved,) = [step["run"] for step in ci["steps"] if "lowest-direct" in step.get("run", "")]
+    chosen = re.findall(r"--extra (\S+)", resolved)
+    bare += [name for extra in chosen for name in extras[extra] if ">=" not in name]
+    assert len(chosen) > 3 and bare == []
+    least = next(
+        Requirement(name) for name in PROJECT["project"]["dependencies"] if name[:5] == "torch"
+    )
+    said = f"torch {least.specifier}".replace(">=", "")
+    assert f"{said} or newer" in (ROOT / "hf_zero/docs/start.md").read_text()
+
+
 def test_the_smoke_of_a_wheel_runs_the_core() -> None:
     pytest.importorskip("hf_zero._cpu")
     command = PROJECT["tool"]["cibuildwheel"]["test-command"].replace("{project}", str(ROOT))

@@ -97,7 +97,7 @@ class TensorAxis:
 
 # Compiled code calls the collectives as opaque operators. CUDA graphs exclude them: events recorded
 # in a capture cannot be queried, and a replay would skip the work on the host.
-UNSAFE = torch.Tag.cudagraph_unsafe
+UNSAFE = (torch.Tag.cudagraph_unsafe,)  # torch 2.11 takes no single tag
 
 
 @torch.library.custom_op("hf_zero::tensor_parallel_sum", mutates_args=(), tags=UNSAFE)
