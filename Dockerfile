@@ -1,5 +1,6 @@
 # hf-zero with its native core, for GPUs of NVIDIA: `docker build -t hf-zero .`, then
-# `docker run --gpus all --ipc host hf-zero hf-zero doctor`.
+# `docker run --gpus all --ipc host hf-zero hf-zero doctor`. The extras of pyproject.toml:
+# `docker build --build-arg EXTRAS=trl,peft,data -t hf-zero .`.
 ARG PYTHON=3.11
 
 FROM python:${PYTHON}-bookworm AS build
@@ -9,6 +10,7 @@ COPY . .
 RUN HF_ZERO_REQUIRE_CORE=1 pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM python:${PYTHON}-slim-bookworm
+ARG EXTRAS=""
 COPY --from=build /wheels /wheels
 # constraints.txt has the versions that the tests run with; torch of the package index is built for CUDA.
 COPY constraints.txt /wheels/
@@ -17,7 +19,8 @@ COPY constraints.txt /wheels/
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/* \
-    && pip install --no-cache-dir --constraint /wheels/constraints.txt /wheels/hf_zero-*.whl \
+    && pip install --no-cache-dir --constraint /wheels/constraints.txt \
+        "hf-zero[${EXTRAS}] @ file://$(echo /wheels/hf_zero-*.whl)" \
     && rm -r /wheels \
     && useradd --create-home --uid 1000 trainer
 USER 1000
