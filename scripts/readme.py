@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import inspect
-import json
 import subprocess
 import sys
 import textwrap
@@ -189,7 +188,7 @@ def keys() -> dict[Path, str]:
 
     return {
         ROOT / "hf_zero/docs/keys.md": f"{KEYS_HEAD}{schema.reference()}\n\n{classes()}\n",
-        ROOT / "hf_zero" / "config" / "schema.json": schema_text(schema.json_schema()),
+        ROOT / "hf_zero" / "config" / "schema.json": schema.text(),
         ROOT / "hf_zero" / "config" / "keywords.py": formatted(schema.keywords()),
     }
 
@@ -233,10 +232,6 @@ def formatted(source: str) -> str:
         )
         source = done.stdout
     return source
-
-
-def schema_text(schema: dict[str, Any]) -> str:
-    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
 
 
 def generated() -> dict[Path, str]:

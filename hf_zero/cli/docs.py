@@ -30,6 +30,7 @@ KEY = re.compile(r"^- \*\*`([^`]+)`\*\*: (.*(?:\n  .*)*)", re.M)  # a row of the
 WHOLE_ROWS = 4  # keys shown whole at most, for a name that ends several
 MENTIONS = 12  # sections listed at most
 ENTRY = re.compile(r"^- \[[^\]]+\]\(([a-z-]+)\.md\): (.+)$", re.M)  # of index.md
+WORD = re.compile(r"\b[A-Za-z]\w*_\w+")  # a name of several words, in text or code
 COMMENT = re.compile(r"^<!-- .* -->\n", re.M)
 
 
@@ -128,7 +129,8 @@ def find(topic: str) -> str:
     shown = _rows(topic, keys) or _mentions(topic, held)
     if shown:
         return shown
-    names = (*(each.title.strip("`") for each in held), *texts, *keys)
+    words = (word for text in texts.values() for word in WORD.findall(text))
+    names = (*words, *(each.title.strip("`") for each in held), *texts, *keys)
     known = {anchor_of(name): name for name in names}  # Offload and offload are one topic
     said = _mean(topic, [*known.values()])
     raise ConfigError(f"no page, heading or key {topic!r} in the documentation{said}")

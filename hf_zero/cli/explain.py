@@ -108,7 +108,4 @@ def schema(
     """
     from hf_zero.config import schema as keys
 
-    if table:
-        typer.echo(keys.table())
-        return
-    print_json(keys.json_schema())
+    print(keys.table() if table else keys.text(), end="\n" if table else "")

@@ -4,13 +4,14 @@ hostfile.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from hf_zero.cli.printing import AsJson, print_json
-from hf_zero.config.launched import LAUNCHED_BY
+from hf_zero.config.launched import LAUNCHED_BY, WRITTEN
 from hf_zero.errors import ConfigError, LaunchError
 from hf_zero.launch.front import carry_out
 from hf_zero.launch.plan import LaunchPlan, Request, plan, refuse_missing
@@ -31,6 +32,15 @@ Preset = Annotated[
 ConfigFile = Annotated[
     Path | None,
     typer.Option(help="Accelerate YAML with the configuration; starts with accelerate launch."),
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="With --preset: a key of the configuration, such as metrics.enabled=true; repeat it "
+        "for several.",
+    ),
 ]
 Precision = Annotated[str | None, typer.Option(help="fp32, bf16 or fp16, with --preset.")]
 Ranks = Annotated[int | None, typer.Option(help="Ranks in total, on this machine.")]
@@ -124,6 +134,7 @@ def launch(
     preset: Preset = None,
     config: ConfigFile = None,
     precision: Precision = None,
+    set_keys: Set = None,
     ranks: Ranks = None,
     num_procs: NumProcs = None,
     num_nodes: NumNodes = None,
@@ -159,6 +170,7 @@ def launch(
             f"{'with --hostfile' if hostfile else 'in place of it'} use --num-procs"
         )
     script, *arguments = command
+    written = _written(set_keys or [], preset)
     procs = ranks if ranks is not None else num_procs
     request = Request(
         script,
@@ -179,7 +191,8 @@ def launch(
         ),
         export=(
             *(export or ()),
-            *_launched_by(preset, config, precision),
+            *_launched_by(preset, config, precision, set_keys or []),
+            *([f"{WRITTEN}={json.dumps(written)}"] if written else []),
         ),
         env_files=tuple(env_file or ()),
         ssh=ssh,
@@ -193,10 +206,50 @@ def launch(
     raise typer.Exit(carry_out(planned))
 
 
-def _launched_by(preset: str | None, config: Path | None, precision: str | None) -> list[str]:
+def _written(pairs: list[str], preset: str | None) -> dict[str, Any]:
+    """Return the sections that the ``KEY=VALUE`` pairs of --set write, checked.
+
+    Raises ConfigError for an unknown key or value, and for a key that accelerate launch passes on
+    itself or that a YAML cannot hold.
+    """
+    from hf_zero.config import PRESETS, ZeroConfig
+    from hf_zero.config.accelerate_yaml import PASSED_ON
+    from hf_zero.config.files import load_yaml
+
+    sections: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or not all(key.split(".")):
+            raise ConfigError(f"--set {pair} is not KEY=VALUE; write --set metrics.enabled=true")
+        *path, name = key.split(".")
+        section = sections
+        for part in path:
+            section = section.setdefault(part, {})
+            if not isinstance(section, dict):
+                raise ConfigError(f"--set {pair} and --set {part}={section} contradict; keep one")
+        section[name] = load_yaml(f"value: {text}", f"--set {key}")["value"]
+    if sections and preset is None:
+        raise ConfigError(
+            f"--set {pairs[0]} goes with --preset; a file of --config has its keys under "
+            "deepspeed_config, and with torchrun the script's configuration has them"
+        )
+    stage = {"zero_optimization": {"stage": PRESETS.get(preset or "", 0)}}
+    ZeroConfig.from_dict({**stage, **sections}, source="--set", allow_auto=True)
+    if others := sorted(sections.keys() - {*PASSED_ON}):
+        raise ConfigError(
+            f"--set {others[0]}: a preset takes keys of other sections ({', '.join(PASSED_ON)}); "
+            "write an Accelerate YAML for --config with this one"
+        )
+    return sections
+
+
+def _launched_by(
+    preset: str | None, config: Path | None, precision: str | None, pairs: list[str]
+) -> list[str]:
     """Return the variable by which ranks know the options that name a configuration."""
     options = {"preset": preset, "config": config, "precision": precision}
     named = "".join(f" --{name} {value}" for name, value in options.items() if value is not None)
+    named += "".join(f" --set {pair}" for pair in pairs)
     return [f"{LAUNCHED_BY}=hf-zero launch{named}"] if named else []
 
 

@@ -6,13 +6,14 @@ import re
 import shutil
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from typer.core import TyperGroup
 
 from hf_zero.cli.printing import AsJson, print_json
 from hf_zero.cli.usage import Command
-from hf_zero.config.spelling import did_you_mean
+from hf_zero.config.spelling import closest, did_you_mean
 from hf_zero.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -24,7 +25,22 @@ IMPORT = re.compile(r"^\s*(?:from|import) (\w+)\b", re.M)
 SCHEMA = "../../hf_zero/config/schema.json"  # as the files of recipes name it
 COPIED_SCHEMA = "schema.json"
 
-recipe = typer.Typer(no_args_is_help=True)
+
+class RecipeGroup(TyperGroup):
+    """The commands of ``hf-zero recipe``; the name of a recipe in their place is answered."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        names = [row.name for row in recipes()[1]]
+        found = [] if args[0] in self.commands else closest(args[0], names, limit=1)
+        if found and not closest(args[0], self.commands):
+            raise ConfigError(
+                f"{args[0]!r} is no command; `hf-zero recipe show {found[0]}` shows that recipe, "
+                f"`hf-zero init {found[0]} FOLDER` copies it"
+            )
+        return super().resolve_command(ctx, args)
+
+
+recipe = typer.Typer(cls=RecipeGroup, no_args_is_help=True)
 
 
 class Recipe(NamedTuple):
@@ -95,7 +111,7 @@ def show_recipe(
     Example: hf-zero recipe show bert-mlm
     """
     source, row = _named(name)
-    files = sorted(path.name for path in (source / name).iterdir() if path.is_file())
+    files = sorted(_contents(source, name))
     if as_json:
         print_json(row._asdict() | {"files": files})
         return
@@ -134,18 +150,31 @@ def init(
     print(f"{folder / 'README.md'} has the commands; run them inside that folder")
 
 
-def _copy(source: Path, name: str, folder: Path) -> None:
-    """Copy the recipe ``name``, and the modules beside the recipes that its scripts import."""
-    shutil.copytree(source / name, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    scripts = list(folder.glob("*.py"))
+def _contents(source: Path, name: str) -> dict[str, Path]:
+    """Return the files of a copy of the recipe ``name``, name -> source: its own, the modules
+    beside the recipes that its scripts import, and the schema that its configurations refer to.
+    """
+    found = {path.name: path for path in (source / name).iterdir() if path.is_file()}
+    scripts = [path for path in found.values() if path.suffix == ".py"]
     for script in scripts:  # grows
         for module in IMPORT.findall(script.read_text()):
-            shared, copy = source / f"{module}.py", folder / f"{module}.py"
-            if shared.is_file() and not copy.exists():
-                shutil.copy(shared, copy)
-                scripts.append(copy)
-    named = [path for path in folder.glob("*.[jy]*") if SCHEMA in path.read_text()]
-    for path in named:  # a path beside it holds on any machine, and editors resolve it
-        path.write_text(path.read_text().replace(SCHEMA, f"./{COPIED_SCHEMA}"))
-    if named:
-        shutil.copy(PACKAGE / "config" / "schema.json", folder / COPIED_SCHEMA)
+            shared = source / f"{module}.py"
+            if shared.is_file() and shared.name not in found:
+                found[shared.name] = shared
+                scripts.append(shared)
+    if any(map(_names_schema, found.values())):
+        found[COPIED_SCHEMA] = PACKAGE / "config" / COPIED_SCHEMA
+    return found
+
+
+def _names_schema(path: Path) -> bool:
+    return path.suffix in (".json", ".yaml") and SCHEMA in path.read_text()
+
+
+def _copy(source: Path, name: str, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    for file, path in _contents(source, name).items():
+        shutil.copy(path, folder / file)
+        if _names_schema(path):  # a path beside it holds on any machine, and editors resolve it
+            text = path.read_text().replace(SCHEMA, f"./{COPIED_SCHEMA}")
+            (folder / file).write_text(text)

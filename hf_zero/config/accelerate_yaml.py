@@ -10,6 +10,7 @@ from typing import Any
 from hf_zero.config.files import load_file
 from hf_zero.config.keys import KEYS
 from hf_zero.config.kinds import ANYTHING, BOOLEAN, PATH, TEXT, Kind
+from hf_zero.config.measures import MONITORS
 from hf_zero.config.provenance import shown
 from hf_zero.config.reading import ConfigReading
 from hf_zero.config.rows import Key, Status, placed
@@ -54,6 +55,7 @@ PASSED_ON = (
     "float8_training",
     "checkpoint",
     "metrics",
+    *MONITORS,
     "trace",
 )
 

@@ -14,6 +14,8 @@ from hf_zero.logging import logger
 
 LAUNCH_FILE = "HF_ZERO_LAUNCH_FILE"  # the configuration file given to accelerate launch
 LAUNCHED_BY = "HF_ZERO_LAUNCHED_BY"  # the command that wrote the options of accelerate launch
+# keys of the launch that Accelerate does not pass on to the ranks, as JSON
+WRITTEN = "HF_ZERO_WRITTEN_KEYS"
 OWN = "hf-zero launch"
 PRECISION = "precision"
 OFFLOAD = ("offload_optimizer", "offload_param")

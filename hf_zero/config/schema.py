@@ -4,6 +4,7 @@ readers.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import fields
 from textwrap import wrap
@@ -23,6 +24,11 @@ _SHORT: dict[str, dict[str, Any]] = {
     "compile": {"enum": [False, "blocks"]},
     "activation_offload": {"type": "boolean"},
 }
+
+
+def text() -> str:
+    """Return :func:`json_schema` as the text of the package's schema.json."""
+    return json.dumps(json_schema(), indent=1, ensure_ascii=False) + "\n"
 
 
 def json_schema() -> dict[str, Any]:

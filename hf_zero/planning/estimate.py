@@ -524,7 +524,9 @@ def _stages(
 def check_stage(stage: Any) -> None:
     """Raise ConfigError unless ``stage`` is one of ZeRO."""
     if stage not in POLICIES:
-        raise ConfigError(f"stage {stage!r} is unknown; choose one of {sorted(POLICIES)}")
+        raise ConfigError(
+            f"stage {stage!r} is unknown; choose one of {', '.join(map(str, sorted(POLICIES)))}"
+        )
 
 
 def _cut(dims: ParallelDims) -> str:
@@ -563,12 +565,29 @@ def open_model(model: Any) -> tuple[str, nn.Module]:
     """
     if isinstance(model, nn.Module):
         return type(model).__name__, model
+    _refuse_missing(model)
     from hf_zero.integrations.transformers.meta_model import build_on_meta
 
     module = build_on_meta(model)
     return os.fspath(model) if isinstance(model, (str, os.PathLike)) else type(
         module
     ).__name__, module
+
+
+def _refuse_missing(model: Any) -> None:
+    """Raise ConfigError for a path at which no model can be, before Transformers is imported."""
+    if not isinstance(model, (str, os.PathLike)):
+        return
+    name = os.fspath(model)
+    path = os.path.expanduser(name)
+    if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "config.json")):
+        raise ConfigError(f"folder {name} has no config.json; pass a model folder")
+    as_path = name[:1] in ("", "/", ".", "~") or name.count("/") > 1 or name.endswith(".json")
+    if as_path and not os.path.exists(path):
+        raise ConfigError(
+            f"there is no file or folder {name!r}; pass a model folder, a config.json, or the name "
+            "of a model on the hub"
+        )
 
 
 def _row(own: EnginePlan) -> StageEstimate:

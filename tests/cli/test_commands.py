@@ -24,6 +24,7 @@ from hf_zero.cli import doctor, launch, main, smoke
 from hf_zero.cli.app import BAD_INPUT, app
 from hf_zero.cli.printing import in_units
 from hf_zero.config import PRESETS, ZeroConfig
+from hf_zero.config.launched import LAUNCHED_BY
 from hf_zero.errors import ConfigError
 from hf_zero.launch.plan import LAUNCHER
 from hf_zero.ops import dispatch, native
@@ -550,6 +551,37 @@ def test_launch_presets_are_read_back_as_their_stage(preset: str) -> None:
     assert (args.training_script, args.training_script_args) == ("train.py", ["--lr", "1"])
 
 
+def test_launch_sets_keys_beside_a_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_zero.integrations.accelerate.plugin import written_keys
+
+    monkeypatch.setattr(os, "execv", lambda program, arguments: None)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    sets = "--set metrics.enabled=true --set metrics.path=runs/a --set csv_monitor.enabled=true"
+    invoke(f"launch --preset zero2 {sets} {__file__}")
+    assert os.environ[LAUNCHED_BY] == f"hf-zero launch --preset zero2 {sets}"
+    assert written_keys() == {
+        "metrics": {"enabled": True, "path": "runs/a"}, "csv_monitor": {"enabled": True},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--set metrics.enabled=true", "goes with --preset"),
+        ("--preset zero2 --set metrics.enabld=true", "did you mean 'metrics.enabled'"),
+        ("--preset zero2 --set metrics.enabled=maybe", "is not true or false"),
+        ("--preset zero2 --set metrics", "--set metrics is not KEY=VALUE"),
+        ("--preset zero2 --set metrics.=1", "is not KEY=VALUE"),
+        ("--preset zero2 --set metrics=1 --set metrics.enabled=true", "contradict; keep one"),
+        ("--preset zero2 --set metrics.enabled=[", "not valid YAML"),
+        ("--preset zero2 --set zero_optimization.overlap_comm=false", "an Accelerate YAML"),
+    ],
+)
+def test_keys_that_launch_does_not_set(options: str, said: str) -> None:
+    refused = CliRunner().invoke(app, ["launch", *options.split(), __file__])
+    assert isinstance(refused.exception, ConfigError) and said in str(refused.exception)
+
+
 def test_launch_refuses_a_file_that_accelerate_does_not_read(tmp_path: Path) -> None:
     file = tmp_path / "zero3.json"
     file.write_text('{"zero_optimization": {"stage": 3}}')
@@ -652,6 +684,8 @@ def test_launch_without_gpus_takes_two_cpu_ranks(monkeypatch: pytest.MonkeyPatch
         ("simulate --params 1e6 --ranks 2 --flops 0", "flops = 0.0 is no rate of a machine"),
         ("simulate --params 1e6 --ranks 3 --replicas 2", "replicate_size = 2"),
         ("explain /no/such.yaml", "/no/such.yaml"),
+        ("estimate /no/such --ranks 2", "there is no file or folder '/no/such'; pass a model"),
+        (f"estimate {ROOT} --ranks 2", "has no config.json; pass a model folder"),
         ("analyze /no/such/data", "/no/such/data does not exist"),
         (f"analyze {ZERO3}", ".yaml is none of .parquet, .json"),
         (f"analyze {ZERO3} --metric seq_len", "did you mean 'seqlen'?"),

@@ -103,3 +103,5 @@ def test_a_misspelt_topic() -> None:
         find("qqqqqqqq")
     with pytest.raises(ConfigError, match="did you mean 'gradient_clipping'"):
         find("gradient_cliping")
+    with pytest.raises(ConfigError, match="did you mean 'learning_rate'"):
+        find("learning_rat")  # of the text, not of a heading

@@ -193,7 +193,7 @@ def test_measured_buffers_of_16_bit_gradients_are_bounded_by_what_is_in_flight()
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"model": "/no/such/model"}, "/no/such/model.*pass one of these"),
+        ({"model": "/no/such/model"}, "/no/such/model.*pass a model folder"),
         ({"model": {"hidden_size": 3}}, "without model_type"),
         ({"model": {"model_type": "no-such-type"}}, "no-such-type"),
         ({"model": 3}, "int 3 describes no model"),

@@ -54,6 +54,7 @@ def test_a_copy_has_all_that_its_scripts_import(name: str, tmp_path: Path) -> No
     folder = tmp_path / "mine"
     said = json.loads(invoke("init", name, str(folder), "--json"))
     assert said["files"] == sorted(path.name for path in folder.iterdir())
+    assert json.loads(invoke("recipe", "show", name, "--json"))["files"] == said["files"]
     for path in folder.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and f"{node.module}.py" in SHARED:
@@ -75,6 +76,9 @@ def test_bad_names_and_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         invoke("init", "bert-mln", str(tmp_path / "mine"))
     with pytest.raises(ConfigError, match=r"unknown recipe 'vitt'; did you mean 'vit'\?"):
         invoke("recipe", "show", "vitt")
+    for name in ("bert-mlm", "bert-mln"):
+        with pytest.raises(ConfigError, match="`hf-zero recipe show bert-mlm` shows that recipe"):
+            invoke("recipe", name)
     with pytest.raises(ConfigError, match="exists; name a folder that does not"):
         invoke("init", "bert-mlm", str(tmp_path))
     (tmp_path / "file").write_text("")

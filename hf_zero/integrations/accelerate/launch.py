@@ -12,13 +12,12 @@ from typing import Any
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.accelerate_yaml import PASSED_ON
-from hf_zero.config.launched import LAUNCH_FILE
+from hf_zero.config.launched import LAUNCH_FILE, WRITTEN
 from hf_zero.distributed.init import init_distributed
 from hf_zero.distributed.rank_hosts import choose_interface
 from hf_zero.distributed.rendezvous import announce
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
-from hf_zero.integrations.accelerate.plugin import WRITTEN
 
 STANDARD = "standard"
 

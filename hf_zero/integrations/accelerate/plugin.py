@@ -17,14 +17,12 @@ from hf_zero.config import PRESETS, ZeroConfig
 from hf_zero.config.accelerate_yaml import is_accelerate
 from hf_zero.config.files import load_file, load_text
 from hf_zero.config.keys import KEYS, OWN_AUTOS
-from hf_zero.config.launched import LAUNCH_FILE, LAUNCHED_BY
+from hf_zero.config.launched import LAUNCH_FILE, LAUNCHED_BY, WRITTEN
 from hf_zero.config.provenance import DICT, SourcedDict, flattened
 from hf_zero.deepspeed.zero_init import forced_config
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.loaders import name_the_size
 
-# keys of the launcher's file that Accelerate does not pass on to the ranks, as JSON
-WRITTEN = "HF_ZERO_WRITTEN_KEYS"
 PRINTS = "steps_per_print"
 
 
@@ -102,8 +100,8 @@ def leave_models_whole(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def written_keys() -> dict[str, Any]:
-    """Return the keys of the launcher's file that ``prepare_ranks`` (launch.py) passed on to this
-    rank.
+    """Return the keys that ``prepare_ranks`` (launch.py), from the launcher's file, or ``hf-zero
+    launch --set`` passed on to this rank.
     """
     return dict(json.loads(os.environ.get(WRITTEN, "{}")))
 
