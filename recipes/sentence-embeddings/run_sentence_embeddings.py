@@ -34,7 +34,7 @@ from starting import (
 
 
 def windows() -> list[dict[str, Any]]:
-    """Two stretches, which overlap, of each paragraph of Python's language reference."""
+    """Two overlapping parts of each paragraph of Python's language reference."""
     long = [text for _, text in paragraphs() if len(text) > 100]
     return [{"anchor": text[:80], "positive": text[20:100]} for text in long]
 
@@ -47,6 +47,7 @@ def load_model(name: str | None, args: Any) -> SentenceTransformer:
     config = BertConfig(
         vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
         intermediate_size=128, max_position_embeddings=128, pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     folder = Path(args.output_dir, "start")
     if args.process_index == 0:
@@ -61,7 +62,7 @@ def main() -> None:
     parser = HfArgumentParser((Start, SentenceTransformerTrainingArguments))
     parser.set_defaults(
         **DEFAULTS | {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 16},
-        output_dir="runs/sentence-embeddings", learning_rate=1e-3,
+        output_dir="runs/sentence-embeddings", learning_rate=1e-3, dataloader_drop_last=True,
     )  # fmt: skip
     given, args = parse_arguments(parser)
     train, test = load_data(given.dataset_name, given.dataset_config, windows)
