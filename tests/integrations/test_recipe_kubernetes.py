@@ -83,8 +83,43 @@ def test_a_manifest_fits_its_schema(kind: str) -> None:
         assert path[-1:] == ("pytorchReplicaSpecs",) or list(check.iter_errors(wrong)), path
 
 
+def test_the_claim_is_one_that_all_pods_can_write_to() -> None:
+    """Its schema is that of a claim in a pod."""
+    jsonschema = pytest.importorskip("jsonschema", reason="pip install jsonschema")
+    job = schema_of("PyTorchJob")["properties"]["spec"]["properties"]["pytorchReplicaSpecs"]
+    pod = job["additionalProperties"]["properties"]["template"]["properties"]["spec"]
+    volume = pod["properties"]["volumes"]["items"]["properties"]["ephemeral"]["properties"]
+    schema = volume["volumeClaimTemplate"]["properties"]["spec"]
+    check, claim = jsonschema.Draft7Validator(schema), DOCUMENTS["PersistentVolumeClaim"]
+    assert not list(check.iter_errors(claim["spec"]))
+    assert list(check.iter_errors({**claim["spec"], "accessMode": []}))
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    for each in pods_of("PyTorchJob") + pods_of("TrainingRuntime"):
+        (volume,) = [volume for volume in each["volumes"] if volume["name"] == "runs"]
+        assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+
+
+def test_the_token_is_that_of_the_secret_in_the_card() -> None:
+    """The user of the image, whom the Dockerfile names, may write to the volumes."""
+    card, dockerfile = (FOLDER / "README.md").read_text(), (ROOT / "Dockerfile").read_text()
+    for each in pods_of("PyTorchJob") + pods_of("TrainingRuntime"):
+        (token,) = [entry for entry in each["containers"][0]["env"] if "valueFrom" in entry]
+        secret = token["valueFrom"]["secretKeyRef"]
+        command = f'secret generic {secret["name"]} --from-literal={secret["key"]}="$HF_TOKEN"'
+        assert token["name"] == "HF_TOKEN" and secret["optional"] and command in card
+        assert f"USER {each['securityContext']['fsGroup']}\n" in dockerfile
+
+
+def pods_of(kind: str) -> list[Any]:
+    spec = DOCUMENTS[kind]["spec"]
+    if kind == "PyTorchJob":
+        return [each["template"]["spec"] for each in spec["pytorchReplicaSpecs"].values()]
+    (node,) = spec["template"]["spec"]["replicatedJobs"]
+    return [node["template"]["spec"]["template"]["spec"]]
+
+
 def written(container: Mapping[str, Any]) -> dict[str, str]:
-    return {each["name"]: each["value"] for each in container["env"]}
+    return {each["name"]: each["value"] for each in container["env"] if "value" in each}
 
 
 def torch_job_pods() -> list[dict[str, str]]:
@@ -195,13 +230,7 @@ def test_hf_zero_launch_does_not_leave_a_pod_alone(
 
 @pytest.mark.parametrize("kind", ["PyTorchJob", "TrainingRuntime"])
 def test_pods_have_time_to_save_and_memory_for_checkpoints(kind: str) -> None:
-    spec = DOCUMENTS[kind]["spec"]
-    if kind == "PyTorchJob":
-        pods = [each["template"]["spec"] for each in spec["pytorchReplicaSpecs"].values()]
-    else:
-        (node,) = spec["template"]["spec"]["replicatedJobs"]
-        pods = [node["template"]["spec"]["template"]["spec"]]
-    for pod in pods:
+    for pod in pods_of(kind):
         (container,) = pod["containers"]
         patience = int(written(container)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
         assert pod["terminationGracePeriodSeconds"] > patience > 30  # the default of both
