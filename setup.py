@@ -1,14 +1,16 @@
-"""What pyproject.toml cannot declare: ``hf_zero.pth`` at the root of site-packages, the recipes as
-``hf_zero/recipes``, the native core ``hf_zero._cpu``, and links of the README that hold where a
-package index shows it; the version is that of the last tag.
+"""The steps of a build that pyproject.toml cannot declare.
 
-The line in the .pth registers hf-zero before a script imports anything, so that ``import
-deepspeed`` works ahead of ``import torch``. An editable install does not carry it; there torch's
-own autoload does the same a little later.
+They write ``hf_zero.pth`` to the root of site-packages, copy the recipes to ``hf_zero/recipes``,
+compile the native core ``hf_zero._cpu``, and make the links of the README absolute for package
+indexes.
 
-The native core needs a C++17 compiler and pybind11's headers, and nothing of torch. Without one the
-installation goes on with a warning, and torch's operations run; HF_ZERO_REQUIRE_CORE=1 makes it
-fail.
+The line in ``hf_zero.pth`` registers hf-zero when Python starts, so that ``import deepspeed`` works
+before ``import torch``. An editable installation has no such file: there, torch registers hf-zero
+through its entry point, at ``import torch``.
+
+The native core needs a C++17 compiler and the headers of pybind11, but nothing of torch. Without a
+compiler the installation continues with a warning, and torch's operations are used instead;
+HF_ZERO_REQUIRE_CORE=1 makes it fail.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ LINE = "import hf_zero._autoload; hf_zero._autoload.register()\n"
 
 
 class BuildWithFiles(build_py):
-    """build_py that also writes the .pth file and copies the recipes, and lists them as its
-    outputs, so that uninstalling removes them.
+    """build_py that also writes the .pth file and copies the recipes. It lists them as its outputs,
+    so that pip removes them with the package.
     """
 
     def run(self) -> None:
@@ -77,8 +79,8 @@ FLAGS = [
     "-Wall",
     "-Wextra",
 ]
-# A file whose name ends so is compiled for that instruction set; the others run on every machine of
-# the platform.
+# Suffixes of files and their instruction sets. Files without a suffix run on every machine of the
+# platform.
 INSTRUCTION_SETS = {
     "_avx2": ["-mavx2", "-mfma", "-mf16c"],
     "_avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"],
@@ -97,8 +99,8 @@ X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 
 def pybind11_headers() -> str:
-    """Of the package, or those that torch brings along where a build without isolation finds no
-    other.
+    """Return the folder of pybind11's headers: of the package, or of torch if a build without
+    isolation does not have it.
     """
     try:
         import pybind11
@@ -112,8 +114,8 @@ def pybind11_headers() -> str:
 
 
 class BuildNative(build_ext):
-    """build_ext that compiles each file for its own instruction set, side by side, and does
-    without a compiler.
+    """build_ext that compiles files in parallel, each for its own instruction set, and only warns
+    if that fails.
     """
 
     def build_extension(self, ext: Extension) -> None:
@@ -129,7 +131,7 @@ class BuildNative(build_ext):
                 extra_postargs=["-pthread", *extra],
                 target_lang="c++",
             )
-        except Exception as error:  # whatever a compiler can fail at: the package works without
+        except Exception as error:  # the package works without the core
             if os.environ.get(REQUIRE_CORE) == "1":
                 raise
             self.warn(
@@ -154,7 +156,7 @@ class BuildNative(build_ext):
 
 
 def sources() -> list[str]:
-    """All files of the native core but those for instruction sets of another platform."""
+    """Return the files of the native core for this platform."""
     found = sorted(glob("kernels/cpu/*.cpp"))
     return [
         path
@@ -163,13 +165,13 @@ def sources() -> list[str]:
     ]
 
 
-# a target of a Markdown link or of an image's tag: what stands before it, and a path here
+# the target of a Markdown link or of the tag of an image: the text before it, and a relative path
 TARGET = re.compile(r'(\]\(|src(?:set)?=")(?!\w+:|#)([^)"]+)')
 
 
 def absolute(text: str, source: str) -> str:
-    """Return Markdown ``text`` with targets in the repository ``source`` in place of its paths:
-    pages of files, and pictures as they are.
+    """Return Markdown ``text`` with addresses in the repository ``source`` in place of relative
+    paths: the page of a file, or the picture itself.
     """
 
     def target(found: re.Match[str]) -> str:
@@ -181,7 +183,7 @@ def absolute(text: str, source: str) -> str:
 
 
 def readme() -> str:
-    """Return the README as a package index shows it. Paths stay where ``[project.urls]`` of
+    """Return the README for a package index. Paths stay relative if ``[project.urls]`` of
     pyproject.toml has no ``Source``.
     """
     text = Path("README.md").read_text(encoding="utf-8")

@@ -13,9 +13,9 @@ ranks the two are then one gather: it ends when all ranks have issued it, and th
 Where waiting blocks the host, the second hop is issued as soon as this rank waits for the
 gather or for a later one, or is about to wait for what other ranks may issue only after they have
 waited for the gather (:meth:`TwoHops.advance`): never by a gather ahead of its time, which would
-wait for ranks that may be waiting for this one. So a wait for a first hop stands where the wait for
-the gather does in the common order of gathers and reductions
-(hf_zero/zero/reduce/reduction_order.py, the note), and no circle comes of it.
+wait for ranks that may be waiting for this one. A wait for a first hop therefore has the place of
+the wait for its gather in the common order of gathers and reductions, which cannot deadlock
+(hf_zero/zero/reduce/reduction_order.py, the note).
 
 The hops over each communicator have the order of the gathers on all ranks.
 """

@@ -3,8 +3,8 @@ each.
 
 ``python -m tests.late.rank_programs MODE [program ...]``, with RANK and so on set. A name says what
 must be found: ``order_…`` collectives in another order, ``interleaved_…`` those of a thread on two
-communicators, ``threads_…`` two threads on a communicator, ``deadlock_…`` a circle of waits,
-``race_…``, and nothing of ``right_…``.
+communicators, ``threads_…`` two threads on a communicator, ``deadlock_…`` ranks that wait
+for each other, ``race_…`` a race, and ``right_…`` nothing.
 """
 
 from __future__ import annotations

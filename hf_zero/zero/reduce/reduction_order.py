@@ -1,10 +1,10 @@
 """The order of reductions, the number of gathers before each of them, and the units that may still
 get gradients on this rank in the backward under way.
 
-[Note: no circle of waits]
+[Note: no deadlock]
 A rank waits for a reduction (on a device: its stream does) when more than a few are in flight, and
-for a gather when it needs the unit. Whatever blocks ranks leave out, this cannot lead to a circle
-of waits while two conditions hold:
+for a gather when it needs the unit. Whichever blocks ranks leave out, this cannot deadlock while
+two conditions hold:
 
 - A rank launches the next reduction as soon as its unit can get no more gradients there
   (:class:`Outstanding`), so it has then waited only for gathers that lead to this unit.
