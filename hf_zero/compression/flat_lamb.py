@@ -15,6 +15,7 @@ from hf_zero.compression.flat_momentum import (
     FLOOR,
     VARIANCE,
     FlatMomentum,
+    grown,
     squares_of,
 )
 from hf_zero.device.pinned import upload
@@ -45,9 +46,6 @@ class FlatLamb(FlatMomentum):
         self.state(FRESH).copy_(self.state(VARIANCE))
         for kept in self._bound.factors.held().values():
             kept.pop(FACTOR, None)
-
-    def _correction(self, group: Mapping[str, Any], step: int) -> float:
-        return super()._correction(group, step) if group["bias_correction"] else 1.0
 
     def _denominators_of(self, group: Mapping[str, Any], variance: Tensor, step: int) -> Tensor:
         """Return sqrt(v) + eps, or sqrt(v + eps), uncorrected: LAMB corrects its step size."""
@@ -95,8 +93,7 @@ class FlatLamb(FlatMomentum):
     def largest(self, made: int) -> Tensor:
         # for uncorrected denominators, whether or not the step size is corrected
         group = self._bound.groups[0]
-        correction = super()._correction(group, int(group[FROZEN_AT]))
-        return super().largest(made) / correction**0.5
+        return super().largest(made) / grown(group, 1, int(group[FROZEN_AT])) ** 0.5
 
     def combine(self, came: Tensor, beta: float) -> Tensor:
         before = self.state(AVERAGE).clone()

@@ -19,7 +19,7 @@ move them far, here and in later dense steps.
 Nothing bounds m / D if gradients outgrow their size at the freeze (on a plateau that ends later, by
 thousands). So where the root mean square of m / ((1 - b1^t) D) in a block exceeds ``limit``, the
 step of x scales m down to it, as Adafactor does with its updates (arXiv:1804.04235, section 6). In
-Adam it is about 1.
+Adam it is about 1. Without bias correction m and v are used undivided, and the bound is the same.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class FlatMomentum:
 
     def _correction(self, group: Mapping[str, Any], step: int) -> float:
         """Return the bias correction (a divisor) of a variance of ``step`` steps."""
-        return float(1.0 - float(group["betas"][1]) ** max(1, step))
+        return grown(group, 1, max(1, step)) if corrects(group) else 1.0
 
     def _denominators_of(self, group: Mapping[str, Any], variance: Tensor, step: int) -> Tensor:
         return variance.div(self._correction(group, step)).sqrt_().add_(float(group["eps"]))
@@ -261,7 +261,7 @@ class FlatMomentum:
             self._largest = squares.rsqrt_().mul_(LIMIT).float()
             self.outgrown = torch.zeros((), dtype=torch.bool, device=self.exponents.device)
         # all groups have the same betas
-        return self._largest * (1.0 - float(self._bound.groups[0]["betas"][0]) ** made)
+        return self._largest * grown(self._bound.groups[0], 0, made)
 
     def _bounded(self, made: int, limit: float) -> Tensor:
         """Return the momentum of step number ``made``, with scales bounded by ``limit``."""
@@ -283,7 +283,7 @@ class FlatMomentum:
         group = self._bound.groups[index]
         lr = float(group["lr"])
         keep = 1.0 - lr * float(group["weight_decay"])
-        return keep, lr / (1.0 - float(group["betas"][0]) ** made)
+        return keep, lr / (grown(group, 0, made) if corrects(group) else 1.0)
 
     def publish(self) -> None:
         """Copy the weights into the whole parameters, the shard and the master weights."""
@@ -343,6 +343,18 @@ class FlatMomentum:
     def _own(self, name: str) -> tuple[int, int]:
         _, start, stop = self.flat.spec.own_range(name)
         return start, stop
+
+
+def corrects(group: Mapping[str, Any]) -> bool:
+    """Return whether the optimizer corrects the moments of ``group`` for their start at zero."""
+    return bool(group.get("bias_correction", True))
+
+
+def grown(group: Mapping[str, Any], moment: int, steps: int) -> float:
+    """Return the share that a moment (0: the mean, 1: the variance) has of a constant after
+    ``steps`` steps: the divisor of its bias correction.
+    """
+    return float(1.0 - float(group["betas"][moment]) ** steps)
 
 
 def squares_of(values: Tensor) -> Tensor:

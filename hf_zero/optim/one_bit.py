@@ -2,7 +2,8 @@
 arXiv:2102.02888) and 0/1 Adam (Lu et al. 2022, arXiv:2202.06009), with DeepSpeed's settings.
 
 This module has AdamW and the decision when to compress; the engine compresses
-(hf_zero/compression), at stage 1. A step that is not compressed is AdamW's own.
+(hf_zero/compression), at stage 1. A step that is not compressed is AdamW's own. DeepSpeed accepts
+``bias_correction`` and never corrects; here ``false`` does what DeepSpeed does.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class SendsMomentum:
         return 1
 
 
-class _OneBitAdamW(SendsMomentum, torch.optim.AdamW):
+class _OneBitAdamW(SendsMomentum, Adam):
     def __init__(
         self,
         params: Any,
@@ -53,12 +54,16 @@ class _OneBitAdamW(SendsMomentum, torch.optim.AdamW):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
+        bias_correction: bool = True,
         cuda_aware: bool | None = None,
         comm_backend_name: str | None = None,
     ) -> None:
         given = locals()
         check_momentum(type(self).__name__, betas)
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        settings: Any = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(
+            params, bias_correction=bias_correction, decoupled_weight_decay=True, **settings
+        )
         say_what_is_idle(self, given)
 
 
@@ -79,6 +84,7 @@ class OneBitAdam(_OneBitAdamW):
         lr, betas, eps, weight_decay: as in AdamW; the decay is decoupled.
         freeze_step: the last dense step: 15 to 25 % of all, well after the learning rate has warmed
             up and not before 1 / (1 - betas[1]).
+        bias_correction: correct the moments for their start at zero, which DeepSpeed never does.
         cuda_aware, comm_backend_name: accepted, without effect.
 
     Raises:
@@ -94,6 +100,7 @@ class OneBitAdam(_OneBitAdamW):
         weight_decay: float = 0.0,
         *,
         freeze_step: int = 100_000,
+        bias_correction: bool = True,
         cuda_aware: bool | None = None,
         comm_backend_name: str | None = None,
     ) -> None:
@@ -104,6 +111,7 @@ class OneBitAdam(_OneBitAdamW):
             betas,
             eps,
             weight_decay,
+            bias_correction=bias_correction,
             cuda_aware=cuda_aware,
             comm_backend_name=comm_backend_name,
         )
@@ -128,6 +136,7 @@ class ZeroOneAdam(_OneBitAdamW):
         var_update_scaler: updates of the variance after which their interval doubles.
         local_step_scaler: steps after which the interval between synchronisations doubles.
         local_step_clipper: upper bound of that interval; 1: every step synchronises.
+        bias_correction: correct the moments for their start at zero, which DeepSpeed never does.
         cuda_aware, comm_backend_name: accepted, without effect.
 
     Raises:
@@ -146,6 +155,7 @@ class ZeroOneAdam(_OneBitAdamW):
         var_update_scaler: int = 16,
         local_step_scaler: int = 32_678,
         local_step_clipper: int = 16,
+        bias_correction: bool = True,
         cuda_aware: bool | None = None,
         comm_backend_name: str | None = None,
     ) -> None:
@@ -159,6 +169,7 @@ class ZeroOneAdam(_OneBitAdamW):
             betas,
             eps,
             weight_decay,
+            bias_correction=bias_correction,
             cuda_aware=cuda_aware,
             comm_backend_name=comm_backend_name,
         )
@@ -279,10 +290,9 @@ def _check(config: ZeroConfig, optimizer: torch.optim.Optimizer, what: str) -> N
         for key in ("amsgrad", "maximize"):
             if group.get(key):
                 wrong.append(f"{key}: a group sets it; leave it off")
-        if group.get("bias_correction") is False and isinstance(optimizer, Adam):
-            wrong.append("bias_correction: a group leaves it out; leave it on")
-        if group["betas"] != optimizer.param_groups[0]["betas"]:
-            wrong.append("betas: groups differ; give all the same")
+        for key, first in optimizer.param_groups[0].items():
+            if key in ("betas", "bias_correction") and group.get(key, first) != first:
+                wrong.append(f"{key}: groups differ; give all the same")
         if not 0.0 < float(group["betas"][0]) < 1.0:
             wrong.append(f"betas {group['betas']}: give a first one in (0, 1)")
     block = config.compressed_communication.block_size

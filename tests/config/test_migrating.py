@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
 from hf_zero.cli.app import app
 from hf_zero.config import ZeroConfig
 from hf_zero.config.migrating import migrate
+from hf_zero.config.sections import OptimizerConfig
 from hf_zero.errors import ConfigError
+from hf_zero.optim.build import build_optimizer, refused
 
 DEEPSPEED = {
     "_comment": "ours",
@@ -517,6 +520,16 @@ def test_parameters_of_one_bit_optimizers_without_effect_leave_the_file() -> Non
         assert found[f"optimizer.params.{name}"][0] == "no effect"
     told = {row.key: row.note for row in ZeroConfig.from_dict(written).explain()}
     assert told["optimizer.params"].startswith("no effect: cuda_aware: messages travel")
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"])
+def test_one_bit_optimizers_take_the_switch_of_bias_correction(name: str) -> None:
+    """DeepSpeed's own examples write it."""
+    params = {"lr": 0.1, "bias_correction": False}
+    written = {"type": name, "params": params}
+    assert migrate({"optimizer": written}, check=refused).after == {"optimizer": written}
+    optimizer = build_optimizer(OptimizerConfig(name, params), [torch.nn.Parameter(torch.ones(2))])
+    assert optimizer.param_groups[0]["bias_correction"] is False
 
 
 def test_offloaded_parameters_have_no_effect_below_stage_3_in_accelerate() -> None:

@@ -167,11 +167,13 @@ def test_a_step_that_overflows_is_not_counted():
 
 
 @on_each_rank(1)
-def test_not_in_one_bit(rank, model):
-    optimizer = optimizers.FusedAdam(model.parameters(), bias_correction=False)
+def test_groups_in_one_bit_agree_on_the_correction(rank, model):
+    groups = [
+        {"params": [each], "bias_correction": bool(n)} for n, each in enumerate(model.parameters())
+    ]
     one_bit = {"bits": 1, "freeze_step": 2}
-    with pytest.raises(ConfigError, match="bias_correction: a group leaves it out"):
-        start(model, optimizer, config_of(1, compressed_communication=one_bit))
+    with pytest.raises(ConfigError, match="bias_correction: groups differ; give all the same"):
+        start(model, optimizers.FusedAdam(groups), config_of(1, compressed_communication=one_bit))
 
 
 SUB_GROUPS = 3

@@ -9,6 +9,7 @@ import torch
 
 import hf_zero
 from hf_zero.optim import Lamb, OneBitAdam, OneBitLamb, ZeroOneAdam
+from hf_zero.optim.adam_lion import Adam
 from hf_zero.zero.access.local import safe_get_local_fp32_param, safe_set_local_fp32_param
 from tests.helpers.cells import fast
 from tests.helpers.compressed import Recorder, flat_of
@@ -507,6 +508,56 @@ def test_the_variance_of_constant_gradients_is_corrected():
             # denominators have three significant bits
             assert min(moves) > 0.87, cls
             assert max(moves) < 1.13, cls
+
+
+def test_without_bias_correction_the_moments_stay_small():
+    """Under constant gradients the momentum is 1 - b1^t of one, and the root of the variance that
+    of 1 - b2^t, where t does not go on after the freeze. DeepSpeed never corrects. Under much
+    larger ones a block moves by four learning rates at most.
+    """
+
+    def run(rank, model, cls, more):
+        settings = {"lr": LR, "betas": (0.9, 0.99), "bias_correction": False}
+        engine = start(model, cls(model.parameters(), **settings, **more), config())
+        moves = []
+        for number in range(40):
+            before = model.weight.detach().clone()
+            engine.backward(model.weight.sum() * (1000.0 if number >= 30 else 1.0))
+            engine.step()
+            moves.append(float((model.weight.detach() - before).abs().mean()) / LR)
+        return moves
+
+    def build():
+        return torch.nn.Linear(32, 32, bias=False)
+
+    freeze = 20
+    frozen = [*range(1, freeze + 1), *[freeze] * 10]
+    wanted = [(1 - 0.9**t) / (1 - 0.99**of) ** 0.5 for t, of in enumerate(frozen, 1)]
+    settings = {"var_freeze_step": freeze, "var_update_scaler": freeze, "local_step_clipper": 1}
+    for cls, more in ((OneBitAdam, {"freeze_step": freeze}), (ZeroOneAdam, settings)):
+        for moves in on_ranks(2, run, cls, more, build=build):
+            for made, (move, want) in enumerate(zip(moves, wanted), 1):
+                # denominators have three significant bits in one bit
+                assert abs(move / want - 1) < (1e-3 if made <= freeze else 0.13), (cls, made)
+            assert 3.5 < max(moves) < 4.001, cls
+
+
+def test_dense_steps_without_bias_correction_are_those_of_adam():
+    def run(rank, model, cls, more):
+        optimizer = cls(model.parameters(), lr=LR, weight_decay=0.1, bias_correction=False, **more)
+        engine = start(model, optimizer, config_of(1))
+        for number in range(3):
+            engine.backward((model.weight * (number + 1.0)).square().sum())
+            engine.step()
+        return full_weights(engine)["weight"]
+
+    def build():
+        return seeded(lambda: torch.nn.Linear(32, 32, bias=False))
+
+    ours = on_ranks(2, run, OneBitAdam, {"freeze_step": 9}, build=build)[0]
+    assert torch.equal(
+        ours, on_ranks(2, run, Adam, {"decoupled_weight_decay": True}, build=build)[0]
+    )
 
 
 @pytest.mark.parametrize(
