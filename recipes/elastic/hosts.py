@@ -176,7 +176,7 @@ def report(runs: dict[str, list[dict[str, Any]]], hosts: str, folder: Path) -> N
             f"{json.dumps({'hosts': hosts, **row})}\n" for rows in runs.values() for row in rows
         )
     )
-    print(f"{'':24}{'host':>6}{'killed at':>11}{'steps lost':>12}{'s until there again':>21}")
+    print(f"{'':24}{'host':>6}{'killed at':>11}{'repeated':>12}{'s to the same step':>21}")
     for name, rows in runs.items():
         for host, step, steps, seconds in lost(rows):
             print(f"{name:24}{host:6}{step:11}{steps:12}{seconds:21.1f}")
@@ -185,7 +185,7 @@ def report(runs: dict[str, list[dict[str, Any]]], hosts: str, folder: Path) -> N
         name: [(row["seconds"], row["loss"]) for row in rows if row["event"] == "step"]
         for name, rows in runs.items()
     }
-    title = f"GPT-2 on hosts that are killed (×) and come back; {hosts}"
+    title = f"GPT-2 on hosts that are killed (×) and return; {hosts}"
     killed = {
         name: [row["seconds"] for row in rows if row["event"] == "killed"]
         for name, rows in runs.items()
