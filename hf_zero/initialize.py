@@ -404,13 +404,9 @@ def _fuse(model: nn.Module, config: ZeroConfig, compiled: Sequence[nn.Module]) -
 
 
 def _shown(config: ZeroConfig, ranks: int) -> str:
-    """Return the written values with their sources, one line each."""
-    lines = [
-        f"    {row.key} = {row.value}  "
-        f"({row.source}{'; ' + row.note if row.note.startswith('no effect') else ''})"
-        for row in explaining.written(config.explain())
-        if row.key != "$schema"
-    ]
+    """Return the written values by source, and the keys without effect by reason."""
+    rows = [row for row in explaining.written(config.explain()) if row.key != "$schema"]
+    lines = [f"    {line}" for line in explaining.as_summary(rows)]
     over = f"resolved configuration on {counted(ranks, 'rank')}"
     return "\n".join([f"  {over} (`hf-zero explain FILE` shows the defaults, too):", *lines])
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from hf_zero.errors import ConfigError
 
@@ -71,6 +71,13 @@ def listed(names: Iterable[str], most: int = 8) -> str:
     ordered = list(names)
     more = f" and {len(ordered) - most} more" if len(ordered) > most else ""
     return ", ".join(ordered[:most]) + more
+
+
+def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return a line for each row of cells, in columns that are two spaces apart."""
+    cells = list(rows)
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
 
 
 def counted(number: int, noun: str, several: str = "") -> str:

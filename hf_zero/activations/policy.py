@@ -132,7 +132,9 @@ class Activations:
         if self._always or self._with_checkpoints:
             self.offload = offload_of(device, config.activation_offload)
             if self.offload is None and tells:
-                logger.info("activations stay where they are: the device is the host")
+                logger.info(
+                    "activations are not offloaded: the model trains on the CPU, in its memory"
+                )
         if self.offload is None and not blocks:
             return
         self._removable += [

@@ -5,19 +5,24 @@ rank 0's log.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS
 from hf_zero.config.keys import KEYS
-from hf_zero.config.provenance import SourcedDict, flattened, is_written
+from hf_zero.config.provenance import DICT, FILES, SourcedDict, flattened, is_written
 from hf_zero.config.reading import AUTO, ConfigReading
 from hf_zero.config.refusals import Check, idle_params, refusals
 from hf_zero.config.rows import Status
 from hf_zero.config.sections import SECRETS
+from hf_zero.logging import aligned
 
 Unset = Literal["omit", "default"]
 REFUSED = "initialize refuses it: "  # beginning of a note
+NO_EFFECT = "no effect: "
+COMPUTED = "computed"
+WIDTH = 100
 
 
 class ExplainRow(NamedTuple):
@@ -95,9 +100,9 @@ def explain(reading: ConfigReading, check: Check = refusals) -> list[ExplainRow]
             if path in refused:
                 note = f"{REFUSED}{refused[path]}"
             elif idle := _idle_params(path, given) or key.why_idle(given, reading.autos):
-                note = f"no effect: {idle}"
+                note = f"{NO_EFFECT}{idle}"
             elif key.status is Status.INERT:
-                note = f"no effect: {note}"
+                note = f"{NO_EFFECT}{note}"
             elif key.status is Status.NOT_BUILT:
                 note = key.off_note
         else:
@@ -141,13 +146,56 @@ def written(rows: list[ExplainRow], *asked: str) -> list[ExplainRow]:
 
 def as_text(rows: list[ExplainRow]) -> str:
     """Return aligned lines: key, value, source, and the note if there is one."""
-    cells = [(row.key, _show(row.value), row.source, row.note) for row in rows]
-    widths = [max((len(cell[column]) for cell in cells), default=0) for column in range(3)]
-    lines = [
-        "  ".join([*(text.ljust(width) for text, width in zip(cell, widths)), cell[3]]).rstrip()
-        for cell in cells
-    ]
-    return "\n".join(lines)
+    return "\n".join(aligned((row.key, _show(row.value), row.source, row.note) for row in rows))
+
+
+def as_summary(rows: list[ExplainRow]) -> list[str]:
+    """Return ``rows`` as lines of at most :data:`WIDTH` characters, for rank 0's log: values by
+    source, the sections that are off, and keys without effect by reason.
+    """
+    off = [name for row in rows if (name := _section_off(row))]
+    values: dict[str, list[str]] = {}
+    idle: dict[str, list[str]] = {}
+    for row in rows:
+        if any(f"{row.key}.".startswith(f"{name}.") for name in off):
+            continue
+        if row.note.startswith(NO_EFFECT):
+            idle.setdefault(row.note.removeprefix(NO_EFFECT), []).append(row.key)
+        else:
+            source, value = row.source.removesuffix(f": {row.key}"), _show(row.value)
+            if source == row.source and source.startswith((*FILES, DICT)):  # under another name
+                source, _, name = source.rpartition(": ")
+                value = f"{value} ({name})"
+            elif source.startswith(COMPUTED):
+                source, value = COMPUTED, f"{value} ({source.removeprefix(f'{COMPUTED}: ')})"
+            values.setdefault(source, []).append(f"{row.key} = {value}")
+    lines = [line for source, held in values.items() for line in _filled(f"{source}: ", held)]
+    if off:
+        lines += _filled("off: ", off)
+    if idle:
+        lines.append("without effect in hf-zero:")
+    for why, keys in idle.items():
+        lines += _filled("  ", [*keys[:-1], f"{keys[-1]}: {why}"])
+    return lines
+
+
+def _section_off(row: ExplainRow) -> str:
+    """Return the section that ``row`` switches off, or ""."""
+    if row.value is False and row.key.endswith(".enabled"):
+        return row.key.removesuffix(".enabled")
+    off = isinstance(row.value, Mapping) and row.value.get("enabled") is False
+    return row.key if off else ""
+
+
+def _filled(start: str, parts: Iterable[str]) -> list[str]:
+    """Return ``start`` and ``parts`` with commas, in as few lines as they fit in."""
+    return textwrap.wrap(
+        start + ", ".join(parts),
+        WIDTH,
+        subsequent_indent="  " if start.strip() else f"{start}  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _acts(path: str) -> bool:

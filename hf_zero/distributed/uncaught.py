@@ -157,13 +157,12 @@ def _on_this_host(rank: int) -> bool:
 
 
 def _record(error: BaseException, trace: TracebackType | None) -> None:
-    """Write the report of ``error`` to the file that torchrun reads when this rank has ended."""
+    """Write the first line about ``error`` to the file that torchrun reads at this rank's end."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file or "RANK" not in os.environ:
         return
-    text = described(error, trace)
-    more = {"py_callstack": text, "timestamp": str(int(time.time()))}
-    first = text.partition("\n")[0]
+    first = described(error, trace).partition("\n")[0]
+    more = {"py_callstack": first, "timestamp": str(int(time.time()))}
     with suppress(OSError):
         Path(file).write_text(json.dumps({"message": {"message": first, "extraInfo": more}}))
 

@@ -17,9 +17,20 @@ from hf_zero.config.measures import CommsLoggerSection
 from hf_zero.device import kinds
 from hf_zero.distributed import process_group, world_group
 from hf_zero.errors import ConfigError
-from hf_zero.logging import logger
+from hf_zero.logging import aligned, in_units, logger
 from hf_zero.measures.collectives import EngineCollectives
 
+# figures of a summary, and their names in its table
+COLUMNS = {
+    "total_latency_ms": "total (ms)",
+    "avg_latency_ms": "mean (ms)",
+    "tput_avg_gbps": "throughput (Gbit/s)",
+    "busbw_avg_gbps": "bus bandwidth (Gbit/s)",
+    "total_comm_lat_ms": "total on the fastest rank (ms)",
+    "avg_comm_lat_ms": "mean (ms)",
+    "total_straggler_ms": "additional on this rank (ms)",
+    "avg_straggler_ms": "mean (ms)",
+}
 TRIMMED = 0.1  # fraction of the smallest and of the largest times left out of means
 
 
@@ -98,7 +109,7 @@ class CommsLogger:
                 "%.2f",
                 record_name,
                 latency,
-                convert_size(msg_size),
+                in_units(msg_size),
                 *rates,
             )
 
@@ -125,9 +136,10 @@ class CommsLogger:
         summary = {name: self.get_operation_summary(name) or {} for name in self.comms_dict}
         stragglers = self._stragglers() if show_straggler else None
         if print_log:
-            engines = (line for each in self.engines for line in engine_lines(each))
-            for line in (*_lines(summary), *_lines(stragglers or {}), *engines):
-                print(line)
+            engines = [each for each in self.engines if each.rows]
+            tables = [_lines(summary), _lines(stragglers or {}), *map(engine_lines, engines)]
+            for table in filter(None, tables):
+                print("\n".join(table))
         if not return_dict:
             return None
         where = {"world_size": process_group.get_world_size(), "rank": process_group.get_rank()}
@@ -206,21 +218,56 @@ def _summary(size: int, record: Sequence[Any]) -> dict[str, Any]:
 
 
 def _lines(rows: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> list[str]:
-    return [
-        f"{name}: {row['msg_size_str']} x {row['count']}, "
-        + ", ".join(f"{key} {value:.3f}" for key, value in row.items() if isinstance(value, float))
-        for name, sizes in rows.items()
-        for row in sizes.values()
-    ]
+    """Return the table of a summary: a line for each operation and size."""
+    each = [(name, row) for name, sizes in rows.items() for row in sizes.values()]
+    if not each:
+        return []
+    figures = [key for key in COLUMNS if key in each[0][1]]
+    return aligned(
+        [
+            ("operation", "size", "calls", *(COLUMNS[key] for key in figures)),
+            *(
+                (
+                    name,
+                    in_units(row["msg_size_bytes"]),
+                    str(row["count"]),
+                    *(f"{row[key]:.3f}" for key in figures),
+                )
+                for name, row in each
+            ),
+        ]
+    )
 
 
-def engine_lines(counts: EngineCollectives) -> list[str]:
-    """Return the rows of an engine as text, the largest first."""
-    return [
-        f"{row.operation} {row.unit} over {row.group}: {row.count} x "
-        f"{convert_size(row.nbytes // row.count)}, waited {row.waited:.3f} ms"
-        for row in sorted(counts.rows.values(), key=lambda row: -row.wire)
-    ]
+def engine_lines(counts: EngineCollectives, names: Sequence[str] | None = None) -> list[str]:
+    """Return the table of an engine's collectives, those that sent most first. ``names``: of these
+    operations only. They overlap computation, so a line has the time that computation waited for
+    them instead of their latency.
+    """
+    rows = [row for row in counts.rows.values() if names is None or row.operation in names]
+    return aligned(
+        [
+            ("operation", "of", "size", "calls", "waited (ms)", "per call (ms)", "group"),
+            *(
+                (
+                    row.operation,
+                    _readable(row.unit),
+                    in_units(row.nbytes // row.count),
+                    str(row.count),
+                    f"{row.waited:.3f}",
+                    f"{row.waited / row.count:.3f}",
+                    row.group,
+                )
+                for row in sorted(rows, key=lambda row: -row.wire)
+            ),
+        ]
+    )
+
+
+def _readable(unit: str) -> str:
+    """Return the name of a unit, or the key of a flat buffer in words."""
+    name, *kind = unit.split("|")
+    return " ".join([name or "(root)", *([f"({' '.join(kind)})"] if kind else [])])
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:

@@ -284,10 +284,8 @@ class EngineMeasures(StepMeasures):
     def _log_collectives(self) -> None:
         assert self.counts is not None
         names = None if comms_logger.prof_all else comms_logger.prof_ops
-        lines = [
-            line for line in engine_lines(self.counts) if names is None or line.split()[0] in names
-        ]
-        logger.info("collectives of rank 0:\n%s", "\n".join(lines))
+        lines = engine_lines(self.counts, names)
+        logger.info("collectives of rank 0:\n  %s", "\n  ".join(lines))
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_zero.config import ExplainRow, ZeroConfig
-from hf_zero.config.explaining import written
+from hf_zero.config.explaining import WIDTH, as_summary, written
 from hf_zero.config.keys import KEYS, SECTIONS
 from hf_zero.config.kinds import KERNELS, choice
 from hf_zero.config.offload import FORMER
@@ -338,3 +338,33 @@ def test_a_changed_dict_is_a_dict_of_its_user() -> None:
         ZeroConfig.from_dict(config).sources["zero_optimization.stage"]
         == "config dict: zero_optimization.stage"
     )
+
+
+def test_the_summary_groups_values_by_file_and_idle_keys_by_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = Path("ds.json")
+    zero = {"stage": 3, "allgather_bucket_size": 5, "use_multi_rank_bucket_allreduce": True}
+    sections = {
+        "csv_monitor": {"enabled": False, "output_path": "out", "job_name": "a"},
+        "autotuning": {"enabled": False, "fast": True},
+    }
+    file.write_text(json.dumps({"zero_optimization": zero, **sections, "steps_per_print": 5}))
+    config = ZeroConfig.from_file(file).override({"optimizer": {"type": "AdamW"}}, "the script")
+    lines = as_summary(written(config.explain()))
+    assert all(len(line) <= WIDTH for line in lines)
+    text = re.sub(r"\s+", " ", " ".join(lines))
+    assert text.startswith(f"config file {file}: zero_optimization.stage = 3, steps_per_print = 5 ")
+    assert "the script: optimizer.type = AdamW" in text and text.count("ds.json") == 1
+    assert "off: csv_monitor, autotuning" in text and "job_name" not in text
+    keys = "zero_optimization.allgather_bucket_size"
+    assert re.search(rf"zero_optimization\.\w+, (\S+, )*{keys}: hf-zero sends|{keys}, .*: hf", text)
+
+
+def test_the_summary_names_the_key_of_another_dialect(tmp_path: Path) -> None:
+    file = tmp_path / "zero3.yaml"
+    file.write_text("mixed_precision: bf16\ndeepspeed_config:\n  zero_stage: 3\n")
+    text = " ".join(as_summary(written(ZeroConfig.from_file(file).explain())))
+    assert "zero_optimization.stage = 3 (deepspeed_config.zero_stage)" in text
+    assert "bf16.enabled = True (mixed_precision)" in text and text.count(str(file)) == 1

@@ -232,6 +232,7 @@ def test_a_save_that_is_asked_for_gathers_and_checkpoints_follow_the_key(
     gate: Gate,
     hub: Path,  # noqa: F811
     tmp_path: Path,
+    heard_in_full: list[str],
 ) -> None:
     """Whatever stage3_gather_16bit_weights_on_model_save says, save_model and push_to_hub write
     weights; with false a checkpoint of the Trainer holds its shards alone.
@@ -255,6 +256,9 @@ def test_a_save_that_is_asked_for_gathers_and_checkpoints_follow_the_key(
     for folder in checkpoints:
         assert engine_checkpoint_error(folder) == ""
         assert not [*folder.glob("model*.safetensors")]
+        told = [line for line in heard_in_full if line.startswith(f"saved {folder}/")]
+        assert len(told) == 1 and (folder / "config.json").is_file()  # one save, not two
+    assert sum("checkpoints hold shards and no model.safetensors" in x for x in heard_in_full) == 1
     if pushed:
         run.push_to_hub()
     else:

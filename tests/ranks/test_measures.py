@@ -609,7 +609,10 @@ def test_collectives_are_counted_by_unit_and_group(stage: int, heard_in_full: li
     finally:
         deepspeed.comm.configure(enabled=False)
     said = [line for line in heard_in_full if "collectives of rank 0" in line]
-    assert len(said) == 1 and "reduce_scatter" in said[0] if stage else len(said) == 1
+    assert len(said) == 1 and ("reduce_scatter" in said[0]) is (stage > 0)
+    head, *rows = said[0].splitlines()[1:]
+    assert head.split()[:4] == ["operation", "of", "size", "calls"] and "|" not in said[0]
+    assert rows and all("over ranks 0, 1" in row for row in rows)
 
 
 @pytest.mark.parametrize("every", [2, None, float("inf")])

@@ -63,7 +63,9 @@ def test_a_run_says_what_it_is_about_to_do_and_does(told, tmp_path) -> None:
         assert re.fullmatch(expected, line), line
     written = lines[len(START) :]
     assert all(line.startswith("    ") for line in written) and "$schema" not in start
-    assert any("round_robin_gradients" in line and "no effect: " in line for line in written)
+    assert sum("config dict: " in line for line in written) == 1
+    assert "    without effect in hf-zero:" in written
+    assert any("round_robin_gradients: it concerns" in line for line in written)
     (step,) = [each for each in told if each.startswith("step ")]
     assert re.fullmatch(
         rf"step 2: loss \S+, learning_rate 0.001, grad_norm \S+, samples/s \S+, ms/step \S+, "

@@ -15,6 +15,7 @@ ZeRO were off, and training finds everything unchanged.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,7 @@ from hf_zero.integrations.accelerate.memory_saves import leave_to_trainer
 from hf_zero.integrations.transformers.trainer_checkpoints import whole_to_resume
 from hf_zero.integrations.transformers.trainer_route import (
     CALLBACK,
+    SAVE_WEIGHTS,
     engine_environment,
     environment,
     find_callback,
@@ -38,6 +40,7 @@ from hf_zero.integrations.transformers.trainer_route import (
 from hf_zero.logging import log_rank0, logger
 
 GIVEN = "_hf_zero_given"
+_told: weakref.WeakSet[Any] = weakref.WeakSet()  # engines whose checkpoints have been described
 
 
 def find_zero_callback(original: Callable[..., None]) -> Callable[..., None]:
@@ -299,7 +302,10 @@ def save_untrained(original: Callable[..., None]) -> Callable[..., None]:
             # push_to_hub, the other internal caller, passes no folder
             engine.saving_in_checkpoint = _internal_call and output_dir is not None
             try:
-                original(self, output_dir, _internal_call)
+                if engine.zero_gather_16bit_weights_on_model_save() or _is_adapted(self.model):
+                    original(self, output_dir, _internal_call)
+                else:
+                    _save_without_weights(self, output_dir)
             finally:
                 engine.saving_in_checkpoint = False
             engine.wait_for_checkpoint(below=output_dir or self.args.output_dir)
@@ -308,6 +314,31 @@ def save_untrained(original: Callable[..., None]) -> Callable[..., None]:
             original(self, output_dir, _internal_call)
 
     return save_model
+
+
+def _is_adapted(model: Any) -> bool:
+    """Whether ``model`` is one of PEFT, whose small weights are in every checkpoint."""
+    from transformers.trainer import _is_peft_model
+
+    return bool(_is_peft_model(model))
+
+
+def _save_without_weights(trainer: Any, folder: Any) -> None:
+    """Write what the Trainer keeps in a checkpoint beside the shards, without whole weights. The
+    stock method would save the shards as well, a first time, and warn of a full checkpoint.
+    """
+    from transformers.trainer_pt_utils import remove_dummy_checkpoint
+    from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+
+    if trainer.deepspeed not in _told:
+        _told.add(trainer.deepspeed)
+        log_rank0(
+            f"checkpoints hold shards and no {SAFE_WEIGHTS_NAME}, as {SAVE_WEIGHTS} is false: "
+            f"`hf-zero convert-checkpoint {folder} OUT` writes one at any time; with true each "
+            "checkpoint has it (zero3_save_16bit_model in a YAML of Accelerate)"
+        )
+    trainer._save(folder, state_dict={})
+    remove_dummy_checkpoint(trainer.args.should_save, folder, [WEIGHTS_NAME, SAFE_WEIGHTS_NAME])
 
 
 @contextmanager

@@ -47,13 +47,14 @@ from hf_zero.integrations.transformers.trainer_route import under_zero
 from hf_zero.logging import listed, log_rank0, logger
 
 PREFIX = "checkpoint-"
+TRUTHS = {"True": True, "true": True, "False": False, "false": False}
 ASIDE = "_hf-zero-dropped-"  # a name that the Trainer does not push to the hub
 
 
 def whole_to_resume(trainer: Any, wanted: Any) -> Any:
     """Return the checkpoint that ``Trainer.train(resume_from_checkpoint=wanted)`` resumes from: for
-    True, and for the last one in ``output_dir``, the newest of the last complete one and of those
-    in the memory of the hosts. Collective.
+    True (also as text), and for the last one in ``output_dir``, the newest of the last complete one
+    and of those in the memory of the hosts. Collective.
 
     Raises CheckpointError for an incomplete checkpoint, naming the last complete one, and if no
     checkpoint is complete.
@@ -61,6 +62,16 @@ def whole_to_resume(trainer: Any, wanted: Any) -> Any:
     if wanted is None or wanted is False:
         return wanted
     output = Path(trainer.args.output_dir)
+    truth = TRUTHS.get(wanted) if isinstance(wanted, str) and not Path(wanted).exists() else None
+    if truth is not None:
+        log_rank0(
+            f"resume_from_checkpoint={wanted!r} is text, as a command line gives it, and no such "
+            "folder exists: "
+            + (f"resuming from the last checkpoint in {output}" if truth else "not resuming")
+        )
+        wanted = truth
+    if wanted is False:
+        return wanted
     if wanted is True:
         found = decide_on_rank_0(
             lambda: last_complete(numbered_folders(output, PREFIX), trainer_folder_error)

@@ -117,6 +117,20 @@ def test_the_last_whole_one_is_resumed_and_torn_ones_are_named(
     assert find.is_checkpoint(find.locate(folder / "checkpoint-3"))
 
 
+def test_true_as_text_means_the_last_checkpoint(
+    whole: Any, tmp_path: Path, heard_in_full: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``--resume_from_checkpoint True`` of a command line is text."""
+    folder = copied(whole, tmp_path)
+    shutil.rmtree(folder / "checkpoint-4")
+    monkeypatch.chdir(tmp_path)
+    run = routed("ours", 2, folder, **EVERY_STEP)
+    run.train(resume_from_checkpoint="True")
+    assert logged(run) == whole[1]
+    said = f"resuming from the last checkpoint in {folder}"
+    assert any("'True' is text" in line and said in line for line in heard_in_full)
+
+
 def test_if_none_is_whole_all_are_named(whole: Any, tmp_path: Path) -> None:
     folder = copied(whole, tmp_path)
     for step in (1, 2, 3, 4):
