@@ -22,6 +22,7 @@ Unset = Literal["omit", "default"]
 REFUSED = "initialize refuses it: "  # beginning of a note
 NO_EFFECT = "no effect: "
 COMPUTED = "computed"
+UNBROKEN = "\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}"
 WIDTH = 100
 
 
@@ -189,13 +190,14 @@ def _section_off(row: ExplainRow) -> str:
 
 def _filled(start: str, parts: Iterable[str]) -> list[str]:
     """Return ``start`` and ``parts`` with commas, in as few lines as they fit in."""
-    return textwrap.wrap(
-        start + ", ".join(parts),
+    lines = textwrap.wrap(
+        start + ", ".join(part.replace(" = ", UNBROKEN) for part in parts),
         WIDTH,
         subsequent_indent="  " if start.strip() else f"{start}  ",
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return [line.replace(UNBROKEN, " = ") for line in lines]
 
 
 def _acts(path: str) -> bool:
