@@ -32,7 +32,7 @@ Out = Annotated[
 
 def migrate(file: File, out: Out = None, as_json: AsJson = False) -> None:
     """Translate a configuration for DeepSpeed or FSDP: show what becomes of each key, and the
-    difference; with -o write the file. Exit code 1 if a contradiction is left to fix by hand.
+    difference; with -o write the file. Exit code 1 if a key is left to fix by hand.
 
     Example: hf-zero migrate fsdp.yaml -o zero3.yaml
     """
@@ -73,7 +73,8 @@ def migrate(file: File, out: Out = None, as_json: AsJson = False) -> None:
 def _line(found: KeyFinding) -> str:
     value = "" if found.value is None else shown(found.value)
     value = value if len(value) <= VALUE else f"{value[: VALUE - 3]}..."
-    head = f"{found.key} = {value}" if value else found.key or "(the whole file)"
+    file = "(added)" if found.outcome == "translated" else "(the whole file)"
+    head = f"{found.key} = {value}" if value else found.key or file
     return entry(head, found.note, label=found.outcome, indent=INDENT)
 
 

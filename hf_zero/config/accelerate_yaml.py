@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_zero.config.files import load_file
-from hf_zero.config.keys import KEYS
+from hf_zero.config.keys import KEYS, SECTIONS
 from hf_zero.config.kinds import ANYTHING, BOOLEAN, PATH, TEXT, Kind
 from hf_zero.config.measures import MONITORS
 from hf_zero.config.provenance import shown
@@ -205,6 +205,8 @@ def read_accelerate(mapping: Mapping[str, Any], label: str) -> ConfigReading:
 
 
 def _unknown(name: str, key: Any, label: str) -> ConfigError:
+    if name == "bf16":
+        return ConfigError(f"{label}: unknown key {key!r}; write mixed_precision: bf16")
     inside = closest(name, TRANSLATED) or closest(name, KEYS)
     if inside and not closest(name, TOP):
         return ConfigError(
@@ -219,6 +221,9 @@ def _read_section(section: Mapping[str, Any], reading: ConfigReading, label: str
     for name in section:
         if name not in INSIDE:
             hint = did_you_mean(str(name), INSIDE)
+            if name in KEYS or name in SECTIONS:
+                file = f"{_SECTION}.deepspeed_config_file"
+                hint = f": it belongs into a DeepSpeed JSON, which {file} names"
             reading.mistakes.append(
                 ConfigError(f"{label}: unknown key {f'{_SECTION}.{name}'!r}{hint}")
             )

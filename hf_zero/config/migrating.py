@@ -70,7 +70,7 @@ def migrate(
     if not any("." in str(name) or closest(str(name), known, least=MISSPELT) for name in before):
         some = ", ".join(map(repr, [*before][:3])) + (", …" if len(before) > 3 else "")
         raise ConfigError(
-            f"{source}: {f'none of its keys ({some}) is' if before else 'it has no key'} of "
+            f"{source}: {f'no key of it ({some}) is known to' if before else 'it has no key of'} "
             "DeepSpeed, Accelerate or hf-zero; pass a DeepSpeed JSON or an Accelerate YAML"
         )
     findings: list[KeyFinding] = []
@@ -252,7 +252,7 @@ def _dialect(
         elif reading.mistakes:
             bare = _unquoted(written, value)
             if bare is None:
-                lost = misspelt(written)
+                lost = misspelt(written) or path in SECTIONS
                 findings.append(_mistaken(written, value, reading, path, source, lost))
             else:
                 kept[name] = bare
@@ -319,7 +319,7 @@ def _said(error: HfZeroError, source: str) -> str:
     said = str(error)
     if "; known here: " in said or said.endswith("lists the keys"):
         return "not known here"
-    said = said.removeprefix(f"{source}: ").removesuffix("; remove it")
+    said = re.sub(r"; remove (it|the section \w+)$", "", said.removeprefix(f"{source}: "))
     said = re.sub(r"^unknown key '[^']*'[:;] ", "", said)
     said = re.sub(r",? (and|or) remove the key or write .*|; remove the key or write .*", "", said)
     return re.sub(
@@ -413,7 +413,9 @@ def _accelerate(
         elif name == "distributed_type" and kind not in _KINDS:
             found = closest(kind, _KINDS)
             note = f"did you mean {found[0]}?" if found else "write DEEPSPEED to train with ZeRO"
-            findings.append(KeyFinding(name, value, "to fix", f"hf-zero does not know it; {note}"))
+            findings.append(
+                KeyFinding(name, value, "to fix", f"hf-zero does not train with it; {note}")
+            )
         elif name == "distributed_type" and kind in ("FSDP", *_DDP):
             after[name] = "DEEPSPEED"
             findings.append(

@@ -349,15 +349,16 @@ def canonical(written: str) -> str:
 
 
 def misspelt(written: str) -> bool:
-    """Return whether an unknown key resembles a known one of its section, and may be meant for
-    it.
+    """Return whether an unknown key resembles a known one of its section, or is the name of one
+    at the top that acts, and may be meant for it.
     """
     path = canonical(written)
     if path in KEYS or path in SECTIONS or written.lower() in ANSWERS:
         return False
     section, _, name = path.rpartition(".")
     siblings = [each for each in _known() if each.rpartition(".")[0] == section]
-    return bool(closest(name, siblings, least=MISSPELT))
+    acts = name in SECTIONS or (name in KEYS and KEYS[name].status is Status.ACTIVE)
+    return acts or bool(closest(name, siblings, least=MISSPELT))
 
 
 def _remedy(key: Key, value: Any, label: str) -> str:

@@ -239,6 +239,11 @@ MISSPELT: dict[str, tuple[dict[str, Any], str]] = {
     "fsdp_confg": (FSDP | {"fsdp_confg": {}}, "did you mean 'fsdp_config'?"),
     "distributed_type": (FSDP | {"distributed_type": "FSPD"}, "did you mean FSDP?"),
     "zero_stage": ({"deepspeed_config": {}, "zero_stage": 3}, "put 'zero_stage' under"),
+    "bf16": ({"deepspeed_config": {}, "bf16": True}, "write mixed_precision: bf16"),
+    "deepspeed_config.zero_optimization": (
+        {"deepspeed_config": {"zero_optimization": {"stage": 3}}},
+        "deepspeed_config_file names",
+    ),
     "deepspeed_config.zero3_init_flg": (
         {"deepspeed_config": {"zero_stage": 3, "zero3_init_flg": True}},
         "did you mean 'zero3_init_flag'?",
@@ -260,6 +265,12 @@ def test_misspelt_keys_and_values_of_accelerate_are_to_fix(key: str) -> None:
 def test_a_file_without_any_known_key_is_refused(written: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"ds\.json: .* pass a DeepSpeed JSON or an Accel"):
         migrate(written, "config file ds.json")
+
+
+def test_a_key_that_is_added_is_named_so(tmp_path: Path) -> None:
+    (tmp_path / "fsdp.yaml").write_text("distributed_type: FSDP")
+    said = hf_zero("migrate", str(tmp_path / "fsdp.yaml")).output
+    assert "translated  (added)\n            gradient_clipping: 0.0" in said
 
 
 def test_a_bare_no_in_yaml_is_a_distributed_type() -> None:
@@ -362,6 +373,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             "gradient_accumulation_steps": 3,
         },
         "16 is no multiple of",
+    ),
+    "bf16": ({"bf16": True}, "write {'bf16': {'enabled': …}}"),
+    "zero_optimization.offload_optimizer": (
+        {"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}},
+        "write {'offload_optimizer': {'device': …}}",
+    ),
+    "zero_optimization.optimizer": (
+        {"zero_optimization": {"optimizer": {"type": "AdamW"}}},
+        "did you mean 'optimizer'?",
     ),
     "steps_per_prnt": ({"steps_per_prnt": 10}, "did you mean 'steps_per_print'"),
     "zero_optimisation": ({"zero_optimisation": {"stage": 3}}, "did you mean 'zero_optimization'"),
