@@ -50,7 +50,7 @@ def read_metrics(folder: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 def read_rows(folder: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """Yield the figures and the other records of the run in ``folder``, line by line."""
     for path in files_of(Path(folder)):
-        for line in path.read_text().splitlines():
+        for line in path.read_text("utf-8", "replace").splitlines():
             if (row := _parsed(line)) is not None:
                 yield row
 

@@ -94,7 +94,8 @@ def read_run(folder: str | os.PathLike[str], trace: str | None = None) -> Record
     """
     place = Path(folder)
     if not place.is_dir():
-        raise ConfigError(f"there is no folder {place}; name the folder of a run")
+        problem = f"{place} is a file" if place.exists() else f"there is no folder {place}"
+        raise ConfigError(f"{problem}; name the folder of a run")
     rows = list(read_rows(place))
     steps = [row for row in rows if "step" in row]
     if not steps:

@@ -25,7 +25,7 @@ from hf_zero.cli.app import BAD_INPUT, app
 from hf_zero.cli.printing import in_units
 from hf_zero.config import PRESETS, ZeroConfig
 from hf_zero.config.launched import LAUNCHED_BY
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.launch.plan import LAUNCHER
 from hf_zero.ops import dispatch, native
 from hf_zero.planning.simulation import Machine
@@ -725,6 +725,34 @@ def test_bad_input_is_one_line_and_code_2(
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("hf-zero: ") and err.count("\n") == 1
     assert says in err
+
+
+@pytest.mark.parametrize(
+    ("command", "file", "content", "says"),
+    [
+        ("analyze data.json", "data.json", b"", "data.json is empty; name a file"),
+        ("report .", "metrics.jsonl", b"\xff\xfe\n", "has no steps in metrics.jsonl"),
+        ("report metrics.jsonl", "metrics.jsonl", b"", "is a file; name the folder of a run"),
+        (
+            "estimate . --ranks 2",
+            "config.json",
+            b'{"model_type": "bert", "hidden_size": "x"}',
+            "Field 'hidden_size' expected int",
+        ),
+    ],
+)
+def test_files_that_are_empty_or_damaged_are_named(
+    command: str,
+    file: str,
+    content: bytes,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(file).write_bytes(content)
+    refused = CliRunner().invoke(app, command.split())
+    assert isinstance(refused.exception, HfZeroError) and says in str(refused.exception)
 
 
 @pytest.mark.parametrize(

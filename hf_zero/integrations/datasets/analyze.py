@@ -129,6 +129,8 @@ def _opened(path: Path, split: str | None) -> Any:
         raise ConfigError(
             f"{path} is not a dataset: {path.suffix or 'no suffix'} is none of {', '.join(FILES)}"
         )
+    if path.is_file() and not path.stat().st_size:
+        raise ConfigError(f"{path} is empty; name a file with samples")
     try:
         if path.is_file():
             held = datasets.load_dataset(FILES[path.suffix], data_files=str(path))

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import torch
 import transformers
 from huggingface_hub import constants
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -63,7 +64,7 @@ def _configuration(model: Any) -> PreTrainedConfig:
                 _why_offline() if HUB_NAME.fullmatch(name) and not os.path.exists(name) else ""
             )
             return AutoConfig.from_pretrained(name, local_files_only=bool(offline))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         if isinstance(error, ConfigError):
             raise
         said = textwrap.shorten(str(error), 160)
