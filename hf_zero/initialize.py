@@ -33,7 +33,7 @@ from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError
 from hf_zero.loading import give_values
 from hf_zero.loading.shard_only import release_holders
-from hf_zero.logging import counted, log_rank0, logger, set_level
+from hf_zero.logging import log_rank0, logger, set_level
 from hf_zero.ops.dispatch import kind_for_auto
 from hf_zero.optim.build import build_optimizer, build_scheduler
 from hf_zero.optim.elementwise import adopt
@@ -210,7 +210,7 @@ def initialize_as(
     engine, report = _build(engine_class, model, settings, made, techniques)
     engine.training_dataloader = loader
     if engine.global_rank == 0:
-        logger.info("%s\n%s", summary(report), _shown(settings, engine.world_size))
+        logger.info("%s\n%s", summary(report), _shown(settings))
         _tell_of_idle_offload(engine)
     try:
         engine.lr_scheduler = scheduler = _scheduler(lr_scheduler, settings, made)
@@ -403,12 +403,12 @@ def _fuse(model: nn.Module, config: ZeroConfig, compiled: Sequence[nn.Module]) -
         fused.prepare(model, config.kernels, sparse, config.pre_layer_norm, compiled)
 
 
-def _shown(config: ZeroConfig, ranks: int) -> str:
+def _shown(config: ZeroConfig) -> str:
     """Return the written values by source, and the keys without effect by reason."""
     rows = [row for row in explaining.written(config.explain()) if row.key != "$schema"]
     lines = [f"    {line}" for line in explaining.as_summary(rows)]
-    over = f"resolved configuration on {counted(ranks, 'rank')}"
-    return "\n".join([f"  {over} (`hf-zero explain FILE` shows the defaults, too):", *lines])
+    head = "  resolved configuration (`hf-zero explain FILE` shows the defaults, too):"
+    return "\n".join([head, *lines])
 
 
 def configuration(args: Any, config: Any, config_params: Any, foreign: bool = False) -> ZeroConfig:

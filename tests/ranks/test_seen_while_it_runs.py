@@ -26,7 +26,7 @@ START = [
     r"  \d units \(modules that are gathered and reduced together\)",
     rf"  {TIER}.*",
     r"  kernels: off \(default\); `kernels: auto` runs those that are fast on this device",
-    r"  resolved configuration on 2 ranks .*",
+    r"  resolved configuration .*",
 ]
 
 
