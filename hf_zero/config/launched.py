@@ -4,10 +4,12 @@ compared with the configuration that trains.
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
 from hf_zero.config.checks import STAGE
+from hf_zero.config.provenance import flattened
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
@@ -52,24 +54,41 @@ def launched_values() -> dict[str, Any]:
         if precision == "no":  # what accelerate launch writes, too, if nobody names a precision
             asked = "--precision" in os.environ.get(LAUNCHED_BY, "")
             precision = "fp32" if asked else None
-    return found | ({PRECISION: precision} if precision else {})
+    return found | ({PRECISION: precision} if precision else {}) | _passed_on()
+
+
+def _passed_on() -> dict[str, Any]:
+    """Return the values of the keys that the launch passes on to the ranks in ``WRITTEN``."""
+    written = json.loads(os.environ.get(WRITTEN, "{}"))
+    if not written:
+        return {}
+    values = _values(ZeroConfig.from_dict(written, allow_auto=True, foreign=True))
+    named = {path for path, _ in flattened(written)}
+    return {path: value for path, value in values.items() if path in named and value != "auto"}
+
+
+def _values(config: ZeroConfig) -> dict[str, Any]:
+    return {row.key: row.value for row in config.explain()}
 
 
 def check_launch(config: ZeroConfig) -> None:
     """Compare ``config``, with which a training begins, with the options of the launch.
 
-    Raises ConfigError where ``hf-zero launch`` named another stage, precision or offload, which
-    would be ignored. For ``accelerate launch``, whose options scripts written for DeepSpeed
-    replace by a file of their own, a warning says so.
+    Raises ConfigError where ``hf-zero launch`` named another stage, precision or offload, or
+    another value of a key of --set or of a YAML, which would be ignored. For ``accelerate launch``,
+    whose options scripts written for DeepSpeed replace by a file of their own, a warning says so.
     """
     command = launch_command()
     if command is None:
         return
     own: dict[str, Any] = {STAGE: config.stage, PRECISION: config.precision}
     own |= {name: getattr(config, name).device for name in OFFLOAD}
+    asked = launched_values()
+    if asked.keys() - own.keys():
+        own = dict.fromkeys(asked) | _values(config) | own
     differing = [
         f"{name} {value} (the script: {own[name]}{_source(config, name)})"
-        for name, value in launched_values().items()
+        for name, value in asked.items()
         if own[name] != value
     ]
     if not differing:
@@ -78,7 +97,7 @@ def check_launch(config: ZeroConfig) -> None:
         f"`{command}` asks for {', '.join(differing)}, and the script's own configuration is the "
         "one that trains; name it in one place: "
     )
-    options = "--preset and --precision" if "--preset" in command else "the configuration"
+    options = "--preset, --precision and --set" if "--preset" in command else "the configuration"
     said += f"leave {options} out of the command, or write the same values in the script"
     if command.startswith(OWN):
         raise ConfigError(said)
@@ -88,6 +107,9 @@ def check_launch(config: ZeroConfig) -> None:
 
 def _source(config: ZeroConfig, name: str) -> str:
     sources = config.sources
-    key = {STAGE: STAGE, PRECISION: f"{config.precision}.enabled"}.get(name, f"{name}.device")
+    key = {
+        PRECISION: f"{config.precision}.enabled",
+        **{section: f"{section}.device" for section in OFFLOAD},
+    }.get(name, name)
     source = sources.get(key, "default")
     return "" if source == "default" else f", {source}"

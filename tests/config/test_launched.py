@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.config.launched import LAUNCH_FILE, LAUNCHED_BY, check_launch
+from hf_zero.config.launched import LAUNCH_FILE, LAUNCHED_BY, WRITTEN, check_launch
 from hf_zero.errors import ConfigError
 
 NAMES = ("CONFIG_FILE", "ZERO_STAGE", "OFFLOAD_OPTIMIZER_DEVICE", "OFFLOAD_PARAM_DEVICE")
@@ -21,7 +21,7 @@ BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
 @pytest.fixture(autouse=True)
 def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     names = (f"ACCELERATE_DEEPSPEED_{name}" for name in NAMES)
-    for name in (LAUNCH_FILE, LAUNCHED_BY, "ACCELERATE_MIXED_PRECISION", "RANK", *names):
+    for name in (LAUNCH_FILE, LAUNCHED_BY, WRITTEN, "ACCELERATE_MIXED_PRECISION", "RANK", *names):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -44,7 +44,8 @@ def test_initialize_refuses_a_preset_of_the_launch_that_it_would_ignore(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     said = (
         rf"`{PRESET}` asks for zero_optimization.stage 2 \(the script: 3, preset zero3\), "
-        r"precision bf16 \(the script: fp32\).*leave --preset and --precision out of the command"
+        r"precision bf16 \(the script: fp32\).*leave --preset, --precision and --set out of the "
+        "command"
     )
     with pytest.raises(ConfigError, match=said):
         hf_zero.initialize(model=model, optimizer=optimizer, config="zero3")
@@ -74,6 +75,21 @@ def test_offload_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     said = "offload_optimizer cpu .the script: none.*leave the configuration out of the command"
     with pytest.raises(ConfigError, match=said):
         check_launch(hf_zero.ZeroConfig(stage=3))
+
+
+def test_keys_of_set_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = "hf-zero launch --preset zero2 --set metrics.enabled=true --set metrics.path=runs/a"
+    launch(monkeypatch, 2, by=command)
+    asked = {"metrics": {"enabled": True, "path": "runs/a"}}
+    monkeypatch.setenv(WRITTEN, json.dumps(asked))
+    own = {"zero_optimization": {"stage": 2}}
+    check_launch(hf_zero.ZeroConfig.from_dict(own | {"metrics": asked["metrics"]}))
+    with pytest.raises(ConfigError, match=r"metrics.enabled True .the script: False\),.*and --set"):
+        check_launch(hf_zero.ZeroConfig.from_dict(own))
+    other = {"metrics": {"enabled": True, "path": "runs/b"}}
+    said = r"asks for metrics.path runs/a .the script: runs/b, config dict: metrics.path.,"
+    with pytest.raises(ConfigError, match=said):
+        check_launch(hf_zero.ZeroConfig.from_dict(own | other))
 
 
 def test_accelerate_launch_gets_a_warning_on_rank_0_alone(

@@ -372,7 +372,7 @@ def test_what_the_engine_of_a_pipeline_refuses():
         with pytest.raises(PipelineError, match="gives no batch"):
             engine.set_dataloader([])
             engine.train_batch()
-        with pytest.raises(ConfigError, match=r"is \(inputs, labels\), not a Tensor"):
+        with pytest.raises(ConfigError, match=r"is \(inputs, labels\), not of type Tensor"):
             engine.train_batch(iter([ids, ids]))
         with pytest.raises(ConfigError, match="reduce_output is 'sum'"):
             engine.eval_batch(batches(2), reduce_output="sum")

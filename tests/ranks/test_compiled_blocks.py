@@ -266,7 +266,7 @@ def test_a_training_forward_with_a_cache_runs_uncompiled_and_says_so(heard):
         engine(input_ids=tokens(number, 0, 0), use_cache=True).logits.sum().backward()
     assert graphs() == 0
     assert [message for message in heard if "use_cache=False" in message] == [
-        "LlamaDecoderLayer is given a DynamicCache, which torch.compile would compile anew for "
+        "LlamaDecoderLayer is given a DynamicCache, which torch.compile would compile again for "
         "each block, so its forward runs uncompiled; "
         "for a cache of keys and values, train with use_cache=False"
     ]
