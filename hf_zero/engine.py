@@ -5,6 +5,7 @@ thread while training goes on.
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -257,7 +258,7 @@ class Engine(TrainingEngine):
 
     def save_checkpoint(
         self,
-        save_dir: str | None = None,
+        save_dir: str | os.PathLike[str] | None = None,
         tag: str | None = None,
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
@@ -315,7 +316,7 @@ class Engine(TrainingEngine):
 
     def load_checkpoint(
         self,
-        load_dir: str | None = None,
+        load_dir: str | os.PathLike[str] | None = None,
         tag: str | None = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
@@ -373,14 +374,14 @@ class Engine(TrainingEngine):
             self.memory.client_state = answer[1]
         return answer
 
-    def _run_folder(self, given: str | None, who: str) -> str:
+    def _run_folder(self, given: str | os.PathLike[str] | None, who: str) -> str:
         folder = self.config.checkpoint.folder if given is None else given
         if folder is None:
             raise ConfigError(
                 f"{who}() was given no folder, and none is configured; pass one, or write "
                 '"checkpoint": {"folder": "runs/a"}'
             )
-        return folder
+        return os.fspath(folder)
 
     def wait_for_checkpoint(self, who: str = "", below: str | None = None) -> None:
         """Return when no checkpoint is being written any more. Raises CheckpointError, on all

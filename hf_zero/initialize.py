@@ -54,6 +54,8 @@ from hf_zero.zero.layout.shared_memory import Tied, tie_shared_memory, without_t
 from hf_zero.zero.layout.wrap import PERSISTENCE, mark_configured
 
 E = TypeVar("E", bound=Engine)
+# wrappers of torch, by name, because FSDP takes time to import
+WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 
 
 @overload
@@ -187,6 +189,7 @@ def initialize_as(
         args, model, config = None, args, _second(model, config)
     if not isinstance(model, nn.Module):
         raise _no_model(args if isinstance(args, str) else model)
+    _refuse_wrapped(model)
     settings = configuration(args, config, config_params)
     _check_call(settings, lr_scheduler, dist_init_required)
     if not (optimizer is None and model_parameters is None and settings.optimizer is None):
@@ -329,6 +332,19 @@ def _no_model(given: Any) -> ConfigError:
     )
     load = f", such as AutoModel.from_pretrained({given!r})" if isinstance(given, str) else ""
     return ConfigError(f"initialize needs model={what}; pass the torch.nn.Module to train{load}")
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    """Raise ConfigError for a wrapper of torch in ``model``, which would reduce its gradients
+    besides the engine.
+    """
+    for name, module in model.named_modules():
+        for cls in type(module).__mro__:
+            if cls.__name__ in WRAPPERS and cls.__module__.startswith("torch."):
+                raise ConfigError(
+                    f"{name or 'the model'} is wrapped in {cls.__name__}, and hf-zero reduces "
+                    "gradients and shards by itself; pass the module without that wrapper"
+                )
 
 
 def _tell_of_idle_offload(engine: Engine) -> None:

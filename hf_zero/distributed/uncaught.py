@@ -126,7 +126,7 @@ def _line_of_the_script(trace: TracebackType | None) -> str:
 
 def _print_once(error: BaseException, trace: TracebackType | None) -> None:
     text = described(error, trace)
-    if "RANK" not in os.environ:
+    if not os.environ.get("RANK", "").isdecimal():  # the error may be about that
         print(f"hf-zero: {text}", file=sys.stderr, flush=True)
         return
     rank, said = int(os.environ["RANK"]), _Said()

@@ -62,9 +62,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("mkdocstrings", reason="pip install 'hf-zero[docs]'")
     folder = tmp_path_factory.mktemp("site")
     env = {**os.environ, "PYTHON": sys.executable}
-    built = completed([ROOT / "scripts" / "docs", folder], timeout=300, env=env)
+    relative = os.path.relpath(folder)  # from here, not from the configuration of mkdocs
+    built = completed([ROOT / "scripts" / "docs", relative], timeout=300, env=env)
     assert built.returncode == 0, built.stderr
     assert "WARNING" not in built.stderr, built.stderr
+    assert built.stdout.strip() == str(folder / "index.html")
     return folder
 
 

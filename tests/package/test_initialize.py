@@ -346,6 +346,25 @@ def test_a_group_that_should_exist_and_does_not() -> None:
         r"hf_zero\.init_distributed\(\) first"
     )
     refused(ConfigError, match, dist_init_required=False, config="zero1")
+
+
+def test_a_model_that_a_wrapper_reduces_is_refused() -> None:
+    model = stack()
+    model.block = nn.DataParallel(nn.Linear(2, 2))
+    said = "block is wrapped in DataParallel.*pass the module without"
+    refused(ConfigError, said, model=model, config="zero1")
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        said = "the model is wrapped in DistributedDataParallel.*pass the module without"
+        wrapped = nn.parallel.DistributedDataParallel(stack())
+        refused(ConfigError, said, model=wrapped, config="zero3")
+        sharded = stack()
+        torch.distributed.fsdp.fully_shard(sharded)
+        with pytest.raises(ConfigError, match="the model is wrapped in FSDPModule, and hf-zero"):
+            hf_zero.initialize(model=sharded, config="zero3")
+    finally:
+        torch.distributed.destroy_process_group()
     assert not process_group.is_initialized()
     init.init_distributed(timeout=20)
     assert (

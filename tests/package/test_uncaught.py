@@ -87,6 +87,14 @@ def test_a_process_without_a_launcher_says_it_too(seen, capsys) -> None:
     assert len(said) == 3 and seen == []
 
 
+def test_a_rank_that_is_no_number_is_said_without_it(seen, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("RANK", "x")
+    end_with(ConfigError("RANK='x' is not a whole number from 0"))
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "hf-zero: ConfigError: RANK='x' is not a whole number from 0"
+    assert len(said) == 3 and seen == []
+
+
 def test_an_interpreter_that_is_typed_into_keeps_its_hook(seen, monkeypatch) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     before = sys.excepthook

@@ -30,6 +30,7 @@ engine.backward(loss)
 engine.step()
 path = engine.save_checkpoint("run", tag="best", client_state={"epoch": 1})
 folder, state = engine.load_checkpoint("run")
+engine.save_checkpoint(pathlib.Path("run")), engine.load_checkpoint(pathlib.Path("run"))
 with hf_zero.GatheredParameters(model.parameters()):
     pass
 hf_zero.convert_checkpoint("run", "model", dtype="bfloat16")
