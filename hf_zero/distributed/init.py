@@ -22,7 +22,7 @@ from hf_zero.distributed.process_group import (
     get_world_size,
     is_initialized,
 )
-from hf_zero.distributed.rank_hosts import choose_interface
+from hf_zero.distributed.rank_hosts import RESOLVE_SECONDS, choose_interface, wait_for_address
 from hf_zero.distributed.rendezvous import LOOPBACK, announce
 from hf_zero.distributed.uncaught import connect_to_agent_store
 from hf_zero.distributed.watchdog import Watchdog
@@ -52,7 +52,8 @@ def init_distributed(
         interface: the network interface that gloo and NCCL use.
 
     Raises LaunchError if the launcher's variables are incomplete or contradict each other
-    (``rendezvous.py``), ConfigError for a port that is in use.
+    (``rendezvous.py``), or if the name of rank 0's host does not resolve; ConfigError for a port
+    that is in use.
     """
     if is_initialized():
         return
@@ -71,6 +72,9 @@ def init_distributed(
         if by_address
         else LOOPBACK
     )
+    if meeting is not None and meeting != LOOPBACK:
+        source = place.address_source if place else f"init_method={init_method}"
+        wait_for_address(meeting, source, min(RESOLVE_SECONDS, seconds))
     choose_interface(meeting, bool(place and place.several_hosts), interface)
     where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     if by_address:

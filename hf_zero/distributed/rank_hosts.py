@@ -13,13 +13,16 @@ import os
 import socket
 import struct
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hf_zero.distributed.rendezvous import is_loopback
+from hf_zero.distributed.rendezvous import ELASTIC, is_loopback
 from hf_zero.errors import LaunchError
+from hf_zero.logging import logger
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+RESOLVE_SECONDS, RESOLVE_PAUSE = 120.0, 2.0
 SOMEWHERE = "192.0.2.1"  # reserved for documentation: reached by the default route
 SIOCGIFADDR = 0x8915
 
@@ -69,6 +72,39 @@ def interface_of(address: str | None) -> str | None:
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return None
+
+
+def wait_for_address(
+    host: str, source: str, seconds: float = RESOLVE_SECONDS, pause: float = RESOLVE_PAUSE
+) -> None:
+    """Return when ``host``, the name or address of rank 0's host, resolves on this host. Some
+    clusters publish a name only after the host has started, so try again for ``seconds``.
+
+    Args:
+        source: the variable or argument that gave the name, for messages.
+
+    Raises LaunchError if the name does not resolve in time.
+    """
+    end, warned = time.monotonic() + seconds, False
+    while True:
+        try:
+            socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            return
+        except (OSError, UnicodeError) as error:
+            reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        text = f"{own_host()} cannot resolve {host!r}, the host of rank 0 (from {source}): {reason}"
+        if time.monotonic() + pause > end:
+            remedy = "export MASTER_ADDR with an IP address of that host on all ranks"
+            if os.environ.get(ELASTIC):
+                remedy = (
+                    "pass an IP address of that host to torchrun: --master-addr, or --local-addr "
+                    "on that host for --rdzv-backend c10d"
+                )
+            raise LaunchError(f"{text}. Correct the name, or {remedy}")
+        if not warned and os.environ.get("LOCAL_RANK", "0") == "0":
+            logger.warning("%s; hf-zero tries again for %.0f s", text, seconds)
+        warned = True
+        time.sleep(pause)
 
 
 def own_address(master_addr: str | None) -> str | None:

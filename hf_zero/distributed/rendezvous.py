@@ -14,7 +14,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hf_zero.errors import LaunchError
@@ -93,6 +93,7 @@ class Place:
     if they are unknown.
 
     ``launcher``: the launcher whose variables were read; None if RANK and the like sufficed.
+    ``address_source``: the variable that gave ``master_addr``, and its value.
     """
 
     rank: int
@@ -102,6 +103,7 @@ class Place:
     master_addr: str
     master_port: int
     launcher: str | None
+    address_source: str = field(default="", compare=False)
 
     @property
     def several_hosts(self) -> bool:
@@ -162,7 +164,7 @@ def discover(
     if size.value == 1 and not _text(environ, "MASTER_ADDR"):
         return None
     local, here = _locals(environ, launcher, at, size)
-    address = _address(environ, launcher, size, here)
+    address, source = _address(environ, launcher, size, here)
     where = _port(environ, launcher, port, size.value == 1)
     return Place(
         at.value,
@@ -172,6 +174,7 @@ def discover(
         address,
         where,
         launcher.title if launcher else None,
+        source,
     )
 
 
@@ -334,7 +337,8 @@ def _tasks_here(environ: Mapping[str, str], launcher: Launcher) -> Number | None
 
 def _address(
     environ: Mapping[str, str], launcher: Launcher | None, size: Number, here: Number | None
-) -> str:
+) -> tuple[str, str]:
+    """Return the address of rank 0's host, and the variable that gave it with its value."""
     address = _text(environ, "MASTER_ADDR")
     one_host = here is not None and here.value == size.value
     if address:
@@ -343,9 +347,9 @@ def _address(
                 f"MASTER_ADDR={address} is each host's own address, but {here} of {size} ranks are "
                 "on this one; export the address of rank 0's host"
             )
-        return address
+        return address, f"MASTER_ADDR={address}"
     if launcher and one_host:
-        return LOOPBACK
+        return LOOPBACK, ""
     name = next(
         (
             each
@@ -355,7 +359,8 @@ def _address(
         None,
     )
     if launcher and name:
-        return expand_hosts(_text(environ, name), name)[0]
+        nodes = _text(environ, name)
+        return expand_hosts(nodes, name)[0], f"{name}={nodes}"
     raise LaunchError(
         f"{size} is set, but MASTER_ADDR is "
         f"not{f', and {launcher.title} does not tell the hosts' if launcher else ''}; "

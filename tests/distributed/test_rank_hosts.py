@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import re
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
-from hf_zero.distributed import rank_hosts
+from hf_zero.distributed import init, process_group, rank_hosts
 from hf_zero.distributed.collective_log import CollectiveLog
 from hf_zero.distributed.collectives import Handle
 from hf_zero.distributed.watchdog import Watchdog
-from hf_zero.errors import RankMismatchError
+from hf_zero.errors import LaunchError, RankMismatchError
 
 
 class Lost:
@@ -86,3 +89,75 @@ def test_numbers_of_ranks_name_those_alone() -> None:
     groups = ([0, 1, 2, 3], [0, 2], [4, 5], [0, 1, 2, 8, 10, 9], [7])
     said = ["0-3", "0, 2", "4, 5", "0-2, 8-10", "7"]
     assert [rank_hosts.numbers(ranks) for ranks in groups] == said
+
+
+@pytest.mark.parametrize(
+    "variables, source, remedy",
+    [
+        ({}, "SLURM_STEP_NODELIST=bad[1-2]", "export MASTER_ADDR with an IP address"),
+        ({"TORCHELASTIC_RUN_ID": "none"}, "MASTER_ADDR=bad1", "--local-addr"),
+    ],
+)
+def test_a_name_that_does_not_resolve_is_an_error_that_names_its_variable(
+    variables: dict[str, str],
+    source: str,
+    remedy: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError) as raised:
+        rank_hosts.wait_for_address("bad1.invalid", source, 0.05, 0.01)
+    assert "cannot resolve 'bad1.invalid', the host of rank 0" in str(raised.value)
+    assert source in str(raised.value) and remedy in str(raised.value)
+    assert caplog.text.count("hf-zero tries again for") == 1
+
+
+def test_a_name_that_resolves_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes publishes the name of a pod only after the pod has started."""
+    answers: list[Exception | None] = [socket.gaierror(-2, "Name or service not known"), None]
+
+    def look_up(*_: object, **__: object) -> list[object]:
+        answer = answers.pop(0)
+        if answer is not None:
+            raise answer
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    rank_hosts.wait_for_address("pod-0.job", "MASTER_ADDR=pod-0.job", 5.0, 0.01)
+    assert not answers
+
+
+@pytest.mark.parametrize(
+    "variables, source",
+    [
+        ({"MASTER_ADDR": "bad.invalid"}, "MASTER_ADDR=bad.invalid"),
+        (
+            {
+                "SLURM_PROCID": "0",
+                "SLURM_STEP_ID": "0",
+                "SLURM_NTASKS": "2",
+                "SLURM_LOCALID": "0",
+                "SLURM_NODEID": "0",
+                "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+                "SLURM_STEP_NODELIST": "bad[1-2].invalid",
+            },
+            "SLURM_STEP_NODELIST=bad[1-2].invalid",
+        ),
+    ],
+)
+def test_init_distributed_looks_the_name_up_before_it_waits_for_ranks(
+    variables: dict[str, str], source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "29999"}
+    for name in ("TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (own | variables).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # announce() writes into it
+    with pytest.raises(LaunchError, match=re.escape(source)):
+        init.init_distributed(timeout=0.1)
+    assert not process_group.is_initialized()
