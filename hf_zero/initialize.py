@@ -335,8 +335,8 @@ def _no_model(given: Any) -> ConfigError:
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
-    """Raise ConfigError for a wrapper of torch in ``model``, which would reduce its gradients
-    besides the engine.
+    """Raise ConfigError for a wrapper of torch in ``model``, which reduces gradients (DDP), shards
+    parameters (FSDP) or copies the model to devices (DataParallel) besides the engine.
     """
     for name, module in model.named_modules():
         for cls in type(module).__mro__:

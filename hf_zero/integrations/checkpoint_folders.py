@@ -23,8 +23,14 @@ from hf_zero.errors import CheckpointError
 from hf_zero.logging import logger
 
 STATE = "trainer_state.json"
+MODEL_TAG = "pytorch_model"  # Accelerate's tag of the first model
 SENTINEL = "checkpoint-is-incomplete.txt"
 RESTORE = "restore it, or go on from another checkpoint"
+ACCELERATE_STATE = (
+    "is a state that accelerator.save_state wrote, not a checkpoint of the Trainer; load it with "
+    "accelerator.load_state, or run hf-zero convert-checkpoint {folder} MODEL and give the Trainer "
+    "the weights with from_pretrained('MODEL')"
+)
 
 
 def has_engine_checkpoint(folder: Path) -> bool:
@@ -32,6 +38,12 @@ def has_engine_checkpoint(folder: Path) -> bool:
     return (folder / find.LATEST).is_file() or any(
         item.name.startswith(find.RESERVED) or find.is_checkpoint(item) for item in folder.iterdir()
     )
+
+
+def is_accelerate_state(folder: Path) -> bool:
+    """Return whether ``Accelerator.save_state`` wrote ``folder``, not the Trainer."""
+    of_accelerate = (folder / MODEL_TAG).is_dir() or any(folder.glob("random_states_*.pkl"))
+    return of_accelerate and not (folder / STATE).exists()
 
 
 def engine_checkpoint_error(folder: Path, tag: str | None = None) -> str:
@@ -51,6 +63,8 @@ def trainer_folder_error(folder: Path) -> str:
     """Return the reason why a Trainer under ZeRO cannot resume from ``folder``, a ``checkpoint-N``,
     or "".
     """
+    if is_accelerate_state(folder):
+        return f"{folder} {ACCELERATE_STATE.format(folder=folder)}"
     if (folder / SENTINEL).exists():
         return (
             f"{folder / SENTINEL} says that its save has not ended; remove that file "
@@ -81,7 +95,7 @@ class StateContents:
             if type(each).__name__ != "DeepSpeedSchedulerWrapper"
         ]
         return cls(
-            tuple(_numbered("pytorch_model", index) for index in range(len(accelerator._models))),
+            tuple(_numbered(MODEL_TAG, index) for index in range(len(accelerator._models))),
             tuple(_numbered("scheduler", index) + ".bin" for index in range(len(stepped)))
             + tuple(
                 f"custom_checkpoint_{index}.pkl"
@@ -96,7 +110,7 @@ class StateContents:
             if said:
                 return said
         for name in (
-            *(f"random_states_{rank}.pkl" for rank in range(ranks_of(folder / "pytorch_model"))),
+            *(f"random_states_{rank}.pkl" for rank in range(ranks_of(folder / MODEL_TAG))),
             *self.files,
         ):
             if not (folder / name).exists():

@@ -15,10 +15,13 @@ from typing import Any
 from hf_zero.checkpoint.commit import excess, remove
 from hf_zero.checkpoint.find import DROPPED
 from hf_zero.checkpoint.save_job import after_commit, decide_on_rank_0
+from hf_zero.errors import CheckpointError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.accelerator import keep_measures_in
 from hf_zero.integrations.accelerate.memory_saves import INTO_MEMORY, newer_in_memory
 from hf_zero.integrations.checkpoint_folders import (
+    MODEL_TAG,
+    STATE,
     StateContents,
     last_complete,
     numbered_folders,
@@ -93,6 +96,17 @@ def _first_free_number(states: Path, number: int, parts: StateContents) -> int:
     return number
 
 
+def _refuse_trainer_folder(folder: Path) -> None:
+    """Raise CheckpointError if the Trainer wrote ``folder``."""
+    if (folder / STATE).is_file() and not (folder / MODEL_TAG).exists():
+        raise CheckpointError(
+            f"accelerator.load_state: {folder} is a checkpoint of the Trainer, not a state that "
+            "accelerator.save_state wrote; resume it with "
+            f"trainer.train(resume_from_checkpoint={str(folder)!r}), or run hf-zero "
+            f"convert-checkpoint {folder} MODEL and load the weights with from_pretrained('MODEL')"
+        )
+
+
 def _next_number(states: Path, number: int) -> int:
     """Return the first number, from ``number`` on, after those of all states: training that goes on
     saves beside them, where Accelerate's own count begins with 0 in each process.
@@ -113,8 +127,8 @@ def _keep(newest: Path, limit: int, parts: StateContents) -> None:
 def resume_from_whole(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``Accelerator.load_state``: without a folder, loads the newest of the last complete
     state and of those in the memory of the hosts, and has the next save use a number of its own.
-    Warns of skipped states and of random states that
-    do not carry over.
+    Warns of skipped states and of random states that do not carry over. Refuses a checkpoint of
+    the Trainer.
     """
 
     def load_state(
@@ -134,6 +148,7 @@ def resume_from_whole(original: Callable[..., Any]) -> Callable[..., Any]:
         if last and _under_zero(self):
             input_dir = newer_in_memory(self, input_dir)
         if input_dir is not None and _under_zero(self):
+            decide_on_rank_0(lambda: _refuse_trainer_folder(Path(input_dir).expanduser()))
             if named:
                 keep_measures_in(self, Path(self.project_dir))
             elif not last:
@@ -150,7 +165,7 @@ def resume_from_whole(original: Callable[..., Any]) -> Callable[..., Any]:
             folder, rank = Path(input_dir).expanduser(), self.process_index
             warn_lost_random_states(
                 folder,
-                folder / "pytorch_model",
+                folder / MODEL_TAG,
                 f"random_states_{rank}.pkl",
                 rank,
                 self.num_processes,

@@ -36,6 +36,7 @@ from hf_zero.integrations.checkpoint_folders import (
     STATE,
     engine_checkpoint_error,
     has_engine_checkpoint,
+    is_accelerate_state,
     last_complete,
     numbered_folders,
     trainer_folder_error,
@@ -179,8 +180,8 @@ def _keep_samples_of_a_step(trainer: Any, folder: Path) -> None:
 
 
 def _refuse_torn(folder: Path, output: Path) -> bool:
-    """Raise CheckpointError unless ``folder`` is whole; return whether it is the last checkpoint of
-    the run in ``output``.
+    """Raise CheckpointError unless ``folder`` is a whole checkpoint of the Trainer; return whether
+    it is the last one of the run in ``output``.
     """
     if not folder.exists():
         there = [each.name for each in numbered_folders(output, PREFIX)]
@@ -192,6 +193,8 @@ def _refuse_torn(folder: Path, output: Path) -> bool:
     if not (folder.is_dir() and (has_engine_checkpoint(folder) or (folder / STATE).is_file())):
         return False  # not written by the Trainer: its own error is more specific
     said = trainer_folder_error(folder)
+    if is_accelerate_state(folder):
+        raise CheckpointError(f"resume_from_checkpoint: {said}")
     if said:
         whole = next(
             (
@@ -202,7 +205,7 @@ def _refuse_torn(folder: Path, output: Path) -> bool:
             None,
         )
         remedy = (
-            f"{whole} is whole" if whole else f"no other checkpoint in {folder.parent} is whole"
+            f"{whole} is whole" if whole else f"No other checkpoint in {folder.parent} is whole"
         )
         raise CheckpointError(f"{folder} is not whole: {said}. {remedy}")
     return folder.resolve() in [each.resolve() for each in numbered_folders(output, PREFIX)[:1]]

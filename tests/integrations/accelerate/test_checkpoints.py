@@ -16,6 +16,7 @@ from accelerate.utils import ProjectConfiguration
 
 from hf_zero.errors import CheckpointError
 from tests.helpers.plain_process import forget
+from tests.helpers.trainers import EVERY_STEP, routed
 from tests.integrations.accelerate.test_loop import accelerator_with, loader, small
 
 pytestmark = pytest.mark.usefixtures("plain_process")
@@ -104,6 +105,18 @@ WAYS = {
     "random_states_0.pkl": "random_states_0.pkl is cut short or damaged",
     "scheduler.bin": "scheduler.bin is cut short or damaged",
 }
+
+
+def test_a_checkpoint_of_the_trainer_is_called_one(tmp_path: Path) -> None:
+    routed("ours", 2, tmp_path, **EVERY_STEP, max_steps=1).train()
+    forget()
+    folder = tmp_path / "checkpoint-1"
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{folder} is a checkpoint of the Trainer, not a state .* resume it with "
+        rf"trainer\.train\(resume_from_checkpoint='{folder}'\)",
+    ):
+        Loop(tmp_path).accelerator.load_state(str(folder))
 
 
 @pytest.mark.parametrize("way", WAYS)

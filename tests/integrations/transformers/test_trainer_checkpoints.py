@@ -15,10 +15,12 @@ import pytest
 import torch
 import transformers
 
+import hf_zero
 from hf_zero.checkpoint import find
 from hf_zero.errors import CheckpointError
 from tests.helpers.plain_process import forget
 from tests.helpers.trainers import BEST, EVERY_STEP, SPOILED, logged, routed, weights
+from tests.integrations.accelerate.test_loop import accelerator_with, loader, small
 
 pytestmark = pytest.mark.usefixtures("plain_process")
 
@@ -175,13 +177,34 @@ def test_a_torn_one_asked_for_by_name_is_refused_with_the_whole_one(
 
 
 @pytest.mark.parametrize("named", [True, False])
+def test_a_state_of_accelerate_is_called_one(named: bool, tmp_path: Path) -> None:
+    state = tmp_path / "checkpoint-1"
+    accelerator = accelerator_with({"zero_optimization": {"stage": 2}})
+    net = small()
+    accelerator.prepare(net, torch.optim.AdamW(net.parameters()), loader(8))
+    accelerator.save_state(str(state))
+    forget()
+    run = routed("ours", 2, tmp_path)
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{state} is a state that accelerator\.save_state wrote, not .* load it with "
+        rf"accelerator\.load_state, or run hf-zero convert-checkpoint {state} MODEL",
+    ) as raised:
+        run.train(resume_from_checkpoint=str(state) if named else True)
+    assert named is ("whole" not in str(raised.value))
+    hf_zero.convert_checkpoint(state, tmp_path / "MODEL")
+    type(net).from_pretrained(tmp_path / "MODEL")
+
+
+@pytest.mark.parametrize("named", [True, False])
 def test_checkpoints_of_the_model_alone_are_nothing_to_resume_from(
     named: bool, tmp_path: Path
 ) -> None:
     routed("ours", 3, tmp_path, **EVERY_STEP, save_only_model=True).train()
     run = routed("ours", 3, tmp_path, max_steps=6)
+    rest = rf".*\. No other checkpoint in {tmp_path} is whole$" if named else ""
     with pytest.raises(
-        CheckpointError, match="whole weights and nothing that training resumes from"
+        CheckpointError, match=rf"whole weights and nothing that training resumes from{rest}"
     ):
         run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4") if named else True)
 
