@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -31,6 +32,9 @@ WHOLE_ROWS = 4  # keys shown whole at most, for a name that ends several
 MENTIONS = 12  # sections listed at most
 ENTRY = re.compile(r"^- \[[^\]]+\]\(([a-z-]+)\.md\): (.+)$", re.M)  # of index.md
 WORD = re.compile(r"\b[A-Za-z]\w*_\w+")  # a name of several words, in text or code
+TOKEN = re.compile(r"[\w+]+")
+VOWEL = re.compile(r"[aeiouy]")
+DOUBLED = re.compile(r"([bdgmnprt])\1$")  # planning, embedded; not -ll, -ss and -zz, as in rolling
 COMMENT = re.compile(r"^<!-- .* -->\n", re.M)
 
 
@@ -162,26 +166,64 @@ def _rows(topic: str, keys: dict[str, str]) -> str:
 
 
 def _mentions(topic: str, held: list[Section]) -> str:
-    """Return a list of the pages and sections that have ``topic`` in their name, or else name it as
-    code or in words; "" if none does.
+    """Return a list of the sections that mention ``topic``, in any inflection: first those with it
+    in their heading or in the name of their page, then those with it as code, then the others, the
+    most mentions first; "" if there are none.
     """
-    word = topic.lower()
-    found = [
-        each
-        for each in held
-        if word in anchor_of(each.title).split("-") or (each.level == 1 and word in each.page)
-    ]
+    wanted = stems(topic)
     code = re.compile(rf"`(?:[\w.]*\.)?{re.escape(topic)}(?:[(=: ][^`\n]*)?`")
-    said = re.compile(rf"(?<!\w){re.escape(topic)}(?!\w)", re.I)
-    for pattern in (code, said):
-        # in the innermost section: above its first sub-heading
-        found = found or [each for each in held if pattern.search(each.text.split("\n#")[0])]
+    ranked = list[tuple[int, int, Section]]()
+    for each in held:
+        own = each.text.split("\n#")[0]  # the innermost section: above its first sub-heading
+        name = f"{each.title} {each.page}" if each.level == 1 else each.title
+        said = _count(wanted, stems(own))
+        if _count(wanted, stems(name)):
+            ranked.append((0, 0, each))
+        elif code.search(own):
+            ranked.append((1, 0, each))
+        elif said:
+            ranked.append((2, -said, each))
+    found = [each for _, _, each in sorted(ranked, key=lambda row: row[:2])]
     lines = [
         f"- {each.title.strip('`')}: `hf-zero docs "
         f"{each.page if each.level == 1 else f'{each.page}#{each.anchor}'}`"
         for each in found[:MENTIONS]
     ]
+    if len(found) > MENTIONS:
+        lines.append(f"- {len(found) - MENTIONS} more")
     return "\n".join([f"# {topic}\n\nIn these sections:\n", *lines, ""]) if lines else ""
+
+
+def _count(wanted: list[str], words: list[str]) -> int:
+    """Return how often ``wanted`` occurs in ``words``, in its order."""
+    length = len(wanted)
+    places = range(len(words) - length + 1) if wanted else ()
+    return sum(words[place : place + length] == wanted for place in places)
+
+
+def stems(text: str) -> list[str]:
+    """Return the stem of each word of ``text``."""
+    return [stem(word) for word in TOKEN.findall(text.lower())]
+
+
+@cache
+def stem(word: str) -> str:
+    """Return ``word`` without the endings of its inflections, repeatedly: -s, -es, -ed, -ing and -e
+    if at least three letters with a vowel remain, and the second of two equal consonants that -ed
+    or -ing leaves; -ies and -ied become -y. A name with an underscore is its own stem.
+    """
+    if "_" in word:
+        return word
+    shorter = word
+    if len(word) > 4 and word.endswith(("ies", "ied")):
+        shorter = f"{word[:-3]}y"
+    else:
+        for ending in ("ing", "ed", "es", "s", "e"):
+            left = word.removesuffix(ending)
+            if left != word and len(left) >= 3 and VOWEL.search(left) and not word.endswith("ss"):
+                shorter = DOUBLED.sub(r"\1", left) if ending in ("ing", "ed") else left
+                break
+    return word if shorter == word else stem(shorter)
 
 
 def _mean(topic: str, known: list[str]) -> str:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import hf_zero
 import hf_zero.errors
 from hf_zero.cli.app import app
-from hf_zero.cli.docs import find, pages
+from hf_zero.cli.docs import find, pages, stem
 from hf_zero.config.keys import KEYS
 from hf_zero.errors import ConfigError
 
@@ -87,6 +87,51 @@ def test_lists_of_sections_name_topics() -> None:
     for topic in ("deepspeed", "save_checkpoint", "enabled", "lora"):
         asked = re.findall(r"`hf-zero docs ([^`]+)`", find(topic))
         assert asked and all(find(each) for each in asked)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "resume resumes resumed resuming",
+        "offload offloads offloaded offloading",
+        "shard shards sharded sharding",
+        "batch batches batched batching",
+        "plan plans planned planning",
+        "embed embedded embedding embeddings",
+        "copy copies copied copying",
+        "loss losses",
+        "roll rolls rolled rolling",
+        "string strings",
+        "ring rings",
+    ],
+)
+def test_inflections_have_one_stem(words: str) -> None:
+    assert len({stem(word) for word in words.split()}) == 1
+
+
+def test_other_words_have_other_stems() -> None:
+    words = ["resume", "result", "shard", "share", "string", "stride", "ring", "run", "rank"]
+    words += ["loss", "lose", "zero", "zero++", "gradient_clipping", "gradient_clip"]
+    assert len({stem(word) for word in words}) == len(words)
+
+
+@pytest.mark.parametrize(
+    ("topic", "first"),
+    [
+        ("resume", "Checkpoints and resuming: `hf-zero docs trainer#checkpoints-and-resuming`"),
+        ("resumed", "Checkpoints and resuming: `hf-zero docs trainer#checkpoints-and-resuming`"),
+        ("offloading", "Offload: `hf-zero docs offload`"),
+        ("ZeRO++", "ZeRO++ at stage 3: `hf-zero docs fewer-bytes#zero-at-stage-3`"),
+    ],
+)
+def test_headings_are_found_in_any_inflection(topic: str, first: str) -> None:
+    assert find(topic).splitlines()[4] == f"- {first}"
+
+
+def test_sections_that_only_mention_a_topic_follow_the_headings() -> None:
+    listed = find("resume")
+    assert "`hf-zero docs checkpoints#load`" in listed  # `resume` as code
+    assert re.search(r"^- \d+ more$", find("sharded"), re.M)
 
 
 def test_docstrings_stand_in_the_reference_and_pictures_do_not_in_the_terminal() -> None:
