@@ -368,6 +368,9 @@ _FSDP_NAMES = (
     *("sharding_strategy", "reshard_after_forward", "state_dict_type", "ignored_modules"),
 )
 _STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
+_DYNAMO = ("backend", "mode", "use_fullgraph", "use_dynamic", "use_regional_compilation")
+_NO_GRAPHS = "without CUDA graphs, because stage 3 gives parameters other addresses in each gather"
+_NO_TRUTH = "is neither true nor false; write one of them"
 _SIZES = {
     "dp_replicate_size": "there is one copy of the shards",
     "dp_shard_size": "the remaining ranks share the shards",
@@ -446,11 +449,8 @@ def _dynamo(
     """Translate Accelerate's choice to compile the model, which it does not pass to ranks whose
     ``distributed_type`` is DEEPSPEED.
     """
-    chosen = (
-        {str(key).removeprefix("dynamo_"): each for key, each in value.items()}
-        if isinstance(value, Mapping)
-        else {"backend": value}
-    )
+    written = value if isinstance(value, Mapping) else {"backend": value}
+    chosen = {str(key).removeprefix("dynamo_"): each for key, each in written.items()}
     backend = str(chosen.get("backend") or "no").lower()
     if backend in ("no", "false"):
         findings.append(KeyFinding(name, value, "no effect", "nothing is compiled"))
@@ -458,10 +458,45 @@ def _dynamo(
         note = "Accelerate does not pass it to the ranks; compile: blocks compiles blocks"
         findings.append(KeyFinding(name, value, "no effect", note))
     else:
-        compiled: dict[str, Any] = {"blocks": True, "backend": backend}
-        if chosen.get("mode"):
-            compiled["mode"] = chosen["mode"]
-        _add({"compile": compiled}, name, value, section, findings)
+        for full, each in written.items():
+            key = f"{name}.{full}" if written is value else name
+            short = str(full).removeprefix("dynamo_")
+            if short not in _DYNAMO:
+                findings.append(_unknown_below(name, full, each, "dynamo_", _DYNAMO))
+            elif short.startswith("use_") and each is not None and _truth(each) is None:
+                findings.append(KeyFinding(key, each, "to fix", f"{shown(each)} {_NO_TRUTH}"))
+            else:
+                added, outcome, note = _compilation(short, each, backend)
+                if added:
+                    _add({"compile": added}, key, each, section, findings, note)
+                else:
+                    findings.append(KeyFinding(key, each, outcome, note))
+
+
+def _compilation(name: str, value: Any, backend: str) -> tuple[dict[str, Any], Outcome, str]:
+    """Return the keys of ``compile`` for ``value`` of Accelerate's key ``name``, the outcome, and
+    a note: after the keys, or the reason if there are none.
+    """
+    on = bool(_truth(value))
+    match name:
+        case "backend":
+            return {"blocks": True, "backend": backend}, "translated", ""
+        case _ if value is None:
+            return {}, "no effect", "it is empty"
+        case "mode" if value == "max-autotune":
+            return {"mode": "max-autotune-no-cudagraphs"}, "translated", f"; {_NO_GRAPHS}"
+        case "mode" if value == "reduce-overhead":
+            return {}, "left out", _NO_GRAPHS
+        case "mode":
+            return {"mode": value}, "translated", ""
+        case "use_dynamic":
+            return {"dynamic": on}, "translated", ""
+        case "use_regional_compilation":
+            return {}, "no effect", "compile: {blocks: true} compiles block by block in any case"
+        case _ if on:
+            note = "a block whose forward breaks the graph is compiled as several graphs"
+            return {}, "left out", note
+    return {}, "no effect", "a forward may break the graph in any case"
 
 
 def _judge(
@@ -554,7 +589,7 @@ def _wrong_in_fsdp(name: str, value: Any) -> str:
         hint = did_you_mean(word, _STATE_DICTS)
         return f"not a type of state dict{hint}"
     if name in _SWITCHES and _truth(value) is None:
-        return "neither true nor false; write one of them"
+        return _NO_TRUTH.removeprefix("is ")
     return ""
 
 

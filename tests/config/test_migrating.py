@@ -431,6 +431,44 @@ def test_compilation_that_accelerate_drops_is_translated_or_named() -> None:
     assert outcomes(off.findings)["dynamo_config"] == ("no effect", "nothing is compiled")
 
 
+def test_each_key_of_accelerates_compilation_is_translated_or_left_out_with_the_reason() -> None:
+    with_use = ("use_fullgraph", "use_dynamic", "use_regional_compilation")
+    for prefix in ("dynamo_", ""):  # accelerate launch adds the prefix
+        config = {f"{prefix}backend": "INDUCTOR", f"{prefix}mode": "max-autotune"}
+        config |= {f"{prefix}{name}": True for name in with_use}
+        migration = migrate(FSDP | {"dynamo_config": config})
+        assert migration.runs and migration.after["deepspeed_config"]["compile"] == {
+            "blocks": True,
+            "backend": "inductor",
+            "mode": "max-autotune-no-cudagraphs",
+            "dynamic": True,
+        }
+        found = outcomes(migration.findings)
+        assert {f"dynamo_config.{name}" for name in config} <= found.keys()
+        outcome, note = found[f"dynamo_config.{prefix}use_fullgraph"]
+        assert outcome == "left out" and "several graphs" in note
+        outcome, note = found[f"dynamo_config.{prefix}use_regional_compilation"]
+        assert outcome == "no effect" and "block by block" in note
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "outcome", "note"),
+    [
+        ("dynamo_use_fullgraph", False, "no effect", "may break the graph"),
+        ("dynamo_use_dynamic", "no", "translated", "compile: {dynamic: false}"),
+        ("dynamo_use_dynamic", "perhaps", "to fix", '"perhaps" is neither true nor false'),
+        ("dynamo_mode", "reduce-overhead", "left out", "without CUDA graphs"),
+        ("dynamo_mode", None, "no effect", "it is empty"),
+        ("dynamo_use_dynamc", True, "to fix", "did you mean 'dynamo_use_dynamic'?"),
+    ],
+)
+def test_a_key_of_accelerates_compilation(key: str, value: Any, outcome: str, note: str) -> None:
+    config = {"dynamo_backend": "INDUCTOR", key: value}
+    found = outcomes(migrate(FSDP | {"dynamo_config": config}).findings)
+    assert found[f"dynamo_config.{key}"][0] == outcome
+    assert note in found[f"dynamo_config.{key}"][1]
+
+
 def test_the_order_of_a_file_stays() -> None:
     written = {"deepspeed_config": {"zero_stage": 2}, "distributed_type": "DEEPSPEED"}
     migration = migrate(written | {"fsdp_config": {}})
