@@ -12,7 +12,7 @@ from hf_zero.config.keys import KEYS, SECTIONS
 from hf_zero.config.kinds import ANYTHING, BOOLEAN, PATH, TEXT, Kind
 from hf_zero.config.measures import MONITORS
 from hf_zero.config.provenance import shown
-from hf_zero.config.reading import ConfigReading
+from hf_zero.config.reading import ConfigReading, meant
 from hf_zero.config.rows import Key, Status, placed
 from hf_zero.config.sections import LaunchSection
 from hf_zero.config.spelling import closest, did_you_mean
@@ -220,10 +220,12 @@ def _unknown(name: str, key: Any, label: str) -> ConfigError:
 def _read_section(section: Mapping[str, Any], reading: ConfigReading, label: str) -> None:
     for name in section:
         if name not in INSIDE:
+            file = f"{_SECTION}.deepspeed_config_file"
             hint = did_you_mean(str(name), INSIDE)
             if name in KEYS or name in SECTIONS:
-                file = f"{_SECTION}.deepspeed_config_file"
                 hint = f": it belongs into a DeepSpeed JSON, which {file} names"
+            elif not closest(str(name), INSIDE) and (names := meant(str(name), section[name])):
+                hint = f": write {' or '.join(names)} in a DeepSpeed JSON, which {file} names"
             reading.mistakes.append(
                 ConfigError(f"{label}: unknown key {f'{_SECTION}.{name}'!r}{hint}")
             )

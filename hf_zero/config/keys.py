@@ -405,8 +405,18 @@ ANSWERS: dict[str, str] = {
     **dict.fromkeys(
         ("fp16.opt_level", "fp16.fp16_opt_level"), "it is Apex's, not DeepSpeed's; remove it"
     ),
-    "fsdp": "`hf-zero migrate` translates a configuration for FSDP",
     "fsdp_config": "`hf-zero migrate` translates an Accelerate configuration for FSDP",
+}
+
+# Names that other libraries have for keys: their effect would be lost without a word.
+MEANT: dict[str, str] = {
+    **dict.fromkeys(("fsdp", "zero"), "zero_optimization"),
+    "zero_stage": "stage",
+    **dict.fromkeys(("float16", "half"), "fp16"),
+    "gradient_checkpointing": "activation_checkpointing",
+    "batch_size": "train_batch_size",
+    "micro_batch_size": "train_micro_batch_size_per_gpu",
+    **dict.fromkeys(("grad_clip", "clip_grad", "clip_grad_norm"), "gradient_clipping"),
 }
 
 SECTIONS: frozenset[str] = frozenset(

@@ -22,7 +22,7 @@ from hf_zero.config.accelerate_yaml import (
 )
 from hf_zero.config.keys import ALIASES, KEYS, SECTIONS
 from hf_zero.config.provenance import shown
-from hf_zero.config.reading import AUTO, ConfigReading, canonical, misspelt
+from hf_zero.config.reading import AUTO, ConfigReading, canonical, meant, misspelt
 from hf_zero.config.refusals import Check, idle_params, refusals
 from hf_zero.config.rows import Status
 from hf_zero.config.spelling import MISSPELT, closest, did_you_mean, is_comment
@@ -252,7 +252,7 @@ def _dialect(
         elif reading.mistakes:
             bare = _unquoted(written, value)
             if bare is None:
-                lost = misspelt(written) or path in SECTIONS
+                lost = misspelt(written, value) or path in SECTIONS
                 findings.append(_mistaken(written, value, reading, path, source, lost))
             else:
                 kept[name] = bare
@@ -296,7 +296,7 @@ def _mistaken(
     return KeyFinding(written, value, "to fix" if fix else "left out", _said(error, source))
 
 
-def _lost(written: str) -> bool:
+def _lost(written: str, value: Any) -> bool:
     """Return whether an unknown key of an Accelerate file may be meant for a known one, or belongs
     elsewhere: the run would lose its effect.
     """
@@ -308,8 +308,11 @@ def _lost(written: str) -> bool:
     if name != written:
         if name in INSIDE:
             return False
-        return acts or (path not in KEYS and bool(closest(name, INSIDE, least=MISSPELT)))
-    return acts or name in INSIDE or misspelt(name) or bool(closest(name, TOP, least=MISSPELT))
+        near = closest(name, INSIDE, least=MISSPELT) or meant(name, value)
+        return acts or (path not in KEYS and bool(near))
+    return (
+        acts or name in INSIDE or misspelt(name, value) or bool(closest(name, TOP, least=MISSPELT))
+    )
 
 
 def _said(error: HfZeroError, source: str) -> str:
@@ -514,7 +517,7 @@ def _judge(
         findings.append(KeyFinding(written, value, "left out", "a comment"))
     elif reading.mistakes:
         path = written if written == name else TRANSLATED.get(name, name)
-        findings.append(_mistaken(written, value, reading, path, source, _lost(written)))
+        findings.append(_mistaken(written, value, reading, path, source, _lost(written, value)))
     elif written in ACCELERATE_KEYS and value in (None, {}, ""):
         findings.append(KeyFinding(written, value, "no effect", "it is empty"))
     elif written != name and key is not None and key.status is Status.INERT:

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
-from hf_zero.config.keys import ALIASES, ANSWERS, KEYS, OWN_AUTOS, SECTIONS
+from hf_zero.config.keys import ALIASES, ANSWERS, KEYS, MEANT, OWN_AUTOS, SECTIONS
 from hf_zero.config.provenance import FILES, SourcedDict, shown
 from hf_zero.config.rows import Key, Status
 from hf_zero.config.spelling import MISSPELT, closest, did_you_mean, is_comment, is_foreign
@@ -20,6 +21,7 @@ from hf_zero.errors import ConfigError, HfZeroError, NotBuiltError
 from hf_zero.logging import log_rank0
 
 AUTO = "auto"
+ENDING = re.compile(r"_?(config|configuration|cfg|settings|options|args|kwargs)$")
 
 
 class Mistakes(list[HfZeroError]):
@@ -149,10 +151,10 @@ class ConfigReading:
     def _take(self, path: str, written: str, value: Any, label: str) -> None:
         if path in KEYS:
             self._judge(KEYS[path], value, written, label)
-        elif self.foreign and "." not in written and is_foreign(written, _known()):
+        elif self.foreign and "." not in written and _is_foreign(written, value):
             _warn(f"{label}: the key {written!r} is not known here and has no effect")
         elif path not in SECTIONS:
-            raise _unknown(written, path, label)
+            raise _unknown(written, value, path, label)
         elif isinstance(value, Mapping):
             self._walk(value, path + ".", written + ".", label)
         elif isinstance(value, str) and written in ("offload_optimizer", "offload_param"):
@@ -348,17 +350,61 @@ def canonical(written: str) -> str:
     return path
 
 
-def misspelt(written: str) -> bool:
-    """Return whether an unknown key resembles a known one of its section, or is the name of one
-    at the top that acts, and may be meant for it.
+def misspelt(written: str, value: Any) -> bool:
+    """Return whether an unknown key of ``value`` is probably meant for a known one, or is one that
+    acts at the top, or at the top one that acts in one section.
     """
     path = canonical(written)
     if path in KEYS or path in SECTIONS or written.lower() in ANSWERS:
         return False
     section, _, name = path.rpartition(".")
-    siblings = [each for each in _known() if each.rpartition(".")[0] == section]
     acts = name in SECTIONS or (name in KEYS and KEYS[name].status is Status.ACTIVE)
-    return acts or bool(closest(name, siblings, least=MISSPELT))
+    below = [] if section else [each for each in KEYS if each.rpartition(".")[2] == name]
+    acts = acts or len([each for each in below if not _idle(each)]) == 1
+    return acts or bool(meant(written, value))
+
+
+def meant(written: str, value: Any) -> list[str]:
+    """Return the known names that an unknown key of ``value`` is probably meant for: at the top
+    those of :func:`_meant_at_top`, and else the names of its section that it resembles.
+    """
+    section, _, name = canonical(written).rpartition(".")
+    found = [] if section else _meant_at_top(name.lower(), value)
+    siblings = [each for each in _known() if each.rpartition(".")[0] == section]
+    return found or closest(name, siblings, least=MISSPELT)
+
+
+def _meant_at_top(name: str, value: Any) -> list[str]:
+    """Return the known names that have ``name`` in other libraries, or have it with an ending such
+    as _config; else the sections that share a word with it, or its beginning, and know each key of
+    ``value``: zero_optimization for ``zero: {stage: 3}``.
+    """
+    bare = ENDING.sub("", name)
+    top = [each for each in _known() if "." not in each]
+    for each in (name, bare):
+        if each in MEANT:
+            return [MEANT[each]]
+        if each in top:
+            return [] if _idle(each) else [each]
+    bare = bare.rstrip("0123456789")
+    if not isinstance(value, Mapping) or not {*value} - {"enabled"}:
+        return []
+    found = {
+        canonical(each): each
+        for each in top
+        if canonical(each) in SECTIONS
+        and _share_a_word(bare, each)
+        and all(canonical(f"{each}.{key}") in {*KEYS, *SECTIONS} for key in value)
+    }
+    return [each for each in found.values() if not _idle(each)]
+
+
+def _share_a_word(name: str, other: str) -> bool:
+    return any(
+        one == two or (len(one) >= 4 and two.startswith(one))
+        for one in name.split("_")
+        for two in other.split("_")
+    )
 
 
 def _remedy(key: Key, value: Any, label: str) -> str:
@@ -417,13 +463,21 @@ def _warn(message: str) -> None:
     log_rank0(message, logging.WARNING)
 
 
-def _unknown(written: str, path: str, label: str) -> ConfigError:
+def _is_foreign(written: str, value: Any) -> bool:
+    """Return whether an unknown key at the top is a comment or a key of another program."""
+    known = _known()
+    return is_comment(written) or (is_foreign(written, known) and not meant(written, value))
+
+
+def _unknown(written: str, value: Any, path: str, label: str) -> ConfigError:
     section, _, name = written.rpartition(".")
     said = f"{label}: unknown key {written!r}"
     if is_comment(name):
         return ConfigError(f"{said}: it reads as a comment; remove it")
     if answer := ANSWERS.get(written.lower()):
         return ConfigError(f"{said}: {answer}")
+    if not section and (names := _meant_at_top(name.lower(), value)):
+        return ConfigError(f"{said}; did you mean {' or '.join(map(repr, names))}?")
     known = _known()
     siblings = [each for each in known if each.rpartition(".")[0] == path.rpartition(".")[0]]
     elsewhere = [each for each in known if each.rpartition(".")[2] == name]

@@ -244,6 +244,14 @@ MISSPELT: dict[str, tuple[dict[str, Any], str]] = {
         {"deepspeed_config": {"zero_optimization": {"stage": 3}}},
         "deepspeed_config_file names",
     ),
+    "deepspeed_config.fsdp": (
+        {"deepspeed_config": {"fsdp": {"sharding_strategy": "FULL_SHARD"}}},
+        "write zero_optimization in a DeepSpeed JSON",
+    ),
+    "deepspeed_config.zero": (
+        {"deepspeed_config": {"zero": {"stage": 3}}},
+        "did you mean 'zero_stage'",
+    ),
     "deepspeed_config.zero3_init_flg": (
         {"deepspeed_config": {"zero_stage": 3, "zero3_init_flg": True}},
         "did you mean 'zero3_init_flag'?",
@@ -257,6 +265,50 @@ def test_misspelt_keys_and_values_of_accelerate_are_to_fix(key: str) -> None:
     migration = migrate(written)
     outcome, note = outcomes(migration.findings)[key]
     assert not migration.runs and outcome == "to fix" and said in note
+
+
+STAGE = {"stage": 3}
+REMEMBERED: list[tuple[str, Any, str]] = [
+    *((name, STAGE, "'zero_optimization'") for name in ("zero", "ZeRO", "zero3", "zero_config")),
+    ("zero_redundancy_optimizer", STAGE, "'zero_optimization'"),
+    ("deepspeed_zero", STAGE, "'zero_optimization'"),
+    ("fsdp", {"sharding_strategy": "FULL_SHARD"}, "'zero_optimization'"),
+    ("fp16_config", {"enabled": True}, "'fp16'"),
+    ("float16", {"enabled": True}, "'fp16'"),
+    ("optim", {"type": "AdamW"}, "'optimizer'"),
+    ("scheduler_config", {"type": "WarmupLR"}, "'scheduler'"),
+    ("offload", {"device": "cpu"}, "'offload_optimizer' or 'offload_param'"),
+    ("gradient_checkpointing", True, "'activation_checkpointing'"),
+    ("cpu_offload", True, "'zero_optimization.cpu_offload'"),
+    ("grad_clip", 1.0, "'gradient_clipping'"),
+    ("micro_batch_size", 2, "'train_micro_batch_size_per_gpu'"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "meant"), REMEMBERED)
+def test_sections_and_keys_by_another_name_are_to_fix(name: str, value: Any, meant: str) -> None:
+    migration = migrate({"train_micro_batch_size_per_gpu": 1, name: value})
+    assert not migration.runs
+    assert outcomes(migration.findings)[name] == ("to fix", f"did you mean {meant}?")
+    # a file written for DeepSpeed, which skips keys of other programs
+    with pytest.raises(ConfigError, match=rf"unknown key '{name}'; did you mean {meant}\?"):
+        ZeroConfig.from_dict({name: value}, foreign=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model", {"type": "gpt"}),
+        ("data", {"path": "a"}),
+        ("model_parallel", {"enabled": True, "size": 2}),
+        ("logging", {"folder": "a"}),
+        ("zero_padding", {"padding": 1}),
+        ("amp_config", {"enabled": True}),
+    ],
+)
+def test_keys_of_other_programs_are_left_out(name: str, value: Any) -> None:
+    migration = migrate({"train_micro_batch_size_per_gpu": 1, name: value})
+    assert migration.runs and outcomes(migration.findings)[name][0] == "left out"
 
 
 @pytest.mark.parametrize(
