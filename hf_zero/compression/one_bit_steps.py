@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.compression.flat_lamb import FlatLamb
-from hf_zero.compression.flat_momentum import LIMIT, FlatMomentum
+from hf_zero.compression.flat_momentum import LIMIT, FlatMomentum, corrects
 from hf_zero.compression.local_steps import LIMIT_OF_MEANS, LocalSteps
 from hf_zero.device.spans import span
 from hf_zero.distributed.mesh import Mesh
@@ -203,12 +203,12 @@ class OneBitSteps(StepExtension):
         """
         group = self._bound.groups[0]
         resumed = group.get(FROZEN_AT)
-        # a save between one-bit steps stores the step that its variance was rescaled to
-        frozen = resumed == self._made and not self._one_bit.is_dense(self._made)
+        frozen = resumed is not None and self._is_still_frozen(int(resumed))
         fresh = [] if frozen else [*self._chosen]
         if self._local.on and not (frozen and group.get(ALL_FROZEN_AT) == self._made):
             fresh += self._local.others
-        self._note_frozen()
+        if self._rescales or not frozen:
+            self._note_frozen()
         if not fresh:
             return
         lags = self._lags()
@@ -240,6 +240,20 @@ class OneBitSteps(StepExtension):
                 "well after the warm-up: a freeze_step of twice its length has held",
                 self._made + 1,
             )
+
+    @property
+    def _rescales(self) -> bool:
+        """Whether a save between steps in one bit notes its own step, to which it has rescaled the
+        variance. Without bias correction it stays the variance of the step that froze it.
+        """
+        return self._one_bit.renews or corrects(self._bound.groups[0])
+
+    def _is_still_frozen(self, at: int) -> bool:
+        """Whether the variance frozen in step ``at`` serves the next step, after a load."""
+        is_dense = self._one_bit.is_dense
+        if is_dense(self._made):
+            return False
+        return at == self._made or (not self._rescales and at < self._made and not is_dense(at + 1))
 
     def _note_frozen(self) -> None:
         """Record that the variance is that of the last step made."""
@@ -293,6 +307,8 @@ class OneBitSteps(StepExtension):
 
     def _count_variance(self) -> None:
         """Rescale the variance to the last step made, before a dense step or a save."""
+        if not self._rescales:
+            return
         lags = self._lags()
         for each in self._momenta:
             each.count_variance(self._frozen_at, self._made, lags)

@@ -170,7 +170,7 @@ def main() -> None:
         )
     if args.resume_from_checkpoint == "latest":
         args.resume_from_checkpoint = get_last_checkpoint(args.output_dir)
-    args.eval_on_start = args.resume_from_checkpoint is None
+    args.eval_on_start = args.resume_from_checkpoint in (None, "False")
     set_seed(args.seed)
     pairs, source = load_pairs(data, args.seed)
     tokenizer = train_tokenizer(pairs, shape.vocab_size, data.max_length)

@@ -600,6 +600,35 @@ def test_gradients_that_outgrow_the_frozen_variance_do_not_make_huge_steps(
     assert caplog.text.count("give a larger freeze_step") == 1
 
 
+@pytest.mark.parametrize("corrects", [True, False])
+@pytest.mark.parametrize("cls", [OneBitAdam, OneBitLamb], ids=lambda cls: cls.__name__)
+def test_a_save_leaves_the_bound_on_outgrown_momenta(cls, corrects, tmp_path):
+    """Blocks at the bound move as far after save and load as without."""
+    more = {"min_coeff": 1.0, "max_coeff": 1.0} if cls is OneBitLamb else {}
+    settings = {"lr": LR, "weight_decay": 0.0, "freeze_step": 5, "bias_correction": corrects}
+
+    def run(rank, model, first, last):
+        engine = start(model, cls(model.parameters(), **settings, **more), config())
+        if first:
+            engine.load_checkpoint(tmp_path)
+        moves = []
+        for number in range(first, last):
+            before = model.weight.detach().clone()
+            engine.backward(model.weight.sum() * (1000.0 if number >= 8 else 1.0))
+            engine.step()
+            moves.append(float((model.weight.detach() - before).square().mean().sqrt()))
+            if (last, number) == (20, 19):
+                engine.save_checkpoint(tmp_path)
+        return moves
+
+    def build():
+        return torch.nn.Linear(32, 32, bias=False)
+
+    whole = on_ranks(2, run, 0, 25, build=build)[0]
+    on_ranks(2, run, 0, 20, build=build)
+    assert on_ranks(2, run, 20, 25, build=build)[0] == pytest.approx(whole[20:], rel=0.02)
+
+
 @on_each_rank(2, build=lambda: seeded(Rows))
 def test_rows_without_gradients_hardly_move(rank, model):
     """They share blocks with rows that have some, and 1 bit has no zero."""

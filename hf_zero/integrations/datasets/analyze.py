@@ -126,8 +126,10 @@ def _opened(path: Path, split: str | None) -> Any:
     if not path.exists():
         raise ConfigError(f"{path} does not exist; name a dataset's folder or file")
     if path.is_file() and path.suffix not in FILES:
+        has = f"the suffix {path.suffix}" if path.suffix else "no suffix"
         raise ConfigError(
-            f"{path} is not a dataset: {path.suffix or 'no suffix'} is none of {', '.join(FILES)}"
+            f"{path} has {has}; name a file with one of {', '.join(FILES)}, which says its format, "
+            "a folder of such files, or one that save_to_disk has written"
         )
     if path.is_file() and not path.stat().st_size:
         raise ConfigError(f"{path} is empty; name a file with samples")

@@ -133,6 +133,20 @@ def test_true_as_text_means_the_last_checkpoint(
     assert any("'True' is text" in line and said in line for line in heard_in_full)
 
 
+def test_false_as_text_means_a_start_from_scratch(
+    whole: Any, tmp_path: Path, heard_in_full: list[str]
+) -> None:
+    """``--resume_from_checkpoint False`` of a command line is text."""
+    folder = copied(whole, tmp_path)
+    for text in ("False", "false"):
+        run = routed("ours", 2, folder)
+        run.train(resume_from_checkpoint=text)
+        assert logged(run) == whole[1]
+        assert run.state.global_step == 4 and len(run.state.log_history) == 5  # with the summary
+        assert any(f"{text!r} is text" in line and "not resuming" in line for line in heard_in_full)
+        forget()
+
+
 def test_if_none_is_whole_all_are_named(whole: Any, tmp_path: Path) -> None:
     folder = copied(whole, tmp_path)
     for step in (1, 2, 3, 4):
