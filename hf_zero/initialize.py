@@ -24,6 +24,7 @@ from hf_zero.checkpoint.resume import LATEST, Resumed, find_resumed
 from hf_zero.compression.registry import extensions_of
 from hf_zero.config import ZeroConfig, explaining
 from hf_zero.config.launched import check_launch
+from hf_zero.config.variables import warn_once as warn_of_variables
 from hf_zero.device.kinds import device_count
 from hf_zero.distributed import init, process_group
 from hf_zero.distributed.parallel_dims import check_mpu
@@ -237,6 +238,7 @@ def _check_call(
     """Raise ConfigError for arguments that contradict ``settings``, before ranks meet."""
     if settings.log_level is not None:
         set_level(settings.log_level.upper())
+    warn_of_variables()
     _tell_of_other_devices()
     if dist_init_required is False and not process_group.is_initialized():
         raise ConfigError(

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_zero.cli.printing import AsJson, print_json, print_table
+from hf_zero.config.variables import faults, is_off
 
 Status = Literal["ok", "off", "broken"]
 COLOURS = {"ok": "green", "off": "yellow", "broken": "red"}
@@ -92,7 +93,11 @@ def smoke(
 
 
 def examine() -> list[Finding]:
-    return [finding for part in (_versions, _devices, _slot, _kernels) for finding in _whole(part)]
+    return [
+        finding
+        for part in (_versions, _variables, _devices, _slot, _kernels)
+        for finding in _whole(part)
+    ]
 
 
 def _whole(part: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
@@ -180,6 +185,11 @@ def _versions() -> Iterator[Finding]:
             )
 
 
+def _variables() -> Iterator[Finding]:
+    for name, said in faults(os.environ):
+        yield Finding("environment", name, "off", said)
+
+
 def _devices() -> Iterator[Finding]:
     import psutil
     import torch
@@ -265,8 +275,7 @@ def _slot() -> Iterator[Finding]:
         ("TORCH_DEVICE_BACKEND_AUTOLOAD", "torch runs no entry points"),
         ("HF_ZERO_AUTOLOAD", "hf-zero does not register"),
     ):
-        value = os.environ.get(variable)
-        disabled = value is not None and value.strip().lower() in {"0", "false", "off", "no"}
+        value, disabled = os.environ.get(variable), is_off(variable)
         yield Finding(
             "slot",
             variable,
@@ -361,8 +370,8 @@ def _gpu_kernels() -> Iterator[Finding]:
 
     kernels, kind = dispatch.declared(), kinds.accelerator()
     why_not = (
-        "HF_ZERO_TRITON=0; unset it"
-        if os.environ.get("HF_ZERO_TRITON") == "0"
+        f"HF_ZERO_TRITON={os.environ['HF_ZERO_TRITON']}; unset it"
+        if is_off("HF_ZERO_TRITON")
         else "no GPU"
         if kind is None or not kinds.runs_triton(kind)
         else "no triton"

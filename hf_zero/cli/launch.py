@@ -12,6 +12,7 @@ import typer
 
 from hf_zero.cli.printing import AsJson, print_json
 from hf_zero.config.launched import LAUNCHED_BY, WRITTEN
+from hf_zero.config.variables import warn_once
 from hf_zero.errors import ConfigError, LaunchError
 from hf_zero.launch.front import carry_out
 from hf_zero.launch.plan import LaunchPlan, Request, plan, refuse_missing
@@ -169,6 +170,7 @@ def launch(
             "--ranks counts only the ranks of this machine; "
             f"{'with --hostfile' if hostfile else 'in place of it'} use --num-procs"
         )
+    warn_once()
     script, *arguments = command
     written = _written(set_keys or [], preset)
     procs = ranks if ranks is not None else num_procs

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hf_zero.config.variables import warn_once
 from hf_zero.deepspeed.multinode_runner import RUNNERS, MultiNodeRunner
 from hf_zero.errors import ConfigError, LaunchError, NotBuiltError
 from hf_zero.launch.front import carry_out
@@ -64,6 +65,7 @@ def main(args: Sequence[str] | None = None) -> None:
             "hosts and slots there"
         )
     os.environ.setdefault("HF_ZERO_LOG_LEVEL", "error" if given.quiet else given.log_level)
+    warn_once()
     default = Path(DEFAULT_HOSTFILE)
     hostfile = Path(given.hostfile) if given.hostfile else default if default.is_file() else None
     files = [Path(folder, ENVIRONMENT_FILE) for folder in (Path.home(), Path.cwd())]

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_zero.config.variables import is_off
 from hf_zero.device import kinds
 from hf_zero.errors import KernelError
 from hf_zero.logging import logger
@@ -100,7 +101,7 @@ class Kernel:
 
 def runs_on(device: torch.device) -> bool:
     """Whether Triton kernels run for tensors of ``device``."""
-    if os.environ.get("HF_ZERO_TRITON") == "0" or not installed():
+    if is_off("HF_ZERO_TRITON") or not installed():
         return False
     if interpreted():
         return kinds.runs_triton(device) or device.type == "cpu"

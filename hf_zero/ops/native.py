@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_zero.config.variables import is_off
 from hf_zero.errors import ConfigError, KernelError
 
 SWITCH = "HF_ZERO_NATIVE"
@@ -29,7 +30,7 @@ INSTRUCTION_SET = "HF_ZERO_ISA"
 @functools.cache
 def _loaded() -> tuple[Any, str]:
     """Return (the module, "") or (None, the reason why it is missing)."""
-    if os.environ.get(SWITCH, "").strip().lower() in {"0", "false", "off", "no"}:
+    if is_off(SWITCH):
         return None, f"{SWITCH}={os.environ[SWITCH]} switches it off"
     try:
         core = importlib.import_module("hf_zero._cpu")

@@ -9,7 +9,6 @@ figure has been measured here; users report 0.5 to 0.7 GB for one on some machin
 from __future__ import annotations
 
 import json
-import os
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from hf_zero.config import OffloadOptimizer, OffloadParam, ZeroConfig
+from hf_zero.config.variables import is_off
 from hf_zero.device import kinds
 from hf_zero.device.free_memory import Free, measure
 from hf_zero.distributed.rank_hosts import own_host
@@ -94,7 +94,7 @@ def check(plan: EnginePlan, free: Free | None = None) -> PreflightReport:
         note = "; ".join([*_slower(plan, found), *verdict.notes, *beside])
         return PreflightReport(plan, own, found, verdict, note=note)
     said = "\n".join([refusal(plan, own, verdict, fit(plan, found)), *beside])
-    if os.environ.get(SWITCH, "1").strip().lower() not in {"0", "false", "off", "no"}:
+    if not is_off(SWITCH):
         raise DoesNotFitError(f"{said}\n{SWITCH}=0 in the environment tries it all the same")
     return PreflightReport(plan, own, found, verdict, note="; ".join(verdict.notes), warning=said)
 

@@ -6,15 +6,20 @@ import ast
 import importlib
 import itertools
 import re
+from pathlib import Path
 
+from hf_zero.config import variables
 from hf_zero.distributed import rank_hosts, rendezvous
+from hf_zero.integrations import finder
 from hf_zero.launch.plan import FAMILIES
+from hf_zero.ops import files
 from tests.docs.documents import PAGES, ROOT, headings
 
 
 def test_each_variable_has_a_section() -> None:
     found = set()
-    for path in (*ROOT.glob("hf_zero/**/*.py"), ROOT / "setup.py"):
+    table = Path(variables.__file__)
+    for path in {*ROOT.glob("hf_zero/**/*.py"), ROOT / "setup.py"} - {table}:
         strings = (
             node.value
             for node in ast.walk(ast.parse(path.read_text()))
@@ -23,7 +28,10 @@ def test_each_variable_has_a_section() -> None:
         found |= {text for text in strings if re.fullmatch(r"HF_ZERO_[A-Z_]+", text)}
     found |= set(re.findall(r"HF_ZERO_[A-Z_]+", (ROOT / "scripts/environment.sh").read_text()))
     titles = {title for level, title in headings("environment") if level == 3}
-    assert {title for title in titles if title.startswith("HF_ZERO_")} == found
+    assert {title for title in titles if title.startswith("HF_ZERO_")} == {*variables.VARIABLES}
+    assert {*variables.VARIABLES} - {variables.WARNED} == found
+    assert variables.VARIABLES["HF_ZERO_IO"] == files.BACKENDS
+    assert {*variables.VARIABLES["HF_ZERO_BACKEND"]} == {*finder.BACKENDS}
 
 
 def test_each_variable_that_is_read_is_named() -> None:

@@ -1,0 +1,80 @@
+"""The environment variables of hf-zero, with the values that each takes, and a warning about those
+that have no effect.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+
+from hf_zero.config.spelling import closest
+from hf_zero.logging import LEVELS, STEPS, listed, log_rank0
+
+PREFIXES = ("HF_ZERO_", "HFZERO_")  # the first, and a misspelling of it
+OFF = ("0", "false", "off", "no")
+SWITCH = ("1", "true", "on", "yes", *OFF)
+# A ConfigError names other values of a variable without values here, where hf-zero reads it.
+VARIABLES: dict[str, tuple[str, ...]] = {
+    "HF_ZERO_AUTOLOAD": SWITCH,
+    "HF_ZERO_BACKEND": ("hf_zero", "deepspeed"),
+    "HF_ZERO_PREFLIGHT": SWITCH,
+    "HF_ZERO_HOST": (),
+    "HF_ZERO_LOG_LEVEL": (*LEVELS, *STEPS),
+    "HF_ZERO_LOG": (),
+    "HF_ZERO_TRACEBACK": SWITCH,
+    "HF_ZERO_SSH": (),
+    "HF_ZERO_THREADS": (),
+    "HF_ZERO_NATIVE": SWITCH,
+    "HF_ZERO_ISA": (),
+    "HF_ZERO_TRITON": SWITCH,
+    "HF_ZERO_IO": ("io_uring", "threads", "python"),
+    "HF_ZERO_IO_FAULT": (),
+    "HF_ZERO_REQUIRE_CORE": (),
+    "HF_ZERO_CXXFLAGS": (),
+    "HF_ZERO_VENV": (),
+    "HF_ZERO_LAUNCH_FILE": (),
+    "HF_ZERO_LAUNCHED_BY": (),
+    "HF_ZERO_WRITTEN_KEYS": (),
+    "HF_ZERO_WARNED": (),
+}
+# set where warnings about the environment were logged: ranks that inherit it do not repeat them
+WARNED = "HF_ZERO_WARNED"
+SAID_BY_LOG = ("HF_ZERO_LOG_LEVEL",)  # hf_zero.logging warns about its value when it is imported
+
+
+def is_off(name: str, environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the variable ``name``, a switch, is off; one that is not set is not."""
+    return environment.get(name, "").strip().lower() in OFF
+
+
+def faults(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield (name, what is wrong with it) of each variable that has the prefix of hf-zero's and is
+    unknown, or has an unknown value.
+    """
+    own = {name.removeprefix(PREFIXES[0]): name for name in VARIABLES}
+    for name, value in sorted(environment.items()):
+        known = VARIABLES.get(name)
+        if known is None and name.startswith(PREFIXES):
+            meant = closest(name.removeprefix(PREFIXES[0]).removeprefix(PREFIXES[1]), own, limit=1)
+            remedy = (
+                f"did you mean {own[meant[0]]}?"
+                if meant
+                else "`hf-zero docs environment` lists the variables"
+            )
+            yield name, f"hf-zero has no such variable; {remedy}"
+        elif known and value.strip() and value.strip().lower() not in known:
+            choice = "0 or 1" if known is SWITCH else listed(known)
+            counts = "unknown and counts as 1" if known is SWITCH else "unknown"
+            yield name, f"{value!r} is {counts}; write {choice}, or unset it"
+
+
+def warn_once() -> None:
+    """Log the faults of this process's environment on rank 0, unless this process or the launcher
+    that started it has done so.
+    """
+    found = [each for each in faults(os.environ) if each[0] not in SAID_BY_LOG]
+    if found and WARNED not in os.environ:
+        os.environ[WARNED] = "1"
+        for name, said in found:
+            log_rank0(f"{name}: {said}", logging.WARNING)
