@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from hf_zero.cli import completion
 from hf_zero.cli.printing import AsJson, in_units, print_json, print_table
 from hf_zero.errors import ConfigError
 
@@ -32,7 +33,8 @@ Dst = Annotated[str, typer.Argument(help="The folder to write.")]
 Dtype = Annotated[
     str | None,
     typer.Option(
-        help="float32, bfloat16 or float16; default: what each parameter had before training."
+        help="float32, bfloat16 or float16; default: what each parameter had before training.",
+        autocompletion=completion.one_of("float32", "bfloat16", "float16"),
     ),
 ]
 MaxShardSize = Annotated[str, typer.Option(help="Largest size of one file, such as 5GB or 500MB.")]
@@ -62,7 +64,8 @@ Quantize = Annotated[
     str | None,
     typer.Option(
         help="Quantize the linear layers of blocks, with torchao: what "
-        "quantization_aware_training.config trained for."
+        "quantization_aware_training.config trained for.",
+        autocompletion=completion.quantized,
     ),
 ]
 GroupSize = Annotated[
@@ -74,7 +77,8 @@ To = Annotated[
     typer.Option(
         help="safetensors, which from_pretrained loads; dcp, which torch.distributed.checkpoint "
         "loads into an FSDP2 or torchtitan model, with optimizer state; or universal, which "
-        "DeepSpeed loads, with optimizer state."
+        "DeepSpeed loads, with optimizer state.",
+        autocompletion=completion.one_of(SAFETENSORS, "dcp", UNIVERSAL),
     ),
 ]
 Workers = Annotated[int, typer.Option(min=1, help="Threads that read, cast and write.")]

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.table import Table
 
+from hf_zero.cli import completion
 from hf_zero.cli.printing import AsJson, print_json, print_table
 from hf_zero.config.keys import ALIASES, SECTIONS
 from hf_zero.config.spelling import did_you_mean
@@ -84,7 +85,8 @@ def docs(
     topic: Annotated[
         str | None,
         typer.Argument(
-            help="A page, a heading, or the name of an error, variable, key or command."
+            help="A page, a heading, or the name of an error, variable, key or command.",
+            autocompletion=completion.topic,
         ),
     ] = None,
     as_json: AsJson = False,
@@ -138,6 +140,17 @@ def find(topic: str) -> str:
     known = {anchor_of(name): name for name in names}  # Offload and offload are one topic
     said = _mean(topic, [*known.values()])
     raise ConfigError(f"no page, heading or key {topic!r} in the documentation{said}")
+
+
+def names_in(texts: Mapping[str, str]) -> list[str]:
+    """Return the keys, and the headings of one word, of the pages ``texts``."""
+    titles = (
+        each.title.strip("`")
+        for name, text in texts.items()
+        for each in sections(name, text)
+        if each.level > 1
+    )
+    return sorted({*_keys(texts["keys"]), *(title for title in titles if " " not in title)})
 
 
 def _keys(text: str) -> dict[str, str]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from hf_zero.cli import completion
 from hf_zero.cli.printing import AsJson, in_units, print_json, print_table
 from hf_zero.errors import ConfigError
 from hf_zero.logging import counted, parse_rate, rate_in_units
@@ -35,7 +36,12 @@ Model = Annotated[
     ),
 ]
 Ranks = Annotated[int, typer.Option(help="Number of ranks, one per GPU.")]
-Precision = Annotated[str, typer.Option(help="fp32, bf16 or fp16.")]
+Precision = Annotated[
+    str,
+    typer.Option(
+        help="fp32, bf16 or fp16.", autocompletion=completion.one_of("fp32", "bf16", "fp16")
+    ),
+]
 Optimizer = Annotated[
     str, typer.Option(help="AdamW, SGD, Lion, ... or any optimizer a configuration may name.")
 ]
@@ -48,10 +54,18 @@ ConfigFile = Annotated[
     ),
 ]
 OffloadOptimizer = Annotated[
-    str | None, typer.Option(help="Where the optimizer's state lives: none, cpu or nvme.")
+    str | None,
+    typer.Option(
+        help="Where the optimizer's state lives: none, cpu or nvme.",
+        autocompletion=completion.one_of("none", "cpu", "nvme"),
+    ),
 ]
 OffloadParam = Annotated[
-    str | None, typer.Option(help="Where the parameters live at stage 3: none, cpu or nvme.")
+    str | None,
+    typer.Option(
+        help="Where the parameters live at stage 3: none, cpu or nvme.",
+        autocompletion=completion.one_of("none", "cpu", "nvme"),
+    ),
 ]
 Moments = Annotated[
     str | None,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hf_zero.cli import completion
 from hf_zero.cli.printing import AsJson, entry, print_json
 from hf_zero.config.provenance import shown
 
@@ -19,11 +20,16 @@ def explain(
     file: Annotated[
         str,
         typer.Argument(
-            help="A DeepSpeed JSON, an Accelerate YAML, or a preset: zero0, zero1, zero2, zero3."
+            help="A DeepSpeed JSON, an Accelerate YAML, or a preset: zero0, zero1, zero2, zero3.",
+            autocompletion=completion.preset_or_file,
         ),
     ],
     other: Annotated[
-        str | None, typer.Argument(help="Another one: show only the keys that differ.")
+        str | None,
+        typer.Argument(
+            help="Another one: show only the keys that differ.",
+            autocompletion=completion.preset_or_file,
+        ),
     ] = None,
     ranks: Annotated[
         int | None,

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hf_zero.cli import completion
 from hf_zero.cli.printing import AsJson, print_json
 from hf_zero.config.launched import LAUNCHED_BY, WRITTEN
 from hf_zero.config.variables import warn_once
@@ -27,7 +28,8 @@ Command = Annotated[
 Preset = Annotated[
     str | None,
     typer.Option(
-        help="Stage of ZeRO: zero0, zero1, zero2 or zero3; starts with accelerate launch."
+        help="Stage of ZeRO: zero0, zero1, zero2 or zero3; starts with accelerate launch.",
+        autocompletion=completion.preset,
     ),
 ]
 ConfigFile = Annotated[
@@ -43,7 +45,13 @@ Set = Annotated[
         "for several.",
     ),
 ]
-Precision = Annotated[str | None, typer.Option(help="fp32, bf16 or fp16, with --preset.")]
+Precision = Annotated[
+    str | None,
+    typer.Option(
+        help="fp32, bf16 or fp16, with --preset.",
+        autocompletion=completion.one_of(*MIXED_PRECISION),
+    ),
+]
 Ranks = Annotated[int | None, typer.Option(help="Ranks in total, on this machine.")]
 NumProcs = Annotated[
     int | None,

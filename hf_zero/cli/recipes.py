@@ -11,6 +11,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperGroup
 
+from hf_zero.cli import completion
 from hf_zero.cli.printing import AsJson, print_json
 from hf_zero.cli.usage import Command
 from hf_zero.config.spelling import closest, did_you_mean
@@ -24,6 +25,14 @@ ROW = re.compile(r"^\| \[([^]]+)\]\([^)]*\)" + 4 * r" \| ([^|]*)" + r" \|$", re.
 IMPORT = re.compile(r"^\s*(?:from|import) (\w+)\b", re.M)
 SCHEMA = "../../hf_zero/config/schema.json"  # as the files of recipes name it
 COPIED_SCHEMA = "schema.json"
+RecipeName = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE",
+        help="See hf-zero recipe list.",
+        autocompletion=completion.recipe_name,
+    ),
+]
 
 
 class RecipeGroup(TyperGroup):
@@ -102,7 +111,7 @@ def list_recipes(as_json: AsJson = False) -> None:
 
 @recipe.command("show", cls=Command, short_help="Show one recipe.")
 def show_recipe(
-    name: Annotated[str, typer.Argument(metavar="RECIPE", help="See hf-zero recipe list.")],
+    name: RecipeName,
     as_json: AsJson = False,
 ) -> None:
     """Show one recipe: what it trains, the library that it is written for, its data, what it needs,
@@ -125,7 +134,7 @@ def show_recipe(
 
 
 def init(
-    name: Annotated[str, typer.Argument(metavar="RECIPE", help="See hf-zero recipe list.")],
+    name: RecipeName,
     folder: Annotated[Path, typer.Argument(help="The folder to make; it must not exist.")],
     as_json: AsJson = False,
 ) -> None:

@@ -432,6 +432,34 @@ def test_the_version_and_completion() -> None:
     assert "COMPREPLY" in shown.stdout
 
 
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("init bert-m", ["bert-mlm"]),
+        ("recipe show slow", ["slow-network"]),
+        ("launch --preset zero", ["zero0", "zero1", "zero2", "zero3"]),
+        ("launch --precision b", ["bf16"]),
+        ("convert-checkpoint a b --to ", ["safetensors", "dcp", "universal"]),
+        ("convert-checkpoint a b --dtype f", ["float32", "float16"]),
+        ("convert-checkpoint a b --quantize int4", ["int4_weight"]),
+        ("explain zero3", ["zero3"]),
+        ("explain ", []),
+        ("estimate m --offload-optimizer n", ["none", "nvme"]),
+        ("docs lost", ["lost-host"]),
+        ("docs HF_ZERO_LOG_", ["HF_ZERO_LOG_LEVEL"]),
+        ("docs metrics.ena", ["metrics.enabled"]),
+    ],
+)
+def test_values_are_completed(words: str, offered: list[str]) -> None:
+    asked = {
+        "_HF_ZERO_COMPLETE": "complete_bash",
+        "COMP_WORDS": f"hf-zero {words}",
+        "COMP_CWORD": str(len(words.split(" "))),
+    }
+    shown = CliRunner().invoke(app, [], env=asked, prog_name="hf-zero")
+    assert shown.output.split() == offered
+
+
 def test_smoke_trains_as_plain_pytorch_does() -> None:
     done = completed([HF_ZERO, "smoke", "--ranks", "2", "--json"], timeout=300, check=True)
     rows = json.loads(done.stdout)
