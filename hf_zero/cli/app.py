@@ -1,4 +1,4 @@
-"""Registration of the commands, and their error handling: the message on stderr and exit code 2."""
+"""Registration of the commands, and the exit code 2 after bad input."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from hf_zero.cli.estimate import estimate
 from hf_zero.cli.explain import explain, schema
 from hf_zero.cli.launch import launch
 from hf_zero.cli.migrate import migrate
+from hf_zero.cli.printing import print_json
 from hf_zero.cli.recipes import init, recipe
 from hf_zero.cli.report import report
 from hf_zero.cli.simulate import simulate
-from hf_zero.cli.usage import Command, dashed, usage_error
+from hf_zero.cli.usage import BAD_INPUT, Command, dashed, usage_error
 from hf_zero.cli.verify import verify
 from hf_zero.errors import HfZeroError
-
-BAD_INPUT = 2
 
 app = typer.Typer(
     name="hf-zero",
@@ -103,5 +102,8 @@ def main() -> None:
             raise
         helps = type(error).__name__ == "NoArgsIsHelpError"
         message = error.format_message() if helps else usage_error(error, sys.argv[1:])
-        print(message, file=sys.stderr)
+        if "--json" in sys.argv and not helps:
+            print_json({"error": message, "type": "UsageError"})
+        else:
+            print(message, file=sys.stderr)
         sys.exit(BAD_INPUT)

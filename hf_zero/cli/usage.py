@@ -1,5 +1,5 @@
-"""Command lines that cannot be read: one message with what was given, what is expected and the
-nearest name, in place of those of the parser.
+"""Input errors of the commands: with ``--json`` as JSON; for a command line that cannot be read, one
+message with what was given, what is expected and the nearest name, in place of those of the parser.
 """
 
 from __future__ import annotations
@@ -7,9 +7,14 @@ from __future__ import annotations
 import re
 from typing import Any, get_args
 
+import typer
 from typer.core import TyperCommand
 
+from hf_zero.cli.printing import print_json
 from hf_zero.config.spelling import closest
+from hf_zero.errors import HfZeroError
+
+BAD_INPUT = 2
 
 REQUIRED = re.compile(r"\{(.*)\}(\.\.\.)?")  # as typer marks a required argument
 INTEGER, NUMBER = "a whole number", "a number"
@@ -17,7 +22,9 @@ KINDS = {"int": INTEGER, "integer": INTEGER, "float": NUMBER}
 
 
 class Command(TyperCommand):
-    """A command whose arguments are in capitals, in its help and in messages."""
+    """A command whose arguments are in capitals, in its help and in messages. With ``--json`` it
+    prints errors as JSON.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -27,6 +34,16 @@ class Command(TyperCommand):
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [REQUIRED.sub(r"\1", piece) for piece in super().collect_usage_pieces(ctx)]
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except HfZeroError as error:
+            # of the parameters, because --json after the script of `launch` belongs to the script
+            if not ctx.params.get("as_json"):
+                raise
+            print_json({"error": str(error), "type": type(error).__name__})
+            raise typer.Exit(BAD_INPUT) from None
 
 
 def dashed(token: str) -> str:

@@ -754,6 +754,28 @@ def test_bad_input_is_one_line_and_code_2(
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("hf-zero: ") and err.count("\n") == 1
     assert says in err
+    if "no-such-program" in command or "no-such.py" in command:
+        return  # launch --json plans for hosts that may have the script
+    name, *rest = command.split(" ")
+    before, after = ([name], rest) if name != "recipe" else ([name, *rest[:1]], rest[1:])
+    monkeypatch.setattr(sys, "argv", ["hf-zero", *before, "--json", *after])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == BAD_INPUT
+    found, err_with_json = capsys.readouterr()
+    error = json.loads(found)
+    assert f"hf-zero: {error['error']}\n" == err and error["type"].endswith("Error")
+    assert err_with_json == ""
+
+
+def test_json_of_the_script_changes_no_error_of_its_launch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["hf-zero", "launch", "no-such.py", "--json"])
+    with pytest.raises(SystemExit):
+        main()
+    out, err = capsys.readouterr()
+    assert out == "" and "the script no-such.py" in err
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -68,6 +69,15 @@ def test_a_command_line_that_cannot_be_read(
     said = capsys.readouterr()
     assert says in said.err and said.out == ""
     assert re.search(r"\n`hf-zero.* -h` shows all options\n$", said.err)
+    command, *rest = given.split()
+    if command != "recipe" and rest:
+        monkeypatch.setattr(sys, "argv", ["hf-zero", command, "--json", *rest])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 2
+        found = capsys.readouterr()
+        error = json.loads(found.out)
+        assert says in f"{error['error']}\n" and error["type"] == "UsageError" and found.err == ""
 
 
 def test_without_a_command_the_help_is_shown(
