@@ -1,4 +1,4 @@
-"""Input errors of the commands: with ``--json`` as JSON; for a command line that cannot be read, one
+"""Input errors of the commands: with ``--json`` as JSON; for a command line that cannot be read one
 message with what was given, what is expected and the nearest name, in place of those of the parser.
 """
 

@@ -106,10 +106,19 @@ def _first(failures: Mapping[int, Any]) -> tuple[int, Any, str]:
         if isinstance(message, dict):
             said[rank] = message["message"]
     rank = min(said or failures, key=lambda rank: (failures[rank].timestamp, rank))
-    error = said.get(rank, "")
-    if len(error) > LONGEST:
-        error = f"{error[: LONGEST - 1]}…"
+    error = _short(said.get(rank, ""))
     return rank, failures[rank], f" ({error})" if error else ""
+
+
+def _short(error: str) -> str:
+    """Return ``CLASS: MESSAGE`` whole if it is short, else its first sentence or clause, else the
+    class alone: the rank has printed the rest.
+    """
+    first, *_ = re.split(r"(?<=\w\w)[.;] ", error)
+    for part in (error.rstrip(":"), first):
+        if len(part) <= LONGEST:
+            return part
+    return error.partition(": ")[0]
 
 
 def _described(who: str, code: int, rest: str) -> tuple[int, str]:

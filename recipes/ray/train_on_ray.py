@@ -26,7 +26,9 @@ def build() -> GPT2LMHeadModel:
     sizes = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": LENGTH}
     drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     ends = {"bos_token_id": 0, "eos_token_id": 0}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **drops, **ends, vocab_size=VOCABULARY))
+    net = GPT2LMHeadModel(GPT2Config(**sizes, **drops, **ends, vocab_size=VOCABULARY))
+    net.loss_type = "ForCausalLM"  # Transformers' default for this class, but with a warning
+    return net
 
 
 def batch(step: int, rows: int) -> torch.Tensor:

@@ -87,6 +87,14 @@ def served(folder: Path) -> Iterator[str]:
         server.server_close()
 
 
+def test_a_missing_environment_is_named(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHON": str(tmp_path / "python")}
+    done = completed([ROOT / "scripts" / "docs", str(tmp_path)], timeout=60, env=env)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert f"{tmp_path}/python cannot import mkdocs" in done.stderr
+    assert "pip install 'hf-zero[docs]'" in done.stderr and "PYTHON=" in done.stderr
+
+
 def test_the_menu_has_every_page() -> None:
     (menu,) = [
         value

@@ -153,6 +153,13 @@ def losses(run: dict[str, Any], *names: str) -> list[tuple[int, float]]:
     ]
 
 
+def test_a_gpt2_names_its_loss() -> None:
+    """Transformers warns of each model of this class that does not."""
+    for path in (*ROOT.glob("recipes/**/*.py"), *ROOT.glob("recipes/**/*.ipynb")):
+        text = path.read_text()
+        assert text.count("GPT2LMHeadModel(") == text.count(".loss_type = "), path
+
+
 def test_there_are_recipes() -> None:
     assert {"bert-mlm", "cifar10", "gpt2", "hello-bert", "translation"} <= {
         recipe.name for recipe in RECIPES
