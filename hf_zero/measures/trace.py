@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import socket
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
 
 END = "end_step"  # span that marks the end of a step
+PROFILER_LEVEL = "KINETO_LOG_LEVEL"
 PIDS = 1 << 20  # process ids of a rank in the merged file
 
 
@@ -70,8 +72,9 @@ class StepTrace:
         engine.mesh.job.barrier()
         self._met = time.time_ns() / 1e3
         spans.show_blocks(True)
-        self._profile = profile(activities=activities)
-        self._profile.start()
+        with _quiet(engine.device):
+            self._profile = profile(activities=activities)
+            self._profile.start()
 
     def end_step(self, engine: Any) -> bool:
         """End a step; after the last one write :attr:`path` on rank 0 (collective), and return
@@ -143,6 +146,22 @@ class StepTrace:
             )
         spans.show_blocks(False)
         self._profile.stop()
+
+
+@contextmanager
+def _quiet(device: torch.device) -> Iterator[None]:
+    """Make torch's profiler print nothing on a CPU, unless the user has set its level, which it
+    reads at its first start. It prints a line (``USDT:``) at the start and the end of a trace at
+    each level that shows its errors; on an accelerator those may say why a trace lacks events.
+    """
+    if not kinds.is_host(device) or PROFILER_LEVEL in os.environ:
+        yield
+        return
+    os.environ[PROFILER_LEVEL] = "99"
+    try:
+        yield
+    finally:
+        os.environ.pop(PROFILER_LEVEL, None)  # ranks may be threads
 
 
 def write_merged(path: Path, ranks: Sequence[RankTrace]) -> None:

@@ -10,6 +10,7 @@ import os
 import resource
 import shutil
 import signal
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from hf_zero.measures.metrics_file import (
 from hf_zero.measures.run_record import BUFFERS, WarningRecords
 from hf_zero.measures.trace import PIDS
 from hf_zero.measures.utilisation import flops_per_token
+from tests.helpers.commands import completed
 from tests.helpers.engines import STAGES, config_of, start
 from tests.helpers.models import ARCHITECTURES, features, tokens
 from tests.helpers.processes import run_processes
@@ -701,6 +703,21 @@ def test_a_trace_of_all_ranks(tmp_path: Path) -> None:
         assert file.name == "trace-steps-2-3.json.gz"
         with gzip.open(file, "rt") as opened:
             check_trace(json.load(opened)["traceEvents"])
+
+
+@pytest.mark.parametrize("level", ["", "5"])
+def test_the_profiler_prints_nothing_on_a_cpu_unless_asked(level: str, tmp_path: Path) -> None:
+    script = (
+        "import sys, torch, hf_zero\n"
+        "engine, *_ = hf_zero.initialize(torch.nn.Linear(2, 2), 'zero1')\n"
+        "engine.trace(steps=1, folder=sys.argv[1])\n"
+        "engine.destroy()\n"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
+    env |= {"KINETO_LOG_LEVEL": level} if level else {}
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = completed(command, timeout=100, check=True, env=env)
+    assert ("USDT:" in done.stdout + done.stderr) == bool(level)
 
 
 def check_trace(events: list[dict[str, Any]]) -> None:
