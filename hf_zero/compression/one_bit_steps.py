@@ -396,8 +396,8 @@ class OneBitSteps(StepExtension):
             self._warned = True
             logger.warning(
                 "step %d: momenta have outgrown the variance that step %d froze; updates of "
-                "such blocks are held to %g learning rates (root mean square). If the loss is worse "
-                "than without compression, set a larger freeze_step, or "
+                "such blocks are held to %g learning rates (root mean square). If the loss is "
+                "worse than without compression, set a larger freeze_step, or "
                 "compressed_communication.bits: 4",
                 self._made,
                 next(at for at in range(self._made, -1, -1) if self._one_bit.is_dense(at)),
