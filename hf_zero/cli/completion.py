@@ -11,7 +11,7 @@ def one_of(*names: str) -> Callable[[str], list[str]]:
     """Return a function that offers those of ``names`` that begin with a word."""
 
     def complete(incomplete: str) -> list[str]:
-        return _beginning(names, incomplete)
+        return beginning(names, incomplete)
 
     return complete
 
@@ -19,7 +19,7 @@ def one_of(*names: str) -> Callable[[str], list[str]]:
 def preset(incomplete: str) -> list[str]:
     from hf_zero.config import PRESETS
 
-    return _beginning(PRESETS, incomplete)
+    return beginning(PRESETS, incomplete)
 
 
 def preset_or_file(incomplete: str) -> list[str]:
@@ -30,24 +30,9 @@ def preset_or_file(incomplete: str) -> list[str]:
 def quantized(incomplete: str) -> list[str]:
     from hf_zero.config.quantization import AWARE
 
-    return _beginning(AWARE, incomplete)
+    return beginning(AWARE, incomplete)
 
 
-def recipe_name(incomplete: str) -> list[str]:
-    from hf_zero.cli.recipes import recipes
-
-    return _beginning((row.name for row in recipes()[1]), incomplete)
-
-
-def topic(incomplete: str) -> list[str]:
-    """Offer the pages of the documentation; for a word that begins none, keys, commands, errors and
-    variables.
-    """
-    from hf_zero.cli.docs import names_in, pages
-
-    texts = pages()
-    return _beginning(texts, incomplete) or _beginning(names_in(texts), incomplete)
-
-
-def _beginning(names: Iterable[str], word: str) -> list[str]:
+def beginning(names: Iterable[str], word: str) -> list[str]:
+    """Return those of ``names`` that begin with ``word``."""
     return [name for name in names if name.startswith(word)]

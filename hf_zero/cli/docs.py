@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.table import Table
 
-from hf_zero.cli import completion
+from hf_zero.cli.completion import beginning
 from hf_zero.cli.printing import AsJson, print_json, print_table
 from hf_zero.config.keys import ALIASES, SECTIONS
 from hf_zero.config.spelling import did_you_mean
@@ -81,12 +81,18 @@ def sections(page: str, text: str) -> Iterator[Section]:
         yield Section(page, heading[2], level, text[heading.start() : next(after, len(text))])
 
 
+def _offered(incomplete: str) -> list[str]:
+    """Offer the pages; for a word that begins none, keys, commands, errors and variables."""
+    texts = pages()
+    return beginning(texts, incomplete) or beginning(_names_in(texts), incomplete)
+
+
 def docs(
     topic: Annotated[
         str | None,
         typer.Argument(
             help="A page, a heading, or the name of an error, variable, key or command.",
-            autocompletion=completion.topic,
+            autocompletion=_offered,
         ),
     ] = None,
     as_json: AsJson = False,
@@ -142,7 +148,7 @@ def find(topic: str) -> str:
     raise ConfigError(f"no page, heading or key {topic!r} in the documentation{said}")
 
 
-def names_in(texts: Mapping[str, str]) -> list[str]:
+def _names_in(texts: Mapping[str, str]) -> list[str]:
     """Return the keys, and the headings of one word, of the pages ``texts``."""
     titles = (
         each.title.strip("`")

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperGroup
 
-from hf_zero.cli import completion
+from hf_zero.cli.completion import beginning
 from hf_zero.cli.printing import AsJson, print_json
 from hf_zero.cli.usage import Command
 from hf_zero.config.spelling import closest, did_you_mean
@@ -25,12 +25,18 @@ ROW = re.compile(r"^\| \[([^]]+)\]\([^)]*\)" + 4 * r" \| ([^|]*)" + r" \|$", re.
 IMPORT = re.compile(r"^\s*(?:from|import) (\w+)\b", re.M)
 SCHEMA = "../../hf_zero/config/schema.json"  # as the files of recipes name it
 COPIED_SCHEMA = "schema.json"
+
+
+def _offered(incomplete: str) -> list[str]:
+    return beginning((row.name for row in recipes()[1]), incomplete)
+
+
 RecipeName = Annotated[
     str,
     typer.Argument(
         metavar="RECIPE",
         help="See hf-zero recipe list.",
-        autocompletion=completion.recipe_name,
+        autocompletion=_offered,
     ),
 ]
 

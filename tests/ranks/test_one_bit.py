@@ -597,7 +597,7 @@ def test_gradients_that_outgrow_the_frozen_variance_do_not_make_huge_steps(
     assert "outgrown" not in caplog.text
     assert least < max(on_ranks(2, run, 1000.0, build=build)) < 4.001
     assert caplog.text.count("step 10: momenta have outgrown the variance that step 5 froze") == 1
-    assert caplog.text.count("give a larger freeze_step") == 1
+    assert caplog.text.count("set a larger freeze_step") == 1
 
 
 @pytest.mark.parametrize("corrects", [True, False])
