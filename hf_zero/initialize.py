@@ -51,8 +51,9 @@ from hf_zero.planning.start_summary import summary
 from hf_zero.techniques.quantized_linears import quantize_linears
 from hf_zero.techniques.registry import TrainingTechniques, follow
 from hf_zero.techniques.training_loader import data_loader, tell_of_lost_place
+from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.shared_memory import Tied, tie_shared_memory, without_tied
-from hf_zero.zero.layout.wrap import PERSISTENCE, mark_configured
+from hf_zero.zero.layout.wrap import mark_configured
 
 E = TypeVar("E", bound=Engine)
 # wrappers of torch, by name, because FSDP takes time to import
@@ -215,7 +216,7 @@ def initialize_as(
     engine.training_dataloader = loader
     if engine.global_rank == 0:
         logger.info("%s\n%s", summary(report), _shown(settings))
-        _tell_of_idle_offload(engine)
+        _tell_of_idle_offload(report.plan)
     try:
         engine.lr_scheduler = scheduler = _scheduler(lr_scheduler, settings, made)
         if resume is not None and resume != LATEST and (resumed is None or resumed.in_memory):
@@ -349,15 +350,14 @@ def _refuse_wrapped(model: nn.Module) -> None:
                 )
 
 
-def _tell_of_idle_offload(engine: Engine) -> None:
+def _tell_of_idle_offload(plan: EnginePlan) -> None:
     """Warn if all parameters stay on the device although the configuration offloads them."""
-    if engine.config.offload_param.on and all(flat.spec.persistent for flat in engine.flats):
-        most = engine.config.zero.param_persistence_threshold
+    if plan.settings.offload_param.on and plan.all_persistent:
         logger.warning(
             "offload_param moves nothing: each parameter has at most %s elements "
             "(zero_optimization.stage3_param_persistence_threshold) and so stays whole on the "
             "device; set it to 0 to move them, or take offload_param out",
-            f"{PERSISTENCE if most is None else most:,}",
+            f"{plan.persistence:,}",
         )
 
 

@@ -343,7 +343,9 @@ def _table(result: MemoryEstimate, here: int, own: Own) -> Table:
         table.add_row(
             _mark(row.stage, own),
             *map(in_units, sizes),
-            f"{in_units(row.largest_unit)}: {row.largest_unit_name}",
+            f"{in_units(row.largest_unit)}: {row.largest_unit_name}"
+            if row.largest_unit
+            else "none: all stay whole",
             str(row.communicators),
             *([in_units(row.memory_checkpoints)] if in_memory else []),
             *([str(row.pipeline_stage)] if result.pipeline > 1 else []),

@@ -265,7 +265,7 @@ def estimate(
     optimizer_section, param_section = (
         getattr(sections if given[name] is not None else settings, name) for name in given
     )
-    name, module = open_model(model)
+    name, module = open_model(model, needs_loss=bool(sequence_lengths))
     plans = plans_of(module, asked, asked.settings.placed(3, optimizer_section, param_section))
     stages = _stages(plans[0], settings.stage, stage, list(plans[0].stages))
     counts: Counter[bool] = Counter()
@@ -357,7 +357,7 @@ def propose(
         kinds.meant(gpu=not free.host_device),
     )
     settings = asked.settings
-    name, module = open_model(model)
+    name, module = open_model(model, needs_loss=sequence_length is not None)
     plans = plans_of(module, asked, settings)
     begins = settings.stage if config is not None else 1
     stages = _stages(plans[0], settings.stage, stage, list(plans[0].stages[begins:]))
@@ -559,16 +559,17 @@ def _largest_row(parts: Sequence[EnginePlan], settings: ZeroConfig) -> StageEsti
     return max(rows, key=lambda row: row.state)
 
 
-def open_model(model: Any) -> tuple[str, nn.Module]:
+def open_model(model: Any, needs_loss: bool = False) -> tuple[str, nn.Module]:
     """Return the name of ``model``, a module or what describes one, and the module itself, which is
-    built on the meta device unless it exists.
+    built on the meta device unless it exists. Raises ConfigError if the model ``needs_loss`` and
+    would be built without its head.
     """
     if isinstance(model, nn.Module):
         return type(model).__name__, model
     _refuse_missing(model)
     from hf_zero.integrations.transformers.meta_model import build_on_meta
 
-    module = build_on_meta(model)
+    module = build_on_meta(model, needs_loss)
     return os.fspath(model) if isinstance(model, (str, os.PathLike)) else type(
         module
     ).__name__, module

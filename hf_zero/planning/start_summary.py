@@ -27,7 +27,8 @@ def summary(report: PreflightReport) -> str:
         if plan.optimizer is None
         else f"{'all' if trained == elements else f'{trained:,}'} trainable"
     )
-    together = "gathered and reduced" if settings.stage == 3 else "reduced"
+    gathered = settings.stage == 3 and not plan.all_persistent
+    together = "gathered and reduced" if gathered else "reduced"
     lines = [
         f"{type(plan.model).__name__}: {elements:,} parameters{part}, {trains}, in "
         f"{settings.precision}; stage {settings.stage} on {counted(plan.dims.world, 'rank')} of "
@@ -35,6 +36,13 @@ def summary(report: PreflightReport) -> str:
     ]
     if plan.dims.world > 1:
         lines.append(f"{counted(len(plan.units), 'unit')} (modules that are {together} together)")
+        # without effect, an offload of parameters has a warning of its own
+        if plan.all_persistent and not settings.offload_param.on:
+            lines.append(
+                f"all parameters stay whole on each rank: none has more than {plan.persistence:,} "
+                "elements (zero_optimization.stage3_param_persistence_threshold); set it to 0 to "
+                "shard them"
+            )
     elif settings.stage:
         lines.append(f"nothing is sharded on one rank{_more_ranks()}")
     for row in report.verdict.rows:

@@ -95,6 +95,16 @@ def test_estimate_prints_the_library_s_figures(model: str) -> None:
     assert all(in_units(row.state) in table for row in expected.stages)
 
 
+def test_a_stage_that_gathers_nothing_has_no_largest_unit(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_zero.zero.layout.wrap.PERSISTENCE", 100_000)  # as outside of tests
+    monkeypatch.setenv("COLUMNS", "200")
+    rows = invoke("estimate", model, "--ranks", "2").splitlines()
+    [row] = [row for row in rows if row.startswith("│     3 │")]
+    assert "│ none: all stay whole │" in row
+
+
 def test_simulate_prints_the_stages_of_a_pipeline() -> None:
     options = ["simulate", "--params", "2e6", "--ranks", "4", "--pp", "2", "--seq", "16"]
     found = hf_zero.simulate(params=2e6, ranks=4, pipeline_parallel=2, sequence_length=16)

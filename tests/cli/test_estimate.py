@@ -5,6 +5,7 @@ refuses what it cannot price.
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from hf_zero.config import OptimizerConfig
 from hf_zero.config.kernels import AUTO
 from hf_zero.device.free_memory import Free
 from hf_zero.errors import ConfigError
+from hf_zero.planning.estimate import traffic
 from hf_zero.zero.layout.engine_plan import plan
 from hf_zero.zero.layout.flat_layout import ALIGNMENT
 from hf_zero.zero.layout.stage_policy import bytes_per_parameter
@@ -127,6 +129,41 @@ def test_every_way_to_name_a_model_gives_the_same(tmp_path: Path) -> None:
     ]
     rows = {json.dumps(hf_zero.estimate(way, ranks=2).to_dict()["stages"]) for way in ways}
     assert len(rows) == 1
+
+
+SMALL = {
+    "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 128,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kind, named, said, remedy",
+    [
+        ("llama", [], "no architectures; counted as LlamaModel", 'add .*"LlamaForCausalLM"'),
+        ("bert", [], "no architectures; counted as BertModel", 'add .*"BertForMaskedLM"'),
+        (
+            "llama",
+            ["Mine"],
+            r"only architectures .* \(Mine\); counted as LlamaModel",
+            "write .*For",
+        ),
+    ],
+)
+def test_a_model_without_its_head_is_named(
+    kind: str, named: list[str], said: str, remedy: str, heard: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SMALL | {"model_type": kind, "architectures": named}))
+    traffic(str(tmp_path), 2)
+    hf_zero.estimate(str(tmp_path), 2)
+    [warning] = heard
+    assert re.match(rf"{path} names {said} without a head; {remedy}", warning)
+    # what needs a loss does not begin
+    match = rf"{path} names .*; \w+ has no head to compute a loss; {remedy}"
+    with pytest.raises(ConfigError, match=match):
+        hf_zero.simulate(str(path), 2)
+    with pytest.raises(ConfigError, match=match):
+        hf_zero.estimate(str(path), 2, sequence_lengths=[8])
 
 
 def test_a_16_bit_configuration_trains_in_what_is_asked(tmp_path: Path) -> None:

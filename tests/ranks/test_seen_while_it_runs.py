@@ -106,6 +106,29 @@ def test_one_rank_says_that_nothing_is_sharded(told, monkeypatch) -> None:
         )
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_parameters_that_all_stay_whole_are_not_gathered(offload: bool, told) -> None:
+    """An offload of them has a warning of its own."""
+
+    def start(rank: int, model: Any) -> None:
+        section = {"stage3_param_persistence_threshold": 100_000}
+        section |= {"offload_param": {"device": "cpu"}} if offload else {}
+        made = torch.optim.AdamW(model.parameters())
+        config = {"stage": 3, "zero_optimization": section}
+        hf_zero.initialize(model, config, optimizer=made)[0].destroy()
+
+    on_ranks(2, start)
+    (lines,) = [each.splitlines() for each in told if "resolved configuration" in each]
+    assert re.fullmatch(r"  \d units \(modules that are reduced together\)", lines[1])
+    said = (
+        "  all parameters stay whole on each rank: none has more than 100,000 elements "
+        "(zero_optimization.stage3_param_persistence_threshold); set it to 0 to shard them"
+    )
+    assert (lines[2] == said) is not offload
+    assert sum("offload_param moves nothing" in each for each in told) == offload
+    assert sum("stay" in line and "whole" in line for line in lines) == (not offload)
+
+
 def test_the_bytes_of_a_save_are_those_of_its_files(told, tmp_path) -> None:
     on_ranks(2, train, str(tmp_path))
     (saved,) = [each for each in told if each.startswith("saved ")]

@@ -4,6 +4,7 @@ configuration alone.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import socket
@@ -21,27 +22,68 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
 from hf_zero.errors import ConfigError
+from hf_zero.logging import listed, logger
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+# Transformers' tables of classes with a head, those of pretraining tasks first
+HEADS = (
+    "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "MASKED_LM", "CAUSAL_LM",
+    "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION", "PRETRAINING",
+)  # fmt: skip
 
 
-def build_on_meta(model: Any) -> nn.Module:
+def build_on_meta(model: Any, needs_loss: bool = False) -> nn.Module:
     """Build the model described by ``model``: a configuration, a dict of one, a model folder, a
     config.json, or a name on the hub.
 
     The class is the one that the configuration names in ``architectures``, else the bare model of
-    its type. Raises ConfigError if there is no such model.
+    its type, with a warning. Raises ConfigError if there is no such model, or if the model
+    ``needs_loss`` and is built without its head.
     """
     config = _configuration(model)
-    named = [getattr(transformers, name, None) for name in config.architectures or ()]
-    build: Any = next(
-        (cls._from_config for cls in named if cls is not None), transformers.AutoModel.from_config
-    )
+    names = config.architectures or ()
+    named = [getattr(transformers, name, None) for name in names]
+    build: Any = next((cls._from_config for cls in named if cls is not None), None)
     try:
         with torch.device("meta"):
-            return build(config, dtype=torch.float32)
+            if build is not None:
+                return build(config, dtype=torch.float32)
+            bare = transformers.AutoModel.from_config(config, dtype=torch.float32)
     except ValueError as error:
         raise ConfigError(f"no model can be built from {_named(model)}: {error}") from error
+    head = _with_head(config)
+    unknown = f"only architectures that Transformers does not have ({listed(names)})"
+    said = f"{_source(model)} names {unknown if names else 'no architectures'}; "
+    remedy = f'{"write" if names else "add"} "architectures": ["{head}"]'
+    if needs_loss and head:
+        raise ConfigError(f"{said}{type(bare).__name__} has no head to compute a loss; {remedy}")
+    without = f" without a head; {remedy}" if head else ""
+    _warn_once(f"{said}counted as {type(bare).__name__}{without}")
+    return bare
+
+
+def _with_head(config: PreTrainedConfig) -> str:
+    """Return the name of a class with a head for ``config``, "" if Transformers has none."""
+    for task in HEADS:
+        found = getattr(transformers, f"MODEL_FOR_{task}_MAPPING").get(type(config), None)
+        if found is not None:
+            first: str = (found[0] if isinstance(found, tuple) else found).__name__
+            return first
+    return ""
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    """Log ``message`` once, although a command may build the model again."""
+    logger.warning("%s", message)
+
+
+def _source(model: Any) -> str:
+    """Return the file or value that describes ``model``, for a message."""
+    if not isinstance(model, (str, os.PathLike)):
+        return _named(model)
+    name = os.fspath(model)
+    return name if name.endswith(".json") else os.path.join(name, "config.json")
 
 
 def _configuration(model: Any) -> PreTrainedConfig:

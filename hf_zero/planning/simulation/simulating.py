@@ -351,7 +351,9 @@ def module_of(model: Any, params: float | None) -> tuple[str, nn.Module]:
         raise ConfigError(
             "a simulation needs either a model or params, a number of parameters; pass one"
         )
-    return open_model(model) if params is None else (f"{params:g} parameters", sized_model(params))
+    if params is not None:
+        return f"{params:g} parameters", sized_model(params)
+    return open_model(model, needs_loss=True)
 
 
 def record_plan(

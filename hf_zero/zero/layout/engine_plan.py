@@ -36,7 +36,7 @@ from hf_zero.zero.layout.flat_spec import FlatSpec
 from hf_zero.zero.layout.precision import COMPUTE, compute_dtype, is_raw
 from hf_zero.zero.layout.sharding import Sharding, sharding_of
 from hf_zero.zero.layout.stage_policy import POLICIES, Policy
-from hf_zero.zero.layout.wrap import UnitSpec, find_units, persistent_names
+from hf_zero.zero.layout.wrap import UnitSpec, find_units, persistence, persistent_names
 
 Cuts = Mapping[nn.Parameter, Sharding]
 UNCUT: Cuts = MappingProxyType({})
@@ -197,6 +197,16 @@ class EnginePlan:
     def stages(self) -> range:
         """The available ZeRO stages: 0 and 1 for pipelines, which reduce once per step."""
         return range(4 if self.dims.pipeline == 1 else 2)
+
+    @property
+    def persistence(self) -> int:
+        """The most elements of a parameter that stays whole between steps at stage 3."""
+        return persistence(self.settings.zero.param_persistence_threshold)
+
+    @property
+    def all_persistent(self) -> bool:
+        """Whether all parameters stay whole between steps at a stage that shards others."""
+        return bool(self.flats) and all(flat.spec.persistent for flat in self.flats)
 
     def sharers(self, flat: FlatPlan) -> int:
         """Return the number of ranks of the stage that hold the same parts as ``flat``."""

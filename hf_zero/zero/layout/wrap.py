@@ -264,6 +264,11 @@ def _owners(
     return root, owned
 
 
+def persistence(most: int | None) -> int:
+    """Return the limit of :func:`persistent_names` for ``most``."""
+    return PERSISTENCE if most is None else most
+
+
 def persistent_names(
     model: nn.Module,
     most: int | None = None,
@@ -278,7 +283,7 @@ def persistent_names(
     A pack (:data:`PACKED`) stays whole as a whole, or not at all. ``sizes``: elements of
     parameters, in place of their own.
     """
-    limit = PERSISTENCE if most is None else most
+    limit = persistence(most)
     chosen: dict[int, str] = {}
     left = in_all
     for name, parameter in model.named_parameters():
