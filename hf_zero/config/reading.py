@@ -22,6 +22,7 @@ from hf_zero.logging import log_rank0
 
 AUTO = "auto"
 ENDING = re.compile(r"_?(config|configuration|cfg|settings|options|args|kwargs)$")
+SWITCHES = ("fp16", "bf16")  # sections that a keyword may switch on or off
 
 
 class Mistakes(list[HfZeroError]):
@@ -165,10 +166,9 @@ class ConfigReading:
         elif isinstance(value, bool) and written == "activation_offload":
             self._judge(KEYS[path + ".enabled"], value, written, label)
         elif value is not None:
-            example = next(key for key in KEYS if key.startswith(path + "."))[len(path) + 1 :]
             raise ConfigError(
-                f"{label}: {written} = {shown(value, label)} is not a section of keys and "
-                f"values; write {{{written.rpartition('.')[2]!r}: {{{example!r}: …}}}}"
+                f"{label}: {written} = {shown(value, label)} is not "
+                f"{_expected_section(path, written, label)}"
             )
 
     def _judge(self, key: Key, value: Any, written: str, label: str) -> None:
@@ -417,14 +417,29 @@ def _remedy(key: Key, value: Any, label: str) -> str:
             return f"; did you mean {shown(found[0], label)}?"
     if isinstance(value, str):
         with suppress(ValueError):  # of the string, or of the kind
-            key.kind.convert(json.loads(value))
-            return f"; write {value} without quotes"
+            meant = json.loads(value.lower())
+            key.kind.convert(meant)
+            written = shown(meant, label) if isinstance(meant, bool) else value
+            return f"; write {written} without quotes"
     low, high = (key.kind.schema.get(name, 0) for name in ("minimum", "maximum"))
     if key.kind.schema.get("type") == "integer" and 0 < high - low < 4:
         return f"; write {', '.join(map(str, range(low, high)))} or {high}"
     if key.default is None:
         return "; fix it, or remove the key"
     return f"; fix it, or remove the key for its default, {shown(key.default, label)}"
+
+
+def _expected_section(path: str, written: str, label: str) -> str:
+    """Return the end of a message about a value in place of the section at ``path``: what is
+    expected, and an example.
+    """
+    name, python = written.rpartition(".")[2], label == "keyword" and "." not in written
+    if python and name in SWITCHES:
+        return f"True, False or a section; write {name}=True or {name}=False"
+    first = next(key for key in KEYS if key.startswith(f"{path}."))[len(path) + 1 :]
+    example = f"{{{first!r}: …}}"
+    example = f"{name}={example}" if python else f"{{{name!r}: {example}}}"
+    return f"a section of keys and values; write {example}"
 
 
 def _options(schema: Mapping[str, Any]) -> list[str]:

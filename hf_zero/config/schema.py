@@ -13,6 +13,7 @@ from typing import Any
 from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS, PASSED_ON, TRANSLATED
 from hf_zero.config.keys import ALIASES, KEYS, OWN_AUTOS
 from hf_zero.config.kinds import DTYPE
+from hf_zero.config.reading import SWITCHES
 from hf_zero.config.rows import Key, Status
 from hf_zero.config.settings import Settings
 
@@ -205,7 +206,7 @@ def keywords() -> str:
             short = _python(_SHORT[item.name]) if item.name in _SHORT else []
             classes.setdefault(made_of.__module__, set()).add(made_of.__name__)
             types = [made_of.__name__, "Mapping[str, Any]", *short]
-            types += ["bool"] if item.name in ("fp16", "bf16") else []
+            types += ["bool"] if item.name in SWITCHES else []
             text = f"The section ``{path}``." if path else ""
         else:
             row = item.metadata["key"]

@@ -21,7 +21,7 @@ from hf_zero.config.files import load_file, load_text
 from hf_zero.config.keys import ANSWERS, KEYS
 from hf_zero.config.offload import OffloadOptimizer, OffloadParam
 from hf_zero.config.provenance import SourcedDict
-from hf_zero.config.reading import ConfigReading
+from hf_zero.config.reading import SWITCHES, ConfigReading
 from hf_zero.config.refusals import Check, refusals
 from hf_zero.config.rows import section, sections_of
 from hf_zero.config.sections import LaunchSection, OptimizerConfig, SchedulerConfig
@@ -319,7 +319,7 @@ def _as_dialect(given: Mapping[str, Any]) -> dict[str, Any]:
                 for item in fields(value)
                 if (given := getattr(value, item.name)) != item.default
             }
-        if name in ("fp16", "bf16") and isinstance(value, bool):
+        if name in SWITCHES and isinstance(value, bool):
             value = {"enabled": value}
         mapping["zero_optimization" if name == "zero" else name] = value
     return mapping
