@@ -18,6 +18,7 @@ from hf_zero.deepspeed.optimizers import name_made
 from hf_zero.deepspeed.zero_config import (
     GRADIENT_CLIPPING_DEFAULT,
     clipped_by_default,
+    takes_default_clipping,
     without_autos,
 )
 from hf_zero.initialize import configuration, initialize_as
@@ -68,6 +69,8 @@ def _as_deepspeed(arguments: dict[str, Any]) -> None:
     config = configuration(
         arguments["args"], arguments["config"], arguments["config_params"], foreign=True
     )
+    own = any(isinstance(arguments[name], ZeroConfig) for name in ("config", "config_params"))
+    clips = takes_default_clipping(config, own)
     config = without_autos(config)
     for section, name in (("optimizer", "optimizer"), ("scheduler", "lr_scheduler")):
         given, written = arguments[name], getattr(config, section)
@@ -78,7 +81,7 @@ def _as_deepspeed(arguments: dict[str, Any]) -> None:
                 logging.WARNING,
             )
             config = config.without(section)
-    if not any(isinstance(arguments[name], ZeroConfig) for name in ("config", "config_params")):
+    if clips:
         clipped = clipped_by_default(config)
         if clipped is not config and (arguments["optimizer"] or config.optimizer) is not None:
             log_rank0(
@@ -87,7 +90,9 @@ def _as_deepspeed(arguments: dict[str, Any]) -> None:
                 "write gradient_clipping, 0 for none",
                 logging.WARNING,
             )
-        config = _in_precision_of(arguments["model"], clipped)
+        config = clipped
+    if not own:
+        config = _in_precision_of(arguments["model"], config)
     arguments.update(args=None, config=config, config_params=None)
 
 

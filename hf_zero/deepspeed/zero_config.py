@@ -196,8 +196,9 @@ class DeepSpeedConfig:
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         ranks = process_group.get_world_size()
-        given = without_autos(ZeroConfig.coerce(config, allow_auto=True, foreign=True))
-        if not isinstance(config, ZeroConfig):
+        read = ZeroConfig.coerce(config, allow_auto=True, foreign=True)
+        given = without_autos(read)
+        if takes_default_clipping(read, own=isinstance(config, ZeroConfig)):
             given = clipped_by_default(given)
         self.zero_config_native = given.resolve(ranks)
         values = self.zero_config_native.to_dict("default")
@@ -247,6 +248,13 @@ def _params(section: Any) -> dict[str, Any] | None:
 def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
     """Return the norm to which this configuration clips gradients; 0.0: never."""
     return float(param_dict.get(GRADIENT_CLIPPING, GRADIENT_CLIPPING_DEFAULT) or 0.0)
+
+
+def takes_default_clipping(config: ZeroConfig, own: bool) -> bool:
+    """Return whether gradient_clipping takes DeepSpeed's default if ``config`` has no value for it.
+    A ZeroConfig of the script's ``own`` without the key does not clip, as in hf-zero.
+    """
+    return not own or GRADIENT_CLIPPING in config.autos
 
 
 def clipped_by_default(config: ZeroConfig) -> ZeroConfig:

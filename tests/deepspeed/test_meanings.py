@@ -462,27 +462,34 @@ def test_backwards_of_one_step_are_reduced_together(stage: int) -> None:
 
 @pytest.mark.parametrize(
     "written, limit, said",
-    [({}, 1.0, True), ({"gradient_clipping": 0}, 0.0, False)],
+    [
+        ({}, 1.0, True),
+        ({"gradient_clipping": "auto"}, 1.0, True),
+        ({"gradient_clipping": 0}, 0.0, False),
+    ],
 )
 @pytest.mark.parametrize("native", [False, True])
 def test_gradients_are_clipped_at_one_where_nothing_is_written(
     caplog, written, limit, said, native
 ):
+    if native and not written:  # a ZeroConfig without the key does not clip
+        limit, said = 0.0, False
     model = nn.Linear(2, 2, bias=False)
     nn.init.zeros_(model.weight)
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}, **written}
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    given = hf_zero.ZeroConfig.from_dict(config) if native else config  # a ZeroConfig is as it is
+    given = hf_zero.ZeroConfig.from_dict(config, allow_auto=True) if native else config
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=given)
     engine.backward(10 * engine(torch.eye(2)).sum())
     engine.step()
     norm = torch.linalg.vector_norm(model.weight)
-    assert engine.gradient_clipping() == (0.0 if native else limit)
-    torch.testing.assert_close(norm.item(), 1.0 if limit and not native else 20.0)
+    assert engine.gradient_clipping() == limit
+    torch.testing.assert_close(norm.item(), limit or 20.0)
     engine.destroy()
-    assert ("gradient_clipping has no value" in caplog.text) == (said and not native)
-    assert deepspeed.runtime.config.get_gradient_clipping(written) == limit
-    assert deepspeed.runtime.config.DeepSpeedConfig(config).gradient_clipping == limit
+    assert ("gradient_clipping has no value" in caplog.text) == said
+    assert deepspeed.runtime.config.DeepSpeedConfig(given).gradient_clipping == limit
+    if not native and "auto" not in written.values():
+        assert deepspeed.runtime.config.get_gradient_clipping(written) == limit
 
 
 @pytest.mark.parametrize("written", [False, True])
