@@ -17,8 +17,9 @@ from hf_zero.config import PRESETS, ZeroConfig
 from hf_zero.config.accelerate_yaml import is_accelerate
 from hf_zero.config.files import load_file, load_text
 from hf_zero.config.keys import KEYS, OWN_AUTOS
-from hf_zero.config.launched import LAUNCH_FILE, LAUNCHED_BY, WRITTEN
+from hf_zero.config.launched import LAUNCH_FILE, LAUNCHED_BY, WRITTEN, launch_command
 from hf_zero.config.provenance import DICT, SourcedDict, flattened
+from hf_zero.config.reading import SWITCHES
 from hf_zero.deepspeed.zero_init import forced_config
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.loaders import name_the_size
@@ -146,4 +147,7 @@ def remember_launch(config: Any) -> None:
         usual = path not in KEYS or KEYS[path].changes_nothing(value)
         if not usual and written.get(path, (None, ""))[0] != value:
             written[path] = (value, by)
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    if launch_command() and precision in SWITCHES:  # which Accelerate writes into config later
+        written.setdefault(f"{precision}.enabled", (True, by))
     config.remember(written, "Accelerate")

@@ -78,6 +78,26 @@ def test_a_preset_of_hf_zero_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.parametrize("trainer", [False, True])
+@pytest.mark.parametrize("source", ["hf-zero launch --preset zero3 --precision bf16", "file"])
+def test_the_precision_of_the_launch(
+    trainer: bool, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accelerate writes it into the configuration; the Trainer, whose arguments name none, may be
+    the one that fills in what is left.
+    """
+    file = tmp_path / "zero3.yaml"
+    file.write_text(f"mixed_precision: bf16\n{YAML}")
+    by = {LAUNCH_FILE: str(file)} if source == "file" else {LAUNCHED_BY: source}
+    made = plugin(monkeypatch, **LAUNCHED, **by, ACCELERATE_MIXED_PRECISION="bf16")
+    made.set_mixed_precision("bf16")
+    if trainer:
+        made.deepspeed_config.filler = "the training arguments"
+    found = ZeroConfig.from_dict(made.deepspeed_config, allow_auto=True).sources
+    at_file = f"config file {file}: mixed_precision"
+    assert found["bf16.enabled"] == (at_file if source == "file" else source)
+
+
 def test_a_file_or_a_dict_of_the_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "ds.json"
     file.write_text('{"zero_optimization": {"stage": 2}, "gradient_clipping": "auto"}')
