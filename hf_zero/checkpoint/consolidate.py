@@ -14,6 +14,7 @@ import torch
 from hf_zero.checkpoint import engine_state, find, storage
 from hf_zero.checkpoint.convert.export import convert_checkpoint
 from hf_zero.checkpoint.convert.outputs import (
+    DtypeName,
     OutputTensor,
     choose,
     dtype_option,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 def iterate_state_dict(
     checkpoint_dir: str | os.PathLike[str],
     tag: str | None = None,
-    dtype: str | torch.dtype | None = "float32",
+    dtype: DtypeName | torch.dtype | None = "float32",
     exclude_frozen_parameters: bool = False,
     only: str | Sequence[str] | None = None,
     verify: bool = True,

@@ -34,6 +34,7 @@ engine.save_checkpoint(pathlib.Path("run")), engine.load_checkpoint(pathlib.Path
 with hf_zero.GatheredParameters(model.parameters()):
     pass
 hf_zero.convert_checkpoint("run", "model", dtype="bfloat16")
+hf_zero.convert_checkpoint("run", "model", dtype=torch.float16, to="dcp")
 hf_zero.TrainingArguments("out", zero_config="zero3")
 
 hf_zero.initialise(model=model)  # mistake
@@ -45,6 +46,8 @@ hf_zero.initialize(model, "zero3")
 hf_zero.initialize(model=model, config=pathlib.Path("zero3.json"))
 hf_zero.ZeroConfig()  # mistake
 hf_zero.ZeroConfig("three")  # mistake
+hf_zero.ZeroConfig(stage=7)  # mistake
+hf_zero.ZeroConfig(config.stage)
 hf_zero.ZeroConfig(3, gradient_cliping=1.0)  # mistake
 hf_zero.ZeroConfig(3, offload_optimizer="gpu")  # mistake
 hf_zero.ZeroConfig(3, train_batch_size="8")  # mistake
@@ -56,6 +59,8 @@ print(engine.global_steps + 1, engine.world_size // 2)
 engine.save_checkpoint("run", tag=3)  # mistake
 engine.save_checkpoint("run", keep="all")  # mistake
 hf_zero.convert_checkpoint("run")  # mistake
+hf_zero.convert_checkpoint("run", "model", to="torch")  # mistake
+hf_zero.convert_checkpoint("run", "model", dtype="int8")  # mistake
 hf_zero.TrainingArguments("out", zero_conf="zero3")  # mistake
 config.stagee  # mistake
 hf_zero.ZeroConfig(3, kernels=["norm"])  # mistake

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final, Literal
 
 import torch
 
@@ -28,6 +29,7 @@ from hf_zero.checkpoint.convert.files import (
 )
 from hf_zero.checkpoint.convert.outputs import CONFIG as ADAPTER
 from hf_zero.checkpoint.convert.outputs import (
+    DtypeName,
     OutputTensor,
     adapter_parts,
     adapters_in,
@@ -49,7 +51,10 @@ from hf_zero.logging import in_units, logger
 WEIGHTS = "model{suffix}.safetensors"
 INDEX = "model.safetensors.index.json"
 TORCH_WEIGHTS, TORCH_INDEX = "pytorch_model{suffix}.bin", "pytorch_model.bin.index.json"
-SAFETENSORS, DCP, UNIVERSAL = "safetensors", "dcp", "universal"
+Format = Literal["safetensors", "dcp", "universal"]
+SAFETENSORS: Final = "safetensors"
+DCP: Final = "dcp"
+UNIVERSAL: Final = "universal"
 WORKERS = 2  # one reads while the other writes; each has two buffers of Scratch.ELEMENTS
 SHARD_SIZE = "5GB"
 _ALL = "all that training needs is written"
@@ -114,7 +119,7 @@ class _Layout:
 def convert_checkpoint(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
-    dtype: str | torch.dtype | None = None,
+    dtype: DtypeName | torch.dtype | None = None,
     max_shard_size: str | int = SHARD_SIZE,
     tag: str | None = None,
     progress: bool | None = None,
@@ -124,7 +129,7 @@ def convert_checkpoint(
     only: str | Sequence[str] | None = None,
     adapters: bool | None = None,
     workers: int = WORKERS,
-    to: str = SAFETENSORS,
+    to: Format = SAFETENSORS,
     overwrite: bool = True,
 ) -> Conversion:
     """Write a checkpoint as a model folder that ``from_pretrained`` loads, or as a folder that

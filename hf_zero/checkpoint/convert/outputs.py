@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
+from typing import Literal
 
 import torch
 
@@ -25,6 +26,7 @@ from hf_zero.checkpoint.tensorfile import FilePlan, plan_file
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.logging import logger
 
+DtypeName = Literal["float32", "bfloat16", "float16"]
 CONVERT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -52,7 +54,7 @@ class OutputTensor:
         checkpoint.read(self.held, 0, out.detach().view(-1))
 
 
-def dtype_option(dtype: str | torch.dtype | None) -> torch.dtype | None:
+def dtype_option(dtype: DtypeName | torch.dtype | None) -> torch.dtype | None:
     """Return ``dtype`` as a torch dtype, or None. Raises ConfigError for an unsupported one."""
     name = str(dtype).removeprefix("torch.")
     if dtype is not None and name not in CONVERT_DTYPES:
