@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.table import Table
@@ -126,21 +126,20 @@ def convert_checkpoint(
             f"--quantize {quantize} writes a model folder, and --to {to} another format; keep one"
         )
 
-    named: Any = {"dtype": dtype, "to": to}  # which the function checks
-
     def converted(folder: str) -> Conversion:
         return convert(
             src,
             folder,
-            max_shard_size=max_shard_size,
-            tag=tag,
-            progress=False if as_json else None,
+            cast("Any", dtype),  # the function checks it, and `to`
+            max_shard_size,
+            tag,
+            False if as_json else None,
             verify=verify,
             only=only,
             adapters=adapters,
             workers=workers,
+            to=cast("Any", to),
             overwrite=overwrite,
-            **named,
         )
 
     if quantize is None:
