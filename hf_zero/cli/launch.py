@@ -66,6 +66,9 @@ NumNodes = Annotated[
     int | None,
     typer.Option("--num-nodes", help="Number of hosts to use, taken from the top of the hostfile."),
 ]
+# in place of the default file of `accelerate config`, which would add its keys to a preset
+OF_PRESETS = Path(__file__).resolve().parents[1] / "launch" / "preset.yaml"
+
 Hostfile = Annotated[
     Path | None,
     typer.Option("--hostfile", "-H", help="Lines of `host slots=N`; # begins a comment."),
@@ -348,6 +351,7 @@ def _accelerate(
         **({"zero3_init_flag": "true", "zero3_save_16bit_model": "true"} if stage == 3 else {}),
     }
     return (
+        *("--config_file", str(OF_PRESETS)),
         "--use_deepspeed",
         *(text for name, value in options.items() for text in (f"--{name}", str(value))),
     )

@@ -589,6 +589,31 @@ def test_launch_presets_are_read_back_as_their_stage(preset: str) -> None:
     assert (args.training_script, args.training_script_args) == ("train.py", ["--lr", "1"])
 
 
+def test_a_preset_takes_no_keys_from_the_default_file_of_accelerate_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate.commands import launch
+
+    (tmp_path / "default.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nnum_processes: 5\n"
+        "mixed_precision: bf16\nmain_process_port: 1\ndeepspeed_config:\n  zero_stage: 3\n"
+        "  gradient_clipping: 0.5\n  offload_optimizer_device: cpu\n  metrics: {enabled: true}\n"
+    )
+    for path in ("commands.launch", "commands.config.config_args", "commands.config"):
+        monkeypatch.setattr(
+            f"accelerate.{path}.default_config_file", str(tmp_path / "default.yaml")
+        )
+    command = json.loads(invoke("launch --preset zero1 --ranks 2 --json x.py"))["command"]
+    parsed = launch.launch_command_parser().parse_args(command[4:])
+    args, _, _ = launch._validate_launch_command(parsed)
+    assert args.gradient_clipping is None and args.offload_optimizer_device is None
+    assert not hasattr(args, "metrics")
+    assert (int(args.zero_stage), args.num_processes, args.mixed_precision) == (1, 2, "no")
+    args.deepspeed_fields_from_accelerate_config = ""
+    _, environment = launch.prepare_deepspeed_cmd_env(args)
+    assert not {"HF_ZERO_LAUNCH_FILE", "HF_ZERO_WRITTEN_KEYS"} & environment.keys()
+
+
 def test_launch_sets_keys_beside_a_preset(monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_zero.integrations.accelerate.plugin import written_keys
 
