@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine
 
 Read = TypeVar("Read")
+SCHEDULED = ("lr", "initial_lr")  # settings of an optimizer group that a schedule writes
 
 
 def load(
@@ -126,10 +127,18 @@ def load(
             collective_try(engine.mesh.job, apply, folder, partly)
     engine.refresh_params()
     log_rank0(
-        f"loaded {folder}, of {counted(manifest.world['size'], 'rank')} at stage {manifest.stage}: "
+        f"loaded {folder}, {_origin(manifest)}: "
         f"{in_units(loader.nbytes)} on this rank in {time.perf_counter() - begun:.2f} s"
     )
     return str(folder), loader.client_state
+
+
+def _origin(manifest: Manifest) -> str:
+    """Return the program that wrote the checkpoint or, for one of hf-zero, its ranks and stage."""
+    writer = manifest.software.get("written_by")
+    if writer:
+        return f"written by {writer}"
+    return f"of {counted(manifest.world['size'], 'rank')} at stage {manifest.stage}"
 
 
 def _check_same(seen: list[tuple[str, str]], directory: str | os.PathLike[str]) -> None:
@@ -231,11 +240,9 @@ class _Load:
         self.groups = (
             check_optimizer(engine, self.manifest, self.match.held, where) if optimizer else []
         )
-        self.scheduler = (
-            checkpoint.scheduler_state()
-            if scheduler and check_scheduler(engine, self.manifest.lr_scheduler, where)
-            else None
-        )
+        state = checkpoint.scheduler_state() if scheduler else {}
+        continues = scheduler and check_scheduler(engine, self.manifest, state, where)
+        self.scheduler = state if continues else None
         if self.scheduler is not None and self.groups:
             self.scheduler = reorder_schedule(self.scheduler, self.groups)
         self.client_state = checkpoint.client_state()
@@ -351,7 +358,12 @@ class _Load:
         if saved is None:
             return
         groups = [saved.groups[at] for at in self.groups]
-        bound.load_hyperparameters([group.hyperparameters for group in groups])
+        settings = [dict(group.hyperparameters) for group in groups]
+        if self.engine.lr_scheduler is not None and self.scheduler is None:
+            # a schedule that starts anew sets these, and some of torch's multiply their last value
+            for values, live in zip(settings, bound.groups):
+                values |= {name: live[name] for name in SCHEDULED if name in live}
+        bound.load_hyperparameters(settings)
         if any(group.scalars or group.apart for group in groups):
             saved_apart = {
                 name: numbers for group in groups for name, numbers in group.apart.items()

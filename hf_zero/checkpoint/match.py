@@ -4,6 +4,7 @@ class and groups, the schedule.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hf_zero.checkpoint.engine_state import class_name
 from hf_zero.checkpoint.manifest import GroupEntry, Manifest, pair_names, strip_wrappers
 from hf_zero.errors import CheckpointError
-from hf_zero.logging import listed
+from hf_zero.logging import listed, log_rank0
 from hf_zero.optim.one_bit import OneBitAdam, ZeroOneAdam
 from hf_zero.zero.layout.sharding import WholeNames, belongs, persistent_buffers
 
@@ -207,14 +208,39 @@ def _kind(class_name: str) -> str:
     return _FORMATS.get(_short(class_name), _short(class_name))
 
 
-def check_scheduler(engine: Any, saved: dict[str, Any] | None, where: str) -> bool:
-    """Whether there is a scheduler state to load.
+# Keys in the states of torch's schedules that newer versions no longer write.
+RETIRED = {"verbose"}
+
+
+def check_scheduler(engine: Any, manifest: Manifest, state: Mapping[str, Any], where: str) -> bool:
+    """Whether there is a scheduler state to load. Warn if the checkpoint has the state of an
+    optimizer, but none of a scheduler.
+
+    ``state`` is the scheduler's; its keys are compared if the checkpoint does not name the class.
 
     Raises CheckpointError if it was saved by another class.
     """
-    if saved is None or not hasattr(engine.lr_scheduler, "load_state_dict"):
+    if not hasattr(engine.lr_scheduler, "load_state_dict"):
         return False
     live = class_name(engine.lr_scheduler)
+    saved = manifest.lr_scheduler
+    if saved is None:
+        if manifest.optimizer is not None:
+            log_rank0(
+                f"{where} holds no state of an lr scheduler: {_short(live)} of this engine starts "
+                "from its first step",
+                logging.WARNING,
+            )
+        return False
+    if not saved["class"]:
+        known = engine.lr_scheduler.state_dict().keys() | RETIRED
+        unknown = [str(key) for key in state if str(key)[:1] != "_" and key not in known]
+        if unknown:
+            raise CheckpointError(
+                f"{where} holds the state of another lr scheduler: this engine has {_short(live)}, "
+                f"whose state has no {', '.join(unknown[:4])}; use the class that was saved, "
+                "or pass load_lr_scheduler_states=False to restart the schedule"
+            )
     if saved["class"] and _short(live) != _short(saved["class"]):
         raise CheckpointError(
             f"{where} was saved with lr scheduler {saved['class']}, this engine has {live}; use "

@@ -18,7 +18,7 @@ from hf_zero.checkpoint.reader import open_checkpoint
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.deepspeed_inputs.model import SAVED_AFTER, STEPS, batch, build, optimizer_of
 from tests.helpers.processes import run_processes
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import RankFailed, run_ranks
 
 
 def write(rank, folder):
@@ -33,12 +33,18 @@ def write(rank, folder):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = optimizer_of(model)
+    # A schedule of constant factor 1: the losses of all forms are comparable.
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=1.0)
     for step in range(STEPS):
         if step == SAVED_AFTER:
             weights, states = get_state_dict(model, optimizer)
             dcp.save(
                 {"model": weights, "optimizer": states, "extra": {"epoch": 3}},
                 checkpoint_id=f"{folder}/one",
+            )
+            dcp.save(
+                {"model": weights, "optimizer": states, "lr_scheduler": schedule.state_dict()},
+                checkpoint_id=f"{folder}/scheduled",
             )
             # as Accelerate lays them
             dcp.save({"model": weights}, checkpoint_id=f"{folder}/two/pytorch_model_fsdp_0")
@@ -62,6 +68,7 @@ def write(rank, folder):
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad()
     return losses
 
@@ -115,6 +122,71 @@ def test_training_goes_on_as_it_went_on_there(written, form, ranks, stage):
         want[SAVED_AFTER:], rel=2e-6
     )
     assert results[0][1] == ({"extra": {"epoch": 3}} if form == "one" else {})
+
+
+def resume_scheduled(rank, folder, models, given, kwargs):
+    """Resume ``folder``; return the schedule's state, the step and the next learning rates."""
+    optimizer = optimizer_of(models[rank])
+    schedule = given(optimizer)
+    engine = hf_zero.initialize(
+        model=models[rank],
+        optimizer=optimizer,
+        lr_scheduler=schedule,
+        config={"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}},
+    )[0]
+    engine.load_checkpoint(folder.parent, tag=folder.name, **kwargs)
+    began, resumed_step, rates = dict(schedule.state_dict()), engine.global_steps, []
+    for step in range(3):
+        engine.backward(engine(*batch(step, rank, len(models))))
+        engine.step()
+        rates.append(engine.get_lr()[0])
+    return began, resumed_step, rates
+
+
+def step_lr(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=1.0)
+
+
+def linear_lr(optimizer):
+    return torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 10)
+
+
+def test_the_schedule_and_the_number_of_the_step_go_on(written):
+    models = [build(True) for _ in range(2)]
+    results = run_ranks(2, resume_scheduled, written[0] / "scheduled", models, step_lr, {})
+    for began, resumed_step, _ in results:
+        assert began["last_epoch"] == SAVED_AFTER and resumed_step == SAVED_AFTER
+
+
+def test_a_checkpoint_without_a_schedule_restarts_it_with_a_warning(written, heard):
+    """LinearLR multiplies the last learning rate, so it must not start from the saved one."""
+    alone = torch.optim.SGD(
+        [torch.zeros(1, requires_grad=True)], optimizer_of(build(True)).defaults["lr"]
+    )
+    schedule, want = linear_lr(alone), []
+    for _ in range(3):
+        alone.step()
+        schedule.step()
+        want.append(alone.param_groups[0]["lr"])
+    [(began, resumed_step, rates)] = run_ranks(
+        1, resume_scheduled, written[0] / "one", [build(True)], linear_lr, {}
+    )
+    assert began["last_epoch"] == 0 and resumed_step == SAVED_AFTER
+    assert rates == pytest.approx(want)
+    assert any(
+        "holds no state of an lr scheduler: LinearLR of this engine starts from its first step"
+        in said
+        for said in heard
+    )
+
+
+def test_the_state_of_another_schedule_is_refused_or_left_out(written):
+    folder = written[0] / "scheduled"
+    with pytest.raises(RankFailed, match=r"LinearLR, whose state has no .*step_size"):
+        run_ranks(1, resume_scheduled, folder, [build(True)], linear_lr, {})
+    without = {"load_lr_scheduler_states": False}
+    [(began, _, _)] = run_ranks(1, resume_scheduled, folder, [build(True)], linear_lr, without)
+    assert began["last_epoch"] == 0
 
 
 def test_it_converts(written, tmp_path):

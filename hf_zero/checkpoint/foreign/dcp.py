@@ -41,6 +41,7 @@ States = Mapping[Any, Mapping[str, Record]]
 METADATA = ".metadata"
 PARTS = ("pytorch_model_fsdp*", "optimizer_*")
 MODEL, OPTIMIZER = ("model", "module", "state_dict"), ("optimizer", "optim", "optimizers")
+SCHEDULER, STEP = ("lr_scheduler", "scheduler"), "step"
 # The record classes of torch.distributed.checkpoint and the classes of their fields. Everything
 # else in a pickle is refused.
 ALLOWED = {
@@ -156,13 +157,17 @@ class _Reading:
             for keys, record in model.items()
             if hasattr(record[1], "chunks")
         )
+        beside = {} if model is self.entries else self._beside()
+        steps = max((int(group.scalars.get(STEP, 0)) for group in groups or ()), default=0)
         return FolderContents(
             folder=self.folder,
             writer="torch.distributed.checkpoint",
             files=tuple(str(path.relative_to(self.folder)) for path in self.files) or (METADATA,),
             parameters=parameters,
             groups=groups,
-            client_state={} if model is self.entries else self._beside(),
+            lr_scheduler=next((beside[name] for name in SCHEDULER if beside.get(name)), None),
+            counters={"global_steps": steps} if steps else {},
+            client_state=beside,
             world=len({path for places in self.places.values() for _, path, _, _ in places}) or 1,
         )
 
