@@ -31,6 +31,11 @@ ACCELERATE_STATE = (
     "accelerator.load_state, or run hf-zero convert-checkpoint {folder} MODEL and give the Trainer "
     "the weights with from_pretrained('MODEL')"
 )
+OTHER_TRAINER = (
+    "is a checkpoint of a Trainer {without}, whose optimizer's state a Trainer under ZeRO cannot "
+    "read; start a new run from its weights{convert} with from_pretrained, or continue it without "
+    "ZeRO"
+)
 
 
 def has_engine_checkpoint(folder: Path) -> bool:
@@ -44,6 +49,23 @@ def is_accelerate_state(folder: Path) -> bool:
     """Return whether ``Accelerator.save_state`` wrote ``folder``, not the Trainer."""
     of_accelerate = (folder / MODEL_TAG).is_dir() or any(folder.glob("random_states_*.pkl"))
     return of_accelerate and not (folder / STATE).exists()
+
+
+def written_otherwise(folder: Path) -> str:
+    """Return the reason why ``folder``, which a Trainer under ZeRO did not write, cannot be resumed
+    from by one; "" for a folder of such a Trainer, whole or not.
+    """
+    if is_accelerate_state(folder):
+        return f"{folder} {ACCELERATE_STATE.format(folder=folder)}"
+    if not (folder / STATE).is_file() or has_engine_checkpoint(folder):
+        return ""
+    without, convert = "without ZeRO", ""
+    if any(folder.glob("pytorch_model_fsdp*")):
+        without = "under FSDP"
+        convert = f", which hf-zero convert-checkpoint {folder} MODEL writes,"
+    elif not (folder / "optimizer.pt").is_file():
+        return ""
+    return f"{folder} {OTHER_TRAINER.format(without=without, convert=convert)}"
 
 
 def engine_checkpoint_error(folder: Path, tag: str | None = None) -> str:
@@ -63,8 +85,9 @@ def trainer_folder_error(folder: Path) -> str:
     """Return the reason why a Trainer under ZeRO cannot resume from ``folder``, a ``checkpoint-N``,
     or "".
     """
-    if is_accelerate_state(folder):
-        return f"{folder} {ACCELERATE_STATE.format(folder=folder)}"
+    otherwise = written_otherwise(folder)
+    if otherwise:
+        return otherwise
     if (folder / SENTINEL).exists():
         return (
             f"{folder / SENTINEL} says that its save has not ended; remove that file "

@@ -36,11 +36,11 @@ from hf_zero.integrations.checkpoint_folders import (
     STATE,
     engine_checkpoint_error,
     has_engine_checkpoint,
-    is_accelerate_state,
     last_complete,
     numbered_folders,
     trainer_folder_error,
     warn_lost_random_states,
+    written_otherwise,
 )
 from hf_zero.integrations.memory_checkpoints import replaced, save_with_route
 from hf_zero.integrations.transformers.trainer_phases import windows_of
@@ -193,7 +193,7 @@ def _refuse_torn(folder: Path, output: Path) -> bool:
     if not (folder.is_dir() and (has_engine_checkpoint(folder) or (folder / STATE).is_file())):
         return False  # not written by the Trainer: its own error is more specific
     said = trainer_folder_error(folder)
-    if is_accelerate_state(folder):
+    if written_otherwise(folder):
         raise CheckpointError(f"resume_from_checkpoint: {said}")
     if said:
         whole = next(

@@ -210,6 +210,29 @@ def test_a_state_of_accelerate_is_called_one(named: bool, tmp_path: Path) -> Non
     type(net).from_pretrained(tmp_path / "MODEL")
 
 
+@pytest.mark.parametrize(
+    "files, says",
+    [
+        (["model.safetensors", "optimizer.pt"], "without ZeRO, .* weights with from_pretrained"),
+        (
+            ["pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata"],
+            "under FSDP, .* weights, which hf-zero convert-checkpoint .* MODEL writes, with from",
+        ),
+    ],
+)
+def test_a_checkpoint_of_a_trainer_without_zero_is_called_one(
+    files: list[str], says: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoint-1"
+    for name in ("trainer_state.json", "scheduler.pt", *files):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text('{"global_step": 1}')
+    run = routed("ours", 2, tmp_path)
+    with pytest.raises(CheckpointError, match=f"is a checkpoint of a Trainer {says}") as raised:
+        run.train(resume_from_checkpoint=str(folder))
+    assert "whole" not in str(raised.value)
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_checkpoints_of_the_model_alone_are_nothing_to_resume_from(
     named: bool, tmp_path: Path
