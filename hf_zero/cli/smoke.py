@@ -18,12 +18,9 @@ from hf_zero.logging import counted
 if TYPE_CHECKING:
     import torch
 
-    from hf_zero.config.settings import Stage
-
 STEPS, SAMPLES, FEATURES = 6, 4, 48
 BOUND = 1e-4  # of the distance that training has moved the weights
 WRONG = 1
-STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 
 
 def _model() -> torch.nn.Module:
@@ -57,7 +54,7 @@ def _plain(ranks: int) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def _sharded(stage: Stage, folder: Path, rank: int, ranks: int) -> dict[str, torch.Tensor]:
+def _sharded(stage: int, folder: Path, rank: int, ranks: int) -> dict[str, torch.Tensor]:
     """Return the weights after the training at ``stage``, which is saved and resumed half-way."""
     import hf_zero
 
@@ -100,7 +97,7 @@ def main(arguments: list[str]) -> int:
     with TemporaryDirectory() if rank == 0 else nullcontext("") as folder:
         shared = [folder]
         torch.distributed.broadcast_object_list(shared)
-        for stage in STAGES:
+        for stage in range(4):
             weights = _sharded(stage, Path(shared[0], str(stage)), rank, ranks)
             if rank == 0:
                 difference = max(

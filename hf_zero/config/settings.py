@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from hf_zero.config.activations import (
     ActivationCheckpointing,
@@ -86,7 +86,6 @@ from hf_zero.config.techniques import (
     TrainingPhasesSection,
 )
 
-Stage = Literal[0, 1, 2, 3]
 ATTENTION_BACKENDS = ("auto", "flash", "cudnn", "efficient", "math")
 
 
@@ -94,7 +93,7 @@ ATTENTION_BACKENDS = ("auto", "flash", "cudnn", "efficient", "math")
 class Settings:
     """The values of a configuration; see :class:`hf_zero.config.ZeroConfig`."""
 
-    stage: Stage = key(
+    stage: int = key(
         integer(0, 3),
         0,
         "shards 1: optimizer state, 2: gradients too, 3: parameters too",

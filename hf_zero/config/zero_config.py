@@ -25,7 +25,7 @@ from hf_zero.config.reading import SWITCHES, ConfigReading
 from hf_zero.config.refusals import Check, refusals
 from hf_zero.config.rows import section, sections_of
 from hf_zero.config.sections import LaunchSection, OptimizerConfig, SchedulerConfig
-from hf_zero.config.settings import Settings, Stage
+from hf_zero.config.settings import Settings
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 AllowAuto = bool | Literal["alone"]
 
-PRESETS: dict[str, Stage] = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3}
+PRESETS: dict[str, int] = {"zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 
 KEYWORDS = (
     *(item.name for item in fields(Settings) if item.name != "stage"),
@@ -55,7 +55,7 @@ class ZeroConfig(Settings):
     world_size: int | None = field(init=False, compare=False)
     _reading: ConfigReading = field(init=False, compare=False, repr=False)
 
-    def __init__(self, stage: Stage, **keywords: Unpack[Keywords]):
+    def __init__(self, stage: int, **keywords: Unpack[Keywords]):
         given = {name: value for name, value in keywords.items() if value is not None}
         unknown = [name for name in keywords if name not in KEYWORDS]
         known = {name: value for name, value in given.items() if name in KEYWORDS}

@@ -9,7 +9,6 @@ from torch import nn
 from hf_zero.activations.policy import ActivationPatches
 from hf_zero.compression.registry import extensions_of
 from hf_zero.config import ZeroConfig, ZeroSection
-from hf_zero.config.settings import Stage
 from hf_zero.distributed import process_group
 from hf_zero.engine import Engine
 from hf_zero.parallel.expert.model import spread_experts
@@ -19,7 +18,7 @@ from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.shared_memory import tie_shared_memory
 
 
-def hold(model: nn.Module, config: ZeroConfig, stage: Stage = 3) -> Engine:
+def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
     """Shard ``model``, at stage 3 by default, and return its engine. Parameters keep their dtype,
     and may be frozen and unfrozen. Collective.
 

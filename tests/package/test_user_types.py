@@ -46,7 +46,6 @@ hf_zero.initialize(model, "zero3")
 hf_zero.initialize(model=model, config=pathlib.Path("zero3.json"))
 hf_zero.ZeroConfig()  # mistake
 hf_zero.ZeroConfig("three")  # mistake
-hf_zero.ZeroConfig(stage=7)  # mistake
 hf_zero.ZeroConfig(config.stage)
 hf_zero.ZeroConfig(3, gradient_cliping=1.0)  # mistake
 hf_zero.ZeroConfig(3, offload_optimizer="gpu")  # mistake

@@ -18,7 +18,6 @@ from torch import nn
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.resolving import NO_BATCH_SIZE
-from hf_zero.config.settings import Stage
 from hf_zero.errors import ConfigError
 from hf_zero.zero.layout.parameter import OwnedParameter
 from hf_zero.zero.layout.precision import COMPUTE
@@ -38,7 +37,7 @@ TOTAL, MICRO, ACCUMULATION = (
 )
 
 
-def read(config: Any, stage: Stage | None) -> ZeroConfig:
+def read(config: Any, stage: int | None) -> ZeroConfig:
     """Return the configuration of ``ZeroStrategy(config=…, stage=…)``; stage 3 if neither is given.
     Raises ConfigError if they name different stages.
     """

@@ -18,7 +18,6 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
 from hf_zero.checkpoint.save_sharded import split
-from hf_zero.config.settings import Stage
 from hf_zero.config.techniques import METRICS, PHASES
 from hf_zero.deepspeed.zero_init import Init
 from hf_zero.distributed import init, process_group
@@ -101,7 +100,7 @@ class StrategyMethods:
     def __init__(
         self,
         config: Any = None,
-        stage: Stage | None = None,
+        stage: int | None = None,
         *,
         exclude_frozen_parameters: bool = False,
         **arguments: Any,
