@@ -36,7 +36,7 @@ from hf_zero.loading import give_values
 from hf_zero.loading.shard_only import release_holders
 from hf_zero.logging import log_rank0, logger, set_level
 from hf_zero.ops.dispatch import kind_for_auto
-from hf_zero.optim.build import build_optimizer, build_scheduler
+from hf_zero.optim.build import build_optimizer, build_scheduler, refused
 from hf_zero.optim.elementwise import adopt
 from hf_zero.optim.elementwise import check as check_elementwise
 from hf_zero.optim.one_bit import as_sent, one_bit_of
@@ -455,7 +455,7 @@ def configuration(args: Any, config: Any, config_params: Any, foreign: bool = Fa
         )
     # of a script for DeepSpeed, what nothing fills in takes its default
     autos: Any = True if foreign else "alone"
-    return ZeroConfig.coerce(given[0][1], allow_auto=autos, foreign=foreign)
+    return ZeroConfig.coerce(given[0][1], allow_auto=autos, foreign=foreign, check=refused)
 
 
 def _optimizer(

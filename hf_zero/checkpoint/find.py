@@ -232,8 +232,9 @@ def find_checkpoint(
     if tag is None and is_checkpoint(root):
         return root
     if not root.is_dir():
+        why = "it is not a folder" if root.exists() else "there is no such folder"
         raise CheckpointError(
-            f"no checkpoint at {root}: it is not a folder; pass the folder that was given to "
+            f"no checkpoint at {root}: {why}; pass the folder that was given to "
             "save_checkpoint, or a tag in it"
         )
     if (

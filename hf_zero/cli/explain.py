@@ -44,7 +44,7 @@ def explain(
 ) -> None:
     """Show the configuration as hf-zero reads it: every value that is written or computed, its
     source, and keys without effect; of two configurations the difference. Exit code 1 if
-    initialize refuses a value.
+    a run refuses a value.
 
     Example: hf-zero explain recipes/bert-mlm/zero3.yaml --ranks 2
     """
@@ -53,9 +53,9 @@ def explain(
     from hf_zero.config.resolving import BATCH
     from hf_zero.optim.build import refused
 
-    rows = ZeroConfig.coerce(file, allow_auto=True).explain(ranks, refused)
+    rows = ZeroConfig.coerce(file, allow_auto=True, check=refused).explain(ranks, refused)
     if other is not None:
-        others = ZeroConfig.coerce(other, allow_auto=True).explain(ranks, refused)
+        others = ZeroConfig.coerce(other, allow_auto=True, check=refused).explain(ranks, refused)
         _compare(file, rows, other, others, as_json)
         return
     asked = BATCH if ranks is not None else ()
@@ -68,7 +68,7 @@ def explain(
         if len(shown) < len(rows):
             print(f"{len(rows) - len(shown)} more keys have their defaults: --all shows them")
         if wrong:
-            print(f"initialize refuses {', '.join(wrong)}")
+            print(f"a run refuses {', '.join(wrong)}")
     if wrong:
         raise typer.Exit(1)
 

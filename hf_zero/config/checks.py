@@ -63,6 +63,9 @@ def check(reading: ConfigReading) -> None:
         )
     _check_offload(reading)
     _check_activations(reading)
+    if mistakes and reading.refusals is not None:
+        refused = reading.refusals(reading.given())
+        mistakes += [ConfigError(f"{sources[path]}: {why}") for path, why in refused.items()]
     if not reading.autos_allowed or (reading.autos_allowed == "alone" and mistakes):
         with mistakes.collect():
             reading.refuse_autos()

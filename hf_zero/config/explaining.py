@@ -19,7 +19,7 @@ from hf_zero.config.sections import SECRETS
 from hf_zero.logging import aligned
 
 Unset = Literal["omit", "default"]
-REFUSED = "initialize refuses it: "  # beginning of a note
+REFUSED = "a run refuses it: "  # beginning of a note
 NO_EFFECT = "no effect: "
 COMPUTED = "computed"
 UNBROKEN = "\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}"
@@ -87,10 +87,7 @@ def explain(reading: ConfigReading, check: Check = refusals) -> list[ExplainRow]
     by key, why ``initialize`` refuses values.
     """
     rows = []
-    given = {
-        path: value | _autos_in(path, reading) if isinstance(value, dict) else value
-        for path, value in reading.values.items()
-    }
+    given = reading.given()
     refused = check(given)
     value: Any
     for path, key in {**KEYS, **ACCELERATE_KEYS, **KEYS}.items():  # equal names mean the former
@@ -119,15 +116,6 @@ def explain(reading: ConfigReading, check: Check = refusals) -> list[ExplainRow]
         for path in sorted(reading.autos - known)
     ]
     return rows
-
-
-def _autos_in(section: str, reading: ConfigReading) -> dict[str, str]:
-    """Return the members of ``section`` that are still "auto", in the order of the file."""
-    return {
-        path.removeprefix(f"{section}."): AUTO
-        for path in reading.sources
-        if path in reading.autos and path.startswith(f"{section}.")
-    }
 
 
 def _idle_params(path: str, values: Mapping[str, Any]) -> str:

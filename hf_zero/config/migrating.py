@@ -22,8 +22,15 @@ from hf_zero.config.accelerate_yaml import (
 )
 from hf_zero.config.keys import ALIASES, KEYS, SECTIONS
 from hf_zero.config.provenance import shown
-from hf_zero.config.reading import AUTO, ConfigReading, canonical, meant, misspelt
-from hf_zero.config.refusals import Check, idle_params, refusals
+from hf_zero.config.reading import AUTO, ConfigReading, Mistakes, canonical, meant, misspelt
+from hf_zero.config.refusals import (
+    MULTINODE,
+    STANDARD,
+    Check,
+    idle_params,
+    launcher_refusal,
+    refusals,
+)
 from hf_zero.config.rows import Status
 from hf_zero.config.spelling import MISSPELT, closest, did_you_mean, is_comment
 from hf_zero.config.zero_config import ZeroConfig
@@ -95,7 +102,7 @@ def _settle(
         _mark(findings, dict.fromkeys(keys, ("left out", _said(error, source))))
         return _settle(_without(after, keys), findings, source, check)
     except ConfigError as error:
-        for said in str(error).split("\n- ")[1:] or [str(error)]:
+        for said in Mistakes.texts(error):
             keys = _offenders(said, findings, source)
             of_file = [found for found in findings if found.key in keys and _names_file(found.key)]
             if of_file:
@@ -103,19 +110,33 @@ def _settle(
                 _mark(findings, {of_file[0].key: ("to fix", note)})
             else:
                 findings.append(KeyFinding(", ".join(keys), None, "to fix", said))
-        return after
-    values = {row.key: row.value for row in config.explain()}
-    given = {path: value for path, value in values.items() if value not in (None, AUTO)}
-    refused = check(given)
+        reading = _read(_here(after), source)
+        given, autos = reading.given(), frozenset(reading.autos)
+    else:
+        values = {row.key: row.value for row in config.explain()}
+        given = {path: value for path, value in values.items() if value not in (None, AUTO)}
+        autos = config.autos
     written = {_path(found.key): found.key for found in findings}
-    _mark(findings, {written.get(path, path): ("to fix", why) for path, why in refused.items()})
+    refused: dict[str, tuple[Outcome, str]] = {
+        written.get(path, path): ("to fix", why) for path, why in check(given).items()
+    }
+    _mark(findings, refused)
     idle: dict[str, tuple[Outcome, str]] = {
         found.key: ("no effect", why)
         for found in findings
-        if found.outcome == "taken" and (why := _idle(found, given, config.autos))
+        if found.outcome == "taken" and (why := _idle(found, given, autos))
     }
     _mark(findings, idle)
     return _without(after, idle)
+
+
+def _read(mapping: Mapping[str, Any], source: str) -> ConfigReading:
+    """Return the values that ``mapping`` holds, each read by itself."""
+    return (
+        read_accelerate(mapping, source)
+        if is_accelerate(mapping)
+        else ConfigReading().read(mapping, source)
+    )
 
 
 def _idle(found: KeyFinding, values: Mapping[str, Any], autos: Collection[str]) -> str:
@@ -191,7 +212,8 @@ def _deepspeed(
     norm = params.get("max_grad_norm")
     if norm and before.get("gradient_clipping", AUTO) in (AUTO, norm):
         note = f"gradient_clipping: {norm}"
-        _mark(findings, {"gradient_clipping": ("translated", "optimizer.params.max_grad_norm")})
+        if "gradient_clipping" in before:
+            _mark(findings, {"gradient_clipping": ("translated", f"{norm}, of max_grad_norm")})
         findings.append(KeyFinding("optimizer.params.max_grad_norm", norm, "translated", note))
         kept = _without(kept, ["optimizer.params.max_grad_norm"]) | {"gradient_clipping": norm}
     idle = idle_params(optimizer.get("type"), params)
@@ -199,7 +221,14 @@ def _deepspeed(
     for name in gone:
         key = f"optimizer.params.{name}"
         findings.append(KeyFinding(key, params[name], "no effect", idle[name]))
-    return _without(kept, [f"optimizer.params.{name}" for name in gone]) if gone else kept
+    kept = _without(kept, [f"optimizer.params.{name}" for name in gone])
+    left = (kept.get("optimizer") or {}).get("params")
+    findings[:] = [
+        found._replace(value=left) if found.key == "optimizer.params" else found
+        for found in findings
+        if left or found.key != "optimizer.params" or not params
+    ]
+    return kept
 
 
 def _compiled(
@@ -386,12 +415,16 @@ _PARALLELISM = (
     *("cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length"),
     *("sp_seq_length_is_variable", "sp_attn_implementation"),
 )
+_EACH_HOST = (
+    "; run accelerate launch on each host with its machine_rank, or hf-zero launch --hostfile FILE"
+)
 
 
 def _accelerate(
     before: Mapping[str, Any], findings: list[KeyFinding], source: str
 ) -> dict[str, Any]:
-    kind = kind_of(before)
+    machines = str(before.get("num_machines") or 1)
+    kind, hosts = kind_of(before), int(machines) if machines.isdecimal() else 1
     after: dict[str, Any] = {}
     section: dict[str, Any] = {}
     for name, value in before.items():
@@ -399,7 +432,9 @@ def _accelerate(
             after[name] = section
             for key, inner in value.items():
                 mapping = {"deepspeed_config": {key: inner}}
-                if _judge(mapping, f"{name}.{key}", inner, findings, source):
+                if f"{name}.{key}" == MULTINODE and launcher_refusal(inner, hosts):
+                    _add({key: STANDARD}, MULTINODE, inner, section, findings, _EACH_HOST)
+                elif _judge(mapping, f"{name}.{key}", inner, findings, source):
                     section[key] = inner
         elif name == "fsdp_config" and isinstance(value, Mapping):
             if kind == "FSDP":
@@ -435,7 +470,6 @@ def _accelerate(
         elif _judge({name: value}, name, value, findings, source):
             after[name] = value
     if kind == "FSDP":
-        hosts = int(before.get("num_machines") or 1)
         _fsdp(before.get("fsdp_config") or {}, hosts, section, findings)
     if kind in ("FSDP", *_DDP) and "gradient_clipping" not in section:
         section["gradient_clipping"] = 0.0

@@ -38,6 +38,11 @@ class Mistakes(list[HfZeroError]):
         except (ConfigError, NotBuiltError) as error:
             self.append(error)
 
+    @staticmethod
+    def texts(error: HfZeroError) -> list[str]:
+        """Return the messages of the errors that :meth:`throw` raised as ``error``."""
+        return str(error).split("\n- ")[1:] or [str(error)]
+
     def throw(self) -> None:
         """Raise the collected errors: a single one as it is, several as a list of their
         messages.
@@ -65,8 +70,9 @@ class ConfigReading:
     "auto". ``filled`` are the paths that a resolve for some number of ranks computed. ``mistakes``
     are all errors found; a wrong value is left out. ``foreign``: the mapping was written for
     DeepSpeed, so unknown keys at its top, and unbuilt keys with an ``instead``, are skipped with a
-    warning. ``autos_allowed``: whether values may still be "auto" once the reading is checked;
-    "alone": only if nothing else is wrong, so that all mistakes come in one message.
+    warning. ``refusals`` returns, by key, why ``initialize`` refuses values; it is called if there
+    are mistakes, so that one message has them all. ``autos_allowed``: whether values may still be
+    "auto" once the reading is checked; "alone": only if nothing else is wrong.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -77,6 +83,7 @@ class ConfigReading:
     foreign: bool = False
     origins: SourcedDict | None = None
     autos_allowed: bool | Literal["alone"] = True
+    refusals: Callable[[Mapping[str, Any]], Mapping[str, str]] | None = None
 
     def read(self, mapping: Mapping[str, Any], label: str) -> ConfigReading:
         """Read a mapping of the DeepSpeed dialect or of our own keywords; later readings override
@@ -121,6 +128,22 @@ class ConfigReading:
         self.sources.update(other.sources)
         self.filled |= other.filled
         self.mistakes.extend(other.mistakes)
+
+    def given(self) -> dict[str, Any]:
+        """Return the values by path; sections that are one value contain their members that are
+        "auto", in the order of the file.
+        """
+        return {
+            path: value | self._autos_in(path) if isinstance(value, dict) else value
+            for path, value in self.values.items()
+        }
+
+    def _autos_in(self, section: str) -> dict[str, str]:
+        return {
+            path.removeprefix(f"{section}."): AUTO
+            for path in self.sources
+            if path in self.autos and path.startswith(f"{section}.")
+        }
 
     def discard(self, path: str) -> None:
         """Remove a value and, for a section, the members that are "auto"."""

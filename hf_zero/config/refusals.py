@@ -38,6 +38,8 @@ _UNBUILT = {
     },
 }  # fmt: skip
 
+MULTINODE = "deepspeed_config.deepspeed_multinode_launcher"
+STANDARD = "standard"  # one accelerate launch on each host
 ONE_BIT = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
 IDLE_IN_ONE_BIT = {
     "cuda_aware": "messages travel as the process group sends them",
@@ -106,9 +108,22 @@ def one_bit_conflicts(values: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def launcher_refusal(launcher: Any, machines: Any) -> str:
+    """Return the reason why ``accelerate launch`` starts no ranks on ``machines`` hosts with
+    DeepSpeed's ``launcher``, or "".
+    """
+    if launcher in (None, "", STANDARD) or int(machines or 1) <= 1:
+        return ""
+    return (
+        f"{launcher} runs a program called `deepspeed`, which hf-zero does not have; write "
+        f"`deepspeed_multinode_launcher: {STANDARD}` (or leave it out) and run `accelerate "
+        "launch` on every machine with its machine_rank"
+    )
+
+
 def refusals(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return, by key, the reasons why ``initialize`` refuses ``values``, the values of a
-    configuration by path, on any number of ranks.
+    """Return, by key, the reasons why ``initialize`` or the launch refuses ``values``, the values
+    of a configuration by path, on any number of ranks.
     """
     found: dict[str, str] = {}
     for section in _BUILT:
@@ -121,6 +136,9 @@ def refusals(values: Mapping[str, Any]) -> dict[str, str]:
                 conflicts = one_bit_conflicts(values) if name in ONE_BIT else {}
                 if conflicts:
                     found[f"{section}.type"] = f"{name}: {'; '.join(conflicts.values())}"
+    launcher = launcher_refusal(values.get(MULTINODE), values.get("num_machines"))
+    if launcher:
+        found[MULTINODE] = launcher
     elastic = values.get(ELASTICITY) or {}
     written = [key for key in BATCH if key in values]
     if elastic.get("enabled"):

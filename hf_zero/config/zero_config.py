@@ -79,13 +79,15 @@ class ZeroConfig(Settings):
         source: str = "config dict",
         allow_auto: AllowAuto = False,
         foreign: bool = False,
+        check: Check | None = None,
     ) -> ZeroConfig:
         """Read DeepSpeed's dialect, our own keywords, or the mapping of an Accelerate YAML.
 
         With ``allow_auto`` values may be "auto": they count as their defaults until
         :meth:`override` sets them, and :meth:`resolve` refuses those that remain; with "alone" they
         are refused beside other mistakes. ``foreign``: the mapping was written for DeepSpeed, so an
-        unknown key at its top that resembles no known one is skipped with a warning.
+        unknown key at its top that resembles no known one is skipped with a warning. ``check``, as
+        of :meth:`explain`, is asked if there are mistakes, so that one message has them all.
         """
         if not isinstance(values, Mapping):
             raise ConfigError(
@@ -96,12 +98,17 @@ class ZeroConfig(Settings):
             if is_accelerate(values)
             else ConfigReading(foreign=foreign).read(values, source)
         )
-        reading.autos_allowed = allow_auto
+        reading.autos_allowed, reading.refusals = allow_auto, check
         return cls._of(reading)
 
     @classmethod
     def from_file(
-        cls, path: str | os.PathLike[str], *, allow_auto: AllowAuto = False, foreign: bool = False
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        allow_auto: AllowAuto = False,
+        foreign: bool = False,
+        check: Check | None = None,
     ) -> ZeroConfig:
         """Read a JSON or YAML file in any of the dialects of :meth:`from_dict`."""
         return cls.from_dict(
@@ -109,11 +116,17 @@ class ZeroConfig(Settings):
             source=f"config file {os.fspath(path)}",
             allow_auto=allow_auto,
             foreign=foreign,
+            check=check,
         )
 
     @classmethod
     def coerce(
-        cls, value: Any, *, allow_auto: AllowAuto = False, foreign: bool = False
+        cls,
+        value: Any,
+        *,
+        allow_auto: AllowAuto = False,
+        foreign: bool = False,
+        check: Check | None = None,
     ) -> ZeroConfig:
         """Convert any accepted form to a ZeroConfig: a ZeroConfig, a dict, a path, a JSON string or
         a preset ("zero0" … "zero3").
@@ -121,7 +134,7 @@ class ZeroConfig(Settings):
         if isinstance(value, ZeroConfig):
             return value
         if isinstance(value, Mapping):
-            return cls.from_dict(value, allow_auto=allow_auto, foreign=foreign)
+            return cls.from_dict(value, allow_auto=allow_auto, foreign=foreign, check=check)
         if isinstance(value, str) and value in PRESETS:
             stage = SourcedDict(stage=PRESETS[value]).remember(
                 {"stage": (PRESETS[value], f"preset {value}")}
@@ -131,7 +144,11 @@ class ZeroConfig(Settings):
             text = load_text(value)
             if text is not None:
                 return cls.from_dict(
-                    text, source="config string", allow_auto=allow_auto, foreign=foreign
+                    text,
+                    source="config string",
+                    allow_auto=allow_auto,
+                    foreign=foreign,
+                    check=check,
                 )
             if os.sep not in value and "." not in value:
                 raise ConfigError(
@@ -139,7 +156,7 @@ class ZeroConfig(Settings):
                     f"presets {', '.join(PRESETS)}"
                 )
         if isinstance(value, (str, os.PathLike)):
-            return cls.from_file(value, allow_auto=allow_auto, foreign=foreign)
+            return cls.from_file(value, allow_auto=allow_auto, foreign=foreign, check=check)
         raise ConfigError(
             f"a configuration cannot be of type {type(value).__name__}; pass a ZeroConfig, a "
             f"dict, a path, a JSON string or one of the presets {', '.join(PRESETS)}"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import lr_scheduler as torch_schedules
 
+from hf_zero.config.reading import Mistakes
 from hf_zero.config.refusals import built_name, refusals
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError, NotBuiltError
@@ -160,13 +161,17 @@ def _resolve(
     switches = _SWITCHES.get(name, ())
     numbers = _MUON_RATES if cls is Muon else ()
     words = ("ns_method",) if cls is Muon else ()
+    known, mistakes = (*accepted, *switches, *numbers, *words), Mistakes()
     for key in (*given, *later):
-        _check_key(name, key, (*accepted, *switches, *numbers, *words))
+        with mistakes.collect():
+            _check_key(name, key, known)
     for key, value in given.items():
         kind = 0.0 if key in numbers else False if key in switches else _LIKE.get(key)
         default = accepted.get(key)
-        if value is not None or default is not None:
-            _check_value(name, key, value, kind if default is None else default)
+        if key in known and (value is not None or default is not None):
+            with mistakes.collect():
+                _check_value(name, key, value, kind if default is None else default)
+    mistakes.throw()
     if words and given.get("ns_method", "gram") not in _MUON_METHODS:
         raise ConfigError(
             f"optimizer.params.ns_method is {given['ns_method']!r}; write one of "
@@ -283,11 +288,12 @@ def _schedule(
         for key, p in inspect.signature(cls.__init__).parameters.items()
         if key not in ("self", "optimizer")
     }
-    for key in (*params, *later):
-        if key not in known:
-            raise ConfigError(
-                f"unknown scheduler.params key {key!r} for {name}{did_you_mean(key, known)}"
-            )
+    mistakes = Mistakes(
+        ConfigError(f"unknown scheduler.params key {key!r} for {name}{did_you_mean(key, known)}")
+        for key in (*params, *later)
+        if key not in known
+    )
+    mistakes.throw()
     return cls, known
 
 
@@ -354,5 +360,5 @@ def refused(values: Mapping[str, Any]) -> dict[str, str]:
         try:
             check(name, given, later)
         except (ConfigError, NotBuiltError) as error:
-            found[f"{section}.params"] = str(error)
+            found[f"{section}.params"] = "; ".join(Mistakes.texts(error))
     return found

@@ -355,14 +355,14 @@ def test_explain_refuses_parameters_that_a_run_refuses(tmp_path: Path) -> None:
         assert found["scheduler.params"]["value"] == scheduler["params"]
         assert list(found["scheduler.params"]["value"]) == list(scheduler["params"])
         note = found["optimizer.params"]["note"]
-        assert note.startswith("initialize refuses it: unknown optimizer.params key")
+        assert note.startswith("a run refuses it: unknown optimizer.params key")
         assert "did you mean 'warmup_num_steps'" in found["scheduler.params"]["note"]
         said = invoke("explain", str(file), *more, ends_with=1)
-        assert said.endswith("initialize refuses optimizer.params, scheduler.params\n")
+        assert said.endswith("a run refuses optimizer.params, scheduler.params\n")
     del optimizer["params"]["learning_rate"]
     scheduler["params"] = {"warmup_num_steps": "auto"}
     file.write_text(json.dumps({"optimizer": optimizer, "scheduler": scheduler}))
-    assert "initialize refuses" not in invoke("explain", str(file))
+    assert "a run refuses" not in invoke("explain", str(file))
 
 
 def test_explain_calls_no_key_idle_because_of_an_auto(tmp_path: Path) -> None:

@@ -448,13 +448,63 @@ def test_values_that_no_run_takes_are_to_fix(key: str) -> None:
     assert not migration.runs and outcome == "to fix" and said in note
 
 
+def test_all_mistakes_are_found_beside_unknown_keys_and_contradictions() -> None:
+    written = {
+        "gradient_clip": 1.0,
+        "bf16": {"enabled": True},
+        "fp16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"learning_rate": 0.1, "weight_decy": 0.01}},
+        "scheduler": {"type": "WarmupCosine", "params": {}},
+        "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}},
+    }
+    found = outcomes(migrate(written, check=refused).findings)
+    assert {key for key, (outcome, _) in found.items() if outcome == "to fix"} == {
+        "gradient_clip",
+        "bf16.enabled, fp16.enabled",
+        "optimizer.params",
+        "scheduler.type",
+    }
+    assert all(name in found["optimizer.params"][1] for name in ("write lr", "'weight_decay'"))
+    assert found["zero_optimization.offload_param.device"][0] == "no effect"
+    with pytest.raises(ConfigError) as raised:
+        ZeroConfig.from_dict(written, check=refused)
+    for said in (
+        "'gradient_clip'",
+        "are both true",
+        "write lr",
+        "'weight_decay'",
+        "WarmupCosineLR",
+    ):
+        assert said in str(raised.value)
+
+
+@pytest.mark.parametrize("machines, becomes", [(1, "pdsh"), (2, "standard")])
+def test_launchers_of_several_hosts_that_start_deepspeed_become_standard(
+    machines: int, becomes: str
+) -> None:
+    written = {
+        "distributed_type": "DEEPSPEED",
+        "deepspeed_config": {"zero_stage": 3, "deepspeed_multinode_launcher": "pdsh"},
+        "num_machines": machines,
+    }
+    migration = migrate(written)
+    key = "deepspeed_multinode_launcher"
+    assert migration.runs and migration.after["deepspeed_config"][key] == becomes
+    outcome, note = outcomes(migration.findings)[f"deepspeed_config.{key}"]
+    assert outcome == ("taken" if machines == 1 else "translated")
+    assert ("run accelerate launch on each host" in note) is (machines == 2)
+    told = {row.key: row.note for row in ZeroConfig.from_dict(written).explain()}
+    refuses = told[f"deepspeed_config.{key}"].startswith("a run refuses it: pdsh runs a program")
+    assert refuses is (machines == 2)
+
+
 def test_one_bit_is_to_fix_at_stage_3() -> None:
     for stage, outcome in ((1, "taken"), (3, "to fix")):
         written = {"optimizer": {"type": "OneBitAdam"}, "zero_optimization": {"stage": stage}}
         migration = migrate(written)
         assert outcomes(migration.findings)["optimizer.type"][0] == outcome
         told = {row.key: row.note for row in ZeroConfig.from_dict(written).explain()}
-        assert told["optimizer.type"].startswith("initialize refuses it: ") is (stage == 3)
+        assert told["optimizer.type"].startswith("a run refuses it: ") is (stage == 3)
 
 
 def test_batch_sizes_beside_elasticity_are_to_fix() -> None:
@@ -618,6 +668,9 @@ def test_the_norm_among_parameters_of_an_optimizer_becomes_clipping(clipping: An
     migration = migrate(written)
     assert migration.runs is (clipping != 2.0)
     assert migration.after["gradient_clipping"] == (2.0 if clipping == 2.0 else 1.5)
+    found = outcomes(migration.findings)
+    assert ("gradient_clipping" in found) is (clipping is not None)
+    assert ("optimizer.params" in found) is (clipping == 2.0)  # it holds nothing else
 
 
 def test_parameters_of_one_bit_optimizers_without_effect_leave_the_file() -> None:

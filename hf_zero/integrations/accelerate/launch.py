@@ -13,13 +13,12 @@ from typing import Any
 from hf_zero.config import ZeroConfig
 from hf_zero.config.accelerate_yaml import PASSED_ON
 from hf_zero.config.launched import LAUNCH_FILE, WRITTEN
+from hf_zero.config.refusals import STANDARD, launcher_refusal
 from hf_zero.distributed.init import init_distributed
 from hf_zero.distributed.rank_hosts import choose_interface
 from hf_zero.distributed.rendezvous import announce
 from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
-
-STANDARD = "standard"
 
 
 def alias_config(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,14 +76,9 @@ def prepare_ranks(original: Callable[..., Any]) -> Callable[..., Any]:
         # The file is checked here, not in _validate_launch_command: `python -m
         # accelerate.commands.launch` has that function in a module called __main__.
         file = _read_strictly(args.config_file)
-        launcher = args.deepspeed_multinode_launcher or STANDARD
-        if (args.num_machines or 1) > 1 and launcher != STANDARD:
-            raise ConfigError(
-                f"deepspeed_multinode_launcher: {launcher} runs a program called `deepspeed`, "
-                "which hf-zero does not have; write "
-                f"`deepspeed_multinode_launcher: {STANDARD}` (or leave it out) and run `accelerate "
-                "launch` on every machine with its machine_rank"
-            )
+        refusal = launcher_refusal(args.deepspeed_multinode_launcher, args.num_machines)
+        if refusal:
+            raise ConfigError(f"deepspeed_multinode_launcher: {refusal}")
         args.deepspeed_multinode_launcher = STANDARD
         command, environment = original(args)
         if (
