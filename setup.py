@@ -28,11 +28,31 @@ from typing import Any
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 REQUIRE_CORE = "HF_ZERO_REQUIRE_CORE"
 PTH = "hf_zero.pth"
 RECIPE_FILES = (".py", ".md", ".json", ".yaml", ".ipynb", ".sh", ".svg", ".png")
 LINE = "import hf_zero._autoload; hf_zero._autoload.register()\n"
+
+
+def require_scm() -> None:
+    """Stop a build without setuptools-scm, which names the version and lists the files of an sdist:
+    setuptools would continue with version 0.0.0.
+    """
+    if find_spec("setuptools_scm") is None:
+        raise SystemExit(
+            "hf-zero is built with setuptools-scm, which is not installed: run pip install "
+            "'setuptools-scm>=8', or build without --no-build-isolation"
+        )
+
+
+class CheckedSdist(sdist):
+    """sdist that needs setuptools-scm."""
+
+    def run(self) -> None:
+        require_scm()
+        super().run()
 
 
 class BuildWithFiles(build_py):
@@ -41,6 +61,7 @@ class BuildWithFiles(build_py):
     """
 
     def run(self) -> None:
+        require_scm()
         super().run()
         if not self.editable_mode:
             self.mkpath(self.build_lib)
@@ -194,7 +215,11 @@ def readme() -> str:
     return absolute(text, urls["Source"])
 
 
-commands: dict[str, Any] = {"build_py": BuildWithFiles, "build_ext": BuildNative}
+commands: dict[str, Any] = {
+    "build_py": BuildWithFiles,
+    "build_ext": BuildNative,
+    "sdist": CheckedSdist,
+}
 setup(
     cmdclass=commands,
     long_description=readme(),

@@ -22,6 +22,7 @@ SWITCH = "HF_ZERO_TRACEBACK"
 # about the ends of ranks, which are reported below, and about files of torchrun's own
 NOISE = ("failed (exitcode", "closing signal", "no error file defined for parent")
 THREADS = "OMP_NUM_THREADS"
+STOPPED = (-signal.SIGTERM, -signal.SIGABRT)  # ends of ranks that follow another
 LONGEST = 160  # characters of an error that are repeated at the end
 # messages of torchrun and accelerate launch about a rendezvous port in use
 TAKEN = re.compile(r"port:? `?(\d+).*(?:EADDRINUSE|another process is utilizing it)", re.DOTALL)
@@ -105,7 +106,14 @@ def _first(failures: Mapping[int, Any]) -> tuple[int, Any, str]:
         message = failure.error_file_data.get("message")
         if isinstance(message, dict):
             said[rank] = message["message"]
-    rank = min(said or failures, key=lambda rank: (failures[rank].timestamp, rank))
+
+    def order(rank: int) -> tuple[int, int, int]:
+        # torchrun notes all ends at once: a rank that follows another fails, or is stopped
+        code = failures[rank].exitcode
+        follows = 2 if code in STOPPED else 1 if code == 1 else 0
+        return follows, failures[rank].timestamp, rank
+
+    rank = min(said or failures, key=order)
     error = _short(said.get(rank, ""))
     return rank, failures[rank], f" ({error})" if error else ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -30,5 +31,24 @@ LONG = "which says at length what else is to be known about it and what might be
 )
 def test_an_error_is_repeated_in_whole_sentences(error: str, repeated: str) -> None:
     message = {"message": error} if error else "signal"
-    failure = SimpleNamespace(error_file_data={"message": message}, timestamp=1)
+    failure = SimpleNamespace(error_file_data={"message": message}, timestamp=1, exitcode=1)
     assert launcher._first({3: failure}) == (3, failure, repeated)
+
+
+@pytest.mark.parametrize(
+    "codes, first",
+    [
+        ({0: 1, 1: 3}, 1),  # rank 0 has lost rank 1, which has left with a code of its own
+        ({0: -signal.SIGTERM, 1: 3}, 1),
+        ({0: -signal.SIGTERM, 1: 1}, 1),
+        ({0: 1, 1: -signal.SIGKILL}, 1),
+        ({0: -signal.SIGABRT, 1: 1, 2: 1}, 1),
+        ({0: 1, 1: 1}, 0),
+    ],
+)
+def test_a_rank_that_follows_another_is_not_the_first(codes: dict[int, int], first: int) -> None:
+    failures = {
+        rank: SimpleNamespace(error_file_data={"message": "signal"}, timestamp=1, exitcode=code)
+        for rank, code in codes.items()
+    }
+    assert launcher._first(failures) == (first, failures[first], "")

@@ -118,6 +118,23 @@ def test_difficulties_without_the_package_of_datasets(monkeypatch: pytest.Monkey
         importlib.import_module("hf_zero.integrations.datasets.analyze")
 
 
+@pytest.mark.parametrize("command", ["build_py", "sdist"])
+def test_a_build_without_setuptools_scm_stops(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Setuptools would go on with version 0.0.0, and leave the recipes out of an sdist."""
+    from setuptools import Distribution
+
+    monkeypatch.setattr("setuptools.setup", lambda **given: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.chdir(ROOT)
+    build = runpy.run_path(str(ROOT / "setup.py"))["commands"][command](Distribution())
+    with pytest.raises(
+        SystemExit, match=r"setuptools-scm, which is not installed: run pip install"
+    ):
+        build.run()
+
+
 def test_links_of_the_readme_are_absolute_for_a_package_index(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
