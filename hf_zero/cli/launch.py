@@ -212,10 +212,10 @@ def launch(
         ssh_port=ssh_port,
     )
     planned = plan(request, default_ranks)
+    refuse_missing(request)
     if as_json:
         print_json(_described(planned))
         return
-    refuse_missing(request)
     raise typer.Exit(carry_out(planned))
 
 

@@ -361,11 +361,16 @@ def _address(
     if launcher and name:
         nodes = _text(environ, name)
         return expand_hosts(nodes, name)[0], f"{name}={nodes}"
+    srun = launcher is not None and launcher.title == "srun"
+    how = (
+        "MASTER_ADDR=HOST srun ..."
+        if srun
+        else "mpirun -x MASTER_ADDR=HOST, or -genv MASTER_ADDR HOST"
+    )
     raise LaunchError(
         f"{size} is set, but MASTER_ADDR is "
         f"not{f', and {launcher.title} does not tell the hosts' if launcher else ''}; "
-        "export the address of "
-        "rank 0's host to all ranks (mpirun -x MASTER_ADDR=HOST, or -genv MASTER_ADDR HOST)"
+        f"export the address of rank 0's host to all ranks ({how})"
     )
 
 

@@ -567,6 +567,14 @@ def test_convert_checkpoint_hands_its_options_over(monkeypatch: pytest.MonkeyPat
     assert "training state" in table and "carried along" not in table
 
 
+@pytest.fixture
+def train_py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder to work in, with a script of this name."""
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("train_py")
 @pytest.mark.parametrize("preset", PRESETS)
 def test_launch_presets_are_read_back_as_their_stage(preset: str) -> None:
     command = json.loads(
@@ -589,6 +597,7 @@ def test_launch_presets_are_read_back_as_their_stage(preset: str) -> None:
     assert (args.training_script, args.training_script_args) == ("train.py", ["--lr", "1"])
 
 
+@pytest.mark.usefixtures("train_py")
 def test_a_preset_takes_no_keys_from_the_default_file_of_accelerate_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -603,7 +612,7 @@ def test_a_preset_takes_no_keys_from_the_default_file_of_accelerate_config(
         monkeypatch.setattr(
             f"accelerate.{path}.default_config_file", str(tmp_path / "default.yaml")
         )
-    command = json.loads(invoke("launch --preset zero1 --ranks 2 --json x.py"))["command"]
+    command = json.loads(invoke("launch --preset zero1 --ranks 2 --json train.py"))["command"]
     parsed = launch.launch_command_parser().parse_args(command[4:])
     args, _, _ = launch._validate_launch_command(parsed)
     assert args.gradient_clipping is None and args.offload_optimizer_device is None
@@ -666,6 +675,7 @@ def test_launch_takes_a_file_and_starts_it(tmp_path: Path, monkeypatch: pytest.M
     assert arguments[3:] == ["accelerate.commands.launch", "--config_file", ZERO3, "train.py"]
 
 
+@pytest.mark.usefixtures("train_py")
 def test_launch_without_preset_or_file_is_torchrun_and_the_script_s_options_are_its_own() -> None:
     plain = ["launch", "--num-procs", "3", "--json"]
     for arguments in (
@@ -678,6 +688,7 @@ def test_launch_without_preset_or_file_is_torchrun_and_the_script_s_options_are_
         assert command[command.index("--nproc-per-node") + 1] == "3"
 
 
+@pytest.mark.usefixtures("train_py")
 @pytest.mark.parametrize("chosen", [[], ["--preset", "zero2"]])
 def test_launch_shows_what_each_host_would_run(
     chosen: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -801,6 +812,11 @@ def test_bad_input_is_one_line_and_code_2(
     error = json.loads(found)
     assert f"hf-zero: {error['error']}\n" == err and error["type"].endswith("Error")
     assert err_with_json == ""
+
+
+def test_the_plan_of_a_launch_needs_its_script() -> None:
+    said = invoke("launch --ranks 2 --json no-such.py", ends_with=2)
+    assert "the script no-such.py is not in" in said
 
 
 def test_json_of_the_script_changes_no_error_of_its_launch(

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,7 +92,9 @@ def test_without_a_command_the_help_is_shown(
         assert f"Usage: {given} [OPTIONS] COMMAND [ARGS]..." in capsys.readouterr().err
 
 
-def test_underscores_are_read_as_dashes() -> None:
+def test_underscores_are_read_as_dashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
     line = ["launch", "--num_gpus", "3", "--master_port=99", "--json", "train.py", "--my_own", "1"]
     shown = CliRunner().invoke(app, line)
     assert '"3"' in shown.output and '"99"' in shown.output and '"--my_own"' in shown.output

@@ -205,6 +205,15 @@ def test_who_is_alone(environ: dict[str, str]) -> None:
         ({"RANK": "x", "WORLD_SIZE": "2"}, ["RANK='x' is not a whole number"]),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, ["RANK='-1'"]),
         ({"RANK": "0", "WORLD_SIZE": "2"}, ["WORLD_SIZE=2", "MASTER_ADDR is not"]),
+        (
+            {
+                "SLURM_PROCID": "1",
+                "SLURM_STEP_ID": "0",
+                "SLURM_NTASKS": "4",
+                "SLURM_LOCALID": "0",
+            },
+            ["MASTER_ADDR is not", "srun does not tell the hosts", "MASTER_ADDR=HOST srun"],
+        ),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "n0"}, ["MASTER_PORT is not"]),
         ({**TORCHRUN, "MASTER_PORT": "70000"}, ["MASTER_PORT=70000", "1 to 65535"]),
         ({**TORCHRUN, "MASTER_PORT": "0"}, ["MASTER_PORT=0"]),
