@@ -77,7 +77,8 @@ def test_missing_names_what_exists(tmp_path):
     with pytest.raises(CheckpointError, match="there is no checkpoint of hf-zero in it"):
         find.locate(tmp_path / "c")
     with pytest.raises(
-        CheckpointError, match="is not a folder; pass the folder that was given to save_checkpoint"
+        CheckpointError,
+        match="there is no such folder; pass the folder that was given to save_checkpoint",
     ):
         find_checkpoint(tmp_path / "nothing")
 
