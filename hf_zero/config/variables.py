@@ -43,9 +43,9 @@ WARNED = "HF_ZERO_WARNED"
 SAID_BY_LOG = ("HF_ZERO_LOG_LEVEL",)  # hf_zero.logging warns about its value when it is imported
 
 
-def is_off(name: str, environment: Mapping[str, str] = os.environ) -> bool:
+def is_off(name: str) -> bool:
     """Return whether the variable ``name``, a switch, is off; one that is not set is not."""
-    return environment.get(name, "").strip().lower() in OFF
+    return os.environ.get(name, "").strip().lower() in OFF
 
 
 def faults(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
