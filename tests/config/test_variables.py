@@ -41,6 +41,12 @@ def test_a_known_value_is_no_fault(value: str, monkeypatch: pytest.MonkeyPatch) 
     assert variables.is_off("HF_ZERO_TRITON") == (value in ("0", "Off", " no "))
 
 
+def test_a_switch_is_read_from_the_environment_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``datasets.Dataset.map`` replaces ``os.environ`` by a copy."""
+    monkeypatch.setattr(os, "environ", {**os.environ, "HF_ZERO_NATIVE": "off"})
+    assert variables.is_off("HF_ZERO_NATIVE")
+
+
 def test_initialize_warns_once_on_rank_0(monkeypatch, caplog) -> None:
     monkeypatch.setenv(variables.WARNED, "")
     monkeypatch.delenv(variables.WARNED)
