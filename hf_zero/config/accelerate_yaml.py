@@ -120,6 +120,13 @@ _FOREIGN = {
 _MARKS = ("deepspeed_config", "distributed_type", "compute_environment", "fsdp_config")
 
 
+def read_any(mapping: Mapping[str, Any], label: str, foreign: bool = False) -> ConfigReading:
+    """Read an Accelerate configuration or a ZeRO one; ``foreign`` as of ``ConfigReading``."""
+    if is_accelerate(mapping):
+        return read_accelerate(mapping, label)
+    return ConfigReading(foreign=foreign).read(mapping, label)
+
+
 def is_accelerate(mapping: Mapping[str, Any]) -> bool:
     """Return whether ``mapping`` is an Accelerate configuration rather than a ZeRO one."""
     return any(mark in mapping for mark in _MARKS)

@@ -19,6 +19,7 @@ from hf_zero.config.accelerate_yaml import (
     is_accelerate,
     kind_of,
     read_accelerate,
+    read_any,
 )
 from hf_zero.config.keys import ALIASES, KEYS, SECTIONS
 from hf_zero.config.provenance import shown
@@ -110,7 +111,7 @@ def _settle(
                 _mark(findings, {of_file[0].key: ("to fix", note)})
             else:
                 findings.append(KeyFinding(", ".join(keys), None, "to fix", said))
-        reading = _read(_here(after), source)
+        reading = read_any(_here(after), source)
         given, autos = reading.given(), frozenset(reading.autos)
     else:
         values = {row.key: row.value for row in config.explain()}
@@ -128,15 +129,6 @@ def _settle(
     }
     _mark(findings, idle)
     return _without(after, idle)
-
-
-def _read(mapping: Mapping[str, Any], source: str) -> ConfigReading:
-    """Return the values that ``mapping`` holds, each read by itself."""
-    return (
-        read_accelerate(mapping, source)
-        if is_accelerate(mapping)
-        else ConfigReading().read(mapping, source)
-    )
 
 
 def _idle(found: KeyFinding, values: Mapping[str, Any], autos: Collection[str]) -> str:
@@ -402,7 +394,7 @@ _FSDP_NAMES = (
 _STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 _DYNAMO = ("backend", "mode", "use_fullgraph", "use_dynamic", "use_regional_compilation")
 _NO_GRAPHS = "without CUDA graphs, because stage 3 gives parameters other addresses in each gather"
-_NO_TRUTH = "is neither true nor false; write one of them"
+_NO_TRUTH = "neither true nor false; write one of them"
 _SIZES = {
     "dp_replicate_size": "there is one copy of the shards",
     "dp_shard_size": "the remaining ranks share the shards",
@@ -501,7 +493,7 @@ def _dynamo(
             if short not in _DYNAMO:
                 findings.append(_unknown_below(name, full, each, "dynamo_", _DYNAMO))
             elif short.startswith("use_") and each is not None and _truth(each) is None:
-                findings.append(KeyFinding(key, each, "to fix", f"{shown(each)} {_NO_TRUTH}"))
+                findings.append(KeyFinding(key, each, "to fix", f"{shown(each)} is {_NO_TRUTH}"))
             else:
                 added, outcome, note = _compilation(short, each, backend)
                 if added:
@@ -626,7 +618,7 @@ def _wrong_in_fsdp(name: str, value: Any) -> str:
         hint = did_you_mean(word, _STATE_DICTS)
         return f"not a type of state dict{hint}"
     if name in _SWITCHES and _truth(value) is None:
-        return _NO_TRUTH.removeprefix("is ")
+        return _NO_TRUTH
     return ""
 
 

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from hf_zero.config import checks, explaining, kernels, resolving
-from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS, is_accelerate, read_accelerate
+from hf_zero.config.accelerate_yaml import ACCELERATE_KEYS, read_any
 from hf_zero.config.explaining import ExplainRow, Unset
 from hf_zero.config.files import load_file, load_text
 from hf_zero.config.keys import ANSWERS, KEYS
@@ -93,11 +93,7 @@ class ZeroConfig(Settings):
             raise ConfigError(
                 f"{source} is {type(values).__name__}, not keys and values; pass a dict"
             )
-        reading = (
-            read_accelerate(values, source)
-            if is_accelerate(values)
-            else ConfigReading(foreign=foreign).read(values, source)
-        )
+        reading = read_any(values, source, foreign)
         reading.autos_allowed, reading.refusals = allow_auto, check
         return cls._of(reading)
 

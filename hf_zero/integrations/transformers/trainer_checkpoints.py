@@ -192,9 +192,9 @@ def _refuse_torn(folder: Path, output: Path) -> bool:
         )
     if not (folder.is_dir() and (has_engine_checkpoint(folder) or (folder / STATE).is_file())):
         return False  # not written by the Trainer: its own error is more specific
+    if otherwise := written_otherwise(folder):
+        raise CheckpointError(f"resume_from_checkpoint: {otherwise}")
     said = trainer_folder_error(folder)
-    if written_otherwise(folder):
-        raise CheckpointError(f"resume_from_checkpoint: {said}")
     if said:
         whole = next(
             (
