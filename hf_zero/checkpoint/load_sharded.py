@@ -25,9 +25,9 @@ from hf_zero.checkpoint.manifest import RNG, Manifest
 from hf_zero.checkpoint.match import (
     NameMatch,
     check_optimizer,
-    check_scheduler,
     match_names,
     reorder_schedule,
+    scheduler_to_load,
 )
 from hf_zero.checkpoint.reader import Checkpoint, CopyRange, copy_ranges, elements, open_checkpoint
 from hf_zero.checkpoint.storage import AnyPath, Tick, collective_try, progress_bar
@@ -240,9 +240,7 @@ class _Load:
         self.groups = (
             check_optimizer(engine, self.manifest, self.match.held, where) if optimizer else []
         )
-        state = checkpoint.scheduler_state() if scheduler else {}
-        continues = scheduler and check_scheduler(engine, self.manifest, state, where)
-        self.scheduler = state if continues else None
+        self.scheduler = scheduler_to_load(engine, checkpoint, where) if scheduler else None
         if self.scheduler is not None and self.groups:
             self.scheduler = reorder_schedule(self.scheduler, self.groups)
         self.client_state = checkpoint.client_state()

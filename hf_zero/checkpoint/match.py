@@ -18,6 +18,7 @@ from hf_zero.optim.one_bit import OneBitAdam, ZeroOneAdam
 from hf_zero.zero.layout.sharding import WholeNames, belongs, persistent_buffers
 
 if TYPE_CHECKING:
+    from hf_zero.checkpoint.reader import Checkpoint
     from hf_zero.zero.training_engine import TrainingEngine
 
 
@@ -212,26 +213,25 @@ def _kind(class_name: str) -> str:
 RETIRED = {"verbose"}
 
 
-def check_scheduler(engine: Any, manifest: Manifest, state: Mapping[str, Any], where: str) -> bool:
-    """Whether there is a scheduler state to load. Warn if the checkpoint has the state of an
-    optimizer, but none of a scheduler.
+def scheduler_to_load(engine: Any, checkpoint: Checkpoint, where: str) -> dict[str, Any] | None:
+    """Return the state of ``checkpoint``'s scheduler, or None if there is nothing to load. Warn if
+    it has the state of an optimizer, but none of a scheduler.
 
-    ``state`` is the scheduler's; its keys are compared if the checkpoint does not name the class.
-
-    Raises CheckpointError if it was saved by another class.
+    Raises CheckpointError if another class saved it; keys are compared if no class is named.
     """
     if not hasattr(engine.lr_scheduler, "load_state_dict"):
-        return False
+        return None
     live = class_name(engine.lr_scheduler)
-    saved = manifest.lr_scheduler
+    saved = checkpoint.manifest.lr_scheduler
     if saved is None:
-        if manifest.optimizer is not None:
+        if checkpoint.manifest.optimizer is not None:
             log_rank0(
                 f"{where} holds no state of an lr scheduler: {_short(live)} of this engine starts "
                 "from its first step",
                 logging.WARNING,
             )
-        return False
+        return None
+    state = checkpoint.scheduler_state()
     if not saved["class"]:
         known = engine.lr_scheduler.state_dict().keys() | RETIRED
         unknown = [str(key) for key in state if str(key)[:1] != "_" and key not in known]
@@ -247,7 +247,7 @@ def check_scheduler(engine: Any, manifest: Manifest, state: Mapping[str, Any], w
             f"{_short(saved['class'])}, "
             "or pass load_lr_scheduler_states=False to restart the schedule"
         )
-    return True
+    return state
 
 
 # Attributes of torch's schedules that hold one value per group.
