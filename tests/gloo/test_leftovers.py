@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hf_zero.distributed.collective_log import CollectiveStats
 from hf_zero.distributed.collectives import DimGroups, MeshDim
 from hf_zero.distributed.watchdog import Watchdog
+from hf_zero.distributed.world_group import get_world_group
 from tests.helpers.leftovers import ENDINGS, await_threads, held_of_the_job, large, settle, working
 from tests.helpers.models import seeded
 from tests.helpers.offloads import DEVICE, offload, opened, train
@@ -75,6 +76,7 @@ def look(others):
 
 def train_and_end(rank, cases, times, tmp_path):
     one_engine(rank, CASES[0], tmp_path)  # it saves: the keys of messages are made once
+    get_world_group().watchdog.rank_status.look()  # as a long wait does
     seen, others = [], working()
     for number, case in enumerate(cases):
         say(str(case))

@@ -43,11 +43,10 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
-def keys_in_the_store() -> int:
+def keys_in_the_store() -> list[str]:
     """Keys of hf-zero's own; torch keeps some for each process group it has ever made."""
-    return sum(
-        key.startswith("hf_zero/") for key in dist.distributed_c10d._get_default_store().list_keys()
-    )
+    keys = dist.distributed_c10d._get_default_store().list_keys()
+    return sorted(key for key in keys if key.startswith("hf_zero/"))
 
 
 def working() -> set[threading.Thread]:
@@ -70,7 +69,7 @@ def settle() -> None:
     settle_all(get_world_group().unsettled)
 
 
-def held_of_the_job() -> dict[str, int]:
+def held_of_the_job() -> dict[str, Any]:
     """File descriptors and threads of this process, process groups, logs of communicators, and
     hf-zero's keys in the store.
     """
