@@ -43,10 +43,11 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
-def keys_in_the_store() -> list[str]:
+def keys_in_the_store() -> int:
     """Keys of hf-zero's own; torch keeps some for each process group it has ever made."""
-    keys = dist.distributed_c10d._get_default_store().list_keys()
-    return sorted(key for key in keys if key.startswith("hf_zero/"))
+    return sum(
+        key.startswith("hf_zero/") for key in dist.distributed_c10d._get_default_store().list_keys()
+    )
 
 
 def working() -> set[threading.Thread]:
@@ -69,7 +70,7 @@ def settle() -> None:
     settle_all(get_world_group().unsettled)
 
 
-def held_of_the_job() -> dict[str, Any]:
+def held_of_the_job() -> dict[str, int]:
     """File descriptors and threads of this process, process groups, logs of communicators, and
     hf-zero's keys in the store.
     """
