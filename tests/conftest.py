@@ -30,7 +30,7 @@ from tests.helpers.plain_process import plain_process as plain_process
 
 # A forked worker of a DataLoader would collect its parent's garbage. There the destructor of a
 # TCPStore, for one, joins a thread that the child does not have: it crashes or waits for ever.
-os.register_at_fork(before=gc.freeze, after_in_parent=gc.unfreeze)
+os.register_at_fork(after_in_child=gc.freeze)
 
 # how long an example takes, and to draw it, depends on what else runs on the machine
 hypothesis.settings.register_profile(
