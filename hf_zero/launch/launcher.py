@@ -99,7 +99,8 @@ def _ended(error: Any) -> tuple[int, str] | None:
 
 def _first(failures: Mapping[int, Any]) -> tuple[int, Any, str]:
     """Return the rank that failed first, its failure, and its error if it has recorded one
-    (``distributed/uncaught.py``): a rank that has none may have followed another.
+    (``distributed/uncaught.py``): a rank that has none may have followed another. Of ranks with
+    the same error, it is the lowest, which has printed it.
     """
     said: dict[int, str] = {}
     for rank, failure in failures.items():
@@ -114,6 +115,9 @@ def _first(failures: Mapping[int, Any]) -> tuple[int, Any, str]:
         return follows, failures[rank].timestamp, rank
 
     rank = min(said or failures, key=order)
+    ended = (1, -signal.SIGTERM)  # with its error; torchrun may stop it while it ends
+    alike = [each for each in said if said[each] == said[rank] and failures[each].exitcode in ended]
+    rank = min(alike, default=rank)
     error = _short(said.get(rank, ""))
     return rank, failures[rank], f" ({error})" if error else ""
 

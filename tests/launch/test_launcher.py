@@ -52,3 +52,21 @@ def test_a_rank_that_follows_another_is_not_the_first(codes: dict[int, int], fir
         for rank, code in codes.items()
     }
     assert launcher._first(failures) == (first, failures[first], "")
+
+
+@pytest.mark.parametrize(
+    "code, first", [(1, 0), (-signal.SIGTERM, 0), (-signal.SIGABRT, 1)], ids=str
+)
+def test_of_ranks_with_one_error_the_one_that_has_printed_it_is_named(
+    code: int, first: int
+) -> None:
+    """Rank 0 prints it, may write it down later, and may be stopped while it ends."""
+    failures = {
+        rank: SimpleNamespace(
+            error_file_data={"message": {"message": "ConfigError: wrong"}},
+            timestamp=2 - rank,
+            exitcode=code if rank == 0 else 1,
+        )
+        for rank in range(2)
+    }
+    assert launcher._first(failures) == (first, failures[first], " (ConfigError: wrong)")
