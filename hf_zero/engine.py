@@ -21,6 +21,7 @@ from hf_zero.checkpoint.memory.resume import locate
 from hf_zero.checkpoint.memory.saving import MemoryCheckpoints
 from hf_zero.checkpoint.save_job import AsyncSaver
 from hf_zero.checkpoint.save_sharded import save
+from hf_zero.checkpoint.storage import as_path
 from hf_zero.device.spans import span
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.rank_requests import STOP
@@ -368,6 +369,8 @@ class Engine(TrainingEngine):
             )
         self.restart_window()
         self.publish_scale()
+        if run == answer[0]:  # a checkpoint itself, without its run's folder
+            run = str(as_path(run).absolute().parent)
         self.measures.loaded(self, not load_module_only, run)
         if self.memory is not None:
             self.memory.loaded()

@@ -80,6 +80,10 @@ def tags_in(directory: AnyPath) -> list[str]:
     return [item.name for item in sorted(found, key=age_key)]
 
 
+def _tags_of_ours(directory: AnyPath) -> list[str]:
+    return [tag for tag in tags_in(directory) if is_checkpoint(directory / tag)]
+
+
 def age_key(folder: AnyPath) -> tuple[int, str]:
     """Return the sort key by age: modification time of the manifest, or of the folder, and name."""
     # The folder's own time changes with every file added to it, and an object store has no folders.
@@ -91,14 +95,16 @@ def age_key(folder: AnyPath) -> tuple[int, str]:
 
 def locate(directory: str | os.PathLike[str], tag: str | None = None) -> AnyPath:
     """Return the folder of checkpoint ``tag`` in ``directory``. By default that is the tag in
-    ``latest``, or ``directory`` itself if another program wrote it.
+    ``latest``, or ``directory`` itself if it is a checkpoint.
 
     Raises CheckpointError with what was looked for and the tags that exist.
     """
     root = as_path(directory)
     if tag is not None:
         name = check_tag(tag)
-    elif recognise(root) and not any(is_checkpoint(root / held) for held in tags_in(root)):
+    elif is_checkpoint(root):
+        return root
+    elif recognise(root) and not _tags_of_ours(root):
         # With an hf-zero checkpoint beside the whole weights, a save was stopped before it wrote
         # `latest`: that case is left to latest_tag, which raises.
         return root
@@ -196,12 +202,13 @@ def whole_tags_beside(folder: AnyPath) -> list[str]:
 def newest_whole(root: AnyPath) -> tuple[AnyPath, str] | None:
     """Return folder and tag of the checkpoint with training state that a run in ``root`` resumes
     from: the one that ``latest`` names, else the newest; damaged ones are skipped, with a warning.
-    None if there is none. ``root`` may be a checkpoint itself.
+    None if there is none. ``root`` may be a checkpoint itself, also one of another program.
 
     Raises CheckpointError if there are several and each is damaged.
     """
-    if is_checkpoint(root):
-        return root.parent, root.name
+    if is_checkpoint(root) or (recognise(root) not in ("", MODEL) and not _tags_of_ours(root)):
+        named = root if root.name not in ("", "..") else root.resolve()
+        return named.parent, named.name
     tags = [tag for tag in tags_in(root) if recognise(root / tag) != MODEL][::-1]
     if (root / LATEST).is_file():
         try:

@@ -215,14 +215,22 @@ RETIRED = {"verbose"}
 
 def scheduler_to_load(engine: Any, checkpoint: Checkpoint, where: str) -> dict[str, Any] | None:
     """Return the state of ``checkpoint``'s scheduler, or None if there is nothing to load. Warn if
-    it has the state of an optimizer, but none of a scheduler.
+    only one of the two has a scheduler, and the checkpoint the state of an optimizer.
 
     Raises CheckpointError if another class saved it; keys are compared if no class is named.
     """
+    saved = checkpoint.manifest.lr_scheduler
+    if engine.lr_scheduler is None and saved is not None and checkpoint.manifest.optimizer:
+        held = _short(saved["class"]) or "an lr scheduler"
+        log_rank0(
+            f"{where} holds the state of {held}, and this engine has no lr scheduler: the learning "
+            "rates do not change any more; pass lr_scheduler= to initialize, or configure a "
+            "scheduler, to continue the schedule",
+            logging.WARNING,
+        )
     if not hasattr(engine.lr_scheduler, "load_state_dict"):
         return None
     live = class_name(engine.lr_scheduler)
-    saved = checkpoint.manifest.lr_scheduler
     if saved is None:
         if checkpoint.manifest.optimizer is not None:
             log_rank0(

@@ -4,13 +4,15 @@ is an engine, and the batch sizes that keep its number of samples a step on this
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, replace
 
 from hf_zero.checkpoint.engine_state import parallel_sizes
-from hf_zero.checkpoint.find import locate, newest_whole
+from hf_zero.checkpoint.find import MODEL, locate, newest_whole
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.memory.resume import newest_in_memory
+from hf_zero.checkpoint.reader import recognise
 from hf_zero.checkpoint.save_job import decide_on_rank_0
 from hf_zero.checkpoint.storage import AnyPath, as_path
 from hf_zero.config import ZeroConfig
@@ -115,8 +117,9 @@ def _remedy(samples: int, readers: int, key: str) -> str:
 
 def find_resumed(resume: str | os.PathLike[str], config: ZeroConfig) -> Resumed | None:
     """Return the newest whole checkpoint in the folder ``resume``, or in ``checkpoint.folder`` of
-    the configuration for "latest", or in the memory of the hosts; None, with a line in the log, if
-    there is none. If ``resume`` is a checkpoint itself, that one. Collective.
+    the configuration for "latest", or in the memory of the hosts; None, with a line in the log (a
+    warning for a folder that ``resume`` names), if there is none. If ``resume`` is a checkpoint
+    itself, also one of another program, that one. Collective.
 
     Raises ConfigError without a folder or for a value that is none, and CheckpointError if all
     checkpoints there are damaged.
@@ -146,7 +149,14 @@ def find_resumed(resume: str | os.PathLike[str], config: ZeroConfig) -> Resumed 
     if chosen is None:
         where = [given] if given else []
         where += ["the memory of the hosts"] if in_memory else []
-        log_rank0(f"resume: there is no checkpoint in {' or '.join(where)}; starting from scratch")
+        weights = bool(given) and recognise(as_path(given)) == MODEL
+        log_rank0(
+            f"resume: {given} holds weights without training state; starting from scratch (pass it "
+            "to from_pretrained to start from these weights)"
+            if weights
+            else f"resume: there is no checkpoint in {' or '.join(where)}; starting from scratch",
+            logging.INFO if resume == LATEST else logging.WARNING,
+        )
     return chosen
 
 

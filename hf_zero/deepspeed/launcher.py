@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.config.variables import warn_once
-from hf_zero.deepspeed.multinode_runner import RUNNERS, MultiNodeRunner
+from hf_zero.deepspeed.multinode_runner import PDSH_OPTIONS, RUNNERS, MultiNodeRunner
 from hf_zero.errors import ConfigError, LaunchError, NotBuiltError
 from hf_zero.launch.front import carry_out
-from hf_zero.launch.hosts import Host, read_hostfile, select
+from hf_zero.launch.hosts import SSH, VARIABLE, Host, read_hostfile, select
 from hf_zero.launch.plan import Request, exported, plan
 from hf_zero.logging import logger
 
@@ -88,11 +88,20 @@ def main(args: Sequence[str] | None = None) -> None:
         master_port=given.master_port or (DEFAULT_PORT if given.no_ssh else None),
         node_rank=_unless_negative(given.node_rank) if given.no_ssh else None,
         env_files=tuple(files),
+        ssh=_ssh(given.launcher.lower()),
         ssh_port=given.ssh_port,
     )
     code = carry_out(plan(request, _ranks_here))
     if code:
         sys.exit(code)
+
+
+def _ssh(launcher: str) -> str | None:
+    """Return ssh with the options that pdsh would append to it; None without any, and if
+    HF_ZERO_SSH names the program.
+    """
+    options = os.environ.get(PDSH_OPTIONS, "") if launcher == "pdsh" else ""
+    return f"{SSH} {options}" if options and not os.environ.get(VARIABLE) else None
 
 
 def _run_by(

@@ -16,6 +16,7 @@ from typing import Any
 from hf_zero.errors import ConfigError
 
 PLAIN = re.compile(r"[\w@%+=:,./-]*")  # text that a shell takes unquoted
+PDSH_OPTIONS = "PDSH_SSH_ARGS_APPEND"  # variable whose options pdsh appends to ssh
 FAN_OUT = 1024  # hosts that pdsh reaches at once
 BTL_INTERFACE = "btl_tcp_if_include"
 
@@ -138,8 +139,8 @@ class PDSHRunner(MultiNodeRunner):
         args, slots = self.args, _equal(active_resources, self.name)
         environment["PDSH_RCMD_TYPE"] = "ssh"
         if args.ssh_port is not None:
-            before = environment.get("PDSH_SSH_ARGS_APPEND", "")
-            environment["PDSH_SSH_ARGS_APPEND"] = f"{before} -p {args.ssh_port}".strip()
+            before = environment.get(PDSH_OPTIONS, "")
+            environment[PDSH_OPTIONS] = f"{before} -p {args.ssh_port}".strip()
         reach = ["pdsh", "-S", "-f", str(FAN_OUT), "-w", ",".join(active_resources)]
         reach += self._launcher_args()
         exports = [f"export {k}={shlex.quote(v)};" for k, v in self._exported().items()]

@@ -10,6 +10,7 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
@@ -243,6 +244,31 @@ def test_nothing_to_resume_from(tmp_path, log):
     assert fresh == whole
     assert engine.resumed_from is None and not engine.client_state
     assert "there is no checkpoint in" in log.text and "starting from scratch" in log.text
+    assert [each.levelname for each in log.records if "no checkpoint" in each.msg] == ["WARNING"]
+    log.clear()
+    everyone(1, config(tmp_path), Rows(), stop=1, resume="latest")
+    assert [each.levelname for each in log.records if "no checkpoint" in each.msg] == ["INFO"]
+
+
+def test_a_model_without_training_state_is_named(tmp_path, log):
+    save_file({"0.weight": torch.zeros(6, 4)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    hf_zero.initialize(model=net(), config=config(tmp_path / "run"), resume=tmp_path)
+    assert "holds weights without training state; starting from scratch" in log.text
+
+
+def test_the_folder_of_a_tag(tmp_path, monkeypatch):
+    everyone(1, config(tmp_path, metrics={"enabled": True}), Rows(), {1, 2}, 2)
+    engine, *_ = hf_zero.initialize(
+        model=net(), config=config(tmp_path / "other", metrics={"enabled": True})
+    )
+    path, state = engine.load_checkpoint(tmp_path / "global_step1")
+    assert path == str(tmp_path / "global_step1") and state == {"step": 1}
+    assert engine.measures.file.folder.parent == tmp_path
+    monkeypatch.chdir(tmp_path / "global_step1")
+    assert engine.load_checkpoint(".")[1] == {"step": 1}
+    engine, *_ = hf_zero.initialize(model=net(), config=config(tmp_path), resume=".")
+    assert engine.global_steps == 1
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, log):

@@ -124,6 +124,50 @@ def test_training_goes_on_as_it_went_on_there(written, form, ranks, stage):
     assert results[0][1] == ({"extra": {"epoch": 3}} if form == "one" else {})
 
 
+@pytest.mark.parametrize("form", ["one", "two", "flattened"])
+def test_initialize_resumes_such_a_folder(written, form, heard):
+    def go(rank):
+        config = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 3}}
+        engine = hf_zero.initialize(
+            model=models[rank],
+            optimizer=optimizer_of(models[rank]),
+            config=config | {"gradient_clipping": 1.0},
+            resume=written[0] / form,
+        )[0]
+        losses = []
+        for step in range(SAVED_AFTER, STEPS):
+            losses.append(engine(*batch(step, rank, 2)))
+            engine.backward(losses[-1])
+            engine.step()
+        return [loss.item() for loss in losses], dict(engine.client_state), engine.resumed_from
+
+    models = [build(True) for _ in range(2)]
+    results = run_ranks(2, go)
+    assert torch.tensor([losses for losses, _, _ in results]).mean(0).tolist() == pytest.approx(
+        written[1][SAVED_AFTER:], rel=2e-6
+    )
+    assert results[0][1:] == (
+        {"extra": {"epoch": 3}} if form == "one" else {},
+        str(written[0] / form),
+    )
+    assert not any("no checkpoint" in said for said in heard)
+
+
+def test_a_schedule_that_the_engine_does_not_have_is_named(written, heard):
+    def go(rank):
+        config = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 3}}
+        model = models[rank]
+        engine = hf_zero.initialize(model=model, optimizer=optimizer_of(model), config=config)[0]
+        for without in ({"load_lr_scheduler_states": False}, {"load_module_only": True}, {}):
+            engine.load_checkpoint(written[0], tag="scheduled", **without)
+            warned.append([said for said in heard if "this engine has no lr scheduler" in said])
+
+    models, warned = [build(True)], []
+    run_ranks(1, go)
+    assert warned[:2] == [[], []] and len(warned[2]) == 1
+    assert "scheduled holds the state of an lr scheduler, and this" in warned[2][0]
+
+
 def resume_scheduled(rank, folder, models, given, kwargs):
     """Resume ``folder``; return the schedule's state, the step and the next learning rates."""
     optimizer = optimizer_of(models[rank])

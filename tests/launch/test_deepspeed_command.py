@@ -62,6 +62,34 @@ def test_hosts_and_filters(planned: list[LaunchPlan], tmp_path: Path) -> None:
         assert start.environment["NCCL_IB_DISABLE"] == "1"
 
 
+@pytest.mark.parametrize(
+    "launcher_name, program, ends",
+    [
+        ("pdsh", "", ["-l", "me", "-p", "7"]),
+        ("ssh", "", ["-p", "7"]),
+        ("pdsh", "enter", ["enter", "-p", "7"]),
+    ],
+)
+def test_options_that_pdsh_appends_to_ssh(
+    planned: list[LaunchPlan],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    launcher_name: str,
+    program: str,
+    ends: list[str],
+) -> None:
+    monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-l me")
+    monkeypatch.setenv("HF_ZERO_SSH", program)
+    file = tmp_path / "hosts"
+    file.write_text("10.9.9.1 slots=1\n10.9.9.2 slots=1\n")
+    start = ["--hostfile", str(file), "--master_addr", "10.9.9.1", "--ssh_port", "7"]
+    main([*start, "--launcher", launcher_name, "train.py"])
+    for each in planned[0].starts:
+        *ssh, host, _ = each.reached_by
+        assert host == each.host.name and ssh[-len(ends) :] == ends
+        assert ("me" in ssh) is ("me" in ends)
+
+
 def test_numbers_and_plain_local_ranks(planned: list[LaunchPlan]) -> None:
     main(["--num_gpus", "3", "--no_local_rank", "--module", "pkg.train", "-x"])
     main(["train.py"])
