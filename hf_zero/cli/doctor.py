@@ -286,6 +286,7 @@ def _slot() -> Iterator[Finding]:
         yield Finding(
             "slot", "autoload", "broken", f"{type(_autoload.failure).__name__}: {_autoload.failure}"
         )
+        return
     yield _owner_of_deepspeed()
 
 

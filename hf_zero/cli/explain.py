@@ -44,7 +44,7 @@ def explain(
 ) -> None:
     """Show the configuration as hf-zero reads it: every value that is written or computed, its
     source, and keys without effect; of two configurations the difference. Exit code 1 if
-    a run refuses a value.
+    a run refuses a value, 2 if the file cannot be read or has unknown keys.
 
     Example: hf-zero explain recipes/bert-mlm/zero3.yaml --ranks 2
     """

@@ -297,7 +297,11 @@ def named(*names: str) -> Kind:
 
 NAMES = Kind("a list of names", _names, _STRINGS)
 SECTION = Kind("a section of keys and plain values", _section, {"type": "object"})
-INTERVAL = Kind("a positive number of steps or infinity", _report_interval, {"type": "number"})
+INTERVAL = Kind(
+    "a positive number of steps or infinity",
+    _report_interval,
+    {"type": "number", "exclusiveMinimum": 0},
+)
 KERNELS = Kind(
     f"'auto', 'off' or a list of names among {', '.join(kernels.NAMES)}",
     _kernels,

@@ -143,21 +143,26 @@ class ParallelDims:
         return {}
 
 
-# The ways to split a model or a sample among ranks, with every name that Megatron and DeepSpeed
-# have used for their sizes.
+# The ways to split a model or a sample among ranks: what hf-zero has for each, and every name that
+# Megatron and DeepSpeed have used for its size.
 _SPLITS = {
     "model parallelism": (
+        "configure tensor_parallel",
         "get_tensor_model_parallel_world_size",
         "get_slice_parallel_world_size",
         "get_model_parallel_world_size",
     ),
     "pipeline parallelism": (
+        "pass a hf_zero.PipelineModule as the model",
         "get_pipeline_model_parallel_world_size",
         "get_pipe_parallel_world_size",
     ),
-    "sequence parallelism": ("get_sequence_parallel_world_size",),
-    "context parallelism": ("get_context_parallel_world_size",),
-    "expert parallelism": ("get_expert_model_parallel_world_size",),
+    "sequence parallelism": (
+        "configure sequence_parallel_size",
+        "get_sequence_parallel_world_size",
+    ),
+    "context parallelism": ("configure sequence_parallel_size", "get_context_parallel_world_size"),
+    "expert parallelism": ("configure expert_parallel", "get_expert_model_parallel_world_size"),
 }
 _DATA = "get_data_parallel_world_size"
 
@@ -169,14 +174,13 @@ def check_mpu(mpu: Any, world_size: int) -> None:
     Sizes that it lacks count as 1, as in the scripts' own code. Raises NotBuiltError for a split
     model or sample, and ConfigError if its data-parallel ranks are not all ranks.
     """
-    for kind, names in _SPLITS.items():
+    for kind, (instead, *names) in _SPLITS.items():
         for name in names:
             size = _ask(mpu, name)
             if size is not None and size > 1:
                 raise NotBuiltError(
-                    f"initialize(mpu=...): mpu.{name}() is {size}, and {kind} is not built in this "
-                    "version; make it 1: ZeRO shards the model over "
-                    "the data-parallel ranks"
+                    f"initialize(mpu=...): mpu.{name}() is {size}, and hf-zero cannot take {kind} "
+                    f"from an mpu; leave mpu out, and {instead}"
                 )
     replicas = _ask(mpu, _DATA)
     if replicas is not None and replicas != world_size:

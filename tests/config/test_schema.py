@@ -140,6 +140,7 @@ def test_the_schema_says_what_a_key_does_or_why_not() -> None:
         ({"checkpoint": {"memory": {"limit": "1.5 tb"}}}, ""),
         ({"checkpoint": {"memory": {"limit": "40 gigabytes"}}}, "limit"),
         ({"checkpoint": {"memory": {"limit": "40k"}}}, "limit"),
+        ({"steps_per_print": -1}, "steps_per_print"),
     ],
 )
 def test_the_schema_and_the_configuration_refuse_the_same_values(
