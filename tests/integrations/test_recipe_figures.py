@@ -62,6 +62,29 @@ def test_figures_are_compared_with_tolerances(
         assert cards.updated(old, new) == old
 
 
+def test_a_recipe_in_which_rounding_grows_has_wider_tolerances(
+    cards: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cards, "SPREADS", {"chaotic": {"loss": 0.1, "accuracy": 0.05}})
+    old = {"recipe": "chaotic", "metrics": {"loss": [2.0, 0.15], "accuracy": [0.1, 0.94]}}
+    near = {"recipe": "chaotic", "metrics": {"loss": [2.0, 0.24], "accuracy": [0.1, 0.9]}}
+    far = {"recipe": "chaotic", "metrics": {"loss": [2.0, 0.26], "accuracy": [0.1, 0.88]}}
+    assert list(cards.differences(old, near)) == []
+    assert cards.updated(old, near) == old
+    told = ["metrics.loss[1]: 0.15 was, 0.26 is", "metrics.accuracy[1]: 0.94 was, 0.88 is"]
+    assert list(cards.differences(old, far)) == told
+    assert cards.updated(old, far) == far
+    others = {"recipe": "steady", "metrics": near["metrics"]}
+    told = ["metrics.loss[1]: 0.15 was, 0.24 is", "metrics.accuracy[1]: 0.94 was, 0.9 is"]
+    assert list(cards.differences({**old, "recipe": "steady"}, others)) == told
+
+
+def test_the_recipes_with_wider_tolerances_have_rows(cards: Any) -> None:
+    assert set(cards.SPREADS) <= set(NAMES)
+    for recipe, spread in cards.SPREADS.items():
+        assert set(spread) <= set(cards.rows()[recipe]["metrics"])
+
+
 @pytest.mark.parametrize("recipe", NAMES)
 def test_the_results_in_the_front_matter_are_those_of_the_row(cards: Any, recipe: str) -> None:
     data = ModelCard.load(ROOT / "recipes" / recipe / "README.md").data
