@@ -335,7 +335,8 @@ class Engine(TrainingEngine):
         ``checkpoint.verify`` of the configuration turns that off; ``verify=True`` checks the hashes
         of all files first. ``load_rng`` restores this rank's random generators, too, and
         ``load_loader`` the place in the training data: ``initialize(resume=...)`` does both.
-        ``load_dir`` is by default ``checkpoint.folder`` of the configuration. Without a ``tag`` a
+        ``load_dir`` is by default ``checkpoint.folder`` of the configuration, and may be a
+        checkpoint itself, also one of FSDP or torch.distributed.checkpoint. Without a ``tag`` a
         newer generation in the memory of the hosts (``checkpoint.memory``) is loaded.
         """
         load_dir = self._run_folder(load_dir, "load_checkpoint")
