@@ -318,9 +318,7 @@ def test_an_optimizer_of_the_config_with_nothing_to_train() -> None:
     ],
 )
 def test_an_mpu_that_splits_more_than_the_data(name: str) -> None:
-    match = (
-        rf"mpu\.{name}\(\) is 2, and hf-zero cannot take [a-z]+ parallelism from an mpu"
-    )
+    match = rf"mpu\.{name}\(\) is 2, and hf-zero cannot take [a-z]+ parallelism from an mpu"
     refused(NotBuiltError, match, mpu=SimpleNamespace(**{name: lambda: 2}), config="zero1")
 
 
