@@ -23,6 +23,8 @@ def _rank_of(record: logging.LogRecord) -> bool:
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 STEPS = ("steps", "steps:all")
+# set where warnings about the environment were logged: ranks that inherit it do not repeat them
+WARNED = "HF_ZERO_WARNED"
 # values of HF_ZERO_LOG, the variable's name before, and those of today
 BEFORE = {"debug": "steps", "debug:all": "steps:all"}
 
@@ -139,5 +141,5 @@ if not logger.handlers:
     logger.addHandler(_handler)
     logger.setLevel("DEBUG" if asked_level in STEPS else asked_level.upper())
     logger.propagate = False
-    for _warning in _warnings:
+    for _warning in [] if WARNED in os.environ else _warnings:
         log_rank0(_warning, logging.WARNING)

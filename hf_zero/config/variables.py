@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 
 from hf_zero.config.spelling import closest
-from hf_zero.logging import LEVELS, STEPS, listed, log_rank0
+from hf_zero.logging import LEVELS, STEPS, WARNED, listed, log_rank0
 
 PREFIXES = ("HF_ZERO_", "HFZERO_")  # the first, and a misspelling of it
 OFF = ("0", "false", "off", "no")
@@ -38,8 +38,6 @@ VARIABLES: dict[str, tuple[str, ...]] = {
     "HF_ZERO_WRITTEN_KEYS": (),
     "HF_ZERO_WARNED": (),
 }
-# set where warnings about the environment were logged: ranks that inherit it do not repeat them
-WARNED = "HF_ZERO_WARNED"
 SAID_BY_LOG = ("HF_ZERO_LOG_LEVEL",)  # hf_zero.logging warns about its value when it is imported
 
 
@@ -73,8 +71,9 @@ def warn_once() -> None:
     """Log the faults of this process's environment on rank 0, unless this process or the launcher
     that started it has done so.
     """
-    found = [each for each in faults(os.environ) if each[0] not in SAID_BY_LOG]
+    found = [*faults(os.environ)]
     if found and WARNED not in os.environ:
         os.environ[WARNED] = "1"
         for name, said in found:
-            log_rank0(f"{name}: {said}", logging.WARNING)
+            if name not in SAID_BY_LOG:
+                log_rank0(f"{name}: {said}", logging.WARNING)

@@ -63,16 +63,17 @@ def test_initialize_warns_once_on_rank_0(monkeypatch, caplog) -> None:
 
 
 def test_a_launch_warns_in_place_of_its_ranks() -> None:
-    ask = "import os; print('warned:', 'HF_ZERO_WARNED' in os.environ)"
+    ask = "import os, hf_zero; print('warned:', 'HF_ZERO_WARNED' in os.environ)"
     done = subprocess.run(
         [sys.executable, "-c", "from hf_zero.cli import main; main()"]
         + ["launch", "--ranks", "1", "--no-python", sys.executable, "-c", ask],
-        env={**os.environ, "HF_ZERO_LOGLEVEL": "debug"},
+        env={**os.environ, "HF_ZERO_LOGLEVEL": "debug", "HF_ZERO_LOG_LEVEL": "loud"},
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.stderr.count("did you mean HF_ZERO_LOG_LEVEL?") == 1, done.stderr
+    assert done.stderr.count("HF_ZERO_LOG_LEVEL=loud is unknown") == 1, done.stderr
     assert "warned: True" in done.stdout
 
 
