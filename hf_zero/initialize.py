@@ -11,7 +11,7 @@ import reprlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -41,7 +41,12 @@ from hf_zero.optim.elementwise import adopt
 from hf_zero.optim.elementwise import check as check_elementwise
 from hf_zero.optim.one_bit import as_sent, one_bit_of
 from hf_zero.parallel.expert.model import on_model, spread_experts
-from hf_zero.parallel.pipeline.engine import check_pipeline, check_uncut, pipelined
+from hf_zero.parallel.pipeline.engine import (
+    PipelineTraining,
+    check_pipeline,
+    check_uncut,
+    pipelined,
+)
 from hf_zero.parallel.pipeline.staged import StagedModule, make_parallel_for
 from hf_zero.parallel.sequence import sequence_parallel
 from hf_zero.parallel.tensor.model import as_configured, ranks_of_a_stage
@@ -58,6 +63,48 @@ from hf_zero.zero.layout.wrap import mark_configured
 E = TypeVar("E", bound=Engine)
 # wrappers of torch, by name, because FSDP takes time to import
 WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+
+
+if TYPE_CHECKING:
+
+    class PipelineEngine(PipelineTraining, Engine):
+        """An engine with :meth:`train_batch`, for a model in pipeline stages."""
+
+else:
+    PipelineEngine = pipelined(Engine)
+
+
+@overload
+def initialize(
+    args: StagedModule,
+    model: ZeroConfig | Mapping[Any, Any] | str | os.PathLike[Any],
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    *,
+    collate_fn: Callable[[Any], Any] | None = None,
+    resume: str | os.PathLike[str] | None = None,
+) -> tuple[PipelineEngine, Any, DataLoader[Any] | None, Any]: ...
+
+
+@overload
+def initialize(
+    args: Any = None,
+    *,
+    model: StagedModule,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    config: ZeroConfig | Mapping[Any, Any] | str | os.PathLike[Any] | None = None,
+    config_params: ZeroConfig | Mapping[Any, Any] | str | os.PathLike[Any] | None = None,
+    resume: str | os.PathLike[str] | None = None,
+) -> tuple[PipelineEngine, Any, DataLoader[Any] | None, Any]: ...
 
 
 @overload

@@ -189,8 +189,13 @@ def estimate(
         "--moments": moments,
     }
     here = ranks_per_host or min(ranks, kinds.device_count() or ranks)
-    asked: Any = {"config": config, "tensor_parallel": tp, "expert_parallel": ep}
-    stages: Any = {"pipeline_parallel": pp}
+    asked: Any = {
+        "precision": precision,
+        "config": config,
+        "tensor_parallel": tp,
+        "expert_parallel": ep,
+    }
+    wanted: Any = {"optimizer": optimizer, "stage": stage, "pipeline_parallel": pp}
     if not seq:
         _refuse({"--sp": sp}, "it is about sequences; add --seq")
     if fit:
@@ -205,9 +210,7 @@ def estimate(
             )
         sequences: Any = {"sequence_length": seq[0] if seq else None, "sequence_parallel": sp}
         with ranks_of_a_host(here):
-            found = propose(
-                model, ranks, free, precision, optimizer, stage, **asked, **stages, **sequences
-            )
+            found = propose(model, ranks, free, **asked, **wanted, **sequences)
         _print_proposal(found, as_json, out)
         return
     _refuse({"--out": out and str(out)}, "it is for what --fit proposes; add --fit")
@@ -224,10 +227,8 @@ def estimate(
     }
     sequences = {"sequence_lengths": seq or (), "sequence_parallel": sp}
     with ranks_of_a_host(here):
-        result = compute(
-            model, ranks, precision, optimizer, stage, **asked, **sections, **stages, **sequences
-        )
-    rates = link_rows(model, ranks, precision, stage, link, **asked) if link else {}
+        result = compute(model, ranks, **asked, **wanted, **sections, **sequences)
+    rates = link_rows(model, ranks, stage, link, **asked) if link else {}
     if as_json:
         print_json(result.to_dict() | ({"link": link_json(rates)} if link else {}))
         return
@@ -459,7 +460,6 @@ def lengths_table(rows: Sequence[LengthEstimate], ranks: int) -> Table:
 def link_rows(
     model: str,
     ranks: int,
-    precision: str,
     stage: int | None,
     link: str,
     **given: Any,
@@ -470,7 +470,7 @@ def link_rows(
     rate = parse_rate(link)
     from hf_zero.planning.estimate import traffic
 
-    found = traffic(model, ranks, precision, stage, **given)
+    found = traffic(model, ranks, stage=stage, **given)
     return {
         each: [
             (way, way.seconds(rate), None if way is ways[0] else way.pays_below(ways[0]))

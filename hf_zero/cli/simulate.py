@@ -5,7 +5,7 @@ the other ranks: bytes by tier and phase, collectives, seconds.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.table import Table
@@ -160,7 +160,7 @@ def simulate(
         model,
         ranks,
         stage,
-        precision,
+        cast("Any", precision),  # the function checks it
         optimizer,
         params=params,
         config=config,

@@ -245,9 +245,10 @@ class ReportingEngine(Engine):
         """
         return self.config.log_level and self.config.log_level.upper()
 
-    def __getattr__(self, name: str) -> Any:
+    # visible to type checkers, which do not see the methods of GETTERS
+    def __getattr__(self, name: str) -> Any:  # type: ignore[override]
         try:
-            return super().__getattr__(name)
+            return super().__getattr__(name)  # type: ignore[misc]
         except AttributeError:
             if name in ENGINE_LEFT_OUT:
                 said = f"the engine has no attribute {name!r}: {ENGINE_LEFT_OUT[name]}"

@@ -12,7 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -56,6 +56,7 @@ __all__ = [
     "traffic",
 ]
 
+Precision = Literal["fp32", "float32", "no", "bf16", "bfloat16", "fp16", "float16"]
 PRECISIONS = {
     "fp32": "fp32",
     "float32": "fp32",
@@ -205,7 +206,7 @@ def in_places(own: Needs) -> dict[str, int]:
 def estimate(
     model: Any,
     ranks: int,
-    precision: str = "bf16",
+    precision: Precision = "bf16",
     optimizer: str | OptimizerConfig = "AdamW",
     stage: int | None = None,
     *,
@@ -298,7 +299,7 @@ def estimate(
 def traffic(
     model: Any,
     ranks: int,
-    precision: str = "bf16",
+    precision: Precision = "bf16",
     stage: int | None = None,
     *,
     config: Any = None,
@@ -324,7 +325,7 @@ def propose(
     model: Any,
     ranks: int,
     free: Free,
-    precision: str = "bf16",
+    precision: Precision = "bf16",
     optimizer: str | OptimizerConfig = "AdamW",
     stage: int | None = None,
     *,
@@ -384,7 +385,7 @@ class Asked:
 
 def asked_for(
     ranks: int,
-    precision: str,
+    precision: Precision,
     optimizer: str | OptimizerConfig,
     config: Any,
     tensor: int | None,

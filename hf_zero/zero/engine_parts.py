@@ -35,31 +35,35 @@ _guarding: list[Any] = []  # the one process-wide hook on optimizer steps
 class AroundModel(nn.Module):
     """A wrapper that forwards unknown attributes to ``module``."""
 
-    if not TYPE_CHECKING:  # a checker reports an unknown attribute of an engine
-
-        def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module" or "module" not in self._modules:
+                raise
             try:
-                return super().__getattr__(name)
-            except AttributeError:
-                if name == "module" or "module" not in self._modules:
-                    raise
-                try:
-                    return getattr(self.module, name)
-                except AttributeError as error:
-                    if error.name not in (name, None):
-                        raise  # of a property of the module
-                    raise AttributeError(
-                        f"neither the engine nor its {type(self.module).__name__} has an attribute "
-                        f"{name!r}",
-                        name=name,
-                        obj=self,
-                    ) from None
+                return getattr(self.module, name)
+            except AttributeError as error:
+                if error.name not in (name, None):
+                    raise  # of a property of the module
+                raise AttributeError(
+                    f"neither the engine nor its {type(self.module).__name__} has an attribute "
+                    f"{name!r}",
+                    name=name,
+                    obj=self,
+                ) from None
 
 
 class EngineParts(AroundModel):
     """The parts of the engine that ``plan`` describes, installed by the constructor (collective)
     and removed by :meth:`destroy`.
     """
+
+    if TYPE_CHECKING:
+        # Without these methods of nn.Module a checker reports unknown attributes: those of the
+        # model are typed at ``module``.
+        __getattr__: None  # type: ignore[assignment,misc]
+        __setattr__: None  # type: ignore[assignment,misc]
 
     # names of parameters and buffers that other pipeline stages hold
     elsewhere: frozenset[str] = frozenset()

@@ -1,4 +1,4 @@
-"""Type checking of a user's script: mypy and pyright report each mistake, and nothing else."""
+"""Type checking of a user's scripts: mypy and pyright report each mistake, and nothing else."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.documents import blocks
 from tests.helpers.cells import fast
 from tests.helpers.commands import completed
 
 SCRIPT = """
 import pathlib
+import typing
 
 import torch
+import transformers
 import hf_zero
 from hf_zero.config.sections import Bf16Section
 
@@ -52,6 +55,12 @@ hf_zero.ZeroConfig(3, offload_optimizer="gpu")  # mistake
 hf_zero.ZeroConfig(3, train_batch_size="8")  # mistake
 hf_zero.ZeroConfig(3, gradient_allreduce_op="average")  # mistake
 engine.bakward(loss)  # mistake
+print(engine.global_step)  # mistake
+print(engine.weight)  # mistake
+print(engine.module.weight)
+engine.lr_schedule = model  # mistake
+engine.lr_scheduler = None
+engine.train_batch(iter([]))  # mistake
 engine.step(1, 2, 3)  # mistake
 engine.global_steps.upper()  # mistake
 print(engine.global_steps + 1, engine.world_size // 2)
@@ -63,11 +72,43 @@ hf_zero.convert_checkpoint("run", "model", dtype="int8")  # mistake
 hf_zero.TrainingArguments("out", zero_conf="zero3")  # mistake
 config.stagee  # mistake
 hf_zero.ZeroConfig(3, kernels=["norm"])  # mistake
+
+hf_zero.estimate(model, 8, "fp32", stage=config.stage)
+hf_zero.estimate(model, 8, precision=config.precision)
+hf_zero.estimate(model, 8, precision="int8")  # mistake
+hf_zero.estimate(model, 8, stage="3")  # mistake
+hf_zero.simulate(model, 8, 3, "fp8")  # mistake
+llama = hf_zero.from_pretrained(transformers.LlamaForCausalLM, "llama", "zero3", dtype="auto")
+typing.assert_type(llama, transformers.LlamaForCausalLM)
+read = hf_zero.from_pretrained(transformers.AutoModelForCausalLM, pathlib.Path("gpt2"), config)
+typing.assert_type(read, transformers.PreTrainedModel)
+hf_zero.from_pretrained(transformers.AutoModel, "gpt2")  # mistake
+hf_zero.from_pretrained("gpt2", "zero3", "zero3")  # mistake
+
+stages = hf_zero.PipelineModule([torch.nn.Linear(2, 2)], num_stages=2)
+pipeline, _, _, _ = hf_zero.initialize(model=stages, config=config, training_data=[])
+hf_zero.initialize(stages, "zero1")[0].eval_batch([], reduce_output=None)
+pipeline.train_batch().item()
+pipeline.save_checkpoint("run")
+pipeline.train_batches()  # mistake
+pipeline.train_batch(3)  # mistake
 """
 
+PIPELINE = """
+from collections.abc import Iterator
+from typing import Any
+
+import hf_zero
+from transformers import AutoModelForCausalLM
+
+name, steps = "gpt2", 10
+config: dict[str, Any] = {}
+data: Iterator[dict[str, Any]] = iter([])
+"""
+"""The names that the script of the page about pipelines uses."""
 
 CHECKERS = {
-    "mypy": [sys.executable, "-m", "mypy", "--no-error-summary", "--ignore-missing-imports"],
+    "mypy": [sys.executable, "-m", "mypy", "--no-error-summary", "--strict"],
     "basedpyright": [sys.executable, "-m", "basedpyright", "--level", "error", "--pythonpath"]
     + [sys.executable],
 }
@@ -78,8 +119,12 @@ def test_a_checker_reports_each_mistake_and_nothing_else(checker: str, tmp_path:
     """In a folder of the user's, where hf_zero is found as it is installed."""
     pytest.importorskip(checker, reason="of the extra `test`")
     (tmp_path / "train.py").write_text(SCRIPT)
-    result = completed([*CHECKERS[checker], "train.py"], timeout=600, cwd=tmp_path)
+    page = next(block.text for block in blocks("pipelines") if block.kind == "python")
+    (tmp_path / "pipeline.py").write_text(PIPELINE + page)
+    command = [*CHECKERS[checker], "train.py", "pipeline.py"]
+    result = completed(command, timeout=600, cwd=tmp_path)
     reported = set(map(int, re.findall(r"train\.py:(\d+):.*\berror\b", result.stdout)))
     wanted = {at for at, line in enumerate(SCRIPT.split("\n"), 1) if line.endswith("# mistake")}
     assert reported == wanted, result.stdout
+    assert "pipeline.py" not in result.stdout, result.stdout
     assert len(wanted) >= 15

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -37,6 +37,12 @@ from hf_zero.loading import Building, LazyTensor, make_pending, make_real, recor
 from hf_zero.loading.shard_only import hold
 from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.sharding import sharding_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
+
+M = TypeVar("M", bound="PreTrainedModel")
 
 
 def load_in_shards(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -272,6 +278,36 @@ def take_the_ordinary_path(original: Callable[[], bool]) -> Callable[[], bool]:
         return current_loading.get() is None and forced_config.get() is None and original()
 
     return is_deepspeed_zero3_enabled
+
+
+@overload
+def from_pretrained(
+    cls: type[M],
+    path: str | os.PathLike[str] | None,
+    config: ZeroConfig | Mapping[Any, Any] | str | os.PathLike[Any],
+    /,
+    **kwargs: Any,
+) -> M: ...
+
+
+@overload
+def from_pretrained(
+    cls: type[_BaseAutoModelClass],
+    path: str | os.PathLike[str] | None,
+    config: ZeroConfig | Mapping[Any, Any] | str | os.PathLike[Any],
+    /,
+    **kwargs: Any,
+) -> PreTrainedModel: ...
+
+
+@overload
+def from_pretrained(
+    cls: type[Any],
+    path: str | os.PathLike[str] | None,
+    config: ZeroConfig | Mapping[Any, Any] | str | os.PathLike[Any],
+    /,
+    **kwargs: Any,
+) -> Any: ...
 
 
 def from_pretrained(cls: Any, path: Any, config: Any, /, **kwargs: Any) -> Any:

@@ -41,6 +41,7 @@ from hf_zero.parallel.tensor import tensor_parallel
 from hf_zero.planning.activation_memory import Sequences, copy_on_meta
 from hf_zero.planning.estimate import (
     Asked,
+    Precision,
     asked_for,
     check_stage,
     open_model,
@@ -177,7 +178,7 @@ def simulate(
     model: Any = None,
     ranks: int = 1,
     stage: int | None = None,
-    precision: str = "bf16",
+    precision: Precision = "bf16",
     optimizer: str | OptimizerConfig = "AdamW",
     *,
     sequence_length: int = LENGTH,
@@ -290,7 +291,7 @@ def planned(
     model: Any,
     ranks: int,
     stage: int | None,
-    precision: str = "bf16",
+    precision: Precision = "bf16",
     optimizer: str | OptimizerConfig = "AdamW",
     **options: Unpack[PlanOptions],
 ) -> tuple[str, EnginePlan]:
@@ -303,7 +304,7 @@ def plans_of_stages(
     model: Any,
     ranks: int,
     stage: int | None,
-    precision: str = "bf16",
+    precision: Precision = "bf16",
     optimizer: str | OptimizerConfig = "AdamW",
     **options: Unpack[PlanOptions],
 ) -> tuple[str, list[EnginePlan]]:
