@@ -222,12 +222,11 @@ def launch(
 def _written(pairs: list[str], preset: str | None) -> dict[str, Any]:
     """Return the sections that the ``KEY=VALUE`` pairs of --set write, checked.
 
-    Raises ConfigError for an unknown key or value, and for a key that accelerate launch passes on
-    itself or that a YAML cannot hold.
+    Raises ConfigError for an unknown key or value, and for a key that another option sets.
     """
     from hf_zero.config import PRESETS, ZeroConfig
-    from hf_zero.config.accelerate_yaml import PASSED_ON
     from hf_zero.config.files import load_yaml
+    from hf_zero.config.provenance import merge
 
     sections: dict[str, Any] = {}
     for pair in pairs:
@@ -246,13 +245,12 @@ def _written(pairs: list[str], preset: str | None) -> dict[str, Any]:
             f"--set {pairs[0]} goes with --preset; a file of --config has its keys under "
             "deepspeed_config, and with torchrun the script's configuration has them"
         )
-    stage = {"zero_optimization": {"stage": PRESETS.get(preset or "", 0)}}
-    ZeroConfig.from_dict({**stage, **sections}, source="--set", allow_auto=True)
-    if others := sorted(sections.keys() - {*PASSED_ON}):
-        raise ConfigError(
-            f"--set {others[0]}: a preset takes keys of other sections ({', '.join(PASSED_ON)}); "
-            "write an Accelerate YAML for --config with this one"
-        )
+    if "stage" in sections.get("zero_optimization", {}):
+        raise ConfigError("--set zero_optimization.stage: --preset names the stage; leave this out")
+    for name in {"bf16", "fp16"} & sections.keys():
+        raise ConfigError(f"--set {name}: write --precision {name} in place of it")
+    whole = {"zero_optimization": {"stage": PRESETS.get(preset or "", 0)}}
+    ZeroConfig.from_dict(merge(whole, sections), source="--set", allow_auto=True)
     return sections
 
 

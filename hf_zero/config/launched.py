@@ -9,7 +9,7 @@ import os
 from typing import Any
 
 from hf_zero.config.checks import STAGE
-from hf_zero.config.provenance import flattened
+from hf_zero.config.provenance import flattened, merge
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
@@ -54,17 +54,24 @@ def launched_values() -> dict[str, Any]:
         if precision == "no":  # what accelerate launch writes, too, if nobody names a precision
             asked = "--precision" in os.environ.get(LAUNCHED_BY, "")
             precision = "fp32" if asked else None
-    return found | ({PRECISION: precision} if precision else {}) | _passed_on()
+    return found | ({PRECISION: precision} if precision else {}) | _passed_on(found.get(STAGE, 0))
 
 
-def _passed_on() -> dict[str, Any]:
+def _passed_on(stage: int) -> dict[str, Any]:
     """Return the values of the keys that the launch passes on to the ranks in ``WRITTEN``."""
     written = json.loads(os.environ.get(WRITTEN, "{}"))
     if not written:
         return {}
-    values = _values(ZeroConfig.from_dict(written, allow_auto=True, foreign=True))
     named = {path for path, _ in flattened(written)}
-    return {path: value for path, value in values.items() if path in named and value != "auto"}
+    whole = merge({"zero_optimization": {"stage": stage}}, written)
+    config = ZeroConfig.from_dict(whole, allow_auto=True, foreign=True)
+    found = {name: value for name, value in _values(config).items() if name in named}
+    found |= {
+        name: getattr(config, name).device
+        for name in OFFLOAD
+        if f"zero_optimization.{name}.device" in named
+    }
+    return {path: value for path, value in found.items() if value != "auto"}
 
 
 def _values(config: ZeroConfig) -> dict[str, Any]:

@@ -69,6 +69,17 @@ def flattened(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
             yield path, value
 
 
+def merge(into: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the values of ``more`` into ``into``, section by section, and return it."""
+    for name, value in more.items():
+        section = into.get(name)
+        if isinstance(section, dict) and isinstance(value, Mapping):
+            merge(section, value)
+        else:
+            into[name] = value
+    return into
+
+
 def shown(value: Any, source: str = "config file") -> str:
     """Return ``value`` as a configuration of this source writes it: JSON, which YAML reads too, in
     a file, else Python with the name of the type.

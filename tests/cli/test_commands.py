@@ -646,7 +646,9 @@ def test_launch_sets_keys_beside_a_preset(monkeypatch: pytest.MonkeyPatch) -> No
         ("--preset zero2 --set metrics.=1", "is not KEY=VALUE"),
         ("--preset zero2 --set metrics=1 --set metrics.enabled=true", "contradict; keep one"),
         ("--preset zero2 --set metrics.enabled=[", "not valid YAML"),
-        ("--preset zero2 --set zero_optimization.overlap_comm=false", "an Accelerate YAML"),
+        ("--preset zero2 --set zero_optimization.stage=3", "--preset names the stage"),
+        ("--preset zero2 --set bf16.enabled=true", "write --precision bf16 in place of it"),
+        ("--preset zero3 --set zero_optimization.prefetch=x", "zero_optimization.prefetch"),
     ],
 )
 def test_keys_that_launch_does_not_set(options: str, said: str) -> None:

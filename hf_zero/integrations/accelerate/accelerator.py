@@ -50,6 +50,7 @@ def prepare_engines(original: Callable[..., Any]) -> Callable[..., Any]:
         if not finder.chosen():
             return original(self, *args)
         _refuse_optimizer_alone(args)
+        _refuse_second_optimizer(args)
         _refuse_pipelines(args)
         if sequence_ranks(self.state) > 1:
             _split_layers_first(tensor_ranks(self.state), args)
@@ -250,6 +251,22 @@ def _refuse_optimizer_alone(args: tuple[Any, ...]) -> None:
                 "ZeRO the model is laid out for its optimizer; "
                 "prepare both in one call, model, optimizer = accelerator.prepare(model, optimizer)"
             )
+
+
+def _refuse_second_optimizer(args: Sequence[Any]) -> None:
+    """Raise ConfigError for several optimizers: Accelerate gives the last one to the engine, and
+    says nothing of the others.
+    """
+    from accelerate.utils import DummyOptim
+
+    given = [each for each in args if isinstance(each, (torch.optim.Optimizer, DummyOptim))]
+    if len(given) > 1:
+        raise ConfigError(
+            f"accelerator.prepare() got {len(given)} optimizers "
+            f"({', '.join(type(each).__name__ for each in given)}), and a model under ZeRO has "
+            "one; pass one optimizer with several parameter groups, or prepare each model with "
+            "its own optimizer in a call of its own"
+        )
 
 
 class ParameterCoordinator:

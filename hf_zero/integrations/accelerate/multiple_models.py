@@ -108,7 +108,9 @@ class SingleEngine:
         self._backward = wrapped.backward
         self._waits = self.engine in _limited_by_script
         self.due = False  # whether a step is deferred
-        self._applied = 0  # steps since the last ``optimizer.step()``
+        # since the last ``optimizer.step()``: steps, and backwards of ``accelerator.backward``
+        self._applied = self._backwards = 0
+        self._limit_given = False
         if self._waits:
             self.engine.register_forward_pre_hook(self._before_forward)
 
@@ -117,6 +119,7 @@ class SingleEngine:
         accumulates.
         """
         self._before_forward()
+        self._backwards += 1
         ends = bool(sync_gradients) and not self.engine.in_no_sync
         if self._waits:
             self.engine.set_gradient_accumulation_boundary(ends)
@@ -135,8 +138,23 @@ class SingleEngine:
         if self.due:
             self.due = False
             if limit is not None:
+                self._limit_given = True
                 set_limit(self.engine, limit)
+            elif not self._limit_given:
+                self._tell_limit()
             self._count(self.engine.step)
+
+    def _tell_limit(self) -> None:
+        """Warn once of the limit that Accelerate fills in for a script that names none."""
+        limit, self._limit_given = self.engine.max_norm, True
+        if limit:
+            log_rank0(
+                f"gradients are clipped to a norm of {limit:g}: Accelerate fills that in where "
+                "neither the configuration nor the script names a limit; write "
+                "gradient_clipping: 0.0 in the configuration for no clipping, or your limit "
+                "(hf-zero launch --set gradient_clipping=0.0)",
+                logging.WARNING,
+            )
 
     def _count(self, act: Callable[[], Any]) -> None:
         before = self.engine.counters.global_steps
@@ -146,12 +164,20 @@ class SingleEngine:
 
     def checked(self, own: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``optimizer.step`` to raise PartitionError after two backwards since the last call:
-        each was a step of the engine, while plain PyTorch adds their gradients.
+        each was a step of the engine, while plain PyTorch adds their gradients; and after a
+        ``loss.backward()``, with which no step is made.
         """
 
         def step(_: Any, *args: Any, **kwargs: Any) -> Any:
             self.make_step()
             steps, self._applied = self._applied, 0
+            backwards, self._backwards = self._backwards, 0
+            if not backwards and self.engine.held_micro_batches:
+                raise PartitionError(
+                    "loss.backward() came before this optimizer.step(), which Accelerate leaves to "
+                    "accelerator.backward(loss) under ZeRO: nothing would be trained; call "
+                    "accelerator.backward(loss) in place of loss.backward()"
+                )
             if steps > 1:
                 raise PartitionError(
                     f"{steps} calls of accelerator.backward() came before this optimizer.step(): "

@@ -18,7 +18,7 @@ from hf_zero.config.accelerate_yaml import is_accelerate
 from hf_zero.config.files import load_file, load_text
 from hf_zero.config.keys import KEYS, OWN_AUTOS
 from hf_zero.config.launched import LAUNCH_FILE, LAUNCHED_BY, WRITTEN, launch_command
-from hf_zero.config.provenance import DICT, SourcedDict, flattened
+from hf_zero.config.provenance import DICT, SourcedDict, flattened, merge
 from hf_zero.config.reading import SWITCHES
 from hf_zero.deepspeed.zero_init import forced_config
 from hf_zero.integrations import finder
@@ -60,7 +60,7 @@ def add_written_keys(original: Callable[[Any], None]) -> Callable[[Any], None]:
         if PRINTS in self.deepspeed_config.written:
             self.deepspeed_config[PRINTS] = self.deepspeed_config.written[PRINTS][0]
         if from_launcher:
-            self.deepspeed_config.update(written_keys())
+            merge(self.deepspeed_config, written_keys())
             name_the_size(self.deepspeed_config)
             remember_launch(self.deepspeed_config)
         elif not hasattr(given, "config"):

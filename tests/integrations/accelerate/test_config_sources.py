@@ -4,6 +4,7 @@ path that is wrong is named.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.explaining import written
-from hf_zero.config.launched import LAUNCH_FILE, LAUNCHED_BY
+from hf_zero.config.launched import LAUNCH_FILE, LAUNCHED_BY, WRITTEN, check_launch
 from hf_zero.errors import ConfigError
 
 accelerate = pytest.importorskip("accelerate")
@@ -76,6 +77,27 @@ def test_a_preset_of_hf_zero_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown(plugin(monkeypatch, **LAUNCHED, **{LAUNCHED_BY: by})) == BATCH | dict.fromkeys(
         ("zero_optimization.stage", "gradient_clipping", KEPT), by
     )
+
+
+def test_keys_set_beside_a_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    by = "hf-zero launch --preset zero3 --set gradient_clipping=0.0 --set ..."
+    section = {"stage3_param_persistence_threshold": 0, "offload_optimizer": {"device": "cpu"}}
+    given = json.dumps({"gradient_clipping": 0.0, "zero_optimization": section})
+    made = plugin(monkeypatch, **LAUNCHED, **{LAUNCHED_BY: by, WRITTEN: given})
+    config = ZeroConfig.from_dict(made.deepspeed_config, allow_auto=True)
+    assert (config.stage, config.gradient_clipping) == (3, 0.0)
+    assert config.offload_optimizer.device == "cpu"
+    found = config.sources
+    assert found["zero_optimization.stage3_param_persistence_threshold"] == by
+    check_launch(config)
+    with pytest.raises(ConfigError, match=r"offload_optimizer cpu .the script: none"):
+        check_launch(
+            ZeroConfig.from_dict(
+                made.deepspeed_config
+                | {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
+                allow_auto=True,
+            )
+        )
 
 
 @pytest.mark.parametrize("trainer", [False, True])

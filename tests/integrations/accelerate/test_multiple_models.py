@@ -15,7 +15,7 @@ from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 from torch import nn
 
 from hf_zero.engine import Engine
-from hf_zero.errors import PartitionError
+from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.integrations.accelerate.multiple_models import MultipleEngines
 from tests.helpers.models import features
 from tests.helpers.stacks import stack
@@ -236,7 +236,9 @@ def test_a_limit_that_the_configuration_leaves_open_is_the_scripts(
 
 
 @pytest.mark.parametrize("clips, steps", [(False, False), (True, False), (False, True)])
-def test_scripts_that_leave_out_a_call_train_all_the_same(clips: bool, steps: bool) -> None:
+def test_scripts_that_leave_out_a_call_train_all_the_same(
+    clips: bool, steps: bool, heard: list[str]
+) -> None:
     """DeepSpeed allows it; a step that the script never calls is made before the next forward."""
 
     accelerator = accelerator_with(None)
@@ -254,6 +256,8 @@ def test_scripts_that_leave_out_a_call_train_all_the_same(clips: bool, steps: bo
     clip = torch.nn.utils.clip_grad_norm_
     with_limits(plain, lambda loss: (loss / 2).backward(), clip, theirs, limits)
     assert engine.global_steps == 3
+    told = [message for message in heard if "gradients are clipped to a norm of 1: " in message]
+    assert len(told) == (not clips) and all("gradient_clipping: 0.0" in each for each in told)
     for ours, wanted in zip(engine.module.parameters(), plain.parameters()):
         torch.testing.assert_close(ours, wanted)
 
@@ -279,3 +283,23 @@ def test_a_norm_that_the_engine_does_not_take_is_refused() -> None:
         PartitionError, match=r"clip_grad_norm_\(norm_type=inf\).*leave norm_type at 2"
     ):
         accelerator.clip_grad_norm_(engine.parameters(), 1.0, norm_type=float("inf"))
+
+
+@pytest.mark.parametrize("clip", [None, 0.0])
+def test_a_backward_that_accelerate_does_not_see(clip: float | None) -> None:
+    accelerator = accelerator_with(clip)
+    engine, optimizer = prepared(accelerator)
+    engine(features(0, 0, 0)).pow(2).mean().backward()
+    with pytest.raises(PartitionError, match=r"call accelerator.backward\(loss\) in place of loss"):
+        optimizer.step()
+    engine.restart_window()
+    accelerator.backward(engine(features(0, 0, 0)).pow(2).mean())
+    optimizer.step()
+    assert engine.global_steps == 1
+
+
+def test_a_second_optimizer_of_one_model_is_refused() -> None:
+    model = stack()
+    optimizers = [kind(model.parameters(), lr=0.1) for kind in (torch.optim.AdamW, torch.optim.SGD)]
+    with pytest.raises(ConfigError, match=r"got 2 optimizers \(AdamW, SGD\)"):
+        accelerator_with(None).prepare(model, *optimizers)
