@@ -17,6 +17,7 @@ _EXPORTS = {
     "Engine": "hf_zero.engine",
     "initialize": "hf_zero.initialize",
     "init_distributed": "hf_zero.distributed.init",
+    "PipelineEngine": "hf_zero.initialize",
     "PipelineModule": "hf_zero.parallel.pipeline.module",
     "LayerSpec": "hf_zero.parallel.pipeline.module",
     "TiedLayerSpec": "hf_zero.parallel.pipeline.module",
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from hf_zero.distributed.init import init_distributed as init_distributed
     from hf_zero.engine import Engine as Engine
     from hf_zero.errors import HfZeroError as HfZeroError
+    from hf_zero.initialize import PipelineEngine as PipelineEngine
     from hf_zero.initialize import initialize as initialize
     from hf_zero.integrations.datasets.analyze import analyze as analyze
     from hf_zero.integrations.fused.optimize import optimize as optimize

@@ -68,43 +68,10 @@ WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel
 if TYPE_CHECKING:
 
     class PipelineEngine(PipelineTraining, Engine):
-        """An engine with :meth:`train_batch`, for a model in pipeline stages."""
+        """The engine for a model in pipeline stages: an :class:`Engine` with ``train_batch``."""
 
 else:
     PipelineEngine = pipelined(Engine)
-
-
-@overload
-def initialize(
-    args: StagedModule,
-    model: ZeroConfig | Mapping[Any, Any] | str | os.PathLike[Any],
-    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
-    model_parameters: Iterable[Any] | None = None,
-    training_data: Any = None,
-    lr_scheduler: Any = None,
-    *,
-    collate_fn: Callable[[Any], Any] | None = None,
-    resume: str | os.PathLike[str] | None = None,
-) -> tuple[PipelineEngine, Any, DataLoader[Any] | None, Any]: ...
-
-
-@overload
-def initialize(
-    args: Any = None,
-    *,
-    model: StagedModule,
-    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
-    model_parameters: Iterable[Any] | None = None,
-    training_data: Any = None,
-    lr_scheduler: Any = None,
-    distributed_port: int | None = None,
-    mpu: Any = None,
-    dist_init_required: bool | None = None,
-    collate_fn: Callable[[Any], Any] | None = None,
-    config: ZeroConfig | Mapping[Any, Any] | str | os.PathLike[Any] | None = None,
-    config_params: ZeroConfig | Mapping[Any, Any] | str | os.PathLike[Any] | None = None,
-    resume: str | os.PathLike[str] | None = None,
-) -> tuple[PipelineEngine, Any, DataLoader[Any] | None, Any]: ...
 
 
 @overload

@@ -145,7 +145,19 @@ def latest_tag(root: AnyPath) -> str:
         ) from error
 
 
+def _cut_off(root: AnyPath) -> str:
+    """Return what is missing in a folder of torch.distributed.checkpoint, or ""."""
+    if is_remote(root) or next(root.glob("*.distcp"), None) is None or recognise(root):
+        return ""
+    return (
+        "it has .distcp files of torch.distributed.checkpoint, but not .metadata, which a save "
+        "writes last; restore that file, or pass another checkpoint"
+    )
+
+
 def _remedy(root: AnyPath) -> str:
+    if cut_off := _cut_off(root):
+        return cut_off
     found = [tag for tag in tags_in(root) if recognise(root / tag) != MODEL]
     if found:
         return f"pass one of the tags that exist: {', '.join(found)}"
@@ -204,7 +216,7 @@ def newest_whole(root: AnyPath) -> tuple[AnyPath, str] | None:
     from: the one that ``latest`` names, else the newest; damaged ones are skipped, with a warning.
     None if there is none. ``root`` may be a checkpoint itself, also one of another program.
 
-    Raises CheckpointError if there are several and each is damaged.
+    Raises CheckpointError if there are several and each is damaged, and for one without .metadata.
     """
     if is_checkpoint(root) or (recognise(root) not in ("", MODEL) and not _tags_of_ours(root)):
         named = root if root.name not in ("", "..") else root.resolve()
@@ -218,6 +230,8 @@ def newest_whole(root: AnyPath) -> tuple[AnyPath, str] | None:
             logger.warning("%s", error)
     folders = {locate(root, tag): tag for tag in dict.fromkeys(tags)}
     if not folders:
+        if cut_off := _cut_off(root):
+            raise CheckpointError(f"no checkpoint in {root}: {cut_off}")
         return None
     return root, folders[_newest(root, list(folders), whole=True)]
 

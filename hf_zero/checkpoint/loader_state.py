@@ -14,7 +14,7 @@ import torch
 from hf_zero.checkpoint.manifest import LOADER, Manifest
 from hf_zero.checkpoint.tensorfile import TensorFile
 from hf_zero.errors import CheckpointError
-from hf_zero.logging import log_rank0
+from hf_zero.logging import counted, log_rank0
 
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine
@@ -72,9 +72,12 @@ def restore(engine: TrainingEngine, manifest: Manifest, file: TensorFile | None)
         )
     else:
         why = "the checkpoint does not hold it"
+    done = counted(manifest.counters.get("global_steps", 0), "step")
+    if manifest.batch:
+        done += f" of {counted(manifest.batch['samples'], 'sample')}"
     log_rank0(
         f"the place in the training data is not restored: {why}; skip in the script what it has "
-        f"trained on ({manifest.counters.get('global_samples', 0):,} samples)",
+        f"trained on ({done})",
         logging.WARNING,
     )
 

@@ -182,7 +182,7 @@ _CHECKPOINT = under(
         "load_universal",
         BOOLEAN,
         "every checkpoint resumes on any number of ranks and at any stage; in scripts for "
-        "DeepSpeed, latest_universal has priority over latest",
+        "DeepSpeed, latest_universal then has priority over latest",
     ),
     inert(
         "tag_validation", choice("ignore", "warn", "fail"), "rank 0 decides the tag of a checkpoint"

@@ -135,9 +135,12 @@ def _shown(target: Target) -> str:
 
 
 def tag_of(engine: Any, load_dir: str | os.PathLike[str], tag: Any) -> str | None:
-    """Return ``tag``; for None under ``checkpoint.load_universal`` that in ``latest_universal``."""
-    named = as_path(load_dir) / LATEST_UNIVERSAL
-    if tag is None and _section(engine).get("load_universal") and named.is_file():
+    """Return ``tag``; for None that in ``latest_universal``, under ``checkpoint.load_universal`` or
+    where there is no ``latest``.
+    """
+    named, latest = (as_path(load_dir) / name for name in (LATEST_UNIVERSAL, LATEST))
+    asked = tag is None and (_section(engine).get("load_universal") or not latest.is_file())
+    if asked and named.is_file():
         return str(named.read_text()).strip()
     return None if tag is None else str(tag)
 

@@ -46,7 +46,8 @@ def started(model: Any, ranks: int, stage: int, precision: str) -> Any:
             "zero_optimization": {"stage": stage},
             "gradient_clipping": 1.0,
             "bf16": {"enabled": precision == "bf16"},
-            "checkpoint": {"load_universal": True},
+            # without the key, latest_universal counts where there is no latest
+            "checkpoint": {"load_universal": stage < 3},
         },
     )[0]
 

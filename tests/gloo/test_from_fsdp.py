@@ -153,6 +153,18 @@ def test_initialize_resumes_such_a_folder(written, form, heard):
     assert not any("no checkpoint" in said for said in heard)
 
 
+def test_a_folder_without_metadata(written, tmp_path):
+    folder = shutil.copytree(written[0] / "one", tmp_path / "one")
+    (folder / ".metadata").unlink()
+    settings = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 3}}
+    model = build(True)
+    engine = hf_zero.initialize(model=model, optimizer=optimizer_of(model), config=settings)[0]
+    with pytest.raises(CheckpointError, match=r"but not \.metadata, which a save writes last"):
+        engine.load_checkpoint(folder)
+    with pytest.raises(CheckpointError, match=r"but not \.metadata, which a save writes last"):
+        hf_zero.initialize(model=build(True), config=settings, resume=folder)
+
+
 def test_a_schedule_that_the_engine_does_not_have_is_named(written, heard):
     def go(rank):
         config = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": 3}}

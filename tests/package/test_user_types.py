@@ -62,6 +62,8 @@ engine.lr_schedule = model  # mistake
 engine.lr_scheduler = None
 engine.train_batch(iter([]))  # mistake
 engine.step(1, 2, 3)  # mistake
+untyped: typing.Any = model
+hf_zero.initialize(model=untyped, config="zero1")[0].bakward(loss)  # mistake
 engine.global_steps.upper()  # mistake
 print(engine.global_steps + 1, engine.world_size // 2)
 engine.save_checkpoint("run", tag=3)  # mistake
@@ -87,7 +89,8 @@ hf_zero.from_pretrained("gpt2", "zero3", "zero3")  # mistake
 
 stages = hf_zero.PipelineModule([torch.nn.Linear(2, 2)], num_stages=2)
 pipeline, _, _, _ = hf_zero.initialize(model=stages, config=config, training_data=[])
-hf_zero.initialize(stages, "zero1")[0].eval_batch([], reduce_output=None)
+assert isinstance(pipeline, hf_zero.PipelineEngine)
+pipeline.eval_batch([], reduce_output=None)
 pipeline.train_batch().item()
 pipeline.save_checkpoint("run")
 pipeline.train_batches()  # mistake
