@@ -43,6 +43,8 @@ FAMILIES = (
 # Each host sees its own devices.
 KEPT = frozenset({"CUDA_VISIBLE_DEVICES"})
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# before the script: argparse would take an option of the script, --n, for one of torchrun
+END_OF_OPTIONS = "--"
 WITH_LOCAL_RANK = (
     'script=$1; shift; exec {python} -u {module}"$script" --local_rank="$LOCAL_RANK" "$@"'
 )
@@ -296,8 +298,8 @@ def _torchrun(
         run = WITH_LOCAL_RANK.format(
             python=shlex.quote(request.python), module="-m " if request.module else ""
         )
-        return [*words, "--no-python", "sh", "-c", run, "sh"]
-    return [*words, *_kind(request, "--module", "--no-python")]
+        return [*words, "--no-python", END_OF_OPTIONS, "sh", "-c", run, "sh"]
+    return [*words, *_kind(request, "--module", "--no-python"), END_OF_OPTIONS]
 
 
 def _accelerate(

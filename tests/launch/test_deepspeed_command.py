@@ -95,11 +95,7 @@ def test_numbers_and_plain_local_ranks(planned: list[LaunchPlan]) -> None:
     main(["train.py"])
     counted, plain = (plan.starts[0].command for plan in planned)
     assert counted[counted.index("--nproc-per-node") + 1] == "3"
-    assert counted[-3:] == [
-        "--module",
-        "pkg.train",
-        "-x",
-    ]
+    assert counted[-4:] == ["--module", "--", "pkg.train", "-x"]
     assert plain[plain.index("--nproc-per-node") + 1] == "2"
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 from hf_zero.errors import LaunchError
 from hf_zero.launch import hosts
@@ -40,6 +41,14 @@ def option(command: list[str], name: str) -> str:
     return command[command.index(name) + 1]
 
 
+@pytest.mark.parametrize("given", [{}, {"local_rank_argument": True}, {"module": True}])
+def test_torchrun_takes_no_option_of_the_script_for_its_own(given: dict[str, bool]) -> None:
+    (start,) = made("train", "--n", "4", "--", "--h", **given).starts
+    ours = start.command[start.command.index("torch.distributed.run") + 1 :]
+    read = get_args_parser().parse_args(ours)
+    assert read.training_script_args[-4:] == ["--n", "4", "--", "--h"]
+
+
 def test_one_machine_takes_torchrun_at_a_free_port() -> None:
     planned = made("train.py", "--lr", "1", ranks=3)
     assert planned.alone and planned.meeting is None
@@ -50,11 +59,7 @@ def test_one_machine_takes_torchrun_at_a_free_port() -> None:
         LAUNCHER,
         "torch.distributed.run",
     ]
-    assert start.command[-3:] == [
-        "train.py",
-        "--lr",
-        "1",
-    ]
+    assert start.command[-4:] == ["--", "train.py", "--lr", "1"]
     assert option(start.command, "--nproc-per-node") == "3"
     assert option(start.command, "--rdzv-endpoint") == "127.0.0.1:0"
     assert start.environment == {}
@@ -240,7 +245,7 @@ def test_the_local_rank_as_the_deepspeed_launcher_passes_it(tmp_path: Path) -> N
         .command
     )
     at = command.index("sh")
-    assert command[at - 1] == "--no-python"
+    assert command[at - 2 : at] == ["--no-python", "--"]
     said = completed(command[at:], env={**os.environ, "LOCAL_RANK": "5"}, check=True).stdout
     assert said.strip() == str(["--local_rank=5", "--name", "two words", "$HOME"])
 
