@@ -17,7 +17,7 @@ from rich.table import Table
 from hf_zero.cli import completion
 from hf_zero.cli.printing import AsJson, in_units, print_json, print_table
 from hf_zero.errors import ConfigError
-from hf_zero.logging import counted, parse_rate, rate_in_units
+from hf_zero.logging import counted, parse_rate, parse_size, rate_in_units
 
 if TYPE_CHECKING:
     from hf_zero.device.free_memory import Free
@@ -271,7 +271,6 @@ def _free(
 
     from hf_zero.device import kinds
     from hf_zero.device.free_memory import measure
-    from hf_zero.logging import parse_size
 
     free = measure(
         torch.device(kinds.accelerator() or "cpu"),
@@ -279,10 +278,20 @@ def _free(
         here,
     )
     if device_memory is not None:
-        free = replace(free, device=parse_size(device_memory), host_device=False)
+        free = replace(free, device=_memory("--device-memory", device_memory), host_device=False)
     if ram is not None:
-        free = replace(free, ram=parse_size(ram) // here, limited_by="--ram")
+        free = replace(free, ram=_memory("--ram", ram) // here, limited_by="--ram")
     return free
+
+
+def _memory(option: str, text: str) -> int:
+    """Parse the memory that ``option`` gives. Raises ConfigError for a number that lacks its
+    unit.
+    """
+    size = parse_size(text)
+    if text.strip().isdecimal() and size < 1e6:
+        raise ConfigError(f"{option} {text} is {size} bytes; write the unit: {option} {text}GB")
+    return size
 
 
 def _footnote(own: Own) -> str:

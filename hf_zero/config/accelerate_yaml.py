@@ -231,6 +231,8 @@ def _read_section(section: Mapping[str, Any], reading: ConfigReading, label: str
             hint = did_you_mean(str(name), INSIDE)
             if name in KEYS or name in SECTIONS:
                 hint = f": it belongs into a DeepSpeed JSON, which {file} names"
+            elif nested := [key for key in KEYS if key.endswith(f".{name}")][:2]:
+                hint = f": write {' or '.join(nested)} in a DeepSpeed JSON, which {file} names"
             elif not closest(str(name), INSIDE) and (names := meant(str(name), section[name])):
                 hint = f": write {' or '.join(names)} in a DeepSpeed JSON, which {file} names"
             reading.mistakes.append(

@@ -296,6 +296,13 @@ def test_fit_where_nothing_fits_is_code_1(model: str, as_json: list[str]) -> Non
     assert json.loads(said)["config"] is None if as_json else nothing in said
 
 
+@pytest.mark.parametrize("option", ["--device-memory", "--ram"])
+def test_a_memory_without_its_unit_is_refused(model: str, option: str) -> None:
+    refused = CliRunner().invoke(app, ["estimate", model, "--ranks", "1", "--fit", option, "80"])
+    assert isinstance(refused.exception, ConfigError)
+    assert f"{option} 80 is 80 bytes; write the unit: {option} 80GB" in str(refused.exception)
+
+
 def test_explain_shows_every_value_with_its_source() -> None:
     rows = {
         row["key"]: row for row in json.loads(invoke("explain", ZERO3, "--ranks", "2", "--json"))

@@ -248,6 +248,10 @@ MISSPELT: dict[str, tuple[dict[str, Any], str]] = {
         {"deepspeed_config": {"fsdp": {"sharding_strategy": "FULL_SHARD"}}},
         "write zero_optimization in a DeepSpeed JSON",
     ),
+    "deepspeed_config.stage3_prefetch_bucket_size": (
+        {"deepspeed_config": {"stage3_prefetch_bucket_size": 1e6}},
+        "write zero_optimization.stage3_prefetch_bucket_size in a DeepSpeed JSON, which",
+    ),
     "deepspeed_config.zero": (
         {"deepspeed_config": {"zero": {"stage": 3}}},
         "did you mean 'zero_stage'",
