@@ -132,6 +132,13 @@ EnvFile = Annotated[
     list[Path] | None,
     typer.Option("--env-file", help="NAME=VALUE lines for all hosts, such as .deepspeed_env."),
 ]
+LogDir = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder on each host that gets stdout.log and stderr.log of each rank; lines on the "
+        "terminal begin with the number of the rank on its host."
+    ),
+]
 Ssh = Annotated[
     str | None,
     typer.Option(
@@ -161,6 +168,7 @@ def launch(
     no_python: NoPython = False,
     export: Export = None,
     env_file: EnvFile = None,
+    log_dir: LogDir = None,
     ssh: Ssh = None,
     ssh_port: SshPort = None,
     as_json: AsJson = False,
@@ -208,6 +216,7 @@ def launch(
             *([f"{WRITTEN}={json.dumps(written)}"] if written else []),
         ),
         env_files=tuple(env_file or ()),
+        log_dir=log_dir,
         ssh=ssh,
         ssh_port=ssh_port,
     )

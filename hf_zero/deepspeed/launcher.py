@@ -33,8 +33,8 @@ DEFAULT_PORT = 29500  # without ssh all hosts must assume the same port
 OVER_SSH = ("pdsh", "ssh")
 NOT_BUILT = {
     "launcher_args": "pass options of ssh with HF_ZERO_SSH",
+    "enable_each_rank_log": "hf-zero launch --log-dir and --launcher pdsh write one per rank",
     "save_pid": "the process that you start ends all others",
-    "enable_each_rank_log": "redirect the output: each line begins with its host",
     "autotuning": "choose the configuration yourself",
     "bind_cores_to_rank": "start the script with numactl and --no_python",
     "bind_core_list": "start the script with numactl and --no_python",
@@ -50,7 +50,8 @@ def main(args: Sequence[str] | None = None) -> None:
     given = parse_args(args)
     runner = RUNNERS.get(given.launcher.lower())
     for name, instead in NOT_BUILT.items():
-        if getattr(given, name) and not (runner and name == "launcher_args"):
+        built = {"launcher_args": runner, "enable_each_rank_log": runner is None}.get(name)
+        if getattr(given, name) and not built:
             raise NotBuiltError(
                 f"--{name} of the deepspeed command is not built in this version; {instead}"
             )
@@ -88,6 +89,7 @@ def main(args: Sequence[str] | None = None) -> None:
         master_port=given.master_port or (DEFAULT_PORT if given.no_ssh else None),
         node_rank=_unless_negative(given.node_rank) if given.no_ssh else None,
         env_files=tuple(files),
+        log_dir=Path(given.enable_each_rank_log) if given.enable_each_rank_log else None,
         ssh=_ssh(given.launcher.lower()),
         ssh_port=given.ssh_port,
     )

@@ -15,6 +15,7 @@ import re
 import runpy
 import signal
 import sys
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,10 +42,8 @@ def main() -> int:
     """
     launcher = sys.argv[1]
     sys.argv = sys.argv[1:]
-    if os.environ.get(SWITCH, "0").strip().lower() not in {"", "0", "false", "off", "no"}:
-        runpy.run_module(launcher, run_name="__main__", alter_sys=True)
-        return 0
-    for name in LOGGERS:
+    whole = os.environ.get(SWITCH, "0").strip().lower() not in {"", "0", "false", "off", "no"}
+    for name in () if whole else LOGGERS:
         logging.getLogger(name).addFilter(_wanted)
     try:
         runpy.run_module(launcher, run_name="__main__", alter_sys=True)
@@ -52,6 +51,8 @@ def main() -> int:
         ended = _ended(error)
         if ended is None:
             raise
+        if whole:
+            traceback.print_exc()
         code, said = ended
         print(f"hf-zero launch: {said}", file=sys.stderr, flush=True)
         return code

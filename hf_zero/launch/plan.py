@@ -45,6 +45,7 @@ KEPT = frozenset({"CUDA_VISIBLE_DEVICES"})
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # before the script: argparse would take an option of the script, --n, for one of torchrun
 END_OF_OPTIONS = "--"
+STDOUT_AND_STDERR = "3"  # of torchrun's --tee
 WITH_LOCAL_RANK = (
     'script=$1; shift; exec {python} -u {module}"$script" --local_rank="$LOCAL_RANK" "$@"'
 )
@@ -52,7 +53,7 @@ WITH_LOCAL_RANK = (
 
 @dataclass(frozen=True)
 class Request:
-    """Options of a launch.
+    """Options of a launch. ``log_dir``: folder on each host for the output of each of its ranks.
 
     ``accelerate``: options of ``accelerate launch``, which then starts the ranks; None means
     torchrun.
@@ -75,6 +76,7 @@ class Request:
     accelerate: tuple[str, ...] | None = None
     export: tuple[str, ...] = ()
     env_files: tuple[Path, ...] = ()
+    log_dir: Path | None = None
     ssh: str | None = None
     ssh_port: int | None = None
     python: str = field(default_factory=lambda: sys.executable)
@@ -276,6 +278,8 @@ def _torchrun(
         "--nproc-per-node",
         str(len(hosts[rank].slots)),
     ]
+    if request.log_dir is not None:
+        words += ["--log-dir", str(request.log_dir), "--tee", STDOUT_AND_STDERR]
     if meeting is None:
         words += [
             "--rdzv-backend",
@@ -306,6 +310,8 @@ def _accelerate(
     request: Request, hosts: Sequence[Host], rank: int, meeting: tuple[str, int] | None
 ) -> list[str]:
     words = ["accelerate.commands.launch", *(request.accelerate or ())]
+    if request.log_dir is not None:
+        words += ["--log_dir", str(request.log_dir), "--tee", STDOUT_AND_STDERR]
     if len(hosts) > 1:
         assert meeting is not None
         words += [

@@ -156,7 +156,7 @@ def test_how_much_is_said(
         (["--bind_core_list", "0-3"], "--bind_core_list"),
         (["--venv_script", "x"], "--venv_script"),
         (["--launcher_args=-v"], "--launcher_args"),
-        (["--enable_each_rank_log", "logs"], "--enable_each_rank_log"),
+        (["--launcher", "openmpi", "--enable_each_rank_log", "logs"], "--enable_each_rank_log"),
         (["--launcher", "none"], "--launcher none"),
     ],
 )
@@ -166,6 +166,12 @@ def test_what_is_not_built_says_so(
     with pytest.raises(NotBuiltError, match=f"{name}.* is not built"):
         main([*arguments, "train.py"])
     assert not planned
+
+
+def test_a_log_of_each_rank(planned: list[LaunchPlan]) -> None:
+    main(["--enable_each_rank_log", "logs", "train.py"])
+    command = planned[0].starts[0].command
+    assert command[command.index("--log-dir") :][:4] == ["--log-dir", "logs", "--tee", "3"]
 
 
 def test_a_failure_ends_the_command_with_its_code(

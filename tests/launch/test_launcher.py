@@ -1,11 +1,14 @@
-"""What ``hf-zero launch`` repeats of the error of a rank."""
+"""Failures of ranks as ``hf-zero launch`` repeats them, and its exit codes."""
 
 from __future__ import annotations
 
 import signal
+import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from hf_zero.launch import launcher
 
@@ -70,3 +73,19 @@ def test_of_ranks_with_one_error_the_one_that_has_printed_it_is_named(
         for rank in range(2)
     }
     assert launcher._first(failures) == (first, failures[first], " (ConfigError: wrong)")
+
+
+@pytest.mark.parametrize("shown", ["0", "1"])
+def test_a_signal_keeps_its_exit_code_with_a_traceback(
+    shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ends(*_: Any, **__: Any) -> None:
+        raise SignalException("got signal: 15", sigval=signal.SIGTERM)
+
+    monkeypatch.setattr(sys, "argv", ["launcher.py", "torch.distributed.run"])
+    monkeypatch.setattr(launcher.runpy, "run_module", ends)
+    monkeypatch.setenv("HF_ZERO_TRACEBACK", shown)
+    assert launcher.main() == 128 + signal.SIGTERM
+    said = capsys.readouterr().err
+    assert said.endswith("hf-zero launch: this launcher was ended by SIGTERM\n")
+    assert ("Traceback" in said) is (shown == "1")

@@ -41,6 +41,13 @@ def option(command: list[str], name: str) -> str:
     return command[command.index(name) + 1]
 
 
+@pytest.mark.parametrize("accelerate", [None, ("--use_deepspeed",)])
+def test_a_folder_for_the_output_of_each_rank(accelerate: tuple[str, ...] | None) -> None:
+    (start,) = made("train.py", accelerate=accelerate, log_dir=Path("logs")).starts
+    name = "--log-dir" if accelerate is None else "--log_dir"
+    assert option(start.command, name) == "logs" and option(start.command, "--tee") == "3"
+
+
 @pytest.mark.parametrize("given", [{}, {"local_rank_argument": True}, {"module": True}])
 def test_torchrun_takes_no_option_of_the_script_for_its_own(given: dict[str, bool]) -> None:
     (start,) = made("train", "--n", "4", "--", "--h", **given).starts
