@@ -110,6 +110,7 @@ class SingleEngine:
         self.due = False  # whether a step is deferred
         # since the last ``optimizer.step()``: steps, and backwards of ``accelerator.backward``
         self._applied = self._backwards = 0
+        self._held = 0  # micro-batches at the last ``optimizer.step()``
         self._limit_given = False
         if self._waits:
             self.engine.register_forward_pre_hook(self._before_forward)
@@ -172,7 +173,8 @@ class SingleEngine:
             self.make_step()
             steps, self._applied = self._applied, 0
             backwards, self._backwards = self._backwards, 0
-            if not backwards and self.engine.held_micro_batches:
+            before, self._held = self._held, self.engine.held_micro_batches
+            if not backwards and self._held > before:
                 raise PartitionError(
                     "loss.backward() came before this optimizer.step(), which Accelerate leaves to "
                     "accelerator.backward(loss) under ZeRO: nothing would be trained; call "

@@ -296,6 +296,13 @@ def test_a_backward_that_accelerate_does_not_see(clip: float | None) -> None:
     accelerator.backward(engine(features(0, 0, 0)).pow(2).mean())
     optimizer.step()
     assert engine.global_steps == 1
+    with accelerator.no_sync(engine):
+        accelerator.backward(engine(features(0, 0, 0)).pow(2).mean())
+    optimizer.step()
+    optimizer.step()  # a second call is no backward
+    engine(features(0, 0, 0)).pow(2).mean().backward()
+    with pytest.raises(PartitionError, match="nothing would be trained"):
+        optimizer.step()
 
 
 def test_a_second_optimizer_of_one_model_is_refused() -> None:
