@@ -80,8 +80,14 @@ def tags_in(directory: AnyPath) -> list[str]:
     return [item.name for item in sorted(found, key=age_key)]
 
 
-def _tags_of_ours(directory: AnyPath) -> list[str]:
-    return [tag for tag in tags_in(directory) if is_checkpoint(directory / tag)]
+def _recognised_itself(root: AnyPath) -> str:
+    """Return :func:`recognise` of ``root``, or "" for a folder with checkpoints of hf-zero in it: a
+    save there was stopped before it wrote ``latest``.
+    """
+    program = recognise(root)
+    if program and any(is_checkpoint(root / tag) for tag in tags_in(root)):
+        return ""
+    return program
 
 
 def age_key(folder: AnyPath) -> tuple[int, str]:
@@ -102,11 +108,7 @@ def locate(directory: str | os.PathLike[str], tag: str | None = None) -> AnyPath
     root = as_path(directory)
     if tag is not None:
         name = check_tag(tag)
-    elif is_checkpoint(root):
-        return root
-    elif recognise(root) and not _tags_of_ours(root):
-        # With an hf-zero checkpoint beside the whole weights, a save was stopped before it wrote
-        # `latest`: that case is left to latest_tag, which raises.
+    elif is_checkpoint(root) or _recognised_itself(root):
         return root
     else:
         name = latest_tag(root)
@@ -218,7 +220,7 @@ def newest_whole(root: AnyPath) -> tuple[AnyPath, str] | None:
 
     Raises CheckpointError if there are several and each is damaged, and for one without .metadata.
     """
-    if is_checkpoint(root) or (recognise(root) not in ("", MODEL) and not _tags_of_ours(root)):
+    if is_checkpoint(root) or _recognised_itself(root) not in ("", MODEL):
         named = root if root.name not in ("", "..") else root.resolve()
         return named.parent, named.name
     tags = [tag for tag in tags_in(root) if recognise(root / tag) != MODEL][::-1]
