@@ -45,6 +45,11 @@ explanations: list[Callable[[BaseException], Exception | None]] = []
 logged: set[str] = set()  # messages that this process has logged as errors before it raised them
 
 
+def shows_tracebacks() -> bool:
+    """Return whether ``HF_ZERO_TRACEBACK`` asks for the traceback of each error."""
+    return os.environ.get(SWITCH, "0").strip().lower() not in OFF
+
+
 class _Report:
     """``sys.excepthook`` of a process. ``before`` handles errors of other classes than ``ours``."""
 
@@ -67,7 +72,7 @@ class _Report:
                 kind, error = type(explained), explained
             if isinstance(error, self.ours) and not hasattr(error, "failed_rank"):
                 _record(error, trace)
-            if isinstance(error, self.ours) and os.environ.get(SWITCH, "0").strip().lower() in OFF:
+            if isinstance(error, self.ours) and not shows_tracebacks():
                 _print_once(error, trace)
             else:
                 self.before(kind, error, trace)

@@ -10,7 +10,6 @@ about that error and are left out.
 from __future__ import annotations
 
 import logging
-import os
 import re
 import runpy
 import signal
@@ -19,7 +18,8 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
-SWITCH = "HF_ZERO_TRACEBACK"
+from hf_zero.distributed.uncaught import shows_tracebacks
+
 # about the ends of ranks, which are reported below, and about files of torchrun's own
 NOISE = ("failed (exitcode", "closing signal", "no error file defined for parent")
 THREADS = "OMP_NUM_THREADS"
@@ -42,7 +42,7 @@ def main() -> int:
     """
     launcher = sys.argv[1]
     sys.argv = sys.argv[1:]
-    whole = os.environ.get(SWITCH, "0").strip().lower() not in {"", "0", "false", "off", "no"}
+    whole = shows_tracebacks()
     for name in () if whole else LOGGERS:
         logging.getLogger(name).addFilter(_wanted)
     try:
