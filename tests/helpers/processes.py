@@ -81,6 +81,18 @@ def _child(
         pipe.close()
 
 
+def forkserver() -> Any:
+    """Return the context of a process that has imported what ranks need, and forks them.
+
+    It has no threads, which the process of a test has many of: a child that inherits an object
+    whose destructor joins one of them may wait for ever. So it forks the workers of a DataLoader
+    as well.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "tests.helpers.preloaded"])
+    return context
+
+
 def run_processes(
     world: int,
     fn: Callable[..., Any],
@@ -96,10 +108,7 @@ def run_processes(
     without a word, and :class:`RanksHung` with every rank's stack after ``timeout`` seconds. Only
     its own children are ever ended.
     """
-    context = multiprocessing.get_context(start)
-    # torch and what a rank imports are imported once, by the process that forks the ranks
-    if start == "forkserver":
-        context.set_forkserver_preload([__name__, "tests.helpers.preloaded"])
+    context = forkserver() if start == "forkserver" else multiprocessing.get_context(start)
     store = dist.TCPStore(
         HOST, 0, world, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
     )
@@ -112,7 +121,7 @@ def run_processes(
                 child = context.Process(
                     target=_child,
                     args=(rank, world, store.port, timeout, logs[rank], theirs, fn, args),
-                    daemon=True,
+                    daemon=False,  # it may fork the workers of a DataLoader
                 )
                 child.start()
                 theirs.close()

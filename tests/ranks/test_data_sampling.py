@@ -16,6 +16,7 @@ import hf_zero
 from hf_zero.errors import ConfigError, DifficultyIndexError
 from tests.helpers import sampled
 from tests.helpers.engines import config_of
+from tests.helpers.processes import forkserver
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sampled import BATCH, ROWS, index_in, metric, section
 from tests.helpers.training import adamw
@@ -134,6 +135,7 @@ def test_workers_that_load_ahead_change_nothing(tmp_path):
     def run(rank):
         engine, loader = started(config)
         assert loader.num_workers == 2
+        loader.multiprocessing_context = forkserver()
         return train(engine, loader, 6)
 
     assert run_ranks(1, run)[0] == sampled.drawn(index, 6)
@@ -164,6 +166,7 @@ def test_a_function_makes_the_batches(tmp_path, workers):
 
     def run(rank):
         engine, loader = started(config)
+        loader.multiprocessing_context = forkserver() if workers else None
         seen = {int(row) for batch in loader for row in batch["id"]}
         assert seen == {*range(ROWS)}, "an epoch is a shuffle of all"
         engine.set_data_post_process_func(tagged)

@@ -22,6 +22,7 @@ from hf_zero.ops.files import parse_faults
 from tests.helpers import offloads
 from tests.helpers.engines import full_weights
 from tests.helpers.offloads import Values, ended, offload, same, train, trained
+from tests.helpers.processes import run_processes
 from tests.helpers.stacks import on_ranks, squared, stack
 from tests.helpers.training import At
 
@@ -157,10 +158,10 @@ class Rows(torch.utils.data.Dataset):
         return torch.full((7,), float(place))
 
 
-@pytest.mark.parametrize(
-    "way, stage", [("optimizer on cpu", 0), ("optimizer in files", 0), ("all in files", 3)]
-)
-def test_workers_of_a_data_loader_are_forked_beside_an_update(way, stage, tmp_path, monkeypatch):
+def trained_by_workers(rank, way, stage, folder, beside):
+    """Return the weights after steps whose batches forked workers load: while an update is under
+    way, which waits until they are forked, or between updates.
+    """
     forked = threading.Event()
     run_update = Update.run
 
@@ -168,8 +169,10 @@ def test_workers_of_a_data_loader_are_forked_beside_an_update(way, stage, tmp_pa
         forked.wait(60.0)
         run_update(self, *args)
 
-    def run(rank, model, beside):
-        engine = opened(model, way, stage, tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        if beside:
+            patch.setattr(Update, "run", slow)
+        engine = opened(stack(), way, stage, folder)
         for _ in range(2):
             loader = torch.utils.data.DataLoader(
                 Rows(), batch_size=3, num_workers=2, multiprocessing_context="fork"
@@ -187,9 +190,16 @@ def test_workers_of_a_data_loader_are_forked_beside_an_update(way, stage, tmp_pa
         forked.set()
         return ended(engine)
 
-    want = on_ranks(1, run, False)[0]
-    monkeypatch.setattr(Update, "run", slow)
-    same(on_ranks(1, run, True)[0], want)
+
+@pytest.mark.parametrize(
+    "way, stage", [("optimizer on cpu", 0), ("optimizer in files", 0), ("all in files", 3)]
+)
+def test_workers_of_a_data_loader_are_forked_beside_an_update(way, stage, tmp_path):
+    between, beside = (
+        run_processes(1, trained_by_workers, way, stage, tmp_path, beside)[0]
+        for beside in (False, True)
+    )
+    same(beside, between)
 
 
 @pytest.mark.turns

@@ -25,6 +25,7 @@ from hf_zero.launch.hosts import free_port
 from hf_zero.techniques.data_sampling import CurriculumSampler
 from tests.helpers import launched, sampled
 from tests.helpers.plain_process import forget
+from tests.helpers.processes import forkserver
 from tests.helpers.sampled import BATCH, ROWS, index_in, metric, section
 
 pytestmark = pytest.mark.usefixtures("plain_process")
@@ -69,7 +70,8 @@ def loader_first(accelerator: Accelerator) -> tuple[Any, Any, Any]:
 def loader_last(accelerator: Accelerator) -> tuple[Any, Any, Any]:
     accelerator.deepspeed_plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 4
     model, optimizer = accelerator.prepare(*parts())
-    return model, optimizer, accelerator.prepare_data_loader(loader(num_workers=1))
+    by_a_worker = loader(num_workers=1, multiprocessing_context=forkserver())
+    return model, optimizer, accelerator.prepare_data_loader(by_a_worker)
 
 
 def train(accelerator: Accelerator, model: Any, optimizer: Any, batches: Any) -> list[list[int]]:
