@@ -25,15 +25,29 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 
+SETUPTOOLS = 77  # as in pyproject.toml
 REQUIRE_CORE = "HF_ZERO_REQUIRE_CORE"
 PTH = "hf_zero.pth"
 RECIPE_FILES = (".py", ".md", ".json", ".yaml", ".ipynb", ".sh", ".svg", ".png")
 LINE = "import hf_zero._autoload; hf_zero._autoload.register()\n"
+
+
+def require_setuptools() -> None:
+    """Stop a build whose setuptools does not know the form of pyproject.toml's licence: its message
+    names neither its version nor the one that is needed.
+    """
+    if int(setuptools.__version__.partition(".")[0]) < SETUPTOOLS:
+        raise SystemExit(
+            f"hf-zero is built with setuptools {SETUPTOOLS} or later, and {setuptools.__version__} "
+            f"is installed: run pip install 'setuptools>={SETUPTOOLS}', or build without "
+            "--no-build-isolation"
+        )
 
 
 def require_scm() -> None:
@@ -220,6 +234,7 @@ commands: dict[str, Any] = {
     "build_ext": BuildNative,
     "sdist": CheckedSdist,
 }
+require_setuptools()
 setup(
     cmdclass=commands,
     long_description=readme(),

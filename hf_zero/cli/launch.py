@@ -174,7 +174,8 @@ def launch(
     as_json: AsJson = False,
 ) -> None:
     """Start a script's ranks with torchrun or, with --preset or --config, with accelerate launch.
-    With --json, print the commands without running them.
+    With --json, print the commands without running them; without --master-addr, the first host is
+    asked for its address.
 
     The hosts of --hostfile are reached through ssh without a password and need the same folder and
     the same Python. If one fails, and at Ctrl-C, all are ended, and none starts again: for hosts

@@ -47,7 +47,7 @@ from hf_zero.errors import RankMismatchError
 
 StatusPost = dict[str, Any]
 REMEDY = (
-    "Every rank must run the same forwards, backwards, steps, evaluations and "
+    "Every rank must run the same forwards, backwards, steps, evaluations, loads and "
     "saves in the same order"
 )
 OVER = ("failed", "broken")  # states of a rank that end all other ranks that wait

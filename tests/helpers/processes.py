@@ -84,9 +84,9 @@ def _child(
 def forkserver() -> Any:
     """Return the context of a process that has imported what ranks need, and forks them.
 
-    It has no threads, which the process of a test has many of: a child that inherits an object
-    whose destructor joins one of them may wait for ever. So it forks the workers of a DataLoader
-    as well.
+    It forks the workers of a DataLoader, too. A rank that is a thread would fork them beside the
+    main thread: Python clears that thread's state in the child, where torch caches operations on
+    a DTensor, so that the destructor of their ProcessGroupGloo waits for threads of the parent.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "tests.helpers.preloaded"])

@@ -118,6 +118,17 @@ def test_difficulties_without_the_package_of_datasets(monkeypatch: pytest.Monkey
         importlib.import_module("hf_zero.integrations.datasets.analyze")
 
 
+def test_a_build_with_an_old_setuptools_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Setuptools would refuse pyproject.toml without a word about its own version."""
+    monkeypatch.setattr("setuptools.setup", lambda **given: None)
+    monkeypatch.setattr("setuptools.__version__", "65.5.0")
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit, match=r"77 or later, and 65\.5\.0 is .*'setuptools>=77'"):
+        runpy.run_path(str(ROOT / "setup.py"))
+    requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    assert "setuptools>=77" in requires
+
+
 @pytest.mark.parametrize("command", ["build_py", "sdist"])
 def test_a_build_without_setuptools_scm_stops(
     command: str, monkeypatch: pytest.MonkeyPatch
