@@ -39,8 +39,8 @@ LINE = "import hf_zero._autoload; hf_zero._autoload.register()\n"
 
 
 def require_setuptools() -> None:
-    """Stop a build whose setuptools does not know the form of pyproject.toml's licence: its message
-    names neither its version nor the one that is needed.
+    """Stop a build with a setuptools that does not know the form in which pyproject.toml names the
+    licence: its own message says nothing of versions.
     """
     if int(setuptools.__version__.partition(".")[0]) < SETUPTOOLS:
         raise SystemExit(

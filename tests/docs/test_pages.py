@@ -349,15 +349,15 @@ STRINGS = {
 """Names that the code reads as strings: parameters of sections, methods of others that it wraps."""
 # Names of other libraries, of files, of results, as they are there.
 FOREIGN = {
-    "add_param_group", "clip_gradients", "compute_loss", "compute_metrics",
-    "current_difficulties", "dynamo_plugin", "from_config",
-    "fsdp_activation_checkpointing", "fsdp_auto_wrap_policy", "fsdp_cpu_ram_efficient_loading",
-    "fsdp_offload_params", "global_step120", "lr_scale", "manual_backward", "merge_adapter",
-    "metrics.jsonl", "optimizer.state", "output_attentions", "output_hidden_states",
-    "output_router_logits", "parallelism_config_dp_replicate_size", "predict_with_generate",
-    "pytorch_lightning", "reduce_dtype", "load_state", "save_pretrained", "save_to_disk",
-    "scaled_dot_product_attention", "sp_size", "train_state", "training_step", "zero_stage_0",
-    "zero_stage_2", "zero_stage_2_offload", "zero_stage_3", "zero_stage_3_offload",
+    "add_param_group", "clip_gradients", "compute_loss", "compute_metrics", "current_difficulties",
+    "dynamo_plugin", "from_config", "fsdp_activation_checkpointing", "fsdp_auto_wrap_policy",
+    "fsdp_cpu_ram_efficient_loading", "fsdp_offload_params", "global_step120", "load_state",
+    "lr_scale", "manual_backward", "merge_adapter", "metrics.jsonl", "optimizer.state",
+    "output_attentions", "output_hidden_states", "output_router_logits",
+    "parallelism_config_dp_replicate_size", "predict_with_generate", "pytorch_lightning",
+    "reduce_dtype", "save_pretrained", "save_to_disk", "scaled_dot_product_attention", "sp_size",
+    "train_state", "training_step", "zero_stage_0", "zero_stage_2", "zero_stage_2_offload",
+    "zero_stage_3", "zero_stage_3_offload",
 }  # fmt: skip
 STATE_DICTS = {*torch_state_dict.__all__, *vars(torch_state_dict.StateDictOptions())}
 
