@@ -239,5 +239,13 @@ setup(
     cmdclass=commands,
     long_description=readme(),
     long_description_content_type="text/markdown",
-    ext_modules=[Extension("hf_zero._cpu", sources(), depends=sorted(glob("kernels/cpu/*.h")))],
+    ext_modules=[
+        Extension(
+            "hf_zero._cpu",
+            sources(),
+            depends=sorted(glob("kernels/cpu/*.h")),
+            # an editable installation copies the core, and only an optional one may be missing
+            optional=os.environ.get(REQUIRE_CORE) != "1",
+        )
+    ],
 )

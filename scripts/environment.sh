@@ -1,37 +1,39 @@
-# Sourced by quickstart and test: makes the virtual environment, or reuses it, and leaves its interpreter in $python.
-# HF_ZERO_VENV names another place for it, PYTHON another interpreter to make it with.
+# Sourced by quickstart, test and docs: `prepare_environment EXTRA ...` makes the virtual environment, extends it by the named
+# extras of pyproject.toml, or reuses it. Its interpreter is then $python. environment.py does the work and reads the variables:
+# HF_ZERO_VENV (another folder than .venv), HF_ZERO_TORCH (cpu or cuda), PYTHON (the interpreter to make it with).
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${HF_ZERO_VENV:-$root/.venv}
 python=$venv/bin/python
 
-# The pinned versions need Python 3.11. A pyenv shim of a version that is not selected exists but does not run.
+# Print the newest Python that the pins support, or that of PYTHON. A pyenv shim of a version that is not selected exists but does
+# not run, and on Debian `python3 -m venv` fails without the package that has ensurepip.
 find_interpreter() {
-    local candidate
-    for candidate in ${PYTHON:-python3.11 python3 python3.12 python3.13}; do
-        if "$candidate" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then
+    local candidates=(python3.14 python3.13 python3.12 python3.11 python3) candidate version other="" bare=""
+    [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
+    for candidate in "${candidates[@]}"; do
+        version=$("$candidate" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null </dev/null) || continue
+        case $version in
+            3.11 | 3.12 | 3.13 | 3.14) ;;
+            *)
+                other=${other:-$candidate is $version}
+                continue
+                ;;
+        esac
+        if "$candidate" -c 'import ensurepip, venv' >/dev/null 2>&1 </dev/null; then
             echo "$candidate"
             return
         fi
+        bare=${bare:-$candidate cannot make virtual environments (no ensurepip): apt-get install python$version-venv, or set PYTHON}
     done
-    echo "no Python 3.11 or newer with venv among: ${PYTHON:-python3.11 python3 python3.12 python3.13}; install one, or set PYTHON" >&2
+    echo "environment: ${bare:-no Python 3.11 to 3.14 among ${candidates[*]}${other:+ ($other)}; install one, or set PYTHON to its path}" >&2
     return 1
 }
 
 prepare_environment() {
-    local stamp=$venv/hf-zero-requirements wanted interpreter
-    wanted=$(cd "$root" && cat constraints.txt pyproject.toml setup.py scripts/environment.sh kernels/cpu/* && echo "$root") || return
-    if [ -x "$python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
-        echo "environment: $venv (as it was)"
-        return
+    local interpreter
+    if [ -n "${PYTHON:-}" ] || ! interpreter=$("$python" -c 'import sys; print(sys._base_executable)' 2>/dev/null </dev/null); then
+        interpreter=$(find_interpreter) || return
     fi
-    interpreter=$(find_interpreter) || return
-    echo "environment: installing into $venv (minutes, once) ..."
-    rm -f "$stamp"
-    "$interpreter" -m venv "$venv" || return
-    # torch first and pinned: an open range would pick the newest build with its several gigabytes of CUDA. -qq leaves errors.
-    "$python" -m pip install -qq --no-input "$(grep '^torch==' "$root/constraints.txt")" -c "$root/constraints.txt" || return
-    "$python" -m pip install -qq --no-input -e "$root[test]" -c "$root/constraints.txt" || return
-    printf '%s\n' "$wanted" >"$stamp"
-    echo "environment: ready after ${SECONDS} s"
+    "$interpreter" "$root/scripts/environment.py" "$venv" "$@"
 }

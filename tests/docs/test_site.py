@@ -61,12 +61,12 @@ pytestmark = pytest.mark.long
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("mkdocstrings", reason="pip install 'hf-zero[docs]'")
     folder = tmp_path_factory.mktemp("site")
-    env = {**os.environ, "PYTHON": sys.executable}
+    env = {**os.environ, "HF_ZERO_VENV": sys.prefix}
     relative = os.path.relpath(folder)  # from here, not from the configuration of mkdocs
     built = completed([ROOT / "scripts" / "docs", relative], timeout=300, env=env)
     assert built.returncode == 0, built.stderr
     assert "WARNING" not in built.stderr, built.stderr
-    assert built.stdout.strip() == str(folder / "index.html")
+    assert built.stdout.splitlines()[-1] == str(folder / "index.html")
     return folder
 
 
@@ -85,14 +85,6 @@ def served(folder: Path) -> Iterator[str]:
         server.shutdown()
         thread.join()
         server.server_close()
-
-
-def test_a_missing_environment_is_named(tmp_path: Path) -> None:
-    env = {**os.environ, "PYTHON": str(tmp_path / "python")}
-    done = completed([ROOT / "scripts" / "docs", str(tmp_path)], timeout=60, env=env)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert f"{tmp_path}/python cannot import mkdocs" in done.stderr
-    assert "pip install 'hf-zero[docs]'" in done.stderr and "PYTHON=" in done.stderr
 
 
 def test_the_menu_has_every_page() -> None:
