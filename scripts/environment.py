@@ -1,9 +1,9 @@
-"""Make, extend or reuse the virtual environment of scripts/quickstart, scripts/test and scripts/docs.
+"""Make, extend or reuse the virtual environment of quickstart, test and docs.
 
 ``scripts/environment.sh`` runs this file with the interpreter that the environment is made with:
-``environment.py FOLDER EXTRA ...``. It uses the standard library alone. torch is installed first and
-alone, because of its two builds for Linux: one for CPUs, of PyTorch's own index, and the ordinary
-one of the package index, with gigabytes of CUDA libraries.
+``environment.py FOLDER EXTRA ...``. It uses the standard library alone. torch is installed first,
+because it has two builds for Linux: one for CPUs, of PyTorch's own index, and the ordinary one of
+the package index, with gigabytes of CUDA libraries.
 
 The stamp in the folder names what a finished installation was made of. A call that finds it
 unchanged installs nothing; one that finds none, after an interruption, continues.
@@ -94,15 +94,17 @@ class Environment:
             raise Refused(f"HF_ZERO_TORCH is {asked!r}; it takes {' or '.join(BUILDS)}")
         before = Stamp.read(self.stamp)
         files = digest()
-        if before and before.files == files and {*extras} <= {*before.extras}:
-            if asked in ("", before.torch):
-                print(f"environment: {self.folder} (as it was)")
-                return
+        fresh = before and before.files == files and asked in ("", before.torch)
+        if before and fresh and {*extras} <= {*before.extras}:
+            print(f"environment: {self.folder} (as it was)")
+            return
         wanted = tuple(sorted({*extras, *(before.extras if before else ())}))
         build = asked or (before.torch if before else "cuda" if has_nvidia_driver() else "cpu")
         added = wanted if before is None else tuple(sorted({*wanted} - {*before.extras}))
         size = announced(build if before is None or before.torch != build else "", added)
-        self._announce(BUILDS[build], added, size)
+        extra = f"[{','.join(added)}]" if added else ""
+        what = f"installs torch {pinned('torch')} ({BUILDS[build]}) and hf-zero{extra}"
+        self._announce(f"{what} into {self.folder}", size)
         self.stamp.unlink(missing_ok=True)
         self._create()
         build = self._install_torch(build, asked)
@@ -133,18 +135,16 @@ class Environment:
         if self.python.is_symlink() and not self.python.exists():
             raise Refused(f"the Python {version} that made {self.folder} is gone; {remedy}")
 
-    def _announce(self, build: str, added: Sequence[str], size: tuple[int, int]) -> None:
-        """Print what is installed, how large it is and how long that takes.
+    def _announce(self, what: str, size: tuple[int, int]) -> None:
+        """Print ``what`` is installed, how large it is and how long that takes.
 
         Raises Refused if the disk has no room for it.
         """
         load, disk = size
         minutes = max(1, round((load / RATE + disk / INSTALLED) / 60))
-        extra = f"[{','.join(added)}]" if added else ""
         print(
-            f"environment: installs torch {pinned('torch')}, {build}, and hf-zero{extra} into "
-            f"{self.folder}: {load:,} MB to download, {disk / 1000:.1f} GB on disk, about {minutes} "
-            f"min at 100 Mbit/s, once",
+            f"environment: {what}: {load:,} MB to download, {disk / 1000:.1f} GB on disk, about "
+            f"{minutes} min at 100 Mbit/s, once",
             flush=True,
         )
         parent = next(folder for folder in (self.folder, *self.folder.parents) if folder.is_dir())
@@ -186,11 +186,11 @@ class Environment:
                 if asked or not absent:
                     raise
                 self._refuse_without_index(error)
-            print(
-                f"environment: PyTorch's index offers no build for CPUs here (torch {version}, "
-                "Python {}.{}); the ordinary build comes instead".format(*sys.version_info)
+            self._announce(
+                f"PyTorch's index offers no build of torch {version} for CPUs here (Python "
+                "{}.{}): the ordinary build comes instead".format(*sys.version_info),
+                SIZES["cuda"],
             )
-            self._announce(BUILDS["cuda"], (), SIZES["cuda"])
         self._pip([f"torch==={version}"], SIZES["cuda"][1])
         return "cuda"
 
@@ -208,10 +208,12 @@ class Environment:
         scratch = self.folder / "tmp"  # one disk for downloads and what becomes of them
         scratch.mkdir(exist_ok=True)
         command = [self.python, "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
+        if "--no-deps" not in arguments:
+            command += ["-c", ROOT / "constraints.txt"]
         environment = {**os.environ, "TMPDIR": str(scratch), "PIP_PROGRESS_BAR": "off"}
         with self.log.open("w") as log:
             process = subprocess.Popen(
-                [*command, "-c", ROOT / "constraints.txt", *arguments],
+                [*command, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

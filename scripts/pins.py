@@ -3,9 +3,8 @@
     python scripts/pins.py            # writes tests/package/pins.json, from constraints.txt
     python scripts/pins.py --check    # says whether the file names the pinned versions; no network
 
-pip's report holds the metadata of each release: of torch that of the package index, which the
-ordinary build has, and not of a build for CPUs on this machine. ``tests/package/test_pins.py`` reads
-the file, so that no test needs a network.
+pip's report holds the metadata of each release: of torch that of the ordinary build, which the
+package index has. ``tests/package/test_pins.py`` reads the file, so that no test needs a network.
 """
 
 from __future__ import annotations

@@ -1,0 +1,285 @@
+"""The environment that scripts/quickstart and scripts/test install, over an interpreter and a pip
+that a shell script stands in for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import sys
+import tomllib
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.commands import completed
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCED = ROOT / "scripts" / "environment.sh"
+_spec = importlib.util.spec_from_file_location("environment", ROOT / "scripts/environment.py")
+assert _spec and _spec.loader
+script = importlib.util.module_from_spec(_spec)
+sys.modules["environment"] = script  # dataclasses look their module up
+_spec.loader.exec_module(script)
+
+# A stand-in for .venv/bin/python: appends its arguments to `calls`, answers as `answers` says.
+STUB = """#!/bin/sh
+echo "$@" >>"{folder}/calls"
+case "$*" in
+    *--version*) exit 0 ;;
+    *"pip index"*) exit {index} ;;
+    *{absent}*) cat "{folder}/said"; exit 1 ;;
+esac
+"""
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A virtual environment of this Python whose pip installs whatever it is asked for."""
+    made = tmp_path / "venv"
+    (made / "bin").mkdir(parents=True)
+    (made / "pyvenv.cfg").write_text("version = {}.{}.{}\n".format(*sys.version_info))
+    monkeypatch.setattr(script, "has_nvidia_driver", lambda: False)
+    answer(made)
+    return made
+
+
+def answer(folder: Path, absent: str = "nothing", said: str = "", index: int = 0) -> None:
+    """Let pip fail with the output ``said`` for arguments that contain ``absent``."""
+    (folder / "said").write_text(said)
+    python = folder / "bin" / "python"
+    python.write_text(STUB.format(folder=folder, absent=absent, index=index))
+    python.chmod(0o755)
+
+
+def prepare(folder: Path, *extras: str, **variables: str) -> list[str]:
+    """Return the calls of ``pip install`` that an installation makes."""
+    (folder / "calls").write_text("")
+    script.Environment(folder, variables).prepare(extras)
+    return re.findall("-m pip install.*", (folder / "calls").read_text())
+
+
+def test_one_environment_grows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch, package = prepare(folder)
+    assert torch.endswith("+cpu --retries 0 --timeout 20") and "--no-deps" in torch
+    assert package.endswith(f"--editable {ROOT}") and "-c " in package
+    said = capsys.readouterr().out
+    assert "MB to download" in said and "GB on disk" in said and "min at" in said
+    assert prepare(folder) == [] and "(as it was)" in capsys.readouterr().out
+    assert prepare(folder, "test", "lint")[-1].endswith(f"--editable {ROOT}[lint,test]")
+    assert prepare(folder, "test") == prepare(folder) == []
+    assert prepare(folder, "docs")[-1].endswith("[docs,lint,test]")
+    assert not (folder / "tmp").exists()
+
+
+def test_a_build_is_chosen_by_hand_or_by_driver(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "has_nvidia_driver", lambda: True)
+    ordinary = f"torch==={script.pinned('torch')}"
+    assert prepare(folder)[0].endswith(ordinary)
+    assert "+cpu" in prepare(folder, HF_ZERO_TORCH="cpu")[0]
+    assert prepare(folder) == []  # a later call keeps the build
+    assert prepare(folder, HF_ZERO_TORCH="cuda")[0].endswith(ordinary)
+
+
+ABSENT = "ERROR: No matching distribution found for torch==2.13.0+cpu\n"
+
+
+def test_the_ordinary_build_comes_where_there_is_none_for_cpus(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer(folder, "+cpu", ABSENT)
+    assert prepare(folder)[1].endswith(f"torch==={script.pinned('torch')}")
+    line = capsys.readouterr().out.splitlines()[1]
+    assert "no build of torch" in line and f"{script.SIZES['cuda'][0]:,} MB to download" in line
+    assert script.Stamp.read(folder / "hf-zero.json").torch == "cuda"
+
+
+def test_changed_files_are_installed_again_with_all_extras(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(folder, "test")
+    monkeypatch.setattr(script, "digest", lambda: "another")
+    assert prepare(folder)[-1].endswith("[test]")
+
+
+def test_an_interrupted_installation_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(self: Any, line: str) -> None:
+        raise KeyboardInterrupt
+
+    prepare(folder)
+    with monkeypatch.context() as patch:
+        answer(folder, "lint", "Collecting ruff\n")
+        patch.setattr(script.Progress, "line", interrupt)
+        patch.setattr(sys, "argv", ["environment.py", str(folder), "lint"])
+        assert script.main() == 130 and "the next call" in capsys.readouterr().err
+    answer(folder)
+    assert len(prepare(folder)) == 2  # even what was there before has no stamp
+
+
+def spoiled(folder: Path, settings: str) -> None:
+    (folder / "pyvenv.cfg").write_text(settings)
+
+
+def full(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(9e12, 9e12, 10**8))
+
+
+def gone(folder: Path) -> None:
+    (folder / "bin" / "python").unlink()
+    (folder / "bin" / "python").symlink_to("nowhere")
+
+
+MACHINES: dict[str, tuple[Callable[[pytest.MonkeyPatch, Path], Any], list[str]]] = {
+    "mac": (lambda patch, _: patch.setattr(sys, "platform", "darwin"), ["darwin", "container"]),
+    "32 bits": (lambda patch, _: patch.setattr(sys, "maxsize", 2**31 - 1), ["32-bit", "PYTHON"]),
+    "musl": (
+        lambda patch, _: patch.setattr(
+            script.sysconfig, "get_config_var", lambda name: "x86_64-pc-linux-musl"
+        ),
+        ["musl", "Debian"],
+    ),
+    "3.14.1": (
+        lambda patch, _: patch.setattr(sys, "version_info", (3, 14, 1, "final", 0)),
+        ["3.14.1", "PYTHON"],
+    ),
+    "another Python": (
+        lambda _, folder: spoiled(folder, "version = 3.9.1\n"),
+        ["3.9", "rm -r", "HF_ZERO_VENV"],
+    ),
+    "a Python that is gone": (lambda _, folder: gone(folder), ["gone", "rm -r"]),
+    "a full disk": (lambda patch, _: full(patch), ["0.1 GB free", "HF_ZERO_VENV"]),
+}
+
+
+@pytest.mark.parametrize("case", MACHINES)
+def test_a_machine_that_cannot_take_it(
+    case: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, words = MACHINES[case]
+    change(monkeypatch, folder)
+    with pytest.raises(script.Refused) as refused:
+        prepare(folder)
+    assert all(word in str(refused.value) for word in words), refused.value
+    assert "\n" not in str(refused.value)
+
+
+def test_a_build_that_does_not_exist(folder: Path) -> None:
+    with pytest.raises(script.Refused, match="HF_ZERO_TORCH is 'rocm'; it takes cpu or cuda"):
+        prepare(folder, HF_ZERO_TORCH="rocm")
+    answer(folder, "+cpu", ABSENT)
+    with pytest.raises(script.Refused, match=r"no release of torch==\S+\+cpu for Python"):
+        prepare(folder, HF_ZERO_TORCH="cpu")
+
+
+OUTPUTS = {
+    "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device": (
+        "the disk is full; make room"
+    ),
+    "ERROR: HTTP error 403 while getting https://index.example/packages/ab/ruff-0.17-x.whl": (
+        "refuses ruff (403); allow it there, or name another index in PIP_INDEX_URL"
+    ),
+    "WARNING: Retrying after ProxyError('Cannot connect to proxy.', OSError('Tunnel connection "
+    "failed: 403 Forbidden'))': /simple/torch/\nERROR: No matching distribution found for torch": (
+        "refuses torch (a proxy)"
+    ),
+    "WARNING: Retrying after NewConnectionError('Temporary failure in name resolution')\n"
+    "ERROR: No matching distribution found for torch": (
+        "the package index cannot be reached (NewConnectionError); connect to a network"
+    ),
+    "ERROR: No matching distribution found for numpy==2.4.6": (
+        "no release of numpy==2.4.6 for Python"
+    ),
+    "The conflict is caused by:\n    torch 2.13.0 depends on triton==3.7.1\n    The user requested "
+    "(constraint) triton==3.9.0": (
+        "pins contradict each other: torch 2.13.0 depends on triton==3.7.1; The user requested"
+    ),
+    "ERROR: something else": "pip failed: something else",
+}
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_a_failure_of_pip_is_one_line(output: str, folder: Path) -> None:
+    answer(folder, "editable", output)
+    with pytest.raises(script.Refused) as refused:
+        prepare(folder)
+    said = str(refused.value)
+    assert OUTPUTS[output] in said and str(folder / "install.log") in said and "\n" not in said
+    assert script.Stamp.read(folder / "hf-zero.json") is None
+
+
+def test_without_a_network_no_gigabytes_are_promised(folder: Path) -> None:
+    answer(folder, "+cpu", f"WARNING: NameResolutionError\n{ABSENT}", index=1)
+    with pytest.raises(script.Refused, match="cannot be reached"):
+        prepare(folder)
+
+
+# --- the interpreter
+
+
+def interpreters(folder: Path, **versions: str) -> dict[str, str]:
+    """Return an environment whose PATH has nothing but interpreters of these versions; "!" after
+    one says that it has no ensurepip.
+    """
+    for name, version in versions.items():
+        path = folder / name.replace("_", ".")
+        bare = "case $2 in *ensurepip*) exit 1;; esac\n" if version.endswith("!") else ""
+        path.write_text(f"#!/bin/sh\n{bare}echo {version.rstrip('!')}\n")
+        path.chmod(0o755)
+    (folder / "dirname").symlink_to(shutil.which("dirname") or "")
+    return {"PATH": str(folder), "HF_ZERO_VENV": str(folder / "venv")}
+
+
+def chosen(variables: dict[str, str]) -> Any:
+    command = [shutil.which("bash"), "-c", f"source '{SOURCED}' && find_interpreter"]
+    return completed(command, env=variables)
+
+
+@pytest.mark.parametrize(
+    ("versions", "wanted"),
+    [
+        ({"python3_11": "3.11", "python3_13": "3.13", "python3": "3.11"}, "python3.13"),
+        ({"python3": "3.12", "python3_9": "3.9"}, "python3"),
+        ({"python3_14": "3.14!", "python3_12": "3.12"}, "python3.12"),
+    ],
+)
+def test_the_newest_python_that_works_is_taken(
+    versions: dict[str, str], wanted: str, tmp_path: Path
+) -> None:
+    assert chosen(interpreters(tmp_path, **versions)).stdout.strip() == wanted
+
+
+@pytest.mark.parametrize(
+    ("versions", "variables", "words"),
+    [
+        ({"python3": "3.10"}, {}, ["python3 is 3.10", "set PYTHON"]),
+        ({"python3": "3.15"}, {}, ["python3 is 3.15", "3.11 to 3.14"]),
+        ({}, {}, ["no Python 3.11 to 3.14", "set PYTHON"]),
+        ({"python3": "3.11!"}, {}, ["no ensurepip", "apt-get install python3.11-venv"]),
+        ({"python3": "3.12"}, {"PYTHON": "/opt/no such/python"}, ["/opt/no such/python"]),
+    ],
+)
+def test_a_python_that_cannot_be_used_is_named(
+    versions: dict[str, str], variables: dict[str, str], words: list[str], tmp_path: Path
+) -> None:
+    done = chosen({**interpreters(tmp_path, **versions), **variables})
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert all(word in done.stderr for word in words), done.stderr
+
+
+def test_the_pythons_of_the_scripts_are_those_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    promised = re.findall(r"Python :: (3\.\d+)", " ".join(project["classifiers"]))
+    text = SOURCED.read_text()
+    assert [*reversed(re.findall(r"python(3\.\d+) ", text))] == promised
+    assert " | ".join(promised) in text and f"{promised[0]} to {promised[-1]}" in text
+    assert os.access(ROOT / "scripts/quickstart", os.X_OK)
