@@ -6,21 +6,17 @@ ARG PYTHON=3.11
 FROM python:${PYTHON}-bookworm AS build
 WORKDIR /src
 COPY . .
-# A build without compilers would leave the core out; here that is an error.
-RUN HF_ZERO_REQUIRE_CORE=1 pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+RUN bash scripts/image build /wheels
 
 FROM python:${PYTHON}-slim-bookworm
 ARG EXTRAS=""
 COPY --from=build /wheels /wheels
-# constraints.txt has the versions that the tests run with; torch of the package index is built for CUDA.
-COPY constraints.txt /wheels/
 # Triton and torch.compile call a C compiler at run time.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/* \
-    && pip install --no-cache-dir --constraint /wheels/constraints.txt \
-        "hf-zero[${EXTRAS}] @ file://$(echo /wheels/hf_zero-*.whl)" \
+    && bash /wheels/image install /wheels "${EXTRAS}" \
     && rm -r /wheels \
     && useradd --create-home --uid 1000 trainer
 USER 1000

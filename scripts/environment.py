@@ -211,7 +211,7 @@ class Environment:
         if "--no-deps" not in arguments:
             command += ["-c", ROOT / "constraints.txt"]
         environment = {**os.environ, "TMPDIR": str(scratch), "PIP_PROGRESS_BAR": "off"}
-        with self.log.open("w") as log:
+        with self.log.open("w", buffering=1) as log:
             process = subprocess.Popen(
                 [*command, *arguments],
                 stdin=subprocess.DEVNULL,

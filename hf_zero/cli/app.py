@@ -17,7 +17,7 @@ from hf_zero.cli.estimate import estimate
 from hf_zero.cli.explain import explain, schema
 from hf_zero.cli.launch import launch
 from hf_zero.cli.migrate import migrate
-from hf_zero.cli.printing import print_json
+from hf_zero.cli.printing import print_json, replace_unencodable
 from hf_zero.cli.recipes import init, recipe
 from hf_zero.cli.report import report
 from hf_zero.cli.simulate import simulate
@@ -89,6 +89,7 @@ def main() -> None:
     An HfZeroError, which names what the user has to change, ends it with code 2 and no traceback;
     so does a command line that cannot be read.
     """
+    replace_unencodable()
     try:
         sys.exit(app(standalone_mode=False, prog_name="hf-zero"))
     except HfZeroError as error:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import json
 import os
 import shutil
 import sys
+import unicodedata
 from textwrap import TextWrapper
 from typing import Annotated, Any
 
@@ -15,9 +18,39 @@ from rich.table import Table
 
 from hf_zero.logging import in_units
 
-__all__ = ["AsJson", "entry", "in_units", "print_json", "print_table"]
+__all__ = ["AsJson", "entry", "in_units", "print_json", "print_table", "replace_unencodable"]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+# ASCII for characters of the pages that do not decompose into it.
+ASCII = {
+    "–": "-", "—": "-", "−": "-", "·": "-", "×": "x", "≤": "<=", "≥": ">=", "→": "->", "“": '"',
+    "”": '"', "’": "'", "«": '"', "»": '"', "●": "*", "◐": "+", "○": "-", "•": "-", "─": "-",
+    "│": "|", **dict.fromkeys("┌┐└┘┬┴├┤┼", "+"), **dict(zip("░▒▓█", ".:%#")),
+}  # fmt: skip
+
+
+def replace_unencodable() -> None:
+    """Let stdout and stderr print ASCII for characters that their encoding lacks, as under
+    ``LC_ALL=C`` with ``PYTHONIOENCODING=ascii``; by default Python raises UnicodeEncodeError.
+    """
+    codecs.register_error("hf_zero_ascii", _as_ascii)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="hf_zero_ascii")
+
+
+def _as_ascii(error: UnicodeError) -> tuple[str, int]:
+    """Return ASCII for the characters that ``error`` names, and where encoding continues: the
+    handler that codecs.register_error asks for.
+    """
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    parts = []
+    for character in error.object[error.start : error.end]:
+        plain = unicodedata.normalize("NFKD", character).encode("ascii", "ignore").decode()
+        parts.append(ASCII.get(character) or plain or "?")
+    return "".join(parts), error.end
 
 
 def print_json(value: Any) -> None:

@@ -12,7 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser
+try:
+    from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}: this recipe needs pip install 'hf-zero[trl]'")
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from starting import DEFAULTS, Measured, load_causal, load_data, paragraphs, parse_arguments

@@ -14,8 +14,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import trl.rewards
-from trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser, get_peft_config
+try:
+    import trl.rewards
+    from trl import (
+        GRPOConfig,
+        GRPOTrainer,
+        ModelConfig,
+        ScriptArguments,
+        TrlParser,
+        get_peft_config,
+    )
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}: this recipe needs pip install 'hf-zero[trl]'")
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from starting import DEFAULTS, Measured, load_causal, load_data, paragraphs, parse_arguments

@@ -14,17 +14,22 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+try:
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.loggers import CSVLogger
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}: this recipe needs pip install 'hf-zero[lightning]'")
 
 CARD = Path(__file__).with_name("README.md")
 KINDS, SIDE = 10, 32

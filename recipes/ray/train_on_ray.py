@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
-import ray
-import ray.train
 import torch
-from ray.train import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
 from transformers import GPT2Config, GPT2LMHeadModel
+
+try:
+    import ray
+    import ray.train
+    from ray.train import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}: this recipe needs pip install 'ray[train]'")
 
 LENGTH, VOCABULARY = 32, 64
 

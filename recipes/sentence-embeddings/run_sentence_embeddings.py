@@ -12,13 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sentence_transformers import (
-    SentenceTransformer,
-    SentenceTransformerTrainer,
-    SentenceTransformerTrainingArguments,
-)
-from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
-from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+
+try:
+    from sentence_transformers import (
+        SentenceTransformer,
+        SentenceTransformerTrainer,
+        SentenceTransformerTrainingArguments,
+    )
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}: this recipe needs pip install 'sentence-transformers'")
 from transformers import BertConfig, BertModel, HfArgumentParser
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))

@@ -15,7 +15,11 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
-from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config
+
+try:
+    from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}: this recipe needs pip install 'hf-zero[trl,peft]'")
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from starting import DEFAULTS, Measured, load_causal, load_data, paragraphs, parse_arguments

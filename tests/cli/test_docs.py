@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import codecs
 import json
+import os
 import re
+import sys
 
 import pytest
 from typer.testing import CliRunner
 
 import hf_zero
 import hf_zero.errors
+from hf_zero.cli import printing
 from hf_zero.cli.app import app
-from hf_zero.cli.docs import find, pages, stem
+from hf_zero.cli.docs import FOLDER, find, pages, stem
 from hf_zero.config.keys import KEYS
 from hf_zero.errors import ConfigError
+from tests.helpers.commands import completed
 
 
 def shown(*topic: str) -> str:
@@ -150,3 +155,18 @@ def test_a_misspelt_topic() -> None:
         find("gradient_cliping")
     with pytest.raises(ConfigError, match="did you mean 'learning_rate'"):
         find("learning_rat")  # of the text, not of a heading
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_of_few_characters_shows_what_it_can(encoding: str) -> None:
+    env = {**os.environ, "PYTHONIOENCODING": encoding, "LC_ALL": "C"}
+    command = [sys.executable, "-c", "from hf_zero.cli import main; main()", "docs", "features"]
+    shown = completed(command, env=env)
+    assert shown.returncode == 0 and shown.stderr == ""
+    assert "* works; the device makes no difference" in shown.stdout
+
+
+def test_each_character_of_the_pages_has_an_ascii_form() -> None:
+    codecs.register_error("hf_zero_ascii", printing._as_ascii)
+    text = "".join(path.read_text(encoding="utf-8") for path in FOLDER.glob("*.md"))
+    assert text.encode("ascii", "hf_zero_ascii").count(b"?") == text.count("?")

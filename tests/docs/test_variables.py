@@ -26,7 +26,8 @@ def test_each_variable_has_a_section() -> None:
             if isinstance(node, ast.Constant) and isinstance(node.value, str)
         )
         found |= {text for text in strings if re.fullmatch(r"HF_ZERO_[A-Z_]+", text)}
-    found |= set(re.findall(r"HF_ZERO_[A-Z_]+", (ROOT / "scripts/environment.sh").read_text()))
+    for script in ("environment.sh", "environment.py"):
+        found |= {*re.findall(r"HF_ZERO_[A-Z_]+", (ROOT / "scripts" / script).read_text())}
     titles = {title for level, title in headings("environment") if level == 3}
     assert {title for title in titles if title.startswith("HF_ZERO_")} == {*variables.VARIABLES}
     assert {*variables.VARIABLES} == found

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import runpy
 import shlex
 import shutil
 import sys
@@ -346,3 +347,28 @@ def test_all_stages_train_alike(recipe: Path, tmp_path: Path) -> None:
         assert [loss for _, loss in curve] == pytest.approx(
             [loss for _, loss in curves["zero0"]], rel=1e-5
         ), name
+
+
+LACKING = {
+    "continued-pretraining": "trl",
+    "dpo": "trl",
+    "grpo": "trl",
+    "lightning": "lightning",
+    "ray": "ray",
+    "sentence-embeddings": "sentence_transformers",
+    "sft-lora": "trl",
+}
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_a_recipe_whose_library_is_missing_says_how_to_install_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (script,) = (
+        path for path in (ROOT / "recipes" / name).glob("*.py") if path.stem.startswith(("run", "train"))
+    )
+    monkeypatch.setitem(sys.modules, LACKING[name], None)
+    with pytest.raises(
+        SystemExit, match=rf"{LACKING[name]}.*: this recipe needs pip install '\S+'$"
+    ):
+        runpy.run_path(str(script))
