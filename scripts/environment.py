@@ -100,11 +100,16 @@ class Environment:
             return
         wanted = tuple(sorted({*extras, *(before.extras if before else ())}))
         build = asked or (before.torch if before else "cuda" if has_nvidia_driver() else "cpu")
-        added = wanted if before is None else tuple(sorted({*wanted} - {*before.extras}))
-        size = announced(build if before is None or before.torch != build else "", added)
-        extra = f"[{','.join(added)}]" if added else ""
-        what = f"installs torch {pinned('torch')} ({BUILDS[build]}) and hf-zero{extra}"
-        self._announce(f"{what} into {self.folder}", size)
+        kept = before.extras if before and before.torch == build else ()
+        added = tuple(name for name in wanted if name not in kept)
+        if before is None or before.torch != build:
+            extra = f"[{','.join(added)}]" if added else ""
+            what = f"installs torch {pinned('torch')} ({BUILDS[build]}) and hf-zero{extra} into"
+            size = announced(build, *added)
+        else:
+            what = f"adds {' and '.join(added) or 'changes of the project files'} to"
+            size = announced(*added)
+        self._announce(f"{what} {self.folder}", size)
         self.stamp.unlink(missing_ok=True)
         self._create()
         build = self._install_torch(build, asked)
@@ -142,11 +147,9 @@ class Environment:
         """
         load, disk = size
         minutes = max(1, round((load / RATE + disk / INSTALLED) / 60))
-        print(
-            f"environment: {what}: {load:,} MB to download, {disk / 1000:.1f} GB on disk, about "
-            f"{minutes} min at 100 Mbit/s, once",
-            flush=True,
-        )
+        long = f"about {minutes} min at 100 Mbit/s"
+        sizes = f"{load:,} MB to download, {disk / 1000:.1f} GB on disk, {long}, once"
+        print(f"environment: {what}{': ' if load else ''}{sizes if load else ''}", flush=True)
         parent = next(folder for folder in (self.folder, *self.folder.parents) if folder.is_dir())
         free = shutil.disk_usage(parent).free / 1e6
         if free < disk:
@@ -205,7 +208,7 @@ class Environment:
 
         Raises Refused, with the cause in pip's output.
         """
-        scratch = self.folder / "tmp"  # one disk for downloads and what becomes of them
+        scratch = self.folder.resolve() / "tmp"  # one disk for downloads and what becomes of them
         scratch.mkdir(exist_ok=True)
         command = [self.python, "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
         if "--no-deps" not in arguments:
@@ -278,11 +281,9 @@ class Progress:
             )
 
 
-def announced(build: str, extras: Sequence[str]) -> tuple[int, int]:
-    """Return MB of downloads and MB on disk of torch's ``build`` ("" if it is there) with
-    ``extras``.
-    """
-    rows = [SIZES[name] for name in (build, *extras) if name]
+def announced(*parts: str) -> tuple[int, int]:
+    """Return MB of downloads and MB on disk of ``parts``: a build of torch, extras."""
+    rows = [SIZES[name] for name in parts]
     return sum(load for load, _ in rows), sum(disk for _, disk in rows)
 
 
@@ -372,6 +373,7 @@ def explained(output: str, log: Path) -> str:
 
 def main() -> int:
     folder, *extras = sys.argv[1:]
+    folder = min(folder, os.path.relpath(folder), key=len)  # as a person would write it
     try:
         Environment(Path(folder), os.environ).prepare(extras)
     except Refused as error:

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline
+from transformers.utils import logging
 
 import hf_zero
 
@@ -82,6 +83,7 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path, help="the last sharded checkpoint")
     parser.add_argument("model", type=Path, help="the converted folder")
     args = parser.parse_args()
+    logging.disable_progress_bar()  # a bar of a hundredth of a second
     run = described(args.checkpoint, args.model)
     Console().print(table(run | {"checkpoint": str(args.checkpoint), "model": str(args.model)}))
 

@@ -35,8 +35,11 @@ def test_one_least_version_of_python_is_named_everywhere() -> None:
     assert min(versions, key=lambda name: int(name[2:])) == least
     assert PROJECT["tool"]["ruff"]["target-version"] == "py" + least.replace(".", "")
     assert PROJECT["tool"]["mypy"]["python_version"] == least
-    assert f"Python {least} or newer" in (ROOT / "README.md").read_text()
-    assert f"Python {least} to 3." in (ROOT / "hf_zero/docs/start.md").read_text()
+    promised = f"Python {least} to {max(versions, key=lambda name: int(name[2:]))}"
+    for page in ("README.md", "hf_zero/docs/start.md"):
+        assert promised in (ROOT / page).read_text()
+    table = (ROOT / "hf_zero/docs/compatibility.md").read_text()
+    assert all(f"| {version} |" in table for version in versions)
 
 
 def test_the_workflows_are_valid_and_cover_each_version_of_python() -> None:
