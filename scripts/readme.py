@@ -1,6 +1,7 @@
-"""Writes what is generated for readers and editors: the drawing of the stages, the table of stages
-by model size and number of GPUs, the tables of measurements in the documentation, the page of
-configuration keys, their JSON schema, and the types of ZeroConfig's keywords.
+"""Writes what is generated for readers and editors: the drawings of the stages, of a terminal
+session and of measurements beside peers, the table of stages by model size and number of GPUs, the
+tables of measurements in the documentation, the page of configuration keys, their JSON schema, and
+the types of ZeroConfig's keywords.
 
     python scripts/readme.py            # writes the files below
     python scripts/readme.py --check    # says what would change; exit code 1 if anything
@@ -18,7 +19,8 @@ from typing import Any
 
 import cards
 import published_configurations
-from bench import comparison
+import recording
+from bench import comparison, picture
 from marks import filled
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -236,9 +238,7 @@ def formatted(source: str) -> str:
 
 def generated() -> dict[Path, str]:
     """Every generated file and what it should hold."""
-    table = stages()
     docs = ROOT / "hf_zero/docs"
-    tabled = (ROOT / "README.md", docs / "stages.md")
     published = published_configurations.table(published_configurations.read(RESULTS))
     migrated = (docs / "from-deepspeed.md", docs / "from-fsdp.md")
     limits = docs / "limits.md"
@@ -246,9 +246,14 @@ def generated() -> dict[Path, str]:
         **keys(),
         **cards.generated(),
         limits: filled(limits.read_text(), "comparison", comparison.table()),
-        **{path: filled(path.read_text(), "stages", table) for path in tabled},
+        docs / "stages.md": filled((docs / "stages.md").read_text(), "stages", stages()),
         **{path: filled(path.read_text(), "published", published) for path in migrated},
         **{docs / "drawings" / f"stages-{scheme}.svg": drawing(scheme) for scheme in COLORS},
+        **{
+            docs / "drawings" / f"measured-{scheme}.svg": picture.drawing(colors)
+            for scheme, colors in COLORS.items()
+        },
+        **recording.generated(),
     }
 
 

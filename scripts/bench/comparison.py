@@ -1,5 +1,5 @@
 """The table of hf-zero beside DeepSpeed, FSDP2 and DDP in the documentation, from the rows in
-``results/``. ``scripts/readme.py`` writes it.
+``results/``. ``scripts/readme.py`` writes it; ``picture.py`` draws a selection of the figures.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Comparison(NamedTuple):
     measured: Callable[[Rows], Cells]
 
 
-def _steps(stage: int) -> Callable[[Rows], Cells]:
-    """Return the best round's seconds of a step."""
-    fsdp, ddp = ("fsdp2" if stage == 3 else "", "ddp" if stage == 0 else "")
+def steps(stage: int, ddp: bool = False) -> Callable[[Rows], Cells]:
+    """Return the best round's seconds of a step, that of DDP at stage 0 or with ``ddp``."""
+    peers = ("fsdp2" if stage == 3 else "", "ddp" if ddp or stage == 0 else "")
 
     def measured(rows: Rows) -> Cells:
         (best,) = [row["best"] for row in rows if "best" in row]
-        return [best.get(name) for name in (f"hfz{stage}", f"ds{stage}", fsdp, ddp)]
+        return [best.get(name) for name in (f"hfz{stage}", f"ds{stage}", *peers)]
 
     return measured
 
@@ -47,7 +47,9 @@ def _small_blocks(rows: Rows) -> Cells:
     return [1e3 * best("hfz3"), None, 1e3 * best("fsdp2"), 1e3 * best("ddp")]
 
 
-def _offload(contenders: Sequence[str], column: str) -> Callable[[Rows], Cells]:
+def offload(contenders: Sequence[str], column: str) -> Callable[[Rows], Cells]:
+    """Return a figure of ``contenders``: of several values, their median."""
+
     def measured(rows: Rows) -> Cells:
         found = {row["contender"]: row[column] for row in rows if "contender" in row}
         values = [found.get(name) for name in contenders]
@@ -56,7 +58,7 @@ def _offload(contenders: Sequence[str], column: str) -> Callable[[Rows], Cells]:
     return measured
 
 
-def _loading(column: str) -> Callable[[Rows], Cells]:
+def loading(column: str, peers: Sequence[str] = ("deepspeed",)) -> Callable[[Rows], Cells]:
     """Return the last rank's figure in the best round."""
 
     def measured(rows: Rows) -> Cells:
@@ -68,12 +70,14 @@ def _loading(column: str) -> Callable[[Rows], Cells]:
             whole = [max(each) for each in rounds.values()]
             return min(whole) if column == "seconds" else max(whole)
 
-        return [of("hf-zero"), of("deepspeed"), None, None]
+        return [of(contender) for contender in ("hf-zero", *peers)]
 
     return measured
 
 
-def _converting(column: str) -> Callable[[Rows], Cells]:
+def converting(column: str) -> Callable[[Rows], Cells]:
+    """Return the figure in the best round."""
+
     def measured(rows: Rows) -> Cells:
         found = {row["contender"]: row[column] for row in rows}
         return [found["hf-zero"], found["deepspeed"], None, None]
@@ -93,11 +97,11 @@ ADAM = "cpu_optimizers-2026-11-20"
 OPTIMIZER_AWAY, ALL_AWAY = ("cpu", "ds cpu"), ("all cpu", "ds all cpu", "fsdp cpu")
 COMPARISONS = (
     Comparison(
-        "seconds a step, BERT of 8 layers, fp32, two ranks: stage 0", "{:.2f}", STEPS, _steps(0)
+        "seconds a step, BERT of 8 layers, fp32, two ranks: stage 0", "{:.2f}", STEPS, steps(0)
     ),
-    Comparison("... stage 1", "{:.2f}", STEPS, _steps(1)),
-    Comparison("... stage 2", "{:.2f}", STEPS, _steps(2)),
-    Comparison("... stage 3", "{:.2f}", STEPS, _steps(3)),
+    Comparison("... stage 1", "{:.2f}", STEPS, steps(1)),
+    Comparison("... stage 2", "{:.2f}", STEPS, steps(2)),
+    Comparison("... stage 3", "{:.2f}", STEPS, steps(3)),
     Comparison(
         "CPU ms a step of 64 tiny blocks, stage 3",
         "{:.3g}",
@@ -108,29 +112,35 @@ COMPARISONS = (
         "optimizer in host memory, seconds a step",
         "{:.3f}",
         OFFLOAD,
-        _offload(OPTIMIZER_AWAY, "times"),
+        offload(OPTIMIZER_AWAY, "times"),
     ),
-    Comparison("... memory kept", "{:,.0f} MiB", OFFLOAD, _offload(OPTIMIZER_AWAY, "kept_mb")),
+    Comparison("... memory kept", "{:,.0f} MiB", OFFLOAD, offload(OPTIMIZER_AWAY, "kept_mb")),
     Comparison(
         "optimizer and parameters in host memory, seconds a step",
         "{:.3f}",
         OFFLOAD,
-        _offload(ALL_AWAY, "times"),
+        offload(ALL_AWAY, "times"),
     ),
-    Comparison("... memory kept", "{:,.0f} MiB", OFFLOAD, _offload(ALL_AWAY, "kept_mb")),
+    Comparison("... memory kept", "{:,.0f} MiB", OFFLOAD, offload(ALL_AWAY, "kept_mb")),
     Comparison("Adam on the CPU, 100M parameters in fp32, ms", "{:.1f}", ADAM, _adam),
     Comparison(
-        "loading 551M parameters on two ranks, seconds", "{:.2f}", LOADING, _loading("seconds")
+        "loading 551M parameters on two ranks, seconds", "{:.2f}", LOADING, loading("seconds")
     ),
-    Comparison("... peak of a rank over its start", "{:,.0f} MiB", LOADING, _loading("peak_mb")),
+    Comparison("... peak of a rank over its start", "{:,.0f} MiB", LOADING, loading("peak_mb")),
     Comparison(
         "converting a checkpoint of 437M parameters, seconds",
         "{:.2f}",
         CONVERTING,
-        _converting("seconds"),
+        converting("seconds"),
     ),
-    Comparison("... peak memory", "{:,.0f} MiB", CONVERTING, _converting("peak_mb")),
+    Comparison("... peak memory", "{:,.0f} MiB", CONVERTING, converting("peak_mb")),
 )
+
+
+def rows_of(source: str) -> Rows:
+    """Return the rows of ``source``, the name of a file of ``results/`` without its suffix."""
+    lines = (RESULTS / f"{source}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines if line]
 
 
 def table() -> str:
@@ -141,9 +151,7 @@ def table() -> str:
 
 def _lines() -> Iterator[list[str]]:
     for each in COMPARISONS:
-        path = RESULTS / f"{each.source}.jsonl"
-        rows = [json.loads(line) for line in path.read_text().splitlines() if line]
-        cells = [*each.measured(rows), *[None] * len(PEERS)][: len(PEERS)]
+        cells = [*each.measured(rows_of(each.source)), *[None] * len(PEERS)][: len(PEERS)]
         shown = ["" if cell is None else each.text.format(cell) for cell in cells]
         yield [each.what, *shown, f"`{each.source}`"]
 
