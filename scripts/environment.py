@@ -30,14 +30,15 @@ ROOT = Path(__file__).resolve().parent.parent
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 BUILDS = {"cpu": "the build for CPUs", "cuda": "the build for NVIDIA GPUs"}
 BROKEN = {(3, 14, 1): "the pinned networkx and torchvision refuse it for a bug of its dataclasses"}
-# MB of downloads and on disk, measured with the pins of constraints.txt; an entry without a build
-# is added by the extra.
+# MB of downloads and on disk, measured with the pins of constraints.txt: the package with a build of
+# torch, and what each extra adds. The ordinary build of torch brings Triton.
 SIZES = {
-    "cpu": (420, 1500),
-    "cuda": (3100, 6300),
-    "test": (150, 600),
-    "lint": (80, 400),
+    "cpu": (310, 1400),
+    "cuda": (2860, 5300),
+    "test": (60, 180),
+    "lint": (90, 390),
     "docs": (20, 90),
+    "triton": (200, 690),
 }
 RATE = 100 / 8  # MB/s: a line of 100 Mbit/s
 INSTALLED = 25  # MB/s written by pip on a laptop
@@ -105,11 +106,13 @@ class Environment:
         if before is None or before.torch != build:
             extra = f"[{','.join(added)}]" if added else ""
             what = f"installs torch {pinned('torch')} ({BUILDS[build]}) and hf-zero{extra} into"
-            size = announced(build, *added)
+            parts = [build, *added]
         else:
             what = f"adds {' and '.join(added) or 'changes of the project files'} to"
-            size = announced(*added)
-        self._announce(f"{what} {self.folder}", size)
+            parts = [*added]
+        if build == "cpu" and "test" in added:
+            parts.append("triton")
+        self._announce(f"{what} {self.folder}", announced(parts))
         self.stamp.unlink(missing_ok=True)
         self._create()
         build = self._install_torch(build, asked)
@@ -281,7 +284,7 @@ class Progress:
             )
 
 
-def announced(*parts: str) -> tuple[int, int]:
+def announced(parts: Sequence[str]) -> tuple[int, int]:
     """Return MB of downloads and MB on disk of ``parts``: a build of torch, extras."""
     rows = [SIZES[name] for name in parts]
     return sum(load for load, _ in rows), sum(disk for _, disk in rows)

@@ -32,17 +32,23 @@ class Block(NamedTuple):
 
 
 def blocks(page: str) -> list[Block]:
+    """The fenced blocks of a page. A diff is Python, as it is after the change."""
     text = DOCUMENTS[page].read_text()
     return [
         Block(
             page,
             text.count("\n", 0, found.start()) + 1,
-            found["kind"],
+            "python" if found["kind"] == "diff" else found["kind"],
             found["title"],
-            found["text"],
+            changed(found["text"]) if found["kind"] == "diff" else found["text"],
         )
         for found in FENCE.finditer(text)
     ]
+
+
+def changed(diff: str) -> str:
+    """Return the text after the change that ``diff`` shows, whose marks are two columns wide."""
+    return "\n".join(line[2:] for line in diff.splitlines() if not line.startswith("-"))
 
 
 ALL = [block for page in DOCUMENTS for block in blocks(page)]
