@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 BUILDS = {"cpu": "the build for CPUs", "cuda": "the build for NVIDIA GPUs"}
 BROKEN = {(3, 14, 1): "the pinned networkx and torchvision refuse it for a bug of its dataclasses"}
-# MB of downloads and on disk, measured with the pins of constraints.txt: the package with a build of
-# torch, and what each extra adds. The ordinary build of torch brings Triton.
+# MB of downloads and on disk, measured with the pins of constraints.txt: the package with a build
+# of torch, and what each extra adds. The ordinary build of torch brings Triton.
 SIZES = {
     "cpu": (310, 1400),
     "cuda": (2860, 5300),
@@ -112,7 +112,8 @@ class Environment:
             parts = [*added]
         if build == "cpu" and "test" in added:
             parts.append("triton")
-        self._announce(f"{what} {self.folder}", announced(parts))
+        size = announced(parts)
+        self._announce(f"{what} {self.folder}", size)
         self.stamp.unlink(missing_ok=True)
         self._create()
         build = self._install_torch(build, asked)
