@@ -97,7 +97,7 @@ class Environment:
         files = digest()
         fresh = before and before.files == files and asked in ("", before.torch)
         if before and fresh and {*extras} <= {*before.extras}:
-            print(f"environment: {self.folder} (as it was)")
+            print(f"environment: {self.folder} is up to date")
             return
         wanted = tuple(sorted({*extras, *(before.extras if before else ())}))
         build = asked or (before.torch if before else "cuda" if has_nvidia_driver() else "cpu")

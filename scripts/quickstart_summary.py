@@ -68,7 +68,7 @@ def table(run: dict[str, Any]) -> Table:
         against = f"{predicted / 1e6:.2f} MB predicted ({size / predicted - 1:+.1%})"
         shown.add_row(f"tensors on rank {rank}", f"{size / 1e6:.2f} MB, {against}")
     shown.add_row(
-        "of these state",
+        "model and optimizer state",
         f"{run['state_bytes'] / 1e6:.2f} MB; unsharded {run['whole_bytes'] / 1e6:.2f} MB",
     )
     shown.add_row("speed", f"{run['tokens_per_second']:,.0f} tokens/s")

@@ -82,9 +82,9 @@ def drawing(scheme: str) -> str:
         text(x, 22, f"stage {stage}", "ink", ' font-weight="600"')
         names = {
             0: "everything whole",
-            1: "+ optimizer state",
-            2: "+ gradients",
-            3: "+ parameters",
+            1: "optimizer state sharded",
+            2: "gradients sharded, too",
+            3: "parameters sharded, too",
         }
         text(x, 40, names[stage], "faint", ' font-size="11"')
         for rank in range(RANKS):

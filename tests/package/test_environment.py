@@ -71,7 +71,7 @@ def test_one_environment_grows(folder: Path, capsys: pytest.CaptureFixture[str])
     assert package.endswith(f"--editable {ROOT}") and "-c " in package
     said = capsys.readouterr().out
     assert "MB to download" in said and "GB on disk" in said and "min at" in said
-    assert prepare(folder) == [] and "(as it was)" in capsys.readouterr().out
+    assert prepare(folder) == [] and "is up to date" in capsys.readouterr().out
     assert prepare(folder, "test", "lint")[-1].endswith(f"--editable {ROOT}[lint,test]")
     assert prepare(folder, "test") == prepare(folder) == []
     assert prepare(folder, "docs")[-1].endswith("[docs,lint,test]")
