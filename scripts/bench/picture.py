@@ -54,7 +54,8 @@ def groups() -> tuple[tuple[str, tuple[Panel, Panel]], ...]:
     timed = next(row for row in rows_of(OFFLOAD) if "times" in row)
     return (
         (
-            f"Loading {parameters / 1e6:.0f}M parameters in bf16 on two ranks, best of {rounds} rounds",
+            f"Loading {parameters / 1e6:.0f}M parameters in bf16 on two ranks, "
+            f"best of {rounds} rounds",
             (
                 Panel("time", SECONDS, LOADING, comparison.loading("seconds", FULLY)),
                 Panel(
