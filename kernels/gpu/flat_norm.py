@@ -20,7 +20,7 @@ PARTIALS, PARTIAL_WARPS = 2048, 8
 _RUN, _RUN_COLUMNS, _PHASE = (tl.constexpr(n) for n in (RUN, RUN_COLUMNS, PHASE))
 
 
-# Grid: one program a run; BLOCK elements in registers at a time, and as many fp32 sums, about 48
+# Grid: one program a run; BLOCK elements in registers at a time, and as many fp32 sums, 64 to 80
 # registers.
 @triton.jit
 def run_squares_kernel(base, table, partials, BLOCK: tl.constexpr):

@@ -107,7 +107,7 @@ def _update_block(
 
 
 # Grid: one program a tile of at most TILE elements, BLOCK of them in registers at a time (4 a
-# thread, 48 to 61 registers with Adam, 32 with Lion). A whole, aligned tile takes 16-byte accesses
+# thread, 46 to 61 registers with Adam, 32 with Lion). A whole, aligned tile takes 16-byte accesses
 # without masks; tiles at the ends of segments are masked.
 @triton.jit
 def update_kernel(

@@ -35,12 +35,14 @@ import numpy as np
 import torch
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
-from triton.runtime.errors import InterpreterError
+
+from tests.helpers.triton_releases import needed
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 ARGUMENT_SHIFT = 48
 ADDRESS = np.uint64((1 << ARGUMENT_SHIFT) - 1)
 Order = Literal["shuffled", "forward", "reverse"]
+Call = Callable[..., Any]
 
 
 class MemoryFault(RuntimeError):
@@ -164,19 +166,17 @@ class Launch:
         self.arguments: list[Argument] = []
         self.accesses: list[Access] = []
         self.program = 0
-        self.order: dict[tuple[int, int, int], tuple[int, int, int]] = {}
-        known = inspect.getfullargspec(executor.fn)
+        self.order: dict[tuple[int, ...], tuple[int, tuple[int, ...]]] = {}
+        function = needed(executor, "fn")
+        known = inspect.getfullargspec(function)
         kwargs = {
             name: value
             for name, value in kwargs.items()
             if name in known.args or name in known.kwonlyargs
         }
-        called = inspect.getcallargs(executor.fn, *args, **kwargs)
+        called = inspect.getcallargs(function, *args, **kwargs)
         self._names = [
-            label
-            for name, value in called.items()
-            if name not in executor.constexprs
-            for label, _ in _tensors_of(name, value)
+            label for name, value in called.items() for label, _ in _tensors_of(name, value)
         ].__iter__()
 
     def pointer(self, tensor: torch.Tensor, dtype: tl.dtype) -> tl.tensor:
@@ -189,20 +189,19 @@ class Launch:
             interpreter.TensorHandle(np.array([tagged], dtype=np.uint64), dtype), dtype
         )
 
-    def enter(
-        self, index: tuple[int, int, int], grid: tuple[int, int, int]
-    ) -> tuple[int, int, int]:
+    def arrange(self, *grid: int) -> None:
+        """Choose the order of the programs of ``grid``."""
+        programs = list(itertools.product(*map(range, grid)))
+        ranked = list(enumerate(programs))
+        if self.settings.order == "reverse":
+            ranked.reverse()
+        elif self.settings.order == "shuffled":
+            random.Random(self.settings.seed).shuffle(ranked)
+        self.order = dict(zip(programs, ranked))
+
+    def enter(self, *index: int) -> tuple[int, ...]:
         """Return the index of the program to run in place of the one at ``index``."""
-        if not self.order:
-            programs = list(itertools.product(*map(range, grid)))
-            ranked = list(programs)
-            if self.settings.order == "reverse":
-                ranked.reverse()
-            elif self.settings.order == "shuffled":
-                random.Random(self.settings.seed).shuffle(ranked)
-            self.order = dict(zip(programs, ranked))
-        chosen = self.order[index]
-        self.program = (chosen[0] * grid[1] + chosen[1]) * grid[2] + chosen[2]
+        self.program, chosen = self.order[index]
         return chosen
 
     def touch(self, kind: str, pointers: np.ndarray, mask: np.ndarray, width: int) -> np.ndarray:
@@ -362,55 +361,72 @@ def _width(pointers: Any) -> int:
     return max(1, pointers.get_element_ty().primitive_bitwidth // 8)
 
 
-def _replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Return the patches of Triton's interpreter as (object, attribute, replacement); each
-    replacement falls back on the original.
+def _replaced(owner: Any, name: str, replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``replacement`` in the shape of the function of Triton that it is to replace.
+
+    ``replacement`` has the original as its first argument, then those arguments of the original
+    that it reads, by their names. It calls the original with new values of some of them; all others
+    pass through, so a release may have more of them, in another order.
+
+    Raises:
+        UnsupportedTriton: this release lacks the function or one of these arguments.
     """
-    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
-    handle = interpreter.TensorHandle
-    numpy_dtype, convert = interpreter._get_np_dtype, interpreter._implicit_cvt
-    cast, fp_to_fp, dot, fma = (
-        builder.cast_impl,
-        builder.create_fp_to_fp,
-        builder.create_dot,
-        builder.create_fma,
-    )
-    load, store, rmw, cas = (
-        builder.create_masked_load,
-        builder.create_masked_store,
-        builder.create_atomic_rmw,
-        builder.create_atomic_cas,
-    )
-    enter, run = builder.set_grid_idx, executor.__call__
+    read = tuple(inspect.signature(replacement).parameters)[1:]
+    function = needed(owner, name, *read)
+    signature = inspect.signature(function)
 
-    def true_dtype(dtype: tl.dtype) -> np.dtype:
-        return BF16 if dtype.scalar == tl.bfloat16 else numpy_dtype(dtype)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
 
-    def true_cast(self: Any, src: Any, dst_type: tl.dtype) -> Any:
+        def original(**changed: Any) -> Any:
+            call.arguments.update(changed)
+            return function(*call.args, **call.kwargs)
+
+        return replacement(original, *[call.arguments[name] for name in read])
+
+    return replaced
+
+
+def _replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Return the patches of Triton's interpreter as (object, attribute, replacement)."""
+    if _SETTINGS:  # inside another checked_triton everything is in place
+        return []
+    builder = needed(interpreter, "InterpreterBuilder")
+    executor = needed(interpreter, "GridExecutor")
+    handle = needed(interpreter, "TensorHandle", "data", "dtype")
+    needed(handle, "get_element_ty")
+    failure = needed(interpreter, "InterpreterError")
+    tf32 = needed(interpreter, "_ir.INPUT_PRECISION.TF32")
+
+    def true_dtype(original: Call, tt_dtype: tl.dtype) -> np.dtype:
+        return BF16 if tt_dtype.scalar == tl.bfloat16 else original()
+
+    def true_cast(original: Call, src: Any, dst_type: tl.dtype) -> Any:
         source, target = src.dtype.scalar, dst_type.scalar
         if tl.bfloat16 not in (source, target):
-            return cast(self, src, dst_type)
+            return original()
         values = src.data.astype(np.float32) if source == tl.bfloat16 else src.data
-        return handle(values.astype(true_dtype(target)), target)
+        return handle(values.astype(interpreter._get_np_dtype(target)), target)
 
-    def true_fp_to_fp(self: Any, src: Any, dst_type: tl.dtype, rounding: Any) -> Any:
+    def true_fp_to_fp(original: Call, self: Any, src: Any, dst_type: tl.dtype) -> Any:
         wide = {tl.bfloat16, tl.float16, tl.float32, tl.float64}
         if {src.dtype.scalar, dst_type.scalar} <= wide:
-            return true_cast(self, src, dst_type)
-        return fp_to_fp(self, src, dst_type, rounding)
+            return self.cast_impl(src, dst_type)
+        return original()
 
-    def true_dot(self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> Any:
+    def true_dot(original: Call, a: Any, b: Any, d: Any, input_precision: Any) -> Any:
         x, y = a.data, b.data
         if x.dtype not in (BF16, np.float16, np.float32) or y.dtype != x.dtype:
-            return dot(self, a, b, d, precision, imprecise)
+            return original()
         x, y = np.ascontiguousarray(x, dtype=np.float32), np.ascontiguousarray(y, dtype=np.float32)
-        if a.data.dtype == np.float32 and precision == interpreter._ir.INPUT_PRECISION.TF32:
+        if a.data.dtype == np.float32 and input_precision == tf32:
             x, y = _to_tf32(x), _to_tf32(y)
         return handle((np.matmul(x, y) + d.data).astype(d.data.dtype), d.dtype.scalar)
 
-    def true_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+    def true_fma(original: Call, x: Any, y: Any, z: Any) -> Any:
         if z.data.dtype != BF16:
-            return fma(self, x, y, z)
+            return original()
         wide = [each.data.astype(np.float64) for each in (x, y, z)]
         return handle((wide[0] * wide[1] + wide[2]).astype(BF16), z.dtype.scalar)
 
@@ -419,13 +435,11 @@ def _replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
             _LAUNCHES[-1].touch(kind, pointers.data, mask, _width(pointers)), pointers.dtype
         )
 
-    def checked_load(
-        self: Any, ptrs: Any, mask: Any, other: Any, policy: Any, volatile: Any
-    ) -> Any:
+    def checked_load(original: Call, ptrs: Any, mask: Any, other: Any) -> Any:
         dtype = ptrs.get_element_ty()
         plain = touch("load", ptrs, mask.data)
         if other is None:
-            kind = true_dtype(dtype)
+            kind = interpreter._get_np_dtype(dtype)
             value = (
                 np.nan
                 if dtype.is_floating()
@@ -435,69 +449,69 @@ def _replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
             )
             other = handle(np.full(plain.data.shape, value, dtype=kind), dtype)
         if dtype != tl.bfloat16:
-            return load(self, plain, mask, other, policy, volatile)
-        bits = np.ascontiguousarray(other.data).view(np.uint16)
-        return handle(
-            interpreter._interpreter.load(plain.data, mask.data, bits, np.dtype(np.uint16)).view(
-                BF16
-            ),
-            dtype,
-        )
+            return original(ptrs=plain, other=other)
+        bits = handle(np.ascontiguousarray(other.data).view(np.uint16), tl.uint16)
+        loaded = original(ptrs=handle(plain.data, tl.pointer_type(tl.uint16)), other=bits)
+        return handle(loaded.data.view(BF16), dtype)
 
-    def checked_store(self: Any, ptrs: Any, value: Any, mask: Any, policy: Any) -> Any:
+    def checked_store(original: Call, ptrs: Any, value: Any, mask: Any) -> Any:
         plain = touch("store", ptrs, mask.data)
         _lanes_agree(plain.data, value.data, mask.data)
         if value.data.dtype == BF16:
             value = handle(np.ascontiguousarray(value.data).view(np.uint16), tl.uint16)
-        return store(self, plain, value, mask, policy)
+        return original(ptrs=plain, value=value)
 
-    def checked_rmw(self: Any, op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
+    def checked_rmw(original: Call, ptr: Any, val: Any, mask: Any) -> Any:
         if val.data.dtype == BF16:
             raise NotImplementedError(
                 "an atomic on bf16: Triton's interpreter has none; accumulate in fp32"
             )
-        return rmw(self, op, touch("atomic", ptr, mask.data), val, mask, sem, scope)
+        return original(ptr=touch("atomic", ptr, mask.data))
 
-    def checked_cas(self: Any, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Any:
-        return cas(
-            self, touch("atomic", ptr, np.ones(ptr.data.shape, dtype=bool)), cmp, val, sem, scope
-        )
+    def checked_cas(original: Call, ptr: Any) -> Any:
+        return original(ptr=touch("atomic", ptr, np.ones(ptr.data.shape, dtype=bool)))
 
-    def tagged(arg: Any) -> Any:
+    def tagged(original: Call, arg: Any) -> Any:
         if not hasattr(arg, "data_ptr"):
-            return convert(arg)
-        return _LAUNCHES[-1].pointer(arg, convert(arg).dtype)
+            return original()
+        return _LAUNCHES[-1].pointer(arg, original().dtype)
 
-    def enter_program(self: Any, x: int, y: int, z: int) -> None:
-        enter(self, *_LAUNCHES[-1].enter((x, y, z), self.grid_dim))
+    def arrange(original: Call, nx: int, ny: int, nz: int) -> None:
+        _LAUNCHES[-1].arrange(nx, ny, nz)
+        original()
 
-    def run_checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        launch = Launch(_SETTINGS[-1], self, args, kwargs)
+    def enter(original: Call, x: int, y: int, z: int) -> None:
+        original(**dict(zip("xyz", _LAUNCHES[-1].enter(x, y, z))))
+
+    def run_checked(original: Call, self: Any, args_dev: Any, kwargs: Any) -> None:
+        launch = Launch(_SETTINGS[-1], self, args_dev, kwargs)
         _SETTINGS[-1].launches += 1
         _LAUNCHES.append(launch)
         try:
-            run(self, *args, **kwargs)
-        except InterpreterError as error:
+            original()
+        except failure as error:
             raise _cause(error) from None
         finally:
             _LAUNCHES.pop()
         launch.check_races()
 
-    if _SETTINGS:  # inside another checked_triton everything is in place
-        return []
     return [
-        (interpreter, "_get_np_dtype", true_dtype),
-        (interpreter, "_implicit_cvt", tagged),
-        (builder, "cast_impl", true_cast),
-        (builder, "create_fp_to_fp", true_fp_to_fp),
-        (builder, "create_dot", true_dot),
-        (builder, "create_fma", true_fma),
-        (builder, "create_masked_load", checked_load),
-        (builder, "create_masked_store", checked_store),
-        (builder, "create_atomic_rmw", checked_rmw),
-        (builder, "create_atomic_cas", checked_cas),
-        (builder, "set_grid_idx", enter_program),
-        (executor, "__call__", run_checked),
+        (owner, name, _replaced(owner, name, replacement))
+        for owner, name, replacement in (
+            (interpreter, "_get_np_dtype", true_dtype),
+            (interpreter, "_implicit_cvt", tagged),
+            (builder, "cast_impl", true_cast),
+            (builder, "create_fp_to_fp", true_fp_to_fp),
+            (builder, "create_dot", true_dot),
+            (builder, "create_fma", true_fma),
+            (builder, "create_masked_load", checked_load),
+            (builder, "create_masked_store", checked_store),
+            (builder, "create_atomic_rmw", checked_rmw),
+            (builder, "create_atomic_cas", checked_cas),
+            (builder, "set_grid_dim", arrange),
+            (builder, "set_grid_idx", enter),
+            (executor, "__call__", run_checked),
+        )
     ]
 
 

@@ -365,7 +365,9 @@ def test_a_recipe_whose_library_is_missing_says_how_to_install_it(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (script,) = (
-        path for path in (ROOT / "recipes" / name).glob("*.py") if path.stem.startswith(("run", "train"))
+        path
+        for path in (ROOT / "recipes" / name).glob("*.py")
+        if path.stem.startswith(("run", "train"))
     )
     monkeypatch.setitem(sys.modules, LACKING[name], None)
     with pytest.raises(

@@ -10,12 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
-from tests.helpers import aot_gate
-from tests.helpers.aot_gate import Case, Report, problems
+from tests.helpers import aot_gate  # noqa: E402
+from tests.helpers.aot_gate import Case, Report, problems  # noqa: E402
+from tests.helpers.triton_releases import SUPPORTED, UnsupportedTriton  # noqa: E402
 
 WHY_NOT = aot_gate.why_not()
+TABLE = aot_gate.Table.read(aot_gate.README.read_text())
 
 
 def ends() -> set[str]:
@@ -26,6 +28,7 @@ def ends() -> set[str]:
     return {label for each in labels.values() for label in (each[0], each[-1])}
 
 
+WRITE = "run python -m tests.helpers.aot_gate --write"
 OFTEN = ends()
 # A compilation takes 0.1 to 2.4 s: the fast suite looks at some for one architecture, --long at
 # all.
@@ -59,13 +62,34 @@ def reports(request: pytest.FixtureRequest) -> Reports:
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "ptxas is here")
 @pytest.mark.parametrize(("label", "arch"), WANTED)
 def test_a_kernel_is_fit_for_its_gpus(label: str, arch: int, reports: Reports) -> None:
-    assert problems(aot_gate.cases()[label], reports[label, arch]) == []
+    """Another release than the table's may use other registers, within the same limits."""
+    case, report = aot_gate.cases()[label], reports[label, arch]
+    assert problems(case, report) == []
+    if triton.__version__ == TABLE.release:
+        assert aot_gate.figures(report) == TABLE.figures(case, arch), WRITE
 
 
 def test_the_table_in_the_readme_has_every_kernel() -> None:
-    assert aot_gate.labels_in(aot_gate.README.read_text()) == set(aot_gate.cases()), (
-        "run python -m tests.helpers.aot_gate --write"
-    )
+    assert set(TABLE.rows) == set(aot_gate.cases()), WRITE
+
+
+def test_the_table_in_the_readme_is_of_the_pinned_release() -> None:
+    pinned = re.search(r"^triton==(\S+)", (aot_gate.ROOT / "constraints.txt").read_text(), re.M)
+    assert pinned is not None
+    assert TABLE.release == pinned[1], f"install triton=={pinned[1]} and {WRITE}"
+    assert TABLE.release in SUPPORTED
+
+
+def test_a_release_without_what_the_gate_needs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.backends.nvidia import compiler
+
+    monkeypatch.delattr(compiler, "get_ptxas")
+    with pytest.raises(
+        UnsupportedTriton,
+        match=rf"^Triton {re.escape(triton.__version__)} lacks triton\.backends\.nvidia\.compiler"
+        r"\.get_ptxas, which the tests of the kernels need; install triton 3\.7\.1, 3\.8\.0 or",
+    ):
+        aot_gate.why_not()
 
 
 def test_the_counts_in_the_readme_have_every_kernel() -> None:
@@ -99,7 +123,7 @@ FIT = Report(
 def test_what_may_not_ship_is_said() -> None:
     assert problems(CASE, FIT) == [] and FIT.blocks_per_sm == 8 and FIT.occupancy == 0.5
     for change, said in (
-        ({"spilled": 8}, "8 bytes of registers spill"),
+        ({"spilled": 8}, "8 bytes of registers spill where 0 are stated"),
         ({"shared": 232_449}, "a block of sm_90 has 232,448"),
         ({"traps": True}, "a trap in its place"),
         ({"serialized": True}, "serialized"),
@@ -108,6 +132,7 @@ def test_what_may_not_ship_is_said() -> None:
         ({"error": "does not compile: CompilationError"}, "does not compile"),
     ):
         assert said in " ".join(problems(CASE, replace(FIT, **change))), change
+    assert problems(replace(CASE, max_spilled=8), replace(FIT, spilled=8)) == []
     for arch, tensor_core in aot_gate.TENSOR_CORE.items():
         product, report = replace(CASE, dot=True), replace(FIT, arch=arch)
         assert f"no {tensor_core}" in " ".join(problems(product, report))
@@ -135,7 +160,10 @@ def test_the_table_is_read_back_from_what_is_written(
     aot_gate.README.write_text(f"before\n{aot_gate.BEGIN}\nold\n{aot_gate.END}\nafter\n")
     aot_gate.write(reports)
     text = aot_gate.README.read_text()
-    assert aot_gate.labels_in(text) == {"kernel 1024"}
+    read = aot_gate.Table.read(text)
+    assert read.release == triton.__version__
+    assert read.rows.keys() == {"kernel 1024"}
+    assert read.figures(CASE, 90) == aot_gate.figures(FIT) == ("64", "1.0", "8", "0.50")
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
     assert "old" not in text
