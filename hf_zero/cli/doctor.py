@@ -175,6 +175,10 @@ def _versions() -> Iterator[Finding]:
             )
             continue
         if requirement.specifier.contains(found, prereleases=True):
+            if requirement.name == "torch":
+                import torch
+
+                found = torch.__version__  # names the build, too
             yield Finding("versions", requirement.name, "ok", found)
         else:
             yield Finding(

@@ -33,7 +33,7 @@ VARIABLES: dict[str, tuple[str, ...]] = {
     "HF_ZERO_REQUIRE_CORE": (),
     "HF_ZERO_CXXFLAGS": (),
     "HF_ZERO_VENV": (),
-    "HF_ZERO_TORCH": ("cpu", "cuda"),
+    "HF_ZERO_TORCH": (),
     "HF_ZERO_LAUNCH_FILE": (),
     "HF_ZERO_LAUNCHED_BY": (),
     "HF_ZERO_WRITTEN_KEYS": (),
