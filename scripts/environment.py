@@ -11,25 +11,34 @@ unchanged installs nothing; one that finds none, after an interruption, continue
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PYTHONS = ((3, 11), (3, 14))  # the oldest and the newest
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 BUILDS = {"cpu": "the build for CPUs", "cuda": "the build for NVIDIA GPUs"}
 BROKEN = {(3, 14, 1): "the pinned networkx and torchvision refuse it for a bug of its dataclasses"}
+# Variables that let pip install elsewhere, or nothing, and report success.
+ELSEWHERE = {
+    *("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_USER", "PIP_PYTHON", "PIP_DRY_RUN"),
+    *("PIP_NO_DEPS", "PIP_REPORT", "PYTHONPATH", "PYTHONHOME"),
+}
 # MB of downloads and on disk, measured with the pins of constraints.txt: the package with a build
 # of torch, and what each extra adds. The ordinary build of torch brings Triton.
 SIZES = {
@@ -50,8 +59,8 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Stamp:
-    """A finished installation: version of Python, build of torch, extras, and a hash of the files
-    that describe the package.
+    """An installation: version of Python, build of torch, extras, and a hash of the files that
+    describe the package, which is empty until the installation has finished.
     """
 
     python: str
@@ -61,7 +70,7 @@ class Stamp:
 
     @classmethod
     def read(cls, path: Path) -> Stamp | None:
-        """Return the stamp at ``path``; None if the installation has not finished."""
+        """Return the stamp at ``path``; None if there is none."""
         try:
             row = json.loads(path.read_text())
             return cls(**{**row, "extras": tuple(row["extras"])})
@@ -89,36 +98,26 @@ class Environment:
         """
         started = time.monotonic()
         refuse_platform()
-        self._refuse_other_python()
+        self._refuse_foreign()
         asked = self.variables.get("HF_ZERO_TORCH", "")
         if asked and asked not in BUILDS:
             raise Refused(f"HF_ZERO_TORCH is {asked!r}; it takes {' or '.join(BUILDS)}")
-        before = Stamp.read(self.stamp)
-        files = digest()
-        fresh = before and before.files == files and asked in ("", before.torch)
-        if before and fresh and {*extras} <= {*before.extras}:
+        before, files = Stamp.read(self.stamp), digest()
+        done = before if before and before.files else None
+        fresh = done and done.files == files and asked in ("", done.torch)
+        if done and fresh and {*extras} <= {*done.extras}:
             print(f"environment: {self.folder} is up to date")
             return
         wanted = tuple(sorted({*extras, *(before.extras if before else ())}))
         build = asked or (before.torch if before else "cuda" if has_nvidia_driver() else "cpu")
-        kept = before.extras if before and before.torch == build else ()
-        added = tuple(name for name in wanted if name not in kept)
-        if before is None or before.torch != build:
-            extra = f"[{','.join(added)}]" if added else ""
-            what = f"installs torch {pinned('torch')} ({BUILDS[build]}) and hf-zero{extra} into"
-            parts = [build, *added]
-        else:
-            what = f"adds {' and '.join(added) or 'changes of the project files'} to"
-            parts = [*added]
-        if build == "cpu" and "test" in added:
-            parts.append("triton")
-        size = announced(parts)
-        self._announce(f"{what} {self.folder}", size)
-        self.stamp.unlink(missing_ok=True)
+        size = self._describe(build, wanted, done)
         self._create()
+        Stamp(platform.python_version(), build, wanted, "").write(self.stamp)
+        self._remove_half_written()
         build = self._install_torch(build, asked)
         named = f"{ROOT}[{','.join(wanted)}]" if wanted else str(ROOT)
         self._pip(["--editable", named], size[1])
+        self._refuse_elsewhere()
         Stamp(platform.python_version(), build, wanted, files).write(self.stamp)
         shutil.rmtree(self.folder / "tmp", ignore_errors=True)
         if not [*(ROOT / "hf_zero").glob(f"_cpu{sysconfig.get_config_var('EXT_SUFFIX')}")]:
@@ -129,20 +128,69 @@ class Environment:
             )
         print(f"environment: ready after {time.monotonic() - started:.0f} s")
 
-    def _refuse_other_python(self) -> None:
-        """Raise Refused if the environment is that of another Python, or of one that is gone."""
-        try:
-            settings = (self.folder / "pyvenv.cfg").read_text()
-        except OSError:
+    def _refuse_foreign(self) -> None:
+        """Raise Refused if the folder is none that these scripts made for this Python and this
+        place: what it holds would be lost, or its commands would run another environment.
+        """
+        remedy = (
+            f"remove it (rm -r {shlex.quote(str(self.folder))}), or set HF_ZERO_VENV to another"
+        )
+        if not self.folder.is_dir():
+            if self.folder.exists():
+                raise Refused(f"{self.folder} is no folder; set HF_ZERO_VENV to another")
             return
-        found = re.search(r"^version(?:_info)?\s*=\s*(\d+\.\d+)", settings, re.MULTILINE)
-        version = found[1] if found else "?"
-        mine = "{}.{}".format(*sys.version_info)
-        remedy = f"remove it (rm -r {self.folder}), or set HF_ZERO_VENV to another folder"
+        settings = self.folder / "pyvenv.cfg"
+        if not settings.is_file():
+            if any(self.folder.iterdir()):
+                raise Refused(
+                    f"{self.folder} holds files and is no virtual environment; set HF_ZERO_VENV to "
+                    "another folder"
+                )
+            return
+        found = re.search(
+            r"^version(?:_info)?\s*=\s*(\d+\.\d+)", settings.read_text(), re.MULTILINE
+        )
+        version, mine = found[1] if found else "?", "{}.{}".format(*sys.version_info)
         if version != mine:
             raise Refused(f"{self.folder} was made by Python {version}, not {mine}; {remedy}")
         if self.python.is_symlink() and not self.python.exists():
             raise Refused(f"the Python {version} that made {self.folder} is gone; {remedy}")
+        activate = self.folder / "bin" / "activate"
+        text = activate.read_text() if activate.is_file() else ""
+        made = re.search(r"""^\s*(?:export )?VIRTUAL_ENV=["']?(/[^"'\n]+)""", text, re.MULTILINE)
+        if made and not (os.path.exists(made[1]) and os.path.samefile(made[1], self.folder)):
+            raise Refused(f"{self.folder} was moved or copied from {made[1]}; {remedy}")
+        packages = (info.name for info in self.folder.glob("lib/python*/site-packages/*.dist-info"))
+        filled = any(not name.startswith(("pip-", "setuptools-")) for name in packages)
+        if filled and not self._has_pip():
+            raise Refused(f"{self.folder} has packages and no pip that runs; {remedy}")
+
+    def _has_pip(self) -> bool:
+        pip = [self.python, "-I", "-m", "pip", "--version"]
+        return (
+            self.python.exists()
+            and subprocess.run(pip, capture_output=True, env=self._settings()).returncode == 0
+        )
+
+    def _describe(self, build: str, wanted: Sequence[str], done: Stamp | None) -> tuple[int, int]:
+        """Print what is installed; return MB of downloads and on disk.
+
+        Raises Refused if the disk has no room for it.
+        """
+        kept = done.extras if done and done.torch == build else ()
+        added = tuple(name for name in wanted if name not in kept)
+        if done is None or done.torch != build:
+            extra = f"[{','.join(added)}]" if added else ""
+            what = f"installs torch {pinned('torch')} ({BUILDS[build]}) and hf-zero{extra} into"
+            parts = [build, *added]
+        else:
+            what = f"adds {' and '.join(added) or 'changes of the project files'} to"
+            parts = [*added]
+        if build == "cpu" and "test" in added:
+            parts.append("triton")
+        size = announced(parts)
+        self._announce(f"{what} {self.folder}", size)
+        return size
 
     def _announce(self, what: str, size: tuple[int, int]) -> None:
         """Print ``what`` is installed, how large it is and how long that takes.
@@ -155,17 +203,21 @@ class Environment:
         sizes = f"{load:,} MB to download, {disk / 1000:.1f} GB on disk, {long}, once"
         print(f"environment: {what}{': ' if load else ''}{sizes if load else ''}", flush=True)
         parent = next(folder for folder in (self.folder, *self.folder.parents) if folder.is_dir())
-        free = shutil.disk_usage(parent).free / 1e6
-        if free < disk:
+        stamp = Stamp.read(self.stamp)
+        present = 0.0  # of an installation that was interrupted
+        if self.folder.is_dir() and not (stamp and stamp.files):
+            found = (path.lstat() for path in self.folder.rglob("*"))
+            present = sum(status.st_size for status in found) / 1e6
+        free, needed = shutil.disk_usage(parent).free / 1e6, load + disk - present
+        if free < needed:
             raise Refused(
-                f"{parent} has {free / 1000:.1f} GB free and {disk / 1000:.1f} GB are needed; make "
-                "room, or set HF_ZERO_VENV to a folder on another disk"
+                f"{parent} has {free / 1000:.1f} GB free and {needed / 1000:.1f} GB are needed; "
+                "make room, or set HF_ZERO_VENV to a folder on another disk"
             )
 
     def _create(self) -> None:
         """Make the environment, or complete one whose making was interrupted. Raises Refused."""
-        pip = [self.python, "-m", "pip", "--version"]
-        if self.python.exists() and subprocess.run(pip, capture_output=True).returncode == 0:
+        if self._has_pip():
             return
         made = subprocess.run(
             [sys.executable, "-m", "venv", "--clear", self.folder], capture_output=True, text=True
@@ -175,6 +227,29 @@ class Environment:
             raise Refused(
                 f"{self.folder} cannot be made ({said}); set HF_ZERO_VENV to another folder"
             )
+
+    def _remove_half_written(self) -> None:
+        """Let pip install again what an interruption left half written: pip takes a package with
+        metadata for installed, and writes INSTALLER after all else.
+        """
+        for info in self.folder.glob("lib/python*/site-packages/*.dist-info"):
+            if not (info / "INSTALLER").exists():
+                shutil.rmtree(info)
+
+    def _refuse_elsewhere(self) -> None:
+        """Raise Refused if pip has not installed into this folder, whatever it reported."""
+        names = ("torch", "accelerate", "hf_zero")
+        find = f"import importlib.util as u; assert all(map(u.find_spec, {names}))"
+        command = [self.python, "-I", "-c", find]
+        if subprocess.run(command, capture_output=True, env=self._settings()).returncode:
+            raise Refused(
+                f"pip reported success, but {', '.join(names)} are not all in {self.folder}: look "
+                "for target, prefix or user in `pip config list`, and remove it"
+            )
+
+    def _settings(self) -> dict[str, str]:
+        """Return the variables of pip's process."""
+        return {name: value for name, value in os.environ.items() if name not in ELSEWHERE}
 
     def _install_torch(self, build: str, asked: str) -> str:
         """Install the pinned torch and return its build.
@@ -186,16 +261,19 @@ class Environment:
         if build == "cpu":
             wheel = ["--extra-index-url", CPU_INDEX, "--no-deps", f"torch=={version}+cpu"]
             try:
-                self._pip([*wheel, "--retries", "0", "--timeout", "20"], SIZES["cpu"][1])
+                self._pip([*wheel, "--retries", "2", "--timeout", "20"], SIZES["cpu"][1])
                 return "cpu"
             except Refused as error:
-                absent = re.search("No matching distribution found", self.log.read_text())
-                if asked or not absent:
+                output = self.log.read_text()
+                if asked or "No matching distribution found" not in output:
                     raise
                 self._refuse_without_index(error)
+            reason = "cannot be reached" if re.search(NETWORK, output) else "has no build for CPUs"
             self._announce(
-                f"PyTorch's index offers no build of torch {version} for CPUs here (Python "
-                "{}.{}): the ordinary build comes instead".format(*sys.version_info),
+                f"PyTorch's index {reason} (torch {version}, Python "
+                "{}.{}): the ordinary build comes instead, HF_ZERO_TORCH=cpu refuses it".format(
+                    *sys.version_info
+                ),
                 SIZES["cuda"],
             )
         self._pip([f"torch==={version}"], SIZES["cuda"][1])
@@ -203,8 +281,8 @@ class Environment:
 
     def _refuse_without_index(self, error: Refused) -> None:
         """Raise Refused if the package index cannot be reached either."""
-        ask = [self.python, "-m", "pip", "index", "versions", "--retries", "0", "packaging"]
-        if subprocess.run(ask, capture_output=True).returncode:
+        ask = [self.python, "-I", "-m", "pip", "index", "versions", "--retries", "0", "packaging"]
+        if subprocess.run(ask, capture_output=True, env=self._settings()).returncode:
             raise Refused(explained(self.log.read_text(), self.log)) from error
 
     def _pip(self, arguments: Sequence[str], disk: int) -> None:
@@ -214,10 +292,11 @@ class Environment:
         """
         scratch = self.folder.resolve() / "tmp"  # one disk for downloads and what becomes of them
         scratch.mkdir(exist_ok=True)
-        command = [self.python, "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
+        command = [self.python, "-I", "-m", "pip", "install", "--no-input"]
+        command.append("--disable-pip-version-check")
         if "--no-deps" not in arguments:
             command += ["-c", ROOT / "constraints.txt"]
-        environment = {**os.environ, "TMPDIR": str(scratch), "PIP_PROGRESS_BAR": "off"}
+        environment = {**self._settings(), "TMPDIR": str(scratch), "PIP_PROGRESS_BAR": "off"}
         with self.log.open("w", buffering=1) as log:
             process = subprocess.Popen(
                 [*command, *arguments],
@@ -294,8 +373,14 @@ def announced(parts: Sequence[str]) -> tuple[int, int]:
 def refuse_platform() -> None:
     """Raise Refused on a system that torch has no wheels for."""
     version = sys.version_info[:3]
+    named = ".".join(map(str, version))
+    if not PYTHONS[0] <= version[:2] <= PYTHONS[1]:
+        oldest, newest = ("{}.{}".format(*python) for python in PYTHONS)
+        raise Refused(
+            f"this is Python {named}, and the pins support {oldest} to {newest}; set PYTHON, and "
+            "HF_ZERO_VENV to another folder"
+        )
     if version in BROKEN:
-        named = ".".join(map(str, version))
         raise Refused(f"Python {named} cannot be used: {BROKEN[version]}; set PYTHON to another")
     if sys.platform != "linux":
         raise Refused(f"hf-zero runs on Linux, and this is {sys.platform}; use a container or WSL")
@@ -314,7 +399,12 @@ def has_nvidia_driver() -> bool:
     if Path("/proc/driver/nvidia/version").exists():
         return True
     tool = shutil.which("nvidia-smi")  # WSL has the tool alone
-    return tool is not None and subprocess.run([tool, "-L"], capture_output=True).returncode == 0
+    try:
+        return bool(tool) and not subprocess.call(
+            [tool, "-L"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):  # a tool without its driver
+        return False
 
 
 def pinned(name: str) -> str:
@@ -330,7 +420,8 @@ def digest() -> str:
     """Return a hash of the files that an installation depends on, and of the checkout's path."""
     state = hashlib.sha256(str(ROOT).encode())
     files = [ROOT / name for name in ("constraints.txt", "pyproject.toml", "setup.py")]
-    for path in (*files, *sorted((ROOT / "kernels" / "cpu").iterdir())):
+    sources = (path for path in (ROOT / "kernels" / "cpu").iterdir() if path.is_file())
+    for path in (*files, *sorted(path for path in sources if path.suffix in (".cpp", ".h"))):
         state.update(path.name.encode() + b"\0" + path.read_bytes())
     return state.hexdigest()
 
@@ -379,14 +470,31 @@ def main() -> int:
     folder, *extras = sys.argv[1:]
     folder = min(folder, os.path.relpath(folder), key=len)  # as a person would write it
     try:
-        Environment(Path(folder), os.environ).prepare(extras)
-    except Refused as error:
+        with one_call_at_a_time(Path(folder)):
+            Environment(Path(folder), os.environ).prepare(extras)
+    except (Refused, OSError) as error:
         print(f"environment: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("environment: interrupted; the next call goes on from here", file=sys.stderr)
         return 130
     return 0
+
+
+@contextmanager
+def one_call_at_a_time(folder: Path) -> Iterator[None]:
+    """Wait for another call that installs into ``folder``: both would write the same files."""
+    parent = next(path for path in folder.absolute().parents if path.is_dir())
+    lock = os.open(parent, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"environment: waits for another call that uses {parent}", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,10 @@ _spec.loader.exec_module(script)
 # A stand-in for .venv/bin/python: appends its arguments to `calls`, answers as `answers` says.
 STUB = """#!/bin/sh
 echo "$@" >>"{folder}/calls"
+env >"{folder}/variables"
 case "$*" in
-    *--version*) exit 0 ;;
+    *--version*) exit {pip} ;;
+    *find_spec*) exit {found} ;;
     *"pip index"*) exit {index} ;;
     *{absent}*) cat "{folder}/said"; exit 1 ;;
 esac
@@ -50,24 +52,35 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made
 
 
-def answer(folder: Path, absent: str = "nothing", said: str = "", index: int = 0) -> None:
-    """Let pip fail with the output ``said`` for arguments that contain ``absent``."""
+def answer(
+    folder: Path,
+    absent: str = "nothing",
+    said: str = "",
+    *,
+    index: int = 0,
+    pip: int = 0,
+    found: int = 0,
+) -> None:
+    """Let pip fail with the output ``said`` for arguments that contain ``absent``; the others are
+    exit codes of ``pip index``, of ``pip --version`` and of the search for what was installed.
+    """
     (folder / "said").write_text(said)
     python = folder / "bin" / "python"
-    python.write_text(STUB.format(folder=folder, absent=absent, index=index))
+    python.write_text(STUB.format(folder=folder, absent=absent, index=index, pip=pip, found=found))
     python.chmod(0o755)
 
 
 def prepare(folder: Path, *extras: str, **variables: str) -> list[str]:
     """Return the calls of ``pip install`` that an installation makes."""
-    (folder / "calls").write_text("")
+    if folder.is_dir():
+        (folder / "calls").write_text("")
     script.Environment(folder, variables).prepare(extras)
     return re.findall("-m pip install.*", (folder / "calls").read_text())
 
 
 def test_one_environment_grows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch, package = prepare(folder)
-    assert torch.endswith("+cpu --retries 0 --timeout 20") and "--no-deps" in torch
+    assert torch.endswith("+cpu --retries 2 --timeout 20") and "--no-deps" in torch
     assert package.endswith(f"--editable {ROOT}") and "-c " in package
     said = capsys.readouterr().out
     assert "MB to download" in said and "GB on disk" in said and "min at" in said
@@ -98,7 +111,7 @@ def test_the_ordinary_build_comes_where_there_is_none_for_cpus(
     answer(folder, "+cpu", ABSENT)
     assert prepare(folder)[1].endswith(f"torch==={script.pinned('torch')}")
     line = capsys.readouterr().out.splitlines()[1]
-    assert "no build of torch" in line and f"{script.SIZES['cuda'][0]:,} MB to download" in line
+    assert "no build for CPUs" in line and f"{script.SIZES['cuda'][0]:,} MB to download" in line
     assert script.Stamp.read(folder / "hf-zero.json").torch == "cuda"
 
 
@@ -126,12 +139,84 @@ def test_an_interrupted_installation_goes_on(
     assert len(prepare(folder)) == 2  # even what was there before has no stamp
 
 
+def test_an_interrupted_installation_keeps_its_build_and_extras(folder: Path) -> None:
+    prepare(folder, "test", HF_ZERO_TORCH="cuda")
+    answer(folder, "editable", "ERROR: no\n")
+    with pytest.raises(script.Refused, match="pip failed: no"):
+        prepare(folder, "lint")
+    answer(folder)
+    torch, package = prepare(folder)
+    assert torch.endswith(f"==={script.pinned('torch')}") and package.endswith("[lint,test]")
+
+
+def test_a_half_written_package_is_installed_again(folder: Path) -> None:
+    """pip writes INSTALLER last, and takes a package with metadata for installed."""
+    half, whole = packaged(folder, "half"), packaged(folder, "whole")
+    (whole / "INSTALLER").write_text("pip\n")
+    prepare(folder)
+    assert whole.exists() and not half.exists()
+
+
+def test_pip_installs_into_the_folder_whatever_the_settings_say(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in script.ELSEWHERE:
+        monkeypatch.setenv(name, "/elsewhere")
+    assert all(call.startswith("-m pip install") for call in prepare(folder))
+    assert "-I -m pip" in (folder / "calls").read_text()
+    assert "/elsewhere" not in (folder / "variables").read_text()
+
+
+def test_a_second_call_waits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    modes = []
+
+    def flock(file: int, mode: int) -> None:
+        modes.append(mode)
+        if mode & script.fcntl.LOCK_NB:
+            raise BlockingIOError
+
+    monkeypatch.setattr(script.fcntl, "flock", flock)
+    monkeypatch.setattr(sys, "argv", ["environment.py", str(folder)])
+    assert script.main() == 0 and modes[1:] == [script.fcntl.LOCK_EX]
+    assert "waits for another call" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("said", "has"), [("exit 0", True), ("exit 9", False), (None, False)])
+def test_a_driver_is_one_that_answers(
+    said: str | None, has: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if Path("/proc/driver/nvidia/version").exists():
+        return
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{said}\n" if said else "#!/no/such/interpreter\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert script.has_nvidia_driver() is has
+
+
+def test_a_file_that_cannot_be_written_is_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "install.log").mkdir()
+    monkeypatch.setattr(sys, "argv", ["environment.py", str(folder)])
+    assert script.main() == 1 and "install.log" in capsys.readouterr().err
+
+
 def spoiled(folder: Path, settings: str) -> None:
     (folder / "pyvenv.cfg").write_text(settings)
 
 
 def full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(9e12, 9e12, 10**8))
+
+
+def packaged(folder: Path, name: str) -> Path:
+    """Return the metadata of an installed package."""
+    made = folder / "lib/python3.11/site-packages" / f"{name}-1.dist-info"
+    made.mkdir(parents=True)
+    return made
 
 
 def gone(folder: Path) -> None:
@@ -155,6 +240,27 @@ MACHINES: dict[str, tuple[Callable[[pytest.MonkeyPatch, Path], Any], list[str]]]
     "another Python": (
         lambda _, folder: spoiled(folder, "version = 3.9.1\n"),
         ["3.9", "rm -r", "HF_ZERO_VENV"],
+    ),
+    "documents": (
+        lambda _, folder: [(folder / "pyvenv.cfg").unlink(), (folder / "thesis").touch()],
+        ["no virtual environment", "HF_ZERO_VENV"],
+    ),
+    "a file": (lambda _, folder: [shutil.rmtree(folder), folder.touch()], ["no folder"]),
+    "packages without pip": (
+        lambda _, folder: [answer(folder, pip=1), packaged(folder, "numpy")],
+        ["no pip", "rm -r"],
+    ),
+    "a copied environment": (
+        lambda _, folder: (folder / "bin" / "activate").write_text("VIRTUAL_ENV='/elsewhere'\n"),
+        ["copied from /elsewhere", "rm -r"],
+    ),
+    "an old Python": (
+        lambda patch, _: patch.setattr(sys, "version_info", (3, 10, 4, "final", 0)),
+        ["Python 3.10.4", "3.11 to 3.14"],
+    ),
+    "pip that installs elsewhere": (
+        lambda _, folder: answer(folder, found=1),
+        ["pip config list", "target"],
     ),
     "a Python that is gone": (lambda _, folder: gone(folder), ["gone", "rm -r"]),
     "a full disk": (lambda patch, _: full(patch), ["0.1 GB free", "HF_ZERO_VENV"]),
@@ -214,7 +320,7 @@ def test_a_failure_of_pip_is_one_line(output: str, folder: Path) -> None:
         prepare(folder)
     said = str(refused.value)
     assert OUTPUTS[output] in said and str(folder / "install.log") in said and "\n" not in said
-    assert script.Stamp.read(folder / "hf-zero.json") is None
+    assert not script.Stamp.read(folder / "hf-zero.json").files
 
 
 def test_without_a_network_no_gigabytes_are_promised(folder: Path) -> None:
@@ -247,9 +353,10 @@ def chosen(variables: dict[str, str]) -> Any:
 @pytest.mark.parametrize(
     ("versions", "wanted"),
     [
-        ({"python3_11": "3.11", "python3_13": "3.13", "python3": "3.11"}, "python3.13"),
-        ({"python3": "3.12", "python3_9": "3.9"}, "python3"),
-        ({"python3_14": "3.14!", "python3_12": "3.12"}, "python3.12"),
+        ({"python3_11": "3.11.2", "python3_13": "3.13.0", "python3": "3.11.2"}, "python3.13"),
+        ({"python3": "3.12.0", "python3_9": "3.9.1"}, "python3"),
+        ({"python3_14": "3.14.0!", "python3_12": "3.12.0"}, "python3.12"),
+        ({"python3_14": "3.14.1", "python3_13": "3.13.0"}, "python3.13"),
     ],
 )
 def test_the_newest_python_that_works_is_taken(
@@ -261,11 +368,11 @@ def test_the_newest_python_that_works_is_taken(
 @pytest.mark.parametrize(
     ("versions", "variables", "words"),
     [
-        ({"python3": "3.10"}, {}, ["python3 is 3.10", "set PYTHON"]),
-        ({"python3": "3.15"}, {}, ["python3 is 3.15", "3.11 to 3.14"]),
+        ({"python3": "3.10.1"}, {}, ["python3 is 3.10.1", "set PYTHON"]),
+        ({"python3": "3.15.0"}, {}, ["python3 is 3.15.0", "3.11 to 3.14"]),
         ({}, {}, ["no Python 3.11 to 3.14", "set PYTHON"]),
-        ({"python3": "3.11!"}, {}, ["no ensurepip", "apt-get install python3.11-venv"]),
-        ({"python3": "3.12"}, {"PYTHON": "/opt/no such/python"}, ["/opt/no such/python"]),
+        ({"python3": "3.11.2!"}, {}, ["lacks ensurepip", "apt-get install python3.11-venv"]),
+        ({"python3": "3.12.0"}, {"PYTHON": "/opt/no such/python"}, ["/opt/no such/python"]),
     ],
 )
 def test_a_python_that_cannot_be_used_is_named(
@@ -281,5 +388,7 @@ def test_the_pythons_of_the_scripts_are_those_of_the_package() -> None:
     promised = re.findall(r"Python :: (3\.\d+)", " ".join(project["classifiers"]))
     text = SOURCED.read_text()
     assert [*reversed(re.findall(r"python(3\.\d+) ", text))] == promised
-    assert " | ".join(promised) in text and f"{promised[0]} to {promised[-1]}" in text
+    assert " | ".join(f"{version}.*" for version in promised) in text
+    assert f"{promised[0]} to {promised[-1]}" in text
+    assert [f"{major}.{minor}" for major, minor in script.PYTHONS] == [promised[0], promised[-1]]
     assert os.access(ROOT / "scripts/quickstart", os.X_OK)
