@@ -160,10 +160,6 @@ class Environment:
         made = re.search(r"""^\s*(?:export )?VIRTUAL_ENV=["']?(/[^"'\n]+)""", text, re.MULTILINE)
         if made and not (os.path.exists(made[1]) and os.path.samefile(made[1], self.folder)):
             raise Refused(f"{self.folder} was moved or copied from {made[1]}; {remedy}")
-        packages = (info.name for info in self.folder.glob("lib/python*/site-packages/*.dist-info"))
-        filled = any(not name.startswith(("pip-", "setuptools-")) for name in packages)
-        if filled and not self._has_pip():
-            raise Refused(f"{self.folder} has packages and no pip that runs; {remedy}")
 
     def _has_pip(self) -> bool:
         pip = [self.python, "-I", "-m", "pip", "--version"]
@@ -216,9 +212,18 @@ class Environment:
             )
 
     def _create(self) -> None:
-        """Make the environment, or complete one whose making was interrupted. Raises Refused."""
+        """Make the environment, or make it anew where an interruption left it without pip.
+
+        Raises Refused.
+        """
         if self._has_pip():
             return
+        packages = (info.name for info in self.folder.glob("lib/python*/site-packages/*.dist-info"))
+        if any(not name.startswith(("pip-", "setuptools-")) for name in packages):
+            raise Refused(
+                f"{self.folder} has packages and no pip that runs; remove it (rm -r "
+                f"{shlex.quote(str(self.folder))}), or set HF_ZERO_VENV to another"
+            )
         made = subprocess.run(
             [sys.executable, "-m", "venv", "--clear", self.folder], capture_output=True, text=True
         )
