@@ -223,4 +223,5 @@ def main():
     (given.out / f"report-{rank}.json").write_text(json.dumps(report))
 
 
-main()
+if __name__ == "__main__":  # Python 3.14 imports it for the workers of loaders
+    main()
