@@ -90,6 +90,8 @@ class Environment:
         self.stamp = folder / "hf-zero.json"
         self.log = folder / "install.log"
         self.variables = variables
+        removal = f"rm -r {shlex.quote(str(folder))}"
+        self.remedy = f"remove it ({removal}), or set HF_ZERO_VENV to another"
 
     def prepare(self, extras: Sequence[str]) -> None:
         """Install the package with ``extras``, unless they are there.
@@ -132,9 +134,6 @@ class Environment:
         """Raise Refused if the folder is none that these scripts made for this Python and this
         place: what it holds would be lost, or its commands would run another environment.
         """
-        remedy = (
-            f"remove it (rm -r {shlex.quote(str(self.folder))}), or set HF_ZERO_VENV to another"
-        )
         if not self.folder.is_dir():
             if self.folder.exists():
                 raise Refused(f"{self.folder} is no folder; set HF_ZERO_VENV to another")
@@ -152,14 +151,14 @@ class Environment:
         )
         version, mine = found[1] if found else "?", "{}.{}".format(*sys.version_info)
         if version != mine:
-            raise Refused(f"{self.folder} was made by Python {version}, not {mine}; {remedy}")
+            raise Refused(f"{self.folder} was made by Python {version}, not {mine}; {self.remedy}")
         if self.python.is_symlink() and not self.python.exists():
-            raise Refused(f"the Python {version} that made {self.folder} is gone; {remedy}")
+            raise Refused(f"the Python {version} that made {self.folder} is gone; {self.remedy}")
         activate = self.folder / "bin" / "activate"
         text = activate.read_text() if activate.is_file() else ""
         made = re.search(r"""^\s*(?:export )?VIRTUAL_ENV=["']?(/[^"'\n]+)""", text, re.MULTILINE)
         if made and not (os.path.exists(made[1]) and os.path.samefile(made[1], self.folder)):
-            raise Refused(f"{self.folder} was moved or copied from {made[1]}; {remedy}")
+            raise Refused(f"{self.folder} was moved or copied from {made[1]}; {self.remedy}")
 
     def _has_pip(self) -> bool:
         pip = [self.python, "-I", "-m", "pip", "--version"]
@@ -220,10 +219,7 @@ class Environment:
             return
         packages = (info.name for info in self.folder.glob("lib/python*/site-packages/*.dist-info"))
         if any(not name.startswith(("pip-", "setuptools-")) for name in packages):
-            raise Refused(
-                f"{self.folder} has packages and no pip that runs; remove it (rm -r "
-                f"{shlex.quote(str(self.folder))}), or set HF_ZERO_VENV to another"
-            )
+            raise Refused(f"{self.folder} has packages and no pip that runs; {self.remedy}")
         made = subprocess.run(
             [sys.executable, "-m", "venv", "--clear", self.folder], capture_output=True, text=True
         )
