@@ -33,17 +33,24 @@ def store_of_attempt(store: Any, rank: int, world: int, timeout: timedelta) -> A
         shared.set(f"{token}/all", "")
         return dist.PrefixStore(token, shared)
     end = time.monotonic() + timeout.total_seconds()
+    answered = set[str]()
     while True:
         shared.wait(["token"], timeout)
         token = shared.get("token").decode()
-        over = shared.check([f"{token}/all"])  # confirmed without this rank: an earlier attempt
-        shared.set(f"{token}/{rank}", "")
-        try:
-            if over:
-                time.sleep(RETRY.total_seconds())
-            else:
+        if token not in answered and not shared.check([f"{token}/all"]):
+            answered.add(token)
+            shared.set(f"{token}/{rank}", "")
+        if token in answered:
+            try:
                 shared.wait([f"{token}/all"], RETRY)
                 return dist.PrefixStore(token, shared)
-        except dist.DistStoreError:  # timed out: of an earlier attempt, or a rank is late
-            if time.monotonic() > end:
-                raise
+            except dist.DistStoreError:  # timed out: of an earlier attempt, or a rank is late
+                if time.monotonic() > end:
+                    raise
+        elif time.monotonic() > end:
+            raise dist.DistStoreError(
+                f"rank 0 has not come within {timeout.total_seconds():.0f} s: the store has the "
+                f"token of an earlier attempt alone"
+            )
+        else:  # confirmed without this rank: of an earlier attempt
+            time.sleep(RETRY.total_seconds())

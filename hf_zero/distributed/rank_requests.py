@@ -241,6 +241,7 @@ class ShardFetches:
         self._events = events
         self._waits = waits
         self._alone = False  # whether this rank has asked alone
+        self._leaving = False  # whether this rank has announced that it ends its engine
         self._askers = askers
         self._writes = threading.RLock()  # held while shards are written or read
         self.epoch = 0  # writes of shards so far
@@ -406,10 +407,20 @@ class ShardFetches:
                 )
             )
 
-    def _linger(self, over: Callable[[], bool]) -> None:
-        begun, ranks = time.monotonic(), len(self._others) + 1
+    def announce_leaving(self) -> None:
+        """Note that this rank ends its engine and serves until the others have. Idempotent."""
+        if self._leaving or self.closed or self.serving.thread is None:
+            return
+        self._leaving = True
         try:
             leaving(self._store, 0).enter(self._rank)
+        except RuntimeError:
+            pass  # the store is gone: no rank can ask
+
+    def _linger(self, over: Callable[[], bool]) -> None:
+        begun, ranks = time.monotonic(), len(self._others) + 1
+        self.announce_leaving()
+        try:
             while not over() and (waited := time.monotonic() - begun) < self._waits.timeout:
                 time.sleep(next_pause(waited, ranks))
         except RuntimeError:
@@ -452,10 +463,15 @@ _owners: weakref.WeakSet[ShardFetches] = weakref.WeakSet()
 def _end_threads() -> None:
     """Serve until no rank can ask any more, unless this one has failed; then end the threads: one
     that returns from the store's C++ while the interpreter shuts down aborts the process.
+
+    Ranks that are threads of one process end here one after the other, so all announce it before
+    the first one waits for the others.
     """
     watchdog.leave()
     failed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     owners = [] if failed else list(_owners)
+    for fetches in owners:
+        fetches.announce_leaving()
     for fetches in owners:
         fetches.serve_until_others_end()
     ending = list(_serving)

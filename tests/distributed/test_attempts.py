@@ -62,7 +62,32 @@ def test_an_attempt_that_ended_before_all_had_come(connect):
     assert meet(connect, range(3), 3, begin) != {"old"}
 
 
+def test_a_token_confirmed_between_two_looks(connect, monkeypatch):
+    """Another rank was late, so the wait for the confirmation ended before it came."""
+    shared = dist.PrefixStore(attempts.PREFIX, connect())
+    shared.set("token", "new")
+    looks = 0
+
+    def monotonic():  # read once before the first look, then after each wait that timed out
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            shared.set("new/all", "")
+        assert looks < 4, "the rank takes its own attempt for an earlier one"
+        return 0.0
+
+    monkeypatch.setattr(attempts.time, "monotonic", monotonic)
+    store_of_attempt(connect(), 1, 3, LIMIT).set("key", "value")
+    assert shared.get("new/key") == b"value"
+
+
 def test_a_rank_that_does_not_come(connect):
     for rank in (0, 1):
         with pytest.raises(dist.DistStoreError):
             store_of_attempt(connect(), rank, 2 + rank, timedelta(seconds=0.1))
+
+
+def test_a_rank_0_that_does_not_come_to_the_second_attempt(connect):
+    meet(connect, range(2), 2)
+    with pytest.raises(dist.DistStoreError, match="rank 0 .* earlier attempt"):
+        store_of_attempt(connect(), 1, 2, timedelta(seconds=0.1))

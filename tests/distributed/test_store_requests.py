@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -303,6 +304,32 @@ def test_ranks_that_serve_ask_nothing_until_their_bells_ring(
         assert thread is not None
         thread.join(60)
         assert not thread.is_alive()
+
+
+def test_ranks_that_are_threads_end_together_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None waits for another one of its process, whose turn to announce its end would come later."""
+
+    class Chunk:
+        def of(self, unit: int, epoch: int) -> bytes:
+            return b""
+
+    def sleep(seconds: float) -> None:
+        raise AssertionError("a rank waits for one of its own process")
+
+    chunk, store = Chunk(), dist.HashStore()
+    ranks = [Consensus(store, rank, range(3), 3600.0) for rank in range(3)]
+    for name in ("_owners", "_serving"):
+        monkeypatch.setattr(rank_requests, name, weakref.WeakSet[Any]())
+    for rank in ranks:
+        rank.fetches.serve(chunk.of)
+    for name in ("last_exc", "last_value"):  # pytest sets them when a test fails
+        monkeypatch.delattr(sys, name, raising=False)
+    monkeypatch.setattr(watching, "leave", lambda: None)
+    clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=sleep)
+    monkeypatch.setattr(rank_requests, "time", clock)
+    rank_requests._end_threads()
+    assert all(rank.fetches.serving.ending.is_set() for rank in ranks)
+    assert job_store.leaving(store, 0).entered() == 3
 
 
 def test_the_rank_that_commits_reads_many_outcomes_by_one_request(

@@ -1,0 +1,284 @@
+"""Seed faults into the package, one at a time, and count those that the fast suite catches.
+
+    python scripts/mutants check             # every fault applies once, and compiles
+    python scripts/mutants record            # which tests execute which lines (one run of the suite)
+    python scripts/mutants run [NAME ...]    # the tests that execute each fault's lines, until one fails
+    python scripts/mutants table             # faults caught, by folder
+
+A fault is a table in one of the TOML files beside this one: an edit, found by the text around it,
+that breaks a promise of the package. ``record`` and ``run`` keep their results in ``.mutants``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FAULTS = Path(__file__).resolve().parent
+RESULTS = ROOT / ".mutants"
+COPIED = ("hf_zero", "kernels", "tests", "scripts", "recipes", ".github", ".ci")
+FIRST = 40  # tests of the first round, each of another file
+LIMIT = 420.0  # seconds of one fault's tests; what hangs is caught
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A seeded fault: ``find`` occurs once in ``file`` and becomes ``replace``."""
+
+    name: str
+    file: str
+    find: str
+    replace: str
+    breaks: str
+    source: str = ""
+
+    @property
+    def folder(self) -> str:
+        return self.file.split("/")[1] if self.file.startswith("hf_zero/") else "kernels"
+
+    def problem(self) -> str:
+        """Return why the fault does not apply to the tree, or an empty string."""
+        path = ROOT / self.file
+        if not path.is_file():
+            return f"{self.file} does not exist"
+        count = path.read_text().count(self.find)
+        if count != 1:
+            return f"its text occurs {count} times in {self.file}"
+        try:
+            compile(path.read_text().replace(self.find, self.replace), self.file, "exec")
+        except SyntaxError as error:
+            return f"it does not compile: {error}"
+        return ""
+
+    def lines(self) -> set[int]:
+        """Return the lines that the edit changes; for an insertion those around it."""
+        text = (ROOT / self.file).read_text()
+        first = text[: text.index(self.find)].count("\n") + 1
+        old, new = self.find.split("\n"), self.replace.split("\n")
+        same = 0
+        while same < min(len(old), len(new)) and old[same] == new[same]:
+            same += 1
+        last = 0
+        while last < min(len(old), len(new)) - same and old[-1 - last] == new[-1 - last]:
+            last += 1
+        changed = range(first + same, first + len(old) - last)
+        return set(changed) or {first + same - 1, first + same}
+
+
+def faults() -> list[Fault]:
+    return [
+        Fault(**{key: value.removesuffix("\n") for key, value in row.items()})
+        for path in sorted(FAULTS.glob("*.toml"))
+        for row in tomllib.loads(path.read_text())["fault"]
+    ]
+
+
+def check() -> int:
+    """Print each fault that does not apply."""
+    rows = faults()
+    names = Counter(row.name for row in rows)
+    problems = [(row.name, row.problem()) for row in rows]
+    problems += [(name, "its name is taken") for name, count in names.items() if count > 1]
+    for name, problem in problems:
+        if problem:
+            print(f"{name}: {problem}")
+    failed = sum(bool(problem) for _, problem in problems)
+    print(f"{len(rows)} faults, {failed} that do not apply")
+    return 1 if failed else 0
+
+
+def record(arguments: list[str]) -> int:
+    """Run the suite with one coverage context a test."""
+    RESULTS.mkdir(exist_ok=True)
+    settings = RESULTS / "coveragerc"
+    settings.write_text(
+        "[run]\nsource = hf_zero\nparallel = true\ncore = ctrace\n"
+        f"data_file = {RESULTS}/coverage\n"
+        # of processes that a test starts; a test's own lines have its context by pytest-cov
+        "context = ${PYTEST_CURRENT_TEST-}\npatch =\n    subprocess\n    _exit\n"
+    )
+    suite = [
+        *("--cov", f"--cov-config={settings}", "--cov-context=test", "--cov-report="),
+        f"--junitxml={RESULTS}/durations.xml",
+    ]
+    return subprocess.run([ROOT / "scripts" / "test", *suite, *arguments], cwd=ROOT).returncode
+
+
+def durations() -> dict[str, float]:
+    """Return the seconds of each test of the recorded run, by its context's name."""
+    seconds: dict[str, float] = defaultdict(float)
+    for case in ElementTree.parse(RESULTS / "durations.xml").iter("testcase"):
+        path = case.attrib["classname"].replace(".", "/") + ".py"
+        seconds[f"{path}::{case.attrib['name']}"] += float(case.attrib["time"])
+    return seconds
+
+
+def tests_by_fault(rows: Iterable[Fault]) -> dict[str, list[str]]:
+    """Return the tests that execute each fault's lines, the fastest of each file first."""
+    from coverage.numbits import numbits_to_nums
+
+    seconds = durations()
+    database = sqlite3.connect(RESULTS / "coverage")
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        contexts = set[str]()
+        for context, bits in database.execute(
+            "select context.context, line_bits.numbits from line_bits"
+            " join context on context.id = line_bits.context_id"
+            " join file on file.id = line_bits.file_id where file.path like ?",
+            [f"%/{row.file}"],
+        ):
+            if row.lines() & set(numbits_to_nums(bits)):
+                contexts.add(context.split("|")[-1].rpartition(" (")[0] or context.split("|")[-1])
+        tests = [name for name in contexts if name in seconds]
+        found[row.name] = list(_spread(sorted(tests, key=lambda name: seconds[name])))
+    return found
+
+
+def _spread(tests: list[str]) -> Iterator[str]:
+    """Yield the first test of each file, then the second, and so on."""
+    files: dict[str, list[str]] = defaultdict(list)
+    for name in tests:
+        files[name.partition("::")[0]].append(name)
+    while files:
+        for file in list(files):
+            yield files[file].pop(0)
+            if not files[file]:
+                del files[file]
+
+
+def copy_of_the_tree(folder: Path) -> Path:
+    tree = folder / "tree"
+    tree.mkdir()
+    for name in (*COPIED, *(path.name for path in ROOT.iterdir() if path.is_file())):
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(
+                source, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+            )
+        elif source.is_file():
+            shutil.copy(source, tree / name)
+    return tree
+
+
+def outcome(fault: Fault, tests: list[str]) -> dict[str, object]:
+    """Return which of ``tests`` fails first with the fault, in a copy of the tree."""
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="hf-zero-mutant-") as folder:
+        tree = copy_of_the_tree(Path(folder))
+        path = tree / fault.file
+        path.write_text(path.read_text().replace(fault.find, fault.replace))
+        for chosen in (tests[:FIRST], tests[FIRST:]):
+            left = LIMIT - (time.monotonic() - begun)
+            if chosen and left > 0:
+                failed = _first_failure(tree, chosen, left)
+                if failed:
+                    return {"caught": failed, "seconds": round(time.monotonic() - begun)}
+    spent = round(time.monotonic() - begun)
+    return {"caught": "", "seconds": spent, "tests": len(tests), "whole": spent < LIMIT}
+
+
+def _first_failure(tree: Path, tests: list[str], limit: float) -> str:
+    listed = tree / "selected.txt"
+    listed.write_text("\n".join(tests) + "\n")
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": ""}
+    process = subprocess.Popen(
+        [*command, f"@{listed}"],
+        cwd=tree,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=max(limit, 60.0))
+    except subprocess.TimeoutExpired:
+        return "no end" if limit > 120 else ""
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    if process.returncode == 0:
+        return ""
+    failed = [line.split()[1] for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0] if failed else f"pytest ended with {process.returncode}"
+
+
+def run(names: list[str], jobs: int, label: str) -> int:
+    """Print and keep what becomes of each fault."""
+    rows = [row for row in faults() if not names or row.name in names]
+    unknown = set(names) - {row.name for row in rows}
+    if unknown:
+        print(f"no such fault: {', '.join(sorted(unknown))}", file=sys.stderr)
+        return 2
+    results = RESULTS / f"{label}.json"
+    known = json.loads(results.read_text()) if results.exists() else {}
+    tests = tests_by_fault(rows)
+    waiting = [row for row in rows if names or row.name not in known]
+    with ThreadPoolExecutor(jobs) as pool:
+        for row, result in zip(waiting, pool.map(lambda row: outcome(row, tests[row.name]), waiting)):
+            known[row.name] = result
+            results.write_text(json.dumps(known, indent=1) + "\n")
+            print(f"{row.name}: {result['caught'] or 'NOT CAUGHT'} ({result['seconds']} s)", flush=True)
+    return 0
+
+
+def table(labels: list[str]) -> int:
+    """Print the faults caught in each folder, as rows of a Markdown table."""
+    kept = [json.loads((RESULTS / f"{label}.json").read_text()) for label in labels]
+    folders: dict[str, list[Fault]] = defaultdict(list)
+    for row in faults():
+        folders[row.folder].append(row)
+    print("| folder | faults |" + "".join(f" {label} |" for label in labels))
+    print("| --- |" + " --- |" * (1 + len(labels)))
+    for folder, rows in [*sorted(folders.items()), ("**all**", faults())]:
+        caught = [sum(bool(each.get(row.name, {}).get("caught")) for row in rows) for each in kept]
+        print(f"| {folder} | {len(rows)} |" + "".join(f" {count} |" for count in caught))
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("check")
+    commands.add_parser("record").add_argument("arguments", nargs=argparse.REMAINDER)
+    runs = commands.add_parser("run")
+    runs.add_argument("names", nargs="*")
+    runs.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
+    runs.add_argument("--label", default="fast", help="name of the results")
+    commands.add_parser("table").add_argument("labels", nargs="*", default=["fast"])
+    given = parser.parse_args()
+    if given.command == "check":
+        return check()
+    if given.command == "record":
+        return record(given.arguments)
+    if given.command == "run":
+        return run(given.names, given.jobs, given.label)
+    return table(given.labels)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
