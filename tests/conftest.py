@@ -25,7 +25,8 @@ import hypothesis
 import pytest
 import torch
 
-from tests.helpers.cells import off_turn, runs_long
+from tests.helpers import stress
+from tests.helpers.cells import off_turn, parted, runs_long
 from tests.helpers.plain_process import plain_process as plain_process
 
 # A forked worker of a DataLoader would collect its parent's garbage. There the destructor of a
@@ -46,6 +47,7 @@ gc.set_threshold(20_000)
 # before triton is imported: kernels run in its interpreter, which helpers/checked_triton.py watches
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+stress.install()
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +71,7 @@ def small_parameters_are_sharded() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="also run the long matrices")
+    parser.addoption("--part", metavar="K/N", help="run the K-th of N parts of the files")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -91,6 +94,9 @@ STARTERS = ("tests.helpers.launched", "tests.helpers.processes", "import launche
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part = config.getoption("--part")
+    if part:
+        items[:] = parted(items, *map(int, part.split("/")), _launches)
     for item in off_turn(items):
         item.add_marker(pytest.mark.long)
     # begun last they would run alone

@@ -38,7 +38,7 @@ from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.reduce.norm import sums_of_squares
 
 # After a well-chosen freeze no run has reached LIMIT. A tighter LIMIT, and a higher FLOOR, cost
-# GPT-2 up to 0.06 in loss (scripts/bench/compressed_loss.py).
+# GPT-2 up to 0.06 in loss (scripts/bench/results/compressed_loss-*.jsonl).
 FLOOR, LIMIT = 0.03, 4.0
 AVERAGE, VARIANCE = "exp_avg", "exp_avg_sq"
 

@@ -40,11 +40,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
-
-from loading import Peak, resident
 
 SMALL = {
     "hidden_size": 512,
@@ -91,6 +90,31 @@ BARS = {"cpu": 1.05, "cpu bf16": 0.85, "cpu int8": 0.85, "cpu auto": 0.5}
 GPU_BAR = 47.0  # GB, with the whole optimizer on the CPU
 DISK_BAR = 1.15
 SMALL_PIECES = 1 << 20  # elements: the small model has pieces to pipeline, too
+
+
+def resident() -> float:
+    """RssAnon + RssFile of this process in MiB."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssFile")) / 1024
+
+
+class Peak:
+    """The highest :func:`resident` while the block runs, looked at every two milliseconds."""
+
+    def __enter__(self) -> Peak:
+        self.highest, self._over = resident(), threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+        return self
+
+    def _look(self) -> None:
+        while not self._over.wait(0.002):
+            self.highest = max(self.highest, resident())
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self.highest = max(self.highest, resident())
 
 
 def device() -> str:

@@ -1,9 +1,9 @@
 """Seed faults into the package, one at a time, and count those that the fast suite catches.
 
-    python scripts/mutants check             # every fault applies once, and compiles
-    python scripts/mutants record            # which tests execute which lines (one run of the suite)
-    python scripts/mutants run [NAME ...]    # the tests that execute each fault's lines, until one fails
-    python scripts/mutants table             # faults caught, by folder
+    python scripts/mutants check            # every fault applies once, and compiles
+    python scripts/mutants record           # which tests execute which lines: one run of the suite
+    python scripts/mutants run [NAME ...]   # for each fault the tests that execute its lines
+    python scripts/mutants table [LABEL ...]   # faults caught, by folder
 
 A fault is a table in one of the TOML files beside this one: an edit, found by the text around it,
 that breaks a promise of the package. ``record`` and ``run`` keep their results in ``.mutants``.
@@ -221,7 +221,9 @@ def _first_failure(tree: Path, tests: list[str], limit: float) -> str:
             pass
     if process.returncode == 0:
         return ""
-    failed = [line.split()[1] for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    failed = [
+        line.split()[1] for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))
+    ]
     return failed[0] if failed else f"pytest ended with {process.returncode}"
 
 
@@ -237,10 +239,15 @@ def run(names: list[str], jobs: int, label: str) -> int:
     tests = tests_by_fault(rows)
     waiting = [row for row in rows if names or row.name not in known]
     with ThreadPoolExecutor(jobs) as pool:
-        for row, result in zip(waiting, pool.map(lambda row: outcome(row, tests[row.name]), waiting)):
+        for row, result in zip(
+            waiting, pool.map(lambda row: outcome(row, tests[row.name]), waiting)
+        ):
             known[row.name] = result
             results.write_text(json.dumps(known, indent=1) + "\n")
-            print(f"{row.name}: {result['caught'] or 'NOT CAUGHT'} ({result['seconds']} s)", flush=True)
+            print(
+                f"{row.name}: {result['caught'] or 'NOT CAUGHT'} ({result['seconds']} s)",
+                flush=True,
+            )
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +48,24 @@ def in_one_item(
         return over_all
 
     return decorate
+
+
+def parted(
+    items: list[pytest.Item], part: int, parts: int, launches: Callable[[Path], bool]
+) -> list[pytest.Item]:
+    """Return the items of ``part``, from 1 to ``parts``: whole files, the largest dealt first to
+    the part that has least. A test that starts processes counts as twenty others.
+    """
+    files: dict[Path, int] = {}
+    for item in items:
+        files[item.path] = files.get(item.path, 0) + (20 if launches(item.path) else 1)
+    loads, chosen = [0] * parts, set[Path]()
+    for path, weight in sorted(files.items(), key=lambda entry: (-entry[1], entry[0])):
+        least = loads.index(min(loads))
+        loads[least] += weight
+        if least == part - 1:
+            chosen.add(path)
+    return [item for item in items if item.path in chosen]
 
 
 def off_turn(items: Iterable[pytest.Item]) -> set[pytest.Item]:

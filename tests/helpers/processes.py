@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.zero.layout import wrap
+from tests.helpers import stress
 from tests.helpers.ranks import RankFailed, RanksHung
 
 HOST = "127.0.0.1"
@@ -61,6 +62,7 @@ def _child(
             MASTER_ADDR=HOST, MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1"
         )
         torch.set_num_threads(1)
+        stress.install()
         # as in conftest.py: small blocks are units all the same, and their parameters sharded
         wrap.GRANULARITY = wrap.PERSISTENCE = 0
         try:

@@ -16,7 +16,7 @@ from hf_zero.zero.layout.flat_layout import FlatLayout
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Default block size by bits. Adam divides by the usual magnitude of a gradient element: 4 bits lose
 # the elements far below the largest of their block, and a larger block loses more of them
-# (scripts/bench/compressed_loss.py).
+# (scripts/bench/results/compressed_loss-*.jsonl).
 DEFAULT_BLOCKS = {4: 64, 8: 256}
 SMALLEST_TENSOR = 256  # elements
 

@@ -1,0 +1,147 @@
+"""Options of ``scripts/test``, the tests it chooses, and what a run leaves behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from scripts import suite
+from tests.helpers.cells import parted
+
+ROOT = Path(suite.__file__).parent.parent
+
+
+def test_options_come_in_any_order():
+    for arguments in (
+        ["--all", "--part", "2/5", "-k", "layout", "--stress"],
+        ["-k", "layout", "--stress", "--part=2/5", "--all"],
+    ):
+        options = suite.parse(arguments)
+        assert (options.whole, options.part, options.stress) == (True, "2/5", True)
+        assert options.pytest == ["-k", "layout"] and "docs" in options.extras
+    assert suite.parse(["--changed", "HEAD", "-x"]).base == "HEAD"
+    assert suite.parse(["--changed", "tests/zero"]).pytest == ["tests/zero"]
+    assert suite.parse(["--durations=3"]).pytest == ["--durations=3"]
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (["--part", "5/4"], "5/4"),
+        (["--part", "0/4"], "0/4"),
+        (["--part"], "K/N"),
+        (["--part=half"], "half"),
+        (["--changed", "no-such-commit"], "no-such-commit"),
+    ],
+)
+def test_an_impossible_option_is_one_line(arguments, named, capsys):
+    with pytest.raises(SystemExit) as ended:
+        suite.parse(arguments)
+    message = capsys.readouterr().err
+    assert ended.value.code == 2 and named in message and message.count("\n") == 1
+
+
+def test_an_argument_that_pytest_refuses_is_one_line(capsys):
+    """Other lines of the standard error are copied."""
+    script = "import sys; sys.stderr.write('first\\n' + %r); sys.exit(4)"
+    usage = "ERROR: usage: pytest\npytest: error: unrecognized arguments: --no\n  rootdir\n"
+    run = suite.Run(dict(os.environ))
+    with pytest.raises(SystemExit) as ended:
+        run("-c", script % usage)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "first\nscripts/test: unrecognized arguments: --no\n"
+
+
+@pytest.mark.parametrize("parts", [1, 3, 7])
+def test_parts_are_whole_files_and_together_all(parts):
+    items = [SimpleNamespace(path=Path(f"test_{at % 11}.py"), name=at) for at in range(200)]
+    launches = lambda path: path.name == "test_3.py"  # noqa: E731
+    chosen = [parted(items, part, parts, launches) for part in range(1, parts + 1)]
+    files = [{item.path for item in each} for each in chosen]
+    assert sorted(item.name for each in chosen for item in each) == list(range(200))
+    assert sum(map(len, files)) == 11 and all(files)
+
+
+@pytest.mark.parametrize(
+    "changed, touched",
+    [
+        ("hf_zero/distributed/attempts.py", "tests/distributed"),
+        ("hf_zero/distributed/attempts.py", "tests/distributed/test_attempts.py"),
+        ("hf_zero/zero/layout/wrap.py", "tests/ranks"),
+        ("tests/helpers/cells.py", "tests/package/test_suite.py"),
+        ("tests/gloo/test_gloo_ways.py", "tests/gloo/test_gloo_ways.py"),
+        ("scripts/suite.py", "tests/package/test_suite.py"),
+        ("README.md", "tests/docs"),
+        ("constraints.txt", "tests/package"),
+        ("tests/conftest.py", "tests"),
+    ],
+)
+def test_a_change_touches(changed, touched):
+    assert touched in suite.tests_of([changed])
+    assert "tests/kernels/test_elementwise.py" not in suite.tests_of([changed])
+
+
+RUN = """
+import sys
+sys.path.insert(0, {root!r})
+from scripts import suite
+with suite.guarded() as environment:
+    run = suite.Run(environment)
+    run.handle_signals()
+    open(environment["TMPDIR"] + "/file", "w").close()
+    child = "import os, subprocess, sys, time; print(os.environ['TMPDIR'], flush=True);"
+    child += "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],"
+    child += "start_new_session=True); print('begun', flush=True); time.sleep(600)"
+    sys.exit(run("-c", child))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_run_that_is_ended_leaves_nothing(number, tmp_path):
+    """Neither processes, also those of a session of their own, nor files."""
+    environment = {name: value for name, value in os.environ.items() if name != suite.TOKEN}
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN.format(root=str(ROOT))],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**environment, "TMPDIR": str(tmp_path)},
+    )
+    assert process.stdout is not None
+    folder = Path(process.stdout.readline().strip())
+    assert process.stdout.readline() == "begun\n" and (folder / "file").exists()
+    process.send_signal(number)
+    assert process.wait(60) == (128 + number if number == signal.SIGINT else -number)
+    process.stdout.close()
+    while folder.exists() or _alive(str(tmp_path)):  # a guard ends and removes them
+        time.sleep(0.05)
+
+
+def _alive(folder: str) -> list[str]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            text = entry.read_text(errors="replace")
+        except OSError:
+            continue
+        if f"TMPDIR={folder}" in text:
+            found.append(text)
+    return found
+
+
+def test_files_of_a_run_that_has_ended_are_removed(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    old = tmp_path / f"{suite.FOLDER}{ended.pid}-x"
+    running = tmp_path / f"{suite.FOLDER}{os.getpid()}-x"
+    for folder in (old, running):
+        folder.mkdir()
+        (folder / "file").touch()
+    suite._remove_old_folders(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [running.name]
