@@ -45,6 +45,7 @@ def test_a_machine_that_lacks_something(name: str, tmp_path: Path) -> None:
     smoke([name], tmp_path, [])
 
 
+@pytest.mark.long
 def test_a_machine_that_lacks_everything(tmp_path: Path) -> None:
     smoke([*SHELLS], tmp_path, [])
 
