@@ -332,6 +332,19 @@ def workers(cores: int) -> int:
     return min(cores + 1, 4)
 
 
+def pytest_arguments(options: Options) -> tuple[list[str], dict[str, str]]:
+    """Return pytest's arguments and further variables for ``options``."""
+    arguments = ["-q", "-n", str(workers(os.cpu_count() or 1)), "--dist", "loadfile"]
+    # a process that ends or crashes ends the run: pytest-xdist 3.8 can hang after it has replaced
+    # one (its issues 1323, 1327 and 1378)
+    arguments += ["--no-loadscope-reorder", "--max-worker-restart", "0"]
+    arguments += ["--long"] if options.whole else ["-m", "not long"]
+    arguments += ["--part", options.part] if options.part else []
+    more = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    more["PYTHONDONTWRITEBYTECODE"] = ""  # otherwise each process compiles the package anew
+    return arguments, more
+
+
 def run(options: Options) -> int:
     chosen: list[str] = []
     if options.changed:
@@ -352,14 +365,7 @@ def run(options: Options) -> int:
             )
         if code:
             return code
-        arguments = ["-n", str(workers(os.cpu_count() or 1)), "--dist", "loadfile"]
-        # a process that ends or crashes ends the run: pytest-xdist 3.8 can hang after it has
-        # replaced one (its issues 1323, 1327 and 1378)
-        arguments += ["--no-loadscope-reorder", "--max-worker-restart", "0"]
-        arguments += ["--long"] if options.whole else ["-m", "not long"]
-        arguments += ["--part", options.part] if options.part else []
-        more = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        more["PYTHONDONTWRITEBYTECODE"] = ""  # otherwise each process compiles the package anew
+        arguments, more = pytest_arguments(options)
         if options.stress:
             more["HF_ZERO_STRESS"] = os.environ.get("HF_ZERO_STRESS") or str(
                 secrets.randbelow(10**6)
@@ -367,7 +373,7 @@ def run(options: Options) -> int:
             print(f"scripts/test: under load, HF_ZERO_STRESS={more['HF_ZERO_STRESS']}", flush=True)
             for _ in range(2 * (os.cpu_count() or 1)):
                 command.begin("-c", "while True: pass")
-        code = command("-m", "pytest", "-q", *arguments, *chosen, *options.pytest, **more)
+        code = command("-m", "pytest", *arguments, *chosen, *options.pytest, **more)
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     seconds = sum(each.ru_utime + each.ru_stime for each in used)
     wall = time.monotonic() - begun

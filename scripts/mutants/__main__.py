@@ -1,8 +1,8 @@
 """Seed faults into the package, one at a time, and count those that the fast suite catches.
 
     python scripts/mutants check            # every fault applies once, and compiles
-    python scripts/mutants record           # which tests execute which lines: one run of the suite
-    python scripts/mutants run [NAME ...]   # for each fault the tests that execute its lines
+    python scripts/mutants record           # which tests execute which fault: one run of the suite
+    python scripts/mutants run [NAME ...]   # for each fault the tests that execute it
     python scripts/mutants table [LABEL ...]   # faults caught, by folder
 
 A fault is a table in one of the TOML files beside this one: an edit, found by the text around it,
@@ -12,11 +12,11 @@ that breaks a promise of the package. ``record`` and ``run`` keep their results 
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -30,6 +30,10 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))
+
+from scripts import suite  # noqa: E402
+
 FAULTS = Path(__file__).resolve().parent
 RESULTS = ROOT / ".mutants"
 COPIED = ("hf_zero", "kernels", "tests", "scripts", "recipes", ".github", ".ci")
@@ -103,25 +107,85 @@ def check() -> int:
     return 1 if failed else 0
 
 
+PROBE = """
+import os
+
+seen = set()
+
+
+def hit(name):
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
+    if (name, test) not in seen:
+        seen.add((name, test))
+        with open(os.path.join({folder!r}, str(os.getpid())), "a") as hits:
+            hits.write(f"{{name}}\\t{{test}}\\n")
+"""
+
+
 def record(arguments: list[str]) -> int:
-    """Run the suite with one coverage context a test."""
-    RESULTS.mkdir(exist_ok=True)
-    settings = RESULTS / "coveragerc"
-    settings.write_text(
-        "[run]\nsource = hf_zero\nparallel = true\ncore = ctrace\n"
-        f"data_file = {RESULTS}/coverage\n"
-        # of processes that a test starts; a test's own lines have its context by pytest-cov
-        "context = ${PYTEST_CURRENT_TEST-}\npatch =\n    subprocess\n    _exit\n"
-    )
-    suite = [
-        *("--cov", f"--cov-config={settings}", "--cov-context=test", "--cov-report="),
-        f"--junitxml={RESULTS}/durations.xml",
-    ]
-    return subprocess.run([ROOT / "scripts" / "test", *suite, *arguments], cwd=ROOT).returncode
+    """Run the suite over a copy of the tree with a probe before each fault's statement, which notes
+    the test that executes it, also in processes that the test starts.
+    """
+    hits = RESULTS / "hits"
+    shutil.rmtree(hits, ignore_errors=True)
+    hits.mkdir(parents=True)
+    with tempfile.TemporaryDirectory(prefix="hf-zero-mutant-") as folder:
+        tree = copy_of_the_tree(Path(folder))
+        (tree / "probe_of_mutants.py").write_text(PROBE.format(folder=str(hits)))
+        for file in {row.file for row in faults() if row.folder != "kernels"}:
+            path = tree / file
+            rows = [row for row in faults() if row.file == file]
+            path.write_text(probed(path.read_text(), rows))
+        options = suite.parse(arguments)
+        chosen, more = suite.pytest_arguments(options)
+        chosen += [f"--junitxml={RESULTS}/durations.xml", *options.pytest]
+        environment = {**os.environ, **more, "PYTHONPATH": str(tree)}
+        command = [sys.executable, "-m", "pytest", *chosen]
+        return subprocess.run(command, cwd=tree, env=environment).returncode
+
+
+def probed(text: str, rows: list[Fault]) -> str:
+    """Return ``text`` with a probe before the statement of each of ``rows``."""
+    lines = text.split("\n")
+    tree = ast.parse(text)
+    for row in sorted(rows, key=lambda row: -min(row.lines())):
+        place = _statement(tree, min(row.lines()), lines)
+        if place is not None:
+            indent = " " * place.col_offset
+            probe = f'{indent}__import__("probe_of_mutants").hit("{row.name}")'
+            lines.insert(place.lineno - 1, probe)
+    return "\n".join(lines)
+
+
+def _statement(tree: ast.Module, line: int, lines: list[str]) -> ast.stmt | None:
+    """Return the innermost statement of a function that has ``line``, or the first statement of a
+    function whose head has it; None outside of functions.
+    """
+    best, within = None, False
+    body: list[ast.stmt] = tree.body
+    while True:
+        inner = [node for node in body if _first(node) <= line <= (node.end_lineno or 0)]
+        if not inner:
+            return best if within else None
+        node = inner[0]
+        if within and not lines[node.lineno - 1].lstrip().startswith("elif "):
+            best = node
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            within = True
+            best = node.body[0]
+        blocks = [getattr(node, name, []) for name in ("body", "orelse", "finalbody")]
+        blocks += [handler.body for handler in getattr(node, "handlers", [])]
+        blocks += [case.body for case in getattr(node, "cases", [])]
+        body = [each for block in blocks if isinstance(block, list) for each in block]
+
+
+def _first(node: ast.stmt) -> int:
+    decorators = getattr(node, "decorator_list", [])
+    return min([node.lineno, *(each.lineno for each in decorators)])
 
 
 def durations() -> dict[str, float]:
-    """Return the seconds of each test of the recorded run, by its context's name."""
+    """Return the seconds of each test of the recorded run."""
     seconds: dict[str, float] = defaultdict(float)
     for case in ElementTree.parse(RESULTS / "durations.xml").iter("testcase"):
         path = case.attrib["classname"].replace(".", "/") + ".py"
@@ -130,23 +194,21 @@ def durations() -> dict[str, float]:
 
 
 def tests_by_fault(rows: Iterable[Fault]) -> dict[str, list[str]]:
-    """Return the tests that execute each fault's lines, the fastest of each file first."""
-    from coverage.numbits import numbits_to_nums
-
+    """Return the tests that execute each fault's statement, the fastest of each file first; for
+    one outside of functions those that import its module or belong to its folder.
+    """
     seconds = durations()
-    database = sqlite3.connect(RESULTS / "coverage")
+    hits: dict[str, set[str]] = defaultdict(set)
+    for path in (RESULTS / "hits").iterdir():
+        for line in path.read_text().splitlines():
+            name, _, test = line.partition("\t")
+            hits[name].add(test)
     found: dict[str, list[str]] = {}
     for row in rows:
-        contexts = set[str]()
-        for context, bits in database.execute(
-            "select context.context, line_bits.numbits from line_bits"
-            " join context on context.id = line_bits.context_id"
-            " join file on file.id = line_bits.file_id where file.path like ?",
-            [f"%/{row.file}"],
-        ):
-            if row.lines() & set(numbits_to_nums(bits)):
-                contexts.add(context.split("|")[-1].rpartition(" (")[0] or context.split("|")[-1])
-        tests = [name for name in contexts if name in seconds]
+        tests = [name for name in hits[row.name] if name in seconds]
+        if not tests:
+            near = tuple(suite.tests_of([row.file]))
+            tests = [name for name in seconds if name.startswith(near)]
         found[row.name] = list(_spread(sorted(tests, key=lambda name: seconds[name])))
     return found
 

@@ -50,6 +50,7 @@ def _child(
     pipe: Connection,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
+    test: str,
 ) -> None:
     global _log
     with open(log, "w") as stacks:
@@ -60,6 +61,9 @@ def _child(
         )
         os.environ.update(
             MASTER_ADDR=HOST, MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1"
+        )
+        os.environ["PYTEST_CURRENT_TEST"] = (
+            test  # the server may have forked for another test before
         )
         torch.set_num_threads(1)
         stress.install()
@@ -114,6 +118,7 @@ def run_processes(
     store = dist.TCPStore(
         HOST, 0, world, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
     )
+    test = os.environ.get("PYTEST_CURRENT_TEST", "")
     with tempfile.TemporaryDirectory() as folder:
         logs = [os.path.join(folder, f"rank{rank}.txt") for rank in range(world)]
         children, pipes = [], []
@@ -122,7 +127,7 @@ def run_processes(
                 ours, theirs = context.Pipe(duplex=False)
                 child = context.Process(
                     target=_child,
-                    args=(rank, world, store.port, timeout, logs[rank], theirs, fn, args),
+                    args=(rank, world, store.port, timeout, logs[rank], theirs, fn, args, test),
                     daemon=False,  # it may fork the workers of a DataLoader
                 )
                 child.start()
