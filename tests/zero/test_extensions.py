@@ -15,6 +15,7 @@ from hf_zero.config import ZeroConfig
 from hf_zero.zero.extensions import StepExtension
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.unit import GatherRequest, ShardGather, Unit
+from tests.helpers.cells import in_one_item
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.stacks import on_ranks, squared, stack
 from tests.helpers.training import At, plain_sgd
@@ -45,7 +46,7 @@ def test_each_technique_of_the_registry_is_one_that_the_first_test_looks_for() -
     assert len(set(TECHNIQUES.findall(source))) >= 6
 
 
-@pytest.mark.parametrize("ranks", [0, 1])
+@in_one_item((0, 1))
 def test_nodes_of_one_rank_keep_nothing(ranks: int) -> None:
     config = config_of(3)
     config["zero_optimization"]["zero_hpz_partition_size"] = ranks

@@ -2,6 +2,8 @@
 anything is changed.
 """
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -16,7 +18,8 @@ from hf_zero.errors import (
 )
 from hf_zero.zero.layout.materialize import check_parameters
 from hf_zero.zero.layout.wrap import find_units
-from tests.helpers.engines import STAGES, config_of, start
+from tests.helpers.cells import in_one_item
+from tests.helpers.engines import config_of, start
 from tests.helpers.stacks import on_each_rank, stack
 from tests.helpers.training import adamw, plain_sgd
 
@@ -33,61 +36,6 @@ def plain(model):
     return {type(p) for p in model.parameters()} <= {nn.Parameter} and not model._forward_hooks
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_parameter_without_values(stage):
-    model = stack()
-    model.blocks[1].up.weight = nn.Parameter(torch.empty(64, 32, device="meta"))
-    with pytest.raises(
-        PartitionError,
-        match=rf"parameter {NAME} is on the meta device and has no values; load or initialise",
-    ):
-        start(model, None, config_of(stage))
-    assert plain(model)
-
-
-def test_a_device_whose_tensors_torch_does_not_put_into_a_parameter(monkeypatch):
-    """Tensors of PrivateUse1 backends are refused by torch; those of CUDA are not."""
-    specs, _ = find_units(stack())
-    check_parameters(specs, torch.device("cpu"))
-    monkeypatch.setattr(torch, "empty", lambda size, device: torch.zeros(size))
-    monkeypatch.setattr(torch, "_has_compatible_shallow_copy_type", lambda one, other: False)
-    with pytest.raises(
-        PartitionError,
-        match=r"is on cpu, and torch cannot move it to 'xpu' in place: move the model there first "
-        r"\(model\.to\('xpu'\)\)",
-    ):
-        check_parameters(specs, torch.device("xpu"))
-
-
-def test_a_buffer_without_values():
-    model = stack()
-    model.blocks[1].norm.register_buffer("angles", torch.empty(4, device="meta"))
-    with pytest.raises(
-        PartitionError,
-        match="buffer angles of LayerNorm is on the meta device; initialise the model's buffers",
-    ):
-        start(model, None, config_of(2))
-    assert plain(model)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_state_that_cannot_be_carried_over_leaves_the_model_whole(stage):
-    model = stack()
-    optimizer = adamw(model)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    optimizer.zero_grad()
-    optimizer.state[model.head.weight]["step"] += 5
-    with pytest.raises(UnsupportedOptimizerError, match=r"head\.weight.*step 6"):
-        start(model, optimizer, config_of(stage))
-    assert plain(model) and len(optimizer.param_groups[0]["params"]) == len(
-        list(model.parameters())
-    )
-    optimizer.state.clear()
-    start(model, optimizer, config_of(stage))
-
-
 class Special(torch.Tensor):
     """Stands for tensors without memory of their own: those of torchao, distributed ones."""
 
@@ -100,14 +48,57 @@ class Special(torch.Tensor):
         return Special(args[0])
 
 
-def test_a_parameter_of_a_special_class():
+def with_weight(value):
     model = stack()
-    model.blocks[1].up.weight = nn.Parameter(Special(torch.zeros(64, 32)))
-    with pytest.raises(
-        PartitionError,
-        match=rf"parameter {NAME} is a Special, whose memory cannot be laid out flat; "
-        rf"pass a model of plain",
-    ):
+    model.blocks[1].up.weight = nn.Parameter(value)
+    return model, None
+
+
+def with_buffer():
+    model = stack()
+    model.blocks[1].norm.register_buffer("angles", torch.empty(4, device="meta"))
+    return model, None
+
+
+def with_another_head():
+    model = stack()
+    optimizer = adamw(model)
+    model.head = nn.Linear(32, 5)
+    return model, optimizer
+
+
+def in_16_bits():
+    model = stack().bfloat16()
+    return model, plain_sgd(model)
+
+
+MODELS = {
+    f"{NAME} is on the meta device": lambda: with_weight(torch.empty(64, 32, device="meta")),
+    "buffer angles of LayerNorm is on the meta device": with_buffer,
+    f"{NAME} is torch.complex64": lambda: with_weight(torch.zeros(64, 32, dtype=torch.complex64)),
+    r"2 parameters that are not in the model \(shapes \[\(5, 32\), \(5,\)\]\)": with_another_head,
+}
+
+
+@in_one_item([*itertools.product(MODELS, (0, 3))])
+def test_models_that_are_refused(case):
+    words, stage = case
+    model, optimizer = MODELS[words]()
+    with pytest.raises(PartitionError, match=words):
+        start(model, optimizer, config_of(stage))
+    assert plain(model)
+
+
+def test_16_bit_weights_in_fp32_training():
+    model, optimizer = in_16_bits()
+    with pytest.raises(ConfigError, match=r'parameter enter\.weight is torch\.bfloat16.*"bf16"'):
+        start(model, optimizer, config_of(3))
+    assert plain(model)
+
+
+def test_a_parameter_of_a_special_class():
+    model, _ = with_weight(Special(torch.zeros(64, 32)))
+    with pytest.raises(PartitionError, match=f"{NAME} is a Special"):
         start(model, None, config_of(3))
     assert type(model.head.weight) is nn.Parameter
 
@@ -119,30 +110,36 @@ def test_a_lazy_parameter():
         start(model, None, config_of(1))
 
 
-def test_16_bit_weights_in_fp32_training():
-    model = stack().bfloat16()
-    with pytest.raises(ConfigError, match=r'parameter enter\.weight is torch\.bfloat16.*"bf16"'):
-        start(model, plain_sgd(model), config_of(3))
-    assert plain(model)
+def test_a_device_whose_tensors_torch_does_not_put_into_a_parameter(monkeypatch):
+    """Tensors of PrivateUse1 backends are refused by torch; those of CUDA are not."""
+    specs, _ = find_units(stack())
+    check_parameters(specs, torch.device("cpu"))
+    monkeypatch.setattr(torch, "empty", lambda size, device: torch.zeros(size))
+    monkeypatch.setattr(torch, "_has_compatible_shallow_copy_type", lambda one, other: False)
+    with pytest.raises(PartitionError, match="is on cpu, and torch cannot move it to 'xpu'"):
+        check_parameters(specs, torch.device("xpu"))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_an_optimizer_over_another_models_parameters(stage):
+@in_one_item((1, 3))
+def test_state_that_cannot_be_carried_over_leaves_the_model_whole(stage):
     model = stack()
     optimizer = adamw(model)
-    model.head = nn.Linear(32, 5)
-    with pytest.raises(
-        PartitionError,
-        match=r"the optimizer holds 2 parameters that are not in the model \(shapes "
-        r"\[\(5, 32\), \(5,\)\]\)",
-    ):
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.state[model.head.weight]["step"] += 5
+    with pytest.raises(UnsupportedOptimizerError, match=r"head\.weight.*step 6"):
         start(model, optimizer, config_of(stage))
     assert plain(model)
+    assert len(optimizer.param_groups[0]["params"]) == len(list(model.parameters()))
+    optimizer.state.clear()
+    start(model, optimizer, config_of(stage))
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("different", ["shape", "dtype", "group", "name"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "different"), [(0, "shape"), (1, "dtype"), (2, "group"), (3, "name")]
+)
 @on_each_rank(2)
 def test_ranks_that_hold_different_models(rank, model, stage, different):
     groups = [{"params": list(model.parameters())}]
@@ -172,15 +169,3 @@ def test_a_model_that_has_an_engine_already():
         start(model, None, config_of(2))
     engine.destroy()
     start(model, None, config_of(2))
-
-
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
-def test_a_parameter_of_complex_numbers_that_trains(dtype):
-    model = stack()
-    model.blocks[1].up.weight = nn.Parameter(torch.zeros(64, 32, dtype=dtype))
-    with pytest.raises(
-        PartitionError,
-        match=rf"parameter {NAME} is {dtype}; train it as real numbers.*or set requires_grad=False",
-    ):
-        start(model, None, config_of(3))
-    assert plain(model)

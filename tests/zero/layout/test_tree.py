@@ -9,7 +9,6 @@ from collections import OrderedDict, defaultdict, namedtuple
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +16,7 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_zero.zero.layout.tree import map_tensors, tensors_in
+from tests.helpers.cells import in_one_item
 
 Untyped = namedtuple("Untyped", ["a", "b"])
 
@@ -75,20 +75,15 @@ CONTAINERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", CONTAINERS)
+@in_one_item(CONTAINERS)
 def test_every_tensor_is_replaced_and_the_container_keeps_its_class(name):
     value = CONTAINERS[name]
     before = firsts(value)
+    assert map_tensors(value, lambda tensor: tensor) is value
     changed = map_tensors(value, plus_ten)
     assert type(changed) is type(value) and changed is not value
     assert firsts(changed) == [number + 10 for number in before] and before
     assert firsts(value) == before, "the original was changed"
-
-
-@pytest.mark.parametrize("name", CONTAINERS)
-def test_nothing_changed_is_the_same_object(name):
-    value = CONTAINERS[name]
-    assert map_tensors(value, lambda tensor: tensor) is value
 
 
 def test_only_the_changed_branch_is_rebuilt():
@@ -105,16 +100,11 @@ def test_in_place_lists_and_dicts_stay_the_objects_that_were_passed():
     given = (inner, outer, [t(3), inner])
     changed = map_tensors(given, plus_ten, in_place=True)
     assert changed[0] is inner and changed[1] is outer and changed[2] is given[2]
-    assert (
-        float(inner[0][0]) >= 11
-        and float(outer["a"][0]) == 12
-        and float(given[2][0][0]) == 13
-        and outer["b"] == 3
-    )
+    assert float(inner[0][0]) >= 11 and float(outer["a"][0]) == 12
+    assert float(given[2][0][0]) == 13 and outer["b"] == 3
     frozen = Frozen(t(1), inner)
-    assert (
-        map_tensors(frozen, plus_ten, in_place=True).rest is inner and float(frozen.hidden[0]) == 1
-    )
+    assert map_tensors(frozen, plus_ten, in_place=True).rest is inner
+    assert float(frozen.hidden[0]) == 1
 
 
 def test_the_rest_of_a_container_survives():
@@ -122,64 +112,24 @@ def test_the_rest_of_a_container_survives():
     assert map_tensors(defaultdict(list, {"a": t(1)}), plus_ten).default_factory is list
     assert map_tensors(Typed(t(1), ("n",)), plus_ten).names == ("n",)
     assert map_tensors(Counting(t(1)), plus_ten).seen == 7
-    output = map_tensors(CausalLMOutputWithPast(loss=None, logits=t(2)), plus_ten)
-    assert (
-        output.loss is None
-        and list(output) == ["logits"]
-        and float(output[0][0]) == 12
-        and float(output.logits[0]) == 12
-    )
-
-
-def test_a_model_output_keeps_keys_and_attributes_that_are_no_fields():
-    output = CausalLMOutputWithPast(loss=t(1), logits=t(2))
+    output = CausalLMOutputWithPast(loss=None, logits=t(2))
     output["aux"], output.note = t(3), "kept"
     changed = map_tensors(output, plus_ten)
-    assert (
-        list(changed) == ["loss", "logits", "aux"]
-        and changed.note == "kept"
-        and changed.attentions is None
-    )
-    assert (
-        [float(changed[index][0]) for index in range(3)]
-        == [11, 12, 13]
-        == [float(changed[key][0]) for key in changed]
-    )
-    assert (
-        float(changed.logits[0]) == 12
-        and float(output.logits[0]) == 2
-        and float(output["aux"][0]) == 3
-    )
+    assert list(changed) == ["logits", "aux"] and changed.note == "kept" and changed.loss is None
+    assert [float(changed[at][0]) for at in range(2)] == [12, 13]
+    assert [float(changed[key][0]) for key in changed] == [12, 13]
+    assert float(changed.logits[0]) == 12 and float(output.logits[0]) == 2
 
 
-OTHERS = [
-    3,
-    2.5,
-    "text",
-    b"raw",
-    None,
-    True,
-    1j,
-    torch.float16,
-    torch.device("cpu"),
-    torch.Size([2]),
-    {1, 2},
-    range(3),
-    len,
-    Frozen,
-]
+OTHERS = [3, 2.5, "text", b"raw", None, True, 1j, torch.float16, torch.device("cpu"),
+          torch.Size([2]), {1, 2}, range(3), len, Frozen]  # fmt: skip
 
 
-@pytest.mark.parametrize("value", OTHERS, ids=repr)
+@in_one_item(OTHERS)
 def test_what_holds_no_tensor_is_left_alone(value):
     assert map_tensors(value, plus_ten) is value
     unknown: list[Any] = []
-    assert list(tensors_in(value, unknown)) == []
-    assert unknown in ([], [value])
-
-
-def test_sets_are_searched():
-    assert firsts({t(4)}) == [4] and firsts(frozenset([t(5)])) == [5]
+    assert list(tensors_in(value, unknown)) == [] and unknown in ([], [value])
 
 
 class Cache:
@@ -196,9 +146,7 @@ def test_unknown_objects_are_searched_one_level_and_reported():
     list(tensors_in({"cache": cache}, unknown))
     assert unknown == [cache]
     assert map_tensors(cache, plus_ten) is cache
-
-
-def test_a_tokenizers_batch_is_searched():
+    assert firsts({t(4)}) == [4] and firsts(frozenset([t(5)])) == [5]
     assert firsts(BatchEncoding({"input_ids": t(1), "mask": t(2)})) == [1, 2]
 
 
