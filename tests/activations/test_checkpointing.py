@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_zero.activations import checkpointing as recompute
 from hf_zero.errors import ConfigError
+from tests.helpers.cells import in_one_item
 from tests.helpers.engines import config_of, full_grads, start
 from tests.helpers.models import ARCHITECTURES, seeded
 from tests.helpers.training import trainable
@@ -68,6 +69,7 @@ def run(
     loss: Any = None,
     stage: int = 2,
     before: Any = None,
+    leaves_forwards: bool = False,
 ) -> tuple[list[Any], Counter[str]]:
     """Losses and gradients of three steps, bit for bit, and how often each block ran."""
     model = build()
@@ -82,9 +84,8 @@ def run(
         found.append((value.item(), full_grads(engine)))
         engine.step()
     engine.destroy()
-    assert not any("forward" in module.__dict__ for module in model.modules()), (
-        "what was put on the blocks is taken off"
-    )
+    replaced = any("forward" in module.__dict__ for module in model.modules())
+    assert replaced == leaves_forwards, "what was put on the blocks is taken off"
     return found, Counter(
         {name: module.ran for name, module in model.named_modules() if isinstance(module, Block)}
     )
@@ -97,34 +98,27 @@ def same(got: list[Any], want: list[Any]) -> bool:
     )
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize(
-    "section, again",
-    [
-        ({"blocks": True}, 3),
-        ({"blocks": 2}, 2),
-        ({"number_checkpoints": 1}, 1),
-        ({"number_checkpoints": 9}, 3),
-        ({"blocks": "selective"}, 3),
-    ],
-)
-def test_blocks_run_again_and_nothing_else_changes(
-    section: dict[str, Any], again: int, stage: int
-) -> None:
+# keys, blocks that run again, stage
+SECTIONS: list[tuple[dict[str, Any], int, int]] = [
+    ({"blocks": True}, 3, 3),
+    ({"blocks": 2}, 2, 0),
+    ({"number_checkpoints": 1}, 1, 3),
+    ({"number_checkpoints": 9}, 3, 0),
+    ({"blocks": "selective"}, 3, 3),
+    ({"blocks": False, "number_checkpoints": 2}, 0, 2),
+    ({"number_checkpoints": 0}, 0, 2),
+]
+
+
+@in_one_item(SECTIONS)
+def test_blocks_run_again_and_nothing_else_changes(case: Any) -> None:
+    section, again, stage = case
     want, once = run({}, stage=stage)
     got, ran = run(section, stage=stage)
-    assert same(got, want)
+    assert same(got, want) and set(once.values()) == {3, 6}
     assert ran == Counter(
         {name: times * (2 if int(name[-1]) < again else 1) for name, times in once.items()}
     ), "the first ones"
-
-
-@pytest.mark.parametrize(
-    "section", [{}, {"blocks": False, "number_checkpoints": 2}, {"number_checkpoints": 0}]
-)
-def test_nobody_asks_and_nothing_runs_again(section: dict[str, Any]) -> None:
-    assert set(run(section)[1].values()) == {3, 6}
 
 
 def test_without_gradients_nothing_is_kept_or_run_again() -> None:
@@ -164,7 +158,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("architecture", ["bert", "llama"])
+@in_one_item(["bert", "llama"])
 def test_selective_recomputes_no_product_and_no_attention(architecture: str) -> None:
     def counts(section: dict[str, Any]) -> Counter[str]:
         model = ARCHITECTURES[architecture].build()
@@ -207,13 +201,12 @@ def test_selective_refuses_what_changes_a_kept_result_in_place() -> None:
     engine.destroy()
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("architecture", list(ARCHITECTURES))
-@pytest.mark.parametrize("blocks", [True, "selective"])
-def test_transformers_models_with_caches(architecture: str, blocks: Any) -> None:
+@in_one_item([*zip(ARCHITECTURES, (True, "selective", "selective", True))])
+def test_transformers_models_with_caches(case: Any) -> None:
     """A decoder's cache must not be added to twice; without one, matrices lie otherwise in
     memory, and the last bits may differ.
     """
+    architecture, blocks = case
     batch = ARCHITECTURES[architecture].batch(0, 0, 0)
 
     def loss(use_cache: bool) -> Callable[[Any], torch.Tensor]:
@@ -268,17 +261,11 @@ def test_a_model_that_checkpoints_by_itself_goes_on_to(
     assert sum("the model checkpoints by itself" in line for line in heard_in_full) == 1
 
 
-@pytest.mark.parametrize(
-    "section, key",
-    [({"blocks": True}, "blocks"), ({"number_checkpoints": 2}, "number_checkpoints")],
-)
-def test_a_model_without_blocks_is_refused(section: dict[str, Any], key: str) -> None:
+@in_one_item(({"blocks": True}, {"number_checkpoints": 2}))
+def test_a_model_without_blocks_is_refused(section: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-    with pytest.raises(
-        ConfigError,
-        match=rf"activation_checkpointing\.{key} asks for checkpoints of blocks, and Sequential "
-        rf"has no repeated ones",
-    ):
+    (key,) = section
+    with pytest.raises(ConfigError, match=rf"activation_checkpointing\.{key} .*Sequential"):
         start(model, sgd(model), config_of(2, activation_checkpointing=section))
     assert not model._forward_hooks and not model._forward_pre_hooks
 
@@ -321,20 +308,17 @@ def test_who_has_wrapped_it_calls_through_afterwards() -> None:
     assert model.blocks[0].ran == 2
 
 
-@pytest.mark.parametrize("blocks", [True, "selective"])
+@in_one_item([True, "selective"])
 def test_the_compiler_goes_around(blocks: Any) -> None:
     """One graph for all like blocks, without a break, and without a further compilation in later
     steps.
     """
     counter = CompileCounterWithBackend("aot_eager")
     config = transformers.LlamaConfig(
-        vocab_size=67,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
+        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    batch = ARCHITECTURES["llama"].batch(0, 0, 0)
 
     def build() -> nn.Module:
         return seeded(lambda: transformers.LlamaForCausalLM(config))
@@ -343,21 +327,11 @@ def test_the_compiler_goes_around(blocks: Any) -> None:
         for layer in engine.module.model.layers:
             layer.forward = torch.compile(layer.forward, backend=counter, fullgraph=True)
 
-    batch = ARCHITECTURES["llama"].batch(0, 0, 0)
-
     def loss(engine: Any) -> torch.Tensor:
         return engine(**batch, use_cache=False).loss
 
-    model = build()
-    engine = start(model, sgd(model), config_of(3, activation_checkpointing={"blocks": blocks}))
-    compiled(engine)
-    found = []
-    for _ in range(3):
-        value = loss(engine)
-        engine.backward(value)
-        found.append((value.item(), full_grads(engine)))
-        engine.step()
-    engine.destroy()
+    section = {"blocks": blocks}
+    found, _ = run(section, build, loss, stage=3, before=compiled, leaves_forwards=True)
     torch._dynamo.reset()
     assert counter.frame_count == 1
     want, _ = run({}, build, loss, stage=3)

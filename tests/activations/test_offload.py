@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_zero.activations.host_copies import ALIGN, Plain, Slabs
 from hf_zero.activations.offload import Offload
 from hf_zero.errors import HostMemoryError, OffloadError
+from tests.helpers.cells import in_one_item
 from tests.helpers.late_transfers import Late
 
 CPU = torch.device("cpu")
@@ -90,14 +91,14 @@ def gradients(model: nn.Module, away: Offload | None, steps: int = 3) -> list[to
     return found
 
 
-@pytest.mark.parametrize("transfers", [Plain, Late])
-@pytest.mark.parametrize("in_flight", [1, 2 * LAYER, 1 << 30])
-def test_gradients_are_the_same_bits(transfers: Any, in_flight: int) -> None:
+@in_one_item([(Plain, 1), (Late, 1), (Late, 2 * LAYER), (Late, 1 << 30)])
+def test_gradients_are_the_same_bits(case: Any) -> None:
+    transfers, in_flight = case
     for got, want in zip(gradients(net(), offload(transfers(), in_flight)), gradients(net(), None)):
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@in_one_item((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 def test_any_dtype_and_odd_shapes(dtype: torch.dtype) -> None:
     def run(away: Offload | None) -> torch.Tensor:
         x = torch.arange(1, 3 * 5 * 7 + 1, dtype=dtype).div(100).view(3, 5, 7).requires_grad_()
@@ -197,7 +198,7 @@ def test_what_the_backward_needs_first_is_not_sent() -> None:
     z.sum().backward()
 
 
-@pytest.mark.parametrize("where", ["on the device", "under copy", "too small to leave"])
+@in_one_item(("on the device", "under copy", "too small to leave"))
 def test_a_saved_tensor_that_is_changed_in_place_is_refused(where: str) -> None:
     away = offload(in_flight=1, min_bytes=10**6 if where == "too small to leave" else 1)
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
@@ -222,17 +223,6 @@ def test_what_is_changed_after_its_copy_counts_as_it_was_saved() -> None:
     assert torch.equal(x.grad, want.grad)
 
 
-def test_a_second_backward_brings_it_again() -> None:
-    late = Late()
-    away = offload(late, in_flight=2 * LAYER)
-    x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    y, _ = deep(away, x, 6)
-    y.sum().backward(retain_graph=True)
-    first, x.grad = x.grad, None
-    y.sum().backward()
-    assert first is not None and x.grad is not None and torch.equal(first, x.grad)
-
-
 def test_a_backward_of_a_part_and_forwards_side_by_side() -> None:
     away = offload(in_flight=1)
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
@@ -243,9 +233,10 @@ def test_a_backward_of_a_part_and_forwards_side_by_side() -> None:
         a = torch.tanh(torch.tanh(x)).sum()
     with forward(away):
         b, unused = torch.exp(torch.exp(x)).sum(), torch.sigmoid(torch.sigmoid(x)).sum()
-    (first,) = torch.autograd.grad(a, x)
-    (second,) = torch.autograd.grad(b, x)
-    assert torch.equal(first + second, plain)
+    for retains in (True, False):  # a second backward brings it again
+        (first,) = torch.autograd.grad(a, x, retain_graph=retains)
+        (second,) = torch.autograd.grad(b, x, retain_graph=True)
+        assert torch.equal(first + second, plain)
     unused.backward()
 
 
@@ -264,7 +255,7 @@ def test_gradients_inside_a_forward() -> None:
     assert torch.equal(run(offload(in_flight=1)), run(None))
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@in_one_item((False, True))
 def test_inputs_of_checkpoints_leave(use_reentrant: bool) -> None:
     late = Late()
     away, model = offload(late, in_flight=1), net()
@@ -310,7 +301,7 @@ def test_host_memory_is_used_again_over_steps() -> None:
     assert away.slabs.nbytes == 0
 
 
-def test_slabs_fill_in_order_and_empty_whole() -> None:
+def test_slabs_fill_in_order_empty_whole_and_double() -> None:
     slabs = Slabs(take, 4 * ALIGN, 4 * ALIGN)
     first = [slabs.take(ALIGN - 1) for _ in range(4)]
     addresses = [region.memory.data_ptr() for region in first]
@@ -323,14 +314,10 @@ def test_slabs_fill_in_order_and_empty_whole() -> None:
     assert slabs.nbytes == 17 * ALIGN, "one of four is still used"
     del first[0], other, large
     assert slabs.take(8 * ALIGN).memory.numel() == 8 * ALIGN and slabs.nbytes == 17 * ALIGN
-
-
-def test_slabs_double() -> None:
-    slabs = Slabs(take, ALIGN, 4 * ALIGN)
-    regions, sizes = [], []
+    growing, kept, sizes = Slabs(take, ALIGN, 4 * ALIGN), [], []
     for _ in range(13):
-        regions.append(slabs.take(ALIGN))
-        sizes.append(slabs.nbytes // ALIGN)
+        kept.append(growing.take(ALIGN))
+        sizes.append(growing.nbytes // ALIGN)
     assert sizes == [1, 2, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12, 16]
 
 

@@ -1,8 +1,9 @@
-"""Storage of shards on the device, on the host and in files: stored values are fetched, in the
-storage's dtype.
+"""Storage of shards and of training state on the device, on the host and in files: stored values
+are fetched, in the storage's dtype, as a whole and by sub-group.
 """
 
 import errno
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from hf_zero.offload.nvme import BufferPool, NvmeStorage
 from hf_zero.offload.nvme_files import FileExtent, NvmeFiles
 from hf_zero.offload.storage import (
+    MASTER,
     SHARD,
     DeviceStorage,
     HostStorage,
@@ -18,6 +20,7 @@ from hf_zero.offload.storage import (
     StorageFormat,
     numbers,
 )
+from hf_zero.ops.host import Blocks
 from tests.helpers.accelerators import play_streams
 
 CPU = torch.device("cpu")
@@ -49,13 +52,16 @@ def row(request, tmp_path):
         return lambda numel, dtype: DeviceStorage({SHARD: torch.zeros(numel, dtype=dtype)})
     if request.param == "host":
         return lambda numel, dtype: on_host(numel, dtype)
-    files, pool = NvmeFiles([tmp_path], 0), BufferPool(2, zeros)
-    return lambda numel, dtype: in_files("shard", numel, dtype, files, pool)
+    files, pool, made = NvmeFiles([tmp_path], 0), BufferPool(2, zeros), itertools.count()
+    return lambda numel, dtype: in_files(f"shard {next(made)}", numel, dtype, files, pool)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_it_starts_at_zero_and_gives_back_what_was_stored(row, dtype):
-    storage = row(24, dtype)
+def test_it_starts_at_zero_and_gives_back_what_was_stored(row):
+    for dtype in DTYPES:
+        check_stored(row(24, dtype), dtype)
+
+
+def check_stored(storage, dtype):
     assert storage.dtype(SHARD) == dtype and sum(storage.nbytes().values()) >= 24 * dtype.itemsize
     assert storage.fetch(SHARD)[0:24].tolist() == [0] * 24
     storage.store(SHARD, 8, torch.arange(1, 9).to(dtype))
@@ -72,14 +78,6 @@ def test_values_are_cast_to_the_dtype_of_the_row(row):
     values = torch.tensor([1.0, 1.001, -3.0, 1e-3])
     storage.store(SHARD, 0, values)
     assert torch.equal(storage.fetch(SHARD)[0:4], values.bfloat16())
-
-
-def test_memory_that_was_acquired_can_be_filled_and_stored(row):
-    storage = row(8, torch.float32)
-    values = storage.acquire(0, overwrite=True)[SHARD]
-    values.fill_(4)
-    storage.store(SHARD, 0, values)
-    assert storage.fetch(SHARD)[0:8].tolist() == [4] * 8
 
 
 def test_the_host_writes_in_place_part_by_part(row):
@@ -236,3 +234,139 @@ def test_a_read_ahead_that_failed_does_not_matter_to_what_overwrites_it(tmp_path
     pool.flush()
     monkeypatch.undo()
     assert torch.equal(shard.fetch(SHARD), torch.full((4096,), 2.0))
+
+
+# ---- training state, by sub-group ----
+
+SUB_GROUPS = [(0, 4096), (4096, 8192), (8192, 8201), (8201, 9001)]
+NUMEL = 9001
+
+
+def state_in_files(folder, count=3, **how):
+    pool = BufferPool(count, zeros, **how)
+    return NvmeStorage(
+        "layer|trainable|float32", NUMEL, SUB_GROUPS, NvmeFiles([folder], 0), pool
+    ), pool
+
+
+@pytest.fixture(params=["memory", "files", "files, one buffer", "files, nothing ahead or behind"])
+def storage(request, tmp_path):
+    if request.param == "memory":
+        return HostStorage(NUMEL, SUB_GROUPS, zeros)
+    if request.param == "files, one buffer":
+        return state_in_files(tmp_path, 1)[0]
+    if "nothing" in request.param:
+        return state_in_files(tmp_path, prefetches=False, write_behind=False)[0]
+    return state_in_files(tmp_path)[0]
+
+
+def update(storage, order):
+    for at, sub_group in enumerate(order):
+        held = storage.acquire(sub_group)
+        if at + 1 < len(order):
+            storage.prefetch(order[at + 1])
+        for name, array in held.items():
+            if isinstance(array, Blocks):
+                array.encode(array.decode() + 1)
+            else:
+                array += 1 if name == MASTER else 2
+        storage.release(sub_group)
+
+
+def test_sub_groups_are_changed_in_place_and_read_as_a_whole(storage):
+    storage.add(MASTER, StorageFormat(torch.float32))
+    storage.add("exp_avg", StorageFormat(torch.bfloat16))
+    storage.add("sum", StorageFormat(torch.float32))
+    storage.store("sum", 0, torch.full((NUMEL,), 0.5))
+    storage.store(MASTER, 0, torch.arange(NUMEL).float())
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 0, 1]):
+        update(storage, order)
+    assert storage.names() == [MASTER, "exp_avg", "sum"]
+    assert torch.equal(storage.fetch(MASTER), torch.arange(NUMEL).float() + 3)
+    assert storage.fetch("exp_avg").eq(6).all() and storage.fetch("exp_avg").dtype == torch.bfloat16
+    assert storage.fetch("sum").eq(6.5).all()
+
+
+def test_a_range_over_sub_groups_is_overwritten(storage):
+    storage.add(MASTER, StorageFormat(torch.float32))
+    update(storage, [0, 1, 2, 3])
+    storage.prefetch(1)  # and must not come back with the old values
+    storage.store(MASTER, 4090, torch.full((4200,), -1.0))
+    want = torch.ones(NUMEL)
+    want[4090:8290] = -1
+    assert torch.equal(storage.fetch(MASTER), want)
+    update(storage, [1, 2])
+    want[4096:8201] += 1
+    assert torch.equal(storage.fetch(MASTER), want)
+
+
+def test_moments_in_eight_bits_take_a_quarter_and_a_scale(storage):
+    storage.add(MASTER, StorageFormat(torch.float32))
+    storage.add("exp_avg_sq", StorageFormat(torch.float32, blocks=True, signed=False))
+    values = torch.rand(NUMEL)
+    storage.store("exp_avg_sq", 0, values)
+    got = storage.fetch("exp_avg_sq")
+    assert got.dtype == torch.float32 and (got - values).abs().max() < 0.05
+    storage.store("exp_avg_sq", 0, got)
+    assert torch.equal(storage.fetch("exp_avg_sq"), got), "what was decoded is encoded as it was"
+    held = storage.acquire(2)["exp_avg_sq"]
+    assert isinstance(held, Blocks) and torch.equal(held.decode(), got[8192:8201])
+    storage.release(2)
+
+
+def test_bytes_by_tier(tmp_path):
+    memory, (files, pool) = HostStorage(NUMEL, SUB_GROUPS, zeros), state_in_files(tmp_path)
+    for storage in (memory, files):
+        storage.add(MASTER, StorageFormat(torch.float32))
+        storage.add("exp_avg", StorageFormat(torch.bfloat16))
+    assert memory.nbytes() == {"device": 0, "ram": NUMEL * 6, "disk": 0}
+    # of the two long sub_groups, four and two pages each; the short ones take a page for each array
+    pages = 6 * 4096
+    assert files.nbytes() == {"device": 0, "ram": 0, "disk": 2 * pages + 4 * 4096}
+    assert pool.nbytes == 3 * pages
+
+
+def test_a_sub_group_that_cannot_be_written_stays_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_ZERO_IO_FAULT", "write:3+:ENOSPC")
+    storage, pool = state_in_files(tmp_path)
+    storage.add(MASTER, StorageFormat(torch.float32))
+    for _ in range(3):
+        update(storage, [0, 1, 2, 3])
+    assert storage.fetch(MASTER).eq(3).all()
+    assert isinstance(pool.write_error, OSError) and "No space left" in str(pool.write_error)
+    storage.store(MASTER, 8190, torch.zeros(4))
+    assert storage.fetch(MASTER)[8188:8196].tolist() == [3, 3, 0, 0, 0, 0, 3, 3]
+
+
+def test_a_read_that_fails_raises_with_the_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_ZERO_IO_FAULT", "read:2+:EIO")
+    storage, _ = state_in_files(tmp_path)
+    storage.add(MASTER, StorageFormat(torch.float32))
+    storage.acquire(0)
+    storage.release(0)
+    with pytest.raises(OSError, match="Input/output error") as raised:
+        storage.acquire(1)
+    assert str(tmp_path) in str(raised.value.filename)
+    storage.close()
+
+
+def test_a_read_that_has_failed_once_can_be_repeated(tmp_path, monkeypatch):
+    """Its buffer is free again: there are no more of them than three."""
+    monkeypatch.setenv("HF_ZERO_IO_FAULT", "read:1:EIO,read:2:EIO,read:3:EIO")
+    storage, _ = state_in_files(tmp_path)
+    storage.add(MASTER, StorageFormat(torch.float32))
+    for _ in range(3):
+        with pytest.raises(OSError, match="Input/output error"):
+            storage.acquire(1)
+    update(storage, [1])
+    assert storage.fetch(MASTER)[4096:8192].eq(1).all()
+
+
+def test_a_fetch_leaves_an_acquired_sub_group_to_its_release(tmp_path):
+    storage, _ = state_in_files(tmp_path)
+    storage.add(MASTER, StorageFormat(torch.float32))
+    held = storage.acquire(1)[MASTER]
+    assert isinstance(held, torch.Tensor) and not storage.fetch(MASTER).any()
+    held += 1
+    storage.release(1)
+    assert storage.fetch(MASTER)[4096:8192].eq(1).all()
