@@ -4,6 +4,7 @@ row.
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import fields
 from typing import Any
@@ -12,72 +13,12 @@ import pytest
 
 from hf_zero.config import ZeroConfig, ZeroSection
 from hf_zero.config.keys import ALIASES, KEYS, SECTIONS
-from hf_zero.config.kinds import KERNELS, choice
 from hf_zero.config.offload import FORMER
-from hf_zero.config.quantization import AWARE
 from hf_zero.config.rows import Key, Status
-from hf_zero.config.techniques import PHASE_LIST, RAMPUP
 from hf_zero.errors import ConfigError, NotBuiltError
+from tests.config.samples import VALUES
 from tests.helpers.cells import in_one_item
 from tests.helpers.commands import completed
-
-# One acceptable value for each kind, by the words with which the kind describes itself.
-SAMPLES: dict[str, Any] = {
-    "true or false": True,
-    "a non-empty string": "AdamW",
-    "a path": "/local_nvme",
-    "a path, or an empty string": "logs",
-    "one of 'gloo', 'nccl'": "gloo",
-    "one of '1f1b', 'gpipe', 'interleaved_1f1b'": "1f1b",
-    "one of 'mean', 'sum'": "sum",
-    "one of 'fast', 'python'": "FAST",
-    "one of 'replica', 'socket', 'machine'": "replica",
-    "an integer from 1 to 65535": 29501,
-    "one of 'fp32', 'bf16', 'fp16'": "torch.bfloat16",
-    KERNELS.expected: ["loss", "norms"],
-    "a list of names": ["Sophia"],
-    "a section of keys and plain values": {},
-    "a positive number of steps or infinity": 2000,
-    "one of 'off', 'auto', 'on'": "off",
-    "a number of elements of at least 0": 5e8,
-    "one of 'ignore', 'warn', 'fail'": "Warn",
-    "one of 'fp16', 'float16', 'bf16', 'bfloat16'": "fp16",
-    "an integer from 0 to 3": 2,
-    "an integer from 2 to 16": 6,
-    choice(*AWARE).expected: "int8_weight",
-    "one of 'tensorwise', 'rowwise', 'rowwise_with_gw_hp'": "rowwise",
-    "one of 'symmetric', 'asymmetric'": "asymmetric",
-    "one of 'nearest', 'stochastic'": "Stochastic",
-    "one of 4, 1": 4,
-    "one of 'seqlen'": "seqlen",
-    "one of 'none', 'linear', 'sqrt'": "sqrt",
-    PHASE_LIST.expected: [{"steps": 2}, {}],
-    RAMPUP.expected: [1, 1, 8],
-    "one of 'fixed_linear', 'fixed_root', 'fixed_discrete', 'custom'": "fixed_root",
-    "one of 32, 64, 128, 256, 512, 1024, 2048": 64,
-    "an integer of at least -1": 2,
-    "an integer of at least 0": 4,
-    "one of 'batch_seq_dim', 'seq_batch_dim'": "seq_batch_dim",
-    "one of 'fixed_linear'": "fixed_linear",
-    "one of 'encoder', 'decoder'": "decoder",
-    "a list of layers, counted from 0": [1, 2],
-    "an integer of at least 1": 4,
-    "a number of at least 0": 0.5,
-    "one of 'none', 'cpu', 'nvme'": "nvme",
-    "one of 'default', 'max-autotune-no-cudagraphs'": "default",
-    "one of 'auto', 'flash', 'cudnn', 'efficient', 'math'": "cudnn",
-    "one of 'debug', 'info', 'warning', 'error', 'critical'": "warning",
-    "one of 'fp32', 'bf16', 'int8'": "int8",
-    "a path, or a list of different paths": ["/local_nvme", "/other_nvme"],
-    "a multiple of 4096 bytes": 262144,
-    "a number above 0 and at most 1": 0.5,
-    "a number from 0 to 1, or 'auto'": "auto",
-    "a number from 0 to 1": 0.5,
-    "a number of elements of at least 1": 1e8,
-    "a number of bytes, such as 80GB (decimal) or 128GiB (binary)": "40GiB",
-    "a number greater than 0": 2.0,
-    "true, false, a number of blocks, or 'selective'": "selective",
-}
 
 # A value that asks for the feature, for each key that is not built.
 ASKING: dict[str, Any] = {
@@ -136,7 +77,7 @@ def path_of(key: Key) -> str:
 
 @in_one_item(rows(Status.ACTIVE) + rows(Status.INERT), named=path_of)
 def test_a_key_that_is_built_or_inert_is_accepted_and_explained(key: Key) -> None:
-    config = ZeroConfig.from_dict(complete(key, SAMPLES[key.kind.expected]))
+    config = ZeroConfig.from_dict(complete(key, VALUES[key.kind.expected][0]))
     if key.path in ("fp16.type", *(former.path for former in FORMER)):  # spellings of other keys
         assert key.path not in config.sources
         return
@@ -146,11 +87,7 @@ def test_a_key_that_is_built_or_inert_is_accepted_and_explained(key: Key) -> Non
     assert row.note.startswith("no effect: ") == (
         key.status is Status.INERT or bool(key.idle(nested_values(config)))
     )
-
-
-@in_one_item(rows(Status.INERT), named=path_of)
-def test_an_inert_key_says_why(key: Key) -> None:
-    assert len(key.note) > 10
+    assert key.status is not Status.INERT or len(key.note) > 10
 
 
 @in_one_item(rows(Status.NOT_BUILT), named=path_of)
@@ -163,13 +100,8 @@ def test_a_key_that_is_not_built_raises_by_name_when_it_asks_for_the_feature(key
     message = str(caught.value)
     assert key.path in message
     assert repr(asking) in message
-    assert f"or write {key.off}" in message or f"remove the key or write {key.off}" in message
-
-
-@in_one_item(rows(Status.NOT_BUILT), named=path_of)
-def test_what_such_an_error_advises_is_accepted(key: Key) -> None:
-    import json
-
+    assert f"or write {key.off}" in message
+    # what the error advises is accepted
     ZeroConfig.from_dict(nested(key.path, json.loads(key.off)))
     if key.kind.expected.startswith("a section"):
         ZeroConfig.from_dict(nested(key.path, {"enabled": False}))
@@ -190,18 +122,8 @@ def test_a_wrong_type_names_key_value_and_expectation(key: Key) -> None:
 def test_aliases_lead_to_the_table() -> None:
     assert all(target in KEYS or target in SECTIONS for target in ALIASES.values())
     assert not set(ALIASES) & set(KEYS)
-
-
-def test_every_field_of_the_zero_section_can_be_written() -> None:
     for item in fields(ZeroSection):
         ZeroConfig.from_dict({"zero_optimization": {item.name: None}})
-
-
-@pytest.mark.parametrize(
-    ("path", "value"), [("zero_optimization.mics_shard_size", -1), ("sequence_parallel_size", 1)]
-)
-def test_other_off_values(path: str, value: Any) -> None:
-    ZeroConfig.from_dict(nested(path, value))
 
 
 def test_the_configuration_needs_neither_torch_nor_hugging_face() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,11 +43,7 @@ def test_initialize_refuses_a_preset_of_the_launch_that_it_would_ignore(
     launch(monkeypatch, 2, "bf16", PRESET)
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    said = (
-        rf"`{PRESET}` asks for zero_optimization.stage 2 \(the script: 3, preset zero3\), "
-        r"precision bf16 \(the script: fp32\).*leave --preset, --precision and --set out of the "
-        "command"
-    )
+    said = rf"`{PRESET}` .*stage 2 \(the script: 3, preset zero3\), precision bf16 .*leave --preset"
     with pytest.raises(ConfigError, match=said):
         hf_zero.initialize(model=model, optimizer=optimizer, config="zero3")
 
@@ -62,34 +59,26 @@ def test_a_launch_that_agrees_passes(
     assert caplog.records == []
 
 
-def test_fp32_counts_where_the_command_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precision_offload_and_keys_of_set_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(config: dict[str, Any], said: str) -> None:
+        with pytest.raises(ConfigError, match=said):
+            check_launch(hf_zero.ZeroConfig.from_dict(config))
+
     launch(monkeypatch, 2, "no", "hf-zero launch --preset zero2 --precision fp32")
-    said = r"asks for precision fp32 .the script: bf16, config dict: bf16.enabled.,"
-    with pytest.raises(ConfigError, match=said):
-        check_launch(hf_zero.ZeroConfig.from_dict(BF16))
-
-
-def test_offload_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(BF16, r"asks for precision fp32 .the script: bf16, config dict: bf16.enabled.,")
     by = "hf-zero launch --config zero3.yaml"
     launch(monkeypatch, 3, by=by, OFFLOAD_OPTIMIZER_DEVICE="cpu", OFFLOAD_PARAM_DEVICE="none")
-    said = "offload_optimizer cpu .the script: none.*leave the configuration out of the command"
-    with pytest.raises(ConfigError, match=said):
-        check_launch(hf_zero.ZeroConfig(stage=3))
+    refused({"stage": 3}, "offload_optimizer cpu .the script: none.*leave the configuration out")
 
-
-def test_keys_of_set_count(monkeypatch: pytest.MonkeyPatch) -> None:
     command = "hf-zero launch --preset zero2 --set metrics.enabled=true --set metrics.path=runs/a"
-    launch(monkeypatch, 2, by=command)
+    launch(monkeypatch, 2, by=command, OFFLOAD_OPTIMIZER_DEVICE="none")
     asked = {"metrics": {"enabled": True, "path": "runs/a"}}
     monkeypatch.setenv(WRITTEN, json.dumps(asked))
-    own = {"zero_optimization": {"stage": 2}}
+    own: dict[str, Any] = {"zero_optimization": {"stage": 2}}
     check_launch(hf_zero.ZeroConfig.from_dict(own | {"metrics": asked["metrics"]}))
-    with pytest.raises(ConfigError, match=r"metrics.enabled True .the script: False\),.*and --set"):
-        check_launch(hf_zero.ZeroConfig.from_dict(own))
+    refused(own, r"metrics.enabled True .the script: False\),.*and --set")
     other = {"metrics": {"enabled": True, "path": "runs/b"}}
-    said = r"asks for metrics.path runs/a .the script: runs/b, config dict: metrics.path.,"
-    with pytest.raises(ConfigError, match=said):
-        check_launch(hf_zero.ZeroConfig.from_dict(own | other))
+    refused(own | other, "metrics.path runs/a .the script: runs/b, config dict: metrics.path.,")
 
 
 def test_accelerate_launch_gets_a_warning_on_rank_0_alone(

@@ -6,63 +6,55 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from hf_zero.config import AioSection, OffloadOptimizer, OffloadParam, ZeroConfig
 from hf_zero.errors import ConfigError
+from tests.helpers.cells import in_one_item
 
 PIN = "zero_optimization.offload_optimizer.pin_memory"
+CPU = {"device": "cpu"}
+ACCELERATE = {"zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "cpu"}
 
 
 def zero(**keys: Any) -> ZeroConfig:
     return ZeroConfig.from_dict({"zero_optimization": {"stage": 3, **keys}})
 
 
-@pytest.mark.parametrize(
-    "config",
+@in_one_item(
     [
-        ZeroConfig(3, offload_optimizer="cpu", offload_param="cpu"),
-        ZeroConfig(3, offload_optimizer=OffloadOptimizer("cpu"), offload_param=OffloadParam("cpu")),
-        ZeroConfig(3, offload_optimizer={"device": "CPU"}, offload_param={"device": "cpu"}),
-        ZeroConfig.from_dict(
-            {"stage": 3, "offload_optimizer": "cpu", "offload_param": {"device": "cpu"}}
+        lambda: ZeroConfig(3, offload_optimizer="cpu", offload_param="cpu"),
+        lambda: ZeroConfig(
+            3, offload_optimizer=OffloadOptimizer("cpu"), offload_param=OffloadParam("cpu")
         ),
-        zero(offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}),
-        zero(cpu_offload=True, cpu_offload_params=True),
-        zero(cpu_offload=True, cpu_offload_param=True),
-        ZeroConfig.from_dict(
-            {
-                "deepspeed_config": {
-                    "zero_stage": 3,
-                    "offload_optimizer_device": "cpu",
-                    "offload_param_device": "cpu",
-                },
-                "use_cpu": True,
-            }
+        lambda: ZeroConfig(3, offload_optimizer={"device": "CPU"}, offload_param=CPU),
+        lambda: ZeroConfig.from_dict(
+            {"stage": 3, "offload_optimizer": "cpu", "offload_param": CPU}
         ),
-    ],
+        lambda: zero(offload_optimizer=CPU, offload_param=CPU),
+        lambda: zero(cpu_offload=True, cpu_offload_params=True),
+        lambda: zero(cpu_offload=True, cpu_offload_param=True),
+        lambda: ZeroConfig.from_dict({"deepspeed_config": ACCELERATE, "use_cpu": True}),
+    ]
 )
-def test_every_spelling_of_offload_to_the_cpu(config: ZeroConfig) -> None:
-    assert (config.offload_optimizer, config.offload_param) == (
-        OffloadOptimizer("cpu"),
-        OffloadParam("cpu"),
-    )
+def test_every_spelling_of_offload_to_the_cpu(make: Callable[[], ZeroConfig]) -> None:
+    config = make()
+    expected = (OffloadOptimizer("cpu"), OffloadParam("cpu"))
+    assert (config.offload_optimizer, config.offload_param) == expected
     assert config.offload_optimizer.on and config.offload_param.on
     assert ZeroConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_optimizer_is_offloaded_at_every_stage(stage: int) -> None:
+@in_one_item([0, 1, 2, 3])
+def test_the_optimizer_is_offloaded_at_every_stage_and_parameters_at_stage_3(stage: int) -> None:
     config = ZeroConfig(stage, offload_optimizer={"device": "cpu", "ratio": 0.5})
     assert (config.offload_optimizer.device, config.offload_optimizer.ratio) == ("cpu", 0.5)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_parameters_are_offloaded_at_stage_3_alone(stage: int) -> None:
-    for device in ("cpu", "nvme"):
+    for device in ("cpu", "nvme") if stage < 3 else ():
         config = ZeroConfig(stage, offload_param=device)
         assert not config.offload_param.on
         (row,) = (row for row in config.explain() if row.key.endswith("offload_param.device"))
@@ -71,80 +63,47 @@ def test_parameters_are_offloaded_at_stage_3_alone(stage: int) -> None:
     assert not ZeroConfig(stage, offload_param="none").offload_param.on
 
 
+INFINITY = """
+zero_optimization:
+  stage: 3
+  offload_optimizer: {device: nvme, nvme_path: /nvme, pin_memory: true, buffer_count: 8,
+    pipeline_read: false, pipeline_write: false, fast_init: true, ratio: 0.9,
+    cpuadam_cores_perc: 0.8}
+  offload_param: {device: nvme, nvme_path: [/nvme0, /nvme1], pin_memory: false, buffer_count: 7,
+    buffer_size: 1.0e+7, max_in_cpu: 0}
+aio: {block_size: 262144, queue_depth: 16, intra_op_parallelism: 2, single_submit: true,
+  use_gds: false}
+"""
+
+
 def test_everything_that_deepspeed_writes_for_infinity() -> None:
-    config = ZeroConfig.from_dict(
-        {
-            "zero_optimization": {
-                "stage": 3,
-                "offload_optimizer": {
-                    "device": "nvme",
-                    "nvme_path": "/nvme",
-                    "pin_memory": True,
-                    "buffer_count": 8,
-                    "pipeline_read": False,
-                    "pipeline_write": False,
-                    "fast_init": True,
-                    "ratio": 0.9,
-                    "cpuadam_cores_perc": 0.8,
-                },
-                "offload_param": {
-                    "device": "nvme",
-                    "nvme_path": ["/nvme0", "/nvme1"],
-                    "pin_memory": False,
-                    "buffer_count": 7,
-                    "buffer_size": 1e7,
-                    "max_in_cpu": 0,
-                },
-            },
-            "aio": {
-                "block_size": 262144,
-                "queue_depth": 16,
-                "intra_op_parallelism": 2,
-                "single_submit": True,
-                "use_gds": False,
-            },
-        }
+    config = ZeroConfig.from_dict(yaml.safe_load(INFINITY))
+    pipeline = {"pipeline_read": False, "pipeline_write": False}
+    optimizer = OffloadOptimizer(
+        "nvme", ("/nvme",), True, buffer_count=8, ratio=0.9, cores=0.8, **pipeline
     )
-    assert config.offload_optimizer == OffloadOptimizer(
-        "nvme",
-        ("/nvme",),
-        True,
-        buffer_count=8,
-        pipeline_read=False,
-        pipeline_write=False,
-        ratio=0.9,
-        cores=0.8,
-    )
-    assert config.offload_param == OffloadParam(
-        "nvme", ("/nvme0", "/nvme1"), False, 7, 10_000_000, 0
-    )
+    assert config.offload_optimizer == optimizer
+    param = OffloadParam("nvme", ("/nvme0", "/nvme1"), False, 7, 10_000_000, 0)
+    assert config.offload_param == param
     assert config.aio == AioSection(262144, 16, 2)
     assert ZeroConfig.from_dict(config.to_dict()) == config
 
 
 def test_objects_write_what_they_hold_beside_their_defaults() -> None:
+    more: dict[str, Any] = {"ratio": "auto", "cores": 0.5, "buffer_size": 4096}
     section = OffloadOptimizer(
-        "nvme",
-        ("/a", "/b"),
-        moments="int8",
-        ratio="auto",
-        update_in_backward=True,
-        cores=0.5,
-        buffer_size=4096,
+        "nvme", ("/a", "/b"), moments="int8", update_in_backward=True, **more
     )
     config = ZeroConfig(1, offload_optimizer=section, aio=AioSection(threads=4))
     assert config.offload_optimizer == section and config.aio == AioSection(1 << 20, 32, 4)
     assert config.to_dict()["aio"] == {"thread_count": 4}
-    assert config.sources["zero_optimization.offload_optimizer.pin_memory"] == "default"
+    assert config.sources[PIN] == "default"
 
 
-@pytest.mark.parametrize("section", ["aio", "zero_optimization.aio"])
-@pytest.mark.parametrize("name", ["threads", "thread_count", "intra_op_parallelism"])
-def test_the_number_of_threads_by_its_names(section: str, name: str) -> None:
-    keys: dict[str, Any] = {name: 3}
-    for part in reversed(section.split(".")):
-        keys = {part: keys}
-    assert ZeroConfig.from_dict(keys).aio.threads == 3
+def test_the_number_of_threads_by_its_names() -> None:
+    for name in ("threads", "thread_count", "intra_op_parallelism"):
+        for written in ({"aio": {name: 3}}, {"zero_optimization": {"aio": {name: 3}}}):
+            assert ZeroConfig.from_dict(written).aio.threads == 3, written
 
 
 # -- paths -----------------------------------------------------------------------------------------
@@ -159,18 +118,14 @@ def test_relative_paths_are_resolved_and_shown(
     assert config.offload_optimizer.nvme_path == (str(tmp_path / "local_scratch"),)
     row = next(row for row in config.explain() if row.key.endswith("nvme_path"))
     assert row.value == os.path.join(tmp_path, "local_scratch")
-    assert zero(
-        offload_optimizer={"device": "nvme", "nvme_path": ["~/a", Path("/b")]}
-    ).offload_optimizer.nvme_path == (
-        "/home/somebody/a",
-        "/b",
-    )
+    config = zero(offload_optimizer={"device": "nvme", "nvme_path": ["~/a", Path("/b")]})
+    assert config.offload_optimizer.nvme_path == ("/home/somebody/a", "/b")
 
 
 # -- former names and 16-bit states ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pinned", [True, False])
+@in_one_item([True, False])
 def test_former_pinning_goes_to_what_is_offloaded(pinned: bool) -> None:
     config = zero(cpu_offload=True, cpu_offload_use_pin_memory=pinned)
     assert (config.offload_optimizer.pin_memory, config.offload_param.pin_memory) == (pinned, None)
@@ -217,10 +172,8 @@ def test_what_accelerate_fills_in() -> None:
         allow_auto=True,
     )
     assert not early.offload_optimizer.on and len(early.autos) == 4
-    filled = {
-        "offload_optimizer": {"device": "none", "nvme_path": "none"},
-        "offload_param": {"device": "none", "nvme_path": "none"},
-    }
+    none = {"device": "none", "nvme_path": "none"}
+    filled = {"offload_optimizer": none, "offload_param": none}
     config = early.override(filled, "Accelerate").resolve(2)
     assert (config.offload_optimizer, config.offload_param) == (OffloadOptimizer(), OffloadParam())
 
@@ -238,49 +191,28 @@ def notes(config: ZeroConfig) -> dict[str, str]:
 
 def test_without_offload_only_the_device_is_shown() -> None:
     assert set(notes(ZeroConfig(2))) == {"device"}
-    assert "ratio" in notes(ZeroConfig(2, offload_optimizer="cpu"))
-    assert "nvme_path" not in notes(ZeroConfig(2, offload_optimizer="cpu"))
-    assert {"nvme_path", "queue_depth"} <= set(
-        notes(ZeroConfig(2, offload_optimizer={"device": "nvme", "nvme_path": "/a"}))
-    )
-    assert (
-        "moments" not in ZeroConfig(2).to_dict("default")["zero_optimization"]["offload_optimizer"]
-    )
+    on_cpu = notes(ZeroConfig(2, offload_optimizer="cpu"))
+    assert "ratio" in on_cpu and "nvme_path" not in on_cpu
+    on_disk = ZeroConfig(2, offload_optimizer={"device": "nvme", "nvme_path": "/a"})
+    assert {"nvme_path", "queue_depth"} <= set(notes(on_disk))
+    shown = ZeroConfig(2).to_dict("default")["zero_optimization"]["offload_optimizer"]
+    assert "moments" not in shown
 
 
-@pytest.mark.parametrize(
-    ("keys", "name", "why"),
+EARLY = {"device": "cpu", "update_in_backward": True}
+DEVICE = "zero_optimization.offload_optimizer.device"
+
+
+@in_one_item(
     [
-        (
-            {"offload_optimizer": {"device": "cpu", "nvme_path": "/a"}},
-            "nvme_path",
-            "zero_optimization.offload_optimizer.device is cpu",
-        ),
-        (
-            {"offload_optimizer": {"ratio": 0.5}},
-            "ratio",
-            "zero_optimization.offload_optimizer.device is none",
-        ),
+        ({"offload_optimizer": {"device": "cpu", "nvme_path": "/a"}}, "nvme_path", DEVICE),
+        ({"offload_optimizer": {"ratio": 0.5}}, "ratio", f"{DEVICE} is none"),
         ({"aio": {"queue_depth": 4}}, "queue_depth", "nothing is offloaded to nvme"),
-        (
-            {
-                "gradient_clipping": 1.0,
-                "offload_optimizer": {"device": "cpu", "update_in_backward": True},
-            },
-            "update_in_backward",
-            "the norm",
-        ),
-        (
-            {"fp16": True, "offload_optimizer": {"device": "cpu", "update_in_backward": True}},
-            "update_in_backward",
-            "whether fp16",
-        ),
-        (
-            {"offload_optimizer": {"update_in_backward": True}},
-            "update_in_backward",
-            "zero_optimization.offload_optimizer.device is none",
-        ),
-    ],
+        ({"gradient_clipping": 1.0, "offload_optimizer": EARLY}, "update_in_backward", "the norm"),
+        ({"fp16": True, "offload_optimizer": EARLY}, "update_in_backward", "whether fp16"),
+        ({"offload_optimizer": {"update_in_backward": True}}, "update_in_backward", DEVICE),
+    ]
 )
-def test_a_key_without_effect_says_why(keys: dict[str, Any], name: str, why: str) -> None:
+def test_a_key_without_effect_says_why(case: tuple[dict[str, Any], str, str]) -> None:
+    keys, name, why = case
     assert notes(ZeroConfig(2, **keys))[name].startswith(f"no effect: {why}")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hf_zero.config import ZeroConfig
 from hf_zero.config.kernels import AUTO, NAMES
 from hf_zero.errors import ConfigError, NotBuiltError
+from tests.helpers.cells import in_one_item
 
 TOTAL = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
@@ -18,22 +19,17 @@ STEPS = "gradient_accumulation_steps"
 SMALL = st.integers(1, 64)
 
 
-@given(
-    micro=SMALL,
-    steps=SMALL,
-    ranks=SMALL,
-    written=st.sets(st.sampled_from([TOTAL, MICRO, STEPS]), min_size=2),
-)
+def sizes(config: ZeroConfig) -> tuple[int | None, ...]:
+    return tuple(getattr(config, name) for name in (TOTAL, MICRO, STEPS))
+
+
+@given(SMALL, SMALL, SMALL, st.sets(st.sampled_from([TOTAL, MICRO, STEPS]), min_size=2))
 def test_two_of_the_equation_give_the_third(
     micro: int, steps: int, ranks: int, written: set[str]
 ) -> None:
     whole = {TOTAL: micro * steps * ranks, MICRO: micro, STEPS: steps}
     config = ZeroConfig.from_dict({key: whole[key] for key in written}).resolve(ranks)
-    assert {
-        TOTAL: config.train_batch_size,
-        MICRO: config.train_micro_batch_size_per_gpu,
-        STEPS: config.gradient_accumulation_steps,
-    } == whole
+    assert sizes(config) == tuple(whole.values())
     assert config.world_size == ranks
     for key in whole:
         assert config.sources[key].startswith("config dict: " if key in written else "computed: ")
@@ -47,13 +43,9 @@ def test_a_contradiction_shows_both_sides_and_the_equation(
     total = max(product + off, 1)
     if total == product:
         return
+    config = ZeroConfig(stage=2, **{TOTAL: total, MICRO: micro, STEPS: steps})
     with pytest.raises(ConfigError) as caught:
-        ZeroConfig(
-            stage=2,
-            train_batch_size=total,
-            train_micro_batch_size_per_gpu=micro,
-            gradient_accumulation_steps=steps,
-        ).resolve(ranks)
+        config.resolve(ranks)
     message = str(caught.value)
     assert f"train_batch_size = {total} (keyword) contradicts" in message
     assert f"{micro} × {steps} × {ranks} = {product}" in message
@@ -61,48 +53,31 @@ def test_a_contradiction_shows_both_sides_and_the_equation(
     assert "change one of them" in message
 
 
-@pytest.mark.parametrize(
-    ("written", "resolved", "sources"),
+@in_one_item(
     [
         ({}, (4, 1, 1), ("default", "default", "default")),
         ({STEPS: 3}, (12, 1, 3), ("default", "default", "config dict")),
         ({MICRO: 2}, (8, 2, 1), ("computed", "config dict", "default")),
         ({TOTAL: 8}, (8, 2, 1), ("config dict", "computed", "default")),
-    ],
+    ]
 )
-def test_what_is_not_written(
-    written: dict[str, int], resolved: tuple[int, int, int], sources: tuple[str, str, str]
-) -> None:
+def test_what_is_not_written(case: Any) -> None:
+    written, resolved, sources = case
     config = ZeroConfig.from_dict(written).resolve(4)
-    assert (
-        config.train_batch_size,
-        config.train_micro_batch_size_per_gpu,
-        config.gradient_accumulation_steps,
-    ) == resolved
+    assert sizes(config) == resolved
     assert tuple(config.sources[key].split(":")[0] for key in (TOTAL, MICRO, STEPS)) == sources
 
 
 def test_a_data_loader_needs_a_batch_size() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=f"neither {MICRO} nor {TOTAL} is set, and a data loader needs one; write {MICRO}: 8",
-    ):
+    with pytest.raises(ConfigError, match=f"neither {MICRO} nor {TOTAL} is set"):
         ZeroConfig(stage=1).resolve(2, require_batch_size=True)
-    assert (
-        ZeroConfig(stage=1, train_batch_size=8)
-        .resolve(2, require_batch_size=True)
-        .train_micro_batch_size_per_gpu
-        == 4
-    )
+    config = ZeroConfig(stage=1, train_batch_size=8).resolve(2, require_batch_size=True)
+    assert config.train_micro_batch_size_per_gpu == 4
 
 
 def test_resolving_again_for_other_ranks_forgets_what_was_computed() -> None:
     first = ZeroConfig(stage=3, train_micro_batch_size_per_gpu=2).resolve(4)
-    assert (
-        first.train_batch_size,
-        first.resolve(4).train_batch_size,
-        first.resolve(6).train_batch_size,
-    ) == (8, 8, 12)
+    assert [first.resolve(ranks).train_batch_size for ranks in (4, 6)] == [8, 12]
     assert first.override({TOTAL: 24}, "a callback").resolve(4).gradient_accumulation_steps == 3
 
 
@@ -113,11 +88,9 @@ def test_a_resolved_configuration_read_back_is_checked() -> None:
         ZeroConfig.from_dict(written).resolve(2)
 
 
-@pytest.mark.parametrize("ranks", [0, -1, True, 2.0, "2", None])
+@in_one_item([0, -1, True, 2.0, "2", None])
 def test_a_number_of_ranks(ranks: Any) -> None:
-    with pytest.raises(
-        ConfigError, match="is not a number of ranks; pass an integer of at least 1"
-    ):
+    with pytest.raises(ConfigError, match=f"{ranks!r} is not a number of ranks"):
         ZeroConfig(stage=0).resolve(ranks)
 
 
@@ -129,15 +102,8 @@ AUTOS = {
     "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
     "amp": {"enabled": "auto", "opt_level": "auto"},
 }
-AUTO_KEYS = {
-    "train_batch_size",
-    "gradient_clipping",
-    "bf16.enabled",
-    "optimizer.params.lr",
-    "zero_optimization.reduce_bucket_size",
-    "amp.enabled",
-    "amp.opt_level",
-}
+AUTO_KEYS = {"train_batch_size", "gradient_clipping", "bf16.enabled", "optimizer.params.lr"}
+AUTO_KEYS |= {"zero_optimization.reduce_bucket_size", "amp.enabled", "amp.opt_level"}
 
 
 def test_no_auto_survives() -> None:
@@ -153,11 +119,6 @@ def test_no_auto_survives() -> None:
         config.resolve(2)
     for key in AUTO_KEYS:
         assert f"{key} (config file ds.json: {key}): write " in str(caught.value)
-    assert (
-        "gradient_clipping (config file ds.json: gradient_clipping): write a number of at least 0"
-        in str(caught.value)
-    )
-    assert "or remove them to take the default" in str(caught.value)
 
 
 def test_override_fills_autos_and_says_who_did() -> None:
@@ -169,12 +130,10 @@ def test_override_fills_autos_and_says_who_did() -> None:
         },
         allow_auto=True,
     )
-    filled = config.override(
-        {"gradient_clipping": 1.0, "bf16": {"enabled": True}}, "TrainingArguments"
-    )
-    filled = filled.override(
-        {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}}, "TrainingArguments"
-    ).resolve(1)
+    given = {"gradient_clipping": 1.0, "bf16": {"enabled": True}}
+    filled = config.override(given, "TrainingArguments")
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}
+    filled = filled.override({"scheduler": schedule}, "TrainingArguments").resolve(1)
     assert filled.gradient_clipping == 1.0 and filled.precision == "bf16"
     assert filled.scheduler is not None and filled.scheduler.params == {"warmup_max_lr": 1e-3}
     assert filled.sources["gradient_clipping"] == "TrainingArguments: gradient_clipping"
@@ -182,15 +141,12 @@ def test_override_fills_autos_and_says_who_did() -> None:
 
 
 def test_an_engine_without_an_optimizer_may_leave_autos() -> None:
-    config = ZeroConfig.from_dict(
-        {key: value for key, value in AUTOS.items() if key != "bf16"}, allow_auto=True
-    ).resolve(2, training=False)
+    written = {key: value for key, value in AUTOS.items() if key != "bf16"}
+    config = ZeroConfig.from_dict(written, allow_auto=True).resolve(2, training=False)
     assert not config.autos
     assert config.gradient_clipping == 0.0
-    assert (
-        config.sources["gradient_clipping"]
-        == "default: 'auto', which nothing fills in for an engine that only evaluates"
-    )
+    said = "default: 'auto', which nothing fills in for an engine that only evaluates"
+    assert config.sources["gradient_clipping"] == said
     with pytest.raises(ConfigError, match=r"bf16\.enabled .*: write true or false"):
         ZeroConfig.from_dict(AUTOS, allow_auto=True).resolve(2, training=False)
 
@@ -203,12 +159,9 @@ def test_kernels_auto_means_what_helps_on_the_device() -> None:
     assert on_cpu.sources["kernels"] == "computed: keyword is auto, on cpu"
     assert on_cpu.resolve(2).kernels == on_cpu.kernels
     assert config.on_device("cuda").kernels == NAMES
-    assert config.on_device("cuda without Triton").kernels == ("loss",)
-    assert (
-        config.on_device("cuda without Triton")
-        .sources["kernels"]
-        .endswith("on cuda without Triton")
-    )
+    without = config.on_device("cuda without Triton")
+    assert without.kernels == ("loss",)
+    assert without.sources["kernels"].endswith("on cuda without Triton")
     assert config.on_device("mps").kernels == "off"
 
 
@@ -220,12 +173,10 @@ def test_kernels_that_are_named_are_the_same_on_every_device() -> None:
     assert not ZeroConfig(stage=0).uses("norms")
 
 
-@pytest.mark.parametrize(
-    ("written", "meant"),
-    [("on", "auto"), (True, "auto"), (False, "off"), ([], "off"), ("off", "off"), ("auto", "auto")],
-)
-def test_words_for_kernels(written: object, meant: str) -> None:
-    assert ZeroConfig.from_dict({"kernels": written}).kernels == meant
+def test_words_for_kernels() -> None:
+    words = {"auto": ("on", True, "auto"), "off": (False, [], "off")}
+    for meant, written in ((meant, each) for meant, those in words.items() for each in those):
+        assert ZeroConfig.from_dict({"kernels": written}).kernels == meant
 
 
 def test_the_mesh() -> None:
@@ -243,11 +194,7 @@ def test_node_local_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ZeroConfig.from_dict({"checkpoint": {"use_node_local_storage": True}})
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert config.resolve(2).checkpoint.use_node_local_storage
-    with pytest.raises(
-        NotBuiltError,
-        match=r"over several machines, 2 of 4 ranks on this one, .* save to a shared file system.*"
-        r'checkpoint\.memory: .*"folder"',
-    ):
+    with pytest.raises(NotBuiltError, match="over several machines, 2 of 4 ranks on this one"):
         config.resolve(4)
 
 
@@ -259,9 +206,7 @@ def test_batch_sizes_are_over_the_groups() -> None:
     resolved = split(train_micro_batch_size_per_gpu=3, gradient_accumulation_steps=2).resolve(8)
     assert resolved.train_batch_size == 24 and resolved.tensor_parallel.size == 2
     assert split(train_batch_size=16).resolve(8).train_micro_batch_size_per_gpu == 4
-
-
-def test_a_batch_size_that_counts_every_rank_is_corrected() -> None:
+    # a batch size that counts every rank is corrected
     written = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 1}
     assert split(**written, train_batch_size=24).resolve(8).train_batch_size == 12
     with pytest.raises(ConfigError, match="autotp_size; change one"):
