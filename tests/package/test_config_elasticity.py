@@ -9,16 +9,11 @@ import pytest
 from hf_zero.config import ZeroConfig
 from hf_zero.config.resolving import elastic_batch, elastic_sizes
 from hf_zero.errors import ConfigError, NotBuiltError
+from tests.helpers.cells import in_one_item
 
-SECTION = {
-    "enabled": True,
-    "max_train_batch_size": 10_000,
-    "micro_batch_sizes": [8, 12, 16, 17],
-    "min_gpus": 32,
-    "max_gpus": 1500,
-    "min_time": 20,
-    "version": 0.1,
-}
+BATCH = {"max_train_batch_size": 10_000, "micro_batch_sizes": [8, 12, 16, 17]}
+SECTION = {"enabled": True, **BATCH, "min_gpus": 32, "max_gpus": 1500, "min_time": 20}
+SECTION["version"] = 0.1
 
 
 def test_the_batch_fits_all_the_ranks_that_it_names() -> None:
@@ -43,7 +38,7 @@ def test_nodes_of_several_ranks() -> None:
     assert all(elastic_sizes(section, each)[0] == size for each in ranks)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 6])
+@in_one_item([1, 2, 4, 6])
 def test_a_configuration_resolves_to_it(ranks: int) -> None:
     section = {"enabled": True, "max_train_batch_size": 48, "micro_batch_sizes": [2, 4]}
     config = ZeroConfig.from_dict({"elasticity": section}).resolve(ranks)
@@ -65,20 +60,15 @@ def test_batch_sizes_beside_it() -> None:
     assert ZeroConfig.from_dict(written).resolve(2).train_batch_size == 48
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
+def test_what_cannot_be_is_named() -> None:
+    changes: list[tuple[dict[str, Any], str]] = [
         ({"micro_batch_size": [1]}, "unknown key 'elasticity.micro_batch_size'"),
         ({"micro_batch_sizes": 4}, "a list of micro_batch_sizes"),
         ({"min_gpus": 0}, "integers of at least 1"),
         ({"max_train_batch_size": 4, "micro_batch_sizes": [8]}, "no batch of at most 4 samples"),
-    ],
-)
-def test_what_cannot_be_is_named(change: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        elastic_batch({**SECTION, **change})
-
-
-def test_model_parallelism_is_not_built() -> None:
+    ]
+    for change, said in changes:
+        with pytest.raises(ConfigError, match=said):
+            elastic_batch({**SECTION, **change})
     with pytest.raises(NotBuiltError, match="model_parallel_size"):
         elastic_batch({**SECTION, "model_parallel_size": 2})

@@ -42,12 +42,23 @@ def test_one_least_version_of_python_is_named_everywhere() -> None:
     assert all(f"| {version} |" in table for version in versions)
 
 
+def fit_schema(schema: str, *files: Path) -> None:
+    validator = pytest.importorskip("check_jsonschema")
+    runner = pytest.importorskip("click.testing").CliRunner()
+    arguments = ["--builtin-schema", f"vendor.{schema}", *map(str, files)]
+    found = runner.invoke(validator.main, arguments)
+    assert found.exit_code == 0, found.output
+
+
 def test_the_workflows_are_valid_and_cover_each_version_of_python() -> None:
     """Every action is pinned by commit, and no job may write to the repository."""
-    pytest.importorskip("check_jsonschema")
-    files = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-    schema = ["--builtin-schema", "vendor.github-workflows"]
-    completed([sys.executable, "-m", "check_jsonschema", *schema, *files], timeout=300, check=True)
+    schemas = {"workflows": "workflows/*", "issue-forms": "ISSUE_TEMPLATE/*"}
+    for schema, names in schemas.items():
+        checked = sorted((ROOT / ".github").glob(f"{names}.yml"))
+        assert checked
+        fit_schema(f"github-{schema}", *checked)
+    fit_schema("dependabot", ROOT / ".github" / "dependabot.yml")
+    files = (ROOT / ".github" / "workflows").glob("*.yml")
     workflows = {path.stem: yaml.safe_load(path.read_text()) for path in files}
     classifiers = " ".join(PROJECT["project"]["classifiers"])
     versions = re.findall(r"Python :: (3\.\d+)", classifiers)
@@ -62,18 +73,6 @@ def test_the_workflows_are_valid_and_cover_each_version_of_python() -> None:
             assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", name) for name in used)
 
 
-@pytest.mark.parametrize(
-    "schema, files",
-    [("github-issue-forms", "ISSUE_TEMPLATE/*.yml"), ("dependabot", "dependabot.yml")],
-)
-def test_forms_of_issues_and_updates_fit_their_schemas(schema: str, files: str) -> None:
-    pytest.importorskip("check_jsonschema")
-    found = sorted((ROOT / ".github").glob(files))
-    assert found
-    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}"]
-    completed([*command, *found], timeout=300, check=True)
-
-
 def test_each_requirement_has_a_least_version_that_ci_installs() -> None:
     """The job ``lowest`` resolves the package and these extras to their least versions."""
     bare = [name for name in PROJECT["project"]["dependencies"] if ">=" not in name]
@@ -83,9 +82,8 @@ def test_each_requirement_has_a_least_version_that_ci_installs() -> None:
     chosen = re.findall(r"--extra (\S+)", resolved)
     bare += [name for extra in chosen for name in extras[extra] if ">=" not in name]
     assert len(chosen) > 3 and bare == []
-    least = next(
-        Requirement(name) for name in PROJECT["project"]["dependencies"] if name[:5] == "torch"
-    )
+    (torch,) = [name for name in PROJECT["project"]["dependencies"] if name[:5] == "torch"]
+    least = Requirement(torch)
     said = f"torch {least.specifier}".replace(">=", "")
     assert f"{said} or newer" in (ROOT / "hf_zero/docs/start.md").read_text()
 
@@ -99,21 +97,22 @@ def test_the_smoke_of_a_wheel_runs_the_core() -> None:
 
 
 @pytest.mark.parametrize("name", ["deepspeed_names", "published_models", "readme"])
-def test_a_script_explains_itself_and_does_nothing_else(name: str) -> None:
-    command = [sys.executable, ROOT / f"scripts/{name}.py", "--help"]
-    said = completed(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True).stdout
-    assert said.startswith(f"usage: {name}.py")
+def test_a_script_explains_itself_and_does_nothing_else(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = ROOT / f"scripts/{name}.py"
+    monkeypatch.setattr(sys, "argv", [str(script), "--help"])
+    monkeypatch.syspath_prepend(str(script.parent))
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(script), run_name="__main__")
+    assert capsys.readouterr().out.startswith(f"usage: {name}.py")
 
 
-def test_a_url_without_the_package_that_opens_urls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_of_extras_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "upath", None)
-    with pytest.raises(
-        CheckpointError, match=r"s3://run cannot .* pip install 'hf-zero\[remote\]'"
-    ):
+    said = r"s3://run cannot .* pip install 'hf-zero\[remote\]'"
+    with pytest.raises(CheckpointError, match=said):
         storage.as_path("s3://run")
-
-
-def test_difficulties_without_the_package_of_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.delitem(sys.modules, "hf_zero.integrations.datasets.analyze", raising=False)
     with pytest.raises(ConfigError, match=r"needs pyarrow; pip install 'hf-zero\[data\]'"):
@@ -131,21 +130,17 @@ def test_a_build_with_an_old_setuptools_stops(monkeypatch: pytest.MonkeyPatch) -
     assert "setuptools>=77" in requires
 
 
-@pytest.mark.parametrize("command", ["build_py", "sdist"])
-def test_a_build_without_setuptools_scm_stops(
-    command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_build_without_setuptools_scm_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Setuptools would go on with version 0.0.0, and leave the recipes out of an sdist."""
     from setuptools import Distribution
 
     monkeypatch.setattr("setuptools.setup", lambda **given: None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.chdir(ROOT)
-    build = runpy.run_path(str(ROOT / "setup.py"))["commands"][command](Distribution())
-    with pytest.raises(
-        SystemExit, match=r"setuptools-scm, which is not installed: run pip install"
-    ):
-        build.run()
+    commands = runpy.run_path(str(ROOT / "setup.py"))["commands"]
+    for command in ("build_py", "sdist"):
+        with pytest.raises(SystemExit, match="setuptools-scm, which is not installed: run pip"):
+            commands[command](Distribution()).run()
 
 
 def test_links_of_the_readme_are_absolute_for_a_package_index(
@@ -186,9 +181,8 @@ def test_a_wheel_has_the_core_and_needs_no_compiler(tmp_path: Path) -> None:
     install = [python, "-m", "pip", "-q", "--no-input", "install", "--no-deps", built]
     completed(install, timeout=300, env=bare, check=True)
     code = "import hf_zero, hf_zero._cpu; print(hf_zero.__version__, hf_zero.__file__)"
-    version, where = completed(
-        [python, "-c", code], env=bare, cwd=tmp_path, check=True
-    ).stdout.split()
+    shown = completed([python, "-c", code], env=bare, cwd=tmp_path, check=True)
+    version, where = shown.stdout.split()
     assert version in built.name and where.startswith(str(tmp_path / "bare"))
 
 

@@ -1,12 +1,14 @@
-"""``import hf_zero`` is paid by every process that imports torch: what it loads is listed, not
-timed.
+"""Imports: what ``import hf_zero`` loads, which every process pays that imports torch; imports from
+the package in programs beside it exist.
 """
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,22 +16,12 @@ from typing import Any
 import pytest
 
 import hf_zero
+from tests.helpers.cells import in_one_item
 from tests.helpers.commands import completed
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAVY = [
-    "transformers",
-    "accelerate",
-    "datasets",
-    "triton",
-    "peft",
-    "lightning",
-    "pytorch_lightning",
-    "pandas",
-    "typer",
-    "rich",
-    "pydantic",
-]
+HEAVY = "transformers accelerate datasets triton peft lightning pytorch_lightning pandas typer rich"
+HEAVY += " pydantic"
 
 
 def in_fresh_process(code: str) -> Any:
@@ -39,19 +31,15 @@ def in_fresh_process(code: str) -> Any:
 
 def test_importing_loads_neither_hugging_face_nor_triton_nor_cuda() -> None:
     seen = in_fresh_process(
-        "import sys, json, torch; before = set(sys.modules); import hf_zero; after "
-        "= set(sys.modules)\n"
-        f"print(json.dumps({{'heavy': [m for m in {HEAVY} if m in after], 'own': sorted(m for m in "
-        "after if m.startswith('hf_zero')),"
-        " 'new': sorted(after - before), 'cuda': torch.cuda.is_initialized()}))"
+        "import sys, json, hf_zero; alone = 'torch' in sys.modules; import torch\n"
+        "print(json.dumps([alone, hf_zero.__version__, torch.cuda.is_initialized(), "
+        "[*sys.modules]]))"
     )
-    assert seen["heavy"] == []
-    assert seen["cuda"] is False
-    assert not [
-        name
-        for name in seen["own"]
-        if name.startswith(("hf_zero.zero", "hf_zero.cli", "hf_zero.checkpoint", "hf_zero.optim"))
-    ]
+    with_torch, version, cuda, modules = seen
+    assert with_torch is False and version == hf_zero.__version__ and cuda is False
+    assert not {*HEAVY.split()} & {*modules}
+    own = tuple(f"hf_zero.{name}" for name in ("zero", "cli", "checkpoint", "optim"))
+    assert not [name for name in modules if name.startswith(own)]
 
 
 def test_registering_loads_little_of_the_standard_library() -> None:
@@ -68,25 +56,11 @@ def test_registering_loads_little_of_the_standard_library() -> None:
 
 
 def test_the_converter_needs_no_engine() -> None:
-    seen = in_fresh_process(
-        "import sys, json; from hf_zero.checkpoint import convert_checkpoint\n"
-        "print(json.dumps([m for m in sys.modules if m.startswith(('hf_zero.zero.',"
-        " 'hf_zero.config'))]))"
-    )
-    arithmetic = {
-        "hf_zero.zero.layout",
-        "hf_zero.zero.layout.box",
-        "hf_zero.zero.layout.flat_layout",
-    }
-    assert {*seen} <= arithmetic
-
-
-def test_import_without_torch_stays_without_torch() -> None:
-    seen = in_fresh_process(
-        "import sys, json, hf_zero; print(json.dumps({'torch': 'torch' in sys.modules, 'version': "
-        "hf_zero.__version__}))"
-    )
-    assert seen == {"torch": False, "version": hf_zero.__version__}
+    code = "import sys, json; from hf_zero.checkpoint import convert_checkpoint"
+    seen = in_fresh_process(f"{code}\nprint(json.dumps([*sys.modules]))")
+    engine = {name for name in seen if name.startswith(("hf_zero.zero.", "hf_zero.config"))}
+    layout = "hf_zero.zero.layout"
+    assert engine <= {layout, f"{layout}.box", f"{layout}.flat_layout"}
 
 
 def test_version_is_the_one_of_the_installed_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +73,7 @@ def test_version_is_the_one_of_the_installed_distribution(monkeypatch: pytest.Mo
     assert hf_zero._version() == "unknown"
 
 
-@pytest.mark.parametrize("name", hf_zero._EXPORTS)
+@in_one_item(hf_zero._EXPORTS)
 def test_every_listed_name_is_where_the_list_says(name: str) -> None:
     assert getattr(hf_zero, name) is getattr(importlib.import_module(hf_zero._EXPORTS[name]), name)
 
@@ -108,3 +82,43 @@ def test_an_unknown_name_is_told_for_python_to_name_the_one_that_was_meant() -> 
     with pytest.raises(AttributeError, match="no attribute 'initialise'") as raised:
         _ = hf_zero.initialise
     assert raised.value.obj is hf_zero and "initialize" in dir(hf_zero)
+
+
+# ---- imports from the package in programs beside it ----
+
+FOLDERS = ("tests/late", "tests/gpu", "scripts")
+
+
+def imported(source: str) -> Iterator[tuple[str, str]]:
+    """(module, name) of each import from hf_zero; the name is empty where the module is meant."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "hf_zero":
+            yield from ((node.module or "", alias.name) for alias in node.names)
+        if isinstance(node, ast.Import):
+            own = (each.name for each in node.names if each.name.split(".")[0] == "hf_zero")
+            yield from ((name, "") for name in own)
+
+
+def missing(source: str) -> list[str]:
+    found = []
+    for module, name in imported(source):
+        try:
+            there = importlib.import_module(module)
+            if name and not hasattr(there, name):
+                importlib.import_module(f"{module}.{name}")
+        except ModuleNotFoundError as error:
+            found.append(f"{module} {name}: {error}")
+    return found
+
+
+@in_one_item(FOLDERS)
+def test_imports_from_the_package_are_there(folder: str) -> None:
+    files = sorted((ROOT / folder).rglob("*.py"))
+    assert files
+    assert [f"{file}: {each}" for file in files for each in missing(file.read_text())] == []
+
+
+def test_what_is_gone_is_seen() -> None:
+    assert len(missing("from hf_zero.zero import nowhere\nimport hf_zero.nothing")) == 2
+    there = "from hf_zero.zero.layout.box import Box\nfrom hf_zero.zero.gather import hooks"
+    assert missing(there) == []

@@ -12,7 +12,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from tests.helpers.cells import in_one_item
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [
@@ -27,13 +27,9 @@ BY_VALUE = {"remove", "index", "count"}
 
 
 def name_of(node: ast.AST) -> str:
-    return (
-        node.id
-        if isinstance(node, ast.Name)
-        else node.attr
-        if isinstance(node, ast.Attribute)
-        else ""
-    )
+    if isinstance(node, ast.Name):
+        return node.id
+    return node.attr if isinstance(node, ast.Attribute) else ""
 
 
 def mentions(annotation: ast.AST | None, names: set[str]) -> bool:
@@ -59,11 +55,8 @@ def is_dataclass(node: ast.ClassDef) -> tuple[bool, bool]:
     for decorator in node.decorator_list:
         call = decorator if isinstance(decorator, ast.Call) else None
         if name_of(call.func if call else decorator) == "dataclass":
-            given = (
-                {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
-                if call
-                else {}
-            )
+            keywords = call.keywords if call else []
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in keywords}
             return True, given.get("eq") != "False"
     return False, False
 
@@ -72,9 +65,8 @@ def fields(node: ast.ClassDef, names: set[str]) -> Iterator[str]:
     for statement in node.body:
         if not isinstance(statement, ast.AnnAssign) or not mentions(statement.annotation, names):
             continue
-        if "compare=False" not in ast.unparse(statement) and "Callable" not in ast.unparse(
-            statement.annotation
-        ):
+        text, kind = ast.unparse(statement), ast.unparse(statement.annotation)
+        if "compare=False" not in text and "Callable" not in kind:
             yield name_of(statement.target)
 
 
@@ -94,11 +86,8 @@ def findings(sources: dict[str, str]) -> list[str]:
         tuples = any(name_of(base) == "NamedTuple" for base in node.bases)
         if tuples and list(fields(node, {"Tensor"})):
             values.add(node.name)
-        if dataclass and compares and list(fields(node, {"Tensor"})):
-            found.append(
-                f"{path}:{node.lineno} {node.name} compares its tensors "
-                f"{list(fields(node, {'Tensor'}))}: eq=False"
-            )
+        if dataclass and compares and (held := list(fields(node, {"Tensor"}))):
+            found.append(f"{path}:{node.lineno} {node.name} compares its tensors {held}: eq=False")
     for path, tree in trees.items():
         found += [f"{path}:{line}" for line in _compared(tree, values)]
     return found
@@ -157,15 +146,11 @@ def _own(scope: ast.AST) -> list[ast.AST]:
 
 def _annotated(scope: ast.AST, own: list[ast.AST], values: set[str]) -> tuple[set[str], set[str]]:
     """Names in ``scope`` of containers that hold tensors, and of tensors."""
-    named = [
-        (name_of(node.target), node.annotation) for node in own if isinstance(node, ast.AnnAssign)
-    ]
+    assigned = [node for node in own if isinstance(node, ast.AnnAssign)]
+    named = [(name_of(node.target), node.annotation) for node in assigned]
     if isinstance(scope, FUNCTIONS):
-        named += [
-            (each.arg, each.annotation)
-            for each in [*scope.args.args, *scope.args.kwonlyargs]
-            if each.annotation is not None
-        ]
+        given = [*scope.args.args, *scope.args.kwonlyargs]
+        named += [(each.arg, each.annotation) for each in given if each.annotation is not None]
     containers = {name for name, annotation in named if holds(annotation, values)}
     return containers, {name for name, annotation in named if name_of(annotation) in values}
 
@@ -174,8 +159,7 @@ def test_no_tensors_are_compared_where_identity_is_meant() -> None:
     assert not findings({str(path.relative_to(ROOT)): path.read_text() for path in SOURCES})
 
 
-@pytest.mark.parametrize(
-    "source",
+@in_one_item(
     [
         "class A:\n    def f(self, fit):\n        self._kept: list[torch.Tensor] = []\n        "
         "self._kept.remove(fit)",
@@ -187,14 +171,13 @@ def test_no_tensors_are_compared_where_identity_is_meant() -> None:
         "@dataclass\nclass A:\n    values: torch.Tensor",
         "@dataclass(frozen=True)\nclass A:\n    values: list[torch.Tensor] | None",
         "class A(NamedTuple):\n    values: Tensor\ndef f(kept: list[A], a):\n    kept.remove(a)",
-    ],
+    ]
 )
 def test_a_comparison_is_seen(source: str) -> None:
     assert len(findings({"a.py": source})) == 1
 
 
-@pytest.mark.parametrize(
-    "source",
+@in_one_item(
     [
         "@dataclass(eq=False)\nclass A:\n    values: torch.Tensor",
         "@dataclass\nclass A:\n    run: Callable[[], torch.Tensor]",
@@ -202,7 +185,7 @@ def test_a_comparison_is_seen(source: str) -> None:
         "def f(kept: dict[str, torch.Tensor], name: str):\n    return name in kept",
         "def f(kept: list[torch.Tensor], one):\n    return any(one is each for each in kept)",
         "def f(shape: list[int], one):\n    shape.remove(one)",
-    ],
+    ]
 )
 def test_what_compares_no_tensors_passes(source: str) -> None:
     assert not findings({"a.py": source})
