@@ -24,98 +24,55 @@ from hf_zero.ops.sparse_attention import (
     VariableSparsityConfig,
     from_section,
 )
+from tests.helpers.cells import in_one_item
 
 PER_HEAD = {"different_layout_per_head": True}
 UNIDIRECTIONAL = {"attention": "unidirectional"}
 # The first 16 digits of the SHA-256 of the layout of 23 blocks, as bytes.
+TWO = {"num_heads": 2}
+NOT_RANDOM = {**TWO, "num_random_blocks": 0}
+PATTERNS = {**PER_HEAD, "num_different_global_patterns": 3, "horizontal_global_attention": True}
+WINDOWS = {"local_window_blocks": [1, 3, 2], "global_block_indices": [0, 5, 40]}
+ENDS = {"global_block_indices": [1, 7], "global_block_end_indices": [3, 99], **UNIDIRECTIONAL}
+LONG = {"global_block_indices": [0, 4], "global_block_end_indices": [2, 6], **UNIDIRECTIONAL}
+WIDE = {"num_sliding_window_blocks": 5, "num_global_blocks": 2, **UNIDIRECTIONAL}
+# The first 16 digits of the SHA-256 of the layout of 23 blocks, as bytes.
 GOLDEN: list[tuple[str, dict[str, Any], str]] = [
-    ("Dense", {"num_heads": 2}, "bfaec1be8b1e87c9"),
-    ("Fixed", {"num_heads": 2}, "b6f3053c53e24c0f"),
-    ("Fixed", dict(num_heads=4, num_different_global_patterns=4, **PER_HEAD), "f21dcc3f4d18d1b7"),
+    ("Dense", TWO, "bfaec1be8b1e87c9"),
+    ("Fixed", TWO, "b6f3053c53e24c0f"),
+    ("Fixed", {"num_heads": 4, "num_different_global_patterns": 4, **PER_HEAD}, "f21dcc3f4d18d1b7"),
     (
         "Fixed",
-        {
-            "num_heads": 5,
-            "num_local_blocks": 6,
-            "num_global_blocks": 2,
-            "num_different_global_patterns": 3,
-            "horizontal_global_attention": True,
-        }
-        | PER_HEAD,
+        {"num_heads": 5, "num_local_blocks": 6, "num_global_blocks": 2, **PATTERNS},
         "b9ead313871f325b",
     ),
-    ("Fixed", dict(num_heads=2, num_global_blocks=2, **UNIDIRECTIONAL), "5ff603f1a70e5aff"),
-    ("Variable", {"num_heads": 2}, "c6e025597a2a47c9"),
-    (
-        "Variable",
-        {
-            "num_heads": 2,
-            "local_window_blocks": [1, 3, 2],
-            "global_block_indices": [0, 5, 40],
-            "horizontal_global_attention": True,
-        },
-        "fc54d0bc09f0dadc",
-    ),
-    (
-        "Variable",
-        dict(
-            num_heads=2,
-            local_window_blocks=[50, 3],
-            global_block_indices=[1, 7],
-            global_block_end_indices=[3, 99],
-            **UNIDIRECTIONAL,
-        ),
-        "e7b10350d47f305e",
-    ),
-    ("BigBird", {"num_heads": 2, "num_random_blocks": 0}, "0ebe5b049095b547"),
-    (
-        "BigBird",
-        dict(
-            num_heads=2,
-            num_random_blocks=0,
-            num_sliding_window_blocks=5,
-            num_global_blocks=2,
-            **UNIDIRECTIONAL,
-        ),
-        "9f5a24e2ce44ceae",
-    ),
-    ("BSLongformer", {"num_heads": 2}, "0ebe5b049095b547"),
-    (
-        "BSLongformer",
-        dict(
-            num_heads=2,
-            num_sliding_window_blocks=4,
-            global_block_indices=[0, 4],
-            global_block_end_indices=[2, 6],
-            **UNIDIRECTIONAL,
-        ),
-        "784a345612b96093",
-    ),
-    ("LocalSlidingWindow", {"num_heads": 2}, "bf67470fbddb4aa7"),
+    ("Fixed", {**TWO, "num_global_blocks": 2, **UNIDIRECTIONAL}, "5ff603f1a70e5aff"),
+    ("Variable", TWO, "c6e025597a2a47c9"),
+    ("Variable", {**TWO, **WINDOWS, "horizontal_global_attention": True}, "fc54d0bc09f0dadc"),
+    ("Variable", {**TWO, "local_window_blocks": [50, 3], **ENDS}, "e7b10350d47f305e"),
+    ("BigBird", NOT_RANDOM, "0ebe5b049095b547"),
+    ("BigBird", {**NOT_RANDOM, **WIDE}, "9f5a24e2ce44ceae"),
+    ("BSLongformer", TWO, "0ebe5b049095b547"),
+    ("BSLongformer", {**TWO, "num_sliding_window_blocks": 4, **LONG}, "784a345612b96093"),
+    ("LocalSlidingWindow", TWO, "bf67470fbddb4aa7"),
     (
         "LocalSlidingWindow",
-        {"num_heads": 2, "num_sliding_window_blocks": 5, "attention": "bidirectional"},
+        {**TWO, "num_sliding_window_blocks": 5, "attention": "bidirectional"},
         "843b09b05b1897e3",
     ),
 ]
 
 
-@pytest.mark.parametrize(("name", "arguments", "digest"), GOLDEN)
-def test_layouts_are_deepspeeds(name: str, arguments: dict[str, Any], digest: str) -> None:
-    layout = getattr(sparse, f"{name}SparsityConfig")(**arguments).make_layout(16 * 23)
-    assert layout.dtype == torch.int64 and layout.shape == (arguments["num_heads"], 23, 23)
-    assert hashlib.sha256(layout.numpy().astype("uint8").tobytes()).hexdigest()[:16] == digest
+def test_layouts_are_deepspeeds() -> None:
+    for name, arguments, digest in GOLDEN:
+        layout = getattr(sparse, f"{name}SparsityConfig")(**arguments).make_layout(16 * 23)
+        assert layout.dtype == torch.int64 and layout.shape == (arguments["num_heads"], 23, 23)
+        found = hashlib.sha256(layout.numpy().astype("uint8").tobytes()).hexdigest()
+        assert found[:16] == digest, (name, arguments)
 
 
-def test_a_fixed_layout_spelled_out() -> None:
-    layout = FixedSparsityConfig(1, num_local_blocks=2, attention="unidirectional").make_layout(64)[
-        0
-    ]
-    assert layout.tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 1, 1, 1]]
-
-
-@pytest.mark.parametrize("kind", [BigBirdSparsityConfig, VariableSparsityConfig])
-def test_random_blocks_agree_among_ranks_and_leave_torch_alone(kind: type) -> None:
+@in_one_item([BigBirdSparsityConfig, VariableSparsityConfig])
+def test_random_blocks_agree_among_ranks_and_leave_torch_alone(kind: Any) -> None:
     state = torch.get_rng_state()
     without = kind(3, num_random_blocks=0).make_layout(640)
     layout = kind(3, num_random_blocks=4).make_layout(640)
@@ -129,35 +86,27 @@ def test_random_blocks_agree_among_ranks_and_leave_torch_alone(kind: type) -> No
 
 
 def test_unidirectional_random_blocks_lie_in_the_past() -> None:
-    layout = BigBirdSparsityConfig(
-        1, num_random_blocks=4, num_sliding_window_blocks=1, attention="unidirectional"
-    ).make_layout(320)[0]
+    sizes = {"num_random_blocks": 4, "num_sliding_window_blocks": 1}
+    layout = BigBirdSparsityConfig(1, **sizes, **UNIDIRECTIONAL).make_layout(320)[0]
     assert not layout.triu(1).any()
     assert (layout.sum(1) <= 6).all() and layout[-1].sum() >= 4
 
 
-@pytest.mark.parametrize("attention", ["unidirectional", "bidirectional"])
-def test_a_sequence_shorter_than_the_pattern_is_attended_to_whole(attention: str) -> None:
-    config = BigBirdSparsityConfig(
-        1,
-        num_random_blocks=3,
-        num_sliding_window_blocks=7,
-        num_global_blocks=3,
-        attention=attention,
-    )
+def test_a_sequence_shorter_than_the_pattern_is_attended_to_whole() -> None:
+    sizes = {"num_random_blocks": 3, "num_sliding_window_blocks": 7, "num_global_blocks": 3}
     whole = torch.ones(2, 2, dtype=torch.int64)
-    assert torch.equal(
-        config.make_layout(32)[0], whole.tril() if attention == "unidirectional" else whole
-    )
+    for attention, want in (("unidirectional", whole.tril()), ("bidirectional", whole)):
+        config = BigBirdSparsityConfig(1, **sizes, attention=attention)
+        assert torch.equal(config.make_layout(32)[0], want)
+    config = FixedSparsityConfig(1, num_local_blocks=2, attention="unidirectional")
+    spelled = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 1, 1, 1]]
+    assert config.make_layout(64)[0].tolist() == spelled
 
 
 def test_equal_configurations_are_one_and_do_not_change() -> None:
-    one = BigBirdSparsityConfig(2)
-    same = BigBirdSparsityConfig(2)
-    other = BigBirdSparsityConfig(2, block=32)
+    one, same, other = (BigBirdSparsityConfig(2, block=block) for block in (16, 16, 32))
     assert one == same == copy.deepcopy(one) == pickle.loads(pickle.dumps(one))
-    assert hash(one) == hash(same)
-    assert one != other
+    assert hash(one) == hash(same) and one != other
     assert one.handle == same.handle != other.handle
     assert "block=32" in repr(other) and "handle" not in repr(other)
     with pytest.raises(KernelError, match="cannot change"):
@@ -176,57 +125,38 @@ def test_a_configuration_that_cannot_be_pickled_is_like_itself_alone() -> None:
         Unpicklable().make_layout(16)
 
 
-@pytest.mark.parametrize(
-    ("made", "said"),
-    [
-        (lambda: DenseSparsityConfig(0), "num_heads is 0"),
-        (lambda: DenseSparsityConfig(1).make_layout(17), "not a multiple of the block"),
-        (
-            lambda: FixedSparsityConfig(1, num_local_blocks=4, num_global_blocks=3),
-            "multiple of num_global_blocks",
-        ),
-        (lambda: FixedSparsityConfig(1, num_different_global_patterns=2), "at most 1"),
-        (lambda: FixedSparsityConfig(1, attention="both"), "'both'"),
-        (
-            lambda: FixedSparsityConfig(
-                1, attention="unidirectional", horizontal_global_attention=True
-            ),
-            "needs bidirectional",
-        ),
-        (lambda: VariableSparsityConfig(1, local_window_blocks=[]), "local_window_blocks"),
-        (
-            lambda: VariableSparsityConfig(
-                1, global_block_indices=[3], global_block_end_indices=[3]
-            ),
-            "each below its end",
-        ),
-        (lambda: LocalSlidingWindowSparsityConfig(1, attention="past"), "'past'"),
-        (lambda: BlockLayout(torch.ones(2, 3), 16), "has the shape"),
-    ],
-)
-def test_what_makes_no_layout_is_named(made: Any, said: str) -> None:
-    with pytest.raises(KernelError, match=said):
-        made()
+Fixed, Variable = FixedSparsityConfig, VariableSparsityConfig
+WRONG: list[tuple[Any, str]] = [
+    (lambda: DenseSparsityConfig(0), "num_heads is 0"),
+    (lambda: DenseSparsityConfig(1).make_layout(17), "not a multiple of the block"),
+    (lambda: Fixed(1, num_local_blocks=4, num_global_blocks=3), "multiple of num_global_blocks"),
+    (lambda: Fixed(1, num_different_global_patterns=2), "at most 1"),
+    (lambda: Fixed(1, attention="both"), "'both'"),
+    (lambda: Fixed(1, **UNIDIRECTIONAL, horizontal_global_attention=True), "needs bidirectional"),
+    (lambda: Variable(1, local_window_blocks=[]), "local_window_blocks"),
+    (
+        lambda: Variable(1, global_block_indices=[3], global_block_end_indices=[3]),
+        "each below its end",
+    ),
+    (lambda: LocalSlidingWindowSparsityConfig(1, attention="past"), "'past'"),
+    (lambda: BlockLayout(torch.ones(2, 3), 16), "has the shape"),
+]
+
+
+def test_what_makes_no_layout_is_named() -> None:
+    for made, said in WRONG:
+        with pytest.raises(KernelError, match=said):
+            made()
 
 
 def test_deepspeeds_section() -> None:
-    section = {
-        "mode": "fixed",
-        "block": 32,
-        "different_layout_per_head": True,
-        "num_local_blocks": 4,
-        "num_different_global_patterns": 4,
-        "attention": "bidirectional",
-        "num_random_blocks": 0,
-        "num_sliding_window_blocks": 3,
-    }
-    assert from_section(section, 8) == FixedSparsityConfig(
-        8, 32, True, num_local_blocks=4, num_different_global_patterns=4
-    )
+    patterns = {"num_local_blocks": 4, "num_different_global_patterns": 4}
+    section = {"mode": "fixed", "block": 32, **PER_HEAD, **patterns, "attention": "bidirectional"}
+    section |= {"num_random_blocks": 0, "num_sliding_window_blocks": 3}
+    assert from_section(section, 8) == FixedSparsityConfig(8, 32, True, **patterns)
     assert from_section({}, 8) == FixedSparsityConfig(8)
-    assert isinstance(
-        from_section({"mode": "local_sliding_window"}, 8), LocalSlidingWindowSparsityConfig
-    )
+    window = from_section({"mode": "local_sliding_window"}, 8)
+    assert isinstance(window, LocalSlidingWindowSparsityConfig)
     for wrong, said in (
         ({"mode": "sparse"}, "must be one of"),
         ({"blocks": 16}, "no key 'blocks'"),

@@ -45,17 +45,14 @@ def forced(monkeypatch, checked_triton):
 
 
 def adamw(groups):
-    return torch.optim.AdamW(
-        [
-            {**groups[0], "lr": 1e-2, "weight_decay": 0.1},
-            {**groups[1], "lr": 3e-3, "weight_decay": 0.0},
-        ]
-    )
+    settings = {"lr": 1e-2, "weight_decay": 0.1}, {"lr": 3e-3, "weight_decay": 0.0}
+    return torch.optim.AdamW([{**group, **own} for group, own in zip(groups, settings)])
 
 
 def adam(groups):
+    own = {"betas": (0.8, 0.9)}
     return torch.optim.Adam(
-        [{**groups[0], "betas": (0.8, 0.9)}, groups[1]], lr=1e-2, weight_decay=0.1, maximize=True
+        [{**groups[0], **own}, groups[1]], lr=1e-2, weight_decay=0.1, maximize=True
     )
 
 
@@ -70,13 +67,11 @@ class Bound:
         torch.manual_seed(5)
         units = [{name: torch.randn(shape) for name, shape in unit.items()} for unit in UNITS]
         self.flats = shard(units, shards, together=together, grad_dtype=grad_dtype)[rank]
-        parameters = {
-            name: torch.nn.Parameter(tensor) for unit in units for name, tensor in unit.items()
-        }
-        groups = [
-            {"params": [p for name, p in parameters.items() if GROUP_OF[name] == index]}
-            for index in range(2)
-        ]
+        named = [each for unit in units for each in unit.items()]
+        parameters = {name: torch.nn.Parameter(tensor) for name, tensor in named}
+        groups = [{"params": []}, {"params": []}]
+        for name, parameter in parameters.items():
+            groups[GROUP_OF[name]]["params"].append(parameter)
         self.optimizer = make(groups)
         self.bound = BoundOptimizer(self.optimizer, self.flats, GROUP_OF, parameters, kernels)
 
@@ -99,14 +94,14 @@ def same(ours, theirs, tolerance=5e-7):
     got, want = ours.everything(), theirs.everything()
     assert set(got) == set(want)
     for name, tensor in want.items():
-        torch.testing.assert_close(
-            got[name],
-            tensor,
-            rtol=tolerance,
-            atol=tolerance,
-            msg=lambda text, name=name: f"{name}: {text}",
-        )
+        told = lambda said, name=name: f"{name}: {said}"  # noqa: E731
+        torch.testing.assert_close(got[name], tensor, rtol=tolerance, atol=tolerance, msg=told)
     assert ours.bound.scalars() == theirs.bound.scalars()
+
+
+def pair(make=adamw, **more):
+    """What the kernel steps, and what the optimizer steps by itself."""
+    return Bound(make, "auto", **more), Bound(make, "off", **more)
 
 
 @pytest.mark.turns
@@ -114,7 +109,7 @@ def same(ours, theirs, tolerance=5e-7):
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("make", [adamw, adam, lion])
 def test_equal_to_the_optimizer_s_own_step(make, together, shards, rank, forced):
-    ours, theirs = (Bound(make, kernels, shards, rank, together) for kernels in ("auto", "off"))
+    ours, theirs = pair(make, shards=shards, rank=rank, together=together)
     for seed in range(3):
         for each in (ours, theirs):
             each.optimizer.param_groups[0]["lr"] *= 0.5  # as a scheduler does
@@ -125,41 +120,37 @@ def test_equal_to_the_optimizer_s_own_step(make, together, shards, rank, forced)
     assert forced.count("advance_") == 3
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gradients_and_copies_of_16_bits(dtype, forced):
-    ours, theirs = (Bound(adamw, kernels, grad_dtype=dtype) for kernels in ("auto", "off"))
-    lengths = [flat.master.numel() for flat in ours.flats]
-    shards = dict(
-        zip(
-            (flat.key for flat in ours.flats), torch.zeros(sum(lengths), dtype=dtype).split(lengths)
-        )
-    )
-    for seed in range(2):
-        written = ours.step(seed, grad_scale=torch.tensor(3.0), shards=shards)
-        assert written == set(shards)
-        assert theirs.step(seed, grad_scale=torch.tensor(3.0), shards=shards) == set()
-        for flat in ours.flats:
-            assert torch.equal(shards[flat.key], flat.master.to(dtype))
-    same(ours, theirs)
-    assert forced.count("adam_") == 2
+def test_gradients_and_copies_of_16_bits(forced):
+    for dtype in (torch.bfloat16, torch.float16):
+        forced.clear()
+        ours, theirs = pair(grad_dtype=dtype)
+        lengths = [flat.master.numel() for flat in ours.flats]
+        keys = [flat.key for flat in ours.flats]
+        shards = dict(zip(keys, torch.zeros(sum(lengths), dtype=dtype).split(lengths)))
+        told = {"grad_scale": torch.tensor(3.0), "shards": shards}
+        for seed in range(2):
+            assert ours.step(seed, **told) == set(shards)
+            assert theirs.step(seed, **told) == set()
+            for flat in ours.flats:
+                assert torch.equal(shards[flat.key], flat.master.to(dtype))
+        same(ours, theirs)
+        assert forced.count("adam_") == 2
 
 
 def test_a_step_that_overflowed_changes_nothing(forced):
-    ours, theirs = (Bound(adamw, kernels) for kernels in ("auto", "off"))
+    ours, theirs = pair()
     for seed, found in enumerate((1.0, 0.0, 3.0, 0.0)):
-        before = ours.everything() if found and seed else None
+        before = ours.everything() if found and seed else {}
         for each in (ours, theirs):
             each.step(seed, found_inf=torch.tensor(found))
-        assert before is None or all(
-            torch.equal(t, before[name]) for name, t in ours.everything().items()
-        )
+        assert all(torch.equal(t, ours.everything()[name]) for name, t in before.items())
     same(ours, theirs)
     assert ours.bound.scalars()[0]["step"] == 2.0
 
 
 def test_state_that_is_replaced_is_moved_in(forced):
     """A state dict, a checkpoint's tensors and its counters go on where they were."""
-    ours, theirs = (Bound(adamw, kernels) for kernels in ("auto", "off"))
+    ours, theirs = pair()
     for each in (ours, theirs):
         each.step(0)
     for each in (ours, theirs):
@@ -168,9 +159,8 @@ def test_state_that_is_replaced_is_moved_in(forced):
         torch.optim.AdamW.load_state_dict(each.optimizer, saved)
         each.bound.unpacked()
         each.step(2)
-        each.bound.load_tensor(
-            each.flats[0], "exp_avg", torch.full_like(each.flats[0].master, 0.25)
-        )
+        flat = each.flats[0]
+        each.bound.load_tensor(flat, "exp_avg", torch.full_like(flat.master, 0.25))
         each.bound.load_scalars([{"step": 7.0}, {"step": 7.0}])
         each.step(3)
     same(ours, theirs)
@@ -185,7 +175,7 @@ def test_a_switch_to_the_optimizer_s_own_step_and_back(forced):
     """A setting that the kernel does not know, for a while: shared counters are parted, and not
     counted once a tensor.
     """
-    ours, theirs = (Bound(adamw, kernels) for kernels in ("auto", "off"))
+    ours, theirs = pair()
     for seed in range(6):
         for each in (ours, theirs):
             for group in each.optimizer.param_groups:
@@ -199,17 +189,14 @@ def test_a_switch_to_the_optimizer_s_own_step_and_back(forced):
 def test_state_that_is_moved_in_takes_no_second_arena(forced, monkeypatch):
     ours = Bound(adamw, "auto")
     ours.step(0)
-    (arena,) = {
-        ours.optimizer.state[tensor]["exp_avg"].untyped_storage().nbytes() // 4
-        for _, tensor in ours.bound.segments
-    }
-    torch.optim.AdamW.load_state_dict(
-        ours.optimizer, copy.deepcopy(torch.optim.AdamW.state_dict(ours.optimizer))
-    )
+    states = [ours.optimizer.state[tensor]["exp_avg"] for _, tensor in ours.bound.segments]
+    (arena,) = {state.untyped_storage().nbytes() // 4 for state in states}
+    saved = copy.deepcopy(torch.optim.AdamW.state_dict(ours.optimizer))
+    torch.optim.AdamW.load_state_dict(ours.optimizer, saved)
     ours.bound.unpacked()
     zeros, made = torch.zeros, []
     monkeypatch.setattr(
-        torch, "zeros", lambda *shape, **told: made.append(shape) or zeros(*shape, **told)
+        torch, "zeros", lambda *shape, **m: made.append(shape) or zeros(*shape, **m)
     )
     ours.bound._fused._homes = {}
     ours.step(1)
@@ -220,7 +207,7 @@ def test_a_gradient_at_the_same_place_of_another_storage(forced):
     """An allocator may reuse an address: as part of a larger buffer before, as memory of its own
     now.
     """
-    ours, theirs = (Bound(adamw, kernels) for kernels in ("auto", "off"))
+    ours, theirs = pair()
     numel = ours.flats[0].grad.numel()
     memory = numpy.zeros(numel + 64, dtype=numpy.float32)
     larger, own = torch.from_numpy(memory)[64:], torch.from_numpy(memory[64:])
@@ -239,28 +226,22 @@ def test_state_stays_one_view_of_each_flat(forced):
         for name, tensor in ours.bound.tensors(flat).items():
             tensor.fill_(0.5)
             assert torch.equal(ours.bound.tensors(flat)[name], torch.full_like(tensor, 0.5))
-    arenas = {
-        ours.optimizer.state[tensor]["exp_avg"].untyped_storage().data_ptr()
-        for _, tensor in ours.bound.segments
-    }
-    assert len(arenas) == 1
+    states = [ours.optimizer.state[tensor]["exp_avg"] for _, tensor in ours.bound.segments]
+    assert len({state.untyped_storage().data_ptr() for state in states}) == 1
 
 
-@pytest.mark.parametrize(
-    "change", ["amsgrad", "foreach", "unfused", "hook", "subclass", "wrapped", "gradient", "off"]
-)
-def test_what_the_kernel_does_not_know_is_left_to_the_optimizer(change, forced):
+OPTIONS = {"amsgrad": {"amsgrad": True}, "foreach": {"foreach": True}, "unfused": {"fused": False}}
+UNKNOWN = (*OPTIONS, "hook", "subclass", "wrapped", "gradient", "off")
+
+
+def test_what_the_kernel_does_not_know_is_left_to_the_optimizer(forced):
     class Sub(torch.optim.AdamW):
         def step(self, closure=None):
             return super().step(closure)
 
-    def make(groups):
-        told = {
-            "amsgrad": {"amsgrad": True},
-            "foreach": {"foreach": True},
-            "unfused": {"fused": False},
-        }.get(change, {})
-        optimizer = (Sub if change == "subclass" else torch.optim.AdamW)(groups, lr=1e-2, **told)
+    def make(groups, change):
+        kind = Sub if change == "subclass" else torch.optim.AdamW
+        optimizer = kind(groups, lr=1e-2, **OPTIONS.get(change, {}))
         if change == "hook":
             optimizer.register_step_pre_hook(lambda *_: None)
         if change == "wrapped":
@@ -268,14 +249,16 @@ def test_what_the_kernel_does_not_know_is_left_to_the_optimizer(change, forced):
             optimizer.step = lambda: own()
         return optimizer
 
-    ours = Bound(make, "off" if change == "off" else "auto")
-    if change == "gradient":
-        ours.flats[0].grad = None
-        assert ours.bound.step() == set()
-    else:
-        assert ours.step(0) == set()
-    assert "adam_" not in forced
-    assert ours.bound.scalars()[0]["step"] == 1.0
+    for change in UNKNOWN:
+        make_it = lambda groups, change=change: make(groups, change)  # noqa: E731
+        ours = Bound(make_it, "off" if change == "off" else "auto")
+        if change == "gradient":
+            ours.flats[0].grad = None
+            assert ours.bound.step() == set()
+        else:
+            assert ours.step(0) == set(), change
+        assert "adam_" not in forced, change
+        assert ours.bound.scalars()[0]["step"] == 1.0
 
 
 def test_hooks_schedulers_and_tensor_rates(forced):
@@ -299,7 +282,7 @@ def test_hooks_schedulers_and_tensor_rates(forced):
 
 
 def test_a_kernel_that_cannot_be_compiled_gives_way(forced, monkeypatch):
-    ours, theirs = (Bound(adamw, kernels) for kernels in ("auto", "off"))
+    ours, theirs = pair()
     for each in (ours, theirs):
         each.step(0)
     monkeypatch.setitem(dispatch._BROKEN, "flat_adam", "RuntimeError: PassManager")
@@ -311,30 +294,22 @@ def test_a_kernel_that_cannot_be_compiled_gives_way(forced, monkeypatch):
 
 def test_only_a_scheduler_s_wrapper_is_looked_through():
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
-    assert FusedStep(optimizer, torch.optim.AdamW, optimizer.step, "auto")._own_step
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    assert FusedStep(optimizer, torch.optim.AdamW, optimizer.step, "auto")._own_step
+    for _ in range(2):
+        assert FusedStep(optimizer, torch.optim.AdamW, optimizer.step, "auto")._own_step
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
     assert not FusedStep(optimizer, torch.optim.AdamW, lambda: None, "auto")._own_step
 
 
-@pytest.mark.parametrize(
-    "kernels, device, want",
-    [
-        ("off", "cuda", False),
-        (None, "cuda", False),
-        ("auto", "cuda", True),
-        ("on", "cuda", True),
-        (("optimizer",), "cuda", True),
-    ]
-    + [
-        (("norms",), "cuda", False),
-        ("auto", "cpu", False),
-        (("optimizer", "norms"), "cpu", True),
-        ("off", "cpu", False),
-    ],
-)
-def test_what_the_configuration_asks_for(kernels, device, want, monkeypatch):
-    monkeypatch.setattr(dispatch, "runs_on", lambda device: True)
-    assert dispatch.wanted("optimizer", kernels, torch.device(device)) is want
-    monkeypatch.setattr(dispatch, "runs_on", lambda device: False)
-    assert not dispatch.wanted("optimizer", kernels, torch.device(device))
+WANTED = [
+    *(("off", "cuda", False), (None, "cuda", False), ("auto", "cuda", True), ("on", "cuda", True)),
+    *((("optimizer",), "cuda", True), (("norms",), "cuda", False), ("auto", "cpu", False)),
+    *((("optimizer", "norms"), "cpu", True), ("off", "cpu", False)),
+]
+
+
+def test_what_the_configuration_asks_for(monkeypatch):
+    for runs in (True, False):
+        monkeypatch.setattr(dispatch, "runs_on", lambda device, runs=runs: runs)
+        for kernels, device, want in WANTED:
+            found = dispatch.wanted("optimizer", kernels, torch.device(device))
+            assert found is (want and runs), (kernels, device)

@@ -20,6 +20,7 @@ from hf_zero.optim import LARS, Adafactor, Lamb, Muon, build_optimizer
 from hf_zero.optim.adafactor import rectangles
 from hf_zero.optim.elementwise import adopt, check, give_back
 from hf_zero.optim.muon import hidden_matrices
+from tests.helpers.cells import in_one_item
 
 SHAPES = ((4, 3), (5,), (), (7, 2, 2))
 
@@ -58,49 +59,35 @@ def lars(w, g, kept, t, of):
     w -= step + of["momentum"] * b if of["nesterov"] else b
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"max_coeff": 0.3, "weight_decay": 0.1, "betas": (0.8, 0.99)},
-        {"bias_correction": False, "eps_inside_sqrt": True, "eps": 1e-3},
-    ],
-)
-def test_lamb_is_its_formula(settings):
+LAMBS = [
+    {},
+    {"max_coeff": 0.3, "weight_decay": 0.1, "betas": (0.8, 0.99)},
+    {"bias_correction": False, "eps_inside_sqrt": True, "eps": 1e-3},
+]
+LARSES = [{}, {"weight_decay": 0.1, "momentum": 0.5}, {"nesterov": True, "trust_coefficient": 0.1}]
+
+
+@in_one_item([(Lamb, 0.02, lamb, each) for each in LAMBS] + [(LARS, 0.5, lars, e) for e in LARSES])
+def test_it_is_its_formula(case):
+    kind, lr, formula, settings = case
     mine = parameters()
     want, kept = [p.detach().clone() for p in mine], [{} for _ in mine]
-    optimizer = Lamb(mine, lr=0.02, **settings)
-    assert optimizer.get_lamb_coeffs() == []
+    optimizer = kind(mine, lr=lr, **settings)
+    assert kind is LARS or optimizer.get_lamb_coeffs() == []
     for step in range(1, 6):
         ratios = []
         for p, w, state in zip(mine, want, kept):
             p.grad = torch.randn_like(p)
-            ratios.append(lamb(w, p.grad, state, step, optimizer.param_groups[0]))
+            ratios.append(formula(w, p.grad, state, step, optimizer.param_groups[0]))
         optimizer.step()
-        assert optimizer.get_lamb_coeffs() == pytest.approx(ratios, rel=1e-12)
-    assert len(set(ratios)) > 1 or settings.get("max_coeff") == 0.3
+        if kind is Lamb:
+            assert optimizer.get_lamb_coeffs() == pytest.approx(ratios, rel=1e-12)
+            assert len(set(ratios)) > 1 or settings.get("max_coeff") == 0.3
     for p, w in zip(mine, want):
         torch.testing.assert_close(p.detach(), w, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"weight_decay": 0.1, "momentum": 0.5}, {"nesterov": True, "trust_coefficient": 0.1}],
-)
-def test_lars_is_its_formula(settings):
-    mine = parameters()
-    want, kept = [p.detach().clone() for p in mine], [{} for _ in mine]
-    optimizer = LARS(mine, lr=0.5, **settings)
-    for step in range(1, 6):
-        for p, w, state in zip(mine, want, kept):
-            p.grad = torch.randn_like(p)
-            lars(w, p.grad, state, step, optimizer.param_groups[0])
-        optimizer.step()
-    for p, w in zip(mine, want):
-        torch.testing.assert_close(p.detach(), w, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", [Lamb, LARS])
+@in_one_item([Lamb, LARS])
 def test_parameters_without_a_gradient_stay_and_count_by_themselves(kind):
     mine = parameters()
     optimizer = kind(mine)
@@ -111,73 +98,36 @@ def test_parameters_without_a_gradient_stay_and_count_by_themselves(kind):
         optimizer.step()
         assert torch.equal(mine[2].detach(), before) == (step != 1)
     assert [int(optimizer.state[p]["step"]) for p in mine] == [3, 3, 1, 3]
-
-
-@pytest.mark.parametrize("kind", [Lamb, LARS])
-def test_a_copy_goes_on_alike(kind):
-    mine = parameters()
-    optimizer = kind(mine)
     other = copy.deepcopy(optimizer)
     for each in (optimizer, other):
         for p in each.param_groups[0]["params"]:
             p.grad = torch.ones_like(p)
         assert each.step(lambda: 3.0) == 3.0
     for p, q in zip(mine, other.param_groups[0]["params"]):
-        assert p is not q and torch.equal(p, q)
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings", "match"),
-    [
-        (Lamb, {"lr": -1.0}, "Lamb: lr is -1.0"),
-        (Lamb, {"betas": (0.9, 1.0)}, "Lamb: betas is .* give two numbers in"),
-        (Lamb, {"eps": -1.0}, "Lamb: eps is -1.0"),
-        (Lamb, {"max_coeff": 0.1, "min_coeff": 0.2}, "min_coeff is 0.2 and max_coeff 0.1"),
-        (LARS, {"lr": -1.0}, "LARS: lr is -1.0"),
-        (LARS, {"momentum": 1.0}, "LARS: momentum is 1.0"),
-        (LARS, {"trust_coefficient": 0.0}, "LARS: .*trust_coefficient 0.0"),
-    ],
-)
-def test_settings_out_of_range(kind, settings, match):
-    with pytest.raises(ConfigError, match=match):
-        kind(parameters(), **settings)
-
-
-@pytest.mark.parametrize("kind", [Lamb, LARS])
-def test_sparse_gradients_are_refused(kind):
-    table = torch.nn.Embedding(4, 2, sparse=True)
-    table(torch.tensor([1])).sum().backward()
-    with pytest.raises(UnsupportedOptimizerError, match=r"shape \(4, 2\) is sparse"):
-        kind(table.parameters()).step()
-
-
-class OwnStep(Lamb):
-    def step(self, closure=None):
-        return super().step(closure)
+        assert p is not q and torch.equal(p, q), "a copy goes on alike"
 
 
 def test_a_step_of_ones_own_is_refused_on_shards():
     check(Lamb(parameters()))
+    own = type("OwnStep", (Lamb,), {"step": lambda self, closure=None: None})
     with pytest.raises(UnsupportedOptimizerError, match="optimizer OwnStep cannot run"):
-        check(OwnStep(parameters()))
+        check(own(parameters()))
 
 
-@pytest.mark.parametrize("settings", [{}, {"nesterov": False}, {"ns_steps": 3, "lr": 0.1}])
+@in_one_item([{}, {"nesterov": False}, {"ns_steps": 3, "lr": 0.1}])
 def test_it_is_torchs_update_and_adamws(settings):
     torch.manual_seed(0)
     mine = [torch.nn.Parameter(torch.randn(shape)) for shape in ((6, 4), (3, 9), (5,), (2, 3, 2))]
     want = [torch.nn.Parameter(p.detach().clone()) for p in mine]
     ours = Muon([{"params": mine[:2]}, {"params": mine[2:], "use_muon": False}], **settings)
     lr = settings.get("lr", 1e-3)
-    theirs = [
-        torch.optim.Muon(want[:2], **settings),
-        torch.optim.AdamW(want[2:], lr=lr, weight_decay=0.1),
-    ]
+    theirs = torch.optim.Muon(want[:2], **settings)
+    rest = torch.optim.AdamW(want[2:], lr=lr, weight_decay=0.1)
     for _ in range(5):
         for p, w in zip(mine, want):
             p.grad = torch.randn_like(p)
             w.grad = p.grad.clone()
-        for optimizer in (ours, *theirs):
+        for optimizer in (ours, theirs, rest):
             optimizer.step()
     for p, w in zip(mine, want):
         torch.testing.assert_close(p, w, rtol=1e-6, atol=1e-7)
@@ -185,33 +135,12 @@ def test_it_is_torchs_update_and_adamws(settings):
     assert sorted(ours.state[mine[3]]) == ["exp_avg", "exp_avg_sq", "step"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"lr": -1.0}, "lr is -1.0"),
-        ({"weight_decay": -1.0}, "weight_decay -1.0"),
-        ({"momentum": 1.0}, "momentum is 1.0"),
-        ({"betas": (0.9, 1.0)}, r"betas \(0.9, 1.0\)"),
-        ({"adjust_lr_fn": "none"}, "adjust_lr_fn is 'none'"),
-        ({"ns_steps": 100}, "ns_steps is 100"),
-        ({"ns_coefficients": (1.0,)}, "ns_coefficients"),
-    ],
-)
-def test_what_is_out_of_range_is_named(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        Muon([torch.nn.Parameter(torch.ones(2, 2))], **settings)
-
-
-def test_a_vector_goes_to_adamw():
-    optimizer = Muon([torch.nn.Parameter(torch.ones(2, 2))])
+def test_a_vector_goes_to_adamw_and_a_group_stays_of_its_kind():
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    optimizer = Muon([weight])
     with pytest.raises(ConfigError, match=r"parameter 0 of group 1 has shape \(3,\).*use_muon"):
         optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
     assert len(optimizer.param_groups) == 1
-
-
-def test_a_group_stays_of_its_kind():
-    weight = torch.nn.Parameter(torch.ones(2, 2))
-    optimizer = Muon([weight])
     weight.grad = torch.ones(2, 2)
     optimizer.step()
     optimizer.param_groups[0]["use_muon"] = False
@@ -220,14 +149,8 @@ def test_a_group_stays_of_its_kind():
 
 
 def bert():
-    config = transformers.BertConfig(
-        vocab_size=32,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-    )
-    return transformers.BertForMaskedLM(config)
+    sizes = {"vocab_size": 32, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return transformers.BertForMaskedLM(transformers.BertConfig(**sizes, intermediate_size=16))
 
 
 def test_hidden_matrices_are_neither_embeddings_nor_the_head():
@@ -270,25 +193,15 @@ def test_keys_of_the_configuration():
     weight.use_muon = True
     params: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw", "nesterov": False}
     made = build_optimizer(OptimizerConfig(type="Muon", params=params), [weight])
+    assert made.param_groups[0]["use_muon"]
     assert made.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
     for method in ("gram", "standard"):
         made = build_optimizer(OptimizerConfig(type="Muon", params={"ns_method": method}), [weight])
         assert made.param_groups[0]["ns_steps"] == 5
-    for wrong in ("svd", 3):
-        with pytest.raises(ConfigError, match="ns_method"):
-            build_optimizer(OptimizerConfig(type="Muon", params={"ns_method": wrong}), [weight])
-    for key, value in (("use_muon", False), ("adjust_lr_fn", True), ("nesterov", "yes")):
-        with pytest.raises(ConfigError, match=key):
-            build_optimizer(OptimizerConfig(type="Muon", params={key: value}), [weight])
-
-
-def test_without_a_model_parameters_are_tagged():
-    weight = torch.nn.Parameter(torch.ones(2, 2))
-    section = OptimizerConfig(type="Muon", params={})
-    with pytest.raises(ConfigError, match="no attribute use_muon"):
-        build_optimizer(section, [weight])
-    weight.use_muon = True  # type: ignore[attr-defined]
-    assert build_optimizer(section, [weight]).param_groups[0]["use_muon"]
+    params = {"lr": 0.1, "relative_step": False, "beta1": None, "eps": [0.1, 0.2]}
+    made = build_optimizer(OptimizerConfig(type="adafactor", params=params), of_several_shapes())
+    assert isinstance(made, Adafactor)
+    assert (made.param_groups[0]["lr"], made.param_groups[0]["eps"]) == (0.1, (0.1, 0.2))
 
 
 ADAFACTOR_SHAPES = ((4, 3), (5,), (), (3, 2, 4), (1, 6))
@@ -318,7 +231,7 @@ def stepped_alike(ours, mine, theirs, want, first=0):
             torch.testing.assert_close(p, w, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
+@in_one_item(SETTINGS)
 def test_it_is_transformers_update(settings):
     mine, want = of_several_shapes(), of_several_shapes()
     ours = Adafactor(mine, **settings)
@@ -338,35 +251,31 @@ ADOPTED = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "settings"), ADOPTED)
-def test_an_object_of_another_library_goes_on_as_it_was(kind, settings):
+@in_one_item(ADOPTED)
+def test_an_object_of_another_library_goes_on_as_it_was(case):
     """Also with the state of steps before."""
+    kind, settings = case
     mine, want = of_several_shapes(), of_several_shapes()
     ours, theirs = kind(mine, **settings), kind(want, **settings)
     stepped_alike(ours, mine, theirs, want)
-    schedule = torch.optim.lr_scheduler.LambdaLR(ours, lambda step: 1.0) if "lr" in settings else 0
+    if "lr" in settings:
+        torch.optim.lr_scheduler.LambdaLR(ours, lambda step: 1.0)
     adopt(ours)
     assert isinstance(ours, kind) and type(ours) is not kind
     stepped_alike(ours, mine, theirs, want, 5)
-    assert ours.state[mine[0]]["factors"] and schedule is not None
+    assert ours.state[mine[0]]["factors"]
     give_back(ours)
     assert type(ours) is kind
 
 
-def test_parameters_of_several_dtypes():
+def test_parameters_of_several_dtypes_and_a_state_dict():
     mine, want = of_several_shapes(), of_several_shapes()
     for each in (mine, want):
         each[0].data, each[3].data = each[0].data.double(), each[3].data.double()
-    stepped_alike(Adafactor(mine), mine, transformers.Adafactor(want), want)
-
-
-def test_a_state_dict_goes_on():
-    mine, want = of_several_shapes(), of_several_shapes()
     ours, theirs = Adafactor(mine), transformers.Adafactor(want)
     stepped_alike(ours, mine, theirs, want)
-    packed = copy.deepcopy(ours.state_dict())
     fresh = Adafactor(mine)
-    fresh.load_state_dict(packed)
+    fresh.load_state_dict(copy.deepcopy(ours.state_dict()))
     stepped_alike(fresh, mine, theirs, want, 5)
 
 
@@ -388,34 +297,3 @@ def test_rectangles_are_the_elements_in_order(of):
         assert each.offset == at - start
         at += found.numel()
     assert at == stop
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"lr": 0.1}, "lr is 0.1 and relative_step is true"),
-        ({"relative_step": False}, "lr is None"),
-        ({"lr": 0.1, "relative_step": False, "warmup_init": True}, "warmup_init is True"),
-        ({"lr": -1.0, "relative_step": False}, "lr is -1.0"),
-        ({"clip_threshold": 0.0}, "clip_threshold 0.0"),
-        ({"decay_rate": 0.8}, "decay_rate 0.8"),
-        ({"weight_decay": -1.0}, "weight_decay -1.0"),
-        ({"beta1": 1.0}, "beta1 is 1.0"),
-    ],
-)
-def test_settings_of_adafactor_out_of_range(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        Adafactor(of_several_shapes(), **settings)
-
-
-def test_keys_of_adafactor():
-    params: dict[str, Any] = {"lr": 0.1, "relative_step": False, "beta1": None, "eps": [0.1, 0.2]}
-    made = build_optimizer(OptimizerConfig(type="adafactor", params=params), of_several_shapes())
-    assert isinstance(made, Adafactor)
-    assert (made.param_groups[0]["lr"], made.param_groups[0]["eps"]) == (0.1, (0.1, 0.2))
-    params = of_several_shapes()
-    for key, value in (("beta1", "0.9"), ("lr", True), ("warmup_init", 1), ("betas", [0.9, 0.99])):
-        with pytest.raises(ConfigError, match=key):
-            build_optimizer(
-                OptimizerConfig(type="Adafactor", params={key: value}), of_several_shapes()
-            )

@@ -1,0 +1,269 @@
+"""What optimizers, schedules and their sections refuse, by the name of what is wrong: one table of
+calls, errors and words that each error says.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_zero.config import OptimizerConfig, SchedulerConfig, ZeroConfig
+from hf_zero.errors import ConfigError, NotBuiltError, UnsupportedOptimizerError
+from hf_zero.optim import (
+    CPUSGD,
+    LARS,
+    Adafactor,
+    CPUAdagrad,
+    CPUAdam,
+    CPULion,
+    Lamb,
+    Lion,
+    Muon,
+    OneBitAdam,
+    WarmupLR,
+    ZeroOneAdam,
+    build_optimizer,
+    build_scheduler,
+)
+from hf_zero.optim.one_bit import one_bit_of
+from tests.helpers.cells import in_one_item
+
+Row = tuple[Callable[[], object], type[Exception], str]
+
+
+def matrix(**more: Any) -> nn.Parameter:
+    return nn.Parameter(torch.ones(2, 2, **more))
+
+
+def build(kind: str, params: dict[str, Any] | None = None, tagged: bool = True) -> Any:
+    weight = matrix()
+    if tagged:
+        weight.use_muon = True  # type: ignore[attr-defined]
+    return build_optimizer(OptimizerConfig(kind, params or {}), [weight])
+
+
+def schedule(kind: str, params: dict[str, Any] | None = None) -> Any:
+    optimizer = torch.optim.AdamW([{"params": [matrix()], "lr": 0.5}])
+    return build_scheduler(SchedulerConfig(kind, params or {}), optimizer)
+
+
+NAMES: list[tuple[str, type[Exception], str]] = [
+    ("AdmaW", ConfigError, "'AdmaW'; did you mean 'AdamW'"),
+    ("FusedAdm", ConfigError, "'FusedAdm'; did you mean 'FusedAdam'"),
+    ("SGDD", ConfigError, "'SGDD'; did you mean 'SGD'"),
+    ("lions", ConfigError, "'lions'; did you mean 'Lion'"),
+    ("zzz", ConfigError, "'zzz'; known here: ASGD, Adadelta"),
+    *((name, NotBuiltError, rf"(?i)'{name}'") for name in ("MuonAdamW", "LBFGS", "SparseAdam")),
+    ("muadam", NotBuiltError, "(?i)'muadam'"),
+]
+PARAMETERS: list[tuple[str, dict[str, Any], str]] = [
+    ("AdamW", {"learning_rate": 1}, "'learning_rate' for AdamW"),
+    ("AdamW", {"weight_decy": 1}, r"'weight_decy' for AdamW; did you mean 'weight_decay'"),
+    ("SGD", {"adam_w_mode": True}, "'adam_w_mode' for SGD"),
+    ("AdamW", {"max_grad_norm": 1.0}, "max_grad_norm .*gradient_clipping"),
+    ("AdamW", {"lr": "auto"}, 'lr of AdamW is "auto"'),
+    ("AdamW", {"lr": "1e-5"}, "lr of AdamW is '1e-5'; write a number"),
+    ("AdamW", {"lr": True}, "lr of AdamW is True"),
+    ("AdamW", {"amsgrad": 1}, "amsgrad of AdamW is 1"),
+    ("AdamW", {"adam_w_mode": "yes"}, "adam_w_mode of AdamW is 'yes'"),
+    ("AdamW", {"foreach": 3}, "foreach of AdamW is 3"),
+    ("AdamW", {"betas": [0.9]}, r"betas of AdamW is \[0.9\]"),
+    ("AdamW", {"betas": 0.9}, "betas of AdamW is 0.9"),
+    ("AdamW", {"lr": -1.0}, r"'AdamW' with \{'lr': -1.0\}"),
+    ("AdamW", {"fused": True, "foreach": True}, "cannot be `True` together"),
+    ("CPUAdam", {"moments": 8}, "moments of CPUAdam is 8"),
+    ("Muon", {"ns_method": "svd"}, "ns_method"),
+    ("Muon", {"ns_method": 3}, "ns_method"),
+    ("Muon", {"use_muon": False}, "use_muon"),
+    ("Muon", {"adjust_lr_fn": True}, "adjust_lr_fn"),
+    ("Muon", {"nesterov": "yes"}, "nesterov"),
+    ("Adafactor", {"beta1": "0.9"}, "beta1"),
+    ("Adafactor", {"lr": True}, "lr"),
+    ("Adafactor", {"warmup_init": 1}, "warmup_init"),
+    ("Adafactor", {"betas": [0.9, 0.99]}, "betas"),
+]
+NOT_NARROW = {"fp32_optimizer_states": False}
+BUILT: list[Row] = [
+    *((lambda name=name: build(name), error, said) for name, error, said in NAMES),
+    *((lambda row=row: build(*row[:2]), ConfigError, row[2]) for row in PARAMETERS),
+    (lambda: build("AdamW", NOT_NARROW), NotBuiltError, "fp32_optimizer_states: false"),
+    (lambda: build("CPUAdagrad", NOT_NARROW), NotBuiltError, "built for CPUAdagrad"),
+    (lambda: build("Muon", tagged=False), ConfigError, "no attribute use_muon"),
+]
+
+OF_SCHEDULES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("WarmupDecay", {}, ConfigError, "'WarmupDecay'; did you mean .*'WarmupDecayLR'"),
+    ("OneCycel", {}, ConfigError, "'OneCycel'; did you mean .*'OneCycle'"),
+    ("warmup_lr_", {}, ConfigError, "'warmup_lr_'; did you mean .*'WarmupLR'"),
+    ("lambdalr", {}, NotBuiltError, "'LambdaLR'.*pass lr_scheduler="),
+    ("sequentiallr", {}, NotBuiltError, "'SequentialLR'.*pass lr_scheduler="),
+    ("reducelronplateau", {}, NotBuiltError, "'ReduceLROnPlateau'.*pass lr_scheduler="),
+    ("OneCycleLR", {"max_lr": 0.1}, ConfigError, r"OneCycleLR with \{'max_lr': 0.1\}"),
+    ("WarmupLR", {"warmup_steps": 3}, ConfigError, "'warmup_steps' .*'warmup_num_steps'"),
+    ("WarmupLR", {"warmup_max_lr": "auto"}, ConfigError, 'warmup_max_lr of WarmupLR is "auto"'),
+    ("WarmupDecayLR", {}, ConfigError, "WarmupDecayLR needs total_num_steps"),
+    ("OneCycle", {"cycle_min_lr": 0.1}, ConfigError, "OneCycle needs cycle_max_lr"),
+    ("WarmupLR", {"warmup_type": "linaer"}, ConfigError, "'linaer'; did you mean 'linear'"),
+    ("WarmupLR", {"warmup_num_steps": -1}, ConfigError, "warmup_num_steps of WarmupLR is -1"),
+    ("WarmupLR", {"warmup_num_steps": 2.5}, ConfigError, "warmup_num_steps of WarmupLR is 2.5"),
+    ("WarmupLR", {"warmup_max_lr": "1e-5"}, ConfigError, "warmup_max_lr of WarmupLR is '1e-5'"),
+    ("WarmupLR", {"warmup_min_lr": [0.1, 0.2]}, ConfigError, r"warmup_min_lr .*\[0.1, 0.2\]"),
+    (
+        "WarmupCosineLR",
+        {"total_num_steps": 10, "cos_min_ratio": "0"},
+        ConfigError,
+        "cos_min_ratio of WarmupCosineLR is '0'",
+    ),
+    ("LRRangeTest", {"lr_range_test_step_size": 0}, ConfigError, "step_size of LRRangeTest is 0"),
+    ("LRRangeTest", {"lr_range_test_step_rate": None}, ConfigError, "step_rate .* is None"),
+    (
+        "OneCycle",
+        {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_first_step_size": 0},
+        ConfigError,
+        "cycle_first_step_size of OneCycle is 0",
+    ),
+    (
+        "OneCycle",
+        {"cycle_min_lr": 0.1, "cycle_max_lr": float("nan")},
+        ConfigError,
+        "cycle_max_lr of OneCycle is nan",
+    ),
+]
+SCHEDULES: list[Row] = [
+    *((lambda row=row: schedule(*row[:2]), row[2], row[3]) for row in OF_SCHEDULES),
+    (lambda: WarmupLR(3), ConfigError, "WarmupLR needs a torch.optim.Optimizer, not a int"),
+]
+
+SETTINGS: list[tuple[Any, dict[str, Any], str]] = [
+    (CPUAdam, {"lr": -1.0}, "CPUAdam: lr is -1.0"),
+    (CPUAdam, {"betas": (0.9, 1.0)}, "CPUAdam: betas is 1.0"),
+    (CPUAdam, {"eps": float("nan")}, "CPUAdam: eps is nan"),
+    (CPUAdam, {"moments": "fp8"}, "CPUAdam: moments is 'fp8'"),
+    (CPULion, {"betas": (-0.1, 0.9)}, "CPULion: betas is -0.1"),
+    (CPUAdagrad, {"lr_decay": -1.0}, "CPUAdagrad: lr_decay is -1.0"),
+    (CPUSGD, {"nesterov": True}, "CPUSGD: nesterov needs momentum"),
+    (Lion, {"lr": -1.0}, "Lion: lr is -1.0"),
+    (Lion, {"betas": (0.9, 1.0)}, r"betas is \(0.9, 1.0\)"),
+    (Lion, {"betas": (0.9,)}, "betas"),
+    (Lion, {"weight_decay": -0.1}, "weight_decay is -0.1"),
+    (Lamb, {"lr": -1.0}, "Lamb: lr is -1.0"),
+    (Lamb, {"betas": (0.9, 1.0)}, "Lamb: betas is"),
+    (Lamb, {"eps": -1.0}, "Lamb: eps is -1.0"),
+    (Lamb, {"max_coeff": 0.1, "min_coeff": 0.2}, "min_coeff is 0.2 and max_coeff 0.1"),
+    (LARS, {"lr": -1.0}, "LARS: lr is -1.0"),
+    (LARS, {"momentum": 1.0}, "LARS: momentum is 1.0"),
+    (LARS, {"trust_coefficient": 0.0}, "LARS: .*trust_coefficient 0.0"),
+    (Muon, {"lr": -1.0}, "lr is -1.0"),
+    (Muon, {"weight_decay": -1.0}, "weight_decay -1.0"),
+    (Muon, {"momentum": 1.0}, "momentum is 1.0"),
+    (Muon, {"betas": (0.9, 1.0)}, r"betas \(0.9, 1.0\)"),
+    (Muon, {"adjust_lr_fn": "none"}, "adjust_lr_fn is 'none'"),
+    (Muon, {"ns_steps": 100}, "ns_steps is 100"),
+    (Muon, {"ns_coefficients": (1.0,)}, "ns_coefficients"),
+    (Adafactor, {"lr": 0.1}, "lr is 0.1 and relative_step is true"),
+    (Adafactor, {"relative_step": False}, "lr is None"),
+    (Adafactor, {"lr": 0.1, "relative_step": False, "warmup_init": True}, "warmup_init is True"),
+    (Adafactor, {"lr": -1.0, "relative_step": False}, "lr is -1.0"),
+    (Adafactor, {"clip_threshold": 0.0}, "clip_threshold 0.0"),
+    (Adafactor, {"decay_rate": 0.8}, "decay_rate 0.8"),
+    (Adafactor, {"weight_decay": -1.0}, "weight_decay -1.0"),
+    (Adafactor, {"beta1": 1.0}, "beta1 is 1.0"),
+    (OneBitAdam, {"freeze_step": 0}, "OneBitAdam: freeze_step is 0"),
+    (ZeroOneAdam, {"var_freeze_step": 2.5}, "var_freeze_step is 2.5"),
+    (ZeroOneAdam, {"var_update_scaler": True}, "var_update_scaler is True"),
+    (ZeroOneAdam, {"local_step_clipper": 0}, "local_step_clipper is 0"),
+    (OneBitAdam, {"betas": (0.0, 0.9)}, "needs a first one in"),
+]
+
+
+def stepped(cls: Any, parameter: nn.Parameter, sparse: bool = False) -> None:
+    grad = torch.ones_like(parameter)
+    parameter.grad = grad.to_sparse() if sparse else grad
+    cls([parameter]).step()
+
+
+HOST, WHOLE = (CPUAdam, CPULion, CPUAdagrad, CPUSGD), (Lion, Lamb, LARS)
+TAKEN: list[Row] = []
+for cls in HOST:
+    meta = lambda cls=cls: stepped(cls, matrix(device="meta"))  # noqa: E731
+    wide = lambda cls=cls: stepped(cls, matrix(dtype=torch.float64))  # noqa: E731
+    said = rf"{cls.__name__}: a parameter of shape \(2, 2\) is on meta.*offload_optimizer"
+    TAKEN.append((meta, UnsupportedOptimizerError, said))
+    TAKEN.append((wide, UnsupportedOptimizerError, "is torch.float64"))
+
+
+def decayed(cls: Any) -> None:
+    """CPUAdagrad takes sparse gradients, unless weights decay."""
+    weight = matrix()
+    weight.grad = torch.ones(2, 2).to_sparse()
+    cls([weight], weight_decay=0.1).step()
+
+
+SPARSE: list[Row] = [
+    (lambda cls=cls: decayed(cls), UnsupportedOptimizerError, r"shape \(2, 2\) is sparse")
+    for cls in (*HOST, *WHOLE)
+]
+
+# ---- momenta in one bit ----
+
+
+def config(stage: int = 1, zero: dict[str, Any] | None = None, **more: Any) -> ZeroConfig:
+    return ZeroConfig.from_dict({"zero_optimization": {"stage": stage, **(zero or {})}, **more})
+
+
+ONE = {"bits": 1, "freeze_step": 5}
+NODES = config(zero={"mics_shard_size": 1}).resolve(2)
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+OF_SECTIONS: list[tuple[ZeroConfig, str]] = [
+    (config(3), "OneBitAdam in 1 bit does not go with zero_optimization.stage: 3"),
+    (config(compressed_communication={"bits": 4}), "one of the two; remove the key"),
+    (config(zero={"zero_quantized_gradients": True}), "travel twice; remove the key"),
+    (config(zero=OFFLOADED), "device: cpu: the update"),
+    (config(replicate_size=2), "replicate_size: 2: messages go over one axis"),
+    (NODES, "replicate_size: 2: messages go over one"),
+    (config(data_types={"grad_accum_dtype": "bf16"}), "grad_accum_dtype: bf16: the grad"),
+]
+GROUPS = [{"params": [matrix()]}, {"params": [matrix()], "betas": (0.5, 0.9)}]
+AdamW = torch.optim.AdamW
+OF_OPTIMIZERS: list[tuple[dict[str, Any], Callable[[], Any], str]] = [
+    (ONE, lambda: AdamW([matrix()], amsgrad=True), "amsgrad: a group sets it"),
+    (ONE, lambda: AdamW([matrix()], maximize=True), "maximize: a group sets it"),
+    (ONE, lambda: AdamW(copy.deepcopy(GROUPS)), "betas: groups differ"),
+    (ONE, lambda: AdamW([matrix()], betas=(0.0, 0.9)), r"give a first one in \(0, 1\)"),
+    (ONE, lambda: torch.optim.Adam([matrix()], weight_decay=0.1), "weight_decay of Adam"),
+    (ONE, lambda: torch.optim.SGD([matrix()], lr=0.1), "the optimizer is SGD"),
+    ({"bits": 1}, lambda: AdamW([matrix()]), r"without compressed_communication\.freeze_step"),
+    ({"freeze_step": 4}, lambda: OneBitAdam([matrix()]), "in the parameters of OneBitAdam"),
+    ({"freeze_step": 4}, lambda: AdamW([matrix()]), "write bits: 1, or remove it"),
+    ({"freeze_step": 4, "bits": 4}, lambda: AdamW([matrix()]), "is for bits: 1 with Adam"),
+]
+IN_ONE_BIT: list[Row] = [
+    *(
+        (lambda of=of: one_bit_of(of, OneBitAdam([matrix()], freeze_step=3)), ConfigError, said)
+        for of, said in OF_SECTIONS
+    ),
+    *(
+        (
+            lambda of=of, make=make: one_bit_of(config(compressed_communication=of), make()),
+            ConfigError,
+            said,
+        )
+        for of, make, said in OF_OPTIMIZERS
+    ),
+]
+OUTSIDE: list[Row] = [
+    *((lambda row=row: row[0]([matrix()], **row[1]), ConfigError, row[2]) for row in SETTINGS),
+    (lambda: OneBitAdam([matrix()], lr=-1.0), ValueError, "Invalid learning rate"),
+]
+
+
+@in_one_item([*BUILT, *SCHEDULES, *OUTSIDE, *TAKEN, *SPARSE, *IN_ONE_BIT], lambda row: row[2])
+def test_what_is_wrong_is_named(row: Row) -> None:
+    call, error, said = row
+    with pytest.raises(error, match=said):
+        call()
