@@ -5,7 +5,6 @@ process.
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,12 +13,10 @@ from safetensors.torch import load_file
 from tests.helpers.commands import completed
 from tests.helpers.launched import beside, environment, torchrun
 from tests.helpers.offloads import offload
-from tests.matrix.scripts.deepspeed_api import CASES, HALF, config_of
+from tests.matrix.scripts.deepspeed_api import CASES, COUNT, HALF, config_of
 
 SCRIPT = Path(__file__).with_name("scripts") / "deepspeed_api.py"
 RANKS = 2
-
-Reports = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -29,88 +26,58 @@ def started(tmp_path_factory):
         yield report
 
 
-@pytest.fixture(scope="module")
-def plain(run, started):
-    return started()
-
-
-WAYS = [
-    pytest.param((0, ""), marks=pytest.mark.long),
-    pytest.param((1, ""), marks=pytest.mark.long),
-    pytest.param((2, ""), marks=pytest.mark.long),
-    pytest.param((3, ""), marks=pytest.mark.long),
-    pytest.param((3, "all on cpu"), marks=pytest.mark.long),
-    (2, "optimizer in files"),
-]
-
-
-@pytest.fixture(scope="module", params=WAYS, ids=lambda way: f"stage{way[0]} {way[1]}".strip())
-def run(request, started, tmp_path_factory):
-    stage, away = request.param
-    folder = tmp_path_factory.mktemp(f"stage{stage}")
-    config = folder / "ds_config.json"
-    zero = offload(away, stage, folder) if away else {"stage": stage}
-    config.write_text(json.dumps(config_of(CASES["file"], zero, named_optimizer=True)))
-    return torchrun(
-        SCRIPT, folder, "--deepspeed", "--deepspeed_config", str(config), ranks=RANKS
-    ), folder
-
-
 def close(got, expected):
     """Relative in norm to 1e-5."""
     a, b = (torch.tensor(numbers, dtype=torch.float64).flatten() for numbers in (got, expected))
     return a.shape == b.shape and float((a - b).norm()) <= 1e-5 * float(b.norm())
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_numbers_are_those_of_a_plain_run(case, run, plain):
-    expected = plain[case]
-    for rank, report in enumerate(run[0]):
-        got = report[case]
-        assert len(expected["norms"]) == CASES[case].steps
+def compare(name, reports, expected):
+    """Numbers, and the shares of the global batches that the ranks have read."""
+    case = CASES[name]
+    assert len(expected["norms"]) == case.steps
+    for rank, got in enumerate(reports):
         for figure in ("losses", "norms", "rates"):
-            assert close(got[figure], expected[figure]), (
-                rank,
-                figure,
-                got[figure],
-                expected[figure],
-            )
+            assert close(got[figure], expected[figure]), (name, rank, figure, got[figure])
         assert got["weights"].keys() == expected["weights"].keys()
-        for name, weight in expected["weights"].items():
-            assert close(got["weights"][name], weight), (rank, name)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_ranks_read_their_shares_of_the_global_batches(case, run, plain):
-    micro = CASES[case].means[0]
-    for shares, whole in zip(
-        zip(*(report[case]["places"] for report in run[0])), plain[case]["places"], strict=True
-    ):
-        assert [len(share) for share in shares] == [micro] * RANKS
+        for key, weight in expected["weights"].items():
+            assert close(got["weights"][key], weight), (name, rank, key)
+    parts = zip(*(got["places"] for got in reports))
+    for shares, whole in zip(parts, expected["places"], strict=True):
+        assert [len(share) for share in shares] == [case.means[0]] * RANKS
         assert sorted(place for share in shares for place in share) == sorted(whole)
 
 
-def test_epochs_differ_where_the_script_says_so(run):
-    for name in ("file", "total"):
-        places, epoch = (
-            run[0][0][name]["places"],
-            CASES[name].rows // (CASES[name].means[0] * RANKS),
-        )
+WAYS = [(2, "optimizer in files"), (0, ""), (1, ""), (2, ""), (3, ""), (3, "all on cpu")]
+
+
+@pytest.mark.parametrize(
+    "stage, away", [WAYS[0], *(pytest.param(*way, marks=pytest.mark.long) for way in WAYS[1:])]
+)
+def test_the_numbers_are_those_of_a_plain_run(stage, away, started, tmp_path):
+    config, zero = tmp_path / "ds_config.json", {"stage": stage}
+    if away:
+        zero = offload(away, stage, tmp_path)
+    config.write_text(json.dumps(config_of(CASES["file"], zero)))
+    given = ("--deepspeed", "--deepspeed_config", str(config))
+    reports, plain = torchrun(SCRIPT, tmp_path, *given, ranks=RANKS), started()
+    for name in CASES:
+        compare(name, [report[name] for report in reports], plain[name])
+    for name in ("file", "total"):  # whether epochs differ is what the script says
+        places, epoch = reports[0][name]["places"], COUNT // (CASES[name].means[0] * RANKS)
         first, second = places[:epoch][: len(places) - epoch], places[epoch:]
         assert second and (first != second) is CASES[name].set_epoch
-
-
-def test_an_endless_loader(run):
-    for report in run[0]:
+    for report in reports:
         assert report["endless"] == [[0, 1, 2, 3], [4, 5], [0, 1, 2, 3]]
+    the_script_in_the_folder_gives_whole_weights(tmp_path, plain["resumed"]["weights"])
 
 
-def test_the_script_in_the_checkpoint_folder_gives_whole_weights(run, plain, tmp_path):
-    folder = run[1] / "checkpoints"
+def the_script_in_the_folder_gives_whole_weights(out, want):
+    folder, model = out / "checkpoints", out / "model"
     assert (folder / "latest").read_text() == "final" and (folder / f"global_step{HALF}").is_dir()
-    command = [sys.executable, "zero_to_fp32.py", ".", str(tmp_path / "model")]
+    command = [sys.executable, "zero_to_fp32.py", ".", str(model)]
     completed(command, cwd=folder, env=environment(), check=True, timeout=300)
-    weights = load_file(tmp_path / "model" / "model.safetensors")
-    assert weights.keys() == plain["resumed"]["weights"].keys()
-    for name, weight in plain["resumed"]["weights"].items():
+    weights = load_file(model / "model.safetensors")
+    assert weights.keys() == want.keys()
+    for name, weight in want.items():
         assert weights[name].dtype == torch.float32 and close(weights[name].tolist(), weight), name

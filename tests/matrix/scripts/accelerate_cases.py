@@ -1,25 +1,20 @@
-"""Loops as scripts write them for Accelerate, one after another; nothing in them knows of ZeRO."""
-
-import argparse
-import contextlib
-import json
-import os
+"""Loops as scripts write them for Accelerate, with one model or several, one after another; nothing
+in them knows of ZeRO. A case ``NAME:3,2`` gives its two models a DeepSpeedPlugin each, of these
+stages; else the launcher says what is used.
+"""
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration, find_executable_batch_size, set_seed
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DeepSpeedPlugin, ProjectConfiguration, find_executable_batch_size
+from script import given, report
+from torch import nn
 from torch.utils.data import DataLoader
-from transformers import (
-    AutoModelForCausalLM,
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    get_linear_schedule_with_warmup,
-)
 
 from tests.helpers.models import ARCHITECTURES, VOCAB
 
-LENGTH = 9
+LENGTH, LIMIT = 9, 0.5
+WIDTH, ROWS = 9, 8  # of the cases with several models
 
 
 def rows(count):
@@ -53,7 +48,7 @@ def train(accelerator, model, optimizer, data, schedule, between=lambda: None):
             between()
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                norm = accelerator.clip_grad_norm_(model.parameters(), LIMIT)
                 steps.append([float(norm), schedule.get_last_lr()[0]])
             else:
                 between()
@@ -64,25 +59,24 @@ def train(accelerator, model, optimizer, data, schedule, between=lambda: None):
     return {"losses": losses, "steps": steps}
 
 
-def account(accelerator, model):
-    """Return the properties that a script may query about itself."""
-    return {
-        "rank": accelerator.process_index,
-        "world": accelerator.num_processes,
-        "main": accelerator.is_main_process,
-        "device": accelerator.device.type,
-        "parameters": type(next(accelerator.unwrap_model(model).parameters())).__name__,
-        "unwrapped": type(accelerator.unwrap_model(model)).__name__,
-    }
+def looked_at(accelerator, model):
+    """Evaluates and generates, on each rank from another row."""
+    ids = rows(2)[accelerator.process_index % 2]["input_ids"][None]
+    model.eval()
+    with torch.no_grad():
+        assert model(input_ids=ids, labels=ids).loss.isfinite()
+    asked = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 2}
+    assert accelerator.unwrap_model(model).generate(ids[:, :4], **asked).shape[1] > 4
+    model.train()
 
 
 def uneven(accelerator, out):
-    """Seven micro-batches in windows of three: the last window is one.
-
-    Then a metric over 21 rows; whole weights, three ways.
+    """Seven micro-batches in windows of three: the last window is one; looked at before, between
+    and within them. Then a metric over 21 rows; whole weights, three ways.
     """
     model, optimizer, data, schedule = prepared(accelerator)
-    found = train(accelerator, model, optimizer, data, schedule)
+    looks = lambda: looked_at(accelerator, model)  # noqa: E731
+    found = train(accelerator, model, optimizer, data, schedule, looks)
     model.eval()
     guesses, labels = [], []
     for batch in accelerator.prepare(loader(accelerator, 21)):
@@ -95,11 +89,10 @@ def uneven(accelerator, out):
     assert torch.equal(torch.cat(labels), torch.stack([row["labels"] for row in rows(21)]))
     accelerator.wait_for_everyone()
     whole = accelerator.get_state_dict(model)
-    os.makedirs(out, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     accelerator.save(whole, f"{out}/whole.pt")
-    accelerator.unwrap_model(model).save_pretrained(
-        f"{out}/pretrained", is_main_process=accelerator.is_main_process, state_dict=whole
-    )
+    main = {"is_main_process": accelerator.is_main_process, "state_dict": whole}
+    accelerator.unwrap_model(model).save_pretrained(f"{out}/pretrained", **main)
     accelerator.save_model(model, f"{out}/safe")
     return found
 
@@ -108,152 +101,18 @@ def resumed(accelerator, out):
     """Saved after the second step, gone on, gone back, gone on again; then once more in new
     objects.
     """
-    accelerator.project_configuration.automatic_checkpoint_naming = False
     model, optimizer, data, schedule = prepared(accelerator, 72)
     batches = list(data)
-    found = {"before": train(accelerator, model, optimizer, batches[:6], schedule)}
+    found = train(accelerator, model, optimizer, batches[:6], schedule)
     accelerator.save_state(f"{out}/state")
-    found["first"] = train(accelerator, model, optimizer, batches[6:], schedule)
+    first = train(accelerator, model, optimizer, batches[6:], schedule)
     accelerator.load_state(f"{out}/state")
-    found["again"] = train(accelerator, model, optimizer, batches[6:], schedule)
+    again = train(accelerator, model, optimizer, batches[6:], schedule)
     model, optimizer, data, schedule = accelerator.free_memory(model, optimizer, data, schedule)
     model, optimizer, data, schedule = prepared(accelerator, 72)
     accelerator.load_state(f"{out}/state")
-    found["anew"] = train(accelerator, model, optimizer, batches[6:], schedule)
-    assert found["first"] == found["again"] == found["anew"]
-    return found
-
-
-def padded(items):
-    """Lines of other lengths; the label says whether one is long."""
-    pad = torch.nn.utils.rnn.pad_sequence
-    ids = pad([item["input_ids"][: 4 + item["label"]] for item in items], batch_first=True)
-    labels = torch.tensor([item["label"] > 2 for item in items]).long()
-    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
-
-
-def classified(accelerator, out):
-    """A classifier of lines with groups of weights and a warm-up, saved in the middle of an epoch,
-    where it is gone back to and gone on by skipping batches.
-    """
-    lines = [{**row, "label": at % 6} for at, row in enumerate(rows(69))]
-    data, held_out = (
-        DataLoader(part, batch_size=8 // accelerator.num_processes, collate_fn=padded)
-        for part in (lines[:48], lines[48:])
-    )
-    set_seed(7)
-    config = BertConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=48,
-        max_position_embeddings=16,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    model = BertForSequenceClassification(config)
-    plain = [p for n, p in model.named_parameters() if "bias" in n or "LayerNorm" in n]
-    decayed = [p for n, p in model.named_parameters() if not ("bias" in n or "LayerNorm" in n)]
-    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, eps=1e-6)
-    # Accelerate steps the scheduler once for each process.
-    schedule = get_linear_schedule_with_warmup(
-        optimizer, accelerator.num_processes, 3 * accelerator.num_processes
-    )
-    model, optimizer, data, held_out, schedule = accelerator.prepare(
-        model, optimizer, data, held_out, schedule
-    )
-    found = account(accelerator, model)
-
-    def saving():
-        saving.calls += 1
-        if saving.calls == 9:  # before the first forward of the second window
-            accelerator.save_state(f"{out}/state")
-
-    saving.calls = 0
-    found["first"] = train(accelerator, model, optimizer, data, schedule, saving)
-    model.eval()
-    guesses, truth = [], []
-    for batch in held_out:
-        with torch.no_grad():
-            logits = model(**batch).logits
-        logits, labels = accelerator.gather_for_metrics((logits, batch["labels"]))
-        guesses.append(logits)
-        truth.append(labels)
-    found["logits"], found["labels"] = torch.cat(guesses).tolist(), torch.cat(truth).tolist()
-    accelerator.wait_for_everyone()
-    accelerator.unwrap_model(model).save_pretrained(
-        f"{out}/pretrained",
-        is_main_process=accelerator.is_main_process,
-        state_dict=accelerator.get_state_dict(model),
-    )
-    accelerator.load_state(f"{out}/state")
-    model.train()
-    rest = accelerator.skip_first_batches(data, 3)
-    found["again"] = train(accelerator, model, optimizer, rest, schedule)
-    return found
-
-
-def bare(accelerator, out):
-    """Train like examples without a Trainer: a model from its configuration, its embeddings
-    grown.
-    """
-    set_seed(3)
-    sizes = {"vocab_size": 40, "n_positions": LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    config = GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, eos_token_id=1)
-    model = AutoModelForCausalLM.from_config(config)
-    if model.get_input_embeddings().weight.shape[0] < 61:
-        model.resize_token_embeddings(61)
-    data = [{name: ids % 61 for name, ids in row.items()} for row in rows(32)]
-    # a large epsilon: gradients that are zero in theory stay small instead of giving Adam a
-    # direction
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
-    model, optimizer, data = accelerator.prepare(
-        model, optimizer, DataLoader(data, batch_size=8 // accelerator.num_processes)
-    )
-    for batch in data:
-        with accelerator.accumulate(model):
-            accelerator.backward(model(**batch).loss)
-            optimizer.step()
-            optimizer.zero_grad()
-    accelerator.wait_for_everyone()
-    accelerator.unwrap_model(model).save_pretrained(
-        out, is_main_process=accelerator.is_main_process, save_function=accelerator.save
-    )
-    return {}
-
-
-def looked_at(accelerator, out):
-    """Evaluated before training, between forward and backward, in the middle of windows;
-    generated from, too: bit for bit the same.
-    """
-    curves, weights = [], []
-    for looking in (False, True):
-        model, optimizer, data, schedule = prepared(accelerator, 48)
-        held_out = rows(2)[accelerator.process_index % 2]
-
-        def look(model=model, held_out=held_out):
-            model.eval()
-            with torch.no_grad():
-                loss = model(
-                    input_ids=held_out["input_ids"][None], labels=held_out["labels"][None]
-                ).loss
-            asked = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 2}
-            made = accelerator.unwrap_model(model).generate(
-                held_out["input_ids"][None, :4], **asked
-            )
-            assert loss.isfinite() and made.shape[1] > 4
-            model.train()
-
-        curves.append(
-            train(accelerator, model, optimizer, data, schedule, look if looking else lambda: None)
-        )
-        weights.append(accelerator.get_state_dict(model))
-        model, optimizer, data, schedule = accelerator.free_memory(model, optimizer, data, schedule)
-    assert curves[0] == curves[1]
-    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
-    return curves[0]
+    assert first == again == train(accelerator, model, optimizer, batches[6:], schedule)
+    return {name: found[name] + first[name] for name in found}
 
 
 def fitted(accelerator, out):
@@ -265,90 +124,157 @@ def fitted(accelerator, out):
         tried.append(batch_size)
         accelerator.free_memory()
         model, optimizer, data, schedule = prepared(accelerator, 48, batch_size)
+        calls = iter(range(1, 1000))
 
         def between():
-            between.calls += 1
-            if batch_size > 8 and between.calls == batch_size // 8:
+            if next(calls) == batch_size // 8 and batch_size > 8:
                 raise RuntimeError("CUDA out of memory.")
 
-        between.calls = 0
         return train(accelerator, model, optimizer, data, schedule, between)
 
     return {**run(), "tried": tried}
 
 
-def refused(accelerator, out):
-    """Accelerate raises for operations that it lacks for sharded models; its loaders make uneven
-    inputs even.
+# ---- several models ----
+
+
+class Net(nn.Module):
+    def __init__(self, seed, depth=2, width=24):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.enter, self.leave = nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, width))
+            for _ in range(depth)
+        )
+
+    def forward(self, x):
+        x = self.enter(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.leave(x)
+
+
+def features(accelerator, batches):
+    made = torch.randn(ROWS * batches, WIDTH, generator=torch.Generator().manual_seed(11))
+    return DataLoader(made, batch_size=ROWS // accelerator.num_processes)
+
+
+def adam(model, lr=1e-2):
+    return torch.optim.AdamW(model.parameters(), lr=lr, eps=1e-6)
+
+
+def select(accelerator, name):
+    if accelerator.state.deepspeed_plugins:
+        accelerator.state.select_deepspeed_plugin(name)
+
+
+def step(accelerator, model, optimizer, loss, numbers):
+    """One step of one model; notes its norm and its loss over all processes."""
+    optimizer.zero_grad()
+    accelerator.backward(loss)
+    numbers.append(float(accelerator.clip_grad_norm_(model.parameters(), LIMIT)))
+    optimizer.step()
+    numbers.append(accelerator.gather(loss.detach().reshape(1)).mean().item())
+
+
+def adversarial(accelerator, out):
+    """Two models, two optimizers, one step each in turn, clipped; by a second Accelerator, as in
+    Accelerate's guide, where each model has a plugin.
     """
-    model, optimizer, data, schedule = prepared(accelerator, 20)
-    with contextlib.suppress(NotImplementedError), accelerator.join_uneven_inputs([model]):
-        found = train(accelerator, model, optimizer, data, schedule)
-    try:
-        accelerator.clip_grad_value_(model.parameters(), 0.1)
-        found["clipped by value"] = True
-    except Exception as error:
-        found["clipped by value"] = str(error)
-    return found
-
-
-def tracked(accelerator, out):
-    accelerator.init_trackers("cases", config={"rate": 1e-3})
-    model, optimizer, data, schedule = prepared(accelerator, 24)
-    for step, loss in enumerate(train(accelerator, model, optimizer, data, schedule)["losses"]):
-        accelerator.log({"loss": loss}, step=step)
+    several = accelerator.state.deepspeed_plugins
+    other = Accelerator(gradient_accumulation_steps=1) if several else accelerator
+    generator, critic, numbers = Net(1), Net(2), []
+    of_generator, of_critic = adam(generator), adam(critic, 2e-2)
+    slower = torch.optim.lr_scheduler.StepLR(of_generator, accelerator.num_processes, gamma=0.8)
+    select(accelerator, "first")
+    generator, of_generator, data, slower = accelerator.prepare(
+        generator, of_generator, features(accelerator, 5), slower
+    )
+    select(other, "second")
+    critic, of_critic, _ = other.prepare(critic, of_critic, features(accelerator, 1))
+    for real in data:
+        made = generator(real.roll(1, dims=-1))
+        loss = (critic(real) - 1).pow(2).mean() + critic(made.detach()).pow(2).mean()
+        step(other, critic, of_critic, loss, numbers)
+        step(accelerator, generator, of_generator, (critic(made) - 1).pow(2).mean(), numbers)
+        slower.step()
+        numbers.append(slower.get_last_lr()[0])
     return {
-        "told": accelerator.get_tracker("notes", unwrap=True)
-        if accelerator.is_main_process
-        else None
+        "losses": numbers,
+        "stages": [getattr(each, "stage", 0) for each in (generator, critic)],
     }
 
 
-def with_tracker(out):
-    from accelerate.tracking import GeneralTracker, on_main_process
+def distilled(accelerator, out):
+    """A teacher that is prepared first and never learns."""
+    teacher, student, numbers = Net(3, depth=3).requires_grad_(False), Net(4), []
+    optimizer = adam(student)
+    select(accelerator, "second")
+    teacher, _ = accelerator.prepare(teacher, features(accelerator, 1))
+    select(accelerator, "first")
+    student, optimizer, data = accelerator.prepare(student, optimizer, features(accelerator, 4))
+    for x in data:
+        with torch.no_grad():
+            goal = teacher(x)
+        step(accelerator, student, optimizer, (student(x) - goal).pow(2).mean(), numbers)
+    return {"losses": numbers, "stages": [getattr(each, "stage", 0) for each in (student, teacher)]}
 
-    class NotesTracker(GeneralTracker):
-        name, requires_logging_directory = "notes", False
 
-        def __init__(self):
-            super().__init__()
-            self.entries = []
+def two_halves(accelerator, out):
+    """One loss through two models with an optimizer each, accumulated over three micro-batches
+    with an uneven end.
+    """
+    encoder, decoder, numbers = Net(5), Net(6), []
+    of_encoder = adam(encoder)
+    of_decoder = torch.optim.SGD(decoder.parameters(), lr=0.1, momentum=0.9)
+    data = features(accelerator, 7)
+    encoder, of_encoder, data = accelerator.prepare(encoder, of_encoder, data)
+    decoder, of_decoder = accelerator.prepare(decoder, of_decoder)
+    for x in data:
+        with accelerator.accumulate(encoder, decoder):
+            code = encoder(x)
+            loss = (decoder(code) - x).pow(2).mean() + 0.01 * code.pow(2).mean()
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                for model in (encoder, decoder):
+                    numbers.append(float(accelerator.clip_grad_norm_(model.parameters(), LIMIT)))
+            for optimizer in (of_encoder, of_decoder):
+                optimizer.step()
+                optimizer.zero_grad()
+        numbers.append(accelerator.gather(loss.detach().reshape(1)).mean().item())
+    return {"losses": numbers}
 
-        @property
-        def tracker(self):
-            return self.entries
 
-        def store_init_configuration(self, values):
-            assert values == {"rate": 1e-3}
-
-        @on_main_process
-        def log(self, values, step=None, **kwargs):
-            self.entries.append({**values, "step": step})
-
-    return NotesTracker()
+def plugin(stage):
+    config = {
+        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": LIMIT,
+    }
+    return DeepSpeedPlugin(hf_ds_config=config)
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--cases", nargs="+", required=True)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    report = {}
+    args, seen = given(cases=[]), {}
     for case in args.cases:
+        name, _, stages = case.partition(":")
+        chosen = {}
+        if stages:
+            AcceleratorState._reset_state()
+            GradientState._reset_state()
+            first, second = map(int, stages.split(","))
+            chosen = {"deepspeed_plugins": {"first": plugin(first), "second": plugin(second)}}
         accelerator = Accelerator(
-            gradient_accumulation_steps=1 if case == "bare" else 3,
-            log_with=with_tracker(args.out) if case == "tracked" else None,
-            project_config=ProjectConfiguration(project_dir=args.out),
+            gradient_accumulation_steps=1 if name in ("adversarial", "distilled") else 3,
+            project_config=ProjectConfiguration(project_dir=str(args.out)),
+            **chosen,
         )
-        report[case] = globals()[case](accelerator, f"{args.out}/{case}")
-        report[case]["type"] = str(accelerator.distributed_type)
-        if case != "bare":
-            accelerator.free_memory()
-    with open(os.path.join(args.out, f"report-{accelerator.process_index}.json"), "w") as file:
-        json.dump(report, file)
-    if "bare" not in args.cases:  # which tidies nothing
-        accelerator.end_training()
+        seen[case] = globals()[name](accelerator, args.out / name)
+        seen[case]["type"] = str(accelerator.distributed_type)
+        accelerator.free_memory()
+    report(args.out, seen)
 
 
 if __name__ == "__main__":

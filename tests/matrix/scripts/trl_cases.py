@@ -2,25 +2,10 @@
 sft.packed,dpo.adapters``.
 """
 
+import trl
 from datasets import concatenate_datasets
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
-from trl import (
-    DistillationConfig,
-    DistillationTrainer,
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    RewardConfig,
-    RewardTrainer,
-    RLOOConfig,
-    RLOOTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
@@ -78,21 +63,8 @@ def texts(run):
     return run.rows().select_columns("prompt").rename_column("prompt", "text")
 
 
-def completions(run):
-    return run.rows().select_columns(["prompt", "chosen"]).rename_column("chosen", "completion")
-
-
 def pairs(run):
     return run.rows().select_columns(["chosen", "rejected"])
-
-
-def turns(run):
-    def talk(row):
-        said = (("user", row["prompt"]), ("assistant", row["chosen"]))
-        return {"messages": [{"role": role, "content": text} for role, text in said]}
-
-    found = run.rows()
-    return found.map(talk, remove_columns=found.column_names)
 
 
 def judged(run):
@@ -100,12 +72,11 @@ def judged(run):
     found = run.rows()
     kinds = [(found, "chosen", True), (found, "rejected", False)]
     alone = [
-        kind.select_columns(["prompt", name])
-        .rename_column(name, "completion")
-        .add_column("label", [wanted] * len(kind))
-        for kind, name, wanted in kinds
+        kind.select_columns(["prompt", name]).rename_column(name, "completion")
+        for kind, name, _ in kinds
     ]
-    return concatenate_datasets(alone)
+    labels = [[wanted] * len(kind) for kind, _, wanted in kinds]
+    return concatenate_datasets([a.add_column("label", b) for a, b in zip(alone, labels)])
 
 
 def lora(run, task="CAUSAL_LM", **more):
@@ -128,26 +99,29 @@ def tokenizer(run):
 
 # ---- the rows ----
 
-HALF = {  # two micro-batches a step
-    "gradient_accumulation_steps": 2,
-    "per_device_train_batch_size": lambda run: 2 // run.world,
-}
-# For losses that are means over the tokens of a batch: only of batches of one row is the mean the
-# same for any number of ranks.
-ROW_BY_ROW = {
-    "max_length": 128,
-    "per_device_train_batch_size": 1,
-    "gradient_accumulation_steps": lambda run: ROWS // run.world,
-}
 ADAPTED = {"given": {"peft_config": lora}, "learning_rate": 1e-2}
 
 
 def sft(data, **options):
-    return row(SFTTrainer, SFTConfig, data, **options)
+    return row(trl.SFTTrainer, trl.SFTConfig, data, **options)
 
 
 def dpo(**options):
-    return row(DPOTrainer, DPOConfig, rows, max_length=128, **options)
+    return row(trl.DPOTrainer, trl.DPOConfig, rows, max_length=128, **options)
+
+
+def row_by_row(trainer, config):
+    """For losses that are means over the tokens of a batch: only of batches of one row is the mean
+    the same for any number of ranks.
+    """
+    sizes = {"max_length": 128, "per_device_train_batch_size": 1}
+    windows = {"gradient_accumulation_steps": lambda run: ROWS // run.world}
+    given = {"processing_class": tokenizer}
+    return row(trainer, config, rows, loaded("untied"), given=given, **sizes, **windows)
+
+
+def reward(**options):
+    return row(trl.RewardTrainer, trl.RewardConfig, pairs, max_length=64, **options)
 
 
 def sampled(trainer, config, rewards=lambda run: Letters(), given=None, **options):
@@ -156,16 +130,22 @@ def sampled(trainer, config, rewards=lambda run: Letters(), given=None, **option
     return row(trainer, config, prompts, model, given=given, **sizes, **options)
 
 
+def online(data, tokenizer, **options):
+    given = {"ref_model": loaded("untied"), "reward_funcs": lambda run: Letters()}
+    return row(
+        OnlineDPOTrainer,
+        OnlineDPOConfig,
+        data,
+        lambda run: HalvesLlama.from_pretrained(run.model("untied")),
+        given={**given, "processing_class": tokenizer},
+        max_new_tokens=24,
+        max_length=128,
+        **options,
+    )
+
+
 def grpo(**options):
-    return sampled(GRPOTrainer, GRPOConfig, **options)
-
-
-def kto(**options):
-    """The loss without the estimate of the divergence, which TRL makes from neighbours in a
-    rank's own batch.
-    """
-    chosen = {"max_length": 128, "loss_type": "apo_zero_unpaired", **options}
-    return row(KTOTrainer, KTOConfig, judged, **chosen)
+    return sampled(trl.GRPOTrainer, trl.GRPOConfig, **options)
 
 
 def resumed(run, case):
@@ -176,63 +156,29 @@ def resumed(run, case):
     return trained(again, run, case, resume=str(run.out / case / "checkpoint-2"))
 
 
-def evaluated(run, case):
-    """Evaluation generates, too: before there is an engine, and in the middle of training."""
-    trainer, _ = grpo(
-        eval_strategy="steps",
-        eval_steps=1,
-        max_steps=2,
-        per_device_eval_batch_size=GROUP,
-        loss_type="grpo",
-        given={"eval_dataset": lambda run: prompts(run).select(range(4))},
-    ).made(run, case)
-    before = trainer.evaluate()
-    return {**trained(trainer, run, case), "before": [before["eval_loss"], before["eval_reward"]]}
-
-
 CASES = {
     "sft.plain": sft(texts, model=named("tied"), evaluated=True, max_length=48),
-    "sft.packed": sft(texts, max_length=64, packing=True, packing_strategy="wrapped"),
-    "sft.packed_bfd": sft(texts, max_length=64, packing=True),
-    "sft.completion": sft(completions, max_length=96, completion_only_loss=True, **HALF),
-    "sft.assistant": sft(turns, model=named("tied"), max_length=96, assistant_only_loss=True),
     "sft.adapters": sft(texts, max_length=48, **ADAPTED),
     # a forward for the loss and one without gradients for the metrics, in one step
     "sft.smoothed": sft(texts, max_length=48, label_smoothing_factor=0.1),
     # the reference is the model itself as it is on disk, loaded by TRL
     "dpo.implied": dpo(model=named("tied"), evaluated=True),
-    "dpo.explicit": dpo(given={"ref_model": loaded("reference")}, **HALF),
     # the reference follows the model
     "dpo.synchronised": dpo(sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=0.5),
     "dpo.precomputed": dpo(precompute_ref_log_probs=True, evaluated=True),
     "dpo.adapters": dpo(**ADAPTED),
-    "dpo.adapters_precomputed": dpo(precompute_ref_log_probs=True, **ADAPTED),
     "dpo.adapters_given": dpo(model=adapted, learning_rate=1e-2),
     "dpo.resumed": resumed,
     # the head that the checkpoint lacks is made, trained and saved
-    "reward.plain": row(
-        RewardTrainer,
-        RewardConfig,
-        pairs,
-        evaluated=True,
-        max_length=64,
-        center_rewards_coefficient=0.01,
-    ),
-    "reward.adapters": row(
-        RewardTrainer,
-        RewardConfig,
-        pairs,
+    "reward.plain": reward(evaluated=True, center_rewards_coefficient=0.01),
+    "reward.adapters": reward(
         given={"peft_config": lambda run: lora(run, "SEQ_CLS", modules_to_save=["score"])},
-        max_length=64,
         learning_rate=1e-2,
     ),
     # weights whole while generating (TRL's default); each batch used twice; a reference model
     "grpo.gathered": grpo(beta=0.1, num_iterations=2, max_steps=4),
     # gathered unit by unit in every decoding step, by ranks whose rows end at different steps
     "grpo.sharded": grpo(ds3_gather_for_generation=False),
-    "grpo.evaluated": evaluated,
-    # one generation for two micro-batches
-    "grpo.windows": grpo(gradient_accumulation_steps=2, shuffle_dataset=False, loss_type="grpo"),
     "grpo.adapters": grpo(beta=0.1, **ADAPTED),
     # a reward model beside the reward function, and a reference that follows the policy
     "grpo.judged": grpo(
@@ -241,43 +187,20 @@ CASES = {
         sync_ref_model=True,
         ref_model_sync_steps=1,
     ),
-    "grpo.rloo": sampled(RLOOTrainer, RLOOConfig),
-    "more.kto": kto(),
-    "more.kto_precomputed": kto(precompute_ref_log_probs=True),
-    "more.orpo": row(
-        ORPOTrainer,
-        ORPOConfig,
-        rows,
-        loaded("untied"),
-        given={"processing_class": tokenizer},
-        **ROW_BY_ROW,
+    "grpo.rloo": sampled(trl.RLOOTrainer, trl.RLOOConfig),
+    # the loss without the estimate of the divergence, which TRL makes from neighbours in a rank's
+    # own batch
+    "more.kto": row(
+        trl.KTOTrainer, trl.KTOConfig, judged, max_length=128, loss_type="apo_zero_unpaired"
     ),
-    "more.cpo": row(
-        CPOTrainer,
-        CPOConfig,
-        rows,
-        loaded("untied"),
-        given={"processing_class": tokenizer},
-        **ROW_BY_ROW,
-    ),
+    "more.orpo": row_by_row(ORPOTrainer, ORPOConfig),
+    "more.cpo": row_by_row(CPOTrainer, CPOConfig),
     # pairs out of the model's own completions; TRL copies no reference at stage 3
-    "more.online": row(
-        OnlineDPOTrainer,
-        OnlineDPOConfig,
-        prompts,
-        lambda run: HalvesLlama.from_pretrained(run.model("untied")),
-        given={
-            "ref_model": loaded("untied"),
-            "reward_funcs": lambda run: Letters(),
-            "processing_class": tokenizer,
-        },
-        max_new_tokens=24,
-        max_length=128,
-    ),
+    "more.online": online(prompts, tokenizer),
     # the student's completions, judged by a teacher whose head is used outside its own forward
     "more.distilled": row(
-        DistillationTrainer,
-        DistillationConfig,
+        trl.DistillationTrainer,
+        trl.DistillationConfig,
         prompts,
         model,
         given={"teacher_model": named("reference")},

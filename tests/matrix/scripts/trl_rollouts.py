@@ -8,9 +8,10 @@ import vllm_stub
 
 vllm_stub.install()
 
+import trl  # noqa: E402
 import trl_cases  # noqa: E402
-from trl_cases import ADAPTED, HalvesLlama, loaded, row, sampled  # noqa: E402
-from trl_drawing import Letters, prompts  # noqa: E402
+from trl_cases import ADAPTED, sampled  # noqa: E402
+from trl_drawing import prompts  # noqa: E402
 from trl_run import Run  # noqa: E402
 
 
@@ -18,7 +19,7 @@ def even(run):
     """Prompts of one length. TRL's online DPO trainer pads those of a server before it counts their
     tokens, so that its losses attend to the padding, and hang on which prompts share a batch.
     """
-    tokenizer = vllm_stub.tokenizer_of(run.model("untied"))
+    tokenizer = plain_tokenizer(run)
 
     def cut(row):
         return {"prompt": tokenizer.decode(tokenizer(row["prompt"]).input_ids[:5])}
@@ -26,21 +27,8 @@ def even(run):
     return prompts(run).map(cut)
 
 
-def online(data, more):
-    return row(
-        trl_cases.OnlineDPOTrainer,
-        trl_cases.OnlineDPOConfig,
-        data,
-        lambda run: HalvesLlama.from_pretrained(run.model("untied")),
-        given={
-            "ref_model": loaded("untied"),
-            "reward_funcs": lambda run: Letters(),
-            "processing_class": lambda run: vllm_stub.tokenizer_of(run.model("untied")),
-        },
-        max_new_tokens=24,
-        max_length=128,
-        **more,
-    )
+def plain_tokenizer(run):
+    return vllm_stub.tokenizer_of(run.model("untied"))
 
 
 TRAINERS = {
@@ -48,8 +36,10 @@ TRAINERS = {
     "adapters": lambda mode, more: trl_cases.grpo(
         vllm_importance_sampling_correction=False, **ADAPTED, **more
     ),
-    "rloo": lambda mode, more: sampled(trl_cases.RLOOTrainer, trl_cases.RLOOConfig, **more),
-    "online": lambda mode, more: online(even if mode == "server" else prompts, more),
+    "rloo": lambda mode, more: sampled(trl.RLOOTrainer, trl.RLOOConfig, **more),
+    "online": lambda mode, more: trl_cases.online(
+        even if mode == "server" else prompts, plain_tokenizer, **more
+    ),
 }
 
 

@@ -4,62 +4,35 @@ report of a run.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-from pathlib import Path
-from typing import Any
 
-import torch
 from datasets import load_dataset
+from script import RANK, WORLD, given, report
 
-torch.set_num_threads(1)
 STEPS = 3
 ROWS = 4  # of a global batch
 
-Report = dict[str, Any]
-LOGGED = (
-    "loss",
-    "grad_norm",
-    "eval_loss",
-    "reward",
-    "eval_reward",
-    "kl",
-    "entropy",
-    "completions/mean_length",
-    "rewards/margins",
-    "mean_token_accuracy",
-)
+LOGGED = ("loss", "grad_norm", "eval_loss", "reward", "eval_reward", "kl", "entropy")
+LOGGED += ("completions/mean_length", "rewards/margins", "mean_token_accuracy")
 
 
 class Run:
     """One start of a script: where it reads and writes, and how many ranks share a batch."""
 
     def __init__(self):
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--out", type=Path, required=True)
-        parser.add_argument("--material", type=Path, required=True)
-        parser.add_argument("--cases", required=True)
-        given = parser.parse_args()
-        self.out: Path = given.out
-        self.material: Path = given.material
-        self.cases: list[str] = given.cases.split(",")
-        self.rank = int(os.environ.get("RANK", 0))
-        self.world = int(os.environ.get("WORLD_SIZE", 1))
+        asked = given(material="", cases="")
+        self.out, self.material, self.cases = asked.out, asked.material, asked.cases.split(",")
+        self.rank, self.world = RANK, WORLD
 
     def model(self, name):
-        return str(self.material / name)
+        return f"{self.material}/{name}"
 
     def rows(self):
         """Prompts, and what may and what may not follow them; the ranks of this start share the
         cache, other starts do not.
         """
-        return load_dataset(
-            "json",
-            data_files=str(self.material / "rows.jsonl"),
-            split="train",
-            cache_dir=str(self.out / "cache"),
-        )
+        file, cache = f"{self.material}/rows.jsonl", str(self.out / "cache")
+        return load_dataset("json", data_files=file, split="train", cache_dir=cache)
 
     def options(self, case, **changes):
         """Arguments of any of TRL's config classes.
@@ -91,14 +64,11 @@ class Run:
         """Run the cases named on the command line, one after another in this process, and write
         what they report.
         """
-        report: Report = {"world": self.world}
+        found = {}
         for name in self.cases:
             print(f"== {name}", flush=True)
-            report[name] = cases[name](self, name)
-        self.out.mkdir(parents=True, exist_ok=True)
-        (self.out / f"report-{self.rank}.json").write_text(json.dumps(report))
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+            found[name] = cases[name](self, name)
+        report(self.out, found)
 
 
 def logged(trainer):
@@ -113,9 +83,7 @@ def logged(trainer):
 
 def trained(trainer, run, case, resume=None):
     """Train, save the model as its user would, and say what was seen."""
-    loaded = [
-        parameter for parameter in trainer.model.parameters() if hasattr(parameter, "ds_tensor")
-    ]
+    loaded = [each for each in trainer.model.parameters() if hasattr(each, "ds_tensor")]
     before = {
         "loaded": sum(parameter.numel() for parameter in loaded),
         "loaded_here": sum(parameter.ds_tensor.numel() for parameter in loaded),

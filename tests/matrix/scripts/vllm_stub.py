@@ -20,17 +20,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, LlamaConfig
 from trl_drawing import GROUP, DrawingLlama
 
-BUILTIN = (
-    "vllm",
-    "vllm.sampling_params",
-    "vllm.utils",
-    "vllm.utils.network_utils",
-    "vllm.distributed",
-    "vllm.distributed.weight_transfer",
-    "vllm.distributed.weight_transfer.nccl_common",
-    "vllm.distributed.weight_transfer.packed_tensor",
-)
+TRANSFER = "vllm.distributed.weight_transfer"
+BUILTIN = ("vllm", "vllm.sampling_params", "vllm.utils", "vllm.utils.network_utils")
+BUILTIN += ("vllm.distributed", TRANSFER, f"{TRANSFER}.nccl_common", f"{TRANSFER}.packed_tensor")
 RELEASE = (0, 28, 0)
+Values = types.SimpleNamespace
 
 
 def tokenizer_of(folder: str) -> Any:
@@ -78,18 +72,12 @@ class Generator:
         """Completions of one prompt, each with the end that the model gave it."""
         assert self.updates, "generation before the first weights"
         ids = torch.tensor([prompt] * members)
+        end, pad = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
         made = self.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=length,
-            do_sample=True,
-            top_k=0,
-            temperature=temperature,
-            synced_gpus=False,
-            pad_token_id=self.tokenizer.pad_token_id,
-            eos_token_id=self.tokenizer.eos_token_id,
-        )
-        end = self.tokenizer.eos_token_id
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=True,
+            top_k=0, temperature=temperature, synced_gpus=False, pad_token_id=pad,
+            eos_token_id=end,
+        )  # fmt: skip
         rows = [row[len(prompt) :].tolist() for row in made]
         return [row[: row.index(end) + 1] if end in row else row for row in rows]
 
@@ -104,45 +92,25 @@ class LLM:
 
     def __init__(self, model: str, **options: Any):
         self.generator = Generator(model)
-        held, last = self.generator, "model"
-        for name in ("model_runner", "driver_worker", "model_executor", "llm_engine"):
-            held = types.SimpleNamespace(**{last: held})
-            last = name
-        self.llm_engine = held
+        runner = Values(model_runner=Values(model=self.generator))
+        self.llm_engine = Values(model_executor=Values(driver_worker=runner))
         LLM.made.append(self)
 
     def reset_prefix_cache(self) -> None:
         self.generator.complete()
 
     def generate(self, prompts: list[Any], sampling_params: Any, use_tqdm: bool) -> list[Any]:
-        tokenizer, count = self.generator.tokenizer, sampling_params.n
-        ids = [
-            list(each["prompt_token_ids"]) if isinstance(each, dict) else tokenizer(each).input_ids
-            for each in prompts
-        ]
-        drawn = {
-            str(each): iter(
-                self.generator.draw(
-                    each, max(GROUP, count), sampling_params.max_tokens, sampling_params.temperature
-                )
-            )
-            for each in ids
-        }
+        tokenizer, count, made = self.generator.tokenizer, sampling_params.n, {}
         outputs = []
-        for each in ids:
-            rows = [next(drawn[str(each)]) for _ in range(count)]
-            outputs.append(
-                types.SimpleNamespace(
-                    prompt_token_ids=each,
-                    outputs=[
-                        types.SimpleNamespace(
-                            token_ids=row,
-                            logprobs=[{t: types.SimpleNamespace(rank=1, logprob=0.0)} for t in row],
-                        )
-                        for row in rows
-                    ],
-                )
-            )
+        for each in prompts:
+            ids = each["prompt_token_ids"] if isinstance(each, dict) else tokenizer(each).input_ids
+            if str(ids) not in made:
+                asked = (sampling_params.max_tokens, sampling_params.temperature)
+                made[str(ids)] = iter(self.generator.draw(list(ids), max(GROUP, count), *asked))
+            drawn = [Values(token_ids=next(made[str(ids)])) for _ in range(count)]
+            for one in drawn:
+                one.logprobs = [{t: Values(rank=1, logprob=0.0)} for t in one.token_ids]
+            outputs.append(Values(prompt_token_ids=list(ids), outputs=drawn))
         return outputs
 
 
@@ -189,14 +157,13 @@ class Handler(BaseHTTPRequestHandler):
             "weight_transfer_config": {"backend": "nccl"},
             "model_config": {"logprobs_mode": "processed_logprobs"},
         }
-        self._answer(
-            {
-                "/health": {},
-                "/v1/models": {"data": [{"id": "stub"}]},
-                "/server_info": {"vllm_config": config},
-                "/get_world_size": {"world_size": 1},
-            }[path]
-        )
+        answers = {
+            "/health": {},
+            "/v1/models": {"data": [{"id": "stub"}]},
+            "/server_info": {"vllm_config": config},
+            "/get_world_size": {"world_size": 1},
+        }
+        self._answer(answers[path])
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -231,11 +198,8 @@ class Handler(BaseHTTPRequestHandler):
             ids = generator.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
             for row in generator.draw(ids, given["n"], given["max_tokens"], given["temperature"]):
                 names = [f"token_id:{token}" for token in row]
-                logprobs = {
-                    "tokens": names,
-                    "token_logprobs": [0.0] * len(row),
-                    "top_logprobs": [{name: 0.0} for name in names],
-                }
+                logprobs = {"tokens": names, "token_logprobs": [0.0] * len(row)}
+                logprobs["top_logprobs"] = [{name: 0.0} for name in names]
                 choices.append({"prompt_token_ids": ids, "token_ids": row, "logprobs": logprobs})
         return {"choices": choices}
 
@@ -260,14 +224,12 @@ def install() -> None:
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
         module.__path__ = []
         sys.modules[name] = module
-    sys.modules["vllm"].__dict__.update(
-        LLM=LLM, SamplingParams=SamplingParams, RequestOutput=object
-    )
+    names = {"LLM": LLM, "SamplingParams": SamplingParams, "RequestOutput": object}
+    sys.modules["vllm"].__dict__.update(names)
     sys.modules["vllm.sampling_params"].StructuredOutputsParams = object
     sys.modules["vllm.utils.network_utils"].get_ip = lambda: "127.0.0.1"
-    sys.modules["vllm.distributed.weight_transfer.nccl_common"].trainer_init = None
-    packed = sys.modules["vllm.distributed.weight_transfer.packed_tensor"]
-    packed.packed_nccl_broadcast_producer = _send
+    sys.modules[f"{TRANSFER}.nccl_common"].trainer_init = None
+    sys.modules[f"{TRANSFER}.packed_tensor"].packed_nccl_broadcast_producer = _send
 
     from trl import import_utils
 
