@@ -4,6 +4,7 @@ reduction.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -27,22 +28,16 @@ from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import ConfigError
 from hf_zero.launch.hosts import free_port
 from tests.helpers.accelerators import play_accelerator
+from tests.helpers.cells import in_one_item
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 2)
 OFF = Watchdog(enabled=False)
 
 
 @pytest.fixture(autouse=True)
 def no_group_before_or_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "ACCELERATE_USE_CPU",
-        "GLOO_SOCKET_IFNAME",
-    ):
+    names = "RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT"
+    for name in (*names.split(), "ACCELERATE_USE_CPU", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     assert not dist.is_initialized()
     yield
@@ -50,56 +45,49 @@ def no_group_before_or_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not process_group.is_initialized()
 
 
-def test_without_a_group_this_is_the_only_rank() -> None:
-    assert (
-        process_group.is_initialized(),
-        process_group.get_rank(),
-        process_group.get_world_size(),
-        process_group.get_local_rank(),
-    ) == (False, 0, 1, 0)
+def test_without_a_group_this_is_the_only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not process_group.is_initialized() and process_group.get_world_size() == 1
+    assert process_group.get_rank() == process_group.get_local_rank() == 0
     world_group.barrier()
     value = torch.ones(3)
     world_group.broadcast(value, 0)
     process_group.destroy_process_group()
     assert value.tolist() == [1, 1, 1] and not process_group.is_initialized()
-
-
-def test_the_local_rank_is_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KeyError), world_group.raise_on_all_ranks("look"):
+        raise KeyError("an error of this rank alone")
     monkeypatch.setenv("LOCAL_RANK", "3")
-    assert process_group.get_local_rank() == 3
+    assert process_group.get_local_rank() == 3, "the launcher's"
 
 
-@pytest.mark.parametrize("limit, seconds", [(None, 1830), (7.0, 37), (timedelta(seconds=9), 39)])
-def test_without_a_launcher_a_group_of_one_is_made(
-    limit: Any, seconds: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_launcher_a_group_of_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     join = dist.init_process_group
-    monkeypatch.setattr(
-        dist,
-        "init_process_group",
-        lambda *args, **kwargs: (seen.append(kwargs["timeout"]), join(*args, **kwargs)),
-    )
-    init.init_distributed(timeout=limit)
-    assert (
-        process_group.is_initialized(),
-        process_group.get_rank(),
-        process_group.get_world_size(),
-    ) == (True, 0, 1)
-    assert dist.get_backend() == "gloo"
-    init.init_distributed("nonsense", timeout=1.0)  # a group exists: nothing to do
-    assert seen == [timedelta(seconds=seconds)]
+
+    def joined(*args: Any, **options: Any) -> None:
+        seen.append(options["timeout"])
+        join(*args, **options)
+
+    monkeypatch.setattr(dist, "init_process_group", joined)
+    for limit, seconds in ((None, 1830), (7.0, 37), (timedelta(seconds=9), 39)):
+        init.init_distributed(timeout=limit)
+        assert process_group.is_initialized()
+        assert (process_group.get_rank(), process_group.get_world_size()) == (0, 1)
+        assert dist.get_backend() == "gloo"
+        init.init_distributed("nonsense", timeout=1.0)  # a group exists: nothing to do
+        assert seen.pop() == timedelta(seconds=seconds) and not seen
+        process_group.destroy_process_group()
+
+
+def set_all(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
 def test_the_launchers_variables_make_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = free_port()
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }.items():
-        monkeypatch.setenv(name, value)
+    set_all(monkeypatch, **ALONE, MASTER_PORT=str(free_port()))
     init.init_distributed(timeout=30)
     assert type(dist.distributed_c10d._get_default_store()).__name__ != "HashStore"
     assert process_group.get_world_size() == 1
@@ -109,16 +97,9 @@ def test_the_environment_as_a_meeting_place_is_the_launcher_s(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """``env://`` under srun, which sets none of torch's variables."""
-    for name, value in {
-        "SLURM_PROCID": "0",
-        "SLURM_LOCALID": "0",
-        "SLURM_STEP_ID": "1",
-        "SLURM_NTASKS": "2",
-        "SLURM_JOB_ID": "5",
-    }.items():
-        monkeypatch.setenv(name, value)
+    set_all(monkeypatch, SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_STEP_ID="1")
+    set_all(monkeypatch, SLURM_NTASKS="2", SLURM_JOB_ID="5", MASTER_ADDR="127.0.0.1")
     joined: list[Any] = []
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setattr(
         dist, "init_process_group", lambda *args, **kwargs: joined.append((args, sorted(kwargs)))
     )
@@ -145,61 +126,49 @@ def test_an_address_as_a_meeting_place_chooses_the_interface(
 
 def test_the_port_is_ours_where_the_launcher_names_none(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("MASTER_PORT", raising=False)
-    init.init_from_config(
-        ZeroConfig(
-            stage=0,
-            timeout=30,
-            distributed_backend="gloo",
-            distributed_port=port,
-            distributed_interface="lo",
-        )
-    )
+    set_all(monkeypatch, **ALONE)
+    asked = {"backend": "gloo", "port": port, "interface": "lo"}
+    keys = {f"distributed_{name}": value for name, value in asked.items()}
+    init.init_from_config(ZeroConfig(stage=0, timeout=30, **keys))
     assert os.environ["MASTER_PORT"] == str(port)
     assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "lo"
     for name in ("MASTER_PORT", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, os.environ[name])  # for the end of this test to take away
 
 
-def test_what_goes_wrong_on_this_rank_alone_stays_its_error() -> None:
-    with pytest.raises(KeyError), world_group.raise_on_all_ranks("look"):
-        raise KeyError("x")
-
-
 def test_a_meeting_place_can_be_given(tmp_path: Path) -> None:
-    init.init_distributed(
-        "gloo", 30, init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1
-    )
+    meeting = f"file://{tmp_path}/meeting"
+    init.init_distributed("gloo", 30, init_method=meeting, rank=0, world_size=1)
     assert process_group.get_world_size() == 1
 
 
-@pytest.mark.parametrize(
-    "forced, kind", [("true", "cpu"), ("1", "cpu"), ("false", "cuda"), ("0", "cuda")]
-)
 def test_the_device_is_the_gpu_of_the_local_rank_unless_the_cpu_is_forced(
-    forced: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert process_group.default_device() == CPU or torch.cuda.is_available()
     play_accelerator(monkeypatch, count=4)
-    monkeypatch.setenv("ACCELERATE_USE_CPU", forced)
     monkeypatch.setenv("LOCAL_RANK", "6")
-    assert process_group.default_device() == (CPU if kind == "cpu" else torch.device("cuda", 2))
+    for forced, device in (("true", CPU), ("1", CPU), ("false", GPU), ("0", GPU)):
+        monkeypatch.setenv("ACCELERATE_USE_CPU", forced)
+        assert process_group.default_device() == device
+    process_group.choose_device(CPU)  # as a Trainer may
+    assert process_group.default_device() == CPU
+    process_group.choose_device(None)
+    assert process_group.default_device() == GPU
 
 
-@pytest.mark.parametrize(
-    "config, backend",
-    [("cpu:gloo,cuda:nccl", "gloo"), ("cuda:nccl,cpu:gloo", "gloo"), ("threaded", "threaded")],
-)
-def test_the_backend_of_a_device(
-    config: str, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dist, "get_backend_config", lambda: config)
-    assert process_group.group_backend(CPU) == backend
-    assert process_group.group_backend(torch.device("cuda", 1)) == (
-        "nccl" if "nccl" in config else backend
-    )
+def test_the_backend_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = "cpu:gloo,cuda:nccl"
+    for config, backend in ((both, "gloo"), ("cuda:nccl,cpu:gloo", "gloo"), ("threaded",) * 2):
+        monkeypatch.setattr(dist, "get_backend_config", lambda config=config: config)
+        assert process_group.group_backend(CPU) == backend
+        on_gpu = "nccl" if "nccl" in config else backend
+        assert process_group.group_backend(GPU) == on_gpu
+    assert process_group.backends_for(GPU) == both and process_group.backends_for(CPU) == "gloo"
+    for asked in (None, "nccl", "NCCL", both):
+        assert process_group.backends_asked(asked, GPU) == both
+    assert process_group.backends_asked("gloo", GPU) == "gloo"
+    assert process_group.backends_asked(None, CPU) == "gloo"
     monkeypatch.setattr(dist, "get_backend", lambda: "ucc")
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
     assert process_group.group_backend(CPU) == "ucc", "no entry for the device: the default backend"
@@ -247,27 +216,25 @@ def test_a_handle_waits_once_and_says_for_what() -> None:
     assert watchdog.current is None
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3])
-@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("scale", [1.0, 0.25])
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_the_end_of_a_reduction(
-    parts: int, wire: torch.dtype, scale: float, accumulate: bool
-) -> None:
+ENDS = itertools.product((1, 2, 3), (torch.float32, torch.bfloat16), (1.0, 0.25), (False, True))
+
+
+@in_one_item(ENDS)
+def test_the_end_of_a_reduction(case: tuple[int, torch.dtype, float, bool]) -> None:
     """``out = scale * sum`` or ``out += scale * sum``, and the receive buffers go back once."""
+    parts, wire, scale, accumulate = case
     received = [torch.randn(5).to(wire) for _ in range(parts)]
     out, freed = torch.full((5,), 100.0), []
     want = scale * sum(part.float() for part in received) + (100.0 if accumulate else 0.0)
     work = Work()
-    handle = Handle(
-        [work], OFF, PendingCollective("reduction"), received, lambda: freed.append(True)
-    )
+    free = lambda: freed.append(True)  # noqa: E731
+    handle = Handle([work], OFF, PendingCollective("reduction"), received, free)
     handle.reduce_into(out, accumulate, scale)
     assert torch.allclose(out, want, atol=1e-4) and work.waits == 1
     assert freed == [True] and handle._parts == [] and handle._free is None
 
 
-@pytest.mark.parametrize("parts", [1, 3])
+@in_one_item([1, 3])
 def test_a_reduction_may_end_where_its_own_part_lies(parts: int) -> None:
     received = [torch.randn(5) for _ in range(parts)]
     want = 0.5 * sum(part.clone() for part in received)
@@ -283,11 +250,11 @@ def test_sums_of_16_bit_parts_have_the_precision_of_the_destination() -> None:
     assert float(out) == 1 + 2.0**-9
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_what_a_rank_of_four_issues_and_counts(rank: int) -> None:
+def test_what_a_rank_of_four_issues_and_counts() -> None:
     """On the fake group: a logical collective a call, with the bytes of the whole, in the order
     of the calls.
     """
+    rank = 2
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
     mesh = Mesh(4, CPU)
     assert mesh.consensus is None
@@ -310,26 +277,29 @@ def test_what_a_rank_of_four_issues_and_counts(rank: int) -> None:
         ("all_reduce", "most", 4),
         ("broadcast", "", 12),
     ]
-    assert mesh.stats.counts == {
-        "all_gather": 1,
-        "reduce_scatter": 1,
-        "all_reduce": 2,
-        "broadcast": 1,
-    }
+    counts = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1}
+    assert mesh.stats.counts == counts
     assert mesh.stats.bytes["all_reduce"] == 8
+
+
+def groups_made(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Collect the ranks of each group that is made."""
+    made: list[list[int]] = []
+    new_group = dist.new_group
+
+    def noted(ranks: list[int], **options: Any) -> Any:
+        made.append(ranks)
+        return new_group(ranks, **options)
+
+    monkeypatch.setattr(dist, "new_group", noted)
+    return made
 
 
 def test_each_axis_has_one_group_for_gathers_and_one_for_reductions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
-    made: list[list[int]] = []
-    new_group = dist.new_group
-    monkeypatch.setattr(
-        dist,
-        "new_group",
-        lambda ranks, **options: made.append(ranks) or new_group(ranks, **options),
-    )
+    made = groups_made(monkeypatch)
     mesh = Mesh(4, CPU)
     rows, columns = [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert made == [*rows, *rows, *columns, *columns], "all ranks make all groups, in one order"
@@ -356,31 +326,6 @@ def test_peers_start_with_the_next_rank() -> None:
     assert (axis.rank, axis.size, axis._peers) == (2, 4, [3, 0, 1])
 
 
-def test_a_trainer_may_decide_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    play_accelerator(monkeypatch, count=2)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert process_group.default_device() == torch.device("cuda", 1)
-    process_group.choose_device(CPU)
-    try:
-        assert process_group.default_device() == CPU
-    finally:
-        process_group.choose_device(None)
-    assert process_group.default_device() == torch.device("cuda", 1)
-
-
-def test_an_accelerator_s_group_serves_host_memory_as_well() -> None:
-    assert process_group.backends_for(torch.device("cuda", 0)) == "cpu:gloo,cuda:nccl"
-    assert process_group.backends_for(CPU) == "gloo"
-
-
-def test_the_device_s_backend_stands_for_that_of_host_memory_as_well() -> None:
-    gpu, both = torch.device("cuda", 0), "cpu:gloo,cuda:nccl"
-    for asked in (None, "nccl", "NCCL", both):
-        assert process_group.backends_asked(asked, gpu) == both
-    assert process_group.backends_asked("gloo", gpu) == "gloo"
-    assert process_group.backends_asked(None, CPU) == "gloo"
-
-
 def test_values_in_host_memory_need_a_backend_that_takes_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -388,11 +333,8 @@ def test_values_in_host_memory_need_a_backend_that_takes_them(
     world_group.broadcast(torch.ones(2), 0)
     play_accelerator(monkeypatch, count=2)
     monkeypatch.setattr(dist, "get_backend_config", lambda *args: "cuda:nccl")
-    with pytest.raises(
-        ConfigError,
-        match=r"\(cuda:nccl\) has no backend for tensors on "
-        r"cpu.*init_process_group\('cpu:gloo,cuda:nccl'\)",
-    ):
+    said = r"\(cuda:nccl\) has no backend for tensors on cpu.*\('cpu:gloo,cuda:nccl'\)"
+    with pytest.raises(ConfigError, match=said):
         world_group.broadcast(torch.ones(2), 0)
 
 
@@ -402,37 +344,28 @@ def test_communicators_of_a_device_are_made_at_the_start(monkeypatch: pytest.Mon
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: groups.append(group))
     Mesh(2, CPU)
     assert groups == []
-    monkeypatch.setattr(
-        process_group.kinds, "is_host", lambda device: torch.device(device).type == "cpu"
-    )
+    is_host = lambda device: torch.device(device).type == "cpu"  # noqa: E731
+    monkeypatch.setattr(process_group.kinds, "is_host", is_host)
     made = Mesh(2, torch.device("meta"))
-    assert groups == [
-        each for axis in (made.shard, made.replicate) for each in (axis._group, axis._reduce_group)
-    ]
+    axes = (made.shard, made.replicate)
+    assert groups == [each for axis in axes for each in (axis._group, axis._reduce_group)]
     assert len(set(map(id, groups))) == 4
 
 
-@pytest.mark.parametrize("axis", ["tensor", "sequence", "expert"])
-def test_an_axis_of_parallelism_has_one_communicator(
-    monkeypatch: pytest.MonkeyPatch, axis: str
-) -> None:
+def test_an_axis_of_parallelism_has_one_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside ZeRO's two over all ranks; sums over these take the same."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    made: list[list[int]] = []
-    new_group = dist.new_group
-    monkeypatch.setattr(
-        dist,
-        "new_group",
-        lambda ranks, **options: made.append(ranks) or new_group(ranks, **options),
-    )
-    groups = init_parallel(ParallelDims.over(4, **{axis: 2}))
-    pairs = groups.dims.ranks_along(0, axis)
-    assert len(made) == 2 and [list(pairs)] == [ranks for ranks in made if 0 in ranks]
-    along = groups.along(axis)
-    assert along._group is along._reduce_group is groups.group(axis)
-    made.clear()
-    mesh = Mesh(4, CPU, parallel=groups)
-    assert made == [[0, 1, 2, 3]] * 2 and mesh.sums.each is mesh.shard
+    made = groups_made(monkeypatch)
+    for axis in ("tensor", "sequence", "expert"):
+        made.clear()
+        groups = init_parallel(ParallelDims.over(4, **{axis: 2}))
+        pairs = groups.dims.ranks_along(0, axis)
+        assert len(made) == 2 and [list(pairs)] == [ranks for ranks in made if 0 in ranks]
+        along = groups.along(axis)
+        assert along._group is along._reduce_group is groups.group(axis)
+        made.clear()
+        mesh = Mesh(4, CPU, parallel=groups)
+        assert made == [[0, 1, 2, 3]] * 2 and mesh.sums.each is mesh.shard
 
 
 def test_ranks_that_launch_through_one_connection_are_refused(

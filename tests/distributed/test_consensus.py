@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,8 @@ from hf_zero.distributed.rank_requests import STOP
 from hf_zero.distributed.store import RollCall, StoreWait
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import RankMismatchError
+from tests.distributed.threads import Later, on_threads
+from tests.helpers.cells import in_one_item
 
 
 def say(wish: tuple[int, int]) -> str:
@@ -34,36 +37,26 @@ def together(
     absent: tuple[int, ...] = (),
 ) -> list[Any]:
     """``fn(agreement, rank)`` on a thread each, in rank order; what a rank raises is its answer."""
-    store, answers = dist.HashStore(), [None] * world
+    store = dist.HashStore()
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> Any:
+        if rank in absent:
+            return None
         try:
-            answers[rank] = fn(Consensus(store, rank, range(world), timeout), rank)
+            return fn(Consensus(store, rank, range(world), timeout), rank)
         except RankMismatchError as error:
-            answers[rank] = error
+            return error
 
-    threads = [
-        threading.Thread(target=run, args=(rank,), daemon=True)
-        for rank in range(world)
-        if rank not in absent
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-        assert not thread.is_alive(), "a rank hangs"
-    return answers
+    return on_threads([partial(run, rank) for rank in range(world)])
 
 
-@pytest.mark.parametrize("world", [1, 2, 5])
+@in_one_item([1, 2, 5])
 def test_the_same_wish_is_what_all_get_time_after_time(world: int) -> None:
     def run(consensus: Consensus, rank: int) -> list[tuple[int, int]]:
-        return [
-            consensus.gathers.agree("forward", wish, say)
-            for wish in [(1, -3), (1, 7), (1, 7), (0, -9)]
-        ]
+        return [consensus.gathers.agree("forward", wish, say) for wish in wishes]
 
-    assert together(world, run) == [[(1, -3), (1, 7), (1, 7), (0, -9)]] * world
+    wishes = [(1, -3), (1, 7), (1, 7), (0, -9)]
+    assert together(world, run) == [wishes] * world
 
 
 def test_the_store_keeps_the_last_agreement_alone() -> None:
@@ -76,43 +69,32 @@ def test_the_store_keeps_the_last_agreement_alone() -> None:
 
     together(3, run)
     assert stores[0].check(["29/go", "29/in", "29/n"])
-    assert not any(
-        stores[0].check([f"{step}/{key}"]) for step in range(29) for key in ("go", "n", "in")
-    )
+    old = [f"{step}/{key}" for step in range(29) for key in ("go", "n", "in")]
+    assert not any(stores[0].check([key]) for key in old)
 
 
-@pytest.mark.parametrize(
-    "wishes, agreed",
+@in_one_item(
     [
         ([(1, 2), (1, 5), (1, 3)], (1, 5)),
         ([(1, -2), (1, -5), (1, -3)], (1, -2)),
         ([(0, 9), (0, 9), (1, -8)], (1, -8)),
         ([(1, 10), (1, 9), (1, 2)], (1, 10)),
-    ],
+    ]
 )
-def test_of_differing_wishes_all_get_the_largest(
-    wishes: list[tuple[int, int]], agreed: tuple[int, int]
-) -> None:
-    assert (
-        together(3, lambda consensus, rank: consensus.gathers.agree("backward", wishes[rank], say))
-        == [agreed] * 3
-    )
+def test_of_differing_wishes_all_get_the_largest(case: Any) -> None:
+    wishes, agreed = case
+    where = "forward ('a|b', True)|x"  # the name of a pass may hold the separator
+    got = together(3, lambda consensus, rank: consensus.gathers.agree(where, wishes[rank], say))
+    assert got == [agreed] * 3
 
 
-def test_what_a_pass_is_called_may_hold_the_separator() -> None:
-    where = "forward ('a|b', True)|x"
-    assert (
-        together(2, lambda consensus, rank: consensus.gathers.agree(where, (1, rank), say))
-        == [(1, 1)] * 2
-    )
+@in_one_item([(2, 0), (4, 2)])
+def test_different_passes_raise_on_all_ranks_and_name_each(case: tuple[int, int]) -> None:
+    world, odd = case
 
-
-@pytest.mark.parametrize("world, odd", [(2, 0), (4, 2)])
-def test_different_passes_raise_on_all_ranks_and_name_each(world: int, odd: int) -> None:
     def run(consensus: Consensus, rank: int) -> Any:
-        return consensus.gathers.agree(
-            "backward 'b'" if rank == odd else "forward 'f'", (1, rank), say
-        )
+        where = "backward 'b'" if rank == odd else "forward 'f'"
+        return consensus.gathers.agree(where, (1, rank), say)
 
     for error in together(world, run):
         assert isinstance(error, RankMismatchError)
@@ -129,12 +111,8 @@ def test_ranks_that_never_come_are_named_at_the_timeout(monkeypatch: pytest.Monk
         return poll(waits, *args)
 
     monkeypatch.setattr(StoreWait, "_poll", together_with_the_other)
-    answers = together(
-        4,
-        lambda consensus, rank: consensus.gathers.agree("forward 'f'", (1, 6), say),
-        timeout=0.2,
-        absent=(1, 3),
-    )
+    agree = lambda consensus, rank: consensus.gathers.agree("forward 'f'", (1, 6), say)  # noqa: E731
+    answers = together(4, agree, timeout=0.2, absent=(1, 3))
     for rank in (0, 2):
         assert isinstance(answers[rank], RankMismatchError)
         text = str(answers[rank])
@@ -164,9 +142,8 @@ def test_a_rank_that_is_late_is_named_each_minute_until_the_timeout(
     RollCall(store, "0", 3).enter(1)
     monkeypatch.setattr(job_store, "time", SimpleNamespace(monotonic=lambda: store.now))
     monkeypatch.setattr(Watchdog, "sleep", lambda watchdog, seconds: store.sleep(seconds))
-    with pytest.raises(
-        RankMismatchError, match="waited 150 s for ranks 2 to join the gather of unit 4"
-    ):
+    said = "waited 150 s for ranks 2 to join the gather of unit 4"
+    with pytest.raises(RankMismatchError, match=said):
         Consensus(store, 0, range(3), 150.0).gathers.agree("forward", (1, 4), say)
     assert heard == [
         f"rank 0 has waited {waited} s for ranks 2 to join the gather of unit 4 in forward"
@@ -189,6 +166,11 @@ class Chunks:
 
     def of(self, unit: int, step: int = 0) -> bytes:
         return bytes((self.rank * 50 + unit * 7 + at) % 256 for at in range(self.size))
+
+
+class Broken:
+    def of(self, unit: int, step: int) -> bytes:
+        raise ValueError("no such shard")
 
 
 @pytest.fixture
@@ -215,25 +197,16 @@ def trio(quick: None) -> Iterator[tuple[list[Consensus], list[Chunks], Any]]:
         assert not thread.is_alive(), "a serving thread outlives its engine"
 
 
-@pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 32, 37])
-def test_a_unit_is_fetched_from_those_that_do_not_wait_for_it(size: int, trio: Any) -> None:
+def test_a_unit_is_fetched_from_those_that_do_not_wait_for_it(trio: Any) -> None:
     agreements, chunks, store = trio
-    for chunk in chunks:
-        chunk.size = size
-    assert agreements[1].fetches.fetch(5, "layer.5", [0, 2], size) == {
-        0: chunks[0].of(5),
-        2: chunks[2].of(5),
-    }
-    assert not any(
-        store.check([f"fetch/1/{part}/{peer}"]) for part in range(4) for peer in (0, 2)
-    ), "values are left in the store"
-
-
-def test_a_fetch_says_that_it_is_slow_and_what_it_is_for(trio: Any, heard: list[str]) -> None:
-    agreements, _, _ = trio
-    agreements[0].fetches.fetch(1, "layer.1", [1, 2], 37)
-    assert len(heard) == 1
-    assert heard[0].startswith("layer.1 is needed here outside the recorded order")
+    for number, size in enumerate((0, 1, 15, 16, 17, 32, 37), 1):
+        for chunk in chunks:
+            chunk.size = size
+        got = agreements[1].fetches.fetch(5, "layer.5", [0, 2], size)
+        assert got == {peer: chunks[peer].of(5) for peer in (0, 2)}
+        keys = [f"fetch/{number}/{part}/{peer}" for part in range(4) for peer in (0, 2)]
+        assert not any(store.check([key]) for key in keys), "values are left in the store"
+    del chunk
 
 
 def test_of_many_fetches_the_first_and_every_power_of_ten_is_reported(
@@ -244,32 +217,21 @@ def test_of_many_fetches_the_first_and_every_power_of_ten_is_reported(
     for number in range(1, 25):
         agreements[0].fetches.fetch(number, f"layer.{number}", [], 0)
     first, tenth = heard
-    assert first.startswith("layer.1 is needed here")
+    assert first.startswith("layer.1 is needed here outside the recorded order")
     assert tenth.startswith("10 units so far") and "the last one is layer.10:" in tenth
     assert "zero_optimization.leaf_module" in tenth
 
 
 def test_ranks_fetch_from_each_other_at_the_same_time(trio: Any) -> None:
     agreements, chunks, _ = trio
-    got: list[Any] = [None] * 3
 
-    def run(rank: int) -> None:
-        got[rank] = [
-            agreements[rank].fetches.fetch(
-                unit, "unit", [peer for peer in range(3) if peer != rank], 37
-            )
-            for unit in (rank, 7)
-        ]
+    def run(rank: int) -> Any:
+        peers = [peer for peer in range(3) if peer != rank]
+        fetch = agreements[rank].fetches.fetch
+        got = [fetch(unit, "unit", peers, 37) for unit in (rank, 7)]
+        return got == [{peer: chunks[peer].of(unit) for peer in peers} for unit in (rank, 7)]
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    for rank in range(3):
-        assert got[rank] == [
-            {peer: chunks[peer].of(unit) for peer in range(3) if peer != rank} for unit in (rank, 7)
-        ]
+    assert on_threads([partial(run, rank) for rank in range(3)]) == [True] * 3
 
 
 def test_at_the_next_step_all_ranks_know_that_one_has_departed_and_forget_it(trio: Any) -> None:
@@ -288,9 +250,7 @@ def test_ranks_that_serve_nothing_know_of_it_when_the_fetch_returns(trio: Any) -
     agreements, chunks, store = trio
     for unit in range(20):
         assert agreements[0].fetches.fetch(unit, "unit", [1], 37) == {1: chunks[1].of(unit)}
-        assert not store.check([f"fetch/{unit + 1}/0/2"]), (
-            "a chunk that nobody takes is left in the store"
-        )
+        assert not store.check([f"fetch/{unit + 1}/0/2"]), "nobody takes this chunk"
         assert [consensus.steps.end_step() for consensus in agreements] == [True] * 3
 
 
@@ -298,20 +258,13 @@ def test_a_chunk_is_served_at_the_step_it_was_asked_for(trio: Any) -> None:
     """A rank that is behind is still writing the values that the rank ahead asks for."""
     agreements, chunks, _ = trio
     assert not stepped(agreements[0])
-    got: list[Any] = []
-    ahead = threading.Thread(
-        target=lambda: got.append(agreements[0].fetches.fetch(4, "layer.4", [1, 2], 37)),
-        daemon=True,
-    )
-    ahead.start()
-    ahead.join(timeout=0.1)
-    assert got == [], "served before the step was over"
+    ahead = Later(partial(agreements[0].fetches.fetch, 4, "layer.4", [1, 2], 37))
+    assert ahead.waits(0.1), "served before the step was over"
     for chunk, consensus in zip(chunks[1:], agreements[1:]):
         chunk.rank += 1
         stepped(consensus)
-    ahead.join(timeout=60)
-    assert got == [{1: Chunks(2, 37).of(4), 2: Chunks(3, 37).of(4)}]
-    del chunk, consensus
+    assert ahead.end() == {1: Chunks(2, 37).of(4), 2: Chunks(3, 37).of(4)}
+    del chunk, consensus, ahead
     assert [each.steps.end_step() for each in agreements] == [True] * 3
 
 
@@ -325,9 +278,8 @@ def test_hosts_that_are_steps_apart_renew_at_the_same_step(trio: Any) -> None:
         assert [consensus.steps.end_step() for _ in range(steps)] == [False] * steps
     agreements[0].fetches.fetch(4, "layer.4", [1, 2], 37)
     for consensus, steps in zip(agreements, ahead):
-        assert [consensus.steps.end_step() for _ in range(5 - steps)] == [
-            step == 3 for step in range(steps, 5)
-        ]
+        ended = [consensus.steps.end_step() for _ in range(5 - steps)]
+        assert ended == [step == 3 for step in range(steps, 5)]
     del consensus
 
 
@@ -341,25 +293,19 @@ def test_an_event_comes_to_all_ranks_after_the_same_step_and_once(trio: Any) -> 
 
     def run(rank: int) -> None:
         for step in range(ahead[rank], 6):
-            if rank == 0 and step < 4:
-                agreements[0].steps.broadcast_event(
-                    event
-                )  # again and again, as long as it has not come
+            if rank == 0 and step < 4:  # again and again, as long as it has not come
+                agreements[0].steps.broadcast_event(event)
             assert not agreements[rank].steps.end_step() and not agreements[rank].steps.stopped
             if agreements[rank].steps.events:
                 assert agreements[rank].steps.events == {event}
                 seen[rank].append(step)
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in (0, 1, 2)]
-    threads[0].start()
+    first = Later(partial(run, 0))
     while not agreements[0].gathers._store.check(["fetch/1/renew"]):
-        threads[0].join(timeout=0.01)
-    for thread in threads[1:]:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-        assert not thread.is_alive()
-    del consensus
+        first.waits(0.01)
+    on_threads([partial(run, rank) for rank in (1, 2)])
+    first.end()
+    del consensus, first
     assert seen == [[3], [3], [3]], "the step at which the rank was that is ahead"
 
 
@@ -368,16 +314,11 @@ def test_a_request_is_served_although_an_earlier_one_is_on_its_way(trio: Any) ->
     agreements, chunks, store = trio
     assert store.add("fetch/n", 1) == 1
     agreements[0].steps.asked.add(1)
-    got: list[Any] = []
-    asking = threading.Thread(
-        target=lambda: got.append(agreements[1].fetches.fetch(6, "layer.6", [0], 37)), daemon=True
-    )
-    asking.start()
-    asking.join(timeout=0.1)
-    assert got == []
+    asking = Later(partial(agreements[1].fetches.fetch, 6, "layer.6", [0], 37))
+    assert asking.waits(0.1)
     store.set("fetch/1", "0|-9|0|1")  # it rings no bell
-    asking.join(timeout=60)
-    assert got == [{0: chunks[0].of(6)}]
+    assert asking.end() == {0: chunks[0].of(6)}
+    del asking
 
 
 def test_a_request_that_must_wait_keeps_no_other_one_waiting(trio: Any) -> None:
@@ -386,20 +327,15 @@ def test_a_request_that_must_wait_keeps_no_other_one_waiting(trio: Any) -> None:
     """
     agreements, chunks, _ = trio
     assert not stepped(agreements[0])
-    ahead = threading.Thread(
-        target=lambda: agreements[0].fetches.fetch(4, "layer.4", [1, 2], 37), daemon=True
-    )
-    ahead.start()
+    ahead = Later(partial(agreements[0].fetches.fetch, 4, "layer.4", [1, 2], 37))
     while not agreements[0].gathers._store.check(["fetch/n"]):
-        ahead.join(timeout=0.01)
-    assert agreements[1].fetches.fetch(6, "layer.6", [0, 2], 37) == {
-        0: chunks[0].of(6),
-        2: chunks[2].of(6),
-    }
-    assert ahead.is_alive()
+        ahead.waits(0.01)
+    got = agreements[1].fetches.fetch(6, "layer.6", [0, 2], 37)
+    assert got == {peer: chunks[peer].of(6) for peer in (0, 2)}
+    assert ahead.waits(0.0)
     assert not stepped(agreements[1]) and not stepped(agreements[2])
-    ahead.join(timeout=60)
-    assert not ahead.is_alive()
+    ahead.end()
+    del ahead
     assert [consensus.steps.end_step() for consensus in agreements] == [True] * 3
 
 
@@ -427,18 +363,12 @@ def test_requests_leave_the_store_once_all_ranks_have_read_them(trio: Any) -> No
 def test_a_chunk_that_cannot_be_read_is_an_error_of_the_rank_that_asks(
     quick: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Broken:
-        def of(self, unit: int, step: int) -> bytes:
-            raise ValueError("no such shard")
-
     store, broken = dist.HashStore(), Broken()
     serving, asking = Consensus(store, 1, range(2), 60.0), Consensus(store, 0, range(2), 60.0)
     serving.fetches.serve(broken.of)
     for _ in range(2):  # the thread lives on
-        with pytest.raises(
-            RankMismatchError,
-            match=r"rank 1 could not serve layer\.3: ValueError: no such shard; its log says where",
-        ):
+        said = r"rank 1 could not serve layer\.3: ValueError: no such shard; its log says where"
+        with pytest.raises(RankMismatchError, match=said):
             asking.fetches.fetch(3, "layer.3", [1], 4)
     serving.close()
     assert serving.fetches.serving.thread is not None
@@ -453,36 +383,24 @@ def test_nobody_is_served_in_the_middle_of_a_write_or_before_it(trio: Any) -> No
     agreements, chunks, _ = trio
     with agreements[0].fetches.writing():
         chunks[0].rank = 5
-    got: list[Any] = []
-    asking = threading.Thread(
-        target=lambda: got.append(agreements[0].fetches.fetch(4, "layer.4", [1, 2], 37)),
-        daemon=True,
-    )
-    asking.start()
+    asking = Later(partial(agreements[0].fetches.fetch, 4, "layer.4", [1, 2], 37))
     for consensus, chunk in zip(agreements[1:], chunks[1:]):
         with consensus.fetches.writing():
-            asking.join(timeout=0.05)
-            assert got == []
+            assert asking.waits()
             chunk.rank += 5
-    del consensus, chunk
-    asking.join(timeout=60)
-    assert got == [{1: Chunks(6, 37).of(4), 2: Chunks(7, 37).of(4)}]
+    assert asking.end() == {1: Chunks(6, 37).of(4), 2: Chunks(7, 37).of(4)}
+    del consensus, chunk, asking
 
 
 def test_a_rank_that_has_closed_is_named_at_once(trio: Any) -> None:
     agreements, _, _ = trio
     agreements[1].close()
     agreements[1].fetches.serving.thread.join(timeout=60)  # it may be reading a request
-    with pytest.raises(
-        RankMismatchError,
-        match=r"rank 0 needs all ranks to serve layer\.2, but rank 1 has "
-        r"destroyed its engine or ended",
-    ):
+    said = r"rank 0 needs all ranks to serve layer\.2, but rank 1 has destroyed its engine or ended"
+    with pytest.raises(RankMismatchError, match=said):
         agreements[0].fetches.fetch(2, "layer.2", [1, 2], 37)
-    with pytest.raises(
-        RankMismatchError,
-        match=r"rank 2 needs all ranks to join the gather of unit 3 in x, but rank 1 has",
-    ):
+    said = "rank 2 needs all ranks to join the gather of unit 3 in x, but rank 1 has"
+    with pytest.raises(RankMismatchError, match=said):
         RollCall(agreements[0].gathers._store, "0", 3).enter(0, "x|1|3|0|0")
         agreements[2].gathers.agree("x", (1, 3), say)
 
@@ -490,21 +408,14 @@ def test_a_rank_that_has_closed_is_named_at_once(trio: Any) -> None:
 def test_those_who_have_heard_of_a_fetch_that_failed_are_told(
     quick: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Broken:
-        def of(self, unit: int, epoch: int) -> bytes:
-            raise ValueError("no such shard")
-
     store, whole, broken = dist.HashStore(), Chunks(2, 4), Broken()
     asking, breaking, listening = (Consensus(store, rank, range(3), 60.0) for rank in range(3))
     listening.fetches.serve(whole.of)
     breaking.fetches.serve(broken.of)
     with pytest.raises(RankMismatchError, match="rank 1 could not serve"):
         asking.fetches.fetch(3, "layer.3", [2, 1], 4)
-    with pytest.raises(
-        RankMismatchError,
-        match=r"rank 0 could not make the others serve layer\.3: rank 1 could not serve layer\.3: "
-        r"ValueError: no such shard",
-    ):
+    said = r"rank 0 could not make the others serve layer\.3: rank 1 could not serve layer\.3: Val"
+    with pytest.raises(RankMismatchError, match=said):
         breaking.steps.end_step()
     for each in (breaking, listening):
         each.close()
@@ -533,10 +444,8 @@ def test_a_peer_that_does_not_serve_is_named_at_the_timeout(
     chunks = Chunks(1, 4)
     serving = Consensus(store, 1, range(3), 60.0)
     serving.fetches.serve(chunks.of)
-    with pytest.raises(
-        RankMismatchError,
-        match=r"rank 0 has waited .* for ranks 2 to serve layer\.9; they never came",
-    ):
+    said = r"rank 0 has waited .* for ranks 2 to serve layer\.9; they never came"
+    with pytest.raises(RankMismatchError, match=said):
         Consensus(store, 0, range(3), 60.0).fetches.fetch(9, "layer.9", [1, 2], 4)
 
 

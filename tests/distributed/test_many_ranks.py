@@ -81,30 +81,20 @@ def test_bytes_of_a_rank(
     flats = [flat for unit in units for flat in unit.flats]
     numel = sum(p.numel() for p in seven_billion.parameters())
     want = POLICIES[stage].bytes_per_parameter(mesh.shard.size, "bfloat16", moments=0)
-    found = {
-        "parameters": sum(
-            flat.shard.nbytes if flat.sharded else flat.full.nbytes for flat in flats
-        ),
-        "gradients": sum(
-            (
-                flat.gradient.shard
-                if flat.gradient.accumulated_grad is None
-                else flat.gradient.accumulated_grad
-            ).nbytes
-            for flat in flats
-        ),
-        "optimizer": sum(flat.optimizer_shard.master.nbytes for flat in flats),
-    }
+    parameters = [flat.shard if flat.sharded else flat.full for flat in flats]
+    gradients = [
+        flat.gradient.shard if (sums := flat.gradient.accumulated_grad) is None else sums
+        for flat in flats
+    ]
+    masters = [flat.optimizer_shard.master for flat in flats]
+    held = {"parameters": parameters, "gradients": gradients, "optimizer": masters}
+    found = {kind: sum(each.nbytes for each in tensors) for kind, tensors in held.items()}
     for kind, size in found.items():
         assert size / numel == pytest.approx(want[kind], rel=0.01), kind
     if stage == 3:
-        assert all(flat.full.untyped_storage().nbytes() == 0 for flat in flats), (
-            "a unit is whole after partition"
-        )
+        assert all(flat.full.untyped_storage().nbytes() == 0 for flat in flats), "units are cut"
         stores = {id(flat._storage): flat._storage.nbytes()["device"] for flat in flats}
-        assert sum(stores.values()) == found["parameters"], (
-            "storage holds more or less than the shards"
-        )
+        assert sum(stores.values()) == found["parameters"], "storage holds the shards alone"
 
 
 @pytest.mark.parametrize(
@@ -139,19 +129,14 @@ def test_frozen_parameters_are_sharded_at_stage_3_alone(
         units, _ = cut_up(seven_billion, stage, 1, frozen=True)
         flats: list[FlatBuffer] = [flat for unit in units for flat in unit.flats]
         assert {flat.layout.shards for flat in flats} == {shards}
-        assert {flat.writes for flat in flats} == {stage == 3 or rank == 0}, (
-            "what all ranks hold whole, one of them saves"
-        )
-        assert all(
-            flat.optimizer_shard.master is None
-            and flat.gradient.shard is None
-            and not flat.trainable
-            for flat in flats
-        )
+        writes = {flat.writes for flat in flats}
+        assert writes == {stage == 3 or rank == 0}, "what all ranks hold whole, one of them saves"
+        for flat in flats:
+            assert flat.optimizer_shard.master is None and flat.gradient.shard is None
+            assert not flat.trainable
         numel = sum(p.numel() for p in seven_billion.parameters())
-        assert sum(flat.shard.nbytes for flat in flats) == pytest.approx(
-            2 * numel / shards, rel=0.001
-        )
+        size = sum(flat.shard.nbytes for flat in flats)
+        assert size == pytest.approx(2 * numel / shards, rel=0.001)
 
 
 @pytest.mark.parametrize("world, replicas, rank", VIEWS)
@@ -163,9 +148,8 @@ def test_one_replica_of_each_chunk_writes_it(
     shards = world // replicas
     assert (mesh.shard.size, mesh.replicate.size) == (shards, replicas)
     assert mesh.shard.ranks[mesh.shard.rank] == mesh.replicate.ranks[mesh.replicate.rank] == rank
-    assert mesh.shard.ranks == list(
-        range(rank // shards * shards, rank // shards * shards + shards)
-    )
+    first = rank // shards * shards
+    assert mesh.shard.ranks == list(range(first, first + shards))
     assert mesh.replicate.ranks == list(range(rank % shards, world, shards))
     units, _ = cut_up(seven_billion, 3, replicas)
     assert {flat.writes for unit in units for flat in unit.flats} == {rank < shards}
@@ -173,7 +157,7 @@ def test_one_replica_of_each_chunk_writes_it(
     assert {flat.writes for unit in units for flat in unit.flats} == {rank == 0}
 
 
-@pytest.mark.parametrize("shards", [64, 257, 1024])
+@pytest.mark.parametrize("shards", fast([64, 257, 1024], lambda shards: shards == 257))
 def test_all_ranks_together_hold_each_element_once(shards: int, seven_billion: nn.Module) -> None:
     """Every parameter of the 7B model, range by range, over all ranks: padding is below a
     thousandth.

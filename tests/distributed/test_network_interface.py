@@ -7,12 +7,7 @@ import os
 import pytest
 
 from hf_zero.distributed import rank_hosts
-from hf_zero.distributed.rank_hosts import (
-    VARIABLES,
-    choose_interface,
-    interface_of,
-    interfaces,
-)
+from hf_zero.distributed.rank_hosts import VARIABLES, choose_interface, interface_of, interfaces
 from hf_zero.errors import LaunchError
 
 
@@ -22,10 +17,22 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "")  # so that monkeypatch takes back what a test sets
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "127.0.0.2"])
-def test_ranks_that_meet_on_loopback_talk_on_loopback(address: str) -> None:
-    choose_interface(address, several_hosts=True)
-    assert [os.environ[name] for name in VARIABLES] == ["lo", ""]
+def chosen() -> list[str]:
+    return [os.environ[name] for name in VARIABLES]
+
+
+def test_ranks_that_meet_on_loopback_talk_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    for address in ("127.0.0.1", "localhost", "127.0.0.2"):
+        monkeypatch.setenv(VARIABLES[0], "")
+        choose_interface(address, several_hosts=True)
+        assert chosen() == ["lo", ""]
+    for address in (None, "no-such-host.invalid"):  # where no way is known the choice is gloo's
+        monkeypatch.setenv(VARIABLES[0], "")
+        choose_interface(address, several_hosts=True)
+        assert chosen() == ["", ""]
+    choose_interface("10.1.2.3", several_hosts=True, asked="lo")  # for gloo and NCCL
+    assert chosen() == ["lo", "lo"]
+    assert interface_of("192.0.2.1") is None and interface_of("127.0.0.1") == "lo"
 
 
 def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,15 +42,9 @@ def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ[VARIABLES[0]] == f"{other},lo"
 
 
-def test_an_interface_that_is_asked_for_is_gloo_s_and_nccl_s() -> None:
-    choose_interface("10.1.2.3", several_hosts=True, asked="lo")
-    assert [os.environ[name] for name in VARIABLES] == ["lo", "lo"]
-
-
 def test_an_interface_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        LaunchError, match=r"interface=eth99: this host has no network interface eth99; it has .*lo"
-    ):
+    said = r"interface=eth99: this host has no network interface eth99; it has .*lo"
+    with pytest.raises(LaunchError, match=said):
         choose_interface("127.0.0.1", several_hosts=False, asked="eth99")
     monkeypatch.setenv(VARIABLES[0], "lo,eth98")
     with pytest.raises(LaunchError, match=r"GLOO_SOCKET_IFNAME=lo,eth98: .* interface eth98;"):
@@ -56,23 +57,10 @@ def test_a_name_that_is_loopback_in_etc_hosts_does_not_lead_other_hosts_astray(
     """Many machines know their own name as 127.0.1.1."""
     ways = {"worker-0": "127.0.0.1", rank_hosts.SOMEWHERE: "10.9.8.7"}
     monkeypatch.setattr(rank_hosts, "_source", lambda address: ways.get(address))
-    monkeypatch.setattr(
-        rank_hosts,
-        "interface_of",
-        lambda address: {"127.0.0.1": "lo", "10.9.8.7": "eth0"}.get(address),
-    )
+    names = {"127.0.0.1": "lo", "10.9.8.7": "eth0"}
+    monkeypatch.setattr(rank_hosts, "interface_of", names.get)
     choose_interface("worker-0", several_hosts=True)
     assert os.environ[VARIABLES[0]] == "eth0"
     monkeypatch.setenv(VARIABLES[0], "")
     choose_interface("worker-0", several_hosts=False)
     assert os.environ[VARIABLES[0]] == "lo"
-
-
-@pytest.mark.parametrize("address", [None, "no-such-host.invalid"])
-def test_where_no_way_is_known_the_choice_is_gloo_s(address: str | None) -> None:
-    choose_interface(address, several_hosts=True)
-    assert os.environ[VARIABLES[0]] == ""
-
-
-def test_an_address_of_nobody_here_has_no_interface() -> None:
-    assert interface_of("192.0.2.1") is None and interface_of("127.0.0.1") == "lo"

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
 from hf_zero.distributed.rank_status import RankStatus, StatusPost, diagnose_hang
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import RankMismatchError
+from tests.distributed.threads import on_threads
+from tests.helpers.cells import in_one_item
 
 WORLD = range(3)
 
@@ -37,108 +40,78 @@ def post(
     made: StatusPost = {"state": state, "why": why, "logs": logs}
     if pending is not None:
         log, number, *needs = pending
-        made["wait"] = [
-            log,
-            number,
-            sequence_number[log][number],
-            list(needs[0] if needs else WORLD),
-        ]
+        needed = list(needs[0] if needs else WORLD)
+        made["wait"] = [log, number, sequence_number[log][number], needed]
     return made
 
 
 OWN = post(("a", 1), a=["gather 1", "gather 2"], b=["sum 1"])
 
 
-def test_silence_proves_nothing() -> None:
-    assert diagnose_hang(0, OWN, {}) is None
-    assert diagnose_hang(0, OWN, {1: post(None, "here", a=["gather 1"])}) is None, "it computes"
+def told(own: StatusPost, others: dict[int, StatusPost], *parts: str) -> None:
+    """There is a proof, which says all ``parts``."""
+    verdict = diagnose_hang(0, own, others)
+    assert verdict is not None and all(part in verdict.text for part in parts), verdict
 
 
-def test_other_collectives_of_one_number_have_parted() -> None:
-    verdict = diagnose_hang(0, OWN, {1: post(("a", 1), a=["gather 1", "gather 9"], b=["sum 1"])})
+SAME = ["gather 1", "gather 2"]
+ENDED = {"state": "ended", "why": "its script is over"}
+NO_PROOF: dict[str, tuple[StatusPost, dict[int, StatusPost]]] = {
+    "silence": (OWN, {}),
+    "it computes": (OWN, {1: post(None, "here", a=["gather 1"])}),
+    "the same collective is slow": (OWN, {1: post(("a", 1), a=SAME, b=["sum 1"])}),
+    # it waited for what rank 0 has issued by now: it has gone on, and may be computing
+    "its wait has ended since": (OWN, {1: post(("b", 0), a=["gather 1"], b=["sum 1"])}),
+    "its part is on the wire": (OWN, {1: post(None, **ENDED, a=SAME)}),
+    "it is not needed": (post(("a", 1, (0, 2)), a=["x", "y"]), {1: post(None, "ended", "over")}),
+    "another engine takes it over": (
+        post(("a", 1), closed="destroyed its engine", a=SAME),
+        {1: post(None, "here", closed="destroyed its engine", a=["gather 1"])},
+    ),
+}
+
+
+@in_one_item(NO_PROOF)
+def test_what_is_no_proof(name: str) -> None:
+    own, others = NO_PROOF[name]
+    assert diagnose_hang(0, own, others) is None
+
+
+def test_what_is_a_proof() -> None:
+    parted = post(("a", 1), a=["gather 1", "gather 9"], b=["sum 1"])
+    told(OWN, {1: parted}, "rank 0 is at gather 2, rank 1 at gather 9 (both number 1 of a)")
+    other = {1: post(("b", 1), a=["gather 1"], b=["sum 1", "sum 2"])}
+    said = "rank 0 waits for gather 2 (number 1 of a), which rank 1 has not issued: it waits for "
+    told(OWN, other, f"{said}sum 2 (number 1 of b)")
+    verdict = diagnose_hang(0, OWN, other)
     assert verdict is not None
-    assert "rank 0 is at gather 2, rank 1 at gather 9 (both number 1 of a)" in verdict.text
-
-
-def test_the_same_collective_is_slow_and_no_proof() -> None:
-    assert (
-        diagnose_hang(0, OWN, {1: post(("a", 1), a=["gather 1", "gather 2"], b=["sum 1"])}) is None
-    )
-
-
-def test_two_that_wait_for_each_other_are_stuck() -> None:
-    verdict = diagnose_hang(0, OWN, {1: post(("b", 1), a=["gather 1"], b=["sum 1", "sum 2"])})
-    assert verdict is not None
-    assert (
-        "rank 0 waits for gather 2 (number 1 of a), which rank 1 has not issued: it waits for "
-        "sum 2 (number 1 of b)" in verdict.text
-    )
     assert "which rank 1 has not issued. Every rank must" in verdict.cause, "rank 1 says the rest"
-
-
-def test_a_wait_that_has_ended_since_its_post_is_no_proof() -> None:
-    """Rank 1 waited for what rank 0 has issued by now: it has gone on, and may be computing."""
-    assert diagnose_hang(0, OWN, {1: post(("b", 0), a=["gather 1"], b=["sum 1"])}) is None
+    ended = post(None, **ENDED, a=["gather 1"])
+    told(OWN, {1: ended}, "which rank 1 will never join: it has ended (its script is over)")
+    closed = post(None, "here", closed="destroyed its engine", a=["gather 1"])
+    told(OWN, {1: closed}, "rank 1 will never join: it has destroyed its engine")
+    verdict = diagnose_hang(0, OWN, {1: post(None, "broken", "rank 2 died without a word")})
+    assert verdict is not None and verdict.cause == "rank 2 died without a word", "the first cause"
 
 
 def test_three_that_wait_in_a_ring_are_stuck_and_two_of_them_are_not() -> None:
     own = post(("a", 0, (0, 1)), a=["x"])
     second = post(("b", 0, (1, 2)), b=["y"])
     third = post(("c", 0, (2, 0)), c=["z"])
-    verdict = diagnose_hang(0, own, {1: second, 2: third})
-    assert verdict is not None and "which rank 1 has not issued: it waits for y" in verdict.text
+    told(own, {1: second, 2: third}, "which rank 1 has not issued: it waits for y")
     assert diagnose_hang(0, own, {1: second}) is None, "rank 2 may still come"
-    assert diagnose_hang(0, own, {1: second, 2: post(("c", 0, (2,)), c=["z"])}) is None, (
-        "what rank 2 waits for needs nobody else"
-    )
+    alone = {1: second, 2: post(("c", 0, (2,)), c=["z"])}
+    assert diagnose_hang(0, own, alone) is None, "what rank 2 waits for needs nobody else"
 
 
-def test_a_rank_that_has_ended_will_not_come() -> None:
-    verdict = diagnose_hang(0, OWN, {1: post(None, "ended", "its script is over", a=["gather 1"])})
-    assert verdict is not None
-    assert "which rank 1 will never join: it has ended (its script is over)" in verdict.text
-    assert (
-        diagnose_hang(
-            0, OWN, {1: post(None, "ended", "its script is over", a=["gather 1", "gather 2"])}
-        )
-        is None
-    ), "its part is on the wire"
-    assert (
-        diagnose_hang(0, post(("a", 1, (0, 2)), a=["x", "y"]), {1: post(None, "ended", "over")})
-        is None
-    ), "it is not needed"
-
-
-def test_a_rank_that_has_destroyed_its_engine_will_not_come() -> None:
-    verdict = diagnose_hang(
-        0, OWN, {1: post(None, "here", closed="destroyed its engine", a=["gather 1"])}
-    )
-    assert verdict is not None
-    assert "rank 1 will never join: it has destroyed its engine" in verdict.text
-    own = post(("a", 1), closed="destroyed its engine", a=["gather 1", "gather 2"])
-    assert (
-        diagnose_hang(
-            0, own, {1: post(None, "here", closed="destroyed its engine", a=["gather 1"])}
-        )
-        is None
-    ), "another engine takes it over"
-
-
-@pytest.mark.parametrize("pending", [("a", 1), None])
+@in_one_item([("a", 1), None])
 def test_a_rank_that_has_failed_ends_all_that_wait(pending: Any) -> None:
-    own = post(pending, a=["gather 1", "gather 2"])
-    verdict = diagnose_hang(
-        0, own, {1: post(None, "here"), 2: post(None, "failed", "ValueError: bad batch")}
-    )
+    failed = post(None, "failed", "ValueError: bad batch")
+    verdict = diagnose_hang(0, post(pending, a=SAME), {1: post(None, "here"), 2: failed})
     assert verdict is not None
     assert verdict.text.startswith("rank 0 waits for")
     assert verdict.text.endswith("rank 2 has failed: ValueError: bad batch")
     assert verdict.cause == "rank 2 has failed: ValueError: bad batch"
-
-
-def test_the_first_cause_is_what_is_passed_on() -> None:
-    verdict = diagnose_hang(0, OWN, {1: post(None, "broken", "rank 2 died without a word")})
-    assert verdict is not None and verdict.cause == "rank 2 died without a word"
 
 
 # ---- through a store, with the thread that looks ----
@@ -151,9 +124,8 @@ class Rank:
         self.rank_status = RankStatus(store, rank, 2)
         self.watchdog = Watchdog(rank_status=self.rank_status)
         self.broken = threading.Event()
-        self.log = self.rank_status.register(
-            CollectiveLog("gathers", (0, 1), timeout, self.broken.set)
-        )
+        log = CollectiveLog("gathers", (0, 1), timeout, self.broken.set)
+        self.log = self.rank_status.register(log)
 
     def wait(self, what: str) -> None:
         pending = self.log.issue(what)
@@ -185,14 +157,7 @@ def test_both_ranks_of_a_divergence_raise(pair: Any, heard: list[str]) -> None:
             rank.wait(what)
         texts.append(str(caught.value))
 
-    threads = [
-        threading.Thread(target=run, args=each, daemon=True)
-        for each in zip(pair, ["gather of x", "gather of y"])
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    on_threads([partial(run, *each) for each in zip(pair, ["gather of x", "gather of y"])])
     assert len(texts) == 2
     assert all("gather of x" in text and "gather of y" in text for text in texts)
     assert len(heard) == 2, "each says so at once, whatever becomes of the exception"
@@ -219,10 +184,8 @@ def test_a_wait_in_an_engine_that_all_have_left_is_over(pair: Any) -> None:
 
 def test_the_timeout_names_who_is_waited_for(pair: Any, heard: list[str]) -> None:
     pair[0].log.timeout = 0.1
-    with pytest.raises(
-        RankMismatchError,
-        match=r"rank 0 has waited .*, which is the timeout, for gather of x .*; rank 1 has not j",
-    ):
+    said = r"rank 0 has waited .*, which is the timeout, for gather of x .*; rank 1 has not j"
+    with pytest.raises(RankMismatchError, match=said):
         pair[0].wait("gather of x")
 
 
@@ -252,10 +215,8 @@ def test_an_exception_that_ends_a_rank_ends_the_other_by_its_first_line(
 ) -> None:
     failing(monkeypatch, ValueError("bad batch\nof many lines"))
     assert pair[1].rank_status.publish_exit() is None
-    with pytest.raises(
-        RankMismatchError,
-        match=r"rank 0 waits for gather of x .* rank 1 has failed: ValueError: bad batch$",
-    ):
+    said = r"rank 0 waits for gather of x .* rank 1 has failed: ValueError: bad batch$"
+    with pytest.raises(RankMismatchError, match=said):
         pair[0].wait("gather of x")
 
 
@@ -270,22 +231,17 @@ def test_a_rank_that_fails_because_of_another_is_not_the_cause(
     assert pair[1].rank_status._read()[0]["state"] == "broken"
 
 
-def test_a_rank_that_ends_well_says_so(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("last_exc", "last_value"):
-        monkeypatch.delattr(sys, name, raising=False)
-    pair[1].rank_status.publish_exit()
-    with pytest.raises(RankMismatchError, match="rank 1 will never join: it has ended"):
-        pair[0].wait("gather of x")
-
-
-def test_an_exception_in_the_last_forward_is_remembered(
-    pair: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("last", ["", "RuntimeError: shapes"])
+def test_a_rank_that_ends_well_says_so(
+    last: str, pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And an exception in its last forward, which it caught."""
     for name in ("last_exc", "last_value"):
         monkeypatch.delattr(sys, name, raising=False)
-    pair[1].rank_status.last_error = "RuntimeError: shapes"
+    pair[1].rank_status.last_error = last
     pair[1].rank_status.publish_exit()
-    with pytest.raises(RankMismatchError, match=r"it has ended \(after RuntimeError: shapes\)"):
+    said = rf"rank 1 will never join: it has ended \(.*{last}\)"
+    with pytest.raises(RankMismatchError, match=said):
         pair[0].wait("gather of x")
 
 
@@ -302,7 +258,7 @@ STATES = ("here", "waits", "follows")  # what a rank has posted last, perhaps lo
 def test_a_process_that_is_killed_is_known_to_be_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     """On its own host at once, and on others because a rank of its host says so."""
     pairs = []
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+    with subprocess.Popen("cat", stdin=subprocess.PIPE) as child:
         for state in STATES:
             store = dist.HashStore()
             here = RankStatus(store, 0, 3)
@@ -334,7 +290,7 @@ def test_a_rank_that_has_ended_is_not_taken_for_dead(monkeypatch: pytest.MonkeyP
     store = dist.HashStore()
     here = RankStatus(store, 0, 3)
     assert here.failure_cause(0.0) is None
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+    with subprocess.Popen("cat", stdin=subprocess.PIPE) as child:
         there = rank_of(child.pid, store, 1, monkeypatch)
         other = RankStatus(store, 2, 3)
         other.look()
@@ -370,16 +326,10 @@ def test_a_store_that_is_gone_is_asked_once_and_its_rank_named() -> None:
     assert verdict is not None
     assert verdict.text.startswith("rank 0, which hosts the ranks' store, cannot be reached")
     assert verdict.text.endswith("saves in the same order, and the same number of them")
-    assert (
-        rank_status.diagnose(
-            PendingCollective("gather", CollectiveLog("gathers", (0, 1), 60.0), 0, (0, 1))
-        )
-        is None
-    ), "the backend tells of that"
-    assert (
-        RankStatus(store, 1, 2).failure_cause(0.0)
-        == "the launcher, which hosts the ranks' store, is gone or cannot be reached"
-    )
+    native = PendingCollective("gather", CollectiveLog("gathers", (0, 1), 60.0), 0, (0, 1))
+    assert rank_status.diagnose(native) is None, "the backend tells of that"
+    said = "the launcher, which hosts the ranks' store, is gone or cannot be reached"
+    assert RankStatus(store, 1, 2).failure_cause(0.0) == said
 
 
 def test_a_rank_is_gone_once_its_interpreter_has_ended_and_not_before() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from hf_zero.distributed.rank_status import RankStatus
 from hf_zero.distributed.recovery import PassTracker, RecoveryBoard
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import RankMismatchError
+from tests.distributed.threads import on_threads
 
 Logs = dict[str, CollectiveLog]
 
@@ -103,22 +105,16 @@ def go_on(script: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> list[
             watchdog.close()
             watching._watches.discard(watchdog)
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    on_threads([partial(run, rank) for rank in range(2)])
     return answers
 
 
 ALIKE = [alike, alike_outside_any_pass, at_its_end, again_alone, apart_where_nothing_is_shared]
 
 
-@pytest.mark.parametrize("script", ALIKE)
-def test_ranks_that_go_on_alike_go_on(
-    script: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert go_on(script, monkeypatch) == ["went on", "went on"]
+def test_ranks_that_go_on_alike_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    for script in ALIKE:
+        assert go_on(script, monkeypatch) == ["went on", "went on"], script
 
 
 def test_ranks_that_go_on_with_different_passes_raise_on_both(

@@ -21,6 +21,7 @@ from hf_zero.distributed.rendezvous import (
     expand_tasks,
 )
 from hf_zero.errors import LaunchError
+from tests.helpers.cells import in_one_item
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -46,287 +47,211 @@ MVAPICH = {
     "MASTER_ADDR": "n0",
 }  # fmt: skip
 INTEL = {
-    "PMI_RANK": "5",
-    "PMI_SIZE": "8",
-    "MPI_LOCALRANKID": "1",
-    "MPI_LOCALNRANKS": "4",
-    "MASTER_ADDR": "n0",
-    "MASTER_PORT": "2345",
-}
-NODE = ("MASTER_ADDR", "n0")
+    "PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4",
+    "MASTER_ADDR": "n0", "MASTER_PORT": "2345",
+}  # fmt: skip
+MEETING = {"MASTER_ADDR": "n0", "MASTER_PORT": "9"}
+
+
+def found(environ: dict[str, str], **given: Any) -> Place:
+    place = discover(environ, **given)
+    assert place is not None
+    return place
 
 
 def derived(job: str) -> int:
-    port = discover(
-        {**SRUN, "SLURM_JOB_ID": job.partition(".")[0], "SLURM_STEP_ID": job.partition(".")[2]}
-    )
-    assert port is not None
-    return port.master_port
+    """The port of a job and its step."""
+    names = ("SLURM_JOB_ID", "SLURM_STEP_ID")
+    return found({**SRUN, **dict(zip(names, job.split(".")))}).master_port
 
 
-@pytest.mark.parametrize(
-    ("environ", "place"),
-    [
-        (TORCHRUN, Place(3, 4, 1, 2, "node1", 1234, None)),
-        (SRUN, Place(2, 3, 0, 1, "gpu07", derived("77.0"), "srun")),
-        (MVAPICH, Place(5, 8, 1, 4, "n0", DEFAULT_PORT, "MVAPICH")),
-        (INTEL, Place(5, 8, 1, 4, "n0", 2345, "MPICH or Intel MPI")),
-        ({"PMI_RANK": "2", "PMI_SIZE": "4", "PALS_LOCAL_RANKID": "0", "MASTER_ADDR": "n0"}, Place(2,
-        4, 0, None, "n0", DEFAULT_PORT, "PMI")),
-        (
-            {"PMIX_RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "n0",
-            "MASTER_PORT": "9"},
-            Place(1, 2, 0, None, "n0", 9, "PMIx"),
-        ),
-        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}, Place(1,
-        2, 1, 2, "127.0.0.1", 9, None)),
-        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n0", "MASTER_PORT": "9"}, Place(1, 2,
-        None, None, "n0", 9, None)),
-    ],
-    ids=["torchrun", "srun", "mvapich", "intel", "pmi", "pmix", "by hand, one host", "by hand"],
-)  # fmt: skip
-def test_each_launcher_in_its_own_words(environ: dict[str, str], place: Place) -> None:
+PMI = {"PMI_RANK": "2", "PMI_SIZE": "4", "PALS_LOCAL_RANKID": "0", "MASTER_ADDR": "n0"}
+PMIX = {"PMIX_RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"} | MEETING
+HAND = {"RANK": "1", "WORLD_SIZE": "2", **MEETING}
+PLACES: dict[str, tuple[dict[str, str], Place]] = {
+    "torchrun": (TORCHRUN, Place(3, 4, 1, 2, "node1", 1234, None)),
+    "srun": (SRUN, Place(2, 3, 0, 1, "gpu07", derived("77.0"), "srun")),
+    "mvapich": (MVAPICH, Place(5, 8, 1, 4, "n0", DEFAULT_PORT, "MVAPICH")),
+    "intel": (INTEL, Place(5, 8, 1, 4, "n0", 2345, "MPICH or Intel MPI")),
+    "pmi": (PMI, Place(2, 4, 0, None, "n0", DEFAULT_PORT, "PMI")),
+    "pmix": (PMIX, Place(1, 2, 0, None, "n0", 9, "PMIx")),
+    "by hand, one host": (
+        HAND | {"MASTER_ADDR": "127.0.0.1"}, Place(1, 2, 1, 2, "127.0.0.1", 9, None)
+    ),
+    "by hand": (HAND, Place(1, 2, None, None, "n0", 9, None)),
+}  # fmt: skip
+
+
+@in_one_item(PLACES)
+def test_each_launcher_in_its_own_words(name: str) -> None:
+    environ, place = PLACES[name]
     assert discover(environ) == place
 
 
 def test_mpirun_on_one_host_meets_on_loopback_at_a_port_of_its_job() -> None:
-    place = discover(MPIRUN)
-    assert place is not None
-    assert (
-        place.rank,
-        place.world_size,
-        place.local_rank,
-        place.master_addr,
-    ) == (1, 2, 1, "127.0.0.1")
-    other = discover({**MPIRUN, "PMIX_NAMESPACE": "7"})
-    first = discover({**MPIRUN, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"})
-    assert other is not None and first is not None
+    place = found(MPIRUN)
+    assert (place.rank, place.world_size, place.local_rank) == (1, 2, 1)
+    assert place.master_addr == "127.0.0.1"
+    other = found({**MPIRUN, "PMIX_NAMESPACE": "7"})
+    first = found({**MPIRUN, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"})
     assert first.master_port == place.master_port != other.master_port
     assert FIRST_PORT <= place.master_port < FIRST_PORT + PORTS
 
 
 def test_all_ranks_of_srun_come_to_one_answer() -> None:
+    names = ("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID")
     places = [
-        discover(
-            {
-                **SRUN,
-                "SLURM_PROCID": str(rank),
-                "SLURM_NODEID": str(node),
-                "SLURM_LOCALID": str(local),
-            }
-        )
-        for rank, node, local in ((0, 0, 0), (1, 0, 1), (2, 1, 0))
+        found({**SRUN, **dict(zip(names, map(str, numbers)))})
+        for numbers in ((0, 0, 0), (1, 0, 1), (2, 1, 0))
     ]
-    assert [(each.rank, each.local_rank, each.local_world_size,
-    each.several_hosts) for each in places if each] == [
-        (0, 0, 2, True), (1, 1, 2, True), (2, 0, 1, True),
-    ]  # fmt: skip
-    assert (
-        len({(each.master_addr, each.master_port, each.world_size) for each in places if each}) == 1
-    )
-
-
-def test_steps_of_one_job_meet_at_different_ports() -> None:
+    own = [
+        (each.rank, each.local_rank, each.local_world_size, each.several_hosts) for each in places
+    ]
+    assert own == [(0, 0, 2, True), (1, 1, 2, True), (2, 0, 1, True)]
+    meetings = {(each.master_addr, each.master_port, each.world_size) for each in places}
+    assert len(meetings) == 1
+    # steps of one job meet at different ports
     assert len({derived(job) for job in ("77.0", "77.1", "78.0", "78.1")}) == 4
-
-
-@pytest.mark.parametrize("name", ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"])
-def test_any_of_srun_s_lists_of_nodes(name: str) -> None:
-    environ = {key: value for key, value in SRUN.items() if "NODELIST" not in key}
-    place = discover({**environ, name: "a[3-4],b"})
-    assert place is not None and place.master_addr == "a3"
+    without = {key: value for key, value in SRUN.items() if "NODELIST" not in key}
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        assert found({**without, name: "a[3-4],b"}).master_addr == "a3"
 
 
 def test_what_is_set_explicitly_counts_beside_a_launcher() -> None:
-    place = discover(
-        {**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000", "WORLD_SIZE": "3", "RANK": "2"}
-    )
-    assert place == Place(2, 3, 0, 1, "10.0.0.1", 4000, "srun")
-    mpi = discover({**MPIRUN, "MASTER_PORT": "4000"}, port=5000)
-    assert mpi is not None and mpi.master_port == 4000
-    mpi = discover(MPIRUN, port=5000)
-    assert mpi is not None and mpi.master_port == 5000
+    given = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000", "WORLD_SIZE": "3", "RANK": "2"}
+    assert discover({**SRUN, **given}) == Place(2, 3, 0, 1, "10.0.0.1", 4000, "srun")
+    assert found({**MPIRUN, "MASTER_PORT": "4000"}, port=5000).master_port == 4000
+    assert found(MPIRUN, port=5000).master_port == 5000
 
 
-@pytest.mark.parametrize(
-    "environ",
+OWN = {key: value for key, value in TORCHRUN.items() if key != "TORCHELASTIC_RUN_ID"}
+
+
+@in_one_item(
     [
         # a torchrun on each node, started by srun, whose own numbers count nodes
         {**TORCHRUN, **SRUN},
         {**TORCHRUN, **MPIRUN},
-        {**{key: value for key, value in TORCHRUN.items() if key != "TORCHELASTIC_RUN_ID"},
-        "SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"},
-        {**{key: value for key, value in TORCHRUN.items() if key != "TORCHELASTIC_RUN_ID"}, **SRUN,
-        "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
-    ],
-    ids=["torchrun by srun", "torchrun by mpirun", "processes of one's own by srun",
-    "in an interactive step"],
-)  # fmt: skip
-def test_a_launcher_of_launchers_has_no_say(environ: dict[str, str]) -> None:
-    place = discover(environ)
-    assert place is not None
-    assert (
-        place.rank,
-        place.world_size,
-        place.local_rank,
-        place.master_addr,
-    ) == (3, 4, 1, "node1")
-
-
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {},
-        {"MASTER_ADDR": "n0", "MASTER_PORT": "1"},
-        {"WORLD_SIZE": "1"},
-        {"RANK": "0", "WORLD_SIZE": "1"},
-        {"LOCAL_RANK": "0"},
-        {"MASTER_ADDR": "", "RANK": " ", "WORLD_SIZE": ""},
-        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_NODELIST": "n1"},
-        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"},
-        {
-            "OMPI_COMM_WORLD_RANK": "0",
-            "OMPI_COMM_WORLD_SIZE": "1",
-            "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-        },
-    ],
+        # processes of one's own by srun, also in an interactive step
+        {**OWN, "SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"},
+        {**OWN, **SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+    ]
 )
-def test_who_is_alone(environ: dict[str, str]) -> None:
-    assert discover(environ) is None
+def test_a_launcher_of_launchers_has_no_say(environ: dict[str, str]) -> None:
+    place = found(environ)
+    assert (place.rank, place.world_size, place.local_rank) == (3, 4, 1)
+    assert place.master_addr == "node1"
 
 
-@pytest.mark.parametrize(
-    ("environ", "says"),
-    [
-        ({"RANK": "1"}, ["RANK=1", "WORLD_SIZE is not", "torchrun"]),
-        ({"WORLD_SIZE": "2"}, ["WORLD_SIZE=2", "RANK is not"]),
-        ({"LOCAL_RANK": "1"}, ["LOCAL_RANK=1", "RANK and WORLD_SIZE are not"]),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, ["RANK=2 and WORLD_SIZE=2 contradict"]),
-        ({"RANK": "x", "WORLD_SIZE": "2"}, ["RANK='x' is not a whole number"]),
-        ({"RANK": "-1", "WORLD_SIZE": "2"}, ["RANK='-1'"]),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, ["WORLD_SIZE=2", "MASTER_ADDR is not"]),
-        (
-            {
-                "SLURM_PROCID": "1",
-                "SLURM_STEP_ID": "0",
-                "SLURM_NTASKS": "4",
-                "SLURM_LOCALID": "0",
-            },
-            ["MASTER_ADDR is not", "srun does not tell the hosts", "MASTER_ADDR=HOST srun"],
-        ),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "n0"}, ["MASTER_PORT is not"]),
-        ({**TORCHRUN, "MASTER_PORT": "70000"}, ["MASTER_PORT=70000", "1 to 65535"]),
-        ({**TORCHRUN, "MASTER_PORT": "0"}, ["MASTER_PORT=0"]),
-        ({**TORCHRUN, "LOCAL_RANK": "2"}, ["LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2 contradict"]),
-        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "8"}, ["LOCAL_WORLD_SIZE=8 and WORLD_SIZE=4 contradict"]),
-        ({**TORCHRUN, "RANK": "0"}, ["LOCAL_RANK=1 and RANK=0 contradict"]),
-        ({**MPIRUN, "RANK": "0", "WORLD_SIZE": "1"}, ["WORLD_SIZE=1 contradicts "
-                                                      "OMPI_COMM_WORLD_SIZE=2"]),
-        ({**MPIRUN, "RANK": "0", "WORLD_SIZE": "2"}, ["RANK=0 contradicts OMPI_COMM_WORLD_RANK=1"]),
-        ({**MPIRUN, "WORLD_SIZE": "4"}, ["WORLD_SIZE=4 contradicts OMPI_COMM_WORLD_SIZE=2"]),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, ["OMPI_COMM_WORLD_SIZE=2", "RANK is not",
-        "OMPI_COMM_WORLD_RANK"]),
-        ({"OMPI_COMM_WORLD_RANK": "1"}, ["OMPI_COMM_WORLD_RANK=1", "WORLD_SIZE is not",
-        "OMPI_COMM_WORLD_SIZE"]),
-        ({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
-        ["MASTER_ADDR is not", "Open MPI", "mpirun -x MASTER_ADDR"]),
-        ({**MPIRUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-        "MASTER_ADDR": "localhost"}, ["MASTER_ADDR=localhost", "OMPI_COMM_WORLD_LOCAL_SIZE=1"]),
-        ({"PMIX_RANK": "0", "PMIX_NAMESPACE": "a@1"}, ["PMIX_RANK=0", "WORLD_SIZE is not",
-        "PMIx does not tell it"]),
-        ({"PMI_RANK": "0", "PMI_SIZE": "2", "MASTER_ADDR": "n0"}, ["LOCAL_RANK is not set",
-        "PALS_LOCAL_RANKID"]),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "1"}, ["SLURM_NTASKS=2",
-        "SLURM_STEP_ID is not", "srun python"]),
-        ({**SRUN, "SLURM_NODEID": "2"}, ["SLURM_NODEID=2 and "
-                                         "SLURM_STEP_TASKS_PER_NODE='2,1' contradict"]),
-        ({**SRUN, "SLURM_STEP_NODELIST": "gpu[7-"}, ["SLURM_STEP_NODELIST='gpu[7-'", "brackets"]),
-        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "two"}, ["SLURM_STEP_TASKS_PER_NODE='two'"]),
-    ],
-)  # fmt: skip
-def test_what_lacks_or_contradicts_is_named(environ: dict[str, str], says: list[str]) -> None:
+# Variables, and after "=>" what is said of them; "nobody" where this process is alone. A name of a
+# launcher in capitals stands for its variables.
+ENVIRONMENTS = """
+=> nobody
+MASTER_ADDR=n0 MASTER_PORT=1 => nobody
+WORLD_SIZE=1 => nobody
+RANK=0 WORLD_SIZE=1 => nobody
+LOCAL_RANK=0 => nobody
+MASTER_ADDR= RANK=_ WORLD_SIZE= => nobody
+SLURM_JOB_ID=1 SLURM_NTASKS=1 SLURM_PROCID=0 SLURM_NODELIST=n1 => nobody
+SLURM_JOB_ID=1 SLURM_NTASKS=8 => nobody
+OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_LOCAL_RANK=0 => nobody
+RANK=1 => RANK=1 ~ WORLD_SIZE is not ~ torchrun
+WORLD_SIZE=2 => WORLD_SIZE=2 ~ RANK is not
+LOCAL_RANK=1 => LOCAL_RANK=1 ~ RANK and WORLD_SIZE are not
+RANK=2 WORLD_SIZE=2 => RANK=2 and WORLD_SIZE=2 contradict
+RANK=x WORLD_SIZE=2 => RANK='x' is not a whole number
+RANK=-1 WORLD_SIZE=2 => RANK='-1'
+RANK=0 WORLD_SIZE=2 => WORLD_SIZE=2 ~ MASTER_ADDR is not
+SLURM_PROCID=1 SLURM_STEP_ID=0 SLURM_NTASKS=4 SLURM_LOCALID=0
+    => MASTER_ADDR is not ~ srun does not tell the hosts ~ MASTER_ADDR=HOST srun
+RANK=0 WORLD_SIZE=2 MASTER_ADDR=n0 => MASTER_PORT is not
+TORCHRUN MASTER_PORT=70000 => MASTER_PORT=70000 ~ 1 to 65535
+TORCHRUN MASTER_PORT=0 => MASTER_PORT=0
+TORCHRUN LOCAL_RANK=2 => LOCAL_RANK=2 and LOCAL_WORLD_SIZE=2 contradict
+TORCHRUN LOCAL_WORLD_SIZE=8 => LOCAL_WORLD_SIZE=8 and WORLD_SIZE=4 contradict
+TORCHRUN RANK=0 => LOCAL_RANK=1 and RANK=0 contradict
+MPIRUN RANK=0 WORLD_SIZE=1 => WORLD_SIZE=1 contradicts OMPI_COMM_WORLD_SIZE=2
+MPIRUN RANK=0 WORLD_SIZE=2 => RANK=0 contradicts OMPI_COMM_WORLD_RANK=1
+MPIRUN WORLD_SIZE=4 => WORLD_SIZE=4 contradicts OMPI_COMM_WORLD_SIZE=2
+OMPI_COMM_WORLD_SIZE=2 => OMPI_COMM_WORLD_SIZE=2 ~ RANK is not ~ OMPI_COMM_WORLD_RANK
+OMPI_COMM_WORLD_RANK=1 => OMPI_COMM_WORLD_RANK=1 ~ WORLD_SIZE is not ~ OMPI_COMM_WORLD_SIZE
+MPIRUN OMPI_COMM_WORLD_LOCAL_SIZE=1 OMPI_COMM_WORLD_LOCAL_RANK=0
+    => MASTER_ADDR is not ~ Open MPI ~ mpirun -x MASTER_ADDR
+MPIRUN OMPI_COMM_WORLD_LOCAL_SIZE=1 OMPI_COMM_WORLD_LOCAL_RANK=0 MASTER_ADDR=localhost
+    => MASTER_ADDR=localhost ~ OMPI_COMM_WORLD_LOCAL_SIZE=1
+PMIX_RANK=0 PMIX_NAMESPACE=a@1 => PMIX_RANK=0 ~ WORLD_SIZE is not ~ PMIx does not tell it
+PMI_RANK=0 PMI_SIZE=2 MASTER_ADDR=n0 => LOCAL_RANK is not set ~ PALS_LOCAL_RANKID
+SLURM_PROCID=0 SLURM_NTASKS=2 SLURM_JOB_ID=1 => SLURM_NTASKS=2 ~ SLURM_STEP_ID is not ~ srun python
+SRUN SLURM_NODEID=2 => SLURM_NODEID=2 and SLURM_STEP_TASKS_PER_NODE='2,1' contradict
+SRUN SLURM_STEP_NODELIST=gpu[7- => SLURM_STEP_NODELIST='gpu[7-' ~ brackets
+SRUN SLURM_STEP_TASKS_PER_NODE=two => SLURM_STEP_TASKS_PER_NODE='two'
+"""
+LAUNCHERS = {"TORCHRUN": TORCHRUN, "MPIRUN": MPIRUN, "SRUN": SRUN}
+
+
+@in_one_item(ENVIRONMENTS.strip("\n").replace("\n    ", " ").splitlines())
+def test_what_lacks_or_contradicts_is_named(row: str) -> None:
+    given, said = row.split("=> ")
+    environ = dict[str, str]()
+    for word in given.split():
+        name, _, value = word.partition("=")
+        environ |= LAUNCHERS.get(word, {name: value.replace("_", " ") if value == "_" else value})
+    if said == "nobody":
+        assert discover(environ) is None
+        return
     with pytest.raises(LaunchError) as raised:
         discover(environ)
-    assert all(part in str(raised.value) for part in says), str(raised.value)
+    assert all(part in str(raised.value) for part in said.split(" ~ ")), str(raised.value)
 
 
 def test_arguments_count_as_if_they_were_set() -> None:
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
-    place = discover(meeting, rank=1, world_size=2)
-    assert place is not None and (place.rank, place.world_size, place.local_rank) == (1, 2, 1)
-    with pytest.raises(LaunchError, match=r"init_distributed\(rank\)=1 contradicts RANK=3"):
-        discover(TORCHRUN, rank=1)
-    with pytest.raises(
-        LaunchError, match=r"init_distributed\(world_size\)=3 contradicts OMPI_COMM_WORLD_SIZE=2"
-    ):
-        discover(MPIRUN, world_size=3)
-    with pytest.raises(LaunchError, match="distributed_port=0 is not a port"):
-        discover(MPIRUN, port=0)
+    place = found(meeting, rank=1, world_size=2)
+    assert (place.rank, place.world_size, place.local_rank) == (1, 2, 1)
+    wrong: list[tuple[dict[str, str], dict[str, Any], str]] = [
+        (TORCHRUN, {"rank": 1}, r"init_distributed\(rank\)=1 contradicts RANK=3"),
+        (MPIRUN, {"world_size": 3}, r"\(world_size\)=3 contradicts OMPI_COMM_WORLD_SIZE=2"),
+        (MPIRUN, {"port": 0}, "distributed_port=0 is not a port"),
+    ]
+    for environ, given, said in wrong:
+        with pytest.raises(LaunchError, match=said):
+            discover(environ, **given)
 
 
 def test_what_was_found_is_said_in_torchrun_s_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [
-        name
-        for name in os.environ
-        if name in TORCHRUN or name.startswith(("SLURM_", "OMPI_", "PMI"))
-    ]:
-        monkeypatch.delenv(name)
+    for name in [*os.environ]:
+        if name in TORCHRUN or name.startswith(("SLURM_", "OMPI_", "PMI")):
+            monkeypatch.delenv(name)
     for name, value in SRUN.items():
         monkeypatch.setenv(name, value)
     for name in TORCHRUN:
         monkeypatch.setenv(name, "")  # so that monkeypatch takes them back
     place = announce()
     assert place is not None
-    said = {
-        name: os.environ[name]
-        for name in (
-            "RANK",
-            "WORLD_SIZE",
-            "LOCAL_RANK",
-            "LOCAL_WORLD_SIZE",
-            "MASTER_ADDR",
-            "MASTER_PORT",
-        )
-    }
-    assert said == place.variables()
+    names = [name for name in TORCHRUN if name != "TORCHELASTIC_RUN_ID"]
+    assert {name: os.environ[name] for name in names} == place.variables()
     assert announce() == place, "asked again, the answer is the same"
 
 
-@pytest.mark.parametrize(
-    ("text", "hosts"),
-    [
-        ("a", ["a"]),
-        ("a,b.c-d_1", ["a", "b.c-d_1"]),
-        ("gpu[1-3]", ["gpu1", "gpu2", "gpu3"]),
-        ("gpu[001-003,7,010],login", ["gpu001", "gpu002", "gpu003", "gpu7", "gpu010", "login"]),
-        ("gpu[9-11]x", ["gpu9x", "gpu10x", "gpu11x"]),
-        ("r[1-2]n[01-02]", ["r1n01", "r1n02", "r2n01", "r2n02"]),
-        ("b2,a1", ["b2", "a1"]),
-    ],
-)
-def test_lists_of_nodes(text: str, hosts: list[str]) -> None:
-    assert expand_hosts(text, "LIST") == hosts
-
-
-@pytest.mark.parametrize(
-    "text", ["", " , ", "a[1", "a]1[", "a[[1]]", "a[2-1]", "a[x]", "a[1-2-3]", "a[]", "a b"]
-)
-def test_lists_that_are_none(text: str) -> None:
-    with pytest.raises(LaunchError, match=r"^LIST="):
-        expand_hosts(text, "LIST")
-
-
-@pytest.mark.parametrize(
-    ("text", "counts"), [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("1, 2", [1, 2])]
-)
-def test_tasks_per_node(text: str, counts: list[int]) -> None:
-    assert expand_tasks(text, "TASKS") == counts
-
-
-@pytest.mark.parametrize("text", ["", "2x3", "2(3)", "2(x3", "-1"])
-def test_tasks_that_are_none(text: str) -> None:
-    with pytest.raises(LaunchError, match=r"^TASKS="):
-        expand_tasks(text, "TASKS")
+def test_lists_of_nodes_and_of_tasks() -> None:
+    for text, hosts in {
+        "a": "a",
+        "a,b.c-d_1": "a b.c-d_1",
+        "gpu[1-3]": "gpu1 gpu2 gpu3",
+        "gpu[001-003,7,010],login": "gpu001 gpu002 gpu003 gpu7 gpu010 login",
+        "gpu[9-11]x": "gpu9x gpu10x gpu11x",
+        "r[1-2]n[01-02]": "r1n01 r1n02 r2n01 r2n02",
+        "b2,a1": "b2 a1",
+    }.items():
+        assert expand_hosts(text, "LIST") == hosts.split()
+    for text in ("", " , ", "a[1", "a]1[", "a[[1]]", "a[2-1]", "a[x]", "a[1-2-3]", "a[]", "a b"):
+        with pytest.raises(LaunchError, match=r"^LIST="):
+            expand_hosts(text, "LIST")
+    for text, counts in {"4": [4], "2(x3),1": [2, 2, 2, 1], "1, 2": [1, 2]}.items():
+        assert expand_tasks(text, "TASKS") == counts
+    for text in ("", "2x3", "2(3)", "2(x3", "-1"):
+        with pytest.raises(LaunchError, match=r"^TASKS="):
+            expand_tasks(text, "TASKS")
 
 
 def test_init_distributed_says_what_lacks_before_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,15 +262,6 @@ def test_init_distributed_says_what_lacks_before_it_waits(monkeypatch: pytest.Mo
     assert not process_group.is_initialized()
 
 
-@pytest.mark.parametrize(
-    "address, is_own",
-    [
-        ("localhost", True),
-        ("127.0.0.3", True),
-        ("::1", True),
-        ("10.0.0.1", False),
-        ("node1", False),
-    ],
-)
-def test_addresses_of_one_s_own(address: str, is_own: Any) -> None:
-    assert rendezvous.is_loopback(address) is is_own
+def test_addresses_of_one_s_own() -> None:
+    assert all(map(rendezvous.is_loopback, ("localhost", "127.0.0.3", "::1")))
+    assert not any(map(rendezvous.is_loopback, ("10.0.0.1", "node1")))

@@ -6,11 +6,11 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +27,7 @@ from hf_zero.distributed.rank_status import PATIENT_LOOKS, RankStatus
 from hf_zero.distributed.recovery import RecoveryBoard
 from hf_zero.distributed.store import StoreMessages
 from hf_zero.distributed.watchdog import Watchdog
+from tests.distributed.threads import on_threads
 
 MANY, ON_A_HOST = 64, 8
 find_identity = rank_status._identity
@@ -78,10 +79,7 @@ class Job:
 
     def __init__(self, world: int, clock: SimpleNamespace) -> None:
         self._clock, self._store = clock, dist.HashStore()
-        self.children = [
-            subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-            for _ in range(2)
-        ]
+        self.children = [subprocess.Popen("cat", stdin=subprocess.PIPE) for _ in range(2)]
         self.victims = [0, world // 2]  # the first to look makes the digest
         self.ranks = [
             Rank(self._store, rank, world, self._process(rank), f"host{rank // ON_A_HOST}.")
@@ -133,8 +131,7 @@ def job_of(monkeypatch: pytest.MonkeyPatch, heard: list[str]) -> Iterator[Callab
             child.communicate()
 
 
-@pytest.mark.parametrize("world", [2, MANY])
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("world, late", [(2, 0), (MANY, 1)])
 def test_a_waiting_rank_asks_the_store_less_than_once_a_second(
     world: int, late: int, job_of: Callable[[int], Job]
 ) -> None:
@@ -213,33 +210,16 @@ def test_another_rank_makes_the_digest_when_its_maker_leaves(
     assert all("gather of y" in each and "gather of z" in each for each in verdicts)
 
 
-def on_threads(calls: list[Callable[[], Any]]) -> list[Any]:
-    answers: list[Any] = [None] * len(calls)
-
-    def run(at: int) -> None:
-        answers[at] = calls[at]()
-
-    threads = [threading.Thread(target=run, args=(at,), daemon=True) for at in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive()
-    return answers
-
-
 def test_an_agreement_costs_each_rank_the_same_whatever_the_world() -> None:
     store = dist.HashStore()
     clients = [Counted(store) for _ in range(MANY)]
     ranks = [Consensus(client, at, range(MANY), 60.0) for at, client in enumerate(clients)]
-    on_threads(
-        [
-            lambda rank=rank: [  # type: ignore[misc]
-                rank.gathers.agree("forward", (1, unit), str) for unit in range(3)
-            ]
-            for rank in ranks
-        ]
-    )
+
+    def agree(rank: Consensus) -> None:
+        for unit in range(3):
+            rank.gathers.agree("forward", (1, unit), str)
+
+    on_threads([partial(agree, rank) for rank in ranks])
     for client in clients:
         polls = client.asked.pop("check")
         assert polls >= 3
@@ -307,7 +287,7 @@ def test_ranks_that_serve_ask_nothing_until_their_bells_ring(
 
 
 def test_ranks_that_are_threads_end_together_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None waits for another one of its process, whose turn to announce its end would come later."""
+    """None waits for another one of its process, whose turn to announce its end comes later."""
 
     class Chunk:
         def of(self, unit: int, epoch: int) -> bytes:

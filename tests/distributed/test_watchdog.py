@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -64,29 +65,30 @@ def test_a_silent_wait_is_warned_about_each_minute(clock: Clock, heard: list[str
         clock.run(watchdog, 59)
         assert heard == []
         clock.run(watchdog, 200)
-    assert [message.split(":")[0] for message in heard] == [
-        "still waiting for all-gather of layer.3 after 60 s",
-        "still waiting for all-gather of layer.3 after 120 s",
-        "still waiting for all-gather of layer.3 after 180 s",
-        "still waiting for all-gather of layer.3 after 240 s",
-    ]
+    said = [message.split(":")[0] for message in heard]
+    waits = "still waiting for all-gather of layer.3 after"
+    assert said == [f"{waits} {seconds} s" for seconds in (60, 120, 180, 240)]
     assert "another rank has not joined" in heard[0]
-
-
-def test_many_short_waits_are_not_warned_about(clock: Clock, heard: list[str]) -> None:
-    watchdog = Watchdog()
-    for number in range(10):
+    heard.clear()
+    for number in range(10):  # short waits
         with watchdog.watching(PendingCollective(f"wait {number}")):
             clock.run(watchdog, 30)
-    assert heard == []
+    with pytest.raises(KeyError), watchdog.watching(PendingCollective("broken")):
+        raise KeyError
+    clock.run(watchdog, 300)
+    assert heard == [], "nobody waits after an end or an error"
+
+
+def test_a_shorter_limit_is_looked_at_more_often(clock: Clock, heard: list[str]) -> None:
+    often = Watchdog(warn_after=0.4)
+    with often.watching(PendingCollective("quick")):
+        clock.run(often, 0.9)
+    assert len(heard) == 2
 
 
 def test_each_wait_has_a_minute_of_its_own(clock: Clock, heard: list[str]) -> None:
     watchdog = Watchdog()
-    waits = [
-        watchdog.watching(PendingCollective("first")),
-        watchdog.watching(PendingCollective("second")),
-    ]
+    waits = [watchdog.watching(PendingCollective(name)) for name in ("first", "second")]
     waits[0].__enter__()
 
     def change() -> None:
@@ -95,25 +97,8 @@ def test_each_wait_has_a_minute_of_its_own(clock: Clock, heard: list[str]) -> No
 
     clock.at[clock.now + 90] = change
     clock.run(watchdog, 90 + 61)
-    assert [message.split(":")[0] for message in heard] == [
-        "still waiting for first after 60 s",
-        "still waiting for second after 60 s",
-    ]
-
-
-def test_nobody_waits_after_an_end_or_an_error(clock: Clock, heard: list[str]) -> None:
-    watchdog = Watchdog()
-    with pytest.raises(KeyError), watchdog.watching(PendingCollective("broken")):
-        raise KeyError
-    clock.run(watchdog, 300)
-    assert heard == []
-
-
-def test_a_shorter_limit_is_looked_at_more_often(clock: Clock, heard: list[str]) -> None:
-    watchdog = Watchdog(warn_after=0.4)
-    with watchdog.watching(PendingCollective("quick")):
-        clock.run(watchdog, 0.9)
-    assert len(heard) == 2
+    said = [message.split(":")[0] for message in heard]
+    assert said == [f"still waiting for {name} after 60 s" for name in ("first", "second")]
 
 
 def test_a_watch_that_is_off_starts_no_thread() -> None:
@@ -168,26 +153,19 @@ def test_what_only_a_stream_waits_for_is_followed(
         watches[0].follow(logs[0].issue(f"all-gather of {name}"), work.is_completed)
     clock.run(watches[0], 61)
     assert len(heard) == 1
-    assert heard[0].startswith(
-        "still waiting for all-gather of layer.1 (number 1 of gathers) after 60 s: rank 1 has not"
-    )
+    name = "all-gather of layer.1 (number 1 of gathers)"
+    assert heard[0].startswith(f"still waiting for {name} after 60 s: rank 1 has not")
     logs[1].issue("all-gather of layer.0")
-    elsewhere = CollectiveLog("reductions", range(2), 1000.0)
-    watches[1].follow(
-        watches[1].rank_status.register(elsewhere).issue("reduce-scatter of layer.9"),
-        Work().is_completed,
-    )  # type: ignore[union-attr]
+    status: Any = watches[1].rank_status
+    elsewhere = status.register(CollectiveLog("reductions", range(2), 1000.0))
+    watches[1].follow(elsewhere.issue("reduce-scatter of layer.9"), Work().is_completed)
     clock.run(watches[1], 2)
     heard.clear()
     clock.run(watches[0], 2)
     assert len(heard) == 1
-    assert (
-        "rank 0 waits for all-gather of layer.1 (number 1 of gathers), which "
-        "rank 1 has not issued" in heard[0]
-    )
-    assert "reduce-scatter of layer.9" in heard[0] and not watches[0].verdict, (
-        "its host may go on: no proof"
-    )
+    assert f"rank 0 waits for {name}, which rank 1 has not issued" in heard[0]
+    assert "reduce-scatter of layer.9" in heard[0]
+    assert not watches[0].verdict, "its host may go on: no proof"
     late.completed = True
     heard.clear()
     clock.run(watches[0], 200)
