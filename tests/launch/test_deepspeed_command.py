@@ -31,63 +31,41 @@ def test_hosts_and_filters(planned: list[LaunchPlan], tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("10.9.9.1 slots=4\n10.9.9.2 slots=4\n")
     (tmp_path / ".deepspeed_env").write_text("NCCL_IB_DISABLE=1\n")
-    main(
-        [
-            "--hostfile",
-            str(file),
-            "--include",
-            "10.9.9.1:0@10.9.9.2:1,3",
-            "--master_port",
-            "99",
-            "train.py",
-            "--deepspeed",
-            "--hostfile",
-            "x",
-        ]
-    )
+    own = ["train.py", "--deepspeed", "--hostfile", "x"]
+    chosen = ["--include", "10.9.9.1:0@10.9.9.2:1,3", "--master_port", "99"]
+    main(["--hostfile", str(file), *chosen, *own])
     (plan,) = planned
     assert plan.meeting == "10.9.9.1:99"
-    assert [start.host.slots for start in plan.starts] == [
-        (0,),
-        (1, 3),
-    ]
+    assert [start.host.slots for start in plan.starts] == [(0,), (1, 3)]
     for start in plan.starts:
-        assert start.command[-4:] == [
-            "train.py",
-            "--deepspeed",
-            "--hostfile",
-            "x",
-        ]
+        assert start.command[-4:] == own
         assert "--local_rank" in " ".join(start.command)
         assert start.environment["NCCL_IB_DISABLE"] == "1"
 
 
-@pytest.mark.parametrize(
-    "launcher_name, program, ends",
-    [
+@pytest.fixture
+def two_hosts(tmp_path: Path) -> str:
+    file = tmp_path / "hosts"
+    file.write_text("10.9.9.1 slots=1\n10.9.9.2 slots=1\n")
+    return str(file)
+
+
+def test_options_that_pdsh_appends_to_ssh(
+    planned: list[LaunchPlan], two_hosts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-l me")
+    start = ["--hostfile", two_hosts, "--master_addr", "10.9.9.1", "--ssh_port", "7"]
+    for name, program, ends in (
         ("pdsh", "", ["-l", "me", "-p", "7"]),
         ("ssh", "", ["-p", "7"]),
         ("pdsh", "enter", ["enter", "-p", "7"]),
-    ],
-)
-def test_options_that_pdsh_appends_to_ssh(
-    planned: list[LaunchPlan],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    launcher_name: str,
-    program: str,
-    ends: list[str],
-) -> None:
-    monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-l me")
-    monkeypatch.setenv("HF_ZERO_SSH", program)
-    file = tmp_path / "hosts"
-    file.write_text("10.9.9.1 slots=1\n10.9.9.2 slots=1\n")
-    start = ["--hostfile", str(file), "--master_addr", "10.9.9.1", "--ssh_port", "7"]
-    main([*start, "--launcher", launcher_name, "train.py"])
-    for each in planned[0].starts:
-        *ssh, host, _ = each.reached_by
-        assert host == each.host.name and ssh[-len(ends) :] == ends
-        assert ("me" in ssh) is ("me" in ends)
+    ):
+        monkeypatch.setenv("HF_ZERO_SSH", program)
+        main([*start, "--launcher", name, "train.py"])
+        for each in planned.pop().starts:
+            *ssh, host, _ = each.reached_by
+            assert host == each.host.name and ssh[-len(ends) :] == ends
+            assert ("me" in ssh) is ("me" in ends)
 
 
 def test_numbers_and_plain_local_ranks(planned: list[LaunchPlan]) -> None:
@@ -99,76 +77,53 @@ def test_numbers_and_plain_local_ranks(planned: list[LaunchPlan]) -> None:
     assert plain[plain.index("--nproc-per-node") + 1] == "2"
 
 
-@pytest.mark.parametrize("number", ["--num_nodes", "--num_gpus"])
-@pytest.mark.parametrize("hosts", ["--include", "--exclude"])
-def test_numbers_and_filters_exclude_each_other(
-    number: str, hosts: str, planned: list[LaunchPlan]
-) -> None:
-    with pytest.raises(ValueError, match="cannot be given with --include or --exclude"):
-        main([number, "1", hosts, "localhost", "train.py"])
+def test_what_is_refused_plans_nothing(planned: list[LaunchPlan]) -> None:
+    for number in ("--num_nodes", "--num_gpus"):
+        for hosts in ("--include", "--exclude"):
+            with pytest.raises(ValueError, match="cannot be given with --include or --exclude"):
+                main([number, "1", hosts, "localhost", "train.py"])
+    with pytest.raises(LaunchError, match=r"/no/such/hosts cannot be read"):
+        main(["--hostfile", "/no/such/hosts", "train.py"])
+    for arguments, name in (
+        ("--autotuning run", "--autotuning"),
+        ("--save_pid", "--save_pid"),
+        ("--bind_cores_to_rank", "--bind_cores_to_rank"),
+        ("--bind_core_list 0-3", "--bind_core_list"),
+        ("--venv_script x", "--venv_script"),
+        ("--launcher_args=-v", "--launcher_args"),
+        ("--launcher openmpi --enable_each_rank_log logs", "--enable_each_rank_log"),
+        ("--launcher none", "--launcher none"),
+    ):
+        with pytest.raises(NotBuiltError, match=f"{name}.* is not built"):
+            main([*arguments.split(), "train.py"])
     assert not planned
 
 
 def test_the_default_hostfile_is_taken_where_there_is_one(
-    planned: list[LaunchPlan], tmp_path: Path
+    planned: list[LaunchPlan], two_hosts: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "job-hostfile").write_text("10.9.9.1 slots=1\n10.9.9.2 slots=1\n")
+    Path(two_hosts).rename(tmp_path / "job-hostfile")
     main(["--num_nodes", "2", "train.py"])
     assert [start.host.name for start in planned[0].starts] == ["10.9.9.1", "10.9.9.2"]
 
 
-def test_a_hostfile_that_was_named_and_is_missing_is_not_one_process(
-    planned: list[LaunchPlan],
-) -> None:
-    with pytest.raises(LaunchError, match=r"/no/such/hosts cannot be read"):
-        main(["--hostfile", "/no/such/hosts", "train.py"])
-    assert not planned
-
-
 def test_without_ssh_each_host_starts_its_own_part(
-    planned: list[LaunchPlan], tmp_path: Path
+    planned: list[LaunchPlan], two_hosts: str
 ) -> None:
-    file = tmp_path / "hosts"
-    file.write_text("10.9.9.1 slots=1\n10.9.9.2 slots=1\n")
-    main(["-H", str(file), "--no_ssh", "--node_rank", "1", "train.py"])
+    main(["-H", two_hosts, "--no_ssh", "--node_rank", "1", "train.py"])
     (plan,) = planned
     assert plan.alone and plan.meeting == "10.9.9.1:29500"
 
 
-@pytest.mark.parametrize(
-    ("flag", "level"), [(["-q"], "error"), (["--log_level", "debug"], "debug"), ([], "info")]
-)
-def test_how_much_is_said(
-    flag: list[str], level: str, planned: list[LaunchPlan], monkeypatch: pytest.MonkeyPatch
+def test_how_much_is_said_and_a_log_of_each_rank(
+    planned: list[LaunchPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HF_ZERO_LOG_LEVEL", "")
-    monkeypatch.delenv("HF_ZERO_LOG_LEVEL")
-    main([*flag, "train.py"])
-    assert os.environ["HF_ZERO_LOG_LEVEL"] == level
-
-
-@pytest.mark.parametrize(
-    ("arguments", "name"),
-    [
-        (["--autotuning", "run"], "--autotuning"),
-        (["--save_pid"], "--save_pid"),
-        (["--bind_cores_to_rank"], "--bind_cores_to_rank"),
-        (["--bind_core_list", "0-3"], "--bind_core_list"),
-        (["--venv_script", "x"], "--venv_script"),
-        (["--launcher_args=-v"], "--launcher_args"),
-        (["--launcher", "openmpi", "--enable_each_rank_log", "logs"], "--enable_each_rank_log"),
-        (["--launcher", "none"], "--launcher none"),
-    ],
-)
-def test_what_is_not_built_says_so(
-    arguments: list[str], name: str, planned: list[LaunchPlan]
-) -> None:
-    with pytest.raises(NotBuiltError, match=f"{name}.* is not built"):
-        main([*arguments, "train.py"])
-    assert not planned
-
-
-def test_a_log_of_each_rank(planned: list[LaunchPlan]) -> None:
+    for flag, level in (("-q", "error"), ("--log_level debug", "debug"), ("", "info")):
+        monkeypatch.setenv("HF_ZERO_LOG_LEVEL", "")
+        monkeypatch.delenv("HF_ZERO_LOG_LEVEL")
+        main([*flag.split(), "train.py"])
+        assert os.environ["HF_ZERO_LOG_LEVEL"] == level
+    planned.clear()
     main(["--enable_each_rank_log", "logs", "train.py"])
     command = planned[0].starts[0].command
     assert command[command.index("--log-dir") :][:4] == ["--log-dir", "logs", "--tee", "3"]

@@ -16,6 +16,7 @@ import pytest
 from hf_zero.launch.front import carry_out
 from hf_zero.launch.hosts import Host
 from hf_zero.launch.plan import LaunchPlan, Start
+from tests.helpers.cells import fast
 from tests.helpers.commands import completed, end_group
 
 AGENT = f"exec {sys.executable} -m hf_zero.launch.agent"
@@ -25,6 +26,18 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+
+FRONT = f"""
+import sys
+from hf_zero.launch.front import carry_out
+from hf_zero.launch.hosts import Host
+from hf_zero.launch.plan import LaunchPlan, Start
+def on(host, line):
+    return Start(Host(host, (0,)), ["sh", "-c", line], {{}}, ["sh", "-c", {AGENT!r}], False)
+hosts = [on(name, line) for name, line in zip("ab", sys.argv[1:])]
+sys.exit(carry_out(LaunchPlan(hosts, None)))
+"""
 
 
 def on(host: str, line: str, agent: str = AGENT, **environment: str) -> Start:
@@ -81,10 +94,8 @@ def test_the_first_failure_ends_the_others(
 def test_what_hides_in_a_session_of_its_own_is_ended_too(tmp_path: Path) -> None:
     """The ranks of torchrun are such processes when torchrun itself is killed."""
     pid = tmp_path / "pid"
-    hides = (
-        f"setsid sh -c 'echo $$ > {pid}; exec sleep 3600' & while ! [ -s {pid} ]; do sleep "
-        "0.05; done; kill -9 $$"
-    )
+    hides = f"setsid sh -c 'echo $$ > {pid}; exec sleep 3600' & "
+    hides += f"while ! [ -s {pid} ]; do sleep 0.05; done; kill -9 $$"
     assert carry_out(LaunchPlan([on("a", hides), on("b", "exec sleep 3600")], None)) == 137
     assert gone(int(pid.read_text()))
 
@@ -115,35 +126,28 @@ def test_a_program_that_is_not_there(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_this_machine_alone_is_run_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[str, list[str], str]] = []
-    monkeypatch.setattr(
-        os, "execv", lambda program, words: ran.append((program, words, os.environ["MARK_OF_TEST"]))
-    )
+
+    def execv(program: str, words: list[str]) -> None:
+        ran.append((program, words, os.environ["MARK_OF_TEST"]))
+
+    monkeypatch.setattr(os, "execv", execv)
     monkeypatch.setenv("MARK_OF_TEST", "")
-    carry_out(
-        LaunchPlan(
-            [Start(Host("localhost", (0,)), ["py", "x"], {"MARK_OF_TEST": "1"}, [], here=True)],
-            None,
-        )
-    )
+    start = Start(Host("localhost", (0,)), ["py", "x"], {"MARK_OF_TEST": "1"}, [], here=True)
+    carry_out(LaunchPlan([start], None))
     assert ran == [("py", ["py", "x"], "1")]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", fast([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], lambda n: n == signal.SIGTERM)
+)
 def test_signals_end_all_and_are_told(number: signal.Signals, tmp_path: Path) -> None:
     pids = [tmp_path / name for name in ("a", "b")]
-    code = f"""
-import sys
-from hf_zero.launch.front import carry_out
-from hf_zero.launch.hosts import Host
-from hf_zero.launch.plan import LaunchPlan, Start
-def on(host, line):
-    return Start(Host(host, (0,)), ["sh", "-c", line], {{}}, ["sh", "-c", {AGENT!r}], False)
-first = on("a", "echo $$ > {pids[0]}; exec sleep 3600")
-second = on("b", "echo $$ > {pids[1]}; exec sleep 3600")
-sys.exit(carry_out(LaunchPlan([first, second], None)))
-"""
+    lines = [f"echo $$ > {pid}; exec sleep 3600" for pid in pids]
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", FRONT, *lines],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     try:
         limit = time.monotonic() + 300.0
@@ -160,17 +164,11 @@ sys.exit(carry_out(LaunchPlan([first, second], None)))
 
 def test_output_that_nobody_reads_holds_nobody_up(tmp_path: Path) -> None:
     """An example is ``hf-zero launch ... | head -1``."""
-    code = f"""
-import sys
-from hf_zero.launch.front import carry_out
-from hf_zero.launch.hosts import Host
-from hf_zero.launch.plan import LaunchPlan, Start
-line = "i=0; while [ $i -lt 3000 ]; do echo {"x" * 100}; i=$((i+1)); done; touch {tmp_path}/done"
-start = Start(Host("a", (0,)), ["sh", "-c", line], {{}}, ["sh", "-c", {AGENT!r}], False)
-sys.exit(carry_out(LaunchPlan([start], None)))
-"""
+    line = (
+        f"i=0; while [ $i -lt 3000 ]; do echo {'x' * 100}; i=$((i+1)); done; touch {tmp_path}/done"
+    )
     process = subprocess.Popen(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", FRONT, line],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         start_new_session=True,

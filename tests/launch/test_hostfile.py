@@ -11,6 +11,7 @@ import pytest
 from hf_zero.errors import LaunchError
 from hf_zero.launch.hosts import Host, read_hostfile, select
 from hf_zero.launch.plan import exported
+from tests.helpers.cells import in_one_item
 
 HOSTS = [Host("worker-0", (0, 1, 2, 3)), Host("worker-1", (0, 1)), Host("10.0.0.3", (0,))]
 
@@ -26,17 +27,12 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_a_hostfile_as_deepspeed_writes_it(tmp_path: Path) -> None:
-    path = write(
-        tmp_path,
-        "# the cluster\n\nworker-0 slots=4\n  worker-1\tslots=2   # half of "
-        "it\n10.0.0.3 slots = 1\n",
-    )
-    assert read_hostfile(path) == HOSTS
+    hosts = "worker-0 slots=4\n  worker-1\tslots=2   # half of it\n10.0.0.3 slots = 1\n"
+    assert read_hostfile(write(tmp_path, f"# the cluster\n\n{hosts}")) == HOSTS
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
+def test_a_line_that_is_wrong_is_named(tmp_path: Path) -> None:
+    for text, says in (
         ("", ["lists no host"]),
         ("# nothing\n\n", ["lists no host", "slots=N"]),
         ("a slots=1\nb\n", ["line 2: 'b' is not `host slots=N`"]),
@@ -47,27 +43,19 @@ def test_a_hostfile_as_deepspeed_writes_it(tmp_path: Path) -> None:
         ("a slots=1\n\nb slots=1\na slots=2\n", ["line 4: a is in line 1 already"]),
         ("-oProxyCommand=x slots=1", ["line 1", "not a host name"]),
         ("me@a slots=1", ["line 1", "not a host name", "--ssh"]),
-    ],
-)
-def test_a_line_that_is_wrong_is_named(text: str, says: list[str], tmp_path: Path) -> None:
-    path = write(tmp_path, text)
-    with pytest.raises(LaunchError) as raised:
-        read_hostfile(path)
-    assert str(path) in str(raised.value) and all(part in str(raised.value) for part in says), str(
-        raised.value
-    )
-
-
-@pytest.mark.parametrize("name", ["missing", "."])
-def test_a_hostfile_that_is_not_there_is_never_one_process(name: str, tmp_path: Path) -> None:
-    with pytest.raises(
-        LaunchError, match=r"the hostfile .* cannot be read \((No such file|Is a directory)"
     ):
-        read_hostfile(tmp_path / name)
+        path = write(tmp_path, text)
+        with pytest.raises(LaunchError) as raised:
+            read_hostfile(path)
+        said = str(raised.value)
+        assert all(part in said for part in (str(path), *says)), said
+    # one that is not there is never one process
+    for name, why in (("missing", "No such file"), (".", "Is a directory")):
+        with pytest.raises(LaunchError, match=rf"the hostfile .* cannot be read \({why}"):
+            read_hostfile(tmp_path / name)
 
 
-@pytest.mark.parametrize(
-    ("options", "left"),
+@in_one_item(
     [
         ({}, {"worker-0": [0, 1, 2, 3], "worker-1": [0, 1], "10.0.0.3": [0]}),
         ({"include": "worker-0@worker-1:1"}, {"worker-0": [0, 1, 2, 3], "worker-1": [1]}),
@@ -77,24 +65,20 @@ def test_a_hostfile_that_is_not_there_is_never_one_process(name: str, tmp_path: 
         ({"exclude": "worker-1:0,1"}, {"worker-0": [0, 1, 2, 3], "10.0.0.3": [0]}),
         ({"num_nodes": 2}, {"worker-0": [0, 1, 2, 3], "worker-1": [0, 1]}),
         ({"num_nodes": 2, "num_procs": 1}, {"worker-0": [0], "worker-1": [0]}),
-    ],
+    ]
 )
-def test_what_is_left_of_the_hosts(options: dict, left: dict[str, list[int]]) -> None:
+def test_what_is_left_of_the_hosts(case: tuple[dict, dict[str, list[int]]]) -> None:
+    options, left = case
     chosen = select(HOSTS, **options)
-    assert slots(chosen) == left and list(left) == [host.name for host in chosen], (
-        "in the order of the hostfile"
-    )
+    assert slots(chosen) == left
+    assert list(left) == [host.name for host in chosen], "in the order of the hostfile"
     whole = {host.name: host.slots for host in HOSTS}
     assert all(host.chosen == (host.slots != whole[host.name]) for host in chosen)
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
+@in_one_item(
     [
-        (
-            {"include": "worker-9"},
-            ["--include 'worker-9'", "no host 'worker-9'", "worker-0, worker-1, 10.0.0.3"],
-        ),
+        ({"include": "worker-9"}, ["no host 'worker-9'", "worker-0, worker-1, 10.0.0.3"]),
         ({"exclude": "worker"}, ["--exclude 'worker'", "no host 'worker'"]),
         ({"include": "worker-1:2"}, ["worker-1 has slots 0 to 1, not 2"]),
         ({"exclude": "worker-1:0,7,8"}, ["not 7, 8"]),
@@ -104,58 +88,45 @@ def test_what_is_left_of_the_hosts(options: dict, left: dict[str, list[int]]) ->
         ({"include": "worker-0,worker-1"}, ["no host 'worker-0,worker-1'"]),
         ({"include": ":0"}, ["':0' is not"]),
         ({"exclude": "worker-0@worker-1@10.0.0.3"}, ["leaves no host"]),
-        (
-            {"include": "worker-0", "exclude": "worker-1"},
-            ["--include and --exclude cannot be given together"],
-        ),
+        ({"include": "worker-0", "exclude": "worker-1"}, ["--include and --exclude cannot be"]),
         ({"include": "worker-0", "num_nodes": 1}, ["--include and --num-nodes cannot"]),
         ({"exclude": "worker-0", "num_procs": 1}, ["--exclude and --num-procs cannot"]),
         ({"num_nodes": 4}, ["--num-nodes 4: there are 3 host(s)"]),
         ({"num_nodes": 0}, ["--num-nodes 0"]),
         ({"num_procs": 2}, ["--num-procs 2", "10.0.0.3 1 slot(s)"]),
         ({"num_procs": 0}, ["--num-procs 0"]),
-    ],
+    ]
 )
-def test_a_choice_that_cannot_be_is_an_error(options: dict, says: list[str]) -> None:
+def test_a_choice_that_cannot_be_is_an_error(case: tuple[dict, list[str]]) -> None:
+    options, says = case
     with pytest.raises(LaunchError) as raised:
         select(HOSTS, **options)
     assert all(part in str(raised.value) for part in says), str(raised.value)
 
 
 def test_variables_that_go_along(tmp_path: Path) -> None:
-    here = {
-        "NCCL_DEBUG": "INFO",
-        "HF_HOME": "/h",
-        "PYTHONPATH": "a:b",
-        "PATH": "/bin",
-        "CUDA_VISIBLE_DEVICES": "1",
-        "MINE": "x=y",
-        "RANK": "3",
-    }
+    go_along = {"NCCL_DEBUG": "INFO", "HF_HOME": "/h", "PYTHONPATH": "a:b"}
+    stay = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "1", "MINE": "x=y", "RANK": "3"}
+    here = go_along | stay
     file = tmp_path / ".deepspeed_env"
     file.write_text("# for all\n\nFROM_FILE = a b\nHF_HOME=/elsewhere\n")
-    assert exported(here) == {"NCCL_DEBUG": "INFO", "HF_HOME": "/h", "PYTHONPATH": "a:b"}
-    assert exported(here, ["MINE", "NEW=1=2", "EMPTY="], [file]) == {
-        "NCCL_DEBUG": "INFO", "HF_HOME": "/elsewhere", "PYTHONPATH": "a:b", "FROM_FILE": "a b",
-        "MINE": "x=y", "NEW": "1=2", "EMPTY": "",
-    }  # fmt: skip
+    assert exported(here) == go_along
+    asked = {"MINE": "x=y", "NEW": "1=2", "EMPTY": ""}
+    own = exported(here, ["MINE", "NEW=1=2", "EMPTY="], [file])
+    assert own == go_along | {"HF_HOME": "/elsewhere", "FROM_FILE": "a b"} | asked
 
 
-@pytest.mark.parametrize(
-    ("asked", "text", "says"),
-    [
-        (["UNSET"], None, "--export UNSET: it is not set here"),
-        (["1X=2"], None, "'1X=2' is not NAME or NAME=VALUE"),
-        (["A B"], None, "'A B' is not"),
-        ([], "A=1\nexport B\n", "line 2: 'export B' is not NAME=VALUE"),
-        ([], "missing", "cannot be read"),
-    ],
-)
-def test_variables_that_cannot_go_along(
-    asked: list[str], text: str | None, says: str, tmp_path: Path
-) -> None:
+def test_variables_that_cannot_go_along(tmp_path: Path) -> None:
     file = tmp_path / "env"
-    if text and text != "missing":
-        file.write_text(text)
-    with pytest.raises(LaunchError, match=says.replace("(", r"\(")):
-        exported({}, asked, [file] if text else [])
+    for asked, says in (
+        ("UNSET", "--export UNSET: it is not set here"),
+        ("1X=2", "'1X=2' is not NAME or NAME=VALUE"),
+        ("A B", "'A B' is not"),
+    ):
+        with pytest.raises(LaunchError, match=says):
+            exported({}, [asked])
+    with pytest.raises(LaunchError, match="cannot be read"):
+        exported({}, [], [file])
+    file.write_text("A=1\nexport B\n")
+    with pytest.raises(LaunchError, match="line 2: 'export B' is not NAME=VALUE"):
+        exported({}, [], [file])

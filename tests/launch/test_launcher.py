@@ -11,35 +11,32 @@ import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from hf_zero.launch import launcher
+from tests.helpers.cells import in_one_item
 
 LONG = "which says at length what else is to be known about it and what might be done, " * 2
 
 
-@pytest.mark.parametrize(
-    ("error", "repeated"),
+WRONG = "ConfigError: stage = 7 is unknown"
+
+
+@in_one_item(
     [
-        (
-            "ConfigError: stage = 7 is unknown; write 0 to 3",
-            " (ConfigError: stage = 7 is unknown; write 0 to 3)",
-        ),
-        (
-            f"ConfigError: a.json: stage = 7 is unknown; {LONG}",
-            " (ConfigError: a.json: stage = 7 is unknown)",
-        ),
+        (f"{WRONG}; write 0 to 3", f" ({WRONG}; write 0 to 3)"),
+        (f"{WRONG}; {LONG}", f" ({WRONG})"),
         (f"LaunchError: rank 1 has ended. {LONG}", " (LaunchError: rank 1 has ended)"),
         (f"ConfigError: it, {LONG}", " (ConfigError)"),
         ("ConfigError: 3 mistakes:", " (ConfigError: 3 mistakes)"),
         ("", ""),
-    ],
+    ]
 )
-def test_an_error_is_repeated_in_whole_sentences(error: str, repeated: str) -> None:
+def test_an_error_is_repeated_in_whole_sentences(case: tuple[str, str]) -> None:
+    error, repeated = case
     message = {"message": error} if error else "signal"
     failure = SimpleNamespace(error_file_data={"message": message}, timestamp=1, exitcode=1)
     assert launcher._first({3: failure}) == (3, failure, repeated)
 
 
-@pytest.mark.parametrize(
-    "codes, first",
+@in_one_item(
     [
         ({0: 1, 1: 3}, 1),  # rank 0 has lost rank 1, which has left with a code of its own
         ({0: -signal.SIGTERM, 1: 3}, 1),
@@ -47,9 +44,10 @@ def test_an_error_is_repeated_in_whole_sentences(error: str, repeated: str) -> N
         ({0: 1, 1: -signal.SIGKILL}, 1),
         ({0: -signal.SIGABRT, 1: 1, 2: 1}, 1),
         ({0: 1, 1: 1}, 0),
-    ],
+    ]
 )
-def test_a_rank_that_follows_another_is_not_the_first(codes: dict[int, int], first: int) -> None:
+def test_a_rank_that_follows_another_is_not_the_first(case: tuple[dict[int, int], int]) -> None:
+    codes, first = case
     failures = {
         rank: SimpleNamespace(error_file_data={"message": "signal"}, timestamp=1, exitcode=code)
         for rank, code in codes.items()
@@ -57,13 +55,12 @@ def test_a_rank_that_follows_another_is_not_the_first(codes: dict[int, int], fir
     assert launcher._first(failures) == (first, failures[first], "")
 
 
-@pytest.mark.parametrize(
-    "code, first", [(1, 0), (-signal.SIGTERM, 0), (-signal.SIGABRT, 1)], ids=str
-)
+@in_one_item([(1, 0), (-signal.SIGTERM, 0), (-signal.SIGABRT, 1)])
 def test_of_ranks_with_one_error_the_one_that_has_printed_it_is_named(
-    code: int, first: int
+    case: tuple[int, int],
 ) -> None:
     """Rank 0 prints it, may write it down later, and may be stopped while it ends."""
+    code, first = case
     failures = {
         rank: SimpleNamespace(
             error_file_data={"message": {"message": "ConfigError: wrong"}},
@@ -75,17 +72,17 @@ def test_of_ranks_with_one_error_the_one_that_has_printed_it_is_named(
     assert launcher._first(failures) == (first, failures[first], " (ConfigError: wrong)")
 
 
-@pytest.mark.parametrize("shown", ["0", "1"])
 def test_a_signal_keeps_its_exit_code_with_a_traceback(
-    shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def ends(*_: Any, **__: Any) -> None:
         raise SignalException("got signal: 15", sigval=signal.SIGTERM)
 
-    monkeypatch.setattr(sys, "argv", ["launcher.py", "torch.distributed.run"])
     monkeypatch.setattr(launcher.runpy, "run_module", ends)
-    monkeypatch.setenv("HF_ZERO_TRACEBACK", shown)
-    assert launcher.main() == 128 + signal.SIGTERM
-    said = capsys.readouterr().err
-    assert said.endswith("hf-zero launch: this launcher was ended by SIGTERM\n")
-    assert ("Traceback" in said) is (shown == "1")
+    for shown in ("0", "1"):
+        monkeypatch.setattr(sys, "argv", ["launcher.py", "torch.distributed.run"])
+        monkeypatch.setenv("HF_ZERO_TRACEBACK", shown)
+        assert launcher.main() == 128 + signal.SIGTERM
+        said = capsys.readouterr().err
+        assert said.endswith("hf-zero launch: this launcher was ended by SIGTERM\n")
+        assert ("Traceback" in said) is (shown == "1")

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +18,8 @@ from hf_zero.deepspeed import multinode_runner as runners
 from hf_zero.deepspeed.launcher import main, parse_args
 from hf_zero.errors import ConfigError, LaunchError
 from hf_zero.launch.plan import LaunchPlan
+from tests.helpers.cells import in_one_item
+from tests.helpers.commands import completed
 
 POOL = {"worker-0": 4, "worker-1": 4}
 SLOTS = {name: list(range(count)) for name, count in POOL.items()}
@@ -44,15 +45,15 @@ def test_open_mpi() -> None:
         assert "eth1" in command and "eth0" not in command
 
 
-@pytest.mark.parametrize(
-    ("kind", "own"),
+@in_one_item(
     [
         (runners.MPICHRunner, []),
         (runners.IMPIRunner, ["-genv", "I_MPI_PIN", "0"]),
         (runners.MVAPICHRunner, ["-genv", "MV2_ENABLE_AFFINITY", "0"]),
-    ],
+    ]
 )
-def test_hydra(kind: Any, own: list[str]) -> None:
+def test_hydra(case: tuple[Any, list[str]]) -> None:
+    kind, own = case
     runner = made(kind, "--module", "--launcher_args", "-v -x")
     command = runner.get_cmd({}, SLOTS)
     assert command[:9] == shlex.split("mpirun -n 8 -ppn 4 -hosts worker-0,worker-1 -v -x")
@@ -100,9 +101,7 @@ def test_pdsh_starts_the_part_of_each_host(tmp_path: Path, monkeypatch: pytest.M
     line = " ".join(command[6:]).replace("%n", "1").replace("; ", " && ")
     echo = "import os, sys; print([os.environ['NAME'], os.getcwd(), *sys.argv[1:]])"
     line = line.replace("-u -m deepspeed.launcher.runner", f"-c {shlex.quote(echo)}")
-    said = eval(
-        subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=300).stdout
-    )
+    said = eval(completed(["sh", "-c", line]).stdout)
     assert said[:2] == [ODD, str(tmp_path)] and said[-3:] == ["my train.py", "--text", "I'm here"]
     plans: list[LaunchPlan] = []
     monkeypatch.setattr(launcher, "carry_out", plans.append)

@@ -18,6 +18,7 @@ from hf_zero.launch import hosts
 from hf_zero.launch import plan as planning
 from hf_zero.launch.hosts import SSH, address_of, free_port, is_here, ssh_command
 from hf_zero.launch.plan import LAUNCHER, LaunchPlan, Request, plan
+from tests.helpers.cells import in_one_item
 from tests.helpers.commands import completed
 
 
@@ -25,6 +26,9 @@ from tests.helpers.commands import completed
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (hosts.VARIABLE, "CUDA_VISIBLE_DEVICES", "PYTHONPATH", "HF_HOME"):
         monkeypatch.delenv(name, raising=False)
+
+
+PART = {"node_rank": 0, "num_nodes": 2}
 
 
 def hostfile(folder: Path, *lines: str) -> Path:
@@ -41,14 +45,13 @@ def option(command: list[str], name: str) -> str:
     return command[command.index(name) + 1]
 
 
-@pytest.mark.parametrize("accelerate", [None, ("--use_deepspeed",)])
-def test_a_folder_for_the_output_of_each_rank(accelerate: tuple[str, ...] | None) -> None:
-    (start,) = made("train.py", accelerate=accelerate, log_dir=Path("logs")).starts
-    name = "--log-dir" if accelerate is None else "--log_dir"
-    assert option(start.command, name) == "logs" and option(start.command, "--tee") == "3"
+def test_a_folder_for_the_output_of_each_rank() -> None:
+    for accelerate, name in ((None, "--log-dir"), (("--use_deepspeed",), "--log_dir")):
+        (start,) = made("train.py", accelerate=accelerate, log_dir=Path("logs")).starts
+        assert option(start.command, name) == "logs" and option(start.command, "--tee") == "3"
 
 
-@pytest.mark.parametrize("given", [{}, {"local_rank_argument": True}, {"module": True}])
+@in_one_item([{}, {"local_rank_argument": True}, {"module": True}])
 def test_torchrun_takes_no_option_of_the_script_for_its_own(given: dict[str, bool]) -> None:
     (start,) = made("train", "--n", "4", "--", "--h", **given).starts
     ours = start.command[start.command.index("torch.distributed.run") + 1 :]
@@ -60,12 +63,7 @@ def test_one_machine_takes_torchrun_at_a_free_port() -> None:
     planned = made("train.py", "--lr", "1", ranks=3)
     assert planned.alone and planned.meeting is None
     (start,) = planned.starts
-    assert start.command[:4] == [
-        sys.executable,
-        "-m",
-        LAUNCHER,
-        "torch.distributed.run",
-    ]
+    assert start.command[:4] == [sys.executable, "-m", LAUNCHER, "torch.distributed.run"]
     assert start.command[-4:] == ["--", "train.py", "--lr", "1"]
     assert option(start.command, "--nproc-per-node") == "3"
     assert option(start.command, "--rdzv-endpoint") == "127.0.0.1:0"
@@ -76,17 +74,13 @@ def test_torchrun_reads_what_is_written_for_it(tmp_path: Path) -> None:
     from torch.distributed.run import parse_args
 
     file = hostfile(tmp_path, "10.9.9.1 slots=2", "10.9.9.2 slots=3")
-    planned = made(
-        "pkg.train", "--nnodes", "7", "--", "-x", hostfile=file, module=True, master_port=1234
-    )
+    own = ["--nnodes", "7", "--", "-x"]
+    planned = made("pkg.train", *own, hostfile=file, module=True, master_port=1234)
     for rank, start in enumerate(planned.starts):
         args = parse_args(start.command[4:])
         assert (args.nnodes, args.node_rank, int(args.nproc_per_node)) == ("2", rank, 2 + rank)
         assert (args.master_addr, args.master_port, args.module) == ("10.9.9.1", 1234, True)
-        assert (args.training_script, args.training_script_args) == (
-            "pkg.train",
-            ["--nnodes", "7", "--", "-x"],
-        )
+        assert (args.training_script, args.training_script_args) == ("pkg.train", own)
 
 
 def test_hosts_are_reached_through_the_ssh_program(
@@ -98,33 +92,19 @@ def test_hosts_are_reached_through_the_ssh_program(
     monkeypatch.setenv("PYTHONPATH", "/a b:/c")
     monkeypatch.setenv("HF_HOME", "$HOME/x")
     file = hostfile(tmp_path, "10.9.9.1 slots=1", "127.0.0.1 slots=1")
-    planned = made(
-        hostfile=file, ssh="enter --now", ssh_port=2222, interface="eth7", export=("A=1",)
-    )
+    more = {"interface": "eth7", "export": ("A=1",)}
+    planned = made(hostfile=file, ssh="enter --now", ssh_port=2222, **more)
     far, near = planned.starts
     *program, line = far.reached_by
     assert program == ["enter", "--now", "-p", "2222", "10.9.9.1"] and not far.here
-    assert shlex.split(line) == [
-        "cd",
-        str(folder),
-        "&&",
-        "exec",
-        "env",
-        "PYTHONPATH=/a b:/c",
-        sys.executable,
-        "-m",
-        "hf_zero.launch.agent",
-    ]
+    words = shlex.split(line)
+    assert words[:5] == ["cd", str(folder), "&&", "exec", "env"]
+    assert words[5:] == ["PYTHONPATH=/a b:/c", sys.executable, "-m", "hf_zero.launch.agent"]
     assert near.here and near.reached_by == ["sh", "-c", line]
     order = json.loads(far.order)
     assert order["command"] == far.command
-    expected = {
-        "HF_HOME": "$HOME/x",
-        "A": "1",
-        "GLOO_SOCKET_IFNAME": "eth7",
-        "NCCL_SOCKET_IFNAME": "eth7",
-        "HF_ZERO_HOST": "10.9.9.1",
-    }
+    expected = {"HF_HOME": "$HOME/x", "A": "1", "HF_ZERO_HOST": "10.9.9.1"}
+    expected |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "eth7")
     assert expected.items() <= order["environment"].items()
     assert far.order.endswith(b"\n") and far.order.count(b"\n") == 1
     assert planned.meeting is not None and planned.meeting.startswith("10.9.9.1:")
@@ -145,18 +125,12 @@ def test_slots_that_were_chosen_are_the_devices(
 ) -> None:
     file = hostfile(tmp_path, "10.9.9.1 slots=4", "10.9.9.2 slots=2")
     planned = made(hostfile=file, include="10.9.9.1:1,3@10.9.9.2", master_port=1)
-    assert [start.environment.get("CUDA_VISIBLE_DEVICES") for start in planned.starts] == [
-        "1,3",
-        None,
-    ]
+    name = "CUDA_VISIBLE_DEVICES"
+    assert [start.environment.get(name) for start in planned.starts] == ["1,3", None]
     assert option(planned.starts[0].command, "--nproc-per-node") == "2"
-    assert made(include="localhost:2", ranks=4).starts[0].environment == {
-        "CUDA_VISIBLE_DEVICES": "2"
-    }
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    assert made(include="localhost:1,2", ranks=4).starts[0].environment == {
-        "CUDA_VISIBLE_DEVICES": "5,6"
-    }
+    assert made(include="localhost:2", ranks=4).starts[0].environment == {name: "2"}
+    monkeypatch.setenv(name, "4,5,6,7")
+    assert made(include="localhost:1,2", ranks=4).starts[0].environment == {name: "5,6"}
 
 
 def test_one_host_of_a_hostfile_that_is_this_machine_needs_no_ssh(tmp_path: Path) -> None:
@@ -166,19 +140,16 @@ def test_one_host_of_a_hostfile_that_is_this_machine_needs_no_ssh(tmp_path: Path
     assert not planned.alone
     assert planned.meeting is None
     assert planned.starts[0].reached_by[-2] == "10.9.9.2"
-    assert option(planned.starts[0].command, "--rdzv-endpoint") == "127.0.0.1:0", (
-        "its ranks settle their port there"
-    )
+    # its ranks settle their port there
+    assert option(planned.starts[0].command, "--rdzv-endpoint") == "127.0.0.1:0"
 
 
 def test_the_part_of_one_host(tmp_path: Path) -> None:
     planned = made(node_rank=1, num_nodes=2, num_procs=4, master_addr="10.9.9.1", master_port=9)
     assert planned.alone
     command = planned.starts[0].command
-    assert [option(command, name) for name in ("--node-rank", "--nnodes", "--nproc-per-node",
-    "--master-addr", "--master-port")] == [
-        "1", "2", "4", "10.9.9.1", "9",
-    ]  # fmt: skip
+    names = ("--node-rank", "--nnodes", "--nproc-per-node", "--master-addr", "--master-port")
+    assert [option(command, name) for name in names] == ["1", "2", "4", "10.9.9.1", "9"]
     file = hostfile(tmp_path, "10.9.9.1 slots=1", "10.9.9.2 slots=2")
     from_file = made(hostfile=file, node_rank=1, master_port=9)
     assert from_file.alone and option(from_file.starts[0].command, "--master-addr") == "10.9.9.1"
@@ -188,83 +159,61 @@ def test_accelerate_launch_gets_its_machine(tmp_path: Path) -> None:
     from accelerate.commands.launch import launch_command_parser
 
     file = hostfile(tmp_path, "10.9.9.1 slots=2", "10.9.9.2 slots=2")
-    planned = made(
-        "train.py",
-        "--config",
-        "x",
-        hostfile=file,
-        accelerate=("--use_deepspeed", "--zero_stage", "3"),
-        master_port=99,
-    )
+    accelerate = ("--use_deepspeed", "--zero_stage", "3")
+    given = {"hostfile": file, "accelerate": accelerate, "master_port": 99}
+    planned = made("train.py", "--config", "x", **given)
     for rank, start in enumerate(planned.starts):
         args = launch_command_parser().parse_args(start.command[4:])
-        assert (
-            args.num_machines,
-            args.machine_rank,
-            args.num_processes,
-            args.main_process_port,
-        ) == (2, rank, 4, 99)
+        assert (args.num_machines, args.machine_rank, args.num_processes) == (2, rank, 4)
+        assert args.main_process_port == 99
         assert (args.main_process_ip, args.training_script_args) == ("10.9.9.1", ["--config", "x"])
     alone = made(accelerate=("--use_deepspeed",), master_port=99, module=True)
     args = launch_command_parser().parse_args(alone.starts[0].command[4:])
     assert (args.main_process_ip, args.main_process_port, args.module) == ("127.0.0.1", 99, True)
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
+@in_one_item(
     [
         ({"num_nodes": 2}, "--num-nodes 2 needs --hostfile"),
         ({"num_procs": 0}, "--num-procs 0 is not a number of ranks"),
         ({"include": "worker-1"}, "no host 'worker-1'; the hosts are localhost"),
         ({"include": "localhost:0", "num_procs": 1}, "--include and --num-procs cannot"),
         ({"master_port": 70000}, "--master-port 70000 is not a port"),
-        (
-            {"node_rank": 2, "num_nodes": 2, "master_addr": "a", "master_port": 1},
-            "--node-rank 2: there are 2 host",
-        ),
-        ({"node_rank": 0, "num_nodes": 2, "master_port": 1}, "needs --master-addr"),
-        ({"node_rank": 0, "num_nodes": 2, "master_addr": "a"}, "needs --master-port"),
+        ({**PART, "node_rank": 2, "master_addr": "a", "master_port": 1}, "there are 2 host"),
+        ({**PART, "master_port": 1}, "needs --master-addr"),
+        ({**PART, "master_addr": "a"}, "needs --master-port"),
         ({"module": True, "no_python": True}, "--module and --no-python cannot"),
         ({"export": ("NOT_SET_HERE",)}, "--export NOT_SET_HERE"),
         ({"hostfile": Path("/no/such/hosts")}, "/no/such/hosts cannot be read"),
-    ],
+    ]
 )
-def test_what_cannot_be_planned(options: dict[str, Any], says: str) -> None:
+def test_what_cannot_be_planned(case: tuple[dict[str, Any], str]) -> None:
+    options, says = case
     with pytest.raises(LaunchError, match=says.replace("(", r"\(")):
         made(**options)
 
 
 def test_accelerate_refuses_hosts_of_different_size(tmp_path: Path) -> None:
     file = hostfile(tmp_path, "10.9.9.1 slots=2", "10.9.9.2 slots=3")
-    with pytest.raises(
-        LaunchError,
-        match=r"equally many ranks on every host \(10.9.9.1: 2, 10.9.9.2: 3\); pass --num-procs",
-    ):
+    said = r"equally many ranks on every host \(10.9.9.1: 2, 10.9.9.2: 3\); pass --num-procs"
+    with pytest.raises(LaunchError, match=said):
         made(hostfile=file, accelerate=("--use_deepspeed",))
 
 
 def test_the_local_rank_as_the_deepspeed_launcher_passes_it(tmp_path: Path) -> None:
     script = tmp_path / "shows.py"
     script.write_text("import sys; print(sys.argv[1:])")
-    command = (
-        made(str(script), "--name", "two words", "$HOME", local_rank_argument=True)
-        .starts[0]
-        .command
-    )
+    own = ["--name", "two words", "$HOME"]
+    command = made(str(script), *own, local_rank_argument=True).starts[0].command
     at = command.index("sh")
     assert command[at - 2 : at] == ["--no-python", "--"]
     said = completed(command[at:], env={**os.environ, "LOCAL_RANK": "5"}, check=True).stdout
-    assert said.strip() == str(["--local_rank=5", "--name", "two words", "$HOME"])
+    assert said.strip() == str(["--local_rank=5", *own])
 
 
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.0.9", socket.gethostname()])
-def test_this_machine(host: str) -> None:
-    assert is_here(host)
-
-
-@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
-def test_other_machines(host: str) -> None:
-    assert not is_here(host)
+def test_this_machine_and_others() -> None:
+    assert all(map(is_here, ("localhost", "127.0.0.1", "127.0.0.9", socket.gethostname())))
+    assert not any(map(is_here, ("192.0.2.1", "no-such-host.invalid")))
 
 
 def told(folder: Path, text: str) -> list[str]:
@@ -282,36 +231,23 @@ def test_a_host_tells_its_address_where_its_name_does_not(
     assert address_of("192.0.2.7", ssh) == "192.0.2.7"
     assert address_of("no-such-host.invalid", ssh) == "10.1.2.3"
     known = {"both": ["fd00::1", "10.4.4.4"], "own": ["127.0.1.1"]}
-    monkeypatch.setattr(
-        socket,
-        "getaddrinfo",
-        lambda host, *rest, **more: [(0, 0, 0, "", (address, 0)) for address in known[host]],
-    )
+    look_up = lambda host, *rest, **more: [(0, 0, 0, "", (each, 0)) for each in known[host]]  # noqa: E731
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
     monkeypatch.setattr(hosts, "is_here", lambda host: False)
     assert address_of("both", ssh) == "10.4.4.4"
     assert address_of("own", ssh) == "10.1.2.3", "what is loopback here is loopback there"
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
+def test_a_host_that_cannot_be_asked(tmp_path: Path) -> None:
+    for text, says in (
         ("echo no route >&2; exit 255", "ended with 255: 'no route'"),
         ("exit 0", "does not tell its address"),
-    ],
-)
-def test_a_host_that_cannot_be_asked(text: str, says: str, tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match=rf"no-such-host.invalid.*{says}[\s\S]*--master-addr"):
-        address_of("no-such-host.invalid", told(tmp_path, text))
-
-
-def test_an_ssh_that_is_not_installed(tmp_path: Path) -> None:
+    ):
+        said = rf"no-such-host.invalid.*{says}[\s\S]*--master-addr"
+        with pytest.raises(LaunchError, match=said):
+            address_of("no-such-host.invalid", told(tmp_path, text))
     with pytest.raises(LaunchError, match=r"no-such-host.invalid cannot be asked.*--master-addr"):
         address_of("no-such-host.invalid", [str(tmp_path / "missing")])
-
-
-def test_a_free_port_can_be_taken() -> None:
-    with socket.socket() as taken:
-        taken.bind(("", free_port()))
 
 
 def test_a_free_port_is_none_that_an_outgoing_connection_gets(
