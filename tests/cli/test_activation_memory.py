@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from typer.testing import CliRunner
 
 import hf_zero
-from hf_zero.cli.app import app
 from hf_zero.config import ZeroConfig
 from hf_zero.device.free_memory import Free
 from hf_zero.errors import ConfigError
 from hf_zero.planning.activation_memory import Saving, Sequences, activation_bytes
 from scripts.bench.activation_bytes import peak_of
+from tests.cli.invoked import invoke, refusal
+from tests.helpers.cells import fast, in_one_item
 from tests.helpers.engines import start
 from tests.helpers.models import seeded
 from tests.helpers.training import plain_sgd
@@ -55,25 +55,13 @@ def added(length: int, keys: Any) -> int:
     return peak
 
 
-WAYS = [
-    "",
-    "no logits",
-    "no logits, blocks recomputed",
-    "no logits, blocks recomputed, MLPs in stretches",
-]
+RECOMPUTED = "no logits, blocks recomputed"
+WAYS = ["", "no logits", RECOMPUTED, f"{RECOMPUTED}, MLPs in stretches"]
 SCRATCH = 1.5 * MIB  # of torch's attention on a CPU, inside its kernels
 
 
-@pytest.fixture
-def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run reference implementations, as on CPUs, without the interpreter of GPU kernels."""
-    monkeypatch.setenv("HF_ZERO_TRITON", "0")
-
-
-@pytest.mark.parametrize(
-    "place", [pytest.param(each, marks=() if each == 2 else pytest.mark.long) for each in range(4)]
-)
-def test_what_is_foreseen_is_what_a_pass_adds(place: int, plain_kernels: None) -> None:
+@pytest.mark.parametrize("place", fast(range(4), lambda place: place == 2))
+def test_what_is_foreseen_is_what_a_pass_adds(place: int) -> None:
     config, lengths = {"train_micro_batch_size_per_gpu": 2}, [512, 1024]
     rows = hf_zero.estimate(LLAMA, 1, config=config, sequence_lengths=lengths).lengths
     found = []
@@ -100,27 +88,26 @@ def test_parts_of_sequences_are_those_of_shorter_ones_and_what_is_exchanged() ->
 def test_what_a_configuration_saves_is_not_added_again() -> None:
     keys = {"kernels": ["loss", "norms"], "tiled_mlp": {"enabled": True}}
     ways = list(Saving.of(ZeroConfig.from_dict(keys)).and_more())
-    assert [(name, added) for name, _, added in ways] == [
-        ("", {}),
-        ("blocks recomputed", {"activation_checkpointing": {"blocks": True}}),
-    ]
+    recomputed = {"activation_checkpointing": {"blocks": True}}
+    found = [(name, added) for name, _, added in ways]
+    assert found == [("", {}), ("blocks recomputed", recomputed)]
 
 
 VIT = transformers.ViTConfig(num_hidden_layers=1, architectures=["ViTForImageClassification"])
 TENSOR = {"tensor_parallel": {"autotp_size": 2}}
 
 
-@pytest.mark.parametrize(
-    ("model", "given", "says"),
+@in_one_item(
     [
         (LLAMA, {"sequence_parallel": 3}, "sequence_parallel_size = 3 .* does not divide 8 ranks"),
         (LLAMA, {"sequence_parallel": 8}, "sequence_parallel_size = 8 does not divide 4 attention"),
         (LLAMA, {"sequence_parallel": 2, "sequence_lengths": [511]}, "511 tokens do not divide"),
         (LLAMA, {"config": TENSOR}, "beside tensor, .* not known; leave"),
         (VIT, {}, "ViTForImageClassification cannot be run .* leave the sequence lengths out"),
-    ],
+    ]
 )
-def test_bad_input_is_named(model: Any, given: dict[str, Any], says: str) -> None:
+def test_bad_input_is_named(case: tuple[Any, dict[str, Any], str]) -> None:
+    model, given, says = case
     with pytest.raises(ConfigError, match=says):
         hf_zero.estimate(model, 8, **{"sequence_lengths": [512], **given})
 
@@ -146,15 +133,9 @@ def test_what_makes_activations_smaller_is_proposed_where_it_is_needed() -> None
 
 def test_the_command(tmp_path: Path) -> None:
     LLAMA.save_pretrained(tmp_path)
-    command = ["estimate", str(tmp_path), "--ranks", "2", "--seq", "256", "--seq", "512"]
-
-    def invoke(*more: str) -> Any:
-        return CliRunner().invoke(app, [*command, *more], catch_exceptions=False)
-
-    told = invoke("--sp", "2", "--json")
-    rows = json.loads(told.stdout)["lengths"]
+    command = f"estimate {tmp_path} --ranks 2 --seq 256 --seq 512"
+    rows = json.loads(invoke(command, "--sp 2 --json"))["lengths"]
     assert [(row["length"], row["tokens"]) for row in rows] == [(256, 128), (512, 256)]
-    shown = invoke("--sp", "2").stdout
+    shown = invoke(command, "--sp 2")
     assert "each shared by 2 ranks" in shown and "as configured" in shown
-    with pytest.raises(ConfigError, match="--fit is for sequences of one length"):
-        invoke("--fit")
+    assert "--fit is for sequences of one length" in refusal(f"{command} --fit")

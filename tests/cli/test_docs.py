@@ -18,6 +18,7 @@ from hf_zero.cli.app import app
 from hf_zero.cli.docs import FOLDER, find, pages, stem
 from hf_zero.config.keys import KEYS
 from hf_zero.errors import ConfigError
+from tests.helpers.cells import in_one_item
 from tests.helpers.commands import completed
 
 
@@ -33,8 +34,7 @@ def test_all_pages_are_listed() -> None:
     assert json.loads(shown("--json"))["offload"].startswith("keep optimizer state")
 
 
-@pytest.mark.parametrize(
-    ("topic", "first", "has"),
+@in_one_item(
     [
         ("offload", "# Offload", "offload_param"),
         ("offload.md", "# Offload", "offload_param"),
@@ -57,9 +57,10 @@ def test_all_pages_are_listed() -> None:
         ("initialize", "### initialize", ":::"),
         ("parameters-of-optimizers", "## Parameters of optimizers", "**`OneBitLamb`**: `lr`"),
         ("parameters-of-schedules", "## Parameters of schedules", "**`WarmupLR`**: `warmup"),
-    ],
+    ]
 )
-def test_a_topic_is_a_page_or_a_section(topic: str, first: str, has: str) -> None:
+def test_a_topic_is_a_page_or_a_section(case: tuple[str, str, str]) -> None:
+    topic, first, has = case
     text = find(topic)
     assert text.splitlines()[0] == first
     assert has in text
@@ -67,7 +68,7 @@ def test_a_topic_is_a_page_or_a_section(topic: str, first: str, has: str) -> Non
     assert [line for line in text.splitlines() if line.startswith(f"{level} ")][1:] == []
 
 
-@pytest.mark.parametrize("key", KEYS)
+@in_one_item(KEYS)
 def test_each_key_is_a_topic(key: str) -> None:
     text = find(key)
     name = key.rpartition(".")[2]
@@ -78,14 +79,8 @@ def test_commands_variables_errors_and_public_names_are_topics() -> None:
     errors = (name for name in vars(hf_zero.errors) if name.endswith("Error"))
     commands = (command.name for command in app.registered_commands)
     for topic in (*commands, *errors, *hf_zero._EXPORTS, "HF_ZERO_LOG_LEVEL"):
-        assert (
-            find(topic)
-            .splitlines()[0]
-            .lstrip("# ")
-            .strip("`")
-            .lower()
-            .startswith(topic[:4].lower())
-        )
+        title = find(topic).splitlines()[0].lstrip("# ").strip("`")
+        assert title.lower().startswith(topic[:4].lower())
 
 
 def test_lists_of_sections_name_topics() -> None:
@@ -94,8 +89,7 @@ def test_lists_of_sections_name_topics() -> None:
         assert asked and all(find(each) for each in asked)
 
 
-@pytest.mark.parametrize(
-    "words",
+@in_one_item(
     [
         "resume resumes resumed resuming",
         "offload offloads offloaded offloading",
@@ -108,7 +102,7 @@ def test_lists_of_sections_name_topics() -> None:
         "roll rolls rolled rolling",
         "string strings",
         "ring rings",
-    ],
+    ]
 )
 def test_inflections_have_one_stem(words: str) -> None:
     assert len({stem(word) for word in words.split()}) == 1
@@ -120,20 +114,15 @@ def test_other_words_have_other_stems() -> None:
     assert len({stem(word) for word in words}) == len(words)
 
 
-@pytest.mark.parametrize(
-    ("topic", "first"),
-    [
-        ("resume", "Checkpoints and resuming: `hf-zero docs trainer#checkpoints-and-resuming`"),
-        ("resumed", "Checkpoints and resuming: `hf-zero docs trainer#checkpoints-and-resuming`"),
+def test_headings_are_found_in_any_inflection_and_then_sections_that_mention_a_topic() -> None:
+    resuming = "Checkpoints and resuming: `hf-zero docs trainer#checkpoints-and-resuming`"
+    for topic, first in (
+        ("resume", resuming),
+        ("resumed", resuming),
         ("offloading", "Offload: `hf-zero docs offload`"),
         ("ZeRO++", "ZeRO++ at stage 3: `hf-zero docs fewer-bytes#zero-at-stage-3`"),
-    ],
-)
-def test_headings_are_found_in_any_inflection(topic: str, first: str) -> None:
-    assert find(topic).splitlines()[4] == f"- {first}"
-
-
-def test_sections_that_only_mention_a_topic_follow_the_headings() -> None:
+    ):
+        assert find(topic).splitlines()[4] == f"- {first}"
     listed = find("resume")
     assert "`hf-zero docs checkpoints#load`" in listed  # `resume` as code
     assert re.search(r"^- \d+ more$", find("sharded"), re.M)
@@ -145,21 +134,18 @@ def test_docstrings_stand_in_the_reference_and_pictures_do_not_in_the_terminal()
 
 
 def test_a_misspelt_topic() -> None:
-    with pytest.raises(
-        ConfigError, match=r"no page, heading or key 'offlod' .*; did you mean 'offload'\?$"
+    for topic, said in (
+        ("offlod", r"no page, heading or key 'offlod' .*; did you mean 'offload'\?$"),
+        ("qqqqqqqq", "without a topic lists the pages"),
+        ("gradient_cliping", "did you mean 'gradient_clipping'"),
+        ("learning_rat", "did you mean 'learning_rate'"),  # of the text, not of a heading
     ):
-        find("offlod")
-    with pytest.raises(ConfigError, match="without a topic lists the pages"):
-        find("qqqqqqqq")
-    with pytest.raises(ConfigError, match="did you mean 'gradient_clipping'"):
-        find("gradient_cliping")
-    with pytest.raises(ConfigError, match="did you mean 'learning_rate'"):
-        find("learning_rat")  # of the text, not of a heading
+        with pytest.raises(ConfigError, match=said):
+            find(topic)
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_a_terminal_of_few_characters_shows_what_it_can(encoding: str) -> None:
-    env = {**os.environ, "PYTHONIOENCODING": encoding, "LC_ALL": "C"}
+def test_a_terminal_of_few_characters_shows_what_it_can() -> None:
+    env = {**os.environ, "PYTHONIOENCODING": "ascii", "LC_ALL": "C"}
     command = [sys.executable, "-c", "from hf_zero.cli import main; main()", "docs", "features"]
     shown = completed(command, env=env)
     assert shown.returncode == 0 and shown.stderr == ""

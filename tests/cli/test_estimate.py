@@ -24,28 +24,21 @@ from hf_zero.planning.estimate import traffic
 from hf_zero.zero.layout.engine_plan import plan
 from hf_zero.zero.layout.flat_layout import ALIGNMENT
 from hf_zero.zero.layout.stage_policy import bytes_per_parameter
+from tests.helpers.cells import in_one_item
 
-TINY = BertConfig(
-    vocab_size=512,
-    hidden_size=64,
-    num_hidden_layers=3,
-    num_attention_heads=2,
-    intermediate_size=128,
-    architectures=["BertForMaskedLM"],
-)
+SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+TINY = BertConfig(vocab_size=512, intermediate_size=128, architectures=["BertForMaskedLM"], **SIZES)
 NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-@pytest.mark.parametrize("precision", NAMES)
-@pytest.mark.parametrize("ranks", [1, 2, 8, 64])
-def test_state_is_the_stage_table_times_the_parameters(ranks: int, precision: str) -> None:
+@in_one_item([(1, "fp32"), (2, "bf16"), (8, "fp16"), (64, "bf16")])
+def test_state_is_the_stage_table_times_the_parameters(case: tuple[int, str]) -> None:
+    ranks, precision = case
     result = hf_zero.estimate(TINY, ranks=ranks, precision=precision)
     assert result.total_parameters == BertForMaskedLM(TINY).num_parameters()
     for row in result.stages:
-        ideal = (
-            bytes_per_parameter(row.stage, ranks if row.stage else 1, NAMES[precision])
-            * result.total_parameters
-        )
+        bytes_each = bytes_per_parameter(row.stage, ranks if row.stage else 1, NAMES[precision])
+        ideal = bytes_each * result.total_parameters
         # What a rank holds above the ideal is padding: less than one alignment step a flat, of at
         # most 16 + 4 bytes an element.
         assert ideal <= row.state + 1 <= ideal + 1 + result.units * ALIGNMENT * max(1, ranks) * 20
@@ -59,39 +52,28 @@ def test_tied_and_frozen_parameters_are_counted_once_and_without_state() -> None
     result = hf_zero.estimate(model, ranks=4, precision="fp32")
     assert result.total_parameters - result.trainable_parameters == frozen
     whole, sharded = result.at(0), result.at(3)
-    assert whole.parameters == pytest.approx(
-        4 * result.total_parameters, abs=4 * ALIGNMENT * result.units
-    )
-    assert whole.optimizer == pytest.approx(
-        8 * result.trainable_parameters, abs=8 * ALIGNMENT * result.units
-    )
-    assert sharded.parameters == pytest.approx(
-        result.total_parameters, abs=4 * ALIGNMENT * result.units
-    )
+    padding = ALIGNMENT * result.units
+    assert whole.parameters == pytest.approx(4 * result.total_parameters, abs=4 * padding)
+    assert whole.optimizer == pytest.approx(8 * result.trainable_parameters, abs=8 * padding)
+    assert sharded.parameters == pytest.approx(result.total_parameters, abs=4 * padding)
 
 
 def test_the_largest_unit_is_named() -> None:
-    row = hf_zero.estimate(
-        LlamaConfig(architectures=["LlamaForCausalLM"], num_hidden_layers=2),
-        ranks=8,
-        precision="bf16",
-    ).at(3)
+    llama = LlamaConfig(architectures=["LlamaForCausalLM"], num_hidden_layers=2)
+    row = hf_zero.estimate(llama, ranks=8, precision="bf16").at(3)
     assert row.largest_unit_name.startswith("model.layers.")
     assert row.largest_unit == 2 * 202_383_360
 
 
 def test_units_are_those_of_the_configuration() -> None:
     def estimated(granularity: int) -> Any:
-        config = {
-            "zero_optimization": {"stage": 3, "stage3_module_granularity_threshold": granularity}
-        }
-        return hf_zero.estimate(TINY, ranks=2, config=config)
+        zero = {"stage": 3, "stage3_module_granularity_threshold": granularity}
+        return hf_zero.estimate(TINY, ranks=2, config={"zero_optimization": zero})
 
     alone, joined = estimated(0), estimated(1_000_000)
-    assert alone.units - joined.units == TINY.num_hidden_layers - 1
-    assert (
-        joined.at(3).largest_unit >= TINY.num_hidden_layers * 4 * 33_000 > alone.at(3).largest_unit
-    )
+    layers = TINY.num_hidden_layers
+    assert alone.units - joined.units == layers - 1
+    assert joined.at(3).largest_unit >= layers * 4 * 33_000 > alone.at(3).largest_unit
 
 
 def test_kernels_that_are_chosen_keep_the_stage_and_the_offload(
@@ -105,12 +87,8 @@ def test_kernels_that_are_chosen_keep_the_stage_and_the_offload(
         return plan(module, settings, *args, **options)
 
     monkeypatch.setattr(estimating, "plan", noted)
-    row = hf_zero.estimate(
-        TINY,
-        ranks=2,
-        config={"zero_optimization": {"stage": 1}, "kernels": "auto"},
-        offload_param="cpu",
-    ).at(3)
+    config = {"zero_optimization": {"stage": 1}, "kernels": "auto"}
+    row = hf_zero.estimate(TINY, ranks=2, config=config, offload_param="cpu").at(3)
     [settings] = planned
     assert (settings.stage, settings.offload_param.device) == (3, "cpu")
     assert settings.kernels == AUTO["cuda"]
@@ -119,14 +97,8 @@ def test_kernels_that_are_chosen_keep_the_stage_and_the_offload(
 
 def test_every_way_to_name_a_model_gives_the_same(tmp_path: Path) -> None:
     TINY.save_pretrained(tmp_path)
-    ways: list[Any] = [
-        TINY,
-        TINY.to_dict(),
-        tmp_path,
-        str(tmp_path),
-        str(tmp_path / "config.json"),
-        BertForMaskedLM(TINY),
-    ]
+    paths = [tmp_path, str(tmp_path), str(tmp_path / "config.json")]
+    ways: list[Any] = [TINY, TINY.to_dict(), *paths, BertForMaskedLM(TINY)]
     rows = {json.dumps(hf_zero.estimate(way, ranks=2).to_dict()["stages"]) for way in ways}
     assert len(rows) == 1
 
@@ -136,50 +108,35 @@ SMALL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "kind, named, said, remedy",
-    [
-        ("llama", [], "no architectures; counted as LlamaModel", 'add .*"LlamaForCausalLM"'),
+def test_a_model_without_its_head_is_named(heard: list[str], tmp_path: Path) -> None:
+    for kind, named, said, remedy in (
         ("bert", [], "no architectures; counted as BertModel", 'add .*"BertForMaskedLM"'),
-        (
-            "llama",
-            ["Mine"],
-            r"only architectures .* \(Mine\); counted as LlamaModel",
-            "write .*For",
-        ),
-    ],
-)
-def test_a_model_without_its_head_is_named(
-    kind: str, named: list[str], said: str, remedy: str, heard: list[str], tmp_path: Path
-) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(SMALL | {"model_type": kind, "architectures": named}))
-    traffic(str(tmp_path), 2)
-    hf_zero.estimate(str(tmp_path), 2)
-    [warning] = heard
-    assert re.match(rf"{path} names {said} without a head; {remedy}", warning)
-    # what needs a loss does not begin
-    match = rf"{path} names .*; \w+ has no head to compute a loss; {remedy}"
-    with pytest.raises(ConfigError, match=match):
-        hf_zero.simulate(str(path), 2)
-    with pytest.raises(ConfigError, match=match):
-        hf_zero.estimate(str(path), 2, sequence_lengths=[8])
+        ("llama", ["Mine"], r"only architectures .* \(Mine\); counted as Llama", "write .*For"),
+    ):
+        path = tmp_path / kind / "config.json"
+        path.parent.mkdir()
+        path.write_text(json.dumps(SMALL | {"model_type": kind, "architectures": named}))
+        heard.clear()
+        traffic(str(path.parent), 2)
+        hf_zero.estimate(str(path.parent), 2)
+        [warning] = heard
+        assert re.match(rf"{path} names {said}.* without a head; {remedy}", warning)
+        # what needs a loss does not begin
+        match = rf"{path} names .*; \w+ has no head to compute a loss; {remedy}"
+        with pytest.raises(ConfigError, match=match):
+            hf_zero.simulate(str(path), 2)
+        with pytest.raises(ConfigError, match=match):
+            hf_zero.estimate(str(path), 2, sequence_lengths=[8])
 
 
 def test_a_16_bit_configuration_trains_in_what_is_asked(tmp_path: Path) -> None:
-    GPT2Config(
-        n_layer=1,
-        n_embd=32,
-        n_head=2,
-        vocab_size=64,
-        dtype="bfloat16",
-        architectures=["GPT2LMHeadModel"],
-    ).save_pretrained(tmp_path)
+    sizes = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 64}
+    config = GPT2Config(dtype="bfloat16", architectures=["GPT2LMHeadModel"], **sizes)
+    config.save_pretrained(tmp_path)
     assert hf_zero.estimate(tmp_path, ranks=1, precision="fp32", stage=0).at(0).parameters > 0
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "moments"),
+@in_one_item(
     [
         ("AdamW", 2),
         ("SGD", 0),
@@ -187,11 +144,10 @@ def test_a_16_bit_configuration_trains_in_what_is_asked(tmp_path: Path) -> None:
         ("Adagrad", 1),
         (OptimizerConfig("SGD", {"momentum": 0.9}), 1),
         (OptimizerConfig("AdamW", {"amsgrad": True, "torch_adam": True}), 3),
-    ],
+    ]
 )
-def test_moments_are_what_the_optimizer_keeps(
-    optimizer: str | OptimizerConfig, moments: int
-) -> None:
+def test_moments_are_what_the_optimizer_keeps(case: tuple[str | OptimizerConfig, int]) -> None:
+    optimizer, moments = case
     found = hf_zero.estimate(TINY, ranks=1, precision="fp32", optimizer=optimizer, stage=0)
     assert found.moments == moments
     assert found.at(0).optimizer == moments * found.at(0).parameters
@@ -204,19 +160,12 @@ def test_a_config_decides_precision_optimizer_and_replicas() -> None:
         "zero_optimization": {"stage": 3, "mics_shard_size": 2},
     }
     result = hf_zero.estimate(TINY, ranks=4, precision="fp32", config=config)
-    assert (result.precision, result.optimizer, result.moments, result.replicas) == (
-        "bf16",
-        "Lion",
-        1,
-        2,
-    )
-
-
-def test_replicas_shard_over_fewer_ranks() -> None:
+    assert (result.precision, result.optimizer) == ("bf16", "Lion")
+    assert (result.moments, result.replicas) == (1, 2)
+    # replicas shard over fewer ranks
     over_two = hf_zero.estimate(TINY, ranks=2, precision="bf16")
-    two_replicas = hf_zero.estimate(
-        TINY, ranks=4, config=hf_zero.ZeroConfig(3, bf16=True, replicate_size=2)
-    )
+    replicated = hf_zero.ZeroConfig(3, bf16=True, replicate_size=2)
+    two_replicas = hf_zero.estimate(TINY, ranks=4, config=replicated)
     assert two_replicas.at(3).state == over_two.at(3).state
 
 
@@ -227,25 +176,22 @@ def test_measured_buffers_of_16_bit_gradients_are_bounded_by_what_is_in_flight()
     assert row.gradient_buffers == 2 * (block + block // 2)
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
+@in_one_item(
     [
         ({"model": "/no/such/model"}, "/no/such/model.*pass a model folder"),
         ({"model": {"hidden_size": 3}}, "without model_type"),
         ({"model": {"model_type": "no-such-type"}}, "no-such-type"),
         ({"model": 3}, "int 3 describes no model"),
         ({"ranks": 0}, "ranks = 0"),
-        (
-            {"ranks": 3, "config": {"stage": 3, "replicate_size": 2}},
-            "replicate_size = 2 .* does not divide 3 ranks",
-        ),
+        ({"ranks": 3, "config": {"stage": 3, "replicate_size": 2}}, "does not divide 3 ranks"),
         ({"precision": "int8"}, "precision 'int8' is unknown"),
         ({"stage": 4}, "stage 4 is unknown"),
         ({"optimizer": "Shampoo"}, "Shampoo"),
         ({"config": "/no/such/file.yaml"}, "/no/such/file.yaml"),
-    ],
+    ]
 )
-def test_bad_input_is_named(changes: dict[str, Any], says: str) -> None:
+def test_bad_input_is_named(case: tuple[dict[str, Any], str]) -> None:
+    changes, says = case
     with pytest.raises(hf_zero.HfZeroError, match=says):
         hf_zero.estimate(**{"model": TINY, "ranks": 2, **changes})
 
@@ -256,15 +202,9 @@ def test_a_stage_that_was_not_estimated() -> None:
 
 
 def test_nothing_is_allocated() -> None:
-    seen = hf_zero.estimate(
-        LlamaConfig(
-            architectures=["LlamaForCausalLM"],
-            num_hidden_layers=80,
-            hidden_size=8192,
-            intermediate_size=28672,
-        ),
-        ranks=64,
-    )
+    sizes = {"num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672}
+    llama = LlamaConfig(architectures=["LlamaForCausalLM"], **sizes)
+    seen = hf_zero.estimate(llama, ranks=64)
     assert seen.total_parameters > 60e9
     assert torch.get_default_device() == torch.device("cpu")
 
@@ -272,7 +212,7 @@ def test_nothing_is_allocated() -> None:
 # -- tiers, and what fits --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@in_one_item([1, 4])
 def test_without_offload_everything_is_on_the_device(ranks: int) -> None:
     for row in hf_zero.estimate(TINY, ranks=ranks).stages:
         beside = row.tiers.device - row.state - row.gradient_buffers
@@ -290,50 +230,33 @@ def test_offload_moves_bytes_between_tiers() -> None:
         assert after.tiers.device < before.tiers.device
         assert after.tiers.ram > after.tiers.pinned > 0 == after.tiers.disk
     # the parameters move at stage 3 alone
-    assert (
-        moved.at(2).tiers.device
-        >= moved.at(2).parameters
-        > moved.at(3).tiers.device - moved.at(3).largest_unit * 4
-    )
+    second, third = moved.at(2), moved.at(3)
+    assert second.tiers.device >= second.parameters
+    assert second.parameters > third.tiers.device - third.largest_unit * 4
     assert json.loads(json.dumps(moved.to_dict()))["offload_optimizer"]["moments"] == "int8"
 
 
 def test_offload_comes_from_the_config_too(tmp_path: Path) -> None:
+    def tiers(**given: Any) -> Any:
+        return hf_zero.estimate(TINY, ranks=2, stage=2, **given).at(2).tiers
+
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     config = {
         "bf16": {"enabled": True},
         "gradient_accumulation_steps": 2,
-        "zero_optimization": {
-            "stage": 2,
-            "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)},
-        },
+        "zero_optimization": {"stage": 2, "offload_optimizer": nvme},
     }
-    by_config = hf_zero.estimate(TINY, ranks=2, stage=2, config=config).at(2).tiers
-    once = (
-        hf_zero.estimate(
-            TINY, ranks=2, stage=2, offload_optimizer={"device": "nvme", "nvme_path": str(tmp_path)}
-        )
-        .at(2)
-        .tiers
-    )
+    by_config, once = tiers(config=config), tiers(offload_optimizer=nvme)
     assert by_config.disk == once.disk > 0
-    # 2 bytes more, over 2 ranks
-    assert by_config.ram - once.ram == pytest.approx(
-        BertForMaskedLM(TINY).num_parameters(), rel=0.01
-    )
-    assert (
-        hf_zero.estimate(TINY, ranks=2, stage=2, config=config, offload_optimizer="none")
-        .at(2)
-        .tiers.disk
-        == 0
-    )
+    more = BertForMaskedLM(TINY).num_parameters()  # 2 bytes of each, over 2 ranks
+    assert by_config.ram - once.ram == pytest.approx(more, rel=0.01)
+    assert tiers(config=config, offload_optimizer="none").disk == 0
 
 
 def test_gradients_are_summed_in_what_the_config_says() -> None:
     config = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
-    assert (
-        2 * hf_zero.estimate(TINY, ranks=1, config=config, stage=0).at(0).gradients
-        == hf_zero.estimate(TINY, ranks=1).at(0).gradients
-    )
+    halves = hf_zero.estimate(TINY, ranks=1, config=config, stage=0).at(0).gradients
+    assert 2 * halves == hf_zero.estimate(TINY, ranks=1).at(0).gradients
 
 
 def test_a_proposal_can_be_saved_and_fits() -> None:
@@ -355,16 +278,15 @@ def test_a_proposal_can_be_saved_and_fits() -> None:
     assert shown["config"] == scarce.config and shown["margin"] == 0.2
 
 
+NONE = {"device": "none"}
+
+
 def test_a_proposal_keeps_what_the_configuration_says() -> None:
     config = {
         "train_micro_batch_size_per_gpu": "auto",
         "fp16": {"enabled": True},
         "optimizer": {"type": "Lion", "params": {"lr": "auto"}},
-        "zero_optimization": {
-            "stage": 2,
-            "overlap_comm": True,
-            "offload_param": {"device": "none"},
-        },
+        "zero_optimization": {"stage": 2, "overlap_comm": True, "offload_param": NONE},
     }
     found = hf_zero.propose(TINY, 2, Free(1 << 30, 1 << 30), config=config)
     assert found.config == {**config, "zero_optimization": {"stage": 2, "overlap_comm": True}}

@@ -15,6 +15,7 @@ from hf_zero.cli import recipes
 from hf_zero.cli.app import app
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
+from tests.helpers.cells import in_one_item
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = {path.name for path in (ROOT / "recipes").glob("*.py")}
@@ -41,7 +42,7 @@ def test_a_recipe_is_one_line_of_the_list_at_any_width(monkeypatch: pytest.Monke
     assert sorted(line[0] for line in lines if line[0] in FOLDERS) == FOLDERS
 
 
-@pytest.mark.parametrize("name", FOLDERS)
+@in_one_item(FOLDERS)
 def test_a_recipe_is_shown(name: str) -> None:
     shown = json.loads(invoke("recipe", "show", name, "--json"))
     said = invoke("recipe", "show", name)
@@ -49,9 +50,12 @@ def test_a_recipe_is_shown(name: str) -> None:
     assert all(shown[what].replace("`", "") in said for what in ("task", "what", "data", "needs"))
 
 
-@pytest.mark.parametrize("name", FOLDERS)
-def test_a_copy_has_all_that_its_scripts_import(name: str, tmp_path: Path) -> None:
-    folder = tmp_path / "mine"
+def test_a_copy_has_all_that_its_scripts_import(tmp_path: Path) -> None:
+    for name in FOLDERS:
+        check_copy(name, tmp_path / name)
+
+
+def check_copy(name: str, folder: Path) -> None:
     said = json.loads(invoke("init", name, str(folder), "--json"))
     assert said["files"] == sorted(path.name for path in folder.iterdir())
     assert json.loads(invoke("recipe", "show", name, "--json"))["files"] == said["files"]
@@ -59,10 +63,8 @@ def test_a_copy_has_all_that_its_scripts_import(name: str, tmp_path: Path) -> No
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and f"{node.module}.py" in SHARED:
                 assert (folder / f"{node.module}.py").is_file()
-    unused = {path.name for path in folder.glob("*.py")} - {
-        path.name for path in (ROOT / "recipes" / name).glob("*.py")
-    }
-    assert unused <= SHARED
+    own = {path.name for path in (ROOT / "recipes" / name).glob("*.py")}
+    assert {path.name for path in folder.glob("*.py")} - own <= SHARED
     for path in [*folder.glob("zero*.json"), *folder.glob("zero*.yaml")]:
         text = path.read_text()
         assert "../../" not in text and str(ROOT) not in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 from hf_zero.cli import main
 from hf_zero.cli.app import app
+from tests.helpers.cells import in_one_item
 
 
 def commands(command: Any, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -26,10 +28,9 @@ def commands(command: Any, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]
 ALL = {" ".join(words): command for words, command in commands(typer.main.get_command(app))}
 
 
-@pytest.mark.parametrize("width", ["60", "80"])
-@pytest.mark.parametrize("command", ALL)
-def test_help_cuts_no_name(command: str, width: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", width)
+@in_one_item(ALL)
+def test_help_cuts_no_name(command: str) -> None:
+    os.environ["COLUMNS"] = "60"
     shown = CliRunner().invoke(app, [*command.split(), "-h"]).output
     usage, _, below = shown.partition("\n\n")
     assert "{" not in usage and not re.search(r"…|\.\.\.$", below, re.M)
@@ -38,47 +39,43 @@ def test_help_cuts_no_name(command: str, width: str, monkeypatch: pytest.MonkeyP
     assert missing == set()
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ("launch --ranks two x.py", "launch: --ranks two is not a whole number\n  --ranks: Ranks"),
-        ("simulate --pp 0", "simulate: --pp 0 is not a whole number of at least 1\n  --pp: Stages"),
-        ("simulate --params big", "simulate: --params big is not a number\n"),
-        ("estimate m --seq x --ranks 1", "estimate: --seq x is not a whole number\n"),
-        ("estimate m --ranks", "estimate: --ranks needs a value after it\n"),
-        ("estimate m", "estimate: --ranks is missing\n  --ranks: Number of ranks"),
-        ("convert-checkpoint", "convert-checkpoint: SRC and DST are missing\n  SRC: A checkpoint"),
-        (
-            "convert-checkpoint a",
-            "DST is missing\n  DST: The folder to write.\nusage: ",
-        ),
-        ("launch", "SCRIPT is missing\n  SCRIPT: The script and its arguments.\nusage: hf-zero"),
-        ("launch --rank 2 x.py", "there is no option --rank; did you mean --ranks?\nusage:"),
-        ("launch --num_gpu 2 x.py", "there is no option --num-gpu; did you mean --num-gpus?\n"),
-        ("lanch x.py", "hf-zero: there is no command 'lanch'; did you mean launch?\nusage:"),
-        ("recipe lst", "hf-zero recipe: there is no command 'lst'; did you mean list?\nusage:"),
-        ("verify a b c", "hf-zero verify: more arguments than it takes: b c\nusage:"),
-    ],
-)
+CANNOT_BE_READ = [
+    ("launch --ranks two x.py", "launch: --ranks two is not a whole number\n  --ranks: Ranks"),
+    ("simulate --pp 0", "simulate: --pp 0 is not a whole number of at least 1\n  --pp: Stages"),
+    ("simulate --params big", "simulate: --params big is not a number\n"),
+    ("estimate m --seq x --ranks 1", "estimate: --seq x is not a whole number\n"),
+    ("estimate m --ranks", "estimate: --ranks needs a value after it\n"),
+    ("estimate m", "estimate: --ranks is missing\n  --ranks: Number of ranks"),
+    ("convert-checkpoint", "convert-checkpoint: SRC and DST are missing\n  SRC: A checkpoint"),
+    ("convert-checkpoint a", "DST is missing\n  DST: The folder to write.\nusage: "),
+    ("launch", "SCRIPT is missing\n  SCRIPT: The script and its arguments.\nusage: hf-zero"),
+    ("launch --rank 2 x.py", "there is no option --rank; did you mean --ranks?\nusage:"),
+    ("launch --num_gpu 2 x.py", "there is no option --num-gpu; did you mean --num-gpus?\n"),
+    ("lanch x.py", "hf-zero: there is no command 'lanch'; did you mean launch?\nusage:"),
+    ("recipe lst", "hf-zero recipe: there is no command 'lst'; did you mean list?\nusage:"),
+    ("verify a b c", "hf-zero verify: more arguments than it takes: b c\nusage:"),
+]
+
+
 def test_a_command_line_that_cannot_be_read(
-    given: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["hf-zero", *given.split()])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    said = capsys.readouterr()
-    assert says in said.err and said.out == ""
-    assert re.search(r"\n`hf-zero.* -h` shows all options\n$", said.err)
-    command, *rest = given.split()
-    if command != "recipe" and rest:
-        monkeypatch.setattr(sys, "argv", ["hf-zero", command, "--json", *rest])
-        with pytest.raises(SystemExit) as ended:
+    for given, says in CANNOT_BE_READ:
+        monkeypatch.setattr(sys, "argv", ["hf-zero", *given.split()])
+        with pytest.raises(SystemExit, match=r"^2$"):
             main()
-        assert ended.value.code == 2
-        found = capsys.readouterr()
-        error = json.loads(found.out)
-        assert says in f"{error['error']}\n" and error["type"] == "UsageError" and found.err == ""
+        said = capsys.readouterr()
+        assert says in said.err and said.out == "", given
+        assert re.search(r"\n`hf-zero.* -h` shows all options\n$", said.err)
+        command, *rest = given.split()
+        if command != "recipe" and rest:
+            monkeypatch.setattr(sys, "argv", ["hf-zero", command, "--json", *rest])
+            with pytest.raises(SystemExit, match=r"^2$"):
+                main()
+            found = capsys.readouterr()
+            error = json.loads(found.out)
+            assert says in f"{error['error']}\n" and error["type"] == "UsageError"
+            assert found.err == ""
 
 
 def test_without_a_command_the_help_is_shown(
@@ -86,9 +83,8 @@ def test_without_a_command_the_help_is_shown(
 ) -> None:
     for given in ("hf-zero", "hf-zero recipe"):
         monkeypatch.setattr(sys, "argv", given.split())
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit, match=r"^2$"):
             main()
-        assert ended.value.code == 2
         assert f"Usage: {given} [OPTIONS] COMMAND [ARGS]..." in capsys.readouterr().err
 
 

@@ -1,0 +1,192 @@
+"""``hf-zero doctor``: what it finds on this machine, and why a part does not run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hf_zero.cli import doctor
+from hf_zero.cli.app import app
+from hf_zero.ops import dispatch, native
+from tests.helpers.accelerators import play_accelerator
+
+
+def named(part: Callable[[], Iterator[doctor.Finding]]) -> dict[str, doctor.Finding]:
+    """The findings of one part, by name."""
+    return {each.name: each for each in doctor._whole(part)}
+
+
+def kernels() -> dict[str, doctor.Finding]:
+    return named(doctor._kernels)
+
+
+def test_the_command_knows_the_slot_the_devices_and_the_native_core() -> None:
+    shown = CliRunner().invoke(app, ["doctor", "--json"])
+    found = {(row["part"], row["name"]): row for row in json.loads(shown.stdout)}
+    assert found["versions", "torch"]["detail"] == torch.__version__
+    for name in (("slot", "deepspeed"), ("slot", "entry point"), ("devices", "gloo")):
+        assert found[name]["status"] == "ok"
+    if torch.cuda.is_available():
+        assert found["devices", "cuda:0"]["status"] == "ok"
+    else:
+        assert found["devices", "accelerator"]["status"] == "off"
+    core = found["kernels", "native core"]
+    if native.available():
+        assert core["status"] == "ok"
+        detail = found["kernels", "instruction set"]["detail"]
+        assert detail.startswith(f"{native.instruction_set()}; this machine has ")
+        threads = f"{native.threads()}: {native.default_share().source}"
+        assert found["kernels", "threads"]["detail"] == threads
+    else:
+        assert core["status"] == "off" and native.why_not() in core["detail"]
+
+
+def test_the_command_for_people_goes_on_where_a_part_cannot_be_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails() -> Any:
+        raise RuntimeError("the driver is gone\nand more")
+
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(dispatch, "declared", fails)
+    found = CliRunner().invoke(app, ["doctor"])
+    assert found.exit_code == 1
+    assert "hf-zero doctor" in found.stdout and "When you open an issue, attach" in found.stdout
+    assert "ended early: RuntimeError: the driver is gone" in found.stdout
+    # before it, and of other parts
+    assert "entry point" in found.stdout and "C++ compiler" in found.stdout
+
+
+def test_both_folders_are_named_where_another_package_is_installed(tmp_path: Path) -> None:
+    found = doctor._own_version(tmp_path / "hf_zero")
+    assert found.status == "off"
+    assert re.search(rf"imported from {tmp_path}/hf_zero, but installed is \S+ at /", found.detail)
+    installed = Path(re.findall(r" at (\S+): ", found.detail)[0])
+    assert doctor._own_version(installed).status == "ok"
+
+
+def test_what_turns_the_slot_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = ("TORCH_DEVICE_BACKEND_AUTOLOAD", "HF_ZERO_AUTOLOAD")
+    for name, value in zip(variables, ("0", "off")):
+        monkeypatch.setenv(name, value)
+    found = named(doctor._slot)
+    assert {found[name].status for name in variables} == {"off"}
+    monkeypatch.setattr("hf_zero._autoload.failure", ImportError("half an installation"))
+    found = named(doctor._slot)
+    assert [*found.values()][-1].detail == "ImportError: half an installation"
+    assert "examination" not in found
+
+
+def test_what_moves_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ZERO_IO", "python")
+    found = kernels()["file transfers"]
+    assert (found.status, found.detail) == ("off", "by python")
+    monkeypatch.setenv("HF_ZERO_IO", "pigeons")
+    found = kernels()["file transfers"]
+    assert found.status == "broken" and "pigeons" in found.detail
+
+
+def test_why_the_native_core_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def core() -> doctor.Finding:
+        native._loaded.cache_clear()
+        return kernels()["native core"]
+
+    try:
+        monkeypatch.setenv("HF_ZERO_NATIVE", "0")
+        assert core().status == "off"
+        said = "HF_ZERO_NATIVE=0 switches it off; the torch reference runs in its place"
+        assert core().detail == said
+        monkeypatch.setenv("HF_ZERO_NATIVE", "1")
+        monkeypatch.setitem(sys.modules, "hf_zero._cpu", None)
+        assert "install hf-zero again where a C++17 compiler is on PATH" in core().detail
+        needless = lambda: pytest.fail("not needed without a core")  # noqa: E731
+        monkeypatch.setattr(native, "share_of_this_rank", needless)
+        plain = SimpleNamespace(instruction_sets=lambda: ["plain"])
+        monkeypatch.setitem(sys.modules, "hf_zero._cpu", plain)
+        monkeypatch.setenv("HF_ZERO_ISA", "mmx")
+        assert core().status == "broken" and "this machine has plain" in core().detail
+    finally:
+        monkeypatch.undo()
+        native._loaded.cache_clear()
+
+
+def test_why_gpu_kernels_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    play_accelerator(monkeypatch, count=0)
+    monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
+    count = len(dispatch.declared())
+    assert count
+    assert kernels()["GPU kernels"].detail == f"{count} kernels run their references: no GPU"
+    monkeypatch.setenv("HF_ZERO_TRITON", "0")
+    found = kernels()["GPU kernels"]
+    assert found.detail.endswith("HF_ZERO_TRITON=0; unset it") and found.status == "off"
+    monkeypatch.delenv("HF_ZERO_TRITON")
+    stand_in = ModuleType("triton")
+    stand_in.__version__ = "3.99"
+    monkeypatch.setitem(sys.modules, "triton", stand_in)
+    monkeypatch.setattr(dispatch, "installed", lambda: True)
+    monkeypatch.setattr(dispatch, "interpreted", lambda: True)
+    triton = kernels()["triton"]
+    assert triton.status == "off" and "unset it" in triton.detail
+    monkeypatch.setattr(dispatch, "interpreted", lambda: False)
+    assert kernels()["triton"].status == "ok"
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert doctor._triton().detail == "3.99"
+    monkeypatch.setitem(sys.modules, "triton", None)
+    triton = kernels()["triton"]
+    assert triton.status == "broken"
+    assert "cannot be imported: ModuleNotFoundError" in triton.detail
+    monkeypatch.setattr(dispatch, "installed", lambda: False)
+    triton = kernels()["triton"]
+    assert triton.status == "off" and "pip install triton" in triton.detail
+
+
+def test_each_kernel_is_tried_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def try_out(kernel: str, device: torch.device) -> str:
+        return "PTXASError: no" if (kernel, device.type) == ("b", "cuda") else ""
+
+    play_accelerator(monkeypatch)
+    monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
+    played = {"installed": True, "interpreted": False, "missing_driver": ""}
+    for name, value in played.items():
+        monkeypatch.setattr(dispatch, name, lambda value=value: value)
+    monkeypatch.setattr(dispatch, "declared", lambda: {"b": "b", "a": "a"})
+    monkeypatch.setattr(dispatch, "try_out", try_out)
+    found = list(doctor._gpu_kernels())
+    assert [(each.name, each.status) for each in found] == [("a", "ok"), ("b", "broken")]
+    assert found[1].detail.startswith("PTXASError: no; its reference runs in its place")
+    said = "AssertionError: libcuda.so cannot found!"
+    monkeypatch.setattr(dispatch, "missing_driver", lambda: said)
+    (only,) = doctor._gpu_kernels()
+    assert only.status == "off"
+    assert f"Triton finds no driver ({said}); it needs" in only.detail
+
+
+def test_requirements(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = ["no-such-package>=1", "torch>=99", "peft>=99; extra == 'test'"]
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: missing)
+    found = named(doctor._versions)
+    assert found["no-such-package"].detail == "not installed; pip install 'no-such-package>=1'"
+    assert found["torch"].status == "broken" and ">=99" in found["torch"].detail
+    assert "peft" not in found
+
+    def requires(name: str) -> list[str]:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.requires", requires)
+    found = named(doctor._versions)
+    requirements = found["requirements"]
+    assert requirements.status == "off" and "examination" not in found
+    assert "imported from a folder and not installed" in requirements.detail

@@ -1,0 +1,121 @@
+"""``hf-zero explain`` and ``hf-zero migrate``: what they show of a file, and what they refuse."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.invoked import ZERO3, invoke
+
+
+def written(folder: Path, content: dict[str, Any]) -> str:
+    file = folder / "ds.json"
+    file.write_text(json.dumps(content))
+    return str(file)
+
+
+def rows(*arguments: str, **how: Any) -> dict[str, Any]:
+    return {row["key"]: row for row in json.loads(invoke("explain", *arguments, "--json", **how))}
+
+
+def test_every_value_has_its_source_and_defaults_are_left_out() -> None:
+    found = rows(ZERO3, "--ranks", "2")
+    assert found["zero_optimization.stage"]["value"] == 3
+    assert "zero3.yaml" in found["zero_optimization.stage"]["source"]
+    assert found["train_batch_size"]["value"] == 2
+    assert "zero_optimization.stage" in invoke("explain", "zero1")
+    shown, every = rows(ZERO3), rows(ZERO3, "--all")
+    assert set(shown) < set(every) and "gradient_predivide_factor" not in shown
+    left = len(every) - len(shown)
+    assert f"{left} more keys have their defaults: --all shows them" in invoke("explain", ZERO3)
+
+
+def test_auto_stays_beside_a_number_of_ranks(tmp_path: Path) -> None:
+    """Neither a batch size that is auto nor one that follows from it is computed."""
+    for micro, total in (("auto", None), (4, 8)):
+        content = {"train_micro_batch_size_per_gpu": micro, "bf16": {"enabled": "auto"}}
+        found = rows(written(tmp_path, content), "--ranks", "2", "--all")
+        assert found["bf16.enabled"]["value"] == "auto"
+        assert found["train_micro_batch_size_per_gpu"]["value"] == micro
+        assert found.get("train_batch_size", {}).get("value") == total
+    content = {"bf16": {"enabled": "auto", "check_grad_overflow": True}}
+    assert "no effect" not in invoke("explain", written(tmp_path, content))
+
+
+def test_values_are_shown_as_the_file_writes_them(tmp_path: Path) -> None:
+    params = {"lr": "auto", "betas": "auto"}
+    content = {"optimizer": {"type": "Adam", "params": params}, "bf16": {"enabled": True}}
+    file = written(tmp_path, content)
+    said = invoke("explain", file)
+    assert "bf16.enabled = true\n" in said and '"Adam"' in said and "True" not in said
+    assert rows(file)["optimizer.params"]["value"] == params
+    yaml = tmp_path / "a.yaml"
+    yaml.write_text("deepspeed_config: {zero_stage: 2, gradient_clipping: 1.0}")
+    lines = invoke("explain", str(yaml)).splitlines()
+    at = lines.index("zero_optimization.stage = 2")
+    assert lines[at + 2] == "    (deepspeed_config.zero_stage)"
+
+
+def test_parameters_that_a_run_refuses(tmp_path: Path) -> None:
+    optimizer: dict[str, Any] = {"type": "AdamW", "params": {"lr": "auto", "learning_rate": 1e-3}}
+    scheduler = {"type": "WarmupLR", "params": {"warmup_step": "auto", "warmup_max_lr": "auto"}}
+    file = written(tmp_path, {"optimizer": optimizer, "scheduler": scheduler})
+    for more in ([], ["--ranks", "2"]):
+        found = rows(file, *more, ends_with=1)
+        shown = found["scheduler.params"]["value"]
+        assert shown == scheduler["params"] and list(shown) == list(scheduler["params"])
+        note = found["optimizer.params"]["note"]
+        assert note.startswith("a run refuses it: unknown optimizer.params key")
+        assert "did you mean 'warmup_num_steps'" in found["scheduler.params"]["note"]
+    said = invoke("explain", file, ends_with=1)
+    assert said.endswith("a run refuses optimizer.params, scheduler.params\n")
+    said = invoke("migrate", file, ends_with=1)
+    assert "'learning_rate' for AdamW; write lr" in said
+    assert "did you mean 'warmup_num_steps'" in said
+    findings = json.loads(invoke("migrate", file, "--json", ends_with=1))["findings"]
+    noted = {row["key"]: row["note"] for row in findings}
+    assert "unknown optimizer.params key 'learning_rate'" in noted["optimizer.params"]
+    assert "did you mean 'warmup_num_steps'" in noted["scheduler.params"]
+    optimizer["params"] = {"lr": "auto", "betas": [0.9, 0.95]}
+    scheduler["params"] = {"warmup_num_steps": "auto"}
+    file = written(tmp_path, {"optimizer": optimizer, "scheduler": scheduler})
+    assert "a run refuses" not in invoke("explain", file)
+    invoke("migrate", file, "--json")
+
+
+def test_how_two_configurations_differ() -> None:
+    (row,) = json.loads(invoke("explain", "zero1", "zero3", "--json"))
+    assert row == {"key": "zero_optimization.stage", "zero1": 1, "zero3": 3}
+    assert "zero_optimization.stage" in invoke("explain", "zero1", "zero3")
+    assert "zero1 and zero1 mean the same" in invoke("explain", "zero1", "zero1")
+
+
+def test_it_is_as_wide_as_columns_says_and_breaks_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    for width in (60, 80):
+        monkeypatch.setenv("COLUMNS", str(width))
+        lines = invoke("explain", ZERO3).splitlines()
+        assert max(map(len, lines)) <= max(width, len(f"{key} ="))
+        assert [line for line in lines if line.startswith(key)]
+        assert key in invoke("explain", "zero1", ZERO3).splitlines()
+
+
+def test_columns_counts_where_rich_does_not_read_it(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def widths() -> set[int]:
+        table = invoke("estimate", model, "--ranks", "2").splitlines()
+        return {len(line) for line in table if "│" in line}
+
+    monkeypatch.setenv("COLUMNS", "60")
+    with monkeypatch.context() as patch:  # as after `datasets.Dataset.map(num_proc=)`
+        patch.setattr(os, "environ", copy.deepcopy(os.environ))
+        assert widths() == {60}
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert widths() == {60}
