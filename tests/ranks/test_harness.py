@@ -15,10 +15,11 @@ from torch import _ops, nn
 from tests.helpers import oracle
 from tests.helpers import ranks as harness
 from tests.helpers.engines import train_on_threads
-from tests.helpers.hand import FAULTS, HandMade
 from tests.helpers.models import ARCHITECTURES, seeded
+from tests.helpers.oracle import total_norm
 from tests.helpers.ranks import RankFailed, RanksHung, run_ranks
-from tests.helpers.training import ArchitectureJob, Plan, adamw, plain_sgd
+from tests.helpers.training import ArchitectureJob, Plan, Session, adamw, plain_sgd
+from tests.ranks.cases import over, values_of
 
 
 def total(rank, offset):
@@ -31,6 +32,7 @@ def test_results_come_in_rank_order_and_collectives_work():
     assert run_ranks(4, total, 1) == [10.0] * 4
     assert run_ranks(3, lambda rank: rank * rank) == [0, 1, 4]
     assert run_ranks(1, total, 5) == [5.0]
+    assert not dist.is_initialized()
 
 
 def test_a_failure_names_the_rank_and_stops_the_others():
@@ -47,27 +49,21 @@ def test_a_failure_names_the_rank_and_stops_the_others():
 
 def test_a_missing_collective_is_shown_not_waited_for(monkeypatch):
     monkeypatch.setattr(harness, "LINGER", 0.5)
-
     come = threading.Barrier(3)
 
     def waits(rank):
         come.wait(60)
         total(rank, 0)
 
-    def hangs(rank):
-        come.wait(60) if rank == 1 else waits(rank)
-
     with pytest.raises(RanksHung) as caught:
-        run_ranks(3, hangs, timeout=60)
-    assert "rank 1: returned" in str(caught.value)
-    assert "rank 0: still running" in str(caught.value)
-    assert "in waits" in str(caught.value)
+        run_ranks(3, lambda rank: come.wait(60) if rank == 1 else waits(rank), timeout=60)
+    for told in ("rank 1: returned", "rank 0: still running", "in waits"):
+        assert told in str(caught.value)
     assert run_ranks(3, total, 0) == [3.0] * 3
 
 
 def test_a_rank_that_waits_on_the_store_is_abandoned(monkeypatch):
     monkeypatch.setattr(harness, "LINGER", 0.3)
-
     stores: list[dist.Store] = []
 
     def waits(rank):
@@ -81,50 +77,27 @@ def test_a_rank_that_waits_on_the_store_is_abandoned(monkeypatch):
     stores[0].set("late", "")  # its thread ends
 
 
-def test_no_group_is_left_behind():
-    run_ranks(2, total, 0)
-    assert not dist.is_initialized()
-
-
-def test_collectives_are_asynchronous():
-    """Each rank starts two and waits for them afterwards, in another order than the other rank:
-    nobody blocks at the start.
-    """
+@over("groups", [1, 2])
+def test_collectives_are_asynchronous_and_groups_do_not_wait_for_each_other(groups):
+    """Each rank waits for its two in another order than the other rank."""
 
     def run(rank):
-        first, second = torch.tensor([1.0 + rank]), torch.tensor([10.0 + rank])
-        works = [dist.all_reduce(first, async_op=True), dist.all_reduce(second, async_op=True)]
-        for work in works if rank else reversed(works):
-            work.wait()
-        return float(first), float(second)
-
-    assert run_ranks(2, run) == [(3.0, 21.0)] * 2
-
-
-def test_groups_do_not_wait_for_each_other():
-    """Ranks may interleave two groups as they like, as on a real backend."""
-
-    def run(rank):
-        groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+        within = [dist.new_group([0, 1]) for _ in range(groups)] * 2
         values = [torch.tensor([1.0 + rank]), torch.tensor([10.0 + rank])]
-        works = [
-            dist.all_reduce(values[i], group=groups[i], async_op=True)
-            for i in ((0, 1) if rank else (1, 0))
-        ]
-        for work in works:
+        begun = reversed(range(2)) if rank and groups == 2 else range(2)
+        works = [dist.all_reduce(values[i], group=within[i], async_op=True) for i in begun]
+        for work in works if rank else reversed(works):
             work.wait()
         return [float(value) for value in values]
 
     assert run_ranks(2, run) == [[3.0, 21.0]] * 2
 
 
-@pytest.mark.parametrize("size", [3, 4])
+@over("size", [3, 4])
 def test_a_mismatch_is_an_error(size):
     def run(rank):
-        if rank == 0:
-            dist.all_reduce(torch.zeros(3))
-        elif size == 4:
-            dist.all_reduce(torch.zeros(size))
+        if rank == 0 or size == 4:
+            dist.all_reduce(torch.zeros(size if rank else 3))
         else:
             dist.broadcast(torch.zeros(size), 0)
 
@@ -133,9 +106,7 @@ def test_a_mismatch_is_an_error(size):
 
 
 def test_an_operator_is_made_once(monkeypatch):
-    """Two ranks that first use it at the same time get one object: torch's dispatcher keeps a
-    pointer to it, not a reference.
-    """
+    """torch's dispatcher keeps a pointer to what two ranks use at once, not a reference."""
     made = []
 
     def slow(make):
@@ -160,7 +131,76 @@ def test_an_operator_is_made_once(monkeypatch):
     assert first is second and len(made) == 2
 
 
-PLAN = Plan(ranks=2, steps=3, accumulation=2, clip=0.5)
+# ---- data parallelism by hand ----
+
+FAULTS = (
+    "sum instead of mean",
+    "no division by accumulation",
+    "first micro-batch lost",
+    "one parameter not reduced",
+    "a tied weight counted twice",
+    "norm of one rank",
+    "clipped to another norm",
+    "unused updated by the optimizer",
+)
+
+
+class HandMade(Session):
+    """Gradients all-reduced after a window, then a plain step; right, or with one fault."""
+
+    def __init__(self, model, optimizer, plan, fault=""):
+        self.module, self.optimizer, self.plan, self.fault = model, optimizer, plan, fault
+        self.dtype, self.memory, self.micro, self.last_norm = plan.dtype, {}, 0, 0.0
+        self.named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+    def __call__(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss):
+        whole = self.fault == "no division by accumulation"
+        (loss / (1 if whole else self.plan.accumulation)).backward()
+        self.micro += 1
+        if self.fault == "first micro-batch lost" and self.micro == 1:
+            self.optimizer.zero_grad()
+
+    def grads(self):
+        for index, (_, p) in enumerate(self.named):
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            if self.fault == "one parameter not reduced" and index == 1:
+                continue
+            dist.all_reduce(p.grad)
+            if self.fault != "sum instead of mean":
+                p.grad /= self.plan.ranks
+            if self.fault == "a tied weight counted twice" and index == 0:
+                p.grad *= 2
+        return {name: p.grad.clone() for name, p in self.named}
+
+    def step(self):
+        if self.micro < self.plan.accumulation:
+            return
+        norm = total_norm({name: p.grad for name, p in self.named})
+        self.last_norm = norm / (self.plan.ranks**0.5 if self.fault == "norm of one rank" else 1)
+        limit = self.plan.clip * (0.9 if self.fault == "clipped to another norm" else 1.0)
+        nn.utils.clip_grad_norm_([p for _, p in self.named], limit)
+        for _, p in self.named:
+            if self.fault != "unused updated by the optimizer" and not p.grad.any():
+                p.grad = None
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.micro = 0
+
+    def norm(self):
+        return self.last_norm
+
+    def weights(self):
+        return values_of(self.module)
+
+    def close(self):
+        self.optimizer.zero_grad()
+
+
+PLAN = Plan(ranks=2, steps=2, accumulation=2, clip=0.5)
 
 
 class WithUnused(ArchitectureJob):
@@ -178,33 +218,27 @@ def job(make_optimizer=adamw):
     return made
 
 
-@pytest.mark.parametrize(
-    "make_optimizer, floor", [(adamw, oracle.ADAM_ROUNDING), (plain_sgd, oracle.ROUNDING)]
-)
-def test_the_right_loop_is_accepted(make_optimizer, floor):
-    got = train_on_threads(job(make_optimizer), PLAN, HandMade)
-    oracle.compare(got, oracle.kept(job(make_optimizer), PLAN), weight_floor=floor)
+@over("optimizer, floor", [(adamw, oracle.ADAM_ROUNDING), (plain_sgd, oracle.ROUNDING)])
+def test_the_right_loop_is_accepted(optimizer, floor):
+    got = train_on_threads(job(optimizer), PLAN, HandMade)
+    oracle.compare(got, oracle.kept(job(optimizer), PLAN), weight_floor=floor)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@over("fault", FAULTS)
 def test_each_fault_is_caught(fault):
     with pytest.raises(AssertionError, match=r"gradient|weights|differs between") as caught:
-        oracle.compare(
-            train_on_threads(job(), PLAN, lambda *a: HandMade(*a, fault)), oracle.kept(job(), PLAN)
-        )
+        got = train_on_threads(job(), PLAN, lambda *given: HandMade(*given, fault))
+        oracle.compare(got, oracle.kept(job(), PLAN))
     if fault == "a tied weight counted twice":
         assert "bert.embeddings.word_embeddings.weight" in str(caught.value)
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@over("name, precision", [("gpt2", "bf16"), ("t5", "fp16")])
 def test_a_loop_in_16_bits_passes_its_own_criterion_and_a_coarser_one_does_not(name, precision):
-    plan = Plan(ranks=2, steps=5, accumulation=1, precision=precision)
-    exact = oracle.kept(ArchitectureJob(ARCHITECTURES[name]), Plan(ranks=2, steps=5))
-    mixed = oracle.kept(ArchitectureJob(ARCHITECTURES[name]), plan)
+    own, plan = ArchitectureJob(ARCHITECTURES[name]), Plan(2, 5, precision=precision)
+    exact, mixed = oracle.kept(own, Plan(2, 5)), oracle.kept(own, plan)
     oracle.compare_mixed(mixed, mixed, exact, plan.dtype)
-    coarse = oracle.run(ArchitectureJob(ARCHITECTURES[name]), plan)
+    coarse = oracle.run(own, plan)
     for grads in coarse.grads:
         for grad in grads.values():
             grad += 0.1 * grad.abs()

@@ -6,24 +6,20 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import transformers
 
-from tests.helpers.cells import fast
-from tests.helpers.engines import STAGES, config_of, start
+from tests.helpers.engines import config_of, start
 from tests.helpers.host_syncs import HostSyncs
 from tests.helpers.models import ARCHITECTURES, HEADS, HIDDEN, LAYERS, VOCAB, Architecture, tokens
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Plan
+from tests.ranks.cases import over
 
 SCALAR = "_local_scalar_dense"
 CPU = {"device": "cpu"}
-OFFLOADS: dict[str, dict[str, Any]] = {
-    "": {},
-    "optimizer": {"offload_optimizer": CPU},
-    "all": {"offload_optimizer": CPU, "offload_param": CPU},
-}
+OPTIMIZER: dict[str, Any] = {"offload_optimizer": CPU}
+ALL: dict[str, Any] = {"offload_optimizer": CPU, "offload_param": CPU}
 
 
 def mixtral():
@@ -43,24 +39,8 @@ def with_mask(step, micro, rank):
 # What the models of transformers read back in a forward of two layers, given a mask that masks
 # nothing: whether it does, by its file; and in the eager experts of Mixtral, layer by layer, which
 # experts were chosen and by which tokens.
-OF_THE_MODELS: dict[str, Callable[[dict[str, int]], bool]] = {
-    "bert": lambda found: found == {f"masking_utils.py: {SCALAR}": 1},
-    "gpt2": lambda found: found == {f"masking_utils.py: {SCALAR}": 1},
-    "llama": lambda found: found == {f"masking_utils.py: {SCALAR}": 1},
-    "t5": lambda found: found == {f"masking_utils.py: {SCALAR}": 2},
-    "mixtral": lambda found: (
-        found.keys()
-        == {
-            f"masking_utils.py: {SCALAR}",
-            f"modeling_mixtral.py: {SCALAR}",
-            "modeling_mixtral.py: nonzero",
-        }
-    ),
-}
-FAMILIES = {
-    **{name: Architecture(name, ARCHITECTURES[name].make, with_mask) for name in ARCHITECTURES},
-    "mixtral": Architecture("mixtral", mixtral, with_mask),
-}
+OF_EXPERTS = {f"modeling_mixtral.py: {SCALAR}", "modeling_mixtral.py: nonzero"}
+MASKS = {"t5": 2}
 
 
 def counted(rank, models, batch, config):
@@ -76,77 +56,63 @@ def counted(rank, models, batch, config):
     return syncs
 
 
-def expected_of_the_engine(precision, offload):
-    # whether the step overflowed; the divisor for the host's update
-    if precision == "fp16" or offload:
-        return {f"optimizer_step.py: {SCALAR}": 2 if precision == "fp16" and offload else 1}
-    return {}
+def of_ranks(family, config):
+    make = mixtral if family == "mixtral" else ARCHITECTURES[family].make
+    models = [Architecture(family, make, with_mask).build() for _ in range(2)]
+    return run_ranks(2, counted, models, with_mask, config)
 
 
-@pytest.mark.parametrize(
-    ("family", "stage", "precision", "offload"),
-    fast(
-        [
-            (family, stage, precision, offload)
-            for family in FAMILIES
-            for stage in STAGES
-            for precision in ("fp32", "bf16", "fp16")
-            for offload in OFFLOADS
-            if (stage > 0 or not offload) and (stage == 3 or offload != "all")
-        ],
-        lambda family, stage, precision, offload: (
-            (family == "bert" and not offload and precision == "fp16")
-            or (family == "mixtral" and stage == 3 and not offload and precision == "fp32")
-            or (family == "llama" and precision == "bf16" and (offload or stage == 0))
-            or (family in ("gpt2", "t5") and (stage, precision, offload) == (2, "fp32", ""))
-        ),
-    ),
+@over(
+    "family, stage, precision, offload, expected",
+    [  # one: whether the step overflowed, or the divisor for the host's update
+        ("bert", 3, "fp16", {}, 1),
+        ("llama", 0, "bf16", {}, 0),
+        ("llama", 2, "bf16", OPTIMIZER, 1),
+        ("llama", 3, "bf16", ALL, 1),
+        ("bert", 1, "fp16", OPTIMIZER, 2),
+        ("t5", 2, "fp32", {}, 0),
+        ("mixtral", 3, "fp32", {}, 0),
+    ],
 )
-def test_the_engine_reads_nothing_back(family, stage, precision, offload):
-    architecture = FAMILIES[family]
+def test_the_engine_reads_nothing_back(family, stage, precision, offload, expected):
     config = config_of(stage, Plan(accumulation=2, clip=1.0, precision=precision))
-    config["zero_optimization"].update(OFFLOADS[offload])
-    for syncs in run_ranks(
-        2, counted, [architecture.build() for _ in range(2)], architecture.batch, config
-    ):
+    config["zero_optimization"].update(offload)
+    for syncs in of_ranks(family, config):
         engine = syncs.of("hf_zero")
         if offload:  # step counters of states that are in host memory
             engine.pop(f"bound_optimizer.py: {SCALAR}", None)
-        assert dict(engine) == expected_of_the_engine(precision, offload)
-        theirs = {name: count // 2 for name, count in syncs.of("transformers").items()}
-        assert OF_THE_MODELS[family](theirs), theirs
+        assert engine == Counter({f"optimizer_step.py: {SCALAR}": expected} if expected else {})
+        theirs = syncs.of("transformers")
+        assert theirs.pop(f"masking_utils.py: {SCALAR}") // 2 == MASKS.get(family, 1)
+        assert theirs.keys() == (OF_EXPERTS if family == "mixtral" else set())
         assert {owner for owner, _, _ in syncs.found} <= {"hf_zero", "transformers"}
 
 
 def test_without_clipping_a_norm_is_not_read_either():
-    architecture = FAMILIES["llama"]
-    for syncs in run_ranks(
-        2, counted, [architecture.build() for _ in range(2)], architecture.batch, config_of(1)
-    ):
+    for syncs in of_ranks("llama", config_of(1)):
         assert not syncs.of("hf_zero")
 
 
-MEASURED = {
-    "metrics": {"enabled": True},
-    "comms_logger": {"enabled": True},
-    "wall_clock_breakdown": True,
-}
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_measures_read_nothing_back_within_a_step(stage):
-    """On ranks whose device is the host the figures of a step are read as it ends, from memory of
-    the host: one read of them all, in ``figures.py``.
-    """
-    architecture = FAMILIES["llama"]
-    config = config_of(stage, Plan(accumulation=2), **MEASURED)
-    for syncs in run_ranks(
-        2, counted, [architecture.build() for _ in range(2)], architecture.batch, config
-    ):
+def test_measures_read_nothing_back_within_a_step():
+    """On a host their figures are read as it ends, at once, in ``figures.py``."""
+    on = {"metrics": {"enabled": True}, "comms_logger": {"enabled": True}}
+    config = config_of(3, Plan(accumulation=2), wall_clock_breakdown=True, **on)
+    for syncs in of_ranks("llama", config):
         assert dict(syncs.of("hf_zero")) == {"figures.py: tolist": 1}
 
 
 # -- the counter itself ----------------------------------------------------------------------------
+
+
+class Reads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * grad.sum().item()
+
 
 X = torch.arange(6.0)
 WAITS: dict[str, Callable[[], Any]] = {
@@ -163,34 +129,21 @@ WAITS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", WAITS)
+@over("name", WAITS)
 def test_what_waits_is_counted(name):
     with HostSyncs() as syncs:
         WAITS[name]()
-    assert Counter({found: count for (_, _, found), count in syncs.found.items()}) == {name: 1}
-    assert {(owner, file) for owner, file, _ in syncs.found} == {("tests", "test_host_syncs.py")}
+    assert syncs.found == {("tests", "test_host_syncs.py", name): 1}
 
 
-def test_what_does_not_wait_is_not_counted():
+def test_a_backward_is_counted_too_and_what_does_not_wait_is_not():
+    x = torch.ones(3, requires_grad=True)
+    with HostSyncs() as syncs:
+        Reads.apply(x).sum().backward()
+    assert sum(syncs.found.values()) == 1
     with HostSyncs() as syncs:
         y = X[torch.tensor([1, 2])] * 2
         y[0] = 5.0
         torch.where(y > 1, y, y + 1).sum()
         torch.repeat_interleave(torch.tensor([1, 2]), output_size=3)
     assert not syncs.found
-
-
-def test_a_backward_is_counted_too():
-    class Reads(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * grad.sum().item()
-
-    x = torch.ones(3, requires_grad=True)
-    with HostSyncs() as syncs:
-        Reads.apply(x).sum().backward()
-    assert sum(syncs.found.values()) == 1
