@@ -36,7 +36,7 @@ _DECODER = {
     "max_position_embeddings": 64,
 }
 _ENCODER = _DECODER | {"intermediate_size": 48}
-_GROUPED = _DECODER | {"num_key_value_heads": 2}
+GROUPED = _DECODER | {"num_key_value_heads": 2}
 
 
 def _llama(name: str, **more: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
@@ -63,64 +63,51 @@ def _without(table: dict[str, tuple[str, ...]], *names: str) -> dict[str, tuple[
     return {name: kernels for name, kernels in table.items() if name not in names}
 
 
+def causal(
+    name: str, options: dict[str, Any], replaced: dict[str, tuple[str, ...]] | None = None
+) -> Animal:
+    return Animal(f"{name}ForCausalLM", f"{name}Config", options, replaced or _llama(name))
+
+
+def _masked(name: str, options: dict[str, Any], replaced: dict[str, tuple[str, ...]]) -> Animal:
+    return Animal(f"{name}ForMaskedLM", f"{name}Config", options, replaced)
+
+
+_HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+_WINDOW = GROUPED | {"head_dim": 8, "sliding_window": 8}
 ANIMALS = {
-    "llama": Animal("LlamaForCausalLM", "LlamaConfig", _GROUPED, _llama("Llama")),
-    "llama-biased": Animal(
-        "LlamaForCausalLM",
-        "LlamaConfig",
-        _GROUPED | {"attention_bias": True, "mlp_bias": True},
-        _llama("Llama"),
-    ),
-    "mistral": Animal(
-        "MistralForCausalLM", "MistralConfig", _GROUPED | {"sliding_window": 8}, _llama("Mistral")
-    ),
-    "qwen2": Animal("Qwen2ForCausalLM", "Qwen2Config", _GROUPED, _llama("Qwen2")),
-    "qwen3": Animal("Qwen3ForCausalLM", "Qwen3Config", _GROUPED | {"head_dim": 8}, _llama("Qwen3")),
-    "gemma": Animal("GemmaForCausalLM", "GemmaConfig", _GROUPED | {"head_dim": 8}, _llama("Gemma")),
-    "gemma2": Animal(
-        "Gemma2ForCausalLM",
-        "Gemma2Config",
-        _GROUPED | {"head_dim": 8, "sliding_window": 8},
-        _without(_llama("Gemma2"), "Gemma2DecoderLayer"),
-    ),
+    "llama": causal("Llama", GROUPED),
+    "llama-biased": causal("Llama", GROUPED | {"attention_bias": True, "mlp_bias": True}),
+    "mistral": causal("Mistral", GROUPED | {"sliding_window": 8}),
+    "qwen2": causal("Qwen2", GROUPED),
+    "qwen3": causal("Qwen3", GROUPED | {"head_dim": 8}),
+    "gemma": causal("Gemma", GROUPED | {"head_dim": 8}),
+    "gemma2": causal("Gemma2", _WINDOW, _without(_llama("Gemma2"), "Gemma2DecoderLayer")),
     "gemma3": Animal(
         "Gemma3ForCausalLM",
         "Gemma3TextConfig",
-        _GROUPED | {"head_dim": 8, "sliding_window": 8},
+        _WINDOW,
         _without(_llama("Gemma3"), "Gemma3DecoderLayer"),
     ),
-    "phi": Animal(
-        "PhiForCausalLM",
-        "PhiConfig",
-        _DECODER
-        | {
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e4,
-                "partial_rotary_factor": 0.5,
-            }
-        },
+    "phi": causal(
+        "Phi",
+        _DECODER | {"rope_parameters": _HALF},
         {"LayerNorm": ("norms",), "PhiAttention": ("qkv", "rotary"), "PhiMLP": ("activations",)},
     ),
-    "phi3": Animal(
-        "Phi3ForCausalLM",
-        "Phi3Config",
-        _GROUPED | {"pad_token_id": 0},
+    "phi3": causal(
+        "Phi3",
+        GROUPED | {"pad_token_id": 0},
         _llama("Phi3") | {"Phi3Attention": ("rotary",), "Phi3MLP": ("activations",)},
     ),
-    "mixtral": Animal(
-        "MixtralForCausalLM",
-        "MixtralConfig",
-        _GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": causal(
+        "Mixtral",
+        GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2},
         _without(_llama("Mixtral"), "MixtralMLP"),
     ),
-    "bert": Animal("BertForMaskedLM", "BertConfig", _ENCODER, _bert("Bert")),
-    "roberta": Animal(
-        "RobertaForMaskedLM", "RobertaConfig", _ENCODER | {"pad_token_id": 1}, _bert("Roberta")
-    ),
-    "deberta-v2": Animal(
-        "DebertaV2ForMaskedLM",
-        "DebertaV2Config",
+    "bert": _masked("Bert", _ENCODER, _bert("Bert")),
+    "roberta": _masked("Roberta", _ENCODER | {"pad_token_id": 1}, _bert("Roberta")),
+    "deberta-v2": _masked(
+        "DebertaV2",
         _ENCODER
         | {
             "relative_attention": True,
@@ -129,9 +116,8 @@ ANIMALS = {
         },
         _without(_bert("DebertaV2"), "DebertaV2SelfAttention"),
     ),
-    "distilbert": Animal(
-        "DistilBertForMaskedLM",
-        "DistilBertConfig",
+    "distilbert": _masked(
+        "DistilBert",
         {
             "vocab_size": VOCABULARY,
             "dim": 32,
@@ -197,19 +183,19 @@ ANIMALS = {
 
 
 def build(
-    name: str,
+    name: str | Animal,
     *,
     dropout: bool = False,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     **options: Any,
 ) -> Any:
-    """The model, its weights from ``seed`` and large enough that no gradient is noise; in
-    training mode.
+    """Return the model in training mode, its weights from ``seed`` and large enough that no
+    gradient is noise.
     """
     import transformers
 
-    animal = ANIMALS[name]
+    animal = ANIMALS[name] if isinstance(name, str) else name
     config = getattr(transformers, animal.config)(**(animal.options | options))
     for key, value in list(vars(config).items()):
         if isinstance(value, float) and ("drop" in key or key.endswith("pdrop")):
@@ -242,26 +228,20 @@ def inputs(
     labels = ids.masked_fill(torch.rand(ids.shape, generator=draw) < 0.5, -100).masked_fill(
         mask == 0, -100
     )
-    return {
-        key: value.to(device)
-        for key, value in {"input_ids": ids, "attention_mask": mask, "labels": labels}.items()
-    }
+    made = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    return {key: value.to(device) for key, value in made.items()}
 
 
 def step(
     model: nn.Module, batch: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and every gradient, in fp32, of one forward and backward; dropout is drawn from seed
-    2.
+    """Return loss and every gradient, in fp32, of one forward and backward, with dropout from a
+    seed.
     """
     torch.manual_seed(2)
     floats = next(model.parameters()).dtype
-    loss = model(
-        **{
-            key: value.to(floats) if value.is_floating_point() else value
-            for key, value in batch.items()
-        }
-    ).loss
+    given = {key: v.to(floats) if v.is_floating_point() else v for key, v in batch.items()}
+    loss = model(**given).loss
     loss.backward()
     grads = {
         name: p.grad.float().clone() for name, p in model.named_parameters() if p.grad is not None
@@ -271,7 +251,7 @@ def step(
 
 
 def error(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The norm of each difference over the norm of what is right.
+    """Return the norm of each difference over the norm of what is right.
 
     The gradient of a key's bias is zero without rotation, since softmax does not see it, and comes
     out as rounding: that counts against the gradient of the weight beside it.

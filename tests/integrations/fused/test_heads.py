@@ -10,21 +10,22 @@ import inspect
 import pickle
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 
 from hf_zero.errors import KernelError
 from hf_zero.integrations.fused.heads import HEADS, fuse_head
 from hf_zero.integrations.fused.replacement import Replacement
-from tests.helpers.engines import config_of, full_grads, start
-from tests.helpers.ranks import run_ranks
+from tests.helpers.cells import in_one_item
 from tests.integrations.fused.languages import (
     CAUSAL,
     LANGUAGES,
-    MASKED,
     SEQ2SEQ,
     VOCABULARY,
+    animal_of,
     batch,
     build,
     compare,
@@ -33,15 +34,17 @@ from tests.integrations.fused.languages import (
 )
 
 
-@pytest.fixture(autouse=True)
-def forms_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_ZERO_TRITON", "0")
-
-
 def fuse(model: Any) -> Replacement:
     done = fuse_head(model)
     assert isinstance(done, Replacement), done
     return done
+
+
+def fused_pair(name: str) -> tuple[Any, Any]:
+    """Return the plain model and the fused one."""
+    plain, fused = pair(name)
+    fuse(fused)
+    return plain, fused
 
 
 def step(model: Any, **inputs: Any) -> Any:
@@ -50,74 +53,41 @@ def step(model: Any, **inputs: Any) -> Any:
     return outputs
 
 
+def assert_same_step(fused: Any, plain: Any, loose: float = 1e-6, called: Any = None) -> None:
+    """``called``: the fused model in a wrapper."""
+    expected, found = step(plain, **batch()), step(fused if called is None else called, **batch())
+    torch.testing.assert_close(found.loss, expected.loss, rtol=loose, atol=1e-6)
+    compare(gradients(fused), gradients(plain))
+
+
 def test_every_class_with_a_head_has_a_model_here() -> None:
-    assert {model for model, _, _ in LANGUAGES.values()} == set(HEADS)
+    assert {animal_of(name).model for name in LANGUAGES} == set(HEADS)
 
 
-@pytest.mark.parametrize("name", LANGUAGES)
-def test_loss_and_every_gradient_are_the_models(name: str) -> None:
+@in_one_item(LANGUAGES)
+def test_a_family_trains_and_evaluates_as_the_model(name: str) -> None:
+    """Logits that are read are the model's, with their gradients."""
     plain, fused = pair(name)
-    fuse(fused)
+    done = fuse(fused)
+    assert inspect.signature(fused.forward) == inspect.signature(plain.forward)
+    assert list(fused.state_dict()) == list(plain.state_dict())
+    assert fused.get_submodule(done.where) is not None
     expected, found = step(plain, **batch()), step(fused, **batch())
     assert isinstance(found, type(expected)) and "logits" not in found
-    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(found["loss"], expected["loss"], rtol=1e-6, atol=1e-6)
+    for loss in (found.loss, found["loss"]):
+        torch.testing.assert_close(loss, expected.loss, rtol=1e-6, atol=1e-6)
     compare(gradients(fused), gradients(plain))
 
-
-@pytest.mark.parametrize("name", LANGUAGES)
-def test_logits_that_are_read_are_the_models_with_their_gradients(name: str) -> None:
-    plain, fused = pair(name)
-    fuse(fused)
-    for model, kept in ((plain, {}), (fused, {})):
+    read = []
+    for model in (plain, fused):
+        model.zero_grad()
         outputs = model(**batch())
-        logits = outputs.logits
-        assert outputs.logits is logits
-        kept["logits"] = logits.detach()
-        (outputs.loss + logits.float().square().mean()).backward()
-    torch.testing.assert_close(kept["logits"], plain(**batch()).logits, rtol=1e-6, atol=1e-6)
+        assert outputs.logits is outputs.logits
+        (outputs.loss + outputs.logits.float().square().mean()).backward()
+        read.append(outputs.logits.detach())
+    torch.testing.assert_close(*read, rtol=1e-6, atol=1e-6)
     compare(gradients(fused), gradients(plain))
 
-
-def test_logits_that_are_read_outside_the_autocast_of_their_forward() -> None:
-    plain, fused = pair("llama")
-    fuse(fused)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected, found = plain(**batch()), fused(**batch())
-    assert found.logits.dtype == torch.bfloat16 and torch.equal(found.logits, expected.logits)
-
-
-def test_printing_and_copying_outputs_makes_no_logits() -> None:
-    _, fused = pair("llama")
-    fuse(fused)
-    outputs = fused(**batch(), use_cache=False)
-    assert "logits" not in repr(outputs)
-    assert repr(outputs).startswith("CausalLMOutputWithPast(loss=tensor(")
-    with torch.no_grad():
-        outputs["loss"] = outputs.loss.detach()
-    copied = pickle.loads(pickle.dumps(outputs))
-    assert type(copied) is type(pair("llama")[0](**batch()))
-    assert copied.logits is None
-    assert torch.equal(copied.loss, outputs.loss)
-    assert outputs.logits is not None
-
-
-@pytest.mark.parametrize("name", ["llama", "bert", "distilbert", "t5"])
-def test_by_the_kernel_in_the_interpreter_too(
-    name: str, monkeypatch: pytest.MonkeyPatch, checked_triton: Any
-) -> None:
-    monkeypatch.setenv("HF_ZERO_TRITON", "1")
-    plain, fused = pair(name)
-    fuse(fused)
-    expected, found = step(plain, **batch()), step(fused, **batch())
-    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=1e-6)
-    compare(gradients(fused), gradients(plain))
-
-
-@pytest.mark.parametrize("name", LANGUAGES)
-def test_evaluation_prediction_and_a_forward_without_labels_are_untouched(name: str) -> None:
-    plain, fused = pair(name)
-    fuse(fused)
     given = batch()
     with torch.no_grad():
         assert torch.equal(fused(**given).logits, plain(**given).logits)
@@ -127,33 +97,61 @@ def test_evaluation_prediction_and_a_forward_without_labels_are_untouched(name: 
         del given["labels"]
         assert torch.equal(fused(**given).logits, plain(**given).logits)
 
-
-@pytest.mark.parametrize("count", [23, torch.tensor(23)], ids=["a number", "a tensor"])
-@pytest.mark.parametrize(
-    "name", ["llama", "mixtral, with its routers' loss", "gpt2", "bert", "distilbert", "t5"]
-)
-def test_the_tokens_of_the_whole_step_divide(name: str, count: Any) -> None:
-    plain, fused = pair(name)
-    fuse(fused)
-    given = batch()
-    found = step(fused, **given, num_items_in_batch=count)
-    if name in CAUSAL:
-        expected = step(plain, **given, num_items_in_batch=count).loss
-    else:  # transformers' own ignore it
-        logits = plain(**given).logits
-        expected = (
-            F.cross_entropy(logits.view(-1, VOCABULARY), given["labels"].view(-1), reduction="sum")
-            / 23
-        )
-        expected.backward()
-    torch.testing.assert_close(found.loss, expected, rtol=1e-6, atol=1e-6)
-    compare(gradients(fused), gradients(plain))
+    left = {place: set(each.__dict__) for place, each in plain.named_modules()}
+    for _ in range(2):
+        done.undo()
+        assert {place: set(each.__dict__) for place, each in fused.named_modules()} == left
+    assert fused(**batch()).logits is not None
 
 
-@pytest.mark.parametrize("name", ["llama", "bert", "t5"])
+def test_logits_that_are_read_outside_the_autocast_of_their_forward() -> None:
+    plain, fused = fused_pair("llama")
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, found = plain(**batch()), fused(**batch())
+    assert found.logits.dtype == torch.bfloat16 and torch.equal(found.logits, expected.logits)
+
+
+def test_printing_and_copying_outputs_makes_no_logits() -> None:
+    plain, fused = fused_pair("llama")
+    outputs = fused(**batch(), use_cache=False)
+    assert "logits" not in repr(outputs)
+    assert repr(outputs).startswith("CausalLMOutputWithPast(loss=tensor(")
+    with torch.no_grad():
+        outputs["loss"] = outputs.loss.detach()
+    copied = pickle.loads(pickle.dumps(outputs))
+    assert type(copied) is type(plain(**batch())) and copied.logits is None
+    assert torch.equal(copied.loss, outputs.loss)
+    assert outputs.logits is not None
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "distilbert", "t5"])
+def test_by_the_kernel_in_the_interpreter_too(
+    name: str, monkeypatch: pytest.MonkeyPatch, checked_triton: Any
+) -> None:
+    monkeypatch.setenv("HF_ZERO_TRITON", "1")
+    plain, fused = fused_pair(name)
+    assert_same_step(fused, plain)
+
+
+@in_one_item(["llama", "mixtral, with its routers' loss", "gpt2", "bert", "distilbert", "t5"])
+def test_the_tokens_of_the_whole_step_divide(name: str) -> None:
+    for count in (23, torch.tensor(23)):
+        plain, fused = fused_pair(name)
+        given = batch()
+        found = step(fused, **given, num_items_in_batch=count)
+        if name in CAUSAL:
+            expected = step(plain, **given, num_items_in_batch=count).loss
+        else:  # transformers' own ignore it
+            logits = plain(**given).logits.view(-1, VOCABULARY)
+            expected = F.cross_entropy(logits, given["labels"].view(-1), reduction="sum") / 23
+            expected.backward()
+        torch.testing.assert_close(found.loss, expected, rtol=1e-6, atol=1e-6)
+        compare(gradients(fused), gradients(plain))
+
+
+@in_one_item(["llama", "bert", "t5"])
 def test_without_any_label_that_counts_the_loss_is_nan_and_no_gradient_is(name: str) -> None:
-    plain, fused = pair(name)
-    fuse(fused)
+    plain, fused = fused_pair(name)
     given = batch()
     if name == "t5":
         given["decoder_input_ids"] = given["labels"].clamp(min=0)
@@ -162,107 +160,46 @@ def test_without_any_label_that_counts_the_loss_is_nan_and_no_gradient_is(name: 
     compare(gradients(fused), gradients(plain))
 
 
-@pytest.mark.parametrize("name", ["llama", "bert", "roberta", "t5"])
+@in_one_item(["llama", "bert", "roberta", "t5"])
 def test_under_autocast_the_error_is_no_larger_than_torchs(name: str) -> None:
-    truth, plain = pair(name)
-    fused = copy.deepcopy(plain)
-    fuse(fused)
-    exact = step(truth, **batch())
-    with torch.autocast("cpu", torch.bfloat16):
-        ours, torchs = fused(**batch()), plain(**batch())
-    ours.loss.backward(), torchs.loss.backward()
-    assert ours.loss.dtype == torch.float32
-    true, our, their = (
-        torch.cat([each.flatten() for each in gradients(model).values()])
-        for model in (truth, fused, plain)
-    )
-    assert float((our - true).norm()) <= 1.1 * float((their - true).norm())
-    assert abs(float(ours.loss.detach() - exact.loss.detach())) < 0.02
-
-
-@pytest.mark.turns
-@pytest.mark.parametrize(
-    "name", ["llama, tied", "gemma2, capped", "gpt2", "bert", "distilbert", "t5"]
-)
-@pytest.mark.parametrize("stage", [0, 3])
-def test_on_two_ranks_of_the_engine(name: str, stage: int) -> None:
-    def on_rank(rank: int, models: list[Any]) -> Any:
-        engine = start(
-            models[rank], torch.optim.AdamW(models[rank].parameters(), lr=1e-3), config_of(stage)
-        )
-        losses = []
-        for micro in range(2):
-            outputs = engine(**batch(10 * micro + rank))
-            assert ("logits" in outputs) != hasattr(models[rank], "_hf_zero_head")
-            loss = outputs.loss
-            engine.backward(loss)
-            losses.append(loss.detach())
-            grads = full_grads(engine)
-            engine.step()
-        engine.destroy()
-        return losses, grads
-
-    plain = [build(name) for _ in range(2)]
-    fused = [build(name) for _ in range(2)]
-    for model in fused:
-        fuse(model)
-    for (losses, grads), (expected, exact) in zip(
-        run_ranks(2, on_rank, fused), run_ranks(2, on_rank, plain)
-    ):
-        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
-        compare(grads, exact, 2e-5)
+    """Over several batches: on a single one, a tenth either way is chance."""
+    plain, fused = fused_pair(name)
+    truth = copy.deepcopy(plain)
+    errors = [0.0, 0.0]
+    for seed in range(4):
+        for model in (truth, fused, plain):
+            model.zero_grad()
+        exact = step(truth, **batch(seed))
+        for at, model in enumerate((fused, plain)):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(**batch(seed)).loss
+            loss.backward()
+            assert loss.dtype == torch.float32
+            if model is fused:
+                assert abs(float(loss.detach() - exact.loss.detach())) < 0.02
+            found, true = gradients(model), gradients(truth)
+            errors[at] += sum(float((found[key] - true[key]).square().sum()) for key in true)
+    assert errors[0] ** 0.5 <= 1.1 * errors[1] ** 0.5, errors
 
 
 def test_labels_that_are_shifted_already_and_another_ignored_label() -> None:
-    plain, fused = pair("llama")
-    fuse(fused)
+    plain, fused = fused_pair("llama")
     given = batch()
     given["labels"] = given["labels"].where(given["labels"] != -100, 5)
-    more = {"ignore_index": 5}
-    torch.testing.assert_close(
-        fused(**given, **more).loss, plain(**given, **more).loss, rtol=1e-6, atol=1e-6
-    )
-    more = {"shift_labels": given["labels"].roll(3, 1)}
-    torch.testing.assert_close(
-        fused(**given, **more).loss, plain(**given, **more).loss, rtol=1e-6, atol=1e-6
-    )
+    for more in ({"ignore_index": 5}, {"shift_labels": given["labels"].roll(3, 1)}):
+        found, expected = (model(**given, **more).loss for model in (fused, plain))
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_as_a_tuple_and_with_positional_arguments() -> None:
-    plain, fused = pair("bert")
-    fuse(fused)
     given = batch()
-    found = fused(
-        given["input_ids"],
-        given["attention_mask"],
-        labels=given["labels"],
-        output_hidden_states=True,
-        return_dict=False,
-    )
-    expected = plain(
-        given["input_ids"],
-        given["attention_mask"],
-        labels=given["labels"],
-        output_hidden_states=True,
-        return_dict=False,
+    asked = {"labels": given["labels"], "output_hidden_states": True, "return_dict": False}
+    expected, found = (
+        model(given["input_ids"], given["attention_mask"], **asked) for model in fused_pair("bert")
     )
     torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=1e-6)
     # the logits are missing
     assert len(found) == len(expected) - 1 and torch.equal(found[1][-1], expected[2][-1])
-
-
-@pytest.mark.parametrize("name", LANGUAGES)
-def test_undone_nothing_is_left(name: str) -> None:
-    model = build(name)
-    before = {place: set(module.__dict__) for place, module in model.named_modules()}
-    done = fuse(model)
-    assert inspect.signature(model.forward) == inspect.signature(type(model).forward.__get__(model))
-    assert list(model.state_dict()) == list(build(name).state_dict())
-    assert model.get_submodule(done.where) is not None
-    done.undo()
-    assert {place: set(module.__dict__) for place, module in model.named_modules()} == before
-    assert model(**batch()).logits is not None
-    done.undo()
 
 
 def test_a_copy_is_fused_by_itself() -> None:
@@ -271,18 +208,15 @@ def test_a_copy_is_fused_by_itself() -> None:
     copied = copy.deepcopy(fused)
     done.undo()
     assert "logits" in fused(**batch()) and "logits" not in copied(**batch())
-    expected, found = step(plain, **batch()), step(copied, **batch())
-    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=1e-6)
-    compare(gradients(copied), gradients(plain))
+    assert_same_step(copied, plain)
 
 
 def test_a_forward_wrapped_before_and_after_as_accelerate_does() -> None:
-    fused = build("llama")
+    fused, again = pair("llama")
     wrap = torch.autocast("cpu", torch.bfloat16)
     fused.forward = wrap(fused.forward)
     done = fuse(fused)
     assert "logits" not in fused(**batch())
-    again = build("llama")
     undo = fuse(again).undo
     again.forward = wrap(again.forward)
     assert "logits" not in again(**batch())
@@ -292,55 +226,37 @@ def test_a_forward_wrapped_before_and_after_as_accelerate_does() -> None:
     assert fused(**batch()).logits is not None and "_hf_zero_head" not in fused.__dict__
 
 
-def test_with_adapters_inside_and_around() -> None:
-    peft = pytest.importorskip("peft")
-    for name, targets in (
-        ("llama", ["q_proj"]),
-        ("llama", ["lm_head"]),
-        ("distilbert", ["vocab_transform"]),
-    ):
-        plain, fused = pair(name)
-        before, after = copy.deepcopy(fused), copy.deepcopy(fused)
-        fuse(before)
-        config = peft.LoraConfig(target_modules=targets, init_lora_weights=False, r=4)
-        models = []
-        for model in (plain, before, after):
-            torch.manual_seed(5)
-            models.append(peft.get_peft_model(model, config).train())
-        said = fuse_head(models[2])
-        assert (
-            said == "lm_head is a Linear of peft.tuners.lora.layer, not a linear layer of torch"
-            if targets == ["lm_head"]
-            else isinstance(said, Replacement)
-        )
-        expected = step(models[0], **batch())
-        for model in models[1:]:
-            torch.testing.assert_close(
-                step(model, **batch()).loss, expected.loss, rtol=1e-5, atol=1e-6
-            )
-            compare(gradients(model), gradients(models[0]))
+@in_one_item([("llama", "q_proj"), ("llama", "lm_head"), ("distilbert", "vocab_transform")])
+def test_with_adapters_inside_and_around(case: tuple[str, str]) -> None:
+    name, target = case
+    plain, before = fused_pair(name)
+    config = peft.LoraConfig(target_modules=[target], init_lora_weights=False, r=4)
+    models = []
+    for model in (plain, before, copy.deepcopy(plain)):
+        torch.manual_seed(5)
+        models.append(peft.get_peft_model(model, config).train())
+    said = fuse_head(models[2])
+    if target == "lm_head":
+        assert said == "lm_head is a Linear of peft.tuners.lora.layer, not a linear layer of torch"
+    else:
+        assert isinstance(said, Replacement)
+    for model in models[1:]:
+        models[0].zero_grad()
+        assert_same_step(model, models[0], 1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "bert"])
+@in_one_item(["llama", "bert"])
 def test_with_checkpointing_of_its_layers(name: str) -> None:
-    plain, fused = pair(name)
-    fuse(fused)
-    fused.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    expected, found = step(plain, **batch()), step(fused, **batch())
-    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-6, atol=1e-6)
-    compare(gradients(fused), gradients(plain))
+    plain, fused = fused_pair(name)
+    fused.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_same_step(fused, plain)
 
 
-def test_a_model_that_generates_generates_the_same() -> None:
-    plain, fused = pair("llama")
-    fuse(fused)
-    ids = batch()["input_ids"]
-    for model in (plain, fused):
-        model.eval()
-    assert torch.equal(
-        fused.generate(ids, max_new_tokens=5, do_sample=False),
-        plain.generate(ids, max_new_tokens=5, do_sample=False),
-    )
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_the_whole_model_compiles_without_a_break(name: str) -> None:
+    plain, fused = fused_pair(name)
+    assert_same_step(fused, plain, 1e-5, torch.compile(fused, backend="aot_eager"))
 
 
 def test_without_dropping_rows() -> None:
@@ -351,67 +267,50 @@ def test_without_dropping_rows() -> None:
 
 
 def test_what_cannot_be_fused_says_why() -> None:
-    import transformers
-
-    reasons = {}
-    classifier = transformers.BertForSequenceClassification(build("bert").config)
-    reasons["no fused head for BertForSequenceClassification"] = classifier
-    own = build("llama")
+    own, twice, another, named = (build("llama") for _ in range(4))
     own.loss_function = lambda *args, **kwargs: None
-    reasons["the model has a loss function of its own"] = own
-    twice = build("llama")
     fuse(twice)
-    reasons["lm_head has a forward of its own already"] = twice
-    another = build("llama")
     another.forward = lambda **kwargs: None
-    reasons[f"the model's forward is another one already, of {__name__}"] = another
-    named = build("llama")  # as TRL's fused head does: what it wraps is in its name alone
+    # as TRL's fused head does: what it wraps is in its name alone
     named.forward = functools.wraps(type(named).forward)(lambda **kwargs: None)
-    assert fuse_head(named) == f"the model's forward is another one already, of {__name__}"
-    config = transformers.DebertaV2Config(
-        vocab_size=67, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, legacy=False
-    )
-    reasons["DebertaV2ForMaskedLM with legacy=False multiplies by the embedding itself"] = (
-        transformers.DebertaV2ForMaskedLM(config)
-    )
-    assert {reason: fuse_head(model) for reason, model in reasons.items()} == {
-        reason: reason for reason in reasons
-    }
+    sizes = {"vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    plain_logits = transformers.DebertaV2Config(**sizes, legacy=False)
+    replaced = f"the model's forward is another one already, of {__name__}"
+    reasons = [
+        (
+            transformers.BertForSequenceClassification(build("bert").config),
+            "no fused head for BertForSequenceClassification",
+        ),
+        (own, "the model has a loss function of its own"),
+        (twice, "lm_head has a forward of its own already"),
+        (another, replaced),
+        (named, replaced),
+        (
+            transformers.DebertaV2ForMaskedLM(plain_logits),
+            "DebertaV2ForMaskedLM with legacy=False multiplies by the embedding itself",
+        ),
+    ]
+    assert [fuse_head(model) for model, _ in reasons] == [reason for _, reason in reasons]
 
 
 def test_logits_asked_for_in_part_and_a_loss_of_its_own_run_as_before() -> None:
-    plain, fused = pair("llama")
-    fuse(fused)
-    given = batch()
+    plain, fused = fused_pair("llama")
+    given = batch() | {"logits_to_keep": 4}
     given["labels"] = given["labels"][:, -4:]
-    assert torch.equal(
-        fused(**given, logits_to_keep=4).logits, plain(**given, logits_to_keep=4).logits
-    )
+    assert torch.equal(fused(**given).logits, plain(**given).logits)
     fused.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.sum()
     assert fused(**batch()).logits is not None
 
 
 def test_a_forward_that_never_calls_the_head_is_said() -> None:
-    model = build("llama")
-    fuse(model)
+    _, model = fused_pair("llama")
     model._hf_zero_head.before = lambda **kwargs: {}
     with pytest.raises(KernelError, match="LlamaForCausalLM has not called its head lm_head"):
         model(**batch())
 
 
 def test_after_a_forward_that_raised_the_head_makes_logits_again() -> None:
-    model = build("llama")
-    fuse(model)
+    _, model = fused_pair("llama")
     with pytest.raises(KernelError, match="label 999"):
         model(**{**batch(), "labels": torch.full((2, 9), 999)})
     assert model(input_ids=batch()["input_ids"]).logits.shape == (2, 9, VOCABULARY)
-
-
-@pytest.mark.parametrize("name", ["llama", *list(MASKED)[:1]])
-def test_the_whole_model_compiles_without_a_break(name: str) -> None:
-    plain, fused = pair(name)
-    fuse(fused)
-    compiled = torch.compile(fused, backend="aot_eager")
-    expected, found = step(plain, **batch()), step(compiled, **batch())
-    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
-    compare(gradients(fused), gradients(plain))

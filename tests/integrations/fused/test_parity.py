@@ -1,26 +1,33 @@
-"""Loss and every gradient of a model with fused kernels against the untouched model."""
+"""Fused kernels against the untouched model, family by family: alone, and in engines of every stage
+on ranks as threads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
+import itertools
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import nn
 
 import hf_zero
+from hf_zero.activations.compile import to_be_compiled
+from hf_zero.errors import KernelError
 from hf_zero.integrations.fused import report
 from hf_zero.ops import philox
-from tests.helpers.cells import fast
-from tests.integrations.fused.animals import ANIMALS, BLOCKS, build, error, inputs, on_every, step
+from hf_zero.ops.packed_linear import adjacent
+from hf_zero.zero.layout.wrap import PACKED
+from tests.helpers import oracle
+from tests.helpers.cells import fast, in_one_item
+from tests.helpers.engines import engine_opener, start, train_on_threads
+from tests.helpers.training import At, Driver, Job, Plan, plain_sgd
+from tests.integrations.fused.animals import ANIMALS, BLOCKS, build, error, inputs, step
 
-IN_BF16 = ("llama", "gemma2", "bert", "gpt2", "t5", "vit")  # kinds of blocks, in the fast suite
-
-
-@pytest.fixture(autouse=True)
-def references(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_ZERO_TRITON", "0")
+ALL = (*BLOCKS, "loss")
+COMPILED = ["llama", "qwen3", "gemma2", "phi", "phi3", "bert", "distilbert", "gpt2", "t5", "vit"]
 
 
 def assert_equal(
@@ -32,65 +39,59 @@ def assert_equal(
     assert worst[1] < bound, worst
 
 
-@on_every
-def test_every_known_module_is_replaced(name: str) -> None:
-    model = hf_zero.optimize(build(name), BLOCKS)
+def attributes(model: nn.Module) -> dict[str, set[str]]:
+    return {name: set(module.__dict__) for name, module in model.named_modules()}
+
+
+@in_one_item(ANIMALS)
+def test_a_family_is_replaced_trains_and_is_restored(name: str) -> None:
+    """Restored, it is bit-equal and has nothing left."""
+    model, right, batch = build(name), build(name), inputs(name)
+    parameters = dict(model.named_parameters())
+    hf_zero.optimize(model, BLOCKS)
     found: dict[str, set[str]] = {}
     for line in report(model).replaced:
         found.setdefault(line.what, set()).update(line.kernels)
-    assert found == {kind: set(kernels) for kind, kernels in ANIMALS[name].replaced.items()}, str(
-        report(model)
-    )
+    wanted = {kind: set(kernels) for kind, kernels in ANIMALS[name].replaced.items()}
+    assert found == wanted, str(report(model))
+    assert_equal(model, right, batch)
+    hf_zero.optimize(model, ALL)  # in place of the first
+    assert list(model.state_dict()) == list(right.state_dict())
+    assert all(model.get_parameter(key) is each for key, each in parameters.items())
+    with torch.no_grad():
+        out, expected = model.eval()(**batch).logits, right.eval()(**batch).logits
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    hf_zero.restore(model.train())
+    assert attributes(model) == attributes(right) and not report(model).lines
+    assert all(p.untyped_storage().nbytes() == p.numel() * 4 for p in model.parameters())
+    (loss, grads), (right_loss, right_grads) = step(model, batch), step(right.train(), batch)
+    assert torch.equal(loss, right_loss)
+    assert all(torch.equal(grads[key], right_grads[key]) for key in right_grads)
 
 
-@on_every
-def test_loss_and_gradients_are_those_of_the_model(name: str) -> None:
-    assert_equal(hf_zero.optimize(build(name), BLOCKS), build(name), inputs(name))
-
-
-@pytest.mark.parametrize("kernel", BLOCKS)
-@pytest.mark.parametrize("name", ["llama", "bert", "vit"])
-def test_each_kernel_alone(name: str, kernel: str) -> None:
+@in_one_item(itertools.product(["llama", "bert", "vit"], BLOCKS))
+def test_each_kernel_alone(case: tuple[str, str]) -> None:
+    name, kernel = case
     assert_equal(hf_zero.optimize(build(name), [kernel]), build(name), inputs(name))
 
 
-@on_every
-def test_evaluation_is_that_of_the_model(name: str) -> None:
-    batch = inputs(name)
-    with torch.no_grad():
-        right = build(name).eval()(**batch)
-        out = hf_zero.optimize(build(name), [*BLOCKS, "loss"]).eval()(**batch)
-    torch.testing.assert_close(out.logits, right.logits, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", fast(ANIMALS, lambda name: name in IN_BF16))
+@in_one_item(["llama", "bert", "gpt2", "t5", "vit"])  # kinds of blocks
 def test_the_error_of_bf16_is_no_larger(name: str) -> None:
     """Squared errors of all gradients against fp32, over weights and batches: of a single one, a
     tenth either way is chance.
     """
     ours = plain = 0.0
-    for seed in range(6):
+    for seed in range(4):
         batch = inputs(name, seed=seed)
         kept = {"dtype": torch.bfloat16, "seed": seed}
         right = step(build(name, **kept).float(), batch)[1]
         size = sum(float(grad.square().sum()) for grad in right.values())
-        for model, is_ours in (
-            (hf_zero.optimize(build(name, **kept), BLOCKS), True),
-            (build(name, **kept), False),
-        ):
+        errors = []
+        for model in (hf_zero.optimize(build(name, **kept), BLOCKS), build(name, **kept)):
             grads = step(model, batch)[1]
-            squared = sum(float((grads[key] - right[key]).square().sum()) for key in right) / size
-            ours, plain = (ours + squared, plain) if is_ours else (ours, plain + squared)
+            errors.append(sum(float((grads[key] - right[key]).square().sum()) for key in right))
+        ours, plain = ours + errors[0] / size, plain + errors[1] / size
     assert ours**0.5 <= 1.1 * plain**0.5, (ours**0.5, plain**0.5)
-
-
-@on_every
-def test_dropout_of_modules_draws_as_before(name: str) -> None:
-    """Without "residual" every mask is still torch's, drawn in the same order."""
-    names = [kernel for kernel in BLOCKS if kernel != "residual"]
-    assert_equal(
-        hf_zero.optimize(build(name, dropout=True), names), build(name, dropout=True), inputs(name)
-    )
 
 
 class PhiloxDropout(nn.Module):
@@ -106,80 +107,81 @@ class PhiloxDropout(nn.Module):
         return torch.where(kept, x / (1 - self.p), 0.0)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        for name, animal in ANIMALS.items()
-        if any("residual" in kernels for kernels in animal.replaced.values())
-    ],
-)
+# Attributes that hold the dropout of a residual sum, by the beginning of its forward's name.
+DROPOUTS = {
+    "bert_output": "dropout",
+    "vit_layer": "dropout",
+    "t5_": "dropout",
+    "phi3_layer": "resid_mlp_dropout",
+}
+
+
+@in_one_item(["llama", "phi3", "mixtral", "bert", "deberta-v2", "distilbert", "gpt2", "t5", "vit"])
 def test_fused_dropout_is_dropout(name: str) -> None:
-    model, right = hf_zero.optimize(build(name, dropout=True), BLOCKS), build(name, dropout=True)
-    fused = {
-        "bert_output": ("dropout",),
-        "vit_layer": ("dropout",),
-        "t5_": ("dropout",),
-        "phi3_layer": ("resid_mlp_dropout",),
-    }
+    """Without "residual" every mask is still torch's, drawn in the same order."""
+    batch, right = inputs(name), build(name, dropout=True)
+    without = hf_zero.optimize(build(name, dropout=True), [k for k in BLOCKS if k != "residual"])
+    assert_equal(without, right, batch)
+    model = hf_zero.optimize(build(name, dropout=True), BLOCKS)
     for place, module in model.named_modules():
         function = getattr(module.__dict__.get("forward"), "__func__", None)
-        for start, attributes in fused.items():
-            if (
-                function is not None
-                and function.__module__.endswith("residuals")
-                and function.__name__.startswith(start)
-            ):
-                for attribute in attributes:
-                    other = right.get_submodule(place)
-                    setattr(other, attribute, PhiloxDropout(getattr(other, attribute).p))
-    assert_equal(model, right, inputs(name))
+        if function is None or not function.__module__.endswith("residuals"):
+            continue
+        for beginning, attribute in DROPOUTS.items():
+            if function.__name__.startswith(beginning):
+                other = right.get_submodule(place)
+                setattr(other, attribute, PhiloxDropout(getattr(other, attribute).p))
+    assert_equal(model, right, batch)
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "bert", "gpt2", "t5", "vit"])
-def test_checkpointing_replays_the_same_dropout(name: str, reentrant: bool) -> None:
-    batch = inputs(name)
+REPLAYED = ["llama", "qwen3", "mixtral", "bert", "gpt2", "t5", "vit"]
+
+
+@in_one_item(zip(REPLAYED, itertools.cycle([False, True])))
+def test_checkpointing_replays_the_same_dropout(case: tuple[str, bool]) -> None:
+    name, reentrant = case
     models = [hf_zero.optimize(build(name, dropout=True), BLOCKS) for _ in range(2)]
-    models[1].gradient_checkpointing_enable(
-        gradient_checkpointing_kwargs={"use_reentrant": reentrant}
-    )
+    models[1].gradient_checkpointing_enable({"use_reentrant": reentrant})
     if reentrant and name != "vit":
         for model in models:
             model.enable_input_require_grads()
-    assert_equal(models[1], models[0], batch)
+    assert_equal(models[1], models[0], inputs(name))
 
 
 def with_adapters(model: Any) -> Any:
-    import peft
-
     torch.manual_seed(3)
     settings = peft.LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False)
     return peft.get_peft_model(model, settings)
 
 
-@pytest.fixture
-def quiet_adapters() -> Iterator[None]:
-    pytest.importorskip("peft")
-    yield
+ADAPTED = ["llama", "qwen3", "phi", "phi3", "bert", "gpt2", "t5", "vit"]
 
 
-@pytest.mark.turns
-@pytest.mark.usefixtures("quiet_adapters")
-@pytest.mark.parametrize("adapters_first", [False, True])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "phi", "phi3", "bert", "gpt2", "t5", "vit"])
-def test_adapters_are_called(name: str, adapters_first: bool) -> None:
-    batch, right = inputs(name), with_adapters(build(name))
+@in_one_item(zip(ADAPTED, itertools.cycle([False, True])))
+def test_adapters_are_called(case: tuple[str, bool]) -> None:
+    name, adapters_first = case
     if adapters_first:
         model = hf_zero.optimize(with_adapters(build(name)), BLOCKS)
         assert report(model).replaced
     else:
         model = with_adapters(hf_zero.optimize(build(name), BLOCKS))
-    assert_equal(model, right, batch)
+    assert_equal(model, with_adapters(build(name)), inputs(name))
 
 
-@pytest.mark.parametrize("name", ["llama", "bert"])
+@pytest.mark.parametrize("name", fast(COMPILED, lambda name: name == "bert"))
+def test_a_compiled_block_is_one_graph(name: str) -> None:
+    """A forward asks of its modules nothing that Dynamo stops at."""
+    torch._dynamo.reset()
+    model, blocks = hf_zero.optimize(build(name), BLOCKS), 0
+    for module in model.modules():
+        if any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__):
+            module.forward = torch.compile(module.forward, backend="aot_eager", fullgraph=True)
+            blocks += 1
+    assert blocks >= 2
+    assert_equal(model, build(name), inputs(name))
+
+
+@in_one_item(["llama", "bert"])
 def test_under_autocast_the_models_own_code_runs(name: str) -> None:
     batch, model, right = inputs(name), hf_zero.optimize(build(name), BLOCKS), build(name)
     with torch.autocast("cpu", torch.bfloat16):
@@ -189,11 +191,159 @@ def test_under_autocast_the_models_own_code_runs(name: str) -> None:
     assert all(torch.equal(grads[key], right_grads[key]) for key in right_grads)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@in_one_item(["llama", "gpt2"])
 def test_generation_is_that_of_the_model(name: str) -> None:
     ids = inputs(name)["input_ids"][1:]
     wanted = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     right = build(name).eval().generate(ids, **wanted)
-    assert torch.equal(
-        hf_zero.optimize(build(name), [*BLOCKS, "loss"]).eval().generate(ids, **wanted), right
-    )
+    assert torch.equal(hf_zero.optimize(build(name), ALL).eval().generate(ids, **wanted), right)
+
+
+# -- in engines ------------------------------------------------------------------------------------
+
+PLAN = Plan(ranks=2, steps=2)
+OFTEN = [
+    ("llama", 0), ("bert", 1), ("gpt2", 2), ("llama", 3), ("bert", 3), ("mixtral", 3), ("phi3", 3),
+    ("deberta-v2", 3), ("t5", 3), ("vit", 3),
+]  # fmt: skip
+STAGES = [*OFTEN, *((name, 3) for name in ANIMALS if (name, 3) not in OFTEN)]
+
+
+class Fused(Job):
+    """A model of the zoo, its own loss: the mean over the tokens of one micro-batch."""
+
+    def __init__(self, name: str, seen: list[int] | None = None) -> None:
+        self.name, self.seen = name, seen
+
+    def build(self) -> nn.Module:
+        return build(self.name)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return plain_sgd(model)
+
+    def loss(self, net: Driver, at: At) -> torch.Tensor:
+        if self.seen is not None:
+            self.seen.append(len(report(net.module).replaced))
+        made: torch.Tensor = net(**inputs(self.name, seed=10 * at.step + at.rank)).loss
+        return made
+
+
+class Read(Fused):
+    """A loss of its own, of logits that the model was asked for together with its loss."""
+
+    def loss(self, net: Driver, at: At) -> torch.Tensor:
+        given = inputs(self.name, seed=10 * at.step + at.rank)
+        outputs = net(**given)
+        return outputs.loss + nn.functional.cross_entropy(
+            outputs.logits.float().transpose(1, 2), given["labels"], label_smoothing=0.1
+        )
+
+
+def assert_trains(job: Fused, plain: Fused, stage: int, **keys: Any) -> None:
+    trace = train_on_threads(job, PLAN, engine_opener(stage, **keys))
+    oracle.compare(trace, oracle.run(plain, PLAN), weight_floor=oracle.ROUNDING)
+
+
+@pytest.mark.parametrize("name, stage", [("llama", 2), ("bert", 3)])
+def test_logits_that_are_read_train_as_the_models(name: str, stage: int) -> None:
+    assert_trains(Read(name), Read(name), stage, kernels=["loss"])
+
+
+@pytest.mark.parametrize("name, stage", fast(STAGES, lambda *cell: cell in OFTEN))
+def test_a_family_trains_as_one_plain_process(name: str, stage: int) -> None:
+    seen: list[int] = []
+    assert_trains(Fused(name, seen), Fused(name), stage, kernels=[*BLOCKS, "loss"])
+    assert min(seen) > 3
+
+
+def started(**more: Any) -> Any:
+    model = build(more.pop("name", "bert"))
+    return start(model, plain_sgd(model), {"train_micro_batch_size_per_gpu": 3, **more})
+
+
+@pytest.mark.parametrize(
+    ("name", "outside"),
+    [
+        ("bert", {"bert.embeddings.LayerNorm", "cls.predictions.transform.LayerNorm"}),
+        ("llama", {"model.norm"}),
+    ],
+)
+def test_auto_leaves_to_compiled_blocks_what_inductor_fuses(
+    name: str, outside: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = importlib.import_module("hf_zero.initialize")
+    monkeypatch.setattr(made, "kind_for_auto", lambda device: "cuda")
+    compiled = {"blocks": True, "backend": "aot_eager"}
+    engine = started(name=name, kernels="auto", compile=compiled)
+    lines = report(engine.module).replaced
+    inductors = {*engine.patches.compiled._blocks}
+    blocks = [name for name, module in engine.module.named_modules() if module in inductors]
+    assert len(blocks) >= 2
+    inside = {line.kernels for line in lines if line.where.startswith(tuple(blocks))}
+    assert inside == {("qkv",)}
+    assert {line.where for line in lines if line.kernels == ("norms",)} == outside
+    engine.destroy()
+    # who names them has them everywhere
+    engine = started(name=name, kernels=["norms", "residual"], compile=compiled)
+    assert {line.kernels for line in report(engine.module).replaced} == {("norms",), ("residual",)}
+    engine.destroy()
+    assert_trains(Fused(name), Fused(name), 3, kernels="auto", compile=compiled)
+
+
+@in_one_item(["bert", "llama", "gpt2", "t5", "mixtral", "vit"])
+def test_what_will_be_compiled_is_known_before_the_engine_is_made(name: str) -> None:
+    model = build(name)
+    expected = to_be_compiled(model)
+    engine = start(model, plain_sgd(model), {"train_micro_batch_size_per_gpu": 3})
+    assert expected and engine.patches.compiled._blocks == expected
+    engine.destroy()
+
+
+def test_what_a_configuration_replaces() -> None:
+    dense = [{"mode": "dense"}, {"enabled": False, "mode": "fixed"}]
+    for keys in ({}, *({"sparse_attention": section} for section in dense)):
+        engine = started(**keys)
+        assert not report(engine.module).lines, keys
+        engine.destroy()
+    engine = started(kernels="auto")
+    row = next(row for row in engine.config.explain() if row.key == "kernels")
+    assert row.value == ("loss", "optimizer")
+    assert row.source == "computed: config dict: kernels is auto, on cpu"
+    assert {line.kernels for line in report(engine.module).lines} == {("loss",)}
+    engine.destroy()
+    engine = started(pre_layer_norm=True)
+    assert {line.kernels for line in report(engine.module).lines} == {("pre_layer_norm",)}
+    engine.destroy()
+    with pytest.raises(KernelError, match="LlamaForCausalLM"):
+        started(name="llama", pre_layer_norm=True)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_engine_lays_q_k_and_v_side_by_side(stage: int) -> None:
+    """BERT's have biases between them; with the kernels named each kind is one matrix, and one
+    bias.
+    """
+    attention = "bert.encoder.layer.0.attention.self"
+    layers = ("query", "key", "value")
+    parts = [[f"{attention}.{layer}.{part}" for layer in layers] for part in ("weight", "bias")]
+    for kernels, beside in (("off", False), (["qkv"], True)):
+        engine = started(kernels=kernels, zero_optimization={"stage": stage})
+        found = [[engine.module.get_parameter(name) for name in names] for names in parts]
+        with hf_zero.GatheredParameters([each for kind in found for each in kind]):
+            assert [adjacent([each.data for each in kind]) for kind in found] == [beside] * 2
+        engine.destroy()
+        hf_zero.restore(engine.module)
+        assert not any(PACKED in module.__dict__ for module in engine.module.modules())
+
+
+def test_a_model_outlives_its_engine() -> None:
+    engine = started(kernels=["norms"])
+    model = engine.module
+    engine.destroy()
+    assert report(model).replaced
+    config = {"train_micro_batch_size_per_gpu": 3, "kernels": ["activations"]}
+    second = start(model, plain_sgd(model), config)
+    assert {line.kernels for line in report(model).lines} == {("activations",)}
+    second.destroy()
+    hf_zero.restore(model)
+    assert not any("forward" in module.__dict__ for module in model.modules())
