@@ -1,9 +1,11 @@
 """A training script whose rank ``odd`` ends in the way that is asked for, with its state in files
-where a folder for them is given; test_endings.py starts it, plainly or by a launcher.
+where a folder for them is given, or while a checkpoint is written (``saving WAY FOLDER``).
+test_endings.py starts it, plainly or by a launcher.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import sys
@@ -12,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hf_zero.checkpoint import save_job
 from hf_zero.zero.layout import wrap
 from tests.helpers.broken_stacks import Latecomer
 from tests.helpers.engines import config_of, start
@@ -23,6 +26,7 @@ wrap.GRANULARITY = 0  # blocks are small, and each is to be a unit
 wrap.PERSISTENCE = 0  # and its parameters sharded
 
 DISK_FAULTS = {"read": "read:20+:EIO", "write": "write:20+:ENOSPC"}
+SECONDS = 2.0  # that writing a checkpoint takes
 
 
 def break_disk(way):
@@ -71,13 +75,10 @@ def train(rank, way, odd, stage, disk=""):
     model = seeded(Latecomer)
     if rank == odd:
         break_disk(way)
-    config = config_of(
-        stage,
-        Plan(clip=1.0 if disk else 0.0),
-        zero_optimization=zero_section(stage, disk),
-        timeout=300,
+    plan, section = Plan(clip=1.0 if disk else 0.0), zero_section(stage, disk)
+    engine = start(
+        model, adamw(model), config_of(stage, plan, zero_optimization=section, timeout=300)
     )
-    engine = start(model, adamw(model), config)
     for at in range(30 if disk else 5):
         if at == 2 and way.startswith("reads alone"):
             read_alone(engine, rank == odd)  # the other one waits in the forward
@@ -93,20 +94,32 @@ def train(rank, way, odd, stage, disk=""):
             torch.distributed.barrier()
 
 
-def spawned(rank, port, way, odd, stage):
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE="2",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=port,
-    )
-    train(rank, way, odd, stage)
+def save(rank, way, folder):
+    torch.set_num_threads(1)
+    model = seeded(Latecomer)
+    engine = start(model, adamw(model), config_of(3, timeout=300))
+    engine.save_checkpoint(folder, tag="old")
+    write = save_job.write_image
+
+    def slow(*arguments):
+        # a rank that is killed has not written before, however late its end comes
+        time.sleep(3600 if way == "kill" and rank == 1 else SECONDS)
+        if way == "full":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(arguments[0]))
+        return write(*arguments)
+
+    save_job.write_image = slow
+    run_steps(engine, rank, [0])
+    engine.save_checkpoint(folder, tag="new", blocking=False)
+    if rank == 1 and way in ("kill", "raise"):
+        end(engine, rank, way)
+    if way not in ("return", "full"):
+        run_steps(engine, rank, [1])
 
 
 if __name__ == "__main__":
-    way, odd, stage = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    if "RANK" in os.environ:
-        train(int(os.environ["RANK"]), way, odd, stage, *sys.argv[4:])
+    rank, (way, *more) = int(os.environ["RANK"]), sys.argv[1:]
+    if way == "saving":
+        save(rank, *more)
     else:
-        torch.multiprocessing.spawn(spawned, (os.environ["MASTER_PORT"], way, odd, stage), nprocs=2)
+        train(rank, way, int(more[0]), int(more[1]), *more[2:])

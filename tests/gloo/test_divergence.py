@@ -1,20 +1,17 @@
 """Ranks that part ways on real gloo processes: each ends with an error that says where both are,
-and none is aborted natively.
-
-The process group is made anew for each kind, so that one launch tries many.
+and none is aborted natively. The process group is made anew for each kind: one launch tries many.
 """
 
 import re
 import tempfile
 import time
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import hf_zero
 from hf_zero.errors import PartitionError, RankMismatchError
+from tests.helpers.backends import join_again
 from tests.helpers.broken_stacks import Armed
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import features, seeded
@@ -35,11 +32,9 @@ class Job:
 
     def __init__(self, rank, stage, accumulation=1):
         self.rank, self.model, self.at, self.accumulation = rank, seeded(Armed), 0, accumulation
-        self.engine = start(
-            self.model,
-            plain_sgd(self.model),
-            config_of(stage, Plan(accumulation=accumulation, clip=1.0), timeout=LIMIT),
-        )
+        plan = Plan(accumulation=accumulation, clip=1.0)
+        config = config_of(stage, plan, timeout=LIMIT)
+        self.engine = start(self.model, plain_sgd(self.model), config)
 
     def backward(self):
         self.at += 1
@@ -61,6 +56,10 @@ class Job:
         with tempfile.TemporaryDirectory() as folder:
             self.engine.save_checkpoint(folder)
 
+    def evaluate_and_save(self):
+        self.evaluate()
+        self.save()
+
     def raise_and_go_on(self, where):
         self.model.at = where
         with pytest.raises(ArithmeticError):
@@ -68,102 +67,75 @@ class Job:
         self.model.at = ""
         self.engine.zero_grad()
 
+    def end_a_window_early(self):
+        self.engine.set_gradient_accumulation_boundary(True)
+        self.step_one()
+        self.engine.set_gradient_accumulation_boundary(None)
 
-def more_micro_batches(job):
-    job.backward()
+    def step_one(self):
+        self.backward()
+        self.engine.step()
 
+    def look_at_weights(self):
+        """The sum of a whole weight where the others sum one number: gloo aborts on that."""
+        self.backward()
+        for parameter in self.model.parameters():
+            hf_zero.safe_get_full_fp32_param(parameter)
 
-def fewer_micro_batches(job):
-    job.engine.set_gradient_accumulation_boundary(True)
-    job.backward()
-    job.engine.step()
-    job.engine.set_gradient_accumulation_boundary(None)
+    def set_a_weight(self):
+        with hf_zero.GatheredParameters([self.model.head.weight], modifier_rank=0):
+            pass
 
-
-def evaluates(job):
-    job.evaluate()
-
-
-def evaluates_then_saves(job):
-    job.evaluate()
-    job.save()
-
-
-def saves(job):
-    job.save()
-
-
-def looks_at_a_weight(job):
-    """The sum of a whole weight where the others sum one number: gloo aborts on that."""
-    job.backward()
-    for parameter in job.model.parameters():
-        hf_zero.safe_get_full_fp32_param(parameter)
+    def destroy(self):
+        self.engine.destroy()
+        time.sleep(4)  # and does not come back
+        raise RankMismatchError("over")
 
 
-def sets_a_weight(job):
-    with hf_zero.GatheredParameters([job.model.head.weight], modifier_rank=0):
-        pass
-
-
-def catches_an_error_in_forward(job):
-    job.raise_and_go_on("forward")
-
-
-def catches_an_error_in_backward(job):
-    job.raise_and_go_on("backward")
-
-
-def destroys_its_engine(job):
-    job.engine.destroy()
-    time.sleep(4)  # and does not come back
-    raise RankMismatchError("over")
-
-
-def waits_elsewhere(job):
-    hf_zero.distributed.world_group.barrier()
-
-
-PARTED = [
-    (more_micro_batches, (0, 2, 3), 1),
-    (fewer_micro_batches, (0, 2, 3), 2),
-    (evaluates, (3,), 1),
-    (evaluates_then_saves, (0, 2), 1),
-    (saves, (0, 2, 3), 1),
-    (looks_at_a_weight, (2, 3), 1),
-    (sets_a_weight, (0, 2, 3), 1),
-    (catches_an_error_in_forward, (3,), 1),
-    (catches_an_error_in_backward, (0, 2, 3), 1),
-    (destroys_its_engine, (0, 2, 3), 1),
-    (waits_elsewhere, (0, 2, 3), 1),
+# what ODD does, at which stages, with what accumulation
+PARTED = {
+    "more micro-batches": (Job.backward, (0, 2, 3), 1),
+    "fewer micro-batches": (Job.end_a_window_early, (0, 2, 3), 2),
+    "evaluates": (Job.evaluate, (3,), 1),
+    "evaluates then saves": (Job.evaluate_and_save, (0, 2), 1),
+    "saves": (Job.save, (0, 2, 3), 1),
+    "looks at a weight": (Job.look_at_weights, (2, 3), 1),
+    "sets a weight": (Job.set_a_weight, (0, 2, 3), 1),
+    "catches an error in forward": (lambda job: job.raise_and_go_on("forward"), (3,), 1),
+    "catches an error in backward": (lambda job: job.raise_and_go_on("backward"), (0, 2, 3), 1),
+    "destroys its engine": (Job.destroy, (0, 2, 3), 1),
+    "waits elsewhere": (lambda job: hf_zero.distributed.world_group.barrier(), (0, 2, 3), 1),
+}
+FAST = [("more micro-batches", 2, 2), ("saves", 3, 2), ("catches an error in backward", 0, 2)]
+ALL = [(name, stage, 2) for name, (_, stages, _) in PARTED.items() for stage in stages]
+BEFORE_THE_FIRST_STEP = [
+    ("fewer micro-batches", 3, 0),
+    ("more micro-batches", 0, 0),
+    ("saves", 0, 0),
+    ("sets a weight", 2, 0),
+    ("waits elsewhere", 3, 0),
 ]
-Case = tuple[str, int, int, int]  # function, stage, accumulation, steps before ODD parts
-
-
-def cases_of(steps):
-    return [
-        (fn.__name__, stage, accumulation, steps)
-        for fn, stages, accumulation in PARTED
-        for stage in stages
-    ]
+ONE_OF_THREE = [
+    ("more micro-batches", 0, 2),
+    ("saves", 2, 2),
+    ("evaluates", 3, 2),
+    ("catches an error in backward", 3, 2),
+]
 
 
 def part(rank, cases):
-    """Run the cases on this rank; return the text of each case's error."""
-    store, world = dist.distributed_c10d._get_default_store(), dist.get_world_size()
+    """Run the cases (name, stage, steps before ODD parts); return the text of each one's error."""
     told = []
-    for number, (name, stage, accumulation, steps) in enumerate(cases):
+    for number, (name, stage, steps) in enumerate(cases):
         say(f"{name} at stage {stage} after {steps} steps")
-        dist.destroy_process_group()
-        own = dist.PrefixStore(f"case {number}", store)
-        dist.init_process_group(
-            "gloo", store=own, rank=rank, world_size=world, timeout=timedelta(seconds=200)
-        )
+        join_again("gloo", f"case {number}")
+        act, _, accumulation = PARTED[name]
         try:
             job = Job(rank, stage, accumulation)
             for _ in range(steps):
                 job.step()
             if rank == ODD:
-                globals()[name](job)
+                act(job)
             for _ in range(3):
                 job.step()
             job.engine.destroy()
@@ -174,92 +146,31 @@ def part(rank, cases):
     return told
 
 
-def check(ranks, cases, timeout):
-    answers = run_processes(ranks, part, cases, timeout=timeout)
-    wrong = []
-    for number, (name, stage, _, steps) in enumerate(cases):
-        for rank in range(ranks):
-            text = answers[rank][number]
-            where = f"rank {rank} of {name} at stage {stage} after {steps} steps: {text}"
-            places = len(re.findall(COLLECTIVES, text))
-            named = (
-                f"rank {ODD}" in text
-                and "which is the timeout" not in text
-                and places >= (1 if "destroyed" in text else 2)
-            )
-            through = (
-                text == "nothing"
-                and f"which rank {rank} will never join"
-                in answers[ODD if rank != ODD else 0][number]
-            )
-            if (
-                text != "RankMismatchError: over"
-                and not through
-                and not (text.startswith("RankMismatchError") and named)
-            ):
-                wrong.append(where)
+def is_named(rank, text, others):
+    """Whether the error of a rank names ODD and both places, or it is through and ODD knows."""
+    places = len(re.findall(COLLECTIVES, text))
+    named = f"rank {ODD}" in text and "which is the timeout" not in text
+    enough = places >= (1 if "destroyed" in text else 2)
+    through = text == "nothing" and f"which rank {rank} will never join" in others
+    told = text.startswith("RankMismatchError") and named and enough
+    return text == "RankMismatchError: over" or through or told
+
+
+@pytest.mark.parametrize(
+    "ranks, cases",
+    [
+        (2, FAST),
+        pytest.param(2, [*ALL, *BEFORE_THE_FIRST_STEP], marks=pytest.mark.long),
+        pytest.param(3, ONE_OF_THREE, marks=pytest.mark.long),
+    ],
+    ids=["some", "all", "one of three"],
+)
+def test_ranks_that_part(ranks, cases):
+    answers = run_processes(ranks, part, cases, timeout=590)
+    wrong = [
+        f"rank {rank} of {case}: {answers[rank][number]}"
+        for number, case in enumerate(cases)
+        for rank in range(ranks)
+        if not is_named(rank, answers[rank][number], answers[0 if rank == ODD else ODD][number])
+    ]
     assert not wrong, "\n".join(wrong)
-
-
-FAST = [
-    ("more_micro_batches", 2, 1, 2),
-    ("saves", 3, 1, 2),
-    ("catches_an_error_in_backward", 0, 1, 2),
-]
-
-
-def test_some_ranks_that_part():
-    check(2, FAST, timeout=400)
-
-
-BEFORE_THE_FIRST_STEP = [
-    ("fewer_micro_batches", 3, 2, 0),
-    ("more_micro_batches", 0, 1, 0),
-    ("saves", 0, 1, 0),
-    ("sets_a_weight", 2, 1, 0),
-    ("waits_elsewhere", 3, 1, 0),
-]
-ONE_OF_THREE = [
-    ("more_micro_batches", 0, 1, 2),
-    ("saves", 2, 1, 2),
-    ("evaluates", 3, 1, 2),
-    ("catches_an_error_in_backward", 3, 1, 2),
-]
-
-
-@pytest.mark.long
-def test_ranks_that_part():
-    check(
-        2, [case for case in cases_of(2) if case not in FAST] + BEFORE_THE_FIRST_STEP, timeout=590
-    )
-
-
-@pytest.mark.long
-def test_one_of_three_ranks_parts():
-    check(3, ONE_OF_THREE, timeout=300)
-
-
-def slow(rank, folder):
-    """A rank that is slow in its own code, one that is slow to save, and errors that a script
-    gets over: all is well.
-    """
-    found = []
-    for stage in (0, 2, 3):
-        job = Job(rank, stage)
-        job.step()
-        time.sleep(3.0 * rank)
-        job.step()
-        with pytest.raises(ZeroDivisionError):
-            1 / (0 * rank)
-        time.sleep(3.0 * (1 - rank))
-        job.engine.save_checkpoint(f"{folder}/{stage}")
-        job.raise_and_go_on("backward")  # on all ranks alike
-        job.step()
-        found.append(job.engine.get_global_grad_norm())
-    return found
-
-
-@pytest.mark.long
-def test_slow_ranks_are_no_error(tmp_path):
-    one, other = run_processes(2, slow, str(tmp_path), timeout=400)
-    assert one == other and len(one) == 3

@@ -9,27 +9,17 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from hf_zero.checkpoint import verify_checkpoint
-from hf_zero.launch.hosts import free_port
 from tests.helpers.cells import fast
 from tests.helpers.commands import completed
-from tests.helpers.launched import (
-    HOST,
-    accelerate_command,
-    environment,
-    plainly,
-    python,
-    torchrun_command,
-)
+from tests.helpers.launched import HOST, environment, plainly, python, torchrun_command
 
 SCRIPT = Path(__file__).with_name("ending.py")
-SAVING = Path(__file__).with_name("saving_ending.py")
 LIMIT = 240.0  # seconds for a whole launch: less than the timeout of the configuration
 WAITS = r"rank {other} (waits for|could not finish) (all-gather|reduce-scatter|all-reduce) of"
 FULL = r"OffloadError: a write of offloaded state has failed: rank {odd}: \[Errno 28\].*{disk}"
@@ -71,44 +61,20 @@ ENDINGS = {
     "kill, with files": Ending((), ("rank {odd}.* died",), -9),
 }
 WITH_FILES = ("read", "write", "no room", "kill, with files")
+FAST = [("kill", 1, 3), ("raise", 1, 2), ("read", 1, 3)]
+SELDOM = [
+    ("kill", 0, 0), ("raise", 0, 3), ("shape", 1, 3), ("device", 1, 3), ("dtype", 1, 0),
+    ("late", 1, 2), ("finish", 0, 3), ("finish", 1, 2), ("write", 1, 3), ("no room", 0, 2),
+    ("kill, with files", 1, 3),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "way, odd, stage",
-    fast(
-        [
-            ("kill", 1, 3),
-            ("raise", 1, 2),
-            ("read", 1, 3),
-            ("kill", 1, 0),
-            ("kill", 0, 2),
-            ("raise", 0, 0),
-            ("raise", 1, 3),
-            ("shape", 1, 3),
-            ("device", 1, 3),
-            ("dtype", 1, 0),
-            ("late", 1, 2),
-            ("finish", 0, 3),
-            ("finish", 1, 2),
-            ("read", 0, 0),
-            ("read", 1, 2),
-            ("write", 1, 3),
-            ("write", 0, 2),
-            ("no room", 0, 3),
-            ("no room", 1, 2),
-            ("kill, with files", 1, 3),
-            ("kill, with files", 0, 2),
-            ("kill, with files", 1, 0),
-        ],
-        lambda *cell: cell in (("kill", 1, 3), ("raise", 1, 2), ("read", 1, 3)),
-    ),
-)
+@pytest.mark.parametrize("way, odd, stage", fast([*FAST, *SELDOM], lambda *cell: cell in FAST))
 def test_a_rank_that_ends_is_named_by_the_other_and_leaves_no_file(way, odd, stage, tmp_path):
     whole = sys.executable if way == "finish" else ""  # its interpreter ends as it does
     disk = [str(tmp_path)] if way in WITH_FILES else []
-    outputs = plainly(
-        SCRIPT, way.partition(",")[0], str(odd), str(stage), *disk, interpreter=whole, limit=LIMIT
-    )
+    arguments = [way.partition(",")[0], str(odd), str(stage), *disk]
+    outputs = plainly(SCRIPT, *arguments, interpreter=whole, limit=LIMIT)
     ending, (code, own), (other_code, other) = ENDINGS[way], outputs[odd], outputs[1 - odd]
     assert (code, other_code) == (ending.code, 1), own + other
     for patterns, output in ((ending.own, own), (ending.other, other)):
@@ -141,7 +107,7 @@ def test_a_rank_that_reads_the_model_alone_is_served_by_one_that_is_through(way,
     ),
 )
 def test_a_checkpoint_that_is_being_written_is_whole_or_not_there(way, whole, tmp_path):
-    codes, outputs = zip(*plainly(SAVING, way, str(tmp_path), limit=LIMIT))
+    codes, outputs = zip(*plainly(SCRIPT, "saving", way, str(tmp_path), limit=LIMIT))
     assert all((code == 0) == (way in ("return", "full")) for code in codes), outputs
     if way == "full":  # no step is left that could raise it
         for output in outputs:
@@ -153,43 +119,20 @@ def test_a_checkpoint_that_is_being_written_is_whole_or_not_there(way, whole, tm
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".hf-zero-saving-new")]
 
 
-LAUNCHERS: dict[str, Callable[[Path], list[str]]] = {
-    "torchrun": lambda folder: torchrun_command(SCRIPT),
-    "accelerate launch": lambda folder: accelerate_command(SCRIPT, folder, 3),
-    "spawn": lambda folder: [sys.executable, str(SCRIPT)],
-}
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("way", ["kill", "raise"])
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_what_a_user_of_a_launcher_sees(launcher, way, tmp_path):
-    """The launcher ends the other rank at once: its message is printed before.
-
-    The first failure is the right one.
-    """
-    place = {**environment(), "MASTER_PORT": str(free_port()), "PYTHON_EXEC": python()}
-    command = [*LAUNCHERS[launcher](tmp_path), way, "1", "3"]
-    done = completed(command, LIMIT, env=place, cwd=tmp_path)
+@pytest.mark.parametrize(
+    "way, said",
+    [("kill", "rank 1 died without a word"), ("raise", "rank 1 has failed: ValueError: bad batch")],
+)
+def test_torchrun_says_who_was_first(way, said, tmp_path):
+    """It ends the other rank at once, whose message is printed before."""
+    done = completed([*torchrun_command(SCRIPT), way, "1", "3"], LIMIT, env=environment())
     output = done.stdout + done.stderr
     assert done.returncode != 0, output
-    # it ends the others the moment it sees that, and says who was first
-    if launcher == "spawn" and way == "kill":
-        assert "process 1 terminated with signal SIGKILL" in output, output
-        return
     assert re.search(r"hf-zero ERROR rank 0\] rank 0 .* of \(root\), ", output), output
-    if launcher == "spawn":  # which shows one exception, of the rank that it looks at first
-        assert "rank 1 will never join: it has ended" in output, output
-    else:
-        assert re.search(
-            r"rank 1 died without a word"
-            if way == "kill"
-            else r"rank 1 has failed: ValueError: bad batch",
-            output,
-        ), output
-    if launcher != "spawn":
-        first = output.partition("Root Cause (first observed failure)")[2]
-        assert re.search(r"rank +: 1 ", first), output
+    assert said in output, output
+    first = output.partition("Root Cause (first observed failure)")[2]
+    assert re.search(r"rank +: 1 ", first), output
 
 
 def test_a_port_in_use_is_named_with_the_remedy():
@@ -201,8 +144,5 @@ def test_a_port_in_use_is_named_with_the_remedy():
         place = {"MASTER_ADDR": HOST, "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
         done = completed([python(), "-c", code], env={**environment(), **place}, timeout=LIMIT)
     assert done.returncode == 1
-    assert re.search(
-        rf"ConfigError: the ranks cannot meet at {HOST}:{port}: another program .* uses "
-        rf"the port.*--master-port",
-        done.stderr,
-    ), done.stderr
+    wanted = rf"ConfigError: the ranks cannot meet at {HOST}:{port}: another program .* uses"
+    assert re.search(wanted + r" the port.*--master-port", done.stderr), done.stderr

@@ -6,6 +6,7 @@ node, and no rank waits in a circle where ranks leave out different blocks.
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -20,33 +21,37 @@ from tests.helpers.ways import WAYS
 RANKS, NODE = 4, 2
 
 
-def trained_twice(rank):
-    peers: list[int] = []
-    isend = dist.isend
+@contextmanager
+def messages():
+    """The messages that this process sends: the receiver and the bytes of each."""
+    sent, isend = [], dist.isend
 
-    def counted(tensor, *args, **kwargs):
-        peers.append(args[0])
-        return isend(tensor, *args, **kwargs)
+    def counted(tensor, peer, *args, **kwargs):
+        sent.append((peer, tensor.nbytes))
+        return isend(tensor, peer, *args, **kwargs)
 
     dist.isend = counted
+    yield sent
+    dist.isend = isend
+
+
+def trained_twice(rank):
     answers = []
     for node in (1, NODE):
         say(f"nodes of {node}")
         config = config_of(3, Plan(precision="bf16"))
-        config["zero_optimization"].update(
-            stage3_param_persistence_threshold=0, zero_hpz_partition_size=node
-        )
-        model = seeded(lambda: Stack(4))
+        hpz = {"stage3_param_persistence_threshold": 0, "zero_hpz_partition_size": node}
+        config["zero_optimization"].update(hpz)
+        model, near = seeded(lambda: Stack(4)), []
         engine = start(model, adamw(model), config)
-        near = []
         for step in range(3):
             loss = squared(engine, At(step, 0, rank), torch.bfloat16)
             engine.mesh.stats.keep_log = True
             engine.mesh.stats.log.clear()
-            peers.clear()
-            engine.backward(loss)
+            with messages() as sent:
+                engine.backward(loss)
             gathers = [name for name, *_ in engine.mesh.stats.log].count("all_gather")
-            near.append((gathers, sum(peer // NODE == rank // NODE for peer in peers), len(peers)))
+            near.append((gathers, sum(peer // NODE == rank // NODE for peer, _ in sent), len(sent)))
             engine.step()
         answers.append((full_weights(engine), near))
         engine.destroy()
@@ -55,44 +60,38 @@ def trained_twice(rank):
 
 def apart_in_two_hops(rank):
     """Ranks that skip other blocks in each step: weights, and bytes sent to another node."""
-    sent: list[int] = []
-    isend, job = dist.isend, WAYS["each rank skips another block, by step"]
-
-    def counted(tensor, peer, *args, **kwargs):
-        sent.append(tensor.nbytes * (peer // NODE != rank // NODE))
-        return isend(tensor, peer, *args, **kwargs)
-
+    job, plan, answers = WAYS["each rank skips another block, by step"], Plan(RANKS, steps=3), []
     os.environ["LOCAL_WORLD_SIZE"] = str(NODE)
-    dist.isend, answers = counted, []
     for hops in (False, True):
         say(f"two hops: {hops}")
-        sent.clear()
-        plan = Plan(ranks=RANKS, steps=3)
-        config = config_of(3, plan)
+        config, model = config_of(3, plan), job.build()
         config["zero_optimization"].update(
             stage3_param_persistence_threshold=0,
             stage3_module_granularity_threshold=0,
             mics_hierarchical_params_gather=hops,
         )
-        model = job.build()
-        session = OnEngine(start(model, plain_sgd(model), config), plan)
-        losses = train(session, job, plan, rank).losses
-        answers.append((losses, full_weights(session.engine), sum(sent)))
+        with messages() as sent:
+            session = OnEngine(start(model, plain_sgd(model), config), plan)
+            losses = train(session, job, plan, rank).losses
+            weights = full_weights(session.engine)
+        far = sum(nbytes for peer, nbytes in sent if peer // NODE != rank // NODE)
+        answers.append((losses, weights, far))
         session.close()
     return answers
 
 
-def test_two_hops_over_gloo():
-    for (losses, without, most), (found, within, less) in run_processes(RANKS, apart_in_two_hops):
-        assert found == losses
-        assert all(torch.equal(within[name], without[name]) for name in without)
-        assert less < 0.85 * most  # reductions are what they were
+def both(rank):
+    return trained_twice(rank), apart_in_two_hops(rank)
 
 
 def test_over_gloo():
-    for (without, _), (within, counts) in run_processes(RANKS, trained_twice):
+    for ((without, _), (within, counts)), hops in run_processes(RANKS, both):
         assert all(torch.equal(within[name], without[name]) for name in without)
         for gathers, near, sent in counts[1:]:
             # reductions go to all three others, gathers to one
             reductions = (sent - gathers) // 3
             assert gathers > 2 and near == gathers + reductions
+        (losses, without, most), (found, within, less) = hops
+        assert found == losses
+        assert all(torch.equal(within[name], without[name]) for name in without)
+        assert less < 0.85 * most  # reductions are what they were

@@ -5,7 +5,6 @@ or key is left behind, on gloo processes.
 from __future__ import annotations
 
 import gc
-import time
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from tests.helpers.leftovers import ENDINGS, await_threads, held_of_the_job, lar
 from tests.helpers.models import seeded
 from tests.helpers.offloads import DEVICE, offload, opened, train
 from tests.helpers.processes import run_processes, say
-from tests.helpers.ranks import RankFailed, RanksHung
+from tests.helpers.ranks import RankFailed
 from tests.helpers.tensor_parallel import llama
 from tests.helpers.training import adamw
 
@@ -35,11 +34,11 @@ CASES: list[Case] = [
     ("exception", "all in files", 3, {}),
     ("destroyed", DEVICE, 3, TENSOR),
 ]
-LONG: list[Case] = [
-    (ending, way, stage, more)
-    for ending in ENDINGS
-    for way, stage in ((DEVICE, 0), (DEVICE, 3), ("optimizer in files", 1), ("all in files", 3))
-    for more in ({}, ASYNC, {"replicate_size": 2})
+SELDOM: list[Case] = [
+    ("gathered", DEVICE, 0, {}),
+    ("interrupt", "optimizer in files", 1, ASYNC),
+    ("destroyed", "all in files", 3, {"replicate_size": 2}),
+    ("dropped", "all in files", 3, ASYNC),
 ]
 
 
@@ -90,7 +89,7 @@ def train_and_end(rank, cases, times, tmp_path):
     return seen
 
 
-@pytest.mark.parametrize("cases", [CASES, pytest.param(LONG, marks=pytest.mark.long)])
+@pytest.mark.parametrize("cases", [CASES, pytest.param(SELDOM, marks=pytest.mark.long)])
 def test_what_the_job_holds_does_not_grow(cases, tmp_path):
     """By the second engine of a kind what is made once is made."""
     answers = run_processes(2, train_and_end, cases, 3, tmp_path, timeout=590)
@@ -100,25 +99,10 @@ def test_what_the_job_holds_does_not_grow(cases, tmp_path):
             assert first["keys"] == seen[0][0]["keys"], f"rank {rank}, {case}"
 
 
-def point_to_point(rank, offset):
-    value = torch.full((3,), float(rank + offset))
-    other = torch.empty(3)
-    works = [dist.isend(value, 1 - rank), dist.irecv(other, 1 - rank)]
-    for work in works:
-        work.wait()
-    return other.tolist()
-
-
 def one_fails(rank):
     if rank == 1:
         raise ValueError("bad shard")
     dist.barrier()
-
-
-def one_waits(rank):
-    say(f"rank {rank} is here")
-    if rank == 0:
-        time.sleep(1000)
 
 
 def between_hosts(rank):
@@ -139,18 +123,6 @@ def test_hosts_tell_each_other_numbers_beside_a_device():
         assert whole.tolist() == [[0, 0], [1, 7], [2, 14]] and largest == [2, 0, 1]
 
 
-def test_processes_answer_in_order():
-    assert run_processes(2, point_to_point, 1, timeout=300) == [[2.0] * 3, [1.0] * 3]
-
-
 def test_a_failure_in_a_process_is_raised_with_its_rank():
     with pytest.raises(RankFailed, match=r"rank 1 of 2 failed:[\s\S]*bad shard"):
         run_processes(2, one_fails, timeout=300)
-
-
-@pytest.mark.long
-def test_a_process_that_hangs_is_shown_and_ended():
-    with pytest.raises(
-        RanksHung, match=r"ranks \[0\] did not return[\s\S]*rank 0 is here[\s\S]*one_waits"
-    ):
-        run_processes(2, one_waits, timeout=25)
