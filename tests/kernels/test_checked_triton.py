@@ -1,9 +1,10 @@
-"""The checked interpreter: each fault it is there for is one that the interpreter alone lets
-pass.
+"""The checked interpreter: each fault it is there for is one that the interpreter alone lets pass.
+On another release of Triton arguments are bound by name, and what a release lacks is named.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +15,15 @@ import torch
 triton = pytest.importorskip("triton")
 pytest.importorskip("ml_dtypes")
 import triton.language as tl  # noqa: E402
+from triton.runtime import interpreter  # noqa: E402
 
-from tests.helpers.checked_triton import MemoryFault  # noqa: E402
+from tests.helpers import checked_triton as harness  # noqa: E402
+from tests.helpers.checked_triton import MemoryFault, checked_triton  # noqa: E402
+from tests.helpers.triton_releases import UnsupportedTriton  # noqa: E402
 
 Checked = Callable[..., Any]
+BUILDER = interpreter.InterpreterBuilder
+REMEDY = r"which the tests of the kernels need; install triton 3\.7\.1, 3\.8\.0 or 3\.9\.0$"
 
 
 @triton.jit
@@ -28,6 +34,12 @@ def copy(x, y, n, shift, BLOCK: tl.constexpr, POISONED: tl.constexpr):
     else:
         values = tl.load(x + at + shift, mask=at < n, other=0)
     tl.store(y + at, values)
+
+
+@triton.jit
+def pass_on_whole(x, y, shift, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(y + at, tl.load(x + at + shift))
 
 
 @triton.jit
@@ -83,26 +95,20 @@ def follow(table, out):
     tl.store(out + tl.program_id(0), tl.load(source))
 
 
-@pytest.mark.parametrize(
-    ("shift", "place"), [(1, "element 16"), (-1, "element -1"), (2**33, f"element {2**33}")]
-)
-def test_a_load_outside_names_the_argument(checked_triton: Checked, shift: int, place: str) -> None:
+def test_accesses_outside_name_the_argument(checked_triton: Checked) -> None:
+    """A neighbour in the same buffer and a gap between the rows of a view are outside, too."""
     x, y = torch.ones(16), torch.zeros(16)
     copy[(1,)](x, y, 16, 0, BLOCK=16, POISONED=False)
     assert torch.equal(x, y)
-    with pytest.raises(MemoryFault, match=f"load out of bounds of 'x', in program 0: .*{place}"):
-        copy[(1,)](x, y, 16, shift, BLOCK=16, POISONED=False)
-
-
-def test_a_neighbour_in_the_same_buffer_is_outside_too(checked_triton: Checked) -> None:
+    for at, shift in ((16, 1), (-1, -1), (2**33, 2**33)):
+        said = f"load out of bounds of 'x', in program 0: .*element {at}"
+        with pytest.raises(MemoryFault, match=said):
+            copy[(1,)](x, y, 16, shift, BLOCK=16, POISONED=False)
     buffer = torch.zeros(32)
     with pytest.raises(MemoryFault, match=r"load out of bounds of 'x'.*element 16"):
         copy[(1,)](buffer[:16], buffer[16:], 16, 4, BLOCK=16, POISONED=False)
     with pytest.raises(MemoryFault, match="store out of bounds of 'y'"):
         copy[(1,)](buffer[:16], buffer[16:24], 16, 0, BLOCK=16, POISONED=False)
-
-
-def test_a_gap_between_the_rows_of_a_view_is_outside(checked_triton: Checked) -> None:
     x, y = torch.ones(3, 16)[:, :8], torch.zeros(3, 16)[:, :8]
     copy_columns[(3,)](x, y, 16, WIDTH=8)
     assert torch.equal(x, y)
@@ -110,7 +116,7 @@ def test_a_gap_between_the_rows_of_a_view_is_outside(checked_triton: Checked) ->
         copy_columns[(3,)](x, y, 16, WIDTH=16)
 
 
-def test_lanes_masked_without_other_are_nan(checked_triton: Checked) -> None:
+def test_lanes_masked_without_other_and_memory_of_empty_are_nan(checked_triton: Checked) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         y = torch.zeros(16, dtype=dtype)
         copy[(1,)](torch.ones(16, dtype=dtype), y, 11, 0, BLOCK=16, POISONED=True)
@@ -118,35 +124,22 @@ def test_lanes_masked_without_other_are_nan(checked_triton: Checked) -> None:
     whole = torch.zeros(16, dtype=torch.int32)
     copy[(1,)](torch.ones_like(whole), whole, 11, 0, BLOCK=16, POISONED=True)
     assert (whole[11:] == torch.iinfo(torch.int32).max // 2).all()
-
-
-def test_memory_of_empty_is_nan(checked_triton: Checked) -> None:
     assert torch.empty(7).isnan().all()
     assert torch.empty_like(torch.ones(7, dtype=torch.bfloat16)).isnan().all()
 
 
-def test_two_programs_that_store_to_one_address_race(checked_triton: Checked) -> None:
+def test_programs_that_meet_at_an_address_race(checked_triton: Checked) -> None:
     x = torch.arange(4.0)
-    with pytest.raises(
-        MemoryFault,
-        match="race: a store of program 0 and a store of program 1 meet at element 0 of 'total'",
-    ):
+    stores = "race: a store of program 0 and a store of program 1 meet at element 0 of 'total'"
+    with pytest.raises(MemoryFault, match=stores):
         add_up[(4,)](x, torch.zeros(1), ATOMIC=False)
     total = torch.zeros(1)
     add_up[(4,)](x, total, ATOMIC=True)
     assert total.item() == 6
-
-
-def test_a_program_that_loads_what_another_stores_races(checked_triton: Checked) -> None:
-    with pytest.raises(
-        MemoryFault,
-        match="race: a load of program 1 and a store of program 0 meet at element 1 of 'x'",
-    ):
+    loads = "race: a load of program 1 and a store of program 0 meet at element 1 of 'x'"
+    with pytest.raises(MemoryFault, match=loads):
         pass_on[(2,)](torch.zeros(3))
     pass_on[(1,)](torch.zeros(3))
-
-
-def test_lanes_of_one_store_that_disagree_race(checked_triton: Checked) -> None:
     collide[(1,)](torch.ones(8), torch.zeros(4), BLOCK=8)
     with pytest.raises(MemoryFault, match="two lanes of one store"):
         collide[(1,)](torch.arange(8.0), torch.zeros(4), BLOCK=8)
@@ -208,23 +201,105 @@ def test_addresses_from_a_table_lead_only_to_tensors_that_are_named(
     assert out.tolist() == [2.0, 3.0]
 
 
+def replaced() -> list[Any]:
+    """What the harness replaces of Triton, as it is now."""
+    return [getattr(owner, name) for owner, name in PARTS]
+
+
+PARTS = [(owner, name) for owner, name, _ in harness._replacements()]
+
+
 def test_everything_is_as_before_afterwards() -> None:
-    from triton.runtime import interpreter
-
-    from tests.helpers.checked_triton import checked_triton
-
-    before = (
-        interpreter._get_np_dtype,
-        interpreter.GridExecutor.__call__,
-        interpreter.InterpreterBuilder.create_dot,
-    )
+    before = replaced()
     with checked_triton():
         with checked_triton(order="reverse"):
-            assert interpreter.GridExecutor.__call__ is not before[1]
-        assert interpreter.GridExecutor.__call__ is not before[1]
-    assert before == (
-        interpreter._get_np_dtype,
-        interpreter.GridExecutor.__call__,
-        interpreter.InterpreterBuilder.create_dot,
-    )
-    assert not torch.are_deterministic_algorithms_enabled()
+            assert not {*before} & {*replaced()}
+        assert not {*before} & {*replaced()}
+    assert replaced() == before and not torch.are_deterministic_algorithms_enabled()
+
+
+# ---- other releases of Triton ----
+
+
+@pytest.fixture
+def hints(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Hints that loads and stores have got in a release where they take one, as the first argument
+    of a load and as a keyword of a store, and take the mask before the pointers.
+    """
+    load, store = BUILDER.create_masked_load, BUILDER.create_masked_store
+    seen: list[str] = []
+
+    def later_load(self: Any, hint: str, mask: Any, ptrs: Any, other: Any, *rest: Any) -> Any:
+        seen.append(hint)
+        return load(self, ptrs, mask, other, *rest)
+
+    def later_store(
+        self: Any, mask: Any, ptrs: Any, value: Any, *rest: Any, hint: str = "store by default"
+    ) -> Any:
+        seen.append(hint)
+        return store(self, ptrs, value, mask, *rest)
+
+    def every(pointers: Any) -> Any:
+        return interpreter.TensorHandle(np.ones_like(pointers.data, dtype=bool), tl.int1)
+
+    def calling_load(self: Any, ptr: Any, *rest: Any) -> Any:
+        return self.create_masked_load("load", every(ptr), ptr, None, *rest)
+
+    def calling_store(self: Any, ptr: Any, val: Any, *rest: Any) -> Any:
+        return self.create_masked_store(every(ptr), ptr, val, *rest)
+
+    for name, function in (
+        ("create_masked_load", later_load),
+        ("create_masked_store", later_store),
+        ("create_load", calling_load),
+        ("create_store", calling_store),
+    ):
+        monkeypatch.setattr(BUILDER, name, function)
+    return seen
+
+
+def test_an_argument_of_a_later_release_passes_through(hints: list[str]) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        hints.clear()
+        x, y = torch.randn(16, dtype=dtype), torch.zeros(16, dtype=dtype)
+        with checked_triton():
+            pass_on_whole[(1,)](x, y, 0, BLOCK=16)
+            assert torch.equal(x, y) and hints == ["load", "store by default"]
+            with pytest.raises(MemoryFault, match="load out of bounds of 'x'"):
+                pass_on_whole[(1,)](x, y, 1, BLOCK=16)
+
+
+def refused(missing: str) -> None:
+    installed = re.escape(f"Triton {triton.__version__}")
+    with pytest.raises(UnsupportedTriton, match=rf"^{installed} lacks {missing}, {REMEDY}"):
+        checked_triton().__enter__()
+
+
+def test_a_release_without_a_part_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def renamed(unknown: Any) -> None:
+        raise AssertionError
+
+    for owner, name in PARTS:
+        full = rf"triton\.runtime\.interpreter\.(\w+\.)?{name}"
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, renamed)
+            refused(rf"the argument '\w+' of {full}")
+            if name != "__call__":  # every class has one
+                patch.delattr(owner, name)
+                refused(full)
+    later = type("Later", (), {"INPUT_PRECISION": type("Precisions", (), {"IEEE": 0})})
+    monkeypatch.setattr(interpreter, "_ir", later)
+    refused(r".*_ir\.INPUT_PRECISION\.TF32")
+
+
+def test_a_launch_without_its_function_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    start: Callable[..., None] = interpreter.GridExecutor.__init__
+
+    def renamed(self: Any, *args: Any, **kwargs: Any) -> None:
+        start(self, *args, **kwargs)
+        del self.fn
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__init__", renamed)
+    said = rf"interpreter\.GridExecutor\.fn, {REMEDY}"
+    with checked_triton(), pytest.raises(UnsupportedTriton, match=said):
+        pass_on[(1,)](torch.zeros(3))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -77,71 +77,59 @@ def test_the_interpreter_runs_kernels_unless_the_environment_says_no(
     monkeypatch.setenv("HF_ZERO_TRITON", "0")
     assert kernel(torch.ones(1)).item() == 2
     monkeypatch.delenv("HF_ZERO_TRITON")
-    monkeypatch.setattr(dispatch, "installed", lambda: False)
-    assert kernel(torch.ones(1)).item() == 2
-
-
-def test_tensors_of_the_cpu_go_to_the_reference_where_nothing_is_interpreted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    with monkeypatch.context() as without:
+        without.setattr(dispatch, "installed", lambda: False)
+        assert kernel(torch.ones(1)).item() == 2
     monkeypatch.setattr(dispatch, "interpreted", lambda: False)
-    monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
-    assert Kernel("made up", "nowhere:to_be_found", doubled)(torch.ones(1)).item() == 2
     monkeypatch.setattr(dispatch, "missing_driver", lambda: "")
     dispatch._warned_missing.cache_clear()
+    assert kernel(torch.ones(1)).item() == 2
     assert dispatch.runs_on(torch.device("cuda"))
-    assert not dispatch.runs_on(CPU)
-    assert not dispatch.runs_on(torch.device("meta"))
+    assert not dispatch.runs_on(CPU) and not dispatch.runs_on(torch.device("meta"))
     dispatch._warned_missing.cache_clear()
 
 
-class NoDriver:
-    """Triton's driver without libcuda: it raises an AssertionError, not an error of
-    Triton's own.
-    """
-
-    @property
-    def active(self) -> Any:
-        raise AssertionError("libcuda.so cannot found!\nPossible files are located at ...")
-
-
-def test_a_gpu_without_a_driver_for_triton_runs_references_and_says_so_once(
-    heard: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def no_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Triton without libcuda: its driver raises an AssertionError, not an error of Triton's own."""
     import triton.runtime
+
+    class NoDriver:
+        @property
+        def active(self) -> Any:
+            raise AssertionError("libcuda.so cannot found!\nPossible files are located at ...")
 
     monkeypatch.setattr(triton.runtime, "driver", NoDriver())
     monkeypatch.setattr(dispatch, "interpreted", lambda: False)
-    monkeypatch.setattr(dispatch, "_device", lambda args: torch.device("cuda"))
     monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
+    forget_the_driver()
+    yield
+    forget_the_driver()
+
+
+def forget_the_driver() -> None:
     for cached in (dispatch.missing_driver, dispatch._warned_missing):
         cached.cache_clear()
-    try:
-        for kernel in dispatch.declared().values():
-            kernel(*kernel.example(CPU))
-        assert Kernel("made up", "nowhere:to_be_found", doubled)(torch.ones(1)).item() == 2
-        assert not dispatch.wanted("optimizer", "auto", torch.device("cuda"))
-        assert dispatch.broken() == {}
-        (said,) = [each for each in heard if "Triton" in each]
-        assert "finds no driver for this GPU" in said
-        assert "AssertionError: libcuda.so cannot found!)" in said
-    finally:
-        for cached in (dispatch.missing_driver, dispatch._warned_missing):
-            cached.cache_clear()
+
+
+def test_a_gpu_without_a_driver_for_triton_runs_references_and_says_so_once(
+    heard: list[str], no_driver: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "_device", lambda args: torch.device("cuda"))
+    for kernel in dispatch.declared().values():
+        kernel(*kernel.example(CPU))
+    assert Kernel("made up", "nowhere:to_be_found", doubled)(torch.ones(1)).item() == 2
+    assert not dispatch.wanted("optimizer", "auto", torch.device("cuda"))
+    assert dispatch.broken() == {}
+    (said,) = [each for each in heard if "Triton" in each]
+    assert "AssertionError: libcuda.so cannot found!)" in said
 
 
 @pytest.mark.parametrize("asked", ["off", "auto"])
 def test_the_driver_is_asked_for_only_where_kernels_are_wanted(
-    asked: str, heard: list[str], monkeypatch: pytest.MonkeyPatch
+    asked: str, heard: list[str], no_driver: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import triton.runtime
-
-    monkeypatch.setattr(triton.runtime, "driver", NoDriver())
-    monkeypatch.setattr(dispatch, "interpreted", lambda: False)
     monkeypatch.setattr(kinds, "runs_triton", lambda device: True)
-    monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
-    for cached in (dispatch.missing_driver, dispatch._warned_missing):
-        cached.cache_clear()
 
     def on_rank(rank: int) -> None:
         model = torch.nn.Linear(3, 2)
@@ -151,12 +139,8 @@ def test_the_driver_is_asked_for_only_where_kernels_are_wanted(
         engine.step()
         engine.destroy()
 
-    try:
-        run_ranks(1, on_rank)
-        assert len([each for each in heard if "Triton" in each]) == (asked == "auto")
-    finally:
-        for cached in (dispatch.missing_driver, dispatch._warned_missing):
-            cached.cache_clear()
+    run_ranks(1, on_rank)
+    assert len([each for each in heard if "Triton" in each]) == (asked == "auto")
 
 
 def test_lists_of_tensors_tell_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,12 +154,8 @@ def test_lists_of_tensors_tell_the_device(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_a_kernel_refuses_goes_to_the_reference(
     body: Callable[..., str], as_on_a_gpu: None
 ) -> None:
-    kernel = Kernel(
-        "made up",
-        body(lambda x: x * 3),
-        doubled,
-        refuses=lambda x: "too long" if len(x) > 1 else "",
-    )
+    refuses = lambda x: "too long" if len(x) > 1 else ""  # noqa: E731
+    kernel = Kernel("made up", body(lambda x: x * 3), doubled, refuses=refuses)
     assert kernel(torch.ones(1)).tolist() == [3] and kernel(torch.ones(2)).tolist() == [2, 2]
 
 
@@ -195,27 +175,29 @@ def failures() -> list[Exception]:
     ]
 
 
-@pytest.mark.parametrize("index", range(6))
+def an_example(device: torch.device) -> tuple[torch.Tensor]:
+    return (torch.ones(1, device=device),)
+
+
 def test_a_kernel_that_does_not_compile_is_said_once(
-    body: Callable[..., str], as_on_a_gpu: None, heard: list[str], index: int
+    body: Callable[..., str], as_on_a_gpu: None, heard: list[str]
 ) -> None:
-    calls: list[int] = []
+    for number, failure in enumerate(failures()):
+        heard.clear()
+        calls: list[int] = []
 
-    def fails(x: torch.Tensor) -> torch.Tensor:
-        calls.append(1)
-        raise failures()[index]
+        def fails(x: torch.Tensor, calls=calls, failure=failure) -> torch.Tensor:
+            calls.append(1)
+            raise failure
 
-    kernel = Kernel(
-        "made up", body(fails), doubled, example=lambda device: (torch.ones(1, device=device),)
-    )
-    assert [kernel(torch.ones(1)).item() for _ in range(3)] == [2, 2, 2]
-    assert len(calls) == 1 and list(dispatch.broken()) == ["made up"]
-    (said,) = [each for each in heard if "made up" in each]
-    assert "cannot be compiled here, so its slow reference runs from now on" in said
-    assert type(failures()[index]).__name__ in said
-    assert dispatch.try_out(kernel, CPU).startswith(
-        f"cannot be compiled: {type(failures()[index]).__name__}: "
-    )
+        dispatch._load.cache_clear()
+        name, kind = f"made up {number}", type(failure).__name__
+        kernel = Kernel(name, body(fails), doubled, example=an_example)
+        assert [kernel(torch.ones(1)).item() for _ in range(3)] == [2, 2, 2]
+        assert len(calls) == 1 and name in dispatch.broken()
+        (said,) = [each for each in heard if name in each]
+        assert "so its slow reference runs from now on" in said and kind in said
+        assert dispatch.try_out(kernel, CPU).startswith(f"cannot be compiled: {kind}: ")
 
 
 def test_a_launch_is_made_on_the_device_of_its_tensors(
@@ -247,9 +229,7 @@ def test_other_errors_are_not_hidden(body: Callable[..., str], as_on_a_gpu: None
     def fails(x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("an illegal memory access was encountered")
 
-    kernel = Kernel(
-        "made up", body(fails), doubled, example=lambda device: (torch.ones(1, device=device),)
-    )
+    kernel = Kernel("made up", body(fails), doubled, example=an_example)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         kernel(torch.ones(1))
     assert dispatch.broken() == {}
@@ -282,36 +262,17 @@ def test_a_trial_compares_with_the_reference(body: Callable[..., str], as_on_a_g
     assert dispatch.try_out(broken, CPU).startswith("TypeError: ")
 
 
-@pytest.mark.usefixtures("lamb_addresses")
-def test_every_kernel_agrees_with_its_reference_on_its_example(
-    checked_triton: Callable[..., Any],
-) -> None:
-    """The trial that the doctor runs on a GPU."""
+@pytest.mark.usefixtures("lamb_addresses", "checked_triton")
+def test_every_kernel_passes_its_trial() -> None:
+    """The doctor's trial on a GPU: each kernel beside its reference, on its example."""
     kernels = dispatch.declared()
-    assert "norm" in kernels
-    assert {
-        name: wrong for name, kernel in kernels.items() if (wrong := dispatch.try_out(kernel, CPU))
-    } == {}
-
-
-@pytest.mark.usefixtures("lamb_addresses")
-def test_every_kernel_passes_its_trial(checked_triton) -> None:
-    """The doctor's trial on a GPU, with the kernels that are in folders of their own."""
-    found = {name: dispatch.try_out(kernel, CPU) for name, kernel in dispatch.declared().items()}
+    assert {"norm", "cross_entropy", "flat_adam", "sparse_attention_backward"} <= set(kernels)
+    found = {name: dispatch.try_out(kernel, CPU) for name, kernel in kernels.items()}
     assert {name: why for name, why in found.items() if why} == {}
-    assert {
-        "norm",
-        "cross_entropy",
-        "flat_adam",
-        "sparse_attention",
-        "sparse_attention_backward",
-    } <= set(found)
 
 
 def test_declared_kernels_are_found_without_triton() -> None:
-    code = (
-        "import sys; from hf_zero.ops.dispatch import declared; print(sorted(declared())); assert "
-        "'triton' not in sys.modules"
-    )
+    code = "import sys; from hf_zero.ops.dispatch import declared; print(sorted(declared()))"
+    code += "; assert 'triton' not in sys.modules"
     said = completed([sys.executable, "-c", code])
     assert said.returncode == 0 and "'sparse_attention'" in said.stdout, said.stderr

@@ -1,20 +1,23 @@
-"""The two passes of LAMB on the host: against the torch reference bit for bit, and as the class
-uses them.
+"""The two passes of LAMB: on the host against the torch reference bit for bit, and as the class
+uses them; over lists of tensors, Triton in the checked interpreter against torch's operations.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from hf_zero.errors import KernelError
 from hf_zero.ops import lamb_apply, lamb_measure, native
+from hf_zero.ops.lamb import APPLY, MEASURE, TILE, LambSettings, apply_, measure_, tile_table
 from hf_zero.optim import Lamb
 from tests.helpers.buffers import Guarded, reference, same_bits
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+of_the_core = pytest.mark.skipif(not native.available(), reason="no native core here")
 SETTINGS: list[dict[str, Any]] = [
     {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "decay": 0.1, "eps_inside": False},
     {"beta1": 0.8, "beta2": 0.99, "eps": 1e-3, "decay": 0.0, "eps_inside": True},
@@ -29,11 +32,8 @@ def arrays(numel: int, grad: torch.dtype, guarded: Guarded) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_both_passes_are_the_references(
-    isa: str, grad: torch.dtype, settings: dict[str, Any]
-) -> None:
-    for numel in SIZES:
+def test_both_passes_are_the_references(isa: str, settings: dict[str, Any]) -> None:
+    for numel, grad in itertools.product(SIZES, FLOATS):
         torch.manual_seed(numel)
         guarded = Guarded(1)
         ours = arrays(numel, grad, guarded)
@@ -47,12 +47,12 @@ def test_both_passes_are_the_references(
             wanted = lamb_measure(*theirs, divisor=3.0, **settings)
             w, _, m, v = theirs
             lamb_apply(w, m, v, step_size=0.01, out=copied, **settings)
-        assert sums == pytest.approx(wanted, rel=1e-6)
-        for a, b in zip([*ours, out], [*theirs, copied]):
-            assert same_bits(a, b)
+        assert sums == pytest.approx(wanted, rel=1e-6), (numel, grad)
+        assert all(map(same_bits, [*ours, out], [*theirs, copied])), (numel, grad)
         guarded.check()
 
 
+@of_the_core
 def test_sums_are_the_same_on_every_instruction_set_and_thread_count() -> None:
     made = arrays(300_007, torch.float32, Guarded())
     found = set()
@@ -71,17 +71,7 @@ def test_what_is_not_finite_is_in_the_sums(isa: str) -> None:
         assert not lamb_measure(*made, **SETTINGS[0])[1] < float("inf")
 
 
-@pytest.mark.parametrize("place, name", [(0, "master"), (1, "grad"), (2, "exp_avg"), (3, "sq")])
-def test_what_does_not_fit_is_named(place: int, name: str) -> None:
-    made = arrays(8, torch.float32, Guarded())
-    made[place] = made[place][:7] if place else made[place].double()
-    with pytest.raises(KernelError, match=name):
-        lamb_measure(*made, **SETTINGS[0])
-    if place > 1:
-        with pytest.raises(KernelError, match=name):
-            lamb_apply(made[0], made[2], made[3], step_size=1.0, **SETTINGS[0])
-
-
+@of_the_core
 def test_the_class_gives_what_its_tensor_operations_give(monkeypatch: pytest.MonkeyPatch) -> None:
     def trained() -> list[Tensor]:
         torch.manual_seed(0)
@@ -98,3 +88,69 @@ def test_the_class_gives_what_its_tensor_operations_give(monkeypatch: pytest.Mon
     for a, b in zip(ours, trained()):
         torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-7)
         assert a.numel() == 1 or not torch.equal(a, b), "both ran the same code"
+
+
+# ---- lists of tensors ----
+
+LENGTHS = (1, 5, TILE + 3, 700, 2 * TILE)
+OF_LISTS = [
+    LambSettings(0.9, 0.999, 1e-8, 0.1),
+    LambSettings(0.8, 0.99, 1e-3, 0.0, eps_inside=True),
+    LambSettings(0.0, 0.0, 0.0, 0.01),
+]
+
+
+def lists(numbers: tuple[int, ...] = LENGTHS) -> list[list[Tensor]]:
+    """Weights, gradients and moments; those of every other tensor begin off 16 bytes."""
+    torch.manual_seed(1)
+    made = [
+        [torch.randn(n + place % 2 + 4)[place % 2 :][:n] for place, n in enumerate(numbers)]
+        for _ in range(4)
+    ]
+    for square in made[3]:
+        square.square_()
+    return made
+
+
+@pytest.mark.usefixtures("lamb_addresses")
+def test_the_kernels_give_what_torch_gives() -> None:
+    from tests.helpers.checked_triton import checked_triton
+
+    for settings in OF_LISTS:
+        ours, theirs, sizes = lists(), lists(), torch.rand(len(LENGTHS))
+        before = [tensor.clone() for tensor in ours[1]]
+        numbers = settings.beta1, settings.beta2, settings.eps, settings.decay, settings.eps_inside
+        with checked_triton() as checked:
+            found = MEASURE(*ours, *numbers, 2.0)
+            APPLY(ours[0], *ours[2:], sizes, *numbers[2:])
+            assert checked.launches == 3
+        wanted = MEASURE.reference(*theirs, *numbers, 2.0)
+        APPLY.reference(theirs[0], *theirs[2:], sizes, *numbers[2:])
+        torch.testing.assert_close(found, wanted, rtol=2e-6, atol=0)
+        for place in (0, 2, 3):
+            torch.testing.assert_close(ours[place], theirs[place], rtol=2e-6, atol=1e-6)
+        assert all(torch.equal(a, b) for a, b in zip(ours[1], before))
+    ours[1][2][TILE + 1] = float("nan")
+    with checked_triton():
+        found = MEASURE(*ours, *numbers, 1.0)
+    assert found.isfinite().all(1).tolist() == [True, True, False, True, True]
+
+
+def test_the_table_is_made_once_for_the_same_places() -> None:
+    made = lists()
+    table, bounds = tile_table(*made)
+    assert tile_table(*made)[0] is table
+    tiles = [1, 1, 2, 1, 2]
+    assert table[:, 5].tolist() == [p for p, n in enumerate(tiles) for _ in range(n)]
+    assert bounds.tolist() == [0, 1, 2, 4, 5, 7, 8, 9, 11, 12, 14]
+    assert bool(table[-1, 6]) == all(of[4].data_ptr() % 16 == 0 for of in made)
+
+
+def test_other_types_go_to_torch() -> None:
+    from tests.helpers.checked_triton import checked_triton
+
+    w, g, m, v = [[tensor.double() for tensor in of] for of in lists((7, 40))]
+    with checked_triton() as checked:
+        sums = measure_(w, g, m, v, OF_LISTS[0], kernels="on")
+        apply_(w, m, v, torch.ones(2), OF_LISTS[0], kernels="on")
+        assert not checked.launches and sums.shape == (2, 2)

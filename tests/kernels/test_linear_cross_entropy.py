@@ -1,20 +1,23 @@
-"""Linear head and cross-entropy in chunks, against whole logits and autograd: by the kernel and
-by the forms for CPUs.
+"""Linear head and cross-entropy in chunks, against whole logits and autograd: by the kernel and by
+the forms for CPUs. The kernel over rows of logits, against the reference in fp64.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import Any
 
 import pytest
 import torch
 
-from hf_zero.errors import KernelError
 from hf_zero.ops import model_reference as reference
-from hf_zero.ops.chunked_head import rows_of_a_chunk
+from hf_zero.ops.chunked_head import CROSS_ENTROPY, Terms, rows_of_a_chunk
 from hf_zero.ops.linear_cross_entropy import linear_cross_entropy, linear_log_probs
+from hf_zero.ops.model_reference import cross_entropy_
+from tests.helpers.cells import in_one_item, runs_long
 
+ALL = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 2.0, "scale": 0.3, "ignore_index": 5}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "smoothed": {"label_smoothing": 0.1},
@@ -24,14 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "summed": {"reduction": "sum"},
     "divided": {"num_items": 11},
     "divided by a tensor": {"num_items": torch.tensor(11)},
-    "all": {
-        "label_smoothing": 0.1,
-        "z_loss": 1e-2,
-        "softcap": 2.0,
-        "scale": 0.3,
-        "ignore_index": 5,
-        "num_items": 11,
-    },
+    "all": {**ALL, "num_items": 11},
 }
 TOKENS, WIDTH, VOCABULARY, CHUNK = 37, 24, 101, 10
 
@@ -65,28 +61,24 @@ def grads(loss: torch.Tensor, operands: list[torch.Tensor], **more: Any) -> list
     return list(torch.autograd.grad(loss, operands, **more))
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("biased", [True, False])
-def test_loss_and_gradients_are_those_of_whole_logits(
-    form: str, options: dict[str, Any], biased: bool
-) -> None:
-    given, labels = operands(ignored=options.get("ignore_index", -100))
-    given = given if biased else given[:2]
-    bias = given[2] if biased else None
-    loss = linear_cross_entropy(*given[:2], labels, bias=bias, chunk=CHUNK, **options)
-    expected = reference.linear_cross_entropy(*given[:2], labels, bias=bias, **options)
-    assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
-    for found, exact in zip(grads(loss, given), grads(expected, given)):
-        torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-6 * float(exact.abs().max()))
+def test_loss_and_gradients_are_those_of_whole_logits(form: str) -> None:
+    for name, options in OPTIONS.items():
+        for biased in (True, False):
+            given, labels = operands(ignored=options.get("ignore_index", -100))
+            given = given if biased else given[:2]
+            bias = given[2] if biased else None
+            loss = linear_cross_entropy(*given[:2], labels, bias=bias, chunk=CHUNK, **options)
+            expected = reference.linear_cross_entropy(*given[:2], labels, bias=bias, **options)
+            assert loss.dtype == torch.float32
+            torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6, msg=name)
+            for found, exact in zip(grads(loss, given), grads(expected, given)):
+                limit = 1e-6 * float(exact.abs().max())
+                torch.testing.assert_close(found, exact, rtol=1e-5, atol=limit, msg=name)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_in_double_precision_the_gradients_are_exact(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_ZERO_TRITON", "0")
+@in_one_item(OPTIONS)
+def test_in_double_precision_the_gradients_are_exact(name: str) -> None:
+    options = OPTIONS[name]
     given, labels = operands(torch.float64, options.get("ignore_index", -100))
     loss = linear_cross_entropy(*given[:2], labels, bias=given[2], chunk=CHUNK, **options)
     expected = reference.linear_cross_entropy(*given[:2], labels, bias=given[2], **options)
@@ -94,76 +86,52 @@ def test_in_double_precision_the_gradients_are_exact(
         torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("spread", [0.02, 0.3])
-def test_in_16_bits_the_error_is_no_larger_than_torchs(
-    form: str, dtype: torch.dtype, spread: float, record_property: pytest.RecordProperty
-) -> None:
+def test_in_16_bits_the_error_is_no_larger_than_torchs(form: str) -> None:
     tokens, vocabulary = 256, 512
-    wide = [torch.randn(tokens, WIDTH), torch.randn(vocabulary, WIDTH) * spread]
-    labels = torch.randint(0, vocabulary, (tokens,))
-    narrow = [each.to(dtype).requires_grad_() for each in wide]
-    exact = [each.detach().double().requires_grad_() for each in narrow]
-    truth = reference.linear_cross_entropy(*exact, labels)
-    ours = linear_cross_entropy(*narrow, labels, chunk=64)
-    torchs = reference.linear_cross_entropy(*narrow, labels)
-    for true, our, their in zip(
-        *(
-            [loss, *grads(loss, given)]
-            for loss, given in ((truth, exact), (ours, narrow), (torchs, narrow))
-        )
-    ):
-        error, bound = (
-            float((each - true).detach().norm() / true.detach().norm()) for each in (our, their)
-        )
-        record_property("relative error, ours and torch's", (error, bound))
-        assert error <= 1.1 * bound + 1e-6
+    for dtype, spread in ((torch.bfloat16, 0.02), (torch.float16, 0.3)):
+        wide = [torch.randn(tokens, WIDTH), torch.randn(vocabulary, WIDTH) * spread]
+        labels = torch.randint(0, vocabulary, (tokens,))
+        narrow = [each.to(dtype).requires_grad_() for each in wide]
+        exact = [each.detach().double().requires_grad_() for each in narrow]
+        truth = reference.linear_cross_entropy(*exact, labels)
+        ours = linear_cross_entropy(*narrow, labels, chunk=64)
+        torchs = reference.linear_cross_entropy(*narrow, labels)
+        losses = ((truth, exact), (ours, narrow), (torchs, narrow))
+        for true, our, their in zip(*([loss, *grads(loss, given)] for loss, given in losses)):
+            error, bound = (float((x - true).norm() / true.norm()) for x in (our, their))
+            assert error <= 1.1 * bound + 1e-6, (dtype, error, bound)
 
 
 def test_a_small_gradient_does_not_underflow_in_fp16(form: str) -> None:
     given, labels = operands(torch.float16)
-    loss = linear_cross_entropy(*given[:2], labels, num_items=10_000_000)
-    expected = reference.linear_cross_entropy(
-        *(each.double() for each in given[:2]), labels, num_items=10_000_000
-    )
-    scaled = grads(loss * 2.0**20, given[:2])
-    for found, exact in zip(scaled, grads(expected * 2.0**20, given[:2])):
+    wide, many = [each.double() for each in given[:2]], 10_000_000
+    loss = linear_cross_entropy(*given[:2], labels, num_items=many)
+    expected = reference.linear_cross_entropy(*wide, labels, num_items=many)
+    scaled, true = (grads(each * 2.0**20, given[:2]) for each in (loss, expected))
+    for found, exact in zip(scaled, true):
         assert float((found.double() - exact).norm() / exact.norm()) < 2e-3
 
 
 def test_log_probabilities_and_their_gradients(form: str) -> None:
     given, labels = operands()
-    labels = labels[:36].view(4, 9)
-    hidden = given[0][:36].view(4, 9, WIDTH)
-    found = linear_log_probs(
-        hidden, given[1], labels, bias=given[2], softcap=4.0, scale=0.5, chunk=CHUNK
-    )
+    labels, hidden = labels[:36].view(4, 9), given[0][:36].view(4, 9, WIDTH)
+    told: dict[str, Any] = {"bias": given[2], "softcap": 4.0, "scale": 0.5, "chunk": CHUNK}
+    found = linear_log_probs(hidden, given[1], labels, **told)
     logits = 4.0 * torch.tanh((hidden @ given[1].t() + given[2]) * 0.5 / 4.0)
-    exact = (
-        torch.log_softmax(logits, -1)
-        .gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-        .where(labels != -100, 0.0)
-    )
+    chosen = torch.log_softmax(logits, -1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    exact = chosen.where(labels != -100, 0.0)
     torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-6)
     above = torch.randn(4, 9)
-    for one, other in zip(
-        grads(found, given, grad_outputs=above), grads(exact, given, grad_outputs=above)
-    ):
+    for one, other in zip(*(grads(each, given, grad_outputs=above) for each in (found, exact))):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_where_no_label_counts_the_loss_is_nan_and_the_gradients_are_zero_as_torch_has_it(
-    form: str,
-) -> None:
+def test_where_no_label_counts_the_loss_is_nan_and_the_gradients_are_zero(form: str) -> None:
+    """As torch has it; without tokens a sum is zero."""
     given, labels = operands()
     labels[:] = -100
     loss = linear_cross_entropy(*given[:2], labels, bias=given[2], chunk=CHUNK)
-    assert loss.isnan()
-    assert all(not each.any() for each in grads(loss, given))
-
-
-def test_no_tokens_at_all(form: str) -> None:
+    assert loss.isnan() and all(not each.any() for each in grads(loss, given))
     given, labels = operands(tokens=0)
     loss = linear_cross_entropy(*given[:2], labels, bias=given[2], reduction="sum")
     assert loss == 0 and all(not each.any() for each in grads(loss, given))
@@ -172,15 +140,13 @@ def test_no_tokens_at_all(form: str) -> None:
 def test_a_gradient_nobody_asks_for_is_not_computed(form: str) -> None:
     (hidden, weight, _), labels = operands()
     weight.requires_grad_(False)
-    total = torch.ops.hf_zero.linear_cross_entropy(
-        hidden, weight, None, labels, -100, 0.0, 0.0, 0.0, 1.0, CHUNK, True, False, False
-    )  # fmt: skip
+    numbers = (-100, 0.0, 0.0, 0.0, 1.0, CHUNK, True, False, False)
+    total = torch.ops.hf_zero.linear_cross_entropy(hidden, weight, None, labels, *numbers)
     assert [each.numel() for each in total] == [1, hidden.numel(), 0, 0]
     with torch.no_grad():
         loss = linear_cross_entropy(hidden, weight, labels, chunk=CHUNK)
-    torch.testing.assert_close(
-        loss, reference.linear_cross_entropy(hidden, weight, labels).detach(), rtol=1e-6, atol=1e-6
-    )
+    expected = reference.linear_cross_entropy(hidden, weight, labels).detach()
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_second_backward_over_a_kept_graph_gives_the_same(form: str) -> None:
@@ -216,46 +182,12 @@ def test_autocast_casts_as_it_does_for_a_linear_layer(form: str) -> None:
         torch.testing.assert_close(found, exact, rtol=2e-2, atol=2e-3 * float(exact.abs().max()))
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("chunk", [1, 16, 1000])
-def test_the_chunk_changes_nothing_but_rounding(form: str, chunk: int) -> None:
+def test_the_chunk_changes_nothing_but_rounding(form: str) -> None:
     given, labels = operands()
-    one, other = (linear_cross_entropy(*given[:2], labels, chunk=size) for size in (chunk, None))
-    torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
-
-
-def test_the_operators_pass_opcheck(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_ZERO_TRITON", "0")
-    (hidden, weight, bias), labels = operands(tokens=12)
-    torch.library.opcheck(
-        torch.ops.hf_zero.linear_cross_entropy.default,
-        (hidden, weight, bias, labels, -100, 0.1, 1e-3, 5.0, 0.7, 5, True, True, True),
-    )
-    torch.library.opcheck(
-        torch.ops.hf_zero.linear_log_probs.default,
-        (hidden, weight, bias, labels, -100, 5.0, 0.7, 5),
-    )
-    torch.library.opcheck(
-        torch.ops.hf_zero.linear_cross_entropy_backward.default,
-        (torch.tensor(0.5), [torch.randn(3, 4), torch.randn(2)], torch.bfloat16),
-    )
-
-
-def test_compiled_without_a_break_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_ZERO_TRITON", "0")
-    given, labels = operands()
-
-    def step(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return (
-            linear_cross_entropy(hidden * 2, weight, labels, bias=bias, chunk=CHUNK)
-            + linear_log_probs(hidden, weight, labels).mean()
-        )
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    one, other = compiled(*given), step(*given)
-    torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
-    for found, exact in zip(grads(one, given), grads(other, given)):
-        torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-6)
+    whole = linear_cross_entropy(*given[:2], labels)
+    for chunk in (1, 16, 1000):
+        one = linear_cross_entropy(*given[:2], labels, chunk=chunk)
+        torch.testing.assert_close(one, whole, rtol=1e-6, atol=1e-6)
 
 
 def test_chunks_are_even_and_grow_with_what_the_device_takes() -> None:
@@ -267,30 +199,84 @@ def test_chunks_are_even_and_grow_with_what_the_device_takes() -> None:
     assert rows_of_a_chunk(10**6, 10**7, 2, cuda) >= 1024
 
 
-HIDDEN, WEIGHT, LABELS = torch.zeros(4, 8), torch.zeros(16, 8), torch.zeros(4, dtype=torch.int64)
-REFUSED: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
-    ((HIDDEN, torch.zeros(16, 7), LABELS), {}, r"hidden \(4, 8\) with weight \(16, 7\)"),
-    ((HIDDEN, WEIGHT, LABELS[:3]), {}, r"labels \(3,\) for hidden"),
-    ((HIDDEN, WEIGHT, LABELS.float()), {}, "labels are torch.float32"),
-    ((HIDDEN, WEIGHT, LABELS + 16), {}, "label 16 with a vocabulary of 16"),
-    ((HIDDEN, WEIGHT, LABELS - 1), {}, "label -1 with a vocabulary"),
-    ((HIDDEN, WEIGHT.bfloat16(), LABELS), {}, "hidden, weight are torch.float32, torch.bfloat16"),
-    ((HIDDEN, WEIGHT, LABELS.to("meta")), {}, "labels is on meta and hidden on cpu"),
-    ((HIDDEN, WEIGHT, LABELS), {"bias": torch.zeros(8)}, r"bias \(8,\) with weight"),
-    ((HIDDEN, WEIGHT, LABELS), {"label_smoothing": 1.5}, "label_smoothing=1.5"),
-    ((HIDDEN, WEIGHT, LABELS), {"reduction": "none"}, "reduction='none'"),
-    (
-        (HIDDEN, WEIGHT, LABELS),
-        {"reduction": "sum", "num_items": 3},
-        "num_items with reduction='sum'",
-    ),
-    ((HIDDEN, WEIGHT, LABELS), {"chunk": 0}, "chunk=0"),
-]
+# ---- the kernel ----
+
+PLAIN = Terms()
+EVERY = Terms(ignore_index=3, label_smoothing=0.1, z_loss=1e-2, softcap=5.0, scale=0.7)
+# of a gradient, whose largest is near 1
+DTYPES = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
-@pytest.mark.parametrize(("given", "options", "says"), REFUSED, ids=[says for *_, says in REFUSED])
-def test_what_does_not_fit_is_named(
-    given: tuple[Any, ...], options: dict[str, Any], says: str
+def rows_of_logits(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    return (torch.randn(rows, width) * 3).to(dtype)
+
+
+def both(
+    logits: torch.Tensor, vocabulary: int, labels: torch.Tensor, factors: Any, lse: Any, terms: Any
+) -> Any:
+    """(kernel's losses, lse and logits), (the reference's, from the same logits in fp64)."""
+    exact = logits.double()
+    wide = [None if each is None else each.double() for each in (factors, lse)]
+    expected = cross_entropy_(exact, vocabulary, labels, *wide, *terms.numbers())
+    found = CROSS_ENTROPY(logits, vocabulary, labels, factors, lse, *terms.numbers())
+    return (*found, logits), (*expected, exact)
+
+
+def test_losses_and_gradients_are_the_references(
+    checked_triton: Any, pytestconfig: pytest.Config
 ) -> None:
-    with pytest.raises(KernelError, match=says):
-        linear_cross_entropy(*given, **options)
+    """In the fast suite types take turns."""
+    sizes = [(1, 64), (101, 128), (128, 128), (300, 320)]
+    for number, (terms, (vocabulary, width)) in enumerate(itertools.product((PLAIN, EVERY), sizes)):
+        for dtype in DTYPES if runs_long(pytestconfig) else [[*DTYPES][number % 3]]:
+            logits = rows_of_logits(5, width, dtype)
+            logits[:, vocabulary:] = float("nan")  # padding is never looked at
+            labels = torch.randint(0, vocabulary, (5,))
+            labels[2] = terms.ignore_index
+            found, expected = both(logits, vocabulary, labels, torch.full((1,), 0.5), None, terms)
+            for each, exact in zip(found[:2], expected[:2]):
+                torch.testing.assert_close(each.double(), exact, rtol=1e-5, atol=1e-5)
+            grad, exact = (each[2][:, :vocabulary].double() for each in (found, expected))
+            limit = DTYPES[dtype]
+            torch.testing.assert_close(grad, exact, rtol=limit, atol=limit / 4)
+
+
+def test_rows_longer_than_a_block_are_read_twice_in_either_direction(checked_triton: Any) -> None:
+    logits = rows_of_logits(2, 33_024, torch.float32)
+    logits[0, 32_999], logits[1, 0] = 40.0, 40.0  # the largest comes last, and first
+    labels = torch.tensor([32_999, 16_384])
+    found, expected = both(logits, 33_000, labels, torch.ones(1), None, PLAIN)
+    for each, exact in zip(found[:2], expected[:2]):
+        torch.testing.assert_close(each.double(), exact, rtol=1e-5, atol=1e-5)
+    grad, exact = (each[2][:, :33_000].double() for each in (found, expected))
+    torch.testing.assert_close(grad, exact, rtol=1e-5, atol=1e-6)
+
+
+def test_a_known_logsumexp_a_factor_for_each_row_and_none(checked_triton: Any) -> None:
+    for terms in (PLAIN, Terms(softcap=5.0, scale=0.7)):
+        logits, labels = rows_of_logits(4, 128, torch.float32), torch.tensor([5, -100, 100, 0])
+        _, lse = cross_entropy_(logits.clone(), 101, labels, None, None, *terms.numbers())
+        (_, _, grad), (_, _, exact) = both(logits, 101, labels, torch.randn(4), lse, terms)
+        torch.testing.assert_close(grad[:, :101].double(), exact[:, :101], rtol=1e-5, atol=1e-6)
+    logits = rows_of_logits(3, 64, torch.bfloat16)
+    before = logits.clone()
+    both(logits, 50, torch.tensor([1, -100, 49]), None, None, PLAIN)
+    assert torch.equal(logits, before), "without factors the logits stay"
+
+
+def test_labels_outside_and_logits_far_out(checked_triton: Any) -> None:
+    """A label outside the vocabulary makes its loss NaN and no other; huge and infinite logits give
+    finite losses; no rows launch nothing.
+    """
+    logits, labels = rows_of_logits(3, 64, torch.float32), torch.tensor([50, 1, -7])
+    loss, _ = CROSS_ENTROPY(logits, 50, labels, torch.ones(1), None, *PLAIN.numbers())
+    assert loss.isnan().tolist() == [True, False, True] and not logits[:, :50].isnan().any()
+    logits = torch.full((2, 64), -3e4)
+    logits[0, 7], logits[1, :10], logits[1, 11] = 3e4, float("-inf"), -3e4 - 1
+    found, expected = both(logits, 60, torch.tensor([7, 20]), torch.ones(1), None, PLAIN)
+    torch.testing.assert_close(found[0].double(), expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[2][:, :60].double(), expected[2][:, :60], rtol=1e-5, atol=1e-6)
+    assert expected[2][1, 11] > 0
+    none, labels = torch.empty(0, 64), torch.empty(0, dtype=torch.int64)
+    loss, lse = CROSS_ENTROPY(none, 50, labels, torch.ones(1), None, *PLAIN.numbers())
+    assert loss.shape == lse.shape == (0,)

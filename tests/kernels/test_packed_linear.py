@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_zero.errors import KernelError
 from hf_zero.ops.activations import swiglu_packed
 from hf_zero.ops.packed_linear import adjacent, pack_, packed_linear, packed_linear_whole
+from tests.helpers.cells import in_one_item
 from tests.helpers.errors_beside_torch import gradients
 
 OUTPUTS = (8, 4, 6)
@@ -36,11 +36,19 @@ def products(run: Callable[[], object]) -> int:
     return mm.call_count + addmm.call_count
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("shape", [(5, 12), (2, 3, 12), (12,)])
-def test_is_each_layer_by_itself(shape, packed, bias, dtype):
+SHAPES = ((5, 12), (2, 3, 12), (12,))
+CELLS = [
+    (dtype, bias, packed, shape)
+    for dtype in (torch.float32, torch.bfloat16)
+    for bias in (True, False)
+    for packed in (True, False)
+    for shape in SHAPES
+]
+
+
+@in_one_item(CELLS)
+def test_is_each_layer_by_itself(cell):
+    dtype, bias, packed, shape = cell
     weights, biases = layers(dtype, bias, packed)
     assert adjacent(weights) == packed
     x = torch.randn(shape).to(dtype)
@@ -53,29 +61,23 @@ def test_is_each_layer_by_itself(shape, packed, bias, dtype):
 
     got, want = [], []
     for function, results in ((ours, got), (plain, want)):
-        for parameter in (*weights, *biases):
-            parameter.grad = None
         leaf = x.clone().requires_grad_()
         outs = function(leaf)
-        sum(out.float().pow(2).sum() for out in outs).backward()
-        results += [*outs, leaf.grad, *(parameter.grad for parameter in (*weights, *biases))]
-    limits = (
-        {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 0.25}
-    )
+        loss = sum(out.float().pow(2).sum() for out in outs)
+        results += [*outs, *torch.autograd.grad(loss, [leaf, *weights, *biases])]
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    if dtype == torch.bfloat16:
+        close = {"rtol": 3e-2, "atol": 0.25}
     assert [g.shape for g in got] == [w.shape for w in want]
-    assert all(torch.allclose(g, w, **limits) for g, w in zip(got, want))
+    assert all(torch.allclose(g, w, **close) for g, w in zip(got, want))
 
 
 def test_beside_each_other_they_are_one_product():
     x = torch.randn(5, 12)
-    for packed, forward in ((True, 1), (False, 3)):
-        weights, biases = layers(packed=packed)
-        assert (
-            products(lambda weights=weights, biases=biases: packed_linear(x, weights, biases))
-            == forward
-        )
-    weights, biases = layers()
-    out = packed_linear_whole(x.clone().requires_grad_(), weights, biases)
+    apart, beside = layers(packed=False), layers()
+    assert products(lambda: packed_linear(x, *beside)) == 1
+    assert products(lambda: packed_linear(x, *apart)) == 3
+    out = packed_linear_whole(x.clone().requires_grad_(), *beside)
     assert products(lambda: out.sum().backward()) == 2, "one for x, one for all weights"
 
 
@@ -133,48 +135,13 @@ def test_mixed_biases_and_autocast_take_the_plain_way():
     )
 
 
-@pytest.mark.parametrize("shape", [(0, 12), (2, 0, 12)])
-def test_empty_inputs(shape):
+def test_empty_inputs():
     weights, biases = layers()
-    x = torch.randn(shape, requires_grad=True)
-    sum(out.sum() for out in packed_linear(x, weights, biases)).backward()
-    assert x.grad.shape == x.shape
-    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in (*weights, *biases))
-
-
-def test_the_ops_are_registered_as_torch_wants_them():
-    weights, biases = layers()
-    x = torch.randn(5, 12, requires_grad=True)
-    detached = [w.detach() for w in weights]
-    apart = [w.detach().clone().requires_grad_() for w in weights]
-    torch.library.opcheck(
-        torch.ops.hf_zero.packed_linear.default,
-        (x, apart, [b.detach().clone().requires_grad_() for b in biases]),
-    )
-    torch.library.opcheck(torch.ops.hf_zero.packed_linear.default, (x, detached, []))
-    torch.library.opcheck(
-        torch.ops.hf_zero.packed_linear_backward.default,
-        (torch.randn(5, 18), x.detach(), detached, True, True, True),
-    )
-    torch.library.opcheck(
-        torch.ops.hf_zero.packed_linear_backward.default,
-        (torch.randn(5, 18), x.detach(), detached, False, True, False),
-    )
-
-
-def test_compiles_whole():
-    weights, biases = layers()
-    x = torch.randn(5, 12)
-
-    def block(x: torch.Tensor) -> torch.Tensor:
-        first, second, third = packed_linear(x, weights, biases)
-        return torch.cat((first * 2, second, third), dim=-1)
-
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    assert all(
-        torch.allclose(a, b, atol=1e-6)
-        for a, b in zip(gradients(compiled, [x]), gradients(block, [x]))
-    )
+    for shape in ((0, 12), (2, 0, 12)):
+        x = torch.randn(shape, requires_grad=True)
+        sum(out.sum() for out in packed_linear(x, weights, biases)).backward()
+        assert x.grad.shape == x.shape
+        assert not any(p.grad.any() for p in (*weights, *biases))
 
 
 def test_packing_keeps_parameters_values_and_ties():
@@ -207,66 +174,3 @@ def test_adjacent_means_one_storage_one_order_one_dtype():
         [whole[:0]],
     ):
         assert not adjacent(parts)
-
-
-def test_what_cannot_be_packed_is_refused():
-    def parameter(*shape: int, **more: object) -> nn.Parameter:
-        return nn.Parameter(torch.randn(*shape, **more))
-
-    a, shared = parameter(4, 6), torch.randn(4, 6)
-    whole = torch.randn(8, 6)
-    model = nn.Module()
-    model.a, model.alias = a, nn.Parameter(a.detach())
-    for parameters, where, said in (
-        ([a, parameter(4, 5)], None, r"pack_: parameter 1 is torch.float32 \[4, 5\]"),
-        ([a, parameter(4, 6, dtype=torch.float64)], None, "parameter 1 is torch.float64"),
-        ([a, parameter(4)], None, r"parameter 1 is torch.float32 \[4\]"),
-        ([a, parameter(4, 6, device="meta")], None, "parameter 1 of shape .* has no values here"),
-        ([a, parameter(2, 6), a], None, "parameter 2 is given twice"),
-        ([a, nn.Parameter(whole[2:4])], None, "parameter 1 is a view of a larger buffer"),
-        (
-            [nn.Parameter(shared), nn.Parameter(shared)],
-            None,
-            "two of the parameters share their memory",
-        ),
-        ([a, parameter(2, 6)], model, "alias shares the memory of a parameter to be packed"),
-    ):
-        with pytest.raises(KernelError, match=said):
-            pack_(parameters, where)
-
-
-def test_released_parameters_are_refused():
-    from hf_zero.zero.layout.initial_values import pending
-
-    class Nowhere:
-        dtype, sliceable = torch.float32, False
-
-    with pytest.raises(KernelError, match="has no values here; pack before the model is sharded"):
-        pack_([pending((4, 6), Nowhere()), nn.Parameter(torch.randn(4, 6))])
-
-
-def test_bad_input_is_named():
-    weights, biases = layers()
-    x = torch.randn(5, 12)
-    for call, said in (
-        (lambda: packed_linear(x, []), "packed_linear: no weights"),
-        (lambda: packed_linear(x, weights, biases[:2]), "2 biases for 3 weights"),
-        (
-            lambda: packed_linear(x[:, :7], weights),
-            r"weight 0 has shape \[8, 12\] for an x of shape \[5, 7\]",
-        ),
-        (
-            lambda: packed_linear(x, weights, [biases[0], biases[0], biases[2]]),
-            r"bias 1 has shape \[8\] for a weight of 4 outputs",
-        ),
-        (
-            lambda: packed_linear(x.half(), weights),
-            "weight 0 is torch.float32 on cpu and x torch.float16 on cpu",
-        ),
-        (
-            lambda: packed_linear(x, weights, [b.double() for b in biases]),
-            "bias 0 is torch.float64",
-        ),
-    ):
-        with pytest.raises(KernelError, match=said):
-            call()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,6 +12,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from hf_zero.ops import dispatch, philox  # noqa: E402
+from tests.helpers.cells import in_one_item  # noqa: E402
 from tests.helpers.checked_triton import checked_triton  # noqa: E402
 
 DEVICE = torch.device("cpu") if dispatch.interpreted() else torch.device("cuda")
@@ -21,9 +25,13 @@ def rand_kernel(seed_ptr, out_ptr, start, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def rand4x_kernel(seed_ptr, out_ptr, width, BLOCK: tl.constexpr):
+def fours_kernel(seed_ptr, out_ptr, width, BLOCK: tl.constexpr, UNIFORM: tl.constexpr):
     at = tl.arange(0, BLOCK)
-    a, b, c, d = tl.rand4x(tl.load(seed_ptr), tl.program_id(0).to(tl.int64) * width + at)
+    place = tl.program_id(0).to(tl.int64) * width + at
+    if UNIFORM:
+        a, b, c, d = tl.rand4x(tl.load(seed_ptr), place)
+    else:
+        a, b, c, d = tl.randint4x(tl.load(seed_ptr), place)
     out_ptr += tl.program_id(0) * 4 * width + at
     tl.store(out_ptr, a, mask=at < width)
     tl.store(out_ptr + width, b, mask=at < width)
@@ -31,20 +39,12 @@ def rand4x_kernel(seed_ptr, out_ptr, width, BLOCK: tl.constexpr):
     tl.store(out_ptr + 3 * width, d, mask=at < width)
 
 
-@triton.jit
-def randint4x_kernel(seed_ptr, out_ptr, width, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    a, b, c, d = tl.randint4x(tl.load(seed_ptr), tl.program_id(0).to(tl.int64) * width + at)
-    out_ptr += tl.program_id(0) * 4 * width + at
-    tl.store(out_ptr, a, mask=at < width)
-    tl.store(out_ptr + width, b, mask=at < width)
-    tl.store(out_ptr + 2 * width, c, mask=at < width)
-    tl.store(out_ptr + 3 * width, d, mask=at < width)
+STARTS = (0, 77, 2**31 - 50, 2**32 - 50, 2**40 + 3)
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2**31 - 2, 0x123456789ABCDEF])
-@pytest.mark.parametrize("start", [0, 77, 2**31 - 50, 2**32 - 50, 2**40 + 3])
-def test_uniform_is_what_triton_draws(seed: int, start: int) -> None:
+@in_one_item(itertools.product((0, 1, 2**31 - 2, 0x123456789ABCDEF), STARTS))
+def test_uniform_is_what_triton_draws(cell: tuple[int, int]) -> None:
+    seed, start = cell
     key = torch.tensor([seed], device=DEVICE)
     got = torch.empty(100, device=DEVICE)
     rand_kernel[(1,)](key, got, start, 100, BLOCK=128)
@@ -54,9 +54,9 @@ def test_uniform_is_what_triton_draws(seed: int, start: int) -> None:
 def test_rows_get_the_words_triton_draws_by_fours() -> None:
     key = torch.tensor([1234567], device=DEVICE)
     words = torch.empty(12, 37, dtype=torch.int32, device=DEVICE)
-    randint4x_kernel[(3,)](key, words, 37, BLOCK=64)
+    fours_kernel[(3,)](key, words, 37, BLOCK=64, UNIFORM=False)
     numbers = torch.empty(12, 37, device=DEVICE)
-    rand4x_kernel[(3,)](key, numbers, 37, BLOCK=64)
+    fours_kernel[(3,)](key, numbers, 37, BLOCK=64, UNIFORM=True)
     assert torch.equal(philox.uniform_rows(key, 12, 37), numbers)
     assert torch.equal(philox.uniform_rows(key, 10, 37), numbers[:10])
     for dropout in (0.0, 0.1, 0.5, 0.9):
@@ -75,35 +75,31 @@ def test_numbers_are_spread_evenly_and_seeds_differ() -> None:
     assert not torch.equal(drawn, philox.uniform(torch.tensor([6]), 0, 100_000))
 
 
-def test_no_numbers_for_nothing() -> None:
-    seed = torch.tensor([5])
-    assert philox.uniform(seed, 3, 0).shape == (0,)
-    assert (
-        philox.uniform_rows(seed, 0, 5).shape == philox.kept_rows(seed, 0, 5, 0.5).shape == (0, 5)
-    )
-
-
 def test_a_seed_comes_from_torchs_generator() -> None:
+    """And there are no numbers for nothing."""
     torch.manual_seed(3)
-    first = philox.draw_seed(torch.device("cpu"))
-    second = philox.draw_seed(torch.device("cpu"))
+    first, second = (philox.draw_seed(torch.device("cpu")) for _ in range(2))
     torch.manual_seed(3)
     assert torch.equal(philox.draw_seed(torch.device("cpu")), first)
     assert not torch.equal(first, second)
     assert first.dtype == torch.int64 and first.shape == (1,)
+    assert philox.uniform(first, 3, 0).shape == (0,)
+    assert philox.uniform_rows(first, 0, 5).shape == (0, 5)
+    assert philox.kept_rows(first, 0, 5, 0.5).shape == (0, 5)
 
 
-@pytest.mark.parametrize("seed", [0, 7, 2**31 + 5, 2**62 + 12345])
-@pytest.mark.parametrize("counter", [(0, 0, 0), (3, 1, 5 << 16 | 7), (1, 2**31 + 1, 2**32 - 1)])
-def test_first_words_are_those_of_the_reference(seed: int, counter: tuple[int, int, int]) -> None:
+COUNTERS = ((0, 0, 0), (3, 1, 5 << 16 | 7), (1, 2**31 + 1, 2**32 - 1))
+
+
+@in_one_item(itertools.product((0, 7, 2**31 + 5, 2**62 + 12345), COUNTERS))
+def test_first_words_are_those_of_the_reference(cell: tuple[int, tuple[int, int, int]]) -> None:
+    seed, counter = cell
     with checked_triton() as settings:
         got = philox.first_words(seed, counter, 1000, DEVICE)
     assert settings.launches
     wanted = torch.empty_like(got)
     philox.FIRST_WORDS.reference(wanted, seed, *counter)
     place = torch.arange(1000, dtype=torch.int64)
-    by_hand = philox.words(
-        (place, *(torch.full_like(place, each) for each in counter)),  # type: ignore[arg-type]
-        torch.tensor(seed),
-    )[0]
+    counters: Any = (place, *(torch.full_like(place, each) for each in counter))
+    by_hand = philox.words(counters, torch.tensor(seed))[0]
     assert torch.equal(got, wanted) and torch.equal(got.cpu(), by_hand)
