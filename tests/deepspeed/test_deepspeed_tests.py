@@ -16,6 +16,7 @@ import pytest
 
 from scripts.deepspeed_tests import figures, kinds, reasons, runs
 from scripts.deepspeed_tests import rows as progress
+from tests.helpers.cells import in_one_item
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,12 +30,8 @@ def test_a_failure_that_stays_says_why() -> None:
     file = "ops/adam/test_zf_torch_adam.py"
     failed = {"TestIt::test": "NotBuiltError: no", "TestIt::test_other": "NotBuiltError: no"}
     peer = {"of": "deepspeed 0", "passed": list(failed)}
-    row = {
-        "kind": "public",
-        "private": [],
-        "peer": peer,
-        "facade": {"failed": failed, "not_run": []},
-    }
+    facade = {"failed": failed, "not_run": []}
+    row = {"kind": "public", "private": [], "peer": peer, "facade": facade}
     rows = {"ref": "0", "all": {"public": 1, "mixed": 0, "internals": 0}, "to_run": []}
     other = row | {"peer": peer | {"passed": ["TestIt::test"]}}
     text = figures.table(rows | {"files": {file: row, "b.py": other}})
@@ -48,17 +45,17 @@ def test_a_failure_that_stays_says_why() -> None:
     assert "Of the other 1, 0 pass (0%)." in text
 
 
-@pytest.mark.parametrize(
-    "said, why",
+@in_one_item(
     [
         ("on purpose: it may stand inside another one, where DeepSpeed refuses it", "works here"),
         ("on purpose: refused by a ValueError with a text of its own", "otherwise here"),
         ("ImportError: cannot import name '_x'", "imports a module or name"),
         ("AttributeError: 'Linear' object has no attribute '_external_params'", "an attribute of"),
         ("AssertionError: 1 == 2", "something else"),
-    ],
+    ]
 )
-def test_what_a_failure_is_about(said: str, why: str) -> None:
+def test_what_a_failure_is_about(case: tuple[str, str]) -> None:
+    said, why = case
     assert why in reasons.about_what(said)
 
 
@@ -74,9 +71,8 @@ def test_what_a_rank_raises_is_written_down_and_reaches_the_pool(
 ) -> None:
     monkeypatch.setenv("DEEPSPEED_TESTS_FOLDER", str(tmp_path))
     monkeypatch.setenv("HF_ZERO_AUTOLOAD", "1")
-    spec = importlib.util.spec_from_file_location(
-        "plugin", ROOT / "scripts" / "deepspeed_tests_plugin.py"
-    )
+    file = ROOT / "scripts" / "deepspeed_tests_plugin.py"
+    spec = importlib.util.spec_from_file_location("plugin", file)
     assert spec is not None and spec.loader is not None
     plugin = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(plugin)
@@ -143,15 +139,13 @@ class Ran:
 
 def test_a_run_goes_on_where_another_was_ended() -> None:
     rows: Any = {"a.py": {"kind": "public", "private": []}}
-    progress.over_peer(
-        rows, Ran({"a.py::1": "passed", "a.py::2": "skipped: x"}, ["a.py::3"]), "v1", 0
-    )
+    begun = Ran({"a.py::1": "passed", "a.py::2": "skipped: x"}, ["a.py::3"])
+    progress.over_peer(rows, begun, "v1", 0)
     all_rows = {"ref": "v", "all": dict.fromkeys(kinds.KINDS, 2), "to_run": [], "files": rows}
     first = Ran({"a.py::1": "ValueError: wrong"})
     progress.over_facade(rows, first, "ours", "none", 0)
-    assert first.asked == ["a.py::1"] and rows["a.py"]["facade"]["failed"] == {
-        "1": "ValueError: wrong"
-    }
+    assert first.asked == ["a.py::1"]
+    assert rows["a.py"]["facade"]["failed"] == {"1": "ValueError: wrong"}
     assert "| public | 0 of 2 | 1 | 1 |" in figures.table(all_rows)
     peer = Ran({"a.py::3": "passed"})
     progress.over_peer(rows, peer, "v1", 0)
@@ -163,29 +157,28 @@ def test_a_run_goes_on_where_another_was_ended() -> None:
     third = Ran({"a.py::1": "passed", "a.py::3": "passed"})
     progress.over_facade(rows, third, "ours", "failed", 0)
     assert third.asked == ["a.py::1", "a.py::3"]
-    assert rows["a.py"]["facade"] == {
-        "of": "ours", "passed": ["1", "3"], "failed": {}, "not_run": []
-    }  # fmt: skip
+    found = {"of": "ours", "passed": ["1", "3"], "failed": {}, "not_run": []}
+    assert rows["a.py"]["facade"] == found
     done = Ran({})
     progress.over_facade(rows, done, "ours", "none", 0)
     assert done.asked == []
     assert "| public | 1 of 2 | 2 | 2 | 2 (100%) | 0 | 0 |" in figures.table(all_rows)
 
 
-@pytest.mark.parametrize(
-    ("source", "kind"),
-    [
-        ("import deepspeed\nfrom deepspeed.comm import all_reduce", "public"),
-        ("from deepspeed.runtime.zero.stage3 import isclose, no_such", "internals"),
-        ("from deepspeed.utils import logger\nfrom deepspeed.io import Writer", "mixed"),
-        ("import deepspeed\ndeepspeed.comm.all_reduce, deepspeed.runtime.config.Odd", "mixed"),
-        ("from deepspeed.runtime.zero import stage3 as three\nthree.Part, three.x", "mixed"),
-    ],
-)
-def test_files_are_told_apart_by_what_they_import(source: str, kind: str, tmp_path: Path) -> None:
+KINDS = [
+    ("import deepspeed\nfrom deepspeed.comm import all_reduce", "public"),
+    ("from deepspeed.runtime.zero.stage3 import isclose, no_such", "internals"),
+    ("from deepspeed.utils import logger\nfrom deepspeed.io import Writer", "mixed"),
+    ("import deepspeed\ndeepspeed.comm.all_reduce, deepspeed.runtime.config.Odd", "mixed"),
+    ("from deepspeed.runtime.zero import stage3 as three\nthree.Part, three.x", "mixed"),
+]
+
+
+def test_files_are_told_apart_by_what_they_import(tmp_path: Path) -> None:
     file = tmp_path / "test_it.py"
-    file.write_text(source)
-    assert kinds.kind_of(file) == kind
+    for source, kind in KINDS:
+        file.write_text(source)
+        assert kinds.kind_of(file) == kind, source
 
 
 def test_tests_of_private_attributes_are_known() -> None:
@@ -232,7 +225,7 @@ print(subprocess.Popen(sleep, process_group=0).pid, flush=True)
 """
 
 
-@pytest.mark.parametrize("ended", [False, True], ids=["runs", "has ended"])
+@in_one_item([False, True], named="has ended: {}".format)
 def test_compilers_in_groups_of_their_own_end_with_the_run_and_no_other_process(
     ended: bool,
 ) -> None:

@@ -14,24 +14,27 @@ from hf_zero.deepspeed import engine_getters
 from hf_zero.deepspeed.engine import KINDS, checked
 from hf_zero.deepspeed.tables.engine import ENGINE_LEFT_OUT
 from hf_zero.errors import ConfigError, NotBuiltError, PartitionError
+from tests.helpers.cells import in_one_item
 from tests.helpers.engines import STAGES, config_of, full_grads, full_weights
 from tests.helpers.models import ROWS
 from tests.helpers.ranks import run_ranks
-from tests.helpers.stacks import by_hand, on_ranks, squared, stack
+from tests.helpers.stacks import by_hand, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, Plan, adamw
 
 RANKS = 2
 
 
+def made(model: nn.Module, stage: int, plan: Plan | None = None, **more: Any) -> Any:
+    config = config_of(stage, plan, **more)
+    return deepspeed.initialize(model=model, optimizer=adamw(model), config=config)[0]
+
+
 def start(model: nn.Module, stage: int, **more: Any) -> Any:
     """An engine that does not clip, as the loop by hand."""
-    more = {"gradient_clipping": 0.0, **more}
-    return deepspeed.initialize(
-        model=model, optimizer=adamw(model), config=config_of(stage, **more)
-    )[0]
+    return made(model, stage, **{"gradient_clipping": 0.0, **more})
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@in_one_item(STAGES)
 def test_backward_returns_the_loss_of_its_share_of_the_window(stage: int) -> None:
     def run(rank: int, model: Any) -> None:
         engine = start(model, stage, gradient_accumulation_steps=4)
@@ -45,7 +48,7 @@ def test_backward_returns_the_loss_of_its_share_of_the_window(stage: int) -> Non
     on_ranks(RANKS, run)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@in_one_item([1, 3])
 def test_another_train_batch_size_is_another_window(stage: int) -> None:
     windows = [[(0.5, 0), (0.5, 1)], [(1.0, 2)], [(0.5, 3), (0.5, 4)]]
     want, _ = by_hand(adamw, windows, RANKS)
@@ -75,14 +78,10 @@ def test_another_train_batch_size_is_another_window(stage: int) -> None:
 def test_samples_a_second_are_of_steps_after_the_first_reading() -> None:
     def run(rank: int, model: Any) -> None:
         engine = start(model, 2, gradient_accumulation_steps=2)
-        for step in range(5):
-            for micro in range(2):
-                engine.backward(squared(engine, At(step, micro, rank)))
-                engine.step()
-            if step == 0:
-                assert "tput_timer" not in vars(engine) and engine.tput_timer.batch_size == (
-                    engine.train_batch_size()
-                )
+        run_steps(engine, rank, range(1), micros=2)
+        assert "tput_timer" not in vars(engine)
+        assert engine.tput_timer.batch_size == engine.train_batch_size()
+        run_steps(engine, rank, range(1, 5), micros=2)
         timer = engine.tput_timer
         assert (timer.global_step_count, timer.micro_step_count) == (4, 8)
         assert timer.avg_samples_per_sec() == 2 * timer.batch_size / timer.total_elapsed_time
@@ -91,14 +90,12 @@ def test_samples_a_second_are_of_steps_after_the_first_reading() -> None:
     on_ranks(RANKS, run)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@in_one_item([0, 3])
 def test_a_scaled_loss_goes_backward_by_itself(stage: int) -> None:
     plan = Plan(precision="fp16", scale=128.0)
 
     def run(rank: int, model: Any) -> None:
-        engine = deepspeed.initialize(
-            model=model, optimizer=adamw(model), config=config_of(stage, plan)
-        )[0]
+        engine = made(model, stage, plan)
         grads = []
         for way in ("engine", "scale"):
             loss = squared(engine, At(0, 0, rank), torch.float16)
@@ -113,14 +110,15 @@ def test_a_scaled_loss_goes_backward_by_itself(stage: int) -> None:
             engine.zero_grad()
         for name, value in grads[0].items():
             torch.testing.assert_close(grads[1][name], value, rtol=2e-3, atol=1e-4)
-        with pytest.raises(AssertionError, match="scalar tensor with a graph"):
-            engine.scale(torch.ones(1))
+        for wrong in (torch.ones(1), torch.ones(2, requires_grad=True)):
+            with pytest.raises(AssertionError, match="scalar tensor with a graph"):
+                engine.scale(wrong)
         engine.destroy()
 
     on_ranks(RANKS, run)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@in_one_item([1, 3])
 def test_whole_state_dicts_go_out_and_in(stage: int) -> None:
     def run(rank: int, model: Any) -> None:
         model.blocks[0].requires_grad_(False)
@@ -128,9 +126,8 @@ def test_whole_state_dicts_go_out_and_in(stage: int) -> None:
         state = {name: value.clone() for name, value in engine.module_state_dict().items()}
         assert state.keys() == stack().state_dict().keys()
         trained = engine.module_state_dict(exclude_frozen_parameters=True)
-        assert {name for name in state if name not in trained} == {
-            name for name in state if name.startswith("blocks.0.")
-        }
+        frozen = {name for name in state if name.startswith("blocks.0.")}
+        assert {name for name in state if name not in trained} == frozen
         changed = {name: value + 1 for name, value in state.items()}
         engine.load_state_dict(changed)
         torch.testing.assert_close(engine.module_state_dict(), changed)
@@ -139,15 +136,12 @@ def test_whole_state_dicts_go_out_and_in(stage: int) -> None:
     on_ranks(RANKS, run)
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_states_go_away_and_come_back_as_they_were(stage: int, precision: str) -> None:
+@in_one_item([(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")])
+def test_states_go_away_and_come_back_as_they_were(case: tuple[int, str]) -> None:
+    stage, plan = case[0], Plan(precision=case[1])
+
     def run(rank: int, model: Any, away: bool) -> list[dict[str, torch.Tensor]]:
-        plan = Plan(precision=precision)
-        engine = deepspeed.initialize(
-            model=model, optimizer=adamw(model), config=config_of(stage, plan)
-        )[0]
+        engine = made(model, stage, plan)
         seen = []
         for step in range(3):
             engine.backward(squared(engine, At(step, 0, rank), plan.dtype))
@@ -158,21 +152,15 @@ def test_states_go_away_and_come_back_as_they_were(stage: int, precision: str) -
                     engine.step()
                 with pytest.raises(PartitionError, match="a forward while offload_states"):
                     engine(torch.ones(1))
-                freed = {s.nbytes() for s, _ in engine._states_away._away}
-                assert freed == {0}
+                assert {s.nbytes() for s, _ in engine._states_away._away} == {0}
                 engine.reload_states()
             engine.step()
             seen.append(full_weights(engine))
         engine.destroy()
         return seen
 
-    traces = [on_ranks(RANKS, run, away) for away in (False, True)]
-    assert all(
-        torch.equal(a[name], b[name])
-        for plain, parked in zip(*traces, strict=True)
-        for a, b in zip(plain, parked, strict=True)
-        for name in a
-    )
+    plain, parked = (on_ranks(RANKS, run, away) for away in (False, True))
+    torch.testing.assert_close(parked, plain, rtol=0, atol=0)
 
 
 def test_states_that_cannot_go_are_named() -> None:
@@ -210,13 +198,9 @@ def test_loaders_of_the_engine() -> None:
 
 
 def test_what_the_engine_says_about_itself() -> None:
-    engine = start(
-        stack(),
-        2,
-        optimizer=None,
-        bf16={"enabled": True},
-        zero_optimization={"stage": 2, "offload_optimizer": {"device": "none"}},
-    )
+    zero = {"stage": 2, "offload_optimizer": {"device": "none"}}
+    more: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": zero}
+    engine = start(stack(), 2, optimizer=None, **more)
     values = {name: getattr(engine, name)() for name in engine_getters.GETTERS}
     assert values["managed_gradient_accumulation"] is True and values["autotp_size"] == 0
     assert engine.zero_offload_param() is None
@@ -232,14 +216,10 @@ def test_what_the_engine_says_about_itself() -> None:
     assert not engine.monitor.enabled
     engine.monitor.write_events([("loss", 1.0, 1)])
     assert engine.get_wall_clock_timers() == {}
-    assert (engine.dp_world_size, engine.mp_world_size, engine.get_data_parallel_rank()) == (
-        1,
-        1,
-        0,
-    )
+    assert engine.dp_world_size == engine.mp_world_size == engine.seq_dp_world_size == 1
+    assert engine.get_data_parallel_rank() == 0 and engine.has_moe_layers is False
     assert engine.sparse_tensor_module_names == set()
     assert engine.basic_optimizer is engine.optimizer
-    assert (engine.seq_dp_world_size, engine.has_moe_layers) == (1, False)
     assert [*engine.param_names.values()] == [name for name, _ in engine.module.named_parameters()]
     assert engine.data_parallel_group is deepspeed.utils.groups.get_data_parallel_group()
     with engine.no_sync():
@@ -251,26 +231,29 @@ def test_what_the_engine_says_about_itself() -> None:
     engine.destroy()
 
 
-def test_the_scheduler_is_given_the_arguments_of_the_step() -> None:
-    class Scheduler:
-        def __init__(self) -> None:
-            self.given: list[Any] = []
+class Scheduler:
+    def __init__(self) -> None:
+        self.given: list[Any] = []
 
-        def step(self, **arguments: Any) -> None:
-            self.given.append(arguments)
+    def step(self, **arguments: Any) -> None:
+        self.given.append(arguments)
 
+
+def test_the_scheduler_is_given_the_arguments_of_the_step_that_is_applied() -> None:
     model, scheduler = stack(), Scheduler()
+    config = config_of(1, gradient_accumulation_steps=2)
     engine = deepspeed.initialize(
-        model=model, optimizer=adamw(model), lr_scheduler=scheduler, config=config_of(1)
+        model=model, optimizer=adamw(model), lr_scheduler=scheduler, config=config
     )[0]
     for arguments in (None, {"epoch": 3}):
-        engine.backward(squared(engine, At(0, 0, 0)))
-        engine.step(arguments)
+        for micro in range(2):
+            engine.backward(squared(engine, At(0, micro, 0)))
+            engine.step(arguments)
     assert scheduler.given == [{}, {"epoch": 3}] and engine.lr_scheduler is scheduler
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@in_one_item(STAGES)
 def test_parts_of_parameters_are_this_ranks(stage: int) -> None:
     utils = deepspeed.utils
 
@@ -282,7 +265,6 @@ def test_parts_of_parameters_are_this_ranks(stage: int) -> None:
         frozen = model.blocks[0].up.weight
         assert utils.safe_get_full_grad(frozen) is None
         engine.backward(squared(engine, At(0, 0, rank)))
-        assert utils.safe_get_full_grad(frozen) is None
         before = full_grads(engine)
         parts = {name: utils.safe_get_local_grad(p) for name, p in named.items()}
         for name, p in named.items():
@@ -315,7 +297,7 @@ def test_parts_of_parameters_are_this_ranks(stage: int) -> None:
     assert all(sum(r[name] for r in sizes[:shards]) == whole[name] for name in sizes[0])
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@in_one_item([0, 3])
 def test_a_loop_over_all_parameters_reads_none_of_frozen_ones(stage: int) -> None:
     utils = deepspeed.utils
 
@@ -324,26 +306,20 @@ def test_a_loop_over_all_parameters_reads_none_of_frozen_ones(stage: int) -> Non
         engine = start(model, stage)
         for step in range(2):
             engine.backward(squared(engine, At(step, 0, rank)))
-            found = {}
             for name, p in model.named_parameters():
                 values = [utils.safe_get_full_fp32_param(p), utils.safe_get_full_grad(p)]
                 values += [utils.safe_get_local_fp32_param(p), utils.safe_get_local_grad(p)]
                 if step:
                     values.append(utils.safe_get_full_optimizer_state(p, "exp_avg"))
                     values.append(utils.safe_get_local_optimizer_state(p, "exp_avg"))
-                found[name] = [value is not None for value in values]
-                assert all(found[name]) if p.requires_grad else not any(found[name]), name
-            assert not all(map(any, found.values())) and any(map(any, found.values()))
+                assert {value is not None for value in values} == {p.requires_grad}, name
             engine.step()
         engine.destroy()
 
     on_ranks(RANKS, run)
-
-
-def test_gradients_of_plain_parameters_are_updated_too() -> None:
-    parameter = nn.Parameter(torch.ones(2))
+    parameter = nn.Parameter(torch.ones(2))  # of no engine
     parameter.grad = torch.ones(2)
-    deepspeed.utils.safe_update_full_grad_vectorized([parameter], lambda grad, p: grad * 3)
+    utils.safe_update_full_grad_vectorized([parameter], lambda grad, p: grad * 3)
     assert parameter.grad.tolist() == [3.0, 3.0]
 
 

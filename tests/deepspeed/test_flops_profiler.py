@@ -53,13 +53,8 @@ def test_a_models_profile(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
 
 def test_a_profile_of_several_forwards(capsys: pytest.CaptureFixture[str]) -> None:
     model = Two()
-    engine = SimpleNamespace(
-        world_size=8,
-        dp_world_size=None,
-        seq_dp_world_size=4,
-        mp_world_size=1,
-        train_micro_batch_size_per_gpu=lambda: BATCH,
-    )
+    sizes = {"world_size": 8, "dp_world_size": None, "seq_dp_world_size": 4, "mp_world_size": 1}
+    engine = SimpleNamespace(**sizes, train_micro_batch_size_per_gpu=lambda: BATCH)
     profiler = profiling.FlopsProfiler(model, engine)
     profiler.print_model_profile()
     assert not capsys.readouterr().out
@@ -114,22 +109,16 @@ def test_the_profile_of_a_configuration_is_printed(capsys: pytest.CaptureFixture
 
     on_ranks(1, run, build=Two)
     printed = capsys.readouterr().out.splitlines()
-    assert [line for line in printed if line.startswith("Profile Summary")] == [
-        "Profile Summary at step 0:"
-    ]
+    heads = [line for line in printed if line.startswith("Profile Summary")]
+    assert heads == ["Profile Summary at step 0:"]
     assert "depth 1: Conv2d 15.55 Kflops" in printed
-    assert [line.split(":")[0].strip() for line in printed if line.endswith("%")] == [
-        "Two",
-        "conv",
-        "head",
-    ]
+    names = [line.split(":")[0].strip() for line in printed if line.endswith("%")]
+    assert names == ["Two", "conv", "head"]
 
 
 def test_numbers_as_text() -> None:
     assert profiling.number_to_string(1.234e9) == "1.23 G" and profiling.number_to_string(0) == "0 "
     assert profiling.flops_to_string(2e12, "G") == "2000 GFLOPS"
     assert profiling.macs_to_string(1500) == "1.5 KMACs"
-    assert (
-        profiling.params_to_string(7e9) == "7 B" and profiling.params_to_string(7e9, "B") == "7 B"
-    )
+    assert profiling.params_to_string(7e9) == profiling.params_to_string(7e9, "B") == "7 B"
     assert profiling.duration_to_string(0.0125) == "12.5 ms"

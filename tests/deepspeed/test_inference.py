@@ -32,18 +32,16 @@ def test_a_model_computes_and_generates_as_before(model: Any) -> None:
     assert isinstance(engine, deepspeed.InferenceEngine) and not model.training
     assert engine.module is model and engine.config is model.config
     assert torch.equal(engine(TOKENS).logits, want)
-    assert torch.equal(
-        engine.generate(TOKENS, max_new_tokens=3, do_sample=False, pad_token_id=0), made
-    )
+    again = engine.generate(TOKENS, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert torch.equal(again, made)
     with pytest.raises(AttributeError, match="no_such"):
         _ = engine.no_such
 
 
 def test_kernels_are_put_in(model: Any) -> None:
     want = model(TOKENS).logits
-    engine = deepspeed.init_inference(
-        model, {"dtype": "torch.float32"}, replace_with_kernel_inject=True
-    )
+    config = {"dtype": "torch.float32"}
+    engine = deepspeed.init_inference(model, config, replace_with_kernel_inject=True)
     assert report(engine.module) != report(nn.Linear(1, 1))
     torch.testing.assert_close(engine(TOKENS).logits, want)
 
@@ -63,28 +61,21 @@ def test_layers_are_cut_over_ranks(key: dict[str, Any], model: Any) -> None:
         assert elements < sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["half", "bf16", "torch.float32", torch.float16])
-def test_the_dtype_is_that_of_the_configuration(name: Any, tmp_path: Path) -> None:
-    want = {"half": torch.float16, "bf16": torch.bfloat16}.get(name) or (
-        name if isinstance(name, torch.dtype) else torch.float32
-    )
-    if isinstance(name, str):
-        file = tmp_path / "inference.json"
+def test_the_dtype_is_that_of_the_configuration(tmp_path: Path) -> None:
+    names = {"half": torch.float16, "bf16": torch.bfloat16, "torch.float32": torch.float32}
+    file = tmp_path / "inference.json"
+    for name, want in names.items():
         file.write_text(json.dumps({"dtype": name}))
-        engine = deepspeed.init_inference(nn.Linear(2, 2), str(file))
-    else:
-        engine = deepspeed.init_inference(nn.Linear(2, 2))
-    assert engine.weight.dtype is want
-
-
-def test_keys_that_agree() -> None:
+        assert deepspeed.init_inference(nn.Linear(2, 2), str(file)).weight.dtype is want
+    assert deepspeed.init_inference(nn.Linear(2, 2)).weight.dtype is torch.float16
     linear = nn.Linear(2, 2)
     assert deepspeed.init_inference(linear, {"dtype": "fp32"}, dtype="fp32").module is linear
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_sections_as_booleans_and_by_their_former_names(enabled: bool) -> None:
-    config = deepspeed.inference.config.DeepSpeedInferenceConfig(moe=enabled, max_tokens=HIDDEN)
-    assert isinstance(config.moe, deepspeed.inference.config.DeepSpeedMoEConfig)
-    assert config.moe.enabled is enabled and config.max_out_tokens == HIDDEN
-    assert config.dtype is torch.float16
+def test_sections_as_booleans_and_by_their_former_names() -> None:
+    read = deepspeed.inference.config
+    for enabled in (True, False):
+        config = read.DeepSpeedInferenceConfig(moe=enabled, max_tokens=HIDDEN)
+        assert isinstance(config.moe, read.DeepSpeedMoEConfig)
+        assert config.moe.enabled is enabled and config.max_out_tokens == HIDDEN
+        assert config.dtype is torch.float16

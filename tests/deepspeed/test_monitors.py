@@ -16,6 +16,7 @@ from torch import nn
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.measures.step import FORMER
+from tests.helpers.cells import in_one_item
 from tests.helpers.engines import config_of
 from tests.helpers.models import ROWS
 from tests.helpers.stacks import on_ranks, squared
@@ -23,17 +24,9 @@ from tests.helpers.training import At, adamw
 
 RANKS = 2
 FIGURES = (
-    "grad_norm",
-    "step_ms",
-    "samples_per_second",
-    "device_bytes",
-    "ram_bytes",
-    "disk_bytes",
-    "wire_bytes",
-    "gather_wait_ms",
-    "reduction_wait_ms",
+    "grad_norm step_ms samples_per_second device_bytes ram_bytes disk_bytes wire_bytes "
+    "gather_wait_ms reduction_wait_ms forward_ms backward_ms update_ms"
 )
-TIMES = ("forward_ms", "backward_ms", "update_ms")
 NAMES = ("tensorboard", "wandb", "comet", "csv_monitor")
 EVENTS = [("Train/Samples/lr", 0.5, 8), ("Train/Samples/lr", 0.25, 16)]
 
@@ -74,9 +67,8 @@ def test_figures_of_each_step_are_written_by_rank_0(stage: int, tmp_path: Path) 
     assert [at for at, _ in files["Train_Samples_lr.csv"][1:]] == samples
     sent = ("all_gather", "reduce_scatter", "all_reduce") if stage else ("all_reduce",)
     wire = [f"{operation}_wire_bytes" for operation in sent]
-    assert set(files) == {
-        f"Train_Samples_{name}.csv" for name in (*FIGURES, *TIMES, *FORMER, *FORMER.values(), *wire)
-    }
+    names = (*FIGURES.split(), *FORMER, *FORMER.values(), *wire)
+    assert set(files) == {f"Train_Samples_{name}.csv" for name in names}
     assert files["Train_Samples_loss.csv"][1:] == rows
 
 
@@ -84,11 +76,8 @@ def test_a_file_is_gone_on_with(tmp_path: Path) -> None:
     section = deepspeed.monitor.config.CSVConfig(True, str(tmp_path), "job")
     for event in EVENTS:
         deepspeed.monitor.csv_monitor.csvMonitor(section).write_events([event])
-    assert rows_of(tmp_path / "job" / "Train_Samples_lr.csv") == [
-        ["step", "lr"],
-        ["8", "0.5"],
-        ["16", "0.25"],
-    ]
+    rows = rows_of(tmp_path / "job" / "Train_Samples_lr.csv")
+    assert rows == [["step", "lr"], ["8", "0.5"], ["16", "0.25"]]
 
 
 def test_services_are_told_by_their_own_packages(
@@ -138,15 +127,15 @@ def test_services_are_told_by_their_own_packages(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb", "comet"])
-def test_a_package_that_is_not_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, {"comet": "comet_ml"}.get(name, name), None)
-    config = {"train_batch_size": 1, name: {"enabled": True}}
-    with pytest.raises(ConfigError, match=f"the monitor {name} is enabled and its package is not"):
-        deepspeed.initialize(model=nn.Linear(2, 2), config=config)
+def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("tensorboard", "wandb", "comet"):
+        monkeypatch.setitem(sys.modules, {"comet": "comet_ml"}.get(name, name), None)
+        config = {"train_batch_size": 1, name: {"enabled": True}}
+        with pytest.raises(ConfigError, match=f"the monitor {name} is enabled and its package"):
+            deepspeed.initialize(model=nn.Linear(2, 2), config=config)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@in_one_item(NAMES)
 def test_sections_have_the_defaults_of_deepspeed(name: str) -> None:
     sections = deepspeed.monitor.config.DeepSpeedMonitorConfig()
     written = deepspeed.DeepSpeedConfig({"train_batch_size": 1, name: {}}).monitor_config

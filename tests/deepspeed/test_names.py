@@ -5,7 +5,8 @@ zero.Init.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +16,14 @@ from torch import nn
 
 import hf_zero
 from hf_zero.activations import policy as activations
-from hf_zero.deepspeed import (
-    accelerator,
-    activation_checkpointing,
-    optimizers,
-    zero_init,
-)
+from hf_zero.deepspeed import accelerator, activation_checkpointing, optimizers, zero_init
 from hf_zero.deepspeed.state_dicts import clone_tensors_for_torch_save
 from hf_zero.distributed import process_group
-from hf_zero.errors import (
-    NotBuiltError,
-    OffloadError,
-    UnsupportedOptimizerError,
-)
+from hf_zero.errors import NotBuiltError, OffloadError, UnsupportedOptimizerError
 from hf_zero.optim.adam_lion import Lion
 from hf_zero.optim.elementwise import check
 from hf_zero.zero.layout import wrap
+from tests.helpers.cells import in_one_item
 from tests.helpers.late_transfers import Late
 
 # -- devices ---------------------------------------------------------------------------------------
@@ -53,11 +46,7 @@ def test_the_variable_of_deepspeed_chooses_the_cpu(monkeypatch: pytest.MonkeyPat
 def test_the_cpu_under_the_names_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_SIZE", "3")
     cpu = accelerator.DeepSpeedAccelerator("cpu")
-    assert (cpu.device_name("1"), cpu.current_device_name(), cpu.current_device()) == (
-        "cpu",
-        "cpu",
-        0,
-    )
+    assert cpu.device_name("1") == cpu.current_device_name() == "cpu" and cpu.current_device() == 0
     assert cpu.device() == torch.device("cpu")
     assert cpu.communication_backend_name() == "gloo"
     assert cpu.is_available() and cpu.is_bf16_supported() and cpu.is_fp16_supported()
@@ -87,19 +76,14 @@ def test_a_gpu_under_the_names_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
     gpu = accelerator.DeepSpeedAccelerator("cuda")
-    assert (gpu.device_name(), gpu.device_name("1"), gpu.current_device_name()) == (
-        "cuda",
-        "cuda:1",
-        "cuda:3",
-    )
+    names = (gpu.device_name(), gpu.device_name("1"), gpu.current_device_name())
+    assert names == ("cuda", "cuda:1", "cuda:3")
     assert gpu.communication_backend_name() == "nccl"
     assert gpu.is_available() and not gpu.is_bf16_supported()
     gpu.empty_cache()
     assert emptied == [1]
-    assert (
-        gpu.memory_allocated is torch.cuda.memory_allocated
-        and gpu.manual_seed_all is torch.cuda.manual_seed_all
-    )
+    for name in ("memory_allocated", "manual_seed_all"):
+        assert getattr(gpu, name) is getattr(torch.cuda, name)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index=None: (5, 9))
     assert (gpu.available_memory(), gpu.total_memory(0)) == (5, 9)
 
@@ -115,13 +99,8 @@ def test_checkpointed_gradients_are_the_gradients() -> None:
         calls.append(scale)
         return torch.tanh(layer(a)) * scale
 
-    activation_checkpointing.configure(
-        None,
-        partition_activations=True,
-        contiguous_checkpointing=True,
-        num_checkpoints=2,
-        synchronize=True,
-    )
+    more = {"partition_activations": True, "contiguous_checkpointing": True, "synchronize": True}
+    activation_checkpointing.configure(None, num_checkpoints=2, **more)
     activation_checkpointing.set_num_layers(2)
     assert activation_checkpointing.is_configured()
     activation_checkpointing.checkpoint(block, x, scale=2).sum().backward()
@@ -195,12 +174,10 @@ def test_inputs_of_checkpoints_wait_in_host_memory(how: str, configured: list[La
 
 
 def test_arguments_go_before_the_configuration(configured: list[Late]) -> None:
-    activation_checkpointing.configure(
-        None, {"activation_checkpointing": {"cpu_checkpointing": True}}, checkpoint_in_cpu=False
-    )
-    activation_checkpointing.checkpoint(
-        torch.tanh, torch.randn(5, 8, requires_grad=True)
-    ).sum().backward()
+    config = {"activation_checkpointing": {"cpu_checkpointing": True}}
+    activation_checkpointing.configure(None, config, checkpoint_in_cpu=False)
+    x = torch.randn(5, 8, requires_grad=True)
+    activation_checkpointing.checkpoint(torch.tanh, x).sum().backward()
     assert configured == []
 
 
@@ -209,10 +186,8 @@ def test_profile_of_a_script_logs_each_backward(
 ) -> None:
     activation_checkpointing.configure(None, {"activation_checkpointing": {"profile": True}})
     checkpointed_steps(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
-    lines = [
-        line for line in heard_in_full if "2 forwards in" in line and "2 recomputations in" in line
-    ]
-    assert len(lines) == 4
+    parts = ("2 forwards in", "2 recomputations in")
+    assert sum(all(part in line for part in parts) for line in heard_in_full) == 4
 
 
 def test_blocks_inside_the_checkpoints_of_a_script_are_not_checkpointed_again(
@@ -235,13 +210,10 @@ def test_blocks_inside_the_checkpoints_of_a_script_are_not_checkpointed_again(
                 x = activation_checkpointing.checkpoint(block, x)
             return x.square().mean()
 
-    config = {
-        "train_micro_batch_size_per_gpu": 5,
-        "activation_checkpointing": {"number_checkpoints": 3},
-    }
-    engine = hf_zero.initialize(
-        model=Net(), optimizer=lambda given: torch.optim.SGD(given, lr=0.1), config=config
-    )[0]
+    model, section = Net(), {"number_checkpoints": 3}
+    config = {"train_micro_batch_size_per_gpu": 5, "activation_checkpointing": section}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
     engine.backward(engine(torch.randn(5, 8)))
     assert len(ran) == 6
     engine.destroy()
@@ -251,47 +223,28 @@ KEPT = ("exp_avg", "exp_avg_sq")
 
 # -- optimizers ------------------------------------------------------------------------------------
 
-PAIRS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
-    (
-        lambda p: optimizers.FusedAdam(p, lr=1e-2, weight_decay=0.1),
-        lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
-    ),
-    (
-        lambda p: optimizers.FusedAdam(p, lr=1e-2, weight_decay=0.1, adam_w_mode=False),
-        lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1),
-    ),
-    (
-        lambda p: optimizers.DeepSpeedCPUAdam(p, lr=1e-2, weight_decay=0.1, adamw_mode=True),
-        lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
-    ),
-    (
-        lambda p: optimizers.DeepSpeedCPUAdam(p, lr=1e-2, adamw_mode=False),
-        lambda p: torch.optim.Adam(p, lr=1e-2),
-    ),
-    (
-        lambda p: optimizers.DeepSpeedCPUAdagrad(p, lr=1e-2, weight_decay=0.1),
-        lambda p: torch.optim.Adagrad(p, lr=1e-2, weight_decay=0.1),
-    ),
-    (
-        lambda p: optimizers.FusedLion(p, lr=1e-2, weight_decay=0.1),
-        lambda p: Lion(p, lr=1e-2, weight_decay=0.1),
-    ),
-    (
-        lambda p: optimizers.DeepSpeedCPULion(p, lr=1e-2),
-        lambda p: Lion(p, lr=1e-2, betas=(0.9, 0.999)),
-    ),
+ADAM, ADAMW, ADAGRAD = torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad
+DECAY = {"weight_decay": 0.1}
+# A class by its name in DeepSpeed, its own options, the plain class, options of both.
+PAIRS: list[tuple[Any, dict[str, Any], Any, dict[str, Any]]] = [
+    (optimizers.FusedAdam, {}, ADAMW, DECAY),
+    (optimizers.FusedAdam, {"adam_w_mode": False}, ADAM, DECAY),
+    (optimizers.DeepSpeedCPUAdam, {"adamw_mode": True}, ADAMW, DECAY),
+    (optimizers.DeepSpeedCPUAdam, {"adamw_mode": False}, ADAM, {}),
+    (optimizers.DeepSpeedCPUAdagrad, {}, ADAGRAD, DECAY),
+    (optimizers.FusedLion, {}, Lion, DECAY),
+    (optimizers.DeepSpeedCPULion, {}, partial(Lion, betas=(0.9, 0.999)), {}),
 ]
 
 
-@pytest.mark.parametrize(("named", "plain"), PAIRS)
-def test_optimizers_by_name_update_like_those_of_torch(
-    named: Callable[..., Any], plain: Callable[..., Any]
-) -> None:
-    start = torch.randn(7)
+@in_one_item(PAIRS)
+def test_optimizers_by_name_update_like_those_of_torch(pair: Any) -> None:
+    named, own, plain, both = pair
+    start = torch.linspace(-1, 1, 7)
     results = []
-    for build in (named, plain):
+    for build, options in ((named, own | both), (plain, both)):
         parameter = nn.Parameter(start.clone())
-        optimizer = build([parameter])
+        optimizer = build([parameter], lr=1e-2, **options)
         check(optimizer)
         for step in range(3):
             parameter.grad = torch.sin(start + step)
@@ -310,12 +263,12 @@ def test_fp32_optimizer_states_off_keeps_moments_in_bf16() -> None:
         assert optimizer.state[parameter]["exp_avg"].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("adamw_mode", [True, False])
-def test_steps_of_sub_groups_and_their_way_back(adamw_mode: bool, dtype: torch.dtype) -> None:
+@in_one_item([(True, torch.float32), (False, torch.bfloat16)])
+def test_steps_of_sub_groups_and_their_way_back(case: tuple[bool, torch.dtype]) -> None:
     """Two sub-groups in one optimizer, each as if it had one of its own; steps taken back leave
     what was before.
     """
+    adamw_mode, dtype = case
     options = {"lr": 1e-2, "weight_decay": 0.1, "adamw_mode": adamw_mode}
     starts = [torch.randn(9).to(dtype), torch.randn(4).to(dtype)]
     both = optimizers.DeepSpeedCPUAdam([nn.Parameter(torch.zeros(1))], **options)
@@ -369,7 +322,7 @@ def test_groups_of_the_users_optimizer_are_shared() -> None:
 # -- leaf modules ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wanted", [nn.ReLU, "ReLU"])
+@in_one_item([nn.ReLU, "ReLU"])
 def test_leaf_modules_are_marked_and_found(wanted: type | str) -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
     assert wrap.set_z3_leaf_modules(model, [wanted]) == [model[1]]
@@ -397,15 +350,8 @@ def test_copies_are_small_whole_and_apart() -> None:
 
 def test_tied_weights_stay_tied_in_a_copy() -> None:
     weight, empty = torch.randn(4, 2), torch.empty(0)
-    copy = clone_tensors_for_torch_save(
-        {
-            "decoder": weight,
-            "embedding": weight.view(4, 2),
-            "part": weight[:2],
-            "e": empty,
-            "f": torch.empty(0),
-        }
-    )
+    tied = {"decoder": weight, "embedding": weight.view(4, 2), "part": weight[:2]}
+    copy = clone_tensors_for_torch_save({**tied, "e": empty, "f": torch.empty(0)})
     assert copy["decoder"].data_ptr() == copy["embedding"].data_ptr()
     assert copy["part"].data_ptr() != copy["decoder"].data_ptr()
     assert copy["e"].numel() == copy["f"].numel() == 0
@@ -417,11 +363,9 @@ def test_tied_weights_stay_tied_in_a_copy() -> None:
 def test_init_on_one_rank_leaves_parameters_whole_and_takes_every_argument(
     plain_process: None,
 ) -> None:
-    with zero_init.Init(
-        config_dict_or_path={"zero_optimization": {"stage": 3}, "train_batch_size": "auto"},
-        remote_device="cpu",
-        pin_memory=True,
-    ) as context:
+    config = {"zero_optimization": {"stage": 3}, "train_batch_size": "auto"}
+    more = {"remote_device": "cpu", "pin_memory": True}
+    with zero_init.Init(config_dict_or_path=config, **more) as context:
         layer = nn.Linear(3, 2)
     assert type(layer.weight) is nn.Parameter and layer.weight.shape == (2, 3)
     assert context.enabled
@@ -447,13 +391,8 @@ def test_only_making_a_model_takes_the_ordinary_path(plain_process: None, tmp_pa
     answers: list[bool] = []
     kept = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
     assert modeling.is_deepspeed_zero3_enabled() and kept.is_zero3()
-    config = BertConfig(
-        vocab_size=16,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        intermediate_size=8,
-    )
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = BertConfig(vocab_size=16, intermediate_size=8, **sizes)
     made = Asking._from_config(config)
     assert answers == [False] and modeling.is_deepspeed_zero3_enabled()
     made.save_pretrained(tmp_path)

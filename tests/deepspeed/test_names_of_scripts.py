@@ -34,22 +34,17 @@ def test_names_at_the_top() -> None:
     from deepspeed.utils import log_dist, logger
     from deepspeed.utils.logging import log_dist as same
 
-    assert (
-        deepspeed.get_accelerator is get_accelerator
-        and deepspeed.log_dist is log_dist is same
-        and deepspeed.logger is logger
-    )
-    assert deepspeed.dist is deepspeed.comm and deepspeed.DeepSpeedConfigError is ConfigError
-    assert RepeatingLoader is deepspeed.utils.RepeatingLoader and issubclass(
-        DeepSpeedDataLoader, DataLoader
-    )
+    assert deepspeed.get_accelerator is get_accelerator and deepspeed.logger is logger
+    assert deepspeed.log_dist is log_dist is same and deepspeed.dist is deepspeed.comm
+    assert deepspeed.DeepSpeedConfigError is ConfigError
+    assert RepeatingLoader is deepspeed.utils.RepeatingLoader
+    assert issubclass(DeepSpeedDataLoader, DataLoader)
     assert callable(see_memory_usage)
 
 
 def test_a_repeating_loader_begins_again() -> None:
-    batches = deepspeed.utils.RepeatingLoader(
-        DataLoader(TensorDataset(torch.arange(3)), batch_size=2)
-    )
+    loader = DataLoader(TensorDataset(torch.arange(3)), batch_size=2)
+    batches = deepspeed.utils.RepeatingLoader(loader)
     assert [next(batches)[0].tolist() for _ in range(5)] == [[0, 1], [2], [0, 1], [2], [0, 1]]
     assert iter(batches) is batches
     with pytest.raises(StopIteration):
@@ -67,11 +62,8 @@ def test_messages_of_chosen_ranks(
     for ranks in (None, [], [0], [0, 1], [-1]):
         deepspeed.log_dist(f"to {ranks}", ranks)
         deepspeed.utils.logging.print_dist(f"to {ranks}", ranks)
-    assert [record.getMessage() for record in said.records] == [
-        "before a group everybody speaks",
-        "to [0, 1]",
-        "to [-1]",
-    ]
+    told = [record.getMessage() for record in said.records]
+    assert told == ["before a group everybody speaks", "to [0, 1]", "to [-1]"]
     assert capsys.readouterr().out.splitlines() == ["to [0, 1]", "to [-1]"]
 
 
@@ -85,12 +77,9 @@ def test_memory_is_told_only_when_forced(
     monkeypatch.setattr(process_group, "get_rank", lambda: 0)
     tell("after the step", force=True)
     (record,) = said.records
-    assert (
-        record.getMessage().startswith(
-            f"after the step: {deepspeed.get_accelerator().device_name()} 0."
-        )
-        or "GiB now" in record.getMessage()
-    )
+    device = deepspeed.get_accelerator().device_name()
+    assert record.getMessage().startswith(f"after the step: {device} ")
+    assert "GiB now" in record.getMessage()
 
 
 def test_random_states_apart_from_the_default() -> None:
@@ -136,17 +125,12 @@ def test_what_an_engine_says_of_itself(plain_process: None) -> None:
         model=nn.Linear(2, 1), training_data=data, config=config
     )
     assert engine.gradient_clipping() == 0.5
-    assert (
-        engine.training_dataloader is loader
-        and loader.batch_size == 2
-        and loader.data_sampler is loader.sampler
-    )
+    assert engine.training_dataloader is loader and loader.batch_size == 2
+    assert loader.data_sampler is loader.sampler
     assert engine.get_mom() == [(0.8, 0.9)] and engine.get_lr() == [0.1]
     assert (engine.loss_scale(), engine.dynamic_loss_scale()) == (1.0, False)
-    assert (
-        engine.zero_optimization_partition_gradients()
-        and engine.zero_optimization_partition_weights()
-    )
+    assert engine.zero_optimization_partition_gradients()
+    assert engine.zero_optimization_partition_weights()
     engine.destroy()
 
     plain = {
@@ -156,17 +140,13 @@ def test_what_an_engine_says_of_itself(plain_process: None) -> None:
     }
     sgd = torch.optim.SGD((model := nn.Linear(2, 1)).parameters(), lr=0.1, momentum=0.7)
     engine, *_ = deepspeed.initialize(model=model, optimizer=sgd, config=plain)
-    assert (
-        engine.loss_scale(),
-        engine.dynamic_loss_scale(),
-        engine.get_mom(),
-        engine.gradient_clipping(),
-    ) == (16.0, True, [0.7], 0.0)
+    assert (engine.loss_scale(), engine.dynamic_loss_scale()) == (16.0, True)
+    assert (engine.get_mom(), engine.gradient_clipping()) == ([0.7], 0.0)
     assert not engine.zero_optimization_partition_gradients() and engine.training_dataloader is None
     engine.destroy()
-    only = deepspeed.initialize(model=nn.Linear(2, 1), config={"zero_optimization": {"stage": 3}})[
-        0
-    ]
+    only, *_ = deepspeed.initialize(
+        model=nn.Linear(2, 1), config={"zero_optimization": {"stage": 3}}
+    )
     assert only.get_mom() == []
     only.destroy()
 

@@ -6,13 +6,13 @@ from itertools import chain
 from typing import Any
 
 import deepspeed
-import pytest
 import torch
 
+from tests.helpers.cells import in_one_item
 from tests.helpers.ranks import run_ranks
 
 
-@pytest.mark.parametrize("shape", [(8, 3), (7, 5), (3,), (1,), ()])
+@in_one_item([(8, 3), (7, 5), (3,), (1,), ()])
 def test_a_tensor_in_parts_is_put_together_again(shape: tuple[int, ...]) -> None:
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
@@ -30,7 +30,7 @@ def test_a_tensor_in_parts_is_put_together_again(shape: tuple[int, ...]) -> None
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-@pytest.mark.parametrize("sizes", [[(6,)], [(2, 3), (3,)], [(1,)], [(7,), (5, 2), (2,)]])
+@in_one_item([[(6,)], [(2, 3), (3,)], [(1,)], [(7,), (5, 2), (2,)]])
 def test_means_in_parts(sizes: list[Any]) -> None:
     draw = torch.Generator().manual_seed(0)
     given = [[torch.randn(size, generator=draw) for size in sizes] for _ in range(2)]

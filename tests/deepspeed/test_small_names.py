@@ -18,16 +18,20 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from hf_zero.deepspeed import (
-    accelerator,
-    logs,
-    op_builders,
-)
+from hf_zero.deepspeed import accelerator, logs, op_builders
 from hf_zero.errors import ConfigError, HostMemoryError, NotBuiltError
 from hf_zero.measures import comms_log
 from hf_zero.parallel.pipeline import module as partition
 from hf_zero.planning.estimate import estimate
 from hf_zero.zero.layout.wrap import mark_configured
+from tests.helpers.cells import in_one_item
+
+
+def engine_of(model: nn.Module, stage: int, **more: Any) -> Any:
+    config = {"zero_optimization": {"stage": stage}, **more}
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    return deepspeed.initialize(model=model, optimizer=sgd, config=config)[0]
+
 
 # -- accelerator and operators ---------------------------------------------------------------------
 
@@ -94,9 +98,8 @@ def test_hostfiles_and_filters(tmp_path: Path, heard: list[str]) -> None:
     hosts = {"worker-0": [0, 1], "worker-1": [0, 1, 2, 3]}
     assert runner.parse_resource_filter(hosts) is hosts
     assert runner.parse_inclusion_exclusion(pool, "worker-1:0,2", "") == {"worker-1": [0, 2]}
-    assert runner.parse_resource_filter(hosts, exclude_str="worker-1:3@worker-0") == {
-        "worker-1": [0, 1, 2]
-    }
+    rest = runner.parse_resource_filter(hosts, exclude_str="worker-1:3@worker-0")
+    assert rest == {"worker-1": [0, 1, 2]}
     assert runner.parse_resource_filter(hosts, exclude_str="worker-1@worker-0") == {}
     for filters in (("worker-0", "worker-1"), ("worker-9", ""), ("worker-0:7", ""), ("a:b", "")):
         with pytest.raises(ValueError, match="--include"):
@@ -108,12 +111,11 @@ def test_hostfiles_and_filters(tmp_path: Path, heard: list[str]) -> None:
 # -- models ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("splits", [*itertools.product((1, 2, 3), (1, 4))])
+@in_one_item(itertools.product((1, 2, 3), (1, 4)))
 def test_tiles_compute_the_layer(splits: tuple[int, int]) -> None:
     layer, x = nn.Linear(7, 5), torch.randn(3, 7)
-    tiled = deepspeed.zero.TiledLinear(
-        7, 5, in_splits=splits[0], out_splits=splits[1], init_linear=layer
-    )
+    sizes = {"in_splits": splits[0], "out_splits": splits[1]}
+    tiled = deepspeed.zero.TiledLinear(7, 5, **sizes, init_linear=layer)
     torch.testing.assert_close(tiled(x), layer(x))
     assert sum(p.numel() for p in tiled.parameters()) == 40
     apart = deepspeed.zero.TiledLinear(
@@ -158,11 +160,7 @@ def test_parameters_made_on_one_rank_have_the_facts(plain_process: None) -> None
     weight: Any = layer.weight
     assert (weight.ds_numel, weight.ds_shape, weight.ds_status.name) == (6, (2, 3), "AVAILABLE")
     assert weight.ds_persist
-    engine = deepspeed.initialize(
-        model=layer,
-        optimizer=torch.optim.SGD(layer.parameters(), lr=0.1),
-        config={"zero_optimization": {"stage": 3}},
-    )[0]
+    engine = engine_of(layer, 3)
     assert weight.ds_status is type(weight).ds_status
     with pytest.raises(AttributeError, match="read only"):
         weight.ds_status = None
@@ -180,10 +178,8 @@ def test_leaves_by_name_suffix_and_configuration(heard: list[str]) -> None:
     assert utils.set_z3_leaf_modules(model, [full]) == [model[0][0], model[1]]
     utils.unset_z3_leaf_modules(model, [Experts])
     assert utils.set_z3_leaf_modules_by_name(model, ["0.1"]) == ([model[0][1]], [])
-    assert utils.set_z3_leaf_modules_by_suffix(model, ["0"], flag=False) == (
-        [model[0], model[0][0]],
-        [],
-    )
+    unset = utils.set_z3_leaf_modules_by_suffix(model, ["0"], flag=False)
+    assert unset == ([model[0], model[0][0]], [])
     assert utils.get_z3_leaf_modules(model) == [model[0][1]]
     assert utils.set_z3_leaf_modules_by_name(model, ["7"], raise_if_not_found=False) == ([], ["7"])
     utils.set_z3_leaf_module(model[0][1], False)
@@ -225,17 +221,13 @@ def test_clipping_of_parameters_that_no_engine_owns() -> None:
     assert clip([parameter], 2.0) == 6.0
     torch.testing.assert_close(parameter.grad.norm(), torch.tensor(2.0))
     model = nn.Linear(2, 2)
-    engine = deepspeed.initialize(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        config={"zero_optimization": {"stage": 1}},
-    )[0]
+    engine = engine_of(model, 1)
     with pytest.raises(NotBuiltError, match="write gradient_clipping"):
         clip(model.parameters(), 1.0)
     engine.destroy()
 
 
-@pytest.mark.parametrize("parts", range(1, 7))
+@in_one_item(range(1, 7))
 def test_partitions_are_the_best_there_are(parts: int) -> None:
     weights = [3, 1, 4, 1, 5, 9, 2, 6]
     bounds = partition.partition_balanced(weights, parts)
@@ -279,18 +271,15 @@ def test_small_helpers() -> None:
 
 def test_groups_without_experts_stay_as_they_are() -> None:
     moe, layer = deepspeed.moe.utils, nn.Linear(2, 2)
-    groups = moe.split_params_into_different_moe_groups_for_optimizer(
-        {"params": layer.parameters(), "lr": 0.5}
-    )
+    given = {"params": layer.parameters(), "lr": 0.5}
+    groups = moe.split_params_into_different_moe_groups_for_optimizer(given)
     assert [(g["lr"], g["params"]) for g in groups] == [(0.5, [layer.weight, layer.bias])]
     assert moe.configure_moe_param_groups(layer.parameters()) == [layer.weight, layer.bias]
     assert moe.has_moe_layers(layer) == (False, 0)
     marked: Any = layer.bias
     marked.allreduce = False
-    assert moe.split_params_into_shared_and_expert_params(layer.parameters()) == (
-        [layer.weight],
-        [layer.bias],
-    )
+    divided = moe.split_params_into_shared_and_expert_params(layer.parameters())
+    assert divided == ([layer.weight], [layer.bias])
     shared, experts = moe.configure_moe_param_groups(layer.parameters())
     assert (shared["params"], experts["params"]) == ([layer.weight], [layer.bias])
     assert moe.configure_moe_param_groups([{"params": layer.parameters()}])[1]["moe"]
@@ -299,11 +288,12 @@ def test_groups_without_experts_stay_as_they_are() -> None:
     assert moe.has_moe_layers(nn.Sequential(layer)) == (True, 3)
 
 
-@pytest.mark.parametrize("key", ["bf16", "bfloat16"])
-def test_sections_of_precision(key: str) -> None:
+def test_sections_of_precision() -> None:
     read = deepspeed.runtime.precision_config
-    section = read.get_bfloat16_config({key: {"enabled": True, "immediate_grad_update": True}})
-    assert section.enabled and section.immediate_grad_update and not section.check_grad_overflow
+    for key in ("bf16", "bfloat16"):
+        section = read.get_bfloat16_config({key: {"enabled": True, "immediate_grad_update": True}})
+        assert section.enabled and section.immediate_grad_update
+        assert not section.check_grad_overflow
     assert not read.get_bfloat16_config({}).enabled
     section = read.get_float16_config({"fp16": {"enabled": True, "loss_scale_window": 4}})
     assert (section.enabled, section.loss_scale_window, section.hysteresis) == (True, 4, 2)
@@ -332,9 +322,8 @@ def test_lists_of_cores() -> None:
 
 def test_loss_scales_move_like_those_of_the_engine() -> None:
     scalers = deepspeed.runtime.fp16.loss_scaler
-    scaler = scalers.CreateLossScaler(
-        torch.half, 0, True, {scalers.INITIAL_LOSS_SCALE: 16.0, scalers.SCALE_WINDOW: 2}
-    )
+    options = {scalers.INITIAL_LOSS_SCALE: 16.0, scalers.SCALE_WINDOW: 2}
+    scaler = scalers.CreateLossScaler(torch.half, 0, True, options)
     assert scaler.dynamic and scaler.loss_scale == 16.0
     seen = []
     for overflow in (True, False, False, False):
@@ -413,18 +402,12 @@ def test_configurations_as_objects() -> None:
     offload = deepspeed.runtime.zero.offload_config
     sub = offload.DeepSpeedZeroOffloadOptimizerConfig(device=offload.OffloadDeviceEnum.cpu)
     assert sub.device == offload.OffloadDeviceEnum.cpu and sub.model_dump()["device"] == "cpu"
-    assert (
-        zero.DeepSpeedZeroConfig(stage=2, offload_optimizer=sub).offload_optimizer.device == "cpu"
-    )
-    config = deepspeed.DeepSpeedConfig(
-        {
-            "train_batch_size": 8,
-            "gradient_accumulation_steps": 2,
-            "bf16": {"enabled": True},
-            "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": 2},
-        }
-    )
+    stage2 = zero.DeepSpeedZeroConfig(stage=2, offload_optimizer=sub)
+    assert stage2.offload_optimizer.device == "cpu"
+    batch = {"train_batch_size": 8, "gradient_accumulation_steps": 2}
+    sections = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+    optimizer = {"type": "AdamW", "params": {"lr": 0.1}}
+    config = deepspeed.DeepSpeedConfig({**batch, **sections, "optimizer": optimizer})
     assert (config.train_batch_size, config.train_micro_batch_size_per_gpu) == (8, 4)
     assert config.zero_enabled and config.bfloat16_enabled and not config.fp16_enabled
     assert (config.optimizer_name, config.optimizer_params) == ("adamw", {"lr": 0.1})
@@ -448,22 +431,17 @@ def test_collectives_are_logged_where_asked(capsys: pytest.CaptureFixture[str]) 
         comm.broadcast(x, src=0)
         comm.all_reduce(x)
         comm.all_reduce(x, prof=True, log_name="mine")
-        assert {op: [*sizes] for op, sizes in log.comms_dict.items()} == {
-            "broadcast": [16],
-            "mine": [16],
-        }
+        sizes = {op: [*sizes] for op, sizes in log.comms_dict.items()}
+        assert sizes == {"broadcast": [16], "mine": [16]}
         answer = comm.log_summary(show_straggler=True, return_dict=True)
         assert answer["summary"]["mine"][16]["count"] == 1
         assert answer["straggler_analysis"].keys() == {"broadcast", "mine"}
         head, *rows = capsys.readouterr().out.splitlines()[:3]
-        assert re.split(r"\s{2,}", head) == [
-            *("operation", "size", "calls", "total (ms)", "mean (ms)"),
-            *("throughput (Gbit/s)", "bus bandwidth (Gbit/s)"),
-        ]
-        assert [row.split()[:4] for row in rows] == [
-            ["broadcast", "16", "B", "1"],
-            ["mine", "16", "B", "1"],
-        ]
+        columns = re.split(r"\s{2,}", head)
+        assert columns[:5] == ["operation", "size", "calls", "total (ms)", "mean (ms)"]
+        assert columns[5:] == ["throughput (Gbit/s)", "bus bandwidth (Gbit/s)"]
+        counts = [row.split()[:4] for row in rows]
+        assert counts == [["broadcast", "16", "B", "1"], ["mine", "16", "B", "1"]]
         log.reset_data()
         assert not log.comms_dict and comm.get_global_rank(comm.get_world_group(), 0) == 0
         assert comm.new_group([0]) is not None and comm.is_available()
@@ -493,9 +471,7 @@ def test_a_configuration_switches_the_log_on(heard_in_full: list[str]) -> None:
     model = torch.nn.Linear(2, 2)
     comm.init_distributed(dist_backend="gloo", verbose=False)
     try:
-        config = {"train_batch_size": 1, "comms_logger": section}
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = deepspeed.initialize(model=model, optimizer=sgd, config=config)[0]
+        engine = engine_of(model, 0, train_batch_size=1, comms_logger=section)
         comm.all_reduce(torch.ones(4))
         comm.broadcast(torch.ones(4), src=0)
         assert [*log.comms_dict] == ["all_reduce"]
@@ -531,12 +507,8 @@ def test_the_rates_of_collectives() -> None:
     assert comms_log.bandwidths("broadcast", 1 << 20, 1.0, 4) == (rate, rate)
     assert comms_log.bandwidths("all_gather_single", 1 << 20, 1.0, 4) == (rate, rate * 0.75)
     assert comms_log.bandwidths("inference_all_reduce", 1 << 20, 2.0, 4) == (rate, rate * 0.75)
-    assert [comms_log.convert_size(n) for n in (0, 5, 1536, 1 << 40)] == [
-        "0B",
-        "5.0 B",
-        "1.5 KB",
-        "1.0 TB",
-    ]
+    sizes = [comms_log.convert_size(n) for n in (0, 5, 1536, 1 << 40)]
+    assert sizes == ["0B", "5.0 B", "1.5 KB", "1.0 TB"]
 
 
 def test_logging_by_level(caplog: pytest.LogCaptureFixture, heard: list[str]) -> None:
@@ -550,10 +522,8 @@ def test_logging_by_level(caplog: pytest.LogCaptureFixture, heard: list[str]) ->
         log.logger.warning_once("said once")
         log.log_dist_once("also once", ranks=[0], level=40)
         log.log_dist_once("also once", ranks=[0], level=40)
-        assert [sum(what in line for line in heard) for what in ("said once", "also once")] == [
-            1,
-            1,
-        ]
+        for what in ("said once", "also once"):
+            assert sum(what in line for line in heard) == 1
     finally:
         for each in (log.logger, *log.logger.handlers):
             each.setLevel(before)
@@ -569,17 +539,12 @@ def test_former_keys_of_a_script_s_configuration(heard: list[str]) -> None:
     class Part(DeepSpeedConfigModel):
         names: list[str] = []
 
+    former = {"deprecated": True, "new_param": "part.names", "new_param_fn": lambda name: [name]}
+
     class Mine(DeepSpeedConfigModel):
         count: int = pydantic.Field(3, alias="number")
         part: Part = Part()
-        name: str | None = pydantic.Field(
-            None,
-            json_schema_extra={
-                "deprecated": True,
-                "new_param": "part.names",
-                "new_param_fn": lambda name: [name],
-            },
-        )
+        name: str | None = pydantic.Field(None, json_schema_extra=former)
 
     assert Mine(name="a").part.names == ["a"]
     assert any("the key name is deprecated; write part.names" in line for line in heard)

@@ -7,10 +7,10 @@ from __future__ import annotations
 from typing import Any
 
 import deepspeed
-import pytest
 import torch
 from torch import nn
 
+from tests.helpers.cells import in_one_item
 from tests.helpers.engines import config_of, full_grads
 from tests.helpers.oracle import compare_tensors
 from tests.helpers.ranks import run_ranks
@@ -42,14 +42,9 @@ class Tiled(nn.Module):
         if self.way == "plain":
             return token_loss(self, mlp(self, x).flatten(0, 1), y.flatten())
         if self.way == "generic":
+            given = ({"x": x}, {"module": self}, "x")
             x = ulysses.sequence_tiled_compute(
-                lambda x, module: mlp(module, x),
-                LENGTH,
-                SHARDS,
-                {"x": x},
-                {"module": self},
-                "x",
-                output_reduction=None,
+                lambda x, module: mlp(module, x), LENGTH, SHARDS, *given, output_reduction=None
             )
         else:
             x = ulysses.TiledMLP.apply(mlp, self, x, SHARDS, list(self.parameters()))
@@ -66,9 +61,9 @@ def given(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x.requires_grad_(), torch.randint(WORDS, (2, LENGTH), generator=draw)
 
 
-@pytest.mark.parametrize("way", ["tiled", "mask", "generic"])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_tiles_have_the_gradients_of_the_whole(stage: int, way: str) -> None:
+@in_one_item([(2, "tiled"), (3, "tiled"), (3, "mask"), (3, "generic")])
+def test_tiles_have_the_gradients_of_the_whole(case: tuple[int, str]) -> None:
+    stage, way = case
     plain, inputs = Tiled("plain"), []
     for rank in range(2):
         x, y = given(rank)
