@@ -8,7 +8,6 @@ that raises is the last.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -95,11 +94,14 @@ def dies(job: Job) -> list[float]:
     return job.alone()
 
 
-def is_elsewhere(job: Job) -> list[float]:
+def is_elsewhere(job: Job, first: bool = False) -> list[float]:
     """Rank 1 is at a barrier of the hosts, rank 0 at a forward."""
     if job.rank:
         world_group.barrier()
         return []
+    if first:
+        torch.distributed.all_reduce(torch.ones(3, device=job.engine.device))
+        job.engine(next(job.batches).to(job.engine.device)).item()
     return job.alone()
 
 
@@ -107,13 +109,7 @@ def misses_a_collective(job: Job) -> list[float]:
     """Rank 1 leaves out a collective of the script on the device, and is at a barrier of the hosts;
     rank 0 goes on behind it, and waits for its loss.
     """
-    batch = next(job.batches).to(job.engine.device)
-    if job.rank:
-        world_group.barrier()
-        return []
-    torch.distributed.all_reduce(torch.ones(3, device=job.engine.device))
-    job.engine(batch).item()
-    return job.alone()
+    return is_elsewhere(job, first=True)
 
 
 def is_slow(job: Job) -> list[float]:
@@ -170,44 +166,41 @@ CASES: dict[str, tuple[Callable[[Job], list[float]], dict[str, Any]]] = {
 }
 
 
+def judged(name: str, rank: int, said: list[str]) -> dict[str, Any]:
+    """Run a case; its row."""
+    job, worst, raised = None, 0.0, ""
+    said.clear()
+    device.forget()
+    try:
+        if name in LEFT_OUT:
+            worst = training.worst(leaves_out(name, rank, timeout=60), plain(name, rank))
+        else:
+            run, more = CASES[name]
+            job = Job(rank, **more)
+            for _ in range(STEPS):
+                job.step()
+            run(job)
+    except RuntimeError as error:
+        raised = f"{type(error).__name__}: {error}"
+    if job is not None and not raised:
+        job.engine.destroy()
+    found = {"raised": raised, "said": said, "worst": worst, "reports": device.reports()}
+    return {"case": name, "rank": rank, **found}
+
+
 def main() -> None:
     rank, kind = int(os.environ["RANK"]), sys.argv[1]
     device.configure(kind, seed=rank, max_us=300, nap=0.2)
-    job = None
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     logger.setLevel(logging.WARNING)
     for name in sys.argv[2:]:
-        raised, worst = "", 0.0
-        said.clear()
-        device.forget()
-        try:
-            if name in LEFT_OUT:
-                worst = training.worst(leaves_out(name, rank, timeout=60), plain(name, rank))
-            else:
-                run, more = CASES[name]
-                job = Job(rank, **more)
-                for _ in range(STEPS):
-                    job.step()
-                run(job)
-        except RuntimeError as error:
-            raised = f"{type(error).__name__}: {error}"
-        row = {
-            "case": name,
-            "rank": rank,
-            "raised": raised,
-            "said": said,
-            "worst": worst,
-            "reports": device.reports(),
-        }
-        print(json.dumps(row), flush=True)
-        if raised:
+        row = judged(name, rank, said)
+        device.tell(**row)
+        if row["raised"]:
             break
-        if job is not None:
-            job.engine.destroy()
-            job = None
     os._exit(0)  # what is under way will not end
 
 

@@ -5,8 +5,6 @@ of CUDA. One line of JSON a case.
 
 from __future__ import annotations
 
-import copy
-import json
 import os
 from typing import Any
 
@@ -22,7 +20,7 @@ from hf_zero.distributed.parallel_dims import ParallelDims  # isort: skip
 from hf_zero.planning.checking import communicators  # isort: skip
 from hf_zero.zero.layout.engine_plan import plan  # isort: skip
 
-EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+EXPERTS = families.EXPERTS
 SEQUENCE = {"sequence_parallel_size": 2}
 # stage, keys of zero_optimization, other keys
 CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -47,38 +45,33 @@ def made() -> set[str]:
     return {name.split(", messages")[0] for name in issued}
 
 
-def start_again() -> None:
-    """End the job: what is made next is another one's."""
+def ended(case: str, counted: int, foreseen: int) -> None:
+    """Tell of a job, and end it: what is made next is another one's."""
+    device.tell(case=case, made=counted, foreseen=foreseen)
     port = world_group.get_world_group().broadcast_object(free_port())
     torch.distributed.destroy_process_group()
     os.environ["MASTER_PORT"] = str(port)
 
 
-def pipeline(rank: int) -> None:
+def pipeline() -> None:
     """Two stages: nothing is sent over the group of all ranks, which is foreseen."""
     before = made()
     pipelines.train("1f1b")
     dims = ParallelDims.over(2, pipeline=2)
     foreseen = sum(communicators(plan(torch.nn.Module(), ZeroConfig(1), dims)).values())
-    counted = {"made": len(made() - before), "foreseen": foreseen - 1}
-    start_again()
-    print(json.dumps({"case": "pipeline", "rank": rank, **counted}), flush=True)
+    ended("pipeline", len(made() - before), foreseen - 1)
 
 
 def main() -> None:
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    world = int(os.environ["WORLD_SIZE"])
     device.configure("eager")
     device.only_device(int(os.environ["LOCAL_RANK"]))
     if world == 2:
-        pipeline(rank)
+        pipeline()
     for name, (stage, zero, more) in (CASES | (OVER_HOSTS if world == 4 else {})).items():
         before = made()
-        config = {
-            **copy.deepcopy(training.config("stage 1")),
-            **training.ONCE,
-            "zero_optimization": {"stage": stage, **zero},
-            **more,
-        }
+        plain = training.config("stage 1") | training.ONCE | more
+        config = {**plain, "zero_optimization": {"stage": stage, **zero}}
         family = "mixtral" if more is EXPERTS else "llama"
         foreseen = estimate(families.build(family, False), world, config=config).at(stage)
         engine, *_ = hf_zero.initialize(model=families.build(family, False), config=config)
@@ -89,10 +82,9 @@ def main() -> None:
         engine.backward(engine(**batch).loss)
         engine.step()
         device.synchronize_all()
-        counted = {"made": len(made() - before), "foreseen": foreseen.communicators}
+        counted = len(made() - before)
         engine.destroy()
-        start_again()
-        print(json.dumps({"case": name, "rank": rank, **counted}), flush=True)
+        ended(name, counted, foreseen.communicators)
 
 
 if __name__ == "__main__":

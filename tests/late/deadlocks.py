@@ -41,28 +41,16 @@ def status_of(
     """
     ends = {}
     for each in communicators:
+        outstanding, missing = list(each["outstanding"])[:8], list(each["missing"].items())[:8]
         ends[str(each["index"])] = {
-            "name": each["name"],
-            "rank": each["rank"],
-            "issued": each["issued"],
+            **{name: each[name] for name in ("name", "rank", "issued")},
             "issuers": list(each["issuers"]),
-            "outstanding": {
-                str(number): [stream, what]
-                for number, stream, what in list(each["outstanding"])[:8]
-            },
-            "missing": {
-                str(number): list(ranks) for number, ranks in list(each["missing"].items())[:8]
-            },
+            "outstanding": {str(number): [stream, what] for number, stream, what in outstanding},
+            "missing": {str(number): list(ranks) for number, ranks in missing},
         }
     hosts, streams = ([list(each) for each in waits[kind]] for kind in ("hosts", "streams"))
-    return {
-        "rank": rank,
-        "looks": looks,
-        "moved": waits["moved"],
-        "hosts": hosts,
-        "streams": streams,
-        "communicators": ends,
-    }
+    stands = {"moved": waits["moved"], "hosts": hosts, "streams": streams}
+    return {"rank": rank, "looks": looks, **stands, "communicators": ends}
 
 
 def edges(statuses: Mapping[int, Status], members: Mapping[str, Mapping[int, int]]) -> list[Edge]:
@@ -73,24 +61,16 @@ def edges(statuses: Mapping[int, Status], members: Mapping[str, Mapping[int, int
     found: list[Edge] = []
     for rank, status in statuses.items():
         for issuer, thread, site, stream, number in status["hosts"]:
-            found.append(
-                (
-                    _thread(rank, issuer),
-                    _stream(rank, stream),
-                    f"{thread} synchronises with task #{number} [{site}]",
-                )
-            )
+            why = f"{thread} synchronises with task #{number} [{site}]"
+            found.append((_thread(rank, issuer), _stream(rank, stream), why))
         for stream, other, number, communicator, collective in status["streams"]:
-            if other >= 0:
-                found.append(
-                    (_stream(rank, stream), _stream(rank, other), f"waits for its task #{number}")
-                )
-                continue
             end = status["communicators"].get(str(communicator))
-            if end is not None:
-                found += _collective_edges(
-                    rank, stream, collective, end, statuses, members.get(end["name"], {})
-                )
+            if other >= 0:
+                why = f"waits for its task #{number}"
+                found.append((_stream(rank, stream), _stream(rank, other), why))
+            elif end is not None:
+                of = members.get(end["name"], {})
+                found += _collective_edges(rank, stream, collective, end, statuses, of)
     return found
 
 
@@ -110,9 +90,8 @@ def _collective_edges(
         theirs = statuses.get(process) if process is not None else None
         if process is None or theirs is None:
             continue
-        far = next(
-            (each for each in theirs["communicators"].values() if each["name"] == end["name"]), None
-        )
+        ends = [each for each in theirs["communicators"].values() if each["name"] == end["name"]]
+        far = ends[0] if ends else None
         if far is None or far["issued"] < collective:
             issuer = _issuer(theirs, far)
             if issuer is not None:
@@ -122,13 +101,8 @@ def _collective_edges(
         elif str(collective) in far["outstanding"]:
             queued = far["outstanding"][str(collective)][0]
             if (process, queued) != (rank, stream):
-                found.append(
-                    (
-                        _stream(rank, stream),
-                        _stream(process, queued),
-                        f"{why}: rank {process} has issued it behind other work",
-                    )
-                )
+                behind = f"{why}: rank {process} has issued it behind other work"
+                found.append((_stream(rank, stream), _stream(process, queued), behind))
     return found
 
 

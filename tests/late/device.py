@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import importlib.machinery
 import importlib.util
+import json
 import os
 import sys
 from typing import Any
@@ -73,6 +74,19 @@ def flags(
 def only_device(index: int | None) -> None:
     """From now on a context on another device than ``index`` is a report; None allows all."""
     C.allow_devices(0xFFFFFFFF if index is None else 1 << index)
+
+
+def begin(mode: str) -> int:
+    """Run tasks by ``mode`` ("random:3" has a seed), on this process's own device; its rank."""
+    rank, (kind, _, seed) = int(os.environ.get("RANK", "0")), mode.partition(":")
+    configure(kind, seed=int(seed or 0) + rank, max_us=300, nap=0.2)
+    only_device(int(os.environ.get("LOCAL_RANK", "0")))
+    return rank
+
+
+def tell(**row: Any) -> None:
+    """Print ``row`` as a line of JSON."""
+    print(json.dumps(row), flush=True)
 
 
 def _register() -> None:

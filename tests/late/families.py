@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-LAYERS = {"bert": 8, "llama": 8, "gpt2": 8, "t5": 4, "mixtral": 4}
 STEPS = 6  # at least 4: it is saved after the second and the fourth
 ROWS, LENGTH, VOCAB = 4, 16, 200
 POSITIONS = 64  # that a model has; a case takes LENGTH of them, or its own "length"
@@ -42,50 +41,47 @@ SHARDED = {"stage3_prefetch_bucket_size": 40_000, "stage3_param_persistence_thre
 Case = tuple[int, dict[str, Any], dict[str, Any]]  # stage, keys of zero_optimization, other keys
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    "": {},
+    ", bf16": BF16,
+    ", one micro-batch": ONCE,
+    ", checkpointed": {"checkpointed": True},
+    ", saved": KEPT,
+}
+HALF = {", fp16": FP16}
+
+
 def cases(folder: str) -> dict[str, Case]:
     """Every stage, precision, place of states, way of saving and way of making a model."""
     disk = {"device": "nvme", "nvme_path": folder}
     files = {"offload_optimizer": disk, "offload_param": disk}
-    found: dict[str, Case] = {}
-    for stage in range(4):
-        found |= {
-            f"stage {stage}": (stage, {}, {}),
-            f"stage {stage}, bf16": (stage, {}, BF16),
-            f"stage {stage}, fp16": (stage, {}, FP16),
-            f"stage {stage}, one micro-batch": (stage, {}, ONCE),
-            f"stage {stage}, checkpointed": (stage, {}, {"checkpointed": True}),
-            f"stage {stage}, saved": (stage, {}, {**KEPT, **BF16}),
-        }
-        if stage:
-            found |= {
-                f"stage {stage}, optimizer on the host": (stage, OPTIMIZER, {}),
-                f"stage {stage}, optimizer on the host, bf16": (stage, OPTIMIZER, BF16),
-                f"stage {stage}, optimizer on the host, fp16": (stage, OPTIMIZER, FP16),
-                f"stage {stage}, optimizer on the host, one micro-batch": (stage, OPTIMIZER, ONCE),
-            }
+    places: dict[str, tuple[int, dict[str, Any], dict[str, dict[str, Any]]]] = {
+        **{f"stage {stage}": (stage, {}, WAYS | HALF) for stage in range(4)},
+        "stage 1, optimizer on the host": (1, OPTIMIZER, WAYS | HALF),
+        "stage 2, optimizer on the host": (2, OPTIMIZER, WAYS | HALF),
+        "stage 3, optimizer on the host": (3, OPTIMIZER, WAYS | HALF),
+        "all on the host": (3, BOTH, WAYS),
+        "all in files": (3, files, WAYS),
+    }
+    found = {
+        f"{place}{way}": (stage, zero, more)
+        for place, (stage, zero, ways) in places.items()
+        for way, more in ways.items()
+    }
     return found | {
         "stage 3, made in shards": (3, {}, {"made": in_shards}),
         "stage 3, pretrained": (3, {}, {"made": pretrained}),
         "all on the host, pretrained": (3, BOTH, {"made": pretrained}),
-        "stage 2, four micro-batches": (2, {}, {"gradient_accumulation_steps": 4}),
         "all on the host, four micro-batches": (3, BOTH, {"gradient_accumulation_steps": 4}),
         "stage 3, sparse attention": (3, {}, SPARSE),
         "all on the host, sparse attention": (3, BOTH, SPARSE),
         "stage 3, compiled blocks": (3, {}, {"compile": {"blocks": True, "backend": "aot_eager"}}),
         "parameters on the host": (3, {"offload_param": HOST}, {}),
-        "all on the host": (3, BOTH, {}),
-        "all on the host, bf16": (3, BOTH, BF16),
-        "all on the host, one micro-batch": (3, BOTH, ONCE),
-        "all on the host, checkpointed": (3, BOTH, {"checkpointed": True}),
-        "all on the host, saved": (3, BOTH, KEPT),
         "stage 2, LAMB": (2, {}, LAMB),
-        "stage 3, optimizer on the host, LAMB": (3, {"offload_optimizer": HOST}, LAMB),
-        "all in files": (3, files, {}),
-        "all in files, bf16": (3, files, BF16),
-        "all in files, saved": (3, files, KEPT),
+        "stage 3, optimizer on the host, LAMB": (3, OPTIMIZER, LAMB),
         "stage 1, activations on the host": (1, {}, ACTIVATIONS),
-        "stage 3, activations on the host": (3, {}, ACTIVATIONS),
         "all and activations on the host": (3, BOTH, ACTIVATIONS),
+        "stage 3, activations on the host": (3, {}, ACTIVATIONS),
         "stage 3, activations on the host, checkpointed": (
             3,
             {},
@@ -124,54 +120,36 @@ def names_of(family: str) -> list[str]:
     return [name for name in cases("") if family != "t5" or "sparse attention" not in name]
 
 
+WIDE = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4}
+LLAMA = {**WIDE, "num_key_value_heads": 2}
+DROPOUT = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+BERT = {**WIDE, "intermediate_size": 64, "max_position_embeddings": POSITIONS, **DROPOUT}
+GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_head": 4, "n_positions": POSITIONS}
+GPT2 |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+T5 = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4}
+T5 |= {"dropout_rate": 0.0, "decoder_start_token_id": 0, "pad_token_id": 0}
+MIXTRAL = {**LLAMA, "intermediate_size": 48, "num_local_experts": 4}
+EAGER = {"experts_implementation": "eager"}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": (
+        "BertForMaskedLM",
+        {**BERT, "num_hidden_layers": 8, "attn_implementation": "eager"},
+    ),
+    "llama": ("LlamaForCausalLM", {**LLAMA, "intermediate_size": 80, "num_hidden_layers": 8}),
+    "gpt2": ("GPT2LMHeadModel", {**GPT2, "n_layer": 8}),
+    "t5": ("T5ForConditionalGeneration", {**T5, "num_layers": 4}),
+    "mixtral": ("MixtralForCausalLM", {**MIXTRAL, "num_hidden_layers": 4, **EAGER}),
+}
+
+
 def build(family: str, checkpointed: bool) -> Any:
     import torch
-    import transformers as hf
+    import transformers
 
     torch.manual_seed(0)
-    layers = LAYERS[family]
-    wide = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "num_hidden_layers": LAYERS[family],
-        "num_attention_heads": 4,
-    }
-    plain = {
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-        "attn_implementation": "eager",
-    }
-    model: Any
-    if family == "bert":
-        model = hf.BertForMaskedLM(
-            hf.BertConfig(**wide, intermediate_size=64, max_position_embeddings=POSITIONS, **plain)
-        )
-    elif family == "llama":
-        model = hf.LlamaForCausalLM(
-            hf.LlamaConfig(**wide, num_key_value_heads=2, intermediate_size=80)
-        )
-    elif family == "gpt2":
-        more = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "n_positions": POSITIONS}
-        model = hf.GPT2LMHeadModel(
-            hf.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=layers, n_head=4, **more)
-        )
-    elif family == "t5":
-        sizes = {
-            "d_model": 32,
-            "d_kv": 8,
-            "d_ff": 64,
-            "num_layers": layers,
-            "num_heads": 4,
-            "dropout_rate": 0.0,
-        }
-        model = hf.T5ForConditionalGeneration(
-            hf.T5Config(vocab_size=VOCAB, **sizes, decoder_start_token_id=0, pad_token_id=0)
-        )
-    else:
-        experts = {"num_local_experts": 4, "experts_implementation": "eager"}
-        model = hf.MixtralForCausalLM(
-            hf.MixtralConfig(**wide, num_key_value_heads=2, intermediate_size=48, **experts)
-        )
+    name, settings = FAMILIES[family]
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**settings))
     if checkpointed:
         model.gradient_checkpointing_enable()
     return model.train()
@@ -215,16 +193,11 @@ def train(family: str, case: Case, steps: int, rank: int, folder: str) -> list[f
     checkpointed, saved = more.pop("checkpointed", False), more.pop("saved", False)
     made, length = more.pop("made", None), more.pop("length", LENGTH)
     split, documents = more.pop("split", False), more.pop("documents", None)
-    readers = rank if "tensor_parallel" not in more and not split else 0
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 1.0,
-        "zero_optimization": {
-            "stage": stage,
-            **(SHARDED if stage == 3 else {}),
-            **zero,
-        },
+        "zero_optimization": {"stage": stage, **(SHARDED if stage == 3 else {}), **zero},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "kernels": "off",
         **more,
@@ -234,7 +207,8 @@ def train(family: str, case: Case, steps: int, rank: int, folder: str) -> list[f
         hf_zero.init_distributed()
         model = made(model, config, Path(folder))
     engine, *_ = hf_zero.initialize(model=model, config=config)
-    generator = torch.Generator().manual_seed(5 + readers)
+    own = rank if "tensor_parallel" not in more and not split else 0
+    generator = torch.Generator().manual_seed(5 + own)
     losses = []
     sequence = hf_zero.sequence_parallel() if split else None
 
@@ -268,39 +242,25 @@ def train(family: str, case: Case, steps: int, rank: int, folder: str) -> list[f
 
 def main(mode: str, family: str, shared: str, steps: int, names: Sequence[str]) -> None:
     device: Any = None
+    rank = int(os.environ["RANK"])
     if mode != "cpu":
         from tests.late import device
 
         kind, _, seed = mode.partition(":")
-        device.configure(kind, seed=int(seed or 0) + int(os.environ["RANK"]), max_us=300, nap=0.2)
+        device.configure(kind, seed=int(seed or 0) + rank, max_us=300, nap=0.2)
     known = cases(shared)
     for each in PARALLEL.values():
         known |= each
     for name in names or names_of(family):
-        losses = train(
-            family,
-            known[name],
-            steps,
-            int(os.environ["RANK"]),
-            str(Path(shared) / f"{mode} {name}".replace(" ", "_")),
-        )
-        reports = []
+        folder = str(Path(shared) / f"{mode} {name}".replace(" ", "_"))
+        losses, reports = train(family, known[name], steps, rank, folder), []
         if device is not None:
             gc.collect()
             device.synchronize_all()
             reports = device.reports()
             device.forget()
-        print(
-            json.dumps(
-                {
-                    "case": name,
-                    "rank": int(os.environ["RANK"]),
-                    "losses": losses,
-                    "reports": reports,
-                }
-            ),
-            flush=True,
-        )
+        row = {"case": name, "rank": rank, "losses": losses, "reports": reports}
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

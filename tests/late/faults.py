@@ -9,7 +9,6 @@ JSON says what was found.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -42,9 +41,10 @@ class Fault:
     kinds: frozenset[str]
 
 
-def left_out(
-    operation: str, function: str
-) -> Callable[[], AbstractContextManager[Callable[[], int]]]:
+Putting = Callable[[], AbstractContextManager[Callable[[], int]]]
+
+
+def left_out(operation: str, function: str) -> Putting:
     """Calls of ``operation`` ("wait", "synchronize", "query", "record_stream") from ``function``
     ("unit.py finish_gather") do nothing.
     """
@@ -59,9 +59,7 @@ def left_out(
     return put
 
 
-def replaced(
-    owner: Any, name: str, fault: Callable[..., Any]
-) -> Callable[[], AbstractContextManager[Callable[[], int]]]:
+def replaced(owner: Any, name: str, fault: Callable[..., Any]) -> Putting:
     """``fault`` in the place of ``owner.name``; it gets what it replaces as its first argument."""
 
     @contextlib.contextmanager
@@ -245,113 +243,92 @@ ACTIVATIONS = "stage 3, activations on the host"
 BETWEEN, READ = training.BETWEEN_STEPS
 IN_MEMORY, *_ = training.IN_MEMORY
 
+
+def gathers(name: str, fault: Callable[..., Any]) -> Any:
+    return replaced(update_gathers.UpdateGathers, name, fault)
+
+
+def leaves(name: str, fault: Callable[..., Any]) -> Any:
+    return replaced(transfers.Streams, name, fault)
+
+
+SEND, COPY = gradient_offload.GradientOffload, gradient_offload
+# The job, what puts the fault, and the kinds of which one must be reported.
 FAULTS: dict[str, Fault] = {
-    "compute does not wait for a gather": Fault(
-        "stage 3", left_out("wait", "unit.py finish_gather"), COPIES
-    ),
-    "a gather does not wait for the last reader": Fault(
-        ALL, left_out("wait", "unit.py launch_gather"), COPIES
-    ),
-    "compute does not wait for a reduction": Fault(
-        "stage 2", left_out("wait", "collectives.py reduce_into"), COPIES
-    ),
-    "a unit's memory is given back under its gather": Fault(
-        "stage 3", replaced(unit.Unit, "launch_gather", _released_at_once), COPIES
-    ),
-    "a gradient is copied before it is complete": Fault(
-        HOST, left_out("wait", "gradient_offload.py send"), COPIES
-    ),
-    "a gradient is read on another stream": Fault(
-        HOST, replaced(gradient_offload.GradientOffload, "send", _on_another_stream), COPIES
-    ),
-    "a gradient is given back before it is copied": Fault(
-        HOST, replaced(gradient_offload, "GradientCopy", _not_kept), COPIES
-    ),
-    "the host adds a gradient before it has come": Fault(
-        HOST, left_out("synchronize", "gradient_offload.py _finish_oldest"), COPIES
-    ),
-    "the host updates before gradients have come": Fault(
-        HOST_ONCE, left_out("synchronize", "update.py _run"), COPIES
-    ),
-    "the forward does not wait for new parameters": Fault(
-        HOST, left_out("wait", "update_gathers.py wait"), COPIES
-    ),
-    "a pinned buffer is refilled under its copy": Fault(
-        PIECES, left_out("synchronize", "update.py place"), COPIES
-    ),
-    "shards are written while they are brought": Fault(
-        ALL_ONCE, left_out("synchronize", "update.py _run"), COPIES
-    ),
-    "an activation is copied before it is there": Fault(
-        ACTIVATIONS, left_out("wait", "host_copies.py send"), COPIES
-    ),
-    "an activation is brought before its memory is free": Fault(
-        ACTIVATIONS, left_out("wait", "host_copies.py bring"), COPIES
-    ),
-    "an activation is used before it is back": Fault(
-        ACTIVATIONS, left_out("wait", "host_copies.py use"), COPIES
-    ),
-    "an activation is given back under its copy": Fault(
-        ACTIVATIONS, replaced(transfers.Streams, "leave", _nothing), COPIES
-    ),
-    "an event is recorded before its copy": Fault(
-        ACTIVATIONS, replaced(transfers.Streams, "send", _recorded_first), COPIES
-    ),
-    "one rank gathers in another order": Fault(
-        "stage 3", replaced(schedule.Schedule, "begin", _swapped_on_one_rank), ORDER
-    ),
-    "the update gathers where gradients are reduced": Fault(
-        HOST, _updates_with_the_others, THREADS
-    ),
-    "gathers leave as units are updated": Fault(HOST_AT_ONCE, _gathers_leave_at_once, ORDER),
-    "a thread does not set its device": Fault(PIECES, _no_device_set, frozenset({"context"})),
-    "one rank prefetches one unit less": Fault(
-        "stage 3, one micro-batch", _less_ahead, INTERLEAVED
-    ),
-    "a unit is released under its gather": Fault(
-        "blocks left out", replaced(unit.Unit, "release", _with_its_gather_forgotten), COPIES
-    ),
-    "a shard that is away is read, and written under its copy": Fault(
-        READ, left_out("synchronize", "flat_buffer.py _shard_as_it_is"), COPIES
-    ),
-    "updated parameters are gathered on another stream": Fault(
-        BETWEEN, replaced(update_gathers.UpdateGathers, "_issue", _on_the_computing_stream), COPIES
-    ),
-    "a generation is copied before the update": Fault(
-        IN_MEMORY, replaced(saving, "copy_to_memory", _copied_early), COPIES
-    ),
-    "a generation is hashed under its copy": Fault(
-        IN_MEMORY, left_out("synchronize", "file_writer.py copy_to_memory"), COPIES
-    ),
-    "weights are copied before they are gathered": Fault(
-        "weights are sent", left_out("wait", "rollout_weights.py follow"), COPIES
-    ),
-    "weights are read before they come from the host": Fault(
-        "weights are sent", left_out("wait", "wholes.py _wait"), COPIES
-    ),
-    "a script writes shards under their gather": Fault(
-        "a state dict is put",
-        left_out("synchronize", "flat_buffer.py store_part"),
-        COPIES,
-    ),
-    "a stage does not wait for what it receives": Fault(
-        "pipeline", replaced(schedules, "_wait_batch_p2p", _nothing), COPIES
-    ),
-}
+    name: Fault(*each)
+    for name, each in {
+        "compute does not wait for a gather": (
+            "stage 3", left_out("wait", "unit.py finish_gather"), COPIES),
+        "a gather does not wait for the last reader": (
+            ALL, left_out("wait", "unit.py launch_gather"), COPIES),
+        "compute does not wait for a reduction": (
+            "stage 2", left_out("wait", "collectives.py reduce_into"), COPIES),
+        "a unit's memory is given back under its gather": (
+            "stage 3", replaced(unit.Unit, "launch_gather", _released_at_once), COPIES),
+        "a gradient is copied before it is complete": (
+            HOST, left_out("wait", "gradient_offload.py send"), COPIES),
+        "a gradient is read on another stream": (
+            HOST, replaced(SEND, "send", _on_another_stream), COPIES),
+        "a gradient is given back before it is copied": (
+            HOST, replaced(COPY, "GradientCopy", _not_kept), COPIES),
+        "the host adds a gradient before it has come": (
+            HOST, left_out("synchronize", "gradient_offload.py _finish_oldest"), COPIES),
+        "the host updates before gradients have come": (
+            HOST_ONCE, left_out("synchronize", "update.py _run"), COPIES),
+        "the forward does not wait for new parameters": (
+            HOST, left_out("wait", "update_gathers.py wait"), COPIES),
+        "a pinned buffer is refilled under its copy": (
+            PIECES, left_out("synchronize", "update.py place"), COPIES),
+        "shards are written while they are brought": (
+            ALL_ONCE, left_out("synchronize", "update.py _run"), COPIES),
+        "an activation is copied before it is there": (
+            ACTIVATIONS, left_out("wait", "host_copies.py send"), COPIES),
+        "an activation is brought before its memory is free": (
+            ACTIVATIONS, left_out("wait", "host_copies.py bring"), COPIES),
+        "an activation is used before it is back": (
+            ACTIVATIONS, left_out("wait", "host_copies.py use"), COPIES),
+        "an activation is given back under its copy": (
+            ACTIVATIONS, leaves("leave", _nothing), COPIES),
+        "an event is recorded before its copy": (
+            ACTIVATIONS, leaves("send", _recorded_first), COPIES),
+        "one rank gathers in another order": (
+            "stage 3", replaced(schedule.Schedule, "begin", _swapped_on_one_rank), ORDER),
+        "the update gathers where gradients are reduced": (HOST, _updates_with_the_others, THREADS),
+        "gathers leave as units are updated": (HOST_AT_ONCE, _gathers_leave_at_once, ORDER),
+        "a thread does not set its device": (PIECES, _no_device_set, frozenset({"context"})),
+        "one rank prefetches one unit less": (
+            "stage 3, one micro-batch", _less_ahead, INTERLEAVED),
+        "a unit is released under its gather": (
+            "blocks left out", replaced(unit.Unit, "release", _with_its_gather_forgotten), COPIES),
+        "a shard that is away is read, and written under its copy": (
+            READ, left_out("synchronize", "flat_buffer.py _shard_as_it_is"), COPIES),
+        "updated parameters are gathered on another stream": (
+            BETWEEN, gathers("_issue", _on_the_computing_stream), COPIES),
+        "a generation is copied before the update": (
+            IN_MEMORY, replaced(saving, "copy_to_memory", _copied_early), COPIES),
+        "a generation is hashed under its copy": (
+            IN_MEMORY, left_out("synchronize", "file_writer.py copy_to_memory"), COPIES),
+        "weights are copied before they are gathered": (
+            "weights are sent", left_out("wait", "rollout_weights.py follow"), COPIES),
+        "weights are read before they come from the host": (
+            "weights are sent", left_out("wait", "wholes.py _wait"), COPIES),
+        "a script writes shards under their gather": (
+            "a state dict is put", left_out("synchronize", "flat_buffer.py store_part"), COPIES),
+        "a stage does not wait for what it receives": (
+            "pipeline", replaced(schedules, "_wait_batch_p2p", _nothing), COPIES),
+    }.items()
+}  # fmt: skip
+TWO_HOPS = "stage 3, gathers in two hops"
 # On four ranks of two hosts.
 OVER_HOSTS: dict[str, Fault] = {
     "odd ranks issue second hops in another order": Fault(
-        "stage 3, gathers in two hops",
-        replaced(two_hops.TwoHops, "advance", _second_hop_later),
-        INTERLEAVED,
+        TWO_HOPS, replaced(two_hops.TwoHops, "advance", _second_hop_later), INTERLEAVED
     ),
     "a second hop does not wait for the first": Fault(
-        "stage 3, gathers in two hops", left_out("wait", "two_hops.py pass_on"), COPIES
+        TWO_HOPS, left_out("wait", "two_hops.py pass_on"), COPIES
     ),
     "a first hop does not wait for what it gathers": Fault(
-        "stage 3, gathers in two hops, all on the host",
-        left_out("wait", "two_hops.py gather"),
-        COPIES,
+        f"{TWO_HOPS}, all on the host", left_out("wait", "two_hops.py gather"), COPIES
     ),
     "what is gathered is freed under the first hop": Fault(
         "stage 3, weights in 8 bits, gathers in two hops",
@@ -371,9 +348,8 @@ RUNS: dict[str, Callable[[int], Any]] = {
 
 def run(name: str, rank: int, world: int) -> dict[str, Any]:
     """Train with a fault: what was reported, and how often the fault has struck."""
-    fault = (FAULTS | OVER_HOSTS)[name]
+    fault, error = (FAULTS | OVER_HOSTS)[name], ""
     device.forget()
-    error = ""
     with fault.put() as struck:
         try:
             if fault.job in RUNS:
@@ -383,25 +359,16 @@ def run(name: str, rank: int, world: int) -> dict[str, Any]:
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"[:300]
         count = struck()
-    return {
-        "fault": name,
-        "rank": rank,
-        "kinds": sorted(fault.kinds),
-        "struck": count,
-        "reports": device.reports(),
-        "error": error,
-    }
+    found = {"struck": count, "reports": device.reports(), "error": error}
+    return {"fault": name, "rank": rank, "kinds": sorted(fault.kinds), **found}
 
 
 def main() -> None:
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    mode, _, seed = sys.argv[1].partition(":")
-    device.configure(mode, seed=int(seed or 0) + rank, max_us=300, nap=0.2)
-    device.only_device(int(os.environ.get("LOCAL_RANK", "0")))
+    rank, world = device.begin(sys.argv[1]), int(os.environ.get("WORLD_SIZE", "1"))
     # the main thread has set its device by now, without a fault
     training.train("stage 3", 1, rank, world)
     for name in sys.argv[2:] or FAULTS:
-        print(json.dumps(run(name, rank, world)), flush=True)
+        device.tell(**run(name, rank, world))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ the job ``counter`` has the operations that the counter is to note.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from typing import Any
@@ -18,48 +17,42 @@ DOCUMENTS = (5, 4, 7)
 STEPS = 6  # batches are compared at every power of two and each 256th: not in the last step
 
 
-def one_bit(**more: Any) -> dict[str, Any]:
-    return {"stage": 1, "compressed_communication": {"block_size": 256, **more}}
+def one_bit(kind: str = "AdamW", lr: float = 1e-3, **params: Any) -> dict[str, Any]:
+    bits = {name: params.pop(name) for name in ("bits", "freeze_step")} if "bits" in params else {}
+    return {
+        "stage": 1,
+        "compressed_communication": {"block_size": 256, **bits},
+        "optimizer": {"type": kind, "params": {"lr": lr, **params}},
+    }
 
 
 ZERO_ONE = {"lr": 1e-5, "var_freeze_step": 1, "local_step_scaler": 1, "local_step_clipper": 2}
 DROPS = {"progressive_layer_drop": {"enabled": True, "theta": 0.4, "gamma": 0.7}}
 MEASURES = {
     **{name: {"enabled": True} for name in ("metrics", "comms_logger")},
-    "wall_clock_breakdown": True,
-    "steps_per_print": 1,
-    "memory_breakdown": True,
+    **{"wall_clock_breakdown": True, "steps_per_print": 1, "memory_breakdown": True},
 }
+EXPERTS = {"family": "mixtral", "expert_parallel": {"enabled": True, "autoep_size": 2}}
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "alone": {
-        "stage 3": {"stage": 3},
-        "one bit, dense": one_bit(bits=1, freeze_step=12),
         "one bit": one_bit(bits=1, freeze_step=2),
-        "one bit, LAMB": {
-            **one_bit(),
-            "optimizer": {"type": "OneBitLamb", "params": {"lr": 1e-3, "freeze_step": 3}},
-        },
-        "0/1 Adam": {
-            **one_bit(),
-            "gradient_clipping": 0.0,
-            "optimizer": {"type": "ZeroOneAdam", "params": ZERO_ONE},
-        },
         "layers dropped": {"stage": 3, **DROPS},
+        "measures": {"stage": 3, **MEASURES},
+    },
+    "one bit": {
+        "dense": one_bit(bits=1, freeze_step=12),
+        "LAMB": one_bit("OneBitLamb", freeze_step=3),
+        "0/1 Adam": {**one_bit("ZeroOneAdam", **ZERO_ONE), "gradient_clipping": 0.0},
+    },
+    "dropped": {
+        "stage 3": {"stage": 3},
         "tokens dropped": {"stage": 3, **token_drop.section([1, 2, 3])},
     },
-    "measures": {"measures": {"stage": 3, **MEASURES}},
-    "sequence": {
-        "sequences": {"stage": 3, "sequence_parallel_size": 2},
-        "packed sequences": {"stage": 3, "sequence_parallel_size": 2, "documents": True},
-    },
+    "sequence": {"packed sequences": {"stage": 3, "sequence_parallel_size": 2, "documents": True}},
+    "sequence, cut": {"sequences": {"stage": 3, "sequence_parallel_size": 2}},
     "expert": {
-        "experts": {"stage": 3, "family": "mixtral", "expert_parallel": {"autoep_size": 2}},
-        "experts, checkpointed": {
-            "stage": 3,
-            "family": "mixtral",
-            "expert_parallel": {"autoep_size": 2},
-            "checkpointed": True,
-        },
+        "experts": {"stage": 3, **EXPERTS},
+        "experts, checkpointed": {"stage": 3, **EXPERTS, "checkpointed": True},
     },
 }
 
@@ -73,11 +66,9 @@ def last_steps(case: dict[str, Any]) -> list[dict[str, int]]:
     import hf_zero
     from tests.helpers.host_syncs import HostSyncs
 
-    more = {"expert_parallel": {}, **case}
+    more = dict(case)
     family, documents = more.pop("family", "llama"), more.pop("documents", False)
     checkpointed, stage = more.pop("checkpointed", False), more.pop("stage")
-    if more["expert_parallel"]:
-        more["expert_parallel"] = {"enabled": True, **more["expert_parallel"]}
     config = {
         "train_micro_batch_size_per_gpu": families.ROWS,
         "gradient_accumulation_steps": 2,
@@ -91,15 +82,13 @@ def last_steps(case: dict[str, Any]) -> list[dict[str, int]]:
     split = "sequence_parallel_size" in more
     sequence = hf_zero.sequence_parallel() if split else None
     generator = torch.Generator().manual_seed(5 + (0 if split else RANK))
+    shape, places = (families.ROWS, families.LENGTH), [torch.arange(each) for each in DOCUMENTS]
     batches = []
     for _ in range(2 * STEPS):
-        ids = torch.randint(
-            5, families.VOCAB, (families.ROWS, families.LENGTH), generator=generator
-        )
+        ids = torch.randint(5, families.VOCAB, shape, generator=generator)
         batch = {"input_ids": ids, "labels": ids.clone()}
         if documents:
-            places = torch.cat([torch.arange(each) for each in DOCUMENTS])
-            batch["position_ids"] = places.expand(families.ROWS, -1).contiguous()
+            batch["position_ids"] = torch.cat(places).expand(shape).contiguous()
         batches.append(batch if documents else {k: v.to(engine.device) for k, v in batch.items()})
     # a script's loader of batches in host memory, or batches on the device that it cuts by itself
     loader = iter(sequence.batches(batches) if sequence is not None and documents else batches)
@@ -164,8 +153,7 @@ def main() -> None:
         for name, case in CASES.get(job, {job: {}}).items():
             device.forget()
             found: Any = last_steps(case) if case else noted()
-            row = {"case": name, "rank": RANK, "found": found, "reports": device.reports()}
-            print(json.dumps(row), flush=True)
+            device.tell(case=name, rank=RANK, found=found, reports=device.reports())
 
 
 if __name__ == "__main__":

@@ -4,12 +4,11 @@ tests.late.overlap``, one line of JSON per case.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -105,50 +104,39 @@ def train(job: str, zero: dict[str, Any], rank: int, world: int) -> list[list[ti
     """Return the tasks of each of a few steps and of the forward after it."""
     config = training.config(job)
     config["zero_optimization"] |= zero
+    micros = config["gradient_accumulation_steps"]
     engine, *_ = hf_zero.initialize(model=training.tower(BLOCKS), config=config)
-    inputs = list(
-        training.batches((STEPS + 1) * config["gradient_accumulation_steps"], rank, world)
-    )
-    try:
-        with timeline.traced(**RATES) as ran:
-            steps = []
-            for number, values in enumerate(inputs):
-                loss = engine(values.to(engine.device))
-                if number and number % config["gradient_accumulation_steps"] == 0:
-                    loss.item()  # nothing of the step before is under way any more
-                    steps.append(ran()[sum(map(len, steps)) :])
-                engine.backward(loss)
-                engine.step()
-            return steps
-    finally:
-        engine.destroy()
+    steps: list[list[timeline.Ran]] = []
+    with timeline.traced(**RATES) as ran:
+        for number, values in enumerate(training.batches((STEPS + 1) * micros, rank, world)):
+            loss = engine(values.to(engine.device))
+            if number and number % micros == 0:
+                loss.item()  # nothing of the step before is under way any more
+                steps.append(ran()[sum(map(len, steps)) :])
+            engine.backward(loss)
+            engine.step()
+    engine.destroy()
+    return steps
 
 
 def computed(ran: list[timeline.Ran], forward: bool | None = None) -> list[timeline.Ran]:
     """Return the tasks of the computing stream: all of them, those that a forward has launched, or
     the others.
     """
-    own = [
-        task
-        for task in ran
-        if task.stream < timeline.HOST and task.stream % device.C.STREAMS_EACH == 0
-    ]
+    each, host = device.C.STREAMS_EACH, timeline.HOST
+    own = [task for task in ran if task.stream < host and task.stream % each == 0]
     return [task for task in own if forward is None or (" forward" in task.site) == forward]
 
 
-def gathers(
-    prefetch: int, rank: int, world: int, job: str = "stage 3, one micro-batch"
-) -> dict[str, Any]:
+Tasks = list[timeline.Ran]
+
+
+def gathers(prefetch: int, rank: int, world: int, job: str = "one micro-batch") -> dict[str, Any]:
     """Stage 3: the part of the gathers' time during which the computation waits."""
-    ran = train(job, {"stage3_prefetch_bucket_size": prefetch}, rank, world)[-1]
+    ran = train(f"stage 3, {job}", {"stage3_prefetch_bucket_size": prefetch}, rank, world)[-1]
     found = [task for task in ran if task.what == "all_gather"]
     exposed = timeline.total(found) - timeline.beside(found, computed(ran))
-    return {
-        "gathers": len(found),
-        "seconds": timeline.total(found),
-        "longest": max(task.seconds for task in found),
-        "exposed": exposed,
-    }
+    return {"gathers": len(found), "seconds": timeline.total(found), "exposed": exposed}
 
 
 def sums(rank: int, world: int) -> dict[str, Any]:
@@ -156,24 +144,19 @@ def sums(rank: int, world: int) -> dict[str, Any]:
     config = training.config("stage 1") | families.TENSOR | training.ONCE
     engine, *_ = hf_zero.initialize(model=families.build("llama", False), config=config)
     ids = torch.arange(64, device=engine.device).view(4, 16)
-    try:
-        with timeline.traced(**RATES) as ran:
-            for _ in range(2):
-                loss = engine(input_ids=ids, labels=ids).loss
-                loss.item()
-                before = len(ran())
-                engine.backward(loss)
-                engine.step()
-                device.synchronize_all()
-            tasks = ran()[before:]
-    finally:
-        engine.destroy()
+    with timeline.traced(**RATES) as ran:
+        for _ in range(2):
+            loss = engine(input_ids=ids, labels=ids).loss
+            loss.item()
+            before = len(ran())
+            engine.backward(loss)
+            engine.step()
+            device.synchronize_all()
+        tasks = ran()[before:]
+    engine.destroy()
     found = [task for task in tasks if "axis.py:" in task.site and task.what == "all_reduce"]
-    return {
-        "sums": len(found),
-        "seconds": timeline.total(found),
-        "beside": timeline.beside(found, computed(tasks)),
-    }
+    beside = timeline.beside(found, computed(tasks))
+    return {"sums": len(found), "seconds": timeline.total(found), "beside": beside}
 
 
 def sums_alone(rank: int, world: int) -> dict[str, Any]:
@@ -187,10 +170,7 @@ def updates(job: str, waits: bool, rank: int, world: int) -> dict[str, Any]:
     step.
     """
     with update_on_its_own_lane(waits):
-        return _updates(train(job, {}, rank, world)[-1])
-
-
-def _updates(ran: list[timeline.Ran]) -> dict[str, Any]:
+        ran = train(job, {}, rank, world)[-1]
     found = [task for task in ran if task.stream == timeline.HOST + 1]
     return {
         "updates": len(found),
@@ -200,27 +180,37 @@ def _updates(ran: list[timeline.Ran]) -> dict[str, Any]:
     }
 
 
+HOPS = "gathers in two hops, one micro-batch"
+CLIPPED = "stage 2, optimizer on the host"
+AT_ONCE = "stage 3, all on the host, updated in the backward"
+# of a rank and the number of ranks
+CASES: dict[str, dict[str, Callable[[int, int], dict[str, Any]]]] = {
+    "over hosts": {
+        "in two hops, prefetched": lambda *of: gathers(40_000, *of, HOPS),
+        "in two hops, not prefetched": lambda *of: gathers(0, *of, HOPS),
+    },
+    "sums": {
+        "sums of gradients": sums,
+        "sums of gradients, nothing beside them": sums_alone,
+    },
+    "gathers": {
+        "gathers, prefetched": lambda *of: gathers(40_000, *of),
+        "gathers, not prefetched": lambda *of: gathers(0, *of),
+    },
+    "updates": {
+        "updates beside the next forward": lambda *of: updates(CLIPPED, False, *of),
+        "updates beside the backward": lambda *of: updates(AT_ONCE, False, *of),
+        "updates that a step waits for": lambda *of: updates(CLIPPED, True, *of),
+    },
+}
+
+
 def main() -> None:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device.configure("eager")
-    clipped = "stage 2, optimizer on the host"
-    at_once = "stage 3, all on the host, updated in the backward"
-    hops = "stage 3, gathers in two hops, one micro-batch"
-    over_hosts = {
-        "in two hops, prefetched": lambda: gathers(40_000, rank, world, hops),
-        "in two hops, not prefetched": lambda: gathers(0, rank, world, hops),
-    }
-    cases = {
-        "sums of gradients": lambda: sums(rank, world),
-        "sums of gradients, nothing beside them": lambda: sums_alone(rank, world),
-        "gathers, prefetched": lambda: gathers(40_000, rank, world),
-        "gathers, not prefetched": lambda: gathers(0, rank, world),
-        "updates beside the next forward": lambda: updates(clipped, False, rank, world),
-        "updates beside the backward": lambda: updates(at_once, False, rank, world),
-        "updates that a step waits for": lambda: updates(clipped, True, rank, world),
-    }
-    for name, case in (over_hosts if sys.argv[1:] == ["over hosts"] else cases).items():
-        print(json.dumps({"case": name, "rank": rank, **case()}), flush=True)
+    for job in sys.argv[1:]:
+        for name, case in CASES[job].items():
+            device.tell(case=name, rank=rank, **case(rank, world))
 
 
 if __name__ == "__main__":

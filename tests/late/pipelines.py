@@ -7,8 +7,6 @@ reports.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from typing import Any
 
@@ -55,15 +53,11 @@ def plain() -> list[float]:
 
 
 def main() -> None:
-    rank, (mode, _, seed) = int(os.environ["RANK"]), sys.argv[1].partition(":")
-    device.configure(mode, seed=int(seed or 0) + rank, max_us=300, nap=0.2)
-    device.only_device(int(os.environ["LOCAL_RANK"]))
-    expected = plain()
+    rank, expected = device.begin(sys.argv[1]), plain()
     for schedule in sys.argv[2:]:
         device.forget()
         worst = training.worst(train(schedule), expected)
-        row = {"rank": rank, "job": schedule, "worst": worst, "reports": device.reports()}
-        print(json.dumps(row), flush=True)
+        device.tell(rank=rank, job=schedule, worst=worst, reports=device.reports())
 
 
 if __name__ == "__main__":

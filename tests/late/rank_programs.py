@@ -61,29 +61,6 @@ def right_sums(job: Job) -> Any:
 
 
 @program
-def right_mean_of_integers(job: Job) -> Any:
-    values = job.torch.tensor([4, 7], device=job.device) * (job.rank + 1)
-    job.dist.all_reduce(values, op=job.dist.ReduceOp.AVG, group=job.first)
-    return values.tolist()
-
-
-@program
-def right_mean_under_inference_mode(job: Job) -> Any:
-    with job.torch.inference_mode():
-        values = job.ones()
-        job.dist.all_reduce(values, op=job.dist.ReduceOp.AVG, group=job.first)
-        return values[0].item()
-
-
-@program
-def right_gathers_in_the_background(job: Job) -> Any:
-    pending = [job.gather(job.first, count) for count in (5, 64, 200)]
-    for _, work in pending:
-        work.wait()
-    return [out.sum().item() for out, _ in pending]
-
-
-@program
 def right_wait_orders_the_stream_alone(job: Job) -> Any:
     """The host continues while another rank has not even begun."""
     if job.rank:
@@ -110,22 +87,6 @@ def right_backward_issues(job: Job) -> Any:
 
 
 @program
-def right_one_is_slow(job: Job) -> Any:
-    if job.rank:
-        time.sleep(2.5)
-    return job.sum(job.first)[0].item()
-
-
-@program
-def right_streams_cross(job: Job) -> Any:
-    """A collective on the current stream after one on the communicator's own."""
-    values, work = job.sum(job.first, async_op=True)
-    other = job.sum(job.first, 9)
-    work.wait()
-    return [values[0].item(), other[0].item()]
-
-
-@program
 def right_thread_hands_over(job: Job) -> Any:
     job.sum(job.first)
     found: list[float] = []
@@ -144,9 +105,7 @@ def race_no_wait(job: Job) -> Any:
 @program
 def order_swapped(job: Job) -> Any:
     kinds = [lambda: job.gather(job.first)[1], lambda: job.sum(job.first, async_op=True)[1]]
-    works = [kind() for kind in (kinds if job.rank else reversed(kinds))]
-    for work in works:
-        work.wait()
+    wait_for([kind() for kind in (kinds if job.rank else reversed(kinds))])
     job.torch.accelerator.synchronize()
 
 
@@ -232,6 +191,11 @@ def right_cpu_tensors_are_refused(job: Job) -> Any:
         return str(error).splitlines()[0]
 
 
+def wait_for(works: list[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
 def exchange(job: Job, *counts: int, swapped: bool = False) -> tuple[list[Any], list[Any]]:
     """Receive a message of each of ``counts`` numbers from the other rank and send as many; return
     the receive buffers and the works to wait for.
@@ -249,12 +213,10 @@ def right_messages(job: Job) -> Any:
     direction have one.
     """
     came, works = exchange(job, 3, 4, swapped=bool(job.rank))
-    for work in works:
-        work.wait()
+    wait_for(works)
     total = sum(into[0].item() for into in came) + job.rank * 2
     again, works = exchange(job, 64)
-    for work in works:
-        work.wait()
+    wait_for(works)
     return [again[0][0].item() + job.rank, total, float(len(works))]
 
 
@@ -276,8 +238,7 @@ def right_single_messages(job: Job) -> Any:
 def race_message_used_before_it_comes(job: Job) -> Any:
     came, works = exchange(job, 64)
     early = came[0] * 2
-    for work in works:
-        work.wait()
+    wait_for(works)
     return early[0].item()
 
 
@@ -285,14 +246,8 @@ def race_message_used_before_it_comes(job: Job) -> Any:
 def order_of_unequal_messages(job: Job) -> Any:
     dist, other = job.dist, 1 - job.rank
     values = job.torch.zeros(5, device=job.device)
-    works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, job.ones(5 + job.rank), other, job.first),
-            dist.P2POp(dist.irecv, values, other, job.first),
-        ]
-    )
-    for work in works:
-        work.wait()
+    sent = dist.P2POp(dist.isend, job.ones(5 + job.rank), other, job.first)
+    wait_for(dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, values, other, job.first)]))
     return values[0].isnan().item() if not job.rank else True
 
 
@@ -349,37 +304,40 @@ def order_of_a_thread_that_comes_late(job: Job) -> Any:
     return found[:1] + found[-1:]
 
 
+def judged(name: str, rank: int, kind: str, limit: timedelta) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    from tests.late import device
+
+    groups = [dist.new_group(backend=kind, timeout=limit) for _ in range(2)]
+    try:
+        value = PROGRAMS[name](Job(rank, groups))
+    except RuntimeError as error:
+        value = f"RuntimeError: {error}"
+    try:
+        device.synchronize_all()
+    except RuntimeError as error:
+        value = f"RuntimeError: {error}"
+    row = {"program": name, "rank": rank, "value": value, "reports": device.reports()}
+    dist.barrier()
+    device.forget()
+    for group in groups:
+        dist.destroy_process_group(group)
+    dist.barrier()
+    return row
+
+
 def main(mode: str, *names: str) -> None:
     import torch.distributed as dist
 
     from tests.late import device
 
-    rank = int(os.environ["RANK"])
+    rank, limit = int(os.environ["RANK"]), timedelta(seconds=60)
     device.configure(mode, seed=rank)
-    limit = timedelta(seconds=60)
     dist.init_process_group("gloo", timeout=limit)
-    kind = "nccl" if device.AS_CUDA else "late"
     for name in names or PROGRAMS:
-        groups = [dist.new_group(backend=kind, timeout=limit) for _ in range(2)]
-        try:
-            value = PROGRAMS[name](Job(rank, groups))
-        except RuntimeError as error:
-            value = f"RuntimeError: {error}"
-        try:
-            device.synchronize_all()
-        except RuntimeError as error:
-            value = f"RuntimeError: {error}"
-        print(
-            json.dumps(
-                {"program": name, "rank": rank, "value": value, "reports": device.reports()}
-            ),
-            flush=True,
-        )
-        dist.barrier()
-        device.forget()
-        for group in groups:
-            dist.destroy_process_group(group)
-        dist.barrier()
+        kind = "nccl" if device.AS_CUDA else "late"
+        print(json.dumps(judged(name, rank, kind, limit)), flush=True)
     dist.destroy_process_group()
 
 

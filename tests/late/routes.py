@@ -8,7 +8,6 @@ that a pipeline's host waits, a gather and an exchange of objects on the host, a
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -74,20 +73,10 @@ ROUTES: dict[str, Callable[[], None]] = {
 }
 
 
-def gathered_on_the_host() -> float:
-    """Return the mean of a host weight after rank 0 has written it inside GatheredParameters: 2.0
-    on all ranks.
-    """
-    layer = torch.nn.Linear(3, 3)
-    with hf_zero.GatheredParameters(list(layer.parameters()), modifier_rank=0), torch.no_grad():
-        layer.weight.fill_(2.0 if dist.get_rank() == 0 else 1.0)
-    return float(layer.weight.mean())
-
-
 def main() -> None:
     mode, route = sys.argv[1:]
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device.configure(mode, seed=rank, max_us=300, nap=0.2)
+    rank, world = device.begin(mode), int(os.environ["WORLD_SIZE"])
+    device.only_device(None)  # libraries begin before they know their own
     ROUTES[route]()
     found: dict[str, Any] = {"route": route, "rank": rank}
     losses = training.train(JOB, STEPS, rank, world)
@@ -98,12 +87,13 @@ def main() -> None:
     after: dict[str, int] = device.stats()["sync_ops"]
     found["waits"] = {key: n - before.get(key, 0) for key, n in after.items()}
     found["worst of a pipeline"] = training.worst(losses, pipelines.plain())
-    found["gathered on the host"] = gathered_on_the_host()
+    layer = torch.nn.Linear(3, 3)  # of the host: rank 0 writes for all
+    with hf_zero.GatheredParameters(list(layer.parameters()), modifier_rank=0), torch.no_grad():
+        layer.weight.fill_(2.0 if rank == 0 else 1.0)
+    found["gathered on the host"] = float(layer.weight.mean())
     objects: list[Any] = [None] * world
     dist.all_gather_object(objects, rank)
-    found["objects"] = objects
-    found["reports"] = device.reports()
-    print(json.dumps(found), flush=True)
+    device.tell(**found, objects=objects, reports=device.reports())
     dist.barrier()
     dist.destroy_process_group()
 

@@ -13,18 +13,13 @@ import pytest
 
 from tests.late import deadlocks, launch, rank_programs
 
+REFUSED = "No backend type associated with device type cpu: all_reduce takes tensors of late"
 VALUES = {
-    "right_mean_of_integers": [6, 10],
-    "right_mean_under_inference_mode": 1.5,
     "right_sums": [3.0, 3.0],
-    "right_gathers_in_the_background": [15.0, 192.0, 600.0],
     "right_wait_orders_the_stream_alone": [True, 6.0],
     "right_backward_issues": 6.0,
-    "right_one_is_slow": 3.0,
-    "right_streams_cross": [3.0, 3.0],
     "right_thread_hands_over": [3.0],
-    "right_cpu_tensors_are_refused": "No backend type associated with device type cpu: all_reduce "
-    "takes tensors of late",
+    "right_cpu_tensors_are_refused": REFUSED,
     "right_messages": [2.0, 4.0, 1.0],
     "right_single_messages": 2.0,
     # NaN: two different collectives leave garbage, and nothing is said to the program
@@ -77,25 +72,21 @@ def test_a_report_of_order_has_both_sequences() -> None:
 # -- circles ---------------------------------------------------------------------------------------
 
 
+SENT = [(1, 0, "sum")]  # a collective that its stream 0 has yet to run
+LACKS_1 = {"issued": 1, "outstanding": SENT, "missing": {1: [1]}}
+LACKS_0 = {"issued": 1, "outstanding": SENT, "missing": {1: [0]}}
+
+
 def status(
-    rank: int, hosts: Sequence[Any] = (), streams: Sequence[Any] = (), **ends: dict[str, Any]
+    rank: int, streams: Sequence[Any] = (), waits: bool = True, **ends: dict[str, Any]
 ) -> deadlocks.Status:
-    communicators = [
-        {
-            "index": index,
-            "name": name,
-            "rank": rank,
-            "issued": 0,
-            "issuers": [],
-            "outstanding": [],
-            "missing": {},
-            **end,
-        }
-        for index, (name, end) in enumerate(ends.items())
-    ]
-    return deadlocks.status_of(
-        rank, {"moved": 1, "hosts": hosts, "streams": streams}, communicators
-    )
+    """Where a rank stands; its thread 7 synchronises with its stream 0 if it ``waits``."""
+    none = {"rank": rank, "issued": 0, "issuers": [], "outstanding": [], "missing": {}}
+    named = enumerate(ends.items())
+    communicators = [{"index": index, "name": name, **none, **end} for index, (name, end) in named]
+    hosts = [[7, "python", "here", 0, 5]] if waits else []
+    found = {"moved": 1, "hosts": hosts, "streams": streams}
+    return deadlocks.status_of(rank, found, communicators)
 
 
 BOTH = {"first": {0: 0, 1: 1}, "second": {0: 0, 1: 1}}
@@ -105,61 +96,34 @@ def found(*statuses: deadlocks.Status) -> list[deadlocks.Edge]:
     return deadlocks.circle(deadlocks.edges({each["rank"]: each for each in statuses}, BOTH))
 
 
+FIRST, SECOND = [[0, -1, 0, 0, 1]], [[0, -1, 0, 1, 1]]  # stream 0 is in a collective of either
+
+
 def test_hosts_that_wait_for_each_other() -> None:
-    """Each synchronises with a collective that the other one would issue next."""
-    waits: dict[str, Any] = {"hosts": [[7, "python", "here", 0, 5]]}
-    zero = status(
-        0,
-        **waits,
-        streams=[[0, -1, 0, 0, 1]],
-        first={"issued": 1, "outstanding": [(1, 0, "sum")], "missing": {1: [1]}},
-        second={},
+    """Each synchronises with a collective that the other one would issue next; one that computes
+    ends the wait.
+    """
+    zero = status(0, FIRST, first=LACKS_1, second={})
+    closed = found(zero, status(1, SECOND, first={}, second=LACKS_0))
+    hosts, streams = (
+        tuple(f"{what} of rank {n}" for n in (0, 1)) for what in ("thread 7", "stream 0")
     )
-    one = status(
-        1,
-        **waits,
-        streams=[[0, -1, 0, 1, 1]],
-        first={},
-        second={"issued": 1, "outstanding": [(1, 0, "sum")], "missing": {1: [0]}},
-    )
-    closed = found(zero, one)
     assert {edge[:2] for edge in closed} == {
-        ("thread 7 of rank 0", "stream 0 of rank 0"), ("stream 0 of rank 0", "thread 7 of rank 1"),
-        ("thread 7 of rank 1", "stream 0 of rank 1"), ("stream 0 of rank 1", "thread 7 of rank 0"),
-    }  # fmt: skip
+        *zip(hosts, streams),
+        (streams[0], hosts[1]),
+        (streams[1], hosts[0]),
+    }
     assert "rank 1 has not issued it" in deadlocks.describe(closed)
+    assert found(zero, status(1, waits=False, first={})) == []
 
 
-def test_a_host_that_computes_ends_the_wait() -> None:
-    zero = status(
-        0,
-        hosts=[[7, "python", "here", 0, 5]],
-        streams=[[0, -1, 0, 0, 1]],
-        first={"issued": 1, "missing": {1: [1]}},
-    )
-    assert found(zero, status(1, first={})) == []
-
-
-@pytest.mark.parametrize("issuers", [[7], [7, 8]], ids=["that waits", "of two, one of which works"])
-def test_a_stream_waits_for_the_thread_that_is_to_issue(issuers: list[int]) -> None:
+def test_a_stream_waits_for_the_thread_that_is_to_issue() -> None:
     """Thread 7 of each rank synchronises; the collective that rank 1 lacks may be thread 8's."""
-    zero = status(
-        0,
-        hosts=[[7, "python", "here", 0, 5]],
-        streams=[[0, -1, 0, 0, 1]],
-        first={"issued": 1, "outstanding": [(1, 0, "sum")], "missing": {1: [1]}, "issuers": [7]},
-        second={"issuers": [7]},
-    )
-    one = status(
-        1,
-        hosts=[[7, "python", "here", 0, 5]],
-        streams=[[0, -1, 0, 1, 1]],
-        first={"issuers": issuers},
-        second={
-            "issued": 1, "outstanding": [(1, 0, "sum")], "missing": {1: [0]}, "issuers": [7],
-        },
-    )  # fmt: skip
-    assert bool(found(zero, one)) == (issuers == [7])
+    by_7 = {"issuers": [7]}
+    zero = status(0, FIRST, first={**LACKS_1, **by_7}, second=by_7)
+    for issuers in ([7], [7, 8]):
+        one = status(1, SECOND, first={"issuers": issuers}, second={**LACKS_0, **by_7})
+        assert bool(found(zero, one)) == (issuers == [7])
 
 
 class Played:
@@ -170,26 +134,16 @@ class Played:
         self.told: list[str] = []
 
     def communicators(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "index": place, "name": name, "rank": 0, "ranks": 2, "issued": 1 - place,
-                "issuers": [7], "outstanding": [] if place else [(1, 0, "sum")],
-                "missing": {} if place else {1: [1]},
-            }
-            for place, name in enumerate(BOTH)
-        ]  # fmt: skip
+        shared = {"rank": 0, "ranks": 2, "issuers": [7]}
+        first = {"index": 0, "name": "first", **shared, **LACKS_1}
+        none = {"issued": 0, "outstanding": [], "missing": {}}
+        return [first, {"index": 1, "name": "second", **shared, **none}]
 
     def waits(self) -> dict[str, Any]:
-        return {"moved": 3, "hosts": [[7, "python", "here", 0, 5]], "streams": [[0, -1, 0, 0, 1]]}
+        return {"moved": 3, "hosts": [[7, "python", "here", 0, 5]], "streams": FIRST}
 
     def status(self, index: int, rank: int) -> str:
-        theirs = status(
-            1,
-            hosts=[[7, "python", "here", 0, 5]],
-            streams=[[0, -1, 0, 1, 1]],
-            first={"issuers": [7]},
-            second={"issued": 1, "outstanding": [(1, 0, "sum")], "missing": {1: [0]}},
-        )
+        theirs = status(1, SECOND, first={"issuers": [7]}, second=LACKS_0)
         return json.dumps({**theirs, "looks": self.theirs})
 
     def tell(self, kind: str, text: str) -> None:
@@ -220,23 +174,17 @@ def test_what_a_rank_wrote_long_ago_makes_no_circle(monkeypatch: pytest.MonkeyPa
 
 
 def test_streams_that_wait_for_each_other_through_events() -> None:
-    zero = status(
-        0,
-        streams=[[0, -1, 0, 0, 1]],
-        first={"issued": 1, "outstanding": [(1, 0, "sum")], "missing": {1: [1]}},
-        second={"issued": 1},
-    )
+    zero = status(0, FIRST, False, first=LACKS_1, second={"issued": 1})
+    on_2, on_3 = [(1, 2, "sum")], [(1, 3, "sum")]
     one = status(
         1,
-        streams=[[2, 3, 9, -1, 0], [3, -1, 0, 1, 1]],
-        first={"issued": 1, "outstanding": [(1, 2, "sum")]},
-        second={"issued": 1, "outstanding": [(1, 3, "sum")], "missing": {1: [0]}},
+        [[2, 3, 9, -1, 0], [3, -1, 0, 1, 1]],
+        False,
+        first={"issued": 1, "outstanding": on_2},
+        second={**LACKS_0, "outstanding": on_3},
     )
     # rank 0 is in the first and has run the second: nothing leads back
     assert found(zero, one) == []
     zero["communicators"]["1"]["outstanding"] = {"1": [0, "sum"]}
-    assert {edge[0] for edge in found(zero, one)} == {
-        "stream 0 of rank 0",
-        "stream 2 of rank 1",
-        "stream 3 of rank 1",
-    }
+    streams = {"stream 0 of rank 0", "stream 2 of rank 1", "stream 3 of rank 1"}
+    assert {edge[0] for edge in found(zero, one)} == streams

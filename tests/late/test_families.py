@@ -79,7 +79,7 @@ def test_parts_in_every_configuration(axis: str, mode: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["random:10", "random:20", "eager", "aliased"])
-@pytest.mark.parametrize("family", families.LAYERS)
+@pytest.mark.parametrize("family", families.FAMILIES)
 def test_every_configuration(family: str, mode: str) -> None:
     launch.needs_the_device()
     assert wrong(family, mode, families.STEPS, seconds=3000) == []

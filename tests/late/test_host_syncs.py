@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.helpers.cells import fast
 from tests.late import host_syncs, launch
 
 # of two micro-batches: the host learns in each of four layers how many rows go where, for experts
@@ -37,9 +38,7 @@ def test_the_counter_sees_copies_in_both_directions_and_waits() -> None:
     assert row["found"] == NOTED and not row["reports"]
 
 
-@pytest.mark.parametrize(
-    "names", ["alone", "measures", "sequence", pytest.param("expert", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("names", fast(host_syncs.CASES, ("alone", "sequence").__contains__))
 def test_a_step_waits_for_the_device_as_often_as_the_table_says(names: str) -> None:
     launch.needs_the_device()
     env = launch.environment(as_cuda=True)

@@ -1,4 +1,6 @@
-"""The engine on two ranks of the device: no report, and the losses of a plain loop."""
+"""The engine on two ranks of the device: no report, and the losses of a plain loop; pipelines,
+too.
+"""
 
 from __future__ import annotations
 
@@ -10,43 +12,19 @@ import pytest
 from tests.helpers.cells import fast
 from tests.late import launch, training
 
-# The fast suite leaves out what differs from another job in the number of micro-batches or in the
-# stage alone, and what deep models do, too (test_families.py).
-SELDOM = {
-    "stage 1",
-    "stage 2, optimizer on the host",
-    "stage 2, optimizer on the host, small pieces",
-    "stage 3, activations on the host",
-    "stage 3, half of the optimizer on the host, RMSprop",
-    "stage 3, small parameters whole, all else on the host",
-    "stage 3, all on the host, one micro-batch",
-    "stage 2, Adafactor, optimizer on the host",
-    "stage 2",
-    "stage 3, one micro-batch",
-    "stage 2, optimizer on the host, one micro-batch",
-    "stage 3, small parameters whole",
-    "stage 3, all on the host",
-    "stage 3, all on the host, updated in the backward",
-    "stage 0, Muon",
-    "stage 2, Muon, optimizer on the host",
-    "stage 3, Adafactor",
-    "stage 1, gradients in 4 bits",
-    "stage 2, in 4 bits, optimizer on the host",
-    # what another job does with more beside it
-    "stage 2, units that share messages",
-    "stage 3, gathers of the backward in the node",
-    "stage 2, both ways in 4 bits",
-    "stage 3, weights in 8 bits, gradients in 4",
-    "stage 1, local steps in 1 bit",
-    "stage 3, all on the host, kept in memory",
-    *training.BETWEEN_STEPS,  # faults are put into them (test_faults.py)
-}
+# The fast suite: each kind of collective and copy once; what deep models (test_families.py), faults
+# (test_faults.py) and ways out do, too, is left to the long one.
+FAST = (
+    "stage 3",
+    "stage 2, optimizer on the host, updated in the backward",
+    "stage 3, Muon",
+    "stage 3, in few bits, errors fed back",
+    "stage 1, momenta in 1 bit after a step",
+)
 # Again where streams are handed out twice: what has collectives in several threads or on several
 # communicators.
 ALIASED = (
-    "stage 3, one micro-batch",
     "stage 2, optimizer on the host, updated in the backward",
-    "stage 3, activations on the host",
     "stage 3, gathers of the backward in the node",
 )
 ALL = [
@@ -72,27 +50,22 @@ def wrong(mode: str, jobs: Iterable[str], ranks: int = 2, hosts: int = 1) -> lis
     jobs = list(jobs)
     rows = launch.run_ranks("tests.late.sweep", mode, *jobs, ranks=ranks, hosts=hosts)
     assert sorted(row["job"] for row in rows) == sorted(jobs * ranks)
-    return [
-        row
-        for row in rows
-        if row["reports"] or not bounds(row["job"])[0] < row["worst"] < bounds(row["job"])[1]
-    ]
+    ends = [(row, *bounds(row["job"])) for row in rows]
+    return [row for row, low, high in ends if row["reports"] or not low < row["worst"] < high]
 
 
-def test_jobs_train_without_a_report() -> None:
+@pytest.mark.parametrize(("mode", "jobs"), [("random", FAST), ("aliased", ALIASED)])
+def test_jobs_train_without_a_report(mode: str, jobs: Iterable[str]) -> None:
     launch.needs_the_device()
-    assert wrong("random", [job for job in ALL if job not in SELDOM]) == []
-
-
-def test_jobs_train_where_streams_are_handed_out_twice() -> None:
-    launch.needs_the_device()
-    assert wrong("aliased", ALIASED) == []
+    assert wrong(mode, jobs) == []
 
 
 @pytest.mark.parametrize("mode", fast(["random", "eager", "aliased", "lazy"], "random".__eq__))
 def test_pipelines_train_without_a_report(mode: str) -> None:
     launch.needs_the_device()
     schedules = ("gpipe", "1f1b", "interleaved_1f1b")
+    if mode == "random":
+        schedules = schedules[1:]
     rows = launch.run_ranks("tests.late.pipelines", mode, *schedules)
     assert sorted(row["job"] for row in rows) == sorted(schedules * 2)
     assert [row for row in rows if row["reports"] or not row["worst"] < 1e-5] == []
@@ -106,9 +79,7 @@ def test_gathers_over_hosts_train_without_a_report(mode: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "mode", ["random", "eager", "aliased", *(f"random:{n}" for n in range(10, 90, 10))]
-)
+@pytest.mark.parametrize("mode", ["eager", "aliased", *(f"random:{n}" for n in range(10, 90, 20))])
 def test_jobs_train_without_a_report_however_late(mode: str) -> None:
     launch.needs_the_device()
     assert wrong(mode, ALL) == []

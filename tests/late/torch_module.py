@@ -47,13 +47,7 @@ class Event(torch.Event):
 
     _time: torch.Event | None
 
-    def __new__(
-        cls,
-        enable_timing: bool = False,
-        blocking: bool = False,
-        interprocess: bool = False,
-        external: bool = False,
-    ) -> Event:
+    def __new__(cls, enable_timing: bool = False, *_: Any, **unused: Any) -> Event:
         device = torch.device(NAME, _index())
         made = super().__new__(cls, device=device, enable_timing=enable_timing)
         made._time = torch.Event(device=device, enable_timing=True) if enable_timing else None
@@ -134,8 +128,7 @@ def is_available() -> bool:
     return True
 
 
-def is_initialized() -> bool:
-    return True
+is_initialized = is_available
 
 
 def device_count() -> int:
@@ -239,14 +232,12 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
 
 
 def memory_stats(device: Any = None) -> dict[str, int]:
-    return {
-        "allocated_bytes.all.current": memory_allocated(device),
-        "allocated_bytes.all.peak": max_memory_allocated(device),
-        "reserved_bytes.all.current": memory_reserved(device),
-        "reserved_bytes.all.peak": memory_reserved(device),
-        "num_ooms": 0,
-        "num_alloc_retries": 0,
-    }
+    found = {"num_ooms": 0, "num_alloc_retries": 0}
+    found["allocated_bytes.all.current"] = memory_allocated(device)
+    found["allocated_bytes.all.peak"] = max_memory_allocated(device)
+    for each in ("current", "peak"):
+        found[f"reserved_bytes.all.{each}"] = memory_reserved(device)
+    return found
 
 
 class _Runtime:

@@ -23,100 +23,70 @@ wrap.PERSISTENCE = 0  # and its parameters sharded
 
 WIDTH, BLOCKS, ROWS = 48, 4, 4
 
-OPTIMIZER = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
-AT_ONCE = {
-    "offload_optimizer": {**OPTIMIZER["offload_optimizer"], "update_in_backward": True},
-}
-BOTH = {**OPTIMIZER, "offload_param": {"device": "cpu", "pin_memory": True}}
-HALF = {"offload_optimizer": {**OPTIMIZER["offload_optimizer"], "ratio": 0.5}}
+HOST = {"device": "cpu", "pin_memory": True}
+OPTIMIZER = {"offload_optimizer": HOST}
+AT_ONCE = {"offload_optimizer": {**HOST, "update_in_backward": True}}
+PIECES = {"offload_optimizer": {**HOST, "buffer_size": 512}}
+BOTH = {**OPTIMIZER, "offload_param": HOST}
+HALF = {"offload_optimizer": {**HOST, "ratio": 0.5}}
+SHARED = {"stage3_module_granularity_threshold": 10_000}
 WHOLE = {"stage3_param_persistence_threshold": 100}  # biases and norms
 ACTIVATIONS = {"activation_offload": {"enabled": True, "min_bytes": 1, "in_flight_bytes": 4000}}
 ONCE = {"gradient_accumulation_steps": 1}
+UNCLIPPED = {**ONCE, "gradient_clipping": 0.0}
 
-ADAFACTOR = {"optimizer": {"type": "Adafactor", "params": {"beta1": 0.9}}}
 
+def by(kind: str, **params: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": kind, "params": params}}
+
+
+ADAFACTOR, MOMENTUM = by("Adafactor", beta1=0.9), by("SGD", lr=0.05, momentum=0.9)
+Jobs = dict[str, tuple[int, dict[str, Any], dict[str, Any]]]
 # Of each job: stage, keys of zero_optimization, other keys.
-JOBS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+JOBS: Jobs = {
     "stage 1": (1, {}, {}),
     "stage 2": (2, {}, {}),
-    "stage 2, units that share messages": (
-        2,
-        {"stage3_module_granularity_threshold": 10_000},
-        {},
-    ),
+    "stage 2, units that share messages": (2, SHARED, {}),
     "stage 3": (3, {}, {}),
     "stage 3, one micro-batch": (3, {}, ONCE),
     "stage 2, optimizer on the host": (2, OPTIMIZER, {}),
-    "stage 2, optimizer on the host, one micro-batch": (
-        2,
-        OPTIMIZER,
-        {**ONCE, "gradient_clipping": 0.0},
-    ),
-    "stage 2, optimizer on the host, updated in the backward": (
-        2,
-        AT_ONCE,
-        {**ONCE, "gradient_clipping": 0.0},
-    ),
-    "stage 2, optimizer on the host, small pieces": (
-        2,
-        {"offload_optimizer": {**OPTIMIZER["offload_optimizer"], "buffer_size": 512}},
-        ONCE,
-    ),
+    "stage 2, optimizer on the host, one micro-batch": (2, OPTIMIZER, UNCLIPPED),
+    "stage 2, optimizer on the host, updated in the backward": (2, AT_ONCE, UNCLIPPED),
+    "stage 2, optimizer on the host, small pieces": (2, PIECES, ONCE),
     "stage 3, small parameters whole": (3, WHOLE, ONCE),
     "stage 3, small parameters whole, all else on the host": (3, {**BOTH, **WHOLE}, {}),
     "stage 3, all on the host": (3, BOTH, {}),
-    "stage 3, all on the host, one micro-batch": (3, BOTH, {**ONCE, "gradient_clipping": 0.0}),
-    "stage 3, all on the host, updated in the backward": (
-        3,
-        {**BOTH, **AT_ONCE},
-        {**ONCE, "gradient_clipping": 0.0},
-    ),
+    "stage 3, all on the host, one micro-batch": (3, BOTH, UNCLIPPED),
+    "stage 3, all on the host, updated in the backward": (3, {**BOTH, **AT_ONCE}, UNCLIPPED),
     "stage 3, activations on the host": (3, {}, ACTIVATIONS),
-    "stage 2, half of the optimizer on the host, SGD": (
-        2,
-        HALF,
-        {"optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}},
-    ),
-    "stage 3, half of the optimizer on the host, RMSprop": (
-        3,
-        HALF,
-        {"optimizer": {"type": "RMSprop", "params": {"lr": 1e-3}}},
-    ),
+    "stage 2, half of the optimizer on the host, SGD": (2, HALF, MOMENTUM),
+    "stage 3, half of the optimizer on the host, RMSprop": (3, HALF, by("RMSprop", lr=1e-3)),
     "stage 3, gathers of the backward in the node": (3, {"zero_hpz_partition_size": 2}, {}),
     "stage 3, Adafactor": (3, {}, ADAFACTOR),
     "stage 2, Adafactor, optimizer on the host": (2, OPTIMIZER, ADAFACTOR),
 }
 
 # generations in memory: each step's state is copied while the next step is launched
-KEPT = {
-    "checkpoint": {"memory": {"every": 1, "folder": f"{tempfile.gettempdir()}/hf-zero-late"}},
-    **ONCE,
-}
-IN_MEMORY: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+# generations in memory: each step's state is copied while the next step is launched
+MEMORY = {"every": 1, "folder": f"{tempfile.gettempdir()}/hf-zero-late"}
+KEPT = {"checkpoint": {"memory": MEMORY}, **ONCE}
+IN_MEMORY: Jobs = {
     "stage 2, kept in memory": (2, {}, KEPT),
     "stage 3, all on the host, kept in memory": (3, BOTH, KEPT),
 }
-
 # the optimizer's counters are on the device
-CAPTURABLE: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    "stage 2, capturable": (
-        2,
-        {},
-        {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "capturable": True}}},
-    ),
-}
+CAPTURABLE: Jobs = {"stage 2, capturable": (2, {}, by("AdamW", lr=1e-2, capturable=True))}
 
-HOPS = {"mics_hierarchical_params_gather": True}
+
 # on four ranks of two hosts
-OVER_HOSTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+HOPS = {"mics_hierarchical_params_gather": True}
+SGD, QUANTIZED = by("SGD", lr=0.1), {"zero_quantized_weights": True}
+# on four ranks of two hosts
+OVER_HOSTS: Jobs = {
     "stage 3, gathers in two hops": (3, HOPS, {}),
     "stage 3, gathers in two hops, one micro-batch": (3, HOPS, ONCE),
     "stage 3, gathers in two hops, all on the host": (3, {**BOTH, **HOPS}, {}),
-    "stage 3, weights in 8 bits, gathers in two hops": (
-        3,
-        {**HOPS, "zero_quantized_weights": True},
-        {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
-    ),
+    "stage 3, weights in 8 bits, gathers in two hops": (3, {**HOPS, **QUANTIZED}, SGD),
 }
 
 
@@ -137,54 +107,37 @@ def reads_shards(engine: Any) -> None:
 
 
 # What a job does after each step.
-BETWEEN_STEPS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    "stage 2, optimizer on the host, a collective between steps": (
-        2,
-        OPTIMIZER,
-        {"between": broadcasts},
-    ),
-    "stage 3, all on the host, shards read between steps": (3, BOTH, {"between": reads_shards}),
+COLLECTIVE, SHARDS = {"between": broadcasts}, {"between": reads_shards}
+# What a job does after each step.
+BETWEEN_STEPS: Jobs = {
+    "stage 2, optimizer on the host, a collective between steps": (2, OPTIMIZER, COLLECTIVE),
+    "stage 3, all on the host, shards read between steps": (3, BOTH, SHARDS),
 }
-
-MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.02, "weight_decay": 0.01}}}
-BY_MATRICES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+MUON = by("Muon", lr=0.02, weight_decay=0.01)
+BY_MATRICES: Jobs = {
     **{f"stage {stage}, Muon": (stage, {}, MUON) for stage in (0, 2, 3)},
     "stage 2, Muon, optimizer on the host": (2, OPTIMIZER, MUON),
 }
-
 # Collectives in few bits: losses are not those of a plain loop to the last places.
-SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-FOUR = {"compressed_communication": {"bits": 4}}
-UP, DOWN = {"zero_quantized_gradients": True}, {"zero_quantized_weights": True}
-ONE = {
-    "compressed_communication": {"bits": 1, "freeze_step": 1, "block_size": 256},
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-}
+FOUR = {"compressed_communication": {"bits": 4}, **SGD}
+UP = {"zero_quantized_gradients": True}
+FED_BACK = {"zero_hpz_partition_size": 2, "zeropp_loco_param": {"err_beta": 0.8}}
+ONE = {"compressed_communication": {"bits": 1, "freeze_step": 1, "block_size": 256}}
 # one dense step, one in 1 bit, and from then on every second one synchronises
-LOCAL = {
-    "compressed_communication": {"block_size": 256},
-    "optimizer": {
-        "type": "ZeroOneAdam",
-        "params": {
-            "lr": 1e-5,
-            "var_freeze_step": 1,
-            "local_step_scaler": 1,
-            "local_step_clipper": 2,
-        },
-    },
-}
-IN_FEW_BITS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+LOCAL = {"var_freeze_step": 1, "local_step_scaler": 1, "local_step_clipper": 2}
+BLOCKS_OF_256 = {"compressed_communication": {"block_size": 256}}
+IN_FEW_BITS: Jobs = {
     "stage 1, gradients in 4 bits": (1, UP, SGD),
-    "stage 2, both ways in 4 bits": (2, {}, {**SGD, **FOUR}),
-    "stage 2, in 4 bits, optimizer on the host": (2, OPTIMIZER, {**SGD, **FOUR}),
-    "stage 3, weights in 8 bits, gradients in 4": (3, {**UP, **DOWN}, SGD),
-    "stage 3, in few bits, errors fed back": (
-        3,
-        {**UP, **DOWN, "zero_hpz_partition_size": 2, "zeropp_loco_param": {"err_beta": 0.8}},
-        SGD,
+    "stage 2, both ways in 4 bits": (2, {}, FOUR),
+    "stage 2, in 4 bits, optimizer on the host": (2, OPTIMIZER, FOUR),
+    "stage 3, weights in 8 bits, gradients in 4": (3, {**UP, **QUANTIZED}, SGD),
+    "stage 3, in few bits, errors fed back": (3, {**UP, **QUANTIZED, **FED_BACK}, SGD),
+    "stage 1, momenta in 1 bit after a step": (1, {}, {**ONE, **by("AdamW", lr=1e-4)}),
+    "stage 1, local steps in 1 bit": (
+        1,
+        {},
+        {**BLOCKS_OF_256, **by("ZeroOneAdam", lr=1e-5, **LOCAL)},
     ),
-    "stage 1, momenta in 1 bit after a step": (1, {}, ONE),
-    "stage 1, local steps in 1 bit": (1, {}, LOCAL),
 }
 
 
@@ -252,13 +205,9 @@ def plain(job: str, steps: int, rank: int, world: int) -> list[float]:
     kind, settings = chosen["optimizer"]["type"], chosen["optimizer"]["params"]
     if kind == "ZeroOneAdam":
         kind, settings = "AdamW", {"lr": settings["lr"]}
-    optimizer = (
-        Muon(muon_groups(model.parameters(), model), **settings)
-        if kind == "Muon"
-        else {"Adafactor": Adafactor}.get(kind, getattr(torch.optim, kind))(
-            model.parameters(), **settings
-        )
-    )
+    make = {"Adafactor": Adafactor, "Muon": Muon}.get(kind) or getattr(torch.optim, kind)
+    groups = muon_groups(model.parameters(), model) if kind == "Muon" else model.parameters()
+    optimizer = make(groups, **settings)
     each = [list(batches(steps * micros, place, world)) for place in range(world)]
     losses = []
     for step in range(steps):

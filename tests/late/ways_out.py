@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import json
-import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -74,18 +72,14 @@ def packed(tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, torch.Tenso
     """Read ``tensors`` as vLLM packs them: on two streams in turn, which wait for nothing else."""
     beside, found = [torch.cuda.Stream(), torch.cuda.Stream()], dict[str, torch.Tensor]()
     held: list[list[torch.Tensor]] = [[], []]
-    left: Any = True
     for turn in itertools.cycle((0, 1)):
         beside[turn].synchronize()
         held[turn] = []
         with torch.cuda.stream(beside[turn]):
-            for _ in range(AT_ONCE):
-                left = next(tensors, None)
-                if left is None:
-                    break
-                held[turn].append(left[1])
-                found[left[0]] = left[1] * 1
-        if left is None:
+            named = list(itertools.islice(tensors, AT_ONCE))
+            held[turn] = [value for _, value in named]
+            found.update({name: value * 1 for name, value in named})
+        if not named:
             break
     for each in beside:
         each.synchronize()
@@ -162,13 +156,14 @@ def is_saved_beside(job: Job, folder: str) -> None:
     """A state dict is saved, by a thread while steps go on, too, and loaded again."""
     module, optimizer = job.engine.module, job.engine.optimizer
     options = torch_states.StateDictOptions(cpu_offload=True)
-    model, states = torch_states.get_state_dict(module, optimizer, options=options)
-    job.check(devices(model) == {"cpu"}, "weights were to be on the host")
-    job.check(devices(states["state"]) == {"cpu"}, "states were to be on the host")
-    group = dist.new_group(backend="gloo")
-    want = job.weights()
-    model, states = torch_states.get_state_dict(module, optimizer)
-    whole = {"model": model, "optimizer": states}
+    away = torch_states.get_state_dict(module, optimizer, options=options)
+    job.check(devices(dict(enumerate(away))) == {"cpu"}, "states were to be on the host")
+    group, want = dist.new_group(backend="gloo"), job.weights()
+
+    def states() -> dict[str, Any]:
+        return dict(zip(("model", "optimizer"), torch_states.get_state_dict(module, optimizer)))
+
+    whole = states()
     dcp.save(whole, checkpoint_id=f"{folder}/before", process_group=group)
     device.only_device(None)  # torch's thread works on device 0
     saving = dcp.async_save(whole, checkpoint_id=f"{folder}/beside", process_group=group)
@@ -176,13 +171,15 @@ def is_saved_beside(job: Job, folder: str) -> None:
     saving.result()
     device.only_device(job.rank)
     job.check(not equal(job.weights(), want), "the step has changed nothing")
-    model, states = torch_states.get_state_dict(module, optimizer)
+    whole = states()
     for kind in ("before", "beside"):
-        whole = {"model": model, "optimizer": states}
         dcp.load(whole, checkpoint_id=f"{folder}/{kind}")
         job.evaluate()
         torch_states.set_state_dict(
-            module, optimizer, model_state_dict=model, optim_state_dict=states
+            module,
+            optimizer,
+            model_state_dict=whole["model"],
+            optim_state_dict=whole["optimizer"],
         )
         job.check(equal(job.weights(), want), f"what was saved {kind} is not what is loaded")
         job.step()
@@ -226,14 +223,11 @@ def run(name: str, rank: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    rank = int(os.environ["RANK"])
-    mode, _, seed = sys.argv[1].partition(":")
-    device.configure(mode, seed=int(seed or 0) + rank, max_us=300, nap=0.2)
-    device.only_device(int(os.environ["LOCAL_RANK"]))
+    rank = device.begin(sys.argv[1])
     for name in sys.argv[2:]:
         device.forget()
         row = run(name, rank)
-        print(json.dumps({**row, "reports": device.reports()}), flush=True)
+        device.tell(**row, reports=device.reports())
     world_group.barrier()
 
 
