@@ -1,71 +1,49 @@
 """A LightningModule in many ways, by the name of a strategy; ``plain`` is Lightning's own loop in
-one process.
-
-    python lightning_cases.py --out FOLDER --package lightning.pytorch --devices 2 --strategies
-    zero_stage_2,zero_stage_3 --cases fit,manual
+one process, which has the rows of all ranks.
 
 A report has, for each strategy and case, the losses of this rank, the norms of the gradient and
-what else the case shows; weights lie in ``FOLDER/<strategy>-<case>.pt``. One rank of plain
-Lightning has the rows of two.
+what else the case shows; weights lie in ``FOLDER/<strategy>-<case>.pt``. With the default of
+``--samples`` the last batch of an epoch is short, and so is its window.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
+from script import given
 from torch import nn
 
-torch.set_num_threads(1)
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", type=Path, required=True)
-parser.add_argument("--package", default="lightning.pytorch")
-parser.add_argument("--accelerator", default="cpu")
-parser.add_argument("--devices", type=int, default=1)
-parser.add_argument("--strategies", default="plain")
-parser.add_argument("--cases", required=True)
-parser.add_argument(
-    "--samples",
-    type=int,
-    default=52,
-    help="52: the last batch of an epoch is short, and so is its window",
-)
-parser.add_argument("--model", type=Path, help="a folder that holds a pretrained BERT")
-parser.add_argument("--resume", type=Path, help="a checkpoint of another run to resume from")
-arguments = parser.parse_args()
+arguments = given(
+    package="lightning.pytorch", accelerator="cpu", devices=1, strategies="plain", cases="",
+    samples=52, model="", resume="",
+)  # fmt: skip
 
 pl = importlib.import_module(arguments.package)
-deepspeed_strategy = importlib.import_module(f"{arguments.package}.strategies.deepspeed")
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 ROWS, WIDTH = 8, 8  # rows of a step over all ranks
+WINDOWS = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
 # Lightning makes a plain model on its GPU, whose generator draws other values than the CPU's.
 ON_CPU = torch.device("cpu") if arguments.accelerator == "gpu" else contextlib.nullcontext()
 
 
-class Net(pl.LightningModule):  # type: ignore[name-defined, misc]
+class Net(pl.LightningModule):
     """Tied, frozen and bare parameters, a buffer, a module of the root, made in configure_model."""
 
     def __init__(self, width=WIDTH, rate=1e-2):
         super().__init__()
         self.save_hyperparameters()
-        self.losses: list[float] = []
-        self.norms: list[float] = []
-        self.evaluated: list[float] = []
-        self.noted: tuple[int, int] | None = None
+        self.losses, self.norms, self.evaluated, self.noted = [], [], [], None
 
     def configure_model(self):
-        if hasattr(self, "body"):
-            return
-        torch.manual_seed(0)
-        with ON_CPU:
-            self.make(self.hparams.width)
+        if not hasattr(self, "body"):
+            torch.manual_seed(0)
+            with ON_CPU:
+                self.make(self.hparams.width)
 
     def make(self, width):
         self.body = nn.ModuleList(
@@ -103,12 +81,9 @@ class Net(pl.LightningModule):  # type: ignore[name-defined, misc]
 
     def on_train_batch_end(self, *ignored):
         engine = engine_of(self)
-        if (
-            engine is not None
-            and (id(engine), engine.global_steps) != self.noted
-            and engine.was_step_applied()
-        ):
-            self.noted = (id(engine), engine.global_steps)
+        at = None if engine is None else (id(engine), engine.global_steps)
+        if engine is not None and at != self.noted and engine.was_step_applied():
+            self.noted = at
             self.norms.append(engine.get_global_grad_norm())
 
     def validation_step(self, batch, index):
@@ -135,12 +110,7 @@ class Net(pl.LightningModule):  # type: ignore[name-defined, misc]
     def configure_optimizers(self):
         trained = [p for p in self.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=self.hparams.rate, eps=1e-6)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {
-                "scheduler": torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3], 0.5)
-            },
-        }
+        return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 3], 0.5)]
 
 
 class Manual(Net):
@@ -158,7 +128,7 @@ class Manual(Net):
     def on_before_optimizer_step(self, optimizer):
         """The norm has been noted: here it is clipped already."""
 
-    def training_step(self, batch, index):  # type: ignore[override]
+    def training_step(self, batch, index):
         optimizer = self.optimizers()
         loss = self.loss(batch)
         self.losses.append(float(loss))
@@ -166,67 +136,24 @@ class Manual(Net):
         if index % 2:
             self.note_norm()
             if self.clip:
-                self.clip_gradients(
-                    optimizer, gradient_clip_val=self.clip, gradient_clip_algorithm="norm"
-                )
+                self.clip_gradients(optimizer, self.clip, "norm")
             optimizer.step()
             optimizer.zero_grad()
             self.lr_schedulers().step()
 
     def configure_optimizers(self):
-        optimizer = torch.optim.SGD(
-            [p for p in self.parameters() if p.requires_grad], lr=self.hparams.rate, momentum=0.9
-        )
+        trained = [p for p in self.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=self.hparams.rate, momentum=0.9)
         return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], 0.5)]
 
 
-class Discarding(Manual):
-    """Gradients that are thrown away before a step."""
-
-    def training_step(self, batch, index):  # type: ignore[override]
-        if index % 3 == 1:
-            self.manual_backward(self.loss(batch))
-            self.optimizers().zero_grad()
-        super().training_step(batch, index)
-
-
-class CarriedOver(Net):
-    """DeepSpeedStrategy's behaviour with windows of two: they cross the end of an epoch, and the
-    loss is divided twice.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-        self.micro = 0
-
-    def training_step(self, batch, index):  # type: ignore[override]
-        optimizer, loss = self.optimizers(), self.loss(batch)
-        self.losses.append(float(loss))
-        self.manual_backward(loss / 4)
-        self.micro += 1
-        if self.micro % 2 == 0:
-            self.note_norm()
-            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def on_before_optimizer_step(self, optimizer):
-        """The norm has been noted."""
-
-    def on_train_epoch_end(self):
-        self.lr_schedulers().step()
-
-
-class Pretrained(pl.LightningModule):  # type: ignore[name-defined, misc]
+class Pretrained(pl.LightningModule):
     """A model of transformers that is read in configure_model."""
 
     def __init__(self, path):
         super().__init__()
         self.save_hyperparameters()
-        self.losses: list[float] = []
-        self.norms: list[float] = []
-        self.evaluated: list[float] = []
+        self.losses, self.norms, self.evaluated = [], [], []
 
     def configure_model(self):
         from transformers import BertForMaskedLM
@@ -257,7 +184,7 @@ class OwnHooks(Net):
         self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
     ):
         if self.trainer.current_epoch == 0:  # the later epochs are not clipped at all
-            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+            self.clip_gradients(optimizer, 0.1, "norm")
 
     def optimizer_step(self, epoch, index, optimizer, optimizer_closure=None):
         for group in optimizer.param_groups:
@@ -265,9 +192,8 @@ class OwnHooks(Net):
         optimizer.step(closure=optimizer_closure)
 
     def configure_optimizers(self):
-        return torch.optim.SGD(
-            [p for p in self.parameters() if p.requires_grad], lr=self.hparams.rate
-        )
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.SGD(trained, lr=self.hparams.rate)
 
 
 def engine_of(module):
@@ -281,37 +207,24 @@ def loader(samples=arguments.samples):
     """
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(samples, WIDTH, generator=generator)
-    data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+    return batches_of(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)))
+
+
+def batches_of(data):
     sampler = torch.utils.data.DistributedSampler(data, arguments.devices, RANK, shuffle=False)
     return torch.utils.data.DataLoader(data, batch_size=ROWS // arguments.devices, sampler=sampler)
 
 
-def strategy_of(name):
-    if not name.startswith("deepspeed") or arguments.accelerator != "cpu":
-        return "auto" if name == "plain" else name
-    # Lightning refuses DeepSpeedStrategy where there is no CUDA, and knows CPU devices by no index.
-    deepspeed_strategy.CUDAAccelerator = pl.accelerators.CPUAccelerator
-    deepspeed_strategy._validate_device_index_selection = lambda devices: None
-    return name
-
-
 def trainer_of(name, **more):
-    settings = {
+    quiet = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+    place = {"accelerator": arguments.accelerator, "devices": arguments.devices}
+    chosen = {
+        **place,
+        "strategy": "auto" if name == "plain" else name,
         "max_epochs": 2,
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "enable_checkpointing": False,
+        **dict.fromkeys(quiet, False),
     }
-    return pl.Trainer(
-        **{
-            "accelerator": arguments.accelerator,
-            "devices": arguments.devices,
-            "strategy": strategy_of(name),
-            **settings,
-            **more,
-        }
-    )
+    return pl.Trainer(**{**chosen, **more})
 
 
 def weights_of(module):
@@ -320,11 +233,8 @@ def weights_of(module):
 
     weights = {}
     for name, parameter in module.named_parameters():
-        whole = (
-            hf_zero.safe_get_full_fp32_param(parameter)
-            if hasattr(parameter, "_hf_zero_flat")
-            else None
-        )
+        held = hasattr(parameter, "_hf_zero_flat")
+        whole = hf_zero.safe_get_full_fp32_param(parameter) if held else None
         with hf_zero.GatheredParameters([parameter]):
             weights[name] = (parameter if whole is None else whole).detach().float().cpu().clone()
     return weights
@@ -342,63 +252,44 @@ def fit(name):
     and prediction after.
     """
     module = Net()
-    trainer = trainer_of(name, accumulate_grad_batches=2, gradient_clip_val=0.5)
+    trainer = trainer_of(name, **WINDOWS)
     trainer.fit(module, loader(), loader())
-    report = shown(module, name, "fit")
-    report["tested"] = trainer.test(module, loader(), verbose=False)[0]["val_loss"]
+    found = shown(module, name, "fit")
+    found["tested"] = trainer.test(module, loader(), verbose=False)[0]["val_loss"]
     predicted = torch.cat(trainer.predict(module, loader()))
-    return {**report, "predicted": predicted.flatten().tolist()}
+    return {**found, "predicted": predicted.flatten().tolist()}
+
+
+def trained(name, case, module, **settings):
+    trainer_of(name, **settings).fit(module, loader())
+    return shown(module, name, case)
+
+
+def callbacks():
+    return importlib.import_module(f"{arguments.package}.callbacks")
 
 
 def scheduled_accumulation(name):
-    module = Net()
-    callback = importlib.import_module(
-        f"{arguments.package}.callbacks"
-    ).GradientAccumulationScheduler({0: 1, 1: 3})
-    trainer_of(name, callbacks=[callback]).fit(module, loader())
-    return shown(module, name, "scheduled_accumulation")
+    windows = callbacks().GradientAccumulationScheduler({0: 1, 1: 3})
+    return trained(name, "scheduled_accumulation", Net(), callbacks=[windows])
 
 
 def manual(name):
-    module = Manual()
-    trainer_of(name).fit(module, loader())
-    return shown(module, name, "manual")
+    return trained(name, "manual", Manual())
 
 
 def manual_unclipped(name):
-    module = Manual(clip=0.0, rate=0.005)
-    trainer_of(name).fit(module, loader())
-    return shown(module, name, "manual_unclipped")
+    return trained(name, "manual_unclipped", Manual(clip=0.0, rate=0.005))
 
 
 def own_hooks(name):
-    module = OwnHooks()
-    trainer_of(name, accumulate_grad_batches=2).fit(module, loader())
-    return shown(module, name, "own_hooks")
-
-
-def discarding(name):
-    module = Discarding()
-    trainer_of(name).fit(module, loader())
-    return shown(module, name, "discarding")
-
-
-def carried_over(name):
-    module = CarriedOver() if name == "plain" else Net()
-    windows = {} if name == "plain" else {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
-    trainer_of(name, **windows).fit(module, loader(samples=52))
-    return shown(module, name, "carried_over")
+    return trained(name, "own_hooks", OwnHooks(), accumulate_grad_batches=2)
 
 
 def pretrained(name):
-    module = Pretrained(str(arguments.model))
-    generator = torch.Generator().manual_seed(2)
-    data = torch.randint(5, 64, (16, 12), generator=generator)
-    sampler = torch.utils.data.DistributedSampler(data, arguments.devices, RANK, shuffle=False)  # type: ignore[arg-type]
-    batches = torch.utils.data.DataLoader(
-        data, batch_size=ROWS // arguments.devices, sampler=sampler
-    )  # type: ignore[arg-type]
-    trainer_of(name, max_epochs=3).fit(module, batches)
+    module = Pretrained(arguments.model)
+    data = torch.randint(5, 64, (16, 12), generator=torch.Generator().manual_seed(2))
+    trainer_of(name, max_epochs=3).fit(module, batches_of(data))
     return {**shown(module, name, "pretrained"), "kinds": module.kinds}
 
 
@@ -416,40 +307,29 @@ def saved(name):
     """One epoch, a checkpoint by callback; a second epoch by a new module and Trainer that resume;
     the files on disk.
     """
-    callbacks = importlib.import_module(f"{arguments.package}.callbacks")
     folder = arguments.out / f"{name}-checkpoints"
-    checkpoint = callbacks.ModelCheckpoint(
+    checkpoint = callbacks().ModelCheckpoint(
         folder, save_last=True, monitor="val_loss", filename="epoch-{epoch}"
     )
-    whole = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "enable_checkpointing": True}
-    trainer = trainer_of(name, max_epochs=1, callbacks=[checkpoint], **whole)
+    settings = {"callbacks": [checkpoint], "enable_checkpointing": True, **WINDOWS}
+    trainer = trainer_of(name, max_epochs=1, **settings)
     trainer.fit(Net(), loader(), loader())
     trainer.save_checkpoint(folder / "first.ckpt")
-    module = Net()
-    trainer = trainer_of(name, max_epochs=2, callbacks=[checkpoint], **whole)
+    module, trainer = Net(), trainer_of(name, **settings)
     trainer.fit(module, loader(), loader(), ckpt_path=folder / "last.ckpt")
     trainer.save_checkpoint(folder / "weights.ckpt", weights_only=True)
-    report = shown(module, name, "saved")
-    fresh = Net()
-    report["tested"] = trainer.test(fresh, loader(), ckpt_path=folder / "last.ckpt", verbose=False)[
-        0
-    ]["val_loss"]
-    report["tested_whole"] = trainer.test(
-        Net(), loader(), ckpt_path=folder / "weights.ckpt", verbose=False
-    )[0]["val_loss"]
-    return {
-        **report,
-        "global_step": trainer.global_step,
-        "best": Path(checkpoint.best_model_path).name,
-    }
+    found = shown(module, name, "saved")
+    for key, file in (("tested", "last.ckpt"), ("tested_whole", "weights.ckpt")):
+        tested = trainer.test(Net(), loader(), ckpt_path=folder / file, verbose=False)
+        found[key] = tested[0]["val_loss"]
+    best = Path(checkpoint.best_model_path).name
+    return {**found, "global_step": trainer.global_step, "best": best}
 
 
 def resumed(name):
     """The second epoch of a run that other ranks, perhaps at another stage, began."""
     module = Net()
-    trainer_of(name, accumulate_grad_batches=2, gradient_clip_val=0.5).fit(
-        module, loader(), loader(), ckpt_path=arguments.resume
-    )
+    trainer_of(name, **WINDOWS).fit(module, loader(), loader(), ckpt_path=arguments.resume)
     return shown(module, name, "resumed")
 
 
@@ -457,81 +337,21 @@ def converted(name):
     """A sharded checkpoint as one file by Lightning's own function, and a module loaded from
     that file.
     """
-    convert = importlib.import_module(
-        f"{arguments.package}.utilities.deepspeed"
-    ).convert_zero_checkpoint_to_fp32_state_dict
-    convert(arguments.resume.with_name("last.ckpt"), arguments.out / "whole.ckpt")
-    module = Net.load_from_checkpoint(arguments.out / "whole.ckpt")
-    torch.save(
-        {key: p.detach().cpu() for key, p in module.named_parameters()},
-        arguments.out / f"{name}-converted.pt",
-    )
-    content = torch.load(arguments.out / "whole.ckpt", weights_only=True)
-    return {
-        "keys": sorted(content),
-        "epoch": content["epoch"],
-        "rate": module.hparams.rate,
-        "shift": module.shift.item(),
-    }
-
-
-def precision(name, kind):
-    module = Net()
-    settings: dict[str, Any] = {}
-    # from a scale that fits on: a step that overflows is left out
-    if name.startswith("zero") and kind.startswith("16"):
-        home = {"lightning.pytorch": "lightning"}.get(arguments.package, arguments.package)
-        zero = {
-            "zero_optimization": {"stage": int(name[-1])},
-            "fp16": {"enabled": True, "initial_scale_power": 8},
-        }
-        settings["strategy"] = importlib.import_module(f"hf_zero.integrations.{home}").ZeroStrategy(
-            config=zero
-        )
-    trainer = trainer_of(name, precision=kind, max_epochs=4, **settings)
-    before = trainer.validate(module, loader(), verbose=False)[0]["val_loss"]
-    trainer.fit(module, loader(), loader())
-    dtypes = sorted({str(p.dtype) for p in module.parameters()})
-    engine = engine_of(module)
-    return {
-        **shown(module, name, kind),
-        "before": before,
-        "dtypes": dtypes,
-        "computes": str(trainer.predict(module, loader())[0].dtype),
-        "precision": getattr(getattr(engine, "config", None), "precision", None),
-        "skipped": getattr(engine, "skipped_steps", 0),
-    }
-
-
-CASES: dict[str, Callable[[str], dict[str, Any]]] = {
-    case.__name__: case
-    for case in (
-        fit,
-        scheduled_accumulation,
-        manual,
-        manual_unclipped,
-        discarding,
-        carried_over,
-        own_hooks,
-        evaluated_first,
-        saved,
-        resumed,
-        converted,
-        pretrained,
-    )
-}
-CASES |= {
-    kind: lambda name, kind=kind: precision(name, kind)
-    for kind in ("32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
-}  # type: ignore[misc]
+    whole = arguments.out / "whole.ckpt"
+    utilities = importlib.import_module(f"{arguments.package}.utilities.deepspeed")
+    last = Path(arguments.resume).with_name("last.ckpt")
+    utilities.convert_zero_checkpoint_to_fp32_state_dict(last, whole)
+    module = Net.load_from_checkpoint(whole)
+    weights = {key: p.detach().cpu() for key, p in module.named_parameters()}
+    torch.save(weights, arguments.out / f"{name}-converted.pt")
+    keys = sorted(torch.load(whole, weights_only=True))
+    return {"keys": keys, "rate": module.hparams.rate, "shift": module.shift.item()}
 
 
 def main():
-    report = {
-        name: {case: CASES[case](name) for case in arguments.cases.split(",")}
-        for name in arguments.strategies.split(",")
-    }
-    (arguments.out / f"report-{RANK}.json").write_text(json.dumps(report))
+    names, cases = arguments.strategies.split(","), arguments.cases.split(",")
+    found = {name: {case: globals()[case](name) for case in cases} for name in names}
+    (arguments.out / f"report-{RANK}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
