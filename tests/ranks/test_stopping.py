@@ -12,10 +12,11 @@ from hf_zero.distributed import process_group, rank_requests
 from hf_zero.errors import PartitionError, RankMismatchError
 from hf_zero.zero.step.preemption import _Handler
 from tests.helpers import oracle
-from tests.helpers.engines import STAGES, config_of, full_weights, start
+from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.ranks import RankFailed
-from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, squared, stack
+from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, Plan, plain_sgd
+from tests.ranks.cases import over
 
 LIMIT = 50  # steps after which nobody waits any longer
 
@@ -31,36 +32,33 @@ def one_process():
     process_group.destroy_process_group()
 
 
-def train(engine, rank, number, told=()):
+def train(engine, rank, number, told=""):
     """One step; ``told`` is when in it this rank is told to stop."""
+    if told == "before":
+        engine.request_stop()
+    assert not engine.stop_requested, "it changes in a step, and nowhere else"
     loss = squared(engine, At(number, 0, rank))
-    if "forward" in told:
+    if told == "forward":
         engine.request_stop()
     engine.backward(loss)
-    if "backward" in told:
+    if told == "backward":
         engine.request_stop()
     engine.step()
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("when", ["forward", "backward", "before"])
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("stage", STAGES)
+@over(
+    "stage, ranks, when",
+    [(0, 2, "forward"), (1, 1, "backward"), (2, 2, "before"), (3, 1, "forward"),
+    (3, 2, "backward"), (3, 4, "before")],
+)  # fmt: skip
 def test_all_ranks_stop_after_the_same_step(quick, stage, ranks, when):
-    """One rank is told in its third step; others may be in the next by then.
-
-    The weights are those of that many steps.
-    """
+    """One rank is told in its third step; others may be in the next by then."""
 
     def run(rank, model):
         engine = start(model, plain_sgd(model), config_of(stage))
         engine.stop_on()
         for number in range(LIMIT):
-            told = number == 2 and rank == ranks - 1
-            if told and when == "before":
-                engine.request_stop()
-            assert not engine.stop_requested, "it changes in a step, and nowhere else"
-            train(engine, rank, number, [when] if told else ())
+            train(engine, rank, number, when if (number, rank) == (2, ranks - 1) else "")
             if engine.stop_requested:
                 return number + 1, full_weights(engine)
         raise AssertionError("nobody stopped")
@@ -73,12 +71,13 @@ def test_all_ranks_stop_after_the_same_step(quick, stage, ranks, when):
         oracle.compare_tensors("weights", weights, want)
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize(
-    "told", [(0, 0, 0, 0), (3, 0, 2, 1), (0, 1, 1, LIMIT), (2, 2, LIMIT, LIMIT)]
+@over(
+    "stage, told",
+    [(1, (3, 0, 2, 1)), (3, (0, 1, 1, LIMIT)), (3, (2, 2, LIMIT, LIMIT)), (1, (0, 0, 0, 0))],
 )
-@pytest.mark.parametrize("stage", [1, 3])
 def test_many_are_told_at_different_times_and_again(quick, stage, told):
+    """All stop at the end of the accumulation window in which somebody was told, or the next."""
+
     def run(rank, model):
         engine = start(model, plain_sgd(model), config_of(stage, Plan(accumulation=2)))
         engine.stop_on()
@@ -95,10 +94,7 @@ def test_many_are_told_at_different_times_and_again(quick, stage, told):
     answers = on_ranks(4, run)
     assert answers[1:] == answers[:-1]
     first = answers[0].index(True)
-    assert first in (2 * min(told) + 1, 2 * min(told) + 3), (
-        "at the end of the accumulation window in which somebody was told, or the next"
-    )
-    assert all(answers[0][first:])
+    assert first in (2 * min(told) + 1, 2 * min(told) + 3) and all(answers[0][first:])
 
 
 def test_steps_in_which_nobody_is_told_cost_nothing(quick):
@@ -109,8 +105,7 @@ def test_steps_in_which_nobody_is_told_cost_nothing(quick):
         if listen:
             engine.stop_on()
         engine.mesh.stats.keep_log = True
-        for number in range(3):
-            train(engine, rank, number)
+        run_steps(engine, rank, range(3))
         return list(engine.mesh.stats.log), engine.mesh.consensus.steps._store.check(["fetch/n"])
 
     plain, listening = on_ranks(2, run, False), on_ranks(2, run, True)
@@ -118,9 +113,7 @@ def test_steps_in_which_nobody_is_told_cost_nothing(quick):
 
 
 def test_the_ranks_steps_ahead_of_the_one_that_was_told(quick):
-    """Without sharded parameters nothing keeps hosts together between steps but the sums; the
-    latest step counts.
-    """
+    """Nothing but the sums keeps the ranks together; the latest step counts."""
 
     def run(rank, model):
         engine = start(model, plain_sgd(model), config_of(1))
@@ -128,15 +121,14 @@ def test_the_ranks_steps_ahead_of_the_one_that_was_told(quick):
         for number in range(LIMIT):
             if rank == 0 and number == 1:
                 time.sleep(0.2)
-                engine.request_stop()
-            train(engine, rank, number)
+            train(engine, rank, number, "before" if (rank, number) == (0, 1) else "")
             if engine.stop_requested:
                 return number
 
     assert len(set(on_ranks(2, run))) == 1
 
 
-def test_a_rank_that_does_not_listen_is_named(monkeypatch, quick):
+def test_a_rank_that_does_not_listen_is_named(quick):
     def run(rank, model):
         engine = start(model, plain_sgd(model), config_of(1))
         engine.mesh.consensus.steps._waits.timeout = 0.3
@@ -145,32 +137,28 @@ def test_a_rank_that_does_not_listen_is_named(monkeypatch, quick):
             engine.request_stop()
         train(engine, rank, 0)
 
-    with pytest.raises(
-        RankFailed,
-        match=r"rank 0 has waited .* for ranks 1 to hear that the job is to stop; they never came",
-    ) as caught:
+    with pytest.raises(RankFailed, match="for ranks 1 to hear that the job is to stop") as caught:
         on_ranks(2, run)
     assert isinstance(caught.value.__cause__, RankMismatchError)
 
 
-def test_who_does_not_listen_cannot_ask(one_process):
-    engine = start(stack(), None, config_of(1))
-    with pytest.raises(
-        PartitionError,
-        match=r"request_stop\(\) reaches only ranks that listen; call "
-        r"engine\.stop_on\(\) on every rank",
-    ):
-        engine.request_stop()
-
-
 @on_each_rank(2)
-def test_signals_need_the_main_thread(rank, model):
+def test_who_does_not_listen_cannot_ask_and_signals_need_the_main_thread(rank, model):
     engine = start(model, None, config_of(1))
-    with pytest.raises(
-        PartitionError,
-        match=r"stop_on with signals needs the main thread.*request_stop\(\) from a handler",
-    ):
+    with pytest.raises(PartitionError, match=r"request_stop\(\) reaches only ranks that listen"):
+        engine.request_stop()
+    with pytest.raises(PartitionError, match="stop_on with signals needs the main thread"):
         engine.stop_on(signal.SIGTERM)
+
+
+# ---- signals ----
+
+
+def listening(number):
+    model = stack()
+    engine = start(model, plain_sgd(model), config_of(2))
+    engine.stop_on(number)
+    return engine
 
 
 @pytest.fixture
@@ -189,17 +177,15 @@ def heard_before():
 @pytest.mark.parametrize("end", ["destroy", "stop_on"])
 def test_a_signal_is_seen_after_the_step_and_handlers_come_back(one_process, heard_before, end):
     heard, handler = heard_before
-    model = stack()
-    engine = start(model, plain_sgd(model), config_of(2))
-    engine.stop_on(signal.SIGUSR1)
+    engine = listening(signal.SIGUSR1)
     train(engine, 0, 0)
     assert not engine.stop_requested
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGUSR1)
-    assert heard == [signal.SIGUSR1] * 2 and not engine.stop_requested
+    assert heard == [signal.SIGUSR1] * 2
     train(engine, 0, 1)
     assert engine.stop_requested
-    engine.destroy() if end == "destroy" else engine.stop_on()
+    getattr(engine, end)()
     assert signal.getsignal(signal.SIGUSR1) is handler
 
 
@@ -217,9 +203,7 @@ def test_a_handler_outlives_no_engine(heard_before):
 
 
 def test_a_child_that_was_forked_ends_as_it_would(one_process):
-    model = stack()
-    engine = start(model, plain_sgd(model), config_of(2))
-    engine.stop_on(signal.SIGTERM)
+    engine = listening(signal.SIGTERM)
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -235,9 +219,7 @@ def test_a_child_that_was_forked_ends_as_it_would(one_process):
 
 
 def test_a_handler_that_was_put_over_ours_stays(one_process, heard_before):
-    model = stack()
-    engine = start(model, plain_sgd(model), config_of(2))
-    engine.stop_on(signal.SIGUSR1)
+    engine = listening(signal.SIGUSR1)
     above = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     engine.destroy()
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN

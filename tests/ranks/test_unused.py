@@ -4,8 +4,6 @@ PyTorch finds no gradient.
 
 from __future__ import annotations
 
-import functools
-import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -15,29 +13,20 @@ from torch import nn
 from hf_zero.ops import dispatch
 from hf_zero.zero.reduce.norm import Usage
 from tests.helpers import oracle
-from tests.helpers.cells import fast
 from tests.helpers.checked_triton import checked_triton
-from tests.helpers.engines import (
-    STAGES,
-    OnEngine,
-    config_of,
-    engine_opener,
-    start,
-    train_on_threads,
-)
+from tests.helpers.engines import OnEngine, config_of, engine_opener, start, train_on_threads
 from tests.helpers.models import Block, features, seeded
-from tests.helpers.offloads import offload
+from tests.helpers.offloads import DEVICE, offload
 from tests.helpers.optimizers import OF_GROUPS
-from tests.helpers.ranks import run_ranks
+from tests.helpers.stacks import on_each_rank, on_ranks
 from tests.helpers.training import At, Job, Plan, merge, train, trainable
+from tests.ranks.cases import over
 
 HEADS = 4
 
 
 class Heads(nn.Module):
-    """A block that is always used, and heads of which a call uses those it names; [rows, 7] ->
-    [rows, 5].
-    """
+    """A block that is always used, and heads of which a call uses those it names."""
 
     def __init__(self):
         super().__init__()
@@ -56,9 +45,7 @@ class Heads(nn.Module):
 
 @dataclass
 class HeadsJob(Job):
-    """In each step another pair of heads: one that all ranks use in all micro-batches, one that
-    the last rank uses in the last.
-    """
+    """Each step has another head of all ranks, and one of the last rank's last micro-batch."""
 
     kind: str = "adamw"
     ranks: int = 2
@@ -85,42 +72,45 @@ class HeadsJob(Job):
         return net(x, tuple(heads), at.step >= 2).float().pow(2).mean()
 
 
-def check(kind, plan, opener, stage):
+def check(kind, plan, stage, **more):
     job = HeadsJob(kind, plan.ranks, plan.accumulation)
-    oracle.accept(train_on_threads(job, plan, opener), job, plan, stage)
+    oracle.accept(train_on_threads(job, plan, engine_opener(stage, **more)), job, plan, stage)
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("ranks, accumulation", [(1, 1), (2, 3), (3, 1)])
-def test_an_unused_parameter_is_left_as_it_is(stage, ranks, accumulation):
-    plan = Plan(ranks, 5, accumulation, clip=0.5 if ranks == 3 else 0.0)
-    check("adamw", plan, engine_opener(stage), stage)
+REPLICAS = {"zero_optimization": {"stage": 3, "mics_shard_size": 2}}
 
 
-@pytest.mark.parametrize(
-    "kind, stage",
-    fast(itertools.product(OF_GROUPS, STAGES), lambda kind, stage: stage == 3 and kind != "adamw"),
+@over(
+    "kind, plan, stage, more",
+    [
+        ("adamw", Plan(1, 5), 0, {}),
+        ("adamw", Plan(2, 5, 3), 1, {}),
+        ("adamw", Plan(3, 5, clip=0.5), 2, {}),
+        ("adamw", Plan(3, 5, clip=0.5), 3, {}),
+        ("adamw", Plan(4, 5), 3, REPLICAS),
+        ("adamw", Plan(2, 5, precision="bf16", clip=1.0), 3, {}),
+        ("adamw", Plan(2, 5, precision="bf16", clip=1.0), 1, {}),
+        ("adamw", Plan(2, 5, precision="fp16", clip=1.0), 0, {}),
+        ("adamw", Plan(2, 5, precision="fp16", clip=1.0), 2, {}),
+        *((kind, Plan(2, 5, clip=1.0), 3, {}) for kind in OF_GROUPS if kind != "adamw"),
+    ],
 )
+def test_an_unused_parameter_is_left_as_it_is(kind, plan, stage, more):
+    check(kind, plan, stage, **more)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", OF_GROUPS)
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
 def test_by_every_optimizer(kind, stage):
-    check(kind, Plan(2, 5, clip=1.0), engine_opener(stage), stage)
-
-
-@pytest.mark.parametrize("precision, stage", [("bf16", 1), ("bf16", 3), ("fp16", 0), ("fp16", 2)])
-def test_in_16_bits(precision, stage):
-    check("adamw", Plan(2, 5, precision=precision, clip=1.0), engine_opener(stage), stage)
-
-
-def test_across_replicas():
-    more = {"zero_optimization": {"stage": 3, "mics_shard_size": 2}}
-    check("adamw", Plan(4, 5), engine_opener(3, **more), 3)
+    check(kind, Plan(2, 5, clip=1.0), stage)
 
 
 @pytest.mark.parametrize(
     "kind, precision, stage",
     [
-        ("adamw", "bf16", 3),
         ("lion", "bf16", 2),
+        pytest.param("adamw", "bf16", 3, marks=pytest.mark.long),
         pytest.param("adamw", "fp32", 3, marks=pytest.mark.long),
         pytest.param("adamw", "bf16", 1, marks=pytest.mark.long),
     ],
@@ -130,7 +120,7 @@ def test_in_one_launch(kind, precision, stage, monkeypatch):
     monkeypatch.setattr(dispatch, "wanted", lambda name, kernels, device: dispatch.runs_on(device))
     monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
     with checked_triton(poison=False):
-        check(kind, Plan(2, 5, precision=precision), engine_opener(stage), stage)
+        check(kind, Plan(2, 5, precision=precision), stage)
 
 
 OFFLOADED = [
@@ -145,129 +135,96 @@ OFFLOADED = [
 ]
 
 
-@pytest.mark.parametrize("way, kind, stage, more", OFFLOADED, ids=lambda value: str(value))
+@over("way, kind, stage, more", OFFLOADED)
 def test_offloaded(way, kind, stage, more, tmp_path):
     """Pieces are small, so that some hold used and unused parameters."""
     section = offload(way, stage, tmp_path, **more, **{"buffer_size": 512})
-    check(kind, Plan(2, 5), engine_opener(stage, zero_optimization=section), stage)
+    check(kind, Plan(2, 5), stage, zero_optimization=section)
 
 
-def test_moments_in_8_bits(tmp_path):
-    """Blocks of 8-bit moments are shared by used and unused parameters: weights stay as they
-    are, moments within their rounding.
-    """
+@on_each_rank(1, build=lambda: seeded(Heads))
+def test_moments_in_8_bits(rank, model, tmp_path):
+    """Used and unused parameters share blocks; those keep weights, and nearly moments."""
     job = HeadsJob("adamw", 1)
     section = offload("optimizer on cpu", 2, tmp_path, moments="int8", buffer_size=512)
+    engine = start(model, job.optimizer(model), config_of(2, zero_optimization=section))
+    net = OnEngine(engine, Plan(1))
 
-    def run(rank, model):
-        engine = start(
-            model, job.optimizer(model), config_of(2, Plan(1), zero_optimization=section)
-        )
-        net = OnEngine(engine, Plan(1))
+    def step(number):
+        net.backward(job.loss(net, At(number, 0, 0)))
+        engine.step()
+        held = {flat.key: engine.bound.tensors(flat.optimizer_shard) for flat in engine.flats}
+        return {key: {n: t.clone() for n, t in each.items()} for key, each in held.items()}
 
-        def step(number):
-            net.backward(job.loss(net, At(number, 0, 0)))
-            engine.step()
-            return {
-                flat.key: {
-                    name: t.clone()
-                    for name, t in engine.bound.tensors(flat.optimizer_shard).items()
-                }
-                for flat in engine.flats
-            }
-
-        step(0)
-        before, after = step(1), step(2)  # with heads 2 and 3, and not 0 and 1
-        for flat in engine.flats:
-            for slot in flat.layout.slots:
-                was, now = (
-                    {n: t[slot.offset : slot.end] for n, t in states[flat.key].items()}
-                    for states in (before, after)
-                )
-                unused = slot.name.startswith(("heads.0", "heads.1", "late.1"))
-                assert torch.equal(now["master"], was["master"]) == unused, slot.name
-                if unused:
-                    assert (now["exp_avg"] - was["exp_avg"]).abs().max() <= after[flat.key][
-                        "exp_avg"
-                    ].abs().max() / 10
-        engine.destroy()
-
-    model = job.build()
-    run_ranks(1, lambda rank: run(rank, model))
+    step(0)
+    before, after = step(1), step(2)  # with heads 2 and 3, and not 0 and 1
+    for flat in engine.flats:
+        for slot in flat.layout.slots:
+            was, now = (
+                {n: t[slot.offset : slot.end] for n, t in states[flat.key].items()}
+                for states in (before, after)
+            )
+            unused = slot.name.startswith(("heads.0", "heads.1", "late.1"))
+            assert torch.equal(now["master"], was["master"]) == unused, slot.name
+            if unused:
+                largest = after[flat.key]["exp_avg"].abs().max()
+                assert (now["exp_avg"] - was["exp_avg"]).abs().max() <= largest / 10
+    engine.destroy()
 
 
 def test_a_rank_that_has_used_everything_reads_nothing(monkeypatch):
     """On a GPU that would wait for the device in every step."""
     job = HeadsJob()
     monkeypatch.setattr(Usage, "_read", None)
-    monkeypatch.setattr(
-        job,
-        "loss",
-        lambda net, at: net(features(at.step, 0, at.rank), tuple(range(HEADS)), True).pow(2).mean(),
-    )
+
+    def loss(net, at):
+        return net(features(at.step, 0, at.rank), tuple(range(HEADS)), True).pow(2).mean()
+
+    monkeypatch.setattr(job, "loss", loss)
 
     def run(rank, model):
-        for block in list(model.late)[1:]:
-            block.requires_grad_(False)
+        model.late[1].requires_grad_(False)
         session = OnEngine(start(model, job.optimizer(model), config_of(3)), Plan(2))
         trace = train(session, job, Plan(2), rank)
         session.close()
         return trace
 
-    models = [job.build() for _ in range(2)]
-    merge(run_ranks(2, lambda rank: run(rank, models[rank])))
+    merge(on_ranks(2, run, build=job.build))
 
 
-@pytest.mark.parametrize("kind, stages, ranks, ways", [
-    ("adamw", (3, 1), (2, 2), (None, None)),
-    ("adamw", (2, 3), (2, 3), (None, "optimizer on cpu")),
-    ("nadam", (1, 3), (3, 1), (None, None)),
-    ("sgd", (3, 2), (1, 2), ("optimizer on cpu", None)),
-])  # fmt: skip
+@over(
+    "kind, stages, ranks, ways",
+    [
+        ("adamw", (3, 1), (2, 2), (DEVICE, DEVICE)),
+        ("adamw", (2, 3), (2, 3), (DEVICE, "optimizer on cpu")),
+        ("nadam", (1, 3), (3, 1), (DEVICE, DEVICE)),
+        ("sgd", (3, 2), (1, 2), ("optimizer on cpu", DEVICE)),
+    ],
+)
 def test_step_counts_that_differ_are_saved_and_loaded(kind, stages, ranks, ways, tmp_path):
     """The window is that of six micro-batches however many ranks there are."""
-    job = HeadsJob(kind, 1, 6)
+    job, folder = HeadsJob(kind, 1, 6), str(tmp_path / f"{kind} {stages}")
     want = oracle.run(job, Plan(1, 6, 6))
 
-    def opened(model, which):
-        more = (
-            {}
-            if ways[which] is None
-            else {
-                "zero_optimization": offload(ways[which], stages[which], tmp_path, buffer_size=512)
-            }
+    def run(rank, model, part):
+        way, stage, each = ways[part], stages[part], 6 // ranks[part]
+        section = (
+            {"stage": stage} if way is None else offload(way, stage, tmp_path, buffer_size=512)
         )
-        return start(
-            model,
-            job.optimizer(model),
-            config_of(stages[which], Plan(ranks[which], accumulation=6 // ranks[which]), **more),
-        )
-
-    def steps(engine, rank, which, numbers):
-        net, each = OnEngine(engine, Plan()), 6 // ranks[which]
-        for step in numbers:
+        config = config_of(stage, Plan(accumulation=each), zero_optimization=section)
+        net = OnEngine(start(model, job.optimizer(model), config), Plan())
+        if part:
+            net.engine.load_checkpoint(folder)
+        for step in range(4, 6) if part else range(4):
             for micro in range(each):
                 net.backward(job.loss(net, At(step, rank * each + micro, 0)))
-                engine.step()
-        return net.weights()
-
-    def first(rank, model):
-        engine = opened(model, 0)
-        steps(engine, rank, 0, range(4))
-        engine.save_checkpoint(str(tmp_path / "run"))
-        engine.destroy()
-
-    def second(rank, model):
-        engine = opened(model, 1)
-        engine.load_checkpoint(str(tmp_path / "run"))
-        weights = steps(engine, rank, 1, range(4, 6))
-        engine.destroy()
+                net.step()
+        if not part:
+            net.engine.save_checkpoint(folder)
+        weights = net.weights()
+        net.close()
         return weights
 
-    for which, each in enumerate((first, second)):
-        models = [job.build() for _ in range(ranks[which])]
-        got = run_ranks(
-            ranks[which],
-            functools.partial(lambda each, models, rank: each(rank, models[rank]), each, models),
-        )
-    oracle.compare_tensors("weights", got[0], want.weights, floor=oracle.ADAM_ROUNDING)
+    on_ranks(ranks[0], run, 0, build=job.build)
+    got = on_ranks(ranks[1], run, 1, build=job.build)[0]
+    oracle.compare_tensors("weights", got, want.weights, floor=oracle.ADAM_ROUNDING)

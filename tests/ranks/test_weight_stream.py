@@ -10,19 +10,19 @@ from typing import Any
 import peft
 import pytest
 import torch
-from torch import nn
 
 import hf_zero
 from hf_zero.errors import ConfigError, PartitionError
 from tests.helpers.adapters import KINDS, llama
-from tests.helpers.engines import STAGES, config_of, full_weights, start
+from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import seeded
 from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, stack
-from tests.helpers.training import Plan, adamw, plain_sgd
+from tests.helpers.training import Plan, adamw, plain_sgd, trainable
+from tests.ranks.cases import over, values_of
 
 RANKS = 2
 DTYPES: dict[Any, Any] = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}
-PLACES = {"device": {}, "host": {"offload_optimizer": {"device": "cpu"}}}
+HOST = {"offload_optimizer": {"device": "cpu"}}
 
 
 def sent(stream: Any) -> dict[str, torch.Tensor]:
@@ -37,25 +37,23 @@ def sent(stream: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
+@over(
+    "stage, precision, place",
+    [(0, "bf16", {}), (1, "fp32", HOST), (2, "bf16", HOST), (3, "fp32", {}), (3, "bf16", HOST)],
+)
 @on_each_rank(RANKS)
 def test_weights_are_those_of_the_model(rank, model, stage, precision, place):
-    zero = {"stage": stage, **(PLACES[place] if stage else {})}
-    plan = Plan(precision=precision)
-    engine = start(model, adamw(model), config_of(stage, plan, zero_optimization=zero))
+    zero, own = {"stage": stage, **place}, Plan(precision=precision)
+    engine = start(model, adamw(model), config_of(stage, own, zero_optimization=zero))
     for steps in range(2):
         run_steps(engine, rank, range(steps))
-        want = full_weights(engine) if steps else {n: p.data for n, p in stack().named_parameters()}
+        want = full_weights(engine) if steps else values_of(stack())
         for dtype, given in DTYPES.items():
             for bucket in ("300B", 1 << 20):
                 found = sent(engine.iter_weights(bucket, dtype))
                 assert found.keys() == want.keys()
                 for name, value in found.items():
-                    assert value.dtype == (
-                        given or (torch.bfloat16 if precision == "bf16" else torch.float32)
-                    )
+                    assert value.dtype == (given or own.dtype)
                     assert torch.equal(value, want[name].to(value.dtype)), (name, dtype, bucket)
     run_steps(engine, rank, range(1, 2))  # training goes on
 
@@ -67,7 +65,7 @@ def test_other_ranks_take_part_without_buckets(rank, model):
     assert sorted(found) == (sorted(n for n, _ in model.named_parameters()) if rank == 0 else [])
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@over("stage", (0, 1, 3))
 @on_each_rank(RANKS)
 def test_buckets_hold_one_version(rank, model, stage):
     engine = start(model, plain_sgd(model), config_of(stage))
@@ -77,9 +75,7 @@ def test_buckets_hold_one_version(rank, model, stage):
     buckets = iter(stream)
     next(buckets)
     run_steps(engine, rank, [1])
-    with pytest.raises(
-        PartitionError, match="those before this are of step 1, and the engine is at step 2"
-    ):
+    with pytest.raises(PartitionError, match="are of step 1, and the engine is at step 2"):
         list(buckets)
     with pytest.raises(PartitionError, match="weights were written"):
         sent(stream)
@@ -93,7 +89,7 @@ def test_buckets_hold_one_version(rank, model, stage):
     assert not sent(engine.iter_weights())["blocks.0.up.weight"].any()
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@over("stage", (0, 1, 3))
 @on_each_rank(RANKS)
 def test_frozen_weights_are_sent_once_and_after_a_write(rank, model, stage):
     model.blocks[1].requires_grad_(False)
@@ -117,24 +113,23 @@ def test_frozen_weights_are_sent_once_and_after_a_write(rank, model, stage):
 def test_memory_is_that_of_two_buckets(rank, model):
     engine = start(model, adamw(model), config_of(3))
     places, limit = set(), 2000
+    largest = max(flat.layout.padded * 4 for flat in engine.flats)
     for bucket in engine.iter_weights(limit, "fp32"):
-        memory = {value.untyped_storage().data_ptr() for _, value in bucket}
-        largest = max(flat.layout.padded * 4 for flat in engine.flats)
-        assert len(memory) == 1
+        (memory,) = {value.untyped_storage().data_ptr() for _, value in bucket}
         assert bucket[0][1].untyped_storage().nbytes() <= max(limit, largest)
-        places |= memory
+        places.add(memory)
     assert len(places) == 2
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
+@over("stage, precision", [(0, "bf16"), (1, "fp32"), (3, "fp32"), (3, "bf16")])
 @on_each_rank(RANKS)
 def test_a_write_after_the_last_gather_is_refused(rank, model, stage, precision):
     """Buckets of whole parameters are views of them, so that a late write is seen in values."""
-    zero = {"stage": stage, "stage3_module_granularity_threshold": 0}
-    engine = start(
-        model, plain_sgd(model), config_of(stage, Plan(precision=precision), zero_optimization=zero)
+    zero, own = (
+        {"stage": stage, "stage3_module_granularity_threshold": 0},
+        Plan(precision=precision),
     )
+    engine = start(model, plain_sgd(model), config_of(stage, own, zero_optimization=zero))
     count = sum(1 for _ in engine.iter_weights("300B", None))
     assert count > 3
     for read in (count - 1, count):
@@ -144,13 +139,11 @@ def test_a_write_after_the_last_gather_is_refused(rank, model, stage, precision)
         run_steps(engine, rank, [0])
         with pytest.raises(PartitionError, match="weights were written while they are read"):
             next(buckets)
-    assert (
-        sent(engine.iter_weights(dtype=None, changed_only=True)).keys()
-        == full_weights(engine).keys()
-    )
+    found = sent(engine.iter_weights(dtype=None, changed_only=True))
+    assert found.keys() == full_weights(engine).keys()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@over("stage", [0, 2])
 @on_each_rank(RANKS)
 def test_a_write_to_a_bucket_is_refused(rank, model, stage):
     """Where each rank has whole parameters, a bucket is their memory."""
@@ -164,29 +157,29 @@ def test_a_write_to_a_bucket_is_refused(rank, model, stage):
     assert value.data_ptr() == held.data_ptr() and torch.equal(value, full_weights(engine)[name])
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@over("stage", (1, 3))
 @on_each_rank(RANKS)
 def test_a_destroyed_engine_has_no_weights(rank, model, stage):
     engine = start(model, plain_sgd(model), config_of(stage))
     stream = engine.iter_weights()
     engine.destroy()
     for use in (engine.iter_weights, lambda: list(stream)):
-        with pytest.raises(PartitionError, match="destroyed; take them before destroy"):
+        with pytest.raises(PartitionError, match="destroyed"):
             use()
 
 
-WRONG = {
-    "names": ({"names": "vllm"}, r"names='vllm'.*hf and model|names='vllm'"),
-    "adapters": ({"adapters": "both"}, "adapters='both'"),
-    "dtype": ({"dtype": "int4"}, "dtype='int4'"),
-    "torch dtype": ({"dtype": torch.int8}, r"dtype=torch.int8.*floating-point"),
-    "number for a dtype": ({"dtype": 16}, r"dtype=16.*floating-point"),
-    "bucket": ({"bucket": "much"}, "not a number of bytes"),
-    "no bucket": ({"bucket": None}, r"bucket=None.*pass a number of bytes"),
-    "truth for a bucket": ({"bucket": True}, r"bucket=True.*pass a number of bytes"),
-    "empty bucket": ({"bucket": 0}, r"bucket=0.*pass a number of bytes"),
-}
-DIFFERENT = {
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"names": "vllm"}, "names='vllm'"),
+    ({"adapters": "both"}, "adapters='both'"),
+    ({"dtype": "int4"}, "dtype='int4'"),
+    ({"dtype": torch.int8}, r"dtype=torch.int8.*floating-point"),
+    ({"dtype": 16}, r"dtype=16.*floating-point"),
+    ({"bucket": "much"}, "not a number of bytes"),
+    ({"bucket": None}, "bucket=None"),
+    ({"bucket": True}, "bucket=True"),
+    ({"bucket": 0}, "bucket=0"),
+]
+DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bucket": ({"bucket": "1KiB"}, {"bucket": "2KiB"}),
     "dtype": ({"dtype": "bf16"}, {"dtype": "fp32"}),
     "names and adapters": ({"names": "model"}, {}),
@@ -195,57 +188,57 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_arguments_are_refused(case):
-    given, message = WRONG[case]
-
-    def run(rank, model):
-        engine = start(model, None, config_of(0))
+@on_each_rank(RANKS)
+def test_wrong_arguments_are_refused_and_those_that_differ_between_ranks(rank, model):
+    engine = start(model, None, config_of(3))
+    for given, message in WRONG:
         with pytest.raises(ConfigError, match=message):
             engine.iter_weights(**given)
-
-    on_ranks(1, run)
-
-
-@pytest.mark.parametrize("case", DIFFERENT)
-@on_each_rank(RANKS)
-def test_arguments_that_differ_between_ranks_are_refused(rank, model, case):
-    engine = start(model, None, config_of(3))
-    with pytest.raises(ConfigError, match=f"given {case} = .*on different ranks"):
-        engine.iter_weights(**DIFFERENT[case][rank])
+    for name, each in DIFFERENT.items():
+        with pytest.raises(ConfigError, match=f"given {name} = .*on different ranks"):
+            engine.iter_weights(**each[rank])
     assert sent(engine.iter_weights())
+
+
+# ---- adapters ----
+
+
+def jolted(model: Any) -> Any:
+    """``model`` with other values of the parameters that train."""
+    with torch.no_grad():
+        for p in trainable(model):
+            p.add_(torch.linspace(-0.2, 0.2, p.numel()).view_as(p))
+    return model
 
 
 def adapted(kind: str) -> Any:
     return jolted(seeded(lambda: peft.get_peft_model(llama(), KINDS[kind]())))
 
 
-def jolted(model: nn.Module) -> Any:
-    """``model`` with other values of the parameters that train."""
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.requires_grad:
-                p.add_(torch.linspace(-0.2, 0.2, p.numel()).view_as(p))
-    return model
+def on_tied(*whole: str) -> Any:
+    """LoRA on a model with tied embeddings, of which the modules ``whole`` are saved whole."""
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=[*whole])
+    return jolted(seeded(lambda: peft.get_peft_model(llama(tied=True), lora)))
 
 
-def merged_by_peft(kind: str) -> dict[str, torch.Tensor]:
-    """The base model's weights after PEFT's own merge."""
-    return {n: p.detach() for n, p in adapted(kind).merge_and_unload().named_parameters()}
+MERGED = [
+    *((adapted, (kind,), (0, 3)[turn % 2]) for turn, kind in enumerate(KINDS)),
+    (on_tied, ("lm_head",), 3),
+    (on_tied, ("embed_tokens",), 0),
+    (on_tied, ("embed_tokens",), 3),
+    (on_tied, ("lm_head", "embed_tokens"), 3),
+]
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("kind", KINDS)
-def test_adapters_are_merged_as_peft_merges_them(kind, stage):
-    want = merged_by_peft(kind)
+@over("build, given, stage", MERGED)
+def test_adapters_are_merged_as_peft_merges_them(build, given, stage):
+    """Copies of tied modules leave the other its weights."""
+    want = values_of(build(*given).merge_and_unload())
+    assert build is adapted or want.keys() > dict(llama(tied=True).named_parameters()).keys()
 
     def run(rank, model):
-        before = {n: p.detach().clone() for n, p in model.named_parameters()}
-        engine = start(
-            model,
-            torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1),
-            config_of(stage),
-        )
+        before = values_of(model)
+        engine = start(model, torch.optim.SGD(trainable(model), 0.1), config_of(stage))
         found = sent(engine.iter_weights("2KiB", "fp32"))
         assert found.keys() == want.keys()
         for name, value in found.items():
@@ -253,25 +246,24 @@ def test_adapters_are_merged_as_peft_merges_them(kind, stage):
         for name, value in sent(engine.iter_weights(dtype=None, names="model")).items():
             assert torch.equal(value, before[name]), name
 
-    on_ranks(RANKS, run, build=lambda: adapted(kind))
+    on_ranks(RANKS, run, build=lambda: build(*given))
 
 
-@pytest.mark.parametrize("kind", ["LoRA", "LoRA and a module saved whole", "LoRA on the embedding"])
+OF_WRAPPERS = r"base_model\.model\.|base_layer\.|original_module\."
+
+
+@over("kind", ["LoRA", "LoRA and a module saved whole", "LoRA on the embedding"])
 def test_adapters_apart(kind):
-    want = dict(llama().named_parameters())
+    want = values_of(llama())
+    files = peft.get_peft_model_state_dict(adapted(kind), save_embedding_layers=False)
+    base = {
+        re.sub(OF_WRAPPERS, "", name): p
+        for name, p in values_of(adapted(kind)).items()
+        if "lora" not in name and "modules_to_save" not in name
+    }
 
     def run(rank, model):
-        files = peft.get_peft_model_state_dict(adapted(kind), save_embedding_layers=False)
-        base = {
-            re.sub(r"base_model\.model\.|base_layer\.|original_module\.", "", name): p
-            for name, p in adapted(kind).named_parameters()
-            if "lora" not in name and "modules_to_save" not in name
-        }
-        engine = start(
-            model,
-            torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1),
-            config_of(3),
-        )
+        engine = start(model, torch.optim.SGD(trainable(model), 0.1), config_of(3))
         found = sent(engine.iter_weights(dtype=None, adapters="apart"))
         assert found.keys() == files.keys() | want.keys()
         for name, value in found.items():
@@ -280,38 +272,13 @@ def test_adapters_apart(kind):
     on_ranks(RANKS, run, build=lambda: adapted(kind))
 
 
-def on_tied(whole: list[str]) -> Any:
-    """LoRA on a model with tied embeddings, of which the modules ``whole`` are saved whole."""
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=whole)
-    return jolted(seeded(lambda: peft.get_peft_model(llama(tied=True), lora)))
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("whole", [["lm_head"], ["embed_tokens"], ["lm_head", "embed_tokens"]])
-def test_copies_of_tied_modules_leave_the_other_its_weights(whole, stage):
-    want = dict(on_tied(whole).merge_and_unload().named_parameters())
-    assert want.keys() > dict(llama(tied=True).named_parameters()).keys()
-
-    def run(rank, model):
-        trained = [p for p in model.parameters() if p.requires_grad]
-        engine = start(model, torch.optim.SGD(trained, 0.1), config_of(stage))
-        found = sent(engine.iter_weights("2KiB", "fp32"))
-        assert found.keys() == want.keys()
-        for name, value in found.items():
-            assert torch.allclose(value, want[name], atol=1e-6), name
-
-    on_ranks(RANKS, run, build=lambda: on_tied(whole))
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_disabled_adapters_are_not_merged(stage):
+def test_disabled_adapters_are_not_merged():
     kind = "LoRA and a module saved whole"
-    base = dict(adapted(kind).unload().named_parameters())
-    base["lm_head.weight"] = seeded(llama).lm_head.weight
+    base = values_of(adapted(kind).unload())
+    base["lm_head.weight"] = seeded(llama).lm_head.weight.detach()
 
     def run(rank, model):
-        trained = [p for p in model.parameters() if p.requires_grad]
-        engine = start(model, torch.optim.SGD(trained, 0.1), config_of(stage))
+        engine = start(model, torch.optim.SGD(trainable(model), 0.1), config_of(3))
         assert sent(engine.iter_weights(changed_only=True))
         with model.disable_adapter():
             found = sent(engine.iter_weights("2KiB", "fp32", changed_only=True))
@@ -328,44 +295,38 @@ def rescale(model: Any) -> None:
             module.set_scale("default", 0.5)
 
 
-SWITCHES: dict[str, Any] = {
-    "another adapter": lambda model: model.set_adapter("second"),
-    "another scale": rescale,
-}
+def activate(model: Any) -> None:
+    model.set_adapter("second")
 
 
-@pytest.mark.parametrize("switch", SWITCHES)
-@pytest.mark.parametrize("stage", [0, 3])
-def test_changes_alone_follow_the_active_adapters_and_the_form(stage, switch):
-    def two() -> nn.Module:
-        model = adapted("LoRA")
-        model.add_adapter("second", peft.LoraConfig(r=2, init_lora_weights=False))
-        return model
-
-    def run(rank, model):
-        trained = [p for p in model.parameters() if p.requires_grad]
-        engine = start(model, torch.optim.SGD(trained, 0.1), config_of(stage))
-        assert sent(engine.iter_weights(changed_only=True))
-        assert not sent(engine.iter_weights(changed_only=True))
-        SWITCHES[switch](model)
-        found = sent(engine.iter_weights(changed_only=True))
-        for name, value in sent(engine.iter_weights()).items():
-            assert torch.equal(found[name], value), name
-        for other in ({"adapters": "apart"}, {"dtype": "fp32"}, {"names": "model"}):
-            assert sent(engine.iter_weights(changed_only=True, **other)), other
-
-    on_ranks(RANKS, run, build=lambda: seeded(two))
+def two_adapters() -> Any:
+    model = adapted("LoRA")
+    model.add_adapter("second", peft.LoraConfig(r=2, init_lora_weights=False))
+    return model
 
 
-def test_adapters_whose_file_is_computed_are_refused_apart():
-    def build() -> nn.Module:
-        given = {"num_virtual_tokens": 2, "encoder_hidden_size": 4, "task_type": "CAUSAL_LM"}
-        return seeded(lambda: peft.get_peft_model(llama(), peft.PromptEncoderConfig(**given)))
+@over("stage, switch", [(0, activate), (3, activate), (3, rescale)])
+@on_each_rank(RANKS, build=lambda: seeded(two_adapters))
+def test_changes_alone_follow_the_active_adapters_and_the_form(rank, model, stage, switch):
+    engine = start(model, torch.optim.SGD(trainable(model), 0.1), config_of(stage))
+    assert sent(engine.iter_weights(changed_only=True))
+    assert not sent(engine.iter_weights(changed_only=True))
+    switch(model)
+    found = sent(engine.iter_weights(changed_only=True))
+    for name, value in sent(engine.iter_weights()).items():
+        assert torch.equal(found[name], value), name
+    for other in ({"adapters": "apart"}, {"dtype": "fp32"}, {"names": "model"}):
+        assert sent(engine.iter_weights(changed_only=True, **other)), other
 
-    def run(rank, model):
-        engine = start(model, None, config_of(3))
-        with pytest.raises(ConfigError, match=r"adapter 'default'.*pass adapters='merged'"):
-            engine.iter_weights(adapters="apart")
-        assert sent(engine.iter_weights()).keys() == dict(llama().named_parameters()).keys()
 
-    on_ranks(1, run, build=build)
+def with_prompts() -> Any:
+    given = {"num_virtual_tokens": 2, "encoder_hidden_size": 4, "task_type": "CAUSAL_LM"}
+    return seeded(lambda: peft.get_peft_model(llama(), peft.PromptEncoderConfig(**given)))
+
+
+@on_each_rank(1, build=with_prompts)
+def test_adapters_whose_file_is_computed_are_refused_apart(rank, model):
+    engine = start(model, None, config_of(3))
+    with pytest.raises(ConfigError, match="adapter 'default'"):
+        engine.iter_weights(adapters="apart")
+    assert sent(engine.iter_weights()).keys() == dict(llama().named_parameters()).keys()
