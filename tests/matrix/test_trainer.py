@@ -1,40 +1,86 @@
-"""Trainers on two CPU ranks, beside the same lines plainly in one process: what they log,
-generate, measure, save and keep.
+"""Trainers on two CPU ranks: by every route to ZeRO, beside DDP in the same processes; what they
+log, generate, measure, save and keep, beside the same lines plainly in one process.
 """
 
 import json
-from collections.abc import Callable
-from contextlib import ExitStack
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
 
 from tests.helpers import oracle
-from tests.helpers.launched import beside, torchrun
+from tests.helpers.launched import accelerate_launch, beside, torchrun
 from tests.helpers.offloads import offload
+from tests.helpers.trainers import STEPS
 
 SCRIPT = Path(__file__).parent / "scripts" / "trainer_cases.py"
-FAST = ("bart", "stopped")
-LONG = ("t5", "marian", "metrics", "model_only")
-
-# started at the first call, read when it is done
-Plain = Callable[[tuple[str, ...]], tuple[Path, Callable[[], dict[str, Any]]]]
+ZERO = ("ours0", "ours1", "ours2", "ours3", "callback3", "stock3")
+CASES = ("bart", "stopped")
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    with ExitStack() as stack:
+def routes(tmp_path_factory):
+    cases = ("ddp0", *ZERO, "again0")
+    return torchrun(SCRIPT, tmp_path_factory.mktemp("routes"), "--interrupted", "--cases", *cases)
 
-        @cache
-        def run(cases):
-            out = tmp_path_factory.mktemp("alone")
-            return out, stack.enter_context(beside(SCRIPT, out, "--cases", *cases))
 
-        yield run
+def test_stages_and_routes_train_as_ddp(routes):
+    oracle = routes[0]["ddp0"]
+    assert oracle["kind"] == "DistributedDataParallel" and len(oracle["loss"]) == STEPS
+    for name in ZERO:
+        for key in ("loss", "grad_norm"):
+            assert routes[0][name][key] == pytest.approx(oracle[key], rel=1e-5), name
+        if name.startswith("ours"):
+            assert routes[0][name]["digest"] == pytest.approx(oracle["digest"], rel=1e-7)
+        else:
+            assert routes[0][name]["loss"] == routes[0]["ours3"]["loss"]
+    again = routes[0]["again0"]  # a plain Trainer afterwards is plain
+    assert (again["kind"], again["distributed"]) == ("DistributedDataParallel", "MULTI_CPU")
+    assert again["loss"] == oracle["loss"]
+
+
+def test_each_is_sharded_and_reports_on_every_rank(routes):
+    whole = routes[0]["ours0"]["bytes"]
+    for rank, seen in enumerate(routes):
+        for name, entry in seen.items():
+            assert (entry["world"], entry["main"]) == ([2, 2], rank == 0), name
+            assert entry["batches"] == STEPS, name  # half of the rows
+        for name in ZERO:
+            entry, stage = seen[name], int(name[-1])
+            place = (entry["kind"], entry["distributed"], entry["stage"], entry["rank"])
+            assert place == ("DeepSpeedEngine", "DEEPSPEED", stage, rank)
+            for kind, since in (("optimizer", 1), ("gradients", 2), ("parameters", 3)):
+                share = whole[kind] / (2 if stage >= since else 1)
+                assert entry["bytes"][kind] == pytest.approx(share, rel=0.02), (name, kind)
+        for key in ("tokens_per_second", "memory_mib"):
+            told = seen["callback3"][key]
+            assert len(told) == STEPS and min(told) > 0
+
+
+def test_evaluation_before_training_saves_and_an_exact_resume(routes):
+    for seen in routes:
+        before, evaluated = seen["whole"]["evaluated"]
+        assert evaluated == pytest.approx(before, rel=1e-6)
+        assert seen["whole"]["predicted"] == 5 and seen["whole"]["saved"]
+    whole, resumed = routes[0]["whole"], routes[0]["resumed"]
+    for key in ("loss", "grad_norm", "eval_loss"):
+        assert resumed[key] == whole[key]
+    assert resumed["best"] == resumed["found again"] == min(whole["eval_loss"])
+
+
+@pytest.mark.long  # TRL's trainers are started so in tests/matrix
+def test_accelerate_launch_gives_a_stock_trainer_the_same_training(routes, tmp_path):
+    reports = accelerate_launch(
+        SCRIPT, tmp_path, "--cases", "plain3", stage=3, gradient_accumulation_steps=2
+    )
+    for rank, seen in enumerate(reports):
+        entry, want = seen["plain3"], routes[rank]["ours3"]
+        for key in ("kind", "distributed", "stage", "world", "main", "loss", "grad_norm", "digest"):
+            assert entry[key] == want[key], key
+
+
+# ---- generation, metrics, early stopping ----
 
 
 def numbers(entry):
@@ -53,83 +99,51 @@ def shape(entry):
     return None if isinstance(entry, float) else entry
 
 
-def compare(cases, stages, plain, out, offloaded=""):
+def compare(cases, stages, out, offloaded=""):
+    """Return the report of the plain process."""
     section = offload(offloaded, max(stages), out) if offloaded else {}
     section.pop("stage", None)
-    place, report = plain(cases)
-    reports = torchrun(
-        SCRIPT,
-        out,
-        "--cases",
-        *cases,
-        "--stages",
-        *map(str, stages),
-        "--offload",
-        json.dumps(section),
-    )
-    want = report()
-    for stage in stages:
-        for case in cases:
-            expected = {
-                key: value
-                for key, value in want[f"{case} None"].items()
-                if key not in ("type", "stage")
-            }
-            for report in reports:
-                found = report[f"{case} {stage}"]
-                assert found.pop("type").endswith("DEEPSPEED") and found.pop("stage") == stage
-                assert shape(found) == shape(expected), f"{case} at stage {stage}"
-                assert numbers(found) == pytest.approx(numbers(expected), rel=1e-5), (
-                    f"{case} at stage {stage}"
-                )
-            weights = [
-                torch.load(folder / f"{case}-{at}.pt")
-                for folder, at in ((out, stage), (place, None))
-            ]
-            oracle.compare_tensors(
-                f"{case} at stage {stage}: weights", *weights, floor=oracle.ADAM_ROUNDING
-            )
+    given = ["--stages", *map(str, stages), "--offload", json.dumps(section)]
+    with beside(SCRIPT, out / "alone", "--cases", *cases) as plain:
+        reports = torchrun(SCRIPT, out, "--cases", *cases, *given)
+        want = plain()
+    for stage, case in ((stage, case) for stage in stages for case in cases):
+        expected = dict(want[f"{case} None"])
+        assert expected.pop("type").endswith("NO") and expected.pop("stage") is None
+        for report in reports:
+            found = report[f"{case} {stage}"]
+            assert found.pop("type").endswith("DEEPSPEED") and found.pop("stage") == stage
+            assert shape(found) == shape(expected), f"{case} at stage {stage}"
+            assert numbers(found) == pytest.approx(numbers(expected), rel=1e-5), (case, stage)
+        files = (out / f"{case}-{stage}.pt", out / "alone" / f"{case}-None.pt")
+        weights = [torch.load(file) for file in files]
+        oracle.compare_tensors(f"{case} at {stage}", *weights, floor=oracle.ADAM_ROUNDING)
+    return want
 
 
-def test_generation_metrics_and_early_stopping(plain, tmp_path):
+def test_generation_metrics_and_early_stopping(tmp_path):
     """Rows that do not fill the last batch, answers of other lengths on other ranks, batches of
     like lengths, smoothed labels.
     """
-    compare(FAST, (3,), plain, tmp_path)
-    lengths = [len(row) for row in plain(FAST)[1]()["bart None"]["before"]]
+    lengths = [len(row) for row in compare(CASES, (3,), tmp_path)["bart None"]["before"]]
     assert max(lengths[:4]) != max(lengths[4:8]), "rank 1 should have had to wait for rank 0"
 
 
 @pytest.mark.long
-def test_the_same_at_stage_2(plain, tmp_path):
-    compare(FAST, (2,), plain, tmp_path)
+@pytest.mark.parametrize("stage, offloaded", [(2, "optimizer on cpu"), (3, "all in files")])
+def test_the_same_offloaded(stage, offloaded, tmp_path):
+    compare(CASES, (stage,), tmp_path, offloaded)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "stage, offloaded", [(2, "optimizer on cpu"), (3, "all on cpu"), (3, "all in files")]
-)
-def test_the_same_offloaded(stage, offloaded, plain, tmp_path):
-    compare(FAST, (stage,), plain, tmp_path, offloaded)
-
-
-@pytest.mark.long
-def test_other_models_and_checkpoints_of_the_model_alone(plain, tmp_path):
-    compare(LONG, (2, 3), plain, tmp_path)
+def test_checkpoints_of_the_model_alone(tmp_path):
+    compare(("model_only",), (2, 3), tmp_path)
+    load = transformers.AutoModelForCausalLM.from_pretrained
     for step in (2, 4):
-        want = transformers.AutoModelForCausalLM.from_pretrained(
-            plain(LONG)[0] / "model_only-None" / f"checkpoint-{step}"
-        ).state_dict()
+        want = load(tmp_path / "alone" / "model_only-None" / f"checkpoint-{step}").state_dict()
         for stage in (2, 3):
             folder = tmp_path / f"model_only-{stage}" / f"checkpoint-{step}"
-            assert not [
-                path.name
-                for path in folder.iterdir()
-                if path.name.startswith(("global_step", "optimizer", "scheduler"))
-            ]
-            oracle.compare_tensors(
-                "checkpoint",
-                transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict(),
-                want,
-                floor=oracle.ADAM_ROUNDING,
-            )
+            for kind in ("global_step*", "optimizer*", "scheduler*"):
+                assert not list(folder.glob(kind))
+            found = load(folder).state_dict()
+            oracle.compare_tensors("checkpoint", found, want, floor=oracle.ADAM_ROUNDING)

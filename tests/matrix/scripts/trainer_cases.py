@@ -1,21 +1,81 @@
-"""Trainers as scripts write them, one after another; ``--stages 2 3`` runs each of them at these
-stages, none runs it plainly.
-
-Each case trains, evaluates and predicts, and reports what the Trainer logged and gave back.
+"""Trainers as scripts write them, one after another. A case is a route to ZeRO with a stage
+(``ours3``, ``ddp0``), or a training that also generates, measures, saves and stops, at each of
+``--stages`` or plainly. ``--interrupted``: the case ``interrupted``, too.
 """
 
-import argparse
+import gc
 import json
-import os
 
 import torch
 import transformers
+from script import RANK, WORLD, given, report
 
+import hf_zero
 from tests.helpers.models import ARCHITECTURES, VOCAB, seeded
-from tests.helpers.trainers import options, weights
+from tests.helpers.trainers import logged, options, routed, weights
+from tests.helpers.trainers import rows as fixed_rows
 
 LENGTH = 9
 OFFLOAD = {}  # sections of zero_optimization, from the command line
+STEPWISE = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+WINDOW = {"gradient_accumulation_steps": 4 // WORLD}
+
+
+# ---- routes ----
+
+
+def state(run):
+    """Return this rank's view of itself, and the results of its training."""
+    engine = run.model_wrapped
+    seen = {
+        "kind": type(engine).__name__,
+        "distributed": str(run.accelerator.distributed_type).rpartition(".")[2],
+        "world": [run.args.world_size, run.accelerator.num_processes],
+        "main": run.is_world_process_zero(),
+        "batches": len(run.get_train_dataloader()),
+        "digest": float(sum(value.double().abs().sum() for value in weights(run).values())),
+    }
+    for key in ("loss", "grad_norm", "eval_loss", "tokens_per_second", "memory_mib"):
+        seen[key] = logged(run, key)
+    if isinstance(engine, hf_zero.Engine):
+        place = {"stage": engine.stage, "rank": engine.global_rank}
+        seen |= {**place, "bytes": engine.state_bytes()}
+    return seen
+
+
+def route(name, folder):
+    kind, stage = name.rstrip("0123"), int(name[-1])
+    # Without use_cpu Accelerate believes each rank to be alone, until ZeRO is asked for.
+    cpu = {"use_cpu": kind in ("ddp", "again", "stock") or stage < 2}
+    run = routed(kind, stage, folder, **WINDOW, **cpu)
+    run.train()
+    return state(run)
+
+
+def interrupted(folder):
+    """An evaluation, a whole run with checkpoints, its weights saved; then a run that resumes from
+    the second step.
+    """
+    before = routed("ddp", 0, folder).evaluate()["eval_loss"]
+    run = routed("ours", 3, folder, **STEPWISE)
+    evaluated = run.evaluate()["eval_loss"]
+    predicted = run.predict(fixed_rows()[:5]).predictions.shape[0]
+    run.train()
+    whole = {**state(run), "evaluated": [before, evaluated], "predicted": predicted}
+    run.save_model(str(folder / "saved"))
+    torch.distributed.barrier()
+    saved = transformers.AutoModelForMaskedLM.from_pretrained(folder / "saved").state_dict()
+    whole["saved"] = all(torch.equal(saved[name], value) for name, value in weights(run).items())
+    del run
+    gc.collect()
+    run = routed("ours", 3, folder, **STEPWISE, load_best_model_at_end=True)
+    run.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    # The best model is loaded by now, so the curve is compared, and the best loss found again.
+    resumed = {**state(run), "best": run.state.best_metric}
+    return whole, {**resumed, "found again": run.evaluate()["eval_loss"]}
+
+
+# ---- generation, metrics, early stopping ----
 
 
 def rows(count, longest=LENGTH, shortest=LENGTH, labels=None):
@@ -24,9 +84,7 @@ def rows(count, longest=LENGTH, shortest=LENGTH, labels=None):
     for _ in range(count):
         size = int(torch.randint(shortest, longest + 1, (), generator=generator))
         ids = torch.randint(3, VOCAB, (size,), generator=generator)
-        made.append(
-            {"input_ids": ids, "labels": ids.clone() if labels is None else ids[:labels].clone()}
-        )
+        made.append({"input_ids": ids, "labels": ids[:labels].clone()})
     return made
 
 
@@ -42,129 +100,63 @@ def settings(out, stage, **changes):
     """Two windows of four rows make a step: on one process one after the other, on two side by
     side.
     """
-    chosen = {
-        "use_cpu": stage is None,
-        "gradient_accumulation_steps": 2 // int(os.environ.get("WORLD_SIZE", 1)),
-        "learning_rate": 3e-3,
-        "warmup_steps": 0,
-    }
+    window = {"use_cpu": stage is None, "gradient_accumulation_steps": 2 // WORLD}
     zero = (
         {} if stage is None else {"deepspeed": {"zero_optimization": {"stage": stage, **OFFLOAD}}}
     )
-    return options(out, **{**chosen, **zero, **changes})
+    return options(out, **{"learning_rate": 3e-3, "warmup_steps": 0, **window, **zero, **changes})
 
 
-def history(trainer):
+def history(trainer, *without):
     """Return the log history without the values that depend on a clock."""
-    kept = (
-        "loss",
-        "grad_norm",
-        "learning_rate",
-        "eval_loss",
-        "eval_accuracy",
-        "eval_length",
-        "epoch",
-    )
+    kept = {"loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "eval_length"}
     return [
-        {key: value for key, value in entry.items() if key in kept}
+        {key: value for key, value in entry.items() if key in kept.difference(without)}
         for entry in trainer.state.log_history
     ]
 
 
-def without_padding(generated, pad, count):
-    """``count`` answers.
-
-    Seq2SeqTrainer gives those of the rows that fill the last batch, too, whatever trains it.
-    """
-    return [[int(token) for token in row if token not in (pad, -100)] for row in generated[:count]]
-
-
-def sequences(name, stage, out):
+def bart(stage, out):
     """Encoder and decoder; sequences end where one of several tokens comes, so ranks generate
     for different numbers of steps.
     """
-    model = seeded(MODELS[name])
-    pad, start = model.config.pad_token_id, model.config.decoder_start_token_id
+    pad, start, ends = 1, 2, list(range(20, 26))
+    config = transformers.BartConfig(
+        vocab_size=VOCAB, d_model=32, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=48,
+        decoder_ffn_dim=48, encoder_attention_heads=4, decoder_attention_heads=4, dropout=0.0,
+        max_position_embeddings=32, init_std=0.2, pad_token_id=pad, bos_token_id=0,
+        eos_token_id=2, decoder_start_token_id=start, forced_eos_token_id=None,
+    )  # fmt: skip
     data = rows(32, labels=5)
 
+    def answers(generated, count):
+        """Seq2SeqTrainer gives those of the rows that fill the last batch, too."""
+        kept = [[int(token) for token in row if token not in (pad, -100)] for row in generated]
+        return kept[:count]
+
     def compute_metrics(answer):
-        lengths = [len(row) for row in without_padding(answer.predictions, pad, 11)]
+        lengths = [len(row) for row in answers(answer.predictions, 11)]
         return {"length": sum(lengths) / len(lengths)}
 
-    ends = list(range(20, 26))
     generation = transformers.GenerationConfig(
         max_length=14, eos_token_id=ends, pad_token_id=pad, decoder_start_token_id=start
     )
-    chosen = {
-        "predict_with_generate": True,
-        "generation_config": generation,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-    }
+    chosen = {"predict_with_generate": True, "generation_config": generation}
+    evaluated = {"eval_strategy": "steps", "eval_steps": 2}
     trainer = transformers.Seq2SeqTrainer(
-        model=model,
-        args=transformers.Seq2SeqTrainingArguments(**settings(out, stage, **chosen)),
+        model=seeded(lambda: transformers.BartForConditionalGeneration(config)),
+        args=transformers.Seq2SeqTrainingArguments(**settings(out, stage, **chosen, **evaluated)),
         train_dataset=data,
         eval_dataset=data[:11],
         compute_metrics=compute_metrics,
     )
-    found = {"before": without_padding(trainer.predict(data[:11]).predictions, pad, 11)}
+    found = {"before": answers(trainer.predict(data[:11]).predictions, 11)}
     trainer.train()
-    found["after"] = without_padding(trainer.predict(data[5:18]).predictions, pad, 13)
-    found["beams"] = without_padding(
-        trainer.predict(data[:3], num_beams=2, max_length=8).predictions, pad, 3
-    )
+    found["after"] = answers(trainer.predict(data[5:18]).predictions, 13)
+    beams = trainer.predict(data[:3], num_beams=2, max_length=8)
+    found["beams"] = answers(beams.predictions, 3)
     # The loss of the last batch is a mean with the rows that fill it.
-    found["log"] = [
-        {key: value for key, value in entry.items() if key != "eval_loss"}
-        for entry in history(trainer)
-    ]
-    return trainer, found
-
-
-def t5(stage, out):
-    return sequences("t5", stage, out)
-
-
-def bart(stage, out):
-    return sequences("bart", stage, out)
-
-
-def marian(stage, out):
-    return sequences("marian", stage, out)
-
-
-def tiny(kind, prefix):
-    sizes = {
-        "vocab_size": VOCAB,
-        "d_model": 32,
-        "encoder_layers": 2,
-        "decoder_layers": 2,
-        "encoder_ffn_dim": 48,
-        "decoder_ffn_dim": 48,
-    }
-    heads = {
-        "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4,
-        "dropout": 0.0,
-        "max_position_embeddings": 32,
-        "init_std": 0.2,
-    }
-    tokens = {
-        "pad_token_id": 1,
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-        "decoder_start_token_id": 2,
-        "forced_eos_token_id": None,
-    }
-    return lambda: kind(prefix(**sizes, **heads, **tokens))
-
-
-MODELS = {
-    "t5": ARCHITECTURES["t5"].make,
-    "bart": tiny(transformers.BartForConditionalGeneration, transformers.BartConfig),
-    "marian": tiny(transformers.MarianMTModel, transformers.MarianConfig),
-}
+    return trainer, {**found, "log": history(trainer, "eval_loss")}
 
 
 def accuracy(answer):
@@ -172,18 +164,15 @@ def accuracy(answer):
     return {"accuracy": float((guesses == labels)[labels >= 0].mean())}
 
 
-def causal(out, stage, callbacks=(), smooth=0.1, **changes):
-    data = rows(64, shortest=3)
-    arguments = {
-        "train_sampling_strategy": "group_by_length",
-        "label_smoothing_factor": smooth,
-        "eval_accumulation_steps": 1,
-    }
+def causal(out, stage, callbacks=(), **changes):
+    """Batches of like lengths, smoothed labels, a metric over all rows."""
+    alike = {"train_sampling_strategy": "group_by_length", "eval_accumulation_steps": 1}
+    chosen = {**alike, "label_smoothing_factor": 0.1, **changes}
     return transformers.Trainer(
         model=ARCHITECTURES["gpt2"].build(),
-        args=transformers.TrainingArguments(**settings(out, stage, **arguments, **changes)),
+        args=transformers.TrainingArguments(**settings(out, stage, **chosen)),
         data_collator=padded,
-        train_dataset=data,
+        train_dataset=rows(64, shortest=3),
         eval_dataset=rows(16),
         compute_metrics=accuracy,
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
@@ -191,89 +180,49 @@ def causal(out, stage, callbacks=(), smooth=0.1, **changes):
     )
 
 
-def metrics(stage, out):
-    """Batches of like lengths, smoothed labels, a metric over all rows, an evaluation before the
-    first step.
-    """
-    trainer = causal(out, stage, eval_strategy="steps", eval_steps=2, eval_on_start=True)
-    trainer.train()
-    uneven = trainer.predict(rows(11, shortest=4))
-    found = {
-        "log": history(trainer),
-        "accuracy": uneven.metrics["test_accuracy"],
-        "shape": list(uneven.predictions.shape),
-    }
-    return trainer, {**found, "evaluated": trainer.evaluate()["eval_accuracy"]}
-
-
 def stopped(stage, out):
     """A learning rate that spoils the model: training stops early, and the best model comes
-    back.
+    back. Evaluated before the first step.
     """
-    spoils = {
-        "learning_rate": 0.5,
-        "max_steps": 12,
-        "warmup_steps": 3,
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "loss",
-    }
-    saves = {
-        "eval_strategy": "steps",
-        "save_strategy": "steps",
-        "eval_steps": 1,
-        "save_steps": 1,
-        "save_total_limit": 2,
-    }
-    trainer = causal(
-        out,
-        stage,
-        [transformers.EarlyStoppingCallback(early_stopping_patience=2)],
-        **spoils,
-        **saves,
-    )
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "save_total_limit": 2}
+    each = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    spoils = {"learning_rate": 0.5, "max_steps": 12, "warmup_steps": 3, "eval_on_start": True}
+    stops = [transformers.EarlyStoppingCallback(early_stopping_patience=2)]
+    trainer = causal(out, stage, stops, **best, **each, **spoils)
     trainer.train()
-    found = {
-        "log": history(trainer),
-        "best": trainer.state.best_metric,
-        "steps": trainer.state.global_step,
-    }
-    found["best at"] = trainer.state.best_global_step
+    found = {"log": history(trainer), "best": trainer.state.best_metric}
+    found |= {"steps": trainer.state.global_step, "best at": trainer.state.best_global_step}
+    uneven = trainer.predict(rows(11, shortest=4))
+    found["predicted"] = [uneven.metrics["test_accuracy"], *uneven.predictions.shape]
     return trainer, {**found, "again": trainer.evaluate()["eval_loss"]}
 
 
 def model_only(stage, out):
     """Checkpoints without optimizer: the test reads them as a user would."""
-    trainer = causal(
-        out, stage, smooth=0.0, save_strategy="steps", save_steps=2, save_only_model=True
-    )
+    only = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
+    trainer = causal(out, stage, label_smoothing_factor=0.0, **only)
     trainer.train()
     return trainer, {"log": history(trainer)}
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--stages", nargs="*", type=int, default=[])
-    parser.add_argument("--cases", nargs="+", required=True)
-    parser.add_argument("--offload", type=json.loads, default={})
-    args = parser.parse_args()
-    OFFLOAD.update(args.offload)
-    torch.set_num_threads(1)
-    rank, report = int(os.environ.get("RANK", 0)), {}
-    for stage in args.stages or [None]:
-        for case in args.cases:
-            trainer, found = globals()[case](stage, f"{args.out}/{case}-{stage}")
+    args, seen = given("interrupted", cases=[], stages=[], offload="{}"), {}
+    OFFLOAD.update(json.loads(args.offload))
+    for case in args.cases:
+        if case[-1].isdigit():
+            seen[case] = route(case, args.out / case)
+            continue
+        for stage in map(int, args.stages) if args.stages else [None]:
+            trainer, found = globals()[case](stage, args.out / f"{case}-{stage}")
             found["type"] = str(trainer.accelerator.distributed_type)
             found["stage"] = trainer.deepspeed.stage if stage is not None else None
             found_weights = weights(trainer)
-            if rank == 0:
-                torch.save(found_weights, f"{args.out}/{case}-{stage}.pt")
-            report[f"{case} {stage}"] = found
-    with open(f"{args.out}/report-{rank}.json", "w") as file:
-        json.dump(report, file)
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
+            if RANK == 0:
+                torch.save(found_weights, args.out / f"{case}-{stage}.pt")
+            seen[f"{case} {stage}"] = found
+    if args.interrupted:
+        seen["whole"], seen["resumed"] = interrupted(args.out / "resumed")
+    report(args.out, seen)
 
 
 if __name__ == "__main__":
