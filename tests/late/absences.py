@@ -135,9 +135,7 @@ def leaves_out(case: str, rank: int, **more: Any) -> list[float]:
 
 
 def plain(case: str, rank: int) -> list[float]:
-    """The losses of :func:`leaves_out` in a plain loop over the global batch, on the CPU: the
-    gradient of what one rank leaves out is zero there.
-    """
+    """The losses in a plain loop over the global batch, on the CPU."""
     model = tower()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
     each = [training.batches(len(LEFT_OUT[case][0]), place, 2) for place in range(2)]

@@ -85,9 +85,7 @@ def fingerprint(sources: Iterable[Path] | None = None) -> str:
 
 
 def cache() -> Path:
-    """Return the folder of built libraries in LATE_CACHE, or else in the user's cache, or else in
-    the temporary folder.
-    """
+    """The folder of built libraries: in LATE_CACHE, the user's cache, or the temporary folder."""
     given = os.environ.get("LATE_CACHE") or os.environ.get("XDG_CACHE_HOME")
     root = Path(given) if given else Path.home() / ".cache"
     try:

@@ -36,9 +36,7 @@ Edge = tuple[str, str, str]  # who waits, for whom, because of what
 def status_of(
     rank: int, waits: Mapping[str, Any], communicators: Iterable[Mapping[str, Any]], looks: int = 0
 ) -> Status:
-    """Return the waits and collectives of the process of ``rank``, for JSON; ``looks`` counts the
-    checks of its watch.
-    """
+    """The waits and collectives of a process, for JSON; ``looks`` counts its watch's checks."""
     ends = {}
     for each in communicators:
         outstanding, missing = list(each["outstanding"])[:8], list(each["missing"].items())[:8]
@@ -162,10 +160,7 @@ def _stream(rank: int, stream: int) -> str:
 
 
 class Watch(threading.Thread):
-    """Looks in the background.
-
-    ``module`` is the device's; ``rank`` says which process of the job this is.
-    """
+    """Looks in the background: ``module`` is the device's, ``rank`` that of the job."""
 
     def __init__(self, module: Any, rank: int):
         super().__init__(name="late-deadlocks", daemon=True)

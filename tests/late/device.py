@@ -65,9 +65,7 @@ def configure(mode: str = "lazy", seed: int = 0, max_us: int = 500, nap: float =
 def flags(
     detect: bool = True, poison: bool = True, guard_host: bool = True, sites: bool = True
 ) -> None:
-    """Select the checks: races, NaN in new memory, host memory under copies; Python sites in
-    reports.
-    """
+    """The checks: races, NaN in new memory, host memory under copies; Python sites in reports."""
     C.flags(detect, poison, guard_host, sites)
 
 

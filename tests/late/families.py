@@ -114,9 +114,7 @@ FAMILY = {"experts": "mixtral"}  # llama, where another one is not named
 
 
 def names_of(family: str) -> list[str]:
-    """The cases that ``family`` can train in: T5 adds a bias to its scores, which block-sparse
-    attention does not have.
-    """
+    """The cases of ``family``; T5 has a bias in its scores, which sparse attention has not."""
     return [name for name in cases("") if family != "t5" or "sparse attention" not in name]
 
 

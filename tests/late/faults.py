@@ -80,9 +80,7 @@ def replaced(owner: Any, name: str, fault: Callable[..., Any]) -> Putting:
 
 
 def _released_at_once(plain: Any, self: unit.Unit, *args: Any, **kwargs: Any) -> None:
-    """The memory of a unit goes back while its gather is under way, and is taken again:
-    ``resize_`` twice.
-    """
+    """A unit's memory goes back while its gather is under way, and is taken again."""
     plain(self, *args, **kwargs)
     for flat in self.sharded:
         held = flat.full.untyped_storage()
@@ -121,9 +119,7 @@ def _on_another_stream(
 
 
 def _swapped_on_one_rank(plain: Any, self: schedule.Schedule, *args: Any, **kwargs: Any) -> None:
-    """Rank 1 gathers two units the other way round: units of two sizes, as those of one size
-    match by NCCL's rules.
-    """
+    """Rank 1 gathers two units of two sizes the other way round; of one size they match."""
     plain(self, *args, **kwargs)
     under_way = self._pass
     if under_way is not None and under_way.plan and os.environ.get("RANK") == "1":
@@ -143,16 +139,12 @@ def _less_ahead() -> Iterator[Callable[[], int]]:
 
 
 def _second_hop_later(plain: Any, self: two_hops.TwoHops, ahead: int = 0) -> None:
-    """Odd ranks issue the second hop of a gather behind the first one of the next, the others
-    before it.
-    """
+    """Odd ranks issue the second hop of a gather behind the first one of the next."""
     plain(self, ahead + int(os.environ["RANK"]) % 2)
 
 
 def _with_its_gather_forgotten(plain: Any, self: unit.Unit, *args: Any, **kwargs: Any) -> None:
-    """A unit that is not needed is released while its gather is under way, which nobody waits
-    for.
-    """
+    """A unit that is not needed is released while its gather is under way."""
     self._coming = None
     plain(self, *args, **kwargs)
 
@@ -173,9 +165,7 @@ def _on_the_computing_stream(
 
 @contextlib.contextmanager
 def _updates_with_the_others() -> Iterator[Callable[[], int]]:
-    """The thread that gathers what was updated issues where the thread that trains issues its
-    reductions.
-    """
+    """What was updated is gathered where the training thread issues its reductions."""
     groups: list[Any] = []
 
     def noted(plain: Any, self: update.Updater, updated: unit.Unit, future: Any) -> None:
@@ -221,9 +211,7 @@ def _gathers_leave_at_once() -> Iterator[Callable[[], int]]:
 
 @contextlib.contextmanager
 def _no_device_set() -> Iterator[Callable[[], int]]:
-    """No thread says which device is its own: neither at its start nor where it registers
-    memory.
-    """
+    """No thread says which device is its own."""
     nowhere = replaced(kinds, "set_device", lambda plain, device: None)
     anywhere = replaced(kinds, "current", lambda plain, device: contextlib.nullcontext())
     with nowhere() as first, anywhere() as second:

@@ -36,7 +36,6 @@ EXPERTS = {"family": "mixtral", "expert_parallel": {"enabled": True, "autoep_siz
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "alone": {
         "one bit": one_bit(bits=1, freeze_step=2),
-        "layers dropped": {"stage": 3, **DROPS},
         "measures": {"stage": 3, **MEASURES},
     },
     "one bit": {
@@ -46,6 +45,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "dropped": {
         "stage 3": {"stage": 3},
+        "layers dropped": {"stage": 3, **DROPS},
         "tokens dropped": {"stage": 3, **token_drop.section([1, 2, 3])},
     },
     "sequence": {"packed sequences": {"stage": 3, "sequence_parallel_size": 2, "documents": True}},
@@ -58,9 +58,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def last_steps(case: dict[str, Any]) -> list[dict[str, int]]:
-    """Return the counts of hf_zero's waits for the device, by place, in each of the last two steps
-    of two micro-batches.
-    """
+    """The counts of hf_zero's waits, by place, in the last two steps of two micro-batches."""
     import torch
 
     import hf_zero

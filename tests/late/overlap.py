@@ -120,9 +120,7 @@ def train(job: str, zero: dict[str, Any], rank: int, world: int) -> list[list[ti
 
 
 def computed(ran: list[timeline.Ran], forward: bool | None = None) -> list[timeline.Ran]:
-    """Return the tasks of the computing stream: all of them, those that a forward has launched, or
-    the others.
-    """
+    """The tasks of the computing stream: all, those that a forward has launched, or the others."""
     each, host = device.C.STREAMS_EACH, timeline.HOST
     own = [task for task in ran if task.stream < host and task.stream % each == 0]
     return [task for task in own if forward is None or (" forward" in task.site) == forward]
@@ -166,9 +164,7 @@ def sums_alone(rank: int, world: int) -> dict[str, Any]:
 
 
 def updates(job: str, waits: bool, rank: int, world: int) -> dict[str, Any]:
-    """Offload: how much of the host's update lies beside what the device computes, in the last
-    step.
-    """
+    """Offload: how much of the host's update lies beside the device's work, in the last step."""
     with update_on_its_own_lane(waits):
         ran = train(job, {}, rank, world)[-1]
     found = [task for task in ran if task.stream == timeline.HOST + 1]

@@ -36,9 +36,7 @@ def pose(module: types.ModuleType) -> None:
 
 
 def _take_storages() -> None:
-    """Storages of CUDA tensors, whose allocator torch's bindings only know where they were built
-    with CUDA.
-    """
+    """Storages of CUDA tensors, whose allocator torch knows only where built with CUDA."""
     plain_resize, plain_new = torch.UntypedStorage.resize_, torch.UntypedStorage.__new__
 
     def resize_(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:

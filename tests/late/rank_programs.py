@@ -140,9 +140,7 @@ def right_two_threads_in_one_order(job: Job) -> Any:
 
 @program
 def order_of_two_threads_on_two_communicators(job: Job) -> Any:
-    """The program ends on this device, where two streams run at once; a real one may run only one
-    of the two.
-    """
+    """It ends here, where two streams run at once; a real device may run one alone."""
     return _two_threads(job, bool(job.rank))
 
 
@@ -197,9 +195,7 @@ def wait_for(works: list[Any]) -> None:
 
 
 def exchange(job: Job, *counts: int, swapped: bool = False) -> tuple[list[Any], list[Any]]:
-    """Receive a message of each of ``counts`` numbers from the other rank and send as many; return
-    the receive buffers and the works to wait for.
-    """
+    """Messages of ``counts`` numbers each way: the receive buffers and the works."""
     dist, other = job.dist, 1 - job.rank
     came = [job.torch.zeros(count, device=job.device) for count in counts]
     sends = [dist.P2POp(dist.isend, job.ones(c), other, job.first, n) for n, c in enumerate(counts)]
@@ -209,9 +205,7 @@ def exchange(job: Job, *counts: int, swapped: bool = False) -> tuple[list[Any], 
 
 @program
 def right_messages(job: Job) -> Any:
-    """The host goes on; batches whose parts are in another order meet, as long as those of one
-    direction have one.
-    """
+    """Batches whose parts are in another order meet, if those of one direction have one."""
     came, works = exchange(job, 3, 4, swapped=bool(job.rank))
     wait_for(works)
     total = sum(into[0].item() for into in came) + job.rank * 2
@@ -281,9 +275,7 @@ def interleaved_on_two_communicators(job: Job) -> Any:
 
 @program
 def order_of_a_thread_that_comes_late(job: Job) -> Any:
-    """Rank 0 sums on the second communicator in a thread of its own, long after all stands still:
-    that is no circle.
-    """
+    """A thread of rank 0 sums long after all stands still: that is no circle."""
     if job.rank:
         job.sum(job.second)[0].item()
         return [job.sum(group)[0].item() for group in (job.second, job.first)]

@@ -9,10 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.cells import fast
 from tests.late import launch
-
-LEFT_OUT = ("leaves out blocks", "fetches a block")
 
 
 def rows(mode: str, *cases: str) -> dict[tuple[str, int], dict[str, Any]]:
@@ -24,24 +21,32 @@ def is_quiet(row: dict[str, Any]) -> bool:
     return not (row["raised"] or row["said"] or row["reports"])
 
 
-def check_left_out(mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "cases"),
+    [
+        ("aliased", ["leaves out blocks"]),
+        pytest.param("aliased", ["fetches a block"], marks=pytest.mark.long),
+        *(
+            pytest.param(mode, ["leaves out blocks", "fetches a block"], marks=pytest.mark.long)
+            for mode in ("random", "lazy", "eager")
+        ),
+    ],
+)
+def test_blocks_left_out(mode: str, cases: list[str]) -> None:
     """Ranks that leave out blocks may order reductions otherwise than gathers, which are on two
     communicators for that: nothing else is reported, where all communicators share their streams,
     too.
     """
-    for (case, rank), row in rows(mode, *LEFT_OUT).items():
+    launch.needs_the_device()
+    found = rows(mode, *cases)
+    assert len(found) == 2 * len(cases)
+    for (case, rank), row in found.items():
         kinds = {kind for kind, _ in row["reports"]}
         assert kinds <= {"interleaved"} and not row["raised"] and row["worst"] < 1e-5, row
         for _, text in row["reports"]:
             assert "reduce_scatter" in text and "all_gather" in text, text
         fetched = any("outside the recorded order" in each for each in row["said"])
         assert fetched == (case == "fetches a block" and rank == 0), row
-
-
-@pytest.mark.parametrize("mode", fast(["aliased", "random", "lazy", "eager"], "aliased".__eq__))
-def test_blocks_left_out(mode: str) -> None:
-    launch.needs_the_device()
-    check_left_out(mode)
 
 
 @pytest.mark.long

@@ -100,9 +100,7 @@ FIRST, SECOND = [[0, -1, 0, 0, 1]], [[0, -1, 0, 1, 1]]  # stream 0 is in a colle
 
 
 def test_hosts_that_wait_for_each_other() -> None:
-    """Each synchronises with a collective that the other one would issue next; one that computes
-    ends the wait.
-    """
+    """Each waits for what the other would issue next; one that computes ends the wait."""
     zero = status(0, FIRST, first=LACKS_1, second={})
     closed = found(zero, status(1, SECOND, first={}, second=LACKS_0))
     hosts, streams = (

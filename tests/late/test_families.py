@@ -16,11 +16,7 @@ from tests.late import families, launch
 FP32, ROUNDED = 7e-6, 0.0625  # relative; of a number below 8 in bf16, absolute
 
 # The fast suite: what depth has shown defects in.
-FAST = (
-    "all on the host, saved",
-    "stage 3, activations on the host",
-    "stage 3, pretrained",
-)
+FAST = ("all on the host, saved", "stage 3, activations on the host")
 FAST_PARTS = {
     "parts of matrices": "stage 3, parts of matrices, checkpointed",
     "parts of sequences": "all on the host, parts of sequences",

@@ -14,9 +14,7 @@ MODES = ["inline", "eager", "lazy", "random:1"]
 
 
 def judged(as_cuda: bool, *modes: str) -> list[str]:
-    """Return the errors in the device's reports and values of each program; empty if all
-    are right.
-    """
+    """What is wrong in the device's reports and values of each program."""
     env = launch.environment(as_cuda, LATE_DEVICES="2")
     rows = launch.rows(launch.run("tests.late.programs", *modes, env=env))
     by_mode: dict[tuple[str, str], Any] = {(row["mode"], row["name"]): row for row in rows}

@@ -14,10 +14,7 @@ HOST = device.C.HOST
 
 
 class Ran(NamedTuple):
-    """A task, in seconds of simulated time.
-
-    ``stream``: the device's streams by number; HOST + n is lane n of the host.
-    """
+    """A task, in simulated seconds. ``stream``: by number; HOST + n is lane n of the host."""
 
     stream: int
     what: str
@@ -48,9 +45,7 @@ def traced(**rates: float) -> Iterator[Callable[[], list[Ran]]]:
 
 @contextlib.contextmanager
 def host_lane(lane: int, not_before: float = 0.0) -> Iterator[None]:
-    """This thread's work and waits count on a clock of the host of their own: it works beside
-    the thread that launches.
-    """
+    """This thread's work counts on a clock of its own, beside the thread that launches."""
     before = device.C.set_lane(lane)
     device.C.host_not_before(not_before)
     try:

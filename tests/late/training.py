@@ -96,9 +96,7 @@ def broadcasts(engine: Any) -> None:
 
 
 def reads_shards(engine: Any) -> None:
-    """Each shard is read, and written by the host: what :attr:`FlatBuffer.shard` lets a caller do
-    at once.
-    """
+    """Each shard is read, and written by the host, as :attr:`FlatBuffer.shard` allows."""
     for unit in engine.sharded_model.units:
         for flat in unit.sharded:
             before = flat.shard.cpu()

@@ -96,9 +96,7 @@ def equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> bool:
 
 
 def sends_weights(job: Job) -> dict[str, int]:
-    """Loops over the weights between steps and evaluations; what the host waits for in one that
-    only the device uses.
-    """
+    """Loops over the weights between steps and evaluations; what the host waits for in one."""
     before = sent(job)
     left = iter(job.engine.iter_weights(bucket=BUCKET, dtype=None))
     next(left)
