@@ -2,20 +2,20 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import GenerationConfig
 
 import hf_zero
 from hf_zero.errors import ReleasedParameterError
 from hf_zero.integrations.transformers import generation
-from tests.helpers import oracle
 from tests.helpers import tensor_parallel as split
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import ARCHITECTURES
 from tests.helpers.ranks import run_ranks
-from tests.helpers.stacks import on_each_rank, run_steps
-from tests.helpers.training import adamw, plain_sgd
+from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, squared
+from tests.helpers.training import At, adamw, plain_sgd
 from tests.parallel import expert_cases
-from tests.ranks.test_gathered import At, by_hand, on_ranks, squared
+from tests.ranks.cases import expect, over
 
 RANKS = 2
 NEW = 5
@@ -24,38 +24,33 @@ PROMPTS = torch.tensor([[5, 6, 7], [9, 4, 8]])  # a row for each rank
 
 def asked(rank, **more):
     prompt = PROMPTS[rank : rank + 1]
-    return {
-        "inputs": prompt,
-        "attention_mask": torch.ones_like(prompt),
-        "do_sample": False,
-        "pad_token_id": 0,
-        **more,
-    }
+    fixed = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "pad_token_id": 0}
+    return {"inputs": prompt, **fixed, **more}
 
 
-def plainly(architecture, **more):
-    model = ARCHITECTURES[architecture].build().eval()
-    return [model.generate(**asked(rank, **more)) for rank in range(RANKS)]
+def built(architecture="gpt2"):
+    return ARCHITECTURES[architecture].build().eval()
+
+
+def plainly(architecture="gpt2", lengths=(NEW, NEW), **more):
+    model = built(architecture)
+    return [
+        model.generate(**asked(rank, max_new_tokens=length, **more))
+        for rank, length in enumerate(lengths)
+    ]
 
 
 def limited(limit):
-    return {
-        **config_of(3),
-        "zero_optimization": {
-            **config_of(3)["zero_optimization"],
-            "stage3_max_live_parameters": limit,
-        },
-    }
+    return config_of(3, zero_optimization={"stage": 3, "stage3_max_live_parameters": limit})
 
 
 def gathers(engine):
     return engine.mesh.stats.counts["all_gather"]
 
 
-@pytest.mark.parametrize("more", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
-@pytest.mark.parametrize("architecture", ["gpt2", "t5"])
+@over("architecture, more", [("gpt2", {}), ("t5", {"num_beams": 2})])
 def test_the_model_is_gathered_once_where_it_fits(architecture, more):
-    want = plainly(architecture, max_new_tokens=NEW, **more)
+    want = plainly(architecture, **more)
 
     def run(rank, model):
         engine = start(model, adamw(model), config_of(3))
@@ -66,44 +61,32 @@ def test_the_model_is_gathered_once_where_it_fits(architecture, more):
             next(model.parameters()).sum()
         assert torch.equal(made, want[rank])
 
-    on_ranks(RANKS, run, build=lambda: ARCHITECTURES[architecture].build().eval())
+    on_ranks(RANKS, run, build=lambda: built(architecture))
 
 
-@pytest.mark.parametrize("architecture", ["gpt2", "t5"])
-def test_without_room_each_token_gathers_each_unit_once(architecture):
-    want = plainly(architecture, max_new_tokens=NEW)
-
-    def run(rank, model):
-        engine = start(model, adamw(model), limited(1))
-        before = gathers(engine)
-        made = engine.module.generate(**asked(rank, max_new_tokens=NEW))
-        assert gathers(engine) - before <= NEW * len(engine.units)
-        assert torch.equal(made, want[rank])
-
-    on_ranks(RANKS, run, build=lambda: ARCHITECTURES[architecture].build().eval())
-
-
-@pytest.mark.parametrize("room", [True, False])
+@over("room", [True, False])
 def test_ranks_may_generate_different_numbers_of_tokens(room):
+    """Without room each token gathers each unit once."""
     lengths = (1, 6)
-    want = [plainly("gpt2", max_new_tokens=length)[rank] for rank, length in enumerate(lengths)]
+    want = plainly(lengths=lengths)
 
     def run(rank, model):
         engine = start(model, adamw(model), config_of(3) if room else limited(1))
+        before = gathers(engine)
         for _ in range(2):  # recorded, then by the recorded order
             made = engine.module.generate(**asked(rank, max_new_tokens=lengths[rank]))
             assert torch.equal(made, want[rank])
-        return engine.mesh.stats.counts["all_gather"]
+        return (gathers(engine) - before) / 2 / len(engine.units)
 
-    counts = on_ranks(RANKS, run, build=lambda: ARCHITECTURES["gpt2"].build().eval())
-    assert counts[0] == counts[1]
+    one, other = on_ranks(RANKS, run, build=built)
+    assert one == other and (one == 1 if room else 1 < one <= max(lengths))
 
 
 def test_they_do_where_all_stays_whole(monkeypatch):
     """With a configuration of stage 3 alive, transformers alone would keep the ranks in step."""
     monkeypatch.setattr("transformers.generation.utils.is_deepspeed_zero3_enabled", lambda: True)
     lengths = (1, 6)
-    want = [plainly("gpt2", max_new_tokens=length)[rank] for rank, length in enumerate(lengths)]
+    want = plainly(lengths=lengths)
     zero = {"stage": 3, "stage3_param_persistence_threshold": 1_000_000}
 
     def run(rank, model):
@@ -114,17 +97,13 @@ def test_they_do_where_all_stays_whole(monkeypatch):
         assert torch.equal(made, want[rank])
         return gathers(engine), len(forwards)
 
-    build = lambda: ARCHITECTURES["gpt2"].build().eval()  # noqa: E731
-    assert on_ranks(RANKS, run, build=build) == [(0, 1), (0, 6)]
+    assert on_ranks(RANKS, run, build=built) == [(0, 1), (0, 6)]
 
 
 def test_one_rank_without_room_decides_for_all(monkeypatch):
-    import torch.distributed as dist
-
-    monkeypatch.setattr(
-        generation, "free_bytes", lambda device: 0 if dist.get_rank() == 1 else 1 << 40
-    )
-    want = plainly("gpt2", max_new_tokens=NEW)
+    free = {0: 1 << 40, 1: 0}
+    monkeypatch.setattr(generation, "free_bytes", lambda device: free[dist.get_rank()])
+    want = plainly()
 
     def run(rank, model):
         engine = start(model, adamw(model), config_of(3))
@@ -132,7 +111,7 @@ def test_one_rank_without_room_decides_for_all(monkeypatch):
         assert torch.equal(model.generate(**asked(rank, max_new_tokens=NEW)), want[rank])
         return gathers(engine) - before > len(engine.units)
 
-    assert on_ranks(RANKS, run, build=lambda: ARCHITECTURES["gpt2"].build().eval()) == [True, True]
+    assert on_ranks(RANKS, run, build=built) == [True, True]
 
 
 def test_what_the_caller_says_about_synchronising_is_kept():
@@ -146,42 +125,32 @@ def test_what_the_caller_says_about_synchronising_is_kept():
             return kept(finished, synced_gpus, device)
 
         model._has_unfinished_sequences = note
-        prompt = asked(rank)
-        rest = {"attention_mask": prompt["attention_mask"]}
-        model.generate(
-            prompt["inputs"],
-            GenerationConfig(max_new_tokens=2, pad_token_id=0),
-            None,
-            None,
-            None,
-            False,
-            **rest,
-        )
+        given = asked(rank)
+        config = GenerationConfig(max_new_tokens=2, pad_token_id=0)
+        by_place = given["inputs"], config, None, None, None, False
+        model.generate(*by_place, attention_mask=given["attention_mask"])
         model.generate(**asked(rank, max_new_tokens=2), synced_gpus=None)
         return seen
 
-    for seen in on_ranks(RANKS, run, build=lambda: ARCHITECTURES["gpt2"].build().eval()):
+    for seen in on_ranks(RANKS, run, build=built):
         assert not any(seen[: len(seen) // 2]) and all(seen[len(seen) // 2 :])
 
 
 def test_an_assistant_that_is_sharded_too():
-    want = plainly("gpt2", max_new_tokens=NEW)
+    want, helpers = plainly(), [built() for _ in range(RANKS)]
 
     def run(rank, model):
         start(model, adamw(model), config_of(3))
-        assistant = helpers[rank].eval()
-        start(assistant, adamw(assistant), config_of(3))
-        made = model.generate(**asked(rank, max_new_tokens=NEW), assistant_model=assistant)
+        start(helpers[rank], adamw(helpers[rank]), config_of(3))
+        made = model.generate(**asked(rank, max_new_tokens=NEW), assistant_model=helpers[rank])
         assert torch.equal(made, want[rank])
 
-    helpers = [ARCHITECTURES["gpt2"].build() for _ in range(RANKS)]
-    on_ranks(RANKS, run, build=lambda: ARCHITECTURES["gpt2"].build().eval())
+    on_ranks(RANKS, run, build=built)
 
 
-@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+@over("stage", (1, 3))
 def test_summoned_models_run_as_often_as_each_rank_likes(stage):
     """Rollouts of different lengths, and the training after them is right."""
-    want, _ = by_hand(plain_sgd, [[(1.0, 0)]] * 2, RANKS)
 
     def run(rank, model):
         engine = start(model, plain_sgd(model), config_of(stage))
@@ -195,15 +164,11 @@ def test_summoned_models_run_as_often_as_each_rank_likes(stage):
             run_steps(engine, rank, [step])
         return full_weights(engine)
 
-    for weights in on_ranks(RANKS, run):
-        oracle.compare_tensors("weights", weights, want)
+    expect(by_hand(plain_sgd, [[(1.0, 0)]] * 2, RANKS)[0], run)
 
 
-@pytest.mark.parametrize("stage", (0, 1, 2, 3))
-@pytest.mark.parametrize("writeback", [True, False])
-def test_what_is_written_inside_is_kept_with_writeback(stage, writeback, caplog, monkeypatch):
-    monkeypatch.setattr("hf_zero.logging.logger.propagate", True)
-
+@pytest.mark.parametrize("stage, writeback", [(1, True), (1, False), (3, True), (3, False)])
+def test_what_is_written_inside_is_kept_with_writeback(stage, writeback, heard):
     def run(rank, model):
         engine = start(model, plain_sgd(model), config_of(stage))
         before = full_weights(engine)
@@ -218,12 +183,11 @@ def test_what_is_written_inside_is_kept_with_writeback(stage, writeback, caplog,
             if writeback:
                 assert bool((model.blocks[0].up.weight == 1.0).all())
         if writeback:
-            master = hf_zero.safe_get_full_fp32_param(model.head.weight)
-            assert torch.equal(master, expected)
+            assert torch.equal(hf_zero.safe_get_full_fp32_param(model.head.weight), expected)
 
     on_ranks(RANKS, run)
-    dropped = "blocks.0.up.weight: written inside summon_full_params, which drops it"
-    assert (dropped in caplog.text) == (stage == 3 and not writeback)
+    dropped = any("blocks.0.up.weight: written inside" in line for line in heard)
+    assert dropped == (stage == 3 and not writeback)
 
 
 @on_each_rank(RANKS)
@@ -237,13 +201,9 @@ def test_an_error_inside_keeps_nothing(rank, model):
     assert torch.equal(full_weights(engine)["head.weight"], before["head.weight"])
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("stage", (0, 1, 2, 3))
-@pytest.mark.parametrize("shared", ("experts", "layers"))
+@over("shared, stage", [("experts", 1), ("layers", 0), ("experts", 3), ("layers", 3)])
 def test_ranks_of_shared_layers_keep_together_until_the_last_has_ended(shared, stage):
-    """Two groups of two ranks; one group generates once more than the other, where nothing else
-    makes them wait for each other.
-    """
+    """Two groups of two ranks, one of which generates once more than the other."""
     build, keys = {
         "experts": (split.mixtral, expert_cases.keys(2)),
         "layers": (split.llama, {"tensor_parallel": {"autotp_size": 2}}),
@@ -254,18 +214,14 @@ def test_ranks_of_shared_layers_keep_together_until_the_last_has_ended(shared, s
     for model in (*plain, *models):
         model.load_state_dict(plain[0].state_dict())
     prompts = [rank if shared == "experts" else rank // 2 for rank in range(len(lengths))]
-    row = [asked(prompt % RANKS) for prompt in prompts]
-    want = [
-        model.generate(**each, max_new_tokens=length)
-        for model, each, length in zip(plain, row, lengths)
-    ]
+    row = [asked(prompt % RANKS, max_new_tokens=length) for prompt, length in zip(prompts, lengths)]
+    want = [model.generate(**each) for model, each in zip(plain, row)]
 
     def run(rank):
         engine = start(models[rank], plain_sgd(models[rank]), config_of(stage, **keys))
         for again in range(2 if rank < 2 or stage == 3 else 1):
             more = {"synced_gpus": False} if again and stage < 3 else {}
-            made = engine.generate(**row[rank], max_new_tokens=lengths[rank], **more)
-            assert torch.equal(made, want[rank])
+            assert torch.equal(engine.generate(**row[rank], **more), want[rank])
         assert "_has_unfinished_sequences" not in vars(models[rank])
         engine.destroy()
 

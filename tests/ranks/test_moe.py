@@ -11,12 +11,13 @@ import torch
 import transformers
 from torch import nn
 
-from hf_zero.zero.layout.wrap import find_units, get_z3_leaf_modules, set_z3_leaf_modules
+from hf_zero.zero.layout.wrap import get_z3_leaf_modules, set_z3_leaf_modules
 from tests.helpers import oracle
-from tests.helpers.engines import OnEngine, config_of, start, train_on_threads
+from tests.helpers.engines import engine_opener, train_on_threads
 from tests.helpers.models import HIDDEN, features, seeded, tokens
 from tests.helpers.training import Job, Plan, plain_sgd
 from tests.loading.zoo import GQA, LATENT, TEXT
+from tests.ranks.cases import over
 from tests.ranks.test_matrix import make_exact
 
 ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
@@ -49,9 +50,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 class Routed(Job):
-    """A model of transformers whose router sends the tokens of each rank and step elsewhere; the
-    loss has its own term for that.
-    """
+    """Its router sends the tokens of each rank and step elsewhere; with a loss of its own."""
 
     def __init__(self, name, leaf=False):
         self.name, self.leaf = f"{name}, a leaf" if leaf else name, leaf
@@ -80,24 +79,24 @@ class Routed(Job):
         return output.loss
 
 
-def sessions(stage, **more):
-    return lambda model, optimizer, plan: OnEngine(
-        start(model, optimizer, config_of(stage, plan, **more)), plan
-    )
+def check(job, want, plan, stage=3, **limits):
+    got = train_on_threads(job, plan, engine_opener(stage))
+    oracle.compare(got, oracle.kept(want, plan), **limits)
 
 
-@pytest.mark.parametrize(
-    "leaf", [False, pytest.param(True, marks=pytest.mark.long)], ids=["as it is", "a leaf"]
-)
+ROUTES = Plan(ranks=2, steps=3)
+
+
+@over("name", ["mixtral", "deepseek_v3", "gpt_oss"])
+def test_models_of_transformers(name):
+    check(Routed(name), Routed(name), ROUTES, weight_floor=oracle.ROUNDING)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.long), 3])
-def test_models_of_transformers(stage, name, leaf):
-    plan = Plan(ranks=2, steps=3, accumulation=2)
-    oracle.compare(
-        train_on_threads(Routed(name, leaf), plan, sessions(stage)),
-        oracle.kept(Routed(name), plan),
-        weight_floor=oracle.ROUNDING,
-    )
+@pytest.mark.parametrize("stage, leaf", [(2, False), (2, True), (3, False), (3, True)])
+def test_all_models_of_transformers_and_leaves(stage, name, leaf):
+    check(Routed(name, leaf), Routed(name), ROUTES, stage, weight_floor=oracle.ROUNDING)
 
 
 class Expert(nn.Module):
@@ -111,10 +110,7 @@ class Expert(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A ModuleList of experts, each called with its own rows and not at all without any.
-
-    ``chosen``: [rows] of expert numbers.
-    """
+    """Experts called with their own rows, or not at all; ``chosen``: [rows] of numbers."""
 
     def __init__(self, count=5):
         super().__init__()
@@ -189,45 +185,32 @@ class Patterned(Job):
         return net(features(at.step, at.micro, at.rank, 6), chosen).pow(2).mean()
 
 
-PLAN = Plan(ranks=2, steps=4, accumulation=2)
+PLAN = Plan(ranks=2, steps=4)
+OUTSIDE = "is needed here outside the recorded order"
+CELLS = [
+    *((Flat, pattern) for pattern in PATTERNS),
+    *((Layered, each) for each in [*PATTERNS][::3]),
+]
 
 
-@pytest.mark.turns
+@over("model, pattern", CELLS)
+def test_experts_without_tokens(model, pattern, heard):
+    """A rank that calls an expert as never before says so."""
+    check(Patterned(model, pattern), Patterned(model, pattern), PLAN)
+    told = any(f"mixture.experts.4 {OUTSIDE}" in message for message in heard)
+    if pattern == "in step 2 as never before" and model is Flat:
+        assert told
+    heard.clear()
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("model", [Layered, Flat])
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.long), 3])
-def test_experts_without_tokens(stage, model, pattern):
-    job = Patterned(model, pattern)
-    oracle.compare(train_on_threads(job, PLAN, sessions(stage)), oracle.kept(job, PLAN))
+def test_experts_without_tokens_at_stage_2(model, pattern):
+    check(Patterned(model, pattern), Patterned(model, pattern), PLAN, 2)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
+@over("pattern", [*PATTERNS][::3])
 def test_marked_as_a_leaf_no_rank_asks_for_an_expert_alone(pattern, heard):
-    job = Patterned(Flat, pattern, leaf=True)
-    oracle.compare(
-        train_on_threads(job, PLAN, sessions(3)), oracle.kept(Patterned(Flat, pattern), PLAN)
-    )
+    check(Patterned(Flat, pattern, leaf=True), Patterned(Flat, pattern), PLAN)
     assert not any("outside the recorded order" in message for message in heard)
-
-
-@pytest.mark.parametrize("leaf", [False, True])
-def test_what_a_leaf_changes(leaf):
-    units = {
-        model: [
-            unit.name
-            for unit in find_units(Patterned(model, "others on other ranks", leaf).build())[0]
-        ]
-        for model in (Flat, Layered)
-    }
-    experts = [f"mixture.experts.{number}" for number in range(5)]
-    assert units[Flat] == ["", *(["mixture"] if leaf else experts)]
-    assert units[Layered] == ["", *(f"layers.{number}" for number in range(3))]
-
-
-def test_without_the_mark_a_rank_that_calls_another_expert_says_so(heard):
-    job = Patterned(Flat, "in step 2 as never before")
-    oracle.compare(train_on_threads(job, PLAN, sessions(3)), oracle.kept(job, PLAN))
-    assert any(
-        "mixture.experts.4 is needed here outside the recorded order" in message
-        for message in heard
-    )
