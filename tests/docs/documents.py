@@ -58,10 +58,6 @@ def of_kind(*kinds: str) -> list[Block]:
     return [block for block in ALL if block.kind in kinds]
 
 
-def name_of(block: Block) -> str:
-    return f"{block.page}:{block.line}"
-
-
 def prose(page: str) -> str:
     """The text of a page without its code blocks; headings, lists and tables are in it."""
     return FENCE.sub("", DOCUMENTS[page].read_text())

@@ -12,6 +12,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -41,24 +42,38 @@ from tests.docs.documents import (
     headings,
     inline_code,
     links,
-    name_of,
-    of_kind,
     prose,
 )
 
-every_page = pytest.mark.parametrize("page", PAGES)
-every_document = pytest.mark.parametrize("page", DOCUMENTS)
 KINDS = {"python", "json", "yaml", "sh", "bash", "text"}
 GENERATED = {"keys", "api"}
 
 COMMANDS: Any = typer.main.get_command(app)
 
 
+@pytest.mark.parametrize("page", DOCUMENTS)
+def test_a_page(page: str, tmp_path: Path) -> None:
+    """Its shape, links, blocks and commands; the keys, names and figures in it."""
+    if page in PAGES:
+        check_shape(page)
+        check_figures(page)
+    check_links(page)
+    assert DOCUMENTS[page].read_text().count("\n```") % 2 == 0
+    for block in blocks(page):
+        try:
+            check_block(block, tmp_path)
+        except (Exception, AssertionError) as error:
+            raise AssertionError(f"the block in line {block.line}: {error}") from error
+    for code in inline_code(page):
+        if code.startswith("hf-zero ") and "COMMAND" not in code and code[8] != "[":
+            check_command(code.replace("…", ""))
+    assert unknown_names(page) == set()
+
+
 # --- the shape of a page
 
 
-@every_page
-def test_a_page_has_a_title_a_length_and_lines_that_fit(page: str) -> None:
+def check_shape(page: str) -> None:
     text = PAGES[page].read_text()
     lines = text.splitlines()
     assert [level for level, _ in headings(page)].count(1) == 1 and lines[0].startswith("# ")
@@ -66,20 +81,15 @@ def test_a_page_has_a_title_a_length_and_lines_that_fit(page: str) -> None:
     long = [n for n, line in enumerate(lines, 1) if len(line) > 120 and not line.startswith("|")]
     assert long == [], "lines of more than 120 characters"
     assert text.endswith("\n") and not text.endswith("\n\n")
-
-
-@every_page
-def test_anchors_are_unique(page: str) -> None:
     found = anchors(page)
-    assert sorted(found) == sorted(set(found))
+    assert sorted(found) == sorted(set(found)), "anchors are unique"
 
 
 def test_the_index_names_every_page() -> None:
     assert {link.partition(".md")[0] for link in links("index")} == {*PAGES} - {"index"}
 
 
-@every_document
-def test_links_lead_somewhere(page: str) -> None:
+def check_links(page: str) -> None:
     for link in links(page):
         if link.startswith("https://"):
             continue
@@ -95,25 +105,23 @@ def test_links_lead_somewhere(page: str) -> None:
 # --- blocks
 
 
-@every_document
-def test_every_block_says_what_it_is(page: str) -> None:
-    given = [(block.line, block.kind) for block in blocks(page) if block.kind not in KINDS]
-    assert given == []
-    assert DOCUMENTS[page].read_text().count("\n```") % 2 == 0
+def check_block(block: Block, folder: Path) -> None:
+    assert block.kind in KINDS, block.kind
+    if block.kind == "json":
+        ZeroConfig.from_dict(json.loads(block.text), allow_auto=True)
+    elif block.kind == "yaml":
+        check_yaml(block, folder)
+    elif block.kind == "python":
+        check_python(block)
+    else:
+        check_commands(block)
 
 
-@pytest.mark.parametrize("block", of_kind("json"), ids=name_of)
-def test_json_is_a_whole_configuration(block: Block) -> None:
-    ZeroConfig.from_dict(json.loads(block.text), allow_auto=True)
-
-
-@pytest.mark.parametrize("block", of_kind("yaml"), ids=name_of)
-def test_yaml_is_read(block: Block, tmp_path: Path) -> None:
+def check_yaml(block: Block, tmp_path: Path) -> None:
     documents = list(yaml.safe_load_all(block.text))
     if "distributed_type" not in documents[0]:
-        assert all("kind" in document for document in documents), (
-            "neither Accelerate's nor Kubernetes'"
-        )
+        kinds = ["kind" in document for document in documents]
+        assert all(kinds), "neither Accelerate's nor Kubernetes'"
         return
     file = tmp_path / "given.yaml"
     file.write_text(block.text)
@@ -208,8 +216,7 @@ def value_of(node: ast.expr, known: dict[str, Any]) -> Any:
     return getattr(owner, node.attr)
 
 
-@pytest.mark.parametrize("block", of_kind("python"), ids=name_of)
-def test_python_names_what_there_is(block: Block) -> None:
+def check_python(block: Block) -> None:
     found = Names(block.text)
     known = {**({} if block.title else GIVEN), **found.values}
     rebound = {*found.bound} - {"engine", "model"}
@@ -299,8 +306,7 @@ def check_ours(words: list[str]) -> None:
 HEADS = ("hf-zero ", "torchrun ", "accelerate launch ", "bash scripts/")
 
 
-@pytest.mark.parametrize("block", of_kind("sh", "bash", "text"), ids=name_of)
-def test_commands_exist(block: Block) -> None:
+def check_commands(block: Block) -> None:
     lines = list(commands_in(block.text))
     for line in lines:
         if line.startswith(HEADS):
@@ -309,28 +315,14 @@ def test_commands_exist(block: Block) -> None:
             assert line.startswith(("python ", "python -m ", "pip install ", "accelerate ")), line
 
 
-@every_document
-def test_commands_in_sentences_exist(page: str) -> None:
-    for code in inline_code(page):
-        if (
-            code.startswith("hf-zero ")
-            and "COMMAND" not in code
-            and not code.startswith("hf-zero [")
-        ):
-            check_command(code.replace("…", ""))
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
+def test_a_command_that_is_not_there_is_found() -> None:
+    for line, said in (
         ("hf-zero estimat MODEL", "no command 'estimat'"),
         ("hf-zero estimate MODEL --rank 8", "has no option --rank"),
         ("hf-zero recipe lst", "no command 'lst'"),
-    ],
-)
-def test_a_command_that_is_not_there_is_found(line: str, said: str) -> None:
-    with pytest.raises(AssertionError, match=said):
-        check_command(line)
+    ):
+        with pytest.raises(AssertionError, match=said):
+            check_command(line)
 
 
 # --- keys and names in sentences
@@ -362,6 +354,7 @@ FOREIGN = {
 STATE_DICTS = {*torch_state_dict.__all__, *vars(torch_state_dict.StateDictOptions())}
 
 
+@cache
 def ours() -> set[str]:
     """Names of hf-zero: exports, attributes of engines, arguments of its functions."""
     found = {*hf_zero.__all__, *dir(Engine), *dir(PipelineTraining), *ON_AN_ENGINE}
@@ -377,16 +370,14 @@ ROOMS = {path.stem for path in (ROOT / "hf_zero").iterdir()} | {"pth"}
 ON_ENGINES = {*dir(Engine), *dir(PipelineTraining), *dir(DeepSpeedEngine), *ON_AN_ENGINE}
 
 
-@every_document
-def test_keys_and_names_in_sentences_exist(page: str) -> None:
+def unknown_names(page: str) -> set[str]:
+    """Keys and names in sentences that are nowhere."""
     known = LEAVES | MEMBERS | STRINGS | FOREIGN | STATE_DICTS | {*TRANSLATED} | ours()
     unknown = set()
     for code in inline_code(page):
         first = code.partition(".")[0]
-        if re.fullmatch(r"[a-z][a-z0-9_]*(\.[A-Za-z0-9_]+)+", code) and first in {
-            *SECTIONS,
-            *PATHS,
-        }:
+        dotted = re.fullmatch(r"[a-z][a-z0-9_]*(\.[A-Za-z0-9_]+)+", code)
+        if dotted and (first in SECTIONS or first in PATHS):
             unknown |= {code} - PATHS - FOREIGN
         elif re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)+", code):
             unknown |= {code} - known
@@ -394,7 +385,7 @@ def test_keys_and_names_in_sentences_exist(page: str) -> None:
             unknown |= {name} - ON_ENGINES
         for name in re.findall(r"\bhf_zero\.([A-Za-z]\w*)", code):
             unknown |= {name} - {*hf_zero.__all__} - ROOMS
-    assert unknown == set()
+    return unknown
 
 
 # --- what must be complete
@@ -402,11 +393,8 @@ def test_keys_and_names_in_sentences_exist(page: str) -> None:
 
 def test_each_error_has_a_section() -> None:
     errors = importlib.import_module("hf_zero.errors")
-    classes = {
-        name
-        for name, value in vars(errors).items()
-        if inspect.isclass(value) and issubclass(value, errors.HfZeroError)
-    }
+    kinds = {name: each for name, each in vars(errors).items() if inspect.isclass(each)}
+    classes = {name for name, each in kinds.items() if issubclass(each, errors.HfZeroError)}
     assert {title for _, title in headings("errors") if title.endswith("Error")} == classes
 
 
@@ -452,8 +440,8 @@ NUMBER = re.compile(r"(?<![\w.-])\d+(?:,\d{3})*(?:\.\d+)?(?![\w.]*\d)")
 MEASURED = ("Measured", "Compared with", "How many bytes")
 
 
-@every_page
-def test_figures_in_tables_are_those_of_the_benchmarks(page: str) -> None:
+def check_figures(page: str) -> None:
+    """Figures in its tables are those of the benchmarks."""
     rows = (ROOT / "scripts/bench/README.md").read_text()
     known = {*NUMBER.findall(rows)}
     unknown = {

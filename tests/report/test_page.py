@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from hf_zero.cli.app import app
 from hf_zero.errors import ConfigError
 from hf_zero.logging import logger
-from hf_zero.measures.metrics_file import read_metrics
+from hf_zero.measures.metrics_file import read_metrics, read_rows
 from hf_zero.report import charts, write_report
 from hf_zero.report.page import _messages as messages
 from hf_zero.report.page import in_numbers
@@ -90,6 +90,8 @@ def test_a_run_is_read_whole(folders: Path) -> None:
     assert [(start.after, start.repeated) for start in run.starts] == [(0, 0), (3, 1)]
     assert [each.text for each in run.messages] == ["<script>alert('a & b')</script>"]
     assert run.trace is not None and run.trace.name == "trace-steps-2-3.json.gz"
+    totals = [row["totals"] for row in read_rows(folders / "three") if "totals" in row]
+    assert run.totals == totals[-1] != totals[0], "those of the end"
     found = run.summary()
     assert (found["run"], found["steps"], found["restarts"]) == ("three", STEPS + AGAIN, 1)
     assert found["loss"] == list(read_metrics(folders / "three"))[-1]["loss"]
@@ -176,9 +178,8 @@ def test_the_command_writes_the_page(
 
 def test_long_runs_are_drawn_as_means() -> None:
     count = 3 * charts.POINTS
-    run = RecordedRun(
-        "long", Path(), [{"step": step, "loss": float(step)} for step in range(1, count + 1)]
-    )
+    steps = [{"step": step, "loss": float(step)} for step in range(1, count + 1)]
+    run = RecordedRun("long", Path(), steps)
     (chart,) = charts.curves([run])
     rows = values(chart.spec)
     assert len(rows) == charts.POINTS
@@ -189,12 +190,8 @@ def test_lines_have_gaps_and_runs_their_colours() -> None:
     """Where a loss is not finite; and where one of two runs has no such figure."""
     steps = [{"step": step, "loss": None if step == 2 else 1.0} for step in (1, 2, 3)]
     scaled = [row | {"loss_scale": 2.0, "grad_norm": None} for row in steps]
-    drawn = {
-        chart.name: chart.spec
-        for chart in charts.curves(
-            [RecordedRun("a", Path(), scaled), RecordedRun("b", Path(), steps)]
-        )
-    }
+    runs = [RecordedRun("a", Path(), scaled), RecordedRun("b", Path(), steps)]
+    drawn = {chart.name: chart.spec for chart in charts.curves(runs)}
     assert drawn.keys() == {"loss", "loss_scale"}
     assert [row["value"] for row in values(drawn["loss"])] == [1.0, None, 1.0] * 2
     for spec in drawn.values():
@@ -207,16 +204,10 @@ def test_lines_have_gaps_and_runs_their_colours() -> None:
 def test_restarts_and_warnings_are_in_the_order_of_their_times() -> None:
     """An error that ended a start precedes the restart, which continues from an earlier step."""
     header = {"started": "2026-11-24T13:23:10+00:00"}
-    run = RecordedRun(
-        "a",
-        Path(),
-        [],
-        [RunStart(0, 0, header), RunStart(10, 1, header)],
-        [
-            LoggedMessage("error", "rank 1 died", 11, "2026-11-24 13:22:18"),
-            LoggedMessage("warning", "slow", 10, "2026-11-24 13:24:00"),
-        ],
-    )
+    starts = [RunStart(0, 0, header), RunStart(10, 1, header)]
+    died = LoggedMessage("error", "rank 1 died", 11, "2026-11-24 13:22:18")
+    slow = LoggedMessage("warning", "slow", 10, "2026-11-24 13:24:00")
+    run = RecordedRun("a", Path(), [], starts, [died, slow])
     drawn = "".join(messages([run]))
     assert drawn.index("rank 1 died") < drawn.index("1 step taken again") < drawn.index("slow")
 
@@ -281,8 +272,6 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no header" in path.read_text()
 
 
-@pytest.mark.parametrize(
-    ("number", "text"), [(0, "0"), (12, "12"), (1.5, "1.5"), (1234, "1.23 k"), (7.5e9, "7.5 B")]
-)
-def test_numbers_in_thousands(number: float, text: str) -> None:
-    assert in_numbers(number) == text
+def test_numbers_in_thousands() -> None:
+    texts = {0: "0", 12: "12", 1.5: "1.5", 1234: "1.23 k", 7.5e9: "7.5 B"}
+    assert {number: in_numbers(number) for number in texts} == texts

@@ -102,8 +102,6 @@ def test_parts_of_bars() -> None:
 
     parts = without(bar(0, 10), [bar(8, 20), bar(-5, 1), bar(3, 4)])
     assert [(each.begin, each.end) for each in parts] == [(1, 3), (4, 8)]
-    assert [tuple(each) for each in merged([bar(0, 2), bar(3, 4), bar(9, 10)], 1)] == [
-        (0, 4),
-        (9, 10),
-    ]
+    joined = merged([bar(0, 2), bar(3, 4), bar(9, 10)], 1)
+    assert [tuple(each) for each in joined] == [(0, 4), (9, 10)]
     assert covered([bar(0, 4), bar(2, 6), bar(8, 9)]) == 7
