@@ -3,7 +3,6 @@ taken over.
 """
 
 import copy
-import gc
 
 import pytest
 import torch
@@ -11,153 +10,99 @@ from torch import nn
 
 import hf_zero
 from hf_zero.config import ZeroConfig
-from hf_zero.distributed import process_group
 from hf_zero.errors import PartitionError, ReleasedParameterError
 from hf_zero.loading.shard_only import hold
 from hf_zero.zero.layout.initial_values import pending
 from hf_zero.zero.layout.parameter import ReleasedParameter
-from tests.helpers import oracle
-from tests.helpers.engines import STAGES, config_of, full_weights, start
+from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, squared, stack
-from tests.helpers.training import At, plain_sgd
+from tests.helpers.training import At, plain_sgd, trainable
+from tests.ranks.cases import expect, over, values_of
 
 RANKS = 2
 
 
-def held(model):
-    hold(model, ZeroConfig(stage=3))
-    assert {type(p) for p in model.parameters()} == {ReleasedParameter}
-    return model
+@torch.no_grad()
+def answer(net, rank):
+    return squared(net, At(0, 0, rank))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_initialize_takes_a_held_model_over(stage):
-    want, _ = by_hand(plain_sgd, [[(1.0, 0)]] * 2, RANKS)
+@over("stage, bf16", [(1, True), (3, False)])
+def test_a_held_model_keeps_its_dtype_and_is_taken_over(stage, bf16):
+    """In 16 bits nothing of its fp32 values is lost."""
 
     def run(rank, model):
-        held(model)
-        with torch.no_grad():
-            before = squared(model, At(0, 0, rank))
-        assert torch.equal(before, squared(stack(), At(0, 0, rank)))
-        engine = start(model, plain_sgd(model), config_of(stage))
-        run_steps(engine, rank, range(2))
+        held = hold(model, ZeroConfig(stage=stage), stage)
+        assert (held.stage, {p.dtype for p in model.parameters()}) == (stage, {torch.float32})
+        assert {type(p) is ReleasedParameter for p in model.parameters()} == {stage == 3}
+        assert torch.equal(answer(held, rank), answer(stack(), rank))
+        engine = start(model, plain_sgd(model), config_of(stage, bf16={"enabled": bf16}))
+        for flat in held.flats:
+            assert not any(flat.shard_bytes().values()) and not flat.views, "its memory is kept"
+        assert held.mesh.shard._group is None, "its process groups are left behind"
+        run_steps(engine, rank, range(0 if bf16 else 2))
         return full_weights(engine)
 
-    for weights in on_ranks(RANKS, run):
-        oracle.compare_tensors("weights", weights, want)
+    want = values_of(stack()) if bf16 else by_hand(plain_sgd, [[(1.0, 0)]] * 2, RANKS)[0]
+    expect(want, run, **({"tolerance": 0.0, "floor": 0.0} if bf16 else {}))
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_held_model_of_any_stage_keeps_its_dtype_and_is_taken_over(stage):
-    """A model that is evaluated before its training: in 16 bits nothing of its fp32 values may
-    be lost.
-    """
-    want = {name: p.detach().clone() for name, p in stack().named_parameters()}
-
-    def run(rank, model):
-        engine = hold(model, ZeroConfig(stage=stage), stage)
-        assert (engine.stage, {p.dtype for p in model.parameters()}) == (stage, {torch.float32})
-        assert {type(p) is ReleasedParameter for p in model.parameters()} == {stage == 3}
-        with torch.no_grad():
-            assert torch.equal(squared(engine, At(0, 0, rank)), squared(stack(), At(0, 0, rank)))
-        trained = start(model, plain_sgd(model), config_of(stage, bf16={"enabled": True}))
-        return full_weights(trained)
-
-    for weights in on_ranks(RANKS, run):
-        assert all(torch.equal(weights[name], value) for name, value in want.items())
-
-
-@pytest.mark.parametrize("serving, training", [(3, 3), (0, 2), (3, 1), (0, 3)])
+@over("serving, training", [(3, 3), (0, 3)])
 def test_a_model_that_has_served_is_trained(serving, training):
-    """Without an optimizer an engine computes, a reference say; the next one takes the model
-    over, and the first still answers.
-    """
-    want, _ = by_hand(plain_sgd, [[(1.0, 0)]] * 2, RANKS)
+    """Another engine takes it over, and the first, without an optimizer, still answers."""
 
     def run(rank, model):
         served = start(model, None, config_of(serving))
-        optimizer = plain_sgd(model)
-        with torch.no_grad():
-            before = squared(served, At(0, 0, rank))
+        optimizer, before = plain_sgd(model), answer(served, rank)
         engine = start(model, optimizer, config_of(training))
-        with torch.no_grad():
-            assert torch.equal(squared(served, At(0, 0, rank)), before)
+        assert torch.equal(answer(served, rank), before)
         run_steps(engine, rank, range(2))
-        with torch.no_grad():
-            assert torch.equal(squared(served, At(0, 0, rank)), squared(engine, At(0, 0, rank)))
-        assert all(
-            flat.full.untyped_storage().nbytes() == 0 and not any(flat.shard_bytes().values())
-            for flat in served.flats
-        ), "its memory is kept"
+        assert torch.equal(answer(served, rank), answer(engine, rank))
+        for flat in served.flats:
+            kept = flat.full.untyped_storage().nbytes() + sum(flat.shard_bytes().values())
+            assert not kept, "its memory is kept"
         return full_weights(engine)
 
-    for weights in on_ranks(RANKS, run):
-        oracle.compare_tensors("weights", weights, want)
+    expect(by_hand(plain_sgd, [[(1.0, 0)]] * 2, RANKS)[0], run)
 
 
-def test_a_rank_that_still_looks_at_a_weight_hangs_nobody():
+@on_each_rank(RANKS)
+def test_a_rank_that_still_looks_at_a_weight_hangs_nobody(rank, model):
     """Gathered values or views on one rank must not change what all ranks do together."""
-    want = {name: p.detach() for name, p in stack().named_parameters()}
-
-    def run(rank, model):
-        held(model)
-        with hf_zero.GatheredParameters(model.head.weight):
-            kept = model.head.weight.detach() if rank == 0 else None
-        engine = start(model, plain_sgd(model), config_of(3))
-        if kept is not None:
-            assert torch.equal(kept, want["head.weight"]), "the view lost its memory"
-        return full_weights(engine)
-
-    for weights in on_ranks(RANKS, run):
-        assert all(torch.equal(weights[name], value) for name, value in want.items())
+    want = values_of(model)
+    hold(model, ZeroConfig(stage=3))
+    with hf_zero.GatheredParameters(model.head.weight):
+        kept = model.head.weight.detach() if rank == 0 else want["head.weight"]
+    engine = start(model, plain_sgd(model), config_of(3))
+    assert torch.equal(kept, want["head.weight"]), "the view lost its memory"
+    assert all(torch.equal(value, want[name]) for name, value in full_weights(engine).items())
 
 
 @on_each_rank(RANKS)
 def test_it_may_be_frozen_copied_and_read_before_it_is_trained(rank, model):
-    held(model)
+    plain = values_of(model)
+    hold(model, ZeroConfig(stage=3))
     model.requires_grad_(False)
     model.head.requires_grad_(True)
     whole = copy.deepcopy(model.head)  # as adapters do with modules that are saved whole
-    assert {type(p) for p in whole.parameters()} == {nn.Parameter} and torch.equal(
-        whole.weight, stack().head.weight
-    )
-    assert float(model.blocks[0].up.weight.norm()) == pytest.approx(
-        float(stack().blocks[0].up.weight.norm())
-    )
-    with (
-        pytest.raises(ReleasedParameterError, match=r"zero_ on blocks\.2\.up\.weight"),
-        torch.no_grad(),
-    ):
+    assert {type(p) for p in whole.parameters()} == {nn.Parameter}
+    assert torch.equal(whole.weight, plain["head.weight"])
+    norm = float(model.blocks[0].up.weight.norm())
+    assert norm == pytest.approx(float(plain["blocks.0.up.weight"].norm()))
+    with pytest.raises(ReleasedParameterError, match=r"blocks\.2\.up\.weight"), torch.no_grad():
         model.blocks[2].up.weight.zero_()
     model.extra = whole
-    engine = start(
-        model,
-        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
-        config_of(3),
-    )
+    engine = start(model, torch.optim.SGD(trainable(model), lr=0.1), config_of(3))
     trained = {name for flat in engine.flats if flat.trainable for name in flat.parameters}
     assert trained == {"head.weight", "head.bias", "extra.weight", "extra.bias"}
-
-
-@on_each_rank(RANKS)
-def test_the_memory_of_a_holder_is_given_back(rank, model):
-    holder = hold(model, ZeroConfig(stage=3))
-    assert all(flat.shard_bytes()["device"] for flat in holder.flats)
-    start(model, plain_sgd(model), config_of(3))
-    assert all(not any(flat.shard_bytes().values()) and not flat.views for flat in holder.flats)
-    assert holder.mesh.shard._group is None, "its process groups are left behind"
 
 
 class Counted:
     """A source of elements that knows how many were read."""
 
     def __init__(self, values, sliceable):
-        self.values, self.sliceable, self.dtype, self.read_elements = (
-            values,
-            sliceable,
-            values.dtype,
-            0,
-        )
+        self.values, self.sliceable, self.dtype = values, sliceable, values.dtype
+        self.read_elements = 0
 
     def read(self, start, out):
         self.read_elements += out.numel()
@@ -168,47 +113,34 @@ class Counted:
         return self.values.clone()
 
 
-@pytest.mark.parametrize("sliceable", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@over("sliceable, dtype", [(True, torch.float32), (False, torch.bfloat16)])
 def test_each_rank_reads_its_own_elements_of_pending_parameters(sliceable, dtype):
-    sources = [{} for _ in range(4)]
+    sources: list[list[Counted]] = [[] for _ in range(4)]
+    plain = stack().to(dtype).state_dict()
 
     def run(rank, model):
-        for prefix, module in model.named_modules():
+        for module in model.modules():
             for name, parameter in list(module._parameters.items()):
-                source = sources[rank][f"{prefix}.{name}"] = Counted(
-                    parameter.detach().to(dtype), sliceable
-                )
+                source = Counted(parameter.detach().to(dtype), sliceable)
+                sources[rank].append(source)
                 module._parameters[name] = pending(parameter.shape, source)
-        held(model)
+        hold(model, ZeroConfig(stage=3))
         assert {p.dtype for p in model.parameters()} == {dtype}
-        return {name: value.clone() for name, value in model.state_dict().items()}
+        assert all(torch.equal(value, plain[name]) for name, value in model.state_dict().items())
 
-    for state in on_ranks(4, run):
-        assert all(
-            torch.equal(value, state[name].to(dtype))
-            for name, value in stack().to(dtype).state_dict().items()
-        )
-    read = [sum(source.read_elements for source in mine.values()) for mine in sources]
-    total = sum(p.numel() for p in stack().parameters())
+    on_ranks(4, run)
+    read = [sum(source.read_elements for source in mine) for mine in sources]
+    total = sum(value.numel() for value in plain.values())
     assert sum(read) == total, "something is read twice"
     assert max(read) < 0.3 * total if sliceable else read == [total, 0, 0, 0]
 
 
-def test_data_of_another_shape_is_told():
-    def run(rank, model):
-        held(model)
-        with (
-            pytest.raises(
-                PartitionError,
-                match=r"head\.weight of shape \(5, 32\) was given data of shape \(7, "
-                r"32\).*put a new nn\.Parameter",
-            ),
-            hf_zero.GatheredParameters(model.head.weight),
-        ):
-            model.head.weight.data = torch.zeros(7, 32)
-        assert model.head.weight.shape == (5, 32) and type(model.head.weight) is ReleasedParameter
-        gc.collect()
-        assert process_group.get_world_size() == RANKS
-
-    on_ranks(RANKS, run)
+@on_each_rank(RANKS)
+def test_data_of_another_shape_is_told(rank, model):
+    hold(model, ZeroConfig(stage=3))
+    with (
+        pytest.raises(PartitionError, match=r"head\.weight of shape \(5, 32\)"),
+        hf_zero.GatheredParameters(model.head.weight),
+    ):
+        model.head.weight.data = torch.zeros(7, 32)
+    assert model.head.weight.shape == (5, 32) and type(model.head.weight) is ReleasedParameter

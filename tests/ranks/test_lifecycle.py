@@ -1,6 +1,5 @@
-"""Engines side by side and one after another; a rank that reads the model alone; requires_grad
-that changes after initialize; keys that decide what a step does; the device of an engine's
-threads.
+"""Engines one after another; a rank that reads the model alone; requires_grad that changes after
+initialize; keys that decide what a step does; the device of an engine's threads.
 """
 
 import threading
@@ -16,46 +15,24 @@ from hf_zero.errors import PartitionError, RankMismatchError, UnusedParameterErr
 from hf_zero.offload.update import Updater
 from hf_zero.zero.access.full import GatheredParameters
 from tests.helpers import oracle
-from tests.helpers.engines import STAGES, config_of, full_grads, full_weights, start
-from tests.helpers.models import ARCHITECTURES, seeded
+from tests.helpers.engines import config_of, full_grads, full_weights, start
+from tests.helpers.models import ARCHITECTURES
 from tests.helpers.offloads import offload
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, squared, stack
-from tests.helpers.training import At, Plan, adamw, plain_sgd, sgd
+from tests.helpers.training import At, Plan, adamw, plain_sgd
+from tests.ranks.cases import expect, over, values_of
 
 RANKS = 2
 
 
-def test_two_engines_side_by_side():
-    """A policy and its reference at different stages, stepped in turn."""
-    want, _ = by_hand(plain_sgd, [[(1.0, 0)]] * 3, RANKS)
-    others = [stack() for _ in range(RANKS)]
-
-    def run(rank, model):
-        one = start(model, plain_sgd(model), config_of(3))
-        two = start(others[rank], plain_sgd(others[rank]), config_of(2))
-        for step in range(3):
-            loss_one, loss_two = squared(one, At(step, 0, rank)), squared(two, At(step, 0, rank))
-            two.backward(loss_two)
-            one.backward(loss_one)
-            one.step()
-            two.step()
-        return full_weights(one), full_weights(two)
-
-    for weights in on_ranks(RANKS, run):
-        for each in weights:
-            oracle.compare_tensors("weights", each, want)
-
-
-@pytest.mark.parametrize("stage", STAGES)
 @on_each_rank(RANKS)
-def test_bf16_destroy_and_names_of_the_engine(rank, model, stage):
-    engine = start(model, adamw(model), config_of(stage, Plan(precision="bf16")))
-    assert engine.stage == stage and engine.config.precision == "bf16"
+def test_names_of_the_engine(rank, model):
+    engine = start(model, adamw(model), config_of(3, Plan(precision="bf16")))
+    assert engine.stage == 3 and engine.config.precision == "bf16"
     assert (engine.global_rank, engine.world_size, engine.device.type) == (rank, RANKS, "cpu")
     assert engine.train_batch_size() == engine.train_micro_batch_size_per_gpu() * RANKS
-    assert engine.module is model
-    assert engine.head is model.head
+    assert engine.module is model and engine.head is model.head
     with pytest.raises(AttributeError, match="no_such_name"):
         engine.no_such_name  # noqa: B018
     engine.eval()
@@ -65,19 +42,6 @@ def test_bf16_destroy_and_names_of_the_engine(rank, model, stage):
     run_steps(engine, rank, [0])
     engine.destroy(gather=True)
     assert all(p.isfinite().all() for p in model.parameters())
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_buffers_are_neither_cast_nor_sharded(stage):
-    before = {name: value.clone() for name, value in ARCHITECTURES["llama"].build().named_buffers()}
-    assert before
-
-    def run(rank, model):
-        start(model, adamw(model), config_of(stage, Plan(precision="bf16")))
-        for name, value in model.named_buffers():
-            assert value.dtype == before[name].dtype and torch.equal(value, before[name]), name
-
-    on_ranks(RANKS, run, build=ARCHITECTURES["llama"].build)
 
 
 class OddBuffers(torch.nn.Linear):
@@ -93,15 +57,16 @@ class OddBuffers(torch.nn.Linear):
         self.register_buffer("negative", torch.tensor([1 + start * 1j]).conj().imag)
 
 
-def test_buffers_of_every_layout_have_rank_0s_values():
+def test_buffers_of_every_layout_have_rank_0s_values_and_are_not_cast():
     models = [OddBuffers(rank) for rank in range(RANKS)]
 
     def run(rank):
         before = {name: value.stride() for name, value in models[rank].named_buffers()}
-        start(models[rank], None, config_of(3))
+        start(models[rank], None, config_of(3, Plan(precision="bf16")))
         wanted = dict(OddBuffers(0).named_buffers())
         for name, value in models[rank].named_buffers():
             assert torch.equal(value, wanted[name]) and value.stride() == before[name], name
+            assert value.dtype == wanted[name].dtype, name
 
     run_ranks(RANKS, run)
 
@@ -111,29 +76,13 @@ def test_t5_keeps_in_fp32_what_transformers_keeps(rank, model):
     """``wo`` in fp16, as from_pretrained(dtype=float16) has it."""
     start(model, adamw(model), config_of(3, Plan(precision="fp16")))
     for name, p in model.named_parameters():
-        kept = ".wo." in name
-        assert p.dtype == (torch.float32 if kept else torch.float16), name
+        assert p.dtype == (torch.float32 if ".wo." in name else torch.float16), name
 
 
-def test_a_model_without_parameters_to_train_is_told():
-    def frozen():
-        return seeded(lambda: stack().requires_grad_(False))
-
-    def run(rank, model):
-        engine = start(model, None, config_of(3))
-        with torch.no_grad():
-            assert torch.isfinite(squared(engine, At(0, 0, rank)))
-
-    on_ranks(RANKS, run, build=frozen)
+# ---- a rank that reads alone ----
 
 
-def trained(engine, rank, steps, read=lambda step: None):
-    for step in range(steps):
-        read(step)
-        run_steps(engine, rank, [step])
-
-
-@pytest.mark.parametrize("more", [{}, {"zero_quantized_weights": True}], ids=["", "rounded"])
+@over("more", [{}, {"zero_quantized_weights": True}])
 def test_others_go_on_with_a_forward(more):
     """Their gathers are recorded; planned ones are met in tests/gloo/test_endings.py."""
 
@@ -141,14 +90,12 @@ def test_others_go_on_with_a_forward(more):
         zero = {"stage": 3, **more}
         engine = start(model, adamw(model), config_of(3, zero_optimization=zero, timeout=60))
         states = []
-
-        def read(step):
+        for step in range(3):
             if step == 0 and (rank == 0 or not alone):
                 with GatheredParameters(model.head.weight):
                     states.append({"head.weight": model.head.weight.detach().clone()})
                 states.append(engine.module.state_dict())
-
-        trained(engine, rank, 4, read)
+            run_steps(engine, rank, [step])
         return states, full_weights(engine)
 
     (states, want), _ = on_ranks(RANKS, run, False)
@@ -162,17 +109,17 @@ def test_others_go_on_with_a_forward(more):
 def test_one_that_ends_its_engine_serves_until_then():
     def run(rank, model):
         engine = start(model, adamw(model), config_of(3, timeout=60))
-        trained(engine, rank, 2)
+        run_steps(engine, rank, range(2))
         want = full_weights(engine)
         if rank == 0:
-            return engine.module.state_dict(), want
+            state = engine.module.state_dict()
+            oracle.compare_tensors("read alone", {name: state[name] for name in want}, want)
+            return
         while not engine.mesh.consensus.gathers.askers():
             time.sleep(0.01)
         engine.destroy()
-        return {}, want
 
-    (state, want), _ = on_ranks(RANKS, run)
-    oracle.compare_tensors("read alone", {name: state[name] for name in want}, want)
+    on_ranks(RANKS, run)
 
 
 def test_the_reason_is_told_where_the_values_are_gone():
@@ -180,7 +127,7 @@ def test_the_reason_is_told_where_the_values_are_gone():
 
     def run(rank, model):
         engine = start(model, adamw(model), config_of(3, timeout=60))
-        trained(engine, rank, 1)
+        run_steps(engine, rank, range(1))
         if rank == 1:
             engine.destroy()
             gone.set()
@@ -192,21 +139,20 @@ def test_the_reason_is_told_where_the_values_are_gone():
     on_ranks(RANKS, run)
 
 
+# ---- requires_grad ----
+
+
 def partly_frozen():
     model = stack()
     model.blocks[1].requires_grad_(False)
     return model
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_off_for_a_reference_and_on_again(stage):
-    """During a forward without gradients the trained parameters are off and the frozen ones on;
-    training continues unaffected.
-    """
-    want, _ = by_hand(plain_sgd, [[(1.0, 0)]] * 3, RANKS, build=partly_frozen)
+def test_off_for_a_reference_and_on_again():
+    """The trained are off and the frozen on during a forward without gradients."""
 
     def run(rank, model):
-        engine = start(model, plain_sgd(model), config_of(stage))
+        engine = start(model, plain_sgd(model), config_of(3))
         trains = [(p, p.requires_grad) for p in model.parameters()]
         for step in range(3):
             loss = squared(engine, At(step, 0, rank))
@@ -221,31 +167,23 @@ def test_off_for_a_reference_and_on_again(stage):
             engine.step()
         return full_weights(engine)
 
-    for weights in on_ranks(RANKS, run, build=partly_frozen):
-        oracle.compare_tensors("weights", weights, want)
+    want, _ = by_hand(plain_sgd, [[(1.0, 0)]] * 3, RANKS, build=partly_frozen)
+    expect(want, run, build=partly_frozen)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_backward_refuses_what_was_frozen_at_initialize(stage):
-    want, _ = by_hand(plain_sgd, [[(1.0, 0)]], RANKS, build=partly_frozen)
-    name = r"blocks\.1\.\w+\.\w+"
-
+def test_a_backward_refuses_what_was_frozen_at_initialize():
     def run(rank, model):
-        engine = start(model, plain_sgd(model), config_of(stage))
+        engine = start(model, plain_sgd(model), config_of(3))
         model.blocks[1].requires_grad_(True)
-        with pytest.raises(
-            PartitionError,
-            match=rf"requires_grad of {name} is True in this backward and was False.*destroy",
-        ):
-            engine.backward(squared(engine, At(0, 0, rank)))
-        with pytest.raises(PartitionError, match=name):
-            squared(engine, At(0, 0, rank)).backward()
+        for backward in (engine.backward, torch.Tensor.backward):
+            with pytest.raises(PartitionError, match=r"requires_grad of blocks\.1\.\w+\.\w+"):
+                backward(squared(engine, At(0, 0, rank)))
         model.blocks[1].requires_grad_(False)
         run_steps(engine, rank, [0])
         return full_weights(engine)
 
-    for weights in on_ranks(RANKS, run, build=partly_frozen):
-        oracle.compare_tensors("weights", weights, want)
+    want, _ = by_hand(plain_sgd, [[(1.0, 0)]], RANKS, build=partly_frozen)
+    expect(want, run, build=partly_frozen)
 
 
 def every_other(model, at):
@@ -265,84 +203,69 @@ def all_but_the_head(model, at):
     model.head.requires_grad_(True)
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("freeze", [every_other, a_block, all_but_the_head])
-@pytest.mark.parametrize("stage", STAGES)
+@over("stage, freeze", [(1, a_block), (3, every_other), (3, a_block), (3, all_but_the_head)])
 def test_what_trains_may_be_frozen_for_a_while(stage, freeze):
+    places = [At(step, micro, 0) for step in range(4) for micro in range(2)]
     plain = stack()
     optimizer = adamw(plain)
-    for step in range(4):
-        for micro in range(2):
-            freeze(plain, At(step, micro, 0))
-            for rank in range(RANKS):
-                (squared(plain, At(step, micro, rank)) / (RANKS * 2)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    want = {name: p.detach() for name, p in plain.named_parameters()}
+    for at in places:
+        freeze(plain, at)
+        for rank in range(RANKS):
+            (squared(plain, At(at.step, at.micro, rank)) / (RANKS * 2)).backward()
+        if at.micro == 1:
+            optimizer.step()
+            optimizer.zero_grad()
 
     def run(rank, model):
         engine = start(model, adamw(model), config_of(stage, gradient_accumulation_steps=2))
-        for step in range(4):
-            for micro in range(2):
-                freeze(model, At(step, micro, rank))
-                engine.backward(squared(engine, At(step, micro, rank)))
-                engine.step()
+        for at in places:
+            freeze(model, at)
+            engine.backward(squared(engine, At(at.step, at.micro, rank)))
+            engine.step()
         model.requires_grad_(True)
         return full_weights(engine)
 
-    for weights in on_ranks(RANKS, run):
-        oracle.compare_tensors("weights", weights, want)
+    expect(values_of(plain), run)
 
 
-@pytest.mark.parametrize("stage", STAGES)
 @on_each_rank(RANKS)
-def test_it_may_change_between_engines(rank, model, stage):
+def test_it_may_change_between_engines(rank, model):
     """This is the remedy that the error names."""
-    start(model, adamw(model), config_of(stage)).destroy()
+    start(model, adamw(model), config_of(3)).destroy()
     model.requires_grad_(False)
     model.head.requires_grad_(True)
-    engine = start(model, plain_sgd(model.head), config_of(stage))
+    engine = start(model, plain_sgd(model.head), config_of(3))
     run_steps(engine, rank, [0])
-    assert {name for flat in engine.flats if flat.trainable for name in flat.parameters} == {
-        "head.weight",
-        "head.bias",
-    }
+    trained = {name for flat in engine.flats if flat.trainable for name in flat.parameters}
+    assert trained == {"head.weight", "head.bias"}
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("prescale", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
+# ---- keys that decide what a step does ----
+
+
+@over("stage, precision, prescale", [(0, "bf16", True), (2, "fp32", True), (3, "fp32", False)])
 def test_gradients_are_summed_over_the_ranks_where_asked(stage, precision, prescale):
     plan = Plan(precision=precision, accumulation=2)
 
-    keys = {"prescale_gradients": prescale}
-
     def run(rank, model, operation):
-        config = config_of(stage, plan, gradient_allreduce_op=operation, **keys)
-        engine = start(model, adamw(model), config)
+        keys = {"gradient_allreduce_op": operation, "prescale_gradients": prescale}
+        engine = start(model, adamw(model), config_of(stage, plan, **keys))
         for micro in range(2):
             engine.backward(squared(engine, At(0, micro, rank), plan.dtype))
             if micro == 0:
                 engine.step()
-        grads = full_grads(engine)
-        engine.destroy()
-        return grads
+        return full_grads(engine)
 
     mean, summed = (on_ranks(RANKS, run, operation)[0] for operation in ("mean", "sum"))
     for name, value in mean.items():
         torch.testing.assert_close(summed[name], value * RANKS, rtol=1e-2, atol=1e-4)
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("lacking", [(0, 1), (1,)])
-@pytest.mark.parametrize("offload", [{}, {"offload_optimizer": {"device": "cpu"}}])
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_parameter_without_a_gradient_is_an_error_on_all_ranks_where_asked(
-    stage, offload, lacking
-):
+@over("stage, away, lacking", [(0, 0, (0, 1)), (1, 1, (1,)), (3, 0, (1,))])
+def test_a_parameter_without_a_gradient_is_an_error_on_all_ranks_where_asked(stage, away, lacking):
     def run(rank, model, ignore):
-        zero = {"stage": stage, "ignore_unused_parameters": ignore, **(offload if stage else {})}
+        zero = {"stage": stage, "ignore_unused_parameters": ignore}
+        zero |= {"offload_optimizer": {"device": "cpu"}} if away else {}
         engine = start(model, adamw(model), config_of(0, zero_optimization=zero))
         run_steps(engine, rank, [0])
         if rank in lacking:
@@ -353,62 +276,44 @@ def test_a_parameter_without_a_gradient_is_an_error_on_all_ranks_where_asked(
         else:
             with pytest.raises(UnusedParameterError, match=r"head\.weight, head\.bias got no grad"):
                 engine.step()
-        weights = full_weights(engine)
-        engine.destroy()
-        return weights
+        return full_weights(engine)
 
     want, _ = by_hand(adamw, [[(1.0, 0)]], RANKS)
     on_ranks(RANKS, run, True)
-    stayed = on_ranks(RANKS, run, False)[0]
-    for name, value in stayed.items():
+    for name, value in on_ranks(RANKS, run, False)[0].items():
         torch.testing.assert_close(value, want[name], rtol=2e-5, atol=1e-6)
     assert issubclass(UnusedParameterError, (PartitionError, AssertionError))
 
 
-def test_modules_that_the_configuration_names_are_units():
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
 
-        def forward(self, x):
-            return sum(expert(x) for expert in self.experts)
-
-    def run(rank, model, leaf):
-        zero = {"stage": 3, "stage3_module_granularity_threshold": 0, **leaf}
-        engine = start(model, adamw(model), config_of(0, zero_optimization=zero))
-        units = [unit.label for unit in engine.units]
-        engine.destroy()
-        return units
-
-    def build():
-        return nn.Sequential(Experts(), nn.Linear(4, 4))
-
-    plain = on_ranks(RANKS, run, {}, build=build)[0]
-    marked = on_ranks(RANKS, run, {"leaf_module": {"classes": ["Experts"]}}, build=build)[0]
-    assert len([label for label in plain if "experts" in label]) == 3
-    assert "0" in marked and not [label for label in marked if "experts" in label]
+    def forward(self, x):
+        return sum(expert(x) for expert in self.experts)
 
 
-def train(rank, models, section):
-    engine = start(
-        models[rank],
-        sgd(models[rank]),
-        config_of(section["stage"], Plan(ranks=len(models)), zero_optimization=section),
-    )
-    for step in range(2):
-        engine.backward(engine(**ARCHITECTURES["gpt2"].batch(step, 0, rank)).loss)
-        engine.step()
-    engine.destroy()
+@over("leaf, units", [({}, 3), ({"leaf_module": {"classes": ["Experts"]}}, 0)])
+@on_each_rank(1, build=lambda: nn.Sequential(Experts(), nn.Linear(4, 4)))
+def test_modules_that_the_configuration_names_are_units(rank, model, leaf, units):
+    zero = {"stage": 3, "stage3_module_granularity_threshold": 0, **leaf}
+    engine = start(model, adamw(model), config_of(0, zero_optimization=zero))
+    labels = [unit.label for unit in engine.units]
+    assert len([label for label in labels if "experts" in label]) == units
+    assert units or "0" in labels
 
 
 @pytest.mark.parametrize(
-    "stage, where, thread", [(2, Updater, "hf-zero update"), (3, rank_requests, "hf_zero-serve")]
+    "stage, where, name, thread",
+    [
+        (2, Updater, "_run", "hf-zero update"),
+        (3, rank_requests, "_serve_until_closed", "hf_zero-serve"),
+    ],
 )
-def test_the_device_is_set_first(stage, where, thread, tmp_path, monkeypatch):
+def test_the_device_is_set_first(stage, where, name, thread, tmp_path, monkeypatch):
     current, worked = threading.local(), []
     monkeypatch.setattr(kinds, "set_device", lambda device: setattr(current, "device", device.type))
-    name = "_run" if where is Updater else "_serve_until_closed"
     work = getattr(where, name)
 
     def watched(*args):
@@ -416,8 +321,13 @@ def test_the_device_is_set_first(stage, where, thread, tmp_path, monkeypatch):
         return work(*args)
 
     monkeypatch.setattr(where, name, watched)
-    models = [ARCHITECTURES["gpt2"].build() for _ in range(2)]
-    run_ranks(2, train, models, offload("optimizer on cpu", stage, tmp_path))
-    assert len(worked) >= 2 and all(
-        who.startswith(thread) and device == "cpu" for who, device in worked
-    ), worked
+
+    def run(rank, model):
+        section = offload("optimizer on cpu", stage, tmp_path)
+        engine = start(model, plain_sgd(model), config_of(stage, zero_optimization=section))
+        run_steps(engine, rank, range(2))
+        engine.destroy()
+
+    on_ranks(2, run)
+    assert len(worked) >= 2
+    assert all(who.startswith(thread) and device == "cpu" for who, device in worked), worked
