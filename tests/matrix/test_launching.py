@@ -2,17 +2,15 @@
 process over the same global batch.
 """
 
-import json
 import os
 import random
 import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -20,9 +18,9 @@ import torch
 
 from hf_zero.distributed.rendezvous import discover
 from hf_zero.launch.hosts import free_port
-from tests.helpers.commands import completed, end_group
+from tests.helpers.commands import completed
 from tests.helpers.hosts import LOOPBACK, NAMESPACES, loopback, two_hosts
-from tests.helpers.launched import Report, beside, environment
+from tests.helpers.launched import beside, ended, environment, reports, running
 
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAIN = SCRIPTS / "hosts_train.py"
@@ -30,11 +28,10 @@ ROUTES = SCRIPTS / "launcher_routes.py"
 CLI = [sys.executable, "-c", "from hf_zero.cli import main; main()", "launch"]
 TOLERANCE = 1e-5
 
-Oracle = Callable[[], Report]  # one process, while the ranks are at work
-
 
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory):
+    """One process, while the ranks are at work."""
     with beside(TRAIN, tmp_path_factory.mktemp("oracle"), "--oracle") as report:
         yield report
 
@@ -47,8 +44,7 @@ def hosts(tmp_path):
 
 def same(found, name, oracle):
     """The mean of the ranks' losses and everybody's weights are those of one process."""
-    plain = oracle()
-    cases = [report["cases"][name] for report in found]
+    plain, cases = oracle(), [report["cases"][name] for report in found]
     means = torch.tensor([case["losses"] for case in cases], dtype=torch.float64).mean(0)
     expected = torch.tensor(plain["losses"], dtype=torch.float64)
     assert (means - expected).norm() <= TOLERANCE * expected.norm(), (means, expected)
@@ -59,95 +55,60 @@ def same(found, name, oracle):
             assert (got - want).norm() <= TOLERANCE * want.norm(), key
 
 
-class Started:
-    """A command with its output in a file, in a session of its own."""
-
-    def __init__(self, command, folder, extra=None, name="log"):
-        folder.mkdir(parents=True, exist_ok=True)
-        self.log = folder / f"{name}.txt"
-        with open(self.log, "w") as file:
-            self.process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env={**environment(), **(extra or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-            )
-
-    def ends(self, timeout=300.0):
-        try:
-            return self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(
-                f"still running after {timeout:.0f} s\n{self.said()[-8000:]}"
-            ) from None
-        finally:
-            end_group(self.process)
-
-    def until(self, condition, timeout=120.0):
-        limit = time.monotonic() + timeout
-        while not condition():
-            assert time.monotonic() < limit and self.process.poll() is None, self.said()[-8000:]
-            time.sleep(0.1)
-
-    def said(self):
-        return self.log.read_text()
+def said(folder, name="log"):
+    return (folder / f"{name}.txt").read_text()
 
 
-def reports(started, folder, ranks):
-    code = started.ends()
-    assert code == 0, f"ended with {code}\n{started.said()[-8000:]}"
-    return [json.loads((folder / f"report-{rank}.json").read_text()) for rank in range(ranks)]
+def started(command, folder, extra=None, name="log"):
+    """A command with its output in a file; its ranks are interpreters of their own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    environ = {**environment(), "PYTHON_EXEC": sys.executable, **(extra or {})}
+    return running(command, folder, folder / f"{name}.txt", environ)
 
 
-def over(hosts, folder, *arguments, slots=1, options=(), extra=None):
-    """``hf-zero launch --hostfile`` with the training script."""
+def reported(command, folder, ranks, extra=None):
+    with started(command, folder, extra) as process:
+        code = ended(process, 300.0)
+    assert code == 0, f"ended with {code}\n{said(folder)[-8000:]}"
+    return reports(folder, ranks)
+
+
+def until(process, condition, *where):
+    limit = time.monotonic() + 120.0
+    while not condition():
+        assert time.monotonic() < limit and process.poll() is None, said(*where)[-8000:]
+        time.sleep(0.1)
+
+
+def launch(hosts, folder, *options, slots=1):
+    """``hf-zero launch --hostfile``."""
     folder.mkdir(exist_ok=True)
-    file = hosts.hostfile(folder / "hosts", slots)
-    command = [
-        *CLI,
-        "--hostfile",
-        str(file),
-        *options,
-        str(TRAIN),
-        "--out",
-        str(folder),
-        *arguments,
-    ]
-    return Started(command, folder, {**hosts.environment(), **(extra or {})})
+    return [*CLI, "--hostfile", str(hosts.hostfile(folder / "hosts", slots)), *options]
+
+
+def over(hosts, folder, *arguments, ranks=2, options=(), **extra):
+    """The reports of the training script over ``hosts``."""
+    command = launch(hosts, folder, *options, slots=ranks // 2)
+    given = [str(TRAIN), "--out", str(folder), *arguments]
+    return reported([*command, *given], folder, ranks, {**hosts.environment(), **extra})
 
 
 def check_two_hosts(hosts, folder, oracle):
     odd = 'it\'s $HOME; "two words" & *'
-    started = over(
-        hosts,
-        folder,
-        "--case",
-        "zero3=3/1",
-        "--odd",
-        odd,
-        options=["--export", "MARK"],
-        extra={"MARK": f"a=b {odd}", "HF_TOKEN": "hush-hush"},
-    )
-    found = reports(started, folder, 2)
+    extra = {"MARK": f"a=b {odd}", "HF_TOKEN": "hush-hush"}
+    given = ("--case", "zero3=3/1", "--odd", odd)
+    found = over(hosts, folder, *given, options=["--export", "MARK"], **extra)
     same(found, "zero3", oracle)
-    places = [report["place"] for report in found]
-    assert [place["RANK"] for place in places] == ["0", "1"] and {
-        place["LOCAL_RANK"] for place in places
-    } == {"0"}
-    assert {place["MASTER_ADDR"] for place in places} == {hosts.addresses[0]} and len(
-        {place["MASTER_PORT"] for place in places}
-    ) == 1
-    assert all(place["argv"][-1] == odd and place["MARK"] == f"a=b {odd}" for place in places), (
-        "two shells have left them as they were"
-    )
-    said = started.said()
-    assert (
-        all(f"[{name}] rank {rank} is done\n" in said for rank, name in enumerate(hosts.names))
-        and "hush-hush" not in said
-    )
+    places, log = [report["place"] for report in found], said(folder)
+    assert [place["RANK"] for place in places] == ["0", "1"]
+    assert {place["LOCAL_RANK"] for place in places} == {"0"}
+    assert {place["MASTER_ADDR"] for place in places} == {hosts.addresses[0]}
+    assert len({place["MASTER_PORT"] for place in places}) == 1
+    for place in places:  # two shells have left them as they were
+        assert place["argv"][-1] == odd and place["MARK"] == f"a=b {odd}"
+    for rank, name in enumerate(hosts.names):
+        assert f"[{name}] rank {rank} is done\n" in log
+    assert "hush-hush" not in log
     if hosts.kind == NAMESPACES:
         assert tuple(place["address"] for place in places) == hosts.addresses
         assert tuple(place["GLOO_SOCKET_IFNAME"] for place in places) == hosts.devices
@@ -170,39 +131,23 @@ def test_two_loopback_addresses_train_as_one_process(tmp_path, oracle):
 
 @pytest.mark.long
 def test_shards_within_a_host_and_replicas_across(hosts, tmp_path, oracle):
-    found = reports(
-        over(
-            hosts,
-            tmp_path / "run",
-            "--case",
-            "all=3/1",
-            "--case",
-            "hybrid=3/2",
-            "--case",
-            "two=2/2",
-            slots=2,
-        ),
-        tmp_path / "run",
-        4,
-    )
+    cases = ("all=3/1", "hybrid=3/2", "two=2/2")
+    given = [word for case in cases for word in ("--case", case)]
+    found = over(hosts, tmp_path / "run", *given, ranks=4)
     for name in ("all", "hybrid", "two"):
         same(found, name, oracle)
     hybrid = [report["cases"]["hybrid"] for report in found]
     assert [case["shards"] for case in hybrid] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [case["replicas"] for case in hybrid] == [[0, 2], [1, 3], [0, 2], [1, 3]]
-    if hosts.kind == NAMESPACES:
+    if hosts.kind == NAMESPACES:  # ranks that share shards share a host
         where = [report["place"]["address"] for report in found]
-        assert where == [hosts.addresses[0]] * 2 + [hosts.addresses[1]] * 2, (
-            "ranks that share shards share a host"
-        )
+        assert where == [address for address in hosts.addresses for _ in range(2)]
 
 
 @pytest.mark.long
 def test_accelerate_launch_on_two_hosts(hosts, tmp_path, oracle):
     options = ["--preset", "zero3"]
-    found = reports(
-        over(hosts, tmp_path / "run", "--case", "zero3=3/1", options=options), tmp_path / "run", 2
-    )
+    found = over(hosts, tmp_path / "run", "--case", "zero3=3/1", options=options)
     same(found, "zero3", oracle)
     assert [report["place"]["MASTER_ADDR"] for report in found] == [hosts.addresses[0]] * 2
 
@@ -210,28 +155,28 @@ def test_accelerate_launch_on_two_hosts(hosts, tmp_path, oracle):
 @pytest.mark.long
 def test_the_deepspeed_command(tmp_path, oracle):
     """On this machine: its script gets the local rank on the command line as well."""
-    out = tmp_path / "run"
-    command = [
-        sys.executable,
-        "-c",
-        "import torch; from deepspeed.launcher.runner import main; main()",
-        "--num_gpus",
-        "2",
-        "--master_port",
-        str(free_port()),
-    ]
-    found = reports(
-        Started([*command, str(TRAIN), "--out", str(out), "--case", "zero3=3/1"], out), out, 2
-    )
+    code = "import torch; from deepspeed.launcher.runner import main; main()"
+    place = ["--num_gpus", "2", "--master_port", str(free_port())]
+    given = [str(TRAIN), "--out", str(tmp_path), "--case", "zero3=3/1"]
+    found = reported([sys.executable, "-c", code, *place, *given], tmp_path, 2)
     same(found, "zero3", oracle)
     assert [report["local_rank"] for report in found] == [0, 1]
     assert [report["place"]["argv"][0] for report in found] == ["--local_rank=0", "--local_rank=1"]
 
 
+# ---- hosts that are lost, and ends ----
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("lost", [0, 1], ids=["with the master", "the other"])
-def test_a_host_that_is_cut_off_is_named_on_both_sides(hosts, lost, tmp_path):
-    check_cut(hosts, lost, tmp_path / "run")
+def test_a_host_that_is_cut_off_is_named_on_both_sides(hosts, tmp_path):
+    check_cut(hosts, 0, tmp_path / "run")
 
 
 @pytest.mark.long
@@ -248,115 +193,89 @@ def check_cut(hosts, lost, out):
 
     Each host's part is started by itself, so that nobody ends the slower one before it has spoken.
     """
-    port, limit = str(free_port()), 15.0
-    parts = []
-    for place in (0, 1):
-        options = [
-            "--node-rank",
-            str(place),
-            "--num-nodes",
-            "2",
-            "--num-procs",
-            "1",
-            "--master-addr",
-            hosts.addresses[0],
-            "--master-port",
-            port,
-        ]
-        command = hosts.inside(
-            place, [*CLI, *options, str(TRAIN), "--out", str(out), "--until-lost", str(limit)]
-        )
-        parts.append(Started(command, out, {"HF_ZERO_HOST": hosts.names[place]}, f"log-{place}"))
+    namespaces = hosts.kind == NAMESPACES
+    meeting = ["--master-addr", hosts.addresses[0], "--master-port", str(free_port())]
     stepping = [out / f"stepping-{rank}" for rank in (0, 1)]
-    try:
-        for part, file in zip(parts, stepping):
-            part.until(lambda file=file: file.exists() and file.read_text() != "")
-        if hosts.kind == NAMESPACES:
+    with ExitStack() as stack:
+        parts = []
+        for place in (0, 1):
+            options = ["--node-rank", str(place), "--num-nodes", "2", "--num-procs", "1", *meeting]
+            given = [str(TRAIN), "--out", str(out), "--until-lost", "15.0"]
+            command = hosts.inside(place, [*CLI, *options, *given])
+            name = {"HF_ZERO_HOST": hosts.names[place]}
+            parts.append(stack.enter_context(started(command, out, name, f"log-{place}")))
+        # a rank leads a session of its own, and one that is stopped ends by no other means
+        stack.callback(kill_all, stepping)
+        for place, file in enumerate(stepping):
+            until(parts[place], lambda file=file: numbers(file), out, f"log-{place}")
+        if namespaces:
             hosts.cut(lost)
         else:
-            os.kill(int(stepping[lost].read_text()), signal.SIGSTOP)
-        for place in (0, 1) if hosts.kind == NAMESPACES else (1 - lost,):
-            assert parts[place].ends(timeout=180.0) != 0
+            os.kill(*numbers(stepping[lost]), signal.SIGSTOP)
+        for place in (0, 1) if namespaces else (1 - lost,):
+            assert ended(parts[place], 180.0) not in (0, None), said(out, f"log-{place}")
             peer = 1 - place
-            wanted = (
-                rf"ERROR rank {place}\] .*rank {peer} on {re.escape(hosts.names[peer])} "
-                rf"\({re.escape(own_address_of(hosts, peer))}\)"
-            )
-            assert re.search(wanted, parts[place].said()), parts[place].said()[-6000:]
-    finally:
-        for part in parts:
-            end_group(part.process)
-        # a rank leads a session of its own, and one that is stopped ends by no other means
-        for file in stepping:
-            if file.exists() and alive(int(file.read_text() or 0)):
-                os.kill(int(file.read_text()), signal.SIGKILL)
+            # as that rank sees it: all loopback addresses are reached from one
+            address = hosts.addresses[peer] if namespaces else "127.0.0.1"
+            wanted = f".*rank {peer} on {re.escape(f'{hosts.names[peer]} ({address})')}"
+            log = said(out, f"log-{place}")
+            assert re.search(rf"ERROR rank {place}\] {wanted}", log), log[-6000:]
 
 
-def own_address_of(hosts, place):
-    """Return the address of the rank as that rank sees it: all loopback addresses are reached from
-    one.
-    """
-    return hosts.addresses[place] if hosts.kind == NAMESPACES else "127.0.0.1"
+def numbers(*files):
+    """The process ids that are written by now."""
+    return [int(file.read_text()) for file in files if file.exists() and file.read_text()]
+
+
+def kill_all(files):
+    for pid in filter(alive, numbers(*files)):
+        os.kill(pid, signal.SIGKILL)
+
+
+SLEEPS = """import os, pathlib, sys, time
+pathlib.Path(f'pid-{os.environ["RANK"]}').write_text(str(os.getpid()))
+while not all(pathlib.Path(f'pid-{rank}').exists() for rank in (0, 1)): time.sleep(0.1)
+time.sleep(1.0)
+sys.exit(7) if os.environ['RANK'] == sys.argv[1] else time.sleep(3600)
+"""
+
+
+def sleeping(hosts, out, fails):
+    """Ranks that would sleep for an hour but for the one that fails, and files of their ids."""
+    command, script = launch(hosts, out), out / "sleeps.py"
+    script.write_text(SLEEPS.replace("sys.argv[1]", repr(fails)))
+    files = [out / f"pid-{rank}" for rank in (0, 1)]
+    return started([*command, str(script)], out, hosts.environment()), files
 
 
 @pytest.mark.long
 def test_a_host_that_fails_ends_the_others(hosts, tmp_path):
-    """The failing script is on one host alone; the other would sleep for an hour."""
-    out = tmp_path / "run"
-    out.mkdir()
-    script = out / "fails.py"
-    script.write_text(
-        "import os, pathlib, sys, time\n"
-        "pathlib.Path(f'pid-{os.environ[\"RANK\"]}').write_text(str(os.getpid()))\n"
-        "while not all(pathlib.Path(f'pid-{rank}').exists() for rank in (0, 1)): time.sleep(0.1)\n"
-        "time.sleep(1.0)\n"
-        "sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(3600)\n"
-    )
-    started = Started(
-        [*CLI, "--hostfile", str(hosts.hostfile(out / "hosts", 1)), str(script)],
-        out,
-        hosts.environment(),
-    )
-    assert started.ends() == 7, started.said()
-    said = started.said()
-    assert f"hf-zero: {hosts.names[1]} ended with code 7; ending the other hosts" in said
-    assert f"[{hosts.names[1]}] " in said
-    assert not any(alive(int((out / f"pid-{rank}").read_text())) for rank in (0, 1))
+    job, files = sleeping(hosts, tmp_path / "run", "1")
+    with job as process:
+        assert ended(process, 300.0) == 7, said(tmp_path / "run")
+    log = said(tmp_path / "run")
+    assert f"hf-zero: {hosts.names[1]} ended with code 7; ending the other hosts" in log
+    assert f"[{hosts.names[1]}] " in log
+    assert len(numbers(*files)) == 2 and not any(map(alive, numbers(*files)))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_the_end_of_the_launcher_ends_all_hosts(hosts, number, tmp_path):
     """Also where it has no time for last words: the agents see their input end."""
-    out = tmp_path / "run"
-    out.mkdir()
-    script = out / "sleeps.py"
-    script.write_text(
-        "import os, pathlib, "
-        "time\npathlib.Path(f'pid-{os.environ[\"RANK\"]}').write_text(str(os.getpid()))\ntime.sleep(3600)\n"
-    )
-    started = Started(
-        [*CLI, "--hostfile", str(hosts.hostfile(out / "hosts", 1)), str(script)],
-        out,
-        hosts.environment(),
-    )
-    files = [out / f"pid-{rank}" for rank in (0, 1)]
-    started.until(lambda: all(file.exists() and file.read_text() for file in files))
-    started.process.send_signal(number)
-    code = started.process.wait(120.0)
-    assert code == (130 if number == signal.SIGINT else -9), started.said()
-    limit = time.monotonic() + 120.0
-    while any(alive(int(file.read_text())) for file in files):
-        assert time.monotonic() < limit, "ranks are left behind"
-        time.sleep(0.2)
-    end_group(started.process)
+    job, files = sleeping(hosts, tmp_path / "run", "none")
+    with job as process:
+        until(process, lambda: len(numbers(*files)) == 2, tmp_path / "run")
+        process.send_signal(number)
+        code = process.wait(120.0)
+        assert code == (130 if number == signal.SIGINT else -9), said(tmp_path / "run")
+        limit = time.monotonic() + 120.0
+        while any(map(alive, numbers(*files))):
+            assert time.monotonic() < limit, "ranks are left behind"
+            time.sleep(0.2)
 
 
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+# ---- srun and mpirun ----
 
 
 def unused_job():
@@ -364,7 +283,6 @@ def unused_job():
     while True:
         job = str(random.randrange(10**6, 10**9))
         place = discover({**srun(0, job), "MASTER_ADDR": ""})
-        assert place is not None
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", place.master_port))
@@ -396,81 +314,52 @@ def hydra(rank, job):
     """Return the variables that mpiexec of MPICH and Intel MPI sets, and a port, as it names no
     job.
     """
-    place = discover(srun(0, job))
-    assert place is not None
     return {
         "PMI_RANK": str(rank), "PMI_SIZE": "2", "MPI_LOCALRANKID": str(rank),
-        "MPI_LOCALNRANKS": "2", "MASTER_PORT": str(place.master_port),
+        "MPI_LOCALNRANKS": "2", "MASTER_PORT": str(discover(srun(0, job)).master_port),
     }  # fmt: skip
 
 
-def by_variables(words, folder, route):
+def by_variables(words, folder, command):
     """Two processes with nothing but a launcher's variables."""
-    job, command = (
-        unused_job(),
-        [sys.executable, str(ROUTES), "--out", str(folder), "--route", route],
-    )
-    both = [Started(command, folder, words(rank, job), f"log-{rank}") for rank in (0, 1)]
-    try:
-        codes = [each.ends() for each in both]
-    finally:
-        for each in both:
-            end_group(each.process)
-    assert codes == [0, 0], "\n".join(each.said()[-5000:] for each in both)
-    return [json.loads((folder / f"report-{rank}.json").read_text()) for rank in (0, 1)]
+    job = unused_job()
+    with ExitStack() as stack:
+        both = [
+            stack.enter_context(started(command, folder, words(rank, job), f"log-{rank}"))
+            for rank in (0, 1)
+        ]
+        codes = [ended(each, 300.0) for each in both]
+    assert codes == [0, 0], "\n".join(said(folder, f"log-{rank}")[-5000:] for rank in (0, 1))
+    return reports(folder, 2)
 
 
-def check_route(found, route, oracle):
-    same(found, route, oracle)
-    assert [
-        (report["cases"][route]["rank"], report["cases"][route]["world"]) for report in found
-    ] == [(0, 2), (1, 2)]
-    assert [report["place"]["LOCAL_RANK"] for report in found] == ["0", "1"]
-    assert {report["place"]["GLOO_SOCKET_IFNAME"] for report in found} == {"lo"}
+def by_mpirun(folder, command):
+    """The program where it is installed; where not, two processes with the variables it sets."""
+    program = shutil.which("mpirun")
+    if not program or "Open MPI" not in completed([program, "--version"]).stdout:
+        print("no mpirun of Open MPI here: two processes with its variables", file=sys.stderr)
+        return by_variables(open_mpi, folder, command)
+    mpirun = [program, "--allow-run-as-root", "--oversubscribe", "-np", "2"]
+    return reported([*mpirun, *command], folder, 2)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("words", "route"),
+    "words, route",
     [
         (srun, "stock"),
         (srun, "callback"),
         (srun, "accelerate"),
         (open_mpi, "ours"),
         (hydra, "deepspeed"),
+        (None, "deepspeed"),
     ],
 )
 def test_processes_of_srun_and_mpi_train_as_one(words, route, tmp_path, oracle):
-    check_route(by_variables(words, tmp_path / "run", route), route, oracle)
-
-
-def real_mpirun():
-    """An mpirun of Open MPI on this machine, if there is one."""
-    program = shutil.which("mpirun")
-    said = completed([program, "--version"]).stdout if program else ""
-    return program if "Open MPI" in said else None
-
-
-@pytest.mark.long
-def test_mpirun_trains_as_one_process(tmp_path, oracle):
-    """The program where it is installed; where not, two processes with the variables it sets."""
-    folder, program = tmp_path / "run", real_mpirun()
-    if program is None:
-        print(
-            "no mpirun of Open MPI here: two processes with its variables instead", file=sys.stderr
-        )
-        found = by_variables(open_mpi, folder, "deepspeed")
-    else:
-        command = [
-            program,
-            "--allow-run-as-root",
-            "--oversubscribe",
-            "-np",
-            "2",
-            sys.executable,
-            str(ROUTES),
-            "--out",
-            str(folder),
-        ]
-        found = reports(Started([*command, "--route", "deepspeed"], folder), folder, 2)
-    check_route(found, "deepspeed", oracle)
+    command = [sys.executable, str(ROUTES), "--out", str(tmp_path), "--route", route]
+    found = by_variables(words, tmp_path, command) if words else by_mpirun(tmp_path, command)
+    same(found, route, oracle)
+    for rank, report in enumerate(found):
+        assert (report["cases"][route]["rank"], report["cases"][route]["world"]) == (rank, 2)
+        assert report["place"]["LOCAL_RANK"] == str(rank)
+        assert report["place"]["GLOO_SOCKET_IFNAME"] == "lo"

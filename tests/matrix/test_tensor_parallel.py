@@ -1,5 +1,6 @@
-"""``tensor_parallel.autotp_size`` through a stock Trainer and a loop of Accelerate, on processes,
-beside the same lines in one process.
+"""``tensor_parallel.autotp_size`` through a stock Trainer and loops of Accelerate, on processes,
+beside the same lines in one process; and their loaders, where each rank reads what its
+data-parallel rank reads in the same run without tensor and sequence parallelism.
 """
 
 from pathlib import Path
@@ -11,11 +12,25 @@ from tests.helpers.launched import beside, torchrun
 from tests.helpers.models import seeded
 from tests.helpers.tensor_parallel import llama
 
-CASE = ("--cases", "sequences")
 SCRIPT = Path(__file__).parent / "scripts" / "tensor_parallel_cases.py"
+LOADERS = SCRIPT.with_name("shared_loaders.py")
+APART = "shuffled by ranks that are seeded apart"
 
 
-def _compare(out, ranks, stages):
+def nearly(got, want, where=""):
+    if isinstance(want, dict):
+        assert got.keys() == want.keys(), where
+        for key in want:
+            nearly(got[key], want[key], f"{where} {key}")
+    elif isinstance(want, list):
+        assert len(got) == len(want), where
+        for one, other in zip(got, want):
+            nearly(one, other, where)
+    else:
+        assert got == (want if isinstance(want, str) else pytest.approx(want, rel=2e-5)), where
+
+
+def compare(out, ranks, stages):
     seeded(llama).save_pretrained(out / "start")
     chosen = ["--model", str(out / "start"), "--stages", *map(str, stages)]
     with beside(SCRIPT, out / "alone") as alone:
@@ -23,45 +38,62 @@ def _compare(out, ranks, stages):
         want = alone()
     files = load_file(out / "alone" / "trainer-None" / "saved" / "model.safetensors")
     for stage in stages:
-        got = [report[f"trainer {stage}"] for report in reports]
-        for key in ("log", "eval_loss", "total", "predicted", "labels"):
-            _nearly(got[0][key], want["trainer None"][key])
+        for case in ("trainer", "loop"):
+            nearly(reports[0][f"{case} {stage}"], want[f"{case} None"], f"{case} {stage}")
         saved = load_file(out / "ranks" / f"trainer-{stage}" / "saved" / "model.safetensors")
-        assert {name: value.shape for name, value in saved.items()} == {
-            name: value.shape for name, value in files.items()
-        }
+        assert saved.keys() == files.keys()
         for name, value in files.items():
+            assert saved[name].shape == value.shape, name
             assert (saved[name] - value).norm() <= 1e-4 * value.norm(), name
-        got = [report[f"accelerate {stage}"] for report in reports]
-        for key in ("losses", "rates", "sizes", "seen", "named"):
-            _nearly(got[0][key], want["accelerate None"][key])
-
-
-def _nearly(got, want):
-    if isinstance(want, dict):
-        assert got.keys() == want.keys()
-        for key in want:
-            _nearly(got[key], want[key])
-    elif isinstance(want, list):
-        assert len(got) == len(want)
-        for one, other in zip(got, want):
-            _nearly(one, other)
-    elif isinstance(want, str):
-        assert got == want
-    else:
-        assert got == pytest.approx(want, rel=2e-5)
 
 
 def test_two_ranks_share_the_layers(tmp_path):
-    _compare(tmp_path, 2, (1, 3))
+    compare(tmp_path, 2, (1, 3))
 
 
 @pytest.mark.long
 def test_two_groups_of_two(tmp_path):
-    _compare(tmp_path, 4, (2, 3))
+    compare(tmp_path, 4, (2, 3))
 
 
 def test_two_ranks_share_the_layers_and_two_the_sequences(tmp_path):
-    with beside(SCRIPT, tmp_path / "alone", *CASE) as alone:
-        reports = torchrun(SCRIPT, tmp_path / "ranks", *CASE, "--stages", "2", ranks=4, timeout=400)
-        _nearly(reports[0]["sequences 2"], alone()["sequences None"])
+    given = ("--cases", "sequences")
+    with beside(SCRIPT, tmp_path / "alone", *given) as alone:
+        reports = torchrun(SCRIPT, tmp_path / "ranks", *given, "--stages", "2", ranks=4)
+        nearly(reports[0]["sequences 2"], alone()["sequences None"])
+
+
+# ---- loaders ----
+
+
+def same(found, want):
+    """Assert that both have the same values. None is skipped: the counts of metrics are left out
+    where ranks have parts of sequences.
+    """
+    assert found.keys() == want.keys()
+    for name, row in found.items():
+        if name == APART:  # by seeds that are drawn
+            continue
+        for key, value in row.items():
+            assert value is None or value == want[name][key], (name, key)
+
+
+def test_ranks_read_as_their_data_parallel_rank(tmp_path):
+    """Two groups of two ranks as two ranks, and a group of four or two as one process."""
+    meshes = ("--meshes", "2x1", "1x2", "2x2")
+    with beside(LOADERS, tmp_path / "alone") as alone:
+        of_four = torchrun(LOADERS, tmp_path / "four", *meshes, ranks=4)
+        of_two = torchrun(LOADERS, tmp_path / "two", "--meshes", "1x1", "2x1", ranks=2)
+        want = alone()["1x1"]
+    for rank, report in enumerate(of_four):
+        for mesh in ("2x1", "1x2"):
+            same(report[mesh], of_two[rank // 2]["1x1"])
+        same(report["2x2"], want)
+    for report in of_two:
+        same(report["2x1"], want)
+    for mesh in ("2x1", "1x2", "2x2"):
+        first, second, third, fourth = (report[mesh][APART]["read"] for report in of_four)
+        assert first == second and third == fourth
+        assert {sample for batch in first + third for sample in batch} == {*range(19)}
+    first, second = (report["2x1"][APART]["read"] for report in of_two)
+    assert first == second

@@ -23,15 +23,12 @@ STEPS = 4
 WIDTH = 16
 
 
-class Block(nn.Module):
+class Block(nn.Sequential):
     def __init__(self):
-        super().__init__()
-        self.inner = nn.Sequential(
-            nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
-        )
+        super().__init__(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
 
     def forward(self, x):
-        return x + self.inner(x)
+        return x + super().forward(x)
 
 
 class Net(nn.Module):
@@ -98,14 +95,9 @@ def case(stage, replicas):
         losses.append(loss.item())
     with hf_zero.GatheredParameters(list(model.parameters())):
         final = weights(model)
-    found = {
-        "losses": losses,
-        "weights": final,
-        "shards": engine.mesh.shard.ranks,
-        "replicas": engine.mesh.replicate.ranks,
-    }
+    mesh = {"shards": engine.mesh.shard.ranks, "replicas": engine.mesh.replicate.ranks}
     engine.destroy()
-    return found
+    return {"losses": losses, "weights": final, **mesh}
 
 
 def until_lost(out, limit):
@@ -129,16 +121,8 @@ def place():
     """Return this rank's address, arguments and launcher variables."""
     from hf_zero.distributed.rank_hosts import own_address
 
-    named = (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "GLOO_SOCKET_IFNAME",
-        "MARK",
-    )
+    of_ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    named = (*of_ranks, "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "MARK")
     return {
         "address": own_address(os.environ["MASTER_ADDR"]),
         "argv": sys.argv[1:],
@@ -164,16 +148,12 @@ def main():
         import hf_zero
 
         hf_zero.init_distributed(timeout=120.0)
-        cases = {
-            name: spec.split("/") for name, _, spec in (text.partition("=") for text in given.case)
-        }
-        report = {
-            "cases": {
-                name: case(int(stage), int(replicas)) for name, (stage, replicas) in cases.items()
-            },
-            "place": place(),
-        }
-        report["local_rank"] = given.local_rank
+        cases = {}
+        for text in given.case:
+            name, _, spec = text.partition("=")
+            stage, replicas = spec.split("/")
+            cases[name] = case(int(stage), int(replicas))
+        report = {"cases": cases, "place": place(), "local_rank": given.local_rank}
         print(f"rank {os.environ['RANK']} is done")
     (given.out / f"report-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(report))
 

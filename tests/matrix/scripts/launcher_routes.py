@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 import hf_zero
 
+ZERO = {"zero_optimization": {"stage": 3}}
 CONFIG: dict[str, Any] = {
-    "zero_optimization": {"stage": 3},
+    **ZERO,
     "train_micro_batch_size_per_gpu": 4,
     "gradient_clipping": 0.0,  # DeepSpeed clips where nothing is written
     "timeout": 60.0,
@@ -50,14 +51,17 @@ class Trainer(transformers.Trainer):
         return loss
 
 
-def gathered(model):
+def found(losses, model, rank, world):
     with hf_zero.GatheredParameters(list(model.parameters())):
-        return weights(model)
+        return {"losses": losses, "weights": weights(model), "rank": rank, "world": world}
 
 
-def loop(initialize):
+def deepspeed(out):
+    import deepspeed
+
+    deepspeed.init_distributed()
     model, optimizer = build()
-    engine, *_ = initialize(model=model, optimizer=optimizer, config=CONFIG)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
     losses = []
     for step in range(STEPS):
         x, y = share(step, engine.global_rank, engine.world_size)
@@ -65,26 +69,10 @@ def loop(initialize):
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    return {
-        "losses": losses,
-        "weights": gathered(model),
-        "rank": engine.global_rank,
-        "world": engine.world_size,
-    }
+    return found(losses, model, engine.global_rank, engine.world_size)
 
 
-def initialize():
-    return loop(hf_zero.initialize)
-
-
-def deepspeed():
-    import deepspeed
-
-    deepspeed.init_distributed()
-    return loop(deepspeed.initialize)
-
-
-def accelerate():
+def accelerate(out):
     from accelerate import Accelerator, DeepSpeedPlugin
 
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=dict(CONFIG)))
@@ -98,75 +86,36 @@ def accelerate():
         prepared.step()
         prepared.zero_grad()
         losses.append(loss.item())
-    return {
-        "losses": losses,
-        "weights": gathered(model),
-        "rank": accelerator.process_index,
-        "world": accelerator.num_processes,
-    }
+    return found(losses, model, accelerator.process_index, accelerator.num_processes)
 
 
-def trained(args, **more):
-    model, optimizer = build()
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-    run = Trainer(
-        WithLoss(model), args, train_dataset=ROWS, optimizers=(optimizer, schedule), **more
-    )
-    run.train()
-    return {
-        "losses": run.losses,
-        "weights": gathered(model),
-        "rank": run.args.process_index,
-        "world": run.args.world_size,
-    }
-
-
-def options(out, **more):
+def trained(route, out):
     common = {
-        "per_device_train_batch_size": 4,
-        "max_steps": STEPS,
-        "max_grad_norm": 0.0,
-        "report_to": "none",
-        "save_strategy": "no",
-    }
-    return {"output_dir": str(out / "trainer"), "disable_tqdm": True, **common, **more}
+        "output_dir": str(out / "trainer"), "per_device_train_batch_size": 4, "max_steps": STEPS,
+        "max_grad_norm": 0.0, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
+    }  # fmt: skip
+    model, optimizer = build()
+    if route == "ours":
+        args, more = hf_zero.TrainingArguments(**common, zero_config="zero3"), {}
+    elif route == "stock":
+        args, more = transformers.TrainingArguments(**common, use_cpu=True, deepspeed=ZERO), {}
+    else:
+        args = transformers.TrainingArguments(**common, use_cpu=True)
+        more = {"callbacks": [hf_zero.ZeroCallback("zero3")]}
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    both = {"train_dataset": ROWS, "optimizers": (optimizer, schedule)}
+    run = Trainer(WithLoss(model), args, **both, **more)
+    run.train()
+    return found(run.losses, model, run.args.process_index, run.args.world_size)
 
 
-def stock(out):
-    return trained(
-        transformers.TrainingArguments(
-            **options(out, use_cpu=True), deepspeed={"zero_optimization": {"stage": 3}}
-        )
-    )
-
-
-def ours(out):
-    return trained(hf_zero.TrainingArguments(**options(out), zero_config="zero3"))
-
-
-def callback(out):
-    return trained(
-        transformers.TrainingArguments(**options(out, use_cpu=True)),
-        callbacks=[hf_zero.ZeroCallback("zero3")],
-    )
-
-
-def main():
+if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--route", required=True)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    with_folder = {"stock": stock, "ours": ours, "callback": callback}
-    without = {"initialize": initialize, "deepspeed": deepspeed, "accelerate": accelerate}
-    case = (
-        with_folder[given.route](given.out)
-        if given.route in with_folder
-        else without[given.route]()
-    )
-    report = {"cases": {given.route: case}, "place": place()}
+    routes = {"deepspeed": deepspeed, "accelerate": accelerate}
+    route = routes.get(given.route, lambda out: trained(given.route, out))
+    report = {"cases": {given.route: route(given.out)}, "place": place()}
     (given.out / f"report-{os.environ['RANK']}.json").write_text(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main()

@@ -3,10 +3,6 @@ that metrics count, and the lengths of loaders. ``--meshes 2x1``: two ranks shar
 share sequences.
 """
 
-import argparse
-import json
-import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import accelerate
@@ -15,6 +11,7 @@ import torch
 import transformers
 from accelerate import ParallelismConfig
 from accelerate.utils import DataLoaderConfiguration
+from script import WORLD, given, report
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
 from hf_zero.distributed.parallel_dims import ParallelDims
@@ -81,19 +78,14 @@ LOADERS = {
     ),
     APART: (lambda: DataLoader(Rows(), BATCH, shuffle=True), {}),
     "the rest dropped": (lambda: DataLoader(Rows(), BATCH, drop_last=True), {}),
-    "uneven": (lambda: DataLoader(Rows(), BATCH), {"even_batches": False}),
     "batches of several sizes": (
         lambda: DataLoader(Rows(), batch_sampler=Lengths()), {"even_batches": False}
     ),
     "by a worker": (lambda: DataLoader(Rows(), BATCH, num_workers=1), {}),
     "split": (lambda: DataLoader(Rows(), 2 * BATCH), {"split_batches": True}),
     "dispatched": (lambda: DataLoader(Rows(), BATCH), {"dispatch_batches": True}),
-    "dispatched, shuffled": (shuffled, {"dispatch_batches": True}),
     "dispatched and split": (
         lambda: DataLoader(Rows(), 2 * BATCH), {"dispatch_batches": True, "split_batches": True}
-    ),
-    "dispatched, the rest dropped": (
-        lambda: DataLoader(Rows(), BATCH, drop_last=True), {"dispatch_batches": True}
     ),
     "dispatched by a worker": (
         lambda: DataLoader(Rows(), BATCH, num_workers=1), {"dispatch_batches": True}
@@ -189,12 +181,8 @@ def by_trainer(out, config, parallelism, data, **more):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--meshes", nargs="*", default=["1x1"])
-    given = parser.parse_args()
-    report = {}
-    for mesh in given.meshes:
+    args, seen = given(meshes=["1x1"]), {}
+    for mesh in args.meshes:
         tensor, sequence = map(int, mesh.split("x"))
         config = {
             "zero_optimization": {"stage": 1},
@@ -204,10 +192,9 @@ def main():
         }
         parallelism = None
         if sequence > 1:
-            world = int(os.environ["WORLD_SIZE"])
-            init_parallel(ParallelDims.over(world, tensor=tensor, sequence=sequence))
+            init_parallel(ParallelDims.over(WORLD, tensor=tensor, sequence=sequence))
             parallelism = ParallelismConfig(sp_size=sequence, sp_backend="deepspeed")
-        found = report[mesh] = {
+        found = seen[mesh] = {
             name: by_accelerate(config, parallelism, make, **chosen)
             for name, (make, chosen) in LOADERS.items()
         }
@@ -217,10 +204,8 @@ def main():
             ("Trainer, streamed", Stream(), {}),
             ("Trainer, dispatched", Rows(), {"accelerator_config": {"dispatch_batches": True}}),
         ):
-            found[name] = by_trainer(given.out, config, parallelism, data, **more)
-    rank = os.environ.get("RANK", 0)
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / f"report-{rank}.json").write_text(json.dumps(report))
+            found[name] = by_trainer(args.out, config, parallelism, data, **more)
+    report(args.out, seen)
 
 
 if __name__ == "__main__":  # Python 3.14 imports it for the workers of loaders
