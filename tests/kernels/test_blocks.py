@@ -26,7 +26,7 @@ def spread(numel: int, signed: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_encoding_and_decoding_are_those_of_the_reference(isa: str, signed: bool) -> None:
+def test_codes_are_those_of_the_reference_within_half_a_step(isa: str, signed: bool) -> None:
     for numel in (0, 1, 3, 255, 256, 257, 40_001):
         values = spread(numel, signed)
         ours = blocks_of(values, signed)
@@ -36,13 +36,7 @@ def test_encoding_and_decoding_are_those_of_the_reference(isa: str, signed: bool
         assert torch.equal(ours.codes, theirs.codes) and torch.equal(ours.scales, theirs.scales)
         decoded = ours.decode()
         assert torch.equal(Blocks(ours.codes, ours.scales, signed).decode(), decoded)
-
-
-@pytest.mark.parametrize("signed", [True, False])
-def test_every_code_survives_decoding_and_encoding(isa: str, signed: bool) -> None:
-    """At every scale, and from blocks that stochastic rounding made: a checkpoint in fp32 loses
-    nothing.
-    """
+    # every code survives, at every scale: a checkpoint in fp32 loses nothing
     codes = torch.arange(256, dtype=torch.uint8)
     if signed:
         codes[128] = 0  # the code of -0 is never given
@@ -50,10 +44,6 @@ def test_every_code_survives_decoding_and_encoding(isa: str, signed: bool) -> No
         blocks = Blocks(codes.clone(), torch.tensor([scale]), signed)
         again = blocks_of(blocks.decode(), signed)
         assert torch.equal(again.codes, codes) and torch.equal(again.scales, blocks.scales)
-
-
-@pytest.mark.parametrize("signed", [True, False])
-def test_errors_are_within_half_a_step(isa: str, signed: bool) -> None:
     values = spread(100 * BLOCK, signed)
     decoded = blocks_of(values, signed).decode()
     scale = values.view(-1, BLOCK).abs().amax(1, keepdim=True).expand(-1, BLOCK).reshape(-1)
@@ -63,14 +53,12 @@ def test_errors_are_within_half_a_step(isa: str, signed: bool) -> None:
     assert torch.equal(decoded.view(-1, BLOCK).abs().amax(1), values.view(-1, BLOCK).abs().amax(1))
 
 
-def test_a_second_moment_never_becomes_zero(isa: str) -> None:
-    values = torch.logspace(-37, 2, 256)
-    decoded = blocks_of(values, signed=False).decode()
+def test_a_second_moment_never_becomes_zero_and_what_is_not_finite_takes_its_block_along(
+    isa: str,
+) -> None:
+    decoded = blocks_of(torch.logspace(-37, 2, 256), signed=False).decode()
     assert bool((decoded > 0).all())
     assert blocks_of(torch.zeros(256), signed=False).decode().eq(0).all()
-
-
-def test_what_is_not_finite_takes_its_block_along(isa: str) -> None:
     for bad in (float("nan"), float("inf"), -float("inf")):
         values = torch.ones(3 * BLOCK)
         values[BLOCK + 7] = bad
@@ -86,16 +74,8 @@ def test_stochastic_rounding_is_right_on_average(isa: str, kind: str) -> None:
     """The same moments, rounded with 400 seeds: the mean approaches what fp32 has."""
     numel = 4 * BLOCK
     grad, mean, square = torch.randn(numel), torch.randn(numel), torch.rand(numel) + 0.1
-    exact = torch.zeros(numel), torch.zeros(numel)
-    settings = {
-        "step": 3,
-        "lr": 0.0,
-        "beta1": 0.9,
-        "beta2": 0.999,
-        "eps": 1e-8,
-        "weight_decay": 0.0,
-        "decoupled": True,
-    }
+    settings = {"step": 3, "lr": 0.0, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
+    settings |= {"weight_decay": 0.0, "decoupled": True}
 
     def kept() -> tuple[Blocks | Tensor, Blocks | Tensor]:
         if kind == "bf16":
@@ -125,9 +105,7 @@ def test_narrow_is_a_view_between_blocks() -> None:
     part.encode(torch.zeros(744))
     assert bool((blocks.decode()[256:] == 0).all()) and bool((blocks.decode()[:256] != 0).any())
     for start, length in ((1, 10), (256, 10), (0, 1001), (-256, 256)):
-        with pytest.raises(
-            KernelError, match=rf"Blocks.narrow\({start}, {length}\) of 1000 elements"
-        ):
+        with pytest.raises(KernelError, match=rf"narrow\({start}, {length}\)"):
             blocks.narrow(start, length)
 
 
@@ -155,11 +133,10 @@ def losses(optimizer: type, moments: str) -> list[float]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", [CPUAdam, CPULion])
 def test_training_with_narrow_moments_follows_fp32(optimizer: type) -> None:
-    """A transformer layer that learns 128 next tokens by heart: 200 steps to less than a fifth
-    of the loss it starts from.
-    """
+    """A transformer layer learns 128 next tokens by heart, to a fifth of its first loss."""
     wide = losses(optimizer, "fp32")
     assert wide[-1] < 0.2 * wide[0]
     for moments, tolerance in (("bf16", 0.02), ("int8", 0.06)):

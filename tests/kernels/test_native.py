@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from hf_zero.errors import ConfigError, KernelError
-from hf_zero.ops import adam, cast, native, squared_norm
+from hf_zero.ops import cast, native, squared_norm
 from hf_zero.ops.native import Share, cpu_quota, share_of_this_rank
-from tests.helpers.buffers import reference
 from tests.helpers.commands import completed
 
 LARGE = 1_000_000
@@ -27,28 +26,22 @@ def in_a_process(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return completed([sys.executable, "-c", code], env=environment, timeout=300)
 
 
-TELL = (
-    "from hf_zero.ops import native; print(native.available(), native.instruction_set(), "
-    "native.threads(), native.why_not())"
-)
+TELL = """
+from hf_zero.ops import native
+print(native.available(), native.instruction_set(), native.threads(), native.why_not())
+"""
 
 
 def test_variables_choose_set_and_threads() -> None:
-    for name in native.instruction_sets():
+    for name in (native.instruction_sets()[0], native.instruction_sets()[-1]):
         told = in_a_process(TELL, HF_ZERO_ISA=name, HF_ZERO_THREADS="3", OMP_NUM_THREADS="1")
         assert told.stdout.split() == ["True", name, "3"], told.stderr
     off = in_a_process(TELL, HF_ZERO_NATIVE="0")
     assert off.stdout.startswith("False torch ")
     assert "HF_ZERO_NATIVE=0 switches it off" in off.stdout
-
-
-def test_a_set_that_is_not_here_is_refused_with_those_that_are() -> None:
     told = in_a_process(TELL, HF_ZERO_ISA="avx1024")
-    assert told.returncode != 0
-    assert (
-        "instruction set 'avx1024' (HF_ZERO_ISA): this machine has "
-        f"{', '.join(native.instruction_sets())}; write one" in told.stderr
-    )
+    assert told.returncode != 0 and "'avx1024' (HF_ZERO_ISA)" in told.stderr
+    assert ", ".join(native.instruction_sets()) in told.stderr
     with pytest.raises(ConfigError, match="instruction set 'mmx'"):
         native.set_instruction_set("mmx")
 
@@ -59,12 +52,9 @@ def test_a_core_that_does_not_load_leaves_the_reference(monkeypatch: pytest.Monk
     try:
         assert not native.available() and "install hf-zero again" in native.why_not()
         assert squared_norm(torch.tensor([3.0, 4.0])) == 25.0
-        assert native.instruction_set() == "torch"
-        assert native.instruction_sets() == []
+        assert native.instruction_set() == "torch" and native.instruction_sets() == []
         assert native.threads() == torch.get_num_threads()
-        with pytest.raises(
-            KernelError, match=r"use torch\.set_num_threads: there is no native core"
-        ):
+        with pytest.raises(KernelError, match=r"torch\.set_num_threads"):
             native.set_threads(2)
     finally:
         native._loaded.cache_clear()
@@ -121,9 +111,7 @@ def test_several_callers_at_once_each_get_their_own_result() -> None:
 
 
 def test_python_goes_on_while_a_kernel_runs() -> None:
-    """A thread whose lock is released just before some calls runs during them: they let go of
-    the interpreter's lock.
-    """
+    """A thread whose lock is released before some calls runs during them."""
     native.set_threads(1)
     x = torch.ones(20_000_000)
     gate, waiting, ran = threading.Lock(), threading.Event(), []
@@ -178,54 +166,32 @@ print(codes == [0] * 10)
 
 # ---- this rank's share ----
 
-
-def share(
-    monkeypatch: pytest.MonkeyPatch, mine: int, parents: int, quota: float | None, **environ: str
-) -> Share:
-    monkeypatch.setattr(
-        "hf_zero.ops.native._affinity", lambda pid: set(range(mine if pid == 0 else parents))
-    )
-    monkeypatch.setattr("hf_zero.ops.native.cpu_quota", lambda: quota)
-    return share_of_this_rank(environ)
-
-
-@pytest.mark.parametrize(
-    ("mine", "parents", "quota", "environ", "expected"),
-    [
-        (16, 16, None, {}, Share(16, "16 cores")),
-        (16, 16, None, {"OMP_NUM_THREADS": "1"}, Share(16, "16 cores")),
-        (16, 16, None, {"LOCAL_WORLD_SIZE": "4"}, Share(4, "16 cores among 4 local ranks")),
-        (4, 16, None, {"LOCAL_WORLD_SIZE": "4"}, Share(4, "4 cores this rank is bound to")),
-        (2, 2, None, {"LOCAL_WORLD_SIZE": "8"}, Share(1, "2 cores among 8 local ranks")),
-        (16, 16, 6.0, {}, Share(6, "a cgroup quota of 6 cores")),
-        (
-            16,
-            16,
-            6.0,
-            {"LOCAL_WORLD_SIZE": "4"},
-            Share(2, "a cgroup quota of 6 cores among 4 local ranks"),
-        ),
-        (16, 16, 0.5, {}, Share(1, "a cgroup quota of 0.5 cores")),
-        (16, 16, 64.0, {}, Share(16, "16 cores")),
-        (16, 16, 6.0, {"HF_ZERO_THREADS": "9"}, Share(9, "HF_ZERO_THREADS")),
-    ],
-)
-def test_the_share(
-    monkeypatch: pytest.MonkeyPatch,
-    mine: int,
-    parents: int,
-    quota: float | None,
-    environ: dict[str, str],
-    expected: Share,
-) -> None:
-    assert share(monkeypatch, mine, parents, quota, **environ) == expected
+SHARES: list[tuple[int, int, float | None, dict[str, str], Share]] = [
+    (16, 16, None, {}, Share(16, "16 cores")),
+    (16, 16, None, {"OMP_NUM_THREADS": "1"}, Share(16, "16 cores")),
+    (16, 16, None, {"LOCAL_WORLD_SIZE": "4"}, Share(4, "16 cores among 4 local ranks")),
+    (4, 16, None, {"LOCAL_WORLD_SIZE": "4"}, Share(4, "4 cores this rank is bound to")),
+    (2, 2, None, {"LOCAL_WORLD_SIZE": "8"}, Share(1, "2 cores among 8 local ranks")),
+    (16, 16, 6.0, {}, Share(6, "a cgroup quota of 6 cores")),
+    (16, 16, 0.5, {}, Share(1, "a cgroup quota of 0.5 cores")),
+    (16, 16, 64.0, {}, Share(16, "16 cores")),
+    (16, 16, 6.0, {"HF_ZERO_THREADS": "9"}, Share(9, "HF_ZERO_THREADS")),
+]
+AMONG = Share(2, "a cgroup quota of 6 cores among 4 local ranks")
+SHARES.append((16, 16, 6.0, {"LOCAL_WORLD_SIZE": "4"}, AMONG))
 
 
-@pytest.mark.parametrize("name", ["HF_ZERO_THREADS", "LOCAL_WORLD_SIZE"])
-@pytest.mark.parametrize("value", ["0", "many", "-1", "1.5"])
-def test_numbers_that_are_none(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} is '{value}'; write a number of at least 1"):
-        share(monkeypatch, 4, 4, None, **{name: value})
+def test_the_share_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for mine, parents, quota, environ, expected in SHARES:
+        cores = {0: set(range(mine))}
+        everyone = set(range(parents))
+        monkeypatch.setattr(native, "_affinity", lambda pid, c=cores, e=everyone: c.get(pid, e))
+        monkeypatch.setattr(native, "cpu_quota", lambda quota=quota: quota)
+        assert share_of_this_rank(environ) == expected
+    for name in ("HF_ZERO_THREADS", "LOCAL_WORLD_SIZE"):
+        for value in ("0", "many", "-1", "1.5"):
+            with pytest.raises(ConfigError, match=f"{name} is '{value}'"):
+                share_of_this_rank({name: value})
 
 
 def test_quotas_of_cgroups(tmp_path: Path) -> None:
@@ -245,74 +211,3 @@ def test_quotas_of_cgroups(tmp_path: Path) -> None:
     (root / "cpu,cpuacct" / "job" / "cpu.cfs_quota_us").write_text("200000\n")
     assert cpu_quota(root, groups) == 2.0
     assert cpu_quota(root, tmp_path / "missing") is None
-
-
-# ---- tensors that kernels cannot take ----
-
-
-@pytest.mark.parametrize("native_or_not", [True, False])
-def test_refusals_name_the_tensor(native_or_not: bool) -> None:
-    settings = {
-        "step": 1,
-        "lr": 1e-3,
-        "beta1": 0.9,
-        "beta2": 0.999,
-        "eps": 1e-8,
-        "weight_decay": 0.0,
-        "decoupled": True,
-    }
-    good = {name: torch.zeros(8) for name in ("master", "grad", "exp_avg", "exp_avg_sq")}
-    from hf_zero.ops import Blocks, adagrad, sgd
-
-    wrong: list[tuple[dict[str, object], str]] = [
-        (
-            {"master": torch.zeros(8, device="meta")},
-            "adam: master is on meta; host kernels take CPU tensors",
-        ),
-        ({"grad": torch.zeros(16)[::2]}, r"adam: grad has shape \(8,\) and strides \(2,\)"),
-        ({"master": torch.zeros(2, 4)}, r"adam: master has shape \(2, 4\)"),
-        ({"grad": torch.zeros(7)}, "adam: grad has 7 elements and the others have 8"),
-        (
-            {"grad": torch.zeros(8, dtype=torch.float64)},
-            r"adam: grad is torch.float64; give one of torch.float32",
-        ),
-        (
-            {"exp_avg": torch.zeros(8, dtype=torch.float16)},
-            r"adam: exp_avg is torch.float16; give one of torch.float32, torch.bfloat16",
-        ),
-        ({"exp_avg": Blocks.zeros(8, signed=False)}, "adam: exp_avg needs Blocks with a sign"),
-        (
-            {"exp_avg_sq": Blocks.zeros(8, signed=True)},
-            "adam: exp_avg_sq needs Blocks without a sign",
-        ),
-        (
-            {"exp_avg": Blocks.zeros(8, signed=True), "first": 8},
-            "adam: first is 8 and exp_avg is in Blocks",
-        ),
-        ({"first": -1}, "adam: first is -1"),
-        ({"step": 0}, "adam: step is 0; steps count from 1"),
-        ({"out": torch.zeros(8, dtype=torch.int8)}, r"adam: out is torch.int8"),
-        ({"max_exp_avg_sq": torch.zeros(9)}, "adam: max_exp_avg_sq has 9 elements"),
-    ]
-    from contextlib import nullcontext
-
-    with nullcontext() if native_or_not else reference():
-        for changed, message in wrong:
-            with pytest.raises(KernelError, match=message):
-                adam(**{**good, **settings, **changed})  # type: ignore[arg-type]
-        with pytest.raises(
-            KernelError, match=r"sgd: momentum is 0\.9 and there is no momentum_buffer"
-        ):
-            sgd(torch.zeros(8), torch.zeros(8), None, lr=0.1, momentum=0.9)
-        with pytest.raises(KernelError, match="adagrad: step is 0"):
-            adagrad(
-                torch.zeros(8),
-                torch.zeros(8),
-                torch.zeros(8),
-                step=0,
-                lr=0.1,
-                eps=0.0,
-                weight_decay=0.0,
-            )
-    with pytest.raises(KernelError, match="Blocks: scales has 2 elements and the others have 1"):
-        Blocks(torch.zeros(8, dtype=torch.uint8), torch.zeros(2), True)

@@ -26,7 +26,7 @@ from hf_zero.ops.sparse_attention import (
     reference,
 )
 from hf_zero.ops.sparse_attention.attention import BACKWARD, FORWARD
-from tests.helpers.cells import fast
+from tests.helpers.cells import runs_long
 from tests.helpers.checked_triton import checked_triton
 from tests.helpers.commands import completed
 
@@ -36,14 +36,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def inputs(
-    batch: int,
-    heads: int,
-    kv_heads: int,
-    length: int,
-    width: int,
-    dtype: torch.dtype,
-    *,
-    strided: bool,
+    batch: int, heads: int, kv_heads: int, length: int, width: int, dtype: Any, *, strided: bool
 ) -> list[torch.Tensor]:
     """Return q, k, v and the gradient of the output, laid out as by projections, or with gaps
     between heads and a last dimension of stride 1.
@@ -58,7 +51,6 @@ def inputs(
 def both_ways(
     config: SparsityConfig,
     tensors: list[torch.Tensor],
-    *,
     causal: bool = False,
     padding: torch.Tensor | None = None,
     dropout: float = 0.0,
@@ -90,9 +82,7 @@ def assert_near(kernel: list[torch.Tensor], truth: list[torch.Tensor], dtype: to
 
 @pytest.fixture
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lists above the mean are cut, so that the sums over parts run at a size the interpreter
-    bears.
-    """
+    """Lists above the mean are cut, so that sums over parts run at a size of the interpreter's."""
     monkeypatch.setattr(plan, "SHORTEST_SPLIT", 2)
     monkeypatch.setattr(plan, "LONGEST", 1)
     plan.plan_for.cache_clear()
@@ -104,28 +94,22 @@ def plans_are_forgotten() -> Any:
     plan.plan_for.cache_clear()
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("width", [16, 40, 64])
-def test_dtypes_and_widths(dtype: torch.dtype, width: int) -> None:
-    tensors = inputs(1, 2, 2, 150, width, dtype, strided=True)
-    assert_near(*both_ways(DenseSparsityConfig(2, block=64), tensors), dtype)
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-BLOCKS = (16, 32, 64, 128)
+def test_dtypes_and_widths(pytestconfig: pytest.Config) -> None:
+    cells = itertools.product((16, 40, 64), FLOATS) if runs_long(pytestconfig) else None
+    for width, dtype in cells or zip((16, 40, 64), FLOATS):
+        tensors = inputs(1, 2, 2, 150, width, dtype, strided=True)
+        assert_near(*both_ways(DenseSparsityConfig(2, block=64), tensors), dtype)
 
 
-@pytest.mark.parametrize(
-    "causal, block",
-    fast(
-        itertools.product((False, True), BLOCKS),
-        lambda causal, block: BLOCKS.index(block) % 2 == causal,
-    ),
-)
-def test_blocks(block: int, causal: bool) -> None:
+@pytest.mark.parametrize("block", (16, 32, 64, 128))
+def test_blocks(block: int, pytestconfig: pytest.Config) -> None:
     config = BigBirdSparsityConfig(2, block=block, num_random_blocks=1, num_sliding_window_blocks=1)
-    tensors = inputs(1, 2, 2, 257, 16, torch.float32, strided=False)
-    assert_near(*both_ways(config, tensors, causal=causal), torch.float32)
+    for causal in (False, True) if runs_long(pytestconfig) else (block in (32, 128),):
+        tensors = inputs(1, 2, 2, 257, 16, torch.float32, strided=False)
+        assert_near(*both_ways(config, tensors, causal=causal), torch.float32)
 
 
 @pytest.mark.parametrize("per_head", [pytest.param(False, marks=pytest.mark.long), True])
@@ -143,35 +127,30 @@ def test_heads_that_share_keys_and_differ_in_layout() -> None:
     config = FixedSparsityConfig(
         4, 32, different_layout_per_head=True, num_local_blocks=2, num_different_global_patterns=2
     )
-    assert_near(
-        *both_ways(config, inputs(2, 4, 2, 130, 16, torch.float32, strided=True)), torch.float32
-    )
+    tensors = inputs(2, 4, 2, 130, 16, torch.float32, strided=True)
+    assert_near(*both_ways(config, tensors), torch.float32)
 
 
 def test_padding_rows_without_keys_and_columns_without_rows() -> None:
     layout = torch.tensor([[[1, 0, 1], [0, 0, 0], [1, 0, 0]]])
     padding = torch.ones(2, 180, dtype=torch.bool)
     padding[0, 100:], padding[1, :70] = False, False
-    kernel, truth = both_ways(
-        BlockLayout(layout, 64),
-        inputs(2, 2, 1, 180, 16, torch.float32, strided=False),
-        padding=padding,
-    )
+    tensors = inputs(2, 2, 1, 180, 16, torch.float32, strided=False)
+    kernel, truth = both_ways(BlockLayout(layout, 64), tensors, padding=padding)
     assert_near(kernel, truth, torch.float32)
     o, lse, dq, dk, _ = kernel
     assert not o[:, :, 64:128].any() and not dq[:, :, 64:128].any() and not dk[:, :, 64:128].any()
     assert (lse[:, :, 64:128] == torch.inf).all(), "a row without keys has no probabilities"
 
 
-@pytest.mark.parametrize("dropout", [0.1, 0.5])
-def test_dropout_draws_what_the_reference_draws(dropout: float) -> None:
-    tensors = inputs(2, 2, 2, 130, 16, torch.float32, strided=False)
+def test_dropout_draws_what_the_reference_draws() -> None:
     padding = torch.ones(2, 130, dtype=torch.bool)
     padding[1, 90:] = False
-    assert_near(
-        *both_ways(DenseSparsityConfig(2, block=64), tensors, padding=padding, dropout=dropout),
-        torch.float32,
-    )
+    config = DenseSparsityConfig(2, block=64)
+    for dropout in (0.1, 0.5):
+        tensors = inputs(2, 2, 2, 130, 16, torch.float32, strided=False)
+        kernel, truth = both_ways(config, tensors, padding=padding, dropout=dropout)
+        assert_near(kernel, truth, torch.float32)
 
 
 def test_dropout_is_fair() -> None:
@@ -179,43 +158,27 @@ def test_dropout_is_fair() -> None:
     assert words.shape == (4, 256, 256) and (words < 1).all()
     assert abs(words.mean().item() - 0.5) < 3e-3
     assert abs((words < 0.1).double().mean().item() - 0.1) < 3e-3
-    for shifted in (words.roll(1, 0), words.roll(1, 1), words.roll(1, 2)):
-        assert (
-            abs(torch.corrcoef(torch.stack([words.flatten(), shifted.flatten()]))[0, 1].item())
-            < 1e-2
-        )
+    for axis in range(3):
+        pair = torch.stack([words.flatten(), words.roll(1, axis).flatten()])
+        assert abs(torch.corrcoef(pair)[0, 1].item()) < 1e-2
 
 
 def test_rounding_is_no_worse_than_eager_attentions() -> None:
     """bf16: the error against fp32 beside that of transformers' eager attention under the same
-    mask.
-
-    (torch's fused attention computes in fp32 throughout on a CPU; on a GPU tests/gpu compares with
-    it.)
+    mask. (torch's fused attention computes in fp32 throughout on a CPU; tests/gpu has it.)
     """
     config = VariableSparsityConfig(2, 64, local_window_blocks=[2], global_block_indices=[1])
     tensors = inputs(1, 2, 2, 192, 64, torch.bfloat16, strided=False)
     kernel, truth = both_ways(config, tensors)
-    mask = reference.allowed(
-        plan.plan_for(config.handle, 192, 2, 1, False, torch.device("cpu")), 192, False
-    )
+    compiled = plan.plan_for(config.handle, 192, 2, 1, False, torch.device("cpu"))
     q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
-    weights = (
-        (q @ k.mT * 64**-0.5)
-        .masked_fill(~mask, -torch.inf)
-        .softmax(-1, dtype=torch.float32)
-        .to(q.dtype)
-    )
-    out = weights @ v
+    scores = (q @ k.mT * 64**-0.5).masked_fill(~reference.allowed(compiled, 192, False), -torch.inf)
+    out = scores.softmax(-1, dtype=torch.float32).to(q.dtype) @ v
     eager = [out, *torch.autograd.grad(out, (q, k, v), tensors[3])]
-    for name, ours, theirs, true in zip(
-        ("o", "dq", "dk", "dv"), [kernel[0], *kernel[2:]], eager, [truth[0], *truth[2:]]
-    ):
-        error, eager_error = (
-            (x.float() - true).pow(2).mean().sqrt().item() for x in (ours, theirs)
-        )
-        print(f"{name}: ours {error:.2e}, eager {eager_error:.2e}")
-        assert error <= eager_error, name
+    ours, exact = ([each[0], *each[2:]] for each in (kernel, truth))
+    for name, mine, theirs, true in zip(("o", "dq", "dk", "dv"), ours, eager, exact):
+        error, allowed = ((x.float() - true).pow(2).mean().sqrt() for x in (mine, theirs))
+        assert error <= allowed, (name, error, allowed)
 
 
 def test_a_grid_has_one_axis_for_any_number_of_sequences(
@@ -234,17 +197,15 @@ def test_a_grid_has_one_axis_for_any_number_of_sequences(
     for module, names in ((forward, ("forward", "combine")), (backward, ("dq", "dkdv", "sum"))):
         for name in names:
             monkeypatch.setattr(module, f"sparse_attention_{name}", Launched())
-    config = BigBirdSparsityConfig(
-        1, 64, num_random_blocks=0, num_sliding_window_blocks=1, num_global_blocks=1
-    )
+
+    def empty(*shape: Any, **told: Any) -> torch.Tensor:
+        return torch.zeros(1).expand(*(shape[0] if len(shape) == 1 else shape))
+
+    config = BigBirdSparsityConfig(1, 64, num_random_blocks=0, num_sliding_window_blocks=1)
     compiled = plan.plan_for(config.handle, 330, 1, 1, False, torch.device("cpu"))
     assert compiled.rows.slots and compiled.columns.slots
     q = torch.zeros(1, 1, 1, 16).expand(70_000, 1, 330, 16)
-    monkeypatch.setattr(
-        torch,
-        "empty",
-        lambda *shape, **told: torch.zeros(1).expand(*(shape[0] if len(shape) == 1 else shape)),
-    )
+    monkeypatch.setattr(torch, "empty", empty)
     rest: Any = (compiled, None, None, False, 0.25, 0.0)
     forward.forward(q, q, q, *rest)
     monkeypatch.setattr(torch, "empty_like", lambda x: x)
@@ -265,19 +226,17 @@ def test_tf32_is_asked_for_in_the_way_that_never_raises(monkeypatch: pytest.Monk
         products.fp32_precision = before
 
 
+COMPILED = """
+from hf_zero.ops.triton_kernels import sparse_attention as f, sparse_attention_backward as b
+kernels = [f.sparse_attention_forward, f.sparse_attention_combine, b.sparse_attention_dq]
+for kernel in [*kernels, b.sparse_attention_dkdv, b.sparse_attention_sum]:
+    free = {each.name for each in kernel.params if each.do_not_specialize}
+    assert free == {'programs', 'slots'}, (kernel.__name__, free)
+"""
+
+
 def test_lengths_do_not_compile_anew() -> None:
-    """The counts of a plan are not specialised on. A process in which Triton compiles reads this
-    from the kernels.
-    """
-    code = (
-        "from hf_zero.ops.triton_kernels import sparse_attention as f, "
-        "sparse_attention_backward as b\n"
-        "kernels = f.sparse_attention_forward, f.sparse_attention_combine, b.sparse_attention_dq, "
-        "b.sparse_attention_dkdv, b.sparse_attention_sum\n"
-        "for kernel in kernels:\n"
-        "    free = {each.name for each in kernel.params if each.do_not_specialize}\n"
-        "    assert free == {'programs', 'slots'}, (kernel.__name__, free)\n"
-    )
+    """The counts of a plan are not specialised on, where Triton compiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = completed([sys.executable, "-c", code], env=environment)
+    done = completed([sys.executable, "-c", COMPILED], env=environment)
     assert done.returncode == 0, done.stderr

@@ -19,7 +19,6 @@ from tests.helpers.buffers import Guarded, reference, same_bits
 SIZES = [0, 1, 3, 15, 16, 17, 255, 256, 257, 511, 512, 513, 1025, 40_001]
 BIG = 2**20 + 1
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-ADAM = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8}
 FIRST = 256 * 12_345_678_901  # above 2^32, at a block
 Update = Callable[..., None]
 State = dict[str, Any]
@@ -28,10 +27,8 @@ State = dict[str, Any]
 def numbers(numel: int, seed: int) -> Tensor:
     """Values over many magnitudes, with denormals, zeros and their signs among them."""
     generator = torch.Generator().manual_seed(seed)
-    x = (
-        torch.randn(numel, generator=generator)
-        * torch.randn(numel, generator=generator).mul(4).exp()
-    )
+    x = torch.randn(numel, generator=generator)
+    x *= torch.randn(numel, generator=generator).mul(4).exp()
     x[::7] *= 1e-38
     x[3::31] = 0.0
     x[5::31] = -0.0
@@ -49,13 +46,10 @@ def moment(kind: str, values: Tensor, signed: bool, guarded: Guarded) -> Moment:
 def parts(state: State) -> list[Tensor]:
     found = []
     for value in state.values():
-        found += (
-            [value.codes, value.scales]
-            if isinstance(value, Blocks)
-            else [value]
-            if isinstance(value, Tensor)
-            else []
-        )
+        if isinstance(value, Blocks):
+            found += [value.codes, value.scales]
+        elif isinstance(value, Tensor):
+            found.append(value)
     return found
 
 
@@ -67,10 +61,8 @@ def state_of(
     out: torch.dtype | None,
     kind: str = "fp32",
 ) -> State:
-    state: State = {
-        "master": guarded(numbers(numel, 1)),
-        "grad": guarded(numbers(numel, 2).to(grad)),
-    }
+    state: State = {"master": guarded(numbers(numel, 1))}
+    state["grad"] = guarded(numbers(numel, 2).to(grad))
     if update is adam:
         state["exp_avg"] = moment(kind, numbers(numel, 3) * 1e-2, True, guarded)
         state["exp_avg_sq"] = moment(kind, numbers(numel, 4).square() * 1e-4, False, guarded)
@@ -98,50 +90,36 @@ def compare(
     guarded.check()
 
 
+SHARED: State = {"lr": 1e-3, "weight_decay": 0.1, "divisor": 3.0}
+ROUNDED: State = {**SHARED, "seed": 5, "first": FIRST}
 SETTINGS: dict[Update, State] = {
-    adam: {
-        "step": 7,
-        **ADAM,
-        "weight_decay": 0.1,
-        "decoupled": True,
-        "divisor": 3.0,
-        "seed": 5,
-        "first": FIRST,
-    },
-    lion: {
-        "lr": 1e-3,
-        "beta1": 0.9,
-        "beta2": 0.99,
-        "weight_decay": 0.1,
-        "divisor": 3.0,
-        "seed": 5,
-        "first": FIRST,
-    },
-    adagrad: {
-        "step": 7,
-        "lr": 1e-2,
-        "lr_decay": 0.1,
-        "eps": 1e-10,
-        "weight_decay": 0.1,
-        "divisor": 3.0,
-    },
-    sgd: {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1, "divisor": 3.0},
+    adam: {**ROUNDED, "step": 7, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "decoupled": True},
+    lion: {**ROUNDED, "beta1": 0.9, "beta2": 0.99},
+    adagrad: {**SHARED, "step": 7, "lr": 1e-2, "lr_decay": 0.1, "eps": 1e-10},
+    sgd: {**SHARED, "lr": 1e-2, "momentum": 0.9, "dampening": 0.1},
 }
-KINDS = {
-    adam: ("fp32", "bf16", "int8"),
-    lion: ("fp32", "bf16", "int8"),
-    adagrad: ("fp32",),
-    sgd: ("fp32",),
-}
-CASES = [
-    pytest.param(update, kind, id=f"{update.__name__}-{kind}")
-    for update, kinds in KINDS.items()
-    for kind in kinds
+NARROW = ("fp32", "bf16", "int8")
+CASES = [(update, kind) for update in (adam, lion) for kind in NARROW]
+CASES += [(adagrad, "fp32"), (sgd, "fp32")]
+OPTIONS: list[tuple[Update, State]] = [
+    (adam, {"decoupled": False}),
+    (adam, {"decoupled": False, "weight_decay": 0.0, "maximize": True}),
+    (adam, {"beta1": 0.3, "beta2": 0.5, "divisor": 1.0, "step": 1}),
+    (adam, {"beta1": 0.0, "eps": 0.0}),
+    (lion, {"maximize": True, "weight_decay": 0.0}),
+    (adagrad, {"maximize": True, "weight_decay": 0.0, "divisor": 1.0}),
+    (sgd, {"nesterov": True, "dampening": 0.0}),
+    (sgd, {"first_step": True}),
+    (sgd, {"first_step": True, "nesterov": True, "dampening": 0.0, "maximize": True}),
 ]
 
 
+def name_of(case: Any) -> str:
+    return case.__name__ if callable(case) else str(case)
+
+
 @pytest.mark.turns
-@pytest.mark.parametrize(("update", "kind"), CASES)
+@pytest.mark.parametrize(("update", "kind"), CASES, ids=name_of)
 @pytest.mark.parametrize("grad", DTYPES, ids=str)
 def test_every_size_dtype_and_start(isa: str, update: Update, kind: str, grad: torch.dtype) -> None:
     for numel in SIZES:
@@ -152,75 +130,46 @@ def test_every_size_dtype_and_start(isa: str, update: Update, kind: str, grad: t
                 offset=1,
                 **SETTINGS[update],
             )
-    compare(
-        update, lambda g: state_of(update, 513, g, grad, grad, kind), offset=0, **SETTINGS[update]
-    )
+    for numel in (513, BIG):
+        kinds = (grad, grad) if numel == 513 else (torch.bfloat16, torch.bfloat16)
+        make = lambda g, n=numel, of=kinds: state_of(update, n, g, *of, kind)  # noqa: E731
+        compare(update, make, **SETTINGS[update])
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize(("update", "kind"), CASES)
-def test_a_large_one(isa: str, update: Update, kind: str) -> None:
-    compare(
-        update,
-        lambda g: state_of(update, BIG, g, torch.bfloat16, torch.bfloat16, kind),
-        offset=0,
-        **SETTINGS[update],
-    )
-
-
-@pytest.mark.parametrize(
-    ("update", "changed"),
-    [
-        (adam, {"decoupled": False}),
-        (adam, {"decoupled": False, "weight_decay": 0.0, "maximize": True}),
-        (adam, {"beta1": 0.3, "beta2": 0.5, "divisor": 1.0, "step": 1}),
-        (adam, {"beta1": 0.0, "eps": 0.0}),
-        (lion, {"maximize": True, "weight_decay": 0.0}),
-        (adagrad, {"maximize": True, "weight_decay": 0.0, "divisor": 1.0}),
-        (sgd, {"nesterov": True, "dampening": 0.0}),
-        (sgd, {"first_step": True}),
-        (sgd, {"first_step": True, "nesterov": True, "dampening": 0.0, "maximize": True}),
-    ],
-)
-def test_every_option(isa: str, update: Update, changed: State) -> None:
-    for grad in (torch.float32, torch.bfloat16):
-        compare(
-            update,
-            lambda g, d=grad: state_of(update, 1300, g, d, torch.float16),
-            **{**SETTINGS[update], **changed},
-        )
+def test_every_option(isa: str) -> None:
+    for update, changed in OPTIONS:
+        for grad in (torch.float32, torch.bfloat16):
+            make = lambda g, d=grad, of=update: state_of(of, 1300, g, d, torch.float16)  # noqa: E731
+            compare(update, make, **{**SETTINGS[update], **changed})
 
 
 def test_amsgrad_and_no_momentum(isa: str) -> None:
     def amsgrad(guarded: Guarded) -> State:
-        return {
-            **state_of(adam, 1300, guarded, torch.float32, None),
-            "max_exp_avg_sq": guarded(numbers(1300, 9).square() * 1e-4),
-        }
+        largest = guarded(numbers(1300, 9).square() * 1e-4)
+        return {**state_of(adam, 1300, guarded, torch.float32, None), "max_exp_avg_sq": largest}
+
+    def plain(guarded: Guarded) -> State:
+        return {**state_of(sgd, 1300, guarded, torch.float32, None), "momentum_buffer": None}
 
     compare(adam, amsgrad, **SETTINGS[adam])
     compare(adam, amsgrad, **{**SETTINGS[adam], "decoupled": False})
-    compare(
-        sgd,
-        lambda g: {**state_of(sgd, 1300, g, torch.float32, None), "momentum_buffer": None},
-        **{**SETTINGS[sgd], "momentum": 0.0},
-    )
+    compare(sgd, plain, **{**SETTINGS[sgd], "momentum": 0.0})
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize(("update", "kind"), CASES)
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38, 1e-45])
-def test_values_at_the_edges(isa: str, update: Update, kind: str, value: float) -> None:
-    def make(guarded: Guarded) -> State:
-        state = state_of(update, 700, guarded, torch.float32, torch.float16, kind)
-        state["grad"][300::97] = value
-        return state
+def test_values_at_the_edges(isa: str) -> None:
+    for update, kind in CASES:
+        for value in (float("nan"), float("inf"), -float("inf"), 3e38, 1e-45):
 
-    compare(update, make, **{**SETTINGS[update], "divisor": 1.0})
+            def make(guarded: Guarded, update=update, kind=kind, value=value) -> State:
+                state = state_of(update, 700, guarded, torch.float32, torch.float16, kind)
+                state["grad"][300::97] = value
+                return state
+
+            compare(update, make, **{**SETTINGS[update], "divisor": 1.0})
 
 
 def test_a_gradient_that_is_not_finite_is_seen_in_every_moment(isa: str) -> None:
-    for kind in KINDS[adam]:
+    for kind in NARROW:
         state = state_of(adam, 700, Guarded(), torch.float32, None, kind)
         state["grad"][300] = float("nan")
         adam(**state, **SETTINGS[adam])
@@ -231,7 +180,7 @@ def test_a_gradient_that_is_not_finite_is_seen_in_every_moment(isa: str) -> None
 
 
 @pytest.mark.turns
-@pytest.mark.parametrize(("update", "kind"), CASES)
+@pytest.mark.parametrize(("update", "kind"), CASES, ids=name_of)
 def test_threads_and_cuts_leave_no_trace(isa: str, update: Update, kind: str) -> None:
     numel = 150_000
     whole = state_of(update, numel, Guarded(), torch.bfloat16, torch.bfloat16, kind)
