@@ -8,7 +8,7 @@ as they may.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -85,12 +85,7 @@ class Net(nn.Module):
         return self.head(x).float().square().mean()
 
 
-def train(
-    more: dict[str, Any],
-    stage: int = 2,
-    precision: str = "fp32",
-    around: Callable[[nn.Module], None] | None = None,
-) -> list[torch.Tensor]:
+def train(more: dict[str, Any], stage: int = 2, precision: str = "fp32") -> list[torch.Tensor]:
     """Losses, gradients and weights of :data:`STEPS` steps of two micro-batches."""
     model = seeded(Net)
     config = {
@@ -103,14 +98,10 @@ def train(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)
     engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
     found: list[torch.Tensor] = []
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     for step in range(2 * STEPS):
         torch.manual_seed(step)
-        x = torch.randn(
-            ROWS,
-            WIDTH,
-            device="cuda",
-            dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
-        )
+        x = torch.randn(ROWS, WIDTH, device="cuda", dtype=dtype)
         loss = engine(x)
         engine.backward(loss)
         trample(x.device)
@@ -125,9 +116,7 @@ def train(
 
 def assert_same_bits(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
     for number, (one, other) in enumerate(zip(got, want, strict=True)):
-        assert torch.equal(one, other), (
-            f"tensor {number} of {len(want)} is off by {(one - other).abs().max()}"
-        )
+        assert torch.equal(one, other), f"tensor {number}: off by {(one - other).abs().max()}"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -173,12 +162,15 @@ def test_the_same_bits_whoever_is_slow(name: str, delays: random.Random) -> None
         assert_same_bits(train(SECTIONS[name], stage=2 + round_ % 2), want)
 
 
-def alone(in_flight: int = 2 * ACTIVATION) -> Offload:
-    away = offload_of(
-        torch.device("cuda", torch.cuda.current_device()), ActivationOffload(True, 1, in_flight)
-    )
+def alone() -> Offload:
+    here = torch.device("cuda", torch.cuda.current_device())
+    away = offload_of(here, ActivationOffload(True, 1, 2 * ACTIVATION))
     assert away is not None
     return away
+
+
+def grads_of(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
 def run(model: nn.Module, x: torch.Tensor, away: Offload | None) -> torch.Tensor:
@@ -192,14 +184,12 @@ def run(model: nn.Module, x: torch.Tensor, away: Offload | None) -> torch.Tensor
 
 
 def test_graphs_that_are_dropped_leave_nothing_behind(delays: random.Random) -> None:
-    """Backwards that stop half way or never come, between others: regions and device memory are
-    used again under copy.
-    """
+    """Backwards that stop half way or never come: regions are used again under copy."""
     model, away = seeded(Net).cuda(), alone()
     x = torch.randn(ROWS, WIDTH, device="cuda")
     model.eval()
     run(model, x, None).backward()
-    want = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    want = grads_of(model)
     for round_ in range(20):
         delays.seed(round_)
         model.zero_grad()
@@ -208,7 +198,7 @@ def test_graphs_that_are_dropped_leave_nothing_behind(delays: random.Random) -> 
         torch.autograd.grad(half, list(model.blocks[DEPTH // 2].parameters()))
         del half
         run(model, x, away).backward()
-        assert_same_bits([p.grad for p in model.parameters() if p.grad is not None], want)
+        assert_same_bits(grads_of(model), want)
     away.close()
 
 
@@ -216,7 +206,7 @@ def test_a_second_backward_and_another_stream(delays: random.Random) -> None:
     model, away = seeded(Net).cuda().eval(), alone()
     x = torch.randn(ROWS, WIDTH, device="cuda")
     run(model, x, None).backward()
-    want = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    want = grads_of(model)
     side = torch.cuda.Stream()
     for round_ in range(5):
         delays.seed(round_)
@@ -228,7 +218,7 @@ def test_a_second_backward_and_another_stream(delays: random.Random) -> None:
             model.zero_grad()
             loss.backward()
         torch.cuda.current_stream().wait_stream(side)
-        assert_same_bits([p.grad for p in model.parameters() if p.grad is not None], want)
+        assert_same_bits(grads_of(model), want)
         torch.cuda.synchronize()
     away.close()
 
@@ -257,14 +247,9 @@ def test_the_host_waits_for_nothing() -> None:
 def peak(more: dict[str, Any]) -> int:
     """Bytes above what lies there before the third step's forward."""
     model = seeded(lambda: Net(24))
-    config = {
-        "train_micro_batch_size_per_gpu": 16 * ROWS,
-        "zero_optimization": {"stage": 2},
-        **more,
-    }
-    engine = hf_zero.initialize(
-        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config
-    )[0]
+    config = {"train_micro_batch_size_per_gpu": 16 * ROWS, "zero_optimization": {"stage": 2}}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = hf_zero.initialize(model=model, optimizer=optimizer, config={**config, **more})[0]
     x = torch.randn(16 * ROWS, WIDTH, device="cuda")
     for _ in range(3):
         torch.cuda.synchronize()
@@ -285,12 +270,8 @@ def test_peaks() -> None:
     half = peak({"activation_checkpointing": {"blocks": 12}})
     selective = peak({"activation_checkpointing": {"blocks": "selective"}})
     offload = peak({"activation_offload": away})
-    both = peak(
-        {
-            "activation_checkpointing": {"blocks": True, "cpu_checkpointing": True},
-            "activation_offload": {**away, "enabled": False},
-        }
-    )
+    inputs = {"activation_checkpointing": {"blocks": True, "cpu_checkpointing": True}}
+    both = peak({**inputs, "activation_offload": {**away, "enabled": False}})
     assert blocks < half < plain and selective < plain
     assert offload < plain / 2
     assert both < blocks
@@ -306,15 +287,12 @@ def test_checkpoints_of_a_script_in_host_memory(delays: random.Random) -> None:
         for block in model.blocks:
             x = activation_checkpointing.checkpoint(block, x)
         model.head(x).square().mean().backward()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        return grads_of(model)
 
     activation_checkpointing.configure()
     want = gradients()
-    activation_checkpointing.configure(
-        None,
-        {"activation_offload": {"min_bytes": 1, "in_flight_bytes": ACTIVATION}},
-        checkpoint_in_cpu=True,
-    )
+    away = {"activation_offload": {"min_bytes": 1, "in_flight_bytes": ACTIVATION}}
+    activation_checkpointing.configure(None, away, checkpoint_in_cpu=True)
     try:
         for round_ in range(5):
             delays.seed(round_)
@@ -326,9 +304,7 @@ def test_checkpoints_of_a_script_in_host_memory(delays: random.Random) -> None:
 
 @pytest.mark.parametrize("blocks", [None, True, "selective"])
 def test_compiled_blocks(blocks: Any) -> None:
-    """With inductor around the checkpoints and copies around that; no dropout, which a compiler
-    draws otherwise.
-    """
+    """With inductor around the checkpoints; no dropout, which a compiler draws otherwise."""
 
     def gradients(compiled: bool) -> list[torch.Tensor]:
         model = seeded(Net)
@@ -338,9 +314,8 @@ def test_compiled_blocks(blocks: Any) -> None:
             "activation_offload": SMALL,
             "activation_checkpointing": {"blocks": blocks},
         }
-        engine = hf_zero.initialize(
-            model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config
-        )[0]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
         engine.eval()
         if compiled:
             engine.compile()

@@ -22,6 +22,8 @@ from tests.helpers.engines import STAGES
 DEVICE = "cuda"
 VOCAB, HIDDEN, LAYERS, ROWS, LENGTH = 1000, 256, 3, 8, 128
 STEPS = 4
+SIZES = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS}
+SIZES["num_attention_heads"] = 4
 
 
 @pytest.fixture(autouse=True)
@@ -36,31 +38,24 @@ def fresh() -> Iterator[None]:
 
 def bert() -> nn.Module:
     torch.manual_seed(3)
-    config = transformers.BertConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=4,
-        intermediate_size=4 * HIDDEN,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.BertConfig(**SIZES, intermediate_size=4 * HIDDEN, **dropout)
     return transformers.BertForMaskedLM(config)
 
 
 def llama() -> nn.Module:
     torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=2 * HIDDEN,
-        num_hidden_layers=LAYERS, num_attention_heads=4,
-        num_key_value_heads=2, use_cache=False, bos_token_id=0, eos_token_id=1, pad_token_id=2,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
+    tokens = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2, "use_cache": False}
+    sizes = {**SIZES, "intermediate_size": 2 * HIDDEN, "num_key_value_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **tokens))
 
 
 MODELS = {"bert": bert, "llama": llama}
 
 
-def ids(number: int, rows: int = ROWS) -> torch.Tensor:
-    return torch.randint(
-        3, VOCAB, (rows, LENGTH), generator=torch.Generator().manual_seed(number)
-    ).to(DEVICE)
+def ids(number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(3, VOCAB, (ROWS, LENGTH), generator=generator).to(DEVICE)
 
 
 def started(model: nn.Module, stage: int, precision: str, **more: Any) -> Any:
@@ -107,10 +102,8 @@ def test_bf16_errs_no_more_than_uncompiled(name: str, stage: int, checkpointed: 
     got, losses = train(name, stage, "bf16", checkpointed, compile="blocks")
     assert counters["stats"]["unique_graphs"] == 1
     assert (got - exact).norm() <= 1.1 * (plain - exact).norm() + 1e-3
-    assert (
-        losses.sub(exact_losses).abs().max()
-        <= 1.1 * plain_losses.sub(exact_losses).abs().max() + 2e-2
-    )
+    off, allowed = (each.sub(exact_losses).abs().max() for each in (losses, plain_losses))
+    assert off <= 1.1 * allowed + 2e-2
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -140,13 +133,8 @@ def test_a_step_never_waits_for_the_device(stage: int) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("backend", ["flash", "cudnn", "efficient"])
 def test_attention_runs_on_the_kernels_that_come_first(backend: str, compiled: bool) -> None:
-    engine = started(
-        model := bert(),
-        0,
-        "bf16",
-        attention_backend=backend,
-        **({"compile": "blocks"} if compiled else {}),
-    )
+    more = {"compile": "blocks"} if compiled else {}
+    engine = started(model := bert(), 0, "bf16", attention_backend=backend, **more)
     model.train()
 
     def step() -> None:

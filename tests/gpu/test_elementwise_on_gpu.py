@@ -4,20 +4,48 @@ kernel beside reference and torch.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hf_zero.ops import dispatch
 from hf_zero.ops.activations import geglu, gelu, swiglu, swiglu_packed
 from hf_zero.ops.packed_linear import adjacent, pack_, packed_linear, packed_linear_whole
 from hf_zero.ops.philox import kept_rows
 from hf_zero.ops.residual import dropout_add
 from hf_zero.ops.rotary import rotary, split_rotary
-from tests.helpers.gpu_parity import compare
+from tests.helpers.errors_beside_torch import assert_no_worse_than_torch, gradients
 
 GPU = torch.device("cuda", 0)
 DTYPES = [torch.bfloat16, torch.float32]
+
+
+# Relative in norm: a reference computes in fp32 with other functions, and rounds as the kernel
+# does.
+LIMITS = {torch.float32: 2e-6, torch.bfloat16: 2e-3, torch.float16: 3e-4}
+
+
+def compare(
+    function: Callable[..., torch.Tensor],
+    torchs: Callable[..., torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the kernel and by the reference, alike; the kernel's no worse than torch's."""
+    kernel = gradients(function, inputs)
+    assert not dispatch.broken(), dispatch.broken()
+    with monkeypatch.context() as context:
+        context.setenv("HF_ZERO_TRITON", "0")
+        reference = gradients(function, inputs)
+    for number, (one, other) in enumerate(zip(kernel, reference)):
+        apart = (one.double() - other.double()).norm() / other.double().norm().clamp_min(1e-30)
+        assert apart.item() <= LIMITS[inputs[0].dtype], f"output {number}: {apart.item():.3g}"
+    assert_no_worse_than_torch(function, torchs, inputs)
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -29,18 +57,10 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(4096, 4096), (8, 509, 3072), (1001, 1003)])
 def test_gelu(shape, approximate, dtype, monkeypatch):
     x, bias = randn(*shape, dtype=dtype) * 3, randn(shape[-1], dtype=dtype)
-    compare(
-        lambda x, bias: gelu(x, bias, approximate=approximate),
-        lambda x, bias: F.gelu(x + bias, approximate=approximate),
-        [x, bias],
-        monkeypatch,
-    )
-    compare(
-        lambda x: gelu(x, approximate=approximate),
-        lambda x: F.gelu(x, approximate=approximate),
-        [x],
-        monkeypatch,
-    )
+    ours = partial(gelu, approximate=approximate)
+    torchs = partial(F.gelu, approximate=approximate)
+    compare(ours, lambda x, bias: torchs(x + bias), [x, bias], monkeypatch)
+    compare(ours, torchs, [x], monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -49,40 +69,32 @@ def test_gates(shape, dtype, monkeypatch):
     gate, up = randn(*shape, dtype=dtype) * 3, randn(*shape, dtype=dtype)
     compare(swiglu, lambda gate, up: F.silu(gate) * up, [gate, up], monkeypatch)
     compare(geglu, lambda gate, up: F.gelu(gate, approximate="tanh") * up, [gate, up], monkeypatch)
-    compare(
-        swiglu_packed,
-        lambda both: F.silu(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1],
-        [torch.cat((gate, up), -1)],
-        monkeypatch,
-    )
+
+    def packed(both: torch.Tensor) -> torch.Tensor:
+        return F.silu(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1]
+
+    compare(swiglu_packed, packed, [torch.cat((gate, up), -1)], monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(16_384, 1024), (8, 509, 768), (1001, 1003)])
 def test_dropout_add(shape, dtype, monkeypatch):
     seed = torch.tensor([2026], device=GPU)
-    kept = kept_rows(
-        seed, shape[0] if len(shape) == 2 else shape[0] * shape[1], shape[-1], 0.1
-    ).view(shape)
+    kept = kept_rows(seed, math.prod(shape[:-1]), shape[-1], 0.1).view(shape)
 
     def plain(x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return residual + (x + bias) * kept.to(x.dtype) / 0.9
 
     inputs = [randn(*shape, dtype=dtype), randn(*shape, dtype=dtype), randn(shape[-1], dtype=dtype)]
-    compare(
-        lambda x, r, b: dropout_add(x, r, b, dropout=0.1, training=True, seed=seed),
-        plain,
-        inputs,
-        monkeypatch,
-    )
+    ours = partial(dropout_add, dropout=0.1, training=True, seed=seed)
+    compare(ours, plain, inputs, monkeypatch)
 
 
 def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     rotated, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     first, second = rotated.chunk(2, dim=-1)
-    rotated = rotated * cos.to(x.dtype).unsqueeze(1) + torch.cat((-second, first), -1) * sin.to(
-        x.dtype
-    ).unsqueeze(1)
+    cos, sin = (each.to(x.dtype).unsqueeze(1) for each in (cos, sin))
+    rotated = rotated * cos + torch.cat((-second, first), -1) * sin
     return torch.cat((rotated, rest), dim=-1)
 
 
@@ -93,10 +105,8 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 )
 def test_rotary(heads, key_heads, width, rotated, dtype, monkeypatch):
     batch, sequence = 2, 1021
-    angle = torch.outer(
-        torch.arange(sequence, device=GPU),
-        10_000 ** -torch.linspace(0, 1, rotated // 2, device=GPU),
-    ).repeat(1, 2)[None]
+    rates = 10_000 ** -torch.linspace(0, 1, rotated // 2, device=GPU)
+    angle = torch.outer(torch.arange(sequence, device=GPU), rates).repeat(1, 2)[None]
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
     qkv = randn(batch, sequence, (heads + 2 * key_heads) * width, dtype=dtype)
 
@@ -112,12 +122,10 @@ def test_rotary(heads, key_heads, width, rotated, dtype, monkeypatch):
         q, k, v = parts(qkv)
         return torch.cat((*rotary(q, k, cos, sin), v), dim=1)
 
-    compare(
-        lambda qkv: torch.cat(split_rotary(qkv, cos, sin, heads, key_heads), dim=1),
-        plain,
-        [qkv],
-        monkeypatch,
-    )
+    def by_parts(qkv: torch.Tensor) -> torch.Tensor:
+        return torch.cat(split_rotary(qkv, cos, sin, heads, key_heads), dim=1)
+
+    compare(by_parts, plain, [qkv], monkeypatch)
     compare(by_views, plain, [qkv], monkeypatch)
 
 
@@ -138,10 +146,8 @@ def test_packed_layers(packed, dtype):
     ):
         leaf = x.clone().requires_grad_()
         outs = function(leaf)
-        grads = torch.autograd.grad(
-            sum(out.float().square().mean() for out in outs), [leaf, *weights, *biases]
-        )
-        results.append([*outs, *grads])
+        loss = sum(out.float().square().mean() for out in outs)
+        results.append([*outs, *torch.autograd.grad(loss, [leaf, *weights, *biases])])
     limit = 1e-2 if dtype == torch.bfloat16 else 2e-3  # fp32 products may take TF32
     for number, (ours, theirs) in enumerate(zip(*results)):
         distance = ((ours.double() - theirs.double()).norm() / theirs.double().norm()).item()
@@ -154,18 +160,12 @@ def test_a_compiled_block_is_the_plain_one():
     pack_(weights)
 
     def block(x: torch.Tensor) -> torch.Tensor:
-        return dropout_add(
-            F.linear(swiglu_packed(packed_linear_whole(x, weights)), down), x
-        ) + gelu(x)
+        hidden = swiglu_packed(packed_linear_whole(x, weights))
+        return dropout_add(F.linear(hidden, down), x) + gelu(x)
 
-    compiled = torch.compile(block, fullgraph=True)
-    x = randn(64, 256, dtype=torch.bfloat16)
-    for a, b in zip(
-        *(
-            torch.autograd.grad((f(x) ** 2).float().mean(), [*weights, down])
-            for f in (compiled, block)
-        )
-    ):
+    x, trained = randn(64, 256, dtype=torch.bfloat16), [*weights, down]
+    losses = [(f(x) ** 2).float().mean() for f in (torch.compile(block, fullgraph=True), block)]
+    for a, b in zip(*(torch.autograd.grad(loss, trained) for loss in losses)):
         assert ((a - b).norm() / b.norm()).item() < 2e-2
 
 
@@ -186,12 +186,9 @@ def test_heads_further_apart_than_31_bits():
     if torch.cuda.mem_get_info()[0] < 12 * 2**30:
         pytest.skip("needs 12 GiB")
     apart = 2**30
-    q = torch.empty(2 * apart + 16, dtype=torch.bfloat16, device=GPU).as_strided(
-        (1, 3, 1, 16), (1, apart, 16, 1)
-    )
+    whole = torch.empty(2 * apart + 16, dtype=torch.bfloat16, device=GPU)
+    q = whole.as_strided((1, 3, 1, 16), (1, apart, 16, 1))
     q.copy_(randn(1, 3, 1, 16))
-    angle = randn(1, 1, 16)
-    for one, other in zip(
-        rotary(q, q, angle, angle), rotary(q.contiguous(), q.contiguous(), angle, angle)
-    ):
+    near, angle = q.contiguous(), randn(1, 1, 16)
+    for one, other in zip(rotary(q, q, angle, angle), rotary(near, near, angle, angle)):
         assert torch.equal(one, other)

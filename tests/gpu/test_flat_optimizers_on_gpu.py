@@ -4,6 +4,9 @@ with and without them, and never waiting.
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 
@@ -73,19 +76,11 @@ def test_adamw_is_torch_s_fused_step(numel, tensors, grad_dtype, record_property
     sizes = lengths(numel, tensors)
     master = torch.randn(numel, device=DEVICE)
     theirs = [torch.nn.Parameter(part.clone()) for part in master.split(sizes)]
-    halves = [theirs[::2], theirs[1::2]]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": half, "lr": lr, "weight_decay": decay}
-            for half, lr, decay in zip(halves, (1e-2, 3e-3), (0.1, 0.0))
-            if half
-        ],
-        fused=True,
-    )
-    pieces, at = [], 0
-    for index, size in enumerate(sizes):
-        pieces.append(FlatRun(size, index % 2, at, at, at, at))
-        at += size
+    halves = zip((theirs[::2], theirs[1::2]), (1e-2, 3e-3), (0.1, 0.0))
+    groups = [{"params": half, "lr": lr, "weight_decay": d} for half, lr, d in halves if half]
+    optimizer = torch.optim.AdamW(groups, fused=True)
+    places = zip(sizes, itertools.accumulate([0, *sizes]))
+    pieces = [FlatRun(size, index % 2, *[at] * 4) for index, (size, at) in enumerate(places)]
     tiles = Tiles.cut(pieces, DEVICE)
     mean, square = torch.zeros_like(master), torch.zeros_like(master)
     copy = torch.zeros(numel, dtype=torch.bfloat16, device=DEVICE)
@@ -103,9 +98,8 @@ def test_adamw_is_torch_s_fused_step(numel, tensors, grad_dtype, record_property
     record_property("largest difference of a weight", f"{(master - want).abs().max().item():.1e}")
     torch.testing.assert_close(master, want, rtol=1e-6, atol=1e-6)
     for ours, name in ((mean, "exp_avg"), (square, "exp_avg_sq")):
-        torch.testing.assert_close(
-            ours, torch.cat([optimizer.state[p][name] for p in theirs]), rtol=1e-6, atol=1e-7
-        )
+        state = torch.cat([optimizer.state[p][name] for p in theirs])
+        torch.testing.assert_close(ours, state, rtol=1e-6, atol=1e-7)
     assert torch.equal(copy, master.bfloat16())
 
 
@@ -149,22 +143,16 @@ def test_the_norm_is_that_of_fp64(dtype, record_property):
     assert error < 1e-7 and found.item() == 0.0
     buffer[12_345_678] = float("inf")
     assert squared_norm(parts)[1].item() == 1.0
-    assert squared_norm(torch.full((100_000,), 1e-25, device=DEVICE))[0].item() == pytest.approx(
-        1e-45, rel=1e-5
-    )
+    small = squared_norm(torch.full((100_000,), 1e-25, device=DEVICE))[0]
+    assert small.item() == pytest.approx(1e-45, rel=1e-5)
 
 
 def run_engine(
-    kernels: bool,
-    stage: int,
-    precision: str,
-    monkeypatch: pytest.MonkeyPatch,
-    watched: bool = False,
+    kernels: bool, stage: int, precision: str, monkeypatch: Any, watched: bool = False
 ) -> list[float]:
     """Losses of five steps; ``watched``: an error where one of the later waits for the device."""
-    monkeypatch.setattr(
-        dispatch, "wanted", lambda name, asked, device: kernels and dispatch.runs_on(device)
-    )
+    wanted = lambda name, asked, device: kernels and dispatch.runs_on(device)  # noqa: E731
+    monkeypatch.setattr(dispatch, "wanted", wanted)
     torch.manual_seed(0)
     model = stack()
     config = {

@@ -4,8 +4,6 @@ whole logits, memory, and that nothing waits.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -79,11 +77,8 @@ def test_the_chunked_head_errs_no_more_than_torch(
     dtype: torch.dtype, vocabulary: int, chunk: int | None
 ) -> None:
     given, labels = operands(4096, 1024, vocabulary, dtype)
-    wide = (
-        [each.detach().double().requires_grad_() for each in given]
-        if dtype == torch.float32
-        else [each.detach().float().requires_grad_() for each in given]
-    )
+    exact = torch.float64 if dtype == torch.float32 else torch.float32
+    wide = [each.detach().to(exact).requires_grad_() for each in given]
     results: list[list[torch.Tensor]] = []
     for each, loss in (
         (wide, reference.linear_cross_entropy(*wide, labels)),
@@ -103,16 +98,12 @@ def test_the_chunked_head_errs_no_more_than_torch(
 def test_log_probabilities() -> None:
     given, labels = operands(2048, 1024, 50_257, torch.float32)
     found = linear_log_probs(*given, labels)
-    exact = (
-        torch.log_softmax(given[0] @ given[1].t(), -1)
-        .gather(1, labels.clamp(min=0)[:, None])[:, 0]
-        .where(labels != -100, 0.0)
-    )
+    logs = torch.log_softmax(given[0] @ given[1].t(), -1)
+    exact = logs.gather(1, labels.clamp(min=0)[:, None])[:, 0].where(labels != -100, 0.0)
     torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
     above = torch.randn_like(found)
-    for one, other in zip(
-        torch.autograd.grad(found, given, above), torch.autograd.grad(exact, given, above)
-    ):
+    gradients = (torch.autograd.grad(each, given, above) for each in (found, exact))
+    for one, other in zip(*gradients):
         assert float((one - other).norm() / other.norm()) < 1e-4
 
 
@@ -124,9 +115,8 @@ def test_nothing_but_the_count_of_rows_is_waited_for() -> None:
     def step() -> torch.Tensor:
         places = capacity.places(RowCount(labels), labels.device)
         rows, kept, _ = select_rows(given[0], labels, capacity=places)
-        loss = linear_cross_entropy(rows, given[1], kept, num_items=count) + linear_cross_entropy(
-            *given, labels, chunk=1024
-        )
+        loss = linear_cross_entropy(rows, given[1], kept, num_items=count)
+        loss = loss + linear_cross_entropy(*given, labels, chunk=1024)
         loss.backward()
         return loss
 
@@ -152,10 +142,7 @@ def test_whole_logits_are_never_there() -> None:
     peak = torch.cuda.max_memory_allocated() - before
     hidden, weight = (each.nbytes for each in given)
     chunk = 4096 * 128_256 * 2
-    print(
-        f"peak {peak / 2**30:.2f} GiB: chunk {chunk / 2**30:.2f}, weight's gradient in fp32 "
-        f"{2 * weight / 2**30:.2f}"
-    )
+
     assert peak < 1.05 * (chunk + 2 * weight + 2 * hidden) and peak < 16_384 * 128_256 * 2
 
 
@@ -174,28 +161,19 @@ def test_labels_on_the_device_are_counted_before_what_is_queued_behind_them() ->
         assert not done.query()  # the host has not waited for the products
 
 
+MODELS = ["llama, tied", "gemma2, capped", "mixtral, with its routers' loss"]
+MODELS += ["gpt2", "bert", "distilbert", "t5"]
+
+
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama, tied",
-        "gemma2, capped",
-        "mixtral, with its routers' loss",
-        "gpt2",
-        "bert",
-        "distilbert",
-        "t5",
-    ],
-)
+@pytest.mark.parametrize("name", MODELS)
 def test_fused_models_are_the_models(name: str, dtype: torch.dtype) -> None:
     from hf_zero.integrations.fused.heads import fuse_head
     from tests.integrations.fused.languages import batch, gradients, pair
 
     plain, fused = (each.to(DEVICE) for each in pair(name))
     assert not isinstance(fuse_head(fused), str)
-    given: dict[str, Any] = {
-        key: value.to(DEVICE) for key, value in batch(rows=8, length=24).items()
-    }
+    given = {key: value.to(DEVICE) for key, value in batch(rows=8, length=24).items()}
     losses = []
     for model in (plain, fused):
         with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):

@@ -17,13 +17,9 @@ from tests.integrations.fused.animals import BLOCKS, build, error, inputs, on_ev
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ALL = (*BLOCKS, "loss")
+LLAMA = {"intermediate_size": 688, "num_attention_heads": 8, "num_key_value_heads": 2}
 WIDE: dict[str, dict[str, Any]] = {
-    "llama": {
-        "hidden_size": 256,
-        "intermediate_size": 688,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-    },
+    "llama": {"hidden_size": 256, **LLAMA},
     "bert": {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4},
     "gpt2": {"n_embd": 256, "n_head": 4},
 }
@@ -41,6 +37,11 @@ def exact() -> Any:
 
 def put(name: str, **options: Any) -> Any:
     return build(name, **options).to(DEVICE)
+
+
+def distance(grads: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    """Squared, over all gradients."""
+    return sum(float((grads[key] - right[key]).square().sum()) for key in right)
 
 
 @on_every
@@ -63,13 +64,8 @@ def test_bf16_is_no_further_from_fp32_than_torchs(name: str) -> None:
         kept = {"dtype": torch.bfloat16, "seed": seed}
         right = step(put(name, **kept).float(), batch)[1]
         size = sum(float(grad.square().sum()) for grad in right.values())
-        for model, is_ours in (
-            (hf_zero.optimize(put(name, **kept), BLOCKS), True),
-            (put(name, **kept), False),
-        ):
-            grads = step(model, batch)[1]
-            squared = sum(float((grads[key] - right[key]).square().sum()) for key in right) / size
-            ours, plain = (ours + squared, plain) if is_ours else (ours, plain + squared)
+        ours += distance(step(hf_zero.optimize(put(name, **kept), BLOCKS), batch)[1], right) / size
+        plain += distance(step(put(name, **kept), batch)[1], right) / size
     assert ours**0.5 <= 1.1 * plain**0.5, (ours**0.5, plain**0.5)
 
 
@@ -83,10 +79,7 @@ def test_wide_models(name: str, dtype: torch.dtype) -> None:
     right = step(put(name, **options).float(), batch)[1]
     grads = step(hf_zero.optimize(put(name, **options), ALL), batch)[1]
     plain = step(put(name, **options), batch)[1]
-    squared = [
-        sum(float((found[key] - right[key]).square().sum()) for key in right)
-        for found in (grads, plain)
-    ]
+    squared = [distance(found, right) for found in (grads, plain)]
     size = sum(float(grad.square().sum()) for grad in right.values())
     assert squared[0] <= 1.1**2 * squared[1] + 1e-10 * size, (squared, size)
 
@@ -96,9 +89,8 @@ def test_wide_models(name: str, dtype: torch.dtype) -> None:
 def test_checkpointing_replays_the_same_dropout(name: str, reentrant: bool) -> None:
     batch = inputs(name, device=DEVICE)
     models = [hf_zero.optimize(put(name, dropout=True), BLOCKS) for _ in range(2)]
-    models[1].gradient_checkpointing_enable(
-        gradient_checkpointing_kwargs={"use_reentrant": reentrant}
-    )
+    told = {"use_reentrant": reentrant}
+    models[1].gradient_checkpointing_enable(gradient_checkpointing_kwargs=told)
     if reentrant and name != "vit":
         for model in models:
             model.enable_input_require_grads()
@@ -111,19 +103,12 @@ def test_checkpointing_replays_the_same_dropout(name: str, reentrant: bool) -> N
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_an_engine_with_auto_follows_one_without(name: str, stage: int) -> None:
     losses: list[list[float]] = []
+    config = {"train_micro_batch_size_per_gpu": 3, "zero_optimization": {"stage": stage}}
     for kernels in ("off", "auto"):
         torch.manual_seed(0)
         model = put(name)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
-        engine = start(
-            model,
-            optimizer,
-            {
-                "train_micro_batch_size_per_gpu": 3,
-                "zero_optimization": {"stage": stage},
-                "kernels": kernels,
-            },
-        )
+        engine = start(model, optimizer, {**config, "kernels": kernels})
         losses.append([])
         for seed in range(4):
             loss = engine(**inputs(name, device=DEVICE, seed=seed)).loss

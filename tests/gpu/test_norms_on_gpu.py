@@ -17,15 +17,8 @@ GPU = torch.device("cuda", 0)
 DTYPES = [torch.float32, torch.bfloat16]
 # BERT's rows, a Llama's, GPT-2 XL's odd width, Qwen3's heads, the widest there are, and one that no
 # access of 16 bytes fits.
-SHAPES = [
-    (4096, 1024),
-    (4096, 768),
-    (2048, 4096),
-    (1024, 1600),
-    (65_536, 128),
-    (512, 8192),
-    (4097, 1023),
-]
+SHAPES = [(4096, 1024), (4096, 768), (2048, 4096), (1024, 1600)]
+SHAPES += [(65_536, 128), (512, 8192), (4097, 1023)]
 
 
 @pytest.fixture(autouse=True)
@@ -48,13 +41,8 @@ def test_kernels_are_their_reference(
 ) -> None:
     centered, inverted, dropped = variant != "rms", "inverted" in variant, "dropout" in variant
     rows, width = shape
-    if width > (
-        norms.WIDEST_WITH_DROPOUT
-        if dropped
-        else norms.WIDEST_CENTERED
-        if centered
-        else norms.WIDEST
-    ):
+    widest = norms.WIDEST_CENTERED if centered else norms.WIDEST
+    if width > (norms.WIDEST_WITH_DROPOUT if dropped else widest):
         pytest.skip("goes to the reference")
     x, weight = drawn(rows, width, dtype=dtype), drawn(width, dtype=dtype) / 4 + 1
     residual = drawn(rows, width, dtype=dtype) if "sum" in variant or dropped else None
@@ -62,53 +50,29 @@ def test_kernels_are_their_reference(
     seed, rate = (torch.tensor([987_654_321], device=GPU), 0.1) if dropped else (None, 0.0)
     keep = residual is not None and not inverted
     forward = (x, residual, weight, bias, seed, 1e-6, 0.0, rate, centered, keep)
-    close: dict[str, float] = (
-        {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1.6e-2, "atol": 1e-2}
-    )
-    expected = norms.NORM.reference(*forward)
-    for name, one, other in zip(
-        ("y", "total", "mean", "rstd"), norms.NORM.launcher()(*forward), expected, strict=True
-    ):
-        torch.testing.assert_close(
-            one, other, **close, msg=lambda said, name=name: f"{name}: {said}"
-        )
+    close = {"rtol": 1.6e-2, "atol": 1e-2}
+    if dtype == torch.float32:
+        close = {"rtol": 1e-4, "atol": 1e-4}
+    expected, ours = norms.NORM.reference(*forward), norms.NORM.launcher()(*forward)
+    for name, one, other in zip(("y", "total", "mean", "rstd"), ours, expected, strict=True):
+        told = lambda said, name=name: f"{name}: {said}"  # noqa: E731
+        torch.testing.assert_close(one, other, **close, msg=told)
     y, total, mean, rstd = expected
     saved = y if inverted else x if residual is None else total
     dy, d_total = drawn(rows, width, dtype=dtype), drawn(rows, width, dtype=dtype) if keep else None
-    backward = (
-        dy,
-        d_total,
-        saved,
-        weight,
-        bias,
-        mean,
-        rstd,
-        seed,
-        0.0,
-        rate,
-        centered,
-        inverted,
-        True,
-        norms.TINY,
-    )
+    given = (dy, d_total, saved, weight, bias, mean, rstd, seed)
+    backward = (*given, 0.0, rate, centered, inverted, True, norms.TINY)
     ours = norms.NORM_BACKWARD.launcher()(*backward)
     expected = norms.NORM_BACKWARD.reference(*backward)
-    for name, one, other in zip(
-        ("d_total", "dx", "d_weight", "d_bias"), ours, expected, strict=True
-    ):
+    names = ("d_total", "dx", "d_weight", "d_bias")
+    for name, one, other in zip(names, ours, expected, strict=True):
         # Sums over rows: their error grows with the root of the rows, as their values do.
-        over_rows = (
-            {"rtol": close["rtol"], "atol": close["atol"] * rows**0.5}
-            if "_w" in name or "_b" in name
-            else close
-        )
-        torch.testing.assert_close(
-            one, other, **over_rows, msg=lambda said, name=name: f"{name}: {said}"
-        )
-    assert all(
-        torch.equal(one, other)
-        for one, other in zip(ours, norms.NORM_BACKWARD.launcher()(*backward))
-    )
+        root = rows**0.5 if "_w" in name or "_b" in name else 1.0
+        limits = {"rtol": close["rtol"], "atol": close["atol"] * root}
+        told = lambda said, name=name: f"{name}: {said}"  # noqa: E731
+        torch.testing.assert_close(one, other, **limits, msg=told)
+    again = norms.NORM_BACKWARD.launcher()(*backward)
+    assert all(torch.equal(one, other) for one, other in zip(ours, again))
 
 
 def relative_errors(
@@ -116,9 +80,7 @@ def relative_errors(
     theirs: Callable[..., torch.Tensor],
     inputs: list[torch.Tensor],
 ) -> list[tuple[float, float]]:
-    """Return, for the output and each gradient, the bf16 errors against fp32 of ours and of
-    torch's.
-    """
+    """The bf16 errors against fp32 of ours and of torch's, of the output and each gradient."""
 
     def run(
         operator: Callable[..., torch.Tensor], tensors: list[torch.Tensor]
@@ -132,33 +94,26 @@ def relative_errors(
     exact = run(theirs, [each.float() for each in inputs])
     found = []
     for one, other, truth in zip(run(ours, inputs), run(theirs, inputs), exact, strict=True):
-        found.append(
-            (
-                float((one.float() - truth).norm() / truth.norm()),
-                float((other.float() - truth).norm() / truth.norm()),
-            )
-        )
+        errors = (float((each.float() - truth).norm() / truth.norm()) for each in (one, other))
+        found.append(tuple(errors))
     return found
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bf16_is_as_exact_as_torch(shape: tuple[int, int]) -> None:
     rows, width = shape
-    inputs = [drawn(rows, width, dtype=torch.bfloat16) for _ in range(2)] + [
-        (drawn(width) / 4 + 1).bfloat16(),
-        drawn(width).bfloat16(),
-    ]
+    inputs = [drawn(rows, width, dtype=torch.bfloat16) for _ in range(2)]
+    inputs += [(drawn(width) / 4 + 1).bfloat16(), drawn(width).bfloat16()]
+
+    def layer(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x + r, w.shape, w, b)
+
+    def rms(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, w.shape, w, 1e-6)
+
     for ours, theirs, tensors in (
-        (
-            lambda x, r, w, b: norms.layer_norm_of_sum(x, r, w, b),
-            lambda x, r, w, b: F.layer_norm(x + r, w.shape, w, b),
-            inputs,
-        ),
-        (
-            lambda x, w: norms.rms_norm(x, w),
-            lambda x, w: F.rms_norm(x, w.shape, w, 1e-6),
-            [inputs[0], inputs[2]],
-        ),
+        (norms.layer_norm_of_sum, layer, inputs),
+        (norms.rms_norm, rms, inputs[::2]),
     ):
         errors = relative_errors(ours, theirs, tensors)
         assert all(mine <= 1.1 * torchs + 1e-6 for mine, torchs in errors), errors

@@ -55,9 +55,7 @@ def batches() -> list[torch.Tensor]:
 
 
 def rmsprop(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """It steps itself, on the device and on the host: one update of elements, but kernels of two
-    devices.
-    """
+    """It steps itself, on the device and on the host, by kernels of two devices."""
     return torch.optim.RMSprop(trainable(model), lr=1e-3, eps=1e-6)
 
 
@@ -91,10 +89,8 @@ def train(
         engine.backward(loss)
         engine.step()
         losses.append(loss.detach())
-    weights = {
-        name: hf_zero.safe_get_full_fp32_param(p).float().cpu().clone()
-        for name, p in model.named_parameters()
-    }
+    named = [(name, hf_zero.safe_get_full_fp32_param(p)) for name, p in model.named_parameters()]
+    weights = {name: whole.float().cpu().clone() for name, whole in named}
     engine.destroy()
     return weights, [loss.item() for loss in losses]
 
@@ -102,9 +98,8 @@ def train(
 def apart(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
     """The difference, relative in norm."""
     difference = sum(float((got[name] - want[name]).double().square().sum()) for name in want)
-    return (
-        difference / sum(float(weights.double().square().sum()) for weights in want.values())
-    ) ** 0.5
+    whole = sum(float(weights.double().square().sum()) for weights in want.values())
+    return (difference / whole) ** 0.5
 
 
 @pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-5), ("bf16", 5e-3)])
@@ -160,16 +155,12 @@ def slow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
         return slept
 
     if kind == "gradients":
-        monkeypatch.setattr(
-            GradientOffload, "send", sleeping(GradientOffload.send, lambda offload: offload._stream)
-        )
+        sends = sleeping(GradientOffload.send, lambda offload: offload._stream)
+        monkeypatch.setattr(GradientOffload, "send", sends)
     elif kind == "parameters":
-        monkeypatch.setattr(
-            FlatBuffer, "store_part", sleeping(FlatBuffer.store_part, lambda flat: None)
-        )
-        monkeypatch.setattr(
-            FlatBuffer, "bring_shard", sleeping(FlatBuffer.bring_shard, lambda flat: None)
-        )
+        for name in ("store_part", "bring_shard"):
+            slept = sleeping(getattr(FlatBuffer, name), lambda flat: None)
+            monkeypatch.setattr(FlatBuffer, name, slept)
     elif kind == "compute":
         monkeypatch.setattr(Stack, "body", sleeping(Stack.body, lambda model: None))
     elif kind == "host":
@@ -183,17 +174,12 @@ def slow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return str(kind)
 
 
+PLACES = [("optimizer on cpu", 0), ("optimizer on cpu", 2), ("optimizer on cpu", 3)]
+PLACES += [("all on cpu", 3), ("all in files", 3)]
+
+
 @pytest.mark.parametrize("make", [adamw, rmsprop])
-@pytest.mark.parametrize(
-    "way, stage",
-    [
-        ("optimizer on cpu", 0),
-        ("optimizer on cpu", 2),
-        ("optimizer on cpu", 3),
-        ("all on cpu", 3),
-        ("all in files", 3),
-    ],
-)
+@pytest.mark.parametrize("way, stage", PLACES)
 def test_nobody_reads_what_has_not_come(
     way: str, stage: int, make: Make, slow: str, tmp_path: Path
 ) -> None:
@@ -241,12 +227,10 @@ def test_blocking_launches_change_nothing(way: str, stage: int, tmp_path: Path) 
         env = {**os.environ, "CUDA_LAUNCH_BLOCKING": blocking}
         env.pop("MASTER_PORT", None)
         command = [sys.executable, "-c", ALONE, way, str(stage), str(tmp_path)]
-        answer = subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=300, check=True
-        ).stdout
-        said.append(
-            json.loads(next(line for line in answer.splitlines() if line.startswith("@"))[1:])
-        )
+        told: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 300, "check": True}
+        answer = subprocess.run(command, env=env, **told).stdout
+        (line,) = (line for line in answer.splitlines() if line.startswith("@"))
+        said.append(json.loads(line[1:]))
     assert said[0] == said[1]
 
 
@@ -263,9 +247,7 @@ def test_pinned_memory_is_what_was_asked_for() -> None:
 
 
 def peak_of(section: dict[str, Any]) -> tuple[int, int]:
-    """Most bytes of the GPU in some bf16 steps of a model of 50M parameters, and what it
-    computes with alone.
-    """
+    """Most bytes of the GPU in some bf16 steps of 50M parameters, and the number of elements."""
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     model = seeded(lambda: Stack(depth=12, width=1024)).bfloat16()
@@ -286,9 +268,7 @@ def peak_of(section: dict[str, Any]) -> tuple[int, int]:
 
 
 def test_offload_takes_its_state_off_the_gpu(tmp_path: Path) -> None:
-    """Parameters (2 bytes) stay, and gradients of a bounded number of units; at stage 3 with
-    parameters away, a few units.
-    """
+    """Parameters stay (2 bytes), and gradients of some units; with parameters away, a few units."""
     whole, numel = peak_of({"stage": 2})
     unit = numel // 12
     assert whole > 16 * numel
@@ -303,16 +283,11 @@ def test_weights_after_the_oracle_in_bf16(tmp_path: Path) -> None:
     job = ArchitectureJob(ARCHITECTURES["llama"])
     plan = Plan(ranks=1, steps=4, precision="bf16", clip=1.0)
     exact, mixed = oracle.kept(job, Plan(ranks=1, steps=4, clip=1.0)), oracle.mixed(job, plan, 2)
-    model = job.build()
-    engine = start(
-        model,
-        job.optimizer(model),
-        config_of(2, plan, zero_optimization=offload("optimizer on cpu", 2, tmp_path)),
-    )
+    model, section = job.build(), offload("optimizer on cpu", 2, tmp_path)
+    engine = start(model, job.optimizer(model), config_of(2, plan, zero_optimization=section))
     for step in range(plan.steps):
-        batch = {
-            name: value.cuda() for name, value in ARCHITECTURES["llama"].batch(step, 0, 0).items()
-        }
+        batch = ARCHITECTURES["llama"].batch(step, 0, 0)
+        batch = {name: value.cuda() for name, value in batch.items()}
         engine.backward(engine(**batch).loss)
         engine.step()
     got = {name: weights.cpu() for name, weights in full_weights(engine).items()}
