@@ -4,7 +4,6 @@ for what was left out.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 
 import pytest
@@ -13,80 +12,61 @@ from torch import nn
 
 import hf_zero
 from tests.helpers import oracle
-from tests.helpers.cells import fast
 from tests.helpers.engines import config_of, engine_opener, full_weights, start, train_on_threads
 from tests.helpers.left_out import Dropping, LeftOut, at_random, first_used, on_one
-from tests.helpers.models import Stack, features, floats, seeded
-from tests.helpers.ranks import run_ranks
+from tests.helpers.models import features, floats, seeded
+from tests.helpers.plans import APART
 from tests.helpers.stacks import by_hand, on_ranks, squared
 from tests.helpers.training import At, Plan, adamw, plain_sgd
+from tests.ranks.cases import expect, over
 
-COMPILED = {"blocks": True, "backend": "aot_eager"}
 
-
-def check(job, ranks, accumulation, stage, steps=3, **more):
+def check(job, ranks=2, accumulation=1, stage=3, steps=3, **more):
     plan = Plan(ranks=ranks, steps=steps, accumulation=accumulation)
     trace = train_on_threads(job, plan, engine_opener(stage, **more))
     oracle.compare(trace, oracle.run(job, plan), weight_floor=oracle.ROUNDING)
 
 
-ENDS = [(13, 12, 11, 10, 9), (10,), (0, 1, 2, 3, 4, 5)]
-ONE = [
-    (rank, blocks, since, stage)
-    for rank in (0, 1)
-    for blocks in ENDS
-    for since in (0, 2)
-    for stage in (0, 1, 2, 3)
-]
+LAST, ONE, FIRST = (13, 12, 11, 10, 9), (10,), (0, 1, 2, 3, 4, 5)
 
 
-@pytest.mark.parametrize(
+@over(
     "rank, blocks, since, stage",
-    fast(
-        ONE, lambda rank, blocks, since, stage: (rank, since) == ((0, 0) if stage == 3 else (1, 2))
-    ),
+    [(0, LAST, 0, 3), (1, ONE, 2, 3), (0, FIRST, 0, 3), (1, LAST, 2, 1)],
 )
 def test_one_rank_leaves_out_blocks(rank, blocks, since, stage):
-    check(LeftOut(14, on_one(rank, *blocks, since=since)), 2, 1, stage)
+    check(LeftOut(14, on_one(rank, *blocks, since=since)), stage=stage)
 
 
-@pytest.mark.parametrize(
-    "ranks, accumulation, checkpoints", [(2, 3, None), (3, 1, False), (4, 1, True)]
-)
+@over("ranks, accumulation, checkpoints", [(2, 3, None), (3, 1, False), (4, 1, True)])
 def test_each_rank_leaves_out_its_own_at_random(ranks, accumulation, checkpoints):
-    check(LeftOut(20, at_random(20, 0.3), checkpoints), ranks, accumulation, 3)
+    check(LeftOut(12, at_random(12, 0.3), checkpoints), ranks, accumulation)
 
 
-def test_over_replicas():
-    check(LeftOut(12, at_random(12, 0.5)), 4, 1, 3, replicate_size=2)
+def test_over_replicas_and_in_compiled_blocks():
+    check(LeftOut(12, at_random(12, 0.5)), 4, replicate_size=2)
+    compiled = {"blocks": True, "backend": "aot_eager"}
+    check(LeftOut(10, at_random(10, 0.4)), steps=2, compile=compiled)
 
 
-SHARD_AXES = {
-    "2 of 2": (2, {}),
-    "1 of 2": (2, {"replicate_size": 2}),
-    "1 of 2, MiCS": (2, {"zero_optimization": {"stage": 3, "mics_shard_size": 1}}),
-    "2 of 4": (4, {"replicate_size": 2}),
-}
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks, checkpoints", [(2, False), (3, True), (4, None)])
+def test_at_random_everywhere(ranks, checkpoints, stage):
+    check(LeftOut(40, at_random(40, 0.3), checkpoints), ranks, 3, stage, steps=6)
 
 
-@pytest.mark.parametrize("axis", SHARD_AXES)
-def test_blocks_that_the_first_pass_leaves_out_are_used_later(axis):
+@over("ranks, config", [(2, {}), (2, {"replicate_size": 2}), (4, {"replicate_size": 2})])
+def test_blocks_that_the_first_pass_leaves_out_are_used_later(ranks, config):
     """Whatever the length of the shard axis is: 1 on several ranks, too."""
-    ranks, config = SHARD_AXES[axis]
-    check(LeftOut(6, first_used(1, 2, 3)), ranks, 1, 3, timeout=60, **config)
+    check(LeftOut(6, first_used(1, 2, 3)), ranks, **config)
 
 
-def test_compiled_blocks():
-    check(LeftOut(10, at_random(10, 0.4)), 2, 1, 3, steps=2, compile=COMPILED)
+class Explained(LeftOut):
+    """The gradient of the input is asked of each loss in ``when`` before its backward."""
 
-
-class _Explained(LeftOut):
-    """The gradient of the input is asked of the graph of each loss in ``when`` before its backward:
-    a backward that brings no gradient to parameters.
-    """
-
-    def __init__(self, depth, choose, when):
-        super().__init__(depth, choose)
+    def __init__(self, choose, when):
+        super().__init__(6, choose)
         self.when = when
 
     def loss(self, net, at):
@@ -114,52 +94,50 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("when", "choose", "stage", "ranks"),
-    fast(
-        list(itertools.product(WHEN, CHOICES, (0, 1, 2, 3), (2, 3))),
-        lambda when, choose, stage, ranks: (
-            ranks == 2
-            and stage == (3 if (list(WHEN).index(when) + list(CHOICES).index(choose)) % 2 else 1)
-        ),
-    ),
+@over(
+    "when, choose, stage, ranks",
+    [
+        ("always", "all used", 1, 2),
+        ("always", "others on each rank", 3, 2),
+        ("in the first micro-batch", "none in the first step", 3, 2),
+        ("in the last micro-batch", "others on each rank", 3, 3),
+        ("from the second step on", "none in the first step", 3, 2),
+        ("in the first step", "others on each rank", 3, 2),
+    ],
 )
 def test_gradients_asked_of_the_graph_of_a_loss(when, choose, stage, ranks):
     """They come in the order in which units are reduced, learned from backwards that reduce."""
-    apart = {"stage3_module_granularity_threshold": 0, "stage3_param_persistence_threshold": 0}
-    job = _Explained(6, CHOICES[choose], WHEN[when])
-    check(job, ranks, 2, stage, timeout=60, zero_optimization={"stage": stage, **apart})
+    zero = {"stage": stage, **APART}
+    check(Explained(CHOICES[choose], WHEN[when]), ranks, 2, stage, zero_optimization=zero)
 
 
-@pytest.mark.parametrize("place", ["before the forward", "before the backward", "before the step"])
+@over("place", ["before the forward", "before the backward", "before the step"])
 def test_a_forward_that_one_rank_adds_where_all_is_gathered(place):
     """It concerns no other rank, and the next backward is the same on all."""
-    models = [seeded(Stack) for _ in range(2)]
-    apart = {"stage3_module_granularity_threshold": 0, "stage3_param_persistence_threshold": 0}
 
-    def run(rank):
-        model = models[rank]
-        config = {**config_of(3), "zero_optimization": {"stage": 3, **apart}}
-        engine = start(model, plain_sgd(model), config)
+    def run(rank, model):
+        zero = {"stage": 3, **APART}
+        engine = start(model, plain_sgd(model), config_of(3, zero_optimization=zero))
+
+        def reach(at, step):
+            if at == place:
+                with hf_zero.GatheredParameters(list(model.parameters())):
+                    if rank == 0 and step:
+                        squared(engine, At(9, 0, 0))
+
         for step in range(3):
-            for at in ("before the forward", "before the backward", "before the step"):
-                if at == place:
-                    with hf_zero.GatheredParameters(list(model.parameters())):
-                        if rank == 0 and step:
-                            squared(engine, At(9, 0, 0))
-                if at == "before the forward":
-                    loss = squared(engine, At(step, 0, rank))
-                elif at == "before the backward":
-                    engine.backward(loss)
+            reach("before the forward", step)
+            loss = squared(engine, At(step, 0, rank))
+            reach("before the backward", step)
+            engine.backward(loss)
+            reach("before the step", step)
             engine.step()
         return full_weights(engine)
 
-    want = by_hand(plain_sgd, [[(1.0, 0)]] * 3, 2)[0]
-    for weights in run_ranks(2, run, timeout=60):
-        oracle.compare_tensors("weights", weights, want)
+    expect(by_hand(plain_sgd, [[(1.0, 0)]] * 3, 2)[0], run)
 
 
-class _Masking(Dropping):
+class Masking(Dropping):
     """A stack with an optional keyword, for which its last block is there."""
 
     def forward(self, x, mask=None):
@@ -167,52 +145,31 @@ class _Masking(Dropping):
         return super().forward(x if mask is None else x * mask)
 
 
-class _MaskOnSomeRanks(LeftOut):
-    """A tensor for the keyword on one rank, and for the others None or, ``absent``, nothing;
-    from ``since`` on, before on all.
-    """
+class MaskOnSomeRanks(LeftOut):
+    """On other ranks than the first None or, ``absent``, nothing; from ``since`` on."""
 
     def __init__(self, absent, since):
         super().__init__(3, lambda at: ())
         self.absent, self.since = absent, since
 
     def build(self):
-        return seeded(lambda: _Masking(self.depth, 8))
+        return seeded(lambda: Masking(self.depth, 8))
 
     def loss(self, net, at):
-        mask = (
-            torch.full((1,), 0.5, dtype=net.dtype) if at.rank == 0 or at.step < self.since else None
-        )
-        given = {} if mask is None and self.absent else {"mask": mask}
-        return (
-            net(features(at.step, at.micro, at.rank).to(net.dtype), **given).float().pow(2).mean()
-        )
+        given = {} if self.absent else {"mask": None}
+        if at.rank == 0 or at.step < self.since:
+            given = {"mask": torch.full((1,), 0.5, dtype=net.dtype)}
+        x = features(at.step, at.micro, at.rank).to(net.dtype)
+        return net(x, **given).float().pow(2).mean()
 
 
-@pytest.mark.parametrize("absent, since", [(False, 0), (True, 0), (True, 2)])
+@over("absent, since", [(False, 0), (True, 2)])
 def test_an_optional_keyword_is_given_on_one_rank_only(absent, since):
-    plan = Plan(ranks=2, steps=4, accumulation=1)
-    job = _MaskOnSomeRanks(absent, since)
-    oracle.compare(
-        train_on_threads(job, plan, engine_opener(3)),
-        oracle.run(job, plan),
-        weight_floor=oracle.ROUNDING,
-    )
+    check(MaskOnSomeRanks(absent, since), steps=4)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("checkpoints", [None, False, True])
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_at_random_everywhere(ranks, accumulation, checkpoints, stage):
-    check(LeftOut(40, at_random(40, 0.3), checkpoints), ranks, accumulation, stage, steps=6)
-
-
-class _Leaving(nn.Module):
-    """A block that leaves a result where no hook sees it, so that its unit stays whole as long
-    as that lives.
-    """
+class Leaving(nn.Module):
+    """A block whose unit stays whole as long as a result lives that no hook sees."""
 
     def __init__(self, left):
         super().__init__()
@@ -224,11 +181,11 @@ class _Leaving(nn.Module):
         return out
 
 
-class _Chain(nn.Module):
+class Chain(nn.Module):
     def __init__(self):
         super().__init__()
         self.left: list[torch.Tensor] = []
-        self.blocks = nn.ModuleList(_Leaving(self.left) for _ in range(4))
+        self.blocks = nn.ModuleList(Leaving(self.left) for _ in range(4))
 
     def forward(self, x):
         for block in self.blocks:
@@ -239,10 +196,17 @@ class _Chain(nn.Module):
 
 
 def test_a_graph_that_one_rank_still_holds_at_a_step_makes_it_join_no_gather():
+    plain, wanted = seeded(Chain), []
+    optimizer = adamw(plain)
+    for step in range(4):
+        each = [plain(floats(step, 0, rank, 3, 8)) for rank in range(2)]
+        wanted.append([float(loss.detach()) for loss in each])
+        optimizer.zero_grad()
+        (sum(each) / 2).backward()
+        optimizer.step()
 
     def run(rank, model):
-        engine = start(model, adamw(model), config_of(3))
-        held, losses = None, []
+        engine, held = start(model, adamw(model), config_of(3)), None
         for step in range(4):
             x = floats(step, 0, rank, 3, 8)
             if step == 2:
@@ -252,20 +216,11 @@ def test_a_graph_that_one_rank_still_holds_at_a_step_makes_it_join_no_gather():
             loss = engine(x)
             engine.backward(loss)
             engine.step()
-            losses.append(float(loss))
+            assert float(loss.detach()) == pytest.approx(wanted[step][rank], rel=1e-5)
         issued = engine.mesh.shard.gathers.sequence_number
         del held
         engine.destroy()
-        return issued, losses
+        return issued
 
-    first, second = on_ranks(2, run, build=lambda: seeded(_Chain))
-    assert first[0] == second[0], "ranks have issued as many gathers"
-    plain = seeded(_Chain)
-    optimizer = adamw(plain)
-    for step in range(4):
-        each = [plain(floats(step, 0, rank, 3, 8)) for rank in range(2)]
-        for got, want in zip((first, second), each):
-            assert got[1][step] == pytest.approx(float(want), rel=1e-5)
-        optimizer.zero_grad()
-        (sum(each) / 2).backward()
-        optimizer.step()
+    first, second = on_ranks(2, run, build=lambda: seeded(Chain))
+    assert first == second, "ranks have issued as many gathers"
