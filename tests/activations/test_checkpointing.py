@@ -308,7 +308,7 @@ def test_who_has_wrapped_it_calls_through_afterwards() -> None:
     assert model.blocks[0].ran == 2
 
 
-@in_one_item([True, "selective"])
+@pytest.mark.parametrize("blocks", [True, pytest.param("selective", marks=pytest.mark.long)])
 def test_the_compiler_goes_around(blocks: Any) -> None:
     """One graph for all like blocks, without a break, and without a further compilation in later
     steps.

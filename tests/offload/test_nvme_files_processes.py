@@ -27,39 +27,31 @@ later = files.allocate("s", 8192)
 later.write(0, out[:2048])
 files.flush()
 print("same" if torch.equal(out, values) else "other", flush=True)
+sys.stdin.readline()
 """
 
 
-def living(folder):
+def test_processes_side_by_side_and_one_that_is_killed(tmp_path):
+    """They leave each other alone, and a killed one leaves nothing."""
     process = subprocess.Popen(
-        [sys.executable, "-c", LIVING, str(folder)],
+        [sys.executable, "-c", LIVING, str(tmp_path)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None
+    assert process.stdin is not None and process.stdout is not None
     assert process.stdout.readline() == "ready\n"
-    return process
-
-
-def test_a_killed_process_leaves_nothing(tmp_path):
-    process = living(tmp_path)
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=300)
-    assert process.returncode == -signal.SIGKILL
-    assert os.listdir(tmp_path) == []
-
-
-def test_living_processes_leave_each_other_alone(tmp_path):
-    process = living(tmp_path)
     for _ in range(3):
         files = NvmeFiles([tmp_path], 0, block_size=8192)
         files.allocate("r", 1 << 22).write(0, torch.zeros(1 << 20))
         files.flush()
         files.close()
-    out, _ = process.communicate("go\n", timeout=300)
-    assert out == "same\n"
-    assert process.returncode == 0
+    process.stdin.write("go\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "same\n"
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=300)
+    assert process.returncode == -signal.SIGKILL
     assert os.listdir(tmp_path) == []
 
 

@@ -117,60 +117,53 @@ def owned(tree):
             yield node.attr
 
 
-def class_of(source, name):
-    return next(
-        node
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.ClassDef) and node.name == name
-    )
+@cache
+def trees():
+    """The files of the package, by their paths in it."""
+    return {
+        str(path.relative_to(PACKAGE)): ast.parse(path.read_text())
+        for path in PACKAGE.rglob("*.py")
+    }
+
+
+def others():
+    return {path: tree for path, tree in trees().items() if path not in OWNERS.values()}
 
 
 @cache
 def attributes():
-    """Return the attributes of the three objects."""
-    return {
+    """The attributes of the three objects, and those that other classes have, too."""
+    own = {
         attribute
         for name, path in OWNERS.items()
-        for attribute in owned(class_of((PACKAGE / path).read_text(), name))
+        for node in ast.walk(trees()[path])
+        if isinstance(node, ast.ClassDef) and node.name == name
+        for attribute in owned(node)
     }
+    return own, {attribute for tree in others().values() for attribute in owned(tree)}
 
 
-@cache
-def shared():
-    """Attributes that other classes have, too."""
-    return {
-        attribute
-        for path in PACKAGE.rglob("*.py")
-        if str(path.relative_to(PACKAGE)) not in OWNERS.values()
-        for attribute in owned(ast.parse(path.read_text()))
-    }
-
-
-def writes(source):
-    """Assignments in ``source``, also augmented ones and ``del``, to an attribute of these
+def writes(tree):
+    """Assignments in ``tree``, also augmented ones and ``del``, to an attribute of these
     objects.
     """
-    found = []
-    for node in ast.walk(ast.parse(source)):
+    (own, shared), found = attributes(), []
+    for node in ast.walk(tree):
         if (
             isinstance(node, ast.Attribute)
             and isinstance(node.ctx, (ast.Store, ast.Del))
-            and node.attr in attributes()
+            and node.attr in own
         ):
             receiver = node.value
             last = receiver.attr if isinstance(receiver, ast.Attribute) else ast.unparse(receiver)
             theirs = last in NAMES or last.endswith(("_flat", "_gradient"))
-            if theirs or node.attr not in shared():
+            if theirs or node.attr not in shared:
                 found.append(f"line {node.lineno}: {ast.unparse(node)}")
     return found
 
 
 def test_no_file_writes_the_state_of_another():
-    found = {
-        str(path.relative_to(PACKAGE)): writes(path.read_text())
-        for path in PACKAGE.rglob("*.py")
-        if str(path.relative_to(PACKAGE)) not in OWNERS.values()
-    }
+    found = {path: writes(tree) for path, tree in others().items()}
     assert {path: lines for path, lines in found.items() if lines} == {}
 
 
@@ -185,4 +178,4 @@ LINES = (
 
 @in_one_item(LINES)
 def test_such_a_write_is_found(line):
-    assert len(writes(line)) == 1
+    assert len(writes(ast.parse(line))) == 1
