@@ -28,9 +28,7 @@ if os.environ.get("HF_ZERO_TEST_HUGE") != "1":
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    """The instruction set and the number of threads are those of the process again after each
-    test.
-    """
+    """Restore the instruction set and the number of threads of the process."""
     name, threads = native.instruction_set(), native.threads()
     yield
     native.set_threads(threads)
@@ -71,9 +69,7 @@ def lamb_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["kernel", "reference"])
 def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Select the implementation of an operation that a test runs; ``checked_triton`` watches the
-    kernels.
-    """
+    """The implementation that a test runs; ``checked_triton`` watches the kernels."""
     if request.param == "reference":
         monkeypatch.setenv("HF_ZERO_TRITON", "0")
     else:

@@ -146,9 +146,7 @@ def test_programs_that_meet_at_an_address_race(checked_triton: Checked) -> None:
 
 
 def test_programs_run_in_another_order(checked_triton: Checked) -> None:
-    """A program's reading of a counter depends on the programs before it: no race, but wrong if a
-    result depends on it.
-    """
+    """What a counter says depends on the programs before: no race, but wrong for a result."""
 
     def order_of(**settings: Any) -> list[int]:
         seen = torch.zeros(8, dtype=torch.int32)

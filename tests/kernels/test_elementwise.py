@@ -4,8 +4,9 @@ against its reference, and both against torch's formula or transformers' own.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,13 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from hf_zero.errors import KernelError
-from hf_zero.ops import activations, residual
 from hf_zero.ops import model_reference as reference
 from hf_zero.ops.activations import geglu, geglu_packed, gelu, swiglu, swiglu_packed
 from hf_zero.ops.philox import kept_rows
 from hf_zero.ops.residual import dropout_add
-from hf_zero.ops.rotary import ROTARY, rotary, split_rotary
+from hf_zero.ops.rotary import rotary, split_rotary
+from tests.helpers.cells import runs_long
 from tests.helpers.errors_beside_torch import assert_no_worse_than_torch, gradients
 
 pytestmark = pytest.mark.usefixtures("checked_triton")
@@ -37,9 +37,7 @@ def dropped(x: torch.Tensor, dropout: float) -> torch.Tensor:
 def plain_rotary(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> torch.Tensor:
-    """The formula of transformers, for a rotary width that may be smaller; the results side by
-    side.
-    """
+    """The formula of transformers, for any rotary width; the results side by side."""
     rotated = cos.shape[-1]
     results = []
     for x in (q, k):
@@ -62,9 +60,7 @@ def heads(
 
 
 class Row(NamedTuple):
-    """An operator, torch's formula for it, and the shapes of its inputs; the first is spread
-    wider.
-    """
+    """An operator, torch's formula, and the shapes of the inputs; the first is spread wider."""
 
     ours: Function
     torchs: Function
@@ -96,6 +92,18 @@ GATES: dict[str, tuple[Function, Function, Function]] = {
         F.gelu,
     ),
 }
+
+
+def alone(approximate: str) -> Row:
+    ours, torchs = (lambda x, of=of: of(x, approximate=approximate) for of in (gelu, F.gelu))
+    return Row(ours, torchs, ((5, 433),))
+
+
+def gated(act: str) -> Row:
+    ours, _, plain = GATES[act]
+    return Row(ours, lambda gate, up: plain(gate) * up, ((2, 5, 433), (2, 5, 433)))
+
+
 FORMS = ("none", "tanh")
 ROWS = {
     **{
@@ -103,20 +111,8 @@ ROWS = {
         for form in FORMS
         for shape in [(3, 2, 8), (9, 521), (1, 3000)]
     },
-    **{
-        f"gelu {form}": Row(
-            lambda x, form=form: gelu(x, approximate=form),
-            lambda x, form=form: F.gelu(x, approximate=form),
-            ((5, 433),),
-        )
-        for form in FORMS
-    },
-    **{
-        f"gate {act}": Row(
-            gated, lambda gate, up, plain=plain: plain(gate) * up, ((2, 5, 433), (2, 5, 433))
-        )
-        for act, (gated, _, plain) in GATES.items()
-    },
+    **{f"gelu {form}": alone(form) for form in FORMS},
+    **{f"gate {act}": gated(act) for act in GATES},
     **{
         f"dropout {dropout}, bias, {shape}": added(shape, dropout)
         for dropout in (0.0, 0.1)
@@ -126,25 +122,38 @@ ROWS = {
 }
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_is_no_worse_than_torch(body: str, row: Row, dtype: torch.dtype) -> None:
-    inputs = [torch.randn(shape).to(dtype) for shape in row.shapes]
-    assert_no_worse_than_torch(row.ours, row.torchs, [3 * inputs[0], *inputs[1:]])
+def types_of(number: int, config: pytest.Config) -> list[torch.dtype]:
+    """The dtypes for row ``number``: all in the long suite, one in turn in the fast one."""
+    return DTYPES if runs_long(config) else [DTYPES[number % len(DTYPES)]]
+
+
+def test_is_no_worse_than_torch(body: str, pytestconfig: pytest.Config) -> None:
+    for number, (name, row) in enumerate(ROWS.items()):
+        for dtype in types_of(number, pytestconfig):
+            inputs = [torch.randn(shape).to(dtype) for shape in row.shapes]
+            with told(f"{name}, {dtype}"):
+                assert_no_worse_than_torch(row.ours, row.torchs, [3 * inputs[0], *inputs[1:]])
+
+
+@contextmanager
+def told(name: str) -> Iterator[None]:
+    """A failure inside says ``name``."""
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"{name}: {error}") from error
 
 
 # ---- activations ----
 
 
-@pytest.mark.parametrize("width", [8, 433])
-@pytest.mark.parametrize("act", GATES)
-def test_packed_gates_are_the_gates_of_the_halves(body, act, width):
-    gated, packed, _ = GATES[act]
-    gate_up = torch.randn(2, 3, 2 * width, dtype=torch.bfloat16)
-    whole = gradients(packed, [gate_up])
-    halves = gradients(lambda gate_up: gated(*gate_up.chunk(2, dim=-1)), [gate_up])
-    assert all(torch.equal(one, other) for one, other in zip(whole, halves))
+def test_packed_gates_are_the_gates_of_the_halves(body):
+    for act, (gated, packed, _) in GATES.items():
+        for width in (8, 433):
+            gate_up = torch.randn(2, 3, 2 * width, dtype=torch.bfloat16)
+            whole = gradients(packed, [gate_up])
+            halves = gradients(lambda x, gated=gated: gated(*x.chunk(2, dim=-1)), [gate_up])
+            assert all(torch.equal(one, other) for one, other in zip(whole, halves)), act
 
 
 def test_strided_inputs_and_gradients(body):
@@ -178,13 +187,14 @@ def test_exact_gelu_everywhere(body):
     assert gelu(torch.tensor([float("nan")])).isnan().all()
 
 
-@pytest.mark.parametrize("act", ["silu", "gelu_tanh"])
-def test_sigmoids_far_out(body, act):
-    gated, _, plain = GATES[act]
+def test_sigmoids_far_out(body):
     far = torch.tensor([-1e4, -100.0, -30.0, 0.0, 30.0, 100.0, 1e4])
-    value, slope, _ = gradients(gated, [far, torch.ones(7)], torch.ones(7))
-    want, want_slope = gradients(plain, [far], torch.ones(7))
-    assert torch.allclose(value, want, atol=1e-11) and torch.allclose(slope, want_slope, atol=1e-10)
+    for act in ("silu", "gelu_tanh"):
+        gated, _, plain = GATES[act]
+        value, slope, _ = gradients(gated, [far, torch.ones(7)], torch.ones(7))
+        want, want_slope = gradients(plain, [far], torch.ones(7))
+        assert torch.allclose(value, want, atol=1e-11), act
+        assert torch.allclose(slope, want_slope, atol=1e-10), act
 
 
 # ---- dropout ----
@@ -202,9 +212,8 @@ def test_kernel_and_reference_drop_the_same(monkeypatch):
 def test_what_is_dropped_and_what_is_kept(body):
     ones, zeros = torch.ones(40, 50), torch.zeros(40, 50)
     for dropout, values in ((0.5, {0.0, 2.0}), (1.0, {0.0})):
-        assert {*dropout_add(ones, zeros, dropout=dropout, training=True).unique().tolist()} == (
-            values
-        )
+        kept = dropout_add(ones, zeros, dropout=dropout, training=True)
+        assert {*kept.unique().tolist()} == values
     x, others, bias = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
     assert torch.allclose(dropout_add(x, others, bias, dropout=0.5), others + (x + bias))
     assert torch.equal(dropout_add(x, others, dropout=0.5), others + x), "nothing in evaluation"
@@ -241,37 +250,27 @@ def test_dtypes_of_x_and_residual_may_differ(body):
 SHAPES = [(4, 4, 16, 16), (6, 2, 12, 12), (3, 1, 10, 4), (2, 2, 16, 6)]
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("angles", [1, 2])
-@pytest.mark.parametrize(("queries", "keys", "width", "rotated"), SHAPES)
-def test_rotary_is_the_formula(body, queries, keys, width, rotated, angles, dtype):
-    cos, sin = torch.randn(angles, 3, rotated).to(dtype), torch.randn(angles, 3, rotated).to(dtype)
+def test_rotary_is_the_formula(body, pytestconfig):
+    for number, (shape, angles) in enumerate(itertools.product(SHAPES, (1, 2))):
+        queries, keys, width, rotated = shape
+        if (number // 2 + number) % 2 and not runs_long(pytestconfig):
+            continue  # one row of angles and two take turns
+        for dtype in types_of(number // 2, pytestconfig):
+            cos, sin = torch.randn(2, angles, 3, rotated).to(dtype)
 
-    def widened(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        return plain_rotary(q, k, cos.to(q.dtype), sin.to(q.dtype))
+            def widened(q: torch.Tensor, k: torch.Tensor, cos=cos, sin=sin) -> torch.Tensor:
+                return plain_rotary(q, k, cos.to(q.dtype), sin.to(q.dtype))
 
-    inputs = [heads(2, queries, 3, width, dtype), heads(2, keys, 3, width, dtype)]
-    assert_no_worse_than_torch(lambda q, k: both(q, k, cos, sin), widened, inputs)
+            def ours(q: torch.Tensor, k: torch.Tensor, cos=cos, sin=sin) -> torch.Tensor:
+                return both(q, k, cos, sin)
 
-
-@pytest.mark.turns
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "phi"])
-def test_rotary_is_what_transformers_computes(body, name):
-    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    theirs = module.apply_rotary_pos_emb
-    angle = torch.randn(2, 5, 8).repeat(1, 1, 2)
-    cos, sin = angle.cos(), angle.sin()
-    inputs = [heads(2, 4, 5, 16), heads(2, 2, 5, 16)]
-    ours = gradients(lambda q, k: both(q, k, cos, sin), inputs)
-    want = gradients(lambda q, k: torch.cat(theirs(q, k, cos, sin), dim=1), inputs)
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours, want))
+            inputs = [heads(2, queries, 3, width, dtype), heads(2, keys, 3, width, dtype)]
+            with told(f"{shape}, {angles} angles, {dtype}"):
+                assert_no_worse_than_torch(ours, widened, inputs)
 
 
 def test_rotary_over_any_strides(body):
-    """Contiguous heads, every second token, a width that is not contiguous; one row of angles
-    for a batch, expanded or strided.
-    """
+    """Contiguous heads, every second token, a width apart; angles expanded or strided."""
     cos, sin = torch.randn(1, 4, 32)[..., ::2], torch.randn(1, 4, 16).expand(2, 4, 16)
     for q, k in (
         (torch.randn(2, 4, 4, 16), torch.randn(2, 2, 4, 16)),
@@ -284,20 +283,21 @@ def test_rotary_over_any_strides(body):
         assert q_out.transpose(1, 2).is_contiguous() and k_out.transpose(1, 2).is_contiguous()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_packed_projection_is_split_and_rotated(body, dtype):
-    qkv = torch.randn(2, 3, 10 * 12).to(dtype)
-    cos, sin = torch.randn(1, 3, 8).to(dtype), torch.randn(1, 3, 8).to(dtype)
+def test_a_packed_projection_is_split_and_rotated(body, pytestconfig):
+    for dtype in types_of(1, pytestconfig):
+        qkv = torch.randn(2, 3, 10 * 12).to(dtype)
+        cos, sin = torch.randn(2, 1, 3, 8).to(dtype)
 
-    def by_hand(qkv: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            part.unflatten(2, (-1, 12)).transpose(1, 2) for part in qkv.split([72, 24, 24], dim=2)
-        )
-        return torch.cat((plain_rotary(q, k, cos.to(q.dtype), sin.to(q.dtype)), v), dim=1)
+        def by_hand(qkv: torch.Tensor, cos=cos, sin=sin) -> torch.Tensor:
+            parts = qkv.split([72, 24, 24], dim=2)
+            q, k, v = (part.unflatten(2, (-1, 12)).transpose(1, 2) for part in parts)
+            return torch.cat((plain_rotary(q, k, cos.to(q.dtype), sin.to(q.dtype)), v), dim=1)
 
-    assert_no_worse_than_torch(
-        lambda qkv: torch.cat(split_rotary(qkv, cos, sin, 6, 2), dim=1), by_hand, [qkv]
-    )
+        def ours(qkv: torch.Tensor, cos=cos, sin=sin) -> torch.Tensor:
+            return torch.cat(split_rotary(qkv, cos, sin, 6, 2), dim=1)
+
+        with told(str(dtype)):
+            assert_no_worse_than_torch(ours, by_hand, [qkv])
 
 
 def test_heads_further_apart_than_31_bits_are_brought_together(monkeypatch):
@@ -318,22 +318,18 @@ def test_heads_further_apart_than_31_bits_are_brought_together(monkeypatch):
 
 
 # ---- all of them ----
-
-
-@pytest.mark.turns
-@pytest.mark.parametrize("at", range(3))
-@pytest.mark.parametrize("name", ["gelu", "dropout 0.0", "dropout 0.5"])
-def test_what_does_not_train_gets_no_gradient(body, name, at):
+def test_what_does_not_train_gets_no_gradient(body):
     """One input alone trains; its gradient is the one it has where all train."""
-    function = added((5, 8), float(name.split()[1])).ours if "dropout" in name else gelu
-    inputs = [torch.randn(5, 8), torch.randn(5, 8), torch.randn(8)]
-    if name == "gelu":
-        inputs, at = [inputs[0], inputs[2]], at % 2
-    wanted = gradients(lambda *given: function(*given).square(), inputs, torch.ones(5, 8))[1:]
-    inputs = [each.detach().requires_grad_(each is inputs[at]) for each in inputs]
-    function(*inputs).square().sum().backward()
-    for index, each in enumerate(inputs):
-        assert torch.equal(each.grad, wanted[at]) if index == at else each.grad is None
+    whole, bias = torch.randn(2, 5, 8), torch.randn(8)
+    drops = [(added((5, 8), dropout).ours, [*whole, bias]) for dropout in (0.0, 0.5)]
+    for function, inputs in ((gelu, [whole[0], bias]), *drops):
+        squared = lambda *given, of=function: of(*given).square()  # noqa: E731
+        wanted = gradients(squared, inputs, torch.ones(5, 8))[1:]
+        for at in range(len(inputs)):
+            given = [each.detach().requires_grad_(place == at) for place, each in enumerate(inputs)]
+            squared(*given).sum().backward()
+            assert torch.equal(given[at].grad, wanted[at])
+            assert [each.grad is None for each in given].count(False) == 1
 
 
 def kept_by(call: Callable[[], Any]) -> list[torch.Tensor]:
@@ -345,14 +341,10 @@ def kept_by(call: Callable[[], Any]) -> list[torch.Tensor]:
 
 
 def test_what_is_kept_for_the_backward(body):
-    """The inputs of a gate; of dropout the seed alone; of a projection the angles alone, and none
-    of the results is a view of it.
-    """
+    """The inputs of a gate; of dropout the seed; of a projection the angles, and no view of it."""
     gate, up = torch.randn(4, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
-    assert {t.data_ptr() for t in kept_by(lambda: swiglu(gate, up))} == {
-        gate.data_ptr(),
-        up.data_ptr(),
-    }
+    gated = [t.data_ptr() for t in kept_by(lambda: swiglu(gate, up))]
+    assert {*gated} == {gate.data_ptr(), up.data_ptr()}
     kept = kept_by(lambda: dropout_add(gate, up, torch.randn(8), dropout=0.5, training=True))
     assert [(t.dtype, t.numel()) for t in kept] == [(torch.int64, 1)]
     qkv, cos, sin = torch.randn(1, 3, 64, requires_grad=True), *torch.randn(2, 1, 3, 16)
@@ -361,22 +353,22 @@ def test_what_is_kept_for_the_backward(body):
     assert len({t.untyped_storage().data_ptr() for t in (qkv, q, k, v)}) == 4
 
 
-@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (2, 0, 8), (0,)])
-def test_empty_inputs(body, shape):
-    x, bias = torch.randn(shape, requires_grad=True), torch.randn(shape[-1], requires_grad=True)
-    dropout = dropout_add(x, x.detach(), bias, dropout=0.5, training=True) if shape[1:] else 0
-    (gelu(x, bias) + swiglu(x, x) + dropout).sum().backward()
-    assert x.grad.shape == x.shape and torch.equal(bias.grad, torch.zeros_like(bias))
-    assert swiglu_packed(torch.randn(*shape[:-1], 2 * shape[-1])).shape == x.shape
+def test_nothing_in_nothing_out(body):
+    for shape in ((0, 8), (3, 0), (2, 0, 8), (0,)):
+        x, bias = torch.randn(shape, requires_grad=True), torch.randn(shape[-1], requires_grad=True)
+        drops = dropout_add(x, x.detach(), bias, dropout=0.5, training=True) if shape[1:] else 0
+        (gelu(x, bias) + swiglu(x, x) + drops).sum().backward()
+        assert x.grad.shape == x.shape and torch.equal(bias.grad, torch.zeros_like(bias))
+        assert swiglu_packed(torch.randn(*shape[:-1], 2 * shape[-1])).shape == x.shape
+    for batch, sequence in ((0, 3), (2, 0)):
+        q, angle = heads(batch, 2, sequence, 8).requires_grad_(), torch.randn(1, sequence, 8)
+        both(q, q, angle, angle).sum().backward()
+        assert q.grad.shape == q.shape
+        parts = split_rotary(torch.randn(batch, sequence, 32), angle, angle, 2, 1)
+        assert [t.shape for t in parts] == [(batch, count, sequence, 8) for count in (2, 1, 1)]
 
 
-@pytest.mark.parametrize(("batch", "sequence"), [(0, 3), (2, 0)])
-def test_rotary_of_nothing_and_an_unused_result(body, batch, sequence):
-    q, angle = heads(batch, 2, sequence, 8).requires_grad_(), torch.randn(1, sequence, 8)
-    both(q, q, angle, angle).sum().backward()
-    assert q.grad.shape == q.shape
-    parts = split_rotary(torch.randn(batch, sequence, 32), angle, angle, 2, 1)
-    assert [t.shape for t in parts] == [(batch, count, sequence, 8) for count in (2, 1, 1)]
+def test_an_unused_result_of_rotary(body):
     q, k = heads(1, 2, 3, 8).requires_grad_(), heads(1, 1, 3, 8).requires_grad_()
     rotary(q, k, torch.randn(1, 3, 8), torch.randn(1, 3, 8))[0].sum().backward()
     assert q.grad.abs().sum() > 0 and torch.equal(k.grad, torch.zeros_like(k))
@@ -387,107 +379,3 @@ def test_sums_over_many_rows_are_cut_into_strips(body, monkeypatch):
     monkeypatch.setattr(kernels, "PROGRAMS", 3)
     for row in (biased((70, 24), "none"), added((70, 24), 0.5)):
         assert_no_worse_than_torch(*row[:2], [torch.randn(shape) for shape in row.shapes])
-
-
-def test_ops_are_registered_as_torch_wants_them(monkeypatch):
-    monkeypatch.setenv("HF_ZERO_TRITON", "0")
-    x, bias = torch.randn(3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
-    y, b, floats = x.detach(), bias.detach(), (torch.float32, torch.float32)
-    q, k, angle = heads(1, 2, 3, 8), heads(1, 1, 3, 8), torch.randn(1, 3, 8)
-    turned = (q.clone().requires_grad_(), k.clone().requires_grad_(), angle, angle)
-    ops = torch.ops.hf_zero
-    for op, arguments in (
-        (ops.bias_act, (x, bias, "gelu")),
-        (ops.bias_act, (x, None, "gelu_tanh")),
-        (ops.gated, (x, y.clone(), "silu")),
-        (ops.gated_packed, (x, "silu")),
-        (ops.bias_act_backward, (y, y, b, "gelu", True)),
-        (ops.gated_backward, (y, y, y, "silu")),
-        (ops.gated_packed_backward, (y[:, :4], y, "silu")),
-        (ops.dropout_add, (x, torch.randn(3, 8), bias, SEED, 0.5)),
-        (ops.dropout_add, (x, torch.randn(3, 8), bias, None, 0.0)),
-        (ops.dropout_add_backward, (torch.randn(3, 8), SEED, 0.5, *floats)),
-        (ops.dropout_add_backward, (torch.randn(3, 8), SEED, 0.5, None, floats[0])),
-        (ops.rotary, turned),
-        (ops.rotary_backward, (q, k, angle, angle)),
-        (ops.split_rotary, (torch.randn(1, 3, 32, requires_grad=True), angle, angle, 2, 1)),
-        (ops.split_rotary_backward, (q, k, k.clone(), angle, angle)),
-    ):
-        torch.library.opcheck(op.default, arguments)
-
-
-def test_compiles_whole():
-    angle = torch.randn(1, 3, 8)
-
-    def block(qkv: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        q, k, v = split_rotary(qkv, angle, angle, 2, 1)
-        x = swiglu_packed(gelu(torch.cat((both(q, k, angle, angle), v), dim=1), bias) * 2)
-        return dropout_add(F.relu(x), x, dropout=0.5, training=True, seed=SEED)
-
-    inputs = [torch.randn(1, 3, 32), torch.randn(8)]
-    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
-    assert all(
-        torch.equal(a, b) for a, b in zip(gradients(compiled, inputs), gradients(block, inputs))
-    )
-    drawing = torch.compile(
-        lambda x: dropout_add(x, x, dropout=0.5, training=True), fullgraph=True, backend="aot_eager"
-    )
-    drawing(torch.randn(3, 8))
-
-
-X, Q, K, ANGLE = torch.randn(3, 8), heads(1, 2, 3, 8), heads(1, 1, 3, 8), torch.randn(1, 3, 8)
-TWICE, ODD = ANGLE.expand(2, 3, 8), ANGLE[..., :3]
-REFUSED: list[tuple[Callable[[], object], str]] = [
-    (lambda: gelu(X.int()), "gelu: x is torch.int32; give one of"),
-    (lambda: gelu(torch.tensor(1.0)), "gelu: x has no axis"),
-    (lambda: gelu(X, torch.randn(7)), r"gelu: bias has shape \[7\] for an x of width 8"),
-    (lambda: gelu(X, torch.randn(8, device="meta")), "gelu: bias is on meta and x on cpu"),
-    (lambda: gelu(X, approximate="fast"), "gelu: approximate='fast'; give 'none' or 'tanh'"),
-    (lambda: geglu(X, X, approximate="fast"), "geglu: approximate='fast'"),
-    (lambda: swiglu(X, X[:2]), r"swiglu: gate has shape \[3, 8\] and up \[2, 8\]"),
-    (lambda: swiglu(X, X.half()), "swiglu: gate is torch.float32 and up torch.float16; cast one"),
-    (lambda: swiglu_packed(X[:, :7]), "swiglu_packed: gate_up has width 7"),
-    (lambda: dropout_add(X, X[:2]), r"dropout_add: x has shape \[3, 8\] and residual \[2, 8\]"),
-    (lambda: dropout_add(X.long(), X), "dropout_add: x is torch.int64"),
-    (lambda: dropout_add(X, X, torch.randn(7)), r"bias has shape \[7\]"),
-    (lambda: dropout_add(X, X, dropout=1.5), "dropout=1.5 is not a probability"),
-    (
-        lambda: dropout_add(X, X, dropout=0.5, seed=torch.tensor(3)),
-        r"seed is torch.int64 \[\] on cpu and x on cpu",
-    ),
-    (lambda: rotary(Q.int(), K, ANGLE, ANGLE), "rotary: q is torch.int32"),
-    (lambda: rotary(Q, K.half(), ANGLE, ANGLE), "q is torch.float32 and k torch.float16"),
-    (lambda: rotary(Q, K.to("meta"), ANGLE, ANGLE), "k is on meta and q on cpu"),
-    (lambda: rotary(Q[0], K, ANGLE, ANGLE), r"q has shape \[2, 3, 8\]"),
-    (lambda: rotary(Q, K[:, :, :2], ANGLE, ANGLE), r"k \[1, 1, 2, 8\]"),
-    (lambda: rotary(Q, K, ANGLE[:, :2], ANGLE), r"cos has shape \[1, 2, 8\] and sin \[1, 3, 8\]"),
-    (lambda: rotary(Q, K, TWICE, TWICE), "give both as"),
-    (lambda: rotary(Q, K, ODD, ODD), "the rotary width is 3; give an even one, at most 8"),
-    (
-        lambda: rotary(Q, K, ANGLE.clone().requires_grad_(), ANGLE),
-        "cos or sin asks for a gradient",
-    ),
-    (
-        lambda: split_rotary(torch.randn(1, 3, 30), ANGLE, ANGLE, 2, 1),
-        r"qkv has shape \[1, 3, 30\] for 2 \+ 2 \* 1 heads",
-    ),
-]
-
-
-@pytest.mark.parametrize(("call", "said"), REFUSED, ids=[said for _, said in REFUSED])
-def test_bad_input_is_named(call: Callable[[], object], said: str) -> None:
-    with pytest.raises(KernelError, match=said):
-        call()
-
-
-def test_examples_run(body):
-    for kernel in (
-        activations.BIAS_ACT,
-        activations.BIAS_ACT_BACKWARD,
-        activations.GATED,
-        activations.GATED_BACKWARD,
-        residual.DROPOUT_ADD,
-        residual.DROPOUT_ADD_BACKWARD,
-        ROTARY,
-    ):
-        kernel(*kernel.example(torch.device("cpu")))

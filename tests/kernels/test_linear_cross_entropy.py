@@ -265,9 +265,7 @@ def test_a_known_logsumexp_a_factor_for_each_row_and_none(checked_triton: Any) -
 
 
 def test_labels_outside_and_logits_far_out(checked_triton: Any) -> None:
-    """A label outside the vocabulary makes its loss NaN and no other; huge and infinite logits give
-    finite losses; no rows launch nothing.
-    """
+    """Only an outside label's loss is NaN; huge logits give finite ones; no rows launch nothing."""
     logits, labels = rows_of_logits(3, 64, torch.float32), torch.tensor([50, 1, -7])
     loss, _ = CROSS_ENTROPY(logits, 50, labels, torch.ones(1), None, *PLAIN.numbers())
     assert loss.isnan().tolist() == [True, False, True] and not logits[:, :50].isnan().any()

@@ -29,9 +29,7 @@ GPU = torch.device("cuda", 0)
 
 
 def mapping_of(address: int) -> dict[str, str] | None:
-    """Return the /proc/self/smaps entry of the mapping that holds ``address`` if child processes do
-    not inherit it (as with the arena's), else None.
-    """
+    """The smaps entry of the mapping of ``address``, if children do not inherit it."""
     entry: dict[str, str] | None = None
     for line in Path("/proc/self/smaps").read_text().splitlines():
         head = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)

@@ -84,7 +84,7 @@ def test_with_correction_it_is_torchs():
     assert torch.equal(*found)
 
 
-@pytest.fixture(params=["torch's step", "one launch"])
+@pytest.fixture
 def launches(request, monkeypatch):
     made: list[Any] = []
     if request.param == "torch's step":
@@ -112,7 +112,10 @@ def close(weights, want):
     oracle.compare_tensors("weights", weights, want, floor=oracle.ADAM_ROUNDING)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+WAYS_OF_STEPS = [(1, "torch's step"), (3, "one launch")]
+
+
+@pytest.mark.parametrize(("stage", "launches"), WAYS_OF_STEPS, indirect=["launches"])
 def test_named_by_a_configuration_or_passed(stage, launches):
     want = by_formula(3)
 
@@ -174,9 +177,7 @@ def segments_of(flat, count=3):
 
 @in_one_item(["abc", "cba", "cab", "bca"])
 def test_what_was_updated_is_not_announced_again(order):
-    """Flats may be updated in another order than they were announced in: what waits is what the
-    next forward needs first.
-    """
+    """In whatever order flats are updated, what waits is what the next forward needs first."""
     events: list[tuple[str, str, int]] = []
 
     def storage(key):

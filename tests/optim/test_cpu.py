@@ -161,9 +161,7 @@ def test_they_are_elementwise_until_the_update_is_replaced():
 
 @in_one_item([(*pair, dtype) for pair in PAIRS for dtype in (torch.bfloat16, torch.float16)])
 def test_parameters_in_16_bits_have_masters_of_their_own(case):
-    """Also across a state dict, for parameters that are not contiguous, and where the script
-    writes to one.
-    """
+    """Also across a state dict, not contiguous, and where the script writes to one."""
     ours, plain, dtype = case
     start = torch.randn(3, 5).to(dtype)
     half = nn.Parameter(start.clone().t())
@@ -210,9 +208,7 @@ def test_adagrad_takes_sparse_gradients():
 
 
 def test_state_is_known_before_a_step():
-    """Under an engine moments are one number per element; of a capturable optimizer it is known
-    before there is a device.
-    """
+    """One number per element under an engine; of capturable ones before there is a device."""
     narrow, blocks = (CPUAdam([nn.Parameter(torch.ones(1))], moments=m) for m in ("bf16", "int8"))
     fresh = fresh_state(narrow, narrow.param_groups[0], torch.zeros(1))
     assert fresh["exp_avg"].dtype == torch.bfloat16

@@ -172,9 +172,7 @@ def test_state_that_is_replaced_is_moved_in(forced):
 
 
 def test_a_switch_to_the_optimizer_s_own_step_and_back(forced):
-    """A setting that the kernel does not know, for a while: shared counters are parted, and not
-    counted once a tensor.
-    """
+    """Shared counters are parted for a while, and not counted once a tensor."""
     ours, theirs = pair()
     for seed in range(6):
         for each in (ours, theirs):
@@ -204,9 +202,7 @@ def test_state_that_is_moved_in_takes_no_second_arena(forced, monkeypatch):
 
 
 def test_a_gradient_at_the_same_place_of_another_storage(forced):
-    """An allocator may reuse an address: as part of a larger buffer before, as memory of its own
-    now.
-    """
+    """An allocator reuses an address: in a larger buffer before, as memory of its own now."""
     ours, theirs = pair()
     numel = ours.flats[0].grad.numel()
     memory = numpy.zeros(numel + 64, dtype=numpy.float32)
@@ -262,9 +258,7 @@ def test_what_the_kernel_does_not_know_is_left_to_the_optimizer(forced):
 
 
 def test_hooks_schedulers_and_tensor_rates(forced):
-    """Hooks after the step run, a scheduler sees it and a rate that is a tensor is read at each
-    step.
-    """
+    """Hooks run, a scheduler sees the step, and a rate that is a tensor is read each time."""
 
     def make(groups):
         return torch.optim.AdamW(groups, lr=torch.tensor(1e-2))

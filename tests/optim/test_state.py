@@ -118,9 +118,7 @@ def test_16_bit_state_becomes_fp32():
 
 
 class PythonCounters(torch.optim.Optimizer):
-    """An element-wise optimizer in the style of older libraries: its counters are Python
-    numbers.
-    """
+    """In the style of older libraries: its counters are Python numbers."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.5})
