@@ -24,20 +24,13 @@ from lightning.pytorch.strategies import deepspeed as deepspeed_strategy
 from hf_zero.checkpoint import find, save_job
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations.checkpoint_folders import engine_checkpoint_error, trainer_folder_error
-from tests.helpers.trainers import (
-    BEST,
-    EVERY_STEP,
-    SPOILED,
-    logged,
-    model,
-    routed,
-    weights,
-)
+from hf_zero.integrations.lightning import ZeroStrategy
+from tests.helpers.trainers import BEST, EVERY_STEP, SPOILED, logged, model, routed, weights
 from tests.integrations.accelerate.test_checkpoints import Loop, names
-from tests.integrations.lightning.test_checkpoints import Net
-from tests.integrations.transformers.test_trainer_checkpoints import hub  # noqa: F401
+from tests.integrations.lightning.test_strategy import Net, trainer_of
+from tests.integrations.transformers.test_trainer_checkpoints import assert_loads, hub  # noqa: F401
 
-pytestmark = [pytest.mark.usefixtures("plain_process"), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 BESIDE = {"checkpoint": {"async_save": True}}
 
@@ -90,10 +83,12 @@ def held(
     gate: Gate, folder: Path, stage: int = 3, **changes: Any
 ) -> tuple[transformers.Trainer, Held]:
     watch = Held(gate)
-    watch.run = routed(
-        "ours", stage, folder, config=BESIDE, **EVERY_STEP, callbacks=[watch], **changes
-    )
+    watch.run = beside(folder, stage, **EVERY_STEP, callbacks=[watch], **changes)
     return watch.run, watch
+
+
+def beside(folder: Path, stage: int = 3, *architecture: str, **changes: Any) -> Any:
+    return routed("ours", stage, folder, *architecture, config=BESIDE, **changes)
 
 
 def left(folder: Path) -> list[str]:
@@ -125,24 +120,20 @@ def test_training_goes_on_from_what_was_saved_beside_it(gate: Gate, tmp_path: Pa
     constant: dict[str, Any] = {"lr_scheduler_type": "constant"}
     whole = routed("ours", 2, tmp_path / "whole", max_steps=6, **constant)
     whole.train()
-    routed(
-        "ours", 3, tmp_path / "run", config=BESIDE, **EVERY_STEP, **constant, save_total_limit=1
-    ).train()
-    resumed = routed("ours", 2, tmp_path / "run", config=BESIDE, max_steps=6, **constant)
+    beside(tmp_path / "run", **EVERY_STEP, **constant, save_total_limit=1).train()
+    resumed = beside(tmp_path / "run", 2, max_steps=6, **constant)
     resumed.train(resume_from_checkpoint=True)
     assert logged(resumed) == pytest.approx(logged(whole), rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "better", [True, False], ids=["the last is the best", "the first is the best"]
-)
+@pytest.mark.parametrize("better", [True, False], ids=["last is the best", "first is the best"])
 def test_the_best_model_is_loaded_though_it_is_still_being_written(
     better: bool, gate: Gate, tmp_path: Path, heard: list[str]
 ) -> None:
     gate.open.set()
     gate.seconds = 0.3
     best = {**BEST, "learning_rate": 1e-3 if better else 0.5}
-    run = routed("ours", 3, tmp_path, config=BESIDE, **EVERY_STEP, **best, save_total_limit=1)
+    run = beside(tmp_path, **EVERY_STEP, **best, save_total_limit=1)
     run.train()
     losses = logged(run, "eval_loss")
     assert min(losses) == losses[-1 if better else 0]
@@ -151,21 +142,15 @@ def test_the_best_model_is_loaded_though_it_is_still_being_written(
     assert run.evaluate()["eval_loss"] == pytest.approx(min(losses), rel=1e-6)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_the_best_adapters_are_loaded(stage: int, gate: Gate, tmp_path: Path) -> None:
+def test_the_best_adapters_are_loaded(gate: Gate, tmp_path: Path) -> None:
     gate.open.set()
     gate.seconds = 0.1
-    best = {**BEST, "learning_rate": 5.0}
     lora = peft.LoraConfig(
         r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", init_lora_weights=False
     )
-    changes: dict[str, Any] = {
-        **EVERY_STEP,
-        **best,
-        "save_total_limit": 1,
-        "model": peft.get_peft_model(model("gpt2"), lora),
-    }
-    run = routed("ours", stage, tmp_path, "gpt2", config=BESIDE, **changes)
+    changes: dict[str, Any] = {**EVERY_STEP, **BEST, "learning_rate": 5.0, "save_total_limit": 1}
+    changes["model"] = peft.get_peft_model(model("gpt2"), lora)
+    run = beside(tmp_path, 3, "gpt2", **changes)
     run.train()
     losses = logged(run, "eval_loss")
     assert min(losses) == losses[0] < losses[-1] and left(tmp_path) == ["checkpoint-1"]
@@ -176,59 +161,50 @@ def test_the_best_adapters_are_loaded(stage: int, gate: Gate, tmp_path: Path) ->
     assert all(torch.equal(loaded.state_dict()[name], value) for name, value in expected.items())
 
 
+class Tearing(transformers.TrainerCallback):
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for shard in (Path(args.output_dir) / "checkpoint-1").rglob("rank-*"):
+            os.truncate(shard, 100)
+
+
 def test_a_torn_best_one_is_no_reason_to_delete_the_last(tmp_path: Path, heard: list[str]) -> None:
     """With a metric and a limit of one the Trainer deletes all but the best at the end, loaded
     or not.
     """
-
-    class Tearing(transformers.TrainerCallback):
-        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            for shard in (tmp_path / "checkpoint-1").rglob("rank-*"):
-                os.truncate(shard, 100)
-
     best = {**SPOILED, "metric_for_best_model": "loss", "save_total_limit": 1}
     routed("ours", 2, tmp_path, **EVERY_STEP, **best, callbacks=[Tearing()]).train()
     assert trainer_folder_error(tmp_path / "checkpoint-4") == ""
-    assert any(
-        "the best checkpoint" in text and "checkpoint-1 is not whole" in text for text in heard
-    )
+    told = [text for text in heard if "the best checkpoint" in text]
+    assert any("checkpoint-1 is not whole" in text for text in told)
 
 
-@pytest.mark.parametrize("strategy", ["every_save", "checkpoint", "all_checkpoints", "end"])
+PUSHED = {"push_to_hub": True, "hub_model_id": "someone/tiny", "hub_always_push": True}
+UPLOADED = {
+    "every_save": [],
+    "end": [],
+    "checkpoint": ["last-checkpoint"],
+    "all_checkpoints": [f"checkpoint-{step}" for step in (1, 2, 3, 4)],
+}
+
+
+@pytest.mark.parametrize("strategy", UPLOADED)
 def test_what_is_pushed_is_whole(strategy: str, gate: Gate, hub: Path, tmp_path: Path) -> None:  # noqa: F811
     gate.open.set()
     gate.seconds = 0.3
-    pushed = {
-        "push_to_hub": True,
-        "hub_model_id": "someone/tiny",
-        "hub_strategy": strategy,
-        "hub_always_push": True,
-    }
-    run = routed(
-        "ours", 3, tmp_path / "run", config=BESIDE, **EVERY_STEP, **pushed, save_total_limit=1
-    )
+    pushed = {**EVERY_STEP, **PUSHED, "hub_strategy": strategy, "save_total_limit": 1}
+    run = beside(tmp_path / "run", **pushed)
     run.train()
     if strategy == "end":
         assert not hub.exists()
         run.push_to_hub()
-    uploaded = {
-        "checkpoint": ["last-checkpoint"],
-        "all_checkpoints": [f"checkpoint-{step}" for step in (1, 2, 3, 4)],
-    }.get(strategy, [])
-    assert sorted(item.name for item in hub.iterdir() if item.is_dir()) == uploaded
-    for name in uploaded:
+    assert sorted(item.name for item in hub.iterdir() if item.is_dir()) == UPLOADED[strategy]
+    for name in UPLOADED[strategy]:
         assert trainer_folder_error(hub / name) == ""
     assert not [path for path in hub.rglob("*") if path.name.startswith(find.RESERVED)]
-    loaded, info = transformers.AutoModelForMaskedLM.from_pretrained(hub, output_loading_info=True)
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert all(
-        torch.equal(value, weights(run)[name]) for name, value in loaded.state_dict().items()
-    )
+    assert_loads(hub, weights(run))
 
 
-@pytest.mark.parametrize("pushed", [False, True])
 def test_a_save_that_is_asked_for_gathers_and_checkpoints_follow_the_key(
-    pushed: bool,
     gate: Gate,
     hub: Path,  # noqa: F811
     tmp_path: Path,
@@ -239,34 +215,22 @@ def test_a_save_that_is_asked_for_gathers_and_checkpoints_follow_the_key(
     """
     gate.open.set()
     gate.seconds = 0.3
-    stage = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}}
-    run = routed(
-        "ours",
-        3,
-        tmp_path / "run",
-        config={**BESIDE, **stage},
-        push_to_hub=pushed,
-        hub_model_id="someone/tiny",
-        save_strategy="steps",
-        save_steps=4,
-    )
+    stage = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}
+    config = {**BESIDE, "zero_optimization": stage}
+    given = {"push_to_hub": True, "hub_model_id": "someone/tiny"}
+    given |= {"save_strategy": "steps", "save_steps": 4}
+    run = routed("ours", 3, tmp_path / "run", config=config, **given)
     run.train()
-    checkpoints = [*(tmp_path / "run").glob("checkpoint-*")]
-    assert checkpoints
-    for folder in checkpoints:
-        assert engine_checkpoint_error(folder) == ""
-        assert not [*folder.glob("model*.safetensors")]
-        told = [line for line in heard_in_full if line.startswith(f"saved {folder}/")]
-        assert len(told) == 1 and (folder / "config.json").is_file()  # one save, not two
+    (folder,) = (tmp_path / "run").glob("checkpoint-*")
+    assert engine_checkpoint_error(folder) == ""
+    assert not [*folder.glob("model*.safetensors")]
+    told = [line for line in heard_in_full if line.startswith(f"saved {folder}/")]
+    assert len(told) == 1 and (folder / "config.json").is_file()  # one save, not two
     assert sum("checkpoints hold shards and no model.safetensors" in x for x in heard_in_full) == 1
-    if pushed:
-        run.push_to_hub()
-    else:
-        run.save_model(str(tmp_path / "model"))
-    saved = hub if pushed else tmp_path / "model"
-    loaded = transformers.AutoModelForMaskedLM.from_pretrained(saved)
-    trained = weights(run)
-    assert all(torch.equal(value, trained[name]) for name, value in loaded.state_dict().items())
+    run.push_to_hub()
+    run.save_model(str(tmp_path / "model"))
+    for saved in (hub, tmp_path / "model"):
+        assert_loads(saved, weights(run))
 
 
 def test_the_limit_of_accelerate_waits_for_the_new_one(
@@ -278,9 +242,8 @@ def test_the_limit_of_accelerate_waits_for_the_new_one(
         loop.step()
         gate.open.clear()
         loop.accelerator.save_state()
-        assert names(tmp_path) == [
-            f"checkpoint_{each}" for each in range(max(number - 1, 0), number + 1)
-        ]
+        newest = range(max(number - 1, 0), number + 1)
+        assert names(tmp_path) == [f"checkpoint_{each}" for each in newest]
         gate.open.set()
         engine.wait_for_checkpoint()
         assert names(tmp_path) == [f"checkpoint_{number}"]
@@ -315,18 +278,16 @@ class HeldFit(Callback):
         trainer.strategy.model.wait_for_checkpoint()
 
 
-def strategies() -> dict[str, Any]:
-    from hf_zero.integrations.lightning import ZeroStrategy
-
-    zero = {"zero_optimization": {"stage": 2}, **BESIDE}
-    theirs = {**zero, "train_micro_batch_size_per_gpu": 3}
-    return {
-        "ours": lambda: ZeroStrategy(config=zero),
-        "Lightning's own": lambda: DeepSpeedStrategy(config=theirs),
-    }
+ZERO = {"zero_optimization": {"stage": 2}, **BESIDE}
+STRATEGIES: dict[str, Any] = {
+    "ours": lambda: ZeroStrategy(config=ZERO),
+    "Lightning's own": lambda: DeepSpeedStrategy(
+        config={**ZERO, "train_micro_batch_size_per_gpu": 3}
+    ),
+}
 
 
-@pytest.mark.parametrize("strategy", ["ours", "Lightning's own"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_best_of_lightning_waits_for_the_new_one(
     strategy: str, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,11 +298,8 @@ def test_the_best_of_lightning_waits_for_the_new_one(
     )
     keeping = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", save_top_k=1)
     watch = HeldFit(gate, tmp_path)
-    trainer = pl.Trainer(
-        strategy=strategies()[strategy](), devices=1, accelerator="cpu", max_epochs=3,
-        callbacks=[keeping, watch], logger=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+    trainer = trainer_of(3, keeping, strategy=STRATEGIES[strategy]())
+    trainer.callbacks.append(watch)
     trainer.fit(Net())
     assert watch.whole == [[], [], ["epoch=0.ckpt"], ["epoch=1.ckpt"]]
     assert [item.name for item in tmp_path.iterdir()] == ["epoch=2.ckpt"]

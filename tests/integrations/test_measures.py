@@ -4,32 +4,31 @@ checkpoints and in monitors, and values that are those of the same route in a pl
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import deepspeed
+import lightning.pytorch as pl
 import pytest
 import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 import hf_zero
+from hf_zero.integrations.lightning import ZeroStrategy
 from hf_zero.measures.figures import tracked
 from hf_zero.measures.metrics_file import read_metrics, read_rows
 from hf_zero.measures.step import FORMER
 from tests.helpers.engines import start
-from tests.helpers.models import VOCAB
 from tests.helpers.plain_process import forget
 from tests.helpers.trainers import EVERY_STEP, ROWS_A_BATCH, STEPS, model, options, rows, trainer
 from tests.integrations.accelerate.test_loop import accelerator_with
-from tests.integrations.lightning.test_config_keys import module_of
-
-pytestmark = pytest.mark.usefixtures("plain_process")
+from tests.integrations.lightning.test_strategy import QUIET, module_of
 
 Config = dict[str, Any]
 Row = dict[str, Any]
@@ -77,54 +76,25 @@ def batches() -> Any:
     return DataLoader(data(), batch_size=ROWS_A_BATCH)  # type: ignore[arg-type]
 
 
-def of_a_trainer(folder: Path, build: Callable[[Config], transformers.Trainer]) -> Seen:
+def of_the_trainer(folder: Path, zero: Config | None) -> Seen:
     seen: list[Row] = []
 
     class Reporter(transformers.TrainerCallback):
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             seen.extend([dict(logs)] if "loss" in logs else [])
 
+    epoch = {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": MICROS}
+    given = options(folder, **EVERY_STEP, **epoch, report_to="seen")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(INTEGRATION_TO_CALLBACK, "seen", Reporter)
-        epoch = {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": MICROS}
-        run = build(options(folder, **EVERY_STEP, **epoch, report_to="seen"))
+        args = transformers.TrainingArguments(**given)
+        if zero is not None:
+            args = hf_zero.TrainingArguments(**given, zero_config=zero)
+        run = trainer(args, "llama", train_dataset=data())
     run.train()
     logged = [row for row in run.state.log_history if "loss" in row]
     assert [row.keys() - {"step"} for row in logged] == [row.keys() for row in seen]
     return Seen(seen, [row["loss"] for row in seen])
-
-
-def of_the_trainer(folder: Path, zero: Config | None) -> Seen:
-    def build(given: Config) -> transformers.Trainer:
-        args = transformers.TrainingArguments(**given)
-        if zero is not None:
-            args = hf_zero.TrainingArguments(**given, zero_config=zero)
-        return trainer(args, "llama", train_dataset=data())
-
-    return of_a_trainer(folder, build)
-
-
-def of_trl(folder: Path, zero: Config | None) -> Seen:
-    trl = pytest.importorskip("trl")
-    from datasets import Dataset
-    from tokenizers import Tokenizer, models
-
-    words = {"<pad>": 0, "<eos>": 1, **{f"w{number}": number for number in range(2, VOCAB)}}
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, "<pad>")),
-        pad_token="<pad>",
-        eos_token="<eos>",
-    )
-    ids = [{"input_ids": row["input_ids"].tolist()} for row in data()]
-
-    def build(given: Config) -> transformers.Trainer:
-        args = trl.SFTConfig(**given, bf16=False, **({} if zero is None else {"deepspeed": zero}))
-        found: transformers.Trainer = trl.SFTTrainer(
-            model("llama"), args, train_dataset=Dataset.from_list(ids), processing_class=tokenizer
-        )
-        return found
-
-    return of_a_trainer(folder, build)
 
 
 def of_accelerate(folder: Path, zero: Config | None) -> Seen:
@@ -145,13 +115,12 @@ def of_accelerate(folder: Path, zero: Config | None) -> Seen:
         def log(self, values: Row, step: int | None = None, **_: Any) -> None:
             seen.append(values)
 
-    given: Config = {"log_with": [Tracker()], "gradient_accumulation_steps": MICROS}
+    windows = {"gradient_accumulation_steps": MICROS}
+    given: Config = {"log_with": [Tracker()], **windows}
     if zero is None:
         accelerator = Accelerator(cpu=True, **given)
     else:
-        accelerator = accelerator_with(
-            zero | {"gradient_accumulation_steps": MICROS, "gradient_clipping": 0.0}, **given
-        )
+        accelerator = accelerator_with(zero | windows | {"gradient_clipping": 0.0}, **given)
     accelerator.init_trackers("run")
     net = model("llama")
     net, optimizer, loader = accelerator.prepare(
@@ -178,11 +147,6 @@ def of_accelerate(folder: Path, zero: Config | None) -> Seen:
 
 
 def of_lightning(folder: Path, zero: Config | None, bar: bool = False) -> Seen:
-    pl = pytest.importorskip("lightning.pytorch")
-    from lightning.pytorch.loggers.logger import DummyLogger
-
-    from hf_zero.integrations.lightning import ZeroStrategy
-
     seen: list[Row] = []
 
     class Tracker(DummyLogger):  # type: ignore[misc]
@@ -191,15 +155,11 @@ def of_lightning(folder: Path, zero: Config | None, bar: bool = False) -> Seen:
 
     strategy = "auto" if zero is None else ZeroStrategy(config=zero)
     module = module_of("llama")
-    fit = pl.Trainer(
-        accelerator="cpu", devices=1, strategy=strategy, max_epochs=1,
-        accumulate_grad_batches=MICROS, logger=Tracker(), log_every_n_steps=1,
-        enable_progress_bar=bar, enable_checkpointing=False, enable_model_summary=False,
-        default_root_dir=str(folder), use_distributed_sampler=False,
-    )  # fmt: skip
-    fit.fit(module, batches())
+    shown = {"logger": Tracker(), "log_every_n_steps": 1, "enable_progress_bar": bar}
+    given = {**QUIET, **shown, "default_root_dir": str(folder), "accumulate_grad_batches": MICROS}
+    pl.Trainer(strategy=strategy, max_epochs=1, **given).fit(module, batches())
     if zero is not None:
-        fit.strategy.engine.destroy()
+        strategy.engine.destroy()
     return Seen(seen, means(module.losses))
 
 
@@ -233,7 +193,6 @@ def of_a_loop(folder: Path, zero: Config | None) -> Seen:
 
 ROUTES = {
     "trainer": of_the_trainer,
-    "trl": of_trl,
     "accelerate": of_accelerate,
     "lightning": of_lightning,
     "loop": of_a_loop,
@@ -282,14 +241,7 @@ def test_each_route_has_the_same_measures(
 
 
 @pytest.mark.parametrize(
-    "route, steps",
-    [
-        ("trainer", []),
-        ("accelerate", [1]),
-        ("lightning", [1]),
-        ("lightning's bar", []),
-        ("loop", [1]),
-    ],
+    "route, steps", [("trainer", []), ("lightning", [1]), ("lightning's bar", []), ("loop", [1])]
 )
 def test_a_route_that_shows_no_steps_has_a_line_of_the_first(
     route: str, steps: list[int], tmp_path: Path, heard_in_full: list[str]

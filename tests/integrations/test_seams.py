@@ -28,13 +28,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @in_one_item(seams.SEAMS, named=lambda seam: seam.target)
-def test_the_signature_is_the_one_that_was_read(seam: Seam) -> None:
+def test_a_seam_is_in_and_the_signature_is_the_one_that_was_read(seam: Seam) -> None:
     _, _, found = seam.locate(importlib.import_module(seam.module))
-    assert seams.describe(inspect.unwrap(getattr(found, "__func__", found))) == seam.signature
-
-
-@in_one_item(seams.SEAMS, named=lambda seam: seam.target)
-def test_the_installed_release_is_supported(seam: Seam) -> None:
+    function = getattr(found, "__func__", found)
+    assert getattr(function, seams.MARK) == seam.target
+    assert seams.describe(inspect.unwrap(function)) == seam.signature
     assert importlib.metadata.version(seam.package) in SpecifierSet(seam.versions)
 
 
@@ -50,12 +48,6 @@ def test_the_least_release_that_pip_installs_is_supported() -> None:
     for seam in seams.SEAMS:
         package = seam.package.replace("pytorch_", "")  # the same release under another name
         assert least[package] in SpecifierSet(seam.versions), seam.target
-
-
-@in_one_item(seams.SEAMS, named=lambda seam: seam.target)
-def test_the_seam_is_in(seam: Seam) -> None:
-    _, _, found = seam.locate(importlib.import_module(seam.module))
-    assert getattr(getattr(found, "__func__", found), seams.MARK) == seam.target
 
 
 def test_each_target_is_listed_once_and_watched() -> None:
@@ -94,6 +86,7 @@ class Box:
 def plain(a, b=2):
     return a + b
 """
+INSTALLER = "from hf_zero.integrations import finder\nfinder.install_hooks()\n"
 
 
 def louder(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,7 +97,7 @@ def louder(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def seam(target: str, signature: str) -> Seam:
-    return Seam(target, signature, f"{__name__}:louder", ">=1", "a test needs it")
+    return Seam(f"seamed.parts:{target}", signature, f"{__name__}:louder", ">=1", "a test needs it")
 
 
 @pytest.fixture
@@ -117,20 +110,11 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "seamed" / "other.py").write_text("")
     (tmp_path / "seamed" / "parts.py").write_text(BODY.format(during="math"))
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(
-        sys,
-        "meta_path",
-        [item for item in sys.meta_path if not isinstance(item, finder.SeamFinder)],
-    )
+    kept = [item for item in sys.meta_path if not isinstance(item, finder.SeamFinder)]
+    monkeypatch.setattr(sys, "meta_path", kept)
     monkeypatch.setattr(finder, "WATCHED", ("seamed",))
-    monkeypatch.setattr(
-        seams,
-        "SEAMS",
-        (
-            seam("seamed.parts:Box.open", "(self, width=1, *, deep=False)"),
-            seam("seamed.parts:plain", "(a, b=2)"),
-        ),
-    )
+    found = (seam("Box.open", "(self, width=1, *, deep=False)"), seam("plain", "(a, b=2)"))
+    monkeypatch.setattr(seams, "SEAMS", found)
     seams.modules.cache_clear()
     yield tmp_path / "seamed"
     seams.modules.cache_clear()
@@ -142,18 +126,16 @@ def parts() -> Any:
     return importlib.import_module("seamed.parts")
 
 
-def test_a_hook_puts_the_seams_in(package: Path) -> None:
+def test_a_hook_puts_the_seams_in_and_the_module_looks_untouched(package: Path) -> None:
+    """Looking for the module does not put them in; a reload puts them in once."""
     finder.install_hooks()
+    spec = importlib.util.find_spec("seamed.parts")
+    assert spec is not None and "seamed.parts" not in sys.modules
     module = parts()
     assert module.plain(1) == 300
     assert module.Box().open(4, deep=True) == 400
     assert module.Box.open.__name__ == "open"
     assert inspect.signature(module.plain) == inspect.signature(lambda a, b=2: None)
-
-
-def test_the_module_looks_untouched(package: Path) -> None:
-    finder.install_hooks()
-    module = parts()
     assert type(module.__loader__) is importlib.machinery.SourceFileLoader
     assert "exec_module" not in vars(module.__loader__)
     assert module.__spec__.loader is module.__loader__
@@ -161,18 +143,7 @@ def test_the_module_looks_untouched(package: Path) -> None:
     assert "return a + b" in inspect.getsource(module.plain)
     assert pickle.loads(pickle.dumps(module.plain)) is module.plain
     assert pickle.loads(pickle.dumps(module.Box())).open(1) == 100
-
-
-def test_looking_for_a_module_does_not_put_them_in(package: Path) -> None:
-    finder.install_hooks()
-    spec = importlib.util.find_spec("seamed.parts")
-    assert spec is not None and "seamed.parts" not in sys.modules
-    assert parts().plain(1) == 300
-
-
-def test_a_reload_puts_them_in_once(package: Path) -> None:
-    finder.install_hooks()
-    module = importlib.reload(parts())
+    module = importlib.reload(module)
     assert module.plain(1) == 300
     seams.apply(module)
     assert module.plain(1) == 300
@@ -185,24 +156,16 @@ def test_modules_imported_before_get_them_too(package: Path) -> None:
     assert module.plain(1) == 300
 
 
-def test_a_module_that_is_still_running_gets_them_later(package: Path) -> None:
+@pytest.mark.parametrize("later", ["when asked", "by the next import of the library"])
+def test_a_module_that_is_still_running_gets_them_later(package: Path, later: str) -> None:
     (package / "parts.py").write_text(BODY.format(during="seamed.installer"))
-    (package / "installer.py").write_text(
-        "from hf_zero.integrations import finder\nfinder.install_hooks()\n"
-    )
+    (package / "installer.py").write_text(INSTALLER)
     module = parts()
     assert module.plain(1) == 3
-    finder.apply_late()
-    assert module.plain(1) == 300
-
-
-def test_the_next_import_of_the_library_catches_up(package: Path) -> None:
-    (package / "parts.py").write_text(BODY.format(during="seamed.installer"))
-    (package / "installer.py").write_text(
-        "from hf_zero.integrations import finder\nfinder.install_hooks()\n"
-    )
-    module = parts()
-    importlib.import_module("seamed.other")
+    if later == "when asked":
+        finder.apply_late()
+    else:
+        importlib.import_module("seamed.other")
     assert module.plain(1) == 300
 
 
@@ -214,35 +177,19 @@ def test_a_missing_module_is_still_missing(package: Path) -> None:
 
 
 def test_a_static_method_stays_one(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seams, "SEAMS", (seam("seamed.parts:Box.still", "(width)"),))
+    monkeypatch.setattr(seams, "SEAMS", (seam("Box.still", "(width)"),))
     finder.install_hooks()
     assert parts().Box.still(2) == parts().Box().still(2) == 200
     seams.apply(parts())
     assert parts().Box.still(2) == 200
 
 
-@pytest.fixture
-def warnings(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> pytest.LogCaptureFixture:
+def test_what_changed_in_another_release_is_named(
+    package: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(logging.getLogger("hf_zero"), "propagate", True)
-    return caplog
-
-
-def test_a_symbol_that_is_gone_is_named(
-    package: Path, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(seams, "SEAMS", (seam("seamed.parts:Box.close", "(self)"),))
-    finder.install_hooks()
-    parts()
-    assert "seamed.parts:Box.close is gone" in warnings.text
-    assert "Install seamed>=1" in warnings.text
-
-
-def test_a_signature_that_changed_is_named(
-    package: Path, monkeypatch: pytest.MonkeyPatch, warnings: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(seams, "SEAMS", (seam("seamed.parts:plain", "(a)"),))
+    monkeypatch.setattr(seams, "SEAMS", (seam("Box.close", "(self)"), seam("plain", "(a)")))
     finder.install_hooks()
     assert parts().plain(1) == 300
-    assert "seamed.parts:plain takes (a, b=2), hf-zero was read against (a)" in warnings.text
+    assert "seamed.parts:Box.close is gone" in caplog.text and "Install seamed>=1" in caplog.text
+    assert "seamed.parts:plain takes (a, b=2), hf-zero was read against (a)" in caplog.text

@@ -1,5 +1,5 @@
 """Values keep the place where they were written, through Accelerate's and the Trainer's hands; a
-path that is wrong is named.
+path that is wrong is named; nothing of offload is lost.
 """
 
 from __future__ import annotations
@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin, DummyOptim
+from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
-from hf_zero.config import ZeroConfig
+import hf_zero
+from hf_zero.config import OffloadOptimizer, OffloadParam, ZeroConfig
 from hf_zero.config.explaining import written
 from hf_zero.config.launched import LAUNCH_FILE, LAUNCHED_BY, WRITTEN, check_launch
 from hf_zero.errors import ConfigError
-
-accelerate = pytest.importorskip("accelerate")
+from tests.integrations.accelerate.test_loop import assert_close, loader, plain, small, train
 
 YAML = """
 distributed_type: DEEPSPEED
@@ -32,19 +37,16 @@ def shown(plugin: Any) -> dict[str, str]:
     its own.
     """
     config = plugin.deepspeed_config
-    config |= {
-        "train_micro_batch_size_per_gpu": 4,
-        "train_batch_size": 8,
-        "gradient_accumulation_steps": 1,
-    }
-    config |= {"zero_allow_untested_optimizer": True, "bf16": {"enabled": False}}
+    config |= {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1}
+    config |= {"train_batch_size": 8, "bf16": {"enabled": False}}
+    config["zero_allow_untested_optimizer"] = True
     return {row.key: row.source for row in written(ZeroConfig.from_dict(config).explain())}
 
 
 def plugin(monkeypatch: pytest.MonkeyPatch, given: Any = None, **variables: str) -> Any:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    return accelerate.utils.DeepSpeedPlugin(hf_ds_config=given)
+    return DeepSpeedPlugin(hf_ds_config=given)
 
 
 LAUNCHED = {
@@ -72,32 +74,24 @@ def test_the_file_of_accelerate_launch(tmp_path: Path, monkeypatch: pytest.Monke
     assert shown(plugin(monkeypatch))["gradient_clipping"] == "accelerate launch"
 
 
-def test_a_preset_of_hf_zero_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    by = "hf-zero launch --preset zero3"
-    assert shown(plugin(monkeypatch, **LAUNCHED, **{LAUNCHED_BY: by})) == BATCH | dict.fromkeys(
-        ("zero_optimization.stage", "gradient_clipping", KEPT), by
-    )
-
-
 def test_keys_set_beside_a_preset(monkeypatch: pytest.MonkeyPatch) -> None:
-    by = "hf-zero launch --preset zero3 --set gradient_clipping=0.0 --set ..."
-    section = {"stage3_param_persistence_threshold": 0, "offload_optimizer": {"device": "cpu"}}
+    by = "hf-zero launch --preset zero3"
+    keys = ("zero_optimization.stage", "gradient_clipping", KEPT)
+    made = plugin(monkeypatch, **LAUNCHED, **{LAUNCHED_BY: by})
+    assert shown(made) == BATCH | dict.fromkeys(keys, by)
+    by = f"{by} --set gradient_clipping=0.0 --set ..."
+    threshold = {"stage3_param_persistence_threshold": 0}
+    section = threshold | {"offload_optimizer": {"device": "cpu"}}
     given = json.dumps({"gradient_clipping": 0.0, "zero_optimization": section})
-    made = plugin(monkeypatch, **LAUNCHED, **{LAUNCHED_BY: by, WRITTEN: given})
+    made = plugin(monkeypatch, **{LAUNCHED_BY: by, WRITTEN: given})
     config = ZeroConfig.from_dict(made.deepspeed_config, allow_auto=True)
     assert (config.stage, config.gradient_clipping) == (3, 0.0)
     assert config.offload_optimizer.device == "cpu"
-    found = config.sources
-    assert found["zero_optimization.stage3_param_persistence_threshold"] == by
+    assert config.sources["zero_optimization.stage3_param_persistence_threshold"] == by
     check_launch(config)
+    other = made.deepspeed_config | {"zero_optimization": {"stage": 3, **threshold}}
     with pytest.raises(ConfigError, match=r"offload_optimizer cpu .the script: none"):
-        check_launch(
-            ZeroConfig.from_dict(
-                made.deepspeed_config
-                | {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
-                allow_auto=True,
-            )
-        )
+        check_launch(ZeroConfig.from_dict(other, allow_auto=True))
 
 
 @pytest.mark.parametrize("trainer", [False, True])
@@ -120,40 +114,113 @@ def test_the_precision_of_the_launch(
     assert found["bf16.enabled"] == (at_file if source == "file" else source)
 
 
-def test_a_file_or_a_dict_of_the_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "ds.json"
+def test_a_file_a_dict_or_a_preset_of_the_plugin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, own = tmp_path / "ds.json", tmp_path / "own.json"
     file.write_text('{"zero_optimization": {"stage": 2}, "gradient_clipping": "auto"}')
     made = plugin(monkeypatch, str(file))
     made.deepspeed_config["gradient_clipping"] = 1.0
-    expected = BATCH | {
-        "zero_optimization.stage": f"config file {file}: zero_optimization.stage",
-        "gradient_clipping": "Accelerate",
-    }
-    assert shown(made) == expected
-    assert shown(plugin(monkeypatch, {"zero_optimization": {"stage": 2}})) == BATCH | {
-        "zero_optimization.stage": "config dict: zero_optimization.stage"
-    }
+    by_file = {"zero_optimization.stage": f"config file {file}: zero_optimization.stage"}
+    assert shown(made) == BATCH | by_file | {"gradient_clipping": "Accelerate"}
+    own.write_text('{"stage": 1, "gradient_clipping": 1.0}')
+    for given, stage in (
+        ({"zero_optimization": {"stage": 2}}, "config dict: zero_optimization.stage"),
+        ("zero2", "preset zero2"),
+        (str(own), f"config file {own}: stage"),
+    ):
+        assert shown(plugin(monkeypatch, given))["zero_optimization.stage"] == stage
+    for given, says in (
+        ("no/such.json", "config file no/such.json does not exist"),
+        ("zero4", "'zero4' is neither a file, JSON nor a preset"),
+        ("{", "is not valid JSON"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            plugin(monkeypatch, given)
+
+
+# -- offload --------------------------------------------------------------------------------------
+
+CPU = {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": "auto"}}
+ADAMW = {"lr": 1e-2, "eps": 1e-6, "betas": (0.8, 0.9), "weight_decay": 0.1}
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, **ADAMW),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2),
+    "of the configuration": lambda parameters: torch.optim.AdamW(
+        parameters, lr=1e-2, eps=1e-6, weight_decay=0.1
+    ),
+}
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ("no/such.json", "config file no/such.json does not exist"),
-        ("zero4", "is neither a file, JSON nor a preset"),
-        ("{", "is not valid JSON"),
-    ],
+    ("name", "force"),
+    [("AdamW", True), ("SGD", True), ("Adagrad", False), ("of the configuration", None)],
 )
-def test_what_is_no_config_is_named(monkeypatch: pytest.MonkeyPatch, given: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        plugin(monkeypatch, given)
+def test_the_optimizer_that_trains(name: str, force: bool | None) -> None:
+    """Accelerate would train an Adam in place of the script's SGD, and one without the betas of a
+    group that was added later.
+    """
+    model, reference = small(), small()
+    if force is None:
+        params = {"lr": "auto", "weight_decay": "auto", "eps": 1e-6}
+        keys: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": params}}
+        optimizer: Any = DummyOptim(model.parameters(), lr=1e-2, weight_decay=0.1)
+    else:
+        keys = {"zero_force_ds_cpu_optimizer": force}
+        optimizer = OPTIMIZERS[name](model.parameters())
+    config = {"zero_optimization": CPU, "train_micro_batch_size_per_gpu": "auto", **keys}
+    ours = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    engine, optimizer, data = ours.prepare(model, optimizer, loader())
+    theirs = OPTIMIZERS[name](reference.parameters())
+    assert type(optimizer.optimizer) is type(theirs)
+    assert engine.config.offload_optimizer == OffloadOptimizer("cpu", ratio="auto")
+    assert_close(train(ours, engine, data, optimizer), plain(reference, theirs))
 
 
-def test_presets_and_our_keywords_are_taken(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    assert shown(plugin(monkeypatch, "zero2"))["zero_optimization.stage"] == "preset zero2"
-    (tmp_path / "own.json").write_text('{"stage": 1, "gradient_clipping": 1.0}')
-    assert (
-        shown(plugin(monkeypatch, str(tmp_path / "own.json")))["zero_optimization.stage"]
-        == f"config file {tmp_path / 'own.json'}: stage"
-    )
+def test_accelerate_and_transformers_know_that_it_is_on() -> None:
+    for device, offloads in (("cpu", True), ("nvme", True), ("none", False)):
+        section = {"device": device, "nvme_path": "/local_nvme"}
+        shown = ZeroConfig(3, offload_param=section, offload_optimizer="none").to_dict()
+        assert DeepSpeedPlugin(hf_ds_config=shown).hf_ds_config.is_offload() is offloads
+        assert HfDeepSpeedConfig(shown).is_offload() is offloads
+
+
+def test_the_words_of_an_accelerate_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """``accelerate launch`` passes them on in the environment; what is not said there is the
+    word none. A file of DeepSpeed may leave devices to them.
+    """
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "nvme")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH", "/local_nvme")
+    plugin = DeepSpeedPlugin(zero_stage=3, gradient_accumulation_steps=1)
+    config = ZeroConfig.from_dict(plugin.deepspeed_config, allow_auto=True)
+    assert config.offload_optimizer == OffloadOptimizer("nvme", ("/local_nvme",))
+    assert config.offload_param == OffloadParam()
+    assert plugin.hf_ds_config.is_offload()
+
+    holes = {"device": "auto", "nvme_path": "auto"}
+    zero = {"stage": 2, "offload_optimizer": {**holes, "ratio": "auto"}, "offload_param": holes}
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
+    for said in ("none", "cpu"):
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", said)
+        plugin = DeepSpeedPlugin(hf_ds_config=str(tmp_path / "ds.json"))
+        plugin.deepspeed_config_process(must_match=False)
+        config = ZeroConfig.from_dict(plugin.deepspeed_config).resolve(1)
+        found = config.offload_optimizer
+        assert (found.device, found.ratio, config.offload_param) == (said, "auto", OffloadParam())
+
+
+@pytest.mark.parametrize("route", ["ours", "stock"])
+def test_the_arguments_of_a_trainer(route: str, tmp_path: Path) -> None:
+    config = {"zero_optimization": CPU, "kernels": "auto"}
+    shared: dict[str, Any] = {"output_dir": str(tmp_path), "report_to": "none", "use_cpu": True}
+    if route == "ours":
+        args: Any = hf_zero.TrainingArguments(**shared, zero_config=config)
+    else:
+        args = transformers.TrainingArguments(**shared, deepspeed=config)
+    live = args.deepspeed_plugin.hf_ds_config
+    args.deepspeed_plugin.deepspeed_config_process(must_match=False)
+    assert live.is_offload()
+    assert live.config["zero_optimization"]["offload_optimizer"]["ratio"] == "auto"
+    found = ZeroConfig.from_dict(live.config, allow_auto=True).offload_optimizer
+    assert found == OffloadOptimizer("cpu", ratio="auto")

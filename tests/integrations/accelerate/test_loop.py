@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-import copy
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -20,27 +20,20 @@ from torch.utils.data import DataLoader
 from transformers import AutoModel, BertConfig, BertForSequenceClassification, BertModel
 
 from hf_zero.engine import Engine
-from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.zero.layout.parameter import ReleasedParameter
-
-pytestmark = pytest.mark.usefixtures("plain_process")
+from tests.helpers.plain_process import forget
 
 STEPS = 3
+SIZES = {
+    "vocab_size": 31, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24,
+    "max_position_embeddings": 8,
+}  # fmt: skip
 
 
 def small(seed: int = 3) -> BertForSequenceClassification:
     torch.manual_seed(seed)
-    config = BertConfig(
-        vocab_size=31,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=24,
-        max_position_embeddings=8,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return BertForSequenceClassification(config)
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForSequenceClassification(BertConfig(**SIZES, num_hidden_layers=2, **dropout))
 
 
 def batches(count: int = STEPS) -> list[dict[str, torch.Tensor]]:
@@ -62,6 +55,13 @@ def accelerator_with(config: dict[str, Any], **arguments: Any) -> Accelerator:
     )
     config.setdefault("train_micro_batch_size_per_gpu", "auto")
     return Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), **arguments)
+
+
+def prepared(accelerator: Accelerator) -> tuple[Any, Any, Any]:
+    """Return an engine, its AdamW and a loader."""
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return accelerator.prepare(model, optimizer, loader())
 
 
 def train(
@@ -96,65 +96,56 @@ def plain(
     return losses
 
 
+def assert_close(found: list[float], expected: list[float], **tolerances: float) -> None:
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), **tolerances)
+
+
+def falling(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
 def test_optimizer_and_schedule_of_the_script() -> None:
     model, reference = small(), small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     accelerator = accelerator_with({"gradient_clipping": 0.1})
-    model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, loader(), scheduler)
+    model, optimizer, data, scheduler = accelerator.prepare(
+        model, optimizer, loader(), falling(optimizer)
+    )
     assert isinstance(model, Engine) and isinstance(model, deepspeed.DeepSpeedEngine)
     assert accelerator.unwrap_model(model) is model.module
     assert model.train_micro_batch_size_per_gpu() == 4
     theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-6)
-    expected = plain(
-        reference,
-        theirs,
-        torch.optim.lr_scheduler.LambdaLR(theirs, lambda step: 1 / (1 + step)),
-        clip=0.1,
-    )
-    torch.testing.assert_close(
-        torch.tensor(train(accelerator, model, data, optimizer, scheduler)), torch.tensor(expected)
-    )
+    expected = plain(reference, theirs, falling(theirs), clip=0.1)
+    assert_close(train(accelerator, model, data, optimizer, scheduler), expected)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / (1 + STEPS))
     assert not optimizer.step_was_skipped
 
 
-@pytest.mark.parametrize("written", [{}, {"stage3_gather_16bit_weights_on_model_save": False}])
-def test_a_save_of_the_model_gathers_it_whatever_the_key_says(
-    written: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_save_of_the_model_gathers_it_whatever_the_key_says(tmp_path: Path) -> None:
     """accelerate's YAML writes false for a stage without zero3_save_16bit_model."""
-    model = small()
-    accelerator = accelerator_with({"zero_optimization": {"stage": 3, **written}})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer, data = accelerator.prepare(model, optimizer, loader())
-    train(accelerator, model, data, optimizer)
-    expected = model._zero3_consolidated_16bit_state_dict()
-    accelerator.save_model(model, str(tmp_path / "model"))
-    unwrapped, state = accelerator.unwrap_model(model), accelerator.get_state_dict(model)
-    unwrapped.save_pretrained(tmp_path / "pretrained", state_dict=state)
-    for folder in ("model", "pretrained"):
-        saved = load_file(tmp_path / folder / "model.safetensors")
-        assert saved.keys() == expected.keys()
-        assert all(torch.equal(value, expected[name]) for name, value in saved.items())
+    for written in ({}, {"stage3_gather_16bit_weights_on_model_save": False}):
+        accelerator = accelerator_with({"zero_optimization": {"stage": 3, **written}})
+        model, optimizer, data = prepared(accelerator)
+        train(accelerator, model, data, optimizer)
+        expected = model._zero3_consolidated_16bit_state_dict()
+        accelerator.save_model(model, str(tmp_path / "model"))
+        unwrapped, state = accelerator.unwrap_model(model), accelerator.get_state_dict(model)
+        unwrapped.save_pretrained(tmp_path / "pretrained", state_dict=state)
+        for folder in ("model", "pretrained"):
+            saved = load_file(tmp_path / folder / "model.safetensors")
+            assert saved.keys() == expected.keys()
+            assert all(torch.equal(value, expected[name]) for name, value in saved.items())
+        accelerator.free_memory()
+        forget()
 
 
 def test_optimizer_and_schedule_of_the_configuration() -> None:
     model, reference = small(), small()
+    rates = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")
+    params = {"lr": "auto", "weight_decay": "auto", "eps": 1e-6}
     config = {
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": "auto", "weight_decay": "auto", "eps": 1e-6},
-        },
-        "scheduler": {
-            "type": "WarmupLR",
-            "params": {
-                "warmup_min_lr": "auto",
-                "warmup_max_lr": "auto",
-                "warmup_num_steps": "auto",
-                "warmup_type": "linear",
-            },
-        },
+        "optimizer": {"type": "AdamW", "params": params},
+        "scheduler": {"type": "WarmupLR", "params": {**rates, "warmup_type": "linear"}},
     }
     accelerator = accelerator_with(config)
     dummy = DummyOptim(model.parameters(), lr=1e-2, weight_decay=0.1)
@@ -162,12 +153,9 @@ def test_optimizer_and_schedule_of_the_configuration() -> None:
         model, dummy, loader(), DummyScheduler(dummy, warmup_num_steps=4)
     )
     theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-6, weight_decay=0.1)
-    expected = plain(
-        reference, theirs, deepspeed.runtime.lr_schedules.WarmupLR(theirs, 0, 1e-2, 4, "linear")
-    )
-    torch.testing.assert_close(
-        torch.tensor(train(accelerator, model, data, optimizer, scheduler)), torch.tensor(expected)
-    )
+    warmup = deepspeed.runtime.lr_schedules.WarmupLR(theirs, 0, 1e-2, 4, "linear")
+    expected = plain(reference, theirs, warmup)
+    assert_close(train(accelerator, model, data, optimizer, scheduler), expected)
     assert type(optimizer.optimizer) is torch.optim.AdamW
 
 
@@ -175,114 +163,45 @@ def test_a_schedule_made_by_a_callable_for_the_optimizer_of_the_configuration() 
     model = small()
     accelerator = accelerator_with({"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}})
     dummy = DummyOptim(model.parameters(), lr=1e-2)
-
-    def halved(optimizer: Any) -> Any:
-        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-
-    model, optimizer, data, scheduler = accelerator.prepare(
-        model, dummy, loader(), DummyScheduler(dummy, lr_scheduler_callable=halved)
-    )
-    train(accelerator, model, data, optimizer, scheduler)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / 2**STEPS)
+    schedule = DummyScheduler(dummy, lr_scheduler_callable=falling)
+    model, optimizer, data, schedule = accelerator.prepare(model, dummy, loader(), schedule)
+    train(accelerator, model, data, optimizer, schedule)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / (1 + STEPS))
 
 
 def test_a_configuration_file_beside_the_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "zero.json"
-    file.write_text(
-        json.dumps(
-            {
-                "zero_optimization": {"stage": 3},
-                "train_micro_batch_size_per_gpu": "auto",
-                "gradient_accumulation_steps": 1,
-            }
-        )
-    )
+    config = {"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": 1}
+    file.write_text(json.dumps(config | {"train_micro_batch_size_per_gpu": "auto"}))
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
     accelerator = Accelerator()
-    model = small()
-    model, optimizer, data = accelerator.prepare(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader()
-    )
+    model, optimizer, data = prepared(accelerator)
     assert model.zero_optimization_stage() == 3
     assert len(train(accelerator, model, data, optimizer)) == STEPS
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision_of_the_accelerator(precision: str) -> None:
-    model, reference = small(), small()
+    reference = small()
     accelerator = accelerator_with({}, mixed_precision=precision)
-    model, optimizer, data = accelerator.prepare(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader()
-    )
-    assert (model.bfloat16_enabled(), model.fp16_enabled()) == (
-        precision == "bf16",
-        precision == "fp16",
-    )
+    model, optimizer, data = prepared(accelerator)
+    assert model.bfloat16_enabled() == (precision == "bf16")
+    assert model.fp16_enabled() == (precision == "fp16")
     expected = plain(reference, torch.optim.AdamW(reference.parameters(), lr=1e-3))
-    torch.testing.assert_close(
-        torch.tensor(train(accelerator, model, data, optimizer)),
-        torch.tensor(expected),
-        rtol=0.02,
-        atol=0.02,
-    )
-
-
-def test_two_trainings_one_after_the_other() -> None:
-    accelerator = accelerator_with({})
-    curves = []
-    for _ in range(2):
-        model = small()
-        engine, optimizer, data = accelerator.prepare(
-            model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader()
-        )
-        curves.append(train(accelerator, engine, data, optimizer))
-        engine, optimizer, data = accelerator.free_memory(engine, optimizer, data)
-        assert engine is None and accelerator.deepspeed_engine_wrapped is None
-    assert curves[0] == curves[1]
-
-
-def test_two_engines_side_by_side() -> None:
-    """A teacher that is asked and a student that learns, prepared one by one."""
-    accelerator = accelerator_with({})
-    student, teacher = small(1), small(2).requires_grad_(False)
-    expected = copy.deepcopy(teacher)
-    student, optimizer, data = accelerator.prepare(
-        student, torch.optim.AdamW(student.parameters(), lr=1e-3), loader()
-    )
-    teacher = accelerator.prepare(teacher)
-    assert isinstance(teacher, Engine) and teacher is not student
-    for batch in data:
-        with torch.no_grad():
-            target = teacher(**batch).logits
-        torch.testing.assert_close(target, expected(**batch).logits.detach())
-        accelerator.backward((student(**batch).logits - target).square().mean())
-        optimizer.step()
-    assert student.counters.global_steps == STEPS
-    teacher.destroy()
-    student.destroy()
-    student.destroy()
+    assert_close(train(accelerator, model, data, optimizer), expected, rtol=0.02, atol=0.02)
 
 
 def test_models_load_whole_under_stage_3_and_are_sharded_by_prepare(tmp_path: Path) -> None:
     small().save_pretrained(tmp_path)
     accelerator = accelerator_with({})
     loaded = BertForSequenceClassification.from_pretrained(tmp_path)
-    drawn = AutoModel.from_config(
-        BertConfig(
-            vocab_size=31,
-            hidden_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=24,
-        )
-    )
+    drawn = AutoModel.from_config(BertConfig(**SIZES, num_hidden_layers=1))
     assert isinstance(drawn, BertModel) and drawn.embeddings.word_embeddings.weight.std() > 0.01
     for (name, ours), theirs in zip(loaded.named_parameters(), small().parameters()):
-        assert type(ours) is nn.Parameter, name
-        assert torch.equal(ours, theirs), name
+        assert type(ours) is nn.Parameter and torch.equal(ours, theirs), name
     loaded.resize_token_embeddings(40)
     assert loaded.bert.embeddings.word_embeddings.weight.shape == (40, 16)
     engine, _, _ = accelerator.prepare(loaded, torch.optim.AdamW(loaded.parameters()), loader())
@@ -294,52 +213,34 @@ def test_models_load_whole_under_stage_3_and_are_sharded_by_prepare(tmp_path: Pa
 
 def test_whole_weights_out_of_a_saved_state(tmp_path: Path) -> None:
     accelerator = accelerator_with({})
-    model = small()
-    engine, optimizer, data = accelerator.prepare(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader()
-    )
+    engine, optimizer, data = prepared(accelerator)
     train(accelerator, engine, data, optimizer)
     accelerator.save_state(str(tmp_path))
     whole = accelerator.get_state_dict(engine)
-    counted = torch.load(
-        deepspeed.utils.zero_to_fp32.get_model_state_file(str(tmp_path), 3), weights_only=True
-    )
-    ranks = [
-        torch.load(file, weights_only=True)
-        for file in deepspeed.utils.zero_to_fp32.get_optim_files(str(tmp_path))
-    ]
+    files = deepspeed.utils.zero_to_fp32
+    counted = torch.load(files.get_model_state_file(str(tmp_path), 3), weights_only=True)
+    ranks = [torch.load(f, weights_only=True) for f in files.get_optim_files(str(tmp_path))]
     assert counted["dp_world_size"] == len(ranks) == 1 and counted["global_steps"] > 0
     assert [rank["optimizer_state_dict"]["zero_stage"] for rank in ranks] == [3]
-    loose = deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
-    filled = deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint(
-        small(8), str(tmp_path)
-    ).state_dict()
+    loose = files.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    filled = files.load_state_dict_from_zero_checkpoint(small(8), str(tmp_path)).state_dict()
     for name, tensor in whole.items():
         assert torch.equal(tensor, loose[name]) and torch.equal(tensor, filled[name]), name
-    deepspeed.utils.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(
-        str(tmp_path), str(tmp_path / "model")
-    )
+    files.convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path), str(tmp_path / "model"))
     assert list((tmp_path / "model").glob("pytorch_model*.bin"))
 
 
 def test_generation_in_the_middle_of_training_as_trl_does_it() -> None:
     """TRL gathers everything, takes the hooks off, runs the bare model, and puts the hooks back."""
-    accelerator = accelerator_with({})
-    model, expected = small(), small()
-    engine, optimizer, data = accelerator.prepare(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader()
-    )
+    accelerator, expected = accelerator_with({}), small()
+    engine, optimizer, data = prepared(accelerator)
     batch = next(iter(data))
+    available = deepspeed.runtime.zero.partition_parameters.ZeroParamStatus.AVAILABLE
     with deepspeed.zero.GatheredParameters(engine.parameters()):
         offload = engine.optimizer.parameter_offload
-        for _, parameter in [
-            *offload.module.named_parameters(),
-            *offload.module.ds_external_parameters(),
-        ]:
-            assert (
-                parameter.ds_status
-                == deepspeed.runtime.zero.partition_parameters.ZeroParamStatus.AVAILABLE
-            )
+        named = (offload.module.named_parameters(), offload.module.ds_external_parameters())
+        for _, parameter in itertools.chain(*named):
+            assert parameter.ds_status == available
             parameter.ds_active_sub_modules.clear()
         for hook in [*offload.forward_hooks, *offload.backward_hooks]:
             hook.remove()
@@ -351,21 +252,5 @@ def test_generation_in_the_middle_of_training_as_trl_does_it() -> None:
         offload._register_deepspeed_module(offload.module)
     torch.testing.assert_close(seen, expected(**batch).logits.detach())
     assert all(isinstance(p, ReleasedParameter) for p in engine.module.parameters())
-    torch.testing.assert_close(
-        torch.tensor(train(accelerator, engine, data, optimizer)),
-        torch.tensor(plain(expected, torch.optim.AdamW(expected.parameters(), lr=1e-3))),
-    )
-
-
-def test_an_optimizer_that_is_wrong_on_shards_is_refused() -> None:
-    accelerator = accelerator_with({})
-    model = small()
-    with pytest.raises(UnsupportedOptimizerError, match="LBFGS"):
-        accelerator.prepare(model, torch.optim.LBFGS(model.parameters()), loader())
-
-
-def test_a_key_that_nobody_knows_is_refused() -> None:
-    accelerator = accelerator_with({"gradient_cliping": 1.0})
-    model = small()
-    with pytest.raises(ConfigError, match="gradient_clipping"):
-        accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader())
+    wanted = plain(expected, torch.optim.AdamW(expected.parameters(), lr=1e-3))
+    assert_close(train(accelerator, engine, data, optimizer), wanted)

@@ -20,8 +20,6 @@ from tests.helpers.plain_process import forget
 from tests.integrations.accelerate.test_checkpoints import Counter
 from tests.integrations.accelerate.test_loop import accelerator_with, batches, small
 
-pytestmark = pytest.mark.usefixtures("plain_process")
-
 STEPS, EPOCHS, BATCHES = 12, 3, 4  # twelve steps, each of one batch
 
 
@@ -43,9 +41,7 @@ class Loop:
             {"zero_optimization": {"stage": 2}, "checkpoint": {"memory": memory}},
             project_config=naming,
             dataloader_config=DataLoaderConfiguration(
-                use_seedable_sampler=True,
-                data_seed=1,
-                use_stateful_dataloader=how.get("stateful", False),
+                use_seedable_sampler=True, data_seed=1, use_stateful_dataloader="stateful" in how
             ),
         )
         model = small()
@@ -99,18 +95,25 @@ class Loop:
         return losses
 
 
-@pytest.mark.parametrize("how", ["", "fetched", "evaluates"])
-@pytest.mark.parametrize("stop", [3, 5, 11])
+def resumed(folder: Path, every: int | None = 2, named: bool = True, **how: bool) -> Loop:
+    loop = Loop(folder, every, named, **how)
+    loop.accelerator.load_state()
+    return loop
+
+
+@pytest.mark.parametrize(
+    ("stop", "how"), [(3, ""), (5, "fetched"), (11, "evaluates"), (7, "stateful")]
+)
 def test_a_loop_goes_on_from_memory(stop: int, how: str, tmp_path: Path) -> None:
     """Every second step is saved, once the next one begins."""
+    if how == "stateful":
+        pytest.importorskip("torchdata")
     options = {how: True} if how else {}
     whole = Loop(tmp_path / "other", None, True, **options).train()
-    assert Loop(tmp_path, 2, True, **options).train(stop) == {
-        n: whole[n] for n in range(1, stop + 1)
-    }
-    loop = Loop(tmp_path, 2, True, **options)
-    loop.accelerator.load_state()
-    assert loop.counter.value == stop - 1 and loop.model.global_steps == stop - 1
+    losses = Loop(tmp_path, 2, True, **options).train(stop)
+    assert losses == {n: whole[n] for n in range(1, stop + 1)}
+    loop = resumed(tmp_path, **options)
+    assert loop.counter.value == loop.model.global_steps == stop - 1
     assert loop.train() == {n: whole[n] for n in range(stop, STEPS + 1)}
 
 
@@ -122,33 +125,20 @@ def test_states_that_a_resumed_loop_saves_have_numbers_of_their_own(
     Loop(tmp_path, every, True).train(5, saves=3)
     states = tmp_path / "run" / "checkpoints"
     kept = {path: path.stat().st_mtime_ns for path in states.rglob("*") if path.is_file()}
-    loop = Loop(tmp_path, every, True)
-    loop.accelerator.load_state()
+    loop = resumed(tmp_path, every)
     assert loop.counter.value == (4 if every else 3)
     loop.train(8, saves=6)
     loop.accelerator.save_state()
-    assert sorted(path.name for path in states.iterdir()) == [
-        "checkpoint_0", "checkpoint_1", "checkpoint_2"
-    ]  # fmt: skip
+    found = sorted(path.name for path in states.iterdir())
+    assert found == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
     assert all(path.stat().st_mtime_ns == changed for path, changed in kept.items())
-
-
-@pytest.mark.parametrize("stop", [3, 7])
-def test_a_stateful_loader_goes_on_in_the_middle_of_its_epoch(stop: int, tmp_path: Path) -> None:
-    pytest.importorskip("torchdata")
-    whole = Loop(tmp_path / "other", None, True, stateful=True).train()
-    Loop(tmp_path, 2, True, stateful=True).train(stop)
-    loop = Loop(tmp_path, 2, True, stateful=True)
-    loop.accelerator.load_state()
-    assert loop.train() == {n: whole[n] for n in range(stop, STEPS + 1)}
 
 
 @pytest.mark.parametrize(("on_disk", "begins"), [(3, 4), (5, 5)])
 def test_the_newer_of_memory_and_disk_is_loaded(on_disk: int, begins: int, tmp_path: Path) -> None:
     whole = Loop(tmp_path / "other", None, True).train()
     Loop(tmp_path, 2, True).train(5, saves=on_disk)
-    loop = Loop(tmp_path, 2, True)
-    loop.accelerator.load_state()
+    loop = resumed(tmp_path)
     assert loop.counter.value == begins
     assert loop.train() == {n: whole[n] for n in range(begins + 1, STEPS + 1)}
     named = Loop(tmp_path, 2, True)
@@ -159,11 +149,10 @@ def test_the_newer_of_memory_and_disk_is_loaded(on_disk: int, begins: int, tmp_p
 def test_a_script_that_names_its_folders_loads_from_memory(tmp_path: Path) -> None:
     whole = Loop(tmp_path / "other", None, False).train()
     Loop(tmp_path, 2, False).train(5)
-    loop = Loop(tmp_path, 2, False)
-    loop.accelerator.load_state()
+    loop = resumed(tmp_path, named=False)
     assert loop.train() == {n: whole[n] for n in range(5, STEPS + 1)}
     with pytest.raises(ValueError, match="automatic checkpoint naming is disabled"):
-        Loop(tmp_path / "none", 2, False).accelerator.load_state()
+        resumed(tmp_path / "none", named=False)
 
 
 def test_several_models_are_refused(tmp_path: Path) -> None:

@@ -1,29 +1,167 @@
-"""``accelerator.prepare`` in orders and without parts that Accelerate refuses under DeepSpeed,
-or takes in silence; in one process.
+"""Accelerate's process state under ZeRO, and ``accelerator.prepare`` in orders and without parts
+that Accelerate refuses under DeepSpeed, or takes in silence; in one process.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import os
+import warnings
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.state import PartialState
 from accelerate.utils import DeepSpeedPlugin, DistributedType, DummyScheduler
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from transformers import LlamaConfig, LlamaModel
 
-from hf_zero.errors import PartitionError
+from hf_zero.distributed import process_group
+from hf_zero.errors import ConfigError, NotBuiltError, PartitionError, RankMismatchError
 from hf_zero.integrations import finder
 from hf_zero.integrations.accelerate.accelerator import (
     _counting_data_parallel_ranks,
     refuse_optimizer_apart,
 )
+from hf_zero.integrations.accelerate.loaders import count_batches_once
+from hf_zero.launch.hosts import free_port
+from tests.helpers.accelerators import play_accelerator
 from tests.helpers.models import features
+from tests.helpers.plain_process import forget
 from tests.helpers.stacks import stack
 
-pytestmark = pytest.mark.usefixtures("plain_process")
+WITHOUT_GPU = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="counterpart of cpu=True: ranks without an accelerator"
+)
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """Accelerate sets the number of threads for CPU ranks."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+ZERO3 = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}
+
+
+def plugin(**more: bool) -> DeepSpeedPlugin:
+    return DeepSpeedPlugin(hf_ds_config=ZERO3, **more)
+
+
+def is_sharded(accelerator: Accelerator) -> bool:
+    """Whether ZeRO is on, on the CPU."""
+    assert accelerator.device.type == "cpu"
+    found = accelerator.distributed_type == DistributedType.DEEPSPEED
+    assert process_group.is_initialized() is found
+    assert found or accelerator.distributed_type == DistributedType.NO
+    return found
+
+
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables of torchrun, with a world of one."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **place}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_plain_process_has_a_group_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator(deepspeed_plugin=plugin())
+    assert accelerator.distributed_type == DistributedType.DEEPSPEED
+    assert process_group.is_initialized()
+    assert process_group.get_world_size() == accelerator.num_processes == 1
+    accelerator.wait_for_everyone()
+    PartialState().wait_for_everyone()
+    assert accelerator.gather(torch.arange(3)).tolist() == [0, 1, 2]
+    # the way that ranks on devices go warns of nothing that the script could change
+    monkeypatch.setitem(PartialState._shared_state, "backend", "nccl")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert accelerator.gather(torch.arange(3)).tolist() == [0, 1, 2]
+    second = Accelerator()
+    assert second.state.deepspeed_plugin is accelerator.state.deepspeed_plugin
+    assert second.distributed_type == DistributedType.DEEPSPEED
+
+
+@pytest.mark.parametrize("cpu", [pytest.param(False, marks=WITHOUT_GPU), True])
+def test_ranks_without_an_accelerator_meet_over_gloo(
+    cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched(monkeypatch)
+    assert is_sharded(Accelerator(cpu=cpu, deepspeed_plugin=plugin()))
+    assert PartialState().backend == "gloo"
+
+
+def test_without_zero_accelerate_answers_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a state made before ZeRO was asked for is made again."""
+    launched(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    state = PartialState()
+    theirs = PartialState._prepare_backend.__wrapped__(state)
+    assert (state.backend, state.distributed_type) == theirs
+    assert state.distributed_type != DistributedType.DEEPSPEED
+    Accelerator(deepspeed_plugin=plugin())
+    assert state.backend == "gloo" and state.distributed_type == DistributedType.DEEPSPEED
+
+
+@pytest.mark.parametrize("how", ["argument", "variable", "beside GPUs"])
+def test_forcing_the_cpu_keeps_zero(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    variable = "true" if how == "variable" else None
+    if variable:
+        monkeypatch.setenv("ACCELERATE_USE_CPU", variable)
+    if how == "beside GPUs":
+        play_accelerator(monkeypatch)
+    accelerator = Accelerator(cpu=variable is None, deepspeed_plugin=plugin())
+    assert is_sharded(accelerator) and process_group.default_device().type == "cpu"
+    assert accelerator.state.deepspeed_plugin.zero_stage == 3
+    if how != "beside GPUs":
+        assert os.environ.get("ACCELERATE_USE_CPU") == variable
+
+
+def test_what_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An Accelerator without ZeRO, and another DeepSpeed."""
+    assert not is_sharded(Accelerator(cpu=True))
+    forget()
+    monkeypatch.setattr(finder, "chosen", lambda: False)
+    assert not is_sharded(Accelerator(cpu=True, deepspeed_plugin=plugin()))
+
+
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parallelism of Accelerate's own, and peers that it cannot see."""
+    refused = {
+        r"cp_size=2.*write sp_size=2": ({"cp_size": 2}, NotBuiltError),
+        r"tp_size=2.*write tensor_parallel\.autotp_size = 2": ({"tp_size": 2}, ConfigError),
+    }
+    for said, (sizes, error) in refused.items():
+        with pytest.raises(error, match=said):
+            Accelerator(deepspeed_plugin=plugin(), parallelism_config=ParallelismConfig(**sizes))
+        forget()
+    monkeypatch.setattr(process_group, "get_world_size", lambda: 2)
+    counts = r"counts 1 process\(es\) and the process group 2.*LOCAL_RANK"
+    with pytest.raises(RankMismatchError, match=counts):
+        Accelerator(deepspeed_plugin=plugin())
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_models_made_with_zero_init_disabled_stay_whole(flag: bool) -> None:
+    made_under = plugin(zero3_init_flag=flag)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 8}
+
+    def has_facts_of_shards() -> bool:
+        model = LlamaModel._from_config(LlamaConfig(num_hidden_layers=1, **sizes))
+        return hasattr(model.norm.weight, "ds_id")
+
+    Accelerator(deepspeed_plugin=made_under)
+    assert has_facts_of_shards()
+    with made_under.zero3_init_context_manager(enable=False):
+        assert not has_facts_of_shards()
+    assert has_facts_of_shards()
+
+
+# -- prepare ---------------------------------------------------------------------------------------
 
 ROWS = features(0, 0, 0)
 LOADERS: dict[str, Any] = {
@@ -36,97 +174,97 @@ LOADERS: dict[str, Any] = {
 
 
 def accelerator() -> Accelerator:
-    config = {
-        "zero_optimization": {"stage": 2},
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-    }
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    config = {"zero_optimization": {"stage": 2}, **dict.fromkeys(sizes, "auto")}
     return Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
 
 
-@pytest.mark.parametrize("loader", LOADERS)
-def test_no_batch_size_is_needed(loader: str) -> None:
-    ours, model = accelerator(), stack()
+def prepared(ours: Accelerator, *loaders: Any, lr: float = 0.1) -> tuple[Any, Any]:
+    model = stack()
     engine, optimizer, *_ = ours.prepare(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), *LOADERS[loader]()
+        model, torch.optim.SGD(model.parameters(), lr=lr), *loaders
     )
-    ours.backward(engine(ROWS).pow(2).mean())
-    optimizer.step()
-    assert engine.global_steps == 1
+    return engine, optimizer
+
+
+def test_no_batch_size_is_needed() -> None:
+    for name, loaders in LOADERS.items():
+        ours = accelerator()
+        engine, optimizer = prepared(ours, *loaders())
+        ours.backward(engine(ROWS).pow(2).mean())
+        optimizer.step()
+        assert engine.global_steps == 1, name
+        ours.free_memory()
+        forget()
+    # one that comes later is used
+    ours = accelerator()
+    ours.prepare(DataLoader([ROWS], batch_size=None))
+    engine, _ = prepared(ours, DataLoader(ROWS, batch_size=2))  # type: ignore[arg-type]
+    assert engine.train_micro_batch_size_per_gpu() == 2
 
 
 @pytest.mark.parametrize("limit", [None, 0.1], ids=["no limit", "the script's"])
 def test_gradient_clipping_of_0_leaves_the_limit_to_the_script(limit: float | None) -> None:
     """Accelerate drops a zero from the configuration that it makes of its YAML."""
     plugin = DeepSpeedPlugin(zero_stage=2, gradient_clipping=0.0)
-    ours, model = Accelerator(cpu=True, deepspeed_plugin=plugin), stack()
-    before = [each.detach().clone() for each in model.parameters()]
-    engine, optimizer = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    ours = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    engine, optimizer = prepared(ours, lr=1.0)
     ours.backward(engine(ROWS).mul(100.0).pow(2).mean())
     if limit is not None:
         ours.clip_grad_norm_(engine.parameters(), limit)
     optimizer.step()
-    moved = [now.detach() - old for now, old in zip(model.parameters(), before, strict=True)]
+    before = stack().parameters()
+    moved = [now - old for now, old in zip(engine.module.parameters(), before, strict=True)]
     norm = float(torch.cat([each.flatten() for each in moved]).norm())
     assert norm > 2.0 if limit is None else norm == pytest.approx(limit, rel=1e-3)
 
 
-def test_a_batch_size_that_comes_later_is_used() -> None:
-    ours, model = accelerator(), stack()
-    ours.prepare(DataLoader([ROWS], batch_size=None))
-    engine, *_ = ours.prepare(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(ROWS, batch_size=2)
-    )  # type: ignore[arg-type]
-    assert engine.train_micro_batch_size_per_gpu() == 2
+GROUPS = {
+    "layers": ({"tensor_parallel": {"autotp_size": 2}}, None),
+    "sequences": ({}, SimpleNamespace(sp_size=2)),
+}
 
 
-@pytest.mark.parametrize(
-    ("split", "micro", "steps"), [(True, 4, 12), (False, "auto", 24)], ids=["split", "whole"]
-)
-def test_what_is_counted_by_data_parallel_ranks(split: bool, micro: Any, steps: int) -> None:
+@pytest.mark.parametrize("shared", GROUPS)
+def test_what_is_counted_by_data_parallel_ranks(
+    shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Four processes are two of them."""
     finder.choose()
-    config = {"train_micro_batch_size_per_gpu": "auto", "tensor_parallel": {"autotp_size": 2}}
-    plugin = SimpleNamespace(deepspeed_config=config, is_train_batch_min=True)
-    state = SimpleNamespace(
-        deepspeed_plugin=plugin, parallelism_config=None, num_processes=4, process_index=3
-    )
-    ours = SimpleNamespace(state=state, deepspeed_plugin=plugin, split_batches=split)
-    schedule = DummyScheduler(None, total_num_steps=12)
-    loaders = DataLoader(ROWS, batch_size=12), DataLoader(ROWS, batch_size=8)  # type: ignore[arg-type]
-    with _counting_data_parallel_ranks(ours, (*loaders, schedule)):
-        assert config["train_micro_batch_size_per_gpu"] == micro
-        assert schedule.total_num_steps == steps
-    assert schedule.total_num_steps == 12
+    keys, parallelism = GROUPS[shared]
+    for split, micro, steps in ((True, 4, 12), (False, "auto", 24)):
+        config = {"train_micro_batch_size_per_gpu": "auto", **keys}
+        plugin = SimpleNamespace(deepspeed_config=config, is_train_batch_min=True)
+        state = SimpleNamespace(
+            deepspeed_plugin=plugin, parallelism_config=parallelism, num_processes=4
+        )
+        ours = SimpleNamespace(state=state, deepspeed_plugin=plugin, split_batches=split)
+        dummy = DummyScheduler(None, total_num_steps=12)
+        loaders = DataLoader(ROWS, batch_size=12), DataLoader(ROWS, batch_size=8)  # type: ignore[arg-type]
+        with _counting_data_parallel_ranks(ours, (*loaders, dummy)):
+            assert config["train_micro_batch_size_per_gpu"] == micro
+            assert dummy.total_num_steps == steps
+        assert dummy.total_num_steps == 12
+
+    # Accelerate steps a schedule once for each process
+    monkeypatch.setattr("accelerate.state.AcceleratorState", lambda: state)
+    schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(stack().parameters()), 1)
+    wrapped = SimpleNamespace(scheduler=schedule, split_batches=False, step_with_optimizer=True)
+    count_batches_once(lambda self: [self.scheduler.step() for _ in range(4)])(wrapped)
+    assert schedule.last_epoch == 2
 
 
-def test_an_optimizer_after_its_model_is_refused() -> None:
+def test_an_optimizer_apart_from_its_model_is_refused() -> None:
+    """After its model, and on ranks."""
     ours, model = accelerator(), stack()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ours.prepare(model)
-    with pytest.raises(
-        PartitionError,
-        match=r"given SGD after its model: .*model, optimizer = "
-        r"accelerator.prepare\(model, optimizer\)",
-    ):
+    with pytest.raises(PartitionError, match=r"given SGD after its model"):
         ours.prepare(optimizer)
-
-
-@pytest.mark.parametrize(
-    ("kind", "ranks", "refused"),
-    [("DEEPSPEED", 2, True), ("DEEPSPEED", 1, False), ("MULTI_CPU", 2, False)],
-)
-def test_an_optimizer_apart_from_its_model_is_refused_on_ranks(
-    kind: str, ranks: int, refused: bool
-) -> None:
-    accelerator()  # ZeRO is hf-zero's here
     prepare = refuse_optimizer_apart(lambda self, optimizer, device_placement: optimizer)
-    taken = torch.optim.SGD(stack().parameters())
-    of = SimpleNamespace(distributed_type=DistributedType(kind), num_processes=ranks)
-    with (
-        pytest.raises(PartitionError, match=r"prepare_optimizer\(SGD\) .*prepare both in one call")
-        if refused
-        else nullcontext()
-    ):
-        assert prepare(of, taken) is taken
+    for kind, ranks in (("DEEPSPEED", 1), ("MULTI_CPU", 2)):
+        of = SimpleNamespace(distributed_type=DistributedType(kind), num_processes=ranks)
+        assert prepare(of, optimizer) is optimizer
+    of = SimpleNamespace(distributed_type=DistributedType.DEEPSPEED, num_processes=2)
+    with pytest.raises(PartitionError, match=r"prepare_optimizer\(SGD\)"):
+        prepare(of, optimizer)

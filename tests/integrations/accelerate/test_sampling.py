@@ -5,15 +5,14 @@ resumed in the middle of an epoch.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import accelerate.data_loader
 import pytest
 import torch
-import yaml
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, DeepSpeedPlugin
 from torch import nn
@@ -21,16 +20,14 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.accelerate.loaders import _DataParallelState, skip_what_was_trained
-from hf_zero.launch.hosts import free_port
 from hf_zero.techniques.data_sampling import CurriculumSampler
-from tests.helpers import launched, sampled
+from hf_zero.techniques.difficulty_index import DifficultyIndex
+from tests.helpers import sampled
+from tests.helpers.cells import in_one_item
 from tests.helpers.plain_process import forget
 from tests.helpers.processes import forkserver
-from tests.helpers.sampled import BATCH, ROWS, index_in, metric, section
+from tests.helpers.sampled import BATCH, index_in, metric, section
 
-pytestmark = pytest.mark.usefixtures("plain_process")
-
-SCRIPT = Path(__file__).parents[2] / "matrix" / "scripts" / "curriculum_loop.py"
 WINDOW = 2
 BATCHES = 10  # of an epoch
 
@@ -117,9 +114,8 @@ def test_a_state_goes_on_in_the_middle_of_an_epoch(tmp_path: Path, seedable: boo
             return []
         accelerator.load_state(str(tmp_path / "state"))
         rest = accelerator.skip_first_batches(data, 3 * WINDOW)
-        return train(accelerator, model, optimizer, rest) + train(
-            accelerator, model, optimizer, data
-        )
+        both = itertools.chain(rest, data)
+        return train(accelerator, model, optimizer, both)
 
     run(resume=False)
     forget()
@@ -137,17 +133,16 @@ def test_other_loaders_are_left_alone(tmp_path: Path) -> None:
         next(iter(mine))
 
 
-@pytest.mark.parametrize(("ranks", "split"), [(2, False), (2, True), (4, False), (4, True)])
-@pytest.mark.parametrize("skipped", [0, 1, 3])
-def test_ranks_of_accelerate_share_one_order(
-    tmp_path: Path, ranks: int, split: bool, skipped: int
-) -> None:
+@in_one_item(
+    [(2, False, 0), (2, True, 1), (4, False, 3), (4, True, 0), (2, False, 1), (4, True, 3)]
+)
+def test_ranks_of_accelerate_share_one_order(case: tuple[int, bool, int]) -> None:
     """Each rank's loader as Accelerate cuts it, resumed at a micro-batch of the second epoch."""
-    index = index_in(tmp_path)
+    ranks, split, skipped = case
     micro = BATCH if split else BATCH // ranks
     done = 5 + skipped  # a batch of all ranks is a step
 
-    def seen(rank: int) -> list[list[int]]:
+    def seen(rank: int, index: DifficultyIndex) -> list[list[int]]:
         prepared = accelerate.data_loader.prepare_data_loader(
             DataLoader(sampled.data(), batch_size=micro, shuffle=True),  # type: ignore[arg-type]
             num_processes=ranks,
@@ -162,65 +157,22 @@ def test_ranks_of_accelerate_share_one_order(
             prepared = skip(skip(prepared, 1), skipped - 1)
         return [batch["id"].tolist() for batch in prepared]
 
-    shares = [seen(rank) for rank in range(ranks)]
-    got = [list(itertools.chain(*step)) for step in zip(*shares)]
-    assert got == sampled.drawn(index, 20)[done : done + 5 - skipped]
-
-
-@pytest.mark.long
-def test_two_ranks_under_accelerate_launch(tmp_path: Path) -> None:
-    """One run through, and one that is resumed on two ranks after it was saved."""
-    index = index_in(tmp_path)
-    (tmp_path / "zero.json").write_text(
-        json.dumps(
-            {
-                "zero_optimization": {"stage": 2},
-                "train_micro_batch_size_per_gpu": BATCH // WINDOW // 2,
-                "gradient_accumulation_steps": WINDOW,
-                **section(hard=metric(index)),
-            }
-        )
-    )
-    (tmp_path / "launch.yaml").write_text(
-        yaml.safe_dump(
-            {
-                "compute_environment": "LOCAL_MACHINE",
-                "distributed_type": "DEEPSPEED",
-                "deepspeed_config": {"deepspeed_config_file": str(tmp_path / "zero.json")},
-                "machine_rank": 0,
-                "main_process_port": free_port(),
-                "num_machines": 1,
-                "num_processes": 2,
-                "use_cpu": True,
-            }
-        )
-    )
-    command = ["accelerate", "launch", "--config", str(tmp_path / "launch.yaml"), str(SCRIPT)]
-    command += [str(ROWS), str(BATCH // WINDOW // 2), str(tmp_path)]
-    expected = sampled.drawn(index, 9)
-    for more, first in ((), 0), (("resume",), 6):
-        launched.output([*command, *more], tmp_path, tmp_path / f"log{first}.txt")
-        ends = "-resumed.json" if more else ".json"
-        ranks = [json.loads((tmp_path / f"seen-{rank}{ends}").read_text()) for rank in range(2)]
-        got = [
-            [sample for at in (0, 2) for share in step for sample in share[at : at + 2]]
-            for step in zip(*ranks)
-        ]
-        assert got[first:] == expected[first:]
+    with TemporaryDirectory() as folder:
+        index = index_in(Path(folder))
+        shares = [seen(rank, index) for rank in range(ranks)]
+        got = [list(itertools.chain(*step)) for step in zip(*shares)]
+        assert got == sampled.drawn(index, 20)[done : done + 5 - skipped]
 
 
 def test_a_stateful_loader_takes_back_what_it_fetched_for_data_parallel_ranks() -> None:
     """Three of them have read one batch each ahead of what the script has seen."""
     made = accelerate.data_loader.DataLoaderDispatcher(sampled.data(), batch_size=2)
     made.state = _DataParallelState(made.state, 3)
-    made.dl_state_dict = {
-        "_num_yielded": 8,
-        "_sampler_iter_yielded": 8,
-        "_index_sampler_state": {"samples_yielded": 16},
-    }
+
+    def state(batches: int) -> dict[str, Any]:
+        read = {"_num_yielded": batches, "_sampler_iter_yielded": batches}
+        return {**read, "_index_sampler_state": {"samples_yielded": 2 * batches}}
+
+    made.dl_state_dict = state(8)
     made.adjust_state_dict_for_prefetch()
-    assert made.dl_state_dict == {
-        "_num_yielded": 6,
-        "_sampler_iter_yielded": 6,
-        "_index_sampler_state": {"samples_yielded": 12},
-    }
+    assert made.dl_state_dict == state(6)
