@@ -1,0 +1,422 @@
+"""Lightning's ZeroStrategy with keys of the configuration, beside torn folders, with the memory of
+the hosts, and with samples chosen by their difficulty.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch.utils.data import DataLoader
+
+import hf_zero
+from hf_zero.checkpoint import storage
+from hf_zero.checkpoint.memory import saving
+from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.integrations.fused import report
+from hf_zero.integrations.lightning import ZeroStrategy
+from tests.helpers import sampled
+from tests.helpers.launched import KEYS
+from tests.helpers.models import seeded
+from tests.helpers.plain_process import forget
+from tests.helpers.ranks import run_ranks
+from tests.helpers.sampled import BATCH, index_in, metric, section
+from tests.helpers.tensor_parallel import llama
+from tests.helpers.trainers import model, rows
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+# -- keys of the configuration ---------------------------------------------------------------------
+
+
+def module_of(architecture: str) -> Any:
+    class Net(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.losses: list[float] = []
+
+        def configure_model(self) -> None:
+            if not hasattr(self, "net"):
+                self.net = model(architecture)
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            outputs = self.net(**batch)
+            self.losses.append(float(outputs.loss.detach()))
+            return outputs.loss
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            outputs = self.net(**batch)
+            self.log("accuracy", (outputs.logits.argmax(-1) == batch["labels"]).float().mean())
+            self.log("val_loss", outputs.loss)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-6)
+
+    return Net()
+
+
+QUIET = {
+    "accelerator": "cpu", "devices": 1, "use_distributed_sampler": False, "logger": False,
+    "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+}  # fmt: skip
+
+
+def fitted(
+    architecture: str, precision: str, keys: dict[str, Any]
+) -> tuple[list[float], dict[str, float], int]:
+    """Return losses of the micro-batches, what validation logged, and how many modules were
+    replaced.
+    """
+    module, data = module_of(architecture), rows(architecture)
+    strategy = ZeroStrategy(config={"zero_optimization": {"stage": 3}, **keys})
+    windows = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    trainer = pl.Trainer(strategy=strategy, max_epochs=1, precision=precision, **windows, **QUIET)
+    trainer.fit(module, DataLoader(data, batch_size=4), DataLoader(data[:6], batch_size=2))
+    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    replaced = len(report(strategy.engine.module).replaced)
+    strategy.engine.destroy()
+    return module.losses, found, replaced
+
+
+@pytest.mark.parametrize(
+    "architecture, precision, relative",
+    [
+        ("llama", "32-true", 1e-5),
+        pytest.param("bert", "bf16-mixed", 1e-2, marks=pytest.mark.long),
+    ],
+)
+def test_a_fit_with_the_keys_is_one_without(
+    architecture: str, precision: str, relative: float
+) -> None:
+    want, found = (fitted(architecture, precision, keys) for keys in ({}, KEYS))
+    assert want[2] == 0 and found[2] > 8 and len(found[0]) == 8
+    assert found[0] == pytest.approx(want[0], rel=relative)
+    assert found[1]["val_loss"] == pytest.approx(want[1]["val_loss"], rel=relative)
+    assert "accuracy" in found[1]
+
+
+def test_a_scheduler_of_the_configuration_steps_once_a_step() -> None:
+    params = {"warmup_max_lr": 1e-2, "warmup_num_steps": 100, "warmup_type": "linear"}
+    schedule = {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, **params}}}
+    strategy = ZeroStrategy(config={"zero_optimization": {"stage": 2}, **schedule})
+    trainer = pl.Trainer(strategy=strategy, max_steps=3, **QUIET)
+    trainer.fit(module_of("bert"), DataLoader(rows("bert"), batch_size=4))  # type: ignore[arg-type]
+    # which counts from 0
+    assert trainer.lr_scheduler_configs[0].scheduler.last_batch_iteration == 2
+    strategy.engine.destroy()
+
+
+# -- torn folders ----------------------------------------------------------------------------------
+
+
+class Net(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(6, 3)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss = self.layer(batch).square().mean()
+        self.losses.append(float(loss))
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def train_dataloader(self) -> Any:
+        rows = torch.randn(12, 6, generator=torch.Generator().manual_seed(3))
+        return DataLoader(rows, batch_size=3)  # type: ignore[arg-type]
+
+
+def trainer_of(epochs: int, keeping: ModelCheckpoint, **more: Any) -> pl.Trainer:
+    given = {**QUIET, "strategy": "zero_stage_2", "enable_checkpointing": True, **more}
+    return pl.Trainer(max_epochs=epochs, callbacks=[keeping], **given)
+
+
+def fit(folder: Path, epochs: int, ckpt_path: str | None = None, **callback: Any) -> Net:
+    kept = {"save_top_k": -1, **callback}
+    keeping = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_last=True, **kept)
+    module = Net()
+    trainer_of(epochs, keeping).fit(module, ckpt_path=ckpt_path)
+    return module
+
+
+def cut(*folders: Path) -> None:
+    for folder in folders:
+        os.truncate(next((folder / "checkpoint").glob("rank-*")), 100)
+
+
+def leave_in_the_first_save(folder: Path) -> None:
+    shutil.rmtree(folder)
+    (folder / ".hf-zero-saving-checkpoint").mkdir(parents=True)
+
+
+TEARS = pytest.mark.parametrize("tear", [leave_in_the_first_save, cut])
+
+
+@TEARS
+def test_where_last_is_torn_the_newest_whole_one_is_taken(
+    tear: Callable[[Path], None], tmp_path: Path, heard: list[str]
+) -> None:
+    whole = fit(tmp_path / "whole", 4)
+    run = tmp_path / "run"
+    fit(run, 3)
+    cut(run / "epoch=2.ckpt")
+    shutil.copytree(run, tmp_path / "other")
+    assert fit(tmp_path / "other", 4, "last").losses == whole.losses[12:]
+    assert not [text for text in heard if "is skipped" in text]
+    tear(run / "last.ckpt")
+    assert fit(run, 4, "last").losses == whole.losses[8:]
+    for name in ("last.ckpt", "epoch=2.ckpt"):
+        assert any(f"{name} is not whole and is skipped" in text for text in heard), heard
+
+
+def test_if_none_is_whole_the_run_does_not_start_anew(tmp_path: Path, heard: list[str]) -> None:
+    """Where there is no last one, it does."""
+    assert len(fit(tmp_path / "new", 1, "last").losses) == 4
+    fit(tmp_path, 2)
+    cut(*(tmp_path / name for name in ("epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt")))
+    none = r"none of the checkpoints in .* is whole \(last.ckpt neither\)"
+    with pytest.raises(CheckpointError, match=none):
+        fit(tmp_path, 3, "last")
+    assert sum("is skipped" in text for text in heard) == 3
+
+
+@TEARS
+def test_a_torn_one_asked_for_by_name_is_refused_with_the_whole_ones(
+    tear: Callable[[Path], None], tmp_path: Path
+) -> None:
+    fit(tmp_path, 3)
+    tear(tmp_path / "epoch=2.ckpt")
+    cut(tmp_path / "last.ckpt")
+    whole = ", ".join(re.escape(str(tmp_path / f"epoch={epoch}.ckpt")) for epoch in (1, 0))
+    others = rf"epoch=2.ckpt is not whole: .* whole, the newest first: {whole}"
+    with pytest.raises(CheckpointError, match=others):
+        fit(tmp_path, 4, str(tmp_path / "epoch=2.ckpt"))
+    cut(*(tmp_path / f"epoch={epoch}.ckpt" for epoch in (0, 1)))
+    with pytest.raises(CheckpointError, match="no other one there is whole"):
+        fit(tmp_path, 4, str(tmp_path / "epoch=2.ckpt"))
+
+
+class Watched(Net):
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("seen", self.layer(batch).square().mean())
+
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+
+def test_the_best_is_no_other_model(tmp_path: Path) -> None:
+    keeping = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", monitor="seen", save_top_k=2)
+    trainer, module = trainer_of(3, keeping), Watched()
+    trainer.fit(module)
+    best = trainer.validate(module, ckpt_path="best")[0]["seen"]
+    assert best == pytest.approx(float(keeping.best_model_score or 0), rel=1e-6)
+    cut(Path(keeping.best_model_path))
+    torn = r"epoch=2.ckpt \(the best\) is not whole: .*epoch=1.ckpt"
+    with pytest.raises(CheckpointError, match=torn):
+        trainer.validate(module, ckpt_path="best")
+
+
+def test_a_job_that_was_told_to_end_goes_on_from_the_last_whole_one(
+    tmp_path: Path, heard: list[str]
+) -> None:
+    whole, run = fit(tmp_path / "whole", 4), tmp_path / "run"
+    fit(run, 3)
+    for number, epoch in ((2, 0), (9, 1), (10, 2)):
+        shutil.copytree(run / f"epoch={epoch}.ckpt", tmp_path / f"hpc_ckpt_{number}.ckpt")
+    leave_in_the_first_save(tmp_path / "hpc_ckpt_10.ckpt")
+    module, keeping = Net(), ModelCheckpoint(dirpath=run)
+    trainer_of(4, keeping, default_root_dir=tmp_path).fit(module, ckpt_path="hpc")
+    assert module.losses == whole.losses[8:]
+    assert any("hpc_ckpt_10.ckpt is not whole and is skipped" in text for text in heard)
+
+
+def test_those_beyond_the_best_go_by_a_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renamed, rename = [], storage.rename_durably
+
+    def seen(source: Path, target: Path) -> None:
+        renamed.append((source.name, target.name))
+        rename(source, target)
+
+    monkeypatch.setattr(storage, "rename_durably", seen)
+    fit(tmp_path, 4, save_top_k=2, monitor="loss")
+    names = [f"epoch={epoch}.ckpt" for epoch in range(4)]
+    assert sorted(renamed) == [(name, f".hf-zero-dropped-{name}") for name in names[:2]]
+    assert sorted(item.name for item in tmp_path.iterdir()) == [*names[2:], "last.ckpt"]
+
+
+# -- the memory of the hosts -----------------------------------------------------------------------
+
+STEPS = 12  # four an epoch
+
+
+class Rows:
+    """Twelve rows in batches of three, with a place that is saved."""
+
+    def __init__(self) -> None:
+        rows = torch.randn(12, 6, generator=torch.Generator().manual_seed(3))
+        self.batches, self.at = rows.split(3), 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        begin, self.at = self.at, 0
+        for number in range(begin, len(self.batches)):
+            self.at = (number + 1) % len(self.batches)
+            yield self.batches[number]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Scheduled(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+    def train_dataloader(self) -> Any:
+        return Rows()
+
+
+class Failing(Callback):
+    def __init__(self, at: int | None) -> None:
+        self.at = at
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == self.at:
+            trainer.strategy.engine.memory.wait()
+            raise RuntimeError("failed on purpose")
+
+
+def fit_into_memory(
+    folder: Path,
+    every: int | None,
+    fails: int | None = None,
+    resume: str | None = None,
+    saves: int | None = None,
+) -> tuple[list[float], pl.Trainer]:
+    forget()
+    saving._claimed.clear()  # the processes before are gone
+    memory = {"every": every, "folder": str(folder / "memory"), "job": "job"}
+    zero = {"zero_optimization": {"stage": 2}, "checkpoint": {"memory": memory}}
+    last = {"save_last": saves is not None, "every_n_train_steps": saves or STEPS + 1}
+    keeping, module = ModelCheckpoint(dirpath=folder / "run", **last), Scheduled()
+    trainer = trainer_of(3, keeping, strategy=ZeroStrategy(zero))
+    trainer.callbacks.append(Failing(fails))
+    if fails is None:
+        trainer.fit(module, ckpt_path=resume)
+    else:
+        with pytest.raises(RuntimeError, match="on purpose"):
+            trainer.fit(module, ckpt_path=resume)
+    return module.losses, trainer
+
+
+@pytest.mark.parametrize(
+    ("fails", "saves", "begins"), [(3, None, 2), (9, None, 8), (6, 3, 6), (7, 7, 7)]
+)
+def test_a_fit_goes_on_from_the_newer_of_memory_and_disk(
+    fails: int, saves: int | None, begins: int, tmp_path: Path
+) -> None:
+    whole, _ = fit_into_memory(tmp_path / "other", None)
+    assert len(whole) == STEPS
+    assert fit_into_memory(tmp_path, 2, fails, saves=saves)[0] == whole[:fails]
+    resumed, trainer = fit_into_memory(tmp_path, 2, resume="last", saves=saves)
+    assert resumed == whole[begins:]
+    assert trainer.global_step == STEPS
+
+
+def test_a_folder_that_is_named_is_the_one_that_is_loaded(tmp_path: Path) -> None:
+    whole, _ = fit_into_memory(tmp_path / "other", None)
+    fit_into_memory(tmp_path, 2, 7, saves=3)
+    last = str(tmp_path / "run" / "last.ckpt")
+    assert fit_into_memory(tmp_path, 2, resume=last, saves=3)[0] == whole[6:]
+    assert fit_into_memory(tmp_path, 2, resume="last", saves=3)[0] == whole[12:]
+
+
+# -- samples by difficulty -------------------------------------------------------------------------
+
+MICRO = 2
+
+
+class Seeing(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+        self.seen: list[int] = []
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        self.seen += batch["id"].tolist()
+        loss: torch.Tensor = self.net(batch["x"]).mean()
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.seen_last = batch["id"].tolist()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def drawing(folder: Path, steps: int, resume: Path | None = None, **options: Any) -> Seeing:
+    keys = section(hard=metric(index_in(folder)))
+    strategy = ZeroStrategy(config={"zero_optimization": {"stage": 2}, **keys})
+    given = {**QUIET, "use_distributed_sampler": True, "default_root_dir": folder, **options}
+    windows = {"max_steps": steps, "accumulate_grad_batches": BATCH // MICRO}
+    trainer = pl.Trainer(strategy=strategy, **windows, **given)
+    module, data = Seeing(), sampled.data()
+    loaders = DataLoader(data, batch_size=MICRO), DataLoader(data, batch_size=4)
+    trainer.fit(module, *loaders, ckpt_path=resume)
+    trainer.save_checkpoint(folder / f"step{steps}")
+    trainer.strategy.engine.destroy()
+    return module
+
+
+def by_step(seen: list[int]) -> list[list[int]]:
+    return [seen[start : start + BATCH] for start in range(0, len(seen), BATCH)]
+
+
+def test_a_fit_draws_by_difficulty_and_goes_on(tmp_path: Path) -> None:
+    """Over the ends of epochs, with windows of four micro-batches; validation reads all."""
+    expected = sampled.drawn(index_in(tmp_path), 12)
+    module = drawing(tmp_path, 7)
+    assert by_step(module.seen) == expected[:7] and module.seen_last == [36, 37, 38, 39]
+    assert by_step(drawing(tmp_path, 12, tmp_path / "step7").seen) == expected[7:]
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="names hard, and no loader draws by difficulty"):
+        drawing(tmp_path, 1, use_distributed_sampler=False)
+    grows = pl.callbacks.GradientAccumulationScheduler({4: 2})
+    with pytest.raises(ConfigError, match="Scheduler changes how many samples a step has"):
+        drawing(tmp_path, 1, callbacks=[grows])
+
+
+def test_ranks_that_share_layers_read_the_same_samples() -> None:
+    """By the sampler that Lightning puts into loaders."""
+    models = [seeded(llama) for _ in range(4)]
+
+    def rank(rank: int) -> list[dict[str, int]]:
+        strategy = ZeroStrategy()
+        before = strategy.distributed_sampler_kwargs
+        hf_zero.tensor_parallel(models[rank], 2)
+        return [before, strategy.distributed_sampler_kwargs]
+
+    for place, (before, split) in enumerate(run_ranks(4, rank)):
+        assert before == {"num_replicas": 4, "rank": place}
+        assert split == {"num_replicas": 2, "rank": place // 2}
