@@ -1,5 +1,5 @@
-"""Random programs of parallel training: a causal model type on a mesh of ranks, which then goes on
-from its checkpoint on another mesh; and the same program in one process of plain PyTorch.
+"""Random programs of parallel training: the life of a causal model type on meshes of ranks (steps,
+evaluations, saves, loads, other engines), and the same life in one process of plain PyTorch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -24,8 +25,9 @@ from tests.helpers.engines import start
 from tests.helpers.ranks import RankFailed, run_ranks
 
 Batch = dict[str, torch.Tensor]
-ROWS, TOKENS, MICRO = 2, 16, 4  # micro-batches of a step, of all ranks together
-STEPS = 2  # before the checkpoint, and after it
+ROWS, TOKENS, MICRO = 2, 16, 4  # micro-batches of a step, of all ranks together: MICRO or twice so
+GENERATED = 3  # tokens, for the first reader
+LOSS, NORM, WEIGHTS = 2e-4, 2e-3, 5e-3  # relative; weights: of what the training has changed
 REFUSALS = (ConfigError, NotBuiltError, PartitionError)
 
 
@@ -103,6 +105,44 @@ def kinds() -> list[str]:
     return random.Random(0).sample(names := sorted(model_types()), len(names))
 
 
+# "start": a new engine, with its stage and micro-batches; "step looked at" evaluates within its
+# window; "load" goes back to the last save, "abandon" does within a window. Without a save
+# neither does anything.
+ACTS = ("start", "step", "step looked at", "evaluate", "generate", "save", "load", "abandon")
+
+
+@dataclass(frozen=True)
+class Act:
+    do: str
+    stage: int = 0
+    micros: int = MICRO
+
+
+Life = tuple[Act, ...]
+Part = list[tuple[int, Act]]  # the acts of one engine, with their numbers in the life
+
+
+def _life(draw: random.Random, stages: tuple[int, int], evaluates: bool, generates: int) -> Life:
+    """Four steps in two or three engines, and what may come after them."""
+    acts: list[Act] = []
+    steps = draw.choice(((2, 2), (2, 1, 1)))
+    for part, count in enumerate(steps):
+        stage = stages[part] if part < 2 else draw.randrange(4)
+        acts.append(Act("start", stage, MICRO if draw.random() < 0.8 else 2 * MICRO))
+        if part:
+            acts.append(Act("load"))
+        for _ in range(count):
+            acts.append(Act(draw.choice(("step", "step", "step looked at"))))
+            acts += [Act(do) for do in draw.choice(((), (), ("save",), ("load",), ("abandon",)))]
+        acts += [Act("evaluate")] if evaluates and part < 2 else []
+        acts += [Act("generate")] if generates and part == 0 else []
+        if part < len(steps) - 1:
+            acts.append(Act("save"))
+            if draw.random() < 0.25:  # the next engine goes back behind this step
+                acts.append(Act("step"))
+    return tuple(acts)
+
+
 @dataclass(frozen=True)
 class Program:
     """The random choices of one seed. Meshes are tried in turn: some model types do not support
@@ -112,31 +152,32 @@ class Program:
     seed: int
     kind: str
     meshes: tuple[Mesh, ...]
-    stages: tuple[int, int]
     batch: str
     clip: float
     adam: bool
     tied: bool
-    evaluates: bool
-    generates: int  # tokens of the first reader
+    life: Life
 
     @staticmethod
     def drawn(seed: int) -> Program:
         """Every model type comes once in so many seeds."""
         draw = random.Random(seed)
         meshes = [*draw.sample(MESHES, len(MESHES)), Mesh(data=2)]
-        return Program(
-            seed,
-            kinds()[seed % len(kinds())],
-            tuple(meshes),
-            (draw.randrange(4), draw.randrange(4)),
-            draw.choice(list(BATCHES)),
-            draw.choice((0.0, 0.5)),
-            draw.random() < 0.25,
-            draw.random() < 0.5,
-            draw.random() < 0.5,
-            draw.choice((0, 0, 3)),
-        )
+        stages = (draw.randrange(4), draw.randrange(4))
+        batch, clip = draw.choice(list(BATCHES)), draw.choice((0.0, 0.5))
+        adam, tied = draw.random() < 0.25, draw.random() < 0.5
+        life = _life(draw, stages, draw.random() < 0.5, draw.choice((0, 0, GENERATED)))
+        kind = kinds()[seed % len(kinds())]
+        return Program(seed, kind, tuple(meshes), batch, clip, adam, tied, life)
+
+    def __str__(self) -> str:
+        acts = [
+            f"start(stage {act.stage}, {act.micros} micro-batches)" if act.do == "start" else act.do
+            for act in self.life
+        ]
+        features = f"batch={self.batch!r}, clip={self.clip}, adam={self.adam}, tied={self.tied}"
+        mesh = f"the first of {len(self.meshes)} meshes that is supported, {self.meshes[0]}"
+        return f"{self.kind} on {mesh}, {features}:\n    {', '.join(acts)}"
 
     def model(self) -> Any:
         return tiny(self.kind, **({"tie_word_embeddings": True} if self.tied else {}))
@@ -146,152 +187,268 @@ class Program:
             return torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3)
         return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
 
-    def tokens(self, step: int, micro: int) -> torch.Tensor:
-        seed = (self.seed * 101 + step) * MICRO + micro
+    def tokens(self, act: int, micro: int) -> torch.Tensor:
+        seed = (self.seed * 101 + act) * 2 * MICRO + micro
         draw = torch.Generator().manual_seed(seed)
         return torch.randint(3, VOCAB - 6, (ROWS, TOKENS), generator=draw)
 
-    def batch_of(self, step: int, micro: int) -> Batch:
-        return BATCHES[self.batch](self.tokens(step, micro))
+    def batch_of(self, act: int, micro: int) -> Batch:
+        return BATCHES[self.batch](self.tokens(act, micro))
 
-    def generated(self, model: Any, step: int, reader: int) -> list[list[int]]:
+    def generated(self, model: Any, act: int, reader: int) -> list[list[int]]:
         """Return the tokens that ``model`` generates, of another length on each reader."""
-        ids = self.tokens(step, reader)[:, :6]
-        new = self.generates + reader
+        ids, new = self.tokens(act, reader)[:, :6], GENERATED + reader
         asked = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        model.eval()
         made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **asked)
+        model.train()
         return made.tolist()  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def evaluated(self, model: Any, act: int, readers: Any) -> list[float]:
+        model.eval()
+        batches = [self.batch_of(act + 50, reader) for reader in readers]
+        losses = [float(model(**batch).loss) for batch in batches]
+        model.train()
+        return losses
+
+
+@dataclass
+class Seen:
+    """The results of an act, on a rank or of all readers: losses of the micro-batches, the norm of
+    the gradient, losses of an evaluation and generated tokens by reader.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norm: float = 0.0
+    evaluated: list[float] = field(default_factory=list)
+    generated: list[Any] = field(default_factory=list)
 
 
 @dataclass
 class Record:
-    """The results of a run: for each step the losses of the micro-batches, the norm, and the
-    results of evaluation and generation; and the final weights.
-    """
+    """The results of all acts, and the weights at the end."""
 
-    losses: list[list[float]] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    evaluated: list[list[float]] = field(default_factory=list)
-    generated: list[Any] = field(default_factory=list)
+    acts: list[Seen] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
+class Alone:
+    """The life of a program in one process."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.saved: Any = None
+
+    def start(self, act: Act) -> None:
+        self.model, self.micros = self.program.model(), act.micros
+        self.optimizer = self.program.optimizer(self.model)
+
+    def window(self, number: int, seen: Seen) -> None:
+        for micro in range(self.micros):
+            loss = self.model(**self.program.batch_of(number, micro)).loss
+            (loss / self.micros).backward()
+            seen.losses.append(float(loss.detach()))
+
+    def load(self) -> None:
+        self.optimizer.zero_grad()
+        if self.saved is not None:
+            weights, state = copy.deepcopy(self.saved)
+            self.model.load_state_dict(weights)
+            self.optimizer.load_state_dict(state)
+
+    def does(self, act: Act, number: int) -> Seen:
+        seen, program = Seen(), self.program
+        if act.do == "start":
+            self.start(act)
+        elif act.do == "save":
+            state = self.model.state_dict(), self.optimizer.state_dict()
+            self.saved = copy.deepcopy(state)
+        elif act.do == "load":
+            self.load()
+        elif act.do == "abandon" and self.saved is not None:
+            self.window(number, seen)
+            self.load()
+        elif act.do.startswith("step"):
+            self.window(number, seen)
+            limit = program.clip or float("inf")
+            seen.norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+            if act.do == "step looked at":
+                seen.evaluated = program.evaluated(self.model, number, range(MICRO))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        elif act.do == "evaluate":
+            seen.evaluated = program.evaluated(self.model, number, range(MICRO))
+        elif act.do == "generate":
+            readers = range(MICRO)
+            seen.generated = [program.generated(self.model, number, each) for each in readers]
+        return seen
+
+
 def in_one_process(program: Program) -> Record:
-    model, found = program.model(), Record()
-    optimizer = program.optimizer(model)
-    for step in range(2 * STEPS):
-        losses = []
-        for micro in range(MICRO):
-            loss = model(**program.batch_of(step, micro)).loss
-            (loss / MICRO).backward()
-            losses.append(float(loss.detach()))
-        found.losses.append(losses)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), program.clip or float("inf"))
-        found.norms.append(float(norm))
-        optimizer.step()
-        optimizer.zero_grad()
-        _look(program, model, step, range(MICRO), found)
-    found.weights = {name: value.clone() for name, value in model.state_dict().items()}
+    alone = Alone(program)
+    found = Record([alone.does(act, number) for number, act in enumerate(program.life)])
+    found.weights = {name: value.clone() for name, value in alone.model.state_dict().items()}
     return found
 
 
-# what some model types cannot do by themselves, the most first
-PLAINER: tuple[dict[str, Any], ...] = (
-    {},
-    {"generates": 0},
-    {"generates": 0, "tied": False},
-    {"generates": 0, "batch": "plain"},
-    {"generates": 0, "batch": "plain", "tied": False},
-)
+def _without(life: Life, do: str) -> Life:
+    return tuple(act for act in life if act.do != do)
 
 
 def runnable(program: Program) -> tuple[Program, Record] | None:
     """``program`` without what its model type cannot do in plain PyTorch, and what that gives; None
     where nothing of it can be built tiny, or comes to finite losses.
     """
-    for change in PLAINER:
-        plainer = replace(program, **change)
+    silent = {"life": _without(program.life, "generate")}
+    plainer: tuple[dict[str, Any], ...] = (
+        {},
+        silent,
+        {**silent, "tied": False},
+        {**silent, "batch": "plain"},
+        {**silent, "batch": "plain", "tied": False},
+    )
+    for change in plainer:
+        changed = replace(program, **change)
         try:
-            found = in_one_process(plainer)
+            found = in_one_process(changed)
         except Exception:  # whatever a model that is new, or odd, raises
             continue
-        if all(map(isfinite, sum(found.losses + found.evaluated, [*found.norms]))):
-            return plainer, found
+        if all(isfinite(sum([*seen.losses, *seen.evaluated, seen.norm])) for seen in found.acts):
+            return changed, found
     return None
 
 
-@torch.no_grad()
-def _look(program: Program, model: Any, step: int, readers: Any, found: Record) -> None:
-    """Evaluate, and generate, in the middle of the training."""
-    model.eval()
-    if program.evaluates:
-        batches = [program.batch_of(step + 50, reader) for reader in readers]
-        found.evaluated.append([float(model(**batch).loss) for batch in batches])
-    if program.generates and step == STEPS - 1:
-        found.generated.append([program.generated(model, step, reader) for reader in readers])
-    model.train()
+class OnRank:
+    """A part of the life of a program, in one engine, on one rank."""
+
+    def __init__(self, program: Program, mesh: Mesh, rank: int, model: Any, folder: Path) -> None:
+        self.program, self.mesh, self.folder, self.model = program, mesh, folder, model
+        self.reader = rank // (mesh.tensor * mesh.sequence)
+        self.saved = (folder / "latest").exists()
+
+    def start(self, act: Act) -> None:
+        self.mine = range(self.reader, act.micros, self.mesh.data)
+        clipping = {"gradient_clipping": self.program.clip} if self.program.clip else {}
+        config = {
+            "train_micro_batch_size_per_gpu": ROWS,
+            "gradient_accumulation_steps": len(self.mine),
+            "zero_optimization": {"stage": act.stage},
+            **clipping,
+            **self.mesh.keys,
+        }
+        self.engine = start(self.model, self.program.optimizer(self.model), config)
+        self.shares = hf_zero.sequence_parallel() if self.mesh.sequence > 1 else None
+
+    def window(self, number: int, seen: Seen, micros: Any, looks: bool = False) -> None:
+        for at, micro in enumerate(micros):
+            batch = self.program.batch_of(number, micro)
+            given = self.shares.shard(batch) if self.shares else batch
+            loss = self.engine(**given).loss
+            if self.shares:
+                loss = self.shares.mean_loss(loss, given["labels"])
+            self.engine.backward(loss)
+            if looks and at == 0:
+                self.look(number, seen)
+            self.engine.step()
+            seen.losses.append(float(loss.detach()))
+
+    def look(self, number: int, seen: Seen) -> None:
+        seen.evaluated = self.program.evaluated(self.engine.module, number, [self.reader])
+
+    def does(self, act: Act, number: int) -> Seen:
+        seen = Seen()
+        if act.do == "start":
+            self.start(act)
+        elif act.do == "save":
+            self.engine.save_checkpoint(self.folder)
+            self.saved = True
+        elif act.do == "load" and self.saved:
+            self.engine.load_checkpoint(self.folder)
+        elif act.do == "abandon" and self.saved:
+            if len(self.mine) > 1:
+                self.window(number, seen, self.mine[:1])
+            self.engine.load_checkpoint(self.folder)
+        elif act.do.startswith("step"):
+            self.window(number, seen, self.mine, looks=act.do != "step")
+            seen.norm = float(self.engine.get_global_grad_norm())
+        elif act.do == "evaluate":
+            self.look(number, seen)
+        elif act.do == "generate":
+            seen.generated = [self.program.generated(self.engine.module, number, self.reader)]
+        return seen
 
 
-def _on_rank(
-    rank: int, program: Program, mesh: Mesh, part: int, models: list[Any], folder: Path
-) -> Record:
-    readers, reader = mesh.data, rank // (mesh.tensor * mesh.sequence)
-    config = {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": MICRO // readers,
-        "zero_optimization": {"stage": program.stages[part]},
-        **({"gradient_clipping": program.clip} if program.clip else {}),
-        **mesh.keys,
-    }
-    engine = start(models[rank], program.optimizer(models[rank]), config)
-    shares = hf_zero.sequence_parallel() if mesh.sequence > 1 else None
-    if part:
-        engine.load_checkpoint(folder)
-    found = Record()
-    for step in range(part * STEPS, (part + 1) * STEPS):
-        losses = []
-        for micro in range(reader, MICRO, readers):
-            batch = program.batch_of(step, micro)
-            given = shares.shard(batch) if shares else batch
-            loss = engine(**given).loss
-            if shares:
-                loss = shares.mean_loss(loss, given["labels"])
-            engine.backward(loss)
-            engine.step()
-            losses.append(float(loss.detach()))
-        found.losses.append(losses)
-        found.norms.append(float(engine.get_global_grad_norm()))
-        _look(program, engine.module, step, [reader], found)
-    if part:
-        found.weights = whole_state_dict(engine, dtype=torch.float32)
-    else:
-        engine.save_checkpoint(folder)
-    engine.destroy()
-    return found
+def _on_rank(rank: int, program: Program, mesh: Mesh, part: Part, models: Any, folder: Path) -> Any:
+    on_rank = OnRank(program, mesh, rank, models[rank], folder)
+    record = Record([on_rank.does(act, number) for number, act in part])
+    if part[-1][0] == len(program.life) - 1:
+        record.weights = whole_state_dict(on_rank.engine, dtype=torch.float32)
+    on_rank.engine.destroy()
+    return record
 
 
-def on_ranks(program: Program, folder: Path) -> tuple[list[tuple[Mesh, list[Record]]], list[str]]:
-    """The records of the ranks of each of two meshes, the second of which goes on from what the
-    first has saved; and which meshes were refused, and why.
-    """
-    done: list[tuple[Mesh, list[Record]]] = []
-    refused, whole = list[str](), program.model()
-    left = list(program.meshes)
-    while len(done) < 2:
-        mesh = left.pop(0) if left else Mesh(data=2)
+def parts_of(life: Life) -> list[Part]:
+    parts: list[Part] = []
+    for number, act in enumerate(life):
+        if act.do == "start":
+            parts.append([])
+        parts[-1].append((number, act))
+    return parts
+
+
+def on_ranks(program: Program, folder: Path) -> list[tuple[Mesh, Part, list[Record]]]:
+    """The records of the ranks of each engine, on the next mesh that the model type supports."""
+    done: list[tuple[Mesh, Part, list[Record]]] = []
+    parts, whole, left = parts_of(program.life), program.model(), list(program.meshes)
+    while len(done) < len(parts):
+        mesh, part = left.pop(0) if left else Mesh(data=2), parts[len(done)]
         if mesh.expert > 1 and not _has_experts(whole):
             continue
         models = [copy.deepcopy(whole) for _ in range(mesh.world)]
         try:
-            records = run_ranks(mesh.world, _on_rank, program, mesh, len(done), models, folder)
+            records = run_ranks(mesh.world, _on_rank, program, mesh, part, models, folder)
         except RankFailed as failed:
             if not left or not isinstance(failed.__cause__, REFUSALS):
                 raise
-            refused.append(f"{program.kind} on {mesh}: {failed.__cause__}")
             continue
-        done.append((mesh, records))
-    return done, refused
+        done.append((mesh, part, records))
+    return done
 
 
 def _has_experts(model: Any) -> bool:
     return bool(getattr(model, "_ep_plan", None) or getattr(model, "ep_plan", None))
+
+
+def _compare(seen: Seen, want: Seen, reader: int, mesh: Mesh, where: str) -> None:
+    losses = want.losses[reader :: mesh.data][: len(seen.losses)]
+    assert seen.losses == pytest.approx(losses, rel=LOSS), where
+    assert seen.norm == pytest.approx(want.norm, rel=NORM), where
+    evaluated = want.evaluated[reader : reader + 1]
+    assert seen.evaluated == pytest.approx(evaluated, rel=LOSS), where
+    assert seen.generated == want.generated[reader : reader + 1], where
+
+
+def _compare_weights(program: Program, got: Record, want: Record) -> None:
+    begun = program.model().state_dict()
+    changes = {
+        name: float((want.weights[name].float() - begun[name].float()).norm()) for name in begun
+    }
+    total = sum(change**2 for change in changes.values()) ** 0.5
+    for name, change in changes.items():
+        error = float((got.weights[name].float() - want.weights[name].float()).norm())
+        assert error <= WEIGHTS * change + 1e-3 * WEIGHTS * total + 1e-6, (name, error, change)
+
+
+def check(program: Program, want: Record, folder: Path) -> None:
+    """Compare the life of ``program`` on ranks with ``want``, act by act."""
+    done = on_ranks(program, folder)
+    for mesh, part, ranks in done:
+        for rank, found in enumerate(ranks):
+            reader = rank // (mesh.tensor * mesh.sequence)
+            for (number, act), seen in zip(part, found.acts, strict=True):
+                where = f"rank {rank} of {mesh}, act {number}: {act.do}"
+                _compare(seen, want.acts[number], reader, mesh, where)
+    for record in done[-1][2]:
+        if record.weights:
+            _compare_weights(program, record, want)
