@@ -142,6 +142,7 @@ def test_training_is_that_of_one_process(sharded, plain):
     same_fit(sharded, plain, "zero_stage_3")
 
 
+@pytest.mark.long
 def test_a_checkpoint_goes_on_elsewhere_and_lightnings_own_function_converts_it(
     sharded, plain, tmp_path
 ):

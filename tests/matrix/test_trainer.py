@@ -69,7 +69,6 @@ def test_evaluation_before_training_saves_and_an_exact_resume(routes):
     assert resumed["best"] == resumed["found again"] == min(whole["eval_loss"])
 
 
-@pytest.mark.long  # TRL's trainers are started so in tests/matrix
 def test_accelerate_launch_gives_a_stock_trainer_the_same_training(routes, tmp_path):
     reports = accelerate_launch(
         SCRIPT, tmp_path, "--cases", "plain3", stage=3, gradient_accumulation_steps=2

@@ -102,6 +102,7 @@ def run(material, folder, cases, stage, script="trl_cases.py", **keys):
     return ranks
 
 
+@pytest.mark.long
 def test_as_in_one_process(material, tmp_path):
     ranks = run(material, tmp_path, OFTEN, 3)
     first, second = (
