@@ -4,7 +4,8 @@ numbers are the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,10 +19,9 @@ from transformers import masking_utils
 from hf_zero.integrations.transformers import attention_masks
 from hf_zero.integrations.transformers.training_arguments import TrainingArguments
 from tests.helpers import trainers
+from tests.helpers.cells import in_one_item
 from tests.helpers.host_syncs import HostSyncs
 from tests.helpers.models import ARCHITECTURES, LENGTH, VOCAB
-
-pytestmark = pytest.mark.usefixtures("plain_process")
 
 ROWS = 4
 
@@ -31,32 +31,30 @@ def rows(padded: bool, count: int = 3 * ROWS) -> list[dict[str, torch.Tensor]]:
     made = []
     for index in range(count):
         ids = torch.randint(3, VOCAB, (LENGTH,), generator=generator)
-        mask = torch.ones(LENGTH, dtype=torch.long)
+        mask = torch.ones_like(ids)
         if padded and index % 2:
             mask[-2:] = 0
-        made.append(
-            {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-        )
+        labels = ids.masked_fill(mask == 0, -100)
+        made.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
     return made
 
 
+def batches(padded: bool) -> DataLoader[Any]:
+    return DataLoader(rows(padded), batch_size=ROWS)  # type: ignore[arg-type]
+
+
 def accelerated(architecture: str, padded: bool) -> tuple[Any, Any]:
-    config: dict[str, Any] = {
-        "zero_optimization": {"stage": 2},
-        "train_micro_batch_size_per_gpu": ROWS,
-    }
+    config = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": ROWS}
     accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
     model = ARCHITECTURES[architecture].build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    engine, optimizer, loader = accelerator.prepare(
-        model, optimizer, DataLoader(rows(padded), batch_size=ROWS)
-    )  # type: ignore[arg-type]
+    engine, _, loader = accelerator.prepare(model, optimizer, batches(padded))
     return engine, loader
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "padded"), [("bert", False), ("gpt2", True), ("llama", False), ("t5", True)]
+)
 def test_a_forward_reads_nothing_back(architecture: str, padded: bool) -> None:
     plain = ARCHITECTURES[architecture].build()
     engine, loader = accelerated(architecture, padded)
@@ -68,24 +66,20 @@ def test_a_forward_reads_nothing_back(architecture: str, padded: bool) -> None:
         assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-@pytest.mark.parametrize("architecture", ["bert", "llama"])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_masks_are_those_of_transformers(architecture: str, attention: str, padded: bool) -> None:
+@in_one_item([*itertools.product(["bert", "llama"], ["eager", "sdpa"], [False, True])])
+def test_masks_are_those_of_transformers(case: tuple[str, str, bool]) -> None:
+    architecture, attention, padded = case
     config = ARCHITECTURES[architecture].build().config
     config._attn_implementation = attention
     mask = torch.stack([row["attention_mask"] for row in rows(padded)])
-    make = (
-        masking_utils.create_bidirectional_mask
-        if architecture == "bert"
-        else masking_utils.create_causal_mask
-    )
-    more = {} if architecture == "bert" else {"past_key_values": None}
+    make: Any = masking_utils.create_bidirectional_mask
+    if architecture == "llama":
+        make = partial(masking_utils.create_causal_mask, past_key_values=None)
     embeds = torch.zeros(*mask.shape, config.hidden_size)
-    expected = make(config, embeds, mask.clone(), **more)
+    expected = make(config, embeds, mask.clone())
     attention_masks._note(mask, padded)
     with HostSyncs() as syncs:
-        got = make(config, embeds, mask, **more)
+        got = make(config, embeds, mask)
     assert not syncs.found
     assert (got is None and expected is None) or torch.equal(got, expected)
 
@@ -96,13 +90,9 @@ def test_values_that_change_are_read_again() -> None:
     assert attention_masks.known_padding(batch["attention_mask"]) is False
     batch["attention_mask"][:, 3:] = 0
     assert attention_masks.known_padding(batch["attention_mask"]) is None
-    config = ARCHITECTURES["bert"].build().config
-    assert (
-        masking_utils.create_bidirectional_mask(
-            config, torch.zeros(2, 5, 32), batch["attention_mask"]
-        )
-        is not None
-    )
+    config, embeds = ARCHITECTURES["bert"].build().config, torch.zeros(2, 5, 32)
+    made = masking_utils.create_bidirectional_mask(config, embeds, batch["attention_mask"])
+    assert made is not None
 
 
 def test_a_mask_shorter_than_the_cache_is_kept() -> None:
@@ -119,29 +109,29 @@ def test_a_mask_shorter_than_the_cache_is_kept() -> None:
 
 
 def test_without_zero_masks_are_left_alone() -> None:
-    loader = Accelerator(cpu=True).prepare(DataLoader(rows(False), batch_size=ROWS))  # type: ignore[arg-type]
+    loader = Accelerator(cpu=True).prepare(batches(False))
     assert all(attention_masks.known_padding(batch["attention_mask"]) is None for batch in loader)
-
-
-def batches_of_any_kind() -> Iterator[Any]:
-    yield transformers.BatchEncoding({"attention_mask": torch.ones(2, 5)})
-    yield {
-        "decoder_attention_mask": torch.ones(2, 5),
-        "attention_mask": torch.ones(2, 1, 5, 5),
-        "input_ids": torch.ones(2, 5),
-    }
-    yield [torch.ones(2, 5), {"labels": torch.ones(2)}]
-    with torch.inference_mode():
-        yield {"attention_mask": torch.ones(2, 5)}
 
 
 def test_batches_of_any_kind_pass() -> None:
     accelerated("bert", False)
+    mask = torch.ones(2, 5)
+    square = torch.ones(2, 1, 5, 5)
+    with torch.inference_mode():
+        inferred = torch.ones(2, 5)
+    given: list[Any] = [
+        transformers.BatchEncoding({"attention_mask": mask}),
+        {"decoder_attention_mask": mask.clone(), "attention_mask": square, "input_ids": mask + 1},
+        [mask.clone(), {"labels": torch.ones(2)}],
+        {"attention_mask": inferred},
+    ]
+    note = attention_masks.note_padding(
+        lambda tensor, device, non_blocking=False, skip_keys=None: tensor
+    )
     known = []
-    for batch in batches_of_any_kind():
-        sent = attention_masks.note_padding(
-            lambda tensor, device, non_blocking=False, skip_keys=None: tensor
-        )(batch, "cpu")
+    for batch in given:
+        with torch.inference_mode(batch is given[-1]):
+            sent = note(batch, "cpu")
         found = sent.values() if hasattr(sent, "values") else ()
         known.append([attention_masks.known_padding(value) for value in found])
     assert known == [[False], [False, None, None], [], [None]]
@@ -151,36 +141,31 @@ def test_batches_of_any_kind_pass() -> None:
 
 
 def read_back(folder: Any, steps: int, **settings: Any) -> HostSyncs:
-    args = TrainingArguments(
-        **trainers.options(folder, max_steps=steps, **settings),
-        zero_config={"zero_optimization": {"stage": 2}},
-    )
-    run = transformers.Trainer(
-        model=ARCHITECTURES["llama"].build(), args=args, train_dataset=rows(False, 64)
-    )  # type: ignore[arg-type]
+    chosen = trainers.options(folder, max_steps=steps, **settings)
+    args = TrainingArguments(**chosen, zero_config={"zero_optimization": {"stage": 2}})
+    net: Any = ARCHITECTURES["llama"].build()
+    data: Any = rows(False, 64)
+    run = transformers.Trainer(model=net, args=args, train_dataset=data)
     with HostSyncs() as syncs:
         run.train()
     if run.args.logging_steps == 1:
-        assert all(isinstance(norm, float) for norm in trainers.logged(run, "grad_norm"))
-        assert len(trainers.logged(run, "grad_norm")) == steps
+        norms = trainers.logged(run, "grad_norm")
+        assert len(norms) == steps and all(isinstance(norm, float) for norm in norms)
     return syncs
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("max_grad_norm", [0.5, 0.0])
-@pytest.mark.parametrize("logged", [False, True], ids=["quiet", "logged"])
+@pytest.mark.parametrize(("logged", "max_grad_norm"), [(False, 0.5), (True, 0.0)])
 def test_steps_of_the_trainer(
     logged: bool, max_grad_norm: float, tmp_path: Any, heard: list[str]
 ) -> None:
     """Steps that log nothing read nothing back; the Trainer's filter of losses that are not finite,
     disabled here, reads two.
     """
-    settings = {
-        "logging_steps": 1 if logged else 100,
-        "logging_nan_inf_filter": False,
-        "max_grad_norm": max_grad_norm,
-    }
-    few, more = (read_back(tmp_path, steps, **settings).found for steps in (3, 5))
+    settings = {"logging_steps": 1 if logged else 100, "logging_nan_inf_filter": False}
+    few, more = (
+        read_back(tmp_path, steps, max_grad_norm=max_grad_norm, **settings).found
+        for steps in (3, 5)
+    )
     more.subtract(few)
     found = {name: count / 2 for name, count in more.items() if count}
     # in host memory, wherever the model is

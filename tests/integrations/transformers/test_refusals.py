@@ -12,7 +12,6 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from torch import nn
 from transformers import (
     AutoModelForMaskedLM,
     AutoTokenizer,
@@ -22,20 +21,15 @@ from transformers import (
     Trainer,
 )
 
-import hf_zero
 from hf_zero.errors import CheckpointError, ConfigError, PartitionError
 from hf_zero.integrations.transformers.trainer_route import refuse_full_eval
+from tests.helpers.engines import start
 
 
 def bert() -> BertForMaskedLM:
-    sizes = {
-        "hidden_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 8,
-        "max_position_embeddings": 8,
-    }
-    return BertForMaskedLM(BertConfig(vocab_size=20, **sizes))
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "max_position_embeddings"), 8)
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2}
+    return BertForMaskedLM(BertConfig(vocab_size=20, **sizes, **layers))
 
 
 @pytest.mark.parametrize("loader", [AutoModelForMaskedLM, BertForMaskedLM])
@@ -58,33 +52,12 @@ def test_a_sharded_checkpoint_is_no_model_folder(tmp_path: Path, loader: Any) ->
 def test_embeddings_are_resized_before(stage: int) -> None:
     model = bert()
     model.resize_token_embeddings(24)
-    engine, *_ = hf_zero.initialize(
-        model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), config={"stage": stage}
-    )
+    engine = start(model, torch.optim.SGD(model.parameters(), 0.1), {"stage": stage})
     try:
-        with pytest.raises(
-            PartitionError,
-            match=r"resize_token_embeddings\(30\) .*resize before hf_zero.initialize",
-        ):
+        with pytest.raises(PartitionError, match=r"resize_token_embeddings\(30\)"):
             engine.resize_token_embeddings(30)
     finally:
         engine.destroy()
-
-
-def test_a_model_by_name_and_a_preset_by_place() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"not 'bert'; pass the torch.nn.Module to train, such as "
-        r"AutoModel.from_pretrained\('bert'\)",
-    ):
-        hf_zero.initialize(model="bert", config="zero3")
-    with pytest.raises(ConfigError, match="not a list; pass the"):
-        hf_zero.initialize(model=[], config="zero3")
-    with pytest.raises(ConfigError, match="more than one config"):
-        hf_zero.initialize(nn.Linear(2, 2), "zero3", config="zero1")
-    engine, *_ = hf_zero.initialize(nn.Linear(2, 2), "zero1")
-    assert engine.config.stage == 1
-    engine.destroy()
 
 
 def test_one_process_beside_other_devices_says_so_once(
@@ -107,28 +80,23 @@ def test_one_process_beside_other_devices_says_so_once(
     _tell_of_other_devices.cache_clear()
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp16"])
-def test_an_evaluation_in_another_precision(kind: str) -> None:
-    arguments = {"bf16": False, "fp16": False, "bf16_full_eval": False, "fp16_full_eval": False}
-    with pytest.raises(ConfigError, match=f"{kind}_full_eval=True without {kind}=True"):
-        refuse_full_eval(
-            {"zero_optimization": {"stage": 2}},
-            SimpleNamespace(**arguments | {f"{kind}_full_eval": True}),
-        )
-    refuse_full_eval(
-        {kind: {"enabled": True}}, SimpleNamespace(**arguments | {f"{kind}_full_eval": True})
-    )
-    refuse_full_eval({}, SimpleNamespace(**arguments | {f"{kind}_full_eval": True, kind: True}))
-    refuse_full_eval({}, SimpleNamespace(**arguments))
+def test_an_evaluation_in_another_precision() -> None:
+    names = ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval")
+    off = dict.fromkeys(names, False)
+    for kind in ("bf16", "fp16"):
+        full = off | {f"{kind}_full_eval": True}
+        with pytest.raises(ConfigError, match=f"{kind}_full_eval=True without {kind}=True"):
+            refuse_full_eval({"zero_optimization": {"stage": 2}}, SimpleNamespace(**full))
+        refuse_full_eval({kind: {"enabled": True}}, SimpleNamespace(**full))
+        refuse_full_eval({}, SimpleNamespace(**full | {kind: True}))
+    refuse_full_eval({}, SimpleNamespace(**off))
 
 
-@pytest.mark.usefixtures("plain_process")
 @pytest.mark.parametrize("kind", ["GRPOConfig", "RLOOConfig"])
 def test_completions_of_ranks_that_share_layers_are_not_compared(kind: str, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
     written = {"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2}}
-    args = getattr(trl, kind)(
-        str(tmp_path), deepspeed=written, use_cpu=True, bf16=False, report_to=[], num_generations=2
-    )
+    chosen = {"use_cpu": True, "bf16": False, "report_to": [], "num_generations": 2}
+    args = getattr(trl, kind)(str(tmp_path), deepspeed=written, **chosen)
     with pytest.raises(ConfigError, match=r"autotp_size = 2 ranks 0, 1 sample the same ones"):
         Trainer(bert(), args)

@@ -1,11 +1,12 @@
-"""A Trainer under ZeRO on one rank: the three routes, evaluation, saving and resuming, against
-the plain Trainer.
+"""A Trainer under ZeRO on one rank: the three routes, evaluation, saving, resuming, offload and
+options of scripts, against the plain Trainer.
 """
 
 from __future__ import annotations
 
 import logging
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ from hf_zero.engine import Engine
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.engine_teardown import destroy_and_restore
 from hf_zero.logging import logger
+from tests.helpers import launched, oracle
+from tests.helpers.offloads import offload
 from tests.helpers.plain_process import forget
 from tests.helpers.trainers import (
-    BEST,
-    EVERY_STEP,
     ROUTES,
     assert_same_training,
     distance,
@@ -36,63 +37,58 @@ from tests.helpers.trainers import (
     weights,
 )
 
-pytestmark = pytest.mark.usefixtures("plain_process")
+SAVES = {"save_strategy": "steps", "save_steps": 2}
+stages = pytest.mark.parametrize("stage", (0, 3))
 
-STAGES = (0, 1, 2, 3)
+
+def trained(*given: Any, **changes: Any) -> transformers.Trainer:
+    run = routed(*given, **changes)
+    run.train()
+    return run
 
 
-@pytest.mark.parametrize("architecture", ["bert", "gpt2"])
-def test_every_route_and_stage_trains_as_the_plain_trainer(
-    architecture: str, tmp_path: Path
-) -> None:
+def resumed(folder: Path, *given: Any, **changes: Any) -> transformers.Trainer:
+    run = routed(*given, **changes)
+    run.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    return run
+
+
+def test_every_route_and_stage_trains_as_the_plain_trainer(tmp_path: Path) -> None:
     changes = {"gradient_accumulation_steps": 2}
-    oracle = routed("plain", 0, tmp_path, architecture, **changes)
-    oracle.train()
+    plain = trained("plain", 0, tmp_path, "gpt2", **changes)
     losses = []
-    for stage, route in zip(
-        (*STAGES, 3, 3), ("ours", "stock", "callback", "ours", "stock", "callback"), strict=True
-    ):
-        run = routed(route, stage, tmp_path, architecture, **changes)
-        run.train()
+    for stage, route in zip((0, 1, 2, 3, 3, 3), ROUTES * 2, strict=True):
+        run = trained(route, stage, tmp_path, "gpt2", **changes)
         assert isinstance(run.model_wrapped, Engine) and run.model_wrapped.stage == stage
-        assert_same_training(run, oracle)
+        assert_same_training(run, plain)
         losses.append(logged(run))
     assert losses[3] == losses[4] == losses[5]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("architecture", ["bert", "gpt2", "llama"])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("route", ROUTES)
-def test_the_whole_matrix(architecture: str, stage: int, route: str, tmp_path: Path) -> None:
-    oracle = routed("plain", 0, tmp_path, architecture)
-    oracle.train()
-    run = routed(route, stage, tmp_path, architecture)
-    run.train()
-    assert_same_training(run, oracle)
+@stages
+def test_evaluation_prediction_and_saving(stage: int, tmp_path: Path) -> None:
+    """Before training, on the way and after it."""
+    runs, found = [], []
+    for route in ("plain", "ours"):
+        on_the_way = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
+        run = routed(route, stage, tmp_path, **on_the_way)
+        before = run.evaluate()["eval_loss"]
+        assert run.predict(rows()[:3]).predictions.shape[0] == 3
+        run.train()
+        found.append([before, *logged(run, "eval_loss")])
+        found.append(torch.tensor(run.predict(rows()[:5]).predictions))
+        runs.append(run)
+    assert_same_training(runs[1], runs[0])
+    assert found[2][0] == pytest.approx(found[0][0], rel=1e-6)
+    assert found[2] == pytest.approx(found[0], rel=1e-5)
+    assert torch.allclose(found[3], found[1], atol=1e-4)
+    runs[1].save_model(str(tmp_path / "saved"))
+    again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "saved").state_dict()
+    right = weights(runs[0])
+    assert all(torch.allclose(value, right[name], atol=1e-5) for name, value in again.items())
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_evaluation_before_training(stage: int, tmp_path: Path) -> None:
-    oracle = routed("plain", 0, tmp_path)
-    expected = oracle.evaluate()["eval_loss"]
-    oracle.train()
-    run = routed(
-        "ours",
-        stage,
-        tmp_path,
-        config={"scheduler": {"type": "WarmupDecayLR"}} if stage == 3 else None,
-    )
-    assert run.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
-    assert run.predict(rows()[:3]).predictions.shape[0] == 3
-    run.train()
-    assert isinstance(run.deepspeed, Engine)
-    assert logged(run)[0] == pytest.approx(logged(oracle)[0], rel=1e-5)
-    if stage < 3:
-        assert_same_training(run, oracle)
-
-
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", (1, 3))
 def test_evaluation_alone_then_saving(stage: int, tmp_path: Path) -> None:
     run = routed("stock", stage, tmp_path)
     loss = run.evaluate()["eval_loss"]
@@ -102,192 +98,148 @@ def test_evaluation_alone_then_saving(stage: int, tmp_path: Path) -> None:
     assert plain.evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-6)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_evaluation_while_training_prediction_and_saving(stage: int, tmp_path: Path) -> None:
-    changes = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}
-    oracle = routed("plain", 0, tmp_path, **changes)
-    oracle.train()
-    run = routed("ours", stage, tmp_path, **changes)
+def test_an_evaluation_before_a_training_with_a_scheduler_of_the_config(tmp_path: Path) -> None:
+    plain = trained("plain", 0, tmp_path)
+    run = routed("ours", 3, tmp_path, config={"scheduler": {"type": "WarmupDecayLR"}})
+    run.evaluate()
     run.train()
-    assert logged(run, "eval_loss") == pytest.approx(logged(oracle, "eval_loss"), rel=1e-5)
-    expected, found = oracle.predict(rows()[:5]), run.predict(rows()[:5])
-    assert torch.allclose(
-        torch.tensor(found.predictions), torch.tensor(expected.predictions), atol=1e-4
-    )
-    run.save_model(str(tmp_path / "saved"))
-    again = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "saved").state_dict()
-    trained = weights(oracle)
-    for name, value in again.items():
-        assert torch.allclose(value, trained[name], atol=1e-5), name
+    assert isinstance(run.deepspeed, Engine)
+    assert logged(run)[0] == pytest.approx(logged(plain)[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", (1, 3))
-def test_resuming_is_exact(stage: int, tmp_path: Path) -> None:
-    changes = {"save_strategy": "steps", "save_steps": 2}
-    whole = routed("ours", stage, tmp_path / "whole", **changes)
-    whole.train()
-    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "again" / "checkpoint-2")
-    resumed = routed("ours", stage, tmp_path / "again", **changes)
-    resumed.train(resume_from_checkpoint=True)
-    assert logged(resumed) == logged(whole)
-    assert logged(resumed, "learning_rate") == logged(whole, "learning_rate")
+@pytest.mark.parametrize(("saved", "stage"), [(1, 1), (3, 0), (0, 3)])
+def test_a_resumed_run_is_the_run_at_any_stage(saved: int, stage: int, tmp_path: Path) -> None:
+    whole = trained("ours", saved, tmp_path / "whole", **SAVES)
+    folder = tmp_path / "whole" / "checkpoint-2"
+    assert {"model.safetensors", "global_step2"} <= {path.name for path in folder.iterdir()}
+    shutil.copytree(folder, tmp_path / "again" / "checkpoint-2")
+    again = routed("ours", stage, tmp_path / "again", **SAVES)
+    again.train(resume_from_checkpoint=True)
+    assert logged(again, "learning_rate") == logged(whole, "learning_rate")
+    assert logged(again) == pytest.approx(logged(whole), rel=1e-5)
     expected = weights(whole)
-    assert all(torch.equal(value, expected[name]) for name, value in weights(resumed).items())
-    names = {path.name for path in (tmp_path / "whole" / "checkpoint-2").iterdir()}
-    assert "model.safetensors" in names and "global_step2" in names
+    assert distance(weights(again), expected) <= 1e-5 * distance(expected)
+    if saved == stage:
+        assert logged(again) == logged(whole)
+        assert all(torch.equal(value, expected[name]) for name, value in weights(again).items())
 
 
 def test_resuming_after_an_evaluation(tmp_path: Path) -> None:
-    changes = {"save_strategy": "steps", "save_steps": 2}
-    whole = routed("callback", 3, tmp_path, **changes)
-    whole.train()
-    resumed = routed("callback", 3, tmp_path, **changes)
-    resumed.evaluate()
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert logged(resumed) == logged(whole)
-
-
-@pytest.mark.parametrize("stage", (0, 3))
-def test_the_best_model_is_loaded_at_the_end(stage: int, tmp_path: Path) -> None:
-    run = routed("ours", stage, tmp_path, **EVERY_STEP, **BEST)
-    run.train()
-    losses = logged(run, "eval_loss")
-    assert losses[0] < losses[-1]
-    assert run.evaluate()["eval_loss"] == pytest.approx(min(losses), rel=1e-6)
+    whole = trained("callback", 3, tmp_path, **SAVES)
+    again = routed("callback", 3, tmp_path, **SAVES)
+    again.evaluate()
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert logged(again) == logged(whole)
 
 
 def test_a_scheduler_and_an_optimizer_in_the_config(tmp_path: Path) -> None:
     config = {"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupDecayLR"}}
     losses = []
     for route, stage in (("ours", 1), ("stock", 3), ("callback", 3)):
-        run = routed(route, stage, tmp_path, config=config, max_steps=3)
-        run.train()
+        run = trained(route, stage, tmp_path, config=config, max_steps=3)
         losses.append(logged(run))
         assert len(set(logged(run, "learning_rate"))) > 1
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert losses[1] == losses[2]
 
 
-@pytest.mark.parametrize("stage", (0, 3))
+@stages
 def test_the_trainers_own_optimizer_and_scheduler_are_used(stage: int, tmp_path: Path) -> None:
     def run(route: str) -> tuple[transformers.Trainer, torch.optim.Optimizer]:
         made = model()
         optimizer = torch.optim.SGD(made.parameters(), lr=0.05, momentum=0.9)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-        started = routed(route, stage, tmp_path, model=made, optimizers=(optimizer, schedule))
-        started.train()
-        return started, optimizer
+        given = {"model": made, "optimizers": (optimizer, schedule)}
+        return trained(route, stage, tmp_path, **given), optimizer
 
-    oracle, _ = run("plain")
+    plain, _ = run("plain")
     found, optimizer = run("ours")
-    assert_same_training(found, oracle)
+    assert_same_training(found, plain)
     assert found.deepspeed.optimizer is optimizer
     assert logged(found, "learning_rate")[1] == 0.025
 
 
-@pytest.mark.parametrize("route", ("ours", "stock"))
-def test_the_trainers_adafactor(route: str, tmp_path: Path) -> None:
-    changes = {"optim": "adafactor", "save_strategy": "steps", "save_steps": 2}
-    plain = routed("plain", 0, tmp_path / "plain", **changes)
-    plain.train()
-    whole = routed(route, 3, tmp_path / "whole", **changes)
-    whole.train()
+def test_the_trainers_adafactor(tmp_path: Path) -> None:
+    changes = {"optim": "adafactor", **SAVES}
+    plain = trained("plain", 0, tmp_path / "plain", **changes)
+    whole = trained("ours", 3, tmp_path / "whole", **changes)
     assert_same_training(whole, plain, without="key.bias")
-    resumed = routed(route, 2, tmp_path / "again", **changes)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
-    assert_same_training(resumed, plain, without="key.bias")
+    again = resumed(tmp_path / "whole", "stock", 2, tmp_path / "again", **changes)
+    assert_same_training(again, plain, without="key.bias")
 
 
-def test_two_optimizers(tmp_path: Path) -> None:
+def test_two_optimizers_and_a_wrapped_model_are_refused(tmp_path: Path) -> None:
     made = model()
-    optimizer = torch.optim.SGD(made.parameters(), lr=0.05)
-    run = routed(
-        "ours",
-        2,
-        tmp_path,
-        model=made,
-        optimizers=(optimizer, None),
-        config={"optimizer": {"type": "AdamW"}},
-    )
+    given = {"model": made, "optimizers": (torch.optim.SGD(made.parameters(), lr=0.05), None)}
+    run = routed("ours", 2, tmp_path, config={"optimizer": {"type": "AdamW"}}, **given)
     with pytest.raises(ConfigError, match=r"gives SGD and the ZeRO config gives 'AdamW'"):
         run.train()
+    forget()
 
-
-@pytest.mark.parametrize("route", ROUTES)
-def test_tensor_parallelism_that_is_off(route: str, tmp_path: Path) -> None:
-    """0 is DeepSpeed's default; the Trainer divides the ranks by it."""
-    off = {"tensor_parallel": {"autotp_size": 0}}
-    run = routed(route, 1, tmp_path, "gpt2", config=off, max_steps=1)
-    run.train()
-    assert run.get_tp_size() == 1
-
-
-def test_a_wrapped_model_is_refused(tmp_path: Path) -> None:
     class Wrapped(transformers.Trainer):
-        def _wrap_model(
-            self, model: nn.Module, training: bool = True, dataloader: Any = None
-        ) -> nn.Module:
+        def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
             return nn.DataParallel(model)
 
     args = hf_zero.TrainingArguments(**options(tmp_path), zero_config="zero2")
-    run = Wrapped(model=model(), args=args, train_dataset=rows())
     with pytest.raises(ConfigError, match="prepared DataParallel instead of hf-zero's engine"):
-        run.train()
+        Wrapped(model=model(), args=args, train_dataset=rows()).train()
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("stage", (1, 3))
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_16_bit_training(stage: int, precision: str, tmp_path: Path) -> None:
-    oracle = routed("plain", 0, tmp_path)
-    oracle.train()
+def test_tensor_parallelism_that_is_off(tmp_path: Path) -> None:
+    """0 is DeepSpeed's default; the Trainer divides the ranks by it."""
+    off = {"tensor_parallel": {"autotp_size": 0}}
+    for route in ROUTES:
+        run = trained(route, 1, tmp_path, "gpt2", config=off, max_steps=1)
+        assert run.get_tp_size() == 1, route
+
+
+@pytest.mark.parametrize(("precision", "stage"), [("bf16", 1), ("fp16", 3)])
+def test_16_bit_training(precision: str, stage: int, tmp_path: Path) -> None:
+    plain = trained("plain", 0, tmp_path)
     scale = {"loss_scale": 128} if precision == "fp16" else {}
-    by_flag = routed("ours", stage, tmp_path, config={precision: scale}, **{precision: True})
-    by_flag.train()
-    by_config = routed("stock", stage, tmp_path, config={precision: {"enabled": True, **scale}})
-    by_config.train()
+    by_flag = trained("ours", stage, tmp_path, config={precision: scale}, **{precision: True})
+    by_config = trained("stock", stage, tmp_path, config={precision: {"enabled": True, **scale}})
     assert logged(by_flag) == logged(by_config)
-    assert logged(by_flag) == pytest.approx(logged(oracle), rel=2e-2)
-    assert next(by_flag.model.parameters()).dtype == getattr(
-        torch, {"bf16": "bfloat16", "fp16": "float16"}[precision]
-    )
+    assert logged(by_flag) == pytest.approx(logged(plain), rel=2e-2)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    assert next(by_flag.model.parameters()).dtype == dtype
 
 
-@pytest.mark.parametrize("stage", (0, 3))
+@stages
 def test_a_step_that_overflowed_leaves_the_schedule_alone(stage: int, tmp_path: Path) -> None:
-    run = routed(
-        "ours",
-        stage,
-        tmp_path,
-        config={"fp16": {"initial_scale_power": 24, "hysteresis": 1}},
-        fp16=True,
-        warmup_steps=0,
-        max_steps=12,
-    )
-    run.train()
+    scale = {"fp16": {"initial_scale_power": 24, "hysteresis": 1}}
+    changes = {"fp16": True, "warmup_steps": 0, "max_steps": 12}
+    run = trained("ours", stage, tmp_path, config=scale, **changes)
     skipped = run.deepspeed.counters.skipped_steps
     assert 0 < skipped < 12
     rates = logged(run, "learning_rate")
     assert rates[: skipped + 1] == [rates[0]] * (skipped + 1) and rates[-1] < rates[0]
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_second_train_goes_on(stage: int, tmp_path: Path) -> None:
-    runs = []
-    for route in ("plain", "ours"):
-        run = routed(route, stage, tmp_path)
-        run.train()
-        # the plain Trainer keeps Adam's moments, under ZeRO each train() begins with new ones
-        run.optimizer = None
-        run.train()
-        runs.append(run)
-    assert_same_training(runs[1], runs[0])
+@stages
+def test_a_second_train_goes_on_with_a_new_optimizer(
+    stage: int, tmp_path: Path, heard_in_full: list[str]
+) -> None:
+    """Under ZeRO Transformers begins each train() with one; a plain Trainer keeps that of the
+    first, and otherwise does the same.
+    """
+    kept, plain = trained("plain", 0, tmp_path), trained("plain", 0, tmp_path)
+    plain.optimizer = None
+    kept.train()
+    plain.train()
+    forget()
+    run = trained("ours", stage, tmp_path)
+    run.train()
+    assert_same_training(run, plain)
+    assert logged(kept)[:2] == pytest.approx(logged(plain)[:2], rel=1e-6)
+    assert abs(logged(kept)[2] - logged(plain)[2]) > 1e-3
+    said = "another train() goes on with the weights and with a new optimizer"
+    assert sum(said in text for text in heard_in_full) == 1
 
 
 @pytest.mark.parametrize("stage", (1, 3))
 def test_a_second_train_in_16_bits_loses_nothing(stage: int, tmp_path: Path) -> None:
-    run = routed("ours", stage, tmp_path, bf16=True)
-    run.train()
+    run = trained("ours", stage, tmp_path, bf16=True)
     masters = {
         name: hf_zero.safe_get_full_fp32_param(parameter)
         for name, parameter in run.model.named_parameters()
@@ -300,90 +252,101 @@ def test_a_second_train_in_16_bits_loses_nothing(stage: int, tmp_path: Path) -> 
 
 def test_the_level_of_the_log_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logger, "level", logging.INFO)
-    routed("ours", 1, tmp_path, log_level="error").train()
+    trained("ours", 1, tmp_path, log_level="error", max_steps=1)
     assert logger.level == logging.INFO
 
 
 @pytest.mark.parametrize("stage", (1, 3))
 def test_adapters_over_frozen_blocks(stage: int, tmp_path: Path) -> None:
-    def lora() -> nn.Module:
-        torch.manual_seed(5)
-        config = peft.LoraConfig(
-            r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", init_lora_weights=False
-        )
-        return peft.get_peft_model(model("gpt2"), config)
-
-    changes = {"save_strategy": "steps", "save_steps": 2, "learning_rate": 1e-2}
-    oracle = routed("plain", 0, tmp_path / "plain", "gpt2", model=lora(), learning_rate=1e-2)
-    oracle.train()
-    whole = routed("ours", stage, tmp_path, "gpt2", model=lora(), **changes)
-    whole.train()
-    assert_same_training(whole, oracle)
-    resumed = routed("ours", stage, tmp_path, "gpt2", model=lora(), **changes)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert logged(resumed) == logged(whole)
-    resumed.save_model(str(tmp_path / "saved"))
-    saved = safetensors.torch.load_file(tmp_path / "saved" / "adapter_model.safetensors")
-    trained = peft.get_peft_model_state_dict(oracle.model)
-    assert saved.keys() == trained.keys() and saved
-    assert distance(saved, trained) <= 1e-5 * distance(trained)
-
-
-@pytest.mark.parametrize("stage", (0, 3))
-def test_generation_in_evaluation(stage: int, tmp_path: Path) -> None:
-    data = [{"input_ids": row["input_ids"], "labels": row["labels"][:5]} for row in rows("t5")]
-    losses = []
-    for route in ("plain", "stock"):
-        zero = {"deepspeed": {"zero_optimization": {"stage": stage}}} if route == "stock" else {}
-        settings = options(
-            tmp_path,
-            predict_with_generate=True,
-            generation_max_length=7,
-            eval_strategy="steps",
-            eval_steps=2,
-            **zero,
-        )
-        args = transformers.Seq2SeqTrainingArguments(**settings)
-        run = transformers.Seq2SeqTrainer(
-            model=model("t5"), args=args, train_dataset=data, eval_dataset=data[:6]
-        )
-        before = run.predict(data[:3]).predictions
-        run.train()
-        losses.append(
-            (
-                logged(run),
-                logged(run, "eval_loss"),
-                before.tolist(),
-                run.predict(data[:3]).predictions.tolist(),
-            )
-        )
-    for found, expected in zip(losses[1], losses[0], strict=True):
-        assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-5)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_second_training_has_a_new_optimizer(
-    stage: int, tmp_path: Path, heard_in_full: list[str]
-) -> None:
-    """Under ZeRO Transformers begins each train() with one; a plain Trainer keeps that of the
-    first, and otherwise does the same.
-    """
-    kept, oracle = (routed("plain", 0, tmp_path) for _ in range(2))
-    for each in (kept, kept, oracle):
-        each.train()
-    oracle.optimizer = None
-    oracle.train()
-    forget()
-    run = routed("ours", stage, tmp_path)
-    for _ in range(2):
-        run.train()
-    assert_same_training(run, oracle)
-    assert logged(kept)[:2] == pytest.approx(logged(oracle)[:2], rel=1e-6)
-    assert abs(logged(kept)[2] - logged(oracle)[2]) > 1e-3
-    assert (
-        sum(
-            "another train() goes on with the weights and with a new optimizer" in text
-            for text in heard_in_full
-        )
-        == 1
+    lora = peft.LoraConfig(
+        r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", init_lora_weights=False
     )
+
+    def adapted() -> dict[str, Any]:
+        torch.manual_seed(5)
+        return {"model": peft.get_peft_model(model("gpt2"), lora), "learning_rate": 1e-2, **SAVES}
+
+    plain = trained("plain", 0, tmp_path / "plain", "gpt2", **adapted())
+    whole = trained("ours", stage, tmp_path, "gpt2", **adapted())
+    assert_same_training(whole, plain)
+    again = resumed(tmp_path, "ours", stage, tmp_path, "gpt2", **adapted())
+    assert logged(again) == logged(whole)
+    again.save_model(str(tmp_path / "saved"))
+    saved = safetensors.torch.load_file(tmp_path / "saved" / "adapter_model.safetensors")
+    right = peft.get_peft_model_state_dict(plain.model)
+    assert saved.keys() == right.keys() and saved
+    assert distance(saved, right) <= 1e-5 * distance(right)
+
+
+def test_less_usual_options_of_the_trainer(tmp_path: Path) -> None:
+    for option in (
+        {"neftune_noise_alpha": 5.0},
+        {"label_smoothing_factor": 0.1},
+        {"gradient_checkpointing": True},
+    ):
+        forget()
+        plain = trained("plain", 0, tmp_path, "gpt2", **option)
+        run = trained("stock", 3, tmp_path, "gpt2", **option)
+        assert_same_training(run, plain)
+
+
+@pytest.mark.parametrize(
+    "route, way, stage",
+    [("ours", "optimizer on cpu", 2), ("stock", "all on cpu", 3), ("callback", "all in files", 3)],
+)
+def test_offloaded_it_trains_and_resumes_as_without_zero(
+    route: str, way: str, stage: int, tmp_path: Path
+) -> None:
+    """Two micro-batches a step, gradient checkpointing, a schedule that falls at each step, an
+    evaluation in between.
+    """
+    more = {
+        "gradient_accumulation_steps": 2,
+        "lr_scheduler_type": "linear",
+        "gradient_checkpointing": True,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        **SAVES,
+    }
+    plain = trained("plain", 0, tmp_path / "plain", **more)
+    (tmp_path / "disk").mkdir()
+    config = {"zero_optimization": offload(way, stage, tmp_path / "disk")}
+    run = trained(route, stage, tmp_path / "zero", config=config, **more)
+    engine = run.model_wrapped
+    assert isinstance(engine, Engine) and engine.config.offload_optimizer.on
+    assert all(flat.optimizer_shard.offloaded for flat in engine.sharded_model.trainable)
+    for key in ("loss", "eval_loss", "grad_norm", "learning_rate"):
+        assert logged(run, key) == pytest.approx(logged(plain, key), rel=1e-4), key
+    whole = weights(run)
+    oracle.compare_tensors("weights", whole, weights(plain), floor=oracle.ADAM_ROUNDING)
+    again = resumed(tmp_path / "zero", route, stage, tmp_path / "again", config=config, **more)
+    assert logged(again) == logged(run)
+    assert all(torch.equal(value, whole[name]) for name, value in weights(again).items())
+
+
+# A rank that answers fetches through the store, and reports at exit: what was registered first runs
+# last.
+ENDS = """
+import atexit, threading, time
+atexit.register(lambda: print(sorted(thread.name for thread in threading.enumerate())))
+import torch.distributed as dist
+from hf_zero.distributed.consensus import Consensus
+class Owner:
+    def read(self, unit):
+        return b""
+consensus, owner = Consensus(dist.HashStore(), 0, range(2), 0.5), Owner()
+consensus.fetches.serve(owner.read)
+while threading.active_count() < 3:
+    time.sleep(0.01)
+print(sorted(thread.name for thread in threading.enumerate()))
+"""
+
+
+def test_no_thread_is_in_the_store_when_the_interpreter_ends(tmp_path: Path) -> None:
+    """One that returns from there into an interpreter that is going aborts a rank whose training
+    has succeeded.
+    """
+    printed = launched.output([sys.executable, "-c", ENDS], tmp_path, tmp_path / "log")
+    running, at_exit = (line for line in printed.splitlines() if line.startswith("["))
+    assert running == "['MainThread', 'hf_zero-bell', 'hf_zero-serve']"
+    assert at_exit == "['MainThread']"
