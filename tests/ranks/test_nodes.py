@@ -18,113 +18,81 @@ from hf_zero.errors import ConfigError
 from tests.helpers.engines import OnEngine, config_of, full_weights, start
 from tests.helpers.models import Stack, seeded
 from tests.helpers.offloads import offload
+from tests.helpers.plans import APART
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared
 from tests.helpers.training import At, Plan, adamw, plain_sgd, train
 from tests.helpers.ways import WAYS
+from tests.ranks.cases import over
 
 HPZ: dict[str, Any] = {"zero_hpz_partition_size": 2}
 EIGHT: dict[str, Any] = {"zero_quantized_weights": True}
 FOUR: dict[str, Any] = {"zero_quantized_gradients": True}
 HOPS: dict[str, Any] = {"mics_hierarchical_params_gather": True}
-BLOCK = 32
 
 
-def config(zero, plan=None, stage=3):
-    made = config_of(stage, plan, compressed_communication={"block_size": BLOCK})
-    made["zero_optimization"].update(stage3_param_persistence_threshold=0, **zero)
-    made["zero_optimization"]["stage3_module_granularity_threshold"] = 0
-    return made
+def config(zero, plan=None):
+    section = {"stage": 3, **APART, **zero}
+    few = {"block_size": 32}
+    return config_of(3, plan, compressed_communication=few, zero_optimization=section)
 
 
-def trained(job, plan, zero):
+def trained(job, zero):
+    plan = Plan(ranks=4, steps=3, accumulation=2)
+
     def run(rank, models):
         model = models[rank]
         session = OnEngine(start(model, plain_sgd(model), config(zero, plan)), plan)
         trace = train(session, job, plan, rank)
-        weights = full_weights(session.engine)
-
         session.close()
-        return trace.losses, weights
+        return trace
 
     return run_ranks(plan.ranks, run, [job.build() for _ in range(plan.ranks)])
 
 
-@pytest.mark.parametrize(
-    ("way", "zero"),
-    [
-        ("frozen parameters inside blocks, and a block frozen whole", {}),
-        ("a block called three times, with others in between", {}),
-        ("non-reentrant checkpoint around each block", EIGHT),
-        ("reentrant checkpoint around each block", {}),
-        ("each rank skips another block, by step", {**EIGHT, **FOUR}),
-        ("a block never used", {}),
-    ],
-    ids=str,
-)
-def test_a_run_is_bit_for_bit_the_one_without(way, zero):
-    plan = Plan(ranks=4, steps=3, accumulation=2)
-    without, within = trained(WAYS[way], plan, zero), trained(WAYS[way], plan, {**zero, **HPZ})
-    for (losses, weights), (found, kept) in zip(without, within):
-        assert found == losses
-        assert all(torch.equal(kept[name], weights[name]) for name in weights)
+FROZEN = "frozen parameters inside blocks, and a block frozen whole"
+SKIPPED = "each rank skips another block, by step"
 
 
-@pytest.mark.parametrize(
-    ("way", "zero"),
+@over(
+    "way, zero, more",
     [
-        ("frozen parameters inside blocks, and a block frozen whole", {}),
-        ("each rank skips another block, by step", {**EIGHT, **FOUR}),
-        *(
-            pytest.param(way, zero, marks=pytest.mark.long)
-            for way, zero in (
-                ("a block called three times, with others in between", HPZ),
-                ("reentrant checkpoint around each block", {}),
-                ("each rank skips another block, by step", HPZ),
-                ("a block never used", {}),
-            )
-        ),
+        (FROZEN, {}, HPZ),
+        ("a block called three times, with others in between", {}, HPZ),
+        ("non-reentrant checkpoint around each block", EIGHT, HPZ),
+        (SKIPPED, {**EIGHT, **FOUR}, HPZ),
+        (FROZEN, {}, HOPS),
+        (SKIPPED, {**EIGHT, **FOUR}, HOPS),
+        ("a block called three times, with others in between", HPZ, HOPS),
     ],
-    ids=str,
 )
-def test_in_two_hops_a_run_is_bit_for_bit_the_one_without(way, zero, monkeypatch):
+def test_a_run_is_bit_for_bit_the_one_without(way, zero, more, monkeypatch):
+    """``more`` is the second sharding, or gathers in two hops."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    plan = Plan(ranks=4, steps=3, accumulation=2)
-    without, within = trained(WAYS[way], plan, zero), trained(WAYS[way], plan, {**zero, **HOPS})
-    for (losses, weights), (found, kept) in zip(without, within):
-        assert found == losses
-        assert all(torch.equal(kept[name], weights[name]) for name in weights)
+    without, within = trained(WAYS[way], zero), trained(WAYS[way], {**zero, **more})
+    for plain, found in zip(without, within):
+        assert found.losses == plain.losses
+        assert all(torch.equal(found.weights[name], value) for name, value in plain.weights.items())
 
 
 def test_a_copy_over_two_nodes_of_several(monkeypatch):
-    """Two copies (MiCS), each of two nodes of two ranks; weights that stay whole are gathered after
-    the step, too.
-    """
+    """Two copies (MiCS) of two nodes of two ranks; some weights stay whole."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
 
     def run(rank, model, more):
-        made = config({"mics_shard_size": 4, **more})
-        made["zero_optimization"]["stage3_param_persistence_threshold"] = 100
-        engine = start(model, adamw(model), made)
+        small = {"stage3_param_persistence_threshold": 100}
+        engine = start(model, adamw(model), config({"mics_shard_size": 4, **small, **more}))
         run_steps(engine, rank, range(3))
-        axes = engine.mesh.uncut.hops
-        assert [axis.ranks for axis in axes] == (
-            [
-                [rank - rank % 4 + rank % 2 + 2 * at for at in range(2)],
-                [rank // 2 * 2 + at for at in range(2)],
-            ]
-            if more
-            else []
-        )
-        found = full_weights(engine)
-        engine.destroy()
-        return found
+        first, own = rank - rank % 4 + rank % 2, rank // 2 * 2
+        hops = [axis.ranks for axis in engine.mesh.uncut.hops]
+        assert hops == ([[first, first + 2], [own, own + 1]] if more else [])
+        return full_weights(engine)
 
     for wanted, found in zip(on_ranks(8, run, {}), on_ranks(8, run, HOPS)):
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.parametrize(("here", "message"), [("3", "hosts have 3: choose"), ("4", "")])
+@over("here, message", [("3", "hosts have 3: choose"), ("4", "")])
 def test_hosts_that_do_not_divide_a_copy(here, message, monkeypatch):
     """One host is one hop."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
@@ -140,7 +108,7 @@ def test_hosts_that_do_not_divide_a_copy(here, message, monkeypatch):
 
 
 @on_each_rank(4, build=lambda: seeded(lambda: Stack(4)))
-def test_a_backward_gathers_in_the_node(rank, model, monkeypatch):
+def test_a_backward_gathers_in_the_node(rank, model):
     """Each gather of the backward is one over the node, with values as they are."""
     engine = start(model, adamw(model), config({**HPZ, **EIGHT}))
     for step in range(3):
@@ -164,15 +132,15 @@ class Traffic:
         "reduce_scatter_single": 1,
     }
 
-    def __init__(self, monkeypatch, node):
+    def __init__(self, patch, node):
         self.node = node
         self.apart: dict[int, Counter[str]] = {rank: Counter() for rank in range(4)}
         self.within: dict[int, Counter[str]] = {rank: Counter() for rank in range(4)}
         for name, place in self.PLACES.items():
             if hasattr(dist, name):
                 call = partial(self._counted, getattr(dist, name), name[:6], place)
-                monkeypatch.setattr(dist, name, call)
-        monkeypatch.setattr(dist, "all_reduce", partial(self._summed, dist.all_reduce))
+                patch.setattr(dist, name, call)
+        patch.setattr(dist, "all_reduce", partial(self._summed, dist.all_reduce))
 
     def _note(self, group, name, each):
         rank = dist.get_rank()
@@ -195,100 +163,73 @@ class Traffic:
 MICRO = 2
 
 
-def traffic(monkeypatch, zero):
-    """Return the traffic of the last of two steps of two micro-batches, and the layouts of the flat
-    buffers.
-    """
-    seen = Traffic(monkeypatch, 2)
-    plan = Plan(precision="bf16", accumulation=MICRO)
+def traffic(zero):
+    """The traffic of the last of two steps, and the layouts of the flat buffers."""
+    with pytest.MonkeyPatch.context() as patch:
+        seen = Traffic(patch, 2)
 
-    def run(rank, model):
-        engine = start(model, adamw(model), config(zero, plan))
-        for step in range(2):
-            seen.apart[rank].clear()
-            seen.within[rank].clear()
-            for micro in range(MICRO):
-                engine.backward(squared(engine, At(step, micro, rank), plan.dtype))
-                engine.step()
-        return [flat.spec for flat in engine.flats]
+        def run(rank, model):
+            plan = Plan(precision="bf16", accumulation=MICRO)
+            engine = start(model, adamw(model), config(zero, plan))
+            for step in range(2):
+                seen.apart[rank].clear()
+                seen.within[rank].clear()
+                run_steps(engine, rank, [step], MICRO)
+            return [flat.spec for flat in engine.flats]
 
-    specs = on_ranks(4, run, build=lambda: seeded(lambda: Stack(4, 64)))[0]
+        specs = on_ranks(4, run, build=lambda: seeded(lambda: Stack(4, 64)))[0]
     assert len({frozenset(seen.apart[rank].items()) for rank in range(4)}) == 1
     return seen.apart[0], seen.within[0], specs
 
 
 def sent(specs, codec):
     """Bytes from the two ranks of another node, in one gather or reduction of all flats."""
-    return sum(
-        2 * (each.layout.chunk * 2 if how is None else how.nbytes(each.layout.chunk))
-        for each in specs
-        for how in [getattr(each, codec)]
-    )
+    chunks = [(each.layout.chunk, getattr(each, codec)) for each in specs]
+    return sum(2 * (n * 2 if how is None else how.nbytes(n)) for n, how in chunks)
 
 
 def test_bytes_between_nodes_and_within():
     """Per micro-step and rank, of P bytes of weights (M = 2 nodes): dense 3 P (M - 1) / M between
     nodes, with hpZ 2, and in few bits what the messages have.
     """
-    found = {}
-    for name, zero in {
-        "dense": {},
-        "hpz": HPZ,
-        "eight": {**HPZ, **EIGHT},
-        "all": {**HPZ, **EIGHT, **FOUR},
-    }.items():
-        with pytest.MonkeyPatch.context() as patch:
-            found[name] = traffic(patch, zero)
-    apart, within, specs = found["dense"]
+    apart, within, specs = traffic({})
     whole = MICRO * sum(each.layout.padded for each in specs)  # bf16, half of it from afar
     backward = apart["all_ga"] - whole  # without units that stay from the forward on
     assert 0.4 * whole < backward < whole
     assert apart["reduce"] == whole
-    for name, gathers, sums in (
-        ("hpz", "gather_codec", "reduce_codec"),
-        ("eight", "gather_codec", "reduce_codec"),
-        ("all", "gather_codec", "reduce_codec"),
-    ):
-        apart, within, specs = found[name]
-        assert apart["all_ga"] == MICRO * sent(specs, gathers), name
-        assert apart["reduce"] + apart["all_to"] == MICRO * sent(specs, sums), name
+    for zero in (HPZ, {**HPZ, **EIGHT}, {**HPZ, **EIGHT, **FOUR}):
+        apart, within, specs = traffic(zero)
+        assert apart["all_ga"] == MICRO * sent(specs, "gather_codec"), zero
+        assert apart["reduce"] + apart["all_to"] == MICRO * sent(specs, "reduce_codec"), zero
         # the backward's gathers, as they are, from the one other rank of the node
-        assert within["all_ga"] == apart["all_ga"] // 2 + backward, name
+        assert within["all_ga"] == apart["all_ga"] // 2 + backward, zero
     assert sent(specs, "gather_codec") < 0.65 * whole / MICRO
     assert sent(specs, "reduce_codec") < 0.45 * whole / MICRO
 
 
-@pytest.mark.parametrize("zero", [{}, EIGHT], ids=["dense", "eight"])
+@over("zero", [{}, EIGHT])
 def test_bytes_of_two_hops(zero, monkeypatch):
-    """Each chunk enters a node once and is forwarded there: with 2 nodes of 2 ranks half the bytes
-    between nodes, and inside each the bytes that the other has sent, too.
-    """
+    """Each chunk enters a node once and is forwarded there: half the bytes between nodes."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    found = []
-    for more in ({}, HOPS):
-        with pytest.MonkeyPatch.context() as patch:
-            found.append(traffic(patch, {**zero, **more}))
-    (apart, within, _), (less, more, _) = found
+    (apart, within, _), (less, more, _) = traffic(zero), traffic({**zero, **HOPS})
     assert apart["all_ga"] == 2 * less["all_ga"] > 0
     assert more["all_ga"] == 2 * within["all_ga"]
     for name in ("reduce", "all_to"):
         assert (less[name], more[name]) == (apart[name], within[name])
 
 
-def test_bytes_of_mics(monkeypatch):
+def test_bytes_of_mics():
     """A shard group that is a node: nothing between nodes but one sum of gradients a step."""
-    apart, within, specs = traffic(monkeypatch, {"mics_shard_size": 2})
+    apart, within, specs = traffic({"mics_shard_size": 2})
     assert set(+apart) == {"all_reduce"}
-    chunk = sum(each.layout.chunk for each in specs)
-    assert apart["all_reduce"] == 4 * chunk
+    assert apart["all_reduce"] == 4 * sum(each.layout.chunk for each in specs)
     assert within["all_ga"] and within["reduce"]
 
 
-@pytest.mark.parametrize("way", ["all on cpu", "optimizer in files"])
+@over("way", ["all on cpu", "optimizer in files"])
 def test_offloaded(way, tmp_path):
     def run(rank, model, more):
-        zero = {**offload(way, 3, tmp_path), **more}
-        engine = start(model, adamw(model), config(zero, Plan()))
+        engine = start(model, adamw(model), config({**offload(way, 3, tmp_path), **more}))
         run_steps(engine, rank, range(3))
         return full_weights(engine)
 
