@@ -135,35 +135,27 @@ def problems(case: Case, report: Report) -> list[str]:
     """Why ``case`` may not ship, in words; empty if it may."""
     if report.error:
         return [report.error]
-    found = []
+    found, arch, most = [], report.arch, SHARED_PER_BLOCK[report.arch]
     if report.spilled > case.max_spilled:
-        found.append(
-            f"{report.spilled} bytes of registers spill where {case.max_spilled} are stated"
-        )
-    if report.shared > SHARED_PER_BLOCK[report.arch]:
-        found.append(
-            f"{report.shared:,} bytes of shared memory; a block of sm_{report.arch} has "
-            f"{SHARED_PER_BLOCK[report.arch]:,}"
-        )
+        stated = f"where {case.max_spilled} are stated"
+        found.append(f"{report.spilled} bytes of registers spill {stated}")
+    if report.shared > most:
+        has = f"a block of sm_{arch} has {most:,}"
+        found.append(f"{report.shared:,} bytes of shared memory; {has}")
     elif report.traps:
         found.append("the compiler put a trap in its place")
     if report.serialized:
         found.append("wgmma instructions are serialized")
-    if case.dot and not report.instructions[TENSOR_CORE[report.arch]]:
-        found.append(
-            f"no {TENSOR_CORE[report.arch]}: has "
-            f"{', '.join(name for name, count in report.instructions.items() if count) or 'none'}"
-        )
-    if (not case.dot if case.streams is None else case.streams) and not report.instructions[
-        "16-byte loads"
-    ]:
+    if case.dot and not report.instructions[TENSOR_CORE[arch]]:
+        found.append(f"no {TENSOR_CORE[arch]}: has {_used(report) or 'none'}")
+    streams = not case.dot if case.streams is None else case.streams
+    if streams and not report.instructions["16-byte loads"]:
         found.append("no 16-byte loads")
     if report.occupancy < case.min_occupancy:
         found.append(
             f"occupancy {report.occupancy:.2f} where {case.min_occupancy:.2f} is stated: "
-            f"{report.registers} registers, "
-            f"{report.shared:,} bytes of shared memory, {report.num_warps} warps, "
-            f"{report.blocks_per_sm} blocks on an SM"
+            f"{report.registers} registers, {report.shared:,} bytes of shared memory, "
+            f"{report.num_warps} warps, {report.blocks_per_sm} blocks on an SM"
         )
     return found
 
@@ -217,26 +209,16 @@ def compiler() -> SimpleNamespace:
 
 def measure(wanted: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Report]:
     """Compiles (label, architecture) pairs in a process without Triton's interpreter."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
-    )
+    own = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    own["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [own.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "tests.helpers.aot_gate", "--answer"]
     asked = json.dumps(sorted(wanted))
-    done = completed(
-        [sys.executable, "-m", "tests.helpers.aot_gate", "--answer"],
-        timeout=800,
-        input=asked,
-        env=environment,
-        cwd=ROOT,
-    )
+    done = completed(command, timeout=800, input=asked, env=own, cwd=ROOT)
     if done.returncode:
-        raise RuntimeError(
-            f"the compiling process ended with {done.returncode}:\n{done.stderr[-4000:]}"
-        )
-    return {
-        (report.label, report.arch): report
-        for report in (Report(**each) for each in json.loads(done.stdout.splitlines()[-1]))
-    }
+        said = done.stderr[-4000:]
+        raise RuntimeError(f"the compiling process ended with {done.returncode}:\n{said}")
+    reports = [Report(**each) for each in json.loads(done.stdout.splitlines()[-1])]
+    return {(report.label, report.arch): report for report in reports}
 
 
 def compile_all(wanted: Sequence[tuple[str, int]]) -> list[Report]:
@@ -250,37 +232,23 @@ def compile_all(wanted: Sequence[tuple[str, int]]) -> list[Report]:
 
 def _compiled(label: str, arch: int) -> Report:
     case = cases()[label]
-    wrong = case.unnamed()
-    if wrong:
+    if wrong := case.unnamed():
         return Report(label, arch, case.num_warps, error=wrong)
     described = (
-        case.kernel.cache_key,
-        case.signature,
-        case.constexprs,
-        case.aligned,
-        case.num_warps,
-        case.num_stages,
-        arch,
+        *(case.kernel.cache_key, case.signature, case.constexprs, case.aligned),
+        *(case.num_warps, case.num_stages, arch),
+        *(compiler().release, Path(__file__).read_text()),
     )
-    tool = (compiler().release, Path(__file__).read_text())
-    key = hashlib.sha256(repr((*described, *tool)).encode()).hexdigest()
-    cache = (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        / "hf_zero"
-        / "aot_gate"
-        / f"{key}.json"
-    )
+    key = hashlib.sha256(repr(described).encode()).hexdigest()
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = root / "hf_zero" / "aot_gate" / f"{key}.json"
     if cache.is_file():
         return Report(**{**json.loads(cache.read_text()), "label": label})
     try:
         report = _inspect(case, arch)
     except Exception as error:  # whatever the compiler says is what the test reports
-        return Report(
-            label,
-            arch,
-            case.num_warps,
-            error=f"does not compile: {type(error).__name__}: {str(error).strip()[-600:]}",
-        )
+        said = f"does not compile: {type(error).__name__}: {str(error).strip()[-600:]}"
+        return Report(label, arch, case.num_warps, error=said)
     cache.parent.mkdir(parents=True, exist_ok=True)
     fresh = cache.with_suffix(f".{os.getpid()}")
     fresh.write_text(json.dumps(asdict(report)))
@@ -289,43 +257,26 @@ def _compiled(label: str, arch: int) -> Report:
 
 
 def _inspect(case: Case, arch: int) -> Report:
-    tools = compiler()
-    names = case.kernel.arg_names
-    signature = {
-        name: "constexpr" if name in case.constexprs else case.signature[name] for name in names
-    }
+    tools, names = compiler(), case.kernel.arg_names
+    signature = {name: case.signature.get(name, "constexpr") for name in names}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in case.aligned}
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "enable_fp_fusion": True}
     compiled = tools.compile(
         src=tools.ASTSource(
             fn=case.kernel, signature=signature, constexprs=case.constexprs, attrs=attributes
         ),
         target=tools.GPUTarget(backend="cuda", arch=arch, warp_size=32),
-        options={
-            "num_warps": case.num_warps,
-            "num_stages": case.num_stages,
-            "enable_fp_fusion": True,
-        },
+        options=options,
     )
     ptx = compiled.asm["ptx"]
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
-        target = f"sm_{arch}a" if arch >= 90 else f"sm_{arch}"
-        said = completed(
-            [
-                tools.get_ptxas(arch=arch).path,
-                "-v",
-                f"--gpu-name={target}",
-                str(source),
-                "-o",
-                str(source.with_suffix(".cubin")),
-            ],
-            check=True,
-        ).stderr
-    registers, spills = (
-        re.search(r"Used (\d+) registers", said),
-        re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said),
-    )
+        target = f"--gpu-name=sm_{arch}a" if arch >= 90 else f"--gpu-name=sm_{arch}"
+        command = [tools.get_ptxas(arch=arch).path, "-v", target, str(source), "-o"]
+        said = completed([*command, str(source.with_suffix(".cubin"))], check=True).stderr
+    registers = re.search(r"Used (\d+) registers", said)
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
     if registers is None or spills is None:
         raise RuntimeError(f"ptxas did not say what the kernel uses: {said}")
     return Report(
@@ -337,9 +288,7 @@ def _inspect(case: Case, arch: int) -> Report:
         shared=compiled.metadata.shared,
         serialized="serialized" in said,
         traps=re.search(r"\btrap;", ptx) is not None,
-        instructions={
-            name: len(re.findall(pattern, ptx)) for name, pattern in INSTRUCTIONS.items()
-        },
+        instructions={name: len(re.findall(each, ptx)) for name, each in INSTRUCTIONS.items()},
     )
 
 
@@ -360,13 +309,16 @@ def figures(report: Report) -> tuple[str, str, str, str]:
     )
 
 
+def _used(report: Report) -> str:
+    return ", ".join(f"{count} {name}" for name, count in report.instructions.items() if count)
+
+
 def table(reports: dict[tuple[str, int], Report]) -> str:
     """A row for each case, its figures for each architecture side by side."""
     rows = []
     for label, case in cases().items():
         each = [reports[label, arch] for arch in case.archs]
-        shown = reports[label, 90 if 90 in case.archs else case.archs[-1]]
-        used = ", ".join(f"{count} {name}" for name, count in shown.instructions.items() if count)
+        used = _used(reports[label, 90 if 90 in case.archs else case.archs[-1]])
         cells = (
             f"`{case.kernel.__name__}`",
             case.name,
@@ -423,32 +375,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description="Compile every Triton kernel ahead of time and look at what it became."
     )
-    parser.add_argument(
-        "--write", action="store_true", help=f"write the table into {README.relative_to(ROOT)}"
-    )
+    table = README.relative_to(ROOT)
+    parser.add_argument("--write", action="store_true", help=f"write the table into {table}")
     parser.add_argument("--only", default="", help="labels that contain this")
-    parser.add_argument(
-        "--arch",
-        type=int,
-        action="append",
-        choices=ARCHS,
-        help="this architecture only; may be repeated",
-    )
-    parser.add_argument(
-        "--answer", action="store_true", help="read pairs from stdin, print reports as JSON"
-    )
+    only = "this architecture only; may be repeated"
+    parser.add_argument("--arch", type=int, action="append", choices=ARCHS, help=only)
+    answer = "read pairs from stdin, print reports as JSON"
+    parser.add_argument("--answer", action="store_true", help=answer)
     arguments = parser.parse_args()
     if arguments.answer:
-        print(
-            json.dumps(
-                [
-                    asdict(report)
-                    for report in compile_all(
-                        [(label, arch) for label, arch in json.load(sys.stdin)]
-                    )
-                ]
-            )
-        )
+        asked = [(label, arch) for label, arch in json.load(sys.stdin)]
+        print(json.dumps([asdict(report) for report in compile_all(asked)]))
         return 0
     if arguments.write and (arguments.only or arguments.arch):
         parser.error("--write writes every row: not with --only or --arch")
@@ -460,10 +397,9 @@ def main() -> int:
     ]
     reports = {(report.label, report.arch): report for report in compile_all(wanted)}
     for (label, arch), report in reports.items():
-        used = ", ".join(f"{count} {name}" for name, count in report.instructions.items() if count)
         print(
             f"{label:50} sm_{arch:<3} {report.registers:3} registers, {report.shared / 1000:6.1f} "
-            f"kB, occupancy {report.occupancy:.2f}, {used}"
+            f"kB, occupancy {report.occupancy:.2f}, {_used(report)}"
         )
         for problem in problems(cases()[label], report):
             print(f"    {problem}")

@@ -1,5 +1,5 @@
 """The flat optimizers' kernels and references against torch.optim, segment by segment, in the
-checked interpreter.
+checked interpreter; sums of squares of many tensors in one pass, against fp64.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_zero.errors import KernelError
+from hf_zero.ops import flat_tiles as flat_norm
 from hf_zero.ops.flat_optimizers import (
     FlatRun,
     RowSettings,
@@ -20,70 +20,53 @@ from hf_zero.ops.flat_optimizers import (
     lion_,
     settings_table,
 )
-from hf_zero.ops.flat_tiles import PHASE
+from hf_zero.ops.flat_tiles import PHASE, RUN, squared_norm, squared_norms
 from hf_zero.optim.adam_lion import Lion
+from tests.helpers.cells import in_one_item
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (1, 131, 1, 7, 64, 3, 200)  # of segments: single elements, odd ones, one that is a tile
 
 
 class Flats:
-    """Segments of ``lengths`` in flat buffers that begin at different places, with elements of
-    nobody between them.
-    """
+    """Segments in flat buffers that begin at different places, with elements of nobody between."""
 
     def __init__(
         self,
         lengths: tuple[int, ...],
         rows: int,
-        grad: torch.dtype,
-        out: torch.dtype | None,
-        phases: tuple[int, ...],
-        tile: int,
+        grad: torch.dtype = torch.float32,
+        out: torch.dtype | None = None,
+        phases: tuple[int, ...] = (0, 0, 0, 0),
+        tile: int = 64,
     ):
         self.pieces, at = [], 0
         for index, length in enumerate(lengths):
-            master, first_grad, moment, copy = (at + phase for phase in phases)
-            self.pieces.append(
-                FlatRun(
-                    length, index % rows, master, first_grad, moment, None if out is None else copy
-                )
-            )
+            *places, copy = (at + phase for phase in phases)
+            ends = (*places, None if out is None else copy)
+            self.pieces.append(FlatRun(length, index % rows, *ends))
             at += length + index % 3
         numel = at + max(phases)
-        self.master, self.mean, self.square = (
-            torch.randn(numel),
-            torch.zeros(numel),
-            torch.zeros(numel),
-        )
+        self.master, self.mean = torch.randn(numel), torch.zeros(numel)
+        self.square = torch.zeros(numel)
         self.grad = torch.zeros(numel, dtype=grad)
         self.out = None if out is None else torch.full((numel,), 7.0, dtype=out)
         self.tiles = Tiles.cut(self.pieces, "cpu", tile)
         self.steps = torch.zeros(rows)
 
     def of(self, buffer: Tensor, place: str) -> list[Tensor]:
-        return [
-            buffer[at : at + piece.length]
-            for piece in self.pieces
-            if (at := getattr(piece, place)) is not None
-        ]
+        ends = [(getattr(piece, place), piece.length) for piece in self.pieces]
+        return [buffer[at : at + length] for at, length in ends if at is not None]
+
+    def update(self, coefficients: Tensor, lion: bool, **told: Any) -> None:
+        arrays = (self.mean,) if lion else (self.mean, self.square)
+        update = lion_ if lion else adam_
+        update(self.master, self.grad, *arrays, self.tiles, coefficients, out=self.out, **told)
 
     def step(self, settings: list[RowSettings], lion: bool = False, **told: Any) -> None:
         self.grad.copy_(torch.randn(self.grad.numel()))
-        coefficients = advance_(self.steps, settings_table(settings, "cpu"), told.get("found_inf"))
-        if lion:
-            lion_(self.master, self.grad, self.mean, self.tiles, coefficients, out=self.out, **told)
-        else:
-            adam_(
-                self.master,
-                self.grad,
-                self.mean,
-                self.square,
-                self.tiles,
-                coefficients,
-                out=self.out,
-                **told,
-            )
+        table = settings_table(settings, "cpu")
+        self.update(advance_(self.steps, table, told.get("found_inf")), lion, **told)
 
 
 def grouped(flats: Flats, rows: int) -> list[list[torch.nn.Parameter]]:
@@ -98,118 +81,84 @@ def in_order(flats: Flats, groups: list[list[torch.nn.Parameter]]) -> list[torch
     return [next(lines[piece.row]) for piece in flats.pieces]
 
 
-ADAMS = {
-    "adamw": (
-        torch.optim.AdamW,
-        [{"lr": 1e-2, "weight_decay": 0.1}, {"lr": 3e-3, "weight_decay": 0.0, "eps": 1e-6}],
-    ),
-    "adam": (
-        torch.optim.Adam,
-        [{"lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.95)}, {"lr": 3e-3}],
-    ),
-    "maximize": (
-        torch.optim.AdamW,
-        [{"lr": 1e-2, "maximize": True}, {"lr": 1e-2, "betas": (0.0, 0.9)}, {"lr": 0.0}],
-    ),
+Groups = list[dict[str, Any]]
+DECAYED = {"lr": 1e-2, "weight_decay": 0.1}
+MAXIMIZED = {"lr": 1e-2, "maximize": True}
+ADAMS: dict[str, tuple[type, Groups]] = {
+    "adamw": (torch.optim.AdamW, [DECAYED, {"lr": 3e-3, "weight_decay": 0.0, "eps": 1e-6}]),
+    "adam": (torch.optim.Adam, [{**DECAYED, "betas": (0.8, 0.95)}, {"lr": 3e-3}]),
+    "maximize": (torch.optim.AdamW, [MAXIMIZED, {"lr": 1e-2, "betas": (0.0, 0.9)}, {"lr": 0.0}]),
 }
 
 
-def adam_rows(cls: type, groups: list[dict[str, Any]]) -> list[RowSettings]:
-    rows = []
+def adam_rows(cls: type, groups: Groups) -> list[RowSettings]:
+    decoupled, rows = cls is torch.optim.AdamW, []
     for group in groups:
-        beta1, beta2 = group.get("betas", (0.9, 0.999))
-        default = 0.01 if cls is torch.optim.AdamW else 0.0
-        rows.append(
-            RowSettings(
-                group["lr"],
-                beta1,
-                beta2,
-                group.get("eps", 1e-8),
-                group.get("weight_decay", default),
-                cls is torch.optim.AdamW,
-                group.get("maximize", False),
-            )
-        )
+        decay = group.get("weight_decay", 0.01 if decoupled else 0.0)
+        betas, eps = group.get("betas", (0.9, 0.999)), group.get("eps", 1e-8)
+        maximize = group.get("maximize", False)
+        rows.append(RowSettings(group["lr"], *betas, eps, decay, decoupled, maximize))
     return rows
 
 
 @pytest.mark.turns
 @pytest.mark.parametrize("phases", [(0, 0, 0, 0), (8, 16, 0, 24), (3, 3, 3, 3), (0, 1, 5, 2)])
 @pytest.mark.parametrize("name", ADAMS)
-def test_adam_is_torch_s(
-    name: str, phases: tuple[int, ...], watched_body: str, record_property: Any
-) -> None:
+def test_adam_is_torch_s(name: str, phases: tuple[int, ...], watched_body: str) -> None:
     cls, groups = ADAMS[name]
-    flats = Flats(LENGTHS, len(groups), torch.float32, torch.bfloat16, phases, 64)
+    flats = Flats(LENGTHS, len(groups), out=torch.bfloat16, phases=phases)
     before = flats.master.clone()
     parameters = grouped(flats, len(groups))
-    theirs = cls(
-        [{"params": group, **given} for group, given in zip(parameters, groups)], foreach=False
-    )
-    for _ in range(3):
-        flats.step(adam_rows(cls, groups))
-        for parameter, grad in zip(in_order(flats, parameters), flats.of(flats.grad, "grad")):
-            parameter.grad = grad.clone()
-        theirs.step()
-    whole = in_order(flats, parameters)
-    torch.testing.assert_close(
-        flats.of(flats.master, "master"), [p.data for p in whole], rtol=3e-7, atol=3e-7
-    )
+    given = [{"params": group, **own} for group, own in zip(parameters, groups)]
+    whole, states = follow(flats, parameters, cls(given, foreach=False), adam_rows(cls, groups))
+    assert_close(flats, "master", flats.master, whole)
     for buffer, state in ((flats.mean, "exp_avg"), (flats.square, "exp_avg_sq")):
-        torch.testing.assert_close(
-            flats.of(buffer, "moment"),
-            [theirs.state[p][state] for p in whole],
-            rtol=3e-7,
-            atol=1e-7,
-        )
+        assert_close(flats, "moment", buffer, [each[state] for each in states], 1e-7)
     assert flats.steps.tolist() == [3.0] * len(groups)
-    assert flats.out is not None
     for copy, master in zip(flats.of(flats.out, "out"), flats.of(flats.master, "master")):
         assert torch.equal(copy, master.bfloat16())
     untouched(flats, before)
 
 
-def untouched(flats: Flats, before: Tensor) -> None:
-    """Elements of no segment are what they were."""
-    for buffer, place, was in (
-        (flats.master, "master", before),
-        (flats.out, "out", torch.tensor(7.0)),
-    ):
-        if buffer is not None:
-            inside = torch.zeros(buffer.numel(), dtype=torch.bool)
-            for part in flats.of(inside, place):
-                part.fill_(True)
-            assert torch.equal(
-                buffer[~inside], was.expand(buffer.numel())[~inside].to(buffer.dtype)
-            )
-
-
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_lion_is_the_paper_s(decay: float, watched_body: str) -> None:
-    flats = Flats(LENGTHS, 2, torch.float32, None, (8, 0, 16, 0), 64)
-    parameters = grouped(flats, 2)
-    rates = (1e-2, 3e-3)
-    theirs = Lion(
-        [{"params": group, "lr": lr} for group, lr in zip(parameters, rates)],
-        weight_decay=decay,
-        foreach=False,
-    )
-    rows = [RowSettings(lr, 0.9, 0.99, weight_decay=decay, corrected=False) for lr in rates]
+def follow(
+    flats: Flats, parameters: Any, theirs: Any, rows: list[RowSettings], lion: bool = False
+) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    """Three steps of ``flats`` and of ``theirs``; whose parameters, and their states."""
     for _ in range(3):
-        flats.step(rows, lion=True)
+        flats.step(rows, lion)
         for parameter, grad in zip(in_order(flats, parameters), flats.of(flats.grad, "grad")):
             parameter.grad = grad.clone()
         theirs.step()
     whole = in_order(flats, parameters)
-    torch.testing.assert_close(
-        flats.of(flats.master, "master"), [p.data for p in whole], rtol=3e-7, atol=3e-7
-    )
-    torch.testing.assert_close(
-        flats.of(flats.mean, "moment"),
-        [theirs.state[p]["exp_avg"] for p in whole],
-        rtol=3e-7,
-        atol=1e-7,
-    )
+    return [p.data for p in whole], [theirs.state[p] for p in whole]
+
+
+def assert_close(
+    flats: Flats, place: str, buffer: Tensor, want: list[Tensor], atol: float = 3e-7
+) -> None:
+    torch.testing.assert_close(flats.of(buffer, place), want, rtol=3e-7, atol=atol)
+
+
+def untouched(flats: Flats, before: Tensor) -> None:
+    """Elements of no segment are what they were."""
+    sevens = torch.full_like(before, 7.0)
+    for buffer, place, was in ((flats.master, "master", before), (flats.out, "out", sevens)):
+        inside = torch.zeros(buffer.numel(), dtype=torch.bool)
+        for part in flats.of(inside, place):
+            part.fill_(True)
+        assert torch.equal(buffer[~inside], was[~inside].to(buffer.dtype))
+
+
+def test_lion_is_the_paper_s(watched_body: str) -> None:
+    for decay in (0.0, 0.1):
+        flats, rates = Flats(LENGTHS, 2, phases=(8, 0, 16, 0)), (1e-2, 3e-3)
+        parameters = grouped(flats, 2)
+        given = [{"params": group, "lr": lr} for group, lr in zip(parameters, rates)]
+        rows = [RowSettings(lr, 0.9, 0.99, weight_decay=decay, corrected=False) for lr in rates]
+        theirs = Lion(given, weight_decay=decay, foreach=False)
+        whole, states = follow(flats, parameters, theirs, rows, lion=True)
+        assert_close(flats, "master", flats.master, whole)
+        assert_close(flats, "moment", flats.mean, [each["exp_avg"] for each in states], 1e-7)
 
 
 @pytest.mark.turns
@@ -219,55 +168,43 @@ def test_lion_is_the_paper_s(decay: float, watched_body: str) -> None:
 def test_any_gradient_and_copy_divided_and_skipped(
     grad: torch.dtype, out: torch.dtype | None, lion: bool, watched_body: str
 ) -> None:
-    """A divided 16-bit gradient moves what the same numbers in fp32 move; a step that is skipped
-    moves nothing and is not counted.
-    """
+    """As the same numbers in fp32; a step that is skipped moves and counts nothing."""
     torch.manual_seed(3)
-    flats = Flats((70, 5), 1, grad, out, (0, 0, 0, 0), 32)
+    flats = Flats((70, 5), 1, grad, out, tile=32)
     torch.manual_seed(3)
-    wide = Flats((70, 5), 1, torch.float32, out, (0, 0, 0, 0), 32)
+    wide = Flats((70, 5), 1, torch.float32, out, tile=32)
     rows = [RowSettings(1e-2, weight_decay=0.1, corrected=not lion)]
-    divisor, go = torch.tensor(3.7), torch.tensor(0.0)
-    flats.step(rows, lion, divisor=divisor, found_inf=go)
+    divisor = torch.tensor(3.7)
+    flats.step(rows, lion, divisor=divisor, found_inf=torch.tensor(0.0))
     wide.grad.copy_(flats.grad.float() / divisor)
-    coefficients = advance_(wide.steps, settings_table(rows, "cpu"))
-    arrays = (wide.mean,) if lion else (wide.mean, wide.square)
-    (lion_ if lion else adam_)(
-        wide.master, wide.grad, *arrays, wide.tiles, coefficients, out=wide.out
-    )
+    wide.update(advance_(wide.steps, settings_table(rows, "cpu")), lion)
     assert flats.steps.item() == 1.0
     torch.testing.assert_close(flats.master, wide.master, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(flats.mean, wide.mean, rtol=1e-6, atol=1e-7)
+    arrays = [flats.master, flats.mean, flats.square]
     if out is not None:
+        arrays.append(flats.out)
         for copy, master in zip(flats.of(flats.out, "out"), flats.of(flats.master, "master")):
             assert torch.equal(copy, master.to(out))
-    kept = [t.clone() for t in (flats.master, flats.mean, flats.square)]
-    copied = None if flats.out is None else flats.out.clone()
+    kept = [each.clone() for each in arrays]
     flats.step(rows, lion, divisor=divisor, found_inf=torch.tensor(1.0))
-    assert all(
-        torch.equal(now, was) for now, was in zip((flats.master, flats.mean, flats.square), kept)
-    )
-    assert copied is None or torch.equal(flats.out, copied)
+    assert all(torch.equal(now, was) for now, was in zip(arrays, kept))
     assert flats.steps.item() == 1.0
 
 
 def test_nothing_is_nothing(watched_body: str) -> None:
-    flats = Flats((), 1, torch.float32, None, (0, 0, 0, 0), 16)
+    flats = Flats((), 1, tile=16)
     flats.step([RowSettings(1e-3)])
     assert flats.tiles.table.shape[0] == 0 and flats.tiles.numel == 0 and flats.steps.item() == 1.0
     assert advance_(torch.zeros(0), settings_table([], "cpu")).shape[0] == 0
+    rates = [RowSettings(torch.tensor(0.25)), RowSettings(torch.tensor([0.5]))]
+    assert settings_table(rates, "cpu")[:, 0].tolist() == [0.25, 0.5], "a rate may be a tensor"
 
 
 def test_bias_corrections_are_those_of_fp64(watched_body: str) -> None:
-    """The second moment's is 1e-3 in the first step: in fp32 its power would be off in the fifth
-    digit.
-    """
+    """The second one is 1e-3 at first: in fp32 its power would be off in the fifth digit."""
     steps = torch.tensor([0.0, 9.0, 99_999.0])
-    rows = [
-        RowSettings(1e-3, 0.9, 0.999),
-        RowSettings(1e-3, 0.95, 0.99),
-        RowSettings(1e-3, 0.9, 0.9999),
-    ]
+    rows = [RowSettings(1e-3, *betas) for betas in ((0.9, 0.999), (0.95, 0.99), (0.9, 0.9999))]
     got = advance_(steps, settings_table(rows, "cpu"))
     for row, (settings, count) in enumerate(zip(rows, (1, 10, 100_000))):
         assert got[row, 7].item() == pytest.approx(1e-3 / (1 - settings.beta1**count), rel=1e-7)
@@ -275,7 +212,7 @@ def test_bias_corrections_are_those_of_fp64(watched_body: str) -> None:
     assert steps.tolist() == [1.0, 10.0, 100_000.0]
 
 
-@pytest.mark.parametrize("tile", [16, 64, 4096])
+@in_one_item((16, 64, 4096))
 def test_tiles_cover_each_element_once(tile: int) -> None:
     generator = torch.Generator().manual_seed(tile)
     for _ in range(20):
@@ -287,20 +224,15 @@ def test_tiles_cover_each_element_once(tile: int) -> None:
             at += length + gap // 20
         tiles = Tiles.cut(pieces, "cpu", tile)
         seen = torch.zeros(at + 300, dtype=torch.int64)
+        want = torch.zeros_like(seen)
         for master, grad, moment, out, length, row, whole, _ in tiles.table.tolist():
             seen[master : master + length] += 1 + row
-            piece = pieces[row]
-            assert (
-                grad - piece.grad
-                == moment - piece.moment
-                == out - piece.out
-                == master - piece.master
-            )
+            piece, places = pieces[row], (master, grad, moment, out)
+            first = (piece.master, piece.grad, piece.moment, piece.out)
+            assert len({place - start for place, start in zip(places, first)}) == 1
             assert 0 < length <= tile
-            assert not whole or (
-                length == tile and all(place % PHASE == 0 for place in (master, grad, moment, out))
-            )
-        want = torch.zeros_like(seen)
+            aligned = all(place % PHASE == 0 for place in places)
+            assert not whole or (length == tile and aligned)
         for piece in pieces:
             want[piece.master : piece.master + piece.length] = 1 + piece.row
         assert torch.equal(seen, want)
@@ -308,107 +240,60 @@ def test_tiles_cover_each_element_once(tile: int) -> None:
 
 
 def test_long_segments_are_whole_tiles_but_for_their_ends() -> None:
+    """And pieces that go on, in each buffer, are one."""
     table = Tiles.cut([FlatRun(1000, 0, 3, 3, 11, 3)], "cpu", 64).table
     assert table[:, 6].tolist() == [0] + [1] * 15 + [0]
     assert table[:, 4].tolist() == [5] + [64] * 15 + [35]
     apart = Tiles.cut([FlatRun(1000, 0, 0, 1, 0, 0)], "cpu", 64).table
     assert apart[:, 6].sum() == 0
+    for second, tiles in (((0, 32, 32, 32), 1), ((1, 32, 32, 32), 2), ((0, 32, 40, 32), 2)):
+        pieces = [FlatRun(32, 0, 0, 0, 0), FlatRun(32, *second)]
+        assert Tiles.cut(pieces, "cpu", 64).table.shape[0] == tiles
 
 
-def test_pieces_that_go_on_are_one() -> None:
-    assert (
-        Tiles.cut([FlatRun(32, 0, 0, 0, 0), FlatRun(32, 0, 32, 32, 32)], "cpu", 64).table.shape[0]
-        == 1
-    )
-    assert (
-        Tiles.cut([FlatRun(32, 0, 0, 0, 0), FlatRun(32, 1, 32, 32, 32)], "cpu", 64).table.shape[0]
-        == 2
-    )
-    assert (
-        Tiles.cut([FlatRun(32, 0, 0, 0, 0), FlatRun(32, 0, 32, 40, 32)], "cpu", 64).table.shape[0]
-        == 2
-    )
+# ---- norms ----
 
 
-def test_a_rate_may_be_a_tensor() -> None:
-    table = settings_table(
-        [RowSettings(torch.tensor(0.25)), RowSettings(torch.tensor([0.5]))], "cpu"
-    )
-    assert table[:, 0].tolist() == [0.25, 0.5]
+def test_many_tensors_of_one_buffer(watched_body: str) -> None:
+    for dtype in FLOATS:
+        buffer = torch.randn(RUN * 2 + 700).to(dtype)
+        ends = ((0, 1), (8, RUN + 8), (RUN + 9, RUN * 2 + 100), (5, 5), (RUN * 2 + 699, None))
+        parts = [buffer[start:stop] for start, stop in ends]
+        want = torch.stack([part.double().square().sum() for part in parts])
+        torch.testing.assert_close(squared_norms(parts), want, rtol=2e-7, atol=0)
+    buffer, other = torch.randn(RUN + 500), torch.randn(50).bfloat16()
+    alone = squared_norms([buffer[8 : RUN + 300]])
+    beside = squared_norms([buffer[:8], other, buffer[8 : RUN + 300], torch.randn(30), other[3:20]])
+    assert torch.equal(beside[2], alone[0]), "a sum depends on its tensor alone"
+    for place, part in ((1, other), (4, other[3:20])):
+        want = part.double().square().sum().item()
+        assert beside[place].item() == pytest.approx(want, rel=2e-7)
+    empty = [torch.ones(4), torch.empty(0), torch.empty(0, 3)]
+    assert squared_norms(empty).tolist() == [4.0, 0.0, 0.0]
 
 
-# ---- refusals ----
+def test_more_accurate_than_one_fp32_sum(watched_body: str) -> None:
+    x = torch.randn(5 * RUN) + 3
+    exact = x.double().square().sum().item()
+    ours = abs(squared_norm(x)[0].item() / exact - 1)
+    theirs = abs(x.square().cumsum(0)[-1].item() / exact - 1)
+    assert ours < 1e-7 and ours < theirs
+    for value in (1e30, 1e-30, 0.0):
+        x = torch.full((100,), value)
+        total, found = squared_norm(x)
+        assert total.item() == pytest.approx(100 * x[0].double().item() ** 2, rel=1e-9)
+        assert found.item() == 0.0
 
 
-def arguments() -> dict[str, Any]:
-    tiles = Tiles.cut([FlatRun(64, 0, 0, 0, 0, 0)], "cpu", 64)
-    arrays = {name: torch.zeros(64) for name in ("master", "grad", "exp_avg", "exp_avg_sq")}
-    return {
-        **arrays,
-        "tiles": tiles,
-        "coefficients": advance_(torch.zeros(1), settings_table([RowSettings(1e-3)], "cpu")),
-    }
+def test_what_is_not_finite_is_found(watched_body: str) -> None:
+    for dtype in FLOATS:
+        for bad in (float("inf"), -float("inf"), float("nan")):
+            x = torch.ones(300, dtype=dtype)
+            x[-1] = bad
+            total, found = squared_norm([torch.ones(3, dtype=dtype), x])
+            assert found.item() == 1.0 and not total.isfinite()
 
 
-@pytest.mark.parametrize(
-    "wrong, message",
-    [
-        (
-            {"grad": torch.zeros(64, dtype=torch.float64)},
-            "grad is torch.float64; give one of torch.float32",
-        ),
-        ({"exp_avg": torch.zeros(64, dtype=torch.bfloat16)}, "exp_avg is torch.bfloat16"),
-        ({"exp_avg_sq": torch.zeros(63)}, "exp_avg_sq has 63 elements and the tiles reach to 64"),
-        ({"master": torch.zeros(128)[::2]}, r"master has shape \(64,\) and strides \(2,\)"),
-        ({"grad": torch.zeros(64, device="meta")}, "grad is on meta and master on cpu"),
-        ({"out": torch.zeros(100)[1:]}, "out does not begin at a multiple of 16 bytes"),
-        ({"coefficients": torch.zeros(0, 16)}, "the tiles use 1 rows"),
-        (
-            {"coefficients": torch.zeros(1, 16, dtype=torch.float64)},
-            "coefficients is torch.float64",
-        ),
-        ({"divisor": torch.ones(2)}, r"divisor is torch.float32 \(2,\)"),
-        ({"found_inf": torch.tensor(True)}, "found_inf is torch.bool"),
-    ],
-)
-def test_what_does_not_fit_is_refused(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(KernelError, match=message):
-        adam_(**{**arguments(), **wrong})
-    if "exp_avg_sq" not in wrong:
-        given = {**arguments(), **wrong}
-        del given["exp_avg_sq"]
-        with pytest.raises(KernelError, match=message):
-            lion_(**given)
-
-
-def test_tables_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(KernelError, match="a tile of 24 elements"):
-        Tiles.cut([], "cpu", 24)
-    with pytest.raises(KernelError, match="negative length, row or place"):
-        Tiles.cut([FlatRun(4, 0, -1, 0, 0)], "cpu")
-    with pytest.raises(KernelError, match=r"settings are torch.float64 \(1, 9\) for 2 rows"):
-        advance_(torch.zeros(2), settings_table([RowSettings(1e-3)], "cpu"))
-    with pytest.raises(KernelError, match=r"steps is torch\.int64"):
-        advance_(torch.zeros(1, dtype=torch.int64), settings_table([RowSettings(1e-3)], "cpu"))
-
-
-# ---- as torch sees them ----
-
-
-@pytest.mark.parametrize("out", [None, torch.bfloat16])
-def test_operators_are_well_declared(
-    out: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_ZERO_TRITON", "0")
-    flats = Flats((20,), 1, torch.float32, out, (0, 0, 0, 0), 16)
-    table = settings_table([RowSettings(1e-3)], "cpu")
-    coefficients = advance_(flats.steps, table)
-    torch.library.opcheck(torch.ops.hf_zero.flat_advance_.default, (flats.steps, table, None))
-    shared = (flats.out, flats.tiles.table, coefficients, torch.tensor(2.0), torch.tensor(0.0), 16)
-    torch.library.opcheck(
-        torch.ops.hf_zero.flat_adam_.default,
-        (flats.master, flats.grad, flats.mean, flats.square, *shared),
-    )
-    torch.library.opcheck(
-        torch.ops.hf_zero.flat_lion_.default, (flats.master, flats.grad, flats.mean, *shared)
-    )
+def test_tables_are_made_once() -> None:
+    places, here = ((0, 40), (40, 24)), torch.device("cpu")
+    assert flat_norm.run_tables(places, here) is flat_norm.run_tables(places, here)

@@ -14,6 +14,7 @@ triton = pytest.importorskip("triton")
 
 from tests.helpers import aot_gate  # noqa: E402
 from tests.helpers.aot_gate import Case, Report, problems  # noqa: E402
+from tests.helpers.cells import runs_long  # noqa: E402
 from tests.helpers.triton_releases import SUPPORTED, UnsupportedTriton  # noqa: E402
 
 WHY_NOT = aot_gate.why_not()
@@ -30,50 +31,33 @@ def ends() -> set[str]:
 
 WRITE = "run python -m tests.helpers.aot_gate --write"
 OFTEN = ends()
-# A compilation takes 0.1 to 2.4 s: the fast suite looks at some for one architecture, --long at
-# all.
-WANTED = [
-    pytest.param(
-        label,
-        arch,
-        id=f"{label}-sm_{arch}".replace(" ", "-"),
-        marks=[] if arch == 90 and label in OFTEN else pytest.mark.long,
-    )
-    for label, case in aot_gate.cases().items()
-    for arch in case.archs
-]
-
-Reports = dict[tuple[str, int], Report]
-
-
-@pytest.fixture(scope="module")
-def reports(request: pytest.FixtureRequest) -> Reports:
-    """Compile the kernels of the selected tests in parallel; return their reports."""
-    selected = [
-        item.callspec.params
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
-    ]
-    return aot_gate.measure(
-        (each["label"], each["arch"]) for each in selected if {"label", "arch"} <= each.keys()
-    )
 
 
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "ptxas is here")
-@pytest.mark.parametrize(("label", "arch"), WANTED)
-def test_a_kernel_is_fit_for_its_gpus(label: str, arch: int, reports: Reports) -> None:
-    """Another release than the table's may use other registers, within the same limits."""
-    case, report = aot_gate.cases()[label], reports[label, arch]
-    assert problems(case, report) == []
-    if triton.__version__ == TABLE.release:
-        assert aot_gate.figures(report) == TABLE.figures(case, arch), WRITE
+def test_kernels_are_fit_for_their_gpus(pytestconfig: pytest.Config) -> None:
+    """A compilation takes 0.1 to 2.4 s: the fast suite looks at some for one architecture, the long
+    one at all. Another release than the table's may use other registers, within the same limits.
+    """
+    cases, wrong = aot_gate.cases(), list[str]()
+    wanted = [(label, arch) for label, case in cases.items() for arch in case.archs]
+    if not runs_long(pytestconfig):
+        wanted = [(label, arch) for label, arch in wanted if arch == 90 and label in OFTEN]
+    for (label, arch), report in aot_gate.measure(wanted).items():
+        case = cases[label]
+        wrong += [f"{label}, sm_{arch}: {each}" for each in problems(case, report)]
+        if triton.__version__ == TABLE.release:
+            found, written = aot_gate.figures(report), TABLE.figures(case, arch)
+            if found != written:
+                wrong.append(f"{label}, sm_{arch}: {found} in place of {written}; {WRITE}")
+    assert wrong == []
 
 
-def test_the_table_in_the_readme_has_every_kernel() -> None:
+def test_the_table_in_the_readme_has_every_kernel_of_the_pinned_release() -> None:
     assert set(TABLE.rows) == set(aot_gate.cases()), WRITE
-
-
-def test_the_table_in_the_readme_is_of_the_pinned_release() -> None:
+    counted = aot_gate.README.read_text().partition(aot_gate.BEGIN)[0]
+    assert {f"`{case.kernel.__name__}`" for case in aot_gate.cases().values()} == set(
+        re.findall(r"^\| (`\w+`) \|", counted, re.MULTILINE)
+    )
     pinned = re.search(r"^triton==(\S+)", (aot_gate.ROOT / "constraints.txt").read_text(), re.M)
     assert pinned is not None
     assert TABLE.release == pinned[1], f"install triton=={pinned[1]} and {WRITE}"
@@ -84,19 +68,9 @@ def test_a_release_without_what_the_gate_needs_is_named(monkeypatch: pytest.Monk
     from triton.backends.nvidia import compiler
 
     monkeypatch.delattr(compiler, "get_ptxas")
-    with pytest.raises(
-        UnsupportedTriton,
-        match=rf"^Triton {re.escape(triton.__version__)} lacks triton\.backends\.nvidia\.compiler"
-        r"\.get_ptxas, which the tests of the kernels need; install triton 3\.7\.1, 3\.8\.0 or",
-    ):
+    lacks = rf"^Triton {re.escape(triton.__version__)} lacks triton\.backends\.nvidia\.compiler"
+    with pytest.raises(UnsupportedTriton, match=lacks + r"\.get_ptxas"):
         aot_gate.why_not()
-
-
-def test_the_counts_in_the_readme_have_every_kernel() -> None:
-    counted = aot_gate.README.read_text().partition(aot_gate.BEGIN)[0]
-    assert {f"`{case.kernel.__name__}`" for case in aot_gate.cases().values()} == set(
-        re.findall(r"^\| (`\w+`) \|", counted, re.MULTILINE)
-    )
 
 
 CASE = Case(
@@ -110,14 +84,9 @@ CASE = Case(
     dot=False,
     min_occupancy=0.5,
 )
-FIT = Report(
-    "kernel 1024",
-    90,
-    4,
-    registers=64,
-    shared=1024,
-    instructions={**dict.fromkeys(aot_gate.INSTRUCTIONS, 0), "16-byte loads": 2},
-)
+NONE = dict.fromkeys(aot_gate.INSTRUCTIONS, 0)
+LOADS = {**NONE, "16-byte loads": 2}
+FIT = Report("kernel 1024", 90, 4, registers=64, shared=1024, instructions=LOADS)
 
 
 def test_what_may_not_ship_is_said() -> None:
@@ -127,7 +96,7 @@ def test_what_may_not_ship_is_said() -> None:
         ({"shared": 232_449}, "a block of sm_90 has 232,448"),
         ({"traps": True}, "a trap in its place"),
         ({"serialized": True}, "serialized"),
-        ({"instructions": dict.fromkeys(aot_gate.INSTRUCTIONS, 0)}, "no 16-byte loads"),
+        ({"instructions": NONE}, "no 16-byte loads"),
         ({"registers": 65}, "occupancy 0.44 where 0.50 is stated"),
         ({"error": "does not compile: CompilationError"}, "does not compile"),
     ):
@@ -136,13 +105,8 @@ def test_what_may_not_ship_is_said() -> None:
     for arch, tensor_core in aot_gate.TENSOR_CORE.items():
         product, report = replace(CASE, dot=True), replace(FIT, arch=arch)
         assert f"no {tensor_core}" in " ".join(problems(product, report))
-        assert (
-            problems(product, replace(report, instructions={**FIT.instructions, tensor_core: 1}))
-            == []
-        )
-
-
-def test_a_case_that_misnames_an_argument_is_said() -> None:
+        multiplies = replace(report, instructions={**LOADS, tensor_core: 1})
+        assert problems(product, multiplies) == []
     assert CASE.unnamed() == ""
     assert "takes ['BLOCK', 'n', 'x']" in replace(CASE, signature={"x": "*bf16"}).unnamed()
     assert "aligned names ['y']" in replace(CASE, aligned=("y",)).unnamed()
@@ -161,9 +125,6 @@ def test_the_table_is_read_back_from_what_is_written(
     aot_gate.write(reports)
     text = aot_gate.README.read_text()
     read = aot_gate.Table.read(text)
-    assert read.release == triton.__version__
-    assert read.rows.keys() == {"kernel 1024"}
+    assert read.release == triton.__version__ and read.rows.keys() == {"kernel 1024"}
     assert read.figures(CASE, 90) == aot_gate.figures(FIT) == ("64", "1.0", "8", "0.50")
-    assert text.startswith("before\n")
-    assert text.endswith("\nafter\n")
-    assert "old" not in text
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text

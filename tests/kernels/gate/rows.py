@@ -112,9 +112,7 @@ def norm(
     added: bool = True,
     spilled: int = 0,
 ) -> list[Case]:
-    """Forward and backward, with the sum before the norm where ``added``; ``spilled`` is the
-    backward's.
-    """
+    """Forward and backward, of a sum where ``added``; ``spilled`` is the backward's."""
     rows, block, warps = norms.tile(width, dropout=dropout)
     constants = {
         "OFFSET": 0.0,

@@ -10,11 +10,9 @@ import torch
 
 from hf_zero.ops.triton_kernels import sparse_attention, sparse_attention_backward
 from hf_zero.ops.triton_kernels.sparse_attention_tiles import FORWARD, KEYS, QUERIES, settings
-from tests.helpers.aot_gate import Case
+from tests.helpers.aot_gate import ARCHS, Case
+from tests.kernels.gate import case
 
-HALVES = ("q", "k", "v", "o", "grad", "dq", "dk", "dv", "out")
-SINGLES = ("lse", "statistics", "parts_o", "parts_lse", "parts_q", "parts_k", "parts_v", "parts")
-TABLES = ("items", "index", "bits", "splits")
 PLAIN = {
     "PARTS": 1,
     "PER_HEAD": False,
@@ -32,68 +30,55 @@ TABLE_OF = {
 SUMS = (sparse_attention.sparse_attention_combine, sparse_attention_backward.sparse_attention_sum)
 
 
-def case(
-    kernel: Any,
-    name: str,
-    width: int,
-    occupancy: float,
-    archs: tuple[int, ...] = (80, 90, 100),
-    **flags: Any,
+TYPES = {
+    "*bf16": "q k v o grad dq dk dv out",
+    "*fp32": "lse statistics parts_o parts_lse parts_q parts_k parts_v parts",
+    "*i32": "items index bits splits",
+    "fp32": "scale keep_scale",
+}
+STRIDES = {x + y for x in ("q", "k", "v", "o", "g", "dq", "dk") for y in "bhs"}
+Archs = tuple[int, ...]
+
+
+def attend(
+    kernel: Any, name: str, width: int, occupancy: float, archs: Archs = ARCHS, **flags: Any
 ) -> Case:
-    constants = {"D": width, "WIDTH": width, **PLAIN, **flags}
-    constants = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    constants, table = {"D": width, "WIDTH": width, **PLAIN, **flags}, TABLE_OF.get(kernel)
     types = {
-        **dict.fromkeys(HALVES, "*bf16"),
-        **dict.fromkeys(SINGLES, "*fp32"),
-        **dict.fromkeys(TABLES, "*i32"),
-        **dict.fromkeys(("scale", "keep_scale"), "fp32"),
-        "padding": "*u8" if flags.get("PADDED") else "*i32",
-        "seed": "*i64" if flags.get("DROPOUT") else "*i32",
+        **TYPES,
+        "*u8": "padding" if flags.get("PADDED") else "",
+        "*i64": "seed" if flags.get("DROPOUT") else "",
     }
-    signature = {
-        argument: types.get(argument, "i32")
-        for argument in kernel.arg_names
-        if argument not in constants
-    }
-    strides = {x + y for x in ("q", "k", "v", "o", "g", "dq", "dk") for y in "bhs"}
-    aligned = tuple(
-        each for each, kind in signature.items() if kind.startswith("*") or each in strides
-    )
-    table = TABLE_OF.get(kernel)
-    warps, stages = 4, 3
+    types["*i32"] += "" if flags.get("PADDED") else " padding"
+    types["*i32"] += "" if flags.get("DROPOUT") else " seed"
+    pointers = {each for kind, names in types.items() if kind[0] == "*" for each in names.split()}
+    aligned = [each for each in kernel.arg_names if each in pointers | STRIDES]
+    aligned = [each for each in aligned if each not in constants]
+    more: dict[str, Any] = {"archs": archs, "dot": table is not None}
+    warps = 4
     if table is not None:
         chosen = settings(table, width, torch.bfloat16, bool(flags.get("DROPOUT")))
-        warps, stages = chosen.num_warps, chosen.num_stages
-    return Case(
-        kernel,
-        name,
-        signature,
-        constants,
-        aligned,
-        warps,
-        stages,
-        dot=table is not None,
-        min_occupancy=occupancy,
-        archs=archs,
-    )
+        warps, more["num_stages"] = chosen.num_warps, chosen.num_stages
+    return case(kernel, name, types, constants, warps, occupancy, " ".join(aligned), **more)
 
 
 # Two programs of four warps, or one of eight, are 0.125 of the warps of a multiprocessor; registers
 # and shared memory set that, and what hides latency is that wgmma and the copies of the next tile
 # run while a program computes.
+# Two programs of four warps, or one of eight, are 0.125 of the warps of a multiprocessor; registers
+# and shared memory set that, and what hides latency is that wgmma and the copies of the next tile
+# run while a program computes.
+WAYS: list[tuple[str, Archs, dict[str, Any]]] = [
+    (", causal and padded", ARCHS, {"CAUSAL": True, "PADDED": True}),
+    (", blocks of 16, ragged", (90,), {"PARTS": 4, "RAGGED": True}),
+    (", dropout", (90,), {"DROPOUT": True, "PADDED": True}),
+]
 CASES = [
-    *(case(kernel, f"heads of {width}", width, 0.12) for kernel in TABLE_OF for width in (64, 128)),
+    *(attend(each, f"heads of {width}", width, 0.12) for each in TABLE_OF for width in (64, 128)),
     *(
-        case(kernel, "heads of 64, causal and padded", 64, 0.12, CAUSAL=True, PADDED=True)
+        attend(kernel, f"heads of 64{way}", 64, 0.12, archs, **flags)
+        for way, archs, flags in WAYS
         for kernel in TABLE_OF
     ),
-    *(
-        case(kernel, "heads of 64, blocks of 16, ragged", 64, 0.12, (90,), PARTS=4, RAGGED=True)
-        for kernel in TABLE_OF
-    ),
-    *(
-        case(kernel, "heads of 64, dropout", 64, 0.12, (90,), DROPOUT=True, PADDED=True)
-        for kernel in TABLE_OF
-    ),
-    *(case(kernel, f"heads of {width}", width, 0.5) for kernel in SUMS for width in (64, 128)),
+    *(attend(kernel, f"heads of {width}", width, 0.5) for kernel in SUMS for width in (64, 128)),
 ]
