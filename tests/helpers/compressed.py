@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.helpers.engines import config_of, start
@@ -166,3 +167,29 @@ def check_gradients(
             ) / (ranks * plan.accumulation)
             error = float((got - dense).norm() / dense.norm())
             assert 0.01 < error < 0.3, (key, error)
+
+
+def sent_bytes(monkeypatch: Any) -> dict[int, list[tuple[str, int]]]:
+    """Record the collectives of each rank as (operation, bytes)."""
+    found: dict[int, list[tuple[str, int]]] = {}
+    names = {
+        "all_to_all_single": 1,
+        "all_gather_into_tensor": 0,
+        "all_gather_single": 0,
+        "reduce_scatter_tensor": 1,
+        "reduce_scatter_single": 1,
+    }
+
+    def counted(name: str, place: int) -> Any:
+        original = getattr(dist, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found.setdefault(dist.get_rank(), []).append((name, args[place].nbytes))
+            return original(*args, **kwargs)
+
+        return call
+
+    for name, place in names.items():
+        if hasattr(dist, name):
+            monkeypatch.setattr(dist, name, counted(name, place))
+    return found

@@ -16,6 +16,7 @@ import hf_zero
 from hf_zero.errors import ConfigError, DifficultyIndexError
 from tests.helpers import sampled
 from tests.helpers.engines import config_of
+from tests.helpers.in_turn import in_turn
 from tests.helpers.processes import forkserver
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sampled import BATCH, ROWS, index_in, metric, section
@@ -72,7 +73,7 @@ def together(shares, accumulation):
     ]
 
 
-@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 1), (1, 4), (2, 2), (4, 1), (4, 2)])
+@in_turn(("ranks", "accumulation"), [(1, 4), (4, 2)])
 def test_ranks_draw_the_one_order(tmp_path, ranks, accumulation):
     """Across the ends of epochs, with windows of several micro-batches."""
     index = index_in(tmp_path)
@@ -85,7 +86,7 @@ def test_ranks_draw_the_one_order(tmp_path, ranks, accumulation):
         assert max(sampled.VALUES[samples]) < hardest
 
 
-@pytest.mark.parametrize("saved", [1, 3, 7])
+@in_turn("saved", [3, 7])
 def test_a_run_goes_on_on_other_ranks(tmp_path, saved):
     index = index_in(tmp_path)
 
@@ -113,43 +114,18 @@ def test_a_run_goes_on_on_other_ranks(tmp_path, saved):
     assert second(4, 1) == second(1, 2) == expected
 
 
-def test_a_function_as_the_schedule(tmp_path):
+def test_a_function_as_the_schedule_and_workers_that_load_ahead(tmp_path):
     """The same draws as the schedule whose numbers it returns, over two iterations of the
     loader.
     """
     index = index_in(tmp_path)
-
-    def run(rank):
-        engine, loader = started(configured(index, 1, 1, schedule_type="custom"))
-        engine.set_custom_curriculum_learning_schedule({"hard": sampled.at})
-        return train(engine, loader, 12)
-
-    assert run_ranks(1, run)[0] == sampled.drawn(index, 12)
-
-
-def test_workers_that_load_ahead_change_nothing(tmp_path):
-    index = index_in(tmp_path)
-    config = configured(index, 1, 2)
-    config["data_efficiency"]["data_sampling"]["num_workers"] = 2
-
-    def run(rank):
-        engine, loader = started(config)
-        assert loader.num_workers == 2
-        loader.multiprocessing_context = forkserver()
-        return train(engine, loader, 6)
-
-    assert run_ranks(1, run)[0] == sampled.drawn(index, 6)
-
-
-def collected(engine, loader, steps):
-    """Return the marks of ``tagged`` in the batches of ``steps`` steps; destroy the engine."""
-    found = []
-    for batch in islice(chain.from_iterable(repeat(loader)), steps):
-        engine.backward(engine(batch["x"]).mean())
-        engine.step()
-        found.append((batch["step"], batch["difficulties"], batch["x"].mean().item()))
-    engine.destroy()
-    return found
+    config = configured(index, 1, 1, schedule_type="custom")
+    config["data_efficiency"]["data_sampling"]["num_workers"] = 1
+    engine, loader = started(config)
+    assert loader.num_workers == 1
+    loader.multiprocessing_context = forkserver()
+    engine.set_custom_curriculum_learning_schedule({"hard": sampled.at})
+    assert train(engine, loader, 12) == sampled.drawn(index, 12)
 
 
 def tagged(batch, state):
@@ -157,51 +133,54 @@ def tagged(batch, state):
     return {**batch, "x": batch["x"] * 0 + step, "step": step, "difficulties": difficulties}
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@in_turn("workers", [0, 1])
 def test_a_function_makes_the_batches(tmp_path, workers):
     """A metric that admits every sample has no other visible effect."""
     index = index_in(tmp_path)
     config = configured(index, 1, 1, clustering_type="single_cluster", index_to_metric_path=None)
     config["data_efficiency"]["data_sampling"]["num_workers"] = workers
+    engine, loader = started(config)
+    loader.multiprocessing_context = forkserver() if workers else None
+    seen = {int(row) for batch in loader for row in batch["id"]}
+    assert seen == {*range(ROWS)}, "an epoch is a shuffle of all"
+    engine.set_data_post_process_func(tagged)
+    found = []
+    for batch in islice(chain.from_iterable(repeat(loader)), 7):
+        engine.backward(engine(batch["x"]).mean())
+        engine.step()
+        found.append((batch["step"], batch["difficulties"], batch["x"].mean().item()))
+    engine.destroy()
+    assert found == [(step, {"hard": sampled.at(step)}, float(step)) for step in range(1, 8)]
 
-    def run(rank):
-        engine, loader = started(config)
-        loader.multiprocessing_context = forkserver() if workers else None
-        seen = {int(row) for batch in loader for row in batch["id"]}
-        assert seen == {*range(ROWS)}, "an epoch is a shuffle of all"
-        engine.set_data_post_process_func(tagged)
-        expected = [(step, {"hard": sampled.at(step)}, float(step)) for step in range(1, 8)]
-        assert collected(engine, loader, 7) == expected
 
-    run_ranks(1, run)
-
-
-def test_functions_that_nothing_calls_are_refused(tmp_path):
+def test_functions_and_data_that_nothing_draws_are_refused(tmp_path):
     index = index_in(tmp_path)
-    single = configured(index, 1, 1, clustering_type="single_cluster")
+    config = configured(index, 1, 1)
 
     def stepping(config):
         engine, loader = started(config)
-        batch = next(iter(loader))
-        engine.backward(engine(batch["x"]).mean())
+        engine.backward(engine(next(iter(loader))["x"]).mean())
         return engine
 
-    def run(rank):
-        engine = stepping(single)
-        with pytest.raises(ConfigError, match=r"hard\.clustering_type is 'single_cluster', which"):
-            engine.step()
-        engine.destroy()
-        engine = stepping(configured(index, 1, 1))
+    engine = stepping(configured(index, 1, 1, clustering_type="single_cluster"))
+    with pytest.raises(ConfigError, match=r"hard\.clustering_type is 'single_cluster', which"):
+        engine.step()
+    engine.destroy()
+    engine = stepping(config)
+    engine.set_data_post_process_func(tagged)
+    with pytest.raises(ConfigError, match="no batch of this step has gone through it"):
+        engine.step()
+    engine.destroy()
+    engine, _ = started(config_of(0, train_micro_batch_size_per_gpu=2))
+    with pytest.raises(ConfigError, match="set_data_post_process_func"):
         engine.set_data_post_process_func(tagged)
-        with pytest.raises(ConfigError, match="no batch of this step has gone through it"):
-            engine.step()
-        engine.destroy()
-        engine, _ = started(config_of(0, train_micro_batch_size_per_gpu=2))
-        with pytest.raises(ConfigError, match=r"set_data_post_process_func takes .* which is off"):
-            engine.set_data_post_process_func(tagged)
-        engine.destroy()
-
-    run_ranks(1, run)
+    engine.destroy()
+    model = nn.Linear(4, 1)
+    engine = hf_zero.initialize(model=model, optimizer=adamw(model), config=config)[0]
+    engine.backward(engine(torch.ones(8, 4)).mean())
+    with pytest.raises(ConfigError, match="no loader draws by difficulty"):
+        engine.step()
+    engine.destroy()
 
 
 class Stream(IterableDataset[Any]):
@@ -209,64 +188,39 @@ class Stream(IterableDataset[Any]):
         return iter(sampled.data())
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "said"),
-    [
-        ({"dificulty_type": "value"}, ConfigError, "no key 'dificulty_type'.*'difficulty_type'"),
-        ({"difficulty_type": "values"}, ConfigError, "'values' is none of value, percentile"),
+NONE_AT_FIRST = {
+    "min_difficulty": 0,
+    "schedule_config": {"difficulty": [0, 9], "max_step": [9]},
+}
+
+
+def test_configurations_that_are_refused(tmp_path):
+    index = index_in(tmp_path)
+    for changes, error, said in (
+        ({"dificulty_type": "value"}, ConfigError, "'dificulty_type'.*'difficulty_type'"),
+        ({"difficulty_type": "values"}, ConfigError, "'values' is none of"),
         ({"clustering_type": "clusters"}, ConfigError, "none of schedule_based, single_cluster"),
-        ({"index_to_metric_path": None}, ConfigError, "no index_to_metric_path; `hf-zero analyze"),
+        ({"index_to_metric_path": None}, ConfigError, "no index_to_metric_path"),
         ({"index_to_sample_path": "/b"}, ConfigError, "is another folder than index_to_metric"),
         ({"index_to_metric_path": "/no"}, DifficultyIndexError, "/no holds no difficulty index"),
         ({"min_difficulty": None}, ConfigError, "metrics.hard has no min_difficulty"),
-        (
-            {"min_difficulty": 0, "schedule_config": {"difficulty": [0, 9], "max_step": [9]}},
-            ConfigError,
-            "no sample is admitted at step 1, which asks for percentile 0 of 100 of hard",
-        ),
-    ],
-)
-def test_configurations_that_are_refused(tmp_path, changes, error, said):
-    index = index_in(tmp_path)
-
-    def run(rank):
-        engine, loader = started(configured(index, 1, 1, **changes))
-        try:
-            next(iter(loader))
-        finally:
-            engine.destroy()
-
-    with pytest.raises(AssertionError) as failed:
-        run_ranks(1, run)
-    assert isinstance(failed.value.__cause__, error)
-    with pytest.raises(error, match=said):
-        raise failed.value.__cause__
+        (NONE_AT_FIRST, ConfigError, "no sample is admitted at step 1"),
+    ):
+        with pytest.raises(error, match=said):
+            engine, loader = started(configured(index, 1, 1, **changes))
+            try:
+                next(iter(loader))
+            finally:
+                engine.destroy()
 
 
 def test_data_that_cannot_be_drawn_from_is_refused(tmp_path):
     config = configured(index_in(tmp_path), 1, 1)
-
-    def run(rank):
-        with pytest.raises(DifficultyIndexError, match="row 0 of the dataset has another 'id'"):
-            started(config, sampled.data()[::-1])
-        grows = {"training_phases": {"phases": [{"steps": 2}, {"train_batch_size": 16}]}}
-        with pytest.raises(ConfigError, match="training_phases changes how many samples a step"):
-            started(config | grows)
-        with pytest.raises(ConfigError, match=r"a Stream, which is iterated.*pass a map-style"):
-            started(config, Stream())
-
-    run_ranks(1, run)
-
-
-def test_training_that_draws_otherwise_is_refused(tmp_path):
-    config = configured(index_in(tmp_path), 1, 1)
-
-    def run(rank):
-        model = nn.Linear(4, 1)
-        engine = hf_zero.initialize(model=model, optimizer=adamw(model), config=config)[0]
-        engine.backward(engine(torch.ones(8, 4)).mean())
-        with pytest.raises(ConfigError, match="names hard, and no loader draws by difficulty"):
-            engine.step()
-        engine.destroy()
-
-    run_ranks(1, run)
+    grows = {"training_phases": {"phases": [{"steps": 2}, {"train_batch_size": 16}]}}
+    for made, data, error, said in (
+        (config, sampled.data()[::-1], DifficultyIndexError, "row 0 of the dataset"),
+        (config | grows, None, ConfigError, "training_phases changes how many samples"),
+        (config, Stream(), ConfigError, "a Stream, which is iterated"),
+    ):
+        with pytest.raises(error, match=said):
+            started(made, data)

@@ -15,9 +15,10 @@ from torch.func import functional_call
 from hf_zero.errors import ConfigError
 from hf_zero.techniques.eigenvalue import direction_of
 from tests.helpers.engines import config_of, full_weights, start
+from tests.helpers.in_turn import in_turn
 from tests.helpers.models import ARCHITECTURES, Stack, features, seeded
-from tests.helpers.stacks import on_each_rank, on_ranks
-from tests.helpers.training import Plan, plain_sgd
+from tests.helpers.stacks import on_each_rank, on_ranks, run_steps
+from tests.helpers.training import plain_sgd
 
 WIDTH = 4
 SECTION: dict[str, Any] = {
@@ -106,21 +107,19 @@ def train(engine, rank, steps, accumulation=1):
     return bits
 
 
-@pytest.mark.parametrize(
-    ("stage", "ranks", "accumulation", "more"),
+@in_turn(
+    ("stage", "accumulation", "more"),
     [
-        (0, 2, 1, {}),
-        (2, 2, 2, {}),
-        (3, 2, 1, {}),
-        pytest.param(3, 4, 2, {}, marks=pytest.mark.long),
-        (1, 2, 1, {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}),
+        (0, 1, {}),
+        (3, 2, {}),
+        (1, 1, {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}),
     ],
 )
-def test_eigenvalues_are_those_of_the_dense_hessian(stage, ranks, accumulation, more):
+def test_eigenvalues_are_those_of_the_dense_hessian(stage, accumulation, more):
+    ranks = 2
+
     def run(rank, model):
-        plan = Plan(accumulation=accumulation)
-        settings = {"gradient_accumulation_steps": plan.accumulation, **more}
-        engine = engine_of(model, stage, settings)
+        engine = engine_of(model, stage, {"gradient_accumulation_steps": accumulation, **more})
         train(engine, rank, range(1), accumulation)
         before = full_weights(engine)
         train(engine, rank, range(1, 2), accumulation)
@@ -153,7 +152,7 @@ def test_bits_follow_from_the_eigenvalues():
     assert len({until for _, until, _ in state["layers"]}) > 1
 
 
-@pytest.mark.parametrize(("stage", "later"), [(2, 1), (3, 3)])
+@in_turn(("stage", "later"), [(2, 1), (3, 3)])
 def test_goes_on_from_a_checkpoint(stage, later, tmp_path):
     """On another number of ranks, the bits and the last eigenvalues being in the manifest."""
 
@@ -197,27 +196,22 @@ def test_a_measurement_changes_nothing_but_bits():
     assert torch.equal(with_it[1], without[1])
 
 
-@pytest.mark.parametrize(
-    ("section", "more", "said"),
-    [
-        ({"layer_name": "encoder.layer"}, {}, "Losing has no list of them at 'encoder.layer'"),
-        ({"layer_num": 4}, {}, "layer_num = 4 is more than the 3 layers of Losing"),
-        ({}, {"compressed_communication": {"bits": 4}}, "gradients in few bits are too coarse"),
-    ],
-)
 @on_each_rank(2, build=wide_without_dropout)
-def test_refuses(rank, model, section, more, said):
-    with pytest.raises(ConfigError, match=said):
-        engine_of(model, 1, more, **section)
+def test_refuses(rank, model):
+    for section, more, said in (
+        ({"layer_name": "encoder.layer"}, {}, r"no list of them at 'encoder\.layer'"),
+        ({"layer_num": 4}, {}, "layer_num = 4"),
+        ({}, {"compressed_communication": {"bits": 4}}, "gradients in few bits"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            engine_of(model, 1, more, **section)
 
 
 def test_a_model_that_returns_no_loss_is_refused():
     model = seeded(Stack)
     engine = engine_of(model, 1, {})
-    with pytest.raises(ConfigError, match="needs a model that returns its loss"):
-        for step in range(2):
-            engine.backward(engine(features(step, 0, 0)).pow(2).mean())
-            engine.step()
+    with pytest.raises(ConfigError, match="returns its loss"):
+        run_steps(engine, 0, range(2))
 
 
 def test_batches_that_phases_have_cut(tmp_path):
