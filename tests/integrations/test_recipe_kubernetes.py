@@ -16,8 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
+from torch.distributed.run import config_from_args, get_args_parser
 
 from hf_zero.distributed.rendezvous import Place, discover
 from hf_zero.errors import LaunchError
@@ -34,7 +36,6 @@ DOCUMENTS = {
     for path in sorted(FOLDER.glob("*.yaml"))
     for document in yaml.safe_load_all(path.read_text())
 }
-KINDS = ("PyTorchJob", "TrainJob", "TrainingRuntime")
 
 
 def strict(schema: Any) -> Any:
@@ -69,9 +70,8 @@ def paths_of(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path, *(found for each in below for found in each)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["PyTorchJob", "TrainJob", "TrainingRuntime"])
 def test_a_manifest_fits_its_schema(kind: str) -> None:
-    jsonschema = pytest.importorskip("jsonschema", reason="pip install jsonschema")
     check = jsonschema.Draft7Validator(schema_of(kind))
     assert not list(check.iter_errors(DOCUMENTS[kind]))
     for path in paths_of(DOCUMENTS[kind]):  # a misspelt field is an error everywhere
@@ -83,9 +83,10 @@ def test_a_manifest_fits_its_schema(kind: str) -> None:
         assert path[-1:] == ("pytorchReplicaSpecs",) or list(check.iter_errors(wrong)), path
 
 
-def test_the_claim_is_one_that_all_pods_can_write_to() -> None:
-    """Its schema is that of a claim in a pod."""
-    jsonschema = pytest.importorskip("jsonschema", reason="pip install jsonschema")
+def test_the_claim_the_token_and_the_user_of_pods() -> None:
+    """The schema of the claim is that of a claim in a pod; the token is the secret in the card; the
+    user of the image, whom the Dockerfile names, may write to the volumes.
+    """
     job = schema_of("PyTorchJob")["properties"]["spec"]["properties"]["pytorchReplicaSpecs"]
     pod = job["additionalProperties"]["properties"]["template"]["properties"]["spec"]
     volume = pod["properties"]["volumes"]["items"]["properties"]["ephemeral"]["properties"]
@@ -94,15 +95,10 @@ def test_the_claim_is_one_that_all_pods_can_write_to() -> None:
     assert not list(check.iter_errors(claim["spec"]))
     assert list(check.iter_errors({**claim["spec"], "accessMode": []}))
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    card, dockerfile = (FOLDER / "README.md").read_text(), (ROOT / "Dockerfile").read_text()
     for each in pods_of("PyTorchJob") + pods_of("TrainingRuntime"):
         (volume,) = [volume for volume in each["volumes"] if volume["name"] == "runs"]
         assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
-
-
-def test_the_token_is_that_of_the_secret_in_the_card() -> None:
-    """The user of the image, whom the Dockerfile names, may write to the volumes."""
-    card, dockerfile = (FOLDER / "README.md").read_text(), (ROOT / "Dockerfile").read_text()
-    for each in pods_of("PyTorchJob") + pods_of("TrainingRuntime"):
         (token,) = [entry for entry in each["containers"][0]["env"] if "valueFrom" in entry]
         secret = token["valueFrom"]["secretKeyRef"]
         command = f'secret generic {secret["name"]} --from-literal={secret["key"]}="$HF_TOKEN"'
@@ -192,9 +188,8 @@ def inside(monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str]) -> Non
 
 
 @pytest.mark.parametrize("kind", PODS)
-def test_torchrun_reads_the_pods_variables(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed.run import config_from_args, get_args_parser
-
+def test_launchers_read_the_pods_variables(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """hf-zero launch does not leave a pod alone."""
     pods, meeting = PODS[kind]
     found = pods()
     assert len(found) == 2
@@ -205,6 +200,10 @@ def test_torchrun_reads_the_pods_variables(kind: str, monkeypatch: pytest.Monkey
         config, _, _ = config_from_args(get_args_parser().parse_args(arguments))
         assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 2, 8)
         assert (config.rdzv_endpoint, config.rdzv_configs["rank"]) == (meeting, index)
+    with pytest.raises(LaunchError, match=r"PET_NNODES=2 .*torchrun.*--node-rank"):
+        plan(Request("train.py"), lambda: 1)
+    place = {"num_nodes": 2, "node_rank": 1, "master_addr": "a", "master_port": 1}
+    assert plan(Request("train.py", **place), lambda: 1).meeting == "a:1"
 
 
 def test_a_pod_of_one_rank_needs_no_torchrun() -> None:
@@ -214,23 +213,9 @@ def test_a_pod_of_one_rank_needs_no_torchrun() -> None:
         assert place == Place(rank, 2, None, None, "gpt2-master-0", 23456, None)
 
 
-@pytest.mark.parametrize("kind", PODS)
-def test_hf_zero_launch_does_not_leave_a_pod_alone(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    variables = PODS[kind][0]()[1]
-    inside(monkeypatch, variables)
-    with pytest.raises(LaunchError, match=r"PET_NNODES=2 .*torchrun.*--node-rank"):
-        plan(Request("train.py"), lambda: 1)
-    told = plan(
-        Request("train.py", num_nodes=2, node_rank=1, master_addr="a", master_port=1), lambda: 1
-    )
-    assert told.meeting == "a:1"
-
-
-@pytest.mark.parametrize("kind", ["PyTorchJob", "TrainingRuntime"])
-def test_pods_have_time_to_save_and_memory_for_checkpoints(kind: str) -> None:
-    for pod in pods_of(kind):
+def test_pods_have_time_to_save_and_memory_for_checkpoints() -> None:
+    pods = [(kind, pod) for kind in ("PyTorchJob", "TrainingRuntime") for pod in pods_of(kind)]
+    for kind, pod in pods:
         (container,) = pod["containers"]
         patience = int(written(container)["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
         assert pod["terminationGracePeriodSeconds"] > patience > 30  # the default of both

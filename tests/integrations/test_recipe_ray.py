@@ -4,7 +4,6 @@ losses are those of one plain process.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -16,17 +15,15 @@ import torch
 
 from hf_zero.measures.metrics_file import read_metrics
 from hf_zero.report.run import read_run
+from tests.integrations.test_recipes import RECIPES, module_of
 
-SCRIPT = Path(__file__).resolve().parents[2] / "recipes" / "ray" / "train_on_ray.py"
+SCRIPT = RECIPES / "ray" / "train_on_ray.py"
 STEPS, ROWS = 60, 8
 PATIENT = {"health_check_period_ms": 5000, "health_check_timeout_ms": 20000}
 
 
 def plain_losses() -> list[float]:
-    found = importlib.util.spec_from_file_location("train_on_ray", SCRIPT)
-    assert found is not None and found.loader is not None
-    script = importlib.util.module_from_spec(found)
-    found.loader.exec_module(script)
+    script = module_of(SCRIPT)
     model, losses = script.build(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
     for step in range(STEPS):

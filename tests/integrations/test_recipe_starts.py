@@ -1,61 +1,36 @@
-"""The recipes that start from a model and a data set of the hub: their cards, files, commands and
-figures; with ``--long`` a few steps of each card's first command.
+"""The recipes that start from a model and a data set of the hub: their files and figures; with
+``--long`` a few steps of each card's first command.
 """
 
 from __future__ import annotations
 
-import argparse
-import ast
 import json
 import re
-import shlex
-import sys
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from huggingface_hub import ModelCard
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from hf_zero.cli.app import app
 from hf_zero.config import ZeroConfig
 from tests.helpers import launched
-from tests.integrations.test_recipes import ROOT, module_of, script_of
+from tests.helpers.cells import in_one_item
+from tests.integrations.test_recipes import NEEDS, RECIPES, ROOT, commands_of, script_of
 
-RECIPES = ROOT / "recipes"
 RESULTS = ROOT / "scripts" / "bench" / "results" / "recipes-2026-11-24.jsonl"
-NEEDS = {"sentence-embeddings": "sentence_transformers"}  # what tests do not install
 STARTS = sorted(
     script.parent for script in RECIPES.glob("*/run_*.py") if "load_data(" in script.read_text()
 )
-every = pytest.mark.parametrize("recipe", STARTS, ids=lambda path: path.name)
-
-
-def commands_of(recipe: Path) -> list[list[str]]:
-    """The commands of the card that start its script, word by word."""
-    blocks = (recipe / "README.md").read_text().replace("\\\n", " ").split("```")[1::2]
-    lines = [line for block in blocks for line in block.splitlines()]
-    return [shlex.split(line) for line in lines if script_of(recipe).name in line]
-
-
-def needed(recipe: Path) -> None:
-    name = NEEDS.get(recipe.name)
-    if name is not None:
-        pytest.importorskip(name, reason=f"pip install {name.replace('_', '-')}")
 
 
 def test_there_are_starts() -> None:
     assert {"8b-one-gpu-offload", "dpo", "grpo", "sft-lora"} <= {path.name for path in STARTS}
 
 
-@every
-def test_the_files_are_a_recipe(recipe: Path) -> None:
-    card = ModelCard.load(recipe / "README.md")
-    assert card.data.license and card.data.pipeline_tag and "hf-zero" in card.data.tags
-    headings = ("## Training", "## Evaluation", "## Limits")
-    assert all(heading in card.text for heading in headings)
+@in_one_item(STARTS)
+def test_the_commands_and_figures_of_a_card(recipe: Path) -> None:
     first, *real = commands_of(recipe)
     assert first[:3] == ["accelerate", "launch", "--config_file"] and len(first) == 5
     assert real and all({"--model_name_or_path", "--dataset_name"} <= {*words} for words in real)
@@ -65,82 +40,28 @@ def test_the_files_are_a_recipe(recipe: Path) -> None:
         config = ZeroConfig.from_file(recipe / name, allow_auto=True)
         assert bool(config.launch.use_cpu) == (name == first[3])
         assert (config.precision == "fp32") == (name == first[3])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(RECIPES))
+        import starting
 
-
-@every
-def test_the_script_does_not_know_hf_zero(recipe: Path) -> None:
-    for node in ast.walk(ast.parse(script_of(recipe).read_text())):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            names = [getattr(node, "module", None), *(alias.name for alias in node.names)]
-            assert not [name for name in names if name and name.startswith("hf_zero")]
-
-
-class ParsedError(Exception):
-    """Ends a script after its arguments are read."""
-
-
-@every
-def test_the_script_takes_the_words_of_its_card(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    needed(recipe)
-    script, parse = module_of(script_of(recipe)), argparse.ArgumentParser.parse_known_args
-
-    def parsed(self: Any, *given: Any, **more: Any) -> Any:
-        found, rest = parse(self, *given, **more)
-        assert not rest, rest
-        raise ParsedError(found)
-
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parsed)
-    for _, _, _, _, name, *words in commands_of(recipe):
-        monkeypatch.setattr(sys, "argv", [name, *words])
-        with pytest.raises(ParsedError) as ended:
-            script.main()
-        (found,) = ended.value.args
-        if not words:
-            assert found.model_name_or_path is None and found.dataset_name is None
-            assert found.output_dir == f"runs/{recipe.name}"
-
-
-@every
-def test_an_unknown_argument_is_named_in_one_line(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    needed(recipe)
-    monkeypatch.setattr(sys, "argv", ["run.py", "--learning_rte", "1"])
-    with pytest.raises(SystemExit, match="2"):
-        module_of(script_of(recipe)).main()
-    assert "unrecognized arguments: --learning_rte 1" in capsys.readouterr().err.splitlines()[-1]
-
-
-@every
-def test_the_figures_of_the_card_are_those_of_its_run(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(RECIPES))
-    import starting
-
-    (row,) = [
-        row
-        for row in map(json.loads, RESULTS.read_text().splitlines())
-        if row["recipe"] == recipe.name
-    ]
-    card = (recipe / "README.md").read_text()
-    assert starting.card_line(starting.HEADINGS) in card
-    assert starting.card_line(starting.cells(row)) in card
+        rows = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+        (row,) = [row for row in rows if row["recipe"] == recipe.name]
+        card = (recipe / "README.md").read_text()
+        assert starting.card_line(starting.HEADINGS) in card
+        assert starting.card_line(starting.cells(row)) in card
     assert "](curve.svg)" in card
     plot = ElementTree.parse(recipe / "curve.svg").getroot()
     assert plot.findall("{*}polyline") and plot[0].text == recipe.name
 
 
 @pytest.mark.long
-@every
+@pytest.mark.parametrize("recipe", STARTS, ids=lambda path: path.name)
 def test_a_few_steps_of_the_first_command(recipe: Path, tmp_path: Path) -> None:
-    needed(recipe)
+    if recipe.name in NEEDS:
+        pytest.importorskip(NEEDS[recipe.name])
     words, out = commands_of(recipe)[0], tmp_path / "out"
-    said = launched.output(
-        [*words, "--max_steps", "20", "--output_dir", str(out)], recipe, tmp_path / "log.txt"
-    )
+    command = [*words, "--max_steps", "20", "--output_dir", str(out)]
+    said = launched.output(command, recipe, tmp_path / "log.txt")
     assert "gradient_checkpointing` is deprecated" not in said
     row = json.loads((out / "row.json").read_text())
     name, first, last = row["result"]
@@ -166,6 +87,7 @@ def test_grpo_sends_its_weights_to_vllm(tmp_path: Path, monkeypatch: pytest.Monk
     assert said.count("updates: 3") == 2  # on each rank, before each step
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["80gb_gpu.yaml", "24gb_gpu.yaml"])
 def test_the_bytes_that_the_card_of_8b_predicts(name: str, tmp_path: Path) -> None:
     recipe = RECIPES / "8b-one-gpu-offload"
@@ -190,8 +112,5 @@ def test_a_data_set_that_is_not_there_is_not_replaced(monkeypatch: pytest.Monkey
     monkeypatch.syspath_prepend(str(RECIPES))
     import starting
 
-    with pytest.raises(
-        SystemExit,
-        match=r"nobody/wikitxt cannot be loaded \(.*\); correct the name, or leave --dataset_name",
-    ):
+    with pytest.raises(SystemExit, match=r"nobody/wikitxt cannot be loaded \(.*\); correct"):
         starting.load_data("nobody/wikitxt", None, list, ("train", "test"))

@@ -54,52 +54,42 @@ def shortness(sample: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_metrics_are_those_of_plain_python(tmp_path: Path, workers: int) -> None:
-    rows, data = samples(), tokenised()
-    lengths = hf_zero.analyze(data, "seqlen", workers=workers, out=tmp_path / "a")
-    assert lengths.values.tolist() == [len(row) for row in rows]
-    rarity = hf_zero.analyze(data, "vocab_rarity", workers=workers, out=tmp_path / "b")
-    assert rarity.values == pytest.approx(rarities(rows), rel=1e-12)
-    mine = hf_zero.analyze(data, shortness, workers=workers, out=tmp_path / "c")
-    assert mine.values.tolist() == [-len(row) for row in rows]
-    assert mine.metric.endswith("test_analyze:shortness")
-    lengths.check(data)
+    """Of datasets, of what was selected of them, and of datasets of torch."""
+    data, squares = tokenised(), Squares()
+    chosen = range(50, 10, -3)
+    rows = samples()
+    cases = (
+        ("data", data, rows),
+        ("torch", squares, [squares[row]["input_ids"].tolist() for row in range(ROWS)]),
+        ("selected", data.select(chosen), [rows[row] for row in chosen]),
+    )
+    for name, given, wanted in cases[: 2 if workers > 1 else 3]:
+        where = {"workers": workers, "out": tmp_path / name}
+        lengths = hf_zero.analyze(given, "seqlen", **where)
+        assert lengths.values.tolist() == [len(row) for row in wanted]
+        lengths.check(given)
+        rarity = hf_zero.analyze(given, "vocab_rarity", **where)
+        assert rarity.values == pytest.approx(rarities(wanted), rel=1e-12)
+        mine = hf_zero.analyze(given, shortness, **where)
+        assert mine.values.tolist() == [-len(row) for row in wanted]
+        assert mine.metric.endswith("test_analyze:shortness")
+    assert hf_zero.analyze([[1, 2, 3], [4]], out=tmp_path / "c").values.tolist() == [3, 1]
 
 
-def test_words_of_text(tmp_path: Path) -> None:
+def test_words_of_text_and_masked_tokens(tmp_path: Path) -> None:
     texts = ["a b  c", " x", "", "a a\n"]
-    data = datasets.Dataset.from_dict({"text": texts, "n": range(4)})
-    split = [text.split() for text in texts]
-    assert hf_zero.analyze(data, out=tmp_path).values.tolist() == [3, 1, 0, 2]
-    found = hf_zero.analyze(data, "vocab_rarity", column="text", out=tmp_path).values
-    assert found == pytest.approx(rarities(split))
-
-
-def test_what_the_attention_mask_hides_does_not_count(tmp_path: Path) -> None:
+    words = datasets.Dataset.from_dict({"text": texts, "n": range(4)})
     rows = [[5, 6, 0, 0], [0, 0, 5, 5], [1, 2, 3, 4]]
     masks = [[1, 1, 0, 0], [0, 0, 1, 1], [1, 1, 1, 1]]
-    data = datasets.Dataset.from_dict({"input_ids": rows, "attention_mask": masks})
-    assert hf_zero.analyze(data, out=tmp_path).values.tolist() == [2, 2, 4]
-    seen = [[5, 6], [5, 5], [1, 2, 3, 4]]
-    found = hf_zero.analyze(data, "vocab_rarity", out=tmp_path).values
-    assert found == pytest.approx(rarities(seen))
-
-
-def test_rows_that_were_selected_are_the_ones_measured(tmp_path: Path) -> None:
-    chosen = tokenised().select(range(50, 10, -3))
-    index = hf_zero.analyze(chosen, out=tmp_path)
-    assert index.values.tolist() == [len(samples()[row]) for row in range(50, 10, -3)]
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_datasets_of_torch(tmp_path: Path, workers: int) -> None:
-    data = Squares()
-    rows = [data[row]["input_ids"].tolist() for row in range(ROWS)]
-    index = hf_zero.analyze(data, "vocab_rarity", workers=workers, out=tmp_path / "a")
-    assert index.values == pytest.approx(rarities(rows))
-    index.check(data)
-    mine = hf_zero.analyze(data, shortness, workers=workers, out=tmp_path / "b")
-    assert mine.values.tolist() == [-len(row) for row in rows]
-    assert hf_zero.analyze([[1, 2, 3], [4]], out=tmp_path / "c").values.tolist() == [3, 1]
+    masked = datasets.Dataset.from_dict({"input_ids": rows, "attention_mask": masks})
+    seen: list[tuple[Any, dict[str, Any], list[list[Any]]]] = [
+        (words, {"column": "text"}, [text.split() for text in texts]),
+        (masked, {}, [[5, 6], [5, 5], [1, 2, 3, 4]]),
+    ]
+    for data, more, wanted in seen:
+        assert hf_zero.analyze(data, out=tmp_path).values.tolist() == [len(row) for row in wanted]
+        found = hf_zero.analyze(data, "vocab_rarity", out=tmp_path, **more).values
+        assert found == pytest.approx(rarities(wanted))
 
 
 @pytest.fixture
@@ -118,21 +108,18 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("name", "split", "beside"),
-    [
+def test_paths(stored: Path) -> None:
+    for name, split, beside in (
         ("saved", None, "saved-difficulty/seqlen"),
         ("both", "train", "both-difficulty/train/seqlen"),
         ("one.parquet", None, "one-difficulty/seqlen"),
         ("one.jsonl", None, "one-difficulty/seqlen"),
         ("several", None, "several-difficulty/seqlen"),
-    ],
-)
-def test_paths(stored: Path, name: str, split: str | None, beside: str) -> None:
-    index = hf_zero.analyze(stored / name, split=split)
-    assert index.folder == stored / beside
-    assert index.values.tolist() == [len(row) for row in samples()]
-    index.check(tokenised())
+    ):
+        index = hf_zero.analyze(stored / name, split=split)
+        assert index.folder == stored / beside
+        assert index.values.tolist() == [len(row) for row in samples()]
+        index.check(tokenised())
     assert not list((stored / "saved").glob("cache-*"))  # nothing is left in the dataset
 
 
@@ -148,41 +135,35 @@ def test_changed_data_is_noticed(stored: Path) -> None:
         index.check(again.select(range(59)))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"metric": "seq_len"}, "'seq_len' is none of seqlen, vocab_rarity; did you mean"),
-        ({"metric": "math:no_such"}, "'math:no_such' cannot be imported"),
-        ({"metric": "math:pi"}, "'math:pi' is a float; name a function"),
-        ({"column": "inputs_ids"}, "no column 'inputs_ids' among.*did you mean 'input_ids'"),
-        ({"column": "label"}, "column 'label' holds int64; name one that holds lists"),
-        ({"split": "train"}, "one dataset without splits"),
-        ({"out": None}, "a Dataset, which lies nowhere; pass out="),
-        ({"metric": lambda sample: "much"}, "gave 'much' for row 0; return a number"),
-    ],
-)
-def test_mistakes(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises((ConfigError, DifficultyIndexError), match=message):
-        hf_zero.analyze(tokenised(), **{"out": tmp_path, **options})
+TWO = datasets.Dataset.from_dict({"title": ["a"], "text": ["b"]})
+BOTH = datasets.DatasetDict(a=TWO, b=TWO)
+MISTAKES: list[tuple[Any, dict[str, Any], str]] = [
+    (None, {"metric": "seq_len"}, "'seq_len' is none of seqlen, vocab_rarity"),
+    (None, {"metric": "math:no_such"}, "'math:no_such' cannot be imported"),
+    (None, {"metric": "math:pi"}, "'math:pi' is a float"),
+    (None, {"column": "inputs_ids"}, "no column 'inputs_ids' among"),
+    (None, {"column": "label"}, "column 'label' holds int64"),
+    (None, {"split": "train"}, "one dataset without splits"),
+    (None, {"out": None}, "a Dataset, which lies nowhere"),
+    (None, {"metric": lambda sample: "much"}, "gave 'much' for row 0"),
+    (TWO, {}, "no column 'input_ids'; name the column.*title, text"),
+    (TWO.select([]), {}, "no samples"),
+    (BOTH, {"split": "c"}, "no split 'c'; choose one of a, b"),
+    ([{3: 1}], {}, "a sample has no field 'input_ids'; it has 3"),
+]
 
 
-def test_datasets_without_what_is_needed(tmp_path: Path) -> None:
-    two = datasets.Dataset.from_dict({"title": ["a"], "text": ["b"]})
-    with pytest.raises(ConfigError, match=r"no column 'input_ids'; name the column.*title, text"):
-        hf_zero.analyze(two, out=tmp_path)
-    with pytest.raises(DifficultyIndexError, match="no samples"):
-        hf_zero.analyze(two.select([]), out=tmp_path)
-    both = datasets.DatasetDict(a=two, b=two)
-    with pytest.raises(ConfigError, match="no split 'c'; choose one of a, b"):
-        hf_zero.analyze(both, split="c", out=tmp_path)
+def test_mistakes(tmp_path: Path) -> None:
+    for data, options, message in MISTAKES:
+        with pytest.raises((ConfigError, DifficultyIndexError), match=message):
+            given = tokenised() if data is None else data
+            hf_zero.analyze(given, **{"out": tmp_path, **options})
+    BOTH.save_to_disk(tmp_path / "both")
     with pytest.raises(ConfigError, match="several splits; choose one of a, b"):
-        both.save_to_disk(tmp_path / "both")
         hf_zero.analyze(tmp_path / "both")
     (tmp_path / "broken.parquet").write_text("no parquet")
     with pytest.raises(ConfigError, match=r"broken.parquet cannot be read as a dataset"):
         hf_zero.analyze(tmp_path / "broken.parquet")
-    with pytest.raises(ConfigError, match="a sample has no field 'input_ids'; it has 3"):
-        hf_zero.analyze([{3: 1}], out=tmp_path)
 
 
 def test_the_command_prints_what_it_found(stored: Path) -> None:
