@@ -23,6 +23,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from hf_zero.integrations.transformers import zero_callback
 from hf_zero.integrations.transformers.zero_callback import Throughput, ZeroCallback, memory
+from tests.helpers.plain_process import forget
 from tests.helpers.trainers import (
     LENGTH,
     ROWS_A_BATCH,
@@ -30,76 +31,67 @@ from tests.helpers.trainers import (
     logged,
     model,
     options,
-    rows,
     trainer,
 )
-
-pytestmark = pytest.mark.usefixtures("plain_process")
 
 
 def stock(folder: Path, **changes: Any) -> transformers.TrainingArguments:
     return transformers.TrainingArguments(**options(folder, **changes))
 
 
+def ours(folder: Path, zero: Any) -> hf_zero.TrainingArguments:
+    return hf_zero.TrainingArguments(**options(folder), zero_config=zero)
+
+
 def is_plain(run: transformers.Trainer) -> bool:
     return not run.is_deepspeed_enabled and run.accelerator.distributed_type == DistributedType.NO
 
 
+def accelerates() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE")}
+
+
 @pytest.mark.parametrize("first", ["arguments", "callback"])
-def test_it_routes_a_stock_trainer(first: str, tmp_path: Path) -> None:
+def test_it_routes_a_stock_trainer_and_leaves_nothing_behind(
+    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(zero_callback, "log_rank0", lambda message, level=0: said.append(message))
+    before = accelerates()
     if first == "arguments":
-        args = stock(tmp_path)
-        callback = ZeroCallback("zero3")
+        args, callback = stock(tmp_path), ZeroCallback("zero3")
     else:
-        callback = ZeroCallback("zero3")
-        args = stock(tmp_path)
+        callback, args = ZeroCallback("zero3"), stock(tmp_path)
     run = trainer(args, callbacks=[callback])
+    assert accelerates() == before
+    assert args.deepspeed is None and args.deepspeed_plugin is None
+    assert not hasattr(args, "hf_deepspeed_config")
+    assert deepspeed_config() is None and not is_deepspeed_zero3_enabled()
     assert run.accelerator.distributed_type == DistributedType.DEEPSPEED
     found = run.accelerator.state.deepspeed_plugin.hf_ds_config.config
     assert found["zero_optimization"]["stage"] == 3
-    assert (found["train_micro_batch_size_per_gpu"], found["gradient_clipping"]) == (
-        ROWS_A_BATCH,
-        0.5,
-    )
+    assert found["train_micro_batch_size_per_gpu"] == ROWS_A_BATCH
+    assert found["gradient_clipping"] == 0.5
     run.train()
     assert isinstance(run.model_wrapped, Engine) and run.model_wrapped.stage == 3
     assert len(logged(run)) == STEPS
-
-
-def test_nothing_is_left_behind(tmp_path: Path) -> None:
-    args = stock(tmp_path)
-    before = dict(os.environ)
-    trainer(args, callbacks=[ZeroCallback("zero3")])
-    assert {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE")} == {
-        name: value for name, value in before.items() if name.startswith("ACCELERATE")
-    }
-    assert args.deepspeed is None
-    assert args.deepspeed_plugin is None
-    assert not hasattr(args, "hf_deepspeed_config")
-    assert deepspeed_config() is None and not is_deepspeed_zero3_enabled()
+    assert len(said) == 1 and "stage 3 over 1 rank" in said[0] and "whole on every rank" in said[0]
+    again = trainer(args, callbacks=[callback])
+    again.train()
+    assert isinstance(again.model_wrapped, Engine)
 
 
 @pytest.mark.parametrize("arguments", ["shared", "earlier", "later"])
 def test_a_second_trainer_without_it_is_plain(arguments: str, tmp_path: Path) -> None:
-    first_args = stock(tmp_path)
-    earlier = stock(tmp_path) if arguments == "earlier" else None
-    first = trainer(first_args, callbacks=[ZeroCallback("zero2")])
+    args, earlier = stock(tmp_path), stock(tmp_path)
+    first = trainer(args, callbacks=[ZeroCallback("zero2")])
     first.train()
-    second = trainer(
-        {"shared": first_args, "earlier": earlier, "later": stock(tmp_path)}[arguments]
-    )
+    given = {"shared": args, "earlier": earlier, "later": stock(tmp_path)}
+    second = trainer(given[arguments])
     assert is_plain(second)
     second.train()
     assert type(second.model_wrapped) is type(model())
     assert logged(second) == pytest.approx(logged(first), rel=1e-5)
-
-
-def test_one_after_another_with_it(tmp_path: Path) -> None:
-    args, callback = stock(tmp_path), ZeroCallback("zero1")
-    for _ in range(2):
-        run = trainer(args, callbacks=[callback])
-        run.train()
-        assert isinstance(run.model_wrapped, Engine)
 
 
 @pytest.mark.parametrize("zero", [True, False])
@@ -111,66 +103,61 @@ def test_a_trainer_whose_state_was_replaced_refuses_to_train(zero: bool, tmp_pat
             act()
 
 
-def test_an_accelerator_made_too_early_is_refused(tmp_path: Path) -> None:
-    args = hf_zero.TrainingArguments(**options(tmp_path), zero_config="zero2")
-    Accelerator()
-    with pytest.raises(ConfigError, match="before any other Accelerator"):
-        trainer(args)
-
-
-def test_added_too_late_it_refuses_to_train(tmp_path: Path) -> None:
-    run = trainer(stock(tmp_path))
+def add_too_late(folder: Path) -> None:
+    run = trainer(stock(folder))
     run.add_callback(ZeroCallback("zero2"))
-    with pytest.raises(ConfigError, match="add_callback comes too late"):
-        run.train()
+    run.train()
 
 
-def test_without_a_config_in_a_plain_trainer(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="would train unsharded"):
-        trainer(stock(tmp_path), callbacks=[ZeroCallback()])
+def accelerate_too_early(folder: Path) -> None:
+    args = ours(folder, "zero2")
+    Accelerator()
+    trainer(args)
 
 
-def test_two_of_them(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="2 ZeroCallbacks"):
-        trainer(stock(tmp_path), callbacks=[ZeroCallback("zero2"), ZeroCallback("zero2")])
+def with_callbacks(*configs: Any, arguments: Any = stock) -> Any:
+    def make(folder: Path) -> None:
+        trainer(arguments(folder), callbacks=[ZeroCallback(config) for config in configs])
+
+    return make
 
 
-def test_a_config_that_cannot_be_used() -> None:
-    with pytest.raises(ConfigError, match="did you mean"):
-        ZeroCallback({"stag": 2})
+REFUSED: dict[str, Any] = {
+    "before any other Accelerator": accelerate_too_early,
+    "add_callback comes too late": add_too_late,
+    "would train unsharded": with_callbacks(None),
+    "2 ZeroCallbacks": with_callbacks("zero2", "zero2"),
+    "'stag'": with_callbacks({"stag": 2}),
+    "stage: 2 in ZeroCallback, 3 in the arguments": with_callbacks(
+        "zero2", arguments=lambda folder: ours(folder, "zero3")
+    ),
+    "per_gpu=3, argument: per_device_train_batch_size=4": with_callbacks(
+        {"stage": 2, "train_micro_batch_size_per_gpu": 3}
+    ),
+}
 
 
-def test_another_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for said, make in REFUSED.items():
+        with pytest.raises(ConfigError, match=said):
+            make(tmp_path)
+        if "argument:" in said:
+            assert is_plain(trainer(stock(tmp_path)))
+        forget()
     monkeypatch.setenv("HF_ZERO_BACKEND", "deepspeed")
     with pytest.raises(ConfigError, match="HF_ZERO_BACKEND"):
         ZeroCallback("zero2")
 
 
 def test_beside_arguments_that_agree_it_reports(tmp_path: Path) -> None:
-    args = hf_zero.TrainingArguments(
-        **options(tmp_path), zero_config={"stage": 2, "gradient_clipping": 0.5}
-    )
+    """And one process drives one device."""
+    args = ours(tmp_path, {"stage": 2, "gradient_clipping": 0.5})
+    args._n_gpu = 2  # as where two GPUs are visible to a plain `python`
     run = trainer(args, callbacks=[ZeroCallback({"stage": 2, "gradient_clipping": "auto"})])
+    assert args.n_gpu == 1
     run.train()
+    assert isinstance(run.model_wrapped, Engine)
     assert len(logged(run, "memory_mib")) == STEPS
-
-
-def test_beside_arguments_that_differ_it_raises(tmp_path: Path) -> None:
-    args = hf_zero.TrainingArguments(**options(tmp_path), zero_config="zero3")
-    with pytest.raises(ConfigError, match="stage: 2 in ZeroCallback, 3 in the arguments"):
-        trainer(args, callbacks=[ZeroCallback("zero2")])
-
-
-def test_a_contradiction_shows_both_values(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError,
-        match="train_micro_batch_size_per_gpu=3, argument: per_device_train_batch_size=4",
-    ):
-        trainer(
-            stock(tmp_path),
-            callbacks=[ZeroCallback({"stage": 2, "train_micro_batch_size_per_gpu": 3})],
-        )
-    assert is_plain(trainer(stock(tmp_path)))
 
 
 class Notes(transformers.TrainerCallback):
@@ -187,15 +174,9 @@ def test_what_it_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     clock = iter(range(1000))
     counted = SimpleNamespace(perf_counter=lambda: float(next(clock)))
     monkeypatch.setattr(zero_callback, "time", counted)  # no other thread looks at it
-    notes = Notes()
-    args = stock(
-        tmp_path,
-        logging_steps=2,
-        gradient_accumulation_steps=2,
-        eval_strategy="steps",
-        eval_steps=1,
-    )
-    callback = ZeroCallback("zero2")
+    chosen = {"logging_steps": 2, "gradient_accumulation_steps": 2}
+    args = stock(tmp_path, **chosen, eval_strategy="steps", eval_steps=1)
+    notes, callback = Notes(), ZeroCallback("zero2")
     run = trainer(args, callbacks=[notes, callback])
     run.train()
     reports = [entry for entry in notes.seen if "loss" in entry]
@@ -211,38 +192,17 @@ def test_what_it_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert not any("memory_mib" in entry for entry in notes.seen if "loss" not in entry)
     assert callback.throughput._hook is None
 
-
-def test_it_says_that_the_model_was_loaded_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(zero_callback, "log_rank0", lambda message, level=0: said.append(message))
-    run = trainer(stock(tmp_path), callbacks=[ZeroCallback("zero3")])
-    run.train()
-    assert len(said) == 1 and "stage 3 over 1 rank" in said[0] and "whole on every rank" in said[0]
-
-
-def test_one_process_drives_one_device(tmp_path: Path) -> None:
-    args = hf_zero.TrainingArguments(**options(tmp_path), zero_config="zero2")
-    args._n_gpu = 2  # as where two GPUs are visible to a plain `python`
-    run = trainer(args)
-    assert args.n_gpu == 1
-    run.train()
-    assert isinstance(run.model_wrapped, Engine)
+    throughput = Throughput()  # rates start again after each log
+    assert throughput.rates() == {}
+    throughput._steps, throughput._seconds, throughput._samples_a_step = 3, 2.0, 8
+    assert throughput.rates() == {"samples_per_second": 12.0}
+    assert throughput.rates() == {}
 
 
 def test_memory_of_a_cpu_rank() -> None:
     held = torch.ones(8 * 2**20)  # 32 MiB
     found = memory(held.device)
     assert 32 < found["memory_mib"] <= found["peak_memory_mib"]
-
-
-def test_rates_start_again_after_each_log() -> None:
-    throughput = Throughput()
-    assert throughput.rates() == {}
-    throughput._steps, throughput._seconds, throughput._samples_a_step = 3, 2.0, 8
-    assert throughput.rates() == {"samples_per_second": 12.0}
-    assert throughput.rates() == {}
 
 
 def test_another_deepspeed_makes_every_wrapper_inert(
@@ -254,4 +214,3 @@ def test_another_deepspeed_makes_every_wrapper_inert(
     run.evaluate()
     run.train()
     assert AcceleratorState().distributed_type == DistributedType.NO
-    assert rows()[0]["input_ids"].shape == (LENGTH,)
