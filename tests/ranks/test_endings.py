@@ -44,7 +44,6 @@ def armed():
 
 PASSES = [
     (DEVICE, 0, "forward"),
-    (DEVICE, 2, "backward"),
     (DEVICE, 3, "forward"),
     (DEVICE, 3, "backward"),
     (DEVICE, 3, "loss"),
@@ -194,7 +193,6 @@ def grown(section, end, folder, times=TIMES):
     "ending, way, stage",
     [
         ("gathered", DEVICE, 3),
-        ("destroyed", DEVICE, 0),
         ("dropped", DEVICE, 3),
         ("interrupt", DEVICE, 3),
         ("destroyed", "optimizer in files", 0),

@@ -66,7 +66,6 @@ def of_ranks(family, config):
     "family, stage, precision, offload, expected",
     [  # one: whether the step overflowed, or the divisor for the host's update
         ("bert", 3, "fp16", {}, 1),
-        ("llama", 0, "bf16", {}, 0),
         ("llama", 2, "bf16", OPTIMIZER, 1),
         ("llama", 3, "bf16", ALL, 1),
         ("bert", 1, "fp16", OPTIMIZER, 2),

@@ -244,7 +244,7 @@ def dynamic(power):
     return {"enabled": True, "initial_scale_power": power, "hysteresis": 1}
 
 
-@over("precision, given_to", [("fp32", 0), ("bf16", 1), ("fp16", 0), ("fp16", 1)])
+@over("precision, given_to", [("fp32", 0), ("fp16", 0), ("fp16", 1)])
 def test_a_scale_that_is_too_large_falls_whoever_overflows(precision, given_to):
     """What the second engine sends back into the first overflows and spoils no weight."""
     own = {"fp16": dynamic(4)} if precision == "fp16" else {}
@@ -296,7 +296,7 @@ def test_a_scale_that_fell_in_the_middle_of_a_window_counts_from_the_next():
     on_ranks(RANKS, run, build=lambda: wides(2))
 
 
-@over("stages", [(0, 3), (2, 2), (3, 2), (3, 3)])
+@over("stages", [(0, 3), (3, 2)])
 def test_a_generator_and_its_critic_in_turn(stages):
     """The generator's forward waits while the critic is stepped."""
 
@@ -376,7 +376,7 @@ def against_half(net, rank):
     return (net(x).float() - 0.5 * x).pow(2).mean()
 
 
-@over("stage", [0, 2, 3])
+@over("stage", [0, 3])
 def test_an_engine_that_one_rank_still_holds_lends_its_scale_there_alone(stage):
     """It was dropped without ``destroy``, and ranks collect garbage at different times."""
     left, plain = [seeded(Wide) for _ in range(RANKS)], seeded(Wide)
@@ -401,16 +401,15 @@ def test_an_engine_that_one_rank_still_holds_lends_its_scale_there_alone(stage):
         oracle.compare_tensors("gradient", {name: grads[name] for name in want}, want)
 
 
-@over("stage", [2, 3])
-def test_an_engine_at_rest_lends_no_scale(stage):
+def test_an_engine_at_rest_lends_no_scale():
     """Infinite gradients of another are used, as in a plain loop, and no step skipped."""
 
     def run(rank, models):
-        half = start(models[0], plain_sgd(models[0]), config_of(stage, fp16={"enabled": True}))
+        half = start(models[0], plain_sgd(models[0]), config_of(3, fp16={"enabled": True}))
         half.backward(half(data(0, 0, rank).half()).float().square().mean())
         half.step()
         before = half.loss_scale(), half.skipped_steps
-        engine = start(models[1], plain_sgd(models[1]), config_of(stage))
+        engine = start(models[1], plain_sgd(models[1]), config_of(3))
         engine.backward(engine(data(1, 0, rank)).square().mean() * float("inf"))
         engine.step()
         assert (half.loss_scale(), half.skipped_steps) == before and engine.skipped_steps == 0

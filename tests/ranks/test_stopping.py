@@ -48,9 +48,8 @@ def train(engine, rank, number, told=""):
 
 @over(
     "stage, ranks, when",
-    [(0, 2, "forward"), (1, 1, "backward"), (2, 2, "before"), (3, 1, "forward"),
-    (3, 2, "backward"), (3, 4, "before")],
-)  # fmt: skip
+    [(1, 1, "backward"), (2, 2, "before"), (3, 2, "forward"), (3, 2, "backward")],
+)
 def test_all_ranks_stop_after_the_same_step(quick, stage, ranks, when):
     """One rank is told in its third step; others may be in the next by then."""
 
@@ -73,7 +72,7 @@ def test_all_ranks_stop_after_the_same_step(quick, stage, ranks, when):
 
 @over(
     "stage, told",
-    [(1, (3, 0, 2, 1)), (3, (0, 1, 1, LIMIT)), (3, (2, 2, LIMIT, LIMIT)), (1, (0, 0, 0, 0))],
+    [(1, (3, 0, 2, 1)), (3, (2, 2, LIMIT, LIMIT))],
 )
 def test_many_are_told_at_different_times_and_again(quick, stage, told):
     """All stop at the end of the accumulation window in which somebody was told, or the next."""

@@ -97,12 +97,7 @@ SETTINGS = [
     (3, "fp32", WHOLE),
     (3, "bf16", WHOLE | {"offload_optimizer": CPU, "offload_param": CPU}),
 ]
-# each write twice: with or without offload, in fp32 and in 16 bits
-CELLS = [
-    (write, *SETTINGS[(turn + shift) % len(SETTINGS)])
-    for turn, write in enumerate(WRITES)
-    for shift in (0, 4)
-]
+CELLS = [(write, *SETTINGS[turn % len(SETTINGS)]) for turn, write in enumerate(WRITES)]
 
 
 class Squared(Stack):

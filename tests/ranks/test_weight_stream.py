@@ -225,7 +225,6 @@ MERGED = [
     *((adapted, (kind,), (0, 3)[turn % 2]) for turn, kind in enumerate(KINDS)),
     (on_tied, ("lm_head",), 3),
     (on_tied, ("embed_tokens",), 0),
-    (on_tied, ("embed_tokens",), 3),
     (on_tied, ("lm_head", "embed_tokens"), 3),
 ]
 
