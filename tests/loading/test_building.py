@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from hf_zero.errors import ConfigError
@@ -26,13 +27,13 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.read_whole() if isinstance(tensor, LazyTensor) else tensor.detach()
 
 
-# -- tensors ---------------------------------------------------------------------------------------
+def built(make: Any, **how: Any) -> Any:
+    with Building(0, **how):
+        return make()
 
 
 def made() -> dict[str, torch.Tensor]:
-    """Writes, views, copies and casts without random numbers: the values must be those of
-    tensors in memory.
-    """
+    """Writes, views, copies and casts without random numbers."""
     a = torch.zeros(4, 6)
     a.add_(torch.arange(24.0).view(4, 6))
     kept, half = a.clone(), a.to(torch.bfloat16)
@@ -47,45 +48,27 @@ def made() -> dict[str, torch.Tensor]:
     b.copy_(a[1])
     b += a.sum()
     a.sub_(1.0)
-    product = torch.full((2, 4), 0.5) @ a
-    return {
-        "a": a,
-        "kept": kept,
-        "half": half,
-        "joined": joined,
-        "row": row,
-        "b": b,
-        "product": product,
-    }
+    lazy = {"a": a, "kept": kept, "half": half, "joined": joined, "row": row, "b": b}
+    return {**lazy, "product": torch.full((2, 4), 0.5) @ a}
 
 
 def test_what_is_done_to_them_is_what_is_done_in_memory() -> None:
-    with Building(0):
-        lazy = made()
-    assert all(
-        isinstance(lazy[name], LazyTensor) for name in ("a", "kept", "half", "joined", "row", "b")
-    )
-    for name, expected in made().items():
+    """Values are read into any place."""
+    lazy, real = built(made), made()
+    assert all(isinstance(lazy[name], LazyTensor) for name in lazy if name != "product")
+    for name, expected in real.items():
         assert torch.equal(whole(lazy[name]), expected), name
-
-
-def test_values_are_read_into_any_place() -> None:
-    with Building(0):
-        lazy = made()["a"]
-    assert isinstance(lazy, LazyTensor)
-    place = torch.full((30,), 7.0)
-    lazy.expression.read(0, place[3:27])
-    assert torch.equal(place[3:27].view(4, 6), made()["a"])
+    place, part = torch.full((30,), 7.0), torch.empty(5)
+    lazy["a"].expression.read(0, place[3:27])
+    assert torch.equal(place[3:27].view(4, 6), real["a"])
     assert place[:3].tolist() == place[27:].tolist() == [7.0] * 3
-    part = torch.empty(5)
-    lazy.expression.read(8, part)
-    assert torch.equal(part, made()["a"].view(-1)[8:13])
+    lazy["a"].expression.read(8, part)
+    assert torch.equal(part, real["a"].view(-1)[8:13])
 
 
 def test_random_numbers_are_the_same_at_every_reading_and_leave_the_generator_alone() -> None:
     torch.manual_seed(3)
-    with Building(0):
-        first, second = torch.randn(1000), torch.empty(1000).uniform_(2.0, 3.0)
+    first, second = built(lambda: (torch.randn(1000), torch.empty(1000).uniform_(2.0, 3.0)))
     state = torch.get_rng_state()
     values = whole(first)
     assert torch.equal(values, whole(first)) and torch.equal(torch.get_rng_state(), state)
@@ -93,27 +76,30 @@ def test_random_numbers_are_the_same_at_every_reading_and_leave_the_generator_al
     assert 2.0 <= float(whole(second).min()) <= float(whole(second).max()) <= 3.0
     assert torch.equal(whole(first.clone()), values)
     torch.manual_seed(3)
-    with Building(0):
-        again, other = torch.randn(1000), torch.randn(1000)
+    again, other = built(lambda: (torch.randn(1000), torch.randn(1000)))
     assert torch.equal(whole(again), values) and not torch.equal(whole(other), values)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: torch.zeros(64, dtype=torch.int64),
-        lambda: torch.full((512, 1024), 1),
-        lambda: torch.full((512, 1024), True),
-        lambda: torch.full((512, 1024), 1j),
-        lambda: torch.empty(64, device="meta"),
-        lambda: torch.zeros(4, 4).to_sparse(),
-        lambda: torch.eye(8),
-        lambda: torch.tensor([1.0, 2.0]),
-    ],
-)
-def test_other_tensors_are_made_as_ever(make: Any) -> None:
-    with Building(0):
-        assert type(make()) is torch.Tensor
+OTHERS = [
+    lambda: torch.zeros(64, dtype=torch.int64),
+    lambda: torch.full((512, 1024), 1),
+    lambda: torch.full((512, 1024), True),
+    lambda: torch.full((512, 1024), 1j),
+    lambda: torch.empty(64, device="meta"),
+    lambda: torch.zeros(4, 4).to_sparse(),
+    lambda: torch.eye(8),
+    lambda: torch.tensor([1.0, 2.0]),
+]
+
+
+def test_other_tensors_are_made_as_ever() -> None:
+    """And all while it pauses."""
+    for number, make in enumerate(OTHERS):
+        found, wanted = built(make), make()
+        assert type(found) is torch.Tensor and found.dtype == wanted.dtype, number
+    assert type(built(lambda: torch.zeros(10), pauses=lambda: True)) is torch.Tensor
+    real = torch.empty(5)
+    assert recorded(nn.init.ones_)(real) is real and real.sum() == 5
 
 
 def test_the_first_bytes_are_in_memory_with_the_numbers_of_a_plain_run() -> None:
@@ -126,11 +112,6 @@ def test_the_first_bytes_are_in_memory_with_the_numbers_of_a_plain_run() -> None
     assert is_filled(second.weight) and is_filled(third.weight)
 
 
-def test_a_pause_makes_tensors_in_memory() -> None:
-    with Building(0, pauses=lambda: True):
-        assert type(torch.zeros(10)) is torch.Tensor
-
-
 # -- modules ---------------------------------------------------------------------------------------
 
 
@@ -138,13 +119,13 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(20, 8)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(2)
-        )
+        layers = [nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(2)]
+        self.blocks = nn.ModuleList(layers)
         self.head = nn.Linear(8, 20, bias=False)
         self.head.weight = self.embed.weight
         self.scale = nn.Parameter(torch.tensor(2.5))
         self.norm = nn.BatchNorm1d(8)
+        self.blocks[1].requires_grad_(False)
         self.apply(self._init)
 
     @torch.no_grad()
@@ -156,26 +137,27 @@ class Net(nn.Module):
 
 
 def test_a_model_that_its_constructor_initialises() -> None:
-    with Building(0) as built:
+    with Building(0) as inside:
         model, aside = Net(), nn.Linear(3, 3)
-    assert set(built.roots) == {model, aside}
+        other = copy.deepcopy(aside)
+        with torch.no_grad():
+            other.weight.zero_()
+    assert {*inside.roots} >= {model, aside}
+    assert whole(aside.weight).any() and not whole(other.weight).any(), "a copy is its own"
     assert model.head.weight is model.embed.weight and is_filled(model.embed.weight)
     assert model.scale.item() == 2.5
-    weight = whole(model.blocks[0][0].weight)
+    linear = model.blocks[0][0].weight
+    weight = whole(linear)
     assert not weight[0].any() and 0.01 < float(weight[1:].std()) < 0.03
-    assert len(model.blocks[0][0].weight.expression._writes) < 5, (
-        "what trunc_normal_ draws again and again is not kept"
-    )
-    count = len(list(model.parameters()))
-    assert make_pending(model) == count - 1  # the scale is here
+    # what trunc_normal_ draws again and again is not kept
+    assert len(linear.expression._writes) < 5
+    assert make_pending(model) == len(list(model.parameters())) - 1  # the scale is here
     assert model.head.weight is model.embed.weight
-
-
-def test_modules_without_lazy_parameters_are_no_roots() -> None:
-    with Building(1 << 20) as built:
-        nn.Linear(3, 3)
-        kept = nn.ReLU()
-    assert built.roots == [] and kept is not None
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert frozen == {name for name, _ in model.named_parameters() if name.startswith("blocks.1")}
+    with Building(1 << 20) as inside:
+        kept = nn.Linear(3, 3), nn.ReLU()
+    assert inside.roots == [] and len(kept) == 2, "without lazy parameters"
 
 
 def test_the_functions_of_torch_are_themselves_again() -> None:
@@ -189,11 +171,6 @@ def test_the_functions_of_torch_are_themselves_again() -> None:
     with pytest.raises(KeyError), Building(0):
         raise KeyError
     assert nn.init.normal_ is before and type(torch.zeros(3)) is torch.Tensor
-
-
-def test_functions_put_off_leave_real_tensors_alone() -> None:
-    real = torch.empty(5)
-    assert recorded(nn.init.ones_)(real) is real and real.sum() == 5
 
 
 # -- models on the meta device ---------------------------------------------------------------------
@@ -214,24 +191,24 @@ class Plain(nn.Module):
         self.head.weight = self.embed.weight
 
 
+def sources(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p._hf_zero_source.whole() for name, p in model.named_parameters()}
+
+
 def test_the_modules_own_rules_give_values_and_parameters_stay_the_objects_they_are() -> None:
     model = on_meta(Plain)
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     give_values(model)
-    assert all(
-        after is before for after, before in zip(model.parameters(), parameters, strict=True)
-    )
+    pairs = zip(model.parameters(), parameters, strict=True)
+    assert all(after is before and not after.is_meta for after, before in pairs)
     assert optimizer.param_groups[0]["params"][0] is model.embed.weight is model.head.weight
-    assert not any(parameter.is_meta for parameter in model.parameters())
     assert torch.equal(model.norm.running_var, torch.ones(8))
     assert model.norm.num_batches_tracked.item() == 0
-    sources = {
-        name: parameter._hf_zero_source.whole() for name, parameter in model.named_parameters()
-    }
-    assert 0.7 < float(sources["embed.weight"].std()) < 1.3
-    assert bool((sources["norm.weight"] == 1.0).all())
-    assert not sources["attention.in_proj_bias"].any() and sources["attention.in_proj_weight"].any()
+    values = sources(model)
+    assert 0.7 < float(values["embed.weight"].std()) < 1.3
+    assert bool((values["norm.weight"] == 1.0).all())
+    assert not values["attention.in_proj_bias"].any() and values["attention.in_proj_weight"].any()
 
 
 class Scaled(nn.Module):
@@ -247,70 +224,45 @@ class Partly(nn.Linear):
         self.scale = nn.Parameter(torch.ones(3))
 
 
-@pytest.mark.parametrize(
-    "make, named",
-    [
+def test_what_only_the_constructor_gives_is_told() -> None:
+    for make, named in (
         (Scaled, "Scaled cannot give its tensors values"),
         (Partly, "nothing but its constructor gives scale"),
-    ],
-)
-def test_what_only_the_constructor_gives_is_told(make: Any, named: str) -> None:
-    with pytest.raises(ConfigError, match=named) as caught:
-        give_values(on_meta(make))
-    assert "hf_zero.Init" in str(caught.value)
+    ):
+        with pytest.raises(ConfigError, match=named):
+            give_values(on_meta(make))
+
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
 
 
 def test_a_model_of_transformers_follows_its_own_rule() -> None:
-    import transformers
-
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        vocab_size=120,
-        tie_word_embeddings=True,
-    )
+    sizes = {"num_hidden_layers": 2, "vocab_size": 120, "tie_word_embeddings": True}
+    config = transformers.LlamaConfig(**SIZES, **sizes)
     plain = transformers.LlamaForCausalLM(config)
     model = on_meta(lambda: transformers.LlamaForCausalLM(config))
     give_values(model)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert torch.equal(model.model.rotary_emb.inv_freq, plain.model.rotary_emb.inv_freq)
+    values = sources(model)
     for name, parameter in plain.named_parameters():
-        got = model.get_parameter(name)._hf_zero_source.whole()
-        assert float(got.std()) == pytest.approx(
-            float(parameter.detach().std()), rel=0.2, abs=1e-6
-        ), name
+        wanted = pytest.approx(float(parameter.detach().std()), rel=0.2, abs=1e-6)
+        assert float(values[name].std()) == wanted, name
 
 
 def test_a_rule_that_looks_at_what_it_draws_draws_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformers has copies of torch's functions: its ``trunc_normal_`` would draw every
-    weight now, to look at it.
-    """
-    import transformers
-
-    config = transformers.ViTConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        image_size=16,
-        patch_size=8,
-    )
+    """Transformers' own ``trunc_normal_`` would draw every weight now."""
+    sizes = {"num_hidden_layers": 1, "image_size": 16, "patch_size": 8}
+    config = transformers.ViTConfig(**SIZES, **sizes)
     model = on_meta(lambda: transformers.ViTModel(config))
     read, drawn = Filled.read, []
-    monkeypatch.setattr(
-        Filled, "read", lambda self, start, out: (drawn.append(self.shape), read(self, start, out))
-    )
+
+    def noted(self: Filled, start: int, out: torch.Tensor) -> None:
+        drawn.append(self.shape)
+        read(self, start, out)
+
+    monkeypatch.setattr(Filled, "read", noted)
     give_values(model)
     assert drawn == []
-    assert 0.0 < float(model.layers[0].mlp.fc1.weight._hf_zero_source.whole().std()) < 0.1 and drawn
-
-
-def test_a_copy_of_a_built_model_is_its_own() -> None:
-    with Building(0):
-        model = nn.Linear(4, 4)
-        other = copy.deepcopy(model)
-        with torch.no_grad():
-            other.weight.zero_()
-    assert whole(model.weight).any() and not whole(other.weight).any()
+    weight = model.layers[0].mlp.fc1.weight._hf_zero_source.whole()
+    assert 0.0 < float(weight.std()) < 0.1 and drawn

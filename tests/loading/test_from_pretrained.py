@@ -81,9 +81,7 @@ def test_more_models_in_shards(name: str, more: Outcomes) -> None:
 
 
 @pytest.mark.long
-def test_four_ranks_without_the_hook_at_the_start_of_python(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_four_ranks_without_the_hook_at_the_start_of_python(folder, monkeypatch):
     """``hf_zero.from_pretrained`` puts the seams in by itself."""
     monkeypatch.setenv("HF_ZERO_AUTOLOAD", "0")
     chosen = models(["llama", "mixtral", "qwen2", "deepseek_v3", "wav2vec2"]) | {

@@ -1,5 +1,6 @@
-"""zero.Init and models on the meta device, on real ranks: no rank holds the model, and it trains
-like one that came whole.
+"""zero.Init, models made from a configuration under ZeRO-3 and models on the meta device, on real
+ranks: no rank holds the model, its own rule fills the shards, and it trains like one that came
+whole.
 """
 
 from __future__ import annotations
@@ -9,17 +10,86 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import hf_zero
 from hf_zero.deepspeed import zero_init
 from hf_zero.deepspeed.zero_init import Init
 from hf_zero.loading import building as lazily
+from hf_zero.zero.layout import wrap
 from hf_zero.zero.layout.parameter import ReleasedParameter, ZeroParamStatus, owner_of
 from tests.helpers.processes import run_processes, say
 
 WIDTH = 16
 ZERO3 = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}
+Values = dict[str, torch.Tensor]
+
+# ---- models made from a configuration ----
+
+TEXT = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 120,
+}
+IMAGE = {name: value for name, value in TEXT.items() if name != "vocab_size"}
+IMAGE |= {"image_size": 16, "patch_size": 8}
+T5 = {"d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 120}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 120, "n_positions": 32}
+MAMBA = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 120, "state_size": 4}
+GQA = {**TEXT, "num_key_value_heads": 1}
+CONFIGURATIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("ForCausalLM", "Llama", GQA),
+    "gpt2": ("ForCausalLM", "GPT2", GPT2),
+    "bert": ("ForMaskedLM", "Bert", TEXT),
+    "t5": ("ForSeq2SeqLM", "T5", T5),
+    "mamba": ("ForCausalLM", "Mamba", MAMBA),
+    "vit": ("", "ViT", IMAGE),
+    "mixtral": ("ForCausalLM", "Mixtral", {**GQA, "num_local_experts": 4}),
+    "clip": ("", "CLIP", {"text_config": dict(TEXT), "vision_config": dict(IMAGE)}),
+}
+
+
+def from_config(name: str) -> nn.Module:
+    head, kind, options = CONFIGURATIONS[name]
+    config = getattr(transformers, f"{kind}Config")(**options)
+    return getattr(transformers, f"AutoModel{head}").from_config(config)
+
+
+def digest(state: Values) -> str:
+    flat = [value.contiguous().view(-1).view(torch.uint8) for value in state.values()]
+    return hashlib.sha256(b"".join(each.numpy().tobytes() for each in flat)).hexdigest()
+
+
+def released(model: nn.Module) -> bool:
+    return all(isinstance(parameter, ReleasedParameter) for parameter in model.parameters())
+
+
+def configured(names: list[str]) -> dict[str, Any]:
+    """By name, the digest of a model, and mean and deviation of each tensor."""
+    from transformers.integrations import HfDeepSpeedConfig
+
+    assert not released(from_config("vit")), "no ZeRO-3 is configured"
+    alive = HfDeepSpeedConfig(ZERO3)
+    assert not released(from_config("vit")), "a small model is built by the ordinary path"
+    zero_init.WHOLE_BYTES = lazily.SMALL_BYTES = 0
+    made = {}
+    for name in names:
+        say(name)
+        model = from_config(name)
+        assert released(model), name
+        state = model.state_dict()
+        several = {key: value.float() for key, value in state.items() if value.numel() > 1}
+        spread = {key: (float(v.mean()), float(v.std())) for key, v in several.items()}
+        made[name] = {"spread": spread, "digest": digest(state)}
+    assert alive.is_zero3()
+    transformers.integrations.deepspeed.unset_hf_deepspeed_config()
+    return made
+
+
+# ---- zero.Init ----
 
 
 class Block(nn.Module):
@@ -49,29 +119,27 @@ class Net(nn.Module):
         return self.scale * self.head(self.norm(x))
 
 
-def digest(state: dict[str, torch.Tensor]) -> str:
-    return hashlib.sha256(
-        b"".join(
-            value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-            for value in state.values()
-        )
-    ).hexdigest()
-
-
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+def whole(model: nn.Module) -> Values:
     with hf_zero.GatheredParameters(model):
         return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def train(rank: int, model: nn.Module, forward: Any) -> dict[str, Any]:
+def opened(model: nn.Module) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return hf_zero.initialize(model=model, optimizer=optimizer, config=ZERO3)[0]
+
+
+def ids_of(rank: int, step: int) -> torch.Tensor:
+    return torch.arange(8).view(2, 4) + rank + step
+
+
+def train(rank: int, model: nn.Module, forward: Any) -> dict[str, Values]:
     """Its weights before, and after two steps by an optimizer that is made before initialize."""
     before = whole(model) if not any(p.is_meta for p in model.parameters()) else None
-    engine, *_ = hf_zero.initialize(
-        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=ZERO3
-    )
+    engine = opened(model)
     before = before or whole(model)
     for step in range(2):
-        engine.backward(forward(engine, torch.arange(8).view(2, 4) + rank + step))
+        engine.backward(forward(engine, ids_of(rank, step)))
         engine.step()
     after = whole(model)
     engine.destroy()
@@ -87,31 +155,16 @@ def language(engine: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def llama() -> nn.Module:
-    import transformers
-
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            vocab_size=120,
-        )
-    )
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT))
 
 
-def released(model: nn.Module) -> bool:
-    return all(isinstance(parameter, ReleasedParameter) for parameter in model.parameters())
-
-
-def work(rank: int) -> dict[str, Any]:
-    zero_init.WHOLE_BYTES = lazily.SMALL_BYTES = 0
-    torch.manual_seed(11 + rank)  # rank 0's numbers count
-    out: dict[str, Any] = {}
+def work(rank: int, names: list[str]) -> dict[str, Any]:
+    torch.manual_seed(7 + rank)  # rank 0's numbers count
+    out: dict[str, Any] = {"configured": configured(names)}
+    torch.manual_seed(11 + rank)
     say("plain modules")
     with Init(config_dict_or_path=ZERO3):
-        model = Net()
-        aside = nn.Linear(WIDTH, WIDTH)
+        model, aside = Net(), nn.Linear(WIDTH, WIDTH)
     assert released(model) and released(aside) and model.head.weight is model.embed.weight
     with torch.no_grad():
         held = model(torch.arange(4).view(1, 4))  # a model that is held can be called, and frozen
@@ -127,21 +180,19 @@ def work(rank: int) -> dict[str, Any]:
 
     say("parts that are joined afterwards")
     with Init(config=ZERO3):
-        first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-    out["parts"] = train(
-        rank,
-        nn.Sequential(first, second),
-        lambda engine, ids: engine(torch.ones(2, WIDTH) * (1 + rank)).pow(2).mean(),
-    )
+        parts = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    ones = torch.ones(2, WIDTH) * (1 + rank)
+    out["parts"] = train(rank, nn.Sequential(*parts), lambda net, ids: net(ones).pow(2).mean())
 
     say("a model that is here")
     model = Net()
     expected = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     Init(module=model, config=ZERO3)
     assert released(model)
-    if rank == 0:
-        out["expected"] = expected
     out["module"] = train(rank, model, logits)
+    if rank == 0:
+        for name, value in expected.items():
+            assert torch.equal(out["module"]["before"][name], value), name
 
     say("on the meta device")
     with torch.device("meta"):
@@ -149,10 +200,8 @@ def work(rank: int) -> dict[str, Any]:
     out["meta"] = train(rank, model, language)
 
     say("what does not shard")
-    for settings in (
-        {"config": {"zero_optimization": {"stage": 2}}},
-        {"config": ZERO3, "enabled": False},
-    ):
+    stage_2 = {"zero_optimization": {"stage": 2}}
+    for settings in ({"config": stage_2}, {"config": ZERO3, "enabled": False}):
         with Init(**settings):
             model = nn.Linear(WIDTH, WIDTH)
         assert owner_of(model.weight) is None and type(model.weight.data) is torch.Tensor
@@ -165,8 +214,10 @@ def work(rank: int) -> dict[str, Any]:
     torch.manual_seed(5)
     plain = Net()
     torch.manual_seed(5 + rank)
+    wrap.PERSISTENCE = 1 << 20  # elements: parameters below it would stay whole in training
     with Init(config=ZERO3):
         model = Net()
+    wrap.PERSISTENCE = 0
     assert released(model)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert ours.ds_status is ZeroParamStatus.NOT_AVAILABLE and ours.ds_shape == theirs.shape
@@ -180,60 +231,67 @@ def work(rank: int) -> dict[str, Any]:
     with hf_zero.GatheredParameters(layer.weight):
         assert bool((layer.weight == 3.0).all())
     say("a layer that is added to a model under training")
-    engine, *_ = hf_zero.initialize(
-        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=ZERO3
-    )
+    engine = opened(model)
     with Init(config=ZERO3):
         engine.module.added = nn.Linear(WIDTH, WIDTH)
     assert type(engine.module.added.weight) is nn.Parameter
     return out
 
 
+Ranks = list[dict[str, Any]]
+
+
 @pytest.fixture(scope="module")
-def two() -> list[dict[str, Any]]:
-    return run_processes(2, work, timeout=300)
+def two() -> Ranks:
+    return run_processes(2, work, list(CONFIGURATIONS), timeout=300)
 
 
-def test_models_built_inside_come_in_shards_and_train(two: list[dict[str, Any]]) -> None:
-    three = run_processes(3, work, timeout=300)
+@pytest.fixture(scope="module")
+def three() -> Ranks:
+    return run_processes(3, work, list(CONFIGURATIONS)[:3], timeout=300)
+
+
+def test_shards_hold_what_the_models_own_rule_gives_on_any_number_of_ranks(two, three):
+    for name in CONFIGURATIONS:
+        made = [rank["configured"][name] for rank in (*two, *three) if name in rank["configured"]]
+        assert len({each["digest"] for each in made}) == 1, f"{name} depends on the ranks"
+        plain = {key: v.float() for key, v in from_config(name).state_dict().items()}
+        assert set(made[0]["spread"]) == {key for key, v in plain.items() if v.numel() > 1}
+        for key, (mean, std) in made[0]["spread"].items():
+            want, size = float(plain[key].std()), plain[key].numel()
+            noise = 5 * want / size**0.5  # five standard errors of a mean of that many draws
+            within = pytest.approx(want, rel=0.5 if size < 100 else 0.2, abs=1e-6)
+            assert std == within, f"{name}: {key}"
+            assert abs(mean - float(plain[key].mean())) <= 2 * noise + 1e-6, f"{name}: {key}"
+
+
+def test_models_built_inside_come_in_shards_and_train(two: Ranks, three: Ranks) -> None:
     for name in ("plain", "transformers", "parts", "module", "meta"):
         for ranks in (two, three):
             for when in ("before", "after"):
-                assert len({digest(rank[name][when]) for rank in ranks}) == 1, (
-                    f"{name}: the ranks hold different weights {when} training"
-                )
-            assert all(
-                not torch.equal(a, b)
-                for a, b in zip(
-                    ranks[0][name]["before"].values(), ranks[0][name]["after"].values(), strict=True
-                )
-            )
-        assert digest(two[0][name]["before"]) == digest(three[0][name]["before"]), (
-            f"{name} depends on the number of ranks"
-        )
-    for name, value in two[0]["expected"].items():
-        assert torch.equal(two[0]["module"]["before"][name], value), name
+                digests = {digest(rank[name][when]) for rank in ranks}
+                assert len(digests) == 1, f"{name}: ranks hold different weights {when} training"
+            before, after = ranks[0][name]["before"], ranks[0][name]["after"]
+            assert not any(torch.equal(before[key], after[key]) for key in before)
+        same = digest(two[0][name]["before"]) == digest(three[0][name]["before"])
+        assert same, f"{name} depends on the number of ranks"
     built = two[0]["plain"]["before"]
     assert float(built["scale"]) == 1.5 and bool((built["norm.weight"] == 1.0).all())
     assert float(built["embed.weight"].std()) == pytest.approx(1.0, rel=0.2)
 
 
-def test_training_of_a_built_model_equals_that_of_the_same_weights_in_one_process(
-    two: list[dict[str, Any]],
-) -> None:
-    first = two[0]
+def test_training_of_a_built_model_equals_that_of_the_same_weights_in_one_process(two):
     for name, make in (("plain", Net), ("transformers", llama), ("meta", llama)):
         model = make()
-        model.load_state_dict(first[name]["before"], strict=False)
+        model.load_state_dict(two[0][name]["before"], strict=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         forward = logits if name == "plain" else language
         for step in range(2):
             optimizer.zero_grad()
             for rank in range(2):
-                (forward(model, torch.arange(8).view(2, 4) + rank + step) / 2).backward()
+                (forward(model, ids_of(rank, step)) / 2).backward()
             optimizer.step()
         for key, parameter in model.named_parameters():
-            expected = first[name]["after"][key]
-            assert float((parameter.detach() - expected).norm()) <= 1e-5 * float(expected.norm()), (
-                f"{name}: {key}"
-            )
+            expected = two[0][name]["after"][key]
+            error = float((parameter.detach() - expected).norm())
+            assert error <= 1e-5 * float(expected.norm()), f"{name}: {key}"
