@@ -18,20 +18,8 @@ from typing import Any
 
 import pytest
 
-CALLS = (
-    "open",
-    "write",
-    "pwrite",
-    "fsync",
-    "rename",
-    "replace",
-    "mkdir",
-    "unlink",
-    "rmdir",
-    "remove",
-    "truncate",
-    "ftruncate",
-)
+CALLS = ("open", "write", "pwrite", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
+CALLS += ("remove", "truncate", "ftruncate")
 
 
 class Killed(BaseException):

@@ -42,9 +42,8 @@ class Job:
 
     @property
     def dtype(self) -> torch.dtype:
-        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[
-            self.precision
-        ]
+        kinds = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+        return kinds[self.precision]
 
     @property
     def config(self) -> dict[str, Any]:
@@ -68,12 +67,8 @@ class Job:
             trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
             decayed = [p for n, p in trained if self.decays(n)]
             others = [p for n, p in trained if not self.decays(n)]
-            optimizer = self.optimizer(
-                [
-                    {"params": decayed, "weight_decay": 0.1},
-                    {"params": others, "weight_decay": 0.0},
-                ]
-            )
+            decay, rest = {"weight_decay": 0.1}, {"weight_decay": 0.0}
+            optimizer = self.optimizer([{"params": decayed, **decay}, {"params": others, **rest}])
         engine: Engine = start(module, optimizer, self.config)
         return engine
 
@@ -84,10 +79,9 @@ RANK1 = "rank-00001-of-00002.safetensors"
 
 def value(what: str, name: str, shape: Sequence[int]) -> torch.Tensor:
     """Numbers that tell which parameter and which tensor they are from."""
-    seed = int.from_bytes(
-        hashlib.blake2b(f"{what}:{name}".encode(), digest_size=4).digest(), "little"
-    )
-    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
+    digest = hashlib.blake2b(f"{what}:{name}".encode(), digest_size=4).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    return torch.randn(tuple(shape), generator=generator)
 
 
 def train_some(engine: Engine, steps: int = 2) -> None:
@@ -106,25 +100,19 @@ def train_some(engine: Engine, steps: int = 2) -> None:
 
 
 def state_of(engines: Sequence[Engine]) -> dict[str, dict[str, torch.Tensor]]:
-    """Whole tensors by parameter and kind ("weights", "exp_avg", …), put together from the
-    ranks' shards; empty ones left out.
-    """
+    """Whole tensors by parameter and kind ("weights", "exp_avg", …); empty ones left out."""
     whole: dict[str, dict[str, torch.Tensor]] = {}
     for engine in engines:
         for flat in engine.flats:
             master = flat.optimizer_shard.master
             held = {"weights": flat.shard if master is None else master}
             if engine.bound is not None and flat.trainable:
-                held |= {
-                    kind: tensor
-                    for kind, tensor in engine.bound.tensors(flat.optimizer_shard).items()
-                    if kind != "master"
-                }
+                held |= engine.bound.tensors(flat.optimizer_shard)
+            held.pop("master", None)
             for slot in flat.layout.slots:
                 for kind, tensor in held.items() if slot.numel else ():
-                    whole.setdefault(slot.name, {}).setdefault(
-                        kind, torch.full((slot.numel,), float("nan"), dtype=tensor.dtype)
-                    )
+                    empty = torch.full((slot.numel,), float("nan"), dtype=tensor.dtype)
+                    whole.setdefault(slot.name, {}).setdefault(kind, empty)
             for piece in flat.layout.pieces(*flat.owned):
                 at = piece.offset - flat.owned[0]
                 for kind, tensor in held.items():
@@ -193,9 +181,8 @@ def load(
     folder: Any, job: Job | None = None, make: Callable[[], nn.Module] | None = None, **options: Any
 ) -> list[Engine]:
     """Engines of another model that have loaded."""
-    return run(
-        job or TWO, make or other, lambda engine: checkpoint.load(engine, folder, **options)
-    )[0]
+    action = lambda engine: checkpoint.load(engine, folder, **options)  # noqa: E731
+    return run(job or TWO, make or other, action)[0]
 
 
 def weights(engines: Sequence[Engine]) -> dict[str, torch.Tensor]:

@@ -4,12 +4,12 @@ else.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ import pytest
 
 from hf_zero.checkpoint import tensorfile
 from hf_zero.checkpoint.find import rank_file
+from hf_zero.checkpoint.reader import Checkpoint
 from hf_zero.zero.layout.sharding import persistent_buffers
-from tests.checkpoint.test_offloaded import Away, described, train
+from tests.checkpoint.setups import Setup, described, train
 
 Spans = list[tuple[str, int, int]]  # file, first byte, end
 Reads = dict[str, Spans]  # by rank
@@ -27,16 +28,16 @@ BLOCK = 64  # bytes that have a hash of their own
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
-    """Record the ranges read from rank files as (file name, start, end), by the name of the
-    thread.
-    """
+    """The ranges read from rank files as (file name, start, end), by the name of the thread."""
     seen: Reads = defaultdict(list)
     preadv, pread, read = os.preadv, os.pread, os.read
 
+    def name_of(fd: int) -> str:
+        return Path(os.readlink(f"/proc/self/fd/{fd}")).name
+
     def note(fd: int, at: int, count: int) -> None:
-        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
-        if path.name.startswith("rank-"):
-            seen[threading.current_thread().name].append((path.name, at, at + count))
+        if name_of(fd).startswith("rank-"):
+            seen[threading.current_thread().name].append((name_of(fd), at, at + count))
 
     def noted_preadv(fd: int, buffers: Any, at: int, *flags: int) -> int:
         count = preadv(fd, buffers, at, *flags)
@@ -49,9 +50,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
         return data
 
     def unexpected(fd: int, length: int) -> bytes:
-        assert not Path(os.readlink(f"/proc/self/fd/{fd}")).name.startswith("rank-"), (
-            "a read that is not counted"
-        )
+        assert not name_of(fd).startswith("rank-"), "a read that is not counted"
         return read(fd, length)
 
     monkeypatch.setattr(os, "preadv", noted_preadv)
@@ -61,21 +60,12 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reads]:
 
 
 def headers(folder: Path) -> dict[str, int]:
-    return {
-        path.name: 8 + int.from_bytes(path.read_bytes()[:8], "little")
-        for path in folder.glob("rank-*")
-    }
-
-
-def data_of(spans: Spans, begins: dict[str, int]) -> Spans:
-    """``spans`` without the headers."""
-    return [(name, at, end) for name, at, end in spans if at >= begins[name]]
+    files = {path.name: path.read_bytes()[:8] for path in folder.glob("rank-*")}
+    return {name: 8 + int.from_bytes(begin, "little") for name, begin in files.items()}
 
 
 def owned_bytes(engine: Any, moments: int) -> int:
-    """Return the bytes that this rank owns: the masters of trainable flat buffers with ``moments``
-    fp32 states each, and the values of frozen ones.
-    """
+    """The bytes of this rank's masters, with ``moments`` fp32 states each, and of frozen values."""
     total = 0
     for flat in engine.flats:
         elements = sum(len(piece) for piece in flat.layout.pieces(*flat.owned))
@@ -84,81 +74,59 @@ def owned_bytes(engine: Any, moments: int) -> int:
 
 
 CASES = [
-    (Away(ranks=4, stage=3), Away(ranks=2, stage=3)),
-    (Away(ranks=2, stage=1), Away(ranks=4, stage=3, way="all in files")),
-    (
-        Away(ranks=2, stage=3, precision="bf16"),
-        Away(ranks=4, stage=2, precision="bf16", way="optimizer on cpu"),
-    ),
-    (Away(ranks=4, stage=2), Away(ranks=1, stage=3)),
-    (Away(ranks=2, stage=3), Away(ranks=2, stage=0)),
+    (Setup(2, 1), Setup(4, 3, way="all in files"), {}),
+    (Setup(2, 3, "bf16"), Setup(4, 2, "bf16", way="optimizer on cpu"), {"load_module_only": True}),
+    (Setup(4, 2), Setup(1, 3), {"load_optimizer_states": False}),
+    (Setup(2, 3), Setup(2, 0), {}),
 ]
 
 
-@pytest.mark.turns
 @pytest.mark.parametrize(
-    "asked, moments",
-    [({}, 2), ({"load_module_only": True}, 0), ({"load_optimizer_states": False}, 0)],
-    ids=str,
+    "before, after, asked",
+    CASES,
+    ids=lambda each: "" if isinstance(each, dict) else described(each),
 )
-@pytest.mark.parametrize("before, after", CASES, ids=described)
-def test_each_rank_reads_what_it_owns(
-    before: Away,
-    after: Away,
-    asked: dict[str, bool],
-    moments: int,
-    tmp_path: Path,
-    reads: Reads,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_rank_reads_what_it_owns(before, after, asked, tmp_path, reads, monkeypatch):
     """And, to compare hashes, the rest of the blocks at the ends of what it owns: once."""
     monkeypatch.setattr(tensorfile, "MIN_BLOCK", BLOCK)
-    (tmp_path / "disk").mkdir()
-    before, after = (
-        dataclasses.replace(setup, folder=tmp_path / "disk", frozen="h.0.attn")
-        for setup in (before, after)
-    )
+    before, after = (replace(each.at(tmp_path), frozen="h.0.attn") for each in (before, after))
 
     def save(engine: Any, rank: int) -> None:
         train(engine, rank, range(1))
         engine.save_checkpoint(str(tmp_path / "run"), tag="a")
 
     def load(engine: Any, rank: int) -> tuple[int, int]:
-        owned = owned_bytes(engine, moments)
+        owned = owned_bytes(engine, 0 if asked else 2)
         buffers = sum(buffer.nbytes for buffer in persistent_buffers(engine.module).values())
         engine.load_checkpoint(str(tmp_path / "run"), **asked, verify=verify)
         return owned, buffers
 
     before.run(save)
     begins = headers(tmp_path / "run" / "a")
+
+    def data_of(rank: int) -> Spans:
+        """Without the headers."""
+        return [span for span in reads[f"rank-{rank}"] if span[1] >= begins[span[0]]]
+
     verify: bool | None = None
     after.run(load)
-    compared = {rank: data_of(spans, begins) for rank, spans in reads.items()}
+    compared = [data_of(rank) for rank in range(after.ranks)]
     reads.clear()
     verify = False
-    expected = after.run(load)
-    for rank, (owned, buffers) in enumerate(expected):
-        data = data_of(reads[f"rank-{rank}"], begins)
+    for rank, (owned, buffers) in enumerate(after.run(load)):
+        data = sorted(data_of(rank))
         assert sum(end - at for _, at, end in data) == owned + buffers, f"rank {rank}"
-        more = sum(end - at for _, at, end in compared[f"rank-{rank}"]) - owned - buffers
+        more = sum(end - at for _, at, end in compared[rank]) - owned - buffers
         assert 0 <= more <= 2 * BLOCK * len(data), f"rank {rank}"
-        ends = sorted(data)
-        assert all(
-            one[0] != other[0] or one[2] <= other[1] for one, other in itertools.pairwise(ends)
-        ), "no byte twice"
+        for one, other in itertools.pairwise(data):
+            assert one[0] != other[0] or one[2] <= other[1], "no byte twice"
         opened = {name for name, _, _ in reads[f"rank-{rank}"]}
-        assert opened == {name for name, _, _ in data} | (
-            {rank_file(0, before.ranks)} if buffers else set()
-        )
+        of_rank_0 = {rank_file(0, before.ranks)} if buffers else set()
+        assert opened == {name for name, _, _ in data} | of_rank_0
 
 
-def test_verifying_reads_each_file_once_over_all_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from hf_zero.checkpoint.reader import Checkpoint
-
-    setup, hashed = Away(ranks=2, stage=3), []
-    verify = Checkpoint.verify
+def test_verifying_reads_each_file_once_over_all_ranks(tmp_path, monkeypatch):
+    hashed, verify = [], Checkpoint.verify
 
     def noted(self: Checkpoint, entries: Any, *more: Any) -> None:
         hashed.extend(entry.name for entry in entries)
@@ -170,10 +138,7 @@ def test_verifying_reads_each_file_once_over_all_ranks(
         engine.save_checkpoint(str(tmp_path), tag="a", client_state={"pair": (1, 2)})
         engine.load_checkpoint(str(tmp_path), verify=True)
 
-    setup.run(run)
-    assert sorted(name for name in hashed if name != "objects.pt") == sorted(
-        path.name for path in (tmp_path / "a").glob("rank-*")
-    )
-    assert hashed.count("objects.pt") == 3, (
-        "by each rank, which reads it, and once more by one of them"
-    )
+    Setup().run(run)
+    files = sorted(path.name for path in (tmp_path / "a").glob("rank-*"))
+    # objects.pt by each rank, which reads it, and once more by one of them
+    assert sorted(hashed) == ["objects.pt"] * 3 + files

@@ -1,15 +1,16 @@
 """The converter: folders that from_pretrained loads, bit-equal to what the training held,
-whatever happens meanwhile.
+whatever happens meanwhile; and the names that scripts for DeepSpeed call.
 """
 
 from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -29,29 +30,26 @@ from hf_zero import checkpoint
 from hf_zero.checkpoint import convert_checkpoint, reader
 from hf_zero.checkpoint.convert import export
 from hf_zero.errors import CheckpointError, ConfigError
-from tests.checkpoint.jobs import Engine, Job, run, small, state_of, train_some
+from tests.checkpoint.jobs import RANK1, Engine, Job, flip, other, run, small, state_of, train_some
 from tests.helpers.commands import completed
+
+MODEL = "model.safetensors"
 
 
 def bert():
     torch.manual_seed(0)
-    return BertForMaskedLM(
-        BertConfig(
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=64,
-            vocab_size=120,
-            max_position_embeddings=32,
-        )
-    )
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    words = {"intermediate_size": 64, "vocab_size": 120, "max_position_embeddings": 32}
+    return BertForMaskedLM(BertConfig(**sizes, **words))
 
 
 def gpt2():
     torch.manual_seed(0)
-    return GPT2LMHeadModel(
-        GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=120, n_positions=32)
-    )
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 120, "n_positions": 32}
+    return GPT2LMHeadModel(GPT2Config(**sizes))
+
+
+FROZEN = Job(2, 3, frozen=lambda name: "first" in name)
 
 
 def saved(folder, make=bert, job=None, **options):
@@ -63,67 +61,55 @@ def saved(folder, make=bert, job=None, **options):
 
     engines, _ = run(job or Job(2, 3), make, action)
     shapes = dict(engines[0].module.named_parameters())
-    return {
-        name: kinds["weights"].reshape(shapes[name].shape)
-        for name, kinds in state_of(engines).items()
-    }
+    held = {name: kinds["weights"] for name, kinds in state_of(engines).items()}
+    return {name: value.reshape(shapes[name].shape) for name, value in held.items()}
+
+
+def loads(auto: Any, folder: Path, weights: dict[str, torch.Tensor]) -> Any:
+    model, info = auto.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, weights[name].to(parameter.dtype)), name
+    return model
+
+
+def described(folder: Path) -> Any:
+    """Names of files, which tensor is in which, the index."""
+    files = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+            held = {name: (part.get_shape(), part.get_dtype()) for name, part in slices.items()}
+            files[path.name] = (file.metadata(), held)
+    index = folder / "model.safetensors.index.json"
+    return files, json.loads(index.read_text()) if index.exists() else None
 
 
 @pytest.mark.parametrize(
-    "make, auto",
-    [
-        pytest.param(bert, AutoModelForMaskedLM, marks=pytest.mark.long, id="bert"),
-        pytest.param(gpt2, AutoModelForCausalLM, id="gpt2"),
-    ],
+    "make, auto, sizes",
+    [(bert, AutoModelForMaskedLM, ["5GB", 30_000]), (gpt2, AutoModelForCausalLM, ["20KB"])],
 )
-@pytest.mark.parametrize("size", ["5GB", "20KB"])
-def test_from_pretrained_has_the_trained_weights(tmp_path, make, auto, size):
-    weights = saved(tmp_path / "run", make)
-    result = convert_checkpoint(tmp_path / "run", tmp_path / "out", max_shard_size=size)
-    assert len(result.files) == (
-        1 if size == "5GB" else len(list((tmp_path / "out").glob("model-*.safetensors")))
-    )
-    model, info = auto.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    assert type(model) is type(make())
-    for name, parameter in model.named_parameters():
-        assert parameter.dtype == torch.float32 and torch.equal(parameter, weights[name]), name
-    assert result.parameters == sum(parameter.numel() for parameter in model.parameters())
-
-
-@pytest.mark.turns
-@pytest.mark.parametrize("make", [bert, gpt2])
-@pytest.mark.parametrize("size", ["5GB", "20KB", 30_000])
-def test_the_same_files_as_save_pretrained(tmp_path, make, size):
-    """Names of files, which tensor is in which, one name for tied weights, the index: all as
-    Hugging Face's own.
+def test_the_folder_is_as_save_pretrained_writes_it(tmp_path, make, auto, sizes):
+    """``from_pretrained`` has the trained weights; files, one name for tied weights and the index
+    are as Hugging Face's own. An earlier model in the folder is replaced.
     """
-    saved(tmp_path / "run", make)
-    convert_checkpoint(tmp_path / "run", tmp_path / "out", max_shard_size=size)
-    make().save_pretrained(tmp_path / "hf", max_shard_size=size)
-
-    def described(folder):
-        files = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, "pt") as file:
-                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
-                files[path.name] = (
-                    file.metadata(),
-                    {name: (part.get_shape(), part.get_dtype()) for name, part in slices.items()},
-                )
-        index = folder / "model.safetensors.index.json"
-        return files, json.loads(index.read_text()) if index.exists() else None
-
-    assert described(tmp_path / "out") == described(tmp_path / "hf")
-    for name in ("config.json", "generation_config.json"):
-        if (tmp_path / "hf" / name).exists():
-            assert json.loads((tmp_path / "out" / name).read_text()) == json.loads(
-                (tmp_path / "hf" / name).read_text()
-            ), name
+    weights = saved(tmp_path / "run", make)
+    for size in sizes:
+        result = convert_checkpoint(tmp_path / "run", tmp_path / "out", max_shard_size=size)
+        model = loads(auto, tmp_path / "out", weights)
+        assert type(model) is make().__class__ and model.dtype == torch.float32
+        assert result.parameters == sum(parameter.numel() for parameter in model.parameters())
+        hf = tmp_path / f"hf {size}"
+        make().save_pretrained(hf, max_shard_size=size)
+        assert described(tmp_path / "out") == described(hf)
+        assert set(result.files) == {path.name for path in hf.glob("*.safetensors")}
+        for path in hf.glob("*config.json"):
+            written = (tmp_path / "out" / path.name).read_text()
+            assert json.loads(written) == json.loads(path.read_text()), path.name
 
 
-def test_tied_weights_are_kept_under_the_name_that_save_pretrained_keeps(tmp_path):
-    """Also where the engine holds them under the other name."""
+def test_names_that_save_pretrained_keeps_and_leaves_out(tmp_path):
+    """Tied weights have the name that it keeps."""
 
     def kept_as_head():
         module = small()
@@ -132,325 +118,194 @@ def test_tied_weights_are_kept_under_the_name_that_save_pretrained_keeps(tmp_pat
 
     def action(engine: Engine):
         assert engine.aliases == {"head.weight": "embed.weight"}
+        engine.module._keys_to_ignore_on_save = {"norm.running_mean", "second.bias"}
         return checkpoint.save(engine, tmp_path / "run")
 
     run(Job(2, 3, optimizer=None), kept_as_head, action)
     convert_checkpoint(tmp_path / "run", tmp_path / "out")
-    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    tensors = load_file(tmp_path / "out" / MODEL)
     assert torch.equal(tensors["head.weight"], small().embed.weight)
-    assert "embed.weight" not in tensors
+    assert not tensors.keys() & {"norm.running_mean", "second.bias", "embed.weight"}
+    assert {"norm.running_var", "second.weight"} < tensors.keys()
 
 
-def test_names_that_save_pretrained_leaves_out(tmp_path):
-    def action(engine: Engine):
-        engine.module._keys_to_ignore_on_save = {"norm.running_mean", "second.bias"}
-        return checkpoint.save(engine, tmp_path / "run")
-
-    run(Job(1, 0), small, action)
-    convert_checkpoint(tmp_path / "run", tmp_path / "out")
-    names = set(load_file(tmp_path / "out" / "model.safetensors"))
-    assert not names & {"norm.running_mean", "second.bias"}
-    assert {"norm.running_var", "second.weight"} < names
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", torch.bfloat16])
-def test_dtypes(tmp_path, dtype):
-    weights = saved(tmp_path / "run", small)
-    convert_checkpoint(tmp_path / "run", tmp_path / "out", dtype)
-    tensors = load_file(tmp_path / "out" / "model.safetensors")
-    wanted = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
-    for name, tensor in weights.items():
-        assert tensors[name].dtype == wanted and torch.equal(tensors[name], tensor.to(wanted)), name
+def test_dtypes(tmp_path, monkeypatch):
+    """Also where slices are smaller than tensors; by default the one that training was handed."""
+    weights = saved(tmp_path / "run", small, Job(3, 3))
+    for dtype in ("float32", "bfloat16", "float16", torch.bfloat16):
+        convert_checkpoint(tmp_path / "run", tmp_path / "out", dtype)
+        tensors = load_file(tmp_path / "out" / MODEL)
+        wanted = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
+        for name, tensor in weights.items():
+            assert tensors[name].dtype == wanted, name
+            assert torch.equal(tensors[name], tensor.to(wanted)), name
+        monkeypatch.setattr(reader.Scratch, "ELEMENTS", 7)
     assert tensors["scale"].shape == () and tensors["empty"].shape == (0, 4)
     assert tensors["norm.running_var"].dtype == torch.float32
     assert tensors["norm.num_batches_tracked"].dtype == torch.int64
+    half = saved(tmp_path / "half", lambda: bert().bfloat16(), Job(2, 3, precision="bf16"))
+    for dtype, wanted in ((None, torch.bfloat16), ("float32", torch.float32)):
+        convert_checkpoint(tmp_path / "half", tmp_path / "of it", dtype)
+        assert loads(AutoModelForMaskedLM, tmp_path / "of it", half).dtype == wanted
+    for dtype in ("int8", "auto", torch.int32):
+        with pytest.raises(ConfigError, match="pass float32, bfloat16, float16"):
+            convert_checkpoint(tmp_path, tmp_path / "out", dtype)
+    for size in ("big", "5 parsecs", 0, -3):
+        with pytest.raises(ConfigError, match=r"max_shard_size .* is not a size"):
+            convert_checkpoint(tmp_path / "run", tmp_path / "out", max_shard_size=size)
 
 
-def test_by_default_the_dtype_that_was_handed_to_training(tmp_path):
-    def half():
-        return bert().bfloat16()
-
-    weights = saved(tmp_path / "run", half, Job(2, 3, precision="bf16"))
-    convert_checkpoint(tmp_path / "run", tmp_path / "out")
-    model = AutoModelForMaskedLM.from_pretrained(tmp_path / "out")
-    assert model.dtype == torch.bfloat16
-    assert torch.equal(
-        model.bert.embeddings.word_embeddings.weight,
-        weights["bert.embeddings.word_embeddings.weight"].bfloat16(),
-    )
-    convert_checkpoint(tmp_path / "run", tmp_path / "full", "float32")
-    model = AutoModelForMaskedLM.from_pretrained(tmp_path / "full")
-    assert torch.equal(
-        model.bert.embeddings.word_embeddings.weight,
-        weights["bert.embeddings.word_embeddings.weight"],
-    )
-
-
-def test_frozen_parameters(tmp_path):
-    job = Job(2, 3, frozen=lambda name: "first" in name)
-    saved(tmp_path / "run", small, job)
+def test_frozen_parameters(tmp_path, heard):
+    saved(tmp_path / "run", small, FROZEN)
     convert_checkpoint(tmp_path / "run", tmp_path / "all")
     convert_checkpoint(tmp_path / "run", tmp_path / "trained", exclude_frozen_parameters=True)
-    all_names, trained = (
-        set(load_file(tmp_path / name / "model.safetensors")) for name in ("all", "trained")
-    )
-    assert all_names - trained == {"first.weight", "first.bias"}
+    of_all, trained = (set(load_file(tmp_path / name / MODEL)) for name in ("all", "trained"))
+    assert of_all - trained == {"first.weight", "first.bias"} and not heard
+    saved(tmp_path / "part", small, FROZEN, exclude_frozen_parameters=True)
+    convert_checkpoint(tmp_path / "part", tmp_path / "out")
+    assert any("saved without its frozen parameters" in line for line in heard)
+    assert set(load_file(tmp_path / "out" / MODEL)) == trained
+    model = checkpoint.load_state_dict_from_zero_checkpoint(other(), tmp_path / "part")
+    assert not model.first.weight.any() and model.second.weight.any()
 
 
-def test_left_out_at_the_save_is_said(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("hf_zero.logging.logger.propagate", True)
-    saved(
-        tmp_path / "run",
-        small,
-        Job(2, 3, frozen=lambda name: "first" in name),
-        exclude_frozen_parameters=True,
-    )
+@pytest.mark.long
+@pytest.mark.parametrize("make, auto", [(bert, AutoModelForMaskedLM), (gpt2, AutoModelForCausalLM)])
+def test_a_compiled_model_is_written_under_its_own_names(tmp_path, make, auto):
+    weights = saved(tmp_path / "run", lambda: torch.compile(make(), backend="eager"))
+    plain = {name.removeprefix("_orig_mod."): value for name, value in weights.items()}
     convert_checkpoint(tmp_path / "run", tmp_path / "out")
-    assert "saved without its frozen parameters" in caplog.text
-    assert "first.weight" not in load_file(tmp_path / "out" / "model.safetensors")
-
-
-def test_slices_smaller_than_tensors(tmp_path, monkeypatch):
-    weights = saved(tmp_path / "run", small, Job(3, 3))
-    monkeypatch.setattr(reader.Scratch, "ELEMENTS", 7)
-    for dtype in ("float32", "bfloat16"):
-        convert_checkpoint(tmp_path / "run", tmp_path / "out", dtype)
-        tensors = load_file(tmp_path / "out" / "model.safetensors")
-        assert all(
-            torch.equal(tensors[name], tensor.to(tensors[name].dtype))
-            for name, tensor in weights.items()
-        )
+    loads(auto, tmp_path / "out", plain)
+    model = checkpoint.load_state_dict_from_zero_checkpoint(make(), tmp_path / "run")
+    assert all(torch.equal(value, plain[name]) for name, value in model.named_parameters())
 
 
 # ---- where it reads from, what it carries along ----
 
 
-def test_all_that_may_be_named_as_the_source(tmp_path):
-    saved(tmp_path / "out" / "checkpoint-2", small)
-    for source in ("out", "out/checkpoint-2", "out/checkpoint-2/global_step2"):
-        assert convert_checkpoint(tmp_path / source, tmp_path / "model").tensors == 13
-    assert (
-        convert_checkpoint(
-            tmp_path / "out" / "checkpoint-2", tmp_path / "model", tag="global_step2"
-        ).tensors
-        == 13
-    )
-
-
 def test_what_lies_beside_it_is_carried_along(tmp_path):
-    run_folder = tmp_path / "run" / "checkpoint-2"
+    folder, run_folder = tmp_path / "run", tmp_path / "run" / "checkpoint-2"
     saved(run_folder)
-    (run_folder / "tokenizer.json").write_text("nearer")
-    (run_folder / "special_tokens_map.json").write_text("{}")
-    (run_folder / "training_args.bin").write_text("not this")
+    history = [{"loss": 9.0, "step": 1}, {"loss": 7.25, "step": 2}, {"eval_loss": 6.5, "step": 2}]
     (run_folder / "additional_chat_templates").mkdir()
-    (run_folder / "additional_chat_templates" / "tool.jinja").write_text("{{x}}")
-    (run_folder / "trainer_state.json").write_text(
-        json.dumps(
-            {
-                "log_history": [
-                    {"loss": 9.0, "step": 1},
-                    {"loss": 7.25, "step": 2},
-                    {"eval_loss": 6.5, "step": 2},
-                ]
-            }
-        )
-    )
-    (tmp_path / "run" / "tokenizer.json").write_text("further")
-    (tmp_path / "run" / "vocab.txt").write_text("a")
-    (tmp_path / "run" / "README.md").write_text("---\nlicense: mit\n---\n# A card\n")
-    (tmp_path / "vocab.json").write_text("of somebody else")
-    result = convert_checkpoint(tmp_path / "run", tmp_path / "out")
-    out = tmp_path / "out"
-    assert sorted(result.carried) == sorted(
-        [
-            "config.json",
-            "tokenizer.json",
-            "special_tokens_map.json",
-            "vocab.txt",
-            "README.md",
-            "additional_chat_templates",
-        ]
-    )
+    for path, content in {
+        run_folder / "tokenizer.json": "nearer",
+        run_folder / "special_tokens_map.json": "{}",
+        run_folder / "training_args.bin": "not this",
+        run_folder / "additional_chat_templates" / "tool.jinja": "{{x}}",
+        run_folder / "trainer_state.json": json.dumps({"log_history": history}),
+        folder / "tokenizer.json": "further",
+        folder / "vocab.txt": "a",
+        folder / "README.md": "---\nlicense: mit\n---\n# A card\n",
+        tmp_path / "vocab.json": "of somebody else",
+    }.items():
+        path.write_text(content)
+    result, out = convert_checkpoint(folder, tmp_path / "out"), tmp_path / "out"
+    wanted = ["README.md", "additional_chat_templates", "config.json", "special_tokens_map.json"]
+    assert sorted(result.carried) == [*wanted, "tokenizer.json", "vocab.txt"]
     assert (out / "tokenizer.json").read_text() == "nearer"
     assert (out / "additional_chat_templates" / "tool.jinja").read_text() == "{{x}}"
-    assert sorted(path.name for path in out.iterdir()) == sorted(
-        [*result.carried, "model.safetensors"]
-    )
+    assert {path.name for path in out.iterdir()} == {*result.carried, MODEL}
     card = (out / "README.md").read_text()
     data = ModelCard(card).data
-    (result_of_run,) = data.eval_results
-    assert (data.license, data.model_name, result_of_run.task_type) == ("mit", "A card", "other")
-    assert (result_of_run.metric_type, result_of_run.metric_value) == ("loss", 6.5)
+    (evaluated,) = data.eval_results
+    assert (data.license, data.model_name, evaluated.task_type) == ("mit", "A card", "other")
+    assert (evaluated.metric_type, evaluated.metric_value) == ("loss", 6.5)
     assert "\n---\n# A card\n" in card
     for fact in (
         "| steps | 2 |",
-        "| ZeRO stage, ranks, precision | 3, 2, fp32 |",
+        "| 3, 2, fp32 |",
         "AdamW, 0.001",
-        "| training loss | 7.25 at step 2 |",
-        "6.5 at step 2",
+        "7.25 at step 2",
+        "6.5 at step",
     ):
         assert fact in card
-    convert_checkpoint(run_folder, out)
     (run_folder / "README.md").write_text(card)
-    convert_checkpoint(run_folder, out)
+    for source in (run_folder, run_folder / "global_step2"):
+        assert convert_checkpoint(source, out).files == (MODEL,)
     assert (out / "README.md").read_text() == card  # the facts are replaced, not added again
 
 
-@pytest.mark.parametrize(
-    "front, kept",
-    [
-        ("license: mit", "license: mit"),
-        ("license: [", "license: ["),
-        ("- a list", "- a list"),
-        (
-            "license: mit\nmodel-index:\n- name: base\n  results:\n  - task: {type: other}\n"
-            "    dataset: {name: d, type: d}\n    metrics: [{type: accuracy, value: 0.9}]",
-            "license: mit",
-        ),
-    ],
-    ids=["no results", "no YAML", "no mapping", "of the base model"],
-)
-def test_a_card_without_evaluations_of_the_run_names_none(tmp_path, front, kept):
-    saved(tmp_path / "run", small)
-    (tmp_path / "run" / "README.md").write_text(f"---\n{front}\n---\n# A card\n")
-    convert_checkpoint(tmp_path / "run", tmp_path / "out")
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert card.startswith(f"---\n{kept}\n---\n# A card\n") and "| steps | 2 |" in card
+FRONTS = {
+    "license: mit": "license: mit",
+    "license: [": "license: [",
+    "- a list": "- a list",
+    "license: mit\nmodel-index:\n- name: base\n  results:\n  - task: {type: other}\n"
+    "    dataset: {name: d, type: d}\n    metrics: [{type: accuracy, value: 0.9}]": "license: mit",
+}
 
 
-def test_a_trainer_state_of_another_kind_is_no_obstacle(tmp_path):
-    saved(tmp_path / "run", small)
-    (tmp_path / "run" / "README.md").write_text("# Card")
-    (tmp_path / "run" / "trainer_state.json").write_text('{"log_history": [3]}')
-    convert_checkpoint(tmp_path / "run", tmp_path / "out")
-    assert "| steps | 2 |" in (tmp_path / "out" / "README.md").read_text()
+def test_files_beside_it_that_are_of_another_kind(tmp_path):
+    """A card without evaluations of the run names none; dtypes of a configuration are nested."""
+    folder, out = tmp_path / "run", tmp_path / "out"
+    saved(folder, small)
+    for front, kept in FRONTS.items():
+        (folder / "README.md").write_text(f"---\n{front}\n---\n# A card\n")
+        convert_checkpoint(folder, out)
+        card = (out / "README.md").read_text()
+        assert card.startswith(f"---\n{kept}\n---\n# A card\n") and "| steps | 2 |" in card, front
+    (folder / "trainer_state.json").write_text('{"log_history": [3]}')
+    text = {"text": {"dtype": "float32"}, "vision": {"dtype": "float16"}}
+    (folder / "config.json").write_text(json.dumps({"torch_dtype": "float32", **text}))
+    convert_checkpoint(folder, out, "bfloat16")
+    assert "| steps | 2 |" in (out / "README.md").read_text()
+    wanted = {"dtype": "bfloat16", **text, "text": {"dtype": "bfloat16"}}
+    assert json.loads((out / "config.json").read_text()) == wanted
+    (folder / "config.json").write_text("[")
+    with pytest.raises(CheckpointError, match=r"config\.json is no JSON object"):
+        convert_checkpoint(folder, out)
 
 
-def test_nested_dtypes_of_the_configuration(tmp_path):
-    saved(tmp_path / "run", small)
-    config = {
-        "torch_dtype": "float32",
-        "text": {"dtype": "float32"},
-        "vision": {"dtype": "float16"},
-    }
-    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
-    convert_checkpoint(tmp_path / "run", tmp_path / "out", "bfloat16")
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {
-        "dtype": "bfloat16", "text": {"dtype": "bfloat16"}, "vision": {"dtype": "float16"},
-    }  # fmt: skip
+# ---- where it writes to ----
 
 
-def test_a_configuration_that_is_no_json(tmp_path):
-    saved(tmp_path / "run", small)
-    (tmp_path / "run" / "config.json").write_text("[")
-    with pytest.raises(CheckpointError, match=r"config\.json is no JSON object .*fix or remove it"):
-        convert_checkpoint(tmp_path / "run", tmp_path / "out")
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 def test_into_the_folder_of_the_checkpoint_itself(tmp_path):
     weights = saved(tmp_path / "run")
-    convert_checkpoint(tmp_path / "run", tmp_path / "run")
-    convert_checkpoint(tmp_path / "run", tmp_path / "run")
-    model = AutoModelForMaskedLM.from_pretrained(tmp_path / "run")
-    assert torch.equal(model.cls.predictions.bias, weights["cls.predictions.bias"])
+    for _ in range(2):
+        convert_checkpoint(tmp_path / "run", tmp_path / "run")
+    loads(AutoModelForMaskedLM, tmp_path / "run", weights)
 
 
-# ---- what goes wrong ----
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"only": "*.bias"}, {"max_shard_size": "20KB"}, {"dtype": "bfloat16"}]
-)
-def test_a_model_folder_is_not_written_over_itself(tmp_path, options):
+def test_a_model_folder_is_not_written_over_itself(tmp_path):
     bert().save_pretrained(tmp_path / "model", max_shard_size="20KB")
-    before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    before = contents(tmp_path / "model")
     (tmp_path / "link").symlink_to(tmp_path / "model")
-    with pytest.raises(
-        CheckpointError,
-        match=r"link is the folder that is read: model-00001-of-\d+.safetensors, .* "
-        r"choose another folder",
-    ):
-        convert_checkpoint(tmp_path / "model", tmp_path / "link", **options)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
+    for options in ({}, {"only": "*.bias"}, {"max_shard_size": "20KB"}, {"dtype": "bfloat16"}):
+        with pytest.raises(CheckpointError, match=r"link is the folder that is read: model-00001"):
+            convert_checkpoint(tmp_path / "model", tmp_path / "link", **options)
+    assert contents(tmp_path / "model") == before
 
 
-def test_an_adapter_in_the_target_would_hide_the_model(tmp_path):
-    saved(tmp_path / "run")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "adapter_config.json").write_text("{}")
-    with pytest.raises(
-        CheckpointError,
-        match=r"adapter_config.json would make from_pretrained load an adapter "
-        r".*remove it, or choose",
-    ):
-        convert_checkpoint(tmp_path / "run", tmp_path / "out")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["adapter_config.json"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "make, auto",
-    [(bert, AutoModelForMaskedLM), (gpt2, AutoModelForCausalLM)],
-    ids=["bert", "gpt2"],
-)
-def test_a_compiled_model_is_written_under_its_own_names(tmp_path, make, auto):
-    weights = saved(tmp_path / "run", lambda: torch.compile(make(), backend="eager"))
-    convert_checkpoint(tmp_path / "run", tmp_path / "out")
-    model, info = auto.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"] and type(model) is type(make())
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, weights[f"_orig_mod.{name}"]), name
-    checkpoint.load_state_dict_from_zero_checkpoint(plain := make(), tmp_path / "run")
-    assert all(
-        torch.equal(parameter, weights[f"_orig_mod.{name}"])
-        for name, parameter in plain.named_parameters()
-    )
-
-
-def test_old_weights_in_the_target_are_replaced(tmp_path):
-    saved(tmp_path / "run")
-    out = tmp_path / "out"
-    convert_checkpoint(tmp_path / "run", out, max_shard_size="20KB")
-    convert_checkpoint(tmp_path / "run", out)
-    assert [path.name for path in out.glob("model*")] == ["model.safetensors"]
-    convert_checkpoint(tmp_path / "run", out, max_shard_size="20KB")
-    assert not (out / "model.safetensors").exists()
-    assert (out / "model.safetensors.index.json").exists()
-
-
-def test_files_in_the_target_are_kept_unless_they_may_be_replaced(tmp_path, caplog, monkeypatch):
-    """A file that is not replaced, or is read as well, is no obstacle; nor is what an interrupted
-    conversion has published.
-    """
-    saved(tmp_path / "run")
-    (tmp_path / "run" / "README.md").write_text("# Card")
-    out = tmp_path / "out"
+def test_files_in_the_target_are_kept_unless_they_may_be_replaced(tmp_path, heard_in_full):
+    """A file that is read as well, or that an interrupted conversion has made, is no obstacle."""
+    folder, out = tmp_path / "run", tmp_path / "out"
+    saved(folder)
+    (folder / "README.md").write_text("# Card")
     out.mkdir()
     (out / "notes.txt").write_text("mine")
-    done = convert_checkpoint(tmp_path / "run", out, overwrite=False)
-    assert done.dtypes == ("float32",)
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-    with pytest.raises(
-        CheckpointError, match=r"out holds README.md, .*model.safetensors, .*--overwrite"
-    ):
-        convert_checkpoint(tmp_path / "run", out, "bfloat16", overwrite=False)
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-    (out / "model.safetensors").unlink()
+    assert convert_checkpoint(folder, out, overwrite=False).dtypes == ("float32",)
+    before = contents(out)
+    with pytest.raises(CheckpointError, match=r"out holds README.md, .*model.safetensors"):
+        convert_checkpoint(folder, out, "bfloat16", overwrite=False)
+    assert contents(out) == before
+    (out / MODEL).unlink()
     with pytest.raises(CheckpointError, match=r"out holds README.md, config.json, which would"):
-        convert_checkpoint(tmp_path / "run", out, overwrite=False)
-    monkeypatch.setattr(logging.getLogger("hf_zero"), "propagate", True)
-    with caplog.at_level("INFO", "hf_zero"):
-        assert convert_checkpoint(tmp_path / "run", out, "bfloat16").dtypes == ("bfloat16",)
-    assert "README.md, config.json replaced; another folder keeps them" in caplog.text
-    convert_checkpoint(tmp_path / "run", tmp_path / "run", overwrite=False)  # its own card
+        convert_checkpoint(folder, out, overwrite=False)
+    assert convert_checkpoint(folder, out, "bfloat16").dtypes == ("bfloat16",)
+    assert any("README.md, config.json replaced" in line for line in heard_in_full)
+    convert_checkpoint(folder, folder, overwrite=False)  # its own card
 
 
-def test_a_disk_that_fills_up_leaves_the_old_model(tmp_path, monkeypatch):
-    saved(tmp_path / "run")
-    out = tmp_path / "out"
-    convert_checkpoint(tmp_path / "run", out)
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
+def test_targets_that_are_refused(tmp_path, monkeypatch):
+    """An adapter would hide the model; a disk may be full; a file is no folder."""
+    folder, out = tmp_path / "run", tmp_path / "out"
+    saved(folder)
+    convert_checkpoint(folder, out)
+    before = contents(out)
     count, pwrite = [], os.pwrite
 
     def full(fd, data, at):
@@ -459,56 +314,35 @@ def test_a_disk_that_fills_up_leaves_the_old_model(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return pwrite(fd, data, at)
 
-    monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(CheckpointError, match=r"out: No space left on device; the disk is full"):
-        convert_checkpoint(tmp_path / "run", out, max_shard_size="20KB")
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-
-
-def test_a_disk_without_room_is_found_out_first(tmp_path, monkeypatch):
-    saved(tmp_path / "run", small)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(CheckpointError, match=r"out: No space left on device"):
+            convert_checkpoint(folder, out, max_shard_size="20KB")
+    assert contents(out) == before
+    (out / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"adapter_config.json would make from_pretrained"):
+        convert_checkpoint(folder, out)
+    for name in ("pytorch_model.bin", MODEL):
+        with pytest.raises(CheckpointError, match=f"{name} names a file"):
+            convert_checkpoint(folder, tmp_path / name)
     monkeypatch.setattr(export.shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
-    with pytest.raises(
-        CheckpointError, match=r"has room for 10 bytes, the model needs [\d,]+; free space"
-    ):
-        convert_checkpoint(tmp_path / "run", tmp_path / "out")
-    assert not list((tmp_path / "out").iterdir())
-
-
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
-def test_a_file_for_a_target(tmp_path, name):
-    saved(tmp_path / "run", small)
-    with pytest.raises(CheckpointError, match="names a file; pass a folder"):
-        convert_checkpoint(tmp_path / "run", tmp_path / name)
+    with pytest.raises(CheckpointError, match=r"has room for 10 bytes"):
+        convert_checkpoint(folder, tmp_path / "none")
+    assert not list((tmp_path / "none").iterdir())
 
 
 def test_a_checkpoint_that_is_missing_or_damaged(tmp_path):
-    with pytest.raises(CheckpointError, match="no checkpoint at"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint at .*nothing"):
         convert_checkpoint(tmp_path / "nothing", tmp_path / "out")
     saved(tmp_path / "run", small)
-    path = tmp_path / "run" / "global_step2" / "rank-00001-of-00002.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-6000] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(CheckpointError, match="its hash is"):
+    path = tmp_path / "run" / "global_step2" / RANK1
+    flip(path, -6000)
+    with pytest.raises(CheckpointError, match=f"{RANK1}.* its hash is"):
         convert_checkpoint(tmp_path / "run", tmp_path / "out", verify=True)
-    path.write_bytes(content[:-1])
-    with pytest.raises(CheckpointError, match="cut short"):
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(CheckpointError, match=f"{RANK1} is cut short"):
         convert_checkpoint(tmp_path / "run", tmp_path / "out")
-    assert not (tmp_path / "out" / "model.safetensors").exists()
-
-
-@pytest.mark.parametrize("size", ["big", "5 parsecs", 0, -3])
-def test_sizes_that_make_no_sense(tmp_path, size):
-    saved(tmp_path / "run", small)
-    with pytest.raises(ConfigError, match=r"max_shard_size .* is not a size"):
-        convert_checkpoint(tmp_path / "run", tmp_path / "out", max_shard_size=size)
-
-
-@pytest.mark.parametrize("dtype", ["int8", "auto", torch.int32])
-def test_dtypes_that_make_no_sense(tmp_path, dtype):
-    with pytest.raises(ConfigError, match="pass float32, bfloat16, float16, or none at all"):
-        convert_checkpoint(tmp_path, tmp_path / "out", dtype)
+    assert not (tmp_path / "out" / MODEL).exists()
 
 
 def test_the_bar_is_on_stderr_and_only_when_asked(tmp_path, capsys):
@@ -526,9 +360,69 @@ def test_the_script_in_the_checkpoint_folder(tmp_path):
     command = [sys.executable, "zero_to_fp32.py", ".", "../out"]
     done = completed(command, cwd=tmp_path / "run", timeout=120)
     assert done.returncode == 0, done.stderr
-    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    tensors = load_file(tmp_path / "out" / MODEL)
     assert all(torch.equal(tensors[name], tensor) for name, tensor in weights.items())
     done = completed([*command, "-t", "nope"], cwd=tmp_path / "run", timeout=120)
     assert done.returncode == 2
-    assert "error: no checkpoint 'nope'" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert "error: no checkpoint 'nope'" in done.stderr and "Traceback" not in done.stderr
+
+
+# ---- the names that scripts for DeepSpeed call ----
+
+
+def test_state_dicts_of_scripts(tmp_path):
+    job = Job(3, 3, units=("second",), precision="bf16", frozen=FROZEN.frozen)
+    trained = {name: value.float() for name, value in saved(tmp_path, small, job).items()}
+    state = checkpoint.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert set(state) == set(small().state_dict())
+    assert state["head.weight"] is state["embed.weight"]
+    assert all(torch.equal(state[name], tensor) for name, tensor in trained.items())
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32, torch.int64}
+    model = small()
+    model.wide = model.wide.clone()
+    model.load_state_dict(state, strict=True)
+    only = checkpoint.get_fp32_state_dict_from_zero_checkpoint(
+        tmp_path, "global_step2", exclude_frozen_parameters=True
+    )
+    assert set(state) - set(only) == {"first.weight", "first.bias"}
+    half = dict(checkpoint.iterate_state_dict(tmp_path, dtype="bfloat16"))
+    names = [name for name, tensor in half.items() if tensor.dtype == torch.bfloat16]
+    assert names == [name for name, _ in small().named_parameters()]
+    given = dict(checkpoint.iterate_state_dict(tmp_path, dtype=None))
+    assert given["first.weight"].dtype == torch.float32
+    out = checkpoint.convert_zero_checkpoint_to_fp32_state_dict(
+        tmp_path, tmp_path / "out", max_shard_size="1KB"
+    )
+    assert (out / "model.safetensors.index.json").exists()
+    with pytest.raises(AttributeError, match="no attribute 'lode'"):
+        _ = checkpoint.lode
+
+
+def wider(module):
+    module.second = torch.nn.Linear(13, 7)
+
+
+OTHERS = {
+    "lacks third.weight, third.bias": lambda m: m.add_module("third", torch.nn.Linear(1, 1)),
+    "in excess second.weight, second.bias": lambda m: delattr(m, "second"),
+    "in another shape second.weight, second.bias": wider,
+}
+
+
+def test_into_a_model(tmp_path):
+    trained = saved(tmp_path, small)
+    load = checkpoint.load_state_dict_from_zero_checkpoint
+    model = other()
+    model.first.weight.data = torch.zeros(6, 13).t()  # not contiguous
+    assert load(model, tmp_path) is model
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, trained.get(name, torch.empty(0, 4))), name
+    assert torch.equal(model.norm.running_mean, small().norm.running_mean)
+    half = load(other().bfloat16(), tmp_path)
+    assert torch.equal(half.second.weight, trained["second.weight"].bfloat16())
+    for said, change in OTHERS.items():
+        model = other()
+        change(model)
+        with pytest.raises(CheckpointError, match=f"global_step2 .*{said}"):
+            load(model, tmp_path)
+        assert not model.first.weight.any()

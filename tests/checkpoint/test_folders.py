@@ -1,158 +1,207 @@
-"""Tags, ``latest``, and what an interrupted save leaves."""
+"""Tags, ``latest``, links, permissions, two jobs in one folder, and what an interrupted save
+leaves.
+"""
+
+from __future__ import annotations
 
 import errno
+import locale
 import os
+import stat
+import threading
+from pathlib import Path
 
 import pytest
 
+from hf_zero import checkpoint
 from hf_zero.checkpoint import commit, find
-from hf_zero.checkpoint.commit import commit_target
-from hf_zero.checkpoint.find import find_checkpoint
+from hf_zero.checkpoint.commit import CommitTarget, commit_target
+from hf_zero.checkpoint.find import DROPPED, LATEST, REPLACED, SAVING, find_checkpoint
 from hf_zero.checkpoint.manifest import MANIFEST_NAME
 from hf_zero.errors import CheckpointError
+from tests.checkpoint.jobs import (
+    ONE,
+    errors,
+    load,
+    names,
+    run,
+    run_holds,
+    same,
+    saved,
+    small,
+    train_some,
+    weights,
+)
+from tests.checkpoint.setups import Setup, held
+from tests.helpers.ranks import run_ranks
+
+__all__ = ["held"]
 
 ID = "0123456789abcdef" * 2
 
 
-def made(path, content="{}"):
+def made(path: Path, content: str = "{}") -> Path:
     path.mkdir(parents=True)
     (path / MANIFEST_NAME).write_text(content)
     return path
 
 
-@pytest.mark.parametrize(
-    "tag", ["", ".", "..", "a/b", "/a", ".hidden", "latest", "a\0b", ".hf-zero-saving-x"]
-)
-def test_what_cannot_be_a_tag(tag):
-    with pytest.raises(CheckpointError, match="cannot be a tag; pass one path component"):
-        find.check_tag(tag)
+# ---- names ----
+
+NO_TAGS = ["", ".", "..", "a/b", "/a", ".hidden", "latest", "a\0b", ".hf-zero-saving-x"]
+NO_TAGS += [" a", "a\n", "x" * 231, "é" * 116, "a\udc80"]
+ODD_TAGS = ["ünï 漢字", "a  b", "x" * 230, "é" * 115, "100%", "-rf", "a\\b", "'\"", "best model"]
 
 
-def test_a_folder_that_is_not_there(tmp_path):
-    with pytest.raises(CheckpointError, match=r"no such folder \(looked for .*nothere\); pass"):
-        find.locate(tmp_path / "nothere")
+def test_tags(tmp_path: Path) -> None:
+    for tag in NO_TAGS:
+        with pytest.raises(CheckpointError, match="cannot be a tag"):
+            find.check_tag(tag)
+    assert [find.check_tag(tag) for tag in (*ODD_TAGS, 7)] == [*ODD_TAGS, "7"]
+    for steps, tag in enumerate(("é" * 115, "-rf", "a\\b ü"), 1):
+        for _ in range(2):
+            engines = saved(tmp_path / "spa ce ü", ONE, tag=tag, steps=steps, keep=1)
+        assert same(weights(load(tmp_path / "spa ce ü", ONE)), weights(engines)), tag
 
 
-def test_any_other_name_is_a_tag():
-    assert [find.check_tag(tag) for tag in ("global_step5", "best model", 7)] == [
-        "global_step5",
-        "best model",
-        "7",
-    ]
+def test_latest_does_not_depend_on_the_locale(tmp_path, monkeypatch):
+    saved(tmp_path, ONE, tag="größe")
+    name = "getencoding" if hasattr(locale, "getencoding") else "getpreferredencoding"
+    monkeypatch.setattr(locale, name, lambda *_: "latin-1")
+    monkeypatch.setattr("io.text_encoding", lambda encoding, level=2: encoding or "latin-1")
+    load(tmp_path, ONE)
+    saved(tmp_path, ONE, tag="größe 2", save_latest=False, keep=1)
 
 
-def test_temporary_names_are_not_what_trainers_look_for(tmp_path):
+def test_latest_names_the_checkpoint_and_what_is_missing_is_named(tmp_path: Path) -> None:
+    a, _ = made(tmp_path / "a"), made(tmp_path / "b")
+    (tmp_path / "c").mkdir()
+    for step in ("step_20", "step_40"):  # as Accelerate's save_state lays them out
+        made(tmp_path / "runs" / step / "global_step1")
+    for place, tag, said in (
+        (tmp_path, None, "latest is missing or unreadable; .*: a, b"),
+        (tmp_path, "c", "no checkpoint 'c' in .*: a, b"),
+        (tmp_path / "c", None, "there is no checkpoint of hf-zero in it"),
+        (tmp_path / "nothing", None, r"no such folder \(looked for .*nothing\)"),
+        (tmp_path / "runs", None, "its folders step_20, step_40 hold checkpoints"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            find.locate(place, tag)
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        find_checkpoint(tmp_path / "nothing")
+    (tmp_path / "latest").write_text("a\n")
+    assert a == find.locate(tmp_path) == find.locate(tmp_path, "a")
+    assert a == find_checkpoint(tmp_path) == find_checkpoint(tmp_path / "a")
+    (tmp_path / "c" / "latest").write_text("../a")
+    with pytest.raises(CheckpointError, match="cannot be a tag"):
+        find.locate(tmp_path / "c")
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_files_have_the_permissions_that_the_umask_leaves(tmp_path: Path, mask: int) -> None:
+    old = os.umask(mask)
+    try:
+        saved(tmp_path / "run", tag="a", client_state={"pair": (1, 2)})
+    finally:
+        os.umask(old)
+    for path in (tmp_path / "run").rglob("*"):
+        allowed = (0o777 if path.is_dir() else 0o666) & ~mask
+        assert stat.S_IMODE(path.stat().st_mode) == allowed, path
+
+
+# ---- links ----
+
+
+def test_a_tag_that_is_a_link(tmp_path: Path) -> None:
+    """The link is replaced; the checkpoint that it led to, and what lies beside it, stay."""
+    archive, folder = tmp_path / "archive", tmp_path / "run"
+    old = weights(saved(archive, ONE, tag="a"))
+    (archive / "a" / "notes.txt").write_text("mine")
+    archived = names(archive / "a")
+    folder.mkdir()
+    os.symlink(archive / "a", folder / "a")
+    for steps in (3, 4):
+        engines = saved(folder, ONE, tag="a", steps=steps)
+        assert not (folder / "a").is_symlink() and run_holds(folder) == ["a"]
+        assert same(weights(load(folder, ONE, verify=True)), weights(engines))
+    os.symlink(archive / "a", folder / f"{REPLACED}a")  # that a stopped save had replaced
+    saved(folder, ONE, tag="a")
+    assert run_holds(folder) == ["a"] and names(archive / "a") == archived
+    assert same(weights(load(archive, ONE, verify=True)), old)
+    os.symlink(tmp_path / "nothing", folder / "b")
+    for text in errors(saved, folder, ONE, tag="b"):
+        assert f"{folder / 'b'} exists and is no checkpoint" in text
+
+
+def test_a_run_behind_a_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    os.symlink(tmp_path / "disk", tmp_path / "run")
+    for steps in (1, 2):
+        engines = saved(tmp_path / "run", ONE, tag="a", steps=steps)
+    assert (tmp_path / "run").is_symlink()
+    assert same(weights(load(tmp_path / "disk", ONE)), weights(engines))
+
+
+# ---- what an interrupted save leaves ----
+
+
+def test_temporary_names_are_not_what_trainers_look_for(tmp_path: Path) -> None:
     commit.begin_folder(tmp_path, "global_step5", ID)
     commit.begin_folder(tmp_path, "checkpoint-5", ID)
     assert list(tmp_path.glob("global_step*")) == list(tmp_path.glob("checkpoint-*")) == []
     assert len(list(tmp_path.iterdir())) == 2
+    for kind in (SAVING, REPLACED, DROPPED):
+        made(tmp_path / f"{kind}z")
     assert find.tags_in(tmp_path) == []
 
 
-def test_latest(tmp_path):
-    made(tmp_path / "a")
-    (tmp_path / "latest").write_text("a\n")
-    assert (
-        find.locate(tmp_path)
-        == tmp_path / "a"
-        == find.locate(tmp_path, "a")
-        == find_checkpoint(tmp_path)
-        == find_checkpoint(tmp_path / "a")
-    )
-
-
-def test_missing_names_what_exists(tmp_path):
-    made(tmp_path / "a"), made(tmp_path / "b"), (tmp_path / "c").mkdir()
-    with pytest.raises(
-        CheckpointError,
-        match=r"latest is missing or unreadable; pass one of the tags that exist: a, b",
-    ):
-        find.locate(tmp_path)
-    with pytest.raises(
-        CheckpointError,
-        match=r"no checkpoint 'c' in .*c/manifest.json does not exist; pass one of the "
-        r"tags that exist: a, b",
-    ):
-        find.locate(tmp_path, "c")
-    with pytest.raises(CheckpointError, match="there is no checkpoint of hf-zero in it"):
-        find.locate(tmp_path / "c")
-    with pytest.raises(
-        CheckpointError,
-        match="there is no such folder; pass the folder that was given to save_checkpoint",
-    ):
-        find_checkpoint(tmp_path / "nothing")
-
-
-def test_latest_that_points_outside(tmp_path):
-    made(tmp_path / "outside")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "latest").write_text("../outside")
-    with pytest.raises(CheckpointError, match="cannot be a tag"):
-        find.locate(tmp_path / "run")
-
-
-def test_a_save_stopped_between_its_renames(tmp_path):
+def test_a_save_stopped_between_its_renames(tmp_path: Path) -> None:
     """The checkpoint that was moved aside is found, and put back by the next save of the tag."""
     old = made(tmp_path / ".hf-zero-replaced-a", "old")
     (tmp_path / "latest").write_text("a")
     assert find.locate(tmp_path) == old
     commit.begin_folder(tmp_path, "a", ID)
-    assert (tmp_path / "a" / MANIFEST_NAME).read_text() == "old"
-    assert not old.exists()
+    assert (tmp_path / "a" / MANIFEST_NAME).read_text() == "old" and not old.exists()
 
 
-def test_a_save_stopped_before_it_dropped_the_old_one(tmp_path):
-    made(tmp_path / ".hf-zero-replaced-a", "old"), made(tmp_path / "a", "new")
-    (tmp_path / ".hf-zero-replaced-a" / "notes.txt").write_text("mine")
+def test_a_save_stopped_before_it_dropped_the_old_one(tmp_path: Path) -> None:
+    old, new = made(tmp_path / ".hf-zero-replaced-a", "old"), made(tmp_path / "a", "new")
+    (old / "notes.txt").write_text("mine")
     (tmp_path / "latest").write_text("a")
-    assert find.locate(tmp_path) == tmp_path / "a"
+    assert find.locate(tmp_path) == new
     commit.begin_folder(tmp_path, "a", ID)
-    assert (tmp_path / "a" / MANIFEST_NAME).read_text() == "new"
-    assert (tmp_path / "a" / "notes.txt").read_text() == "mine"
-    assert not (tmp_path / ".hf-zero-replaced-a").exists()
+    assert (new / MANIFEST_NAME).read_text() == "new" and not old.exists()
+    assert (new / "notes.txt").read_text() == "mine"
 
 
-def test_leftovers_of_the_same_tag_go_and_of_others_are_named(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("hf_zero.logging.logger.propagate", True)
+def test_leftovers_of_the_same_tag_go_and_of_others_are_named(tmp_path, heard_in_full):
     (tmp_path / ".hf-zero-saving-a.76543210" / "deep").mkdir(parents=True)
     (tmp_path / ".hf-zero-saving-a").mkdir()
     other = tmp_path / ".hf-zero-saving-a.b.76543210"
     other.mkdir()
     assert list(commit.begin_folder(tmp_path, "a", ID).iterdir()) == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        f".hf-zero-saving-a.{ID[:8]}",
-        other.name,
-    ]
-    assert f"{other} was left by an interrupted save" in caplog.text
+    assert names(tmp_path) == [f".hf-zero-saving-a.{ID[:8]}", other.name]
+    assert any(f"{other} was left by an interrupted save" in line for line in heard_in_full)
 
 
-def test_a_checkpoint_that_is_replaced_is_named(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("hf_zero.logging.logger.propagate", True)
-    with caplog.at_level("INFO", "hf_zero"):
-        commit.begin_folder(tmp_path, "a", ID)
-        assert caplog.text == ""
-        made(tmp_path / "a", "old")
-        commit.begin_folder(tmp_path, "a", ID)
-    said = f"the checkpoint 'a' in {tmp_path} is replaced; another tag or folder keeps it"
-    assert {*caplog.messages} == {said}
-
-
-def test_a_folder_of_somebody_else_is_not_replaced(tmp_path):
-    (tmp_path / "a").mkdir()
+def test_what_is_replaced_is_named_and_a_folder_of_somebody_else_is_not(tmp_path, heard_in_full):
     commit.begin_folder(tmp_path, "a", ID)
-    (tmp_path / "a" / "thesis.tex").write_text("years of work")
-    with pytest.raises(
-        CheckpointError, match="exists and is no checkpoint of hf-zero; move it away"
-    ):
-        commit.begin_folder(tmp_path, "a", ID)
+    assert not heard_in_full
+    made(tmp_path / "a", "old")
+    commit.begin_folder(tmp_path, "a", ID)
+    assert any(f"'a' in {tmp_path} is replaced" in line for line in heard_in_full)
+    (tmp_path / "b").mkdir()
+    commit.begin_folder(tmp_path, "b", ID)
+    (tmp_path / "b" / "thesis.tex").write_text("years of work")
+    with pytest.raises(CheckpointError, match="exists and is no checkpoint of hf-zero"):
+        commit.begin_folder(tmp_path, "b", ID)
 
 
 def test_a_rename_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
     made(tmp_path / "a", "old")
-    temporary = made(tmp_path / ".hf-zero-saving-a", "new")
-    rename = find.os.rename
+    temporary, rename = made(tmp_path / ".hf-zero-saving-a", "new"), os.rename
 
-    def failing(source, target):
+    def failing(source: Path, target: Path) -> None:
         if source == temporary:
             raise OSError(5, "Input/output error")
         rename(source, target)
@@ -163,24 +212,13 @@ def test_a_rename_that_fails_leaves_the_old_one(tmp_path, monkeypatch):
     assert (tmp_path / "a" / MANIFEST_NAME).read_text() == "old"
 
 
-def test_folders_of_runs_below_are_named(tmp_path):
-    """Accelerate's save_state writes one folder below the path that the user passes."""
-    for name in ("step_20", "step_40"):
-        made(tmp_path / name / "global_step1")
-    (tmp_path / "logs").mkdir()
-    with pytest.raises(
-        CheckpointError, match=r"its folders step_20, step_40 hold checkpoints; pass one of them"
-    ):
-        find.locate(tmp_path)
-
-
 def test_a_rank_still_at_work_puts_nothing_into_a_save_that_is_given_up(tmp_path, monkeypatch):
     save = commit_target(tmp_path, "t" * find.LONGEST_TAG, ID)
     save.begin()
     save.path_of("rank-0").write_bytes(b"0")
     late, rmdir = [], os.rmdir
 
-    def meanwhile(*args, **kwargs):
+    def meanwhile(*args, **kwargs) -> None:
         try:
             save.path_of("rank-1").write_bytes(b"1")
         except FileNotFoundError as error:
@@ -189,18 +227,82 @@ def test_a_rank_still_at_work_puts_nothing_into_a_save_that_is_given_up(tmp_path
 
     monkeypatch.setattr(os, "rmdir", meanwhile)
     save.abort()
-    assert list(tmp_path.iterdir()) == [] and len(late) == 1
+    assert names(tmp_path) == [] and len(late) == 1
     save.abort()  # nothing is left to remove
-
-
-def test_a_save_is_given_up_where_nothing_can_be_renamed(tmp_path, monkeypatch):
-    save = commit_target(tmp_path, "a", ID)
+    monkeypatch.undo()
     save.begin()
     save.path_of("rank-0").write_bytes(b"0")
 
-    def rename(*args, **kwargs):
+    def rename(*args, **kwargs) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "rename", rename)
     save.abort()
-    assert list(tmp_path.iterdir()) == []
+    assert names(tmp_path) == [], "where nothing can be renamed"
+
+
+# ---- while a save is under way ----
+
+
+def test_the_working_folder_changes_while_a_thread_writes(tmp_path, monkeypatch, held):
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    models = Setup(ranks=1).models()
+
+    def train(rank: int) -> None:
+        engine = Setup(ranks=1).open(models[0])
+        engine.save_checkpoint("run", tag="a", blocking=False)
+        monkeypatch.chdir(tmp_path / "there")
+        held.set()
+        engine.wait_for_checkpoint()
+        engine.destroy()
+
+    run_ranks(1, train)
+    assert checkpoint.verify_checkpoint(tmp_path / "here" / "run").whole
+    assert names(tmp_path / "there") == []
+
+
+@pytest.mark.parametrize("ends", ["first", "last"])
+def test_two_jobs_save_under_one_tag(tmp_path, monkeypatch, ends):
+    """The job that began last has the tag. The other one raises; files of both are never mixed."""
+    check, calls = CommitTarget._check_written, []
+    others, there, gone_on = [], threading.Event(), threading.Event()
+    engines = [
+        run(ONE, small, lambda engine, steps=steps: train_some(engine, steps))[0]
+        for steps in (3, 5)
+    ]
+
+    def second() -> None:
+        others.append(checkpoint.save(engines[1][0], tmp_path, tag="a"))
+        there.set()
+
+    thread = threading.Thread(target=second)
+
+    def checked(target, manifest):
+        calls.append(None)
+        if len(calls) == 1:  # all files of the first job are written
+            thread.start()
+            assert there.wait(50)
+        elif ends == "first":  # all files of the second job, too
+            there.set()
+            assert gone_on.wait(50)
+        return check(target, manifest)
+
+    saved(tmp_path, ONE, tag="a")
+    monkeypatch.setattr(CommitTarget, "_check_written", checked)
+    with pytest.raises(CheckpointError, match=f"{SAVING}.*nobody may remove it meanwhile"):
+        checkpoint.save(engines[0][0], tmp_path, tag="a")
+    gone_on.set()
+    thread.join(50)
+    assert others == [tmp_path / "a"]
+    assert same(weights(load(tmp_path, ONE, verify=True)), weights(engines[1]))
+    assert run_holds(tmp_path) == ["a"]
+
+
+def test_nothing_is_removed_while_latest_cannot_be_read(tmp_path: Path, heard: list[str]) -> None:
+    saved(tmp_path, ONE, tag="s1")
+    (tmp_path / LATEST).write_bytes(b"\xff")
+    saved(tmp_path, ONE, tag="s2", save_latest=False, keep=1)
+    assert find.tags_in(tmp_path) == ["s1", "s2"]
+    assert any("retention skipped" in text and str(tmp_path / LATEST) in text for text in heard)

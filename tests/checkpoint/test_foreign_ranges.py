@@ -1,19 +1,29 @@
 """Ranges of what others saved, out of mappings and out of the middle of files: the same values
-however they are come by.
+however they are come by. The loss scale of DeepSpeed's fp16 checkpoints: after a load it moves as
+it would have there.
 """
 
 from __future__ import annotations
 
 import os
+import random
+import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
+import hf_zero
 from hf_zero.checkpoint.foreign import torch_files
 from hf_zero.checkpoint.foreign.assembled import Table, Widened
-from hf_zero.checkpoint.foreign.torch_files import MappedFiles, SavedTensor
+from hf_zero.checkpoint.foreign.deepspeed import CLASSES, scaler_of
+from hf_zero.checkpoint.foreign.torch_files import MappedFiles, SavedTensor, load_pickle
 from hf_zero.errors import CheckpointError
+from hf_zero.zero.reduce.losses import Fp16LossScaler
+from tests.helpers.deepspeed_files import write
 
 VALUES = torch.arange(5000.0)
 
@@ -24,11 +34,9 @@ def loaded(tmp_path: Path) -> torch.Tensor:
     return torch.load(tmp_path / "a.pt", mmap=True)["values"]
 
 
-def read(
-    files: MappedFiles, values: torch.Tensor, start: int = 11, count: int = 4000
-) -> tuple[bool, torch.Tensor]:
-    out = torch.full((count,), float("nan"), dtype=values.dtype)
-    return files.read(values, start, out), out
+def read(files: MappedFiles, values: torch.Tensor) -> tuple[bool, torch.Tensor]:
+    out = torch.full((4000,), float("nan"), dtype=values.dtype)
+    return files.read(values, 11, out), out
 
 
 def test_a_mapped_tensor_is_read_from_its_file(tmp_path: Path, loaded: torch.Tensor) -> None:
@@ -37,15 +45,20 @@ def test_a_mapped_tensor_is_read_from_its_file(tmp_path: Path, loaded: torch.Ten
     assert done and torch.equal(out, VALUES[11:4011])
     # that it was the file: what stands there now is what is read
     with open(tmp_path / "a.pt", "r+b") as file:
-        content = file.read()
-        at = content.index(VALUES[11:4011].numpy().tobytes())
-        file.seek(at)
+        file.seek(file.read().index(VALUES[11:4011].numpy().tobytes()))
         file.write(torch.full((1,), -1.0).numpy().tobytes())
     assert read(files, loaded)[1][0] == -1.0
     files.close()
+    files = MappedFiles()
+    os.truncate(tmp_path / "a.pt", 4096)
+    with pytest.raises(OSError, match=r"a\.pt was cut short while it was read"):
+        read(files, loaded)
 
 
-def test_what_lies_in_no_file_is_left_to_memory(tmp_path: Path, loaded: torch.Tensor) -> None:
+def test_what_lies_in_no_file_is_left_to_memory(tmp_path, loaded, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_files, "MAPS", tmp_path / "none")
+        assert not read(MappedFiles(), loaded)[0], "the system does not tell"
     files, another = MappedFiles(), MappedFiles()
     assert not read(files, VALUES)[0]
     assert not files.read(loaded, 0, torch.empty(4, dtype=torch.float64))
@@ -60,20 +73,6 @@ def test_what_lies_in_no_file_is_left_to_memory(tmp_path: Path, loaded: torch.Te
     out = torch.empty(3)
     table.read_into("x", 5, out)
     assert out.tolist() == [5.0, 6.0, 7.0]
-
-
-def test_where_the_system_does_not_tell(
-    tmp_path: Path, loaded: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch_files, "MAPS", tmp_path / "none")
-    assert not read(MappedFiles(), loaded)[0]
-
-
-def test_a_mapped_file_that_is_cut_short(tmp_path: Path, loaded: torch.Tensor) -> None:
-    files = MappedFiles()
-    os.truncate(tmp_path / "a.pt", 4096)
-    with pytest.raises(OSError, match=r"a\.pt was cut short while it was read"):
-        read(files, loaded)
 
 
 def test_16_bits_are_widened_as_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,24 +91,15 @@ def saved(tmp_path: Path, tensor: object) -> SavedTensor:
     return SavedTensor("w", tmp_path / "several", 77, len(content), torch.float32, 5000)
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [VALUES, VALUES.view(50, 100), VALUES.view(100, 50).t(), torch.cat([VALUES[:9], VALUES])[9:]],
-    ids=["flat", "rows", "turned", "part"],
-)
-def test_a_tensor_in_the_middle_of_a_file(tmp_path: Path, tensor: torch.Tensor) -> None:
-    out = torch.empty(40)
-    held = saved(tmp_path, tensor)
-    held.read(123, out)
-    assert torch.equal(out, tensor.reshape(-1)[123:163])
-    whole = torch.empty(5000)
-    held.read(0, whole)
-    assert torch.equal(whole, tensor.reshape(-1))
-
-
-def test_only_the_range_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, bytes_read, preadv = saved(tmp_path, VALUES), [0], os.preadv
-    held.read(0, torch.empty(1))
+def test_a_tensor_in_the_middle_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = torch.cat([VALUES[:9], VALUES])[9:]
+    for tensor in (VALUES, VALUES.view(50, 100), VALUES.view(100, 50).t(), part):
+        held, out, whole = saved(tmp_path, tensor), torch.empty(40), torch.empty(5000)
+        held.read(123, out)
+        assert torch.equal(out, tensor.reshape(-1)[123:163])
+        held.read(0, whole)
+        assert torch.equal(whole, tensor.reshape(-1))
+    bytes_read, preadv = [0], os.preadv
 
     def counted(fd: int, views: list[memoryview], at: int) -> int:
         count = preadv(fd, views, at)
@@ -118,35 +108,106 @@ def test_only_the_range_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(os, "preadv", counted)
     held.read(7, torch.empty(10))
-    assert bytes_read[0] == 40
+    assert bytes_read[0] == 40, "the range alone is read"
 
 
-@pytest.mark.parametrize("tensor", [VALUES[:7], VALUES.double(), [1, 2]])
-def test_what_is_another_tensor_than_it_should_be(tmp_path: Path, tensor: object) -> None:
-    with pytest.raises(
-        CheckpointError,
-        match=r"several is damaged or missing \('w' at byte 77 is not 5000 "
-        r"elements of torch.float32\)",
-    ):
-        saved(tmp_path, tensor).read(0, torch.empty(1))
-
-
-def test_a_file_that_is_cut_short_after_it_was_opened(tmp_path: Path) -> None:
+def test_a_tensor_in_the_middle_of_a_file_that_is_damaged(tmp_path, monkeypatch):
+    for tensor in (VALUES[:7], VALUES.double(), [1, 2]):
+        with pytest.raises(CheckpointError, match=r"'w' at byte 77 is not 5000"):
+            saved(tmp_path, tensor).read(0, torch.empty(1))
     held = saved(tmp_path, VALUES)
     held.read(0, torch.empty(1))
     os.truncate(tmp_path / "several", 200)
-    with pytest.raises(
-        CheckpointError, match=r"cut short to \d+ bytes while it was read.*restore it"
-    ):
+    with pytest.raises(CheckpointError, match=r"several .*cut short to \d+ bytes"):
         held.read(4000, torch.empty(900))
-
-
-def test_a_tensor_that_reaches_beyond_its_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     held = saved(tmp_path, VALUES)
     shell = torch.empty(5000, device="meta")
     shell.untyped_storage()._checkpoint_offset = held.length - 8  # type: ignore[attr-defined]
-    monkeypatch.setattr("hf_zero.checkpoint.foreign.torch_files.load", lambda *_: shell)
+    monkeypatch.setattr(torch_files, "load", lambda *_: shell)
     with pytest.raises(CheckpointError, match=r"'w' at byte 77 reaches beyond its record"):
         held.read(0, torch.empty(1))
+
+
+# ---- the loss scale ----
+
+HYSTERESIS, WINDOW = 2, 3
+
+
+@dataclass
+class DynamicLossScaler:
+    """DeepSpeed's rule, with its names, which the saved object has."""
+
+    cur_scale: float = 2.0**16
+    cur_iter: int = 0
+    last_overflow_iter: int = -1
+    cur_hysteresis: int = HYSTERESIS
+    scale_window: int = WINDOW
+
+    def update_scale(self, overflow: bool) -> None:
+        if overflow:
+            if self.cur_hysteresis == 1:
+                self.cur_scale = max(self.cur_scale / 2, 1.0)
+            else:
+                self.cur_hysteresis -= 1
+            self.last_overflow_iter = self.cur_iter
+        else:
+            stable = self.cur_iter - self.last_overflow_iter - 1
+            if stable > 0 and stable % self.scale_window == 0:
+                self.cur_hysteresis = HYSTERESIS
+                self.cur_scale *= 2
+        self.cur_iter += 1
+
+
+DynamicLossScaler.__module__ = "deepspeed.runtime.fp16.loss_scaler"
+DynamicLossScaler.__qualname__ = "DynamicLossScaler"
+
+
+def test_the_scale_goes_on_as_it_would_have_there() -> None:
+    for seed in range(20):
+        draw = random.Random(seed)
+        theirs = DynamicLossScaler()
+        for _ in range(draw.randrange(20)):
+            theirs.update_scale(draw.random() < 0.2)
+        state = scaler_of({"loss_scaler": theirs})
+        assert state is not None
+        ours = Fp16LossScaler(1.0, True, WINDOW, HYSTERESIS)
+        ours.load_state_dict(state)
+        for step in range(20):
+            assert ours.scale == theirs.cur_scale, (seed, step)
+            overflow = draw.random() < 0.2
+            theirs.update_scale(overflow)
+            ours.update(overflow)
+    kept = asdict(DynamicLossScaler(256.0, cur_iter=7, last_overflow_iter=3))
+    del kept["cur_hysteresis"]  # at stage 0, where it lies in the optimizer
+    assert scaler_of(kept) == {"scale": 256.0, "left": 1, "since": 2}
+    assert scaler_of({"cur_scale": 8.0}) == {"scale": 8.0, "left": 1, "since": -1}
+    assert scaler_of({"state": {}}) is None
+
+
+def test_a_file_with_the_object_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "global_step1"
+    write(folder, {"weight": torch.arange(8.0).reshape(2, 4)}, stage=1)
+    (tmp_path / "latest").write_text(folder.name)
+    for name in ("deepspeed", "deepspeed.runtime", "deepspeed.runtime.fp16"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    module: Any = ModuleType(DynamicLossScaler.__module__)
+    module.DynamicLossScaler = DynamicLossScaler  # it is pickled under its name
+    monkeypatch.setitem(sys.modules, DynamicLossScaler.__module__, module)
+    for path in folder.glob("*.pt"):
+        data: dict[str, Any] = torch.load(path, weights_only=False)
+        if "optim" in path.name:
+            scaler = DynamicLossScaler(512.0, cur_iter=6, last_overflow_iter=2, cur_hysteresis=1)
+            data["optimizer_state_dict"]["loss_scaler"] = scaler
+        else:
+            data["ds_config"]["fp16"] = {"enabled": True}
+        torch.save(data, path)
+    found = load_pickle(next(folder.glob("*optim*")), CLASSES)["optimizer_state_dict"]
+    assert scaler_of(found) == {"scale": 512.0, "left": 1, "since": 2}
+    model = torch.nn.Linear(4, 2, bias=False)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
+    config["fp16"] = {"enabled": True, "loss_scale_window": WINDOW}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine.load_checkpoint(tmp_path)
+    assert engine.scaler.state_dict() == {"scale": 512.0, "left": 1, "since": 2}
+    engine.destroy()

@@ -33,7 +33,6 @@ from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.verify import verify_all
 from hf_zero.cli.app import app
 from hf_zero.errors import CheckpointError
-from hf_zero.logging import logger
 from tests.checkpoint.faults import Killed
 from tests.checkpoint.jobs import (
     TWO,
@@ -46,39 +45,37 @@ from tests.checkpoint.jobs import (
     run_holds,
     same,
     saved,
-    small,
-    train_some,
     weights,
 )
-from tests.checkpoint.test_cut_off import ONE, STATE, trained
-from tests.checkpoint.test_engine import Setup, global_losses, second_half, train
-from tests.checkpoint.test_offloaded import Away
+from tests.checkpoint.setups import Setup, first_half, global_losses, second_half
+from tests.checkpoint.test_cut_off import ONE, STATE, Reader, step, trained
 from tests.helpers.ranks import run_ranks
 
+__all__ = ["step"]
+
 URL = "memory://bucket/run"
+
+
+def empty() -> None:
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
 @pytest.fixture(autouse=True)
 def store() -> Iterator[UPath]:
     """The folder of the run, empty before and after."""
-    MemoryFileSystem.store.clear()
-    MemoryFileSystem.pseudo_dirs[:] = [""]
+    empty()
     yield UPath(URL)
-    MemoryFileSystem.store.clear()
-    MemoryFileSystem.pseudo_dirs[:] = [""]
+    empty()
 
 
 # ---- what is there ----
 
 
 def test_what_a_save_puts(store: UPath) -> None:
-    engines, paths = run(
-        TWO,
-        small,
-        lambda engine: (train_some(engine, 1), checkpoint.save(engine, URL, client_state=STATE)),
-    )
-    assert str(paths[0][1]) == f"{URL}/global_step1"
-    assert run_holds(store) == ["global_step1"]
+    """Rank 0's identifier of the save is in all names, though every rank draws one."""
+    engines = saved(URL, client_state=STATE)
+    assert run_holds(store) == ["global_step1"] == find.tags_in(storage.as_path(URL))
     assert (store / "latest").read_text() == "global_step1"
     held = names(store / "global_step1")
     mark = held[1].removeprefix("objects-").removesuffix(".pt")
@@ -87,37 +84,30 @@ def test_what_a_save_puts(store: UPath) -> None:
     again, results = run(TWO, other, lambda engine: checkpoint.load(engine, URL, verify=True))
     assert torch.equal(results[0][1]["seen"], STATE["seen"])
     assert same(weights(again), weights(engines))
-    assert find.tags_in(storage.as_path(URL)) == ["global_step1"]
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize(
-    "before, after",
-    [
-        (Setup(ranks=2, stage=3), Setup(ranks=1, stage=0)),
-        (Setup(ranks=1, stage=2, precision="bf16"), Setup(ranks=4, stage=3, precision="bf16")),
-        (Away(ranks=2, stage=2, way="optimizer on cpu"), Away(ranks=4, stage=1)),
-    ],
-    ids=["2 to 1", "1 to 4", "from the CPU"],
-)
-@pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "beside"])
+SETUPS = [
+    (Setup(1, 2, "bf16"), Setup(4, 3, "bf16"), True),
+    (Setup(2, 2, way="optimizer on cpu"), Setup(1, 0), False),
+]
+
+
+@pytest.mark.parametrize("before, after, blocking", SETUPS, ids=["waits", "beside"])
 def test_training_goes_on_elsewhere(before: Setup, after: Setup, blocking: bool) -> None:
     def first(engine: Any, rank: int) -> Any:
-        train(engine, rank, range(3))
-        engine.save_checkpoint(URL, client_state={"step": 3}, blocking=blocking)
-        losses = train(engine, rank, range(3, 6))
+        losses = first_half(engine, rank, before, URL, blocking=blocking)
         engine.wait_for_checkpoint()
         return losses
 
     whole = before.run(first)
     resumed = run_ranks(after.ranks, second_half, after.models(), after, UPath(URL))
-    expected = global_losses(whole, before.ranks)
+    expected = global_losses(whole, before.ranks)[3:]
     found = global_losses([losses for losses, _ in resumed], after.ranks)
     assert found == pytest.approx(expected, rel=5e-3 if before.precision == "bf16" else 1e-6)
     assert verify_checkpoint(URL).whole
 
 
-def test_the_converter_and_the_iterator_read_it(store: UPath, tmp_path: Path) -> None:
+def test_the_converter_the_iterator_and_the_command_line_read_it(store, tmp_path):
     saved(tmp_path / "run")
     saved(URL)
     (store / "config.json").write_text('{"model_type": "none"}')
@@ -126,48 +116,42 @@ def test_the_converter_and_the_iterator_read_it(store: UPath, tmp_path: Path) ->
     done = convert_checkpoint(URL, tmp_path / "two")
     assert set(done.carried) == {"config.json", "tokenizer_config.json"}
     assert (tmp_path / "two" / "tokenizer_config.json").read_text() == "{}"
-    one, two = (load_file(tmp_path / each / "model.safetensors") for each in ("one", "two"))
-    assert one.keys() == two.keys() and same(one, two)
-    assert same(dict(iterate_state_dict(UPath(URL))), dict(iterate_state_dict(tmp_path / "run")))
-
-
-def test_the_command_line_takes_urls(tmp_path: Path) -> None:
-    saved(URL)
-    runner = CliRunner()
-    verified = runner.invoke(app, ["verify", URL])
+    command = ["convert-checkpoint", f"{URL}/global_step1", str(tmp_path / "three")]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    verified = CliRunner().invoke(app, ["verify", URL])
     assert verified.exit_code == 0 and "whole" in verified.output
-    converted = runner.invoke(
-        app, ["convert-checkpoint", f"{URL}/global_step1", str(tmp_path / "model")]
+    one, *others = (
+        load_file(tmp_path / each / "model.safetensors") for each in ("one", "two", "three")
     )
-    assert converted.exit_code == 0, converted.output
-    assert (tmp_path / "model" / "model.safetensors").is_file()
+    assert all(one.keys() == each.keys() and same(one, each) for each in others)
+    assert same(dict(iterate_state_dict(UPath(URL))), dict(iterate_state_dict(tmp_path / "run")))
+    with pytest.raises(CheckpointError, match=r"memory://bucket/model: .* folder of a file system"):
+        convert_checkpoint(tmp_path / "run", "memory://bucket/model")
 
 
 def test_a_url_of_files_is_a_folder(tmp_path: Path) -> None:
     saved(f"file://{tmp_path}/run")
-    assert names(tmp_path / "run" / "global_step1") == [
-        "manifest.json",
-        *(f"rank-{rank:05d}-of-00002.safetensors" for rank in range(2)),
-    ]
-    load(f"file://{tmp_path}/run")
+    ranks = [f"rank-{rank:05d}-of-00002.safetensors" for rank in range(2)]
+    assert names(tmp_path / "run" / "global_step1") == ["manifest.json", *ranks]
     load(UPath(f"file://{tmp_path}/run"))
 
 
-def test_ranges_are_asked_for_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranges_are_asked_for_in_parts(monkeypatch: pytest.MonkeyPatch, store: UPath) -> None:
     monkeypatch.setattr(storage, "PART", 64)
-    asked: list[int] = []
-    original = MemoryFileSystem.cat_file
+    asked, original = [], MemoryFileSystem.cat_file
 
-    def counted(
-        self: Any, path: str, start: int | None = None, end: int | None = None, **kwargs: Any
-    ) -> bytes:
+    def counted(self: Any, path: str, start: int = 0, end: int = 0, **kwargs: Any) -> bytes:
         asked.append((end or 0) - (start or 0))
         return original(self, path, start, end, **kwargs)
 
     monkeypatch.setattr(MemoryFileSystem, "cat_file", counted)
-    engines = saved(URL)
-    again = load(URL, verify=True)
-    assert same(weights(again), weights(engines)) and max(asked) == 64 and len(asked) > 100
+    engines = saved(URL, ONE)
+    assert same(weights(load(URL, ONE, verify=True)), weights(engines))
+    assert max(asked) == 64 and len(asked) > 100
+    (store / "file").write_bytes(bytes(100))
+    file = storage.open_ranges(store / "file")
+    (store / "file").write_bytes(bytes(40))
+    assert file.read(memoryview(bytearray(80)), 10) == 30, "it has shrunk while it was read"
 
 
 # ---- one tag after another ----
@@ -180,24 +164,20 @@ def test_a_tag_that_is_saved_again(store: UPath) -> None:
     after = weights(saved(URL, tag="a", steps=4, job=Job(3, 3)))
     new = set(names(store / "a"))
     assert old & new == {"manifest.json", "notes.txt"} and len(new) == 5
-    engines = load(URL)
-    assert same(weights(engines), after)
+    assert same(weights(load(URL)), after)
 
 
-def test_older_ones_go(store: UPath) -> None:
-    for step in range(1, 5):
-        saved(URL, steps=step, keep=2)
-    assert run_holds(store) == ["global_step3", "global_step4"]
-    (store / "global_step4" / "manifest.json").write_text("{")
-    saved(URL, steps=5, keep=1)
-    assert names(store)[:2] == ["global_step4", "global_step5"], "a damaged one is not thrown away"
+def test_older_ones_go_and_others_stay(store: UPath) -> None:
+    for steps in range(1, 4):
+        saved(URL, ONE, steps=steps, keep=2)
+    assert run_holds(store) == ["global_step2", "global_step3"]
+    (store / "global_step3" / "manifest.json").write_text("{")
+    saved(URL, ONE, steps=5, keep=1)
+    assert names(store)[:2] == ["global_step3", "global_step5"], "a damaged one is not thrown away"
     assert [verdict.whole for verdict in verify_all(URL)] == [False, True]
-
-
-def test_what_is_none_of_ours_stays(store: UPath) -> None:
     (store / "a" / "precious").write_text("")
     for text in errors(saved, URL, tag="a"):
-        assert f"{URL}/a holds precious and is no checkpoint of hf-zero; move it away" in text
+        assert f"{URL}/a holds precious and is no checkpoint" in text
     assert names(store / "a") == ["precious"]
 
 
@@ -240,10 +220,12 @@ class Service:
         return counted
 
 
-def every_request(save: Callable[[], object], check: Callable[[bool, str], None]) -> list[str]:
-    start = dict(MemoryFileSystem.store)
-    contents = {name: file.getvalue() for name, file in start.items()}
-    for point in itertools.count():
+def every_request(
+    save: Callable[[], object], check: Callable[[bool, str], None], step: int
+) -> list[str]:
+    """Run ``save``, cut off ``step`` requests later each time; the requests of a whole one."""
+    contents = {name: file.getvalue() for name, file in MemoryFileSystem.store.items()}
+    for point in itertools.count(step=step):
         MemoryFileSystem.store.clear()
         for name, content in contents.items():
             fsspec.filesystem("memory").pipe_file(name, content)
@@ -256,95 +238,76 @@ def every_request(save: Callable[[], object], check: Callable[[bool, str], None]
 
 
 @pytest.mark.parametrize("tag", ["a", "b"], ids=["over the old one", "beside it"])
-def test_a_save_that_is_cut_off_at_every_request(
-    tag: str, store: UPath, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_is_cut_off_at_every_request(tag, store, step, monkeypatch):
     monkeypatch.setattr(file_writer, "BLOCK_BYTES", 1024)
     saved(URL, ONE, tag="a", client_state=STATE)
-    old = weights(load(URL, ONE))
-    engine = trained(4)
-    new, fresh = weights([engine]), weights([trained(0)])
+    reader, engine, untrained = Reader(), trained(4), trained(0)
+    old, new, fresh = reader.weights(URL), weights([engine]), weights([untrained])
 
     def check(done: bool, where: str) -> None:
-        resumed = load(URL, ONE, verify=True)
-        found = weights(resumed)
+        found = reader.weights(URL)
         assert same(found, new) or (same(found, old) and not done), where
         for held in find.tags_in(store):
             assert not integrity_error(store / held), where
-        run(ONE, small, lambda engine: checkpoint.save(engine, URL, tag=tag))
-        assert same(weights(load(URL, ONE)), fresh), where
+        checkpoint.save(untrained, URL, tag=tag)
+        assert same(reader.weights(URL), fresh), where
         # the manifest and one rank: nothing is left over
         assert len(names(store / tag)) == 2, where
 
-    made = every_request(lambda: checkpoint.save(engine, URL, tag=tag, client_state=STATE), check)
+    save = lambda: checkpoint.save(engine, URL, tag=tag, client_state=STATE)  # noqa: E731
+    made = every_request(save, check, step)
     # objects, manifest, script, latest
     assert made.count("write") > 5 and made.count("pipe_file") == 4, made
     assert tag == "b" or made.count("rm_file") == 2, made
 
 
-def test_cut_off_while_older_ones_go(store: UPath) -> None:
-    for step in (1, 2, 3):
-        saved(URL, ONE, steps=step)
-    engine = trained(4)
-    states = {f"global_step{step}": weights([trained(step)]) for step in (1, 2, 3, 4)}
+def test_cut_off_while_older_ones_go(store: UPath, step: int) -> None:
+    engines = {f"global_step{step}": trained(step) for step in (1, 2, 3, 4)}
+    states = {tag: weights([engine]) for tag, engine in engines.items()}
+    (*older, newest), reader = engines, Reader()
+    for tag in older:
+        checkpoint.save(engines[tag], URL)
 
     def check(done: bool, where: str) -> None:
         held = find.tags_in(store)
-        assert "global_step3" in held and (not done or held == ["global_step3", "global_step4"]), (
-            where
-        )
+        assert older[-1] in held and (not done or held == [older[-1], newest]), where
         for tag in held:
-            resumed = load(URL, ONE, tag=tag, verify=True)
-            assert same(weights(resumed), states[tag]), where
+            assert same(reader.weights(URL, tag=tag), states[tag]), where
 
-    made = every_request(lambda: checkpoint.save(engine, URL, keep=2), check)
+    made = every_request(lambda: checkpoint.save(engines[newest], URL, keep=2), check, step)
     assert made.count("rm_file") == 4
 
 
 @pytest.mark.parametrize("kind", [PermissionError, ValueError])
-def test_a_rank_that_cannot_put_its_file(
-    kind: type[Exception], store: UPath, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved(URL, tag="a")
-    before = weights(load(URL))
-    original = MemoryFile.write
+def test_a_file_that_cannot_be_put(kind, store, monkeypatch):
+    """Of rank 1, and the manifest."""
+    before = weights(saved(URL, tag="a"))
+    write, pipe = MemoryFile.write, MemoryFileSystem.pipe_file
 
     def failing(self: Any, data: Any) -> int:
         if "rank-00001" in self.path:
             raise kind("403: Forbidden")
-        return original(self, data)
+        return write(self, data)
 
-    monkeypatch.setattr(MemoryFile, "write", failing)
-    for text in errors(saved, URL, steps=3, tag="b"):
-        assert text.startswith(f"rank 1: {URL}/b/rank-00001-of-00002-") and "403: Forbidden" in text
-        assert "earlier checkpoints are as they were" in text
-    monkeypatch.undo()
-    assert names(store / "b") == [] and (store / "latest").read_text() == "a"
-    engines = load(URL)
-    assert same(weights(engines), before)
-
-
-def test_a_manifest_that_cannot_be_put(store: UPath, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved(URL, tag="a")
-    before = weights(load(URL))
-    original = MemoryFileSystem.pipe_file
-
-    def failing(self: Any, path: str, value: bytes, **kwargs: Any) -> None:
+    def failing_pipe(self: Any, path: str, value: bytes, **kwargs: Any) -> None:
         if path.endswith("manifest.json"):
-            raise ConnectionError("reset by peer")
-        original(self, path, value, **kwargs)
+            raise kind("403: Forbidden")
+        pipe(self, path, value, **kwargs)
 
-    monkeypatch.setattr(MemoryFileSystem, "pipe_file", failing)
-    for text in errors(saved, URL, steps=3, tag="a"):
-        assert f"{URL}/a/manifest.json" in text and "reset by peer" in text
-    monkeypatch.undo()
-    engines = load(URL, verify=True)
-    assert same(weights(engines), before) and len(names(store / "a")) == 3
+    for owner, call, by, tag, named in (
+        (MemoryFile, "write", failing, "b", f"rank 1: {URL}/b/rank-00001-of-00002-"),
+        (MemoryFileSystem, "pipe_file", failing_pipe, "a", f"{URL}/a/manifest.json"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, call, by)
+            for text in errors(saved, URL, steps=3, tag=tag):
+                assert named in text and "403: Forbidden" in text
+                assert "earlier checkpoints are as they were" in text
+    assert names(store / "b") == [] and (store / "latest").read_text() == "a"
+    assert same(weights(load(URL, verify=True)), before) and len(names(store / "a")) == 3
 
 
-def test_a_manifest_that_the_store_accepts_without_an_answer(
-    store: UPath, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_manifest_that_the_store_accepts_without_an_answer(store, monkeypatch, heard):
     original = MemoryFileSystem.pipe_file
 
     def unanswered(self: Any, path: str, value: bytes, **kwargs: Any) -> None:
@@ -353,141 +316,64 @@ def test_a_manifest_that_the_store_accepts_without_an_answer(
             raise TimeoutError("no answer")
 
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", unanswered)
-    monkeypatch.setattr(logger, "propagate", True)
     before = weights(saved(URL, tag="a"))
     monkeypatch.undo()
-    assert f"{URL}/a is saved" in caplog.text and "no answer" in caplog.text
+    assert any(f"{URL}/a is saved" in line and "no answer" in line for line in heard)
     assert (store / "latest").read_text() == "a"
     assert same(weights(load(URL, verify=True)), before)
 
 
-def test_a_save_that_is_interrupted_after_its_manifest_keeps_its_files(store: UPath) -> None:
-    before = weights(saved(URL, tag="a"))
-    save_id = Manifest.read(store / "a" / "manifest.json").save_id
-    StoreTarget(store, "a", save_id).abort()
-    assert same(weights(load(URL, verify=True)), before)
-
-
-def test_a_save_whose_manifest_cannot_be_read_back_keeps_its_files(
-    store: UPath, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_is_given_up_after_its_manifest_keeps_its_files(store, monkeypatch):
+    """Also where the manifest cannot be read back."""
     before = weights(saved(URL, tag="a"))
     save_id = Manifest.read(store / "a" / "manifest.json").save_id
 
     def unreachable(path: Any) -> Manifest:
         raise CheckpointError(f"{path} cannot be read")
 
-    monkeypatch.setattr(Manifest, "read", unreachable)
     StoreTarget(store, "a", save_id).abort()
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "read", unreachable)
+        StoreTarget(store, "a", save_id).abort()
     assert same(weights(load(URL, verify=True)), before)
 
 
-def rank_1(store: UPath) -> UPath:
-    return next(item for item in (store / "global_step1").iterdir() if "rank-00001" in item.name)
+def flip(item: UPath) -> None:
+    content = bytearray(item.read_bytes())
+    content[-6000] ^= 1
+    item.write_bytes(content)
 
 
-def flipped(content: bytes) -> bytes:
-    return content[:-6000] + bytes([content[-6000] ^ 1]) + content[-5999:]
-
-
-@pytest.mark.parametrize(
-    "damage, said",
-    [
-        (lambda item: item.unlink(), "is missing"),
-        (lambda item: item.write_bytes(item.read_bytes()[:-1]), "is cut short"),
-        (lambda item: item.write_bytes(flipped(item.read_bytes())), "its hash is xxh3_128:"),
-    ],
-    ids=["gone", "cut", "flipped"],
-)
-def test_damage_is_named(damage: Callable[[UPath], None], said: str, store: UPath) -> None:
-    saved(URL)
-    item = rank_1(store)
-    damage(item)
-    for text in errors(load, URL, verify=True):
-        assert str(item) in text and said in text
-    assert said in verify_checkpoint(URL).problems[0]
-
-
-def test_nothing_there(store: UPath) -> None:
+def test_damage_is_named(store: UPath) -> None:
     for text in errors(load, URL):
         assert f"no checkpoint in {URL}: {URL}/latest is missing" in text
-    with pytest.raises(CheckpointError, match="no checkpoint at memory://bucket/run"):
+    with pytest.raises(CheckpointError, match=f"no checkpoint at {URL}"):
         verify_checkpoint(URL)
+    saved(URL)
+    item = next(each for each in (store / "global_step1").iterdir() if "rank-00001" in each.name)
+    for damage, said in (
+        (flip, "its hash is xxh3_128:"),
+        (lambda item: item.write_bytes(item.read_bytes()[:-1]), "is cut short"),
+        (lambda item: item.unlink(), "is missing"),
+    ):
+        damage(item)
+        for text in errors(load, URL, verify=True):
+            assert str(item) in text and said in text
+        assert said in verify_checkpoint(URL).problems[0]
 
 
-def test_an_object_that_shrinks_while_it_is_read(store: UPath) -> None:
-    (store / "file").write_bytes(bytes(100))
-    file = storage.open_ranges(store / "file")
-    (store / "file").write_bytes(bytes(40))
-    assert file.read(memoryview(bytearray(80)), 10) == 30
-
-
-# ---- what cannot be ----
-
-
-def test_urls_that_nothing_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
     for text in errors(saved, "nosuch://bucket/run"):
         assert "nosuch://bucket/run cannot be opened" in text
-        assert "fsspec's package for this store" in text
+    for text in errors(saved, Path("s3://bucket/run")):
+        assert "s3:/bucket/run looks like a URL that was made a path" in text
+    with pytest.raises(CheckpointError, match="3 of type int is not a place"):
+        storage.as_path(3)
 
     def missing(protocol: str) -> Any:
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(sys.modules["fsspec.registry"], "get_filesystem_class", missing)
     monkeypatch.setattr(sys.modules["upath.core"], "get_filesystem_class", missing)
-    with pytest.raises(
-        CheckpointError,
-        match=r"Install s3fs to access S3; pip install .*, or pass a path",
-    ):
+    with pytest.raises(CheckpointError, match="Install s3fs to access S3"):
         storage.as_path("s3://bucket/run")
-
-
-def test_a_url_that_was_made_a_path() -> None:
-    for text in errors(saved, Path("s3://bucket/run")):
-        assert (
-            "s3:/bucket/run looks like a URL that was made a path, which lost a slash; "
-            "pass the URL as a string" in text
-        )
-
-
-def test_what_is_no_place() -> None:
-    with pytest.raises(
-        CheckpointError, match="3 of type int is not a place for checkpoints; pass a path or a URL"
-    ):
-        storage.as_path(3)
-
-
-def test_a_model_is_converted_to_a_file_system(tmp_path: Path) -> None:
-    saved(tmp_path)
-    with pytest.raises(
-        CheckpointError,
-        match="memory://bucket/model: a converted model must be a folder of a file system",
-    ):
-        convert_checkpoint(tmp_path, "memory://bucket/model")
-
-
-def test_one_file_of_the_whole_model_is_written_to_a_file_system() -> None:
-    def action(rank: int, models: list[torch.nn.Module]) -> None:
-        engine = Setup(ranks=1).open(models[rank])
-        try:
-            with pytest.raises(
-                CheckpointError,
-                match="one file of the whole model must be a folder of a file system",
-            ):
-                engine.save_16bit_model("memory://bucket/model")
-        finally:
-            engine.destroy()
-
-    run_ranks(1, action, Setup(ranks=1).models())
-
-
-def test_other_engines_than_the_first(store: UPath) -> None:
-    """Rank 0's identifier of the save is in all names, though every rank draws one."""
-    run(TWO, small, lambda engine: (train_some(engine, 1), checkpoint.save(engine, URL)))
-    marks = {
-        item.stem.rpartition("-")[2]
-        for item in (store / "global_step1").iterdir()
-        if item.name.startswith("rank-")
-    }
-    assert len(marks) == 1

@@ -29,22 +29,22 @@ from tests.helpers.training import adamw
 STEPS = 3
 
 
-def engine_of(rank: int, whole: nn.Module, sizes: Any, stage: int) -> Any:
-    world = torch.distributed.get_world_size()
-    dims = ParallelDims.over(world, **sizes)
+def engine_of(whole: nn.Module, sizes: Any, stage: int) -> Any:
+    dims = ParallelDims.over(torch.distributed.get_world_size(), **sizes)
     model = split(copy.deepcopy(whole), init_parallel(dims))
-    return start(model, adamw(model), config_of_split(stage)), dims.coordinate(rank, "data")
+    return start(model, adamw(model), config_of_split(stage))
 
 
-def steps(engine: Any, data: Tensor, own: int, ranks: int) -> None:
+def steps(engine: Any, rank: int, data: Tensor) -> None:
+    dims = engine.mesh.dims
     for step in data:
-        engine.backward(engine(step.chunk(ranks)[own]))
+        engine.backward(engine(step.chunk(dims.data)[dims.coordinate(rank, "data")]))
         engine.step()
 
 
 def saved(rank: int, whole: nn.Module, data: Tensor, sizes: Any, stage: int, folder: Path) -> Any:
-    engine, own = engine_of(rank, whole, sizes, stage)
-    steps(engine, data[: STEPS - 1], own, engine.mesh.dims.data)
+    engine = engine_of(whole, sizes, stage)
+    steps(engine, rank, data[: STEPS - 1])
     engine.save_checkpoint(folder, tag="t")
     state = whole_state_dict(engine)
     engine.destroy()
@@ -52,32 +52,29 @@ def saved(rank: int, whole: nn.Module, data: Tensor, sizes: Any, stage: int, fol
 
 
 def loaded(rank: int, whole: nn.Module, data: Tensor, sizes: Any, stage: int, folder: Path) -> Any:
-    engine, own = engine_of(rank, whole, sizes, stage)
+    engine = engine_of(whole, sizes, stage)
     engine.load_checkpoint(folder, tag="t")
     state = whole_state_dict(engine)
-    steps(engine, data[STEPS - 1 :], own, engine.mesh.dims.data)
+    steps(engine, rank, data[STEPS - 1 :])
     after = whole_state_dict(engine)
     engine.destroy()
     return state, after
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "after", "stage"),
     [
-        ({"tensor": 2}, {"tensor": 4}),
-        ({"tensor": 4}, {"tensor": 2}),
-        ({"tensor": 2}, {}),
-        ({}, {"tensor": 2}),
-        ({"tensor": 2, "expert": 2}, {"expert": 4}),
-        ({"expert": 4}, {"tensor": 2}),
+        ({"tensor": 2}, {"tensor": 4}, 3),
+        ({"tensor": 4}, {}, 1),
+        ({}, {"tensor": 2}, 0),
+        ({"tensor": 2, "expert": 2}, {"expert": 4}, 2),
+        ({"expert": 4}, {"tensor": 2}, 3),
     ],
     ids=str,
 )
 def test_on_other_ranks(before: Any, after: Any, stage: int, tmp_path: Path) -> None:
-    experts = "expert" in before
-    whole = seeded(lambda: Split(experts, blocks=2))
+    """At another stage, too."""
+    whole = seeded(lambda: Split("expert" in before, blocks=2))
     fresh = copy.deepcopy(whole)
     for p in fresh.parameters():
         p.data.add_(1.0)
@@ -90,15 +87,28 @@ def test_on_other_ranks(before: Any, after: Any, stage: int, tmp_path: Path) -> 
     for state in states:
         assert state.keys() == converted.keys() == want.weights.keys()
         assert all(state[name].equal(converted[name]) for name in state)
-    results = run_ranks(4, loaded, fresh, data, after, 3 - stage, tmp_path)
-    for state, trained in results:
+    for state, trained in run_ranks(4, loaded, fresh, data, after, 3 - stage, tmp_path):
         assert all(state[name].equal(converted[name]) for name in converted), "not what was saved"
         for name, value in trained.items():
             torch.testing.assert_close(value, want.weights[name], rtol=1e-5, atol=2e-5)
 
 
-def test_parts_without_a_box_are_not_saved(tmp_path: Path) -> None:
+BOXES = {
+    "is held twice": lambda slot: slot.pop("box"),
+    "hold the same elements": lambda slot: slot["box"]["cuts"][0][1].__setitem__(0, [6, 12]),
+    "do not make one of shape": lambda slot: slot["box"].update(whole=[13, 12]),
+    "the layout is damaged": lambda slot: slot["box"]["cuts"][0][1].__setitem__(0, [0, 5]),
+    "a box holds the whole shape": lambda slot: slot["box"].pop("whole"),
+}
+
+
+def test_boxes_that_do_not_fit(tmp_path: Path) -> None:
+    """Parts without a box are not saved."""
+
     def run(rank: int, whole: nn.Module) -> None:
+        engine = engine_of(whole, {"tensor": 2}, 1)
+        engine.save_checkpoint(tmp_path, tag="t")
+        engine.destroy()
         model = split(copy.deepcopy(whole), init_parallel(ParallelDims.over(2, tensor=2)))
         set_sharding(model.blocks[0].down.weight, Sharding(("tensor",)))
         engine = start(model, adamw(model), config_of_split(1))
@@ -107,29 +117,11 @@ def test_parts_without_a_box_are_not_saved(tmp_path: Path) -> None:
         engine.destroy()
 
     run_ranks(2, run, seeded(lambda: Split(blocks=2)))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda slot: slot.pop("box"), "is held twice"),
-        (lambda slot: slot["box"]["cuts"][0][1].__setitem__(0, [6, 12]), "hold the same elements"),
-        (lambda slot: slot["box"].update(whole=[13, 12]), "do not make one of shape"),
-        (lambda slot: slot["box"]["cuts"][0][1].__setitem__(0, [0, 5]), "the layout is damaged"),
-        (lambda slot: slot["box"].pop("whole"), "a box holds the whole shape"),
-    ],
-)
-def test_boxes_that_do_not_fit(change: Any, message: str, tmp_path: Path) -> None:
-    def run(rank: int, whole: nn.Module) -> None:
-        engine, _ = engine_of(rank, whole, {"tensor": 2}, 1)
-        engine.save_checkpoint(tmp_path, tag="t")
-        engine.destroy()
-
-    run_ranks(2, run, seeded(lambda: Split(blocks=2)))
     path = tmp_path / "t" / "manifest.json"
-    data = json.loads(path.read_text())
-    data.pop("digest")
-    slots = [slot for flat in data["flats"] for slot in flat["layout"]["slots"]]
-    change(next(slot for slot in slots if slot["name"] == "blocks.0.value.weight"))
-    with pytest.raises(CheckpointError, match=message):
-        Manifest.from_json(data, path)
+    for message, change in BOXES.items():
+        data = json.loads(path.read_text())
+        data.pop("digest")
+        slots = [slot for flat in data["flats"] for slot in flat["layout"]["slots"]]
+        change(next(slot for slot in slots if slot["name"] == "blocks.0.value.weight"))
+        with pytest.raises(CheckpointError, match=message):
+            Manifest.from_json(data, path)

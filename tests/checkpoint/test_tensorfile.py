@@ -103,28 +103,27 @@ def test_blocks_smaller_than_tensors(tmp_path, monkeypatch):
         assert torch.equal(out, tensor[100:1000])
 
 
-@pytest.mark.parametrize(
-    "size", [1, 4095, 4096, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 3 << 20, (3 << 20) + 5000]
-)
-def test_pages_go_past_the_cache_and_the_rest_through_it(tmp_path, size):
+def write_random(path, size):
     image = file_writer.aligned_buffer(size).random_(256)
-    written = FilePlan((), bytes(image.numpy()))
-    write_image(tmp_path / "f", tensorfile.bytes_view(image), written)
-    assert (tmp_path / "f").read_bytes() == bytes(image.numpy())
+    write_image(path, tensorfile.bytes_view(image), FilePlan((), bytes(image.numpy())))
+    assert path.read_bytes() == bytes(image.numpy())
 
 
-@pytest.mark.parametrize("takes", [4096, 1 << 19, 5000])
-def test_writes_that_take_less_than_they_are_given(tmp_path, monkeypatch, takes):
+def test_pages_go_past_the_cache_and_the_rest_through_it(tmp_path):
+    for size in (1, 4095, 4096, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, (3 << 20) + 5000):
+        write_random(tmp_path / "f", size)
+
+
+def test_writes_that_take_less_than_they_are_given(tmp_path, monkeypatch):
     """After a part of a page the rest goes through the cache."""
-    image, write = file_writer.aligned_buffer((2 << 20) + 77).random_(256), os.write
-    monkeypatch.setattr(file_writer.os, "write", lambda fd, data: write(fd, data[:takes]))
-    written = FilePlan((), bytes(image.numpy()))
-    write_image(tmp_path / "f", tensorfile.bytes_view(image), written)
-    assert (tmp_path / "f").read_bytes() == bytes(image.numpy())
+    write = os.write
+    for takes in (4096, 1 << 19, 5000):
+        monkeypatch.setattr(file_writer.os, "write", lambda fd, data, n=takes: write(fd, data[:n]))
+        write_random(tmp_path / "f", (2 << 20) + 77)
 
 
 def test_a_file_system_without_direct_transfers(tmp_path, monkeypatch):
-    image, opened = file_writer.aligned_buffer(2 << 20).random_(256), os.open
+    opened = os.open
 
     def refuse(path, flags, *mode):
         if flags & os.O_DIRECT:
@@ -132,9 +131,7 @@ def test_a_file_system_without_direct_transfers(tmp_path, monkeypatch):
         return opened(path, flags, *mode)
 
     monkeypatch.setattr(file_writer.os, "open", refuse)
-    written = FilePlan((), bytes(image.numpy()))
-    write_image(tmp_path / "f", tensorfile.bytes_view(image), written)
-    assert (tmp_path / "f").read_bytes() == bytes(image.numpy())
+    write_random(tmp_path / "f", 2 << 20)
 
 
 def test_memory_on_no_page_is_written_all_the_same(tmp_path):
@@ -173,11 +170,6 @@ def test_a_file_cut_short_while_it_is_read(tmp_path):
             file.read_into("a", 0, torch.empty(1000))
 
 
-def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(CheckpointError, match=r"cannot be opened.*restore the file"):
-        TensorFile(tmp_path / "nothing")
-
-
 def raw(header: object, data: bytes = b"", length: int | None = None) -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + data
@@ -214,19 +206,18 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize("kind", DAMAGED)
-def test_damage_is_an_error_that_names_the_file(tmp_path, kind):
+def test_damage_is_an_error_that_names_the_file(tmp_path):
     path = tmp_path / "broken.safetensors"
-    path.write_bytes(DAMAGED[kind])
-    with pytest.raises(
-        CheckpointError, match=r"broken\.safetensors is damaged: .*; restore the file"
-    ):
-        TensorFile(path)
+    for kind, content in DAMAGED.items():
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError) as caught:
+            TensorFile(path)
+        assert caught.match(r"broken\.safetensors is damaged: "), kind
+    with pytest.raises(CheckpointError, match=r"nothing cannot be opened"):
+        TensorFile(tmp_path / "nothing")
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_no_mutation_gets_past_the_checks(tmp_path, data):
     """A mutated file is either refused or read without leaving its bounds."""

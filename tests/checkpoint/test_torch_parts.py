@@ -1,16 +1,38 @@
-"""The boxes in which ``torch.distributed.checkpoint`` sees a rank's elements of a tensor."""
+"""State dicts of ``torch.distributed.checkpoint``: the boxes in which it sees a rank's elements of
+a tensor, engines that keep state in host memory or files, and converted checkpoints in a plain
+process.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 
+import hf_zero
 from hf_zero.checkpoint.tensor_part import TensorPart
 from hf_zero.errors import CheckpointError
 from hf_zero.zero.layout.box import Box
+from tests.helpers.cells import fast
+from tests.helpers.engines import config_of, full_weights, start
+from tests.helpers.models import Stack, seeded
+from tests.helpers.offloads import DEVICE, WAYS, offload, opened, same, stages_of
+from tests.helpers.oracle import compare_tensors
+from tests.helpers.parts import whole
+from tests.helpers.stacks import by_hand, on_ranks, run_steps
+from tests.helpers.training import adamw
+
+# ---- parts ----
 
 BOXES = {
     "scalar": ((), None),
@@ -24,43 +46,198 @@ BOXES = {
 }
 
 
-@pytest.mark.parametrize("name", BOXES)
-def test_boxes_hold_each_element_once_in_its_place(name):
-    shape, box = BOXES[name]
-    whole = torch.arange(math.prod(shape)).view(shape)
-    own = whole if box is None else box.take(whole)
-    for start in range(own.numel() + 1):
-        for stop in range(start, own.numel() + 1):
-            local = own.reshape(-1)[start:stop].clone()
-            part = TensorPart(local, (tuple(own.shape), start, box))
-            assert part.shape == whole.shape
+def test_boxes_hold_each_element_once_in_its_place():
+    for name, (shape, box) in BOXES.items():
+        every = torch.arange(math.prod(shape)).view(shape)
+        own = every if box is None else box.take(every)
+        for start_, stop in ((a, b) for b in range(own.numel() + 1) for a in range(b + 1)):
+            local = own.reshape(-1)[start_:stop].clone()
+            part = TensorPart(local, (tuple(own.shape), start_, box))
+            assert part.shape == every.shape, name
             # a checkpoint has the name of a tensor without elements
-            assert bool(part.pieces) == (start < stop or not whole.numel())
+            assert bool(part.pieces) == (start_ < stop or not every.numel()), name
+            chunks, items = part.__create_chunk_list__(), part.__create_write_items__("x", 0)
             seen = []
-            for chunk, item in zip(
-                part.__create_chunk_list__(), part.__create_write_items__("x", 0)
-            ):
+            for chunk, item in zip(chunks, items):
                 view = part.__get_tensor_shard__(item.index)
                 place = tuple(map(slice, chunk.offsets, map(sum, zip(chunk.offsets, chunk.sizes))))
-                assert torch.equal(whole[place], view)
+                assert torch.equal(every[place], view), name
                 assert view.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
                 seen += view.reshape(-1).tolist()
-            assert sorted(seen) == sorted(local.tolist())
+            assert sorted(seen) == sorted(local.tolist()), name
 
 
-def test_what_is_staged_for_an_asynchronous_save_is_a_part():
+def test_what_is_staged_or_copied_is_a_part_and_other_operations_are_refused():
     part = TensorPart(torch.arange(6.0), ((2, 5), 3, None))
+    assert torch.equal(part.detach().clone().to(torch.float64).local, torch.arange(6.0).double())
+    with pytest.raises(CheckpointError, match="full_state_dict=True"):
+        part + 1
+    with pytest.raises(CheckpointError, match="new_empty"):
+        part.new_empty((2, 3))
     staged = StateDictStager().stage({"weight": part})["weight"]
     part.local.zero_()
     assert isinstance(staged, TensorPart) and torch.equal(staged.local, torch.arange(6.0))
     assert [offsets for offsets, _ in staged.pieces] == [offsets for offsets, _ in part.pieces]
     assert torch.equal(torch.cat([v.flatten() for _, v in staged.pieces]), torch.arange(6.0))
-    with pytest.raises(CheckpointError, match="new_empty"):
-        part.new_empty((2, 3))
 
 
-def test_copies_are_parts_and_other_operations_are_refused():
-    part = TensorPart(torch.arange(6.0), ((2, 5), 3, None))
-    assert torch.equal(part.detach().clone().to(torch.float64).local, torch.arange(6.0).double())
-    with pytest.raises(CheckpointError, match="full_state_dict=True"):
-        part + 1
+# ---- engines that keep state in host memory or files ----
+
+RANKS, SAVED_AFTER, STEPS = 2, 2, 4
+MOMENTS = ("exp_avg", "exp_avg_sq")
+CASES = [
+    (way, stage, precision)
+    for way in WAYS
+    for stage in stages_of(way)
+    for precision in ("fp32", "bf16")
+]
+FAST = [("optimizer on cpu", 3, "fp32"), ("all in files", 3, "bf16"), ("half on cpu", 2, "fp32")]
+FAST.append(("parameters on cpu", 3, "fp32"))
+OTHERS = dict.fromkeys(WAYS, DEVICE) | {"optimizer on cpu": "all in files"}
+
+
+def plain() -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]], Any]:
+    """Weights and states of a plain process after SAVED_AFTER steps, and its weights at the end."""
+    kept: list[Any] = []
+
+    def after(step, model, optimizer):
+        if step == SAVED_AFTER - 1:
+            named = dict(model.named_parameters())
+            kept.append({name: p.detach().clone() for name, p in named.items()})
+            states = {name: optimizer.state[p] for name, p in named.items()}
+            kept.append({n: {k: v.clone() for k, v in of.items()} for n, of in states.items()})
+
+    ended, _ = by_hand(adamw, [[(1.0, 0)]] * STEPS, RANKS, after_step=after)
+    return kept[0], kept[1], ended
+
+
+@pytest.mark.parametrize(("way", "stage", "precision"), fast(CASES, lambda *case: case in FAST))
+def test_states_are_those_of_a_plain_process(way, stage, precision, tmp_path):
+    keys = {} if precision == "fp32" else {"bf16": {"enabled": True}}
+
+    def saved(rank, model):
+        engine = opened(model, offload(way, stage, tmp_path), **keys)
+        run_steps(engine, rank, range(SAVED_AFTER))
+        weights, states = get_state_dict(engine.module, engine.optimizer)
+        gathered = {
+            name: [hf_zero.safe_get_full_fp32_param(p)]
+            + [hf_zero.safe_get_full_optimizer_state(p, key) for key in MOMENTS]
+            for name, p in engine.module.named_parameters()
+        }
+        run_steps(engine, rank, range(SAVED_AFTER, STEPS))
+        ended = full_weights(engine)
+        engine.destroy()
+        return weights, states, gathered, ended
+
+    found = on_ranks(RANKS, saved)
+    joined = {name: whole([each[0][name] for each in found]) for name in found[0][0]}
+    moments = {
+        name: {key: whole([each[1]["state"][name][key] for each in found]) for key in MOMENTS}
+        for name in joined
+    }
+    steps = {float(values["step"]) for each in found for values in each[1]["state"].values()}
+    assert steps == {float(SAVED_AFTER)}
+    for name, values in found[0][2].items():
+        for got, want in zip([joined[name], *moments[name].values()], values):
+            assert torch.equal(got, want.to(got.device)), name
+    if precision == "fp32":
+        weights, states, ended = plain()
+        same(joined, weights)
+        for key in MOMENTS:
+            same({name: moments[name][key] for name in joined}, {n: states[n][key] for n in joined})
+        same(found[0][3], ended)
+
+    def resumed(rank, model, section, weights, states):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        engine = opened(model, section, **keys)
+        names = {"model_state_dict": weights, "optim_state_dict": states}
+        set_state_dict(engine.module, engine.optimizer, **names)
+        run_steps(engine, rank, range(SAVED_AFTER, STEPS))
+        ended = full_weights(engine)
+        engine.destroy()
+        return ended
+
+    def from_parts(rank, model):
+        return resumed(rank, model, offload(way, stage, tmp_path), *found[rank][:2])
+
+    def from_wholes(rank, model):
+        states = {"state": {}, "param_groups": found[0][1]["param_groups"]}
+        for name, values in moments.items():
+            states["state"][name] = {"step": torch.tensor(float(SAVED_AFTER)), **values}
+        return resumed(rank, model, offload(OTHERS[way], 3, tmp_path), dict(joined), states)
+
+    same(on_ranks(RANKS, from_parts)[0], found[0][3], exact=True)
+    same(on_ranks(RANKS, from_wholes)[0], found[0][3])
+
+
+# ---- converted checkpoints ----
+
+
+class Odd(Stack):
+    """With frozen parameters, a scalar, and a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.scale, self.none = nn.Parameter(torch.ones(())), nn.Parameter(torch.zeros(0, 2))
+        self.enter.requires_grad_(False)
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        return super().body(x) * self.scale + self.none.sum()
+
+
+def odd() -> nn.Module:
+    return seeded(Odd)
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.dim() == 2 and parameter.numel() > 0)
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def those_that_train(model: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.Adam(trained, 1e-2, eps=1e-4, amsgrad=True)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "all in one group": lambda model: torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-4),
+    "those that train": those_that_train,
+    "Muon": lambda model: torch.optim.Muon(matrices(model), 1e-2),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_plain_process_loads_a_converted_run(kind, tmp_path):
+    """In both forms of the state dict: it has then what it would have after the same steps."""
+
+    def run(rank: int, model: nn.Module) -> None:
+        engine = start(model, OPTIMIZERS[kind](model), config_of(3))
+        run_steps(engine, rank, range(2))
+        engine.save_checkpoint(tmp_path, tag="run")
+
+    on_ranks(RANKS, run, build=odd)
+    hf_zero.convert_checkpoint(tmp_path / "run", tmp_path / "dcp", to="dcp")
+    kept: list[Any] = []
+
+    def after(step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        kept[:] = get_state_dict(model, optimizer)
+
+    by_hand(OPTIMIZERS[kind], [[(1.0, 0)]] * 2, RANKS, after_step=after, build=odd)
+    for flat in (False, True):
+        model = odd()
+        optimizer = OPTIMIZERS[kind](model)
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        state = get_state_dict(model, optimizer, options=options)
+        asked = dict(zip(("model", "optimizer"), state))
+        dcp.load(asked, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+        given = {"model_state_dict": asked["model"], "optim_state_dict": asked["optimizer"]}
+        set_state_dict(model, optimizer, **given, options=options)
+        weights, states = get_state_dict(model, optimizer)
+        compare_tensors("weights", weights, kept[0])
+        assert states["state"].keys() == kept[1]["state"].keys()
+        for name, want in kept[1]["state"].items():
+            compare_tensors(name, states["state"][name], want, 1e-4)
+        assert states["param_groups"] == kept[1]["param_groups"]

@@ -26,10 +26,8 @@ class Model(nn.Module):
 
     def __init__(self, frozen: bool) -> None:
         super().__init__()
-        self.embed, self.blocks = (
-            nn.Embedding(WORDS, WIDTH),
-            nn.ModuleList(Block() for _ in range(2)),
-        )
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.embed.weight
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False) if frozen else nn.Identity()
@@ -38,9 +36,8 @@ class Model(nn.Module):
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
-        return nn.functional.cross_entropy(
-            self.head(self.norm(self.frozen(x))).float().flatten(0, 1), labels.flatten()
-        )
+        logits = self.head(self.norm(self.frozen(x))).float()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def build(frozen: bool) -> Model:
@@ -50,13 +47,9 @@ def build(frozen: bool) -> Model:
 
 def optimizer_of(model: Model) -> torch.optim.Optimizer:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": 0.1},
-        {
-            "params": [parameter for parameter in trained if parameter.ndim <= 1],
-            "weight_decay": 0.0,
-        },
-    ]
+    matrices = [parameter for parameter in trained if parameter.ndim > 1]
+    others = [parameter for parameter in trained if parameter.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=1e-2)
 
 
@@ -66,9 +59,8 @@ def schedule_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.La
 
 def batch(step: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
     """This rank's rows of one global batch."""
-    ids = torch.randint(
-        0, WORDS, (GLOBAL_BATCH, LENGTH), generator=torch.Generator().manual_seed(step)
-    )
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, WORDS, (GLOBAL_BATCH, LENGTH), generator=generator)
     each = GLOBAL_BATCH // ranks
     mine = ids[rank * each : (rank + 1) * each]
     return mine, mine.roll(1, 1)

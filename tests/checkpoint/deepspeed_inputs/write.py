@@ -75,43 +75,22 @@ def write(name: str) -> None:
     os._exit(0)  # gloo may abort a rank whose peer ends first
 
 
+def run(*command: str, **more: dict[str, str]) -> None:
+    subprocess.run([sys.executable, "-m", *command], check=True, **more)
+
+
 if __name__ == "__main__":
     if len(sys.argv) > 1:
         write(sys.argv[1])
     else:
         for name, (ranks, *_) in CASES.items():
             shutil.rmtree(HERE / name, ignore_errors=True)
-            started = [
-                "-m",
-                "torch.distributed.run",
-                "--nproc-per-node",
-                str(ranks),
-                "--rdzv-backend",
-                "c10d",
-                "--rdzv-endpoint",
-                "127.0.0.1:0",
-            ]
-            subprocess.run(
-                [sys.executable, *started, __file__, name],
-                check=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
+            launch = ["torch.distributed.run", "--nproc-per-node", str(ranks)]
+            launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+            run(*launch, __file__, name, env={**os.environ, "OMP_NUM_THREADS": "1"})
         for name in ("stage1", "stage3"):
             shutil.rmtree(HERE / f"{name}-universal", ignore_errors=True)
-            folders = [
-                "--input_folder",
-                f"{HERE / name}/global_step3",
-                "--output_folder",
-                f"{HERE / name}-universal",
-            ]
-            subprocess.run(
-                [
-                    sys.executable,
-                    "-m",
-                    "deepspeed.checkpoint.ds_to_universal",
-                    "--inject_missing_state",
-                    *folders,
-                ],
-                check=True,
-            )
+            folders = ["--input_folder", f"{HERE / name}/global_step3"]
+            folders += ["--output_folder", f"{HERE / name}-universal"]
+            run("deepspeed.checkpoint.ds_to_universal", "--inject_missing_state", *folders)
             (HERE / "latest_universal").unlink(missing_ok=True)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,59 +17,45 @@ from upath import UPath
 
 from hf_zero import sequence_parallel
 from hf_zero.checkpoint.memory import saving
-from hf_zero.logging import logger
-from tests.checkpoint.test_engine import WINDOW, train
-from tests.checkpoint.test_offloaded import Away
+from tests.checkpoint.setups import WINDOW, Setup, train
 from tests.helpers.engines import full_weights
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tensor_parallel import MODELS
 
+Ended = tuple[int, list[float], dict[str, torch.Tensor], Any]  # of a rank, see attempt
+
 
 @dataclass(frozen=True)
-class Kept(Away):
+class Kept(Setup):
     """``hosts``: the host of each rank, a letter each. ``more``: further keys of
-    ``checkpoint.memory``.
+    ``checkpoint.memory``. ``keys``: further keys of the configuration, those of zero_optimization
+    merged. ``together``: ranks that read one batch.
     """
 
     hosts: str = "ab"
     base: Path = Path()
     more: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
-
-    @property
-    def config(self) -> dict[str, Any]:
-        memory = {"every": 1, "folder": str(self.base), "job": "job", **self.more}
-        return {**super().config, "checkpoint": {"memory": memory}}
-
-    def train(self, engine: Any, rank: int, steps: range) -> list[float]:
-        """Losses of this rank's micro-batches in ``steps``."""
-        return train(engine, rank, steps, self.model)
-
-    def folder_of(self, host: str) -> Path:
-        """This job's folder of the engine on ``host``."""
-        return next(self.base.glob(f"hf-zero-*-job/{host}/engine-0"))
-
-
-@dataclass(frozen=True)
-class Meshed(Kept):
-    """``keys``: further keys of the configuration, those of zero_optimization merged.
-    ``together``: ranks that read one batch.
-    """
-
-    model: str = "llama"
     keys: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     together: int = 1
 
     @property
     def config(self) -> dict[str, Any]:
-        zero = {"stage": self.stage, **self.keys.get("zero_optimization", {})}
-        steps = WINDOW * self.together // self.ranks
-        sizes = {"gradient_accumulation_steps": steps, "zero_optimization": zero}
-        return {**super().config, **self.keys, **sizes}
+        memory = {"every": 1, "folder": str(self.base), "job": "job", **self.more}
+        config = {**super().config, **self.keys, "checkpoint": {"memory": memory}}
+        config["gradient_accumulation_steps"] = WINDOW * self.together // self.ranks
+        more = self.keys.get("zero_optimization", {})
+        config["zero_optimization"] = {**super().config["zero_optimization"], **more}
+        return config
 
     def models(self) -> list[torch.nn.Module]:
+        if not self.keys:
+            return super().models()
         return [MODELS[self.model].build() for _ in range(self.ranks)]
 
     def train(self, engine: Any, rank: int, steps: range) -> list[float]:
+        """Losses of this rank's micro-batches in ``steps``."""
+        if not self.keys:
+            return train(engine, rank, steps, self.model)
         losses = []
         for step in steps:
             for micro in range(engine.gradient_accumulation_steps()):
@@ -81,14 +69,22 @@ class Meshed(Kept):
                 engine.step()
         return losses
 
+    def at(self, tmp_path: Path) -> Any:
+        (tmp_path / "disk").mkdir(parents=True, exist_ok=True)
+        return dataclasses.replace(self, folder=tmp_path / "disk", base=tmp_path / "memory")
+
+    def folder_of(self, host: str) -> Path:
+        """This job's folder of the engine on ``host``."""
+        return next(self.base.glob(f"hf-zero-*-job/{host}/engine-0"))
+
 
 def attempt(
     setup: Kept,
     steps: range,
-    directory: Path | UPath | None = None,
+    directory: Path | UPath | str | None = None,
     before: Callable[[Any, int], Any] | None = None,
     ends: bool = False,
-) -> list[tuple[int, list[float], dict[str, torch.Tensor], Any]]:
+) -> list[Ended]:
     """One attempt of the job: it resumes from the newest state, if ``directory`` is given, and
     trains up to the end of ``steps``. Unless it ``ends``, its processes are gone without a word.
 
@@ -106,7 +102,8 @@ def attempt(
         first = engine.global_steps
         losses = setup.train(engine, rank, range(max(first, steps.start), steps.stop))
         weights = full_weights(engine)
-        engine.memory.wait()
+        if engine.memory is not None:
+            engine.memory.wait()
         if ends:
             engine.destroy()
         return first, losses, weights, said
@@ -114,15 +111,21 @@ def attempt(
     return run_ranks(setup.ranks, on_rank)
 
 
-@pytest.fixture
-def heard(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was logged."""
-    lines: list[str] = []
-    for name in ("error", "warning", "info"):
-        monkeypatch.setattr(
-            logger, name, lambda text, *args: lines.append(text % args if args else text)
-        )
-    return lines
+def whole(setup: Kept, steps: int) -> list[Ended]:
+    """The run that nothing interrupts, without saves."""
+    return _whole(dataclasses.replace(setup, folder=Path(), base=Path(), more={}), steps)
+
+
+@cache
+def _whole(setup: Kept, steps: int) -> list[Ended]:
+    with tempfile.TemporaryDirectory() as folder:
+        off = dataclasses.replace(setup, folder=Path(folder), more={"every": None})
+        return attempt(off, range(steps), ends=True)
+
+
+def firsts(results: Sequence[Ended]) -> set[int]:
+    """The steps that ranks have resumed from."""
+    return {first for first, *_ in results}
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +135,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def same(results: Sequence[Any], uninterrupted: Sequence[Any]) -> None:
+def same(results: Sequence[Ended], uninterrupted: Sequence[Ended]) -> None:
     """Losses and weights after a resume are those of the run that nothing interrupted."""
     for (first, losses, weights, _), (_, all_losses, all_weights, _) in zip(results, uninterrupted):
         assert losses == all_losses[len(all_losses) - len(losses) :] and losses

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from hf_zero.checkpoint.memory import saving
 from tests.checkpoint.memory.jobs import Kept, hosts
 from tests.checkpoint.memory.killed import Killed, Kills
-from tests.checkpoint.test_engine import WINDOW, train
+from tests.checkpoint.setups import WINDOW, train
 from tests.helpers.cells import fast
 from tests.helpers.ranks import RankFailed, run_ranks
 
 __all__ = ["hosts"]
 
 JOBS, KILLS = 20, 5
-FAST = {3}
+FAST = {6}
 SAVE_POINTS = (
     "before", "staging", "staged", "hashed", "sending", "copied", "recorded", "committing",
     "committed",

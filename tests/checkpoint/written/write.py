@@ -20,7 +20,7 @@ from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.engine import Engine
 from hf_zero.zero.layout.sharding import sharding_of
 from tests.checkpoint.jobs import Job, run, small, train_some, value
-from tests.checkpoint.test_failures import as_version_1
+from tests.checkpoint.test_damaged import as_version_1
 from tests.helpers.engines import start
 from tests.helpers.models import seeded
 from tests.helpers.ranks import run_ranks
@@ -67,9 +67,8 @@ def write_cut(folder: Path) -> None:
     models = [cut_model() for _ in range(2)]
 
     def on_rank(rank: int) -> None:
-        model: Any = split(
-            copy.deepcopy(models[rank]), init_parallel(ParallelDims.over(2, tensor=2))
-        )
+        axes = init_parallel(ParallelDims.over(2, tensor=2))
+        model: Any = split(copy.deepcopy(models[rank]), axes)
         engine = start(model, adamw(model), config_of_split(3))
         engine.backward(engine(batches(1, 1, 1)[0, 0, 0]))
         engine.step()
@@ -81,11 +80,8 @@ def write_cut(folder: Path) -> None:
 
 
 def main() -> None:
-    for name, make in {
-        "version1": write_small,
-        "version2": write_small,
-        "version3": write_cut,
-    }.items():
+    makers = {"version1": write_small, "version2": write_small, "version3": write_cut}
+    for name, make in makers.items():
         shutil.rmtree(HERE / name, ignore_errors=True)
         make(HERE / name)
         (HERE / name / "zero_to_fp32.py").unlink()

@@ -1,0 +1,244 @@
+"""Trainings of small transformers on threaded ranks that are saved and resumed, by their setup."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hf_zero
+from hf_zero.checkpoint import save_job
+from hf_zero.optim import Lion
+from hf_zero.zero.layout.wrap import WHOLE
+from tests.helpers.engines import full_weights, start
+from tests.helpers.models import ARCHITECTURES, ROWS
+from tests.helpers.offloads import offload
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import adamw, trainable
+
+WINDOW = 4  # micro-batches of one global batch, whatever the ranks
+
+
+@dataclass(frozen=True)
+class Setup:
+    """``way`` "" keeps everything on the device; ``folder`` is where files go."""
+
+    ranks: int = 2
+    stage: int = 3
+    precision: str = "fp32"
+    model: str = "gpt2"
+    optimizer: Any = adamw
+    frozen: str = "nothing"
+    way: str = ""
+    moments: str = "fp32"
+    folder: Path = Path()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        schedule = {"warmup_num_steps": 3, "total_num_steps": 20, "warmup_max_lr": 1e-2}
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": ROWS,
+            "gradient_accumulation_steps": WINDOW // self.ranks,
+            "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": self.stage},
+            "scheduler": {"type": "WarmupDecayLR", "params": schedule},
+        }
+        if self.way:
+            section = offload(self.way, self.stage, self.folder, moments=self.moments)
+            config["zero_optimization"] = section
+        if self.precision == "bf16":
+            config["bf16"] = {"enabled": True}
+        if self.precision == "fp16":
+            # the scale starts too high and grows every second step: overflows and growth on both
+            # sides of the save
+            scale = {"initial_scale_power": 17, "loss_scale_window": 2, "hysteresis": 1}
+            config["fp16"] = {"enabled": True, **scale}
+        return config
+
+    def models(self) -> list[torch.nn.Module]:
+        models = [ARCHITECTURES[self.model].build() for _ in range(self.ranks)]
+        for model in models:
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(self.frozen not in name)
+        return models
+
+    def open(self, model: torch.nn.Module) -> Any:
+        return start(model, self.optimizer(model), self.config)
+
+    def run(self, action: Callable[[Any, int], Any]) -> list[Any]:
+        """``action(engine, rank)`` on each rank, with an engine that ends after it."""
+        models = self.models()
+
+        def on_rank(rank: int) -> Any:
+            engine = self.open(models[rank])
+            result = action(engine, rank)
+            engine.destroy()
+            return result
+
+        return run_ranks(self.ranks, on_rank)
+
+    def at(self, tmp_path: Path) -> Any:
+        """This setup with its files in a folder of ``tmp_path``."""
+        (tmp_path / "disk").mkdir(exist_ok=True)
+        return dataclasses.replace(self, folder=tmp_path / "disk")
+
+
+def grouped(model: torch.nn.Module, turned: bool) -> list[dict[str, Any]]:
+    """Matrices decay, the rest has a learning rate of its own."""
+    groups = [
+        {"params": [p for p in trainable(model) if p.ndim > 1], "lr": 2e-3, "weight_decay": 0.1},
+        {"params": [p for p in trainable(model) if p.ndim < 2], "lr": 1e-3, "weight_decay": 0.0},
+    ]
+    return groups[::-1] if turned else groups
+
+
+OPTIMIZERS = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, eps=1e-6),
+    "sgd": lambda groups: torch.optim.SGD(groups, momentum=0.9),
+    "lion": lambda groups: Lion(groups),
+}
+
+
+@dataclass(frozen=True)
+class Elastic(Setup):
+    """``whole``: all of the model is one unit. ``turned``: the groups in the other order."""
+
+    kind: str = "adamw"
+    window: int = WINDOW
+    whole: bool = False
+    turned: bool = False
+
+    @property
+    def config(self) -> dict[str, Any]:
+        config = super().config | {"gradient_accumulation_steps": self.window // self.ranks}
+        del config["scheduler"]
+        return config
+
+    def open(self, model: torch.nn.Module) -> Any:
+        if self.whole:
+            setattr(model.transformer if hasattr(model, "transformer") else model.bert, WHOLE, True)
+        optimizer = OPTIMIZERS[self.kind](grouped(model, self.turned))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        return start(model, optimizer, self.config, lr_scheduler=schedule)
+
+
+def described(setup: Setup) -> str:
+    """The fields of ``setup`` that are not the default."""
+    fields = dataclasses.fields(setup)
+    more = [f for f in fields[2:] if f.name != "folder" and getattr(setup, f.name) != f.default]
+    told = [getattr(setup, f.name) for f in more]
+    words = [
+        f.name if each is True else getattr(each, "__name__", each) for f, each in zip(more, told)
+    ]
+    return f"{setup.ranks}x{setup.stage} {' '.join(map(str, words))}".strip()
+
+
+def train(
+    engine: Any, rank: int, steps: range, model: str = "gpt2", window: int = WINDOW
+) -> list[float]:
+    """Losses of this rank's micro-batches. Which ones a window has does not depend on the ranks."""
+    losses = []
+    each = window // engine.world_size
+    for step in steps:
+        for micro in range(each):
+            loss = engine(**ARCHITECTURES[model].batch(step, rank * each + micro, 0)).loss
+            losses.append(float(loss.detach()))
+            engine.backward(loss)
+            engine.step()
+    return losses
+
+
+def global_losses(results: list[list[float]], ranks: int, window: int = WINDOW) -> list[float]:
+    """The mean loss of each step."""
+    each = window // ranks
+    return [
+        sum(sum(losses[at : at + each]) for losses in results) / window
+        for at in range(0, len(results[0]), each)
+    ]
+
+
+COUNTERS = ("global_steps", "skipped_steps", "global_samples")
+
+
+def place(engine: Any) -> dict[str, Any]:
+    """All that is one number for all ranks."""
+    return {
+        "counters": [getattr(engine.counters, name) for name in COUNTERS],
+        "scaler": engine.scaler.state_dict() if engine.config.precision == "fp16" else None,
+        "lr": sorted(engine.get_lr()),
+        "schedule": engine.lr_scheduler.last_epoch,
+    }
+
+
+State = dict[str, list[torch.Tensor]]
+KINDS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",), "lion": ("exp_avg",)}
+
+
+def state(engine: Any, kind: str = "adamw") -> State:
+    """Whole masters and moments, on the CPU. Collective."""
+    kept = {}
+    for name, p in engine.module.named_parameters():
+        if p.requires_grad:
+            held = [hf_zero.safe_get_full_fp32_param(p)]
+            held += [hf_zero.safe_get_full_optimizer_state(p, each) for each in KINDS[kind]]
+            kept[name] = [each.cpu().clone() for each in held]
+    return kept
+
+
+def equal(one: State, other: State) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(a, b) for name in one for a, b in zip(one[name], other[name], strict=True)
+    )
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def first_half(engine: Any, rank: int, setup: Setup, folder: Any, **options: Any) -> list[float]:
+    """Save after three of six steps; return the losses of all."""
+    before = train(engine, rank, range(3), setup.model)
+    assert (0 < engine.counters.skipped_steps < 3) == (setup.precision == "fp16"), engine.counters
+    client_state = {"step": 3}
+    engine.save_checkpoint(str(folder), client_state=client_state, **options)
+    client_state["step"] = 99
+    return before + train(engine, rank, range(3, 6), setup.model)
+
+
+def second_half(
+    rank: int, models: list[torch.nn.Module], setup: Setup, folder: Any
+) -> tuple[list[float], Any]:
+    """Losses and weights of steps 3 to 5 of a model with other weights, resumed."""
+    with torch.no_grad():
+        for parameter in models[rank].parameters():
+            parameter.fill_(0.5)
+    engine = setup.open(models[rank])
+    path, client_state = engine.load_checkpoint(str(folder))
+    assert path == str(folder / "global_step3")
+    assert client_state == {"step": 3} and engine.global_steps == 3
+    assert (engine.counters.skipped_steps > 0) == (setup.precision == "fp16")
+    losses = train(engine, rank, range(3, 6), setup.model)
+    weights = full_weights(engine)
+    assert engine.global_steps == 6 and engine.lr_scheduler.get_last_lr() == engine.get_lr()
+    engine.destroy()
+    return losses, weights
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Threads that write a save do it once this is set."""
+    free, write = threading.Event(), save_job.write_image
+
+    def waiting(path: Path, *rest: Any) -> Any:
+        assert free.wait(60)
+        return write(path, *rest)
+
+    monkeypatch.setattr(save_job, "write_image", waiting)
+    yield free
+    free.set()

@@ -1,0 +1,395 @@
+"""Damaged checkpoints: every load names the damage with its file and loads nothing, and ``verify``
+finds what a file has. Any bit, manifest and header: a verdict, and no other exception.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import struct
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hf_zero import checkpoint
+from hf_zero.checkpoint import reader, tensorfile, verify_checkpoint
+from hf_zero.checkpoint.find import LATEST
+from hf_zero.checkpoint.manifest import VERSION
+from hf_zero.errors import CheckpointError
+from tests.checkpoint.jobs import (
+    RANK1,
+    TWO,
+    edit,
+    errors,
+    flip,
+    load,
+    other,
+    run,
+    same,
+    saved,
+    small,
+    weights,
+)
+from tests.checkpoint.test_manifest import places
+
+TAG = "global_step1"
+MANIFEST = f"{TAG}/manifest.json"
+RANK0, OBJECTS = "rank-00000-of-00002.safetensors", "objects.pt"
+CLIENT_STATE = {"seen": torch.full((64,), 7, dtype=torch.uint8), "when": (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run, and another run of the same model on the same ranks, so that every size matches."""
+    folder = tmp_path_factory.mktemp("whole")
+    for name in ("run", "other"):
+        saved(folder / name, client_state=CLIENT_STATE)
+    return folder
+
+
+# ---- what is done to the folder of a run ----
+
+
+def flip_after(name: str, inside: bytes, further: int, run: Path) -> None:
+    """Change a bit of ``name``, ``further`` bytes behind the begin of ``inside``."""
+    path = run / TAG / name
+    flip(path, path.read_bytes().index(inside) + further)
+
+
+def replaced(old: str, new: str, run: Path) -> None:
+    """The value of the manifest fits everything else that the files say."""
+    content = (run / MANIFEST).read_text()
+    assert old in content
+    (run / MANIFEST).write_text(content.replace(old, new, 1))
+
+
+def edited(change: Any, run: Path) -> None:
+    edit(run / MANIFEST, change)
+
+
+def of_the_other(name: str, run: Path) -> None:
+    shutil.copy(run.parent / "other" / TAG / name, run / TAG / name)
+
+
+def changed(name: str, change: Callable[[Path], Any], run: Path) -> None:
+    change(run / TAG / name)
+
+
+def only_weights(run: Path) -> None:
+    """A Trainer's folder without ``latest``: its weights alone must not be resumed."""
+    (run / "model.safetensors").write_bytes(b"")
+    (run / LATEST).unlink()
+
+
+def several(run: Path) -> None:
+    for tag in ("a", "b"):
+        shutil.copytree(run / TAG, run / tag)
+    (run / LATEST).write_text("b")
+    os.truncate(run / "b" / RANK1, 100)
+
+
+def latest(content: bytes | int | None, run: Path) -> None:
+    """Bytes, a length of zeros, or a folder."""
+    (run / LATEST).unlink()
+    if content is None:
+        (run / LATEST).mkdir()
+    elif isinstance(content, int):
+        (run / LATEST).touch()
+        os.truncate(run / LATEST, content)
+    else:
+        (run / LATEST).write_bytes(content)
+
+
+HASHED = "a bit of a tensor"  # which loads find before they begin if they verify whole files
+Damage = tuple[Callable[[Path], Any], list[str]]
+NO_LATEST = [f"tags that exist: {TAG}", LATEST]
+CHANGED = ["manifest.json", "'digest'"]
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str, str]] = {
+    "gone": (lambda path: path.unlink(), "is missing", "is missing"),
+    "a folder": (lambda path: (path.unlink(), path.mkdir()), "", "manifest says"),
+    "a link to itself": (
+        lambda path: (path.unlink(), path.symlink_to(path)),
+        "is missing",
+        "is missing",
+    ),
+    "empty": (lambda path: path.write_bytes(b""), "is cut short", "is cut short: 0 bytes"),
+    "a byte short": (
+        lambda path: os.truncate(path, path.stat().st_size - 1),
+        "is cut short",
+        "is cut short",
+    ),
+    "a byte long": (lambda path: path.write_bytes(path.read_bytes() + b"\0"), "", "is longer"),
+    "zeros": (lambda path: path.write_bytes(bytes(path.stat().st_size)), "damaged", "is damaged"),
+}
+# what is done to files of the checkpoint, and what a load says; ``verify`` finds it, too
+FILES: dict[str, Damage] = {
+    **{
+        f"{name}: {kind}": (partial(changed, name, change), [name, said])
+        for kind, (change, said, _) in DAMAGES.items()
+        for name in (RANK1, OBJECTS)
+    },
+    "a file of another save": (partial(of_the_other, RANK1), [RANK1, "another save"]),
+    "a manifest of another run": (
+        partial(of_the_other, "manifest.json"),
+        [f"{TAG}/rank-0000", "another save than manifest.json"],
+    ),
+    HASHED: (lambda run: flip(run / TAG / RANK1, -6000), [RANK1, "its hash is"]),
+    "a bit of a header": (partial(flip_after, RANK1, b"data_offsets", 0), [RANK1, "its header"]),
+    # in the data of a tensor, where no reader of the archive would see it
+    "a bit of objects.pt": (partial(flip_after, OBJECTS, bytes([7] * 64), 5), [OBJECTS]),
+    "a bit of the manifest": (partial(flip_after, "manifest.json", b'"files"', 0), CHANGED[:1]),
+    "a step of the manifest": (
+        partial(replaced, '"global_steps": 1', '"global_steps": 3'),
+        CHANGED,
+    ),
+    "a rate of the manifest": (partial(replaced, '"lr": 0.001', '"lr": 0.009'), CHANGED),
+    "a blank of the manifest": (partial(replaced, "\n ", "\n\t"), CHANGED),
+    "another version": (
+        partial(edited, (f'"version": {VERSION}', '"version": 99')),
+        ["format version 99"],
+    ),
+    **{
+        f"the hash {wrong}": (
+            partial(edited, lambda document, wrong=wrong: document["files"][0].update(hash=wrong)),
+            ["manifest.json", "is not a hash"],
+        )
+        for wrong in ("md5:" + "0" * 32, "xxh3_128:abc", "xxh3_128:" + "g" * 32, "0" * 64)
+    },
+    "chunks that miss elements": (
+        partial(edited, lambda document: document["flats"][0]["chunks"][0].update(stop=1)),
+        ["does not continue at"],
+    ),
+    "a path out of the folder": (
+        partial(edited, lambda document: document["files"][0].update(name="../a")),
+        ["leads out of the folder"],
+    ),
+}
+# what loads alone look at
+FOLDERS: dict[str, Damage] = {
+    "a tensor that the manifest promises": (
+        partial(edited, ('"exp_avg"', '"momentum"')),
+        ["manifest.json", "momentum' is absent"],
+    ),
+    "no file of rank 0": (partial(edited, ('"rank": 0', '"rank": 5')), ["no file of rank 0"]),
+    "no latest": (lambda run: (run / LATEST).unlink(), NO_LATEST),
+    "whole weights beside no latest": (only_weights, NO_LATEST),
+    "latest names what is gone": (partial(latest, b"b"), [f"tags that exist: {TAG}", "'b'"]),
+    "whole ones beside it": (several, [f"b/{RANK1} is cut short", f": {TAG}, a"]),
+    "latest of a terabyte": (partial(latest, 1 << 40), NO_LATEST),
+    "latest is a folder": (partial(latest, None), NO_LATEST),
+    **{
+        f"latest {content!r}": (partial(latest, content), NO_LATEST)
+        for content in (b"", b"\n", b"../x", b"/etc", b".hf-zero-saving-a", b"a\0", b"\xff\xfe")
+    },
+}
+
+
+def made(damage: Callable[[Path], Any], whole: Path, folder: Path) -> Path:
+    shutil.copytree(whole, folder)
+    damage(folder / "run")
+    return folder / "run"
+
+
+def test_each_damage_is_named_and_nothing_is_loaded(whole: Path, tmp_path: Path) -> None:
+    """One engine tries all; then it loads the whole one."""
+    cases = FILES | FOLDERS
+    folders = {
+        name: made(cases[name][0], whole, tmp_path / str(at)) for at, name in enumerate(cases)
+    }
+
+    def load_each(engine: Any) -> dict[str, str]:
+        told = {}
+        for name, folder in folders.items():
+            try:
+                checkpoint.load(engine, folder, verify=True if name == HASHED else None)
+                told[name] = "it was loaded"
+            except CheckpointError as error:
+                told[name] = str(error)
+            touched = any(flat.shard.any() for flat in engine.flats)
+            if touched or engine.counters.global_steps:
+                told[name] = f"something was loaded: {told[name]}"
+        checkpoint.load(engine, whole / "run", verify=True)
+        return told
+
+    engines, results = run(TWO, other, load_each)
+    failed = [
+        f"{name}: {part!r} is not in {told[name]!r}"
+        for told in results
+        for name, (_, said) in cases.items()
+        for part in (*said, "Nothing was loaded")
+        if part not in told[name]
+    ]
+    assert not failed, "\n".join(failed)
+    assert same(weights(load(whole / "run")), weights(engines))
+
+
+def test_verify_finds_what_is_wrong_with_files(whole: Path, tmp_path: Path) -> None:
+    failed = []
+    for at, (name, (damage, said)) in enumerate(FILES.items()):
+        verdict = verify_checkpoint(made(damage, whole, tmp_path / str(at)) / TAG)
+        text = "\n".join(verdict.problems)
+        kind = name.partition(": ")[2]
+        wanted = [said[0], DAMAGES[kind][2], "restore"] if kind in DAMAGES else said
+        failed += [f"{name}: {part!r} is not in {text!r}" for part in wanted if part not in text]
+    assert not failed, "\n".join(failed)
+    assert verify_checkpoint(whole / "run" / TAG).whole
+
+
+def test_what_is_mended_is_loaded(whole: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(whole / "run", tmp_path / "run")
+    for _ in range(2):
+        flip(folder / TAG / RANK1, -6000)
+    load(folder, verify=True)
+    replaced('"lr": 0.001', '"lr": 0.009', folder)
+    edit(folder / MANIFEST, ("", ""))
+    load(folder)
+
+
+def as_version_1(folder: Path) -> None:
+    """The checkpoint in ``folder`` as version 1 of the format would have it."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["version"] = 1
+    del manifest["digest"]
+    for entry in [*manifest["files"], *([manifest["objects"]] if manifest["objects"] else [])]:
+        del entry["hash"]
+        entry["sha256"] = hashlib.sha256((folder / entry["name"]).read_bytes()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_version_1_is_read_and_its_hashes_are_compared(whole: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(whole / "run", tmp_path / "run")
+    as_version_1(folder / TAG)
+    assert same(weights(load(folder, verify=True)), weights(load(whole / "run")))
+    flip(folder / TAG / RANK1, -6000)
+    for text in errors(load, folder, verify=True):
+        assert RANK1 in text and "its hash is sha256:" in text
+
+
+def test_a_read_that_fails_halfway(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = tensorfile.TensorFile.read_into
+
+    def failing(self: Any, name: str, start: int, out: torch.Tensor) -> None:
+        if name.startswith("first"):
+            raise OSError(errno.EIO, "Input/output error")
+        original(self, name, start, out)
+
+    monkeypatch.setattr(tensorfile.TensorFile, "read_into", failing)
+    for text in errors(load, whole / "run"):
+        assert "Input/output error" in text and "partly loaded: load again" in text
+
+
+# ---- verify ----
+
+Files = dict[str, bytes]
+
+
+@pytest.fixture(scope="module")
+def files(whole: Path) -> Files:
+    """The files of one checkpoint, to be damaged again and again."""
+    return {path.name: path.read_bytes() for path in (whole / "run" / TAG).iterdir()}
+
+
+def put(files: Files, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def test_a_whole_one(files: Files, tmp_path: Path) -> None:
+    verdict = verify_checkpoint(put(files, tmp_path / "a"))
+    assert verdict.whole and verdict.files == 3
+    assert verdict.nbytes == sum(len(files[name]) for name in (RANK0, RANK1, OBJECTS))
+    parameters = [*small().parameters()]
+    assert verdict.parameters == len(parameters)
+    assert verdict.elements == sum(p.numel() for p in parameters)
+
+
+def test_everything_that_is_wrong_is_named_at_once(files: Files, tmp_path: Path) -> None:
+    folder = put({**files, RANK1: files[RANK1][:-7]}, tmp_path / "a")
+    flip(folder / RANK0, -5)
+    (folder / OBJECTS).unlink()
+    one, two, three = verify_checkpoint(folder).problems
+    assert RANK0 in one and "its hash is" in one
+    assert RANK1 in two and "cut short" in two
+    assert OBJECTS in three and "is missing" in three
+
+
+def test_no_bit_can_flip_unseen(files: Files, tmp_path: Path) -> None:
+    """In 40 places of each file, the ends included."""
+    for where in ("manifest.json", RANK0, RANK1, OBJECTS):
+        folder = put(files, tmp_path / where)
+        for step in range(40):
+            at = step * (len(files[where]) - 1) // 39
+            flip(folder / where, at, step % 8)
+            verdict = verify_checkpoint(folder)
+            assert not verdict.whole and where in verdict.problems[0], (where, at)
+            assert re.search("restore|name a folder", verdict.problems[0]), (where, at)
+            flip(folder / where, at, step % 8)
+
+
+def test_a_file_that_cannot_be_read_is_one_of_the_problems(files, tmp_path, monkeypatch):
+    folder = put({**files, RANK1: files[RANK1][:-1]}, tmp_path / "a")
+
+    def failing(path: Path, *_: Any) -> str:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    monkeypatch.setattr(reader, "hash_of_file", failing)
+    one, two, three = verify_checkpoint(folder).problems
+    assert f"{RANK0} cannot be read" in one and "cut short" in two and OBJECTS in three
+    monkeypatch.undo()
+
+    def broken(fd: int, buffers: Any, at: int) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", broken)
+    header, content = (text for text in verify_checkpoint(folder).problems if RANK0 in text)
+    assert "cannot be read" in header and "cannot be read" in content
+
+
+FUZZ = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@FUZZ
+@given(data=st.data())
+def test_any_manifest_is_read_or_refused(files: Files, tmp_path: Path, data: st.DataObject) -> None:
+    """One field of a manifest replaced by anything."""
+    document = {"whole": json.loads(files["manifest.json"])}
+    del document["whole"]["digest"]  # what is changed is what is found
+    *path, last = data.draw(st.sampled_from([at for at in places(document) if at]))
+    inner: Any = document
+    for key in path:
+        inner = inner[key]
+    inner[last] = data.draw(JSON)
+    changed = json.dumps(document["whole"]).encode()
+    verdict = verify_checkpoint(put({**files, "manifest.json": changed}, tmp_path / "a"))
+    assert all(re.search("manifest|rank-|objects.pt", each) for each in verdict.problems)
+
+
+@FUZZ
+@given(data=st.data())
+def test_any_header_is_read_or_refused(files: Files, tmp_path: Path, data: st.DataObject) -> None:
+    """Bytes of a rank file's header replaced: refused, and nothing large is allocated."""
+    content = bytearray(files[RANK0])
+    length = struct.unpack("<Q", content[:8])[0]
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, 8 + length - 1))] = data.draw(st.integers(0, 255))
+    verdict = verify_checkpoint(put({**files, RANK0: bytes(content)}, tmp_path / "a"))
+    assert verdict.whole == (bytes(content) == files[RANK0])
