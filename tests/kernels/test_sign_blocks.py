@@ -55,6 +55,7 @@ def same_messages(table: BlockTable, one: Tensor, other: Tensor, exact: bool) ->
     assert same_bits(a, b) if exact else torch.allclose(a, b, rtol=2e-6, atol=0), table
 
 
+@pytest.mark.turns
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_every_body_gives_what_the_reference_gives(every_body, dtype) -> None:
     """Tensors end at multiples of eight, and at any element."""
