@@ -64,25 +64,3 @@ class Blocks(nn.Module):
 
 # no parameter stays whole at stage 3, and each block is a unit
 APART = {"stage3_param_persistence_threshold": 0, "stage3_module_granularity_threshold": 0}
-
-
-def rows_of(own: EnginePlan) -> list[tuple[Any, ...]]:
-    """Return a row for each flat buffer of ``own``."""
-    return [
-        (
-            flat.unit.paths,
-            flat.spec.key,
-            flat.spec.layout,
-            flat.spec.dtype,
-            flat.spec.trainable,
-            flat.spec.sharded,
-            flat.spec.persistent,
-            flat.spec.writes,
-            flat.spec.owned,
-            flat.spec.sharding,
-            flat.shard_tier,
-            flat.sub_groups,
-            flat.gradient_dtype,
-        )
-        for flat in own.flats
-    ]

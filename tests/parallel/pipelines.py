@@ -153,15 +153,17 @@ def windows_of(data, micro_batches, ranks):
     return (data[at : at + size] for at in range(0, len(data), size))
 
 
-def pipeline(stages, world, **more):
+def pipeline(stages, world, made=None, **more):
+    """A pipeline of the layers ``made``, or of ``layers``."""
     init_parallel(ParallelDims.over(world, pipeline=stages))
     given = {"seed_layers": True, "partition_method": "uniform", "loss_fn": loss_of, **more}
-    return PipelineModule(layers(), stages, **given)
+    return PipelineModule(layers() if made is None else made, stages, **given)
 
 
 def gradients_of(engine):
-    """The whole averaged gradients of the parameters of this rank, before clipping."""
+    """The whole averaged gradients of the parameters of this rank that train, before clipping."""
     return {
         name: copy.deepcopy(hf_zero.safe_get_full_grad(parameter))
         for name, parameter in engine.module.named_parameters()
+        if parameter.requires_grad
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,36 +13,41 @@ import transformers
 
 import hf_zero
 from hf_zero.deepspeed import groups
-from hf_zero.distributed.mesh import Mesh
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError, PartitionError
-from hf_zero.parallel.expert import model as expert_model
 from hf_zero.parallel.expert.dispatch import Routes, _Kept, run_experts
 from hf_zero.parallel.expert.marks import expert_axis, is_expert_parameter
 from hf_zero.parallel.expert.moe_layer import MoE
 from hf_zero.zero.layout.sharding import sharding_of
 from tests.helpers import oracle
+from tests.helpers.cells import in_one_item
 from tests.helpers.engines import bytes_along, config_of, start, train_on_threads
 from tests.helpers.models import tokens
 from tests.helpers.ranks import RankFailed, run_ranks
+from tests.helpers.stacks import on_ranks
 from tests.helpers.training import Plan, plain_sgd
 from tests.parallel.expert_cases import keys, spread
 from tests.ranks import test_moe
 from tests.ranks.test_moe import Routed
 
+# ranks, expert ranks, accumulation
+MESHES = [(2, 2, 1), (4, 2, 2), (3, 3, 1)]
+CELLS = [
+    *(("mixtral", stage, MESHES[1]) for stage in (0, 1, 2, 3)),
+    *((name, (at + 1) % 4, MESHES[at % 3]) for at, name in enumerate(test_moe.MODELS)),
+]
 
-@pytest.mark.turns
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2), (3, 3)])
-@pytest.mark.parametrize("name", test_moe.MODELS)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_models_of_transformers(stage, name, ranks, size, accumulation):
-    plan = Plan(ranks=ranks, steps=2, accumulation=accumulation)
-    oracle.compare(
-        train_on_threads(Routed(name), plan, spread(stage, size)),
-        oracle.kept(Routed(name), plan),
-        weight_floor=oracle.ROUNDING,
-    )
+
+def check(job, stage, ranks, size, accumulation, **more):
+    plan = Plan(ranks, 2, accumulation, clip=more.get("gradient_clipping", 0.0))
+    got = train_on_threads(job, plan, spread(stage, size, **more))
+    oracle.compare(got, oracle.kept(job, plan), weight_floor=oracle.ROUNDING)
+
+
+@in_one_item(CELLS)
+def test_models_of_transformers(cell):
+    name, stage, mesh = cell
+    check(Routed(name), stage, *mesh)
 
 
 class Unlike(Routed):
@@ -68,20 +72,10 @@ class Unlike(Routed):
         return model
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("kind", ["first", "frozen", "alone"])
-@pytest.mark.parametrize(("ranks", "size"), [(4, 4), (2, 2)])
-@pytest.mark.parametrize(
-    "stage",
-    [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3],
-)
-def test_ranks_without_tokens_and_frozen_experts(stage, ranks, size, kind):
-    plan = Plan(ranks=ranks, steps=2, accumulation=2)
-    oracle.compare(
-        train_on_threads(Unlike(kind), plan, spread(stage, size)),
-        oracle.kept(Unlike(kind), plan),
-        weight_floor=oracle.ROUNDING,
-    )
+@in_one_item([("first", 3, 4), ("first", 0, 2), ("frozen", 3, 2), ("alone", 3, 2)])
+def test_ranks_without_tokens_and_frozen_experts(cell):
+    kind, stage, ranks = cell
+    check(Unlike(kind), stage, ranks, ranks, 2)
 
 
 def test_a_rank_that_has_no_tokens():
@@ -115,100 +109,50 @@ def test_a_rank_that_has_no_tokens():
 
 
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+ZERO: dict[str, dict[str, Any]] = {
+    "all offloaded": {"stage": 3, **OFFLOADED},
+    "optimizer offloaded": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+    "small ones whole": {"stage": 3, "stage3_param_persistence_threshold": 10_000},
+}
 OTHERS: dict[str, dict[str, Any]] = {
     "clipping": {"gradient_clipping": 0.05},
-    "all offloaded": {"zero_optimization": {"stage": 3, **OFFLOADED}},
-    "optimizer offloaded": {
-        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}
-    },
     "checkpointing": {"activation_checkpointing": {"number_checkpoints": 2}},
     "compiled": {"compile": "blocks"},
-    "small ones whole": {
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 10_000}
-    },
+    **{name: {"zero_optimization": section} for name, section in ZERO.items()},
 }
 
 
-@pytest.mark.parametrize("more", OTHERS.values(), ids=OTHERS)
-def test_with_other_keys(more):
-    plan = Plan(ranks=4, steps=2, accumulation=2, clip=more.get("gradient_clipping", 0.0))
-    oracle.compare(
-        train_on_threads(Routed("mixtral"), plan, spread(3, 2, **more)),
-        oracle.kept(Routed("mixtral"), plan),
-        weight_floor=oracle.ROUNDING,
-    )
+@in_one_item(OTHERS)
+def test_with_other_keys(name):
+    check(Routed("mixtral"), 3, 4, 2, 2, **OTHERS[name])
 
 
-def rank_0_for_all(monkeypatch):
-    cuts = expert_model.cuts_of_experts
-    monkeypatch.setattr(
-        expert_model, "cuts_of_experts", lambda model, rank, size: cuts(model, 0, size)
-    )
-
-
-def on_meshes(change):
-    """A fault in what the engine knows of the ranks of experts."""
-
-    def put_in(monkeypatch):
-        of = Mesh.of
-        monkeypatch.setattr(
-            Mesh,
-            "of",
-            lambda mesh, axes, *more: (
-                change(of(mesh, axes, *more)) if axes else of(mesh, axes, *more)
-            ),
-        )
-
-    return put_in
-
-
-FAULTS = {
-    "an average over the ranks that hold an expert": on_meshes(lambda m: replace(m, gain=2.0)),
-    "squares of experts counted on each rank": on_meshes(lambda m: replace(m, weight=1.0)),
-    "the experts of rank 0 everywhere": rank_0_for_all,
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_faults_are_caught(fault, monkeypatch):
-    plan = Plan(ranks=4, steps=1)
-    fault(monkeypatch)
-    with pytest.raises(AssertionError, match=r"gradient|norm|loss"):
-        oracle.compare(
-            train_on_threads(Routed("mixtral"), plan, spread(0, 2)),
-            oracle.kept(Routed("mixtral"), plan),
-            weight_floor=oracle.ROUNDING,
-        )
-
-
-@pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2)])
-def test_bytes_on_the_wire(ranks, size):
-    job = Routed("mixtral")
+def test_bytes_on_the_wire():
+    """Of two columns of two ranks: what is gathered, reduced, and sent between experts."""
+    ranks, size, job = 4, 2, Routed("mixtral")
     models = [job.build() for _ in range(ranks)]
     config = models[0].config
-    shapes = {name: p.numel() for name, p in models[0].named_parameters()}
-    expert = {name: numel // size for name, numel in shapes.items() if ".experts." in name}
-    if ranks == size:  # nobody else holds them: they are neither gathered nor reduced
-        expert = dict.fromkeys(expert, 0)
-    held = 4 * sum((shapes | expert).values())
+    numels = {
+        name: p.numel() // (size if ".experts." in name else 1)
+        for name, p in models[0].named_parameters()
+    }
+    held = 4 * sum(numels.values())
     blocks = [
-        4 * sum(numel for name, numel in (shapes | expert).items() if f"layers.{at}." in name)
+        4 * sum(numel for name, numel in numels.items() if f"layers.{at}." in name)
         for at in range(config.num_hidden_layers)
     ]
     root = held - sum(blocks)
+    keyed = {
+        **keys(size),
+        "zero_optimization": {"stage": 3, "stage3_module_granularity_threshold": 0},
+        "metrics": {"enabled": True},
+    }
 
     def run(rank):
-        model = models[rank]
-        keyed = {
-            **keys(size),
-            "zero_optimization": {"stage": 3, "stage3_module_granularity_threshold": 0},
-            "metrics": {"enabled": True},
-        }
-        engine = start(model, plain_sgd(model), config_of(3, **keyed))
+        engine = start(models[rank], plain_sgd(models[rank]), config_of(3, **keyed))
         parallel = get_parallel()
         assert parallel is not None
-        observed = parallel.along("expert").stats
-        total = Counter[str]()
+        observed, total = parallel.along("expert").stats, Counter[str]()
         for step in range(3):
             own, along = engine.mesh.stats, parallel.stats["expert"]
             own.bytes.clear(), along.bytes.clear()
@@ -217,39 +161,35 @@ def test_bytes_on_the_wire(ranks, size):
             engine.step()
             total.update(along.bytes)
         assert bytes_along(engine, "expert") == total
-        names = [log.name for log in (parallel.along("expert").reductions,)]
-        found = dict(own.bytes), dict(along.bytes), names
+        assert "expert parallelism" in parallel.along("expert").reductions.name
+        found = dict(own.bytes), dict(along.bytes)
         engine.destroy()
         assert parallel.along("expert").stats is not observed
         return found
 
     answers = run_ranks(ranks, run)
-    for own, _, names in answers:
+    for own, _ in answers:
         assert own["all_gather"] == 2 * held - root - blocks[-1]
         assert own["reduce_scatter"] == held
-        assert "expert parallelism" in names[0]
     rows = ranks * tokens(0, 0, 0).numel() * config.num_experts_per_tok
     counts = 8 * ranks * config.num_local_experts
-    assert sum(along["all_to_all"] for _, along, _ in answers) == config.num_hidden_layers * (
+    assert sum(along["all_to_all"] for _, along in answers) == config.num_hidden_layers * (
         4 * rows * config.hidden_size * 4 + counts
     )
 
 
-@pytest.mark.parametrize(
-    ("ranks", "more"),
-    [(2, {}), (4, {"tensor_parallel": {"autotp_size": 2}})],
-    ids=["", "and layers"],
-)
+@pytest.mark.parametrize("layers", (False, True), ids=("experts", "and layers"))
 @pytest.mark.usefixtures("loads_at_once")
-def test_loaded_in_shards(ranks, more, tmp_path):
-    """Each rank reads the part of the experts that it keeps, and nothing is whole."""
+def test_loaded_in_shards(layers, tmp_path):
+    """Each rank reads the part of the experts, and layers, that it keeps, and nothing is whole."""
     job = Routed("mixtral")
     job.options = {**job.options, "vocab_size": 68}
     whole = job.build()
     whole.save_pretrained(tmp_path)
+    ranks, more = (4, {"tensor_parallel": {"autotp_size": 2}}) if layers else (2, {})
+    config = config_of(3, **keys(2), **more)
 
     def run(rank):
-        config = config_of(3, **keys(2), **more)
         model = hf_zero.from_pretrained(transformers.MixtralForCausalLM, tmp_path, config)
         engine = start(model, plain_sgd(model), config)
         with hf_zero.GatheredParameters(list(model.parameters())):
@@ -260,49 +200,47 @@ def test_loaded_in_shards(ranks, more, tmp_path):
         engine.destroy()
         return found
 
-    size = 4 if more else 2  # parts of the experts
-    for rank, found in enumerate(run_ranks(ranks, run)):
+    size = 4 if layers else 2  # parts of the experts
+    for found in run_ranks(ranks, run):
         for name, p in whole.named_parameters():
             part, box = found[name]
             assert (".experts." in name) <= (part.numel() * size == p.numel()), name
-            wanted = p if box is None else box.take(p)
-            torch.testing.assert_close(part, wanted, rtol=0, atol=0)
-            if not more and box is not None:
-                torch.testing.assert_close(part, p.chunk(2)[rank], rtol=0, atol=0)
+            assert torch.equal(part, p if box is None else box.take(p)), name
 
 
-def refused(call, ranks=2):
-    def run(rank):
-        call()
+def three_experts():
+    options = {**test_moe.MODELS["mixtral"][2], "num_local_experts": 3}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**options))
 
-    with pytest.raises(RankFailed) as failed:
-        run_ranks(ranks, run)
+
+def two_sizes():
+    hf_zero.expert_parallel(Routed("mixtral").build(), 2)
+    start(MoE(4, torch.nn.Linear(4, 4), 3, 3), None, config_of(0))
+
+
+REFUSED = {
+    "does not divide the 2 ranks": lambda: hf_zero.expert_parallel(Routed("mixtral").build(), 3),
+    "names no experts": lambda: hf_zero.expert_parallel(torch.nn.Linear(2, 2), 2),
+    "size stays for the life": two_sizes,
+    "divides 3": lambda: hf_zero.expert_parallel(three_experts(), 2),
+}
+
+
+@in_one_item(REFUSED)
+def test_what_is_refused(words):
+    with pytest.raises(RankFailed, match=words) as failed:
+        run_ranks(2, lambda rank: REFUSED[words]())
     assert isinstance(failed.value.__cause__, ConfigError)
-    return str(failed.value.__cause__)
 
 
-def test_what_is_refused():
-    model = Routed("mixtral").build()
-    assert "does not divide the 2 ranks" in refused(lambda: hf_zero.expert_parallel(model, 3))
-    linear = torch.nn.Linear(2, 2)
-    assert "names no experts" in refused(lambda: hf_zero.expert_parallel(linear, 2))
-    moe = MoE(4, torch.nn.Linear(4, 4), 3, 3)
-    assert "the size stays for the life of the processes" in refused(
-        lambda: (hf_zero.expert_parallel(model, 2), start(moe, None, config_of(0)))
-    )
-    small = transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**{**test_moe.MODELS["mixtral"][2], "num_local_experts": 3})
-    )
-    assert "choose a size that divides 3" in refused(lambda: hf_zero.expert_parallel(small, 2))
-    owned = [Routed("mixtral").build() for _ in range(2)]
-
-    def late(rank):
-        engine = start(owned[rank], None, config_of(3))
+def test_a_model_of_an_engine_is_refused():
+    def late(rank, model):
+        engine = start(model, None, config_of(3))
         with pytest.raises(PartitionError, match=r"before hf_zero\.initialize"):
-            hf_zero.expert_parallel(owned[rank], 2)
+            hf_zero.expert_parallel(model, 2)
         engine.destroy()
 
-    run_ranks(2, late)
+    on_ranks(2, late, build=Routed("mixtral").build)
 
 
 def test_names_of_groups():
@@ -325,23 +263,6 @@ def test_names_of_groups():
 
     assert run_ranks(4, run) == [(0, 0, 2, 2, 0), (1, 0, 2, 2, 1), (0, 1, 2, 2, 2), (1, 1, 2, 2, 3)]
     assert all(is_expert_parameter(p) for n, p in models[0].named_parameters() if ".experts." in n)
-
-
-def test_estimate():
-    config = Routed("mixtral").build().config
-    alone = hf_zero.estimate(config, 4, "fp32", stage=3)
-    both = hf_zero.estimate(config, 4, "fp32", stage=3, expert_parallel=2)
-    assert alone.total_parameters == both.total_parameters
-    # at stage 3 experts are cut over all ranks either way; what is gathered is half of them
-    assert both.at(3).largest_unit < alone.at(3).largest_unit
-    assert both.at(3).parameters == pytest.approx(alone.at(3).parameters, rel=0.01)
-    none = hf_zero.estimate(config, 4, "fp32", stage=0)
-    keyed = {"zero_optimization": {"stage": 0}, **keys(2)}
-    spread_out = hf_zero.estimate(config, 4, config=keyed).at(0)
-    experts = sum(
-        p.numel() for n, p in Routed("mixtral").build().named_parameters() if ".experts." in n
-    )
-    assert none.at(0).parameters - spread_out.parameters == pytest.approx(2 * experts, rel=0.01)
 
 
 def test_routes_are_those_of_the_forward_that_runs_again():

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 
 import hf_zero
-from hf_zero.distributed import process_group
 from hf_zero.distributed.parallel_groups import get_parallel
 from hf_zero.errors import ConfigError
-from hf_zero.parallel.expert import model as expert_model
-from hf_zero.parallel.tensor import agreement, layers
+from hf_zero.parallel.tensor import agreement
 from hf_zero.zero.access.consolidate import whole_state_dict
 from tests.helpers import oracle
+from tests.helpers.cells import in_one_item
 from tests.helpers.engines import config_of, start
-from tests.helpers.ranks import RankFailed, run_ranks
+from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import on_each_rank, on_ranks
 from tests.helpers.tensor_parallel import train_tensor_parallel
 from tests.helpers.training import At, Plan, adamw, plain_sgd
@@ -44,24 +42,9 @@ def both(name, stage, accumulation=1, ranks=2, **more):
     oracle.compare(got, oracle.kept(Shared(name), plan), weight_floor=oracle.ROUNDING)
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("accumulation", (1, 2))
-@pytest.mark.parametrize("stage", STAGES)
-def test_layers_and_experts_are_shared(stage, accumulation):
-    both("mixtral", stage, accumulation)
-
-
-@pytest.mark.turns
-@pytest.mark.parametrize(
-    ("name", "stage"),
-    [
-        pytest.param(name, stage, marks=() if place % 4 == stage else pytest.mark.long)
-        for place, name in enumerate(PLANNED)
-        for stage in STAGES
-    ],
-)
-def test_models(name, stage):
-    both(name, stage)
+@in_one_item([*(("mixtral", stage) for stage in STAGES), *zip(PLANNED[1:], (3, 0, 1, 2))])
+def test_layers_and_experts_are_shared(cell):
+    both(*cell, accumulation=2)
 
 
 def by_calls(model):
@@ -73,66 +56,14 @@ def by_calls(model):
 )
 def test_cut_before(prepare):
     """By calls before ``initialize``, as the Trainer cuts layers."""
-    both("qwen2_moe", 3, prepare=prepare)
-
-
-OTHERS: dict[str, dict[str, Any]] = {
-    "clipping": {"gradient_clipping": 0.05},
-    "checkpointing": {"activation_checkpointing": {"number_checkpoints": 2}},
-    "compiled": {"compile": "blocks"},
-    "all offloaded": {
-        "zero_optimization": {
-            "stage": 3,
-            "offload_optimizer": {"device": "cpu"},
-            "offload_param": {"device": "cpu"},
-        }
-    },
-    "small ones whole": {
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 10_000}
-    },
-}
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        pytest.param(more, marks=() if name == "checkpointing" else pytest.mark.long)
-        for name, more in OTHERS.items()
-    ],
-)
-def test_with_other_keys(more):
-    both("mixtral", 3, 2, **more)
+    section = {"activation_checkpointing": {"number_checkpoints": 2}}
+    both("qwen2_moe", 3, prepare=prepare, **section)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stage", (0, 3))
-def test_eight_ranks(stage):
+def test_eight_ranks():
     """Two columns of ranks that hold the same parts of the same experts."""
-    both("qwen3_moe", stage, ranks=4)
-
-
-def _inputs_not_summed(patch):
-    patch.setattr(layers, "copy_to", lambda x, axis, name: x)
-
-
-def _places_without_the_other_axis(patch):
-    """The experts of a rank are those of its place in a job of experts alone."""
-    cuts = expert_model.cuts_of_experts
-    patch.setattr(
-        expert_model,
-        "cuts_of_experts",
-        lambda model, rank, size: cuts(model, process_group.get_rank() % size, size),
-    )
-
-
-@pytest.mark.parametrize("fault", (_inputs_not_summed, _places_without_the_other_axis))
-def test_faults_are_caught(fault, monkeypatch):
-    plan = Plan(ranks=2, steps=1)
-    expected = oracle.kept(Shared("mixtral"), plan)
-    fault(monkeypatch)
-    with pytest.raises(AssertionError):
-        got = train_tensor_parallel(Shared("mixtral"), plan, 2, 1, **keys(2))
-        oracle.compare(got, expected, weight_floor=oracle.ROUNDING)
+    both("qwen3_moe", 0, ranks=4)
 
 
 def test_one_sum_for_a_token(monkeypatch):
@@ -161,16 +92,6 @@ def test_one_sum_for_a_token(monkeypatch):
         assert sent == (1 + 2 * 2) * words * 32 * 4
 
 
-def test_the_order_of_calls():
-
-    def run(rank, model):
-        hf_zero.expert_parallel(model, 2)
-        hf_zero.tensor_parallel(model, 2)
-
-    with pytest.raises(RankFailed, match=r"call hf_zero.tensor_parallel before hf_zero.expert_par"):
-        on_ranks(4, run, build=lambda: Shared("mixtral").build())
-
-
 @on_each_rank(4, build=lambda: Shared("mixtral").build())
 def test_what_is_refused_leaves_the_job_as_it_was(rank, model):
     with pytest.raises(ConfigError, match="does not divide"):
@@ -183,10 +104,12 @@ def test_what_is_refused_leaves_the_job_as_it_was(rank, model):
     for call in (hf_zero.tensor_parallel, hf_zero.expert_parallel):
         with pytest.raises(ConfigError, match=r"= 2\.0 is not a number of ranks"):
             call(model, 2.0)
+    hf_zero.expert_parallel(model, 2)
+    with pytest.raises(ConfigError, match=r"tensor_parallel before hf_zero\.expert_parallel"):
+        hf_zero.tensor_parallel(model, 2)
 
 
-@pytest.mark.parametrize("stage", (1, 3))
-def test_whole_tensors(stage, tmp_path):
+def test_whole_tensors(tmp_path):
     """State dicts and checkpoints are of the whole model; those of both kinds of parallelism are
     gone on from without any, and the reverse.
     """
@@ -195,7 +118,7 @@ def test_whole_tensors(stage, tmp_path):
 
     def save(rank):
         model = copy.deepcopy(whole)
-        engine = start(model, adamw(model), config_of(stage, **BOTH))
+        engine = start(model, adamw(model), config_of(1, **BOTH))
         for name, value in engine.state_dict().items():
             assert torch.equal(value, wanted[name]), name
         job = Shared("mixtral")
@@ -226,16 +149,14 @@ def test_whole_tensors(stage, tmp_path):
                 assert torch.equal(state[name], value), name
 
 
-@pytest.mark.parametrize("stage", (0, 3))
-def test_the_estimate_is_what_a_rank_holds(stage):
-    row = hf_zero.estimate(
-        Shared("qwen2_moe").build(), 4, "fp32", stage=stage, tensor_parallel=2, expert_parallel=2
-    ).at(stage)
+def test_the_estimate_is_what_a_rank_holds():
+    build = Shared("qwen2_moe").build
+    row = hf_zero.estimate(build(), 4, "fp32", stage=3, tensor_parallel=2, expert_parallel=2).at(3)
 
     def held(rank, model):
-        engine = start(model, plain_sgd(model), config_of(stage, **BOTH))
+        engine = start(model, plain_sgd(model), config_of(3, **BOTH))
         found = engine.state_bytes()["parameters"]
         engine.destroy()
         return int(found)
 
-    assert on_ranks(4, held, build=lambda: Shared("qwen2_moe").build()) == [row.parameters] * 4
+    assert on_ranks(4, held, build=build) == [row.parameters] * 4

@@ -2,6 +2,7 @@
 layers, against loops over tokens.
 """
 
+import itertools
 import math
 from collections import OrderedDict
 
@@ -10,18 +11,24 @@ import torch
 from torch import nn
 
 import hf_zero
+from hf_zero.config import ZeroConfig
+from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.process_group import get_rank
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.parallel.expert import routing
 from hf_zero.parallel.expert.marks import is_expert_parameter, split, split_groups
+from hf_zero.parallel.expert.model import spread_experts
 from hf_zero.parallel.expert.moe_layer import Experts, MoE, MOELayer, TopKGate
 from hf_zero.parallel.expert.routing import Capacity
+from hf_zero.parallel.planned_cuts import planned_cuts, planned_dims
 from hf_zero.planning.estimate import estimate
 from hf_zero.zero.access.consolidate import whole_state_dict
 from hf_zero.zero.layout.sharding import WholeNames, sharding_of
 from tests.helpers import oracle
-from tests.helpers.engines import OnEngine, config_of, engine_opener, start, train_on_threads
+from tests.helpers.cells import in_one_item
+from tests.helpers.engines import OnEngine, config_of, start, train_on_threads
 from tests.helpers.models import HIDDEN, features, seeded
+from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Job, Plan, plain_sgd, train
 from tests.parallel.expert_cases import LOCAL, OnSpreadExperts
@@ -79,8 +86,9 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_output_is_the_weighted_sum_of_experts(options):
+@in_one_item(OPTIONS)
+def test_output_is_the_weighted_sum_of_experts(name):
+    options = OPTIONS[name]
     model = seeded(lambda: Mixed(**options))
     hidden = torch.randn(3, 5, HIDDEN, requires_grad=True)
     layer = model.layers[0]
@@ -105,17 +113,6 @@ class MixedJob(Job):
     def loss(self, net, at):
         out, aux = net(features(at.step, at.micro, at.rank, 6))
         return out.pow(2).mean() + 0.1 * aux
-
-
-@pytest.mark.turns
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_experts_on_every_rank(stage, name):
-    plan = Plan(ranks=2, steps=2, accumulation=2)
-    oracle.compare(
-        train_on_threads(MixedJob(name), plan, engine_opener(stage)),
-        oracle.kept(MixedJob(name), plan),
-    )
 
 
 def part_of(whole, size, rank=None, **options):
@@ -144,11 +141,17 @@ def on_ranks(stage, size, options, **more):
     return opened
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2), (4, 4)])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_experts_on_several_ranks(stage, ranks, size, name):
+# ranks, ranks that the experts are spread over
+MESHES = [(2, 1), (2, 2), (4, 2), (4, 4)]
+CELLS = [
+    *((name, 3, MESHES[at]) for at, name in enumerate(OPTIONS)),
+    *((name, at, MESHES[3 - at]) for at, name in enumerate(OPTIONS) if at < 3),
+]
+
+
+@in_one_item(CELLS)
+def test_experts_on_one_and_on_several_ranks(cell):
+    name, stage, (ranks, size) = cell
     plan = Plan(ranks=ranks, steps=2, accumulation=2)
     oracle.compare(
         train_on_threads(MixedJob(name), plan, on_ranks(stage, size, OPTIONS[name])),
@@ -162,8 +165,7 @@ SHARED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_experts_that_two_ranks_share_each(stage, tmp_path):
+def test_experts_that_two_ranks_share_each(tmp_path):
     """Two tensor-parallel ranks of two that hold other experts; the checkpoint has whole ones."""
     job, plan = MixedJob("top 2"), Plan(ranks=2, steps=2, accumulation=2)
     want, whole = oracle.kept(job, plan), job.build()
@@ -171,7 +173,7 @@ def test_experts_that_two_ranks_share_each(stage, tmp_path):
     def run(rank):
         model = part_of(whole, 2, rank // 2, **job.options)
         hf_zero.tensor_parallel(model, 2, plan=SHARED)
-        engine = start(model, plain_sgd(model), config_of(stage, plan))
+        engine = start(model, plain_sgd(model), config_of(3, plan))
         names = WholeNames(model)
         parts = {
             name: (names.own(name), sharding_of(p).box) for name, p in model.named_parameters()
@@ -197,20 +199,37 @@ def test_experts_that_two_ranks_share_each(stage, tmp_path):
     assert all(value.equal(converted[name]) for name, value in answers[0][2].items())
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_the_estimate_is_what_a_rank_holds(stage):
+def test_the_estimate_is_what_a_rank_holds():
     models = [seeded(lambda: Mixed(ep_size=2)) for _ in range(4)]
-    row = estimate(models[0], 4, "fp32", stage=stage)
+    row = estimate(models[0], 4, "fp32", stage=3)
 
     def held(rank):
-        engine = start(models[rank], plain_sgd(models[rank]), config_of(stage))
+        engine = start(models[rank], plain_sgd(models[rank]), config_of(3))
         found = engine.state_bytes()["parameters"]
         engine.destroy()
         return int(found)
 
-    assert run_ranks(4, held) == [row.at(stage).parameters] * 4
+    assert run_ranks(4, held) == [row.at(3).parameters] * 4
     whole = sum(p.numel() for p in seeded(Mixed).parameters())
     assert row.total_parameters == whole
+
+
+def test_the_plan_is_that_of_the_parts_on_each_rank():
+    """Layers that were made with an expert-parallel size hold other experts on each rank."""
+    models = [seeded(lambda: Mixed(ep_size=2)) for _ in range(2)]
+    config = ZeroConfig(3, bf16=True).resolve(2)
+
+    def on_rank(rank):
+        model = models[rank]
+        dims = planned_dims(model, ParallelDims(2))
+        cuts = planned_cuts(model, 1, 1, dims, rank)
+        before = planned(model, config, dims, rank=rank, cuts=cuts)
+        spread_experts(model, config)
+        after = planned(model, config, dims, rank=rank)
+        return [[vars(flat.spec) for flat in plan.flats] for plan in (before, after)]
+
+    for before, after in run_ranks(2, on_rank):
+        assert before == after and any("expert" in spec["key"] for spec in after)
 
 
 def test_gates_compute_in_fp32_and_change_in_training_alone():
@@ -225,7 +244,7 @@ def test_gates_compute_in_fp32_and_change_in_training_alone():
     assert gate(tokens)[1].shape == (8, EXPERTS, 8)
 
 
-@pytest.mark.parametrize("policy", ("Jitter", "RSample"))
+@in_one_item(("Jitter", "RSample"))
 def test_noise_of_a_gate_is_drawn_in_training_alone(policy):
     gate = TopKGate(HIDDEN, EXPERTS, 1, 100.0, 100.0, 0, policy, use_rts=False)
     tokens = torch.randn(32, HIDDEN)
@@ -261,26 +280,25 @@ def test_groups_of_an_optimizer():
     assert [p for each in cut for p in each["params"]] == own
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "says"),
-    [
-        (lambda: MoE(8, nn.Linear(8, 8), 3, 2), ConfigError, "let ep_size divide num_experts"),
-        (lambda: MoE(8, nn.Linear(8, 8), 2, 2.0), ConfigError, r"ep_size=\.\.\.\) = 2\.0 is not"),
-        (lambda: MoE(8, nn.Linear(8, 8), 4.0, 2), ConfigError, "is not a number of experts"),
-        (lambda: MoE(8, nn.Linear(8, 8), 2, k=3), NotBuiltError, "pass k=1 or k=2"),
-        (lambda: MoE(8, nn.Linear(8, 8), 2, use_tutel=True), NotBuiltError, "leave it out"),
-        (lambda: TopKGate(8, 2)(torch.ones(2, 8), None, True), NotBuiltError, "use_tutel"),
-        (lambda: TopKGate(8, 2, noisy_gate_policy="jitter"), ConfigError, "pass one of them"),
-        (
-            lambda: MoE(8, nn.Linear(8, 8), 2, 2)(torch.ones(1, 8)),
-            ConfigError,
-            "call initialize with the model first",
-        ),
-    ],
-)
-def test_what_is_refused(make, error, says):
-    with pytest.raises(error, match=says):
-        make()
+LAYER = nn.Linear(8, 8)
+LAYER = nn.Linear(8, 8)
+REFUSED = {
+    "num_experts": (ConfigError, lambda: MoE(8, LAYER, 3, 2)),
+    "ep_size": (ConfigError, lambda: MoE(8, LAYER, 2, 2.0)),
+    "a number of experts": (ConfigError, lambda: MoE(8, LAYER, 4.0, 2)),
+    "k=1 or k=2": (NotBuiltError, lambda: MoE(8, LAYER, 2, k=3)),
+    "tutel": (NotBuiltError, lambda: MoE(8, LAYER, 2, use_tutel=True)),
+    "use_tutel": (NotBuiltError, lambda: TopKGate(8, 2)(torch.ones(2, 8), None, True)),
+    "jitter": (ConfigError, lambda: TopKGate(8, 2, noisy_gate_policy="jitter")),
+    "call initialize": (ConfigError, lambda: MoE(8, LAYER, 2, 2)(torch.ones(1, 8))),
+}
+
+
+@in_one_item(REFUSED)
+def test_what_is_refused(words):
+    error, call = REFUSED[words]
+    with pytest.raises(error, match=words):
+        call()
 
 
 def test_a_layer_from_its_parts():
@@ -317,9 +335,12 @@ def defined(scores, k, most):
     return weights, torch.tensor(counts), aux
 
 
-@pytest.mark.parametrize("k", [1, 2])
-@pytest.mark.parametrize("capacity", [Capacity(1.0, 0), Capacity(0.5, 3), Capacity(1, 0, False)])
-def test_weights_counts_and_loss(k, capacity):
+CAPACITIES = (Capacity(1.0, 0), Capacity(0.5, 3), Capacity(1, 0, False))
+
+
+@in_one_item([*itertools.product((1, 2), CAPACITIES)])
+def test_weights_counts_and_loss(case):
+    k, capacity = case
     scores = logits(spread=2.0)
     most = capacity.of(TOKENS, GATED, k)
     found = (

@@ -72,8 +72,8 @@ def test_a_script_that_trains_from_its_own_data():
         assert grid.get_model_parallel_rank() == 0 and grid.get_data_parallel_group_ranks() == [0]
         with pytest.raises(PipelineError, match="only train_batch"):
             engine.step()
-        order = [index for epoch in range(1) for index in _order(engine, epoch)]
-        losses = [float(engine.train_batch()) for _ in range(2)]
+        order = [index for epoch in range(2) for index in _order(engine, epoch)]
+        losses = [float(engine.train_batch()) for _ in range(4)]  # of two epochs
         engine.destroy()
         return losses, order
 

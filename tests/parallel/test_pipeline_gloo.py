@@ -1,11 +1,11 @@
 """Pipelines on gloo processes, which have point-to-point messages: one launch of four ranks, with
-many cases, against one process; stages beside tensor-parallel ranks, tied over the stages, and on
-eight ranks with data-parallel ones.
+many cases, against one process; stages beside tensor-parallel ranks, tied over the stages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -17,9 +17,11 @@ import hf_zero
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import get_parallel, init_parallel
 from hf_zero.errors import ConfigError, PipelineError
-from tests.helpers.cells import fast
+from hf_zero.zero.layout.flat_layout import ALIGNMENT
+from tests.helpers.cells import in_one_item
 from tests.helpers.engines import bytes_along
 from tests.helpers.processes import run_processes, say
+from tests.parallel import pipeline_features as features
 from tests.parallel.causal import batches_of, model_of
 from tests.parallel.pipelines import (
     CLIP,
@@ -37,32 +39,65 @@ from tests.parallel.pipelines import (
 )
 
 RANKS = 4
-# stages, stages per rank, ZeRO stage, micro-batches, further keys
-CASES: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
-    "2 stages x 2, stage 1": (2, 1, 1, 4, {}),
-    "2 stages x 2, stage 0, gpipe": (2, 1, 0, 2, {"pipeline": {"schedule": "gpipe"}}),
-    "2 stages x 2, interleaved": (2, 2, 1, 4, {}),
-    "4 stages": (4, 1, 1, 4, {"metrics": {"enabled": True}}),
-    "4 stages, fewer micro-batches": (4, 1, 0, 2, {}),
-    "2 stages x 2, recomputed": (2, 1, 1, 3, {"pipeline": {"activation_checkpoint_interval": 3}}),
-    "4 stages, offloaded": (
-        4,
-        1,
-        1,
-        4,
-        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+OFFLOADED = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
+FALLING = {"start_factor": 1.0, "end_factor": 0.1, "total_iters": 2}
+
+
+@dataclass
+class Case:
+    """``chunks``: stages on each rank; ``frozen``: prefixes of the names of frozen parameters;
+    ``rates``: those of each step.
+    """
+
+    stages: int = 2
+    chunks: int = 1
+    zero: int = 1
+    micro_batches: int = 2
+    frozen: tuple[str, ...] = ()
+    keys: dict[str, Any] = field(default_factory=dict)
+    rates: tuple[float, ...] = (LR,) * STEPS
+    evaluates: bool = False
+
+    @property
+    def readers(self) -> int:
+        return RANKS // self.stages
+
+
+FIRST, LAST = ("tied_modules", "1.", "3."), ("tied_modules", "5.", "7.")
+CASES = {
+    "2 stages": Case(micro_batches=4),
+    "evaluated between steps": Case(micro_batches=4, evaluates=True),
+    "one micro-batch": Case(micro_batches=1),
+    "stage 0, gpipe": Case(zero=0, keys={"pipeline": {"schedule": "gpipe"}}),
+    "interleaved": Case(chunks=2, micro_batches=4),
+    "4 stages": Case(4, micro_batches=4, keys={"metrics": {"enabled": True}}),
+    "4 stages, fewer micro-batches": Case(4, zero=0),
+    "4 stages, offloaded": Case(4, micro_batches=4, keys=OFFLOADED),
+    "recomputed, frozen layers": Case(
+        micro_batches=3, frozen=("1.",), keys={"pipeline": {"activation_checkpoint_interval": 3}}
+    ),
+    "frozen tied weights": Case(frozen=("tied_modules",)),
+    "a frozen stage, offloaded": Case(frozen=FIRST, keys=OFFLOADED),
+    "stage 0, a frozen stage": Case(zero=0, frozen=FIRST),
+    "the last stage is frozen": Case(frozen=LAST),
+    "rates that fall": Case(
+        keys={"scheduler": {"type": "LinearLR", "params": FALLING}}, rates=(LR, LR * 0.55, LR * 0.1)
     ),
 }
 
 
 def _train(rank, case):
-    stages, per_rank, zero, micro_batches, more = CASES[case]
-    module = pipeline(stages, RANKS, stages_per_rank=per_rank)
-    engine, _, _, _ = hf_zero.initialize(
-        model=module, config=config(micro_batches, zero, **more), optimizer=sgd
-    )
-    ranks = RANKS // stages
-    data: Iterator[Any] | None = iter(batches(micro_batches * ranks * STEPS)[rank % ranks :: ranks])
+    module = pipeline(case.stages, RANKS, stages_per_rank=case.chunks)
+    features.freeze(module, case.frozen)
+    written = config(case.micro_batches, case.zero, **case.keys)
+    foreseen = hf_zero.estimate(module, case.readers, config=written).at(case.zero)
+    engine, _, _, _ = hf_zero.initialize(model=module, config=written, optimizer=sgd)
+    held = engine.state_bytes()["parameters"]
+    # what is tied over stages lies in a flat buffer of its own
+    assert held == pytest.approx(foreseen.parameters, abs=4 * ALIGNMENT * case.readers)
+    window = case.micro_batches * case.readers
+    own = slice(rank % case.readers, None, case.readers)
+    data: Iterator[Any] | None = iter(batches(window * STEPS)[own])
     if not (engine.is_first_stage() or engine.is_last_stage()):
         data = None  # stages in between need no data
     told, gradients, messages = [], [], []
@@ -76,18 +111,18 @@ def _train(rank, case):
 
     engine.optimizer_step.update = update
     for _ in range(STEPS):
+        if case.evaluates:
+            engine.eval_batch(iter(batches(4, seed=8)), num_micro_batches=4)
         sent.log.clear()
         engine.mesh.stats.counts.clear()
         loss = engine.train_batch(data)
         told.append((float(loss), engine.get_global_grad_norm()))
         messages += [size for what, _, size in sent.log if what.startswith("send_")]
-    if "metrics" in more:
+    if "metrics" in case.keys:
         along = bytes_along(engine, "pipeline")
         assert along["send_activations"] + along["send_gradients"] == sum(messages)
     log, reductions = list(sent.log), dict(engine.mesh.stats.counts)
-    evaluated = float(
-        engine.eval_batch(iter(batches(micro_batches * ranks)[rank % ranks :: ranks]))
-    )
+    evaluated = float(engine.eval_batch(iter(batches(window)[own])))
     weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
     said = engine.is_first_stage(), engine.is_last_stage(), engine.stage_id, engine.num_stages
     engine.destroy()
@@ -100,28 +135,6 @@ def _train(rank, case):
         "reductions": reductions,
         "said": said,
     }
-
-
-def _overflow(rank):
-    """A gradient that overflows on the last stage alone: no stage steps."""
-    module = pipeline(2, RANKS)
-    written = config(2, 1, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1})
-    engine, _, _, _ = hf_zero.initialize(model=module, config=written, optimizer=sgd)
-    before = [p.detach().clone() for p in engine.module.parameters()]
-    data = batches(4)
-    if engine.is_last_stage():
-        real, engine.module.loss = (
-            engine.module.loss,
-            lambda output, labels: real(output, labels) * float("inf"),
-        )
-    engine.train_batch(iter(data))
-    kept = all(torch.equal(a, b) for a, b in zip(before, engine.module.parameters()))
-    answer = [kept, engine.loss_scale(), engine.skipped_steps]
-    engine.module.__dict__.pop("loss", None)
-    loss = engine.train_batch(iter(data))
-    answer += [engine.skipped_steps, float(loss), engine.get_global_grad_norm()]
-    engine.destroy()
-    return answer
 
 
 # stages, micro-batches: the same windows of 8 on four ranks
@@ -185,17 +198,53 @@ def _refused():
     return [*said, str(raised.value)]
 
 
+MICRO = 2
+MODELS = {4: "llama", 8: "qwen3"}  # by ranks; the first is tied over the stages
+
+
+def grouped(parameters):
+    """Matrices, which decay, and vectors, in groups of their own."""
+    given = list(parameters)
+    groups = [{"params": [p for p in given if (p.dim() > 1) == decays]} for decays in (True, False)]
+    return torch.optim.SGD([{**groups[0], "weight_decay": 0.1}, groups[1]], lr=LR)
+
+
+def _three_ways(rank):
+    """Two stages beside two tensor-parallel ranks, and the rest data-parallel, at stages 0 and 1:
+    what each step tells.
+    """
+    found, ranks = [], dist.get_world_size()
+    for zero in (0, 1):
+        init_parallel(ParallelDims.over(ranks, tensor=2))
+        cut = hf_zero.tensor_parallel(model_of(MODELS[ranks]), 2)
+        stages = hf_zero.pipeline_stages(cut, 2, partition_method="uniform")
+        written = config(MICRO, zero, kernels="off")
+        engine, _, _, _ = hf_zero.initialize(model=stages, config=written, optimizer=grouped)
+        readers = ranks // 4
+        reader = rank // 2 % readers  # tensor-parallel ranks, and the stages, read the same
+        data = iter(batches_of(2 * readers * MICRO)[reader::readers])
+        found.append(
+            [(float(engine.train_batch(data)), engine.get_global_grad_norm()) for _ in range(2)]
+        )
+        engine.destroy()
+    dist.barrier()
+    return found
+
+
 def _rank(rank, folder):
     found: dict[str, Any] = {}
-    for case in CASES:
-        say(case)
-        found[case] = _train(rank, case)
-    say("overflow")
-    found["overflow"] = _overflow(rank)
+    for name, case in CASES.items():
+        say(name)
+        found[name] = _train(rank, case)
+    for name, run in features.CASES.items():
+        say(name)
+        found[name] = run(rank, RANKS, f"{folder}/{name}")
     say("resumed")
     found["resumed"] = _resumed(rank, f"{folder}/resumed")
     say("causal")
     found["causal"] = _causal(rank, f"{folder}/causal")
+    say("three ways")
+    found["three ways"] = _three_ways(rank)
     say("refused")
     found["refused"] = _refused()
     dist.barrier()
@@ -212,38 +261,64 @@ def launched(folder):
     return run_processes(RANKS, _rank, str(folder))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_pipelines_train_as_one_process(launched, case):
-    stages, _, _, micro_batches, _ = CASES[case]
-    ranks = RANKS // stages
-    whole = Whole()
-    windows = list(windows_of(batches(micro_batches * ranks * STEPS), micro_batches, ranks))
-    expected, gradients = plain(whole, windows, lambda m, b: loss_of(m(b[0]), b[1]))
+def test_pipelines_train_as_one_process(launched):
+    in_one_item(CASES)(lambda name: _check(launched, name))()
+
+
+def _check(launched, name):
+    case, whole = CASES[name], Whole()
+    features.freeze(whole, case.frozen)
+    ranks = case.readers
+    used = iter(case.rates)
+
+    def optimizer(parameters):
+        made = sgd(parameters)
+        made.register_step_pre_hook(lambda o, *_: o.param_groups[0].update(lr=next(used)))
+        return made
+
+    data = batches(case.micro_batches * ranks * STEPS)
+    windows = list(windows_of(data, case.micro_batches, ranks))
+    expected, gradients = plain(whole, windows, lambda m, b: loss_of(m(b[0]), b[1]), optimizer)
     with torch.no_grad():
         evaluated = sum(float(loss_of(whole(ids), labels)) for ids, labels in windows[0])
-    found = [answers[case] for answers in launched]
+    found = [answers[name] for answers in launched]
     assert all(each["told"] == found[0]["told"] for each in found)  # to the bit, on all ranks
     for (loss, norm), (want, of) in zip(found[0]["told"], expected):
         assert loss == pytest.approx(want, rel=1e-5) and norm == pytest.approx(of, rel=1e-5)
     names = set()
     for each in found:
         assert each["evaluated"] == pytest.approx(evaluated / len(windows[0]), rel=1e-5)
-        for name, value in each["weights"].items():
-            wanted = whole.get_parameter(name)
-            assert (value - wanted).norm() <= 1e-5 * wanted.norm(), name
+        for key, value in each["weights"].items():
+            wanted = whole.get_parameter(key)
+            assert (value - wanted).norm() <= 1e-5 * wanted.norm(), key
         for own, of_all in zip(each["gradients"], gradients):
-            for name, value in own.items():
-                assert (value - of_all[name]).norm() <= 1e-5 * of_all[name].norm(), name
+            for key, value in own.items():
+                assert (value - of_all[key]).norm() <= 1e-5 * of_all[key].norm(), key
         names |= set(each["weights"])
     assert names == set(dict(whole.named_parameters()))
     assert [each["said"] for each in found] == [
-        (rank // ranks == 0, rank // ranks == stages - 1, rank // ranks, stages)
+        (rank // ranks == 0, rank // ranks == case.stages - 1, rank // ranks, case.stages)
         for rank in range(RANKS)
     ]
 
 
+def test_an_evaluation_between_steps_changes_nothing(launched):
+    for answers in launched:
+        alone, between = answers["2 stages"], answers["evaluated between steps"]
+        assert between["told"] == alone["told"]
+        for name, value in alone["weights"].items():
+            assert torch.equal(between["weights"][name], value)
+
+
+def test_features(launched):
+    def check(name):
+        features.CHECKS[name]([answers[name] for answers in launched], RANKS // 2)
+
+    in_one_item(features.CASES)(check)()
+
+
 def test_what_is_sent(launched):
-    micro_batches = CASES["4 stages"][3]
+    micro_batches = CASES["4 stages"].micro_batches
     first, _, _, last = (answers["4 stages"] for answers in launched)
     counts = [operation for operation, _, _ in first["log"]]
     assert counts.count("send_activations") == micro_batches
@@ -254,8 +329,7 @@ def test_what_is_sent(launched):
     assert [size for what, _, size in first["log"] if what == "send_activations"] == sizes
     assert [size for what, _, size in last["log"] if what == "send_gradients"] == sizes
     # reductions once a step, whatever the number of micro-batches
-    parted = launched[0]["2 stages x 2, stage 1"]["reductions"]
-    assert 0 < parted["reduce_scatter"] <= 6
+    assert 0 < launched[0]["2 stages"]["reductions"]["reduce_scatter"] <= 6
     tied = [entry for entry in first["log"] if "tied" in entry[1]]
     assert len(tied) == 1 and tied[0][2] >= 11 * 8 * 4
 
@@ -292,13 +366,6 @@ def test_stages_of_a_causal_model_save_the_model(launched, folder, tmp_path):
     assert again.lm_head.weight is again.model.embed_tokens.weight
 
 
-def test_overflow_is_agreed_over_stages(launched):
-    kept, scale, skipped, skipped_after, loss, norm = launched[0]["overflow"]
-    assert kept and skipped == skipped_after == 1 and scale < 16.0
-    assert loss > 0 and norm > 0
-    assert all(answers["overflow"] == launched[0]["overflow"] for answers in launched)
-
-
 def test_what_ranks_of_a_pipeline_are_refused(launched):
     batch, whole, values, parallel = launched[0]["refused"]
     assert "gradient_accumulation_steps is 5" in batch and "multiple of 2" in batch
@@ -306,38 +373,7 @@ def test_what_ranks_of_a_pipeline_are_refused(launched):
     assert "the job is parallel as" in parallel
 
 
-MICRO = 2
-MODELS = {4: "llama", 8: "qwen3"}  # by ranks; the first is tied over the stages
-
-
-def grouped(parameters):
-    """Matrices, which decay, and vectors, in groups of their own."""
-    given = list(parameters)
-    groups = [{"params": [p for p in given if (p.dim() > 1) == decays]} for decays in (True, False)]
-    return torch.optim.SGD([{**groups[0], "weight_decay": 0.1}, groups[1]], lr=LR)
-
-
-def _rank_three(rank):
-    found, ranks = [], dist.get_world_size()
-    for zero in (0, 1):
-        say(f"stage {zero}")
-        init_parallel(ParallelDims.over(ranks, tensor=2))
-        cut = hf_zero.tensor_parallel(model_of(MODELS[ranks]), 2)
-        stages = hf_zero.pipeline_stages(cut, 2, partition_method="uniform")
-        written = config(MICRO, zero, kernels="off")
-        engine, _, _, _ = hf_zero.initialize(model=stages, config=written, optimizer=grouped)
-        readers = ranks // 4
-        reader = rank // 2 % readers  # tensor-parallel ranks, and the stages, read the same
-        data = iter(batches_of(2 * readers * MICRO)[reader::readers])
-        told = [(float(engine.train_batch(data)), engine.get_global_grad_norm()) for _ in range(2)]
-        found.append(told)
-        engine.destroy()
-    dist.barrier()
-    return found
-
-
-@pytest.mark.parametrize("ranks", fast(MODELS, lambda ranks: ranks == 4))
-def test_three_ways_at_once(ranks):
+def _check_three_ways(ranks, answers):
     data = batches_of(ranks // 2 * MICRO)
     half = len(data) // 2
     expected, _ = plain(
@@ -346,9 +382,17 @@ def test_three_ways_at_once(ranks):
         lambda model, batch: model(**batch, use_cache=False).loss,
         grouped,
     )
-    answers = run_processes(ranks, _rank_three)
     assert all(answer == answers[0] for answer in answers)  # to the bit, on all ranks
     for told in answers[0]:
         for (loss, norm), (want, of) in zip(told, expected):
             assert loss == pytest.approx(want, rel=1e-5)
             assert norm == pytest.approx(of, rel=1e-5) and norm > CLIP
+
+
+def test_three_ways_at_once(launched):
+    _check_three_ways(RANKS, [answers["three ways"] for answers in launched])
+
+
+@pytest.mark.long
+def test_three_ways_on_eight_ranks():
+    _check_three_ways(8, run_processes(8, _three_ways))

@@ -4,7 +4,9 @@ groups of messages on devices whose communicators the first message makes.
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,23 +33,13 @@ from hf_zero.parallel.pipeline.topology import (
     PipeModelDataParallelTopology,
     ProcessTopology,
 )
+from tests.helpers.cells import in_one_item
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import seeded, tokens
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import on_each_rank
 from tests.helpers.tensor_parallel import llama
-from tests.parallel.pipelines import (
-    STEPS,
-    Whole,
-    batches,
-    config,
-    layers,
-    loss_of,
-    pipeline,
-    plain,
-    sgd,
-    windows_of,
-)
+from tests.parallel.pipelines import Whole, batches, config, layers, loss_of, pipeline, sgd
 
 # ---- which stage holds which ----
 
@@ -64,16 +56,17 @@ def test_partitions_by_number_by_parameters_and_by_class():
     )
 
 
-@pytest.mark.parametrize(
-    ("method", "parts", "said"),
-    [
-        ("type:Conv", 2, "matches none of the layers"),
-        ("type:", 2, "partition_method is 'type:'"),
-        ("profile", 2, "partition_method is 'profile'"),
-        ("uniform", 6, "leaves stages empty"),
-    ],
-)
-def test_partitions_that_there_are_not(method, parts, said):
+PARTITIONS = [
+    ("type:Conv", 2, "type:Conv"),
+    ("type:", 2, "partition_method is 'type:'"),
+    ("profile", 2, "partition_method is 'profile'"),
+    ("uniform", 6, "leaves stages empty"),
+]
+
+
+@in_one_item(PARTITIONS)
+def test_partitions_that_there_are_not(row):
+    method, parts, said = row
     with pytest.raises(ConfigError, match=said):
         bounds_of(method, parts, ["Block"] * 5, [1] * 5)
 
@@ -104,44 +97,7 @@ def test_a_rank_builds_the_layers_of_its_stages_alone(as_rank):
         module.stage_owner(8)
 
 
-def test_values_of_seeded_layers_do_not_depend_on_the_stages(as_rank):
-    whole = dict(Whole().named_parameters())
-    found: dict[str, torch.Tensor] = {}
-    for stages in (1, 2, 5):
-        for rank in range(stages):
-            as_rank(rank, stages)
-            found |= PipelineModule(
-                layers(), stages, seed_layers=True, partition_method="uniform"
-            ).named_parameters()
-        assert found.keys() == whole.keys()
-        # a tied layer draws its values where it is first built: the engine gives those of stage 0
-        assert all(torch.equal(found[name], whole[name]) for name in whole if "tied" not in name)
-
-
-def test_stages_one_after_another_are_the_model(as_rank):
-    ids, _ = batches(1)[0]
-    expected, value = Whole()(ids), ids
-    tied = Whole().tied_modules.state_dict()
-    for rank in range(3):
-        as_rank(rank, 3)
-        module = PipelineModule(layers(), 3, seed_layers=True, partition_method="uniform")
-        module.tied_modules.load_state_dict(tied if module.tied_modules else {})
-        value = module(value)
-    assert torch.equal(value, expected)
-
-
-def test_layers_in_both_chunks_of_a_rank(as_rank):
-    as_rank(1, 2)
-    module = PipelineModule(layers(), 2, stages_per_rank=2, partition_method="uniform")
-    assert module.parts == [0, 3, 6, 8, 10] and module.stages_here == [1, 3]
-    assert {name.split(".")[0] for name, _ in module.named_parameters()} == {
-        "3",
-        "5",
-        "tied_modules",
-    }
-
-
-@pytest.mark.parametrize("classes", [None, ["Linear", "ReLU"]])
+@in_one_item([None, ["Linear", "ReLU"]])
 def test_recomputed_layers_give_the_same(classes):
     ids, labels = batches(1)[0]
     found = []
@@ -190,62 +146,57 @@ def test_topologies():
 
 # ---- what is refused ----
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({}, "needs num_stages or topology"),
-    ({"num_stages": 3}, "num_stages is 3, which does not divide"),
-    ({"topology": PipeDataParallelTopology(2, 2)}, "1 ranks were started"),
-    ({"topology": ProcessTopology(["data"], [1])}, 'needs an axis "pipe"'),
-    ({"topology": ProcessTopology(["data", "pipe"], [1, 1])}, "axes of the topology are"),
-    ({"num_stages": 2, "topology": PipeDataParallelTopology(1, 1)}, "pass one of them"),
-    ({"num_stages": 1, "stages_per_rank": 0}, "stages_per_rank is 0"),
-    ({"num_stages": 1, "layers": [3]}, "neither a module, a function nor a LayerSpec"),
-]
+
+def module_of(**given):
+    return PipelineModule(**{"layers": layers(), **given})
 
 
-@pytest.mark.parametrize(("given", "said"), REFUSED, ids=[said for _, said in REFUSED])
-def test_modules_that_are_refused(given, said):
-    with pytest.raises(ConfigError, match=said):
-        PipelineModule(**{"layers": layers(), **given})
+def engine_of(made=None, **keys):
+    module = PipelineModule(made or layers(), 1, loss_fn=loss_of)
+    hf_zero.initialize(model=module, config={**config(2, 0), **keys}, optimizer=sgd)
 
 
-def test_a_spec_of_no_module():
-    with pytest.raises(ConfigError, match="needs a class of"):
-        LayerSpec(torch.tanh)
-    assert repr(LayerSpec(nn.Linear, 2, 3, bias=False)) == "Linear(2, 3, bias=False)"
-    assert TiedLayerSpec("a", nn.Linear, 2, 3, tied_weight_attr="bias").tied_weight_attr == ["bias"]
-
-
-OF_CONFIG: list[tuple[dict[str, Any], str]] = [
-    ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage is 2, and the model is a pipe"),
-    ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage is 3, and the model is a pipe"),
-    ({"progressive_layer_drop": {"enabled": True}}, "progressive_layer_drop change what a forward"),
-    ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size is 2, and the model is"),
-    ({"sequence_parallel_size": 2}, "sequence_parallel_size is 2, and the model is a pipeline"),
-    (
-        {"expert_parallel": {"enabled": True, "autoep_size": 2}},
-        "experts are spread over 2 ranks .* leave each expert whole in its stage",
+ONE_BIT = {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 1}}
+EXPERTS = {"enabled": True, "autoep_size": 2}
+REFUSED: dict[str, Callable[[], Any]] = {
+    "needs num_stages or topology": module_of,
+    "num_stages is 3": lambda: module_of(num_stages=3),
+    "1 ranks were started": lambda: module_of(topology=PipeDataParallelTopology(2, 2)),
+    'needs an axis "pipe"': lambda: module_of(topology=ProcessTopology(["data"], [1])),
+    "axes of the topology": lambda: module_of(topology=ProcessTopology(["data", "pipe"], [1, 1])),
+    "pass one of them": lambda: module_of(num_stages=2, topology=PipeDataParallelTopology(1, 1)),
+    "stages_per_rank is 0": lambda: module_of(num_stages=1, stages_per_rank=0),
+    "neither a module, a function": lambda: module_of(num_stages=1, layers=[3]),
+    "needs a class of": lambda: LayerSpec(torch.tanh),
+    "stage is 2": lambda: engine_of(zero_optimization={"stage": 2}),
+    "stage is 3": lambda: engine_of(zero_optimization={"stage": 3}),
+    "progressive_layer_drop": lambda: engine_of(progressive_layer_drop={"enabled": True}),
+    "autotp_size is 2": lambda: engine_of(tensor_parallel={"autotp_size": 2}),
+    "sequence_parallel_size is 2": lambda: engine_of(sequence_parallel_size=2),
+    "spread over 2 ranks": lambda: engine_of(expert_parallel=EXPERTS),
+    "interleaved_1f1b": lambda: engine_of(pipeline={"schedule": "interleaved_1f1b"}),
+    "momentum in one bit": lambda: hf_zero.initialize(
+        model=PipelineModule(layers(), 1, loss_fn=loss_of),
+        config={**config(2, 0), "optimizer": ONE_BIT},
     ),
-    ({"pipeline": {"schedule": "interleaved_1f1b"}}, "pipeline.schedule is 'interleaved_1f1b'"),
-    (
-        {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 1}}},
-        "sends its momentum in one bit",
-    ),
-]
+    "has no parameters": lambda: engine_of([torch.tanh]),
+}
 
 
-@pytest.mark.parametrize(("keys", "said"), OF_CONFIG, ids=[said for _, said in OF_CONFIG])
-def test_configurations_that_are_refused(keys, said):
-    module = PipelineModule(layers(), 1, loss_fn=loss_of)
-    written = {**config(2, 0), "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **keys}
-    with pytest.raises(ConfigError, match=said):
-        hf_zero.initialize(model=module, config=written)
+@in_one_item(REFUSED)
+def test_what_is_refused(words):
+    with pytest.raises(ConfigError, match=words):
+        REFUSED[words]()
 
 
 def test_windows_of_the_script_are_refused():
-    module = PipelineModule(layers(), 1, loss_fn=loss_of)
-    written = {**config(2, 0), "managed_gradient_accumulation": False}
-    with pytest.raises(UnmanagedWindowError, match="not supported with pipeline parallelism"):
-        hf_zero.initialize(model=module, config=written, optimizer=sgd)
+    with pytest.raises(UnmanagedWindowError, match="pipeline parallelism"):
+        engine_of(managed_gradient_accumulation=False)
+
+
+def test_specs_are_shown():
+    assert repr(LayerSpec(nn.Linear, 2, 3, bias=False)) == "Linear(2, 3, bias=False)"
+    assert TiedLayerSpec("a", nn.Linear, 2, 3, tied_weight_attr="bias").tied_weight_attr == ["bias"]
 
 
 def test_experts_and_sequences_on_several_ranks_are_refused():
@@ -270,12 +221,6 @@ def test_experts_and_sequences_on_several_ranks_are_refused():
     run_ranks(2, reads)
 
 
-def test_a_stage_without_parameters_is_refused():
-    module = PipelineModule([torch.tanh], 1, loss_fn=loss_of)
-    with pytest.raises(ConfigError, match="stage 0 of 1 of the pipeline has no parameters"):
-        hf_zero.initialize(model=module, config=config(1, 0), optimizer=sgd)
-
-
 def test_keys():
     read = ZeroConfig.from_dict({"pipeline": {"activation_checkpoint_interval": 2}})
     assert read.pipeline.activation_checkpoint_interval == 2
@@ -288,50 +233,33 @@ def test_keys():
 # ---- the engine, on one rank ----
 
 
-def _trained(rank, stages, schedule):
-    module = pipeline(1, 1, stages_per_rank=stages)
-    section = {} if schedule is None else {"pipeline": {"schedule": schedule}}
-    engine, _, _, _ = hf_zero.initialize(
-        model=module, config=config(4, 1, **section), optimizer=sgd
-    )
-    data, told = iter(batches(4 * STEPS)), []
-    for _ in range(STEPS):
-        told.append((float(engine.train_batch(data)), engine.get_global_grad_norm()))
-    weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-    mean = float(engine.eval_batch(batches(4), num_micro_batches=4))
-    single, logits = engine.eval_batch(
-        batches(4), return_logits=True, reduce_output=None, num_micro_batches=4
-    )
-    assert engine.global_steps == STEPS and engine.micro_steps == 4 * STEPS
-    engine.destroy()
-    return [told, weights, mean, [float(each) for each in single], logits]
+def test_what_an_evaluation_returns():
+    def rank(_):
+        engine, _, _, _ = hf_zero.initialize(
+            model=pipeline(1, 1, stages_per_rank=3), config=config(4, 1), optimizer=sgd
+        )
+        mean = float(engine.eval_batch(batches(4), num_micro_batches=4))
+        single, logits = engine.eval_batch(
+            batches(4), return_logits=True, reduce_output=None, num_micro_batches=4
+        )
+        engine.destroy()
+        return mean, [float(each) for each in single], logits
 
-
-@pytest.mark.parametrize(
-    ("stages", "schedule"), [(1, None), (1, "gpipe"), (2, None), (3, "interleaved_1f1b")]
-)
-def test_one_rank_trains_as_a_plain_loop(stages, schedule):
+    ((mean, single, logits),) = run_ranks(1, rank)
     whole = Whole()
-    expected, _ = plain(
-        whole, list(windows_of(batches(4 * STEPS), 4, 1)), lambda m, b: loss_of(m(b[0]), b[1])
-    )
-    ((told, weights, mean, single, logits),) = run_ranks(1, _trained, stages, schedule)
-    for (loss, norm), (want, of) in zip(told, expected):
-        assert loss == pytest.approx(want, rel=1e-6) and norm == pytest.approx(of, rel=1e-6)
-    for name, value in whole.named_parameters():
-        assert (weights[name] - value).norm() <= 1e-6 * value.norm(), name
     with torch.no_grad():
-        losses = [float(loss_of(whole(ids), labels)) for ids, labels in batches(4)]
-    assert single == pytest.approx(losses, rel=1e-5) and mean == pytest.approx(
-        sum(losses) / 4, rel=1e-5
-    )
-    assert len(logits) == 4
+        wanted = [whole(ids) for ids, _ in batches(4)]
+    losses = [float(loss_of(each, labels)) for each, (_, labels) in zip(wanted, batches(4))]
+    assert single == pytest.approx(losses, rel=1e-5)
+    assert mean == pytest.approx(sum(losses) / 4, rel=1e-5)
+    for each, value in zip(logits, wanted, strict=True):
+        torch.testing.assert_close(each, value)
 
 
-@pytest.mark.parametrize("evaluates", (False, True))
-@pytest.mark.parametrize("differs", ("inputs", "labels"))
-def test_stages_that_read_different_batches_are_told(differs, evaluates):
+@in_one_item([*itertools.product(("inputs", "labels"), (False, True))])
+def test_stages_that_read_different_batches_are_told(case):
     """Before a micro-batch begins."""
+    differs, evaluates = case
     whole = batches(2)
     other = [
         (ids + 1, labels) if differs == "inputs" else (ids, labels.flip(0)) for ids, labels in whole
@@ -409,8 +337,7 @@ def test_another_number_of_stages(rank):
         PipelineModule(layers(), 1)
 
 
-@pytest.mark.parametrize("zero", (0, 3))
-def test_a_model_without_stages_after_a_pipeline_is_data_parallel(zero):
+def test_a_model_without_stages_after_a_pipeline_is_data_parallel():
     ids = [tokens(0, 0, rank) for rank in range(2)]
     whole, models = seeded(llama), [seeded(llama) for _ in range(2)]
     whole(input_ids=torch.cat(ids), labels=torch.cat(ids)).loss.backward()
@@ -420,7 +347,7 @@ def test_a_model_without_stages_after_a_pipeline_is_data_parallel(zero):
     def run(rank):
         PipelineModule(layers(), 2)
         model = models[rank]
-        engine = start(model, torch.optim.SGD(model.parameters(), lr=0.1), config_of(zero))
+        engine = start(model, torch.optim.SGD(model.parameters(), lr=0.1), config_of(3))
         assert engine.train_batch_size() == 2 * len(ids[0])
         engine.backward(engine(input_ids=ids[rank], labels=ids[rank]).loss)
         engine.step()

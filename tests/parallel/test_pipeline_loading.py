@@ -39,6 +39,7 @@ from hf_zero.parallel.pipeline.staged import set_tied
 from hf_zero.planning import checking
 from hf_zero.planning.estimate import propose
 from hf_zero.zero.layout.sharding import sharding_of
+from tests.helpers.cells import in_one_item
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import on_each_rank
 from tests.loading.counting import counting
@@ -58,7 +59,7 @@ def counted(values, made):
     return values
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "phi3"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_a_rank_reads_its_own_layers_alone(kind, as_rank, tmp_path):
     whole = model_of(kind)
     whole.save_pretrained(tmp_path)
@@ -100,33 +101,6 @@ def test_a_rank_initialises_its_own_layers_alone(as_rank, monkeypatch):
     assert 0.01 < float(found["model.layers.0.mlp.up_proj.weight"][0].std()) < 0.03
 
 
-def test_what_a_function_loads_trains_as_the_model(tmp_path):
-    whole, data = model_of("llama"), batches_of(6)
-    whole.save_pretrained(tmp_path)
-
-    def rank(_):
-        stages = hf_zero.pipeline_stages(
-            lambda: AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager"),
-            1,
-            stages_per_rank=2,
-        )
-        engine, _, _, _ = hf_zero.initialize(
-            model=stages, config=config(3, 1, kernels="off"), optimizer=sgd
-        )
-        batches = iter(data)
-        told = [(float(engine.train_batch(batches)), engine.get_global_grad_norm())]
-        told += [(float(engine.train_batch(batches)), engine.get_global_grad_norm())]
-        engine.destroy()
-        return told
-
-    expected, _ = plain(
-        whole, [data[:3], data[3:]], lambda model, batch: model(**batch, use_cache=False).loss
-    )
-    (told,) = run_ranks(1, rank)
-    for found, wanted in zip(told, expected):
-        assert found == pytest.approx(wanted, rel=1e-6)
-
-
 @pytest.mark.usefixtures("loads_at_once")
 def test_layers_in_parts_are_read_in_parts(tmp_path):
     whole = model_of("qwen3")
@@ -156,11 +130,11 @@ def test_layers_in_parts_are_read_in_parts(tmp_path):
 
 def test_what_is_refused():
     def rank(_):
-        with pytest.raises(ConfigError, match=r"returned a dict; it must return a causal model"):
+        with pytest.raises(ConfigError, match="returned a dict"):
             hf_zero.pipeline_stages(dict, 1)
         model = model_of("llama")
         engine = hold(model, ZeroConfig(stage=3))
-        with pytest.raises(ConfigError, match=r"made in shards .* pass a function that loads it"):
+        with pytest.raises(ConfigError, match="made in shards"):
             hf_zero.pipeline_stages(model, 1)
         engine.destroy()
 
@@ -171,8 +145,11 @@ def test_every_family_is_tested():
     assert {type(model_of(kind)).__name__ for kind in TYPES} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("kind", TYPES)
-def test_stages_one_after_another_are_the_model(kind, as_rank):
+def test_stages_one_after_another_are_the_model(as_rank):
+    in_one_item(TYPES)(lambda kind: one_after_another(kind, as_rank))()
+
+
+def one_after_another(kind, as_rank):
     whole = model_of(kind)
     names = dict(whole.named_parameters())
     stages = []
@@ -212,10 +189,9 @@ def test_embeddings_that_are_added_elsewhere_come_from_no_host_memory(as_rank):
     assert nothing.device.type == "meta"
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_one_call_and_it_trains(kind):
+def test_one_call_and_it_trains():
     """Interleaved on one rank: the same blocks in each chunk's forward as in the whole model."""
-    whole, cut = model_of(kind), model_of(kind)
+    whole, cut = model_of("gpt2"), model_of("gpt2")
 
     def rank(_):
         stages = hf_zero.pipeline_stages(cut, 1, stages_per_rank=3)
@@ -227,19 +203,16 @@ def test_one_call_and_it_trains(kind):
         with pytest.raises(ConfigError, match="have no labels"):
             engine.eval_batch([{"input_ids": torch.ones(1, 4, dtype=torch.long)}] * 3)
         outputs = engine.eval_batch(batches_of(1), compute_loss=False, num_micro_batches=1)
-        weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
         engine.destroy()
-        return told, weights, outputs[0]
+        return told, outputs[0]
 
     data = batches_of(6)
     expected, _ = plain(
         whole, [data[:3], data[3:]], lambda model, batch: model(**batch, use_cache=False).loss
     )
-    ((told, weights, logits),) = run_ranks(1, rank)
+    ((told, logits),) = run_ranks(1, rank)
     for (loss, norm), (want, of) in zip(told, expected):
         assert loss == pytest.approx(want, rel=1e-6) and norm == pytest.approx(of, rel=1e-6)
-    for name, value in whole.named_parameters():
-        assert (weights[name] - value).norm() <= 1e-5 * value.norm(), name
     with torch.no_grad():
         torch.testing.assert_close(logits, whole.eval()(**batches_of(1)[0]).logits)
 
@@ -291,9 +264,7 @@ ALONE = {
 LLAMA = LlamaConfig(**SMALL, **TYPES["llama"], architectures=["LlamaForCausalLM"])
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2"])
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize(("kind", "stages"), [("llama", 3), ("qwen3", 2), ("gpt2", 3)])
 def test_a_row_is_that_of_the_stage_that_needs_most(kind, stages, as_rank):
     ranks = 4 * stages
     found = hf_zero.estimate(model_of(kind), ranks, config=ALONE, pipeline_parallel=stages)
@@ -329,7 +300,7 @@ def free(device):
 
 
 def test_what_fits_a_stage():
-    config_of_llama = LlamaConfig(
+    model = LlamaConfig(
         hidden_size=1024,
         intermediate_size=8192,
         num_hidden_layers=6,
@@ -337,39 +308,35 @@ def test_what_fits_a_stage():
         vocab_size=32000,
         architectures=["LlamaForCausalLM"],
     )
-    whole = propose(config_of_llama, 8, free("2.5GB"), stage=1)
-    assert whole.config is not None and "offload_optimizer" in str(whole.config) and not whole.cut
-    found = propose(config_of_llama, 8, free("2.5GB"), tensor_parallel=2, pipeline_parallel=2)
+    found = propose(model, 8, free("2.5GB"), tensor_parallel=2, pipeline_parallel=2)
     assert found.config is not None
     assert found.config["zero_optimization"] == {"stage": 1}
     assert "tensor_parallel" not in found.config  # the call cuts it
     assert found.cut == "hf_zero.pipeline_stages(hf_zero.tensor_parallel(model, 2), 2)"
-    found = propose(config_of_llama, 8, free("5GB"), tensor_parallel=2)
+    found = propose(model, 8, free("5GB"), tensor_parallel=2)
     assert found.config is not None and found.config["tensor_parallel"] == {"autotp_size": 2}
-    nothing = propose(config_of_llama, 8, free("1MB"), pipeline_parallel=2)
+    nothing = propose(LLAMA, 8, free("1KB"), pipeline_parallel=2)
     assert nothing.config is None and not any("stage 3" in each.name for each in nothing.fit.trials)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"stage": 2}, "a pipeline of 2 stages trains at ZeRO stage 0 or 1, not at 2"),
+    ({"stage": 2}, "stage 0 or 1, not at 2"),
     ({"stage": 5}, "stage 5 is unknown"),
-    ({"expert_parallel": 2}, "in a pipeline of 2 stages are not built"),
-    ({"tensor_parallel": 3}, "2 ranks cannot be 3 tensor x 1 sequence x 1 pipeline parallel"),
+    ({"expert_parallel": 2}, "in a pipeline of 2 stages"),
+    ({"tensor_parallel": 3}, "2 ranks cannot be 3 tensor"),
 ]
 
 
-@pytest.mark.parametrize(("given", "said"), REFUSED, ids=[said for _, said in REFUSED])
-def test_what_there_is_not(given, said):
+@in_one_item(REFUSED)
+def test_what_there_is_not(row):
+    given, said = row
     with pytest.raises(ConfigError, match=said):
         hf_zero.estimate(LLAMA, 4, pipeline_parallel=2, **given)
     with pytest.raises(ConfigError, match=said):
         propose(LLAMA, 4, free("1GB"), pipeline_parallel=2, **given)
-
-
-def test_a_configuration_of_stage_3_is_not_proposed_for():
-    with pytest.raises(ConfigError, match="trains at ZeRO stage 0 or 1, not at 3"):
-        propose(LLAMA, 4, free("1GB"), config={"zero_optimization": {"stage": 3}},
-                pipeline_parallel=2)  # fmt: skip
+    config = {"zero_optimization": {"stage": 3}}
+    with pytest.raises(ConfigError, match="stage 0 or 1, not at 3"):
+        propose(LLAMA, 4, free("1GB"), config=config, pipeline_parallel=2)
 
 
 def test_the_command(tmp_path):

@@ -41,12 +41,6 @@ def test_the_trainer(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_the_trainer_at_other_stages(stage, tmp_path):
-    check("sequence_trainer.py", stage, 1, tmp_path)
-
-
-@pytest.mark.long
 def test_supervised_fine_tuning_by_trl(tmp_path):
     """Plain rows, and packed ones, whose documents do not see each other."""
     script = SCRIPTS / "sequence_trl.py"

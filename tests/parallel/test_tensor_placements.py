@@ -16,6 +16,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.parallel.tensor import cuts_of
 from hf_zero.zero.layout.sharding import sharding_of
 from tests.helpers.causal_zoo import batch_of, by_model_type, tiny
+from tests.helpers.cells import in_one_item
 from tests.helpers.models import seeded
 from tests.helpers.oracle import compare_tensors
 from tests.helpers.ranks import RankFailed, run_ranks
@@ -125,17 +126,11 @@ def _changed(name, made):
     return model
 
 
-@pytest.mark.parametrize(
-    ("name", "plan", "whole"),
-    (
-        ("act_fn", None, False),
-        ("up_proj", {"model.layers.*.mlp.up_proj.inner": "colwise"}, False),
-        ("up_proj", {"model.layers.*.mlp.up_proj.inner": "colwise"}, True),
-    ),
-)
-def test_parameters_that_no_plan_names(name, plan, whole):
-    if plan:
-        plan = {f"model.layers.*.mlp.{name}": None, **plan}
+@in_one_item((("act_fn", None, False), ("up_proj", "inner", False), ("up_proj", "inner", True)))
+def test_parameters_that_no_plan_names(case):
+    name, inner, whole = case
+    place = f"model.layers.*.mlp.{name}"
+    plan = {place: None, f"{place}.{inner}": "colwise"} if inner else None
     model = _changed(name, lambda inner: _Between(inner, whole))
     cut = copy.deepcopy(model)
     if plan is None:
@@ -144,52 +139,34 @@ def test_parameters_that_no_plan_names(name, plan, whole):
     _compare(model, batch_of(), plan=plan)
 
 
-@pytest.mark.parametrize(
-    ("make", "plan", "words"),
-    (
-        (
-            lambda: _changed("up_proj", _Gated),
-            {"mlp.up_proj": None, "mlp.up_proj.inner": "colwise"},
-            r"in one place and with whole ones in another",
-        ),
-        (
-            lambda: _changed("up_proj", _Twice),
-            {"mlp.up_proj": None, "mlp.up_proj.inner": "colwise", "mlp.up_proj.then": "colwise"},
-            r"takes whole inputs by its style .* is given the parts",
-        ),
-        (
-            lambda: seeded(llama),
-            {
-                "mlp.down_proj": None,
-                "mlp": "all_reduce",
-                "mlp.gate_proj": None,
-                "mlp.up_proj": None,
-            },
-            r"mlp sums or joins .* all that it is given is whole",
-        ),
-        (
-            lambda: seeded(llama),
-            {"mlp.down_proj": None},
-            r"LlamaForCausalLM runs whole, and cut by its tensor-parallel plan it does not",
-        ),
-        (
-            lambda: _changed("act_fn", _ReadsNumbers),
-            {},
-            r"mlp.act_fn.weight is whole .* the model cannot be run without memory .*"
-            r"'model.layers.\*.mlp.act_fn.weight': ",
-        ),
+MISPLACED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "mixed": (
+        lambda: _changed("up_proj", _Gated),
+        {"mlp.up_proj": None, "mlp.up_proj.inner": "colwise"},
+        "in one place and with whole ones in another",
     ),
-    ids=("mixed", "parts twice", "nothing cut", "does not run", "cannot be run"),
-)
-def test_what_cannot_be_placed(make, plan, words):
+    "parts twice": (
+        lambda: _changed("up_proj", _Twice),
+        {"mlp.up_proj": None, "mlp.up_proj.inner": "colwise", "mlp.up_proj.then": "colwise"},
+        "takes whole inputs by its style",
+    ),
+    "nothing cut": (
+        lambda: seeded(llama),
+        {"mlp": "all_reduce", **dict.fromkeys(("mlp.down_proj", "mlp.gate_proj", "mlp.up_proj"))},
+        "all that it is given is whole",
+    ),
+    "does not run": (lambda: seeded(llama), {"mlp.down_proj": None}, "runs whole, and cut"),
+    "cannot be run": (lambda: _changed("act_fn", _ReadsNumbers), {}, "mlp.act_fn.weight is whole"),
+}
+
+
+@in_one_item(MISPLACED)
+def test_what_cannot_be_placed(case):
+    make, plan, words = MISPLACED[case]
     models = [make() for _ in range(2)]
     plan = {f"model.layers.*.{name}": style for name, style in plan.items()}
-
-    def run(rank):
-        hf_zero.tensor_parallel(models[rank], 2, plan=plan)
-
     with pytest.raises(RankFailed, match=words) as raised:
-        run_ranks(2, run)
+        run_ranks(2, lambda rank: hf_zero.tensor_parallel(models[rank], 2, plan=plan))
     assert isinstance(raised.value.__cause__, ConfigError)
     assert not any(sharding_of(each).axes for each in models[0].parameters())
 

@@ -14,13 +14,7 @@ from tests.helpers.training import Plan
 SIZE = 2
 
 
-CASES = [("llama", 3), ("phi3", 1)]
-MORE = [("llama", 0), ("llama", 1), ("phi3", 0), ("phi3", 3), ("mixtral", 0), ("mixtral", 3)]
-
-
-@pytest.mark.parametrize(
-    "name, stage", [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE)]
-)
+@pytest.mark.parametrize("name, stage", [("llama", 3), ("phi3", 1)])
 def test_whole_weights_and_parts(name, stage):
     sent, parts = [], []
 

@@ -1,0 +1,247 @@
+"""Training features of pipelines of two stages, each as what a rank does and what is checked of the
+answers of all ranks: loaders of several lengths, dropout, 16 bits.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_zero
+from hf_zero.parallel.pipeline.module import LayerSpec
+from tests.parallel.pipelines import (
+    CLIP,
+    STEPS,
+    WIDTH,
+    Whole,
+    batches,
+    config,
+    layers,
+    loss_of,
+    pipeline,
+    plain,
+    sgd,
+    windows_of,
+)
+
+
+def freeze(model, prefixes):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(prefixes or ("none",)))
+
+
+def start(module, **keys):
+    return hf_zero.initialize(model=module, config=config(2, 1, **keys), optimizer=sgd)[0]
+
+
+# ---- loaders ----
+
+
+def uneven(rank, world, folder):
+    """Each reader's loader has another length, and begins anew by itself."""
+    reader = rank % (world // 2)
+    engine = start(pipeline(2, world))
+    engine.set_dataloader(batches(2 + reader, seed=20 + reader))
+    told = [(float(engine.train_batch()), engine.get_global_grad_norm()) for _ in range(STEPS)]
+    engine.destroy()
+    return told
+
+
+def check_uneven(answers, readers):
+    loaders = [batches(2 + reader, seed=20 + reader) for reader in range(readers)]
+    windows = [
+        [loader[(2 * step + at) % len(loader)] for loader in loaders for at in range(2)]
+        for step in range(STEPS)
+    ]
+    expected, _ = plain(Whole(), windows, lambda m, b: loss_of(m(b[0]), b[1]))
+    for told in answers:
+        for found, wanted in zip(told, expected):
+            assert found == pytest.approx(wanted, rel=1e-5)
+
+
+# ---- dropout ----
+
+
+class Dropped(nn.Dropout):
+    """Counts what it drops."""
+
+    dropped = seen = 0
+
+    def forward(self, input):
+        output = super().forward(input)
+        if self.training:
+            self.dropped += int(((output == 0) & (input != 0)).sum())
+            self.seen += int((input != 0).sum())
+        return output
+
+
+def with_dropout():
+    made = layers()
+    made[6:7] = [made[6], LayerSpec(Dropped, 0.25)]
+    made[2:3] = [
+        LayerSpec(nn.Linear, WIDTH, 64),
+        LayerSpec(Dropped, 0.25),
+        LayerSpec(nn.Linear, 64, WIDTH),
+    ]
+    return made
+
+
+def dropping(rank, world, folder="", resumes=False, **keys):
+    """Steps with dropout from one seed: their losses, and the share that was dropped; with a
+    ``folder`` it is saved to before the last step, or resumed from.
+    """
+    torch.manual_seed(11 + rank)
+    readers = world // 2
+    module = pipeline(2, world, with_dropout(), seed_layers=False)
+    for name, parameter in module.named_parameters():
+        nn.init.uniform_(parameter, -0.3, 0.3, torch.Generator().manual_seed(len(name)))
+    engine = start(module, **keys)
+    data = batches(2 * readers * STEPS)[rank % readers :: readers]
+    if resumes:
+        engine.load_checkpoint(folder, load_rng=True)
+    told = []
+    for step in range(STEPS - 1 if resumes else 0, STEPS):
+        if folder and not resumes and step == STEPS - 1:
+            engine.save_checkpoint(folder)
+        loss = engine.train_batch(iter(data[2 * step : 2 * step + 2]))
+        told.append((float(loss), engine.get_global_grad_norm()))
+    counted = [each for each in module.modules() if isinstance(each, Dropped)]
+    share = sum(each.dropped for each in counted), sum(each.seen for each in counted)
+    engine.destroy()
+    return told, share
+
+
+def dropout(rank, world, folder):
+    return {
+        "first": dropping(rank, world, folder),
+        "again": dropping(rank, world),
+        "resumed": dropping(rank, world, folder, resumes=True),
+        "recomputed": dropping(rank, world, pipeline={"activation_checkpoint_interval": 3}),
+    }
+
+
+def check_dropout(answers, readers):
+    for found in answers:
+        told, (dropped, seen) = found["first"]
+        assert found["again"] == found["first"]  # to the bit
+        assert found["resumed"][0] == told[-1:]
+        assert found["recomputed"][0] == told
+        assert dropped / seen == pytest.approx(0.25, abs=4 * (0.25 * 0.75 / seen) ** 0.5)
+        assert len(set(told)) == STEPS
+
+
+# ---- 16 bits ----
+
+# sums over ranks in fp32, as over the micro-batches of one process
+WIRE = {"communication_data_type": "fp32"}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 6, "hysteresis": 1}, **WIRE}
+# dtype, names of frozen parameters, keys
+HALVES: dict[str, tuple[torch.dtype, tuple[str, ...], dict[str, Any]]] = {
+    "bf16": (torch.bfloat16, (), {"bf16": {"enabled": True}, **WIRE}),
+    "fp16": (torch.float16, (), FP16),
+    "fp16, the first stage is frozen": (torch.float16, ("tied", "1.", "3."), FP16),
+    "fp16, the last stage is frozen": (torch.float16, ("tied", "5.", "7."), FP16),
+}
+
+
+def infinite(loss, *given):
+    return loss(*given) * float("inf")
+
+
+def halved(case, rank, world, folder):
+    """The master weights after some steps, in fp16 after a further one that overflows, on the last
+    stage alone.
+    """
+    dtype, frozen, more = HALVES[case]
+    module, readers = pipeline(2, world), world // 2
+    freeze(module, frozen)
+    engine = start(module, **more)
+    data = batches(2 * readers * STEPS)[rank % readers :: readers]
+    for step in range(STEPS):
+        window = data[2 * step : 2 * step + 2]
+        if step == 1 and dtype == torch.float16:
+            module.__dict__["loss"] = partial(infinite, module.loss)
+            engine.train_batch(iter(window))
+            del module.__dict__["loss"]
+        engine.train_batch(iter(window))
+    told = engine.skipped_steps, engine.loss_scale(), engine.global_steps
+    weights = {
+        name: hf_zero.safe_get_full_fp32_param(p).clone()
+        for name, p in engine.module.named_parameters()
+        if p.requires_grad
+    }
+    engine.destroy()
+    return told, weights
+
+
+def plain_halved(case, scale, windows):
+    """Masters in fp32, forward and backward in 16 bits, sums over micro-batches in fp32."""
+    dtype, frozen, _ = HALVES[case]
+    whole = Whole()
+    freeze(whole, frozen)
+    optimizer = sgd(whole.parameters())
+    for window in windows:
+        optimizer.zero_grad()
+        for ids, labels in window:
+            half = copy.deepcopy(whole).to(dtype)
+            half._functions = rebuilt(half)
+            (loss_of(half(ids), labels) * scale / len(window)).backward()
+            for master, p in zip(whole.parameters(), half.parameters()):
+                if p.grad is not None:
+                    grad = p.grad.float() / scale
+                    master.grad = grad if master.grad is None else master.grad + grad
+        nn.utils.clip_grad_norm_(whole.parameters(), CLIP)
+        optimizer.step()
+    return whole
+
+
+def rebuilt(copied):
+    """The functions of a copy of the model, over its own modules."""
+    found: list[Callable[[Any], Any]] = []
+    tied = copied.tied_modules["embed"]
+    for index, layer in enumerate(layers()):
+        if index in (0, 9):
+            found.append(tied if index == 0 else lambda x: nn.functional.linear(x, tied.weight))
+        else:
+            found.append(copied._modules.get(str(index)) or layer)
+    return found
+
+
+def check_halved(case, answers, readers):
+    dtype, frozen, _ = HALVES[case]
+    windows = list(windows_of(batches(2 * readers * STEPS), 2, readers))
+    exact = Whole()
+    freeze(exact, frozen)
+    plain(exact, windows, lambda m, b: loss_of(m(b[0]), b[1]))
+    theirs = dict(plain_halved(case, 2.0**6, windows).named_parameters())
+    ours = {name: value for _, each in answers for name, value in each.items()}
+    trained = {name: p for name, p in exact.named_parameters() if p.requires_grad}
+    assert ours.keys() == trained.keys()
+    skipped = (1, 2.0**5, STEPS + 1) if dtype == torch.float16 else (0, 1.0, STEPS)
+    assert [told for told, _ in answers] == [skipped] * len(answers)
+
+    def error(weights):
+        pairs = trained.items()
+        return sum(float((weights[n] - p).detach().square().sum()) for n, p in pairs) ** 0.5
+
+    assert 0 < error(ours) <= 1.2 * error(theirs)
+
+
+# what each rank does, given its number, the number of ranks and a folder
+CASES: dict[str, Callable[[int, int, str], Any]] = {
+    "loaders of several lengths": uneven,
+    "dropout": dropout,
+    **{case: partial(halved, case) for case in HALVES},
+}
+# what is checked of the answers of all ranks, given how many read data of their own
+CHECKS: dict[str, Callable[[list[Any], int], None]] = {
+    "loaders of several lengths": check_uneven,
+    "dropout": check_dropout,
+    **{case: partial(check_halved, case) for case in HALVES},
+}
