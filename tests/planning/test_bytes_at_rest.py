@@ -5,6 +5,7 @@ byte, what the engine of that rank holds.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ from hf_zero.optim.build import build_optimizer
 from hf_zero.parallel.planned_cuts import planned_cuts
 from hf_zero.planning.needs import state_bytes
 from hf_zero.zero.state_bytes import held_bytes
-from tests.helpers.cells import fast
+from tests.helpers.cells import fast, in_one_item
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import Stack, seeded
 from tests.helpers.offloads import offload
 from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import squared
-from tests.helpers.tensor_parallel import llama, mixtral
+from tests.helpers.tensor_parallel import deepseek, llama, mixtral, phi3
 from tests.helpers.training import At, Plan
 
 FOUR_BITS = {"compressed_communication": {"bits": 4, "block_size": 64}}
@@ -38,7 +39,14 @@ ROUNDED = {
         "quantize_schedule": {"schedule_offset": 0},
     }
 }
-FAMILIES: dict[str, Callable[[], nn.Module]] = {"llama": llama, "mixtral": mixtral}
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "llama": llama,
+    "one head of keys": partial(llama, key_value_heads=1),
+    "tied": partial(llama, tied=True),
+    "phi3": phi3,
+    "deepseek": deepseek,
+    "mixtral": mixtral,
+}
 NONE_PERSISTENT = {"stage3_param_persistence_threshold": 0}
 
 
@@ -109,7 +117,7 @@ class Job:
     def held(self, rank: int, model: nn.Module, config: dict[str, Any]) -> dict[Any, int]:
         """Bytes that an engine holds after a few steps."""
         engine = start(model, self.optimizer_of(model), config)
-        for step in range(3):
+        for step in range(2):
             for micro in range(self.plan.accumulation):
                 engine.backward(self.loss(engine, step, micro, rank))
                 engine.step()
@@ -129,69 +137,66 @@ class Job:
         return {key: nbytes for key, nbytes in found.items() if nbytes}
 
 
-def jobs() -> list[Job]:
-    found = [Job(stage, kind) for stage in range(4) for kind in ("fp32", "bf16", "fp16")]
-    # places
-    found += [Job(stage, way="optimizer on cpu") for stage in range(4)]
-    found += [Job(stage, "fp32", way="optimizer on cpu") for stage in (1, 3)]
-    found += [Job(2, way="optimizer on cpu", moments=kind) for kind in ("bf16", "int8")]
-    found += [Job(stage, way="optimizer in files") for stage in (1, 2)]
-    found += [Job(2, "fp16", way="optimizer on cpu"), Job(3, way="half on cpu")]
-    found += [Job(3, kind, way="all on cpu") for kind in ("fp32", "bf16")]
-    found += [Job(3, kind, way="parameters on cpu") for kind in ("fp32", "bf16")]
-    found += [Job(3, way="all in files"), Job(3, way="all in files", moments="int8")]
-    found += [Job(2, way="optimizer on cpu", accumulation=2), Job(1, way="half on cpu")]
-    # dtypes of gradients
-    summed = {"data_types": {"grad_accum_dtype": "bf16"}}
-    found += [Job(stage, **summed) for stage in (1, 3)]
-    found += [Job(2, "fp32", communication_data_type="bf16")]
-    # few bits
-    found += [Job(stage, kind, **FOUR_BITS) for stage in (1, 2) for kind in ("fp32", "bf16")]
-    found += [Job(3, zero={"zero_quantized_gradients": True, "zero_quantized_weights": True})]
-    found += [Job(2, zero={"zero_quantized_gradients": True}, **LOCO)]
-    found += [Job(3, zero={"zero_quantized_gradients": True, **LOCO})]
-    dense = {"freeze_step": 1}
-    found += [Job(1, kind, optimizer="OneBitAdam", settings=dense) for kind in ("fp32", "bf16")]
-    found += [Job(1, optimizer="OneBitLamb", settings=dense)]
-    found += [Job(stage, "fp32", optimizer="SGD", **ROUNDED) for stage in (0, 3)]
-    # optimizers
-    found += [Job(2, optimizer="SGD", settings={"lr": 0.1}), Job(3, optimizer="Lion")]
-    found += [Job(3, optimizer="SGD", settings={"lr": 0.1, "momentum": 0.9})]
-    found += [Job(2, optimizer="Adam", settings={"amsgrad": True})]
-    found += [Job(stage, optimizer="Muon") for stage in (1, 3)]
-    found += [Job(2, optimizer="Muon", way="optimizer on cpu"), Job(2, optimizer="Adafactor")]
-    found += [Job(stage, frozen=True) for stage in (1, 3)]
-    found += [Job(3, frozen=True, way="all on cpu"), Job(3, zero=NONE_PERSISTENT)]
-    # meshes
-    found += [Job(stage, ranks=4, replicate_size=2) for stage in (1, 3)]
-    found += [Job(3, ranks=4, zero={"zero_hpz_partition_size": 2})]
-    found += [Job(0, ranks=3), Job(3, ranks=3), Job(3, ranks=1)]
-    tensor = {"tensor_parallel": {"autotp_size": 2}}
-    found += [Job(stage, family="llama", dims={"tensor": 2}, **tensor) for stage in (1, 3)]
-    found += [Job(3, ranks=4, family="llama", dims={"tensor": 2}, **tensor)]
-    expert = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
-    found += [Job(stage, family="mixtral", dims={"expert": 2}, **expert) for stage in (1, 3)]
-    found += [Job(3, family="llama", dims={"sequence": 2}, sequence_parallel_size=2)]
-    return found
+DENSE = {"freeze_step": 1}
+SUMMED = {"data_types": {"grad_accum_dtype": "bf16"}}
+TENSOR = {"tensor_parallel": {"autotp_size": 2}}
+EXPERT = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+BOTH = {"tensor": 2, "expert": 2}
+BITS = {"zero_quantized_gradients": True}
+JOBS = {
+    "stages": [Job(0, "fp32"), Job(1), Job(2, "fp16"), Job(3), Job(3, ranks=3)],
+    "places": [
+        Job(0, way="optimizer on cpu"),
+        Job(3, "fp32", way="optimizer on cpu"),
+        *(Job(2, way="optimizer on cpu", moments=kind) for kind in ("bf16", "int8")),
+        Job(2, "fp16", way="optimizer on cpu", accumulation=2),
+        Job(1, way="optimizer in files"),
+        Job(3, way="half on cpu"),
+        Job(3, way="all on cpu", frozen=True),
+        Job(3, "fp32", way="parameters on cpu"),
+        Job(3, way="all in files", moments="int8"),
+    ],
+    "dtypes and few bits": [
+        Job(3, **SUMMED),
+        Job(2, "fp32", communication_data_type="bf16"),
+        Job(1, "fp32", **FOUR_BITS),
+        Job(2, **FOUR_BITS),
+        Job(3, zero={**BITS, "zero_quantized_weights": True}),
+        Job(2, zero=BITS, **LOCO),
+        Job(1, optimizer="OneBitAdam", settings=DENSE),
+        Job(1, "fp32", optimizer="OneBitLamb", settings=DENSE),
+        *(Job(stage, "fp32", optimizer="SGD", **ROUNDED) for stage in (0, 3)),
+    ],
+    "optimizers": [
+        Job(3, optimizer="SGD", settings={"lr": 0.1, "momentum": 0.9}),
+        Job(2, optimizer="Adam", settings={"amsgrad": True}),
+        Job(3, optimizer="Muon"),
+        Job(2, optimizer="Muon", way="optimizer on cpu"),
+        Job(2, optimizer="Adafactor"),
+        Job(3, zero=NONE_PERSISTENT, frozen=True),
+    ],
+    "meshes": [
+        *(Job(stage, ranks=4, replicate_size=2) for stage in (1, 3)),
+        Job(3, ranks=4, zero={"zero_hpz_partition_size": 2}),
+        Job(3, ranks=4, family="llama", dims={"tensor": 2}, **TENSOR),
+        Job(3, family="one head of keys", dims={"tensor": 2}, **TENSOR),
+        Job(1, family="mixtral", dims={"expert": 2}, **EXPERT),
+        Job(3, ranks=4, family="mixtral", dims=BOTH, **TENSOR, **EXPERT),
+        Job(3, family="llama", dims={"sequence": 2}, sequence_parallel_size=2),
+    ],
+    "other families": [
+        Job(stage, family=family, dims={"tensor": 2}, **TENSOR)
+        for stage, family in ((3, "tied"), (3, "phi3"), (3, "deepseek"), (1, "llama"))
+    ],
+}
 
 
-JOBS = jobs()
+@pytest.mark.parametrize("kind", fast(JOBS, lambda kind: kind != "other families"))
+def test_bytes_are_those_of_the_plan(kind: str, tmp_path: Path) -> None:
+    def check(job: Job) -> None:
+        config = job.config(tmp_path)
+        models = [job.build() for _ in range(job.ranks)]
+        found = run_ranks(job.ranks, lambda rank: job.held(rank, models[rank], config))
+        assert found == [job.foreseen(rank, config) for rank in range(job.ranks)]
 
-
-def often(job: Job) -> bool:
-    """Whether the fast suite runs ``job``."""
-    return not job.family and (job.stage == 3 or job.way == "optimizer on cpu" or bool(job.zero))
-
-
-def test_there_are_sixty_of_them() -> None:
-    names = [repr(job) for job in JOBS]
-    assert len(names) >= 60
-    assert [name for name in names if names.count(name) > 1] == []
-
-
-@pytest.mark.parametrize("job", fast(JOBS, often), ids=repr)
-def test_bytes_are_those_of_the_plan(job: Job, tmp_path: Path) -> None:
-    config = job.config(tmp_path)
-    models = [job.build() for _ in range(job.ranks)]
-    found = run_ranks(job.ranks, lambda rank: job.held(rank, models[rank], config))
-    assert found == [job.foreseen(rank, config) for rank in range(job.ranks)]
+    in_one_item(JOBS[kind])(check)()

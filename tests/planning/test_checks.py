@@ -32,10 +32,12 @@ from hf_zero.planning import (
     room_for,
 )
 from hf_zero.planning import check as check_plan
-from hf_zero.planning.checking import SWITCH
+from hf_zero.planning.checking import SWITCH, check_on_all_ranks
 from hf_zero.planning.fit import RAM_SHARE
 from hf_zero.zero.layout.engine_plan import EnginePlan
+from tests.helpers.cells import in_one_item
 from tests.helpers.plans import APART, Blocks, adamw_of, planned
+from tests.helpers.ranks import run_ranks
 
 GIB = 1 << 30
 GPU = torch.device("cuda")
@@ -63,11 +65,6 @@ def llama_8b() -> nn.Module:
     return llama(4096, 32, 14336, 32, 128256, 8)
 
 
-@pytest.fixture(scope="module")
-def llama_13b() -> nn.Module:
-    return llama(5120, 40, 13824, 40, 32000)
-
-
 def check(
     model: nn.Module,
     config: ZeroConfig,
@@ -93,60 +90,52 @@ def offloading(stage: int = 2, accumulation: int = 1, **optimizer: Any) -> ZeroC
 # -- the models that a host of 125 GiB must run ----------------------------------------------------
 
 
-def test_8b_with_fp32_moments_and_fp32_gradients_is_refused(llama_8b: nn.Module) -> None:
+def verdict_of(model: nn.Module, config: ZeroConfig, ranks: int = 1, free: Free = H200) -> Any:
+    own = needs(planned(model, config, ranks, gpu=True))
+    return judge(own, free), own
+
+
+def test_8b_with_fp32_moments_is_refused_and_what_is_proposed_runs(llama_8b: nn.Module) -> None:
     with pytest.raises(DoesNotFitError) as refused:
         check(llama_8b, offloading(accumulation=4), 1, device=GPU, free=H200)
     said = str(refused.value)
     assert "RAM                                   128.58 GB  121.63 GB  TOO LITTLE" in said
-    assert re.search(r"gradients +32\.12 GB\n", said) and re.search(
-        r"master weights and moments +96\.36 GB\n", said
-    )
+    assert re.search(r"gradients +32\.12 GB\n", said)
+    assert re.search(r"master weights and moments +96\.36 GB\n", said)
     assert f"{SWITCH}=0" in said
-
-
-@pytest.mark.parametrize("moments", ["bf16", "int8"])
-def test_8b_with_16_bit_gradients_and_small_moments_runs(llama_8b: nn.Module, moments: str) -> None:
-    report = check(llama_8b, offloading(moments=moments), 1, device=GPU, free=H200)
-    assert report.verdict.fits and (report.note, report.warning) == ("", "")
-    parts = {part.what: part.nbytes for part in report.needs.ram}
-    assert parts["gradients"] == pytest.approx(2 * 8.03e9, rel=0.01)
-    assert report.needs.ram_bytes < 0.8 * H200.ram
-
-
-def test_what_the_refusal_of_8b_proposes_runs(llama_8b: nn.Module) -> None:
-    with pytest.raises(DoesNotFitError) as refused:
-        check(llama_8b, offloading(accumulation=4), 1, device=GPU, free=H200)
-    (line,) = [line for line in str(refused.value).splitlines() if line.startswith("{")]
+    (line,) = [line for line in said.splitlines() if line.startswith("{")]
     proposed = ZeroConfig.from_dict(
         {"bf16": {"enabled": True}, "gradient_accumulation_steps": 4, **json.loads(line)}
     ).resolve(1)
-    assert check(llama_8b, proposed, 1, device=GPU, free=H200).verdict.fits
+    assert verdict_of(llama_8b, proposed)[0].fits
 
 
-@pytest.mark.parametrize(("moments", "fits"), [("fp32", False), ("bf16", False), ("int8", True)])
-def test_13b_runs_with_int8_moments(llama_13b: nn.Module, moments: str, fits: bool) -> None:
-    assert sum(parameter.numel() for parameter in llama_13b.parameters()) == pytest.approx(
-        13.0e9, rel=0.01
-    )
-    config = offloading(moments=moments)
-    if fits:
-        assert check(llama_13b, config, 1, device=GPU, free=H200).verdict.fits
-    else:
-        with pytest.raises(DoesNotFitError, match=r"RAM .*TOO LITTLE"):
-            check(llama_13b, config, 1, device=GPU, free=H200)
+def test_8b_with_16_bit_gradients_and_small_moments_runs(llama_8b: nn.Module) -> None:
+    for moments in ("bf16", "int8"):
+        verdict, own = verdict_of(llama_8b, offloading(moments=moments))
+        assert verdict.fits and own.ram_bytes < 0.8 * H200.ram
+        parts = {part.what: part.nbytes for part in own.ram}
+        assert parts["gradients"] == pytest.approx(2 * 8.03e9, rel=0.01)
+
+
+def test_13b_runs_with_int8_moments() -> None:
+    model = llama(5120, 40, 13824, 40, 32000)
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(13.0e9, rel=0.01)
+    for moments in ("fp32", "bf16", "int8"):
+        verdict, _ = verdict_of(model, offloading(moments=moments))
+        assert [row.tier for row in verdict.short] == ([] if moments == "int8" else ["RAM"])
 
 
 def test_70b_is_judged_from_its_cuts_alone() -> None:
     model = llama(8192, 80, 28672, 64, 128256, 8)
     whole = replace(H200, disks=(DiskFree("/nvme", 2000 * GIB, 0),))
-    with pytest.raises(DoesNotFitError, match=r"RAM .*TOO LITTLE"):
-        check(model, offloading(), 1, device=GPU, free=whole)
     config = {"device": "nvme", "nvme_path": "/nvme"}
     runs = ZeroConfig(
         3, bf16=True, offload_optimizer=config, offload_param={**config, "max_in_cpu": 0}
     ).resolve(8)
-    report = check(model, runs, 8, device=GPU, free=whole)
-    assert report.needs.disk_bytes == pytest.approx(70.55e9 * (12 + 2) / 8, rel=0.01)
+    verdict, own = verdict_of(model, runs, 8, whole)
+    assert verdict.fits
+    assert own.disk_bytes == pytest.approx(70.55e9 * (12 + 2) / 8, rel=0.01)
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
@@ -212,30 +201,16 @@ SMALL = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
 
 
 def test_an_offload_that_only_costs_time_is_said() -> None:
-    plenty = Free(GIB, GIB)
+    plenty, cpu = Free(GIB, GIB), torch.device("cpu")
     slow = check(SMALL, offloading(), 1, device=GPU, free=plenty)
     assert "offload is slower than no offload here: all of it fits on the device (1" in slow.note
-    assert check(SMALL, ZeroConfig(2, bf16=True).resolve(1), 1, device=GPU, free=plenty).note == ""
+    on_device = ZeroConfig(2, bf16=True).resolve(1)
+    assert check(SMALL, on_device, 1, device=GPU, free=plenty).note == ""
     # 16 bytes a parameter and what is under way would fill more than the margin leaves
-    tight = Free(
-        int(
-            needs(planned(SMALL, ZeroConfig(2, bf16=True), gpu=True)).device_bytes
-            / (1 - ACTIVATIONS)
-        )
-        - 8,
-        GIB,
-    )
-    assert check(SMALL, offloading(), 1, device=GPU, free=tight).note == ""
-    assert (
-        check(
-            SMALL,
-            offloading(),
-            1,
-            device=torch.device("cpu"),
-            free=replace(plenty, host_device=True),
-        ).note
-        == ""
-    )
+    filled = needs(planned(SMALL, on_device, gpu=True)).device_bytes / (1 - ACTIVATIONS)
+    assert check(SMALL, offloading(), 1, device=GPU, free=Free(int(filled) - 8, GIB)).note == ""
+    host = replace(plenty, host_device=True)
+    assert check(SMALL, offloading(), 1, device=cpu, free=host).note == ""
 
 
 def test_a_note_about_locked_memory_reaches_the_report() -> None:
@@ -257,13 +232,22 @@ def test_refusal_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(refused.value).startswith(report.warning)
 
 
-def test_ranks_with_the_same_free_bytes_say_the_same() -> None:
-    said = set()
-    for _ in range(2):
+def test_ranks_go_by_the_least_free_memory_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank refuses, in the same words, what does not fit on one of them."""
+
+    def rooms(model: nn.Module, config: ZeroConfig, device: torch.device) -> Free:
+        return Free(GIB, GIB) if torch.distributed.get_rank() == 0 else Free(1000, 1000)
+
+    monkeypatch.setattr("hf_zero.planning.checking.room_for", rooms)
+
+    def on_rank(rank: int) -> str:
+        plan = planned(SMALL, offloading().resolve(2), 2, gpu=True, rank=rank)
         with pytest.raises(DoesNotFitError) as refused:
-            check(SMALL, offloading().resolve(2), 2, device=GPU, free=Free(1000, 1000))
-        said.add(str(refused.value))
-    assert len(said) == 1 and "bytes for each of 2 ranks" in said.pop()
+            check_on_all_ranks(plan)
+        return str(refused.value)
+
+    one, other = run_ranks(2, on_rank)
+    assert one == other and "bytes for each of 2 ranks" in one
 
 
 def test_an_engine_that_only_evaluates_needs_its_parameters() -> None:
@@ -306,17 +290,15 @@ def test_the_model_s_own_memory_is_room() -> None:
         )
 
 
-@pytest.mark.parametrize("gathered", [False, True])
-def test_a_model_in_shards_gives_back_its_shards(
-    monkeypatch: pytest.MonkeyPatch, gathered: bool
-) -> None:
+def test_a_model_in_shards_gives_back_its_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
     config = ZeroConfig(3, bf16=True, optimizer={"type": "SGD", "params": {"lr": 0.1}})
     engine = hf_zero.initialize(model=model, config=config)[0]
     monkeypatch.setattr("hf_zero.planning.checking.measure", lambda device, folders: Free(0, 0))
     shards = 2 * sum(parameter.numel() for parameter in model.parameters())
-    with hf_zero.GatheredParameters(list(model.parameters()) if gathered else []):
-        assert room_for(model, config, GPU).ram == shards * (2 if gathered else 1)
+    assert room_for(model, config, GPU).ram == shards
+    with hf_zero.GatheredParameters(list(model.parameters())):
+        assert room_for(model, config, GPU).ram == 2 * shards
     engine.destroy()
     assert room_for(model, config, GPU).ram == shards
 
@@ -374,47 +356,32 @@ def found(
     )
 
 
-@pytest.mark.parametrize(
-    ("device", "ram", "disk", "name"),
-    [
-        (76, 0, None, "stage 2, all on the device"),
-        (60, 57, None, "stage 2, optimizer on the CPU, fp32 moments, ratio auto"),
-        (60, 40, None, "stage 2, optimizer on the CPU, fp32 moments, ratio 0.05"),
-        (16, 41, None, "stage 2, optimizer on the CPU, bf16 moments, ratio auto"),
-        (16, 34, None, "stage 2, optimizer on the CPU, int8 moments, ratio auto"),
-        (10.5, 65, None, "stage 3, optimizer and parameters on the CPU, fp32 moments, ratio auto"),
-        (10.5, 41, None, "stage 3, optimizer and parameters on the CPU, int8 moments, ratio auto"),
-        (16, 10, 49, "stage 2, optimizer in files, fp32 moments, ratio auto"),
-        (16, 10, 33, "stage 2, optimizer in files, bf16 moments, ratio auto"),
-        (
-            10,
-            17,
-            49,
-            "stage 3, optimizer in files, parameters on the CPU, fp32 moments, ratio auto",
-        ),
-    ],
-)
-def test_the_fastest_that_fits(device: float, ram: float, disk: float | None, name: str) -> None:
+# free MB of device, RAM and disk, and what is proposed
+FASTEST = [
+    (76, 0, None, "stage 2, all on the device"),
+    (60, 40, None, "stage 2, optimizer on the CPU, fp32 moments, ratio 0.05"),
+    (16, 41, None, "stage 2, optimizer on the CPU, bf16 moments, ratio auto"),
+    (16, 34, None, "stage 2, optimizer on the CPU, int8 moments, ratio auto"),
+    (10.5, 41, None, "stage 3, optimizer and parameters on the CPU, int8 moments, ratio auto"),
+    (16, 10, 33, "stage 2, optimizer in files, bf16 moments, ratio auto"),
+    (10, 17, 49, "stage 3, optimizer in files, parameters on the CPU, fp32 moments, ratio auto"),
+]
+
+
+@in_one_item(FASTEST)
+def test_the_fastest_that_fits(row: Any) -> None:
+    device, ram, disk, name = row
     result = found(device, ram, disk)
-    assert result.chosen is not None, [(trial.name, trial.why) for trial in result.trials]
-    assert result.chosen.name == name
-    assert (
-        all(trial.why and not trial.verdict.fits for trial in result.trials[:-1])
-        and result.chosen.why == ""
-    )
+    assert result.chosen is not None and result.chosen.name == name
+    assert all(trial.why and not trial.verdict.fits for trial in result.trials[:-1])
+    assert result.chosen.why == ""
 
 
 def test_parameters_in_files_keep_what_ram_holds_back() -> None:
-    plan = searched(param={"buffer_count": 2, "max_in_cpu": 10_000_000})
-    assert (
-        found(10, 12.5, 60, plan).chosen.name
-        == "stage 3, optimizer and parameters in files alone, fp32 moments, ratio auto"
-    )
-    smaller = searched(param={"buffer_count": 2, "max_in_cpu": 100_000})
-    assert (
-        found(10, 12.5, 60, smaller).chosen.name
-        == "stage 3, optimizer and parameters in files, fp32 moments, ratio auto"
-    )
+    for most, name in ((10_000_000, "in files alone"), (100_000, "in files")):
+        plan = searched(param={"buffer_count": 2, "max_in_cpu": most})
+        wanted = f"stage 3, optimizer and parameters {name}, fp32 moments, ratio auto"
+        assert found(10, 12.5, 60, plan).chosen.name == wanted
 
 
 def test_nothing_fits() -> None:
@@ -424,9 +391,12 @@ def test_nothing_fits() -> None:
         and len({trial.name for trial in result.trials}) == len(result.trials) >= 15
     )
     assert not any("files" in trial.name for trial in found(1, 1).trials)
+    assert {trial.plan.settings.stage for trial in found(1, 1, 1, stages=[1]).trials} == {1}
+    trials = fit(searched(gpu=False), Free(1000, 1000, host_device=True)).trials
+    assert not any("ratio" in trial.name for trial in trials)  # nothing to share out on a CPU
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=12)
 @given(st.integers(1, 100), st.integers(1, 100), st.none() | st.integers(1, 100))
 def test_what_is_proposed_fits_as_a_configuration(device: int, ram: int, disk: int | None) -> None:
     result = found(device, ram, disk)
@@ -450,24 +420,14 @@ def test_what_is_proposed_fits_as_a_configuration(device: int, ram: int, disk: i
 
 
 def test_whoever_has_chosen_small_moments_is_not_given_large_ones() -> None:
-    plan = searched({"device": "cpu", "moments": "bf16", "cpuadam_cores_perc": 0.5})
-    chosen = found(60, 57, plan=plan).chosen
+    own = {"device": "cpu", "moments": "bf16", "cpuadam_cores_perc": 0.5}
+    chosen = found(60, 57, plan=searched(own)).chosen
     assert chosen.name == "stage 2, optimizer on the CPU, bf16 moments, ratio auto"
     section = chosen.to_config()["zero_optimization"]["offload_optimizer"]
-    assert section == {
-        "device": "cpu",
-        "buffer_size": 8_192,
-        "ratio": "auto",
-        "moments": "bf16",
-        "cpuadam_cores_perc": 0.5,
-    }
-
-
-def test_small_moments_are_not_tried_where_there_are_none() -> None:
+    assert section == {**own, "buffer_size": 8_192, "ratio": "auto"}
     plan = searched(made=lambda model: torch.optim.SGD(model.parameters(), 0.1))
-    assert not any(
-        "bf16" in trial.name or "int8" in trial.name for trial in found(1, 1, 1, plan).trials
-    )
+    names = [trial.name for trial in found(1, 1, 1, plan).trials]
+    assert not any("bf16" in name or "int8" in name for name in names)  # there are no moments
 
 
 def test_a_whole_gradient_on_the_device_is_kept_for_accumulation_alone() -> None:
@@ -480,19 +440,6 @@ def test_a_whole_gradient_on_the_device_is_kept_for_accumulation_alone() -> None
     summed = found(1, 1, plan=searched(stage=1, gradient_accumulation_steps=2)).trials
     settings = [trial.plan.settings for trial in summed]
     assert {each.stage for each in settings if each.offload_optimizer.on} == {1, 2, 3}
-
-
-def test_only_the_stages_that_are_asked_for() -> None:
-    assert {trial.plan.settings.stage for trial in found(1, 1, 1, stages=[1]).trials} == {1}
-
-
-def test_on_a_cpu_there_is_nothing_to_share_out() -> None:
-    trials = fit(searched(gpu=False), Free(1000, 1000, host_device=True)).trials
-    assert not any("ratio" in trial.name for trial in trials)
-
-
-def test_the_public_names() -> None:
-    assert hf_zero.propose is not None and issubclass(DoesNotFitError, MemoryError)
 
 
 def test_communicators_that_may_not_fit_are_told_of() -> None:

@@ -94,65 +94,53 @@ def test_without_control_groups_there_is_the_machine(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_ranks_share_what_the_group_leaves(tmp_path: Path, ranks: int) -> None:
-    root = write(
-        tmp_path,
-        {
-            "proc/self/cgroup": "0::/",
-            "sys/fs/cgroup/memory.max": 1 << 20,
-            "sys/fs/cgroup/memory.current": 0,
-        },
-    )
-    bound = host_limits.free_ram(root, ranks)
-    assert (bound.nbytes, bound.why) == (
-        (1 << 20) // ranks,
-        f"left by the control group {root}/sys/fs/cgroup",
-    )
+def test_ranks_share_what_the_group_leaves(tmp_path: Path) -> None:
+    files: dict[str, str | int] = {
+        "proc/self/cgroup": "0::/",
+        "sys/fs/cgroup/memory.max": 1 << 20,
+        "sys/fs/cgroup/memory.current": 0,
+    }
+    root = write(tmp_path, files)
+    why = f"left by the control group {root}/sys/fs/cgroup"
+    for ranks in (1, 4):
+        bound = host_limits.free_ram(root, ranks)
+        assert (bound.nbytes, bound.why) == ((1 << 20) // ranks, why)
 
 
-@pytest.mark.parametrize(
-    ("limit", "name"), [("RLIMIT_AS", "ulimit -v"), ("RLIMIT_DATA", "ulimit -d")]
-)
-def test_ulimits_bound_each_process_by_itself(limit: str, name: str) -> None:
-    """In a process of its own; it has room for 2 GiB beyond what it has taken."""
+def test_ulimits_bound_each_process_by_itself() -> None:
+    """In a process of its own, which has room for 2 GiB beyond what it has taken."""
     code = (
         "import psutil, resource\n"
         "from hf_zero.device import host_limits as host\n"
-        "used = psutil.Process().memory_info()\n"
-        f"used = used.vms if {limit!r} == 'RLIMIT_AS' else used.data\n"
-        f"resource.setrlimit(resource.{limit}, (used + (2 << 30), resource.RLIM_INFINITY))\n"
-        f"(one,) = [bound for bound in host.bounds() if bound.why.startswith({name!r})]\n"
-        "print(one.nbytes, one.shared, host.free_ram(ranks=1).nbytes <= one.nbytes)"
+        "for name, limit, kind in (('ulimit -d', 'DATA', 'data'), ('ulimit -v', 'AS', 'vms')):\n"
+        "    used = getattr(psutil.Process().memory_info(), kind)\n"
+        "    limit = getattr(resource, f'RLIMIT_{limit}')\n"
+        "    resource.setrlimit(limit, (used + (2 << 30), resource.RLIM_INFINITY))\n"
+        "    (one,) = [bound for bound in host.bounds() if bound.why.startswith(name)]\n"
+        "    print(one.nbytes, one.shared, host.free_ram(ranks=1).nbytes <= one.nbytes)"
     )
     done = completed([sys.executable, "-c", code], timeout=300, check=True)
-    nbytes, shared, bounds = done.stdout.split()
-    assert (2 << 30) * 0.9 < int(nbytes) <= 2 << 30 and (shared, bounds) == ("False", "True")
+    for line in done.stdout.splitlines():
+        nbytes, shared, bounds = line.split()
+        assert (2 << 30) * 0.9 < int(nbytes) <= 2 << 30 and (shared, bounds) == ("False", "True")
+    assert len(done.stdout.splitlines()) == 2
 
 
-@pytest.mark.parametrize(
-    ("capabilities", "limited"),
-    [(1 << host_limits.CAP_IPC_LOCK, False), (~(1 << host_limits.CAP_IPC_LOCK) & 0xFFFF, True)],
-)
 def test_locked_memory_is_bounded_without_the_capability(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capabilities: int, limited: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = write(tmp_path, {"proc/self/status": f"Name:\tx\nCapEff:\t{capabilities:016x}"})
     monkeypatch.setattr(resource, "getrlimit", lambda which: (65536, 65536))
-    assert host_limits.memlock(root) == (65536 if limited else None)
-    monkeypatch.setattr(
-        resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-    )
+    lock = 1 << host_limits.CAP_IPC_LOCK
+    for number, (capabilities, limit) in enumerate(((lock, None), (~lock & 0xFFFF, 65536))):
+        status = f"Name:\tx\nCapEff:\t{capabilities:016x}"
+        root = write(tmp_path / str(number), {"proc/self/status": status})
+        assert host_limits.memlock(root) == limit
+    for user, limit in ((0, None), (1000, 65536)):  # without /proc
+        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+        assert host_limits.memlock(tmp_path) == limit
+    infinite = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: infinite)
     assert host_limits.memlock(root) is None
-
-
-@pytest.mark.parametrize("user", [0, 1000])
-def test_locked_memory_without_proc_goes_by_the_user(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: int
-) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (65536, 65536))
-    monkeypatch.setattr(os, "geteuid", lambda: user)
-    assert host_limits.memlock(tmp_path) == (None if user == 0 else 65536)
 
 
 @pytest.fixture

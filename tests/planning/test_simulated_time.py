@@ -27,6 +27,7 @@ from hf_zero.planning.simulation.recording import (
     Work,
 )
 from hf_zero.planning.simulation.simulating import planned, record_plan
+from tests.helpers.cells import in_one_item
 from tests.helpers.processes import run_processes
 
 HOST = torch.device("cpu")
@@ -56,9 +57,7 @@ def test_messages_of_a_link_follow_each_other() -> None:
     events = [first, second, work(15), Wait(HERE, first), Wait(HERE, second)]
     found = seconds(Recording(1, events), SLOW)
     assert (found.step, found.exposed) == (2, 0.5)
-
-
-def test_a_message_that_nobody_waits_for_ends_the_step() -> None:
+    # one that nobody waits for ends the step
     assert seconds(Recording(1, [gather(40)]), SLOW).step == 2
 
 
@@ -77,7 +76,7 @@ def test_a_gather_into_memory_that_was_released_takes_time_to_write_it() -> None
     assert (found.step, found.compute, found.exposed) == (5, 3, 2)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@in_one_item((2, 3))
 def test_units_that_are_released_are_gathered_into_new_memory(stage: int) -> None:
     recording = record_plan(planned(None, 2, stage, params=2e6)[1], 8)
     gathers = [e for e in recording.events if isinstance(e, Message) and "gather" in e.operation]
@@ -94,21 +93,15 @@ def test_launches_hide_behind_work_on_a_device_alone() -> None:
     assert seconds(Recording(1, events), on_host).step == 5
 
 
-@pytest.mark.parametrize(
-    "ranks, rate",
-    [((0, 1), 10), ((0, 1, 2, 3), 10), ((0, 2), 5), ((1, 3, 5, 7), 5)],
-)
-def test_groups_share_the_network_of_a_host(ranks: tuple[int, ...], rate: float) -> None:
-    assert SLOW.bandwidth(Group("some", ranks)) == rate
-
-
-def test_latency_grows_with_the_doublings_of_ranks() -> None:
-    machine = dataclasses.replace(SLOW, latency=1)
-    assert machine.sending(gather(0)) == 1
-    assert machine.sending(gather(0, Group("eight", tuple(range(8))))) == 3
-
-
-def test_an_all_reduce_sends_twice_as_much() -> None:
+def test_time_on_a_link() -> None:
+    """Groups share the network of a host, latency grows with the doublings of ranks, and an
+    all-reduce sends twice as much as a gather.
+    """
+    for ranks, rate in (((0, 1), 10), ((0, 1, 2, 3), 10), ((0, 2), 5), ((1, 3, 5, 7), 5)):
+        assert SLOW.bandwidth(Group("some", ranks)) == rate
+    late = dataclasses.replace(SLOW, latency=1)
+    assert late.sending(gather(0)) == 1
+    assert late.sending(gather(0, Group("eight", tuple(range(8))))) == 3
     reduced = Message(HERE, "all_reduce", "block", PAIR, 20)
     assert SLOW.sending(reduced) == 2 * SLOW.sending(gather(20))
 
@@ -156,7 +149,7 @@ def test_offload_takes_the_time_of_its_bytes() -> None:
     assert slower > sum(found.update.values())
 
 
-@pytest.mark.parametrize("name", RATES)
+@in_one_item(RATES)
 def test_a_rate_is_above_zero(name: str) -> None:
     values: dict[str, Any] = {name: 0}
     with pytest.raises(ConfigError, match=f"{name} = 0 is no rate"):
@@ -216,9 +209,7 @@ class Unused(nn.Module):
         return input_ids
 
 
-@pytest.mark.parametrize(
-    "model, says", [(nn.Identity(), "has no repeated block"), (Unused(), "does not call its block")]
-)
-def test_what_cannot_be_timed_is_refused(model: nn.Module, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        measure(model, 1, 8, torch.float32)
+def test_what_cannot_be_timed_is_refused() -> None:
+    for model, says in ((nn.Identity(), "no repeated block"), (Unused(), "does not call")):
+        with pytest.raises(ConfigError, match=says):
+            measure(model, 1, 8, torch.float32)
