@@ -68,8 +68,8 @@ def test_a_topic_is_a_page_or_a_section(case: tuple[str, str, str]) -> None:
     assert [line for line in text.splitlines() if line.startswith(f"{level} ")][1:] == []
 
 
-@in_one_item(KEYS)
-def test_each_key_is_a_topic(key: str) -> None:
+@in_one_item([*KEYS][::9])  # each is in the reference: docs/test_pages.py
+def test_a_key_is_a_topic(key: str) -> None:
     text = find(key)
     name = key.rpartition(".")[2]
     assert f"`{key}`" in text or (key in pages() and name in text)

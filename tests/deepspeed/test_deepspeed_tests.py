@@ -45,20 +45,6 @@ def test_a_failure_that_stays_says_why() -> None:
     assert "Of the other 1, 0 pass (0%)." in text
 
 
-@in_one_item(
-    [
-        ("on purpose: it may stand inside another one, where DeepSpeed refuses it", "works here"),
-        ("on purpose: refused by a ValueError with a text of its own", "otherwise here"),
-        ("ImportError: cannot import name '_x'", "imports a module or name"),
-        ("AttributeError: 'Linear' object has no attribute '_external_params'", "an attribute of"),
-        ("AssertionError: 1 == 2", "something else"),
-    ]
-)
-def test_what_a_failure_is_about(case: tuple[str, str]) -> None:
-    said, why = case
-    assert why in reasons.about_what(said)
-
-
 def read(folder: Path, events: list[dict[str, str]], **how: bool) -> Any:
     (folder / "events").write_text("".join(json.dumps(event) + "\n" for event in events))
     run = runs.Run(folder, [], True, 60)
@@ -247,15 +233,3 @@ def test_compilers_in_groups_of_their_own_end_with_the_run_and_no_other_process(
             for each in (*compilers, run, other):
                 with suppress(psutil.NoSuchProcess):
                     each.kill()
-
-
-def test_builds_that_were_broken_off_are_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    built = tmp_path / "py311_cpu" / "cpu_adam"
-    built.mkdir(parents=True)
-    for name in ("lock", "cpu_adam.so"):
-        (built / name).touch()
-    runs.release_builds()
-    assert [file.name for file in built.iterdir()] == ["cpu_adam.so"]

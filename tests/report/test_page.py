@@ -22,6 +22,7 @@ from hf_zero.report.page import _messages as messages
 from hf_zero.report.page import in_numbers
 from hf_zero.report.run import LoggedMessage, RecordedRun, RunStart, read_run
 from hf_zero.report.timeline import read_timeline
+from tests.helpers.cells import fast
 from tests.helpers.commands import completed
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import ARCHITECTURES, tokens
@@ -212,7 +213,7 @@ def test_restarts_and_warnings_are_in_the_order_of_their_times() -> None:
     assert drawn.index("rank 1 died") < drawn.index("1 step taken again") < drawn.index("slow")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", fast(["light", "dark"], lambda scheme: scheme == "light"))
 def test_a_browser_draws_every_chart(folders: Path, tmp_path: Path, scheme: str) -> None:
     """It says nothing on its console; each curve has a symbol for each step, each bar a mark."""
     pytest.importorskip("vl_convert", reason="pip install 'hf-zero[report]'")
