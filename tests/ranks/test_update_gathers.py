@@ -17,8 +17,8 @@ import torch.distributed as dist
 from hf_zero.distributed import collectives
 from hf_zero.offload import update_gathers
 from hf_zero.offload.sub_group_update import Update
-from hf_zero.offload.update_gathers import UpdateGathers
 from tests.helpers import offloads
+from tests.helpers.in_turn import in_turn
 from tests.helpers.models import ARCHITECTURES
 from tests.helpers.offloads import offload
 from tests.helpers.ranks import run_ranks
@@ -68,53 +68,14 @@ def _steps(rank, models, stage, folder, more):
     engine.destroy()
 
 
-@pytest.mark.parametrize(
-    "stage, ranks, more",
-    [(1, 2, {}), (2, 3, {}), (2, 2, {"update_in_backward": True})],
-    ids=["stage 1", "stage 2", "updated in the backward"],
-)
+@in_turn("stage, ranks, more", [(1, 3, {}), (2, 2, {"update_in_backward": True})])
 def test_all_ranks_issue_their_collectives_in_one_order(stage, ranks, more, issued, tmp_path):
+    issued.clear()
     run_ranks(ranks, _steps, [LLAMA.build() for _ in range(ranks)], stage, tmp_path, more)
     assert len(issued) == ranks
     assert all(order == issued[0] for order in issued.values())
     gathers = [place for place, what in enumerate(issued[0]) if " of updated " in what]
     assert len(gathers) >= 3 * STEPS
-
-
-def test_ranks_differ_where_gathers_leave_as_units_are_updated(issued, monkeypatch, tmp_path):
-    """A failure that the test above would detect: rank 0 sums its norm after a gather, rank 1
-    before all.
-    """
-    add, run, units = UpdateGathers.add, Update.run, 3
-    start = collectives._Starting.__init__
-
-    def at_once(gathers, *args):
-        gathers._allowed += 1
-        return add(gathers, *args)
-
-    def ahead():
-        """Gathers that this rank has issued since the step of its last norm."""
-        order = issued[dist.get_rank()]
-        gathers, norms = (sum(what in each for each in order) for what in (" updated ", " norm"))
-        return gathers - units * norms
-
-    def after_a_gather(starting, watchdog, pending, *named):
-        while dist.get_rank() == 0 and " norm" in pending.what and ahead() <= 0:
-            time.sleep(0.001)
-        start(starting, watchdog, pending, *named)
-
-    def after_the_norm(update, *args):
-        while dist.get_rank() == 1 and ahead() >= 0:
-            time.sleep(0.001)
-        run(update, *args)
-
-    monkeypatch.setattr(UpdateGathers, "add", at_once)
-    monkeypatch.setattr(UpdateGathers, "issue_all", lambda gathers: None)
-    monkeypatch.setattr(collectives._Starting, "__init__", after_a_gather)
-    monkeypatch.setattr(Update, "run", after_the_norm)
-    more = {"update_in_backward": True}
-    run_ranks(2, _steps, [LLAMA.build() for _ in range(2)], 2, tmp_path, more)
-    assert issued[0] != issued[1] and sorted(issued[0]) == sorted(issued[1])
 
 
 def _one_reads(rank, models, folder, how, gate):
@@ -138,7 +99,7 @@ def _one_reads(rank, models, folder, how, gate):
     return left, weights
 
 
-@pytest.mark.parametrize("how", ["a forward", "a parameter"])
+@in_turn("how", ["a forward", "a parameter"])
 def test_one_rank_reads_while_the_others_stand_in_a_barrier(how, gate, tmp_path):
     """``step`` returns before any gather; rank 0 continues alone."""
     gate.clear()
@@ -181,7 +142,7 @@ def _breaks(rank, models, folder):
         engine.destroy()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@in_turn("ranks", [1, 2])
 def test_an_update_that_fails_is_raised_and_holds_up_nothing_else(ranks, tmp_path, monkeypatch):
     def broken(update, *args):
         raise OSError(5, "Input/output error", "/disk")
