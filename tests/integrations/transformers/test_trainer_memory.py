@@ -18,8 +18,6 @@ from hf_zero.integrations.checkpoint_folders import trainer_folder_error
 from tests.helpers.plain_process import forget
 from tests.helpers.trainers import ROUTES, logged, routed, rows, weights
 
-pytestmark = pytest.mark.usefixtures("plain_process")
-
 
 class Failing(transformers.TrainerCallback):
     """Fails in the middle of step ``at``, once the save before is whole."""
@@ -93,6 +91,7 @@ def test_a_run_goes_on_from_memory(route: str, tmp_path: Path, whole: Any) -> No
     train(route, tmp_path, fails=5)
     run = train(route, tmp_path, resume=True)
     assert run._initial_global_step == 4
+    assert run.deepspeed.memory.by_route
     same(run, whole)
 
 
@@ -105,24 +104,16 @@ def test_twice_and_across_an_epoch(tmp_path: Path, whole: Any) -> None:
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").glob("checkpoint-*"))
 
 
-@pytest.mark.parametrize(("on_disk", "begins"), [(3, 4), (5, 5)])
-@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize(("every", "named", "begins"), [(5, None, 5), (3, 3, 4), (1, 3, 3)])
 def test_the_newer_of_memory_and_disk_is_taken(
-    on_disk: int, begins: int, named: bool, tmp_path: Path, whole: Any
+    every: int, named: int | None, begins: int, tmp_path: Path, whole: Any
 ) -> None:
-    saved = {"save_strategy": "steps", "save_steps": on_disk}
+    """One that is not the last is taken from the disk."""
+    saved = {"save_strategy": "steps", "save_steps": every}
     train("ours", tmp_path, fails=5, **saved)
-    last = str(tmp_path / "run" / f"checkpoint-{on_disk}") if named else True
-    run = train("ours", tmp_path, resume=last, **saved)
+    resume = str(tmp_path / "run" / f"checkpoint-{named}") if named else True
+    run = train("ours", tmp_path, resume=resume, **saved)
     assert run._initial_global_step == begins
-    same(run, whole)
-
-
-def test_one_that_is_not_the_last_is_taken_from_the_disk(tmp_path: Path, whole: Any) -> None:
-    saved = {"save_strategy": "steps", "save_steps": 1}
-    train("ours", tmp_path, fails=5, **saved)
-    run = train("ours", tmp_path, resume=str(tmp_path / "run" / "checkpoint-3"), **saved)
-    assert run._initial_global_step == 3
     same(run, whole)
 
 

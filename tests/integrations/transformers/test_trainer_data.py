@@ -1,0 +1,235 @@
+"""Trainers whose data change while they train: sequences and batches that grow, against plain ones
+whose batches were cut by hand, and samples that are chosen by their difficulty.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+import transformers
+
+import hf_zero
+from hf_zero.errors import ConfigError
+from tests.helpers import oracle, sampled
+from tests.helpers.models import LENGTH, VOCAB
+from tests.helpers.plain_process import forget
+from tests.helpers.sampled import ROWS, metric, section
+from tests.helpers.trainers import logged, model, options, rows, weights
+
+
+def uneven(architecture: str) -> list[dict[str, torch.Tensor]]:
+    """Rows that do not have equally many labels."""
+    data = rows(architecture, 32)
+    for at, row in enumerate(data):
+        row["labels"][: at % 3] = -100
+    return data
+
+
+def ours(folder: Path, zero: dict[str, Any], **changes: Any) -> Any:
+    config = {"zero_optimization": {"stage": 2}, **zero}
+    return hf_zero.TrainingArguments(**options(folder, **changes), zero_config=config)
+
+
+# -- curricula -------------------------------------------------------------------------------------
+
+GROWING = [3, 5, 8, LENGTH]
+CURRICULUM = {
+    "enabled": True,
+    "curriculum_type": "seqlen",
+    "min_difficulty": 3,
+    "max_difficulty": 64,
+    "schedule_type": "fixed_discrete",
+    "schedule_config": {"difficulty": GROWING, "max_step": [1, 2, 3]},
+}
+
+
+class CutByHand(transformers.Trainer):
+    """The oracle: the labels of a window are counted after its batches were cut."""
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        length = GROWING[self.state.global_step]
+        cut = (
+            {name: value[:, :length].contiguous() for name, value in batch.items()}
+            for batch in epoch_iterator
+        )
+        return super().get_batch_samples(cut, num_batches, device)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "stage", "smoothing"), [("gpt2", 3, 0.0), ("bert", 2, 0.1)]
+)
+def test_the_loss_counts_what_is_left(
+    architecture: str, stage: int, smoothing: float, tmp_path: Path
+) -> None:
+    """Accumulated, resumed in the middle, evaluated on whole sequences on the way."""
+    data = uneven(architecture)
+    chosen = {"gradient_accumulation_steps": 2, "label_smoothing_factor": smoothing}
+    chosen |= {"save_strategy": "steps", "save_steps": 2}
+    chosen |= {"eval_strategy": "steps", "eval_steps": 2}
+
+    def run(kind: Any, args: Any, resume: Any = None) -> transformers.Trainer:
+        made: transformers.Trainer = kind(
+            model=model(architecture), args=args, train_dataset=data, eval_dataset=data[:6]
+        )
+        made.train(resume_from_checkpoint=resume)
+        return made
+
+    plain = run(CutByHand, transformers.TrainingArguments(**options(tmp_path / "plain", **chosen)))
+    zero = {"zero_optimization": {"stage": stage}, "curriculum_learning": CURRICULUM}
+    got = run(transformers.Trainer, ours(tmp_path / "curriculum", zero, **chosen))
+    for key in ("loss", "eval_loss", "grad_norm"):
+        assert logged(got, key) == pytest.approx(logged(plain, key), rel=1e-5), key
+    oracle.compare_tensors("weights", weights(got), weights(plain), floor=oracle.ADAM_ROUNDING)
+    saved = str(tmp_path / "curriculum" / "checkpoint-2")
+    again = run(transformers.Trainer, ours(tmp_path / "again", zero, **chosen), saved)
+    assert logged(again) == pytest.approx(logged(plain), rel=1e-5)
+
+
+# -- phases ----------------------------------------------------------------------------------------
+
+# of 8 batches of 4 rows: 1 + 1 + 2 + 2 + 2, then 2 + 4 + 2 (what is left)
+PHASES = {
+    "lr_scaling_method": "linear",
+    "phases": [
+        {"steps": 2, "sequence_length": 5},
+        {"steps": 4, "train_batch_size": 8},
+        {"train_batch_size": 16},
+    ],
+}
+WINDOWS = [(1, 5, 1.0)] * 2 + [(2, 9, 2.0)] * 4 + [(4, 9, 4.0), (2, 9, 4.0)]
+PHASE_STEPS = len(WINDOWS)
+CHOSEN = {
+    "lr_scheduler_type": "constant",
+    "warmup_steps": 0,
+    "max_grad_norm": 0.0,
+    "max_steps": PHASE_STEPS,
+    "save_strategy": "steps",
+    "save_steps": 3,
+}
+
+
+def plain(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    args = transformers.TrainingArguments(**options(folder, **CHOSEN))
+    run = transformers.Trainer(model=model("llama"), args=args, train_dataset=uneven("llama"))
+    loader, net = run.get_train_dataloader(), run.model
+    run.create_optimizer()
+    batches = []
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        batches += [{**batch} for batch in loader]
+    losses = []
+    for micros, length, factor in WINDOWS:
+        window = [
+            {name: value[:, :length].contiguous() for name, value in batches.pop(0).items()}
+            for _ in range(micros)
+        ]
+        labels = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in window)
+        total = sum(net(**batch, num_items_in_batch=labels).loss for batch in window)
+        total.backward()
+        for group in run.optimizer.param_groups:
+            group["lr"] = 1e-3 * factor
+        run.optimizer.step()
+        net.zero_grad()
+        losses.append(float(total.detach()))
+    assert not batches
+    return losses, {name: value.detach().clone() for name, value in net.state_dict().items()}
+
+
+def phased(folder: Path, resume: Any = None, **changes: Any) -> transformers.Trainer:
+    zero = {"training_phases": changes.pop("phases", PHASES)}
+    args = ours(folder, zero, **{**CHOSEN, **changes})
+    run = transformers.Trainer(model=model("llama"), args=args, train_dataset=uneven("llama"))
+    run.train(resume_from_checkpoint=resume)
+    return run
+
+
+def test_windows_grow_and_epochs_are_counted_by_them(tmp_path: Path) -> None:
+    wanted, values = plain(tmp_path / "plain")
+    got = phased(tmp_path / "phases")
+    assert logged(got) == pytest.approx(wanted, rel=1e-4)
+    oracle.compare_tensors("weights", weights(got), values, floor=oracle.ADAM_ROUNDING)
+    assert got.state.num_train_epochs == 2
+    for at in (3, 6):
+        again = phased(tmp_path / f"from {at}", str(tmp_path / "phases" / f"checkpoint-{at}"))
+        assert logged(again) == pytest.approx(wanted, rel=1e-4)
+    by_epochs = phased(tmp_path / "epochs", max_steps=-1, num_train_epochs=2)
+    assert by_epochs.state.global_step == by_epochs.state.max_steps == PHASE_STEPS
+    assert logged(by_epochs) == pytest.approx(wanted, rel=1e-4)
+
+
+def test_what_the_trainer_cannot_change(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="write 1 there, and train_batch_size in the first"):
+        phased(tmp_path, gradient_accumulation_steps=2)
+    micro = {"phases": [{"steps": 1}, {"train_micro_batch_size_per_gpu": 2}]}
+    with pytest.raises(ConfigError, match="that was prepared brings batches of one size"):
+        phased(tmp_path, phases=micro)
+
+
+# -- samples by difficulty -------------------------------------------------------------------------
+
+STEPS = 8
+
+
+def data() -> datasets.Dataset:
+    """Rows whose first token says which they are, and that get longer from row to row."""
+    rows = [[row % VOCAB, *[1] * (row // 4)] for row in range(ROWS)]
+    return datasets.Dataset.from_dict({"input_ids": rows, "row": range(ROWS), "unused": rows})
+
+
+class Noting(transformers.Trainer):
+    """Notes the rows of each training step."""
+
+    seen: list[list[int]]
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
+        self.seen = getattr(self, "seen", [[] for _ in range(STEPS)])
+        self.seen[self.state.global_step] += inputs.pop("row").tolist()
+        return super().training_step(model, inputs, *args, **more)
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    length = max(len(row["input_ids"]) for row in rows)
+    ids = torch.tensor([row["input_ids"] + [0] * (length - len(row["input_ids"])) for row in rows])
+    return {"input_ids": ids, "labels": ids, "row": torch.tensor([row["row"] for row in rows])}
+
+
+def drawn(folder: Path, name: str, resume: str | None = None, **more: Any) -> list[list[int]]:
+    """Return the rows of each step."""
+    zero = section(seqlen=metric(index_in(folder)))
+    sizes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    chosen = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": 6, **sizes, **more}
+    args = ours(folder / name, zero, **chosen)
+    args.label_names = ["labels"]
+    args.remove_unused_columns = False
+    rows = data().remove_columns("unused")
+    evaluated = data().select(range(4))
+    given = {"train_dataset": rows, "eval_dataset": evaluated, "data_collator": collate}
+    made = Noting(model=model("gpt2"), args=args, **given)
+    made.train(resume_from_checkpoint=resume)
+    forget()
+    return made.seen
+
+
+def index_in(folder: Path) -> Any:
+    return hf_zero.analyze(data(), out=folder / "index", progress=False)
+
+
+@pytest.mark.parametrize("ignore_data_skip", [False, True])
+def test_each_step_draws_what_it_admits_and_goes_on_with_it(
+    tmp_path: Path, ignore_data_skip: bool
+) -> None:
+    """Five steps an epoch, resumed in the second one, whose batches are skipped or not."""
+    through = drawn(tmp_path, "through", dataloader_num_workers=0)
+    assert through == sampled.drawn(index_in(tmp_path), STEPS)
+    saved = str(tmp_path / "through" / "checkpoint-6")
+    resumed = drawn(tmp_path, "resumed", saved, ignore_data_skip=ignore_data_skip)
+    assert resumed == [[]] * 6 + through[6:]
+
+
+def test_another_order_of_the_trainer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no loader draws by difficulty: .*the Trainer's"):
+        drawn(tmp_path, "sorted", train_sampling_strategy="sequential")
