@@ -1,8 +1,9 @@
 """The oracle matrix: stage x ranks x accumulation x precision x architecture, the ways people call
 a model, and model types of transformers.
 
-The fast suite runs two steps of a covering choice: every stage meets every other setting, each way
-stage 3 and some of them one of the other stages, in turn; the long suite runs the products.
+The fast suite runs two steps of a choice in which every stage meets every value of the other axes,
+each way at stage 3 and some of them at one of the other stages, in turn; the long suite runs the
+products.
 """
 
 from __future__ import annotations
@@ -14,127 +15,72 @@ import torch
 
 from hf_zero.zero.layout.tree import tensors_in
 from tests.helpers import oracle
-from tests.helpers.cells import fast
 from tests.helpers.engines import STAGES, engine_opener, train_on_threads
 from tests.helpers.models import ARCHITECTURES, floats, seeded, tokens
-from tests.helpers.training import ArchitectureJob, Job, Plan, adamw, plain_sgd, sgd
+from tests.helpers.training import ArchitectureJob, Job, Plan, plain_sgd, sgd
 from tests.helpers.ways import WAYS
 from tests.loading.zoo import MORE, ZOO, animal
+from tests.ranks.cases import over
 
 RANKS, ACCUMULATION, PRECISIONS = (1, 2, 4), (1, 3), ("fp32", "bf16", "fp16")
 NAMES = tuple(ARCHITECTURES)
 PRODUCT = list(itertools.product(STAGES, RANKS, ACCUMULATION, PRECISIONS, NAMES))
+TURNS = [
+    (
+        stage,
+        RANKS[(2 * turn + stage) % 3],
+        ACCUMULATION[(turn // 2 + stage) % 2],
+        PRECISIONS[(turn + stage) % 3],
+        name,
+    )
+    for stage, (turn, name) in itertools.product(STAGES, enumerate(NAMES))
+]
 
 
-def covering():
-    """Per stage: each architecture in fp32 and in one of the 16-bit precisions; these, ranks and
-    accumulation take turns.
-    """
-    cells = []
-    for stage in STAGES:
-        for index, (precision, name) in enumerate(itertools.product(PRECISIONS, NAMES)):
-            turn = (NAMES.index(name) + stage) % 2
-            if precision in ("fp32", PRECISIONS[1 + turn]):
-                cells.append(
-                    (
-                        stage,
-                        RANKS[(index + stage) % 3],
-                        ACCUMULATION[(index // 2 + stage) % 2],
-                        precision,
-                        name,
-                    )
-                )
-    return cells
+def accept(job, plan, stage):
+    oracle.accept(train_on_threads(job, plan, engine_opener(stage)), job, plan, stage)
 
 
-def check(steps, stage, ranks, accumulation, precision, name):
-    job = ArchitectureJob(ARCHITECTURES[name])
-    plan = Plan(ranks=ranks, steps=steps, accumulation=accumulation, precision=precision)
-    got = train_on_threads(job, plan, engine_opener(stage))
-    oracle.accept(got, job, plan, stage)
-
-
-@pytest.mark.parametrize("stage, ranks, accumulation, precision, name", covering())
+@over("stage, ranks, accumulation, precision, name", TURNS)
 def test_against_the_oracle(stage, ranks, accumulation, precision, name):
-    check(2, stage, ranks, accumulation, precision, name)
+    accept(ArchitectureJob(ARCHITECTURES[name]), Plan(ranks, 2, accumulation, precision), stage)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("stage, ranks, accumulation, precision, name", PRODUCT)
 def test_the_product(stage, ranks, accumulation, precision, name):
-    check(5, stage, ranks, accumulation, precision, name)
+    accept(ArchitectureJob(ARCHITECTURES[name]), Plan(ranks, 5, accumulation, precision), stage)
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name, ranks", [("bert", 3), ("t5", 2)])
+@over("stage, name, ranks", [(0, "t5", 2), (1, "bert", 3), (2, "t5", 2), (3, "bert", 3)])
 def test_sgd_leaves_the_same_weights(stage, name, ranks):
-    """Adam forgives a gradient that is off by a factor; SGD does not.
-
-    Three ranks: an uneven cut.
-    """
+    """Adam forgives gradients off by a factor. Three ranks: an uneven cut."""
     job = ArchitectureJob(ARCHITECTURES[name], sgd)
     job.name += " with sgd"
     plan = Plan(ranks=ranks, steps=3, accumulation=2, clip=2.0)
-    oracle.compare(
-        train_on_threads(job, plan, engine_opener(stage)),
-        oracle.kept(job, plan),
-        weight_floor=oracle.ROUNDING,
-    )
+    got = train_on_threads(job, plan, engine_opener(stage))
+    oracle.compare(got, oracle.kept(job, plan), weight_floor=oracle.ROUNDING)
 
 
-def test_the_covering_choice_covers():
-    """Each stage meets each rank count, each accumulation and each precision; architectures meet
-    each precision, in fp32 at each stage.
-    """
-    for stage in STAGES:
-        cells = [cell for cell in covering() if cell[0] == stage]
-        assert {cell[1] for cell in cells} == set(RANKS)
-        assert {cell[2] for cell in cells} == set(ACCUMULATION)
-        assert {cell[3] for cell in cells} == set(PRECISIONS)
-        assert (
-            {cell[4] for cell in cells if cell[3] == "fp32"}
-            == {cell[4] for cell in cells if cell[3] != "fp32"}
-            == set(NAMES)
-        )
-    for stages in ((0, 1), (2, 3)):
-        assert {cell[3:] for cell in covering() if cell[0] in stages} == set(
-            itertools.product(PRECISIONS, NAMES)
-        )
-    assert adamw is ArchitectureJob(ARCHITECTURES["bert"]).make_optimizer
-
-
-PLAN = Plan(ranks=2, steps=2, accumulation=2)  # the second in the order that the first has recorded
+PLAN = Plan(ranks=2, steps=2)  # the second in the order that the first has recorded
 # the stage below 3 that a way meets in the fast suite
-TURN = {name: index // 8 % 3 for index, name in enumerate(WAYS) if index % 8 == 0}
+BELOW = [(name, index // 8 % 3) for index, name in enumerate(WAYS) if index % 8 == 0]
 
 
-@pytest.mark.parametrize(
-    "name, stage",
-    fast(itertools.product(WAYS, STAGES), lambda name, stage: stage in (TURN.get(name), 3)),
-)
+@over("name, stage", [*((name, 3) for name in WAYS), *BELOW])
 def test_way(name, stage):
-    way = WAYS[name]
-    oracle.compare(train_on_threads(way, PLAN, engine_opener(stage)), oracle.kept(way, PLAN))
+    accept(WAYS[name], PLAN, stage)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", [1, 3, 4])
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
-def test_way_on_other_rank_counts(way, stage, ranks):
-    plan = Plan(ranks=ranks, steps=3, accumulation=1, clip=1.0)
-    oracle.compare(train_on_threads(way, plan, engine_opener(stage)), oracle.kept(way, plan))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
-def test_way_in_16_bits(way, stage, precision):
-    plan = Plan(ranks=2, steps=3, accumulation=2, precision=precision)
-    got = train_on_threads(way, plan, engine_opener(stage))
-    oracle.accept(got, way, plan, stage)
+@pytest.mark.parametrize("name", WAYS)
+def test_way_on_other_ranks_and_in_16_bits(name, stage):
+    accept(WAYS[name], Plan(2, 2, 2), stage)
+    for ranks in (1, 3, 4):
+        accept(WAYS[name], Plan(ranks, 3, clip=1.0), stage)
+    for precision in ("bf16", "fp16"):
+        accept(WAYS[name], Plan(2, 3, 2, precision), stage)
 
 
 TYPE_PLAN = Plan(ranks=2, steps=2)
@@ -154,10 +100,7 @@ def make_exact(config):
 
 
 class Typed(Job):
-    """``name`` of the zoo.
-
-    The loss is the mean square of whatever floating-point tensors the model returns.
-    """
+    """``name`` of the zoo; the loss is the mean square of its floating-point outputs."""
 
     def __init__(self, name):
         self.name = name
@@ -218,27 +161,25 @@ def batch(model, at):
     return made
 
 
-# the others have the layers of one of these
-OF_OTHER_LAYERS = {
-    "albert",
-    "gpt_oss",
-    "llava",
-    "swin",
-    "whisper",
-    "qwen2_vl",
-    "jamba",
-    "segformer",
-}
-OF_OTHER_LAYERS |= {"deberta-v2", "blip", "mamba2", "rwkv", "falcon_h1", "marian", "ernie4_5_moe"}
+# causal ones are in tests/matrix/test_random_programs.py
+FAST = [
+    *("roberta", "resnet", "wav2vec2", "clip", "mamba", "albert", "llava", "swin", "whisper"),
+    *("qwen2_vl", "jamba", "segformer", "deberta-v2", "blip", "marian", "rwkv"),
+]
 
 
-@pytest.mark.parametrize(
-    "name", fast([*ZOO, *MORE], lambda name: name in ZOO or name in OF_OTHER_LAYERS)
-)
-def test_a_step_equals_the_oracle(name):
+def compare_type(name):
     job = Typed(name)
-    oracle.compare(
-        train_on_threads(job, TYPE_PLAN, engine_opener(3)),
-        oracle.run(job, TYPE_PLAN),
-        weight_floor=oracle.ROUNDING,
-    )
+    got = train_on_threads(job, TYPE_PLAN, engine_opener(3))
+    oracle.compare(got, oracle.run(job, TYPE_PLAN), weight_floor=oracle.ROUNDING)
+
+
+@over("name", FAST)
+def test_steps_of_a_model_type_equal_the_oracle(name):
+    compare_type(name)
+
+
+@pytest.mark.long
+@over("name", [name for name in (*ZOO, *MORE) if name not in FAST])
+def test_steps_of_other_model_types_equal_the_oracle(name):
+    compare_type(name)
