@@ -211,25 +211,6 @@ def test_models_load_whole_under_stage_3_and_are_sharded_by_prepare(tmp_path: Pa
     assert accelerator.get_state_dict(engine)["classifier.weight"].eq(2.0).all()
 
 
-def test_whole_weights_out_of_a_saved_state(tmp_path: Path) -> None:
-    accelerator = accelerator_with({})
-    engine, optimizer, data = prepared(accelerator)
-    train(accelerator, engine, data, optimizer)
-    accelerator.save_state(str(tmp_path))
-    whole = accelerator.get_state_dict(engine)
-    files = deepspeed.utils.zero_to_fp32
-    counted = torch.load(files.get_model_state_file(str(tmp_path), 3), weights_only=True)
-    ranks = [torch.load(f, weights_only=True) for f in files.get_optim_files(str(tmp_path))]
-    assert counted["dp_world_size"] == len(ranks) == 1 and counted["global_steps"] > 0
-    assert [rank["optimizer_state_dict"]["zero_stage"] for rank in ranks] == [3]
-    loose = files.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
-    filled = files.load_state_dict_from_zero_checkpoint(small(8), str(tmp_path)).state_dict()
-    for name, tensor in whole.items():
-        assert torch.equal(tensor, loose[name]) and torch.equal(tensor, filled[name]), name
-    files.convert_zero_checkpoint_to_fp32_state_dict(str(tmp_path), str(tmp_path / "model"))
-    assert list((tmp_path / "model").glob("pytorch_model*.bin"))
-
-
 def test_generation_in_the_middle_of_training_as_trl_does_it() -> None:
     """TRL gathers everything, takes the hooks off, runs the bare model, and puts the hooks back."""
     accelerator, expected = accelerator_with({}), small()

@@ -101,14 +101,12 @@ def resumed(folder: Path, every: int | None = 2, named: bool = True, **how: bool
     return loop
 
 
-@pytest.mark.parametrize(
-    ("stop", "how"), [(3, ""), (5, "fetched"), (11, "evaluates"), (7, "stateful")]
-)
+@pytest.mark.parametrize(("stop", "how"), [(3, "fetched"), (11, "evaluates"), (7, "stateful")])
 def test_a_loop_goes_on_from_memory(stop: int, how: str, tmp_path: Path) -> None:
     """Every second step is saved, once the next one begins."""
     if how == "stateful":
         pytest.importorskip("torchdata")
-    options = {how: True} if how else {}
+    options = {how: True}
     whole = Loop(tmp_path / "other", None, True, **options).train()
     losses = Loop(tmp_path, 2, True, **options).train(stop)
     assert losses == {n: whole[n] for n in range(1, stop + 1)}

@@ -264,8 +264,12 @@ def started(**more: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "outside"),
     [
-        ("bert", {"bert.embeddings.LayerNorm", "cls.predictions.transform.LayerNorm"}),
         ("llama", {"model.norm"}),
+        pytest.param(
+            "bert",
+            {"bert.embeddings.LayerNorm", "cls.predictions.transform.LayerNorm"},
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_auto_leaves_to_compiled_blocks_what_inductor_fuses(

@@ -17,6 +17,7 @@ import hf_zero
 from hf_zero.engine import Engine
 from hf_zero.integrations.fused import report
 from tests.helpers import oracle
+from tests.helpers.cells import fast
 from tests.helpers.launched import KEYS
 from tests.helpers.trainers import logged, model, options, routed, rows, weights
 
@@ -33,7 +34,7 @@ def accuracy(answer: Any) -> dict[str, float]:
     return {"accuracy": float(right.mean())}
 
 
-@pytest.mark.parametrize("route", CASES)
+@pytest.mark.parametrize("route", fast(CASES, lambda route: route == "stock"))
 def test_a_trainer_with_the_keys_is_one_without(
     route: str, tmp_path: Path, heard_in_full: list[str]
 ) -> None:
