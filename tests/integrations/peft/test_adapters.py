@@ -5,14 +5,14 @@ keep their parameters in different ways.
 from __future__ import annotations
 
 import peft
-import pytest
 import torch
 
 from hf_zero.integrations.peft.adapters import written as names_written
 from tests.helpers.adapters import KINDS, llama
+from tests.helpers.cells import in_one_item
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@in_one_item(KINDS)
 def test_names_are_those_that_are_written(kind: str) -> None:
     model = peft.get_peft_model(llama(), KINDS[kind]())
     if kind == "LoRA":
