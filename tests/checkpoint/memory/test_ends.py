@@ -70,8 +70,11 @@ exec(end)
 @pytest.mark.skipif(
     not hasattr(native.core(), "release_at_exit"), reason="the native core alone sees exit codes"
 )
-def test_an_exit_code_of_0_removes_generations_and_no_other(tmp_path: Path) -> None:
-    script, base, ends = tmp_path / "train.py", tmp_path / "memory", ENDS | TOGETHER
+@pytest.mark.parametrize("ends", [ENDS, TOGETHER], ids=["one rank", "two ranks"])
+def test_an_exit_code_of_0_removes_generations_and_no_other(
+    ends: dict[str, bool], tmp_path: Path
+) -> None:
+    script, base = tmp_path / "train.py", tmp_path / "memory"
     script.write_text(LAUNCHED)
     launched = [sys.executable, str(script), str(base), *ends]
     done = subprocess.run(launched, capture_output=True, text=True, timeout=600)
