@@ -287,20 +287,6 @@ def test_a_root_of_small_parameters_alone_is_never_gathered():
         assert "blocks.1" in keys and "(root)" not in keys
 
 
-def values_after(rank):
-    """Weights after two steps, by threshold; for tests/gloo/test_same_bits.py."""
-    found = {}
-    for threshold in (NONE, SMALL, ALL):
-        model = scaled()
-        engine = opened(model, threshold)
-        run_steps(engine, rank, range(2))
-        found[threshold] = {name: each.clone() for name, each in full_weights(engine).items()}
-        if threshold != NONE:
-            found[threshold]["logit_scale"] = model.logit_scale.detach().clone()
-        engine.destroy()
-    return found
-
-
 # ---- which they are ----
 
 

@@ -244,7 +244,7 @@ def dynamic(power):
     return {"enabled": True, "initial_scale_power": power, "hysteresis": 1}
 
 
-@over("precision, given_to", [("fp32", 0), ("fp16", 0), ("fp16", 1)])
+@over("precision, given_to", [("fp32", 0), ("bf16", 1), ("fp16", 0), ("fp16", 1)])
 def test_a_scale_that_is_too_large_falls_whoever_overflows(precision, given_to):
     """What the second engine sends back into the first overflows and spoils no weight."""
     own = {"fp16": dynamic(4)} if precision == "fp16" else {}
@@ -376,7 +376,7 @@ def against_half(net, rank):
     return (net(x).float() - 0.5 * x).pow(2).mean()
 
 
-@over("stage", [0, 3])
+@over("stage", [0, 1, 2, 3])
 def test_an_engine_that_one_rank_still_holds_lends_its_scale_there_alone(stage):
     """It was dropped without ``destroy``, and ranks collect garbage at different times."""
     left, plain = [seeded(Wide) for _ in range(RANKS)], seeded(Wide)

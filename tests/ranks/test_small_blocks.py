@@ -168,8 +168,8 @@ def test_a_checkpoint_goes_into_units_of_other_blocks(tmp_path):
     expect(want, run, 3, True, build=of_depth(5))
 
 
-@pytest.mark.parametrize(
-    ("stage", "together", "most"),
+@over(
+    "stage, together, most",
     [(0, 0, 76), (2, 0, 76), (3, 0, 141), (0, 20, 7), (2, 20, 7), (3, 20, 21)],
 )
 def test_the_python_that_a_block_costs_in_a_step(stage, together, most):

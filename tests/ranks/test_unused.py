@@ -189,6 +189,7 @@ def test_a_rank_that_has_used_everything_reads_nothing(monkeypatch):
 @over(
     "kind, stages, ranks, ways",
     [
+        ("adamw", (3, 1), (2, 2), (DEVICE, DEVICE)),
         ("adamw", (2, 3), (2, 3), (DEVICE, "optimizer on cpu")),
         ("nadam", (1, 3), (3, 1), (DEVICE, DEVICE)),
         ("sgd", (3, 2), (1, 2), ("optimizer on cpu", DEVICE)),
