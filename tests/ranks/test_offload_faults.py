@@ -21,6 +21,7 @@ from hf_zero.offload.sub_group_update import Update
 from hf_zero.ops.files import parse_faults
 from tests.helpers import offloads
 from tests.helpers.engines import full_weights
+from tests.helpers.in_turn import in_turn
 from tests.helpers.offloads import Values, ended, offload, same, train, trained
 from tests.helpers.processes import run_processes
 from tests.helpers.stacks import on_ranks, squared, stack
@@ -45,15 +46,10 @@ def after(steps, stage):
     return trained({"stage": stage}, ranks=2, steps=steps, gradient_clipping=1.0)
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param("write:1:ENOSPC", marks=pytest.mark.long),
-        "write:7+:EIO",
-        pytest.param("write:2+:ENOSPC", marks=pytest.mark.long),
-    ],
+@in_turn(
+    "way, stage, fault",
+    [("optimizer in files", 2, "write:7+:EIO"), ("all in files", 3, "write:2+:ENOSPC")],
 )
-@pytest.mark.parametrize("way, stage", WAYS)
 def test_a_disk_that_is_full_loses_no_step(way, stage, fault, tmp_path):
     """On one rank of two: the step is complete, the next one is refused on both, and what is
     saved goes on elsewhere.
@@ -93,11 +89,14 @@ def test_a_disk_that_is_full_loses_no_step(way, stage, fault, tmp_path):
     same(on_ranks(2, resume)[0], want_five)
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize(
-    "fault", ["read:1+:short,write:1+:short", "read:2:slow=30,write:3:slow=30"]
+@in_turn(
+    "way, stage, fault",
+    [
+        ("optimizer in files", 0, "read:1+:short,write:1+:short"),
+        ("all in files", 3, "read:1+:short,write:1+:short"),
+        ("optimizer in files", 2, "read:2:slow=30,write:3:slow=30"),
+    ],
 )
-@pytest.mark.parametrize("way, stage", WAYS)
 def test_short_and_slow_transfers_change_nothing(way, stage, fault, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_ZERO_IO_FAULT", fault)
 
@@ -105,7 +104,7 @@ def test_short_and_slow_transfers_change_nothing(way, stage, fault, tmp_path, mo
     same(trained(section, ranks=2, steps=3, gradient_clipping=1.0), after(3, stage))
 
 
-@pytest.mark.parametrize("way, stage", WAYS)
+@in_turn("way, stage", WAYS[1:])
 def test_what_cannot_be_read_is_said_wherever_it_is_needed_and_never_saved(way, stage, tmp_path):
     disk, saved = tmp_path / "disk", tmp_path / "saved"
     disk.mkdir()
@@ -191,20 +190,20 @@ def trained_by_workers(rank, way, stage, folder, beside):
         return ended(engine)
 
 
-@pytest.mark.parametrize(
-    "way, stage", [("optimizer on cpu", 0), ("optimizer in files", 0), ("all in files", 3)]
-)
-def test_workers_of_a_data_loader_are_forked_beside_an_update(way, stage, tmp_path):
-    between, beside = (
-        run_processes(1, trained_by_workers, way, stage, tmp_path, beside)[0]
-        for beside in (False, True)
-    )
-    same(beside, between)
+def trained_both_ways(rank, places, folder):
+    """Whether both come to the same weights, for each of ``places``."""
+    for way, stage in places:
+        between, beside = (
+            trained_by_workers(rank, way, stage, folder, each) for each in (False, True)
+        )
+        same(beside, between)
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("way, stage", WAYS)
-@pytest.mark.parametrize("what", ["full", "missing"])
+def test_workers_of_a_data_loader_are_forked_beside_an_update(tmp_path):
+    run_processes(1, trained_both_ways, [("optimizer on cpu", 0), *WAYS[::2]], tmp_path)
+
+
+@in_turn("way, stage, what", [(*WAYS[0], "full"), (*WAYS[1], "missing"), (*WAYS[2], "full")])
 def test_a_disk_that_one_rank_cannot_use_is_found_before_anything_changes(
     way, stage, what, tmp_path, monkeypatch
 ):
