@@ -1,10 +1,10 @@
 """Progressive layer dropping and random layerwise token dropping on ranks, against plain loops
-whose blocks are left out, or given the same tokens, by hand.
+whose blocks are left out, or given the same tokens, by hand. Every stage, resumes and overflows are
+rows of ``test_capabilities.py``.
 """
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -17,26 +17,24 @@ from hf_zero.config import TokenDropSection, ZeroConfig
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.techniques.token_drop import sample, tokens_read
 from tests.helpers import oracle
-from tests.helpers.cells import fast
+from tests.helpers.cells import in_one_item
 from tests.helpers.engines import (
-    STAGES,
     OnEngine,
     config_of,
     engine_opener,
-    full_weights,
     start,
     train_on_threads,
 )
+from tests.helpers.in_turn import in_turn
 from tests.helpers.layer_drop import DEPTH, FAMILIES, LayerDropJob, left_out, probabilities
 from tests.helpers.models import LENGTH, Stack, floats, seeded, tokens
 from tests.helpers.offloads import offload
-from tests.helpers.stacks import on_each_rank, on_ranks
+from tests.helpers.plans import APART
 from tests.helpers.token_drop import LOW, TokenDropJob, section
 from tests.helpers.training import At, Plan, plain_sgd
 
-COMPILED = {"blocks": True, "backend": "aot_eager"}
-# each block a unit of its own, none of whose parameters stays whole
-APART = {"stage3_module_granularity_threshold": 0, "stage3_param_persistence_threshold": 0}
+COMPILED = {"compile": {"blocks": True, "backend": "aot_eager"}}
+CHECKPOINTED = {"activation_checkpointing": {"blocks": True}}
 # What is kept is scaled up, which is up to a factor of 2.5 a block for rounding, too.
 TOLERANCE = 1e-4
 
@@ -48,60 +46,18 @@ def check(job, plan, stage, **more):
     oracle.compare(got, want, TOLERANCE, oracle.ADAM_ROUNDING)
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_as_by_hand(stage, ranks, accumulation):
-    check(
-        LayerDropJob("stack"),
-        Plan(ranks, 4, accumulation, clip=0.5),
-        stage,
-        zero_optimization={"stage": stage, **APART},
-    )
+@in_turn("family", [family for family in FAMILIES if family != "stack"])
+def test_families(family):
+    check(LayerDropJob(family), Plan(2 if family in ("t5", "gpt2") else 1, 3, 2), 3)
 
 
-EVERYWHERE = list(itertools.product(FAMILIES, STAGES, (1, 2, 4), (1, 2)))
-
-
-@pytest.mark.parametrize(
-    "family, stage, ranks, accumulation",
-    fast(
-        EVERYWHERE,
-        lambda family, stage, ranks, accumulation: (
-            family != "stack"
-            and (stage, ranks, accumulation)
-            == ((3, 2, 2) if family in ("t5", "gpt2") else (3, 1, 1))
-        ),
-    ),
-)
-def test_families(family, stage, ranks, accumulation):
-    check(LayerDropJob(family), Plan(ranks, 3, accumulation), stage)
-
-
-@pytest.mark.parametrize("family", fast(["stack", "t5"], lambda family: family == "stack"))
-def test_each_rank_its_own(family):
-    job = LayerDropJob(family, per_rank=True)
-    check(job, Plan(2, 4, 2), 3, zero_optimization={"stage": 3, **APART})
-    assert any(job.left_out[step, 0, 0] != job.left_out[step, 0, 1] for step in range(4))
-
-
-@pytest.mark.parametrize("way, stage, more", [
-    ("optimizer on cpu", 2, {"update_in_backward": True}),
-    ("optimizer on cpu", 3, {}),
-    ("all in files", 3, {"update_in_backward": True}),
-])  # fmt: skip
-def test_offloaded(way, stage, more, tmp_path):
-    zero = {**offload(way, stage, tmp_path, **more), **APART}
+@in_turn("way, stage", [("optimizer on cpu", 2), ("optimizer on cpu", 3), ("all in files", 3)])
+def test_offloaded_and_updated_in_the_backward(way, stage, tmp_path):
+    zero = {**offload(way, stage, tmp_path, update_in_backward=True), **APART}
     check(LayerDropJob("stack"), Plan(2, 4, 2), stage, zero_optimization=zero)
 
 
-@pytest.mark.parametrize("more", [
-    {"activation_checkpointing": {"blocks": True}},
-    {"activation_checkpointing": {"blocks": True}, "compile": COMPILED},
-    {"compile": COMPILED},
-    {"bf16": {"enabled": False}, "replicate_size": 2},
-], ids=str)  # fmt: skip
+@in_turn("more", [CHECKPOINTED, {**CHECKPOINTED, **COMPILED}, {"replicate_size": 2}])
 def test_with_what_else_is_on_blocks(more):
     check(LayerDropJob("gpt2"), Plan(2, 2), 3, **more)
 
@@ -153,7 +109,7 @@ class InOneCheckpoint(Stack):
         return x
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
+@in_turn("reentrant", [False, True])
 def test_a_checkpoint_around_blocks_recomputes_what_it_ran(reentrant):
     class Job(LayerDropJob):
         def build(self):
@@ -182,26 +138,22 @@ def test_a_checkpoint_around_blocks_recomputes_what_it_ran(reentrant):
             end_micro()
             return losses
 
-    job = Job("stack")
-    plan = Plan(2, 4, 3)
-    zero = {"stage": 3, **APART}
-    got = train_on_threads(job, plan, engine_opener(3, **job.keys, zero_optimization=zero))
-    oracle.compare(got, oracle.run(job, plan), TOLERANCE, oracle.ADAM_ROUNDING)
+    check(Job("stack"), Plan(2, 4, 3), 3, zero_optimization={"stage": 3, **APART})
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "steps", "every", "expected"),
-    [
-        # DeepSpeed's scheduler at steps 0, 1, 5, 9, 10, 11 and 100
+def test_the_schedule():
+    """DeepSpeed's scheduler at steps 0, 1, 5, 9, 10, 11 and 100."""
+    for low, high, steps, every, expected in (
         (128, 512, 10, 16, (128, 160, 320, 464, 512, 512, 512)),
         (3, 20, 10, 2, (4, 4, 10, 18, 20, 20, 20)),
         (100, 256, 7, 64, (128, 128, 192, 256, 256, 256, 256)),
         (10, 15, 10, 8, (15, 15, 15, 15, 15, 15, 15)),
-    ],
-)
-def test_the_schedule(low, high, steps, every, expected):
-    made = TokenDropSection(min_value=low, max_value=high, require_steps=steps, seq_per_step=every)
-    assert tuple(tokens_read(made).at(step) for step in (0, 1, 5, 9, 10, 11, 100)) == expected
+    ):
+        made = TokenDropSection(
+            min_value=low, max_value=high, require_steps=steps, seq_per_step=every
+        )
+        found = tuple(tokens_read(made).at(step) for step in (0, 1, 5, 9, 10, 11, 100))
+        assert found == expected
 
 
 def test_samples_are_rising_and_differ():
@@ -222,72 +174,24 @@ def check_drops(job, plan, stage, **more):
     oracle.compare(got, want, TOLERANCE, oracle.ADAM_ROUNDING)
 
 
-CASES: dict[str, dict[str, Any]] = {
-    "bert": {"padded": True},
-    "roberta": {"padded": True, "eager": True},
-    "gpt2": {},
-    "llama": {"eager": True, "padded": True},
-    "t5": {"chosen": (1, 3, 6, 8), "padded": True},
-}
-
-
-@pytest.mark.parametrize(
-    "family, stage, ranks, accumulation",
-    fast(
-        [(f, s, r, a) for f in CASES for s in STAGES for r in (1, 2) for a in (1, 2)],
-        lambda family, stage, ranks, accumulation: (
-            (stage, ranks, accumulation) == ((3, 2, 2) if family in ("bert", "t5") else (2, 1, 1))
-        ),
-    ),
+@in_turn(
+    "family, stage, plan, more",
+    [
+        ("bert", 3, Plan(2, 3, 2), {"padded": True}),
+        ("roberta", 0, Plan(1, 3), {"padded": True, "eager": True}),
+        ("gpt2", 2, Plan(2, 3), {}),
+        ("llama", 1, Plan(1, 3), {"eager": True, "padded": True}),
+        ("t5", 3, Plan(2, 3, 2), {"chosen": (1, 3, 6, 8), "padded": True}),
+        # four patches and the token of the class, of which a step or two leave one out
+        ("vit", 3, Plan(1, 3), {}),
+    ],
 )
-def test_families_with_tokens_dropped(family, stage, ranks, accumulation):
-    check_drops(TokenDropJob(family, **CASES[family]), Plan(ranks, 3, accumulation), stage)
+def test_families_with_tokens_dropped(family, stage, plan, more):
+    check_drops(TokenDropJob(family, **more), plan, stage)
 
 
-def test_images():
-    """Four patches and the token of the class, of which a step or two leave one out."""
-    job = TokenDropJob("vit")
-    check_drops(job, Plan(1, 3), 3)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_that_is_resumed_reads_the_same_tokens(ranks, tmp_path):
-    """In a window of two micro-batches, after three of six steps."""
-    job = TokenDropJob("bert", padded=True)
-
-    def steps(engine, rank, numbers):
-        losses = []
-        for at in (At(step, micro, rank) for step in numbers for micro in range(2)):
-            loss = job.loss_of(engine, at)
-            engine.backward(loss)
-            engine.step()
-            losses.append(float(loss.detach()))
-        return losses
-
-    def run(rank, model, resumed):
-        engine = start(model, plain_sgd(model), config_of(2, Plan(accumulation=2), **job.keys))
-        if resumed:
-            engine.load_checkpoint(str(tmp_path / "run"))
-        else:
-            steps(engine, rank, range(3))
-            engine.save_checkpoint(str(tmp_path / "run"))
-        losses = steps(engine, rank, range(3, 6))
-        weights = full_weights(engine)
-        engine.destroy()
-        return losses, weights
-
-    went, resumed = (on_ranks(ranks, run, each, build=job.build) for each in (False, True))
-    for (losses, weights), (again, others) in zip(went, resumed):
-        assert losses == again
-        assert all(torch.equal(weights[name], others[name]) for name in weights)
-
-
-@pytest.mark.parametrize("more", [
-    {"activation_checkpointing": {"blocks": True}},
-    pytest.param({"compile": {"blocks": True, "backend": "aot_eager"}}, marks=pytest.mark.long),
-], ids=str)  # fmt: skip
-def test_tokens_dropped_with_what_else_is_on_blocks(more):
-    check_drops(TokenDropJob("llama", eager=True, padded=True), Plan(2, 2), 3, **more)
+def test_tokens_dropped_in_checkpointed_blocks():
+    check_drops(TokenDropJob("llama", eager=True, padded=True), Plan(2, 2), 3, **CHECKPOINTED)
 
 
 def test_evaluation_reads_everything_and_classes_come_back():
@@ -304,64 +208,29 @@ def test_evaluation_reads_everything_and_classes_come_back():
     assert [type(block) for block in job.blocks(model)[0]] == kinds
 
 
-def test_beside_layers_that_are_left_out():
-    job = TokenDropJob("gpt2")
-    model: Any = job.build()
-    keys = {**section(), **LayerDropJob("gpt2").keys}
-    engine = start(model, plain_sgd(model), config_of(3, **keys))
-    losses = []
-    for _ in range(8):
-        loss = engine(**FAMILIES["gpt2"][1](0, 0, 0)).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < losses[0]
-    engine.destroy()
+SCHEDULE = {"require_steps": 2, "seq_per_step": 1}
+FALLING = {"min_value": 9, "max_value": 4, "schedule_config": SCHEDULE}
 
 
-@pytest.mark.parametrize(
-    ("family", "more", "said"),
+@in_one_item(
     [
         ("gpt2", {"total_layer_num": 7}, f"total_layer_num = 7 .* has {DEPTH} blocks"),
-        ("gpt2", {"random_ltd_layer_num": 2}, r"random_ltd_layer_num = 2"),
+        ("gpt2", {"random_ltd_layer_num": 2}, "random_ltd_layer_num = 2"),
         ("gpt2", {"random_ltd_layer_id": [1, 9]}, r"random_ltd_layer_id names \[9\]"),
-        ("t5", {"random_ltd_layer_id": [0]}, r"names \[0\].* reads all tokens"),
-    ],
+        ("t5", {"random_ltd_layer_id": [0]}, r"names \[0\]"),
+        ("gpt2", {"random_ltd_layer_id": 3}, "random_ltd_layer_id"),
+        ("gpt2", {"random_ltd_layer_id": [1, 1]}, "names a block twice"),
+        ("gpt2", {"random_ltd_schedule": {"min_value": 3}}, r"random_ltd_schedule\.max_value"),
+        ("gpt2", {"random_ltd_schedule": FALLING}, "min_value = 9 is above max_value = 4"),
+        ("gpt2", {"random_ltd_schedule": {"schedule_type": "fixed_root"}}, "schedule_type"),
+        ("gpt2", {"layer_token_lr_schedule": {"enabled": True}}, "layer_token_lr_schedule"),
+    ]
 )
-@on_each_rank(1)
-def test_mistakes_that_the_model_shows(rank, family, more, said):
+def test_mistakes_in_the_section(case):
+    family, ltd, said = case
     model = LayerDropJob(family).build()
-    with pytest.raises(ConfigError, match=said):
-        start(model, plain_sgd(model), config_of(0, **section(**more)))
-
-
-@pytest.mark.parametrize(
-    ("ltd", "said"),
-    [
-        ({"random_ltd_schedule": {"min_value": 3}}, r"needs .*random_ltd_schedule\.max_value"),
-        ({"random_ltd_layer_id": 3}, "random_ltd_layer_id"),
-        ({"random_ltd_layer_id": [1, 1]}, "names a block twice"),
-        (
-            {
-                "random_ltd_schedule": {
-                    "min_value": 9,
-                    "max_value": 4,
-                    "schedule_config": {"require_steps": 2, "seq_per_step": 1},
-                }
-            },
-            "min_value = 9 is above max_value = 4",
-        ),
-        ({"layer_token_lr_schedule": {"enabled": True}}, "layer_token_lr_schedule"),
-        ({"random_ltd_schedule": {"schedule_type": "fixed_root"}}, "schedule_type"),
-    ],
-)
-@on_each_rank(1)
-def test_mistakes_in_the_section(rank, ltd, said):
-    model = LayerDropJob("gpt2").build()
-    config = section()
-    config["data_efficiency"]["data_routing"]["random_ltd"] |= ltd
     with pytest.raises((ConfigError, NotBuiltError), match=said):
-        start(model, plain_sgd(model), config_of(0, **config))
+        start(model, plain_sgd(model), config_of(0, **section(**ltd)))
 
 
 def test_arguments_that_cannot_be_narrowed():
@@ -391,21 +260,14 @@ def test_arguments_that_cannot_be_narrowed():
     engine.destroy()
 
 
-@pytest.mark.parametrize(
-    ("ltd", "said"),
+@in_one_item(
     [
-        (
-            {"hidden_state_order": "seq_batch_dim"},
-            "hidden_state_order = 'seq_batch_dim' .* GPT2Block, which was called with 9 rows, and "
-            "the model with 2; write batch_seq_dim",
-        ),
-        (
-            {"model_mask_name": "attn_mask"},
-            "model_mask_name = 'attn_mask' is no argument of GPT2Block.* 'attention_mask'",
-        ),
-    ],
+        ({"hidden_state_order": "seq_batch_dim"}, "hidden_state_order = 'seq_batch_dim'"),
+        ({"model_mask_name": "attn_mask"}, "model_mask_name = 'attn_mask' is no argument"),
+    ]
 )
-def test_mistakes_that_a_forward_shows(ltd, said):
+def test_mistakes_that_a_forward_shows(case):
+    ltd, said = case
     model: Any = LayerDropJob("gpt2").build()
     engine = start(model, plain_sgd(model), config_of(0, **section(**ltd)))
     with pytest.raises(ConfigError, match=said):

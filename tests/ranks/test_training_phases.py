@@ -7,13 +7,16 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+import hf_zero
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.optim.adafactor import Adafactor
 from hf_zero.optim.schedules import WarmupDecayLR
 from hf_zero.techniques.training_phases import TrainingPhases, of_config, rampup
 from tests.helpers import oracle
-from tests.helpers.engines import STAGES, config_of, full_weights, start
+from tests.helpers.cells import in_one_item
+from tests.helpers.engines import config_of, full_weights, start
+from tests.helpers.in_turn import in_turn
 from tests.helpers.models import ARCHITECTURES, ROWS
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import on_each_rank
@@ -78,7 +81,18 @@ def trained(engine, rank, steps, micros, rates):
     return full_weights(engine)
 
 
-def equals_a_plain_loop(stage, ranks, schedule, **zero):
+@in_turn(
+    "stage, ranks, schedule, zero",
+    [
+        (0, 1, closed, {}),
+        (1, 2, exponential, {}),
+        (3, 4, exponential, {}),
+        (3, 2, closed, {}),
+        (2, 2, exponential, {"offload_optimizer": {"device": "cpu"}}),
+        (2, 2, closed, {"offload_optimizer": {"device": "cpu", "update_in_backward": True}}),
+    ],
+)
+def test_a_plain_loop_that_does_the_same(stage, ranks, schedule, zero):
     models = [ARCHITECTURE.build() for _ in range(ranks)]
 
     def run(rank):
@@ -95,20 +109,6 @@ def equals_a_plain_loop(stage, ranks, schedule, **zero):
     wanted = plain(ranks, schedule)
     for weights in run_ranks(ranks, run):
         oracle.compare_tensors("weights", weights, wanted, floor=oracle.ADAM_ROUNDING)
-
-
-@pytest.mark.turns
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("schedule", [exponential, closed])
-def test_a_plain_loop_that_does_the_same(stage, ranks, schedule):
-    equals_a_plain_loop(stage, ranks, schedule)
-
-
-@pytest.mark.parametrize("early", [False, True])
-def test_updates_of_what_is_offloaded(early):
-    offload = {"device": "cpu", "update_in_backward": early}
-    equals_a_plain_loop(2, 2, exponential, offload_optimizer=offload)
 
 
 def test_resumed_in_a_phase(tmp_path):
@@ -178,8 +178,6 @@ def test_micro_batches_of_the_engines_own_loader():
     }
 
     def run(rank, drop):
-        import hf_zero
-
         model = ARCHITECTURE.build()
         config = config_of(
             0,
@@ -244,33 +242,27 @@ def test_a_batch_that_grows_as_megatrons():
     assert run_ranks(1, run) == [[1, 1, 2, 3]]
 
 
-@pytest.mark.parametrize(
-    ("section", "said"),
+@in_one_item(
     [
-        ({"phases": [{"step": 3}]}, r"'training_phases\.phases\[0\]\.step'; did you mean 'steps'"),
-        ({"phases": [{"steps": 0}]}, "steps = 0 is not an integer of at least 1"),
-        ({"phases": [{}, {"steps": 1}]}, r"phases\[0\] has no steps, and others follow"),
+        ({"phases": [{"step": 3}]}, r"phases\[0\]\.step'; did you mean 'steps'"),
+        ({"phases": [{"steps": 0}]}, "steps = 0"),
+        ({"phases": [{}, {"steps": 1}]}, r"phases\[0\] has no steps"),
         ({"phases": [{"lr_decay_power": 1}]}, r"write training_phases\.phases\[0\]\.steps"),
-        ({"phases": [{"steps": 2, "warmup_steps": 5}]}, "warmup_steps = 5 is more than steps = 2"),
+        ({"phases": [{"steps": 2, "warmup_steps": 5}]}, "warmup_steps = 5"),
         ({"phases": []}, "is not a list of phases"),
         ({"rampup_batch_size": [1, 2]}, "is not a list of three numbers"),
-        ({"rampup_batch_size": [2, 3, 9]}, "from 2 by 3 past train_batch_size = 4"),
-        (
-            {"rampup_batch_size": [2, 2, 9], "phases": [{"train_batch_size": 4}]},
-            "both say how many samples",
-        ),
-        ({"phases": [{"train_batch_size": 3}]}, "steps of 3 samples, no multiple of the 2 that"),
+        ({"rampup_batch_size": [2, 3, 9]}, "train_batch_size = 4"),
+        ({"rampup_batch_size": [2, 2, 9], "phases": [{"train_batch_size": 4}]}, "both say"),
+        ({"phases": [{"train_batch_size": 3}]}, "steps of 3 samples"),
         ({"phases": [{"train_micro_batch_size_per_gpu": 1}]}, "by which the loader is made, is 2"),
-    ],
+    ]
 )
-def test_phases_that_are_refused(section, said):
-    def run(rank):
-        model = nn.Linear(2, 2)
-        config = config_of(0, training_phases=section, gradient_accumulation_steps=2)
+def test_phases_that_are_refused(case):
+    section, said = case
+    model = nn.Linear(2, 2)
+    config = config_of(0, training_phases=section, gradient_accumulation_steps=2)
+    with pytest.raises(ConfigError, match=said):
         start(model, adamw(model), config)
-
-    with pytest.raises(Exception, match=said):
-        run_ranks(1, run)
 
 
 def test_steps_beyond_a_decay_to_zero_are_told_once(caplog):
@@ -289,10 +281,8 @@ def test_steps_beyond_a_decay_to_zero_are_told_once(caplog):
         return told
 
     told = run_ranks(1, run)[0]
-    assert told[:3] == [[], [], []] and told[3] == told[4] == [
-        "training_phases.phases[1] is over: its lr_decay_power leaves a learning rate of 0 from "
-        "step 4 on; end the training there, raise its steps, or add a phase"
-    ]  # fmt: skip
+    assert told[:3] == [[], [], []] and len(told[3]) == 1 and told[3] == told[4]
+    assert "phases[1] is over" in told[3][0] and "from step 4 on" in told[3][0]
 
 
 @on_each_rank(1)
