@@ -185,8 +185,10 @@ def _first(node: ast.stmt) -> int:
 
 
 def durations() -> dict[str, float]:
-    """Return the seconds of each test of the recorded run."""
+    """Return the seconds of each test of the recorded run, which is empty if that was cut off."""
     seconds: dict[str, float] = defaultdict(float)
+    if not (RESULTS / "durations.xml").exists():
+        return seconds
     for case in ElementTree.parse(RESULTS / "durations.xml").iter("testcase"):
         path = case.attrib["classname"].replace(".", "/") + ".py"
         seconds[f"{path}::{case.attrib['name']}"] += float(case.attrib["time"])
@@ -205,11 +207,8 @@ def tests_by_fault(rows: Iterable[Fault]) -> dict[str, list[str]]:
             hits[name].add(test)
     found: dict[str, list[str]] = {}
     for row in rows:
-        tests = [name for name in hits[row.name] if name in seconds]
-        if not tests:
-            near = tuple(suite.tests_of([row.file]))
-            tests = [name for name in seconds if name.startswith(near)]
-        found[row.name] = list(_spread(sorted(tests, key=lambda name: seconds[name])))
+        tests = list(hits[row.name] - {""}) or suite.tests_of([row.file])
+        found[row.name] = list(_spread(sorted(tests, key=lambda name: seconds.get(name, 0.0))))
     return found
 
 

@@ -34,6 +34,8 @@ def in_one_item(
     all ``values``. Each that fails is told by its name.
     """
 
+    values = list(values)  # the test may run again
+
     def decorate(test: Callable[[Any], None]) -> Callable[[], None]:
         def over_all() -> None:
             failed = []
