@@ -3,7 +3,6 @@ steps, and what runs as it is.
 """
 
 import copy
-import itertools
 from contextlib import contextmanager
 from types import MethodType, SimpleNamespace
 
@@ -17,25 +16,29 @@ import hf_zero
 from hf_zero.activations import policy as attention
 from hf_zero.errors import ConfigError
 from tests.helpers import oracle
-from tests.helpers.cells import fast
+from tests.helpers.cells import in_one_item
 from tests.helpers.engines import (
-    STAGES,
     OnEngine,
     config_of,
     engine_opener,
     start,
     train_on_threads,
 )
-from tests.helpers.models import ARCHITECTURES, HIDDEN, Stack, features, llama, seeded, tokens
-from tests.helpers.training import Job, Plan, adamw, plain_sgd
+from tests.helpers.in_turn import in_turn
+from tests.helpers.models import ARCHITECTURES, Stack, features, llama, seeded, tokens
+from tests.helpers.training import ArchitectureJob, Plan, StackJob, adamw, plain_sgd
 
 BLOCKS = {"blocks": True, "backend": "aot_eager"}  # what inductor is given too, without a compiler
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_compiled_yet():
+def nothing_is_compiled():
     torch._dynamo.reset()
     counters.clear()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled_yet():
+    nothing_is_compiled()
     yield
     torch._dynamo.reset()
 
@@ -53,22 +56,16 @@ def no_compilation():
     assert graphs() == before
 
 
-class Compiled(Job):
-    """One of the architectures.
-
-    ``checkpointed`` recomputes its blocks; ``adapted`` trains the norms alone.
-    """
+class Compiled(ArchitectureJob):
+    """``checkpointed`` recomputes its blocks; ``adapted`` trains the norms alone."""
 
     def __init__(self, name, checkpointed=False, adapted=False):
-        self.architecture, self.checkpointed, self.adapted = (
-            ARCHITECTURES[name],
-            checkpointed,
-            adapted,
-        )
+        super().__init__(ARCHITECTURES[name])
+        self.checkpointed, self.adapted = checkpointed, adapted
         self.name = f"{name} checkpointed={checkpointed} adapted={adapted}"
 
     def build(self):
-        model = self.architecture.build()
+        model = super().build()
         if self.checkpointed:
             model.gradient_checkpointing_enable()
         if self.adapted:
@@ -77,37 +74,21 @@ class Compiled(Job):
         return model
 
     def loss(self, net, at):
-        more = {} if self.architecture.name == "bert" else {"use_cache": False}
-        return net(**self.architecture.batch(at.step, at.micro, at.rank), **more).loss
-
-
-JOBS = {
-    job.name: job
-    for job in (
-        Compiled("bert"),
-        Compiled("llama", checkpointed=True),
-        Compiled("llama", adapted=True),
-    )
-}
+        return net(**self.batch(at), use_cache=False).loss
 
 
 @pytest.mark.parametrize(
-    "name, stage",
-    fast(
-        itertools.product(JOBS, STAGES), lambda name, stage: stage == 3 and not JOBS[name].adapted
-    ),
+    "name, kind, plan, stage",
+    [
+        ("llama", "checkpointed", Plan(2, 2, 2), 3),
+        pytest.param("llama", "adapted", Plan(2, 2, 2), 3, marks=pytest.mark.long),
+        ("gpt2", "checkpointed", Plan(1, 2, precision="bf16"), 3),
+    ],
 )
-def test_equal_to_the_plain_loop(name, stage):
-    job, plan = JOBS[name], Plan(ranks=2, steps=2, accumulation=2)
+def test_equal_to_the_plain_loop(name, kind, plan, stage):
+    job = Compiled(name, **{kind: True})
     got = train_on_threads(job, plan, engine_opener(stage, compile=BLOCKS))
     assert graphs() > 0
-    oracle.compare(got, oracle.kept(job, plan))
-
-
-@pytest.mark.parametrize("stage", fast([0, 3], lambda stage: stage == 3))
-def test_bf16(stage):
-    job, plan = Compiled("bert"), Plan(steps=2, precision="bf16")
-    got = train_on_threads(job, plan, engine_opener(stage, compile=BLOCKS))
     oracle.accept(got, job, plan, stage)
 
 
@@ -136,8 +117,10 @@ class Dropping(nn.Module):
         return checkpoint(self.work, x, use_reentrant=False) if self.inside else self.work(x)
 
 
-@pytest.mark.parametrize("inside", [False, True])
+@in_turn("inside", [False, True])
 def test_dropout_is_recomputed_as_it_was(inside):
+    nothing_is_compiled()
+
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -181,14 +164,9 @@ def test_autocast_around_compiled_blocks():
     assert graphs() == 1
 
 
-@pytest.mark.parametrize(
-    "checkpointed, stage",
-    fast(
-        itertools.product((False, True), STAGES),
-        lambda checkpointed, stage: stage == (3 if checkpointed else 0),
-    ),
-)
+@in_turn("checkpointed, stage", [(False, 0), (True, 3)])
 def test_one_compilation_for_all_blocks_and_steps(stage, checkpointed):
+    nothing_is_compiled()
     engine = start(
         model := Compiled("gpt2", checkpointed).build(),
         adamw(model),
@@ -208,17 +186,6 @@ def test_one_compilation_for_all_blocks_and_steps(stage, checkpointed):
             model.eval()
             with torch.no_grad():
                 engine(input_ids=tokens(number, 0, 0)[:1, :4])
-    engine.destroy()
-
-
-@pytest.mark.long
-def test_kinds_of_blocks_have_a_graph_each():
-    engine = start(model := ARCHITECTURES["t5"].build(), adamw(model), config_of(3, compile=BLOCKS))
-    for number in range(2):
-        engine.backward(engine(**ARCHITECTURES["t5"].batch(number, 0, 0), use_cache=False).loss)
-        engine.step()
-        # encoder and decoder; the first of each makes the position bias of all
-        assert graphs() == 4
     engine.destroy()
 
 
@@ -248,8 +215,9 @@ def test_each_shape_has_its_own_graph_where_none_is_dynamic():
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@in_turn("stage", [0, 3])
 def test_generation_and_evaluation_are_not_compiled(stage):
+    nothing_is_compiled()
     engine = start(model := seeded(llama), adamw(model), config_of(stage, compile=BLOCKS))
     model.eval()
     want = seeded(llama).eval().generate(tokens(0, 0, 0), max_new_tokens=4, do_sample=False)
@@ -265,11 +233,8 @@ def test_a_training_forward_with_a_cache_runs_uncompiled_and_says_so(heard):
     for number in range(2):
         engine(input_ids=tokens(number, 0, 0), use_cache=True).logits.sum().backward()
     assert graphs() == 0
-    assert [message for message in heard if "use_cache=False" in message] == [
-        "LlamaDecoderLayer is given a DynamicCache, which torch.compile would compile again for "
-        "each block, so its forward runs uncompiled; "
-        "for a cache of keys and values, train with use_cache=False"
-    ]
+    said = [message for message in heard if "use_cache=False" in message]
+    assert len(said) == 1 and "LlamaDecoderLayer is given a DynamicCache" in said[0]
     engine.destroy()
 
 
@@ -301,8 +266,9 @@ def test_what_transformers_records_inside_blocks_is_recorded(heard):
     engine.destroy()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@in_turn("stage", [0, 3])
 def test_a_reader_inside_gathered_parameters_runs_uncompiled(stage):
+    nothing_is_compiled()
     engine = start(model := seeded(Stack), plain_sgd(model), config_of(stage, compile=BLOCKS))
     with hf_zero.GatheredParameters(list(model.parameters())):
         got = engine(features(0, 0, 0))
@@ -357,23 +323,17 @@ def test_blocks_that_read_parameters_of_others_are_left_alone(heard):
     engine.destroy()
 
 
-@pytest.mark.parametrize(
-    ("section", "said"),
+@in_one_item(
     [
-        (
-            {"blocks": True, "backend": "inductr"},
-            r"compile.backend = 'inductr' is none that torch has here; write one of .*inductor",
-        ),
-        (
-            {"blocks": True, "backend": "aot_eager", "mode": "max-autotune-no-cudagraphs"},
-            "compile.mode = .* is inductor's, not aot_eager's",
-        ),
-    ],
+        ({"backend": "inductr"}, r"compile.backend = 'inductr' .*inductor"),
+        ({"backend": "aot_eager", "mode": "max-autotune-no-cudagraphs"}, "compile.mode = "),
+    ]
 )
-def test_what_torch_cannot_compile_with_is_refused(section, said):
+def test_what_torch_cannot_compile_with_is_refused(case):
+    section, said = case
     model = seeded(Stack)
     with pytest.raises(ConfigError, match=said):
-        start(model, plain_sgd(model), config_of(0, compile=section))
+        start(model, plain_sgd(model), config_of(0, compile={"blocks": True, **section}))
 
 
 def compiled_before(**asked):
@@ -398,57 +358,45 @@ def captured_before(model):
     model.blocks[1].forward = replay
 
 
-@pytest.mark.parametrize(
-    ("before", "section", "said"),
+@in_one_item(
     [
+        (compiled_before(mode="reduce-overhead"), {}, "torch.compile of blocks.1"),
+        (compiled_before(backend="cudagraphs"), {}, "torch.compile of blocks.1"),
+        (compiled_before(options={"triton.cudagraphs": True}), {}, "torch.compile of blocks.1"),
+        (forward_compiled_before, {}, "torch.compile of blocks.1"),
+        (wrapped_before, {}, "torch.compile of blocks.1"),
+        (captured_before, {}, "make_graphed_callables of blocks.1"),
         (
-            compiled_before(mode="reduce-overhead"),
-            None,
-            "torch.compile of blocks.1 before hf_zero.initialize",
+            lambda model: None,
+            {"compile": {"blocks": True, "backend": "cudagraphs"}},
+            "backend='cudagraphs'",
         ),
-        (compiled_before(backend="cudagraphs"), None, "torch.compile of blocks.1"),
-        (compiled_before(options={"triton.cudagraphs": True}), None, "torch.compile of blocks.1"),
-        (forward_compiled_before, None, "torch.compile of blocks.1"),
-        (wrapped_before, None, "torch.compile of blocks.1"),
-        (captured_before, None, "make_graphed_callables of blocks.1"),
-        (
-            None,
-            {"blocks": True, "backend": "cudagraphs"},
-            "backend='cudagraphs' records CUDA graphs",
-        ),
-    ],
+    ]
 )
-def test_cuda_graphs_are_refused_where_parameters_move(before, section, said):
+def test_cuda_graphs_are_refused_where_parameters_move(case):
+    before, more, said = case
     model = seeded(Stack)
-    if before is not None:
-        before(model)
-    with pytest.raises(
-        ConfigError,
-        match=rf"{said}.* stage 3 gathers parameters into new memory; use mode 'default'",
-    ):
-        start(model, plain_sgd(model), config_of(3, **({"compile": section} if section else {})))
-    assert [type(each) for each in model.parameters()] == [nn.Parameter] * len(
-        [*model.parameters()]
-    )
+    before(model)
+    with pytest.raises(ConfigError, match=rf"{said}.* stage 3 gathers parameters into new memory"):
+        start(model, plain_sgd(model), config_of(3, **more))
+    assert {type(each) for each in model.parameters()} == {nn.Parameter}
     start(model, plain_sgd(model), config_of(2)).destroy()  # their addresses stay
 
 
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        ({"mode": "reduce-overhead"}, "mode='reduce-overhead'"),
-        ({"compile_kwargs": {"mode": "max-autotune"}}, "mode='max-autotune'"),
-        ({"options": {"triton.cudagraphs": True}}, "options="),
-        ({"backend": "cudagraphs"}, "backend='cudagraphs'"),
-    ],
-)
-def test_compile_called_for_cuda_graphs_is_refused_where_parameters_move(asked, said):
+def test_compile_called_for_cuda_graphs_is_refused_where_parameters_move():
+    asking = {
+        "mode='reduce-overhead'": {"mode": "reduce-overhead"},
+        "mode='max-autotune'": {"compile_kwargs": {"mode": "max-autotune"}},
+        "options=": {"options": {"triton.cudagraphs": True}},
+        "backend='cudagraphs'": {"backend": "cudagraphs"},
+    }
     engine = start(model := seeded(Stack), plain_sgd(model), config_of(3))
-    with pytest.raises(ConfigError, match=said):
-        engine.compile(**asked)
-    if "compile_kwargs" not in asked:
+    for said, asked in asking.items():
         with pytest.raises(ConfigError, match=said):
-            model.blocks[0].compile(**asked)
+            engine.compile(**asked)
+        if "compile_kwargs" not in asked:
+            with pytest.raises(ConfigError, match=said):
+                model.blocks[0].compile(**asked)
     with torch._inductor.config.patch("triton.cudagraphs", True):
         with pytest.raises(ConfigError, match="TORCHINDUCTOR_CUDAGRAPHS"):
             engine.compile()
@@ -456,7 +404,8 @@ def test_compile_called_for_cuda_graphs_is_refused_where_parameters_move(asked, 
     engine.compile(mode="max-autotune-no-cudagraphs")
     engine.destroy()
     engine = start(model := seeded(Stack), plain_sgd(model), config_of(2))
-    engine.compile(**asked)  # nothing is compiled before it is called
+    for asked in asking.values():
+        engine.compile(**asked)  # nothing is compiled before it is called
     engine.destroy()
 
 
@@ -470,15 +419,14 @@ def test_compile_called_by_a_script():
     assert not any("forward" in block.__dict__ for block in model.blocks)
 
 
-@pytest.mark.parametrize("stage", fast([0, 3], lambda stage: stage == 3))
-def test_modules_compiled_in_place_keep_their_hooks_outside(stage):
+def test_modules_compiled_in_place_keep_their_hooks_outside():
     """Accelerate's regional compilation calls ``Module.compile`` on every block and on the other
     modules.
     """
-    job, plan = Compiled("bert"), Plan(steps=2)
+    job, plan = ArchitectureJob(ARCHITECTURES["bert"]), Plan(steps=2)
 
     def opener(model, optimizer, plan):
-        engine = start(model, optimizer, config_of(stage, plan))
+        engine = start(model, optimizer, config_of(3, plan))
         for module in (
             *model.bert.encoder.layer,
             model.bert.embeddings.LayerNorm,
@@ -505,51 +453,27 @@ def test_a_model_compiled_in_place_compiles_its_blocks():
 
 @pytest.mark.long
 def test_inductor():
-    class Small(Job):
-        name = "compiled stack"
-
-        def build(self):
-            return seeded(lambda: Stack(width=HIDDEN))
-
-        def loss(self, net, at):
-            return net(features(at.step, at.micro, at.rank)).square().mean()
-
-    plan = Plan(steps=3)
-    got = train_on_threads(
-        Small(),
-        plan,
-        lambda model, opt, plan: OnEngine(
-            start(model, opt, config_of(3, plan, compile="blocks")), plan
-        ),
-        timeout=600.0,  # a C++ compiler runs, in processes that inductor starts
-    )
+    """A C++ compiler runs, in processes that inductor starts."""
+    job, plan = StackJob(), Plan(steps=3)
+    got = train_on_threads(job, plan, engine_opener(3, compile="blocks"), timeout=600.0)
     assert graphs() == 1
-    oracle.compare(got, oracle.kept(Small(), plan))
+    oracle.compare(got, oracle.run(job, plan))
 
 
-def test_attention_comes_first_as_configured_until_the_engine_ends():
+@in_turn("theirs", [False, True])
+def test_attention_comes_first_as_configured_until_the_engine_ends(theirs):
+    """An order that somebody else has set since stays."""
     before = torch._C._get_sdp_priority_order()
-    engine = start(
-        model := seeded(Stack), plain_sgd(model), config_of(0, attention_backend="cudnn")
-    )
+    model = seeded(Stack)
+    engine = start(model, plain_sgd(model), config_of(0, attention_backend="cudnn"))
     cudnn = int(torch.nn.attention.SDPBackend.CUDNN_ATTENTION)
-    assert torch._C._get_sdp_priority_order() == [
-        cudnn,
-        *(each for each in before if each != cudnn),
-    ]
-    engine.destroy()
-    assert torch._C._get_sdp_priority_order() == before
-
-
-def test_an_order_of_attention_set_by_somebody_else_stays():
-    before = torch._C._get_sdp_priority_order()
-    engine = start(
-        model := seeded(Stack), plain_sgd(model), config_of(0, attention_backend="cudnn")
-    )
+    others = [each for each in before if each != cudnn]
+    assert torch._C._get_sdp_priority_order() == [cudnn, *others]
     try:
-        torch._C._set_sdp_priority_order(theirs := before[::-1])
+        if theirs:
+            torch._C._set_sdp_priority_order(before[::-1])
         engine.destroy()
-        assert torch._C._get_sdp_priority_order() == theirs
+        assert torch._C._get_sdp_priority_order() == (before[::-1] if theirs else before)
     finally:
         torch._C._set_sdp_priority_order(before)
 

@@ -13,6 +13,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.techniques.blocks import linears_of_blocks
 from hf_zero.techniques.quantized_linears import base_config
 from tests.helpers.engines import config_of, full_weights, start
+from tests.helpers.in_turn import in_turn
 from tests.helpers.models import llama, seeded, tokens
 from tests.helpers.stacks import by_hand, on_ranks, run_steps, stack
 from tests.helpers.training import sgd
@@ -64,11 +65,9 @@ def trained(rank, model, config):
 
 
 @needs_torchao
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", TYPES)
+@in_turn("stage, name", list(enumerate(TYPES)))
 def test_trains_as_torchao_in_a_plain_loop(stage, name):
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    found = on_ranks(2, trained, config_of(stage, zero_optimization=zero, **aware(name)))[0]
+    found = on_ranks(2, trained, config_of(stage, **aware(name)))[0]
     windows = [[(1.0, 0)]] * 3
     wanted, _ = by_hand(sgd, windows, 2, build=lambda: prepared(name))
     plain, _ = by_hand(sgd, windows, 2)
@@ -78,8 +77,7 @@ def test_trains_as_torchao_in_a_plain_loop(stage, name):
 
 
 @needs_torchao
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_checkpoint_becomes_a_quantized_folder(stage, tmp_path):
+def test_a_checkpoint_becomes_a_quantized_folder(tmp_path):
     """It computes what the training computed, loaded by ``from_pretrained``."""
     import transformers
     from typer.testing import CliRunner
@@ -94,9 +92,8 @@ def test_a_checkpoint_becomes_a_quantized_folder(stage, tmp_path):
         return transformers.LlamaForCausalLM(config)
 
     def run(rank, model):
-        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
         section = aware("int8_dynamic_int4_weight")
-        engine = start(model, sgd(model), config_of(stage, zero_optimization=zero, **section))
+        engine = start(model, sgd(model), config_of(3, **section))
         ids = tokens(0, 0, rank)
         engine.backward(engine(input_ids=ids, labels=ids).loss)
         engine.step()
@@ -120,10 +117,9 @@ def test_a_checkpoint_becomes_a_quantized_folder(stage, tmp_path):
 
 
 @needs_torchao
-@pytest.mark.parametrize("stage", [0, 3])
-def test_float8_by_emulation(stage):
+def test_float8_by_emulation():
     """A linear layer in float8 is near the one in fp32, and not the same."""
-    config = config_of(stage, float8_training={"recipe": "tensorwise", "emulate": True})
+    config = config_of(3, float8_training={"recipe": "tensorwise", "emulate": True})
     found = on_ranks(2, trained, config)[0]
     plain, _ = by_hand(sgd, [[(1.0, 0)]] * 3, 2)
     for key, value in plain.items():
