@@ -16,7 +16,8 @@ from hf_zero.ops import dispatch
 from tests.helpers import oracle
 from tests.helpers.checked_triton import checked_triton
 from tests.helpers.engines import OnEngine, config_of, full_weights, start
-from tests.helpers.offloads import offload
+from tests.helpers.in_turn import in_turn
+from tests.helpers.offloads import DEVICE, offload
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import on_ranks
 from tests.helpers.training import At, Plan
@@ -111,38 +112,63 @@ def check(kind, *sections):
             oracle.compare_tensors(f"run {which}", mine, plain, floor=oracle.ADAM_ROUNDING)
 
 
-@pytest.mark.parametrize(
-    "kind, stage", [("adamw", 0), ("unfused", 1), ("sgd", 2), ("adamw", 3), ("lamb", 3)]
+def keeping(threshold):
+    """Stage 3, at which smaller parameters stay whole."""
+    return {"stage": 3, "stage3_param_persistence_threshold": threshold}
+
+
+NONE, SOME, ALL = map(keeping, (0, 40, 10**6))
+CPU, FILES = "optimizer on cpu", "optimizer in files"
+
+
+@in_turn(
+    "kind, first, second",
+    [
+        ("unfused", 1, 1),
+        ("sgd", 2, 2),
+        ("lamb", 3, 3),
+        # a rank has the same elements at stages 1 to 3
+        ("adamw", 3, 1),
+        # ranks exchange what they keep; parameters that had made other steps keep their counts
+        ("adamw", SOME, NONE),
+        ("adamw", NONE, ALL),
+        ("unfused", ALL, 2),
+        ("sgd", 1, SOME),
+        ("lamb", NONE, ALL),
+    ],
 )
-def test_a_snapshot_is_loaded_whatever_was_cut_since(kind, stage):
-    check(kind, {"stage": stage}, {"stage": stage})
+def test_a_snapshot_is_loaded_whatever_was_cut_since(kind, first, second):
+    check(kind, *({"stage": each} if isinstance(each, int) else each for each in (first, second)))
 
 
-@pytest.mark.parametrize("way, kind, stage", [
-    ("optimizer on cpu", "adamw", 0),
-    ("optimizer on cpu", "nadam", 2),
-    ("optimizer on cpu", "sgd", 3),
-    ("optimizer in files", "lion", 1),
-    ("optimizer in files", "lamb", 2),
-    ("half on cpu", "adamw", 3),
-    ("all in files", "adagrad", 3),
-])  # fmt: skip
-def test_offloaded(way, kind, stage, tmp_path):
-    """Pieces are small, so that segments are cut at their ends, too."""
-    section = offload(way, stage, tmp_path, buffer_size=512)
-    check(kind, section, section)
-
-
-@pytest.mark.parametrize("ways", [(None, "optimizer on cpu"), ("optimizer on cpu", None)])
-def test_between_ways_of_offloading(ways, tmp_path):
-    check("adamw", *(
-        {"stage": 2} if way is None else offload(way, 2, tmp_path, buffer_size=512) for way in ways
-    ))  # fmt: skip
-
-
-def test_between_stages():
-    """A rank has the same elements at stages 1 to 3."""
-    check("adamw", {"stage": 3}, {"stage": 1})
+@in_turn(
+    "kind, stage, ways, thresholds",
+    [
+        ("adamw", 0, (CPU, CPU), (0, 0)),
+        ("nadam", 2, (CPU, CPU), (0, 0)),
+        ("sgd", 3, (CPU, CPU), (0, 0)),
+        ("lion", 1, (FILES, FILES), (0, 0)),
+        ("lamb", 2, (FILES, FILES), (0, 0)),
+        ("adamw", 3, ("half on cpu", "half on cpu"), (0, 0)),
+        ("adagrad", 3, ("all in files", "all in files"), (0, 0)),
+        ("adamw", 2, (DEVICE, CPU), (0, 0)),
+        ("adamw", 2, (CPU, DEVICE), (0, 0)),
+        ("adamw", 3, (DEVICE, CPU), (0, 10**6)),
+        ("adamw", 3, (FILES, DEVICE), (0, 10**6)),
+    ],
+)
+def test_offloaded(kind, stage, ways, thresholds, tmp_path):
+    """Pieces are small, so that segments are cut at their ends, too; between ways, as well."""
+    check(
+        kind,
+        *(
+            {
+                **offload(way, stage, tmp_path, buffer_size=512),
+                "stage3_param_persistence_threshold": threshold,
+            }
+            for way, threshold in zip(ways, thresholds)
+        ),
+    )
 
 
 @pytest.mark.long
@@ -172,39 +198,6 @@ def test_elements_of_another_rank_and_other_groups_are_refused():
         run.close()
 
     on_ranks(RANKS, on_rank, build=lambda: job.build())
-
-
-def keeping(threshold):
-    """Stage 3, at which smaller parameters stay whole."""
-    return {"stage": 3, "stage3_param_persistence_threshold": threshold}
-
-
-NONE, SOME, ALL = map(keeping, (0, 40, 10**6))
-
-
-@pytest.mark.parametrize(
-    "kind, sections",
-    [
-        ("adamw", (SOME, NONE)),
-        ("adamw", (NONE, ALL)),
-        ("unfused", (ALL, {"stage": 2})),
-        ("sgd", ({"stage": 1}, SOME)),
-        ("lamb", (NONE, ALL)),
-    ],
-)
-def test_other_parameters_stay_whole(kind, sections):
-    """Ranks exchange what they keep; parameters that had made other steps keep their counts."""
-    check(kind, *sections)
-
-
-@pytest.mark.parametrize("ways", [(None, "optimizer on cpu"), ("optimizer in files", None)])
-def test_other_parameters_stay_whole_offloaded(ways, tmp_path):
-    sections = [
-        (keeping(0) if way is None else offload(way, 3, tmp_path, buffer_size=512))
-        | {"stage3_param_persistence_threshold": threshold}
-        for way, threshold in zip(ways, (0, 10**6))
-    ]
-    check("adamw", *sections)
 
 
 def test_other_parameters_stay_whole_of_another_number_of_ranks():
