@@ -577,7 +577,7 @@ def _compressed(keys: Keys, stages: tuple[int, ...], **zero: Any) -> Row:
 def _one_bit(cls: Any, settings: Keys, dense: Any) -> Row:
     """Before its freeze, where it is the dense optimizer."""
     shared = {name: value for name, value in settings.items() if "freeze" not in name}
-    name = f"{cls.__name__} before its freeze"
+    name = f"{cls.__name__} before its freeze: {shared}"
     return Row(
         stack_with(name, lambda model: cls(trainable(model), **{**shared, "freeze_step": 1000})),
         always(compressed_communication={"block_size": BLOCK}),

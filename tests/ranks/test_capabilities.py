@@ -8,7 +8,6 @@ The stages of a row take turns over its columns. The fast suite takes one turn, 
 from __future__ import annotations
 
 import copy
-import gc
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +41,7 @@ class Case:
 
     def __init__(self, name, turn, folder):
         self.row, self.folder = ROWS[name], folder
+        self.engines = []  # weak references to those that were destroyed
         self.first = (list(ROWS).index(name) + turn) % len(self.row.stages)
 
     def stage(self, column):
@@ -107,7 +107,6 @@ def trained(case):
     """(trace, bytes held by rank, what is left behind) of a run; the last is a list of words."""
     row, stage, plan = case.row, case.stage("oracle"), case.plan()
     models = [row.job.build() for _ in range(row.ranks)]
-    others = working()
 
     def on_rank(rank):
         model, before = models[rank], surface(models[rank])
@@ -125,12 +124,7 @@ def trained(case):
 
     answers = run_ranks(row.ranks, on_rank)
     left = [words for _, _, words, _ in answers for words in words]
-    await_threads(others)
-    if working() - others:
-        left.append(f"threads: {working() - others}")
-    gc.collect()
-    left += ["the engine lives" for *_, engine in answers if engine() is not None]
-    left += [f"file {path.name}" for path in (case.folder / "files").iterdir()]
+    case.engines += [engine for *_, engine in answers]
     return merge([trace for trace, *_ in answers]), [held for _, held, *_ in answers], left
 
 
@@ -282,10 +276,10 @@ def is_left_as_it_was_by_an_overflow(case):
 # ---- the table ----
 
 
-def failures(name, turn, folder):
+def failures(name, case):
     """What is wrong of a row in one of its turns, in a line for each column."""
-    case, failed = Case(name, turn, folder), []
-    (folder / "files").mkdir(parents=True)
+    failed = []
+    (case.folder / "files").mkdir(parents=True)
 
     def column(what, check, *given):
         if what in (*case.row.columns, "training"):
@@ -315,11 +309,21 @@ def failures(name, turn, folder):
 )
 @pytest.mark.parametrize("group", GROUPS)
 def test_each_row(group, turn, tmp_path):
-    failed = []
-    for number, (name, row) in enumerate(GROUPS[group].items()):
-        if turn < len(row.stages):
-            failed += failures(name, turn, tmp_path / str(number))
+    others, failed = working(), []
+    cases = {
+        name: Case(name, turn, tmp_path / str(number))
+        for number, (name, row) in enumerate(GROUPS[group].items())
+        if turn < len(row.stages)
+    }
+    for name, case in cases.items():
+        failed += failures(name, case)
+    await_threads(others)  # collects the garbage, once for all rows
+    for name, case in cases.items():
+        if any(engine() is not None for engine in case.engines):
+            failed.append(f"{name}: an engine that was destroyed lives")
+        failed += [f"{name}: file {path.name}" for path in (case.folder / "files").iterdir()]
     assert not failed, "\n".join(failed)
+    assert not working() - others
 
 
 def test_every_column_has_rows_and_every_stage_of_each_is_met():
