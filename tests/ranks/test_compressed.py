@@ -136,6 +136,13 @@ def test_a_write_inside_gathered_parameters_keeps_the_rest_exact(rank, model):
         squared(engine, At(1, 0, rank))
     with hf_zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
         weight[0, 0] = 3.0
+    engine.train()
+    loss = squared(engine, At(1, 0, rank))  # the last block stays from here to its backward
+    last = model.blocks[2].up.weight
+    exact = hf_zero.safe_get_full_fp32_param(last)
+    with hf_zero.GatheredParameters([last]):
+        assert torch.equal(last, exact)
+    engine.backward(loss)
     after = hf_zero.safe_get_full_fp32_param(weight)
     before[0, 0] = 3.0
     assert torch.equal(before, after)
