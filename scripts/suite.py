@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
-TOKEN = "HF_ZERO_SUITE"  # variable of each process of a run
+TOKEN = "SUITE_TOKEN"  # variable of each process of a run
 FOLDER = "hf-zero-suite-"  # prefix of a run's folder of temporary files; its process's id follows
 GRACE = 5.0  # seconds between SIGINT or SIGTERM and SIGKILL
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
@@ -367,10 +367,8 @@ def run(options: Options) -> int:
             return code
         arguments, more = pytest_arguments(options)
         if options.stress:
-            more["HF_ZERO_STRESS"] = os.environ.get("HF_ZERO_STRESS") or str(
-                secrets.randbelow(10**6)
-            )
-            print(f"scripts/test: under load, HF_ZERO_STRESS={more['HF_ZERO_STRESS']}", flush=True)
+            more["SUITE_STRESS"] = os.environ.get("SUITE_STRESS") or str(secrets.randbelow(10**6))
+            print(f"scripts/test: under load, SUITE_STRESS={more['SUITE_STRESS']}", flush=True)
             for _ in range(2 * (os.cpu_count() or 1)):
                 command.begin("-c", "while True: pass")
         code = command("-m", "pytest", *arguments, *chosen, *options.pytest, **more)

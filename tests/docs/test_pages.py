@@ -424,12 +424,17 @@ def test_each_key_is_in_the_reference() -> None:
 def test_each_feature_says_whether_it_works() -> None:
     """In the table of the README, which sums them up, and on the page of all features."""
     assert "hf_zero/docs/features.md" in links("README")
-    marks = {}
+    features, marks = DOCUMENTS["features"].read_text(), {}
     for page in ("features", "README"):
         text = DOCUMENTS[page].read_text()
-        marks[page] = re.findall(r"^\| .*[^-] \| (\S) \|$", text, re.M)
+        marks[page] = re.findall(r"^\| .*[^-] \| ([●◐○]) \|", text, re.M)
     assert {*marks["features"]} == {*marks["README"]} == {*"●◐○"}
     assert len(marks["features"]) > 40 > 12 >= len(marks["README"])
+    named = re.findall(r"`(\S+)`", " ".join(re.findall(r"\| ([^|]+) \|$", features, re.M)))
+    assert (
+        len(named) > 40
+        and [each for each in named if not (Path(__file__).parents[1] / each).exists()] == []
+    )
 
 
 def test_each_page_has_words_about_it_in_the_index() -> None:

@@ -25,8 +25,8 @@ COLLECTIVES = (
 
 
 def install() -> None:
-    """Delay calls of this process at random if HF_ZERO_STRESS has a seed. Idempotent."""
-    seed = os.environ.get("HF_ZERO_STRESS", "")
+    """Delay calls of this process at random if SUITE_STRESS has a seed. Idempotent."""
+    seed = os.environ.get("SUITE_STRESS", "")
     if not seed or getattr(dist, "_hf_zero_stress", False):
         return
     dist._hf_zero_stress = True  # type: ignore[attr-defined]

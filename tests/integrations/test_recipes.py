@@ -157,6 +157,7 @@ def test_a_card_and_the_script_that_takes_its_words(
         pytest.importorskip(NEEDS[recipe.name])
 
     monkeypatch.setattr(sys, "path", [str(recipe), *sys.path])
+    monkeypatch.chdir(recipe)  # commands name files of the recipe
     given = commands_of(recipe)
     assert given
     for words in given:

@@ -4,6 +4,7 @@ plain ``.backward()`` through weights alone, which no hook of a module announces
 
 from __future__ import annotations
 
+import gc
 import itertools
 
 import pytest
@@ -224,6 +225,7 @@ def test_what_asks_for_gradients_finds_it(rank, model, stage):
 @on_each_rank(RANKS)
 def test_a_gradient_runs_no_python_of_its_own_unless_a_loss_may_be_scaled(rank, model):
     """A model of many small parameters would spend its host time there."""
+    gc.collect()  # engines of earlier tests, whose losses may be scaled
     other = stack()
     engine = start(model, adamw(model), config_of(2))
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
