@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 
 def runs_long(config: pytest.Config) -> bool:
@@ -33,23 +36,62 @@ def in_one_item(
     """Makes a test of one argument, which takes less than an item of pytest does, one item over
     all ``values``. Each that fails is told by its name.
     """
-
     values = list(values)  # the test may run again
 
     def decorate(test: Callable[[Any], None]) -> Callable[[], None]:
         def over_all() -> None:
-            failed = []
-            for value in values:
-                try:
-                    test(value)
-                except (Exception, pytest.fail.Exception) as error:
-                    failed.append(f"{named(value)}: {type(error).__name__}: {error}")
-            assert not failed, "\n".join(failed)
+            _run_all((named(value), partial(test, value)) for value in values)
 
         over_all.__name__, over_all.__doc__ = test.__name__, test.__doc__
         return over_all
 
     return decorate
+
+
+def in_turn(
+    names: str | Sequence[str], cells: Iterable[Any]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Like ``pytest.mark.parametrize``, in one item that runs all ``cells`` and names those that
+    fail. Each has the fixed seed, and a ``tmp_path`` and a ``monkeypatch`` of its own.
+    """
+    keys = names.replace(" ", "").split(",") if isinstance(names, str) else names
+    every = [cell if len(keys) > 1 else (cell,) for cell in cells]
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        def run(number: int, cell: tuple[Any, ...], given: dict[str, Any]) -> None:
+            torch.manual_seed(0)
+            with pytest.MonkeyPatch.context() as patch:
+                if "monkeypatch" in given:
+                    given = {**given, "monkeypatch": patch}
+                if "tmp_path" in given:
+                    given = {**given, "tmp_path": given["tmp_path"] / str(number)}
+                    given["tmp_path"].mkdir()
+                test(**given, **dict(zip(keys, cell, strict=True)))
+
+        @wraps(test)
+        def over_all(**given: Any) -> None:
+            _run_all((cell, partial(run, at, cell, given)) for at, cell in enumerate(every))
+
+        asked = inspect.signature(test).parameters.values()
+        fixtures = [each for each in asked if each.name not in keys]
+        over_all.__signature__ = inspect.Signature(fixtures)  # type: ignore[attr-defined]
+        return over_all
+
+    return decorate
+
+
+def _run_all(cases: Iterable[tuple[object, Callable[[], None]]]) -> None:
+    """Run each case; name all that fail in one error, caused by the first."""
+    failed: list[str] = []
+    first: BaseException | None = None
+    for name, case in cases:
+        try:
+            case()
+        except (Exception, pytest.fail.Exception) as error:
+            failed.append(f"{name}: {type(error).__name__}: {error}")
+            first = first or error
+    if failed:
+        raise AssertionError("\n".join(failed)) from first
 
 
 def parted(

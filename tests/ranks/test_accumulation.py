@@ -8,11 +8,11 @@ import pytest
 
 from hf_zero.errors import PartitionError, UnmanagedWindowError
 from tests.helpers import oracle
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import OnEngine, config_of, full_weights, start, train_on_threads
 from tests.helpers.models import ROWS
 from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, squared
 from tests.helpers.training import At, Plan, StackJob, plain_sgd
-from tests.ranks.cases import over
 
 RANKS = 2
 
@@ -30,7 +30,7 @@ class DividedByTheUser(OnEngine):
         self.engine.backward(loss / steps, scale_wrt_gas=False)
 
 
-@over(
+@in_turn(
     "session, stage, precision",
     [
         (PlainBackward, 3, "fp32"),
@@ -67,7 +67,7 @@ def compare(windows, loop, stage, accumulation, **more):
         assert found == pytest.approx(norms, rel=1e-5)
 
 
-@over("stage", (1, 3))
+@in_turn("stage", (1, 3))
 def test_no_sync_around_all_but_the_last_micro_batch(stage):
     def loop(engine, rank, step, window):
         for micro in range(3):
@@ -78,7 +78,7 @@ def test_no_sync_around_all_but_the_last_micro_batch(stage):
     compare([[(1 / 3, micro) for micro in range(3)]] * 2, loop, stage, 3)
 
 
-@over("stage, step_every_time", [(1, False), (3, True)])
+@in_turn("stage, step_every_time", [(1, False), (3, True)])
 def test_the_boundary_set_from_outside_with_a_short_last_window(stage, step_every_time):
     """Accelerate says where a window ends, and may call step() there only."""
 
@@ -95,7 +95,7 @@ def test_the_boundary_set_from_outside_with_a_short_last_window(stage, step_ever
     compare([[(1 / n, micro) for micro in range(n)] for n in (3, 3, 2)], loop, stage, 3)
 
 
-@over("stage, offload", [(1, True), (3, False)])
+@in_turn("stage, offload", [(1, True), (3, False)])
 def test_windows_that_steps_end(stage, offload, heard):
     """``managed_gradient_accumulation: false``: a step uses what came since the last."""
     zero = {"stage": stage} | ({"offload_optimizer": {"device": "cpu"}} if offload else {})
@@ -119,7 +119,7 @@ def test_windows_that_steps_end(stage, offload, heard):
     assert not any("without engine.step()" in line for line in heard)
 
 
-@over("stage", (1, 3))
+@in_turn("stage", (1, 3))
 def test_zero_grad_of_optimizer_and_engine(stage):
     """The optimizer's leaves the engine's window; the engine's drops one."""
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from hf_zero.activations import policy as activations
 from tests.helpers import oracle
 from tests.helpers.capabilities import RECOMPUTATION, SMALL
-from tests.helpers.cells import in_one_item
+from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.engines import (
     config_of,
     engine_opener,
@@ -22,7 +22,6 @@ from tests.helpers.engines import (
     start,
     train_on_threads,
 )
-from tests.helpers.in_turn import in_turn
 from tests.helpers.late_transfers import Late
 from tests.helpers.models import seeded
 from tests.helpers.offloads import ended, same

@@ -15,12 +15,12 @@ from torch import nn
 from hf_zero.device import kinds, streams
 from hf_zero.zero.reduce.reductions import IN_FLIGHT, WireBuffers
 from tests.helpers.accelerators import PlayedStream, play_streams
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import Stack, seeded
 from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared
 from tests.helpers.training import At, Plan, adamw, sgd
 from tests.helpers.ways import WAYS
-from tests.ranks.cases import over
 
 RANKS, STEPS = 2, 3
 PARAMETERS = 22  # of a Stack with three blocks
@@ -49,7 +49,7 @@ def counted(log):
     return Counter(operation for operation, key, _ in log if key not in OF_NUMBERS)
 
 
-@over(
+@in_turn(
     "stage, accumulation, precision",
     [(0, 1, "bf16"), (1, 3, "fp16"), (2, 3, "fp32"), (3, 1, "fp32"), (3, 3, "bf16")],
 )
@@ -155,7 +155,7 @@ def test_checkpointing_costs_no_further_gather():
     assert on_ranks(2, run, build=way.build) == [6, 6]
 
 
-@over("stage", (1, 3))
+@in_turn("stage", (1, 3))
 def test_evaluation_gathers_each_unit_once(stage):
     def run(rank, model):
         engine = start(model, adamw(model), config_of(stage))

@@ -16,7 +16,7 @@ import hf_zero
 from hf_zero.activations import policy as attention
 from hf_zero.errors import ConfigError
 from tests.helpers import oracle
-from tests.helpers.cells import in_one_item
+from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.engines import (
     OnEngine,
     config_of,
@@ -24,7 +24,6 @@ from tests.helpers.engines import (
     start,
     train_on_threads,
 )
-from tests.helpers.in_turn import in_turn
 from tests.helpers.models import ARCHITECTURES, Stack, features, llama, seeded, tokens
 from tests.helpers.training import ArchitectureJob, Plan, StackJob, adamw, plain_sgd
 

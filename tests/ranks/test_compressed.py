@@ -9,6 +9,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import hf_zero
+from tests.helpers.cells import in_turn
 from tests.helpers.compressed import (
     GRADIENTS,
     by_owner,
@@ -19,7 +20,6 @@ from tests.helpers.compressed import (
     trained,
 )
 from tests.helpers.engines import start
-from tests.helpers.in_turn import in_turn
 from tests.helpers.models import Stack, seeded
 from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared
 from tests.helpers.training import At, Plan, adamw

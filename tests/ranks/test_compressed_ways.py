@@ -12,8 +12,8 @@ import hf_zero
 from hf_zero.compression.error_feedback import ErrorCodec
 from hf_zero.ops.symmetric_blocks import BlockCodec, SymmetricBlocks
 from tests.helpers.capabilities import ERRORS, FEW, FOUR, in_few_bits
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import OnEngine, config_of, full_weights, start
-from tests.helpers.in_turn import in_turn
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared
 from tests.helpers.training import At, Plan, adamw, plain_sgd, train

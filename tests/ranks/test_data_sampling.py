@@ -15,8 +15,8 @@ from torch.utils.data import IterableDataset
 import hf_zero
 from hf_zero.errors import ConfigError, DifficultyIndexError
 from tests.helpers import sampled
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of
-from tests.helpers.in_turn import in_turn
 from tests.helpers.processes import forkserver
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sampled import BATCH, ROWS, index_in, metric, section

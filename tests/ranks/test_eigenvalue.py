@@ -14,8 +14,8 @@ from torch.func import functional_call
 
 from hf_zero.errors import ConfigError
 from hf_zero.techniques.eigenvalue import direction_of
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
-from tests.helpers.in_turn import in_turn
 from tests.helpers.models import ARCHITECTURES, Stack, features, seeded
 from tests.helpers.stacks import on_each_rank, on_ranks, run_steps
 from tests.helpers.training import plain_sgd

@@ -14,6 +14,7 @@ import torch
 from hf_zero.errors import PartitionError
 from tests.helpers import oracle
 from tests.helpers.broken_stacks import Armed
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.leftovers import (
     ENDINGS,
@@ -31,7 +32,7 @@ from tests.helpers.offloads import DEVICE, offload, opened, train
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import by_hand, on_ranks, run_steps, squared
 from tests.helpers.training import At, Plan, adamw, plain_sgd
-from tests.ranks.cases import expect, over
+from tests.ranks.cases import expect
 
 RANKS = 2
 
@@ -55,7 +56,7 @@ PASSES = [
 WHEN = ((0,), (1,), (0, 1, 2))  # before which steps
 
 
-@over("way, stage, ending", PASSES)
+@in_turn("way, stage, ending", PASSES)
 def test_a_pass_that_breaks_is_forgotten(way, stage, ending, tmp_path):
     """The user catches the error (out of memory, say), drops the micro-batch and continues."""
     make = plain_sgd if way == DEVICE else adamw
@@ -87,7 +88,7 @@ LOST = {
 
 
 # blocks are units, or all of them one
-@over("stage, together", [(1, 1 << 20), (2, 0), (3, 0)])
+@in_turn("stage, together", [(1, 1 << 20), (2, 0), (3, 0)])
 def test_gradients_lost_in_a_broken_backward_forbid_the_step(stage, together):
     """Plain PyTorch keeps those that had come, and what the window had before."""
     want, _ = by_hand(plain_sgd, [[(0.5, 0), (0.5, 1)]], RANKS)
@@ -222,7 +223,7 @@ def test_the_measure_sees_what_stays(tmp_path):
     assert grown({"stage": 0}, keep, tmp_path)[0] > 2 * TIMES * ALLOWED
 
 
-@over("first, second", [(3, 1), (0, 3)])
+@in_turn("first, second", [(3, 1), (0, 3)])
 def test_initialize_again_at_another_stage(first, second):
     want, _ = by_hand(plain_sgd, [[(1.0, 0)]] * 4, RANKS)
 

@@ -20,12 +20,12 @@ from hf_zero.optim.trust_ratio import LARS
 from hf_zero.zero.access.consolidate import whole_state_dict
 from hf_zero.zero.layout.box import Box
 from hf_zero.zero.layout.sharding import Sharding, join_parts, sharding_of
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import full_weights, start
 from tests.helpers.models import seeded
 from tests.helpers.ranks import run_ranks
 from tests.helpers.split import HIDDEN, Split, batches, check, config_of_split, split
 from tests.helpers.training import adamw, plain_sgd
-from tests.ranks.cases import over
 
 TP, EP, BOTH = {"tensor": 2}, {"expert": 2}, {"tensor": 2, "expert": 2}
 CLIP, WORDS = 0.05, 7
@@ -174,7 +174,7 @@ def run_row(name, folder, stage=None):
     check(sizes, own_stage if stage is None else stage, accumulation, optimizer, clip, **more)
 
 
-@over("name", ROWS)
+@in_turn("name", ROWS)
 def test_as_in_one_process(name, tmp_path):
     run_row(name, tmp_path)
 

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from hf_zero.ops import dispatch
 from hf_zero.optim.fused import FusedStep
 from tests.helpers import oracle
+from tests.helpers.cells import in_turn
 from tests.helpers.checked_triton import checked_triton
 from tests.helpers.engines import (
     config_of,
@@ -21,7 +22,6 @@ from tests.helpers.engines import (
     start,
     train_on_threads,
 )
-from tests.helpers.in_turn import in_turn
 from tests.helpers.models import ARCHITECTURES
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import by_hand, on_ranks, run_steps, squared

@@ -7,11 +7,12 @@ from torch import nn
 import hf_zero
 from hf_zero.errors import PartitionError, ReleasedParameterError
 from tests.helpers import oracle
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_grads, full_weights, start
 from tests.helpers.models import Stack, features, seeded
 from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, Plan, adamw, plain_sgd, trainable
-from tests.ranks.cases import expect, over, values_of
+from tests.ranks.cases import expect, values_of
 
 RANKS = 2
 
@@ -48,7 +49,7 @@ def test_whole_inside_and_released_after(rank, model):
 IN_HOST_MEMORY = {"stage": 3, "offload_param": {"device": "cpu"}}
 
 
-@over(
+@in_turn(
     "zero, writer, precision",
     [
         ({"stage": 1}, 1, "bf16"),
@@ -78,7 +79,7 @@ def test_what_one_rank_writes_reaches_all_and_the_master(zero, writer, precision
     expect(want, run, tolerance=1e-5 if precision == "fp32" else 1e-2)
 
 
-@over("stage", (0, 3))
+@in_turn("stage", (0, 3))
 @on_each_rank(RANKS)
 def test_what_is_not_written_keeps_its_master(rank, model, stage):
     """Not what it was rounded to for the script."""
@@ -165,7 +166,7 @@ def backwards(net, rank, way):
     return [each.backward for each in (reversed(losses) if way == "last in" else losses)]
 
 
-@over(
+@in_turn(
     "stage, way, build",
     [
         (1, "two losses", Boxed),
@@ -202,7 +203,7 @@ RECORDED = {
 }
 
 
-@over(
+@in_turn(
     "what, how, frozen",
     [
         ("the weight", "inside", False),
@@ -250,7 +251,7 @@ def test_a_graph_recorded_inside_may_go_backward_outside(what, how, frozen):
     on_ranks(RANKS, run, build=build)
 
 
-@over("stage", (1, 3))
+@in_turn("stage", (1, 3))
 def test_a_penalty_with_a_backward_of_its_own_is_trained_on(stage):
     """No hook of a module sees that backward."""
     model = stack()

@@ -9,13 +9,14 @@ import hf_zero
 from hf_zero.errors import ReleasedParameterError
 from hf_zero.integrations.transformers import generation
 from tests.helpers import tensor_parallel as split
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import ARCHITECTURES
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, squared
 from tests.helpers.training import At, adamw, plain_sgd
 from tests.parallel import expert_cases
-from tests.ranks.cases import expect, over
+from tests.ranks.cases import expect
 
 RANKS = 2
 NEW = 5
@@ -48,7 +49,7 @@ def gathers(engine):
     return engine.mesh.stats.counts["all_gather"]
 
 
-@over("architecture, more", [("gpt2", {}), ("t5", {"num_beams": 2})])
+@in_turn("architecture, more", [("gpt2", {}), ("t5", {"num_beams": 2})])
 def test_the_model_is_gathered_once_where_it_fits(architecture, more):
     want = plainly(architecture, **more)
 
@@ -64,7 +65,7 @@ def test_the_model_is_gathered_once_where_it_fits(architecture, more):
     on_ranks(RANKS, run, build=lambda: built(architecture))
 
 
-@over("room", [True, False])
+@in_turn("room", [True, False])
 def test_ranks_may_generate_different_numbers_of_tokens(room):
     """Without room each token gathers each unit once."""
     lengths = (1, 6)
@@ -148,7 +149,7 @@ def test_an_assistant_that_is_sharded_too():
     on_ranks(RANKS, run, build=built)
 
 
-@over("stage", (1, 3))
+@in_turn("stage", (1, 3))
 def test_summoned_models_run_as_often_as_each_rank_likes(stage):
     """Rollouts of different lengths, and the training after them is right."""
 
@@ -201,7 +202,7 @@ def test_an_error_inside_keeps_nothing(rank, model):
     assert torch.equal(full_weights(engine)["head.weight"], before["head.weight"])
 
 
-@over("shared, stage", [("experts", 1), ("layers", 0), ("experts", 3), ("layers", 3)])
+@in_turn("shared, stage", [("experts", 1), ("layers", 0), ("experts", 3), ("layers", 3)])
 def test_ranks_of_shared_layers_keep_together_until_the_last_has_ended(shared, stage):
     """Two groups of two ranks, one of which generates once more than the other."""
     build, keys = {

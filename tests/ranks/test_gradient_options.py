@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import NotBuiltError
 from tests.helpers import oracle
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import (
     config_of,
     engine_opener,
@@ -26,7 +27,7 @@ from tests.helpers.models import ARCHITECTURES, features, seeded
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, Plan, StackJob, adamw, plain_sgd, sgd
-from tests.ranks.cases import expect, over, values_of
+from tests.ranks.cases import expect, values_of
 
 RANKS = 2
 
@@ -38,7 +39,7 @@ class PlainStack(StackJob):
         return plain_sgd(model)
 
 
-@over(
+@in_turn(
     "stage, options",
     [
         (0, {"prescale_gradients": True}),
@@ -54,7 +55,7 @@ def test_gradients_are_the_same(stage, options):
     oracle.compare(got, oracle.kept(PlainStack(), plan), weight_floor=oracle.ROUNDING)
 
 
-@over("stage, dtype", [(0, "bf16"), (3, "fp16")])
+@in_turn("stage, dtype", [(0, "bf16"), (3, "fp16")])
 def test_communication_in_16_bits_rounds_and_no_more(stage, dtype):
     """Gradients of fp32 training are off by that rounding: not exact, not worse."""
     plan = Plan(ranks=RANKS, steps=1)
@@ -76,7 +77,7 @@ class Adds(nn.Module):
         return sum(block(x).sum() for block in self.blocks)
 
 
-@over("stage, kept_in", [(0, "bf16"), (2, "fp32"), (3, None)])
+@in_turn("stage, kept_in", [(0, "bf16"), (2, "fp32"), (3, None)])
 def test_small_addends_survive_in_fp32(stage, kept_in):
     """1 + 32 × 2^-9 is 1.0625 in fp32, the default, and stays 1 in bf16."""
     more = {"data_types": {"grad_accum_dtype": kept_in}} if kept_in else {}
@@ -96,7 +97,7 @@ def test_small_addends_survive_in_fp32(stage, kept_in):
     expect(exact, run, build=lambda: seeded(Adds), tolerance=1e-3)
 
 
-@over("stage", (1, 3))
+@in_turn("stage", (1, 3))
 def test_the_norm_to_clip_to_may_change_between_steps(stage):
     """The norm that is reported is the one before clipping."""
     limits, model, norms = [0.5, 0.05, 1e4, 0.0], stack(), []
@@ -178,7 +179,7 @@ class Words(nn.Module):
         return self.head(self.words(torch.tensor([step, rank, 5]))).square().mean()
 
 
-@over("stage", (1, 3))
+@in_turn("stage", (1, 3))
 def test_a_sparse_gradient_counts_as_a_dense_one_and_is_named_once(stage, monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(
@@ -208,7 +209,7 @@ def loss_of(model, step, rank):
     return out.float().square().mean(), out.dtype
 
 
-@over("stage, enabled", [(3, True), (1, False)])
+@in_turn("stage, enabled", [(3, True), (1, False)])
 def test_the_forward_computes_in_fewer_bits_and_parameters_keep_theirs(stage, enabled):
     plain = stack()
     optimizer, wanted = adamw(plain), []
@@ -259,7 +260,7 @@ class WithBuffers(nn.Module):
         return self.down(self.up(x) * self.frequencies.to(x.dtype))
 
 
-@over("stage, written", [(1, None), (3, "fp16")])
+@in_turn("stage, written", [(1, None), (3, "fp16")])
 def test_buffers_are_cast_where_it_is_asked_for(stage, written, tmp_path):
     models = [WithBuffers() for _ in range(2)]
     for p in models[1].buffers():

@@ -12,11 +12,12 @@ import torch
 
 import hf_zero
 from hf_zero.errors import PartitionError
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_grads, full_weights, start
 from tests.helpers.oracle import compare_tensors
 from tests.helpers.stacks import on_each_rank, run_steps, squared, stack
 from tests.helpers.training import At, Plan, adamw
-from tests.ranks.cases import expect, over, values_of
+from tests.ranks.cases import expect, values_of
 
 RANKS, STEPS, WINDOW = 2, 3, 3
 LIKE = torch.linspace(-1, 1, 32 * 64)
@@ -85,7 +86,7 @@ def by_hand(loss_of, window, write=lambda model, at: None):
     return values_of(model)
 
 
-@over("write, stage, precision, more", CELLS)
+@in_turn("write, stage, precision, more", CELLS)
 def test_a_gradient_that_a_script_writes_is_the_one_that_is_used(write, stage, precision, more):
     plan = Plan(ranks=RANKS, accumulation=WINDOW, precision=precision, scale=64.0)
 
@@ -102,7 +103,7 @@ def test_a_gradient_that_a_script_writes_is_the_one_that_is_used(write, stage, p
     expect(by_hand(squared, WINDOW, write), run, **limits(precision))
 
 
-@over("stage, precision", [(1, "fp32"), (2, "fp16")])
+@in_turn("stage, precision", [(1, "fp32"), (2, "fp16")])
 def test_gradients_that_no_backward_has_left_are_used(stage, precision):
     plain = stack()
     optimizer = adamw(plain)
@@ -164,7 +165,7 @@ def penalise(model):
     term.backward()
 
 
-@over(
+@in_turn(
     "stage, precision, place, plain",
     [
         (0, "fp32", "before the forward", True),
@@ -201,7 +202,7 @@ def test_it_counts_wherever_it_stands(stage, precision, place, plain):
     expect(want, run, **limits(precision))
 
 
-@over("stage", (1, 3))
+@in_turn("stage", (1, 3))
 @on_each_rank(RANKS)
 def test_what_asks_for_gradients_finds_it(rank, model, stage):
     plain = stack()

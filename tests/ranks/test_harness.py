@@ -14,12 +14,13 @@ from torch import _ops, nn
 
 from tests.helpers import oracle
 from tests.helpers import ranks as harness
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import train_on_threads
 from tests.helpers.models import ARCHITECTURES, seeded
 from tests.helpers.oracle import total_norm
 from tests.helpers.ranks import RankFailed, RanksHung, run_ranks
 from tests.helpers.training import ArchitectureJob, Plan, Session, adamw, plain_sgd
-from tests.ranks.cases import over, values_of
+from tests.ranks.cases import values_of
 
 
 def total(rank, offset):
@@ -77,7 +78,7 @@ def test_a_rank_that_waits_on_the_store_is_abandoned(monkeypatch):
     stores[0].set("late", "")  # its thread ends
 
 
-@over("groups", [1, 2])
+@in_turn("groups", [1, 2])
 def test_collectives_are_asynchronous_and_groups_do_not_wait_for_each_other(groups):
     """Each rank waits for its two in another order than the other rank."""
 
@@ -93,7 +94,7 @@ def test_collectives_are_asynchronous_and_groups_do_not_wait_for_each_other(grou
     assert run_ranks(2, run) == [[3.0, 21.0]] * 2
 
 
-@over("size", [3, 4])
+@in_turn("size", [3, 4])
 def test_a_mismatch_is_an_error(size):
     def run(rank):
         if rank == 0 or size == 4:
@@ -218,13 +219,13 @@ def job(make_optimizer=adamw):
     return made
 
 
-@over("optimizer, floor", [(adamw, oracle.ADAM_ROUNDING), (plain_sgd, oracle.ROUNDING)])
+@in_turn("optimizer, floor", [(adamw, oracle.ADAM_ROUNDING), (plain_sgd, oracle.ROUNDING)])
 def test_the_right_loop_is_accepted(optimizer, floor):
     got = train_on_threads(job(optimizer), PLAN, HandMade)
     oracle.compare(got, oracle.kept(job(optimizer), PLAN), weight_floor=floor)
 
 
-@over("fault", FAULTS)
+@in_turn("fault", FAULTS)
 def test_each_fault_is_caught(fault):
     with pytest.raises(AssertionError, match=r"gradient|weights|differs between") as caught:
         got = train_on_threads(job(), PLAN, lambda *given: HandMade(*given, fault))
@@ -233,7 +234,7 @@ def test_each_fault_is_caught(fault):
         assert "bert.embeddings.word_embeddings.weight" in str(caught.value)
 
 
-@over("name, precision", [("gpt2", "bf16"), ("t5", "fp16")])
+@in_turn("name, precision", [("gpt2", "bf16"), ("t5", "fp16")])
 def test_a_loop_in_16_bits_passes_its_own_criterion_and_a_coarser_one_does_not(name, precision):
     own, plan = ArchitectureJob(ARCHITECTURES[name]), Plan(2, 5, precision=precision)
     exact, mixed = oracle.kept(own, Plan(2, 5)), oracle.kept(own, plan)

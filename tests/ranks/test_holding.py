@@ -14,10 +14,11 @@ from hf_zero.errors import PartitionError, ReleasedParameterError
 from hf_zero.loading.shard_only import hold
 from hf_zero.zero.layout.initial_values import pending
 from hf_zero.zero.layout.parameter import ReleasedParameter
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, plain_sgd, trainable
-from tests.ranks.cases import expect, over, values_of
+from tests.ranks.cases import expect, values_of
 
 RANKS = 2
 
@@ -27,7 +28,7 @@ def answer(net, rank):
     return squared(net, At(0, 0, rank))
 
 
-@over("stage, bf16", [(1, True), (3, False)])
+@in_turn("stage, bf16", [(1, True), (3, False)])
 def test_a_held_model_keeps_its_dtype_and_is_taken_over(stage, bf16):
     """In 16 bits nothing of its fp32 values is lost."""
 
@@ -47,7 +48,7 @@ def test_a_held_model_keeps_its_dtype_and_is_taken_over(stage, bf16):
     expect(want, run, **({"tolerance": 0.0, "floor": 0.0} if bf16 else {}))
 
 
-@over("serving, training", [(3, 3), (0, 3)])
+@in_turn("serving, training", [(3, 3), (0, 3)])
 def test_a_model_that_has_served_is_trained(serving, training):
     """Another engine takes it over, and the first, without an optimizer, still answers."""
 
@@ -113,7 +114,7 @@ class Counted:
         return self.values.clone()
 
 
-@over("sliceable, dtype", [(True, torch.float32), (False, torch.bfloat16)])
+@in_turn("sliceable, dtype", [(True, torch.float32), (False, torch.bfloat16)])
 def test_each_rank_reads_its_own_elements_of_pending_parameters(sliceable, dtype):
     sources: list[list[Counted]] = [[] for _ in range(4)]
     plain = stack().to(dtype).state_dict()

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import transformers
 
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, start
 from tests.helpers.host_syncs import HostSyncs
 from tests.helpers.models import ARCHITECTURES, HEADS, HIDDEN, LAYERS, VOCAB, Architecture, tokens
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import Plan
-from tests.ranks.cases import over
 
 SCALAR = "_local_scalar_dense"
 CPU = {"device": "cpu"}
@@ -62,7 +62,7 @@ def of_ranks(family, config):
     return run_ranks(2, counted, models, with_mask, config)
 
 
-@over(
+@in_turn(
     "family, stage, precision, offload, expected",
     [  # one: whether the step overflowed, or the divisor for the host's update
         ("bert", 3, "fp16", {}, 1),
@@ -128,7 +128,7 @@ WAITS: dict[str, Callable[[], Any]] = {
 }
 
 
-@over("name", WAITS)
+@in_turn("name", WAITS)
 def test_what_waits_is_counted(name):
     with HostSyncs() as syncs:
         WAITS[name]()

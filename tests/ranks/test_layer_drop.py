@@ -17,7 +17,7 @@ from hf_zero.config import TokenDropSection, ZeroConfig
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.techniques.token_drop import sample, tokens_read
 from tests.helpers import oracle
-from tests.helpers.cells import in_one_item
+from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.engines import (
     OnEngine,
     config_of,
@@ -25,7 +25,6 @@ from tests.helpers.engines import (
     start,
     train_on_threads,
 )
-from tests.helpers.in_turn import in_turn
 from tests.helpers.layer_drop import DEPTH, FAMILIES, LayerDropJob, left_out, probabilities
 from tests.helpers.models import LENGTH, Stack, floats, seeded, tokens
 from tests.helpers.offloads import offload

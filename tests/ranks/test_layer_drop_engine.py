@@ -21,9 +21,8 @@ from hf_zero.techniques.layer_drop import draw, keep_probability
 from hf_zero.techniques.schedules import Decay
 from hf_zero.zero.reduce.norm import Usage
 from tests.helpers import oracle
-from tests.helpers.cells import in_one_item
+from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.engines import config_of, full_weights, start
-from tests.helpers.in_turn import in_turn
 from tests.helpers.layer_drop import DEPTH, GAMMA, THETA, LayerDropJob, left_out, probabilities
 from tests.helpers.models import Block, Stack, features, floats, seeded, tokens
 from tests.helpers.plans import APART

@@ -12,13 +12,14 @@ from torch import nn
 
 import hf_zero
 from tests.helpers import oracle
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, engine_opener, full_weights, start, train_on_threads
 from tests.helpers.left_out import Dropping, LeftOut, at_random, first_used, on_one
 from tests.helpers.models import features, floats, seeded
 from tests.helpers.plans import APART
 from tests.helpers.stacks import by_hand, on_ranks, squared
 from tests.helpers.training import At, Plan, adamw, plain_sgd
-from tests.ranks.cases import expect, over
+from tests.ranks.cases import expect
 
 
 def check(job, ranks=2, accumulation=1, stage=3, steps=3, **more):
@@ -30,7 +31,7 @@ def check(job, ranks=2, accumulation=1, stage=3, steps=3, **more):
 LAST, ONE, FIRST = (13, 12, 11, 10, 9), (10,), (0, 1, 2, 3, 4, 5)
 
 
-@over(
+@in_turn(
     "rank, blocks, since, stage",
     [(0, LAST, 0, 3), (1, ONE, 2, 3), (0, FIRST, 0, 3), (1, LAST, 2, 1)],
 )
@@ -38,7 +39,7 @@ def test_one_rank_leaves_out_blocks(rank, blocks, since, stage):
     check(LeftOut(14, on_one(rank, *blocks, since=since)), stage=stage)
 
 
-@over("ranks, accumulation, checkpoints", [(2, 3, None), (3, 1, False), (4, 1, True)])
+@in_turn("ranks, accumulation, checkpoints", [(2, 3, None), (3, 1, False), (4, 1, True)])
 def test_each_rank_leaves_out_its_own_at_random(ranks, accumulation, checkpoints):
     check(LeftOut(12, at_random(12, 0.3), checkpoints), ranks, accumulation)
 
@@ -56,7 +57,7 @@ def test_at_random_everywhere(ranks, checkpoints, stage):
     check(LeftOut(40, at_random(40, 0.3), checkpoints), ranks, 3, stage, steps=6)
 
 
-@over("ranks, config", [(2, {}), (2, {"replicate_size": 2}), (4, {"replicate_size": 2})])
+@in_turn("ranks, config", [(2, {}), (2, {"replicate_size": 2}), (4, {"replicate_size": 2})])
 def test_blocks_that_the_first_pass_leaves_out_are_used_later(ranks, config):
     """Whatever the length of the shard axis is: 1 on several ranks, too."""
     check(LeftOut(6, first_used(1, 2, 3)), ranks, **config)
@@ -94,7 +95,7 @@ CHOICES = {
 }
 
 
-@over(
+@in_turn(
     "when, choose, stage, ranks",
     [
         ("always", "all used", 1, 2),
@@ -111,7 +112,7 @@ def test_gradients_asked_of_the_graph_of_a_loss(when, choose, stage, ranks):
     check(Explained(CHOICES[choose], WHEN[when]), ranks, 2, stage, zero_optimization=zero)
 
 
-@over("place", ["before the forward", "before the backward", "before the step"])
+@in_turn("place", ["before the forward", "before the backward", "before the step"])
 def test_a_forward_that_one_rank_adds_where_all_is_gathered(place):
     """It concerns no other rank, and the next backward is the same on all."""
 
@@ -163,7 +164,7 @@ class MaskOnSomeRanks(LeftOut):
         return net(x, **given).float().pow(2).mean()
 
 
-@over("absent, since", [(False, 0), (True, 2)])
+@in_turn("absent, since", [(False, 0), (True, 2)])
 def test_an_optional_keyword_is_given_on_one_rank_only(absent, since):
     check(MaskOnSomeRanks(absent, since), steps=4)
 

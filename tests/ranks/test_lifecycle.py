@@ -15,13 +15,14 @@ from hf_zero.errors import PartitionError, RankMismatchError, UnusedParameterErr
 from hf_zero.offload.update import Updater
 from hf_zero.zero.access.full import GatheredParameters
 from tests.helpers import oracle
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_grads, full_weights, start
 from tests.helpers.models import ARCHITECTURES
 from tests.helpers.offloads import offload
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, Plan, adamw, plain_sgd
-from tests.ranks.cases import expect, over, values_of
+from tests.ranks.cases import expect, values_of
 
 RANKS = 2
 
@@ -82,7 +83,7 @@ def test_t5_keeps_in_fp32_what_transformers_keeps(rank, model):
 # ---- a rank that reads alone ----
 
 
-@over("more", [{}, {"zero_quantized_weights": True}])
+@in_turn("more", [{}, {"zero_quantized_weights": True}])
 def test_others_go_on_with_a_forward(more):
     """Their gathers are recorded; planned ones are met in tests/gloo/test_endings.py."""
 
@@ -203,7 +204,7 @@ def all_but_the_head(model, at):
     model.head.requires_grad_(True)
 
 
-@over("stage, freeze", [(1, a_block), (3, every_other), (3, a_block), (3, all_but_the_head)])
+@in_turn("stage, freeze", [(1, a_block), (3, every_other), (3, a_block), (3, all_but_the_head)])
 def test_what_trains_may_be_frozen_for_a_while(stage, freeze):
     places = [At(step, micro, 0) for step in range(4) for micro in range(2)]
     plain = stack()
@@ -243,7 +244,7 @@ def test_it_may_change_between_engines(rank, model):
 # ---- keys that decide what a step does ----
 
 
-@over("stage, precision, prescale", [(0, "bf16", True), (2, "fp32", True), (3, "fp32", False)])
+@in_turn("stage, precision, prescale", [(0, "bf16", True), (2, "fp32", True), (3, "fp32", False)])
 def test_gradients_are_summed_over_the_ranks_where_asked(stage, precision, prescale):
     plan = Plan(precision=precision, accumulation=2)
 
@@ -261,7 +262,7 @@ def test_gradients_are_summed_over_the_ranks_where_asked(stage, precision, presc
         torch.testing.assert_close(summed[name], value * RANKS, rtol=1e-2, atol=1e-4)
 
 
-@over("stage, away, lacking", [(0, 0, (0, 1)), (1, 1, (1,)), (3, 0, (1,))])
+@in_turn("stage, away, lacking", [(0, 0, (0, 1)), (1, 1, (1,)), (3, 0, (1,))])
 def test_a_parameter_without_a_gradient_is_an_error_on_all_ranks_where_asked(stage, away, lacking):
     def run(rank, model, ignore):
         zero = {"stage": stage, "ignore_unused_parameters": ignore}
@@ -294,7 +295,7 @@ class Experts(nn.Module):
         return sum(expert(x) for expert in self.experts)
 
 
-@over("leaf, units", [({}, 3), ({"leaf_module": {"classes": ["Experts"]}}, 0)])
+@in_turn("leaf, units", [({}, 3), ({"leaf_module": {"classes": ["Experts"]}}, 0)])
 @on_each_rank(1, build=lambda: nn.Sequential(Experts(), nn.Linear(4, 4)))
 def test_modules_that_the_configuration_names_are_units(rank, model, leaf, units):
     zero = {"stage": 3, "stage3_module_granularity_threshold": 0, **leaf}

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.ops.sign_blocks_reference import powers
 from hf_zero.optim import ZeroOneAdam
+from tests.helpers.cells import in_turn
 from tests.helpers.compressed import Recorder, flat_of, window
 from tests.helpers.engines import full_weights, start
-from tests.helpers.in_turn import in_turn
 from tests.helpers.one_bit import ADAM, RARE, C, WholeLocal, config, local_state, one_bit_steps
 from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared
 from tests.helpers.training import At, Plan

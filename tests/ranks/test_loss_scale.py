@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from hf_zero.errors import PartitionError
-from tests.helpers.cells import in_one_item
+from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.engines import config_of, full_weights, start
-from tests.helpers.in_turn import in_turn
 from tests.helpers.models import features
 from tests.helpers.stacks import on_each_rank, on_ranks, squared
 from tests.helpers.training import At, adamw, plain_sgd

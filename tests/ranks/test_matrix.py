@@ -15,12 +15,12 @@ import torch
 
 from hf_zero.zero.layout.tree import tensors_in
 from tests.helpers import oracle
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import STAGES, engine_opener, train_on_threads
 from tests.helpers.models import ARCHITECTURES, floats, seeded, tokens
 from tests.helpers.training import ArchitectureJob, Job, Plan, plain_sgd, sgd
 from tests.helpers.ways import WAYS
 from tests.loading.zoo import MORE, ZOO, animal
-from tests.ranks.cases import over
 
 RANKS, ACCUMULATION, PRECISIONS = (1, 2, 4), (1, 3), ("fp32", "bf16", "fp16")
 NAMES = tuple(ARCHITECTURES)
@@ -41,7 +41,7 @@ def accept(job, plan, stage):
     oracle.accept(train_on_threads(job, plan, engine_opener(stage)), job, plan, stage)
 
 
-@over("stage, ranks, accumulation, precision, name", TURNS)
+@in_turn("stage, ranks, accumulation, precision, name", TURNS)
 def test_against_the_oracle(stage, ranks, accumulation, precision, name):
     accept(ArchitectureJob(ARCHITECTURES[name]), Plan(ranks, 2, accumulation, precision), stage)
 
@@ -52,7 +52,7 @@ def test_the_product(stage, ranks, accumulation, precision, name):
     accept(ArchitectureJob(ARCHITECTURES[name]), Plan(ranks, 5, accumulation, precision), stage)
 
 
-@over("stage, name, ranks", [(0, "t5", 2), (1, "bert", 3), (2, "t5", 2), (3, "bert", 3)])
+@in_turn("stage, name, ranks", [(0, "t5", 2), (1, "bert", 3), (2, "t5", 2), (3, "bert", 3)])
 def test_sgd_leaves_the_same_weights(stage, name, ranks):
     """Adam forgives gradients off by a factor. Three ranks: an uneven cut."""
     job = ArchitectureJob(ARCHITECTURES[name], sgd)
@@ -67,7 +67,7 @@ PLAN = Plan(ranks=2, steps=2)  # the second in the order that the first has reco
 BELOW = [(name, index // 8 % 3) for index, name in enumerate(WAYS) if index % 8 == 0]
 
 
-@over("name, stage", [*((name, 3) for name in WAYS), *BELOW])
+@in_turn("name, stage", [*((name, 3) for name in WAYS), *BELOW])
 def test_way(name, stage):
     accept(WAYS[name], PLAN, stage)
 
@@ -174,12 +174,12 @@ def compare_type(name):
     oracle.compare(got, oracle.run(job, TYPE_PLAN), weight_floor=oracle.ROUNDING)
 
 
-@over("name", FAST)
+@in_turn("name", FAST)
 def test_steps_of_a_model_type_equal_the_oracle(name):
     compare_type(name)
 
 
 @pytest.mark.long
-@over("name", [name for name in (*ZOO, *MORE) if name not in FAST])
+@in_turn("name", [name for name in (*ZOO, *MORE) if name not in FAST])
 def test_steps_of_other_model_types_equal_the_oracle(name):
     compare_type(name)

@@ -35,11 +35,11 @@ from hf_zero.measures.metrics_file import (
 )
 from hf_zero.measures.run_record import BUFFERS, WarningRecords
 from hf_zero.measures.utilisation import flops_per_token
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import ARCHITECTURES, features, tokens
 from tests.helpers.stacks import by_hand, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, Plan, adamw
-from tests.ranks.cases import over
 
 RANKS, MICROS, STEPS = 2, 2, 3
 
@@ -74,7 +74,7 @@ def losses_by_hand(steps):
 # ---- figures ----
 
 
-@over("stage, opens", [(0, start), (1, start), (2, None), (3, start)])
+@in_turn("stage, opens", [(0, start), (1, start), (2, None), (3, start)])
 def test_figures_of_each_step(stage, opens, tmp_path):
     """``opens`` None: by DeepSpeed's name."""
     folder = tmp_path / str(stage)
@@ -147,7 +147,7 @@ def untold(engine, losses):
     stepped(engine, losses[1:])
 
 
-@over("way", [announced, stepped, dropped, untold])
+@in_turn("way", [announced, stepped, dropped, untold])
 def test_the_loss_is_a_mean_over_the_micro_batches_that_a_step_has(way, tmp_path):
     """Three are configured; the window at the end of an epoch has two."""
     folder = tmp_path / way.__name__
@@ -325,7 +325,7 @@ def test_a_resumed_run_continues_one_curve_and_one_with_its_weights_alone_anothe
         assert {row["operation"] for row in each["collectives"]} >= {"reduce_scatter", "all_reduce"}
 
 
-@over("stage", (1, 3))
+@in_turn("stage", (1, 3))
 def test_the_header_of_a_run(stage, tmp_path, heard_in_full):
     """Predicted bytes at rest are those measured, also of parameters that stay whole."""
 
@@ -399,7 +399,7 @@ def test_records_before_a_load_follow_the_step_that_it_continues(tmp_path):
     assert told == [("then 0", 0), ("then 3", 3)]
 
 
-@over("cut", [False, True])
+@in_turn("cut", [False, True])
 def test_a_disk_that_is_full_for_some_steps_loses_no_line(cut, tmp_path, heard):
     """Whether it takes no byte of a line, or some."""
     file, folder = MetricsFile(1 << 20, {"ranks": 1}), tmp_path / str(cut)
@@ -475,7 +475,7 @@ def test_files_that_are_removed_or_refused_end_no_training(tmp_path, heard_in_fu
     assert any("before step 7 had ended; nothing is written" in line for line in heard_in_full)
 
 
-@over("ends", [True, False])
+@in_turn("ends", [True, False])
 def test_two_engines_have_a_folder_each(ends, tmp_path):
     """Unless the first has ended, whether it was destroyed or just forgotten."""
     folder = tmp_path / str(ends)
@@ -500,7 +500,7 @@ def test_two_engines_have_a_folder_each(ends, tmp_path):
 # ---- collectives, and the log ----
 
 
-@over("stage", (0, 3))
+@in_turn("stage", (0, 3))
 def test_collectives_are_counted_by_unit_and_group(stage, heard_in_full):
     def run(rank, model):
         zero = {"stage": stage, "stage3_param_persistence_threshold": 0}

@@ -13,11 +13,11 @@ from torch import nn
 
 from hf_zero.zero.layout.wrap import get_z3_leaf_modules, set_z3_leaf_modules
 from tests.helpers import oracle
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import engine_opener, train_on_threads
 from tests.helpers.models import HIDDEN, features, seeded, tokens
 from tests.helpers.training import Job, Plan, plain_sgd
 from tests.loading.zoo import GQA, LATENT, TEXT
-from tests.ranks.cases import over
 from tests.ranks.test_matrix import make_exact
 
 ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
@@ -87,7 +87,7 @@ def check(job, want, plan, stage=3, **limits):
 ROUTES = Plan(ranks=2, steps=3)
 
 
-@over("name", ["mixtral", "deepseek_v3", "gpt_oss"])
+@in_turn("name", ["mixtral", "deepseek_v3", "gpt_oss"])
 def test_models_of_transformers(name):
     check(Routed(name), Routed(name), ROUTES, weight_floor=oracle.ROUNDING)
 
@@ -193,7 +193,7 @@ CELLS = [
 ]
 
 
-@over("model, pattern", CELLS)
+@in_turn("model, pattern", CELLS)
 def test_experts_without_tokens(model, pattern, heard):
     """A rank that calls an expert as never before says so."""
     check(Patterned(model, pattern), Patterned(model, pattern), PLAN)
@@ -210,7 +210,7 @@ def test_experts_without_tokens_at_stage_2(model, pattern):
     check(Patterned(model, pattern), Patterned(model, pattern), PLAN, 2)
 
 
-@over("pattern", [*PATTERNS][::3])
+@in_turn("pattern", [*PATTERNS][::3])
 def test_marked_as_a_leaf_no_rank_asks_for_an_expert_alone(pattern, heard):
     check(Patterned(Flat, pattern, leaf=True), Patterned(Flat, pattern), PLAN)
     assert not any("outside the recorded order" in message for message in heard)

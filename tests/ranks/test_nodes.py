@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import hf_zero
 from hf_zero.errors import ConfigError
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import OnEngine, config_of, full_weights, start
 from tests.helpers.models import Stack, seeded
 from tests.helpers.offloads import offload
@@ -23,7 +24,6 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared
 from tests.helpers.training import At, Plan, adamw, plain_sgd, train
 from tests.helpers.ways import WAYS
-from tests.ranks.cases import over
 
 HPZ: dict[str, Any] = {"zero_hpz_partition_size": 2}
 EIGHT: dict[str, Any] = {"zero_quantized_weights": True}
@@ -54,7 +54,7 @@ FROZEN = "frozen parameters inside blocks, and a block frozen whole"
 SKIPPED = "each rank skips another block, by step"
 
 
-@over(
+@in_turn(
     "way, zero, more",
     [
         (FROZEN, {}, HPZ),
@@ -92,7 +92,7 @@ def test_a_copy_over_two_nodes_of_several(monkeypatch):
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-@over("here, message", [("3", "hosts have 3: choose"), ("4", "")])
+@in_turn("here, message", [("3", "hosts have 3: choose"), ("4", "")])
 def test_hosts_that_do_not_divide_a_copy(here, message, monkeypatch):
     """One host is one hop."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
@@ -207,7 +207,7 @@ def test_bytes_between_nodes_and_within():
     assert sent(specs, "reduce_codec") < 0.45 * whole / MICRO
 
 
-@over("zero", [{}, EIGHT])
+@in_turn("zero", [{}, EIGHT])
 def test_bytes_of_two_hops(zero, monkeypatch):
     """Each chunk enters a node once and is forwarded there: half the bytes between nodes."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -226,7 +226,7 @@ def test_bytes_of_mics():
     assert within["all_ga"] and within["reduce"]
 
 
-@over("way", ["all on cpu", "optimizer in files"])
+@in_turn("way", ["all on cpu", "optimizer in files"])
 def test_offloaded(way, tmp_path):
     def run(rank, model, more):
         engine = start(model, adamw(model), config({**offload(way, 3, tmp_path), **more}))

@@ -18,6 +18,7 @@ from hf_zero.offload.update import Updater
 from hf_zero.ops import native
 from hf_zero.optim import CPUAdam
 from tests.helpers import oracle
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import (
     OnEngine,
     config_of,
@@ -26,7 +27,6 @@ from tests.helpers.engines import (
     start,
     train_on_threads,
 )
-from tests.helpers.in_turn import in_turn
 from tests.helpers.models import ARCHITECTURES
 from tests.helpers.offloads import offload, opened, same, trained
 from tests.helpers.stacks import on_ranks, squared

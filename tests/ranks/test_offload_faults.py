@@ -20,8 +20,8 @@ from hf_zero.errors import (
 from hf_zero.offload.sub_group_update import Update
 from hf_zero.ops.files import parse_faults
 from tests.helpers import offloads
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import full_weights
-from tests.helpers.in_turn import in_turn
 from tests.helpers.offloads import Values, ended, offload, same, train, trained
 from tests.helpers.processes import run_processes
 from tests.helpers.stacks import on_ranks, squared, stack

@@ -19,8 +19,8 @@ from hf_zero.ops.native import Share
 from hf_zero.optim import CPUSGD, CPUAdam, Lion
 from hf_zero.optim.own_step import OwnStep
 from hf_zero.zero.layout import materialize
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
-from tests.helpers.in_turn import in_turn
 from tests.helpers.models import seeded
 from tests.helpers.offloads import (
     DEVICE,

@@ -25,7 +25,7 @@ from hf_zero.errors import PartitionError
 from hf_zero.zero.access.consolidate import whole_state_dict
 from hf_zero.zero.layout.parameter import UpdatingParameter
 from tests.helpers import offloads
-from tests.helpers.in_turn import in_turn
+from tests.helpers.cells import in_turn
 from tests.helpers.models import features
 from tests.helpers.offloads import (
     DEVICE,

@@ -11,9 +11,9 @@ import hf_zero
 from hf_zero.errors import PartitionError
 from hf_zero.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
 from hf_zero.zero.access.local import safe_get_local_fp32_param, safe_set_local_fp32_param
+from tests.helpers.cells import in_turn
 from tests.helpers.compressed import sent_bytes
 from tests.helpers.engines import config_of, full_weights, start
-from tests.helpers.in_turn import in_turn
 from tests.helpers.models import Stack, seeded
 from tests.helpers.offloads import same
 from tests.helpers.one_bit import (

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from hf_zero.optim import OneBitLamb
-from tests.helpers.cells import in_one_item
+from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.compressed import Recorder, flat_of
 from tests.helpers.engines import start
-from tests.helpers.in_turn import in_turn
 from tests.helpers.one_bit import LAMB, C, WholeLamb, config, inverses, one_bit_steps
 from tests.helpers.stacks import on_ranks, run_steps
 from tests.helpers.training import Plan

@@ -14,9 +14,9 @@ import torch
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.ops import dispatch
 from tests.helpers import oracle
+from tests.helpers.cells import in_turn
 from tests.helpers.checked_triton import checked_triton
 from tests.helpers.engines import OnEngine, config_of, full_weights, start
-from tests.helpers.in_turn import in_turn
 from tests.helpers.offloads import DEVICE, offload
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import on_ranks

@@ -16,8 +16,8 @@ import hf_zero
 from hf_zero.errors import HfZeroError, UnsupportedOptimizerError
 from hf_zero.optim import Adafactor, Muon
 from tests.helpers import oracle
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
-from tests.helpers.in_turn import in_turn
 from tests.helpers.offloads import offload
 from tests.helpers.optimizers import (
     MUON,

@@ -22,6 +22,7 @@ from hf_zero.zero.layout import wrap
 from hf_zero.zero.layout.parameter import LiveParameter, ReleasedParameter, ZeroParamStatus
 from hf_zero.zero.layout.wrap import persistent_names
 from tests.helpers import oracle
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import (
     OnEngine,
     config_of,
@@ -35,7 +36,6 @@ from tests.helpers.offloads import offload
 from tests.helpers.stacks import by_hand, on_ranks, run_steps
 from tests.helpers.training import Plan, StackJob, adamw
 from tests.helpers.ways import WAYS
-from tests.ranks.cases import over
 
 NONE, SMALL, ALL = 0, 64, 1_000_000  # of SMALL are biases, norms and the scale
 
@@ -93,7 +93,7 @@ class Reading(OnEngine):
             assert torch.equal(values[name], master.to(p.dtype).float()), name
 
 
-@over(
+@in_turn(
     "threshold, ranks, accumulation, precision, way",
     [
         (SMALL, 2, 1, "bf16", "none"),
@@ -126,7 +126,7 @@ def test_against_the_oracle(threshold, ranks, accumulation, precision, way, tmp_
         assert found == pytest.approx(scales, rel=rel)
 
 
-@over("way", ["none", "parameters on cpu", "all on cpu"])
+@in_turn("way", ["none", "parameters on cpu", "all on cpu"])
 def test_the_threshold_changes_no_bit_of_a_weight(way, tmp_path):
     """Except by host kernels: persistent ones are updated on the device."""
 
@@ -153,8 +153,8 @@ def compare_way(way):
     oracle.compare(train_on_threads(WAYS[way], plan, opener), oracle.kept(WAYS[way], plan))
 
 
-test_some_ways_of_calling_a_model = over("way", list(WAYS)[::12])(compare_way)
-test_every_way_of_calling_a_model = pytest.mark.long(over("way", WAYS)(compare_way))
+test_some_ways_of_calling_a_model = in_turn("way", list(WAYS)[::12])(compare_way)
+test_every_way_of_calling_a_model = pytest.mark.long(in_turn("way", WAYS)(compare_way))
 
 
 # ---- what a script may do with them ----
@@ -193,7 +193,7 @@ def test_what_is_read_and_asked_between_steps():
     assert first == second and first[0] == first[1] != pytest.approx(0.3, abs=1e-6)
 
 
-@over("precision, way", [("fp32", "none"), ("bf16", "all on cpu")])
+@in_turn("precision, way", [("fp32", "none"), ("bf16", "all on cpu")])
 def test_writes_between_steps_count_as_in_a_plain_loop(precision, way, tmp_path):
     def write(step, model):
         with torch.no_grad():
@@ -229,7 +229,7 @@ def travelled(threshold, **more):
     return on_ranks(2, run, build=scaled)
 
 
-@over("threshold", [NONE, SMALL])
+@in_turn("threshold", [NONE, SMALL])
 def test_they_cost_no_gather_but_one_message_a_step_and_share_a_reduction(threshold):
     """Small gradients wait for each other; large ones are reduced before them."""
     blocks = ["blocks.0", "blocks.1", "blocks.2"]
@@ -328,7 +328,9 @@ def test_a_model_that_is_held_keeps_its_small_parameters_sharded():
 # ---- checkpoints and memory ----
 
 
-@over("before, after, stage", [(SMALL, ALL, 3), (ALL, NONE, 3), (SMALL, None, 1), (None, SMALL, 1)])
+@in_turn(
+    "before, after, stage", [(SMALL, ALL, 3), (ALL, NONE, 3), (SMALL, None, 1), (None, SMALL, 1)]
+)
 def test_a_checkpoint_goes_across_thresholds(before, after, stage, tmp_path):
     """``None`` and a stage: saved, or loaded, at that stage."""
     folder = str(tmp_path / f"{before} {after}")

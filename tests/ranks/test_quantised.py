@@ -17,9 +17,8 @@ from hf_zero.zero.access.consolidate import whole_state_dict
 from hf_zero.zero.layout.attributes import refusal
 from hf_zero.zero.layout.parameter import OwnedParameter, ReleasedParameter
 from tests.helpers import oracle
-from tests.helpers.cells import in_one_item
+from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.engines import config_of, full_weights, start
-from tests.helpers.in_turn import in_turn
 from tests.helpers.models import HIDDEN, Stack
 from tests.helpers.packed import Linear4bit, LinearOfBytes, Params4bit, dequantise, quantise
 from tests.helpers.ranks import RankFailed

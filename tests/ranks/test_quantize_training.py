@@ -13,9 +13,8 @@ import hf_zero
 from hf_zero.errors import ConfigError, PartitionError
 from tests.helpers import oracle
 from tests.helpers.capabilities import MOQ, RoundedJob
-from tests.helpers.cells import in_one_item
+from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.engines import config_of, engine_opener, start, train_on_threads
-from tests.helpers.in_turn import in_turn
 from tests.helpers.models import Stack, features, gpt2, seeded, tokens
 from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, Plan, sgd

@@ -12,8 +12,8 @@ from torch import nn
 from hf_zero.errors import ConfigError
 from hf_zero.techniques.blocks import linears_of_blocks
 from hf_zero.techniques.quantized_linears import base_config
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
-from tests.helpers.in_turn import in_turn
 from tests.helpers.models import llama, seeded, tokens
 from tests.helpers.stacks import by_hand, on_ranks, run_steps, stack
 from tests.helpers.training import sgd

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from hf_zero.errors import HfZeroError, PartitionError, ReleasedParameterError
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, start
 from tests.helpers.stacks import on_each_rank, run_steps, squared
 from tests.helpers.training import At, adamw
-from tests.ranks.cases import over, values_of
+from tests.ranks.cases import values_of
 
 RANKS = 2
 NAME = r"blocks\.0\.up\.weight"
@@ -92,7 +93,7 @@ def test_a_copy_of_a_whole_model_is_a_plain_one(rank, model):
     run_steps(engine, rank, [1])
 
 
-@over("stage", (1, 3))
+@in_turn("stage", (1, 3))
 @on_each_rank(RANKS)
 def test_casts_and_further_groups_are_refused_and_a_move_to_where_it_is_is_not(rank, model, stage):
     """The Trainer calls model.to(device) on a model that is there already."""
@@ -110,7 +111,7 @@ def test_casts_and_further_groups_are_refused_and_a_move_to_where_it_is_is_not(r
     run_steps(engine, rank, [0])
 
 
-@over("stage, fused, unscaled", [(0, False, True), (3, True, False)])
+@in_turn("stage, fused, unscaled", [(0, False, True), (3, True, False)])
 @pytest.mark.filterwarnings("ignore:GradScaler is going to stop")
 @on_each_rank(RANKS)
 def test_a_scaler_of_torch_is_refused(rank, model, stage, fused, unscaled):
@@ -134,7 +135,7 @@ def test_a_model_whose_engine_is_gone_is_called(rank, model):
         squared(model, At(0, 0, rank))
 
 
-@over(
+@in_turn(
     "stage, kind, fused, before",
     [
         (0, torch.optim.SGD, False, True),
@@ -154,7 +155,7 @@ def test_a_foreign_optimizer_never_steps_in_silence(rank, model, stage, kind, fu
         foreign.step()
 
 
-@over("stage", (1, 3))
+@in_turn("stage", (1, 3))
 @on_each_rank(RANKS)
 def test_clipping_by_hand_is_refused(rank, model, stage):
     engine = start(model, adamw(model), config_of(stage))
@@ -172,7 +173,7 @@ class Adapter(torch.nn.Module):
         self.down = torch.nn.Parameter(torch.zeros(3, weight.shape[1], dtype=torch.float64))
 
 
-@over("stage", (1, 3))
+@in_turn("stage", (1, 3))
 @on_each_rank(RANKS)
 def test_a_new_module_around_a_parameter_is_moved_to_where_that_is(rank, model, stage):
     """LoRA layers of scripts take the weight of a linear layer, and are moved to its device."""

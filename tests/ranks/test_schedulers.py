@@ -4,10 +4,11 @@ import pytest
 import torch
 
 import hf_zero
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, stack
 from tests.helpers.training import Plan, plain_sgd
-from tests.ranks.cases import expect, over
+from tests.ranks.cases import expect
 
 RANKS = 2
 WINDOWS = [[(0.5, 0), (0.5, 1)]] * 4
@@ -28,7 +29,7 @@ def expected():
     return by_hand(optimizer_of, WINDOWS, RANKS, after_step=lambda *_: made["scheduler"].step())[0]
 
 
-@over("stage, form", [(0, "object"), (3, "callable"), (3, "stepped by hand")])
+@in_turn("stage, form", [(0, "object"), (3, "callable"), (3, "stepped by hand")])
 def test_once_a_window(stage, form):
     def run(rank, model):
         optimizer = plain_sgd(model)
@@ -70,7 +71,7 @@ def test_a_rate_that_a_script_has_written_is_there_after_a_load(rank, model, tmp
     assert group["lr"] == engine.lr_scheduler.get_last_lr()[0] != 0.25
 
 
-@over("as_object", [True, False])
+@in_turn("as_object", [True, False])
 def test_a_schedule_that_takes_a_metric_is_the_scripts_to_step(as_object):
     """The same losses give the same rates."""
 

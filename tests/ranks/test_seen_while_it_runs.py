@@ -16,8 +16,8 @@ import hf_zero
 from hf_zero.config.provenance import SourcedDict
 from hf_zero.measures import step_line
 from hf_zero.zero.step.step_reports import StepMeasures
+from tests.helpers.cells import in_turn
 from tests.helpers.stacks import on_ranks
-from tests.ranks.cases import over
 
 BYTES = r"[\d.,]+ (?:B|kB|MB|GB|TB)"
 START = [
@@ -103,7 +103,7 @@ def test_one_rank_says_that_nothing_is_sharded(told, monkeypatch):
             assert lines[0].startswith("Linear: 6 parameters, for evaluation, as no optimizer was")
 
 
-@over("offload", [False, True])
+@in_turn("offload", [False, True])
 def test_parameters_that_all_stay_whole_are_not_gathered(offload, told):
     """An offload of them has a warning of its own."""
     told.clear()

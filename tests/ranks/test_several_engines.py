@@ -17,11 +17,12 @@ from torch import nn
 
 from hf_zero.errors import PartitionError
 from tests.helpers import oracle
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_grads, full_weights, start
 from tests.helpers.models import Stack, floats, seeded
 from tests.helpers.stacks import on_ranks
 from tests.helpers.training import Plan, plain_sgd
-from tests.ranks.cases import over, values_of
+from tests.ranks.cases import values_of
 
 RANKS, STEPS = 2, 3
 
@@ -157,7 +158,7 @@ def of_stages(*stages, accumulation=2):
     return [config_of(stage, Plan(accumulation=accumulation)) for stage in stages]
 
 
-@over(
+@in_turn(
     "loss, stages, backward",
     [
         (fed, (3, 3), first),
@@ -195,13 +196,13 @@ def scaled(precisions, stage=3):
     return [config_of(stage, plan) for plan in plans]
 
 
-@over("one, other, loss, backward", PRECISIONS)
+@in_turn("one, other, loss, backward", PRECISIONS)
 def test_precisions_side_by_side(one, other, loss, backward):
     """A gradient contains a loss scale once, whichever engines it passes through."""
     check(loss, scaled((one, other)), backward=backward, tolerance=3e-2)
 
 
-@over("one, other, loss", [("fp16", "fp16", fed), ("fp32", "fp16", beside)])
+@in_turn("one, other, loss", [("fp16", "fp16", fed), ("fp32", "fp16", beside)])
 def test_a_plain_backward_through_two_engines_cannot_be_scaled(one, other, loss):
     """What the refusal has left is forgotten."""
     want = plainly(loss, 2)
@@ -244,7 +245,7 @@ def dynamic(power):
     return {"enabled": True, "initial_scale_power": power, "hysteresis": 1}
 
 
-@over("precision, given_to", [("fp32", 0), ("bf16", 1), ("fp16", 0), ("fp16", 1)])
+@in_turn("precision, given_to", [("fp32", 0), ("bf16", 1), ("fp16", 0), ("fp16", 1)])
 def test_a_scale_that_is_too_large_falls_whoever_overflows(precision, given_to):
     """What the second engine sends back into the first overflows and spoils no weight."""
     own = {"fp16": dynamic(4)} if precision == "fp16" else {}
@@ -296,7 +297,7 @@ def test_a_scale_that_fell_in_the_middle_of_a_window_counts_from_the_next():
     on_ranks(RANKS, run, build=lambda: wides(2))
 
 
-@over("stages", [(0, 3), (3, 2)])
+@in_turn("stages", [(0, 3), (3, 2)])
 def test_a_generator_and_its_critic_in_turn(stages):
     """The generator's forward waits while the critic is stepped."""
 
@@ -334,7 +335,9 @@ def test_a_generator_and_its_critic_in_turn(stages):
         oracle.compare_tensors("weights", found, values_of(model))
 
 
-@over("stages, dtype", [((3, 2), torch.float16), ((2, 3), torch.float32), ((3, 3), torch.bfloat16)])
+@in_turn(
+    "stages, dtype", [((3, 2), torch.float16), ((2, 3), torch.float32), ((3, 3), torch.bfloat16)]
+)
 def test_a_teacher_that_never_learns(stages, dtype):
     """It is asked between the student's forward and its backward, too."""
     precision = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
@@ -376,7 +379,7 @@ def against_half(net, rank):
     return (net(x).float() - 0.5 * x).pow(2).mean()
 
 
-@over("stage", [0, 1, 2, 3])
+@in_turn("stage", [0, 1, 2, 3])
 def test_an_engine_that_one_rank_still_holds_lends_its_scale_there_alone(stage):
     """It was dropped without ``destroy``, and ranks collect garbage at different times."""
     left, plain = [seeded(Wide) for _ in range(RANKS)], seeded(Wide)

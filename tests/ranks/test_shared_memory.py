@@ -10,10 +10,10 @@ from torch import nn
 
 from hf_zero.errors import PartitionError
 from hf_zero.zero.layout.shared_memory import tie_shared_memory
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import seeded
 from tests.helpers.stacks import on_ranks
-from tests.ranks.cases import over
 
 WIDTH = 8
 
@@ -41,7 +41,7 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), 0.1)
 
 
-@over("optimizer, by_object, stage", [(sgd, True, 1), (sgd, False, 3), (adamw, True, 3)])
+@in_turn("optimizer, by_object, stage", [(sgd, True, 1), (sgd, False, 3), (adamw, True, 3)])
 def test_the_same_elements_are_one_parameter(optimizer, by_object, stage):
     """Plain PyTorch makes two steps of them, which come to the same with SGD."""
     plain = seeded(lambda: Net(by_object))
@@ -89,7 +89,7 @@ def frozen(model):
     model.head.weight.requires_grad_(False)
 
 
-@over(
+@in_turn(
     "change, names",
     [
         (transposed, r"one\.weight and head\.weight are different views"),

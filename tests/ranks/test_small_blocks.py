@@ -14,6 +14,7 @@ from hf_zero.zero.layout import wrap
 from hf_zero.zero.layout.parameter import WatchedParameter
 from hf_zero.zero.layout.wrap import find_units
 from tests.helpers import oracle
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import (
     STAGES,
     config_of,
@@ -27,7 +28,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import on_ranks, run_steps, squared
 from tests.helpers.training import At, Plan, adamw
 from tests.helpers.ways import WAYS
-from tests.ranks.cases import expect, over, trains_alike, values_of
+from tests.ranks.cases import expect, trains_alike, values_of
 
 BLOCK = sum(p.numel() for p in Stack(1).blocks[0].parameters())
 
@@ -80,7 +81,7 @@ def travelled(stage, blocks, depth=9):
     return first
 
 
-@over("stage", STAGES)
+@in_turn("stage", STAGES)
 def test_they_travel_together_and_small_units_share_a_message(stage):
     """A message takes as many elements as four units of that size."""
     with pytest.MonkeyPatch.context() as patch:
@@ -127,8 +128,8 @@ def compare_way(way, stage):
 
 
 EVERY = list(itertools.product(WAYS, STAGES))
-test_some_ways_of_calling_a_model = over("way, stage", EVERY[3::32])(compare_way)
-test_every_way_of_calling_a_model = pytest.mark.long(over("way, stage", EVERY)(compare_way))
+test_some_ways_of_calling_a_model = in_turn("way, stage", EVERY[3::32])(compare_way)
+test_every_way_of_calling_a_model = pytest.mark.long(in_turn("way, stage", EVERY)(compare_way))
 
 
 class Reads(Stack):
@@ -168,7 +169,7 @@ def test_a_checkpoint_goes_into_units_of_other_blocks(tmp_path):
     expect(want, run, 3, True, build=of_depth(5))
 
 
-@over(
+@in_turn(
     "stage, together, most",
     [(0, 0, 76), (2, 0, 76), (3, 0, 141), (0, 20, 7), (2, 20, 7), (3, 20, 21)],
 )
@@ -232,7 +233,7 @@ def backwards_of(step, hidden, backward):
         backward(losses[4])  # of blocks whose input was cut off
 
 
-@over("stage", (1, 3))
+@in_turn("stage", (1, 3))
 def test_backwards_that_begin_or_end_between_blocks_of_a_unit(stage):
     def steps(net, model, rank):
         for number in range(6):

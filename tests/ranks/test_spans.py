@@ -20,11 +20,11 @@ from hf_zero.device import spans
 from hf_zero.logging import asked_in, logger
 from hf_zero.measures import stopwatch
 from hf_zero.measures.collectives import FIGURES
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import Stack, seeded
 from tests.helpers.stacks import on_ranks, run_steps, stack
 from tests.helpers.training import Plan, adamw
-from tests.ranks.cases import over
 
 BLOCKS = 3
 
@@ -180,7 +180,7 @@ VARIABLES = [
 ]
 
 
-@over("environment, level, warning", VARIABLES)
+@in_turn("environment, level, warning", VARIABLES)
 def test_one_variable_sets_level_and_order_of_steps(environment, level, warning, lines):
     asked, warnings = asked_in(environment)
     assert asked == level and len(warnings) == bool(warning) and warning in "".join(warnings)

@@ -18,8 +18,8 @@ from hf_zero.planning.needs import gathered_bytes
 from hf_zero.planning.traffic import Traffic
 from hf_zero.zero.layout.parameter import raw_grad
 from hf_zero.zero.layout.stage_policy import bytes_per_parameter
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, start
-from tests.helpers.in_turn import in_turn
 from tests.helpers.models import Stack, seeded
 from tests.helpers.plans import planned
 from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared

@@ -10,11 +10,12 @@ import hf_zero
 from hf_zero.errors import PartitionError
 from hf_zero.zero.access.consolidate import whole_state_dict
 from tests.helpers import oracle
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import ARCHITECTURES
 from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, Plan, adamw, plain_sgd
-from tests.ranks.cases import expect, over
+from tests.ranks.cases import expect
 
 RANKS = 2
 
@@ -40,7 +41,9 @@ def same(state, want, what=""):
 PARTS = {"bert": "bert.encoder.layer.0", "gpt2": "transformer", "t5": "encoder"}
 
 
-@over("stage, name", [(0, "stack"), (1, "bert"), (2, "t5"), (3, "stack"), (3, "gpt2"), (3, "t5")])
+@in_turn(
+    "stage, name", [(0, "stack"), (1, "bert"), (2, "t5"), (3, "stack"), (3, "gpt2"), (3, "t5")]
+)
 def test_whole_of_the_engine_the_bare_model_and_submodules(stage, name):
     """On every rank, on the first alone, and parameter by parameter."""
     build = stack if name == "stack" else ARCHITECTURES[name].build
@@ -64,7 +67,7 @@ def test_whole_of_the_engine_the_bare_model_and_submodules(stage, name):
     on_ranks(RANKS, run, build=build)
 
 
-@over("stage", (1, 3))
+@in_turn("stage", (1, 3))
 @on_each_rank(RANKS)
 def test_it_is_a_copy_that_survives_training(rank, model, stage):
     engine, want = start(model, adamw(model), config_of(stage)), plain_state()
@@ -76,7 +79,7 @@ def test_it_is_a_copy_that_survives_training(rank, model, stage):
     assert not torch.equal(model.state_dict()["head.weight"], state["head.weight"])
 
 
-@over("stage", (1, 3))
+@in_turn("stage", (1, 3))
 @on_each_rank(RANKS)
 def test_frozen_parameters_can_be_left_out(rank, model, stage):
     model.blocks[0].requires_grad_(False)
@@ -86,7 +89,7 @@ def test_frozen_parameters_can_be_left_out(rank, model, stage):
     same(state or {}, want if rank == 0 else {})
 
 
-@over("stage, precision", [(0, "bf16"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (3, "bf16")])
+@in_turn("stage, precision", [(0, "bf16"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (3, "bf16")])
 def test_loading_into_the_bare_model_is_trained_on(stage, precision):
     def run(rank, model):
         engine = start(model, plain_sgd(model), config_of(stage, Plan(precision=precision)))
@@ -99,7 +102,7 @@ def test_loading_into_the_bare_model_is_trained_on(stage, precision):
     expect(want, run, tolerance=1e-5 if precision == "fp32" else 1e-2)
 
 
-@over("stage", (1, 3))
+@in_turn("stage", (1, 3))
 @on_each_rank(RANKS)
 def test_states_of_a_part_and_bad_ones(rank, model, stage):
     """What does not fit is refused by its name and leaves the engine sound."""
@@ -122,7 +125,7 @@ def test_states_of_a_part_and_bad_ones(rank, model, stage):
     run_steps(engine, rank, [0])
 
 
-@over("stage", (0, 1, 3))
+@in_turn("stage", (0, 1, 3))
 @on_each_rank(RANKS)
 def test_weights_of_a_model_in_16_bits(rank, model, stage):
     """Consolidated in 16 bits they are the rounded masters, which are read in fp32."""
@@ -144,7 +147,7 @@ def test_weights_of_a_model_in_16_bits(rank, model, stage):
 # ---- one parameter ----
 
 
-@over("stage", (1, 3))
+@in_turn("stage", (1, 3))
 def test_a_value_that_is_set_is_trained_on(stage):
     def changed():
         model = stack()
@@ -170,7 +173,7 @@ def gradients_of_a_step():
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-@over("stage", (1, 3))
+@in_turn("stage", (1, 3))
 @on_each_rank(RANKS)
 def test_optimizer_state_is_read_and_set(rank, model, stage):
     gradients = gradients_of_a_step()
@@ -188,7 +191,7 @@ def test_optimizer_state_is_read_and_set(rank, model, stage):
     assert torch.equal(read(named["head.weight"], "exp_avg"), first["head.weight"])
 
 
-@over("stage", (0, 1, 3))
+@in_turn("stage", (0, 1, 3))
 @on_each_rank(RANKS)
 def test_a_gradient_that_is_set_is_stepped_with(rank, model, stage):
     """One set before the backward would be lost."""
@@ -206,7 +209,7 @@ def test_a_gradient_that_is_set_is_stepped_with(rank, model, stage):
         want = {name: value - 0.05 * 0.5 for name, value in want.items()}
 
 
-@over("stage, precision", [(0, "fp16"), (1, "bf16"), (3, "fp16")])
+@in_turn("stage, precision", [(0, "fp16"), (1, "bf16"), (3, "fp16")])
 @on_each_rank(RANKS)
 def test_gradients_are_given_unscaled(rank, model, stage, precision):
     want = {name: grad.norm().item() for name, grad in gradients_of_a_step().items()}

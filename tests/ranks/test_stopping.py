@@ -12,11 +12,11 @@ from hf_zero.distributed import process_group, rank_requests
 from hf_zero.errors import PartitionError, RankMismatchError
 from hf_zero.zero.step.preemption import _Handler
 from tests.helpers import oracle
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.ranks import RankFailed
 from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, Plan, plain_sgd
-from tests.ranks.cases import over
 
 LIMIT = 50  # steps after which nobody waits any longer
 
@@ -46,7 +46,7 @@ def train(engine, rank, number, told=""):
     engine.step()
 
 
-@over(
+@in_turn(
     "stage, ranks, when",
     [(1, 1, "backward"), (2, 2, "before"), (3, 2, "forward"), (3, 2, "backward")],
 )
@@ -70,7 +70,7 @@ def test_all_ranks_stop_after_the_same_step(quick, stage, ranks, when):
         oracle.compare_tensors("weights", weights, want)
 
 
-@over(
+@in_turn(
     "stage, told",
     [(1, (3, 0, 2, 1)), (3, (2, 2, LIMIT, LIMIT))],
 )

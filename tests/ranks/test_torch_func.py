@@ -12,11 +12,12 @@ import torch
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 
 from hf_zero.errors import PartitionError
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import floats
 from tests.helpers.stacks import by_hand, on_each_rank, run_steps, squared, stack
 from tests.helpers.training import Plan, plain_sgd
-from tests.ranks.cases import expect, over, trains_alike, values_of
+from tests.ranks.cases import expect, trains_alike, values_of
 
 X = floats(0, 0, 0, 3, 7)
 
@@ -44,7 +45,7 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
-@over(
+@in_turn(
     "way, stage",
     [("grad of the input", 1), ("grad of the weights", 2), ("each sample", 0), ("jacrev", 1)],
 )
@@ -65,7 +66,7 @@ def test_a_transform_gives_what_it_gives_in_plain_torch(way, stage):
     trains_alike(micro, stage, Plan(2, 2))
 
 
-@over("way", ALONE)
+@in_turn("way", ALONE)
 @on_each_rank(1)
 def test_forward_mode(rank, model, way):
     engine = start(model, plain_sgd(model), config_of(1))
@@ -76,7 +77,7 @@ def test_forward_mode(rank, model, way):
 AROUND = [(more, "grad of the input") for more in MORE]
 
 
-@over("more, way", [*AROUND, ("checkpointed", "each sample")])
+@in_turn("more, way", [*AROUND, ("checkpointed", "each sample")])
 @on_each_rank(1)
 def test_a_transform_of_a_model_with_more_around_its_blocks(rank, model, more, way):
     want = WAYS[way](stack(), stack())
@@ -98,7 +99,7 @@ def test_a_loss_over_a_gradient_trains_the_weights():
     trains_alike(micro, 1, Plan(2, 1))
 
 
-@over("way", ["grad of the input", "jacrev"])
+@in_turn("way", ["grad of the input", "jacrev"])
 def test_stage_3_refuses_a_transform_before_it_does_anything(way):
     def run(rank, model):
         engine = start(model, plain_sgd(model), config_of(3))
@@ -111,7 +112,7 @@ def test_stage_3_refuses_a_transform_before_it_does_anything(way):
     expect(by_hand(plain_sgd, [[(1.0, 0)], [(1.0, 0)]], 2)[0], run)
 
 
-@over("stage", (1, 3))
+@in_turn("stage", (1, 3))
 def test_vmap_alone_trains_at_every_stage(stage):
     def micro(net, at):
         loss = vmap(net)(X).pow(2).mean()
@@ -121,7 +122,7 @@ def test_vmap_alone_trains_at_every_stage(stage):
     trains_alike(micro, stage, Plan(2, 1))
 
 
-@over("stage, accumulation", [(0, 1), (2, 2)])
+@in_turn("stage, accumulation", [(0, 1), (2, 2)])
 def test_first_order_maml_trains_as_in_plain_torch(stage, accumulation):
     """A backward without gradients of parameters comes first (arXiv:1703.03400)."""
 

@@ -21,13 +21,13 @@ from torch.distributed.checkpoint.state_dict import (
 
 from hf_zero.checkpoint.tensor_part import TensorPart
 from hf_zero.errors import CheckpointError
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import Stack, seeded
 from tests.helpers.oracle import compare_tensors
 from tests.helpers.parts import whole
 from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps
 from tests.helpers.training import adamw
-from tests.ranks.cases import over
 
 RANKS, SAVED_AFTER, STEPS = 2, 2, 4
 
@@ -91,7 +91,7 @@ def resumed(rank, kind, stage, steps, given, options=None):
 TURNS = [(kind, (0, 3)[turn % 2], SAVED_AFTER) for turn, kind in enumerate(OPTIMIZERS)]
 
 
-@over("kind, stage, after", [*TURNS, ("momentum in one", 3, 0)])
+@in_turn("kind, stage, after", [*TURNS, ("momentum in one", 3, 0)])
 def test_states_are_those_of_torch_and_training_goes_on(kind, stage, after):
     want, ended = plain(kind)
 
@@ -114,7 +114,7 @@ def test_states_are_those_of_torch_and_training_goes_on(kind, stage, after):
             compare_tensors(name, joined, states)
 
 
-@over(
+@in_turn(
     "given, stage, after",
     [
         ({}, 0, 0),
@@ -143,7 +143,7 @@ def test_options(given, stage, after):
     compare_tensors("weights", on_ranks(RANKS, run, build=small)[0], ended)
 
 
-@over("stage, parts", [(0, "weights"), (3, "both"), (3, "states")])
+@in_turn("stage, parts", [(0, "weights"), (3, "both"), (3, "states")])
 @on_each_rank(RANKS)
 def test_other_ranks_give_nothing(rank, stage, parts):
     """``set_state_dict`` with what rank 0 has, and empty state dicts on the other."""
@@ -171,7 +171,7 @@ def test_other_ranks_give_nothing(rank, stage, parts):
             compare_tensors(name, found[1]["state"][name], state)
 
 
-@over("stage", [0, 3])
+@in_turn("stage", [0, 3])
 @on_each_rank(RANKS, small)
 def test_groups_are_found_by_their_parameters(rank, model, stage):
     engine = start(model, split(torch.optim.AdamW, *DECAYS)(model), config_of(stage))
@@ -219,7 +219,7 @@ def counting():
     return model
 
 
-@over("stage", [0, 3])
+@in_turn("stage", [0, 3])
 @on_each_rank(RANKS, counting)
 def test_weights_that_do_not_fit_are_refused_before_a_write(rank, model, stage):
     engine = start(model, adamw(model), config_of(stage))
@@ -253,7 +253,7 @@ def test_states_that_do_not_fit_are_refused(rank):
         run_steps(engine, rank, [2])
 
 
-@over("stage", [0, 3])
+@in_turn("stage", [0, 3])
 @on_each_rank(RANKS, small)
 def test_parts_of_models(rank, model, stage):
     want = {n: p.detach().clone() for n, p in model.blocks[0].named_parameters()}
@@ -284,7 +284,7 @@ class Noted(nn.Module):
         self.note = state
 
 
-@over("stage", [0, 3])
+@in_turn("stage", [0, 3])
 @on_each_rank(RANKS, lambda: seeded(Noted))
 def test_tied_names_and_extra_state(rank, model, stage):
     engine = start(model, adamw(model), config_of(stage))

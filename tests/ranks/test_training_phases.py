@@ -14,9 +14,8 @@ from hf_zero.optim.adafactor import Adafactor
 from hf_zero.optim.schedules import WarmupDecayLR
 from hf_zero.techniques.training_phases import TrainingPhases, of_config, rampup
 from tests.helpers import oracle
-from tests.helpers.cells import in_one_item
+from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.engines import config_of, full_weights, start
-from tests.helpers.in_turn import in_turn
 from tests.helpers.models import ARCHITECTURES, ROWS
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import on_each_rank

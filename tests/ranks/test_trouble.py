@@ -17,13 +17,14 @@ from hf_zero.errors import PartitionError, RankMismatchError
 from hf_zero.zero.layout.parameter import raw_grad
 from hf_zero.zero.step.step_reports import SanityChecks
 from tests.helpers import oracle
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_grads, full_weights, start
 from tests.helpers.host_syncs import HostSyncs
 from tests.helpers.models import features
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import by_hand, on_each_rank, run_steps, squared, stack
 from tests.helpers.training import At, Plan, adamw, plain_sgd
-from tests.ranks.cases import expect, over, trains_alike, values_of
+from tests.ranks.cases import expect, trains_alike, values_of
 
 RANKS = 2
 
@@ -49,7 +50,7 @@ def test_work_that_fails_on_one_rank_is_given_up_by_all(rank, model):
     assert start(model, adamw(model), config_of(3)).global_rank == rank
 
 
-@over("stage", (0, 3))
+@in_turn("stage", (0, 3))
 def test_rank_0s_values_reach_every_rank(stage):
     """Ranks that initialised with other seeds start from rank 0's model."""
 
@@ -62,7 +63,7 @@ def test_rank_0s_values_reach_every_rank(stage):
     expect(values_of(stack()), run, tolerance=0.0, floor=0.0)
 
 
-@over("stage", (1, 3))
+@in_turn("stage", (1, 3))
 def test_parameters_outside_the_optimizer_rest_and_leave_no_gradient_behind(stage):
     """Gradients flow through, nothing is trained, nothing piles up."""
 
@@ -78,7 +79,7 @@ def test_parameters_outside_the_optimizer_rest_and_leave_no_gradient_behind(stag
     expect(by_hand(half, [[(1.0, 0)]] * 3, RANKS)[0], run)
 
 
-@over("stage", (1, 3))
+@in_turn("stage", (1, 3))
 def test_autocast_around_the_engine(stage):
     """One step, since rounding to bf16 amplifies any difference afterwards."""
 
@@ -91,7 +92,7 @@ def test_autocast_around_the_engine(stage):
     trains_alike(micro, stage, Plan(RANKS, 1))
 
 
-@over("stage", (0, 3))
+@in_turn("stage", (0, 3))
 @on_each_rank(RANKS)
 def test_fp16_inputs_are_cast_by_auto_cast(rank, model, stage):
     config = config_of(stage, fp16={"enabled": True, "loss_scale": 128.0, "auto_cast": True})
@@ -109,7 +110,7 @@ def penalised(net, at):
     return loss + slope.pow(2).sum()
 
 
-@over("stage", (0, 2))
+@in_turn("stage", (0, 2))
 def test_gradients_of_gradients_are_right_where_weights_stay_whole(stage):
     def micro(net, at):
         loss = penalised(net, at)
@@ -143,7 +144,7 @@ def after_a_part(model, rank):
     return model.blocks[0](inside).float().mean() + squared(model, At(0, 0, rank), torch.float16)
 
 
-@over("stage, loss_of", [(0, two_forwards), (1, beside_a_part), (3, two_forwards),
+@in_turn("stage, loss_of", [(0, two_forwards), (1, beside_a_part), (3, two_forwards),
 (3, beside_a_part), (3, after_a_part)])  # fmt: skip
 @on_each_rank(RANKS)
 def test_a_plain_fp16_backward_that_cannot_be_scaled_once(rank, model, stage, loss_of):
@@ -184,7 +185,7 @@ def of_finite(messages):
     return [message for message in messages if "Look at the learning rate" in message]
 
 
-@over("stage, precision", [(0, "fp32"), (2, "bf16"), (3, "fp32")])
+@in_turn("stage, precision", [(0, "fp32"), (2, "bf16"), (3, "fp32")])
 def test_a_loss_that_is_not_finite_is_named_once(stage, precision, heard):
     heard.clear()
 
@@ -289,7 +290,7 @@ def windows_of_a_script(engine):
     engine.step()
 
 
-@over("script", [step_after_each, long_windows, windows_of_a_script])
+@in_turn("script", [step_after_each, long_windows, windows_of_a_script])
 def test_loops_without_a_warning(script, heard):
     engine = engine_of(stack())
     script(engine)

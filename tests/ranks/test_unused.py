@@ -13,6 +13,7 @@ from torch import nn
 from hf_zero.ops import dispatch
 from hf_zero.zero.reduce.norm import Usage
 from tests.helpers import oracle
+from tests.helpers.cells import in_turn
 from tests.helpers.checked_triton import checked_triton
 from tests.helpers.engines import OnEngine, config_of, engine_opener, start, train_on_threads
 from tests.helpers.models import Block, features, seeded
@@ -20,7 +21,6 @@ from tests.helpers.offloads import DEVICE, offload
 from tests.helpers.optimizers import OF_GROUPS
 from tests.helpers.stacks import on_each_rank, on_ranks
 from tests.helpers.training import At, Job, Plan, merge, train, trainable
-from tests.ranks.cases import over
 
 HEADS = 4
 
@@ -80,7 +80,7 @@ def check(kind, plan, stage, **more):
 REPLICAS = {"zero_optimization": {"stage": 3, "mics_shard_size": 2}}
 
 
-@over(
+@in_turn(
     "kind, plan, stage, more",
     [
         ("adamw", Plan(2, 5, 3), 1, {}),
@@ -129,7 +129,7 @@ OFFLOADED = [
 ]
 
 
-@over("way, kind, stage, more", OFFLOADED)
+@in_turn("way, kind, stage, more", OFFLOADED)
 def test_offloaded(way, kind, stage, more, tmp_path):
     """Pieces are small, so that some hold used and unused parameters."""
     section = offload(way, stage, tmp_path, **more, **{"buffer_size": 512})
@@ -186,7 +186,7 @@ def test_a_rank_that_has_used_everything_reads_nothing(monkeypatch):
     merge(on_ranks(2, run, build=job.build))
 
 
-@over(
+@in_turn(
     "kind, stages, ranks, ways",
     [
         ("adamw", (3, 1), (2, 2), (DEVICE, DEVICE)),

@@ -18,7 +18,7 @@ from hf_zero.distributed import collectives
 from hf_zero.offload import update_gathers
 from hf_zero.offload.sub_group_update import Update
 from tests.helpers import offloads
-from tests.helpers.in_turn import in_turn
+from tests.helpers.cells import in_turn
 from tests.helpers.models import ARCHITECTURES
 from tests.helpers.offloads import offload
 from tests.helpers.ranks import run_ranks

@@ -17,12 +17,13 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import hf_zero
 from hf_zero.errors import PartitionError
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import Stack, seeded
 from tests.helpers.oracle import compare_tensors
 from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, Plan, plain_sgd
-from tests.ranks.cases import expect, over, values_of
+from tests.ranks.cases import expect, values_of
 
 STEPS, RANKS = 3, 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -131,7 +132,7 @@ def by_hand(write, precision):
     return values_of(masters)
 
 
-@over("write, stage, precision, more", CELLS)
+@in_turn("write, stage, precision, more", CELLS)
 def test_what_is_written_after_a_step_is_what_the_next_one_updates(write, stage, precision, more):
     def run(rank, model):
         config = config_of(stage, Plan(ranks=RANKS, precision=precision))
@@ -194,7 +195,7 @@ class ForwardWrites(nn.Module):
         return x.float().pow(2).sum()
 
 
-@over(
+@in_turn(
     "stage, more",
     [
         (0, {}),
@@ -236,7 +237,7 @@ def test_a_forward_that_writes_at_stage_3_in_bf16_reaches_the_master_weights(ran
         assert (norms - 1).abs().max() < 1e-2, f"block {index} is not normalised: {norms}"
 
 
-@over("stage", (1, 3))
+@in_turn("stage", (1, 3))
 @on_each_rank(RANKS)
 def test_what_is_written_is_saved_and_read_before_the_next_step(rank, model, stage, tmp_path):
     engine = start(model, plain_sgd(model), config_of(stage, Plan(precision="bf16")))
@@ -270,7 +271,7 @@ def test_what_is_written_without_a_modifier_is_dropped_at_stage_3(rank, model):
     assert torch.equal(before, hf_zero.safe_get_full_fp32_param(model.head.weight))
 
 
-@over("stage", (0, 2))
+@in_turn("stage", (0, 2))
 @on_each_rank(1)
 def test_data_of_another_kind_is_refused_but_of_a_frozen_parameter(rank, model, stage):
     """Libraries cast biases of quantised layers in their forward."""
@@ -302,7 +303,7 @@ def test_a_step_looks_closer_only_where_something_was_written(rank, model, monke
     assert looked == ["head.bias"]
 
 
-@over("stage, offload", [(0, False), (1, True), (2, False), (3, False), (3, True)])
+@in_turn("stage, offload", [(0, False), (1, True), (2, False), (3, False), (3, True)])
 def test_a_graph_from_before_a_step_does_not_go_backward_after_it(stage, offload):
     """Plain PyTorch raises as well: weights that the backward reads have changed in place."""
     zero = {"stage": stage} | ({"offload_optimizer": CPU} if offload else {})

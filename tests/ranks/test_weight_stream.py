@@ -14,11 +14,12 @@ import torch
 import hf_zero
 from hf_zero.errors import ConfigError, PartitionError
 from tests.helpers.adapters import KINDS, llama
+from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import seeded
 from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, stack
 from tests.helpers.training import Plan, adamw, plain_sgd, trainable
-from tests.ranks.cases import over, values_of
+from tests.ranks.cases import values_of
 
 RANKS = 2
 DTYPES: dict[Any, Any] = {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}
@@ -37,7 +38,7 @@ def sent(stream: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-@over(
+@in_turn(
     "stage, precision, place",
     [(0, "bf16", {}), (1, "fp32", HOST), (2, "bf16", HOST), (3, "fp32", {}), (3, "bf16", HOST)],
 )
@@ -65,7 +66,7 @@ def test_other_ranks_take_part_without_buckets(rank, model):
     assert sorted(found) == (sorted(n for n, _ in model.named_parameters()) if rank == 0 else [])
 
 
-@over("stage", (0, 1, 3))
+@in_turn("stage", (0, 1, 3))
 @on_each_rank(RANKS)
 def test_buckets_hold_one_version(rank, model, stage):
     engine = start(model, plain_sgd(model), config_of(stage))
@@ -89,7 +90,7 @@ def test_buckets_hold_one_version(rank, model, stage):
     assert not sent(engine.iter_weights())["blocks.0.up.weight"].any()
 
 
-@over("stage", (0, 1, 3))
+@in_turn("stage", (0, 1, 3))
 @on_each_rank(RANKS)
 def test_frozen_weights_are_sent_once_and_after_a_write(rank, model, stage):
     model.blocks[1].requires_grad_(False)
@@ -121,7 +122,7 @@ def test_memory_is_that_of_two_buckets(rank, model):
     assert len(places) == 2
 
 
-@over("stage, precision", [(0, "bf16"), (1, "fp32"), (3, "fp32"), (3, "bf16")])
+@in_turn("stage, precision", [(0, "bf16"), (1, "fp32"), (3, "fp32"), (3, "bf16")])
 @on_each_rank(RANKS)
 def test_a_write_after_the_last_gather_is_refused(rank, model, stage, precision):
     """Buckets of whole parameters are views of them, so that a late write is seen in values."""
@@ -143,7 +144,7 @@ def test_a_write_after_the_last_gather_is_refused(rank, model, stage, precision)
     assert found.keys() == full_weights(engine).keys()
 
 
-@over("stage", [0, 2])
+@in_turn("stage", [0, 2])
 @on_each_rank(RANKS)
 def test_a_write_to_a_bucket_is_refused(rank, model, stage):
     """Where each rank has whole parameters, a bucket is their memory."""
@@ -157,7 +158,7 @@ def test_a_write_to_a_bucket_is_refused(rank, model, stage):
     assert value.data_ptr() == held.data_ptr() and torch.equal(value, full_weights(engine)[name])
 
 
-@over("stage", (1, 3))
+@in_turn("stage", (1, 3))
 @on_each_rank(RANKS)
 def test_a_destroyed_engine_has_no_weights(rank, model, stage):
     engine = start(model, plain_sgd(model), config_of(stage))
@@ -229,7 +230,7 @@ MERGED = [
 ]
 
 
-@over("build, given, stage", MERGED)
+@in_turn("build, given, stage", MERGED)
 def test_adapters_are_merged_as_peft_merges_them(build, given, stage):
     """Copies of tied modules leave the other its weights."""
     want = values_of(build(*given).merge_and_unload())
@@ -251,7 +252,7 @@ def test_adapters_are_merged_as_peft_merges_them(build, given, stage):
 OF_WRAPPERS = r"base_model\.model\.|base_layer\.|original_module\."
 
 
-@over("kind", ["LoRA", "LoRA and a module saved whole", "LoRA on the embedding"])
+@in_turn("kind", ["LoRA", "LoRA and a module saved whole", "LoRA on the embedding"])
 def test_adapters_apart(kind):
     want = values_of(llama())
     files = peft.get_peft_model_state_dict(adapted(kind), save_embedding_layers=False)
@@ -304,7 +305,7 @@ def two_adapters() -> Any:
     return model
 
 
-@over("stage, switch", [(0, activate), (3, activate), (3, rescale)])
+@in_turn("stage, switch", [(0, activate), (3, activate), (3, rescale)])
 @on_each_rank(RANKS, build=lambda: seeded(two_adapters))
 def test_changes_alone_follow_the_active_adapters_and_the_form(rank, model, stage, switch):
     engine = start(model, torch.optim.SGD(trainable(model), 0.1), config_of(stage))
