@@ -30,6 +30,12 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKEN = "SUITE_TOKEN"  # variable of each process of a run
+# Tests must not ask the hub. Bytecode is kept: otherwise each process compiles the package anew.
+VARIABLES = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONDONTWRITEBYTECODE": "",
+}
 FOLDER = "hf-zero-suite-"  # prefix of a run's folder of temporary files; its process's id follows
 GRACE = 5.0  # seconds between SIGINT or SIGTERM and SIGKILL
 SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
@@ -40,7 +46,6 @@ BESIDE = {
     "ops": ("tests/kernels",),
     "compression": ("tests/ranks/test_compressed.py",),
     "measures": ("tests/ranks/test_measures.py",),
-    "loading": ("tests/loading",),
 }
 
 
@@ -174,35 +179,16 @@ def _imports(text: str) -> Iterator[str]:
 # Processes
 
 
-def _members(token: str) -> list[int]:
-    """Return the processes that hold ``token`` in their environment."""
-    marker = f"{TOKEN}={token}".encode()
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if marker in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-    return found
-
-
-def _descendants(pid: int) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, ValueError, IndexError):
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(entry.name))
-    found, waiting = [], [pid]
-    while waiting:
-        below = children.get(waiting.pop(), [])
-        found += below
-        waiting += below
-    return found
-
-
 def _end(token: str, spared: Iterable[int]) -> None:
     """Kill all processes of the run but ``spared``: once more if one has begun meanwhile."""
+    import psutil  # not of the interpreter that only parses the options
+
     for _ in range(5):
-        alive = {*_members(token), *_descendants(os.getpid())} - {*spared, os.getpid()}
+        alive = {child.pid for child in psutil.Process().children(recursive=True)}
+        for process in psutil.process_iter(["environ"]):
+            if (process.info["environ"] or {}).get(TOKEN) == token:
+                alive.add(process.pid)
+        alive -= {*spared, os.getpid()}
         if not alive:
             return
         for pid in alive:
@@ -231,9 +217,11 @@ def _guard(token: str, folder: str) -> None:
 
 def _remove_old_folders(parent: Path) -> None:
     """Remove the files of runs whose process has ended."""
+    import psutil
+
     for folder in parent.glob(f"{FOLDER}*"):
         owner = folder.name.removeprefix(FOLDER).partition("-")[0]
-        if owner.isdecimal() and not Path("/proc", owner).exists():
+        if owner.isdecimal() and not psutil.pid_exists(int(owner)):
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -266,7 +254,8 @@ class Run:
     """The commands of a run; a signal ends the one that is running, then the run."""
 
     def __init__(self, environment: dict[str, str]) -> None:
-        self._environment, self._current = environment, None  # type: ignore[var-annotated]
+        self._environment = environment
+        self._current: subprocess.Popen[str] | None = None
         self._signal = 0
 
     def handle_signals(self) -> None:
@@ -332,17 +321,14 @@ def workers(cores: int) -> int:
     return min(cores + 1, 4)
 
 
-def pytest_arguments(options: Options) -> tuple[list[str], dict[str, str]]:
-    """Return pytest's arguments and further variables for ``options``."""
+def pytest_arguments(options: Options) -> list[str]:
     arguments = ["-q", "-n", str(workers(os.cpu_count() or 1)), "--dist", "loadfile"]
-    # a process that ends or crashes ends the run: pytest-xdist 3.8 can hang after it has replaced
-    # one (its issues 1323, 1327 and 1378)
+    # A process that ends or crashes ends the run: pytest-xdist 3.8 can hang after it has replaced
+    # one (its issues 1323, 1327 and 1378).
     arguments += ["--no-loadscope-reorder", "--max-worker-restart", "0"]
     arguments += ["--long"] if options.whole else ["-m", "not long"]
     arguments += ["--part", options.part] if options.part else []
-    more = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    more["PYTHONDONTWRITEBYTECODE"] = ""  # otherwise each process compiles the package anew
-    return arguments, more
+    return arguments + options.pytest
 
 
 def run(options: Options) -> int:
@@ -365,13 +351,13 @@ def run(options: Options) -> int:
             )
         if code:
             return code
-        arguments, more = pytest_arguments(options)
+        more = dict(VARIABLES)
         if options.stress:
             more["SUITE_STRESS"] = os.environ.get("SUITE_STRESS") or str(secrets.randbelow(10**6))
             print(f"scripts/test: under load, SUITE_STRESS={more['SUITE_STRESS']}", flush=True)
             for _ in range(2 * (os.cpu_count() or 1)):
                 command.begin("-c", "while True: pass")
-        code = command("-m", "pytest", *arguments, *chosen, *options.pytest, **more)
+        code = command("-m", "pytest", *pytest_arguments(options), *chosen, **more)
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     seconds = sum(each.ru_utime + each.ru_stime for each in used)
     wall = time.monotonic() - begun

@@ -50,7 +50,7 @@ def store_of_attempt(store: Any, rank: int, world: int, timeout: timedelta) -> A
         elif time.monotonic() > end:
             raise dist.DistStoreError(
                 f"rank 0 has not come within {timeout.total_seconds():.0f} s: the store has the "
-                f"token of an earlier attempt alone"
+                "token of an earlier attempt alone"
             )
         else:  # confirmed without this rank: of an earlier attempt
             time.sleep(RETRY.total_seconds())

@@ -38,7 +38,8 @@ FAULTS = Path(__file__).resolve().parent
 RESULTS = ROOT / ".mutants"
 COPIED = ("hf_zero", "kernels", "tests", "scripts", "recipes", ".github", ".ci")
 FIRST = 40  # tests of the first round, each of another file
-LIMIT = 420.0  # seconds of one fault's tests; what hangs is caught
+LIMIT = 420.0  # seconds of one fault's tests
+HANGS = 180  # seconds after which a test fails that has not ended
 
 
 @dataclass(frozen=True)
@@ -136,12 +137,13 @@ def record(arguments: list[str]) -> int:
             path = tree / file
             rows = [row for row in faults() if row.file == file]
             path.write_text(probed(path.read_text(), rows))
-        options = suite.parse(arguments)
-        chosen, more = suite.pytest_arguments(options)
-        chosen += [f"--junitxml={RESULTS}/durations.xml", *options.pytest]
-        environment = {**os.environ, **more, "PYTHONPATH": str(tree)}
-        command = [sys.executable, "-m", "pytest", *chosen]
-        return subprocess.run(command, cwd=tree, env=environment).returncode
+        chosen = suite.pytest_arguments(suite.parse(arguments))
+        command = [sys.executable, "-m", "pytest", *chosen, f"--junitxml={RESULTS}/durations.xml"]
+        return subprocess.run(command, cwd=tree, env=variables(tree)).returncode
+
+
+def variables(tree: Path) -> dict[str, str]:
+    return {**os.environ, **suite.VARIABLES, "PYTHONPATH": str(tree)}
 
 
 def probed(text: str, rows: list[Fault]) -> str:
@@ -259,12 +261,11 @@ def _first_failure(tree: Path, tests: list[str], limit: float) -> str:
     listed = tree / "selected.txt"
     listed.write_text("\n".join(tests) + "\n")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    environment |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": ""}
+    command += ["-o", f"faulthandler_timeout={HANGS}"]  # and the process ends: pyproject.toml
     process = subprocess.Popen(
         [*command, f"@{listed}"],
         cwd=tree,
-        env=environment,
+        env=variables(tree),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
@@ -272,9 +273,9 @@ def _first_failure(tree: Path, tests: list[str], limit: float) -> str:
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=max(limit, 60.0))
+        output, _ = process.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
-        return "no end" if limit > 120 else ""
+        return ""  # tests that take long are no failure
     finally:
         try:
             os.killpg(process.pid, signal.SIGKILL)
@@ -294,6 +295,9 @@ def run(names: list[str], jobs: int, label: str) -> int:
     unknown = set(names) - {row.name for row in rows}
     if unknown:
         print(f"no such fault: {', '.join(sorted(unknown))}", file=sys.stderr)
+        return 2
+    if not (RESULTS / "hits").is_dir():
+        print("no recorded run: python scripts/mutants record", file=sys.stderr)
         return 2
     results = RESULTS / f"{label}.json"
     known = json.loads(results.read_text()) if results.exists() else {}

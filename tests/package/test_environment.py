@@ -4,7 +4,6 @@ that a shell script stands in for.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
@@ -17,15 +16,11 @@ from typing import Any
 
 import pytest
 
+from scripts import environment as script
 from tests.helpers.commands import completed
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCED = ROOT / "scripts" / "environment.sh"
-_spec = importlib.util.spec_from_file_location("environment", ROOT / "scripts/environment.py")
-assert _spec and _spec.loader
-script = importlib.util.module_from_spec(_spec)
-sys.modules["environment"] = script  # dataclasses look their module up
-_spec.loader.exec_module(script)
 
 # A stand-in for .venv/bin/python: appends its arguments to `calls`, answers as `answers` says.
 STUB = """#!/bin/sh

@@ -4,7 +4,6 @@ metadata of the releases that ``scripts/pins.py`` records.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import tomllib
@@ -16,13 +15,11 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from scripts import pins as script
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PYTHONS = re.findall(r"Python :: (3\.\d+)", " ".join(PROJECT["classifiers"]))
-_spec = importlib.util.spec_from_file_location("pins", ROOT / "scripts/pins.py")
-assert _spec and _spec.loader
-script = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(script)
 PINNED: dict[str, str] = script.pins((ROOT / "constraints.txt").read_text())
 RECORDED: dict[str, dict[str, Any]] = json.loads(script.RECORD.read_text())
 

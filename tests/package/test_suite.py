@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from scripts import suite
@@ -127,16 +128,9 @@ def test_a_run_that_is_ended_leaves_nothing(number, tmp_path):
         time.sleep(0.05)
 
 
-def _alive(folder: str) -> list[str]:
-    found = []
-    for entry in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            text = entry.read_text(errors="replace")
-        except OSError:
-            continue
-        if f"TMPDIR={folder}" in text:
-            found.append(text)
-    return found
+def _alive(folder: str) -> list[psutil.Process]:
+    processes = psutil.process_iter(["environ"])
+    return [each for each in processes if folder in (each.info["environ"] or {}).get("TMPDIR", "")]
 
 
 def test_files_of_a_run_that_has_ended_are_removed(tmp_path):
