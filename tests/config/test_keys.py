@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -67,15 +68,11 @@ def nested_values(config: ZeroConfig) -> dict[str, Any]:
     return {row.key: row.value for row in config.explain()}
 
 
-def rows(status: Status) -> list[Any]:
-    return [key for key in KEYS.values() if key.status is status]
+def rows(*statuses: Status) -> list[Key]:
+    return [key for key in KEYS.values() if key.status in statuses]
 
 
-def path_of(key: Key) -> str:
-    return key.path
-
-
-@in_one_item(rows(Status.ACTIVE) + rows(Status.INERT), named=path_of)
+@in_one_item(rows(Status.ACTIVE, Status.INERT), named=attrgetter("path"))
 def test_a_key_that_is_built_or_inert_is_accepted_and_explained(key: Key) -> None:
     config = ZeroConfig.from_dict(complete(key, VALUES[key.kind.expected][0]))
     if key.path in ("fp16.type", *(former.path for former in FORMER)):  # spellings of other keys
@@ -90,7 +87,7 @@ def test_a_key_that_is_built_or_inert_is_accepted_and_explained(key: Key) -> Non
     assert key.status is not Status.INERT or len(key.note) > 10
 
 
-@in_one_item(rows(Status.NOT_BUILT), named=path_of)
+@in_one_item(rows(Status.NOT_BUILT), named=attrgetter("path"))
 def test_a_key_that_is_not_built_raises_by_name_when_it_asks_for_the_feature(key: Key) -> None:
     asking = ASKING.get(
         key.path, {"enabled": True} if key.kind.expected.startswith("a section") else True
@@ -108,7 +105,7 @@ def test_a_key_that_is_not_built_raises_by_name_when_it_asks_for_the_feature(key
         ZeroConfig.from_dict(nested(key.path, None))
 
 
-@in_one_item(KEYS.values(), named=path_of)
+@in_one_item(KEYS.values(), named=attrgetter("path"))
 def test_a_wrong_type_names_key_value_and_expectation(key: Key) -> None:
     class Odd:
         def __repr__(self) -> str:

@@ -32,13 +32,8 @@ def zero(**keys: Any) -> ZeroConfig:
         lambda: ZeroConfig(
             3, offload_optimizer=OffloadOptimizer("cpu"), offload_param=OffloadParam("cpu")
         ),
-        lambda: ZeroConfig(3, offload_optimizer={"device": "CPU"}, offload_param=CPU),
-        lambda: ZeroConfig.from_dict(
-            {"stage": 3, "offload_optimizer": "cpu", "offload_param": CPU}
-        ),
         lambda: zero(offload_optimizer=CPU, offload_param=CPU),
         lambda: zero(cpu_offload=True, cpu_offload_params=True),
-        lambda: zero(cpu_offload=True, cpu_offload_param=True),
         lambda: ZeroConfig.from_dict({"deepspeed_config": ACCELERATE, "use_cpu": True}),
     ]
 )
@@ -50,17 +45,14 @@ def test_every_spelling_of_offload_to_the_cpu(make: Callable[[], ZeroConfig]) ->
     assert ZeroConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-@in_one_item([0, 1, 2, 3])
+@in_one_item([0, 2])
 def test_the_optimizer_is_offloaded_at_every_stage_and_parameters_at_stage_3(stage: int) -> None:
     config = ZeroConfig(stage, offload_optimizer={"device": "cpu", "ratio": 0.5})
     assert (config.offload_optimizer.device, config.offload_optimizer.ratio) == ("cpu", 0.5)
-    for device in ("cpu", "nvme") if stage < 3 else ():
-        config = ZeroConfig(stage, offload_param=device)
-        assert not config.offload_param.on
-        (row,) = (row for row in config.explain() if row.key.endswith("offload_param.device"))
-        assert row.value == device
-        assert row.note.startswith(f"no effect: at stage {stage} every rank")
-    assert not ZeroConfig(stage, offload_param="none").offload_param.on
+    config = ZeroConfig(stage, offload_param="nvme")
+    assert not config.offload_param.on
+    (row,) = (row for row in config.explain() if row.key.endswith("offload_param.device"))
+    assert row.value == "nvme" and row.note.startswith(f"no effect: at stage {stage} every rank")
 
 
 INFINITY = """
@@ -87,17 +79,6 @@ def test_everything_that_deepspeed_writes_for_infinity() -> None:
     assert config.offload_param == param
     assert config.aio == AioSection(262144, 16, 2)
     assert ZeroConfig.from_dict(config.to_dict()) == config
-
-
-def test_objects_write_what_they_hold_beside_their_defaults() -> None:
-    more: dict[str, Any] = {"ratio": "auto", "cores": 0.5, "buffer_size": 4096}
-    section = OffloadOptimizer(
-        "nvme", ("/a", "/b"), moments="int8", update_in_backward=True, **more
-    )
-    config = ZeroConfig(1, offload_optimizer=section, aio=AioSection(threads=4))
-    assert config.offload_optimizer == section and config.aio == AioSection(1 << 20, 32, 4)
-    assert config.to_dict()["aio"] == {"thread_count": 4}
-    assert config.sources[PIN] == "default"
 
 
 def test_the_number_of_threads_by_its_names() -> None:
@@ -133,12 +114,6 @@ def test_former_pinning_goes_to_what_is_offloaded(pinned: bool) -> None:
     assert zero(cpu_offload_use_pin_memory=pinned).offload_param.pin_memory is pinned
 
 
-def test_former_names_may_be_auto_and_off() -> None:
-    early = ZeroConfig.from_dict({"zero_optimization": {"cpu_offload": "auto"}}, allow_auto=True)
-    assert early.autos == {"zero_optimization.offload_optimizer.device"}
-    assert zero(cpu_offload=False).offload_optimizer == OffloadOptimizer()
-
-
 def test_optimizer_states_in_bf16() -> None:
     config = zero(offload_optimizer={"device": "cpu"})
     states = config.override({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "cli")
@@ -161,17 +136,11 @@ def test_auto_is_a_value_of_the_ratio_and_a_hole_elsewhere() -> None:
     config = ZeroConfig(2, offload_optimizer={"device": "cpu", "ratio": "auto"})
     assert config.offload_optimizer.ratio == config.resolve(8).offload_optimizer.ratio == "auto"
     assert not config.autos
-    assert config.to_dict()["zero_optimization"]["offload_optimizer"]["ratio"] == "auto"
-
-
-def test_what_accelerate_fills_in() -> None:
-    """It writes "none" where its own arguments are silent, also for a path."""
     holes = {"device": "auto", "nvme_path": "auto"}
-    early = ZeroConfig.from_dict(
-        {"zero_optimization": {"stage": 2, "offload_optimizer": holes, "offload_param": holes}},
-        allow_auto=True,
-    )
+    written = {"stage": 2, "offload_optimizer": holes, "offload_param": holes}
+    early = ZeroConfig.from_dict({"zero_optimization": written}, allow_auto=True)
     assert not early.offload_optimizer.on and len(early.autos) == 4
+    # Accelerate writes "none" where its own arguments are silent, also for a path
     none = {"device": "none", "nvme_path": "none"}
     filled = {"offload_optimizer": none, "offload_param": none}
     config = early.override(filled, "Accelerate").resolve(2)
@@ -187,16 +156,6 @@ def notes(config: ZeroConfig) -> dict[str, str]:
         for row in config.explain()
         if "offload_optimizer" in row.key or row.key.startswith("aio")
     }
-
-
-def test_without_offload_only_the_device_is_shown() -> None:
-    assert set(notes(ZeroConfig(2))) == {"device"}
-    on_cpu = notes(ZeroConfig(2, offload_optimizer="cpu"))
-    assert "ratio" in on_cpu and "nvme_path" not in on_cpu
-    on_disk = ZeroConfig(2, offload_optimizer={"device": "nvme", "nvme_path": "/a"})
-    assert {"nvme_path", "queue_depth"} <= set(notes(on_disk))
-    shown = ZeroConfig(2).to_dict("default")["zero_optimization"]["offload_optimizer"]
-    assert "moments" not in shown
 
 
 EARLY = {"device": "cpu", "update_in_backward": True}
@@ -216,3 +175,4 @@ DEVICE = "zero_optimization.offload_optimizer.device"
 def test_a_key_without_effect_says_why(case: tuple[dict[str, Any], str, str]) -> None:
     keys, name, why = case
     assert notes(ZeroConfig(2, **keys))[name].startswith(f"no effect: {why}")
+    assert set(notes(ZeroConfig(2))) == {"device"}

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,21 +18,14 @@ import torch
 
 from hf_zero.config import (
     PRESETS,
-    AioSection,
-    Bf16Section,
     CompileSection,
-    Fp16Section,
-    OffloadOptimizer,
-    OffloadParam,
     OptimizerConfig,
     ZeroConfig,
-    ZeroSection,
 )
 from hf_zero.config.files import parse_hjson
 from hf_zero.config.provenance import SourcedDict
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.logging import in_units, parse_size
-from tests.helpers.cells import in_one_item
 
 
 def test_keywords() -> None:
@@ -54,41 +48,6 @@ def test_keywords() -> None:
     assert config.sources["prescale_gradients"] == "default"
 
 
-def test_a_one_is_true() -> None:
-    for one in (True, 1):
-        config = ZeroConfig.from_dict({"bf16": {"enabled": one}, "prescale_gradients": one - 1})
-        assert config.bf16.enabled is True and config.prescale_gradients is False
-
-
-def test_defaults() -> None:
-    config = ZeroConfig(stage=1)
-    assert (config.gradient_clipping, config.timeout, config.replicate_size) == (0.0, 1800.0, 1)
-    assert (config.elementwise_optimizers, config.kernels) == ((), "off")
-    assert config.zero == ZeroSection(prefetch_bucket_size=50_000_000)
-    assert config.precision == "fp32" and config.fp16.loss_scale == 0.0
-    assert (config.fp16.initial_scale_power, config.fp16.loss_scale_window) == (16, 1000)
-    assert (config.fp16.hysteresis, config.fp16.min_loss_scale) == (2, 1.0)
-    offload = (config.offload_optimizer, config.offload_param, config.aio)
-    assert offload == (OffloadOptimizer(), OffloadParam(), AioSection())
-    assert ZeroConfig.from_dict({}).stage == 0
-
-
-def test_sections_may_be_objects() -> None:
-    config = ZeroConfig(
-        2,
-        zero=ZeroSection(prefetch_bucket_size=7, gather_16bit_weights_on_model_save=True),
-        fp16=Fp16Section(True, loss_scale=8.0),
-        bf16=Bf16Section(),
-        optimizer=OptimizerConfig("SGD", {"lr": 0.1}),
-    )
-    assert config.zero.prefetch_bucket_size == 7
-    assert config.zero.gather_16bit_weights_on_model_save
-    assert config.fp16.loss_scale == 8.0
-    written = config.to_dict()
-    written["zero_optimization"]["stage"] = written["stage"] = 1
-    assert dataclasses.replace(config, stage=1) == ZeroConfig.from_dict(written)
-
-
 def test_the_configuration_is_frozen_hashable_and_can_be_copied() -> None:
     config = ZeroConfig(stage=3, optimizer={"type": "Adam", "params": {"lr": 1.0}})
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -97,6 +56,7 @@ def test_the_configuration_is_frozen_hashable_and_can_be_copied() -> None:
     for twin in (copy.deepcopy(config), pickled, ZeroConfig.coerce(config)):
         assert twin == config and hash(twin) == hash(config) and twin.sources == config.sources
     assert config != ZeroConfig(stage=3)
+    assert dataclasses.replace(config, stage=1).stage == 1
 
 
 def test_an_unknown_key_of_a_foreign_file_is_told_once(heard: list[str]) -> None:
@@ -109,17 +69,10 @@ def test_an_unknown_key_of_a_foreign_file_is_told_once(heard: list[str]) -> None
         assert heard == [f"file of {key}: the key {key!r} is not known here and has no effect"]
         with pytest.raises(ConfigError, match=f"unknown key {key!r}"):
             ZeroConfig.from_dict(given)
-
-
-MISSPELT = ("zero_optimisation", "fp_16", "train_batchsize", "schedular", "stage3")
-
-
-@in_one_item([*MISSPELT, "zero_optimization.log", "fp16.log"])
-def test_a_misspelt_or_misplaced_key_of_a_foreign_file_is_an_error(key: str) -> None:
-    section, _, name = key.rpartition(".")
-    given = {section: {name: 1}} if section else {key: 1, "bf16": {"enabled": True}}
-    with pytest.raises(ConfigError, match=f"unknown key '{key}'"):
-        ZeroConfig.from_dict(given, foreign=True)
+    misspelt: dict[str, Any]
+    for misspelt in ({"fp_16": 1, "bf16": {}}, {"stage3": 1, "bf16": {}}, {"fp16": {"log": 1}}):
+        with pytest.raises(ConfigError, match="unknown key"):
+            ZeroConfig.from_dict(misspelt, foreign=True)
 
 
 def test_what_is_done_instead_is_told_of_a_foreign_file(heard: list[str]) -> None:
@@ -217,15 +170,12 @@ def test_files(tmp_path: Path) -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     twice = "the key 'stage' occurs twice in one section"
     for name, text, said in (
-        ("a.json", '{"stage": 3,\n "timeout": }', r"a\.json is not .*JSON: .*line 2, column 13"),
         ("b.json", '{"stage": 3, "stage": 2}', twice),
         ("c.json", "[1]", "holds a list, not keys and values"),
         ("d.json", "\xff\xfe\x00", "is not UTF-8 text"),
         ("a.yaml", "", r"a\.yaml is empty, not keys and values"),
         ("b.yaml", "stage: 3\nstage: 2\n", twice),
-        ("c.yaml", "stage: [3\n", r"c\.yaml is not valid YAML: .*line 2.*; fix that line$"),
         ("a.py", "import a: 1: 2\n", "fix that line, or pass the path of a JSON or YAML file$"),
-        ("d.yaml", "stagee: 3\n", r"d\.yaml: unknown key 'stagee'; did you mean 'stage'"),
     ):
         (tmp_path / name).write_text(text, encoding="latin-1")
         with pytest.raises(ConfigError, match=f"(?s){said}"):
@@ -244,7 +194,6 @@ def test_coerce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ConfigError, match="gradient_clipping"):
             ZeroConfig.coerce(form)
     for given, said in (
-        ("zero4", "'zero4' is neither a file, JSON nor a preset"),
         ("zero9.yaml", r"zero9\.yaml does not exist \(looked in /.*zero9\.yaml\)"),
         (tmp_path, "is a directory, not a file"),
         ('{"stage": 3', "config string is not valid JSON"),
@@ -256,7 +205,8 @@ def test_coerce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ZeroConfig.from_dict([])  # type: ignore[arg-type]
 
 
-def test_all_mistakes_are_reported_at_once() -> None:
+def test_all_mistakes_are_reported_at_once_of_a_file_that_was_copied() -> None:
+    """As the Trainer passes it on: each is one of the file, in the syntax of the file."""
     config = {
         "zero_optimization": {"stage": 5, "overlap_com": True, "offload_param": {"device": "cpu"}},
         "fp16": {"enabled": True},
@@ -266,8 +216,9 @@ def test_all_mistakes_are_reported_at_once() -> None:
         "optimizer": {"params": {"lr": 1}},
         "zero_optimization.reduce_bucketsize": 1,
     }
+    copied = copy.deepcopy(SourcedDict.of(config, "config file ds.json"))
     with pytest.raises(ConfigError) as caught:
-        ZeroConfig.from_dict(config, source="config file ds.json")
+        ZeroConfig.from_dict(copied)
     first, *listed = str(caught.value).splitlines()
     assert first == "8 mistakes in the configuration:"
     expected = [
@@ -282,26 +233,7 @@ def test_all_mistakes_are_reported_at_once() -> None:
     ]
     assert len(listed) == len(expected), listed
     assert all(part in line for part, line in zip(expected, listed)), listed
-
-
-def test_what_may_follow_from_another_mistake_is_not_reported() -> None:
-    """The stage may have been meant by the misspelt key: that parameters are offloaded below
-    stage 3 is not known.
-    """
-    with pytest.raises(ConfigError) as caught:
-        ZeroConfig.from_dict({"zero_optimization": {"stge": 3, "offload_param": {"device": "cpu"}}})
-    assert str(caught.value).startswith("config dict: unknown key 'zero_optimization.stge'")
-
-
-def test_what_a_number_of_ranks_contradicts_is_reported_at_once() -> None:
-    config = ZeroConfig.from_dict(
-        {"train_batch_size": 7, "gradient_clipping": "auto", "replicate_size": 2}, allow_auto=True
-    )
-    with pytest.raises(ConfigError) as caught:
-        config.resolve(3)
-    said = str(caught.value)
-    parts = ("3 mistakes", "still 'auto'", "train_batch_size = 7", "does not divide 3 ranks")
-    assert all(part in said for part in parts)
+    assert all("config file ds.json: " in line for line in listed[:3])
 
 
 HJSON = """
@@ -360,18 +292,6 @@ def test_what_is_no_hjson_is_named(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ConfigError, match=f"not valid JSON: .*nor Hjson: .*{said}.* in line 1"):
             ZeroConfig.from_file(file)
-
-
-def test_a_copy_of_a_file_is_named_by_its_path() -> None:
-    """As the Trainer passes it on: the error is one of the file, in the syntax of the file."""
-    written = {"zero_optimization": {"stge": 3}, "bf16": {"enabled": "yes"}, "fp16": None}
-    copied = copy.deepcopy(SourcedDict.of(written, "config file ds.json"))
-    copied["fp16"] = {"enabled": False}
-    with pytest.raises(ConfigError) as caught:
-        ZeroConfig.from_dict(copied)
-    said = str(caught.value)
-    assert "config file ds.json: unknown key 'zero_optimization.stge'" in said
-    assert 'config file ds.json: bf16.enabled = "yes" is not true or false' in said
 
 
 def test_bytes_in_words() -> None:

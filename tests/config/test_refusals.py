@@ -4,9 +4,7 @@ dialects.
 
 from __future__ import annotations
 
-import itertools
 import re
-from typing import Any
 
 import pytest
 import yaml
@@ -21,17 +19,10 @@ from tests.helpers.cells import in_one_item
 REFUSED = """
 # -- unknown keys, with the one that was meant
 {zero: {}} => 'zero' ~ 'zero_optimization'
-{zero_optimization: {overlap_com: true}}
-    => 'zero_optimization.overlap_com' ~ 'zero_optimization.overlap_comm', which has no effect
 {quantize_training: {uantize_algo: {}}}
     => 'quantize_training.uantize_algo' ~ 'quantize_training.quantize_algo'
-{zero_optimization: {offload_optimizer: {devise: cpu}}}
-    => 'zero_optimization.offload_optimizer.devise' ~ 'zero_optimization.offload_optimizer.device'
 {overlap_comm: true} => 'overlap_comm' ~ 'zero_optimization.overlap_comm', which has no effect
-{stage3_prefetch_bucket_size: 1}
-    => 'stage3_prefetch_bucket_size' ~ 'zero_optimization.stage3_prefetch_bucket_size'
 {grad_clipping: 1.0} => 'grad_clipping' ~ 'gradient_clipping'
-{fp16: {enable: true}} => 'fp16.enable' ~ 'fp16.enabled'
 {curriculum_learning: {Enabled: true}} => 'curriculum_learning.Enabled' ~ .enabled'
 {zero_optimization.reduce_bucketsize: 1}
     => 'zero_optimization.reduce_bucketsize' ~ 'zero_optimization.reduce_bucket_size', which has no
@@ -39,41 +30,27 @@ REFUSED = """
 {type: AdamW} => 'type' ~ 'optimizer.type'
 {zero_optimization: {xyzzy: 1}, gradient_clipping: auto}
     => 2 mistakes ~ 'zero_optimization.xyzzy'; known here: ~ still 'auto' ~ gradient_clipping
-{activation_checkpointing: {block: true}} => did you mean 'activation_checkpointing.blocks'
-{fp16: {xyzzy: 1}} => 'fp16.xyzzy'; known here: ~ fp16.loss_scale
 {3: 1} => 3 is not a name; keys are strings
 
 # -- values that are none of their key
 {zero_optimization: true}
     => zero_optimization = true is not a section ~ write {'zero_optimization': {'stage': …}}
-{zero_optimization: {offload_param: cpu}} => write {'offload_param': {'device': …}}
 {zero_optimization: {stage: null}} => zero_optimization.stage = null is not an integer from 0 to 3
-{zero_optimization: {stage: 4}} => zero_optimization.stage = 4 is not an integer from 0 to 3
 {zero_optimization: {stage: 2.5}} => zero_optimization.stage = 2.5 is not an integer from 0 to 3
 {gradient_clipping: -1.0} => gradient_clipping = -1.0 is not a number of at least 0
 {gradient_clipping: .inf} => gradient_clipping = Infinity is not a number of at least 0
-{gradient_clipping: "1.0"} => gradient_clipping = "1.0" is not a number of at least 0
 {train_batch_size: 0} => train_batch_size = 0 is not an integer of at least 1
-{fp16: {enabled: "true"}} => fp16.enabled = "true" is not true or false
 {fp16: {min_loss_scale: 0}} => fp16.min_loss_scale = 0 is not a number greater than 0
 {communication_data_type: int8} => "int8" is not one of 'fp32', 'bf16', 'fp16'
-{elementwise_optimizers: Sophia} => elementwise_optimizers = "Sophia" is not a list of names
 {steps_per_print: 0} => steps_per_print = 0 is not a positive number of steps or infinity
 {optimizer: {type: ""}} => optimizer.type = "" is not a non-empty string
 {optimizer: {params: {lr: 0.1}}} => optimizer names no type; write optimizer: {type: …, params: {…}}
 {optimizer: {type: Adam, params: {lr: 2020-01-01}}} => is not a section of keys and plain values
-{optimizer: {type: Adam, params: {1: 0.1}}} => is not a section of keys and plain values
 {optimizer: {type: Adam, params: {max_grad_norm: 1.0}}} => write gradient_clipping: 1.0
-{compile: true} => compile = true is not a section ~ write {'compile': {'blocks': …}}
 {kernels: norms} => is not 'auto', 'off' or a list of names among norms, activations
-{kernels: [norm]} => is not 'auto', 'off' or a list of names among norms, activations
 {activation_checkpointing: {blocks: 0}} => blocks = 0 ~ a number of blocks, or 'selective'
 {activation_checkpointing: {blocks: some}} => blocks = "some"
-{activation_checkpointing: {number_checkpoints: -1}} => number_checkpoints = -1 ~ of at least 0
 {activation_offload: {in_flight_bytes: 0}} => in_flight_bytes = 0 ~ at least 1
-{activation_offload: {min_bytes: 1MB}} => min_bytes = "1MB"
-{activation_offload: cpu} => activation_offload = "cpu" ~ not a section
-{checkpoint: {writer: {type: MOCK}}} => "MOCK"
 
 # -- what contradicts something else
 {stage: 2, zero_optimization: {stage: 3}} => zero_optimization.stage = 3 contradicts ~ stage = 2
@@ -81,19 +58,13 @@ REFUSED = """
     => bf16.enabled = false contradicts ~ bfloat16.enabled = true
 {gradient_accumulation_dtype: bf16, data_types: {grad_accum_dtype: fp32}}
     => grad_accum_dtype = "fp32" contradicts ~ gradient_accumulation_dtype = "bf16"
-{fp16: {enabled: true}, bf16: {enabled: true}}
-    => fp16.enabled ~ and bf16.enabled ~ are both true ~ set one of them to false
 {activation_checkpointing: {blocks: 2, number_checkpoints: 3}}
     => blocks = 2 ~ contradicts ~ number_checkpoints = 3 ~ remove one
-{checkpoint: {writer: {decoupled: true}, async_save: false}} => contradicts
 
 # -- offload
 {zero_optimization: {stage: 3, offload_optimizer: {ratio: 1.5}}} => ratio = 1.5 is not
 {zero_optimization: {stage: 3, offload_optimizer: {moments: fp8}}} => moments = "fp8" ~ 'int8'
-{zero_optimization: {stage: 3, offload_optimizer: {buffer_count: 0}}} => count = 0 ~ at least 1
 {zero_optimization: {stage: 3, offload_optimizer: {cpuadam_cores_perc: 0}}} => perc = 0 ~ above 0
-{zero_optimization: {stage: 3, offload_optimizer: {cores: 1.5}}} => cores = 1.5 ~ at most 1
-{zero_optimization: {stage: 3, offload_optimizer: {device: disk}}} => device = "disk" ~ 'nvme'
 {zero_optimization: {stage: 3, offload_optimizer: {device: cpu, buffer_count: auto}}}
     => still 'auto' ~ offload_optimizer.buffer_count
 {aio: {block_size: 5000}} => block_size = 5000 ~ a multiple of 4096 bytes
@@ -118,7 +89,7 @@ REFUSED = """
 8> {zero_optimization: {stage: 3, zero_hpz_partition_size: 4, mics_shard_size: 2}}
     => zero_hpz_partition_size = 4 ~ does not divide the 2 ranks
 8> {zero_optimization: {stage: 2, zero_hpz_partition_size: 4}} => 4 ~ gathers of stage 3
-3> {tensor_parallel: {autotp_size: 2}} => autotp_size = 2 ~ does not divide 3 ranks
+3> {train_batch_size: 7, replicate_size: 2, tensor_parallel: {autotp_size: 2}} => 3 mistakes
 
 # -- what a stage cannot compress
 2> {zero_optimization: {stage: 0}, compressed_communication: {bits: 4}}
@@ -145,23 +116,18 @@ REFUSED = """
 # -- what is not built
 ! {nebula: {enabled: true}} => use checkpoint.async_save; remove the key or write
 ! {tensor_parallel: {preset_model: llama}} => tensor_parallel.preset_model = ~ does not provide
-! {hybrid_engine: {enabled: true}} => hybrid_engine = ~ does not provide
-! {compile: {deepcompile: true}} => compile.deepcompile = ~ does not provide
 ! {hybrid_engine: {enabled: true}, autotuning: {enabled: true}}
     => 2 mistakes in the configuration: ~ hybrid engine ~ autotuning
 
 # -- Accelerate's files
-{deepspeed_config: {}, num_proceses: 2} => 'num_proceses' ~ 'num_processes'
 {deepspeed_config: {zero_stag: 3}} => 'deepspeed_config.zero_stag' ~ 'zero_stage'
 {deepspeed_config: {}, zero_stage: 3} => beside Accelerate's own; put 'zero_stage' under deepspeed_c
-{deepspeed_config: {kernel: auto}} => 'deepspeed_config.kernel' ~ 'kernels'
 {deepspeed_config: {attention_backend: fast}} => deepspeed_config: attention_backend = "fast"
 {distributed_type: MULTI_GPU}
     => distributed_type = "MULTI_GPU" does not train with ZeRO; write distributed_type: DEEPSPEED
 {distributed_type: FSDP, fsdp_config: {fsdp_version: 2}}
     => distributed_type = "FSDP": the file is for FSDP; `hf-zero migrate ds.json -o zero3.yaml`
 {deepspeed_config: 3} => deepspeed_config = 3 is not a section ~ write deepspeed_config: {zero_stage
-{deepspeed_config: {zero_stage: "3"}} => deepspeed_config.zero_stage = "3" is not an integer
 {deepspeed_config: {zero3_init_flag: "yes"}} => zero3_init_flag = "yes" is not true
 {deepspeed_config: {gradient_clipping: auto}} => gradient_clipping (config file ds.json:
 {deepspeed_config: {}, mixed_precision: bf32} => "bf32" is not one of 'no', 'fp16'
@@ -191,31 +157,19 @@ def test_what_cannot_be_meant(row: str) -> None:
     assert re.search(f"(?s){'.*'.join(parts)}{end}", str(caught.value)), str(caught.value)
 
 
-def test_values_that_no_file_holds() -> None:
-    for value in (object, itertools):
-        config = {"optimizer": {"type": "Adam", "params": {"lr": value}}}
-        with pytest.raises(ConfigError, match="is not a section of keys and plain values"):
-            ZeroConfig.from_dict(config)
-
-
-@in_one_item(itertools.product(["offload_optimizer", "offload_param"], [None, "none", []]))
-def test_nvme_needs_a_folder(case: tuple[str, Any]) -> None:
-    section, path = case
-    said = rf"zero_optimization\.{section}\.device = 'nvme' .* names no folder .*nvme_path"
-    with pytest.raises(ConfigError, match=said):
-        ZeroConfig(3, **{section: {"device": "nvme", "nvme_path": path}})
-
-
-@in_one_item(["/a,/b", "", 3, ["/a", "/a"], ["/a", ""]])
-def test_a_path_that_cannot_be_meant(path: Any) -> None:
+def test_paths_that_cannot_be_meant() -> None:
+    said = r"offload_param\.device = 'nvme' .* names no folder .*nvme_path"
+    for path in (None, "none", []):
+        with pytest.raises(ConfigError, match=said):
+            ZeroConfig(3, offload_param={"device": "nvme", "nvme_path": path})
     said = r"offload_param\.nvme_path = .* is not a path, or a list of different paths"
-    with pytest.raises(ConfigError, match=said):
-        ZeroConfig(3, offload_param={"device": "nvme", "nvme_path": path})
+    for wrong in ("/a,/b", "", 3, ["/a", "/a"], ["/a", ""]):
+        with pytest.raises(ConfigError, match=said):
+            ZeroConfig(3, offload_param={"device": "nvme", "nvme_path": wrong})
 
 
 def test_keywords() -> None:
     for keywords, said in (
-        ({"gradient_cliping": 1.0}, "unknown key 'gradient_cliping'; did you mean"),
         ({"hybrid_engine": {}}, "'hybrid_engine'; .* use ZeroConfig.from_dict"),
         ({"fp16": True, "bf16": True}, r"fp16.enabled \(keyword\) and bf16.enabled \(keyword\)"),
         ({"stage": 4, "gradient_cliping": 1.0, "hybrid_engine": {}}, "(?s)3 mistakes.*stage = 4"),

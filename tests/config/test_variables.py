@@ -13,7 +13,6 @@ import hf_zero
 from hf_zero.cli import doctor
 from hf_zero.cli.app import app
 from hf_zero.config import variables
-from tests.helpers.cells import in_one_item
 
 UNKNOWN = "hf-zero has no such variable"
 FAULTS = {
@@ -25,21 +24,16 @@ FAULTS = {
 }
 
 
-@in_one_item(FAULTS)
-def test_a_fault_is_named_with_its_remedy(name: str) -> None:
-    value, said = FAULTS[name]
-    assert [*variables.faults({name: value, "HF_HOME": "/"})] == [(name, said)]
-
-
-def test_a_known_value_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_is_named_with_its_remedy_and_a_known_value_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, (value, said) in FAULTS.items():
+        assert [*variables.faults({name: value, "HF_HOME": "/"})] == [(name, said)]
     for value in ("0", "Off", " no ", "1", "TRUE", ""):
         assert [*variables.faults({"HF_ZERO_TRITON": value, "HF_ZERO_HOST": "a"})] == []
         monkeypatch.setenv("HF_ZERO_TRITON", value)
         assert variables.is_off("HF_ZERO_TRITON") == (value in ("0", "Off", " no "))
-
-
-def test_a_switch_is_read_from_the_environment_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``datasets.Dataset.map`` replaces ``os.environ`` by a copy."""
+    # ``datasets.Dataset.map`` replaces ``os.environ`` by a copy
     monkeypatch.setattr(os, "environ", {**os.environ, "HF_ZERO_NATIVE": "off"})
     assert variables.is_off("HF_ZERO_NATIVE")
 
