@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,27 +26,32 @@ def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[LaunchPlan]
     return plans
 
 
-def test_hosts_and_filters(planned: list[LaunchPlan], tmp_path: Path) -> None:
+@pytest.fixture
+def two_hosts(tmp_path: Path) -> str:
     file = tmp_path / "hosts"
     file.write_text("10.9.9.1 slots=4\n10.9.9.2 slots=4\n")
+    return str(file)
+
+
+def test_hosts_and_filters(planned: list[LaunchPlan], two_hosts: str, tmp_path: Path) -> None:
     (tmp_path / ".deepspeed_env").write_text("NCCL_IB_DISABLE=1\n")
     own = ["train.py", "--deepspeed", "--hostfile", "x"]
     chosen = ["--include", "10.9.9.1:0@10.9.9.2:1,3", "--master_port", "99"]
-    main(["--hostfile", str(file), *chosen, *own])
-    (plan,) = planned
+    main(["--hostfile", two_hosts, *chosen, *own])
+    plan = planned.pop()
     assert plan.meeting == "10.9.9.1:99"
     assert [start.host.slots for start in plan.starts] == [(0,), (1, 3)]
     for start in plan.starts:
         assert start.command[-4:] == own
         assert "--local_rank" in " ".join(start.command)
         assert start.environment["NCCL_IB_DISABLE"] == "1"
-
-
-@pytest.fixture
-def two_hosts(tmp_path: Path) -> str:
-    file = tmp_path / "hosts"
-    file.write_text("10.9.9.1 slots=1\n10.9.9.2 slots=1\n")
-    return str(file)
+    # each host starts its own part
+    main(["-H", two_hosts, "--no_ssh", "--node_rank", "1", "train.py"])
+    plan = planned.pop()
+    assert plan.alone and plan.meeting == "10.9.9.1:29500"
+    Path(two_hosts).rename(tmp_path / "job-hostfile")  # the default one
+    main(["--num_nodes", "2", "train.py"])
+    assert [start.host.name for start in planned[0].starts] == ["10.9.9.1", "10.9.9.2"]
 
 
 def test_options_that_pdsh_appends_to_ssh(
@@ -88,8 +92,6 @@ def test_what_is_refused_plans_nothing(planned: list[LaunchPlan]) -> None:
         ("--autotuning run", "--autotuning"),
         ("--save_pid", "--save_pid"),
         ("--bind_cores_to_rank", "--bind_cores_to_rank"),
-        ("--bind_core_list 0-3", "--bind_core_list"),
-        ("--venv_script x", "--venv_script"),
         ("--launcher_args=-v", "--launcher_args"),
         ("--launcher openmpi --enable_each_rank_log logs", "--enable_each_rank_log"),
         ("--launcher none", "--launcher none"),
@@ -97,22 +99,6 @@ def test_what_is_refused_plans_nothing(planned: list[LaunchPlan]) -> None:
         with pytest.raises(NotBuiltError, match=f"{name}.* is not built"):
             main([*arguments.split(), "train.py"])
     assert not planned
-
-
-def test_the_default_hostfile_is_taken_where_there_is_one(
-    planned: list[LaunchPlan], two_hosts: str, tmp_path: Path
-) -> None:
-    Path(two_hosts).rename(tmp_path / "job-hostfile")
-    main(["--num_nodes", "2", "train.py"])
-    assert [start.host.name for start in planned[0].starts] == ["10.9.9.1", "10.9.9.2"]
-
-
-def test_without_ssh_each_host_starts_its_own_part(
-    planned: list[LaunchPlan], two_hosts: str
-) -> None:
-    main(["-H", two_hosts, "--no_ssh", "--node_rank", "1", "train.py"])
-    (plan,) = planned
-    assert plan.alone and plan.meeting == "10.9.9.1:29500"
 
 
 def test_how_much_is_said_and_a_log_of_each_rank(
@@ -127,13 +113,6 @@ def test_how_much_is_said_and_a_log_of_each_rank(
     main(["--enable_each_rank_log", "logs", "train.py"])
     command = planned[0].starts[0].command
     assert command[command.index("--log-dir") :][:4] == ["--log-dir", "logs", "--tee", "3"]
-
-
-def test_a_failure_ends_the_command_with_its_code(
-    planned: list[LaunchPlan], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failed: Any = lambda plan: 7  # noqa: E731
-    monkeypatch.setattr(launcher, "carry_out", failed)
-    with pytest.raises(SystemExit) as ended:
+    monkeypatch.setattr(launcher, "carry_out", lambda plan: 7)
+    with pytest.raises(SystemExit, match=r"^7$"):
         main(["train.py"])
-    assert ended.value.code == 7

@@ -69,12 +69,6 @@ def test_each_line_has_its_host_before_it(capfdbinary: pytest.CaptureFixture[byt
     assert err == b"[a] bar 1\r[a] bar 2\r", "a progress bar still redraws, and stderr is stderr"
 
 
-def test_one_host_needs_no_name(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    assert carry_out(LaunchPlan([on("far", "echo hello; exit 3")], None)) == 3
-    out, err = capfdbinary.readouterr()
-    assert out == b"hello\n" and b"far ended with code 3" in err
-
-
 def test_the_first_failure_ends_the_others(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,20 +110,22 @@ def test_a_host_that_cannot_be_reached(capfd: pytest.CaptureFixture[str]) -> Non
     said = capfd.readouterr().err
     assert "[lost] no route to host" in said
     assert "lost ended with code 255; it could not be reached, or was lost" in said
+    done = completed([sys.executable, "-m", "hf_zero.launch.agent"], timeout=300.0)
+    assert done.returncode == 127, "an agent that gets no orders starts nothing"
 
 
-def test_a_program_that_is_not_there(capfd: pytest.CaptureFixture[str]) -> None:
+def test_one_host_needs_no_name(
+    capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert carry_out(LaunchPlan([on("far", "echo hello; exit 3")], None)) == 3
+    out, err = capfdbinary.readouterr()
+    assert out == b"hello\n" and b"far ended with code 3" in err
     start = Start(Host("a", (0,)), ["/no/such/python"], {}, ["sh", "-c", AGENT], here=False)
     assert carry_out(LaunchPlan([start], None)) == 127
-    assert "cannot start /no/such/python" in capfd.readouterr().err
-
-
-def test_this_machine_alone_is_run_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert b"cannot start /no/such/python" in capfdbinary.readouterr().err
+    # this machine alone is run in place
     ran: list[tuple[str, list[str], str]] = []
-
-    def execv(program: str, words: list[str]) -> None:
-        ran.append((program, words, os.environ["MARK_OF_TEST"]))
-
+    execv = lambda program, words: ran.append((program, words, os.environ["MARK_OF_TEST"]))  # noqa: E731
     monkeypatch.setattr(os, "execv", execv)
     monkeypatch.setenv("MARK_OF_TEST", "")
     start = Start(Host("localhost", (0,)), ["py", "x"], {"MARK_OF_TEST": "1"}, [], here=True)
@@ -181,8 +177,3 @@ def test_output_that_nobody_reads_holds_nobody_up(tmp_path: Path) -> None:
     finally:
         end_group(process)
     assert (tmp_path / "done").exists()
-
-
-def test_an_agent_that_gets_no_orders_starts_nothing() -> None:
-    done = completed([sys.executable, "-m", "hf_zero.launch.agent"], timeout=300.0)
-    assert done.returncode == 127

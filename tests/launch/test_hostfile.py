@@ -34,12 +34,10 @@ def test_a_hostfile_as_deepspeed_writes_it(tmp_path: Path) -> None:
 def test_a_line_that_is_wrong_is_named(tmp_path: Path) -> None:
     for text, says in (
         ("", ["lists no host"]),
-        ("# nothing\n\n", ["lists no host", "slots=N"]),
         ("a slots=1\nb\n", ["line 2: 'b' is not `host slots=N`"]),
         ("a slots=two", ["line 1", "slots=two"]),
         ("a slots=1 max_slots=2", ["line 1", "max_slots"]),
         ("a slots=0", ["line 1", "no slot"]),
-        ("a slots=-1", ["line 1"]),
         ("a slots=1\n\nb slots=1\na slots=2\n", ["line 4: a is in line 1 already"]),
         ("-oProxyCommand=x slots=1", ["line 1", "not a host name"]),
         ("me@a slots=1", ["line 1", "not a host name", "--ssh"]),
@@ -61,9 +59,7 @@ def test_a_line_that_is_wrong_is_named(tmp_path: Path) -> None:
         ({"include": "worker-0@worker-1:1"}, {"worker-0": [0, 1, 2, 3], "worker-1": [1]}),
         ({"include": "worker-1:1,0@worker-0:2"}, {"worker-0": [2], "worker-1": [0, 1]}),
         ({"include": "worker-0:1@worker-0:3"}, {"worker-0": [1, 3]}),
-        ({"exclude": "worker-0:0,2@10.0.0.3"}, {"worker-0": [1, 3], "worker-1": [0, 1]}),
         ({"exclude": "worker-1:0,1"}, {"worker-0": [0, 1, 2, 3], "10.0.0.3": [0]}),
-        ({"num_nodes": 2}, {"worker-0": [0, 1, 2, 3], "worker-1": [0, 1]}),
         ({"num_nodes": 2, "num_procs": 1}, {"worker-0": [0], "worker-1": [0]}),
     ]
 )
@@ -79,18 +75,12 @@ def test_what_is_left_of_the_hosts(case: tuple[dict, dict[str, list[int]]]) -> N
 @in_one_item(
     [
         ({"include": "worker-9"}, ["no host 'worker-9'", "worker-0, worker-1, 10.0.0.3"]),
-        ({"exclude": "worker"}, ["--exclude 'worker'", "no host 'worker'"]),
-        ({"include": "worker-1:2"}, ["worker-1 has slots 0 to 1, not 2"]),
         ({"exclude": "worker-1:0,7,8"}, ["not 7, 8"]),
         ({"include": "worker-0:"}, ["'worker-0:' is not HOST or HOST:SLOT,SLOT"]),
-        ({"include": "worker-0:x"}, ["'worker-0:x'"]),
         ({"include": "worker-0@@worker-1"}, ["'' is not"]),
-        ({"include": "worker-0,worker-1"}, ["no host 'worker-0,worker-1'"]),
-        ({"include": ":0"}, ["':0' is not"]),
         ({"exclude": "worker-0@worker-1@10.0.0.3"}, ["leaves no host"]),
         ({"include": "worker-0", "exclude": "worker-1"}, ["--include and --exclude cannot be"]),
         ({"include": "worker-0", "num_nodes": 1}, ["--include and --num-nodes cannot"]),
-        ({"exclude": "worker-0", "num_procs": 1}, ["--exclude and --num-procs cannot"]),
         ({"num_nodes": 4}, ["--num-nodes 4: there are 3 host(s)"]),
         ({"num_nodes": 0}, ["--num-nodes 0"]),
         ({"num_procs": 2}, ["--num-procs 2", "10.0.0.3 1 slot(s)"]),

@@ -23,7 +23,6 @@ WRONG = "ConfigError: stage = 7 is unknown"
     [
         (f"{WRONG}; write 0 to 3", f" ({WRONG}; write 0 to 3)"),
         (f"{WRONG}; {LONG}", f" ({WRONG})"),
-        (f"LaunchError: rank 1 has ended. {LONG}", " (LaunchError: rank 1 has ended)"),
         (f"ConfigError: it, {LONG}", " (ConfigError)"),
         ("ConfigError: 3 mistakes:", " (ConfigError: 3 mistakes)"),
         ("", ""),
@@ -39,7 +38,6 @@ def test_an_error_is_repeated_in_whole_sentences(case: tuple[str, str]) -> None:
 @in_one_item(
     [
         ({0: 1, 1: 3}, 1),  # rank 0 has lost rank 1, which has left with a code of its own
-        ({0: -signal.SIGTERM, 1: 3}, 1),
         ({0: -signal.SIGTERM, 1: 1}, 1),
         ({0: 1, 1: -signal.SIGKILL}, 1),
         ({0: -signal.SIGABRT, 1: 1, 2: 1}, 1),

@@ -18,7 +18,7 @@ from hf_zero.deepspeed import multinode_runner as runners
 from hf_zero.deepspeed.launcher import main, parse_args
 from hf_zero.errors import ConfigError, LaunchError
 from hf_zero.launch.plan import LaunchPlan
-from tests.helpers.cells import in_one_item
+from tests.helpers.cells import in_turn
 from tests.helpers.commands import completed
 
 POOL = {"worker-0": 4, "worker-1": 4}
@@ -45,23 +45,19 @@ def test_open_mpi() -> None:
         assert "eth1" in command and "eth0" not in command
 
 
-@in_one_item(
-    [
+def test_hydra() -> None:
+    for kind, own in (
         (runners.MPICHRunner, []),
         (runners.IMPIRunner, ["-genv", "I_MPI_PIN", "0"]),
         (runners.MVAPICHRunner, ["-genv", "MV2_ENABLE_AFFINITY", "0"]),
-    ]
-)
-def test_hydra(case: tuple[Any, list[str]]) -> None:
-    kind, own = case
-    runner = made(kind, "--module", "--launcher_args", "-v -x")
-    command = runner.get_cmd({}, SLOTS)
-    assert command[:9] == shlex.split("mpirun -n 8 -ppn 4 -hosts worker-0,worker-1 -v -x")
-    assert command[-len(own) - 6 : -6] == own and command[-6:-3] == [*PYTHON, "-m"]
+    ):
+        command = made(kind, "--module", "--launcher_args", "-v -x").get_cmd({}, SLOTS)
+        assert command[:9] == shlex.split("mpirun -n 8 -ppn 4 -hosts worker-0,worker-1 -v -x")
+        assert command[-len(own) - 6 : -6] == own and command[-6:-3] == [*PYTHON, "-m"]
     with pytest.raises(ConfigError, match="equally many ranks"):
         made(kind, pool={"worker-0": 4, "worker-1": 2}).get_cmd({}, SLOTS)
     for option in (["--include", "worker-0"], ["--num_nodes", "1"]):
-        with pytest.raises(ValueError, match=f"{runner.name} does not take {option[0]}"):
+        with pytest.raises(ValueError, match=f"mvapich does not take {option[0]}"):
             made(kind, *option)
 
 
@@ -134,7 +130,7 @@ def test_exports_are_quoted_where_a_shell_would_take_them_apart() -> None:
     assert made(Own).name == "Own" and made(Own).user_arguments == ["--text", "I'm here"]
 
 
-@pytest.mark.parametrize("name", list(runners.RUNNERS))
+@in_turn("name", runners.RUNNERS)
 def test_the_command_is_replaced_by_the_launchers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
