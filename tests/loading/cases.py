@@ -5,7 +5,6 @@ process.
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import shutil
 import weakref
@@ -110,22 +109,17 @@ def language_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return model(input_ids=ids, labels=ids).loss
 
 
-def assert_trains_alike(
-    rank: int,
-    found: nn.Module,
-    expected: nn.Module,
-    loss_of: Callable[[Any, torch.Tensor], torch.Tensor] = language_loss,
-) -> None:
-    """Three steps of ``found`` under ZeRO are those of ``expected`` in one process."""
+def assert_trains_alike(rank: int, found: nn.Module, expected: nn.Module) -> None:
+    """Two steps of ``found`` under ZeRO are those of ``expected`` in one process."""
     engine = initialize(found)
     assert_released(found)
     optimizer = torch.optim.AdamW([p for p in expected.parameters() if p.requires_grad], lr=1e-3)
-    for step in range(3):
-        loss = loss_of(expected, tokens(step))
+    for step in range(2):
+        loss = language_loss(expected, tokens(step))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        mine = loss_of(engine, tokens(step)[rank : rank + 1])
+        mine = language_loss(engine, tokens(step)[rank : rank + 1])
         engine.backward(mine)
         engine.step()
         mean = mine.detach().clone()
@@ -146,24 +140,6 @@ def zero3_alive() -> Iterator[None]:
     finally:
         del alive
         unset_hf_deepspeed_config()
-
-
-@contextmanager
-def transformers_lines() -> Iterator[list[str]]:
-    """Collect transformers' log messages about the creation of models."""
-    import transformers
-
-    logger = transformers.logging.get_logger("transformers.modeling_utils")
-    before, said = logger.level, []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield said
-    finally:
-        logger.setLevel(before)
-        logger.removeHandler(handler)
 
 
 def once(rank: int, do: Callable[[], Any]) -> None:
@@ -200,12 +176,7 @@ def loads_like_the_plain_loader(rank: int, folder: Path, name: str) -> None:
 
 
 def dtypes(rank: int, folder: Path) -> None:
-    for name, dtype in (
-        ("llama", "auto"),
-        ("mixtral", "bfloat16"),
-        ("qwen2", torch.float64),
-        ("t5", torch.float16),  # it keeps some in fp32
-    ):
+    for name, dtype in (("mixtral", "bfloat16"), ("t5", torch.float16)):  # T5 keeps some in fp32
         expected, found = plain(name, folder, dtype=dtype), held(name, folder, dtype=dtype)
         assert found.dtype == expected.dtype == found.config.dtype
         assert_loads_as(found, expected)
@@ -237,17 +208,16 @@ def a_new_head(rank: int, folder: Path) -> None:
     import transformers
 
     options = {"num_labels": 5, "output_loading_info": True}
-    for kind in ("Bert", "Llama"):
-        cls = getattr(transformers, f"{kind}ForSequenceClassification")
-        torch.manual_seed(3)
-        expected, told = cls.from_pretrained(folder / kind.lower(), **options)
-        after = torch.rand(3)
-        torch.manual_seed(3 + rank)  # rank 0's numbers count
-        found, info = load(cls, folder / kind.lower(), **options)
-        assert info == told and info["missing_keys"] and info["unexpected_keys"]
-        if rank == 0:
-            assert torch.equal(torch.rand(3), after)  # as many numbers are drawn
-        assert_loads_as(found, expected)
+    cls = transformers.LlamaForSequenceClassification
+    torch.manual_seed(3)
+    expected, told = cls.from_pretrained(folder / "llama", **options)
+    after = torch.rand(3)
+    torch.manual_seed(3 + rank)  # rank 0's numbers count
+    found, info = load(cls, folder / "llama", **options)
+    assert info == told and info["missing_keys"] and info["unexpected_keys"]
+    if rank == 0:
+        assert torch.equal(torch.rand(3), after)  # as many numbers are drawn
+    assert_loads_as(found, expected)
 
 
 def the_base_of_a_model_and_another_configuration(rank: int, folder: Path) -> None:
@@ -322,8 +292,7 @@ def stages_and_devices(rank: int, folder: Path) -> None:
         assert_same_model(found, expected)
 
     expected = plain("llama", folder)
-    for stage in (0, 1, 2):
-        whole({"zero_optimization": {"stage": stage}})
+    whole({"zero_optimization": {"stage": 0}})
     with zero3_alive():
         whole("zero2")
     with pytest.raises(ConfigError, match=r"from_pretrained\(device_map=\.\.\.\)"):
@@ -404,42 +373,16 @@ def open_files() -> list[str]:
     return [target for target in targets if target.endswith(".safetensors")]
 
 
-def nothing_stays_behind(rank: int, folder: Path) -> None:
-    found = held("llama", folder)
-    assert open_files() == []
-    model = weakref.ref(found)
-    let_go(found)
-    del found
-    gc.collect()
-    assert model() is None
-
-
 # -- what is done with a held model ----------------------------------------------------------------
 
 
 def freezing_before_initialize(rank: int, folder: Path) -> None:
-    for name in ("mixtral", "qwen2"):
-        expected, found = plain(name, folder), held(name, folder)
-        for model in (expected, found):
-            model.get_input_embeddings().requires_grad_(False)
-            model.model.layers[0].requires_grad_(False)
-            model.model.layers[0].self_attn.q_proj.weight.requires_grad = True
-        assert_trains_alike(rank, found, expected)
-
-
-def modules_added_before_initialize(rank: int, folder: Path) -> None:
-    expected, found = plain("llama", folder), held("llama", folder)
+    expected, found = plain("qwen2", folder), held("qwen2", folder)
     for model in (expected, found):
-        torch.manual_seed(5)
-        model.requires_grad_(False)
-        model.extra = nn.Linear(32, 99)
-
-    def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
-        answer = model(input_ids=ids, output_hidden_states=True)
-        logits = answer.logits + getattr(model, "module", model).extra(answer.hidden_states[-1])
-        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
-
-    assert_trains_alike(rank, found, expected, loss_of)
+        model.get_input_embeddings().requires_grad_(False)
+        model.model.layers[0].requires_grad_(False)
+        model.model.layers[0].self_attn.q_proj.weight.requires_grad = True
+    assert_trains_alike(rank, found, expected)
 
 
 def adapters(rank: int, folder: Path) -> None:
@@ -469,35 +412,6 @@ def adapters(rank: int, folder: Path) -> None:
     assert_trains_alike(rank, *models)
 
 
-def more_tokens(rank: int, folder: Path) -> None:
-    for name, mean in (("llama", True), ("qwen2", False)):
-        expected = plain(name, folder)
-        with zero3_alive():
-            found = plain(name, folder)
-            for model in (expected, found):
-                torch.manual_seed(5)
-                model.resize_token_embeddings(110, mean_resizing=mean)
-            assert ties(found) == ties(expected)
-            assert_trains_alike(rank, found, expected)
-
-
-def gathered_parameters(rank: int, folder: Path) -> None:
-    import hf_zero
-
-    expected, found = plain("llama", folder), held("llama", folder)
-    with hf_zero.GatheredParameters(found.model.embed_tokens.weight):
-        assert torch.equal(found.model.embed_tokens.weight, expected.model.embed_tokens.weight)
-    assert_released(found)
-    with hf_zero.GatheredParameters(list(found.parameters()), modifier_rank=1), torch.no_grad():
-        for parameter in found.parameters() if rank == 1 else ():
-            parameter.add_(1)
-    with torch.no_grad():
-        for parameter in expected.parameters():
-            parameter.add_(1)
-    assert_same_state(found, expected)
-    assert_trains_alike(rank, found, expected)
-
-
 def saving(rank: int, folder: Path) -> None:
     """The files hold what the loaded ones held, in the hub's layout."""
 
@@ -505,7 +419,7 @@ def saving(rank: int, folder: Path) -> None:
         files = path.glob("*.safetensors")
         return {name: value for file in files for name, value in load_file(file).items()}
 
-    for name in ("mixtral", "qwen2", "t5"):
+    for name in ("mixtral", "qwen2"):
         found, path = held(name, folder), folder / "saved again" / name
         found.save_pretrained(path, max_shard_size=40000)
         dist.barrier()
@@ -516,37 +430,11 @@ def saving(rank: int, folder: Path) -> None:
         let_go(found)
 
 
-def two_at_once(rank: int, folder: Path) -> None:
-    """And a module of the user's around two held models."""
-
-    class Both(nn.Module):
-        def __init__(self, first: Any, second: Any) -> None:
-            super().__init__()
-            self.first, self.second = first, second
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return language_loss(self.first, ids) + language_loss(self.second, ids)
-
-    other = held("bert", folder)
-    found = Both(held("llama", folder), held("gpt2", folder))
-    expected = Both(plain("llama", folder), plain("gpt2", folder))
-    assert_trains_alike(rank, found, expected, lambda model, ids: model(ids))
-    assert_loads_as(other, plain("bert", folder))
-
-
-def other_stages_and_precisions_afterwards(rank: int, folder: Path) -> None:
-    """Training in bf16 starts from the fp32 values of the files."""
+def training_in_bf16_afterwards(rank: int, folder: Path) -> None:
+    """It starts from the fp32 values of the files."""
     import hf_zero
 
-    expected = plain("llama", folder)
-    for stage in (0, 2):
-        config = {**CONFIG, "zero_optimization": {"stage": stage}}
-        engine = initialize(held("llama", folder), config)
-        assert_same_state(engine.module, expected)
-        engine.backward(language_loss(engine, tokens()[rank : rank + 1]))
-        engine.step()
-        engine.destroy()
-    found = held("llama", folder)
+    expected, found = plain("llama", folder), held("llama", folder)
     engine = initialize(found, {**CONFIG, "bf16": {"enabled": True}})
     for mine, theirs in zip(found.parameters(), expected.parameters(), strict=True):
         assert mine.dtype == torch.bfloat16
@@ -554,8 +442,8 @@ def other_stages_and_precisions_afterwards(rank: int, folder: Path) -> None:
     engine.destroy()
 
 
-def bytes_of_the_files(rank: int, folder: Path) -> None:
-    for name in ("qwen2", "mixtral", "bert"):
+def bytes_of_the_files_and_what_stays_behind(rank: int, folder: Path) -> None:
+    for name in ("qwen2", "mixtral"):
         with counting() as read:
             found = held(name, folder)
         size = sum(file.stat().st_size for file in (folder / name).glob("*.safetensors"))
@@ -563,7 +451,12 @@ def bytes_of_the_files(rank: int, folder: Path) -> None:
         dist.all_reduce(total)
         assert float(total) <= 1.05 * size, name
         assert read.bytes <= 1.15 * size / dist.get_world_size(), name
+        assert open_files() == []
+        model = weakref.ref(found)
         let_go(found)
+        del found
+        gc.collect()
+        assert model() is None, "nothing keeps the model"
 
 
 # -- scripts that never call hf_zero ---------------------------------------------------------------
@@ -572,20 +465,13 @@ def bytes_of_the_files(rank: int, folder: Path) -> None:
 def a_script_with_its_configuration_alive(rank: int, folder: Path) -> None:
     import transformers
 
-    detected = "Detected DeepSpeed ZeRO-3"
     for name, auto in {
         "llama": transformers.AutoModelForCausalLM,
-        "t5": transformers.AutoModelForSeq2SeqLM,
         "clip": transformers.AutoModel,
-        "wav2vec2": transformers.AutoModelForCTC,
     }.items():
-        with transformers_lines() as said:
-            expected = auto.from_pretrained(folder / name)
-            let_go(held(name, folder))
-        assert not any(detected in line for line in said)
-        with zero3_alive(), transformers_lines() as said:
+        expected = auto.from_pretrained(folder / name)
+        with zero3_alive():
             found = auto.from_pretrained(folder / name)
-            assert any(detected in line for line in said)
             assert_released(found)
             assert_same_state(found, expected)
             if name == "llama":
@@ -593,34 +479,6 @@ def a_script_with_its_configuration_alive(rank: int, folder: Path) -> None:
                 answers = [model.generate(tokens(), **asked) for model in (found, expected)]
                 assert torch.equal(*answers)
         let_go(found)
-
-
-def the_trainer(rank: int, folder: Path) -> None:
-    """The model comes in shards after its arguments, and trains like one that came whole."""
-    import transformers
-
-    from tests.helpers.trainers import logged, options, weights
-
-    data = [{"input_ids": ids, "labels": ids} for ids in torch.arange(32 * 8).view(32, 8) * 7 % 90]
-    runs = []
-    for whole in (True, False):
-        model = plain("llama", folder)
-        zero = {"zero_optimization": {"stage": 3}}
-        sizes = options(folder / "trainer", per_device_train_batch_size=2)
-        args = transformers.TrainingArguments(**sizes, deepspeed=zero)
-        if not whole:
-            model = plain("llama", folder)
-            assert_released(model)
-        run = transformers.Trainer(model=model, args=args, train_dataset=data)
-        run.train()
-        runs.append((logged(run), weights(run)))
-        run.model_wrapped.destroy()
-        run.accelerator.free_memory()
-        transformers.integrations.deepspeed.unset_hf_deepspeed_config()
-        del args, run
-    (expected, whole_weights), (losses, trained) = runs
-    assert losses == expected and len(losses) == 4
-    assert all(torch.equal(value, whole_weights[name]) for name, value in trained.items())
 
 
 CASES: dict[str, Callable[[int, Path], None]] = {
@@ -636,17 +494,11 @@ CASES: dict[str, Callable[[int, Path], None]] = {
         stages_and_devices,
         weights_that_nothing_initialises,
         files_that_are_damaged,
-        nothing_stays_behind,
         freezing_before_initialize,
-        modules_added_before_initialize,
         adapters,
-        more_tokens,
-        gathered_parameters,
         saving,
-        two_at_once,
-        other_stages_and_precisions_afterwards,
-        bytes_of_the_files,
+        training_in_bf16_afterwards,
+        bytes_of_the_files_and_what_stays_behind,
         a_script_with_its_configuration_alive,
-        the_trainer,
     )
 }
