@@ -10,12 +10,11 @@ import hashlib
 import importlib.util
 import os
 import platform
-import re
 import shutil
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,7 +23,6 @@ from tests.helpers.commands import completed
 SOURCES = Path(__file__).parent / "csrc"
 FLAGS = ["-std=c++20", "-O1", "-g0", "-fPIC", "-w", "-DUSE_C10D_GLOO"]
 LIBRARIES = ["c10", "torch_cpu", "torch", "torch_python"]
-SLOWEST_FIRST = ["collectives", "autocast", "module", "kernels", "launch", "device"]
 
 
 class CannotBuild(RuntimeError):
@@ -61,23 +59,10 @@ def _command() -> list[str]:
     return [found, *FLAGS, *(f"-I{path}" for path in headers)]
 
 
-def _with_headers(sources: Iterable[Path]) -> set[Path]:
-    found, new = set[Path](), set(sources)
-    while new:
-        found |= new
-        names = {
-            name
-            for path in new
-            for name in re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE)
-        }
-        new = {SOURCES / name for name in names} - found
-    return found
-
-
-def fingerprint(sources: Iterable[Path] | None = None) -> str:
-    """Return a hash of ``sources`` (default: all of them), this torch and this Python."""
+def fingerprint() -> str:
+    """Return a hash of the sources, this torch and this Python."""
     digest = hashlib.sha256()
-    for path in sorted(_with_headers(sources or SOURCES.glob("*.cpp"))):
+    for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + path.read_bytes())
     digest.update((torch_folder() / "version.py").read_bytes())
     digest.update(repr((FLAGS, sys.version, str(torch_folder()))).encode())
@@ -117,20 +102,15 @@ def library() -> Path:
 
 
 def _build(work: Path) -> Path:
-    order = {name: place for place, name in enumerate(SLOWEST_FIRST)}
-    sources = sorted(SOURCES.glob("*.cpp"), key=lambda path: order.get(path.stem, len(order)))
+    def compiled(source: Path) -> str:
+        made = str(work / f"{source.stem}.o")
+        _run([*_command(), "-c", str(source), "-o", made])
+        return made
 
-    def compiled(source: Path) -> Path:
-        kept = cache() / "objects" / f"{source.stem}-{fingerprint([source])}.o"
-        if not kept.exists():
-            kept.parent.mkdir(exist_ok=True)
-            made = work / f"{source.stem}.o"
-            _run([*_command(), "-c", str(source), "-o", str(made)])
-            os.replace(made, kept)
-        return kept
-
+    # the largest take longest
+    sources = sorted(SOURCES.glob("*.cpp"), key=lambda path: -path.stat().st_size)
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        objects = [str(path) for path in pool.map(compiled, sources)]
+        objects = list(pool.map(compiled, sources))
     libs = torch_folder() / "lib"
     linked = work / "late_C.so"
     links = [f"-L{libs}", *(f"-l{name}" for name in LIBRARIES), f"-Wl,-rpath,{libs}", "-ldl"]

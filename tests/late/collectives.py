@@ -11,11 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from tests.late.deadlocks import Watch
 from tests.late.device import AS_CUDA, NAME, C
 
 _made = 0
-_watch: Watch | None = None
 
 
 def _communicator(store: Any, rank: int, size: int, timeout: Any, high: bool = False) -> Any:
@@ -25,7 +23,6 @@ def _communicator(store: Any, rank: int, size: int, timeout: Any, high: bool = F
     )
     if store.add("late opened", 1) == size:  # its pages live on in those who have mapped them
         board.unlink()
-    _look_for_deadlocks(rank)
     return made
 
 
@@ -42,13 +39,6 @@ def _board(store: Any, rank: int, size: int) -> tuple[str, Path]:
         store.set("late board", f"communicator {_made} made by rank {process} for {size}|{path}")
     name, _, path = store.get("late board").decode().partition("|")
     return name, Path(path)
-
-
-def _look_for_deadlocks(rank: int) -> None:
-    global _watch
-    if _watch is None:
-        _watch = Watch(C, int(os.environ.get("RANK", rank)))
-        _watch.start()
 
 
 class _IsOurs(type):

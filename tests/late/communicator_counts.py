@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any
 
-from tests.late import device, families, pipelines, training
+from tests.late import device, families, training
 
 import torch  # isort: skip
 import hf_zero  # isort: skip
@@ -48,7 +48,7 @@ def made() -> set[str]:
 
 def ended(case: str, counted: int, foreseen: int) -> None:
     """Tell of a job, and end it: what is made next is another one's."""
-    device.tell(case=case, made=counted, foreseen=foreseen)
+    device.tell(case=case, made=counted, foreseen=foreseen, reports=device.reports())
     port = world_group.get_world_group().broadcast_object(free_port())
     torch.distributed.destroy_process_group()
     os.environ["MASTER_PORT"] = str(port)
@@ -57,7 +57,7 @@ def ended(case: str, counted: int, foreseen: int) -> None:
 def pipeline() -> None:
     """Two stages: nothing is sent over the group of all ranks, which is foreseen."""
     before = made()
-    pipelines.train("1f1b")
+    training.train_pipeline("1f1b")
     dims = ParallelDims.over(2, pipeline=2)
     foreseen = sum(communicators(plan(torch.nn.Module(), ZeroConfig(1), dims)).values())
     ended("pipeline", len(made() - before), foreseen - 1)
@@ -65,8 +65,7 @@ def pipeline() -> None:
 
 def main() -> None:
     world = int(os.environ["WORLD_SIZE"])
-    device.configure("eager")
-    device.only_device(int(os.environ["LOCAL_RANK"]))
+    device.begin("random")
     chosen = CASES | (OVER_HOSTS if world == 4 else {})
     asked = sys.argv[1:] or [*chosen, *(["pipeline"] if world == 2 else [])]
     if "pipeline" in asked:

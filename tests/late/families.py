@@ -27,90 +27,67 @@ LAMB: dict[str, Any] = {"optimizer": {"type": "Lamb", "params": {"lr": 1e-2}}}
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 KEPT = {"checkpoint": {"async_save": True}, "saved": True}
+AGAIN = {"checkpointed": True}
 ACTIVATIONS = {"activation_offload": {"enabled": True, "min_bytes": 1, "in_flight_bytes": 100_000}}
 SPARSE = {
     "sparse_attention": {"mode": "fixed", "block": 16, "num_local_blocks": 2},
     "length": POSITIONS,
 }
-
 TENSOR = {"tensor_parallel": {"autotp_size": 2}}
 SEQUENCE = {"sequence_parallel_size": 2, "split": True}
 TILED = {"tiled_mlp": {"enabled": True, "shards": 2}}
-
+EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
 SHARDED = {"stage3_prefetch_bucket_size": 40_000, "stage3_param_persistence_threshold": 0}
 Case = tuple[int, dict[str, Any], dict[str, Any]]  # stage, keys of zero_optimization, other keys
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "": {},
-    ", bf16": BF16,
-    ", one micro-batch": ONCE,
-    ", checkpointed": {"checkpointed": True},
-    ", saved": KEPT,
-}
-HALF = {", fp16": FP16}
-
-
 def cases(folder: str) -> dict[str, Case]:
-    """Every stage, precision, place of states, way of saving and way of making a model."""
+    """Each stage, precision, place of states, way of saving and way of making a model."""
     disk = {"device": "nvme", "nvme_path": folder}
     files = {"offload_optimizer": disk, "offload_param": disk}
-    places: dict[str, tuple[int, dict[str, Any], dict[str, dict[str, Any]]]] = {
-        **{f"stage {stage}": (stage, {}, WAYS | HALF) for stage in range(4)},
-        "stage 1, optimizer on the host": (1, OPTIMIZER, WAYS | HALF),
-        "stage 2, optimizer on the host": (2, OPTIMIZER, WAYS | HALF),
-        "stage 3, optimizer on the host": (3, OPTIMIZER, WAYS | HALF),
-        "all on the host": (3, BOTH, WAYS),
-        "all in files": (3, files, WAYS),
-    }
-    found = {
-        f"{place}{way}": (stage, zero, more)
-        for place, (stage, zero, ways) in places.items()
-        for way, more in ways.items()
-    }
-    return found | {
-        "stage 3, made in shards": (3, {}, {"made": in_shards}),
-        "stage 3, pretrained": (3, {}, {"made": pretrained}),
-        "all on the host, pretrained": (3, BOTH, {"made": pretrained}),
-        "all on the host, four micro-batches": (3, BOTH, {"gradient_accumulation_steps": 4}),
-        "stage 3, sparse attention": (3, {}, SPARSE),
-        "all on the host, sparse attention": (3, BOTH, SPARSE),
-        "stage 3, compiled blocks": (3, {}, {"compile": {"blocks": True, "backend": "aot_eager"}}),
-        "parameters on the host": (3, {"offload_param": HOST}, {}),
+    return {
+        "stage 0, fp16": (0, {}, FP16),
+        "stage 1, one micro-batch": (1, {}, ONCE),
+        "stage 2, bf16": (2, {}, BF16),
         "stage 2, LAMB": (2, {}, LAMB),
-        "stage 3, optimizer on the host, LAMB": (3, OPTIMIZER, LAMB),
-        "stage 1, activations on the host": (1, {}, ACTIVATIONS),
-        "all and activations on the host": (3, BOTH, ACTIVATIONS),
+        "stage 3, fp16": (3, {}, FP16),
+        "stage 3, checkpointed": (3, {}, AGAIN),
+        "stage 3, saved": (3, {}, KEPT),
+        "stage 3, made in shards": (3, {}, {"made": in_shards}),
+        "stage 3, compiled blocks": (3, {}, {"compile": {"blocks": True, "backend": "aot_eager"}}),
         "stage 3, activations on the host": (3, {}, ACTIVATIONS),
-        "stage 3, activations on the host, checkpointed": (
-            3,
-            {},
-            {**ACTIVATIONS, "checkpointed": True},
-        ),
+        "stage 3, activations on the host, checkpointed": (3, {}, ACTIVATIONS | AGAIN),
+        "stage 1, optimizer on the host, saved": (1, OPTIMIZER, KEPT),
+        "stage 2, optimizer on the host, fp16": (2, OPTIMIZER, FP16),
+        "stage 3, optimizer on the host, LAMB": (3, OPTIMIZER, LAMB),
+        "parameters on the host": (3, {"offload_param": HOST}, {}),
+        "all on the host, bf16": (3, BOTH, BF16),
+        "all on the host, saved": (3, BOTH, KEPT),
+        "all on the host, four micro-batches": (3, BOTH, {"gradient_accumulation_steps": 4}),
+        "all on the host, sparse attention": (3, BOTH, SPARSE),
+        "all on the host, pretrained": (3, BOTH, {"made": pretrained}),
+        "all and activations on the host": (3, BOTH, ACTIVATIONS),
+        "all in files, one micro-batch": (3, files, ONCE),
+        "all in files, saved": (3, files, KEPT),
     }
 
-
-EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
 
 # A job is parallel in one way: those of one list go together. Ranks with parts of matrices or of
 # sequences read the same samples.
 PARALLEL: dict[str, dict[str, Case]] = {
     "parts of matrices": {
-        "stage 2, parts of matrices": (2, {}, TENSOR),
-        "stage 3, parts of matrices, checkpointed": (3, {}, {**TENSOR, "checkpointed": True}),
+        "stage 3, parts of matrices, checkpointed": (3, {}, TENSOR | AGAIN),
         "all on the host, parts of matrices": (3, BOTH, TENSOR),
     },
     "parts of sequences": {
-        "stage 2, parts of sequences, packed": (2, {}, {**SEQUENCE, "documents": (5, 4, 7)}),
-        "all on the host, parts of sequences": (3, BOTH, {**SEQUENCE, **TILED}),
+        "stage 2, parts of sequences, packed": (2, {}, SEQUENCE | {"documents": (5, 4, 7)}),
+        "all on the host, parts of sequences": (3, BOTH, SEQUENCE | TILED),
     },
     "experts": {
-        "stage 2, experts": (2, {}, EXPERTS),
-        "stage 3, experts, checkpointed": (3, {}, {**EXPERTS, "checkpointed": True}),
+        "stage 3, experts, checkpointed": (3, {}, EXPERTS | AGAIN),
         "all on the host, experts": (3, BOTH, EXPERTS),
     },
 }
-FAMILY = {"experts": "mixtral"}  # llama, where another one is not named
 
 
 def names_of(family: str) -> list[str]:
@@ -122,8 +99,6 @@ WIDE = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4}
 LLAMA = {**WIDE, "num_key_value_heads": 2}
 DROPOUT = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
 BERT = {**WIDE, "intermediate_size": 64, "max_position_embeddings": POSITIONS, **DROPOUT}
-GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_head": 4, "n_positions": POSITIONS}
-GPT2 |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 T5 = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4}
 T5 |= {"dropout_rate": 0.0, "decoder_start_token_id": 0, "pad_token_id": 0}
 MIXTRAL = {**LLAMA, "intermediate_size": 48, "num_local_experts": 4}
@@ -134,7 +109,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**BERT, "num_hidden_layers": 8, "attn_implementation": "eager"},
     ),
     "llama": ("LlamaForCausalLM", {**LLAMA, "intermediate_size": 80, "num_hidden_layers": 8}),
-    "gpt2": ("GPT2LMHeadModel", {**GPT2, "n_layer": 8}),
     "t5": ("T5ForConditionalGeneration", {**T5, "num_layers": 4}),
     "mixtral": ("MixtralForCausalLM", {**MIXTRAL, "num_hidden_layers": 4, **EAGER}),
 }
@@ -244,8 +218,8 @@ def main(mode: str, family: str, shared: str, steps: int, names: Sequence[str]) 
     if mode != "cpu":
         from tests.late import device
 
-        kind, _, seed = mode.partition(":")
-        device.configure(kind, seed=int(seed or 0) + rank, max_us=300, nap=0.2)
+        device.begin(mode)
+        device.only_device(None)
     known = cases(shared)
     for each in PARALLEL.values():
         known |= each

@@ -17,17 +17,18 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from tests.late import absences, device, pipelines, training, ways_out
+from tests.late import device, training, ways_out
 
 import torch  # isort: skip
 from hf_zero.activations import host_copies as transfers  # isort: skip
 from torch.distributed.pipelining import schedules  # isort: skip
 from hf_zero.zero.gather import schedule  # isort: skip
-from hf_zero.checkpoint.memory import saving  # isort: skip
-from hf_zero.offload import gradient_offload, update, update_gathers  # isort: skip
-from hf_zero.distributed import two_hops  # isort: skip
 from hf_zero.zero.layout import unit  # isort: skip
-from hf_zero.device import kinds, streams  # isort: skip
+from hf_zero.checkpoint.memory import saving  # isort: skip
+from hf_zero.offload import update, update_gathers  # isort: skip
+from hf_zero.device import streams  # isort: skip
+
+Putting = Callable[[], AbstractContextManager[Callable[[], int]]]
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,8 @@ class Fault:
     """
 
     job: str
-    put: Callable[[], AbstractContextManager[Callable[[], int]]]
+    put: Putting
     kinds: frozenset[str]
-
-
-Putting = Callable[[], AbstractContextManager[Callable[[], int]]]
 
 
 def left_out(operation: str, function: str) -> Putting:
@@ -76,46 +74,8 @@ def replaced(owner: Any, name: str, fault: Callable[..., Any]) -> Putting:
     return put
 
 
-# ---- faults that are more than a call left out ----
-
-
-def _released_at_once(plain: Any, self: unit.Unit, *args: Any, **kwargs: Any) -> None:
-    """A unit's memory goes back while its gather is under way, and is taken again."""
-    plain(self, *args, **kwargs)
-    for flat in self.sharded:
-        held = flat.full.untyped_storage()
-        size = held.size()
-        held.resize_(0)
-        torch.full((1024,), 0.0, device=flat.full.device)
-        held.resize_(size)
-
-
-def _not_kept(plain: Any, flat: Any, values: torch.Tensor, *rest: Any) -> Any:
-    """The gradient on the device is given back before its copy has run."""
-    return plain(flat, torch.empty(values.numel(), dtype=values.dtype), *rest)
-
-
-def _recorded_first(
-    plain: Any, self: transfers.Streams, source: torch.Tensor, target: torch.Tensor
-) -> Any:
-    """The event that tells of a copy is recorded before the copy."""
-    event = streams.record_event(self._stream)
-    plain(self, source, target)
-    return event
-
-
 def _nothing(plain: Any, *args: Any) -> None:
     """It is not called."""
-
-
-def _on_another_stream(
-    plain: Any, self: gradient_offload.GradientOffload, flat: Any, values: torch.Tensor, *rest: Any
-) -> None:
-    """The gradient is read on a stream of its own that has waited for nothing."""
-    other = torch.cuda.Stream(values.device)
-    with streams.on_stream(other):
-        read = values * 1
-    plain(self, flat, read.record_stream(other) or read, *rest)
 
 
 def _swapped_on_one_rank(plain: Any, self: schedule.Schedule, *args: Any, **kwargs: Any) -> None:
@@ -136,17 +96,6 @@ def _less_ahead() -> Iterator[Callable[[], int]]:
     late = os.environ.get("RANK") == "1"
     with mock.patch.object(schedule, "AHEAD", schedule.AHEAD - late):
         yield lambda: int(late)
-
-
-def _second_hop_later(plain: Any, self: two_hops.TwoHops, ahead: int = 0) -> None:
-    """Odd ranks issue the second hop of a gather behind the first one of the next."""
-    plain(self, ahead + int(os.environ["RANK"]) % 2)
-
-
-def _with_its_gather_forgotten(plain: Any, self: unit.Unit, *args: Any, **kwargs: Any) -> None:
-    """A unit that is not needed is released while its gather is under way."""
-    self._coming = None
-    plain(self, *args, **kwargs)
 
 
 def _copied_early(plain: Any, *args: Any) -> None:
@@ -184,45 +133,10 @@ def _updates_with_the_others() -> Iterator[Callable[[], int]]:
         yield struck
 
 
-@contextlib.contextmanager
-def _gathers_leave_at_once() -> Iterator[Callable[[], int]]:
-    """On rank 0 the first unit that a backward updates is gathered before the next reduction, as
-    where the update's thread is quick; on rank 1 after them all. Were rank 0 to wait for more of
-    them, the ranks would wait for each other.
-    """
-
-    def at_once(plain: Any, self: update_gathers.UpdateGathers) -> Any:
-        return self._queue[0] if self._queue and self._queue[0].updated.done() else None
-
-    def waits(plain: Any, self: update.Updater, begun: Any, updated: unit.Unit) -> None:
-        plain(self, begun, updated)
-        _, gather = self._pending[updated]
-        if gather is not None and len(self.updated_early) == 1:
-            gather.issued.result()
-
-    if os.environ.get("RANK") == "1":
-        yield lambda: 0
-        return
-    chooses = replaced(update_gathers.UpdateGathers, "_next", at_once)
-    begins = replaced(update.Updater, "start_early", waits)
-    with chooses(), begins() as struck:
-        yield struck
-
-
-@contextlib.contextmanager
-def _no_device_set() -> Iterator[Callable[[], int]]:
-    """No thread says which device is its own."""
-    nowhere = replaced(kinds, "set_device", lambda plain, device: None)
-    anywhere = replaced(kinds, "current", lambda plain, device: contextlib.nullcontext())
-    with nowhere() as first, anywhere() as second:
-        yield lambda: first() + second()
-
-
 COPIES = frozenset({"race", "reuse", "host"})
 ORDER, THREADS = frozenset({"order"}), frozenset({"threads"})
 INTERLEAVED = frozenset({"interleaved"})
 HOST = "stage 2, optimizer on the host"
-HOST_AT_ONCE = "stage 2, optimizer on the host, updated in the backward"
 HOST_ONCE = "stage 2, optimizer on the host, one micro-batch"
 PIECES = "stage 2, optimizer on the host, small pieces"
 ALL = "stage 3, all on the host"
@@ -230,17 +144,6 @@ ALL_ONCE = "stage 3, all on the host, one micro-batch"
 ACTIVATIONS = "stage 3, activations on the host"
 BETWEEN, READ = training.BETWEEN_STEPS
 IN_MEMORY, *_ = training.IN_MEMORY
-
-
-def gathers(name: str, fault: Callable[..., Any]) -> Any:
-    return replaced(update_gathers.UpdateGathers, name, fault)
-
-
-def leaves(name: str, fault: Callable[..., Any]) -> Any:
-    return replaced(transfers.Streams, name, fault)
-
-
-SEND, COPY = gradient_offload.GradientOffload, gradient_offload
 # The job, what puts the fault, and the kinds of which one must be reported.
 FAULTS: dict[str, Fault] = {
     name: Fault(*each)
@@ -251,14 +154,8 @@ FAULTS: dict[str, Fault] = {
             ALL, left_out("wait", "unit.py launch_gather"), COPIES),
         "compute does not wait for a reduction": (
             "stage 2", left_out("wait", "collectives.py reduce_into"), COPIES),
-        "a unit's memory is given back under its gather": (
-            "stage 3", replaced(unit.Unit, "launch_gather", _released_at_once), COPIES),
         "a gradient is copied before it is complete": (
             HOST, left_out("wait", "gradient_offload.py send"), COPIES),
-        "a gradient is read on another stream": (
-            HOST, replaced(SEND, "send", _on_another_stream), COPIES),
-        "a gradient is given back before it is copied": (
-            HOST, replaced(COPY, "GradientCopy", _not_kept), COPIES),
         "the host adds a gradient before it has come": (
             HOST, left_out("synchronize", "gradient_offload.py _finish_oldest"), COPIES),
         "the host updates before gradients have come": (
@@ -276,22 +173,18 @@ FAULTS: dict[str, Fault] = {
         "an activation is used before it is back": (
             ACTIVATIONS, left_out("wait", "host_copies.py use"), COPIES),
         "an activation is given back under its copy": (
-            ACTIVATIONS, leaves("leave", _nothing), COPIES),
-        "an event is recorded before its copy": (
-            ACTIVATIONS, leaves("send", _recorded_first), COPIES),
+            ACTIVATIONS, replaced(transfers.Streams, "leave", _nothing), COPIES),
         "one rank gathers in another order": (
             "stage 3", replaced(schedule.Schedule, "begin", _swapped_on_one_rank), ORDER),
         "the update gathers where gradients are reduced": (HOST, _updates_with_the_others, THREADS),
-        "gathers leave as units are updated": (HOST_AT_ONCE, _gathers_leave_at_once, ORDER),
-        "a thread does not set its device": (PIECES, _no_device_set, frozenset({"context"})),
         "one rank prefetches one unit less": (
             "stage 3, one micro-batch", _less_ahead, INTERLEAVED),
-        "a unit is released under its gather": (
-            "blocks left out", replaced(unit.Unit, "release", _with_its_gather_forgotten), COPIES),
         "a shard that is away is read, and written under its copy": (
             READ, left_out("synchronize", "flat_buffer.py _shard_as_it_is"), COPIES),
         "updated parameters are gathered on another stream": (
-            BETWEEN, gathers("_issue", _on_the_computing_stream), COPIES),
+            BETWEEN,
+            replaced(update_gathers.UpdateGathers, "_issue", _on_the_computing_stream),
+            COPIES),
         "a generation is copied before the update": (
             IN_MEMORY, replaced(saving, "copy_to_memory", _copied_early), COPIES),
         "a generation is hashed under its copy": (
@@ -309,28 +202,22 @@ FAULTS: dict[str, Fault] = {
 TWO_HOPS = "stage 3, gathers in two hops"
 # On four ranks of two hosts.
 OVER_HOSTS: dict[str, Fault] = {
-    "odd ranks issue second hops in another order": Fault(
-        TWO_HOPS, replaced(two_hops.TwoHops, "advance", _second_hop_later), INTERLEAVED
-    ),
-    "a second hop does not wait for the first": Fault(
-        TWO_HOPS, left_out("wait", "two_hops.py pass_on"), COPIES
-    ),
-    "a first hop does not wait for what it gathers": Fault(
-        f"{TWO_HOPS}, all on the host", left_out("wait", "two_hops.py gather"), COPIES
-    ),
-    "what is gathered is freed under the first hop": Fault(
-        "stage 3, weights in 8 bits, gathers in two hops",
-        left_out("record_stream", "two_hops.py gather"),
-        COPIES,
-    ),
-}
+    name: Fault(job, put, COPIES)
+    for name, job, put in (
+        ("a second hop does not wait for the first",
+         TWO_HOPS, left_out("wait", "two_hops.py pass_on")),
+        ("a first hop does not wait for what it gathers",
+         f"{TWO_HOPS}, all on the host", left_out("wait", "two_hops.py gather")),
+        ("what is gathered is freed under the first hop",
+         "stage 3, weights in 8 bits, gathers in two hops",
+         left_out("record_stream", "two_hops.py gather")),
+    )
+}  # fmt: skip
 
-AWAY = "stage 3, all on the host"
 RUNS: dict[str, Callable[[int], Any]] = {
-    "blocks left out": lambda rank: absences.leaves_out("leaves out blocks", rank),
-    "pipeline": lambda rank: pipelines.train("1f1b"),
-    "weights are sent": lambda rank: ways_out.sends_weights(ways_out.Job(AWAY, rank)),
-    "a state dict is put": lambda rank: ways_out.is_under_way(ways_out.Job(AWAY, rank)),
+    "pipeline": lambda rank: training.train_pipeline("1f1b"),
+    "weights are sent": lambda rank: ways_out.sends_weights(ways_out.Job(ALL, rank)),
+    "a state dict is put": lambda rank: ways_out.is_under_way(ways_out.Job(ALL, rank)),
 }
 
 

@@ -1,6 +1,6 @@
 """Host synchronisations on one of two ranks of the simulated device: ``python -m
-tests.late.host_syncs JOB ...``, with RANK and so on set. One line of JSON for each case of a job;
-the job ``counter`` has the operations that the counter is to note.
+tests.late.host_syncs JOB``, with RANK and so on set. One line of JSON for each case of a job, and
+one of the operations that the counter is to note.
 """
 
 from __future__ import annotations
@@ -17,43 +17,24 @@ DOCUMENTS = (5, 4, 7)
 STEPS = 6  # batches are compared at every power of two and each 256th: not in the last step
 
 
-def one_bit(kind: str = "AdamW", lr: float = 1e-3, **params: Any) -> dict[str, Any]:
-    bits = {name: params.pop(name) for name in ("bits", "freeze_step")} if "bits" in params else {}
-    return {
-        "stage": 1,
-        "compressed_communication": {"block_size": 256, **bits},
-        "optimizer": {"type": kind, "params": {"lr": lr, **params}},
-    }
-
-
-ZERO_ONE = {"lr": 1e-5, "var_freeze_step": 1, "local_step_scaler": 1, "local_step_clipper": 2}
-DROPS = {"progressive_layer_drop": {"enabled": True, "theta": 0.4, "gamma": 0.7}}
+ONE_BIT = {
+    "compressed_communication": {"bits": 1, "freeze_step": 2, "block_size": 256},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+}
 MEASURES = {
     **{name: {"enabled": True} for name in ("metrics", "comms_logger")},
     **{"wall_clock_breakdown": True, "steps_per_print": 1, "memory_breakdown": True},
 }
-EXPERTS = {"family": "mixtral", "expert_parallel": {"enabled": True, "autoep_size": 2}}
+EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+SEQUENCE = {"sequence_parallel_size": 2, "documents": True}
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "alone": {
-        "one bit": one_bit(bits=1, freeze_step=2),
+        "one bit": {"stage": 1, **ONE_BIT},
         "measures": {"stage": 3, **MEASURES},
-    },
-    "one bit": {
-        "dense": one_bit(bits=1, freeze_step=12),
-        "LAMB": one_bit("OneBitLamb", freeze_step=3),
-        "0/1 Adam": {**one_bit("ZeroOneAdam", **ZERO_ONE), "gradient_clipping": 0.0},
-    },
-    "dropped": {
-        "stage 3": {"stage": 3},
-        "layers dropped": {"stage": 3, **DROPS},
         "tokens dropped": {"stage": 3, **token_drop.section([1, 2, 3])},
     },
-    "sequence": {"packed sequences": {"stage": 3, "sequence_parallel_size": 2, "documents": True}},
-    "sequence, cut": {"sequences": {"stage": 3, "sequence_parallel_size": 2}},
-    "expert": {
-        "experts": {"stage": 3, **EXPERTS},
-        "experts, checkpointed": {"stage": 3, **EXPERTS, "checkpointed": True},
-    },
+    "sequence": {"packed sequences": {"stage": 3, **SEQUENCE}},
+    "expert": {"experts": {"stage": 3, "family": "mixtral", **EXPERTS}},
 }
 
 
@@ -66,7 +47,7 @@ def last_steps(case: dict[str, Any]) -> list[dict[str, int]]:
 
     more = dict(case)
     family, documents = more.pop("family", "llama"), more.pop("documents", False)
-    checkpointed, stage = more.pop("checkpointed", False), more.pop("stage")
+    stage = more.pop("stage")
     config = {
         "train_micro_batch_size_per_gpu": families.ROWS,
         "gradient_accumulation_steps": 2,
@@ -76,10 +57,9 @@ def last_steps(case: dict[str, Any]) -> list[dict[str, int]]:
         "kernels": "off",
         **more,
     }
-    engine, *_ = hf_zero.initialize(model=families.build(family, checkpointed), config=config)
-    split = "sequence_parallel_size" in more
-    sequence = hf_zero.sequence_parallel() if split else None
-    generator = torch.Generator().manual_seed(5 + (0 if split else RANK))
+    engine, *_ = hf_zero.initialize(model=families.build(family, False), config=config)
+    sequence = hf_zero.sequence_parallel() if documents else None
+    generator = torch.Generator().manual_seed(5 + (0 if documents else RANK))
     shape, places = (families.ROWS, families.LENGTH), [torch.arange(each) for each in DOCUMENTS]
     batches = []
     for _ in range(2 * STEPS):
@@ -88,15 +68,12 @@ def last_steps(case: dict[str, Any]) -> list[dict[str, int]]:
         if documents:
             batch["position_ids"] = torch.cat(places).expand(shape).contiguous()
         batches.append(batch if documents else {k: v.to(engine.device) for k, v in batch.items()})
-    # a script's loader of batches in host memory, or batches on the device that it cuts by itself
-    loader = iter(sequence.batches(batches) if sequence is not None and documents else batches)
+    loader = iter(sequence.batches(batches) if sequence is not None else batches)
     found = []
     for _ in range(STEPS):
         with HostSyncs(engine.device) as syncs:
             for _ in range(2):
                 batch = next(loader)
-                if sequence is not None and not documents:
-                    batch = sequence.shard(batch)
                 loss = engine(**batch).loss
                 if sequence is not None:
                     loss = sequence.mean_loss(loss, batch["labels"])
@@ -114,7 +91,8 @@ def noted() -> dict[str, list[str]]:
     from hf_zero.device import pinned, streams
     from tests.helpers.host_syncs import HostSyncs
 
-    here, host = torch.device("cuda", 0), torch.ones(3)
+    here, host = torch.device("cuda", RANK), torch.ones(3)
+    torch.cuda.set_device(here)
     there, memory = torch.ones(3, device=here), torch.empty(3, pin_memory=True)
 
     def waited() -> None:
@@ -143,16 +121,16 @@ def noted() -> dict[str, list[str]]:
     return found
 
 
-def main() -> None:
+def main(job: str) -> None:
     from tests.late import device
 
-    for job in sys.argv[1:]:
-        device.configure("lazy" if job == "counter" else "eager")
-        for name, case in CASES.get(job, {job: {}}).items():
-            device.forget()
-            found: Any = last_steps(case) if case else noted()
-            device.tell(case=name, rank=RANK, found=found, reports=device.reports())
+    device.configure("lazy")
+    device.tell(case="counter", rank=RANK, found=noted(), reports=device.reports())
+    device.configure("eager")
+    for name, case in CASES[job].items():
+        device.forget()
+        device.tell(case=name, rank=RANK, found=last_steps(case), reports=device.reports())
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -6,21 +6,91 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
-from tests.late import device, families, timeline, training
+from tests.late import device, training
 
-import torch  # isort: skip
 import hf_zero  # isort: skip
 from hf_zero.offload import update, update_gathers  # isort: skip
 from hf_zero.offload import sub_group_update  # isort: skip
-from hf_zero.parallel.tensor import axis  # isort: skip
+
+HOST = device.C.HOST
+
+
+class Ran(NamedTuple):
+    """A task, in simulated seconds. ``stream``: by number; HOST + n is lane n of the host."""
+
+    stream: int
+    what: str
+    site: str
+    start: float
+    end: float
+    nbytes: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@contextmanager
+def traced(**rates: float) -> Iterator[Callable[[], list[Ran]]]:
+    """Inside, tasks are noted; what it gives returns them.
+
+    ``rates``: flops, memory, to_device, to_host, network (a second each), launch, shortest.
+    """
+    device.C.set_rates(rates)
+    device.forget()
+    device.C.set_tracing(True)
+    try:
+        yield lambda: [Ran(*row) for row in device.C.trace()]
+    finally:
+        device.C.set_tracing(False)
+
+
+@contextmanager
+def host_lane(lane: int, not_before: float = 0.0) -> Iterator[None]:
+    """This thread's work counts on a clock of its own, beside the thread that launches."""
+    before = device.C.set_lane(lane)
+    device.C.host_not_before(not_before)
+    try:
+        yield
+    finally:
+        device.C.set_lane(before)
+
+
+def host_now() -> float:
+    """The time of this thread's lane."""
+    return float(device.C.host_work(0.0, ""))
+
+
+def total(tasks: Sequence[Ran]) -> float:
+    """Seconds in which at least one of ``tasks`` runs."""
+    return sum(end - start for start, end in _merged(tasks))
+
+
+def beside(tasks: Sequence[Ran], others: Sequence[Ran]) -> float:
+    """Seconds in which one of ``tasks`` and one of ``others`` run."""
+    theirs = _merged(others)
+    both = (
+        (max(start, low), min(end, high)) for start, end in _merged(tasks) for low, high in theirs
+    )
+    return sum(max(0.0, high - low) for low, high in both)
+
+
+def _merged(tasks: Sequence[Ran]) -> list[tuple[float, float]]:
+    merged: list[tuple[float, float]] = []
+    for task in sorted(tasks, key=lambda task: task.start):
+        if merged and task.start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], task.end)
+        elif task.seconds > 0:
+            merged.append((task.start, task.end))
+    return merged
+
 
 # A block computes for about twenty times as long as its gather, its copies or its update take. The
 # host launches at no cost.
@@ -57,7 +127,7 @@ def update_on_its_own_lane(waits: bool) -> Iterator[None]:
     apply = sub_group_update.Update.run
 
     def submit_at(self: Any, chosen: Any, units: Any) -> None:
-        begun.update(dict.fromkeys(units, timeline.host_now()))
+        begun.update(dict.fromkeys(units, host_now()))
         submit(self, chosen, units)
         if chosen is self.early:
             futures.wait([self._pending[unit][0] for unit in units])
@@ -70,9 +140,9 @@ def update_on_its_own_lane(waits: bool) -> Iterator[None]:
         before = [gather for gather in gathers if gather.number < own.number] if own else []
         while unit not in wanted and not all(gather.issued.done() for gather in before):
             time.sleep(0.001)
-        with timeline.host_lane(1, begun[unit]):
+        with host_lane(1, begun[unit]):
             copied = run(self, chosen, unit, ready)
-            over[unit] = timeline.host_now()
+            over[unit] = host_now()
         return copied
 
     def finish_at(self: Any, unit: Any = None) -> None:
@@ -100,14 +170,14 @@ def update_on_its_own_lane(waits: bool) -> Iterator[None]:
         yield
 
 
-def train(job: str, zero: dict[str, Any], rank: int, world: int) -> list[list[timeline.Ran]]:
+def train(job: str, zero: dict[str, Any], rank: int, world: int) -> list[list[Ran]]:
     """Return the tasks of each of a few steps and of the forward after it."""
     config = training.config(job)
     config["zero_optimization"] |= zero
     micros = config["gradient_accumulation_steps"]
     engine, *_ = hf_zero.initialize(model=training.tower(BLOCKS), config=config)
-    steps: list[list[timeline.Ran]] = []
-    with timeline.traced(**RATES) as ran:
+    steps: list[list[Ran]] = []
+    with traced(**RATES) as ran:
         for number, values in enumerate(training.batches((STEPS + 1) * micros, rank, world)):
             loss = engine(values.to(engine.device))
             if number and number % micros == 0:
@@ -119,94 +189,52 @@ def train(job: str, zero: dict[str, Any], rank: int, world: int) -> list[list[ti
     return steps
 
 
-def computed(ran: list[timeline.Ran], forward: bool | None = None) -> list[timeline.Ran]:
+def computed(ran: list[Ran], forward: bool | None = None) -> list[Ran]:
     """The tasks of the computing stream: all, those that a forward has launched, or the others."""
-    each, host = device.C.STREAMS_EACH, timeline.HOST
+    each, host = device.C.STREAMS_EACH, HOST
     own = [task for task in ran if task.stream < host and task.stream % each == 0]
     return [task for task in own if forward is None or (" forward" in task.site) == forward]
 
 
-Tasks = list[timeline.Ran]
-
-
-def gathers(prefetch: int, rank: int, world: int, job: str = "one micro-batch") -> dict[str, Any]:
+def gathers(prefetch: int, rank: int, world: int) -> dict[str, Any]:
     """Stage 3: the part of the gathers' time during which the computation waits."""
-    ran = train(f"stage 3, {job}", {"stage3_prefetch_bucket_size": prefetch}, rank, world)[-1]
+    zero = {"stage3_prefetch_bucket_size": prefetch}
+    ran = train("stage 3, one micro-batch", zero, rank, world)[-1]
     found = [task for task in ran if task.what == "all_gather"]
-    exposed = timeline.total(found) - timeline.beside(found, computed(ran))
-    return {"gathers": len(found), "seconds": timeline.total(found), "exposed": exposed}
-
-
-def sums(rank: int, world: int) -> dict[str, Any]:
-    """Parts of matrices: how much of the time of the sums in the backward the device computes."""
-    config = training.config("stage 1") | families.TENSOR | training.ONCE
-    engine, *_ = hf_zero.initialize(model=families.build("llama", False), config=config)
-    ids = torch.arange(64, device=engine.device).view(4, 16)
-    with timeline.traced(**RATES) as ran:
-        for _ in range(2):
-            loss = engine(input_ids=ids, labels=ids).loss
-            loss.item()
-            before = len(ran())
-            engine.backward(loss)
-            engine.step()
-            device.synchronize_all()
-        tasks = ran()[before:]
-    engine.destroy()
-    found = [task for task in tasks if "axis.py:" in task.site and task.what == "all_reduce"]
-    beside = timeline.beside(found, computed(tasks))
-    return {"sums": len(found), "seconds": timeline.total(found), "beside": beside}
-
-
-def sums_alone(rank: int, world: int) -> dict[str, Any]:
-    """The same where no gradient of a weight is computed beside them."""
-    with mock.patch.object(axis.SharedInputs, "_beside", lambda *_: None):
-        return sums(rank, world)
+    exposed = total(found) - beside(found, computed(ran))
+    return {"gathers": len(found), "seconds": total(found), "exposed": exposed}
 
 
 def updates(job: str, waits: bool, rank: int, world: int) -> dict[str, Any]:
     """Offload: how much of the host's update lies beside the device's work, in the last step."""
     with update_on_its_own_lane(waits):
         ran = train(job, {}, rank, world)[-1]
-    found = [task for task in ran if task.stream == timeline.HOST + 1]
+    found = [task for task in ran if task.stream == HOST + 1]
     return {
         "updates": len(found),
-        "seconds": timeline.total(found),
-        "beside forward": timeline.beside(found, computed(ran, forward=True)),
-        "beside backward": timeline.beside(found, computed(ran, forward=False)),
+        "seconds": total(found),
+        "beside forward": beside(found, computed(ran, forward=True)),
+        "beside backward": beside(found, computed(ran, forward=False)),
     }
 
 
-HOPS = "gathers in two hops, one micro-batch"
 CLIPPED = "stage 2, optimizer on the host"
 AT_ONCE = "stage 3, all on the host, updated in the backward"
 # of a rank and the number of ranks
-CASES: dict[str, dict[str, Callable[[int, int], dict[str, Any]]]] = {
-    "over hosts": {
-        "in two hops, prefetched": lambda *of: gathers(40_000, *of, HOPS),
-        "in two hops, not prefetched": lambda *of: gathers(0, *of, HOPS),
-    },
-    "sums": {
-        "sums of gradients": sums,
-        "sums of gradients, nothing beside them": sums_alone,
-    },
-    "gathers": {
-        "gathers, prefetched": lambda *of: gathers(40_000, *of),
-        "gathers, not prefetched": lambda *of: gathers(0, *of),
-    },
-    "updates": {
-        "updates beside the next forward": lambda *of: updates(CLIPPED, False, *of),
-        "updates beside the backward": lambda *of: updates(AT_ONCE, False, *of),
-        "updates that a step waits for": lambda *of: updates(CLIPPED, True, *of),
-    },
+CASES: dict[str, Callable[[int, int], dict[str, Any]]] = {
+    "gathers, prefetched": lambda *of: gathers(40_000, *of),
+    "gathers, not prefetched": lambda *of: gathers(0, *of),
+    "updates beside the next forward": lambda *of: updates(CLIPPED, False, *of),
+    "updates beside the backward": lambda *of: updates(AT_ONCE, False, *of),
+    "updates that a step waits for": lambda *of: updates(CLIPPED, True, *of),
 }
 
 
 def main() -> None:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device.configure("eager")
-    for job in sys.argv[1:]:
-        for name, case in CASES[job].items():
-            device.tell(case=name, rank=rank, **case(rank, world))
+    for name, case in CASES.items():
+        device.tell(case=name, rank=rank, **case(rank, world))
 
 
 if __name__ == "__main__":

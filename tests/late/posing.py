@@ -12,7 +12,7 @@ from tests.late.device import C
 
 # torch.cuda has them, and they differ
 ALWAYS = ("Stream", "Event", "stream", "device", "device_of")
-NOT_OURS = ("C", "NAME", "BYTES", "Any", "Iterable", "Iterator", "annotations")
+NOT_OURS = ("C", "NAME", "BYTES", "Any", "Callable", "Iterable", "Iterator", "annotations")
 
 
 def pose(module: types.ModuleType) -> None:

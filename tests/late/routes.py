@@ -2,8 +2,8 @@
 ``python -m tests.late.routes MODE ROUTE``, with RANK and so on set, and the device in the place of
 CUDA.
 
-Prints one line of JSON: the differences of jobs from plain loops, the backends, the number of times
-that a pipeline's host waits, a gather and an exchange of objects on the host, and the reports.
+Prints one line of JSON: the difference of a job from the plain loop, the backends, a gather and an
+exchange of objects on the host, and the reports.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-from tests.late import device, pipelines, training
+from tests.late import device, training
 
 import torch  # isort: skip
 import torch.distributed as dist  # isort: skip
@@ -63,13 +63,9 @@ def script_by_device() -> None:
     dist.init_process_group(backend="nccl", device_id=here)
 
 
-def nothing() -> None:
-    """hf_zero joins the group when an engine is made."""
-
-
 ROUTES: dict[str, Callable[[], None]] = {
     each.__name__: each
-    for each in (accelerate, trainer, deepspeed, lightning, script, script_by_device, nothing)
+    for each in (accelerate, trainer, deepspeed, lightning, script, script_by_device)
 }
 
 
@@ -82,11 +78,6 @@ def main() -> None:
     losses = training.train(JOB, STEPS, rank, world)
     found["worst"] = training.worst(losses, training.plain(JOB, STEPS, rank, world))
     found["backends"] = str(dist.get_backend_config())
-    before = dict(device.stats()["sync_ops"])
-    losses = pipelines.train("1f1b")
-    after: dict[str, int] = device.stats()["sync_ops"]
-    found["waits"] = {key: n - before.get(key, 0) for key, n in after.items()}
-    found["worst of a pipeline"] = training.worst(losses, pipelines.plain())
     layer = torch.nn.Linear(3, 3)  # of the host: rank 0 writes for all
     with hf_zero.GatheredParameters(list(layer.parameters()), modifier_rank=0), torch.no_grad():
         layer.weight.fill_(2.0 if rank == 0 else 1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -131,12 +131,7 @@ def is_available() -> bool:
 is_initialized = is_available
 
 
-def device_count() -> int:
-    return int(C.device_count())
-
-
-def current_device() -> int:
-    return int(C.current_device())
+device_count, current_device = C.device_count, C.current_device
 
 
 def set_device(device: Any) -> None:
@@ -207,19 +202,12 @@ def empty_cache() -> None:
     """Do nothing: freed memory stays with its stream."""
 
 
-def memory_allocated(device: Any = None) -> int:
-    return int(C.stats()["allocated"][_index(device)])
+def _bytes(kind: str) -> Callable[..., int]:
+    return lambda device=None: int(C.stats()[kind][_index(device)])
 
 
-def max_memory_allocated(device: Any = None) -> int:
-    return int(C.stats()["peak"][_index(device)])
-
-
-def memory_reserved(device: Any = None) -> int:
-    return int(C.stats()["reserved"][_index(device)])
-
-
-max_memory_reserved = memory_reserved
+memory_allocated, max_memory_allocated = _bytes("allocated"), _bytes("peak")
+memory_reserved = max_memory_reserved = _bytes("reserved")
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:

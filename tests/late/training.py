@@ -1,10 +1,17 @@
-"""Short trainings on the device: jobs that reach the engine's streams, copies and collectives."""
+"""Short trainings on the device: jobs that reach the engine's streams, copies and collectives.
+
+``python -m tests.late.training MODE JOB ...``, with RANK and so on set, trains jobs and schedules
+of pipelines: a line of JSON each, with the worst difference from the plain loop's losses and the
+reports.
+"""
 
 from __future__ import annotations
 
 import copy
 import gc
 import math
+import os
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,6 +24,7 @@ from hf_zero.distributed import world_group
 from hf_zero.optim import Adafactor
 from hf_zero.optim.muon import Muon, muon_groups
 from hf_zero.zero.layout import wrap
+from tests.parallel import pipelines
 
 wrap.GRANULARITY = 0  # blocks are small, and each is to be a unit
 wrap.PERSISTENCE = 0  # and its parameters sharded
@@ -41,6 +49,7 @@ def by(kind: str, **params: Any) -> dict[str, Any]:
 
 
 ADAFACTOR, MOMENTUM = by("Adafactor", beta1=0.9), by("SGD", lr=0.05, momentum=0.9)
+MUON, SGD = by("Muon", lr=0.02, weight_decay=0.01), by("SGD", lr=0.1)
 Jobs = dict[str, tuple[int, dict[str, Any], dict[str, Any]]]
 # Of each job: stage, keys of zero_optimization, other keys.
 JOBS: Jobs = {
@@ -53,20 +62,19 @@ JOBS: Jobs = {
     "stage 2, optimizer on the host, one micro-batch": (2, OPTIMIZER, UNCLIPPED),
     "stage 2, optimizer on the host, updated in the backward": (2, AT_ONCE, UNCLIPPED),
     "stage 2, optimizer on the host, small pieces": (2, PIECES, ONCE),
-    "stage 3, small parameters whole": (3, WHOLE, ONCE),
     "stage 3, small parameters whole, all else on the host": (3, {**BOTH, **WHOLE}, {}),
     "stage 3, all on the host": (3, BOTH, {}),
     "stage 3, all on the host, one micro-batch": (3, BOTH, UNCLIPPED),
     "stage 3, all on the host, updated in the backward": (3, {**BOTH, **AT_ONCE}, UNCLIPPED),
     "stage 3, activations on the host": (3, {}, ACTIVATIONS),
     "stage 2, half of the optimizer on the host, SGD": (2, HALF, MOMENTUM),
-    "stage 3, half of the optimizer on the host, RMSprop": (3, HALF, by("RMSprop", lr=1e-3)),
     "stage 3, gathers of the backward in the node": (3, {"zero_hpz_partition_size": 2}, {}),
-    "stage 3, Adafactor": (3, {}, ADAFACTOR),
     "stage 2, Adafactor, optimizer on the host": (2, OPTIMIZER, ADAFACTOR),
 }
-
-# generations in memory: each step's state is copied while the next step is launched
+BY_MATRICES: Jobs = {
+    "stage 3, Muon": (3, {}, MUON),
+    "stage 2, Muon, optimizer on the host": (2, OPTIMIZER, MUON),
+}
 # generations in memory: each step's state is copied while the next step is launched
 MEMORY = {"every": 1, "folder": f"{tempfile.gettempdir()}/hf-zero-late"}
 KEPT = {"checkpoint": {"memory": MEMORY}, **ONCE}
@@ -76,15 +84,10 @@ IN_MEMORY: Jobs = {
 }
 # the optimizer's counters are on the device
 CAPTURABLE: Jobs = {"stage 2, capturable": (2, {}, by("AdamW", lr=1e-2, capturable=True))}
-
-
-# on four ranks of two hosts
-HOPS = {"mics_hierarchical_params_gather": True}
-SGD, QUANTIZED = by("SGD", lr=0.1), {"zero_quantized_weights": True}
+HOPS, QUANTIZED = {"mics_hierarchical_params_gather": True}, {"zero_quantized_weights": True}
 # on four ranks of two hosts
 OVER_HOSTS: Jobs = {
     "stage 3, gathers in two hops": (3, HOPS, {}),
-    "stage 3, gathers in two hops, one micro-batch": (3, HOPS, ONCE),
     "stage 3, gathers in two hops, all on the host": (3, {**BOTH, **HOPS}, {}),
     "stage 3, weights in 8 bits, gathers in two hops": (3, {**HOPS, **QUANTIZED}, SGD),
 }
@@ -104,17 +107,11 @@ def reads_shards(engine: Any) -> None:
             flat.store_shard(before)
 
 
-# What a job does after each step.
 COLLECTIVE, SHARDS = {"between": broadcasts}, {"between": reads_shards}
 # What a job does after each step.
 BETWEEN_STEPS: Jobs = {
     "stage 2, optimizer on the host, a collective between steps": (2, OPTIMIZER, COLLECTIVE),
     "stage 3, all on the host, shards read between steps": (3, BOTH, SHARDS),
-}
-MUON = by("Muon", lr=0.02, weight_decay=0.01)
-BY_MATRICES: Jobs = {
-    **{f"stage {stage}, Muon": (stage, {}, MUON) for stage in (0, 2, 3)},
-    "stage 2, Muon, optimizer on the host": (2, OPTIMIZER, MUON),
 }
 # Collectives in few bits: losses are not those of a plain loop to the last places.
 FOUR = {"compressed_communication": {"bits": 4}, **SGD}
@@ -126,9 +123,7 @@ LOCAL = {"var_freeze_step": 1, "local_step_scaler": 1, "local_step_clipper": 2}
 BLOCKS_OF_256 = {"compressed_communication": {"block_size": 256}}
 IN_FEW_BITS: Jobs = {
     "stage 1, gradients in 4 bits": (1, UP, SGD),
-    "stage 2, both ways in 4 bits": (2, {}, FOUR),
     "stage 2, in 4 bits, optimizer on the host": (2, OPTIMIZER, FOUR),
-    "stage 3, weights in 8 bits, gradients in 4": (3, {**UP, **QUANTIZED}, SGD),
     "stage 3, in few bits, errors fed back": (3, {**UP, **QUANTIZED, **FED_BACK}, SGD),
     "stage 1, momenta in 1 bit after a step": (1, {}, {**ONE, **by("AdamW", lr=1e-4)}),
     "stage 1, local steps in 1 bit": (
@@ -137,14 +132,22 @@ IN_FEW_BITS: Jobs = {
         {**BLOCKS_OF_256, **by("ZeroOneAdam", lr=1e-5, **LOCAL)},
     ),
 }
-
-
+# The block that each rank does not use in each step, -1: none.
+OTHERS = {"left_out": ((-1,) * 6, (-1, -1, 1, 3, 2, 0)), "kernels": "off", **ONCE}
+FETCHED = {"left_out": ((1, 1, 1, -1, 1, 2), (1,) * 6), "kernels": "off", **ONCE}
+LEFT_OUT: Jobs = {
+    # rank 1 uses fewer than the order of gathers that was recorded, others in each step
+    "stage 3, blocks left out": (3, {}, OTHERS),
+    # rank 0 alone uses one that no order holds, which rank 1 serves beside its own step
+    "stage 3, a block fetched": (3, {}, FETCHED),
+}
 EVERY = JOBS | IN_FEW_BITS | BY_MATRICES | OVER_HOSTS | BETWEEN_STEPS | IN_MEMORY | CAPTURABLE
+EVERY |= LEFT_OUT
 
 
 def steps_of(job: str) -> int:
     """Return the number of steps that the job's special feature needs to show."""
-    return 6 if "local steps" in job else 3
+    return 6 if "local steps" in job or job in LEFT_OUT else 3
 
 
 class Block(nn.Module):
@@ -160,14 +163,16 @@ class Block(nn.Module):
 
 
 class Tower(nn.Module):
+    left_out = -1  # a block that the next forward does not use
+
     def __init__(self, width: int = WIDTH, blocks: int = BLOCKS):
         super().__init__()
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         self.head = nn.Linear(width, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
+        for place, block in enumerate(self.blocks):
+            x = x if place == self.left_out else block(x)
         loss: torch.Tensor = self.head(x).square().mean()
         return loss
 
@@ -200,6 +205,7 @@ def plain(job: str, steps: int, rank: int, world: int) -> list[float]:
     """The losses of ``rank`` in a plain loop over the global batch, on the CPU."""
     model, chosen = tower(), config(job)
     micros, clip = chosen["gradient_accumulation_steps"], chosen["gradient_clipping"]
+    left_out = chosen.get("left_out", ((-1,) * steps,) * world)
     kind, settings = chosen["optimizer"]["type"], chosen["optimizer"]["params"]
     if kind == "ZeroOneAdam":
         kind, settings = "AdamW", {"lr": settings["lr"]}
@@ -210,7 +216,10 @@ def plain(job: str, steps: int, rank: int, world: int) -> list[float]:
     losses = []
     for step in range(steps):
         for micro in range(micros):
-            found = [model(each[place][step * micros + micro]) for place in range(world)]
+            found = []
+            for place in range(world):
+                model.left_out = left_out[place][step]
+                found.append(model(each[place][step * micros + micro]))
             (torch.stack(found).mean() / micros).backward()
             losses.append(found[rank].item())
         if clip:
@@ -226,16 +235,21 @@ def train(job: str, steps: int = 3, rank: int = 0, world: int = 1) -> list[float
 
     model, chosen = tower(), config(job)
     between, micros = chosen.pop("between", None), chosen["gradient_accumulation_steps"]
+    left_out = chosen.pop("left_out", None)
     engine, *_ = hf_zero.initialize(model=model, config=chosen)
     kept = []
     try:
         for number, values in enumerate(batches(steps * micros, rank, world), 1):
+            if left_out is not None:
+                model.left_out = left_out[rank][number - 1]
             loss = engine(values.pin_memory().to(engine.device, non_blocking=True))
             engine.backward(loss)
             engine.step()
             kept.append(loss.detach())
             if between is not None and number % micros == 0:
                 between(engine)
+        if left_out is not None:
+            world_group.barrier()  # a rank that has ended serves no other one
         return [loss.item() for loss in kept]
     finally:
         engine.destroy()
@@ -248,3 +262,62 @@ def worst(losses: Sequence[float], expected: Sequence[float]) -> float:
     """The largest relative difference; infinite where a number is none."""
     pairs = list(zip(losses, expected, strict=True))
     return max(math.inf if math.isnan(a) else abs(a - b) / abs(b) for a, b in pairs)
+
+
+# ---- pipelines of tied layers over two ranks ----
+
+MICROS = 4
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2}  # stages of each rank
+
+
+def train_pipeline(schedule: str) -> list[float]:
+    """The losses of a pipeline; reports are left to be read."""
+    from tests.late import device
+
+    hf_zero.init_distributed()
+    module = pipelines.pipeline(2, 2, base_seed=1234, stages_per_rank=SCHEDULES[schedule])
+    optimizer = {"lr": pipelines.LR, "momentum": pipelines.MOMENTUM}
+    config = pipelines.config(
+        MICROS,
+        1,
+        optimizer={"type": "SGD", "params": optimizer},
+        pipeline={"schedule": schedule},
+        kernels="off",
+    )
+    engine, *_ = hf_zero.initialize(model=module, config=config)
+    data = iter(pipelines.batches(MICROS * pipelines.STEPS))
+    try:
+        return [float(engine.train_batch(data)) for _ in range(pipelines.STEPS)]
+    finally:
+        engine.destroy()
+        device.synchronize_all()
+
+
+def plain_pipeline() -> list[float]:
+    """The losses of a plain loop over the same layers, on the CPU."""
+    windows = list(pipelines.windows_of(pipelines.batches(MICROS * pipelines.STEPS), MICROS, 1))
+
+    def loss(model: Any, batch: Any) -> Any:
+        return pipelines.loss_of(model(batch[0]), batch[1])
+
+    told, _ = pipelines.plain(pipelines.Whole(), windows, loss)
+    return [loss for loss, _ in told]
+
+
+def main() -> None:
+    from tests.late import device
+
+    rank, world = device.begin(sys.argv[1]), int(os.environ.get("WORLD_SIZE", "1"))
+    for job in sys.argv[2:]:
+        device.forget()
+        if job in SCHEDULES:
+            losses, expected = train_pipeline(job), plain_pipeline()
+        else:
+            steps = steps_of(job)
+            losses, expected = train(job, steps, rank, world), plain(job, steps, rank, world)
+        found = worst(losses, expected)
+        device.tell(rank=rank, job=job, worst=found, reports=device.reports())
+
+
+if __name__ == "__main__":
+    main()

@@ -45,17 +45,11 @@ struct Board::Page {
   std::atomic<int> process;  // + 1
   std::atomic<uint64_t> issued, entered;
   Kept kept[kKept];
-  Shared<kStatus> status;
-};
-
-struct Board::End {
-  std::atomic<uint32_t> claimed, said;
-  Shared<kStatus> why;
 };
 
 size_t Board::bytes_for(int ranks) {
   constexpr size_t page = 4096;
-  return (size_t(ranks) * sizeof(Page) + sizeof(End) + page - 1) / page * page;
+  return (size_t(ranks) * sizeof(Page) + page - 1) / page * page;
 }
 
 Board::Board(const std::string& path, size_t offset, int rank, int ranks)
@@ -66,7 +60,6 @@ Board::Board(const std::string& path, size_t offset, int rank, int ranks)
   close(file);
   if (at == MAP_FAILED) throw std::runtime_error("late: cannot map " + path);
   pages_ = (Page*)at;
-  end_ = (End*)(pages_ + ranks);
   const char* process = getenv("RANK");
   page(rank).process = 1 + (process ? atoi(process) : rank);
 }
@@ -128,15 +121,5 @@ std::string Board::sequence(int of, uint64_t until) const {
   }
   return text;
 }
-
-void Board::put_status(const std::string& text) { page(rank).status.write(text); }
-std::string Board::status(int of) const { return page(of).status.read(); }
-void Board::give_up(const std::string& why) {
-  if (end_->claimed.exchange(1)) return;
-  end_->why.write(why);
-  end_->said = 1;
-}
-bool Board::given_up() const { return end_->said; }
-std::string Board::why() const { return end_->why.read(); }
 
 }  // namespace late

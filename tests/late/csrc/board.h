@@ -1,7 +1,7 @@
 // What the ranks of a communicator know of each other: a piece of memory that their processes share.
 //
 // Each rank has a page of its own that it alone writes: how many collectives it has issued, which one
-// it has entered, what the last ones are, and, when nothing moves, where the process stands.
+// it has entered, and what the last ones are.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -12,7 +12,6 @@ namespace late {
 
 constexpr size_t kKept = 512;     // collectives of a rank that can still be compared
 constexpr size_t kText = 216;     // of one of them
-constexpr size_t kStatus = 1 << 15;
 
 class Board {
  public:
@@ -37,18 +36,9 @@ class Board {
   uint64_t place(int of, uint64_t number) const;    // 0 where it is no longer kept
   std::string sequence(int of, uint64_t until) const;
 
-  void put_status(const std::string& text);
-  std::string status(int of) const;
-
-  void give_up(const std::string& why);  // for all ranks; the first one says why
-  bool given_up() const;
-  std::string why() const;
-
  private:
   struct Page;
-  struct End;
   Page* pages_;
-  End* end_;
   size_t bytes_;
   Page& page(int of) const;
 };

@@ -161,7 +161,7 @@ struct Communicator final : c10d::Backend {
     int here = current_on(device);
     if (on != here) runtime.wait_event(on, runtime.record(here));
     Tensors from = task_views(reads), to = task_views(writes);
-    runtime.enqueue(on, name, spans, [run, from, to, parts, on]() mutable {
+    runtime.enqueue(on, name, spans, [run, from, to, parts]() mutable {
                       struct Over {
                         const std::vector<Part>& parts;
                         ~Over() {
@@ -169,9 +169,9 @@ struct Communicator final : c10d::Backend {
                         }
                       } over{parts};
                       bool alone = parts.size() == 1;
-                      for (const Part& part : parts) part.end->enter(part.number, on, alone);
+                      for (const Part& part : parts) part.end->enter(part.number, alone);
                       std::vector<bool> same;
-                      for (const Part& part : parts) same.push_back(part.end->meet(part.number, on));
+                      for (const Part& part : parts) same.push_back(part.end->meet(part.number));
                       run(same, from, to);
                     },
                     {bytes, 0, Way::network});
@@ -315,49 +315,12 @@ namespace py = pybind11;
 py::list communicators() {
   py::list found;
   for (const auto& end : late::all_ends()) {
-    const late::Board& board = end->board;
     py::dict one;
-    one["index"] = end->index;
     one["name"] = end->name;
-    one["rank"] = board.rank;
-    one["ranks"] = board.ranks;
-    one["issued"] = board.issued(board.rank);
-    one["entered"] = board.entered(board.rank);
-    py::list outstanding;
-    for (const auto& each : end->outstanding())
-      outstanding.append(py::make_tuple(each.number, each.done.stream,
-                                        board.what(board.rank, each.number)));
-    one["outstanding"] = outstanding;
-    one["issuers"] = end->issuers();
-    py::dict missing;
-    for (const auto& each : end->outstanding()) missing[py::int_(each.number)] = board.missing(each.number);
-    one["missing"] = missing;
+    one["issued"] = end->board.issued(end->board.rank);
     found.append(one);
   }
   return found;
-}
-
-py::dict waits() {
-  py::dict out;
-  py::list hosts, streams;
-  for (const auto& wait : late::rt().host_waits())
-    hosts.append(py::make_tuple(wait.issuer, wait.thread, wait.site, wait.stream, wait.number));
-  auto doings = late::rt().doings();
-  for (size_t id = 0; id < doings.size(); id++) {
-    const auto& doing = doings[id];
-    if (doing.stream >= 0 || doing.communicator >= 0)
-      streams.append(py::make_tuple(id, doing.stream, doing.number, doing.communicator, doing.collective));
-  }
-  out["hosts"] = hosts;
-  out["streams"] = streams;
-  out["moved"] = late::rt().moved();
-  return out;
-}
-
-std::shared_ptr<late::End> end_of(int index) {
-  for (const auto& end : late::all_ends())
-    if (end->index == index) return end;
-  throw py::key_error("communicator " + std::to_string(index));
 }
 
 }  // namespace
@@ -370,16 +333,4 @@ void bind_collectives(py::module_& m) {
         });
   m.def("board_bytes", &late::Communicator::board_bytes);
   m.def("communicators", communicators);
-  m.def("waits", waits);
-  m.def("put_status", [](int index, const std::string& text) { end_of(index)->board.put_status(text); });
-  m.def("status", [](int index, int rank) { return end_of(index)->board.status(rank); });
-  m.def("give_up", [](int index, const std::string& why) { end_of(index)->board.give_up(why); });
-  m.def("given_up", [](int index) {
-    auto end = end_of(index);
-    return !end->forgotten && end->board.given_up() ? end->board.why() : "";
-  });
-  m.def("end_waits", [](const std::string& why) { late::rt().give_up(why); });
-  m.def("tell", [](const std::string& kind, const std::string& text) {
-    late::rt().tell(late::rt().intern(kind), text, text);
-  });
 }

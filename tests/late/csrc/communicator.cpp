@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <stdexcept>
 #include <thread>
 
 namespace torch::autograd {
@@ -20,7 +19,6 @@ namespace {
 // Never destroyed: threads look at them until the process is gone.
 std::mutex& mutex = *new std::mutex();
 auto& ends = *new std::vector<std::weak_ptr<End>>();
-std::atomic<int> made{0};
 std::atomic<uint64_t> places{0};
 constexpr size_t kRecent = 64;
 
@@ -60,10 +58,6 @@ std::vector<std::shared_ptr<End>> all_ends() {
   return found;
 }
 
-void forget_ends() {
-  for (const auto& end : all_ends()) end->forgotten = true;
-}
-
 uint64_t next_place() { return ++places; }
 
 // autograd's thread stands for the one that called backward, the first of the process
@@ -82,7 +76,7 @@ std::shared_ptr<End> make_end(const std::string& name, const std::string& board,
 }
 
 End::End(std::string name, const std::string& board, size_t offset, int rank, int ranks)
-    : index(made++), name(std::move(name)), board(board, offset, rank, ranks) {}
+    : name(std::move(name)), board(board, offset, rank, ranks) {}
 End::~End() = default;
 
 void End::check_thread(uint64_t number) {
@@ -115,15 +109,6 @@ uint64_t End::issue(const std::string& what, uint64_t place) {
 std::vector<std::pair<uint64_t, long>> End::recent() {
   std::lock_guard<std::mutex> lock(mutex_);
   return recent_;
-}
-
-std::vector<long> End::issuers() {
-  std::vector<long> found;
-  for (const auto& [_, thread] : recent()) {
-    found.erase(std::remove(found.begin(), found.end(), thread), found.end());
-    found.push_back(thread);
-  }
-  return found;
 }
 
 // Communicators share the device, which may hold but one of two collectives: where two ranks are in
@@ -187,22 +172,18 @@ void End::release_wanted() {
     if (one.number <= wanted) rt().want(one.done);
 }
 
-void End::enter(uint64_t number, int stream, bool alone) {
+void End::enter(uint64_t number, bool alone) {
   Pause pause;
   // One communicator runs its collectives one after another, on whichever streams they are.
   for (const Outstanding& one : outstanding())
     if (one.number < number) rt().want(one.done);
-  if (alone) rt().doing(stream, {-1, 0, index, number});
-  while (alone && over_ + 1 < number && !aborted_ && !board.given_up()) pause();
-  if (!aborted_ && !board.given_up()) board.enter(number);
+  while (alone && over_ + 1 < number && !aborted_) pause();
+  if (!aborted_) board.enter(number);
 }
 
-bool End::meet(uint64_t number, int stream) {
-  rt().doing(stream, {-1, 0, index, number});
+bool End::meet(uint64_t number) {
   Pause pause;
-  while (!aborted_ && !board.given_up() && !board.missing(number).empty()) pause();
-  rt().doing(stream, {});
-  if (board.given_up()) throw std::runtime_error(board.why());
+  while (!aborted_ && !board.missing(number).empty()) pause();
   if (!aborted_) check_places(number);
   return !aborted_ && check_order(number);
 }

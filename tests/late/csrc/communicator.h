@@ -18,19 +18,17 @@ class End {
   End(std::string name, const std::string& board, size_t offset, int rank, int ranks);
   ~End();
 
-  const int index;  // of all communicators of this process
   const std::string name;
   Board board;
-  std::atomic<bool> forgotten{false};  // a circle in it has been seen, and is over
 
   // A collective is issued by this thread: its number. Reports threads that take turns.
   uint64_t issue(const std::string& what, uint64_t place);
   void issued(uint64_t number, const Event& done);
   // In the task. `alone`: one after another; else it may be one of several messages that go at once.
-  void enter(uint64_t number, int stream, bool alone);
+  void enter(uint64_t number, bool alone);
   // Waits until all ranks are there. False: do nothing, it is another one elsewhere, or the
-  // communicator was aborted. Throws where the ranks wait for each other in a circle.
-  bool meet(uint64_t number, int stream);
+  // communicator was aborted.
+  bool meet(uint64_t number);
   void over(uint64_t number);
   void abort();
   void release_wanted();  // what other ranks have come to
@@ -40,7 +38,6 @@ class End {
     Event done;
   };
   std::vector<Outstanding> outstanding();
-  std::vector<long> issuers();  // threads, the last one last
 
  private:
   std::mutex mutex_;
@@ -62,7 +59,6 @@ class End {
 };
 
 std::vector<std::shared_ptr<End>> all_ends();
-void forget_ends();
 std::shared_ptr<End> make_end(const std::string& name, const std::string& board, size_t offset, int rank,
                               int ranks);
 uint64_t next_place();  // among all collectives of this process

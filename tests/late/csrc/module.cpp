@@ -1,7 +1,6 @@
 // The Python module `late_C`.
 #include <torch/csrc/utils/pybind.h>
 
-#include "communicator.h"
 #include "launch.h"
 #include "python.h"
 #include "storage.h"
@@ -150,17 +149,13 @@ PYBIND11_MODULE(late_C, m) {
   late::catch_faults();
   rt().on_thread = late::one_thread_each;
   rt().find_site = late::python_site;
-  rt().find_issuer = late::issuer;
   m.attr("MAX_DEVICES") = kDevices;
   m.attr("STREAMS_EACH") = kStreamsEach;
   m.attr("HOST") = late::kHost;
   m.def("configure", configure);
   m.def("flags", flags);
   m.def("reports", reports);
-  m.def("forget", [] {
-    late::forget_ends();
-    rt().forget();
-  });
+  m.def("forget", [] { rt().forget(); });
   m.def("stats", stats);
   m.def("synchronize_all", wait_all);
   m.def("set_devices", [](int count) { rt().devices = count; });

@@ -38,20 +38,6 @@ struct Task {
   uint64_t wait_number = 0;
 };
 
-struct Doing {  // what a stream's thread is in, where that may last
-  int stream = -1;  // it waits until that stream has done `number`
-  uint64_t number = 0;
-  int communicator = -1;  // it waits for the ranks of that one to enter `collective`
-  uint64_t collective = 0;
-};
-
-struct HostWait {
-  long issuer;  // as collectives of its thread have it
-  std::string thread, site;
-  int stream;
-  uint64_t number;
-};
-
 struct Stream {
   std::deque<Task> queue;
   uint64_t issued = 0, done = 0;
@@ -59,7 +45,6 @@ struct Stream {
   Clock clock{};
   double time = 0;  // the end of its last task
   bool started = false;
-  Doing doing;
 };
 
 // What is remembered of a piece of memory.
@@ -123,7 +108,6 @@ class Runtime {
   Counts counts;
   std::vector<Report> reports;
   std::function<void()> on_thread;  // run at the start of each stream's thread
-  std::function<long()> find_issuer;       // of collectives, in this thread
   std::function<std::string()> find_site;  // the Python call that this thread is in
   Rates rates;
   std::array<double, kLanes> host_time{};
@@ -142,13 +126,7 @@ class Runtime {
   void host_wait_device(int device);
   int new_stream(int device, int priority = 0);  // as CUDA counts: -1 before 0
   void forget();
-  void doing(int stream, const Doing& what);
   void want(const Event& event);  // some other rank waits for it
-  // What is still to come: a thread that has not woken up since its wait was over waits no more.
-  std::vector<HostWait> host_waits();
-  std::vector<Doing> doings();  // by stream
-  uint64_t moved();             // grows while anything goes on
-  void give_up(const std::string& why);  // every wait of the host raises from now on
   void tell(const char* kind, const std::string& text, const std::string& key);
 
   // memory.cpp
@@ -182,9 +160,7 @@ class Runtime {
   std::vector<std::string> site_text_{""};
   std::unordered_map<std::string, uint32_t> site_ids_;
   std::set<std::pair<std::string, std::string>> said_;
-  std::string failure_, given_up_;
-  std::map<uint64_t, HostWait> host_waits_;
-  uint64_t next_wait_ = 0, moved_ = 0;
+  std::string failure_;
   char *arena_ = nullptr, *arena_alias_ = nullptr, *pinned_ = nullptr, *pinned_alias_ = nullptr;
   std::array<size_t, kDevices> arena_used_{};
   size_t pinned_used_ = 0;

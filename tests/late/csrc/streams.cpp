@@ -1,6 +1,4 @@
 // Streams: a thread and a queue each. Events, waits of streams and of the host, simulated time.
-#include <pthread.h>
-
 #include <chrono>
 
 #include "runtime.h"
@@ -36,7 +34,6 @@ void Runtime::enqueue_locked(int id, const char* what, const std::vector<Span>& 
   Stream& stream = streams_[id];
   uint64_t number = ++stream.issued;
   counts.tasks++;
-  moved_++;
   stream.clock[id] = number;
   join(stream.clock, host_);  // the host launches it after all that it has waited for
   if (after) join(stream.clock, *after);
@@ -107,9 +104,7 @@ void Runtime::work(int id) {
     stream.queue.pop_front();
     if (task.wait_stream >= 0) {
       release(task.wait_stream, task.wait_number);
-      stream.doing = {task.wait_stream, task.wait_number};
       changed_.wait(lock, [&] { return streams_[task.wait_stream].done >= task.wait_number; });
-      stream.doing = {};
     } else {
       bool pauses = mode == Mode::random && std::uniform_real_distribution<>()(rng) < nap;
       int us = pauses ? int(rng() % uint64_t(max_us + 1)) : 0;
@@ -128,7 +123,6 @@ void Runtime::work(int id) {
       if (!why.empty()) fail(task.what, why.c_str());
     }
     stream.done = task.number;
-    moved_++;
     changed_.notify_all();
   }
 }
@@ -168,59 +162,14 @@ void Runtime::want(const Event& event) {
 
 void Runtime::host_wait(const Event& event) {
   if (event.stream < 0) return;
-  char thread[16] = "";
-  pthread_getname_np(pthread_self(), thread, sizeof thread);
-  long issuer = find_issuer ? find_issuer() : 0;
   {
     std::unique_lock<std::mutex> lock(mu);
     counts.syncs++;
     release(event.stream, event.number);
-    uint64_t mine = next_wait_++;
-    host_waits_[mine] = {issuer, thread, late::site, event.stream, event.number};
-    changed_.wait(lock, [&] {
-      return streams_[event.stream].done >= event.number || !given_up_.empty();
-    });
-    host_waits_.erase(mine);
-    moved_++;
-    if (!given_up_.empty()) throw std::runtime_error("late: " + given_up_);
+    changed_.wait(lock, [&] { return streams_[event.stream].done >= event.number; });
     host_joins(event);
   }
   raise_failure();
-}
-
-void Runtime::doing(int stream, const Doing& what) {
-  std::lock_guard<std::mutex> lock(mu);
-  streams_[stream].doing = what;
-}
-
-std::vector<HostWait> Runtime::host_waits() {
-  std::lock_guard<std::mutex> lock(mu);
-  std::vector<HostWait> found;
-  for (const auto& [_, wait] : host_waits_)
-    if (streams_[wait.stream].done < wait.number) found.push_back(wait);
-  return found;
-}
-
-std::vector<Doing> Runtime::doings() {
-  std::lock_guard<std::mutex> lock(mu);
-  std::vector<Doing> found;
-  for (const Stream& stream : streams_) {
-    const Doing& doing = stream.doing;
-    bool over = doing.stream >= 0 && streams_[doing.stream].done >= doing.number;
-    found.push_back(over ? Doing{} : doing);
-  }
-  return found;
-}
-
-uint64_t Runtime::moved() {
-  std::lock_guard<std::mutex> lock(mu);
-  return moved_;
-}
-
-void Runtime::give_up(const std::string& why) {
-  std::lock_guard<std::mutex> lock(mu);
-  given_up_ = why;
-  changed_.notify_all();
 }
 
 void Runtime::tell(const char* kind, const std::string& text, const std::string& key) {
@@ -263,7 +212,6 @@ void Runtime::forget() {
   reports.clear();
   said_.clear();
   failure_.clear();
-  given_up_.clear();
   trace.clear();
   close_opened();
 }
