@@ -8,7 +8,6 @@ import os
 import resource
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -75,32 +74,20 @@ def test_version_1_beside_an_empty_version_2(tmp_path: Path) -> None:
 
 
 def test_a_container_sees_its_own_group_at_the_mount(tmp_path: Path) -> None:
-    """The path is that of the host, where nothing of it is mounted."""
-    root = write(
-        tmp_path,
-        {
-            "proc/self/cgroup": "0::/kubepods/pod7/c3",
-            "sys/fs/cgroup/memory.max": 2 * GIB,
-            "sys/fs/cgroup/memory.current": GIB,
-        },
-    )
-    assert left(root) == {"": GIB}
-
-
-def test_without_control_groups_there_is_the_machine(tmp_path: Path) -> None:
+    """The path is that of the host, where nothing of it is mounted. Ranks share what it leaves."""
     assert left(tmp_path) == {}
     assert host_limits.free_ram(tmp_path).nbytes == pytest.approx(
         psutil.virtual_memory().available, rel=0.2
     )
-
-
-def test_ranks_share_what_the_group_leaves(tmp_path: Path) -> None:
-    files: dict[str, str | int] = {
-        "proc/self/cgroup": "0::/",
-        "sys/fs/cgroup/memory.max": 1 << 20,
-        "sys/fs/cgroup/memory.current": 0,
-    }
-    root = write(tmp_path, files)
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/kubepods/pod7/c3",
+            "sys/fs/cgroup/memory.max": 2 << 20,
+            "sys/fs/cgroup/memory.current": 1 << 20,
+        },
+    )
+    assert left(root) == {"": 1 << 20}
     why = f"left by the control group {root}/sys/fs/cgroup"
     for ranks in (1, 4):
         bound = host_limits.free_ram(root, ranks)
@@ -143,32 +130,24 @@ def test_locked_memory_is_bounded_without_the_capability(
     assert host_limits.memlock(root) is None
 
 
-@pytest.fixture
-def ranks_here(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    return lambda ranks: monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-
-
-def test_the_cpu_is_one_tier_with_the_memory(ranks_here: Callable[[int], None]) -> None:
+def test_ranks_share_the_cpu_and_their_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU is one tier with the memory; folders need not be there."""
     whole = free_bytes(CPU)
-    ranks_here(4)
-    shared = measure(CPU)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    (tmp_path / "taken").write_text("")
+    folders = [str(tmp_path / "a"), str(tmp_path / "b" / "c"), str(tmp_path / "a")]
+    shared = measure(CPU, folders)
     assert shared.host_device and shared.device == shared.ram == shared.pinned
     assert shared.ram == pytest.approx(whole / 4, rel=0.2) and shared.ram == pytest.approx(
         free_bytes(CPU), rel=0.2
     )
     assert shared.limited_by.endswith("shared by 4 ranks")
     assert measure(CPU, ranks=1).ram == pytest.approx(whole, rel=0.2)
-
-
-def test_folders_need_not_be_there_and_share_their_disk(
-    tmp_path: Path, ranks_here: Callable[[int], None]
-) -> None:
-    ranks_here(2)
-    (tmp_path / "taken").write_text("")
-    folders = [str(tmp_path / "a"), str(tmp_path / "b" / "c"), str(tmp_path / "a")]
-    disks = measure(CPU, folders).disks
-    assert [disk.path for disk in disks] == folders[:2] and [disk.disk for disk in disks] == [0, 0]
-    assert disks[0].nbytes == pytest.approx(shutil.disk_usage(tmp_path).free / 2, rel=0.1)
+    assert [(disk.path, disk.disk) for disk in shared.disks] == [(each, 0) for each in folders[:2]]
+    free = shutil.disk_usage(tmp_path).free
+    assert shared.disks[0].nbytes == pytest.approx(free / 4, rel=0.1)
 
 
 def test_folders_on_different_disks_are_told_apart(
@@ -200,9 +179,6 @@ def test_ranks_agree_on_the_least_of_each_number() -> None:
     assert agreed == Free(10, 15, (DiskFree("/a", 5, 0), DiskFree("/b", 7, 0)), limited_by="x")
     assert agreed.numbers() == other.with_numbers(least).numbers()
     assert Free(1, 2).with_numbers([3, 4]) == Free(3, 4)
-
-
-def test_what_the_caller_gives_back_is_room() -> None:
     assert Free(1, 2).with_room(device=10, ram=5) == Free(11, 7)
     assert Free(1, 2, host_device=True).with_room(device=10) == Free(11, 12, host_device=True)
 

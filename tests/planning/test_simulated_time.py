@@ -62,14 +62,13 @@ def test_messages_of_a_link_follow_each_other() -> None:
 
 
 def test_what_processors_move_takes_their_time() -> None:
+    """A gather into memory that was released takes time to write it: no computation runs beside
+    it, whatever else overlaps.
+    """
     half = dataclasses.replace(SLOW, overlap=0.5)
     sent = gather(40)  # 2 seconds, one of them the processor's
     found = seconds(Recording(1, [sent, work(30), Wait(HERE, sent)]), half)
     assert (found.step, found.compute, found.exposed) == (4, 3, 1)
-
-
-def test_a_gather_into_memory_that_was_released_takes_time_to_write_it() -> None:
-    """The processor's: no computation runs beside it, whatever else overlaps."""
     slow = dataclasses.replace(SLOW, first_write=0.05)
     sent = dataclasses.replace(gather(40), anew=40)  # 2 seconds on the link, 2 of the processor
     found = seconds(Recording(1, [sent, work(30), Wait(HERE, sent)]), slow)
@@ -106,23 +105,18 @@ def test_time_on_a_link() -> None:
     assert SLOW.sending(reduced) == 2 * SLOW.sending(gather(20))
 
 
-def test_a_forward_waits_for_the_updates_of_the_step_before() -> None:
-    """Unit by unit: the first block waits for its own, and computes beside that of the second."""
-    blocks = [StepPlace(FORWARD, name, 0) for name in ("one", "two.mlp")]
-    events = [Work(place, 20) for place in blocks]  # 2 seconds each
+def test_offload_runs_beside_a_step() -> None:
+    """The first block waits for its own update, and computes beside that of the second; a gather
+    begins when its shard has come; gradients leave beside the backward.
+    """
+    blocks = [Work(StepPlace(FORWARD, name, 0), 20) for name in ("one", "two.mlp")]
     away = OffloadTimes(update={"one": 3.0, "two": 4.0})
-    found = seconds(Recording(1, [*events]), SLOW, away)
+    found = seconds(Recording(1, [*blocks]), SLOW, away)
     assert (found.step, found.compute, found.exposed) == (9, 4, 5)
-
-
-def test_a_gather_begins_when_its_shard_has_come() -> None:
     sent = gather(20)  # one second
     away = OffloadTimes(fetch={"block": 2.0})
     found = seconds(Recording(1, [sent, work(10), Wait(HERE, sent)]), SLOW, away)
     assert (found.step, found.compute, found.exposed) == (3, 1, 2)
-
-
-def test_gradients_leave_beside_the_backward() -> None:
     place = StepPlace(BACKWARD, "block", 0)
     sent = Message(place, "reduce_scatter", "block|trainable|bfloat16", PAIR, 20)
     away = OffloadTimes(gradient={"block": 5.0})
@@ -174,7 +168,8 @@ def test_a_measured_block_takes_its_time() -> None:
     assert spent == pytest.approx(2.0)
 
 
-def test_this_process_is_measured() -> None:
+def test_this_process_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_zero.planning.simulation.measuring.SECONDS", 0)
     found = measure(sized_model(1e6), 1, 8, torch.float32)
     assert found.block == "model.layers.0" and found.link is None and found.overlap == 1.0
     assert found.block_seconds > 0 and found.memory > 0 and found.operation > 0

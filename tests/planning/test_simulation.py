@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import tracemalloc
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +26,6 @@ from tests.helpers.cells import fast, in_one_item
 from tests.helpers.engines import start
 from tests.helpers.models import seeded
 from tests.helpers.processes import run_processes
-from tests.helpers.ranks import run_ranks
 from tests.helpers.tensor_parallel import llama, mixtral
 
 # Table 1 of Rajbhandari et al., arXiv 1910.02054: GB of model states of a device, by parameters
@@ -58,30 +56,21 @@ SIZES = {
 }
 
 
-def rounding(figure: float) -> float:
-    """Half of the last digit of ``figure``, as printed."""
-    return 0.5 * 10.0 ** -len(f"{figure}".partition(".")[2].rstrip("0"))
-
-
-COUNTS = [((1024,),), ((1, 4, 16, 64, 256),)]
-
-
-@pytest.mark.parametrize("counts", fast(COUNTS, lambda counts: counts == (1024,)))
+@pytest.mark.parametrize(
+    "counts", fast([((1024,),), ((1, 4, 16, 64, 256),)], lambda counts: counts == (1024,))
+)
 def test_model_states_are_those_of_the_paper(counts: tuple[int, ...]) -> None:
-    in_one_item(itertools.product(PAPER, counts))(_model_states)()
-
-
-def _model_states(case: tuple[float, int]) -> None:
     """Stage 0 is the paper's baseline, of 16 bytes a parameter on each device."""
-    parameters, ranks = case
-    base = planned(None, ranks, 0, params=parameters)[1]
-    for stage, figure in enumerate((16e-9 * parameters, *PAPER[parameters][ranks])):
-        settings = base.settings
-        own = base.replan(
-            settings.placed(stage, settings.offload_optimizer, settings.offload_param)
-        )
-        found = sum(model_states(own, narrow=True).values()) / 1e9
-        assert found == pytest.approx(figure, rel=0.01, abs=rounding(figure)), stage
+    for parameters, ranks in itertools.product(PAPER, counts):
+        base = planned(None, ranks, 0, params=parameters)[1]
+        for stage, figure in enumerate((16e-9 * parameters, *PAPER[parameters][ranks])):
+            settings = base.settings
+            own = base.replan(
+                settings.placed(stage, settings.offload_optimizer, settings.offload_param)
+            )
+            found = sum(model_states(own, narrow=True).values()) / 1e9
+            digit = 0.5 * 10.0 ** -len(f"{figure}".partition(".")[2].rstrip("0"))
+            assert found == pytest.approx(figure, rel=0.01, abs=digit), (parameters, ranks, stage)
 
 
 @pytest.mark.parametrize(("stage", "micro_batches"), [(0, 2), (1, 5), (2, 2), (3, 2)])
@@ -94,7 +83,7 @@ def test_traffic_is_that_of_the_paper(stage: int, micro_batches: int) -> None:
         "bf16": {"enabled": True}, "gradient_accumulation_steps": micro_batches,
         "train_micro_batch_size_per_gpu": 1,
     }  # fmt: skip
-    model = LlamaConfig(**SIZES, num_hidden_layers=4)
+    model = LlamaConfig(**SIZES, num_hidden_layers=2)
     found = hf_zero.simulate(model, 4, config=config, sequence_length=8)
     moved: Counter[str] = Counter()
     units: dict[str, list[str]] = {}
@@ -102,7 +91,7 @@ def test_traffic_is_that_of_the_paper(stage: int, micro_batches: int) -> None:
         if each.phase != "step" or each.unit.startswith("updated"):
             moved[each.operation] += each.nbytes // 2 * (1 + (each.operation == "all_reduce"))
             units.setdefault(f"{each.phase} {each.operation}", []).append(each.unit)
-    elements = 4 * (4 * 64**2 + 3 * 64 * 128 + 2 * 64) + 64 + 2 * 512 * 64
+    elements = 2 * (4 * 64**2 + 3 * 64 * 128 + 2 * 64) + 64 + 2 * 512 * 64
     assert found.parameters == elements
     kept = 0
     if stage == 3:
@@ -176,9 +165,8 @@ FP16 = [
     for stage in (1, 3)
 ]
 REAL = {  # experts last: they stay spread for the life of the processes
-    2: [*STAGES[::2], FP16[0], SPLIT[0], SPLIT[2], EXPERTS[1]],
+    2: [STAGES[0], FP16[0], SPLIT[0], SPLIT[2], EXPERTS[1]],
     4: [*STAGES, *FP16, *SPLIT, *MESHES, *EXPERTS],
-    8: [*STAGES, *SPLIT[1:], *MESHES, *EXPERTS],
 }
 
 
@@ -244,37 +232,6 @@ def test_measures_are_no_part_of_a_simulation(tmp_path: Path) -> None:
     assert found[True] == found[False] and not list(tmp_path.iterdir())
 
 
-def test_bytes_of_ranks_with_spread_experts() -> None:
-    """State by tier, and bytes on the wire by operation, are those that a run shows as figures."""
-    config = config_of(
-        3, expert_parallel={"enabled": True, "autoep_size": 4}, metrics={"enabled": True}
-    )
-
-    def measured(rank: int) -> dict[str, Any]:
-        model = small(config)
-        engine = start(model, torch.optim.AdamW(model.parameters(), 1e-3), config)
-        ids = torch.ones(2, 16, dtype=torch.int64)
-        for _ in range(2 * 3):
-            engine.backward(engine(ids, labels=ids).loss)
-            engine.step()
-        found = dict(engine.figures)
-        engine.destroy()
-        return found
-
-    figures = run_ranks(4, measured)
-    for rank in (0, 3):
-        found = hf_zero.simulate(
-            small(config), 4, config=config, rank=rank, sequence_length=16, device=HOST
-        )
-        sent: Counter[str] = Counter()
-        for each in found.collectives:
-            sent[f"{each.operation}_wire_bytes"] += each.wire_bytes
-        wire = {name: figures[rank][name] for name in figures[rank] if name in sent}
-        assert wire == pytest.approx(dict(sent), rel=0.01) and wire["all_to_all_wire_bytes"] > 0
-        assert figures[rank]["wire_bytes"] == pytest.approx(sent.total(), rel=0.01)
-        assert figures[rank]["device_bytes"] == pytest.approx(sum(found.state.values()), rel=0.01)
-
-
 def test_parameters_without_a_gradient_leave_the_others_to_be_updated() -> None:
     """They are in a flat buffer with others, which is sent after the update. The model returns its
     loss in a mapping.
@@ -293,23 +250,7 @@ def test_parameters_without_a_gradient_leave_the_others_to_be_updated() -> None:
     )
     sent = {each.unit.partition(" ")[0]: each.nbytes for each in found.collectives}
     assert sent["updated"] == 2 * 2 * (64 * 64 + 64)
-
-
-@pytest.mark.long
-def test_memory_does_not_grow_with_the_world() -> None:
-    """Python keeps the numbers of the ranks of each group; tensors and recordings stay as they
-    are.
-    """
-    peaks = {}
-    record_plan(planned(None, 2, 3, params=1e6)[1], 1)  # what the first one imports
-    for ranks in (64, 4096):
-        own = planned(None, ranks, 3, params=1e6)[1]
-        tracemalloc.start()
-        found = record_plan(own, 1)
-        peaks[ranks] = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert found.events
-    assert peaks[4096] - peaks[64] < 4096 * 2000
+    assert found.flops == 2 * 2 * 64 * 64  # the product of the forward, that of the weight
 
 
 def test_middle_micro_batches_are_like_each_other() -> None:
@@ -336,20 +277,6 @@ def test_a_process_in_a_job_simulates_nothing() -> None:
     finally:
         dist.destroy_process_group()
     assert record_plan(own, 8).events
-
-
-def test_a_batch_of_any_model() -> None:
-    """A model with a loss of its own, by the function that makes its arguments."""
-
-    class Squares(torch.nn.Linear):
-        def forward(self, rows: torch.Tensor) -> torch.Tensor:
-            return super().forward(rows).square().mean()
-
-    found = hf_zero.simulate(
-        Squares(64, 64), 2, 1, micro_batch=4, sequence_length=1,
-        batch=lambda rows, length: {"rows": torch.zeros(rows, 64, device="meta")},
-    )  # fmt: skip
-    assert found.flops == 2 * 2 * 4 * 64 * 64  # the product of the forward, that of the weight
 
 
 REFUSED: dict[str, dict[str, Any]] = {
