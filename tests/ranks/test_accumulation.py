@@ -1,18 +1,20 @@
 """Division of the loss and the end of a window: engine.backward and loss.backward, no_sync, the
-boundary set from outside.
+boundary set from outside; the loss scale of fp16, and steps that are skipped.
 """
 
+import copy
 from contextlib import nullcontext
 
 import pytest
+import torch
 
 from hf_zero.errors import PartitionError, UnmanagedWindowError
 from tests.helpers import oracle
-from tests.helpers.cells import in_turn
+from tests.helpers.cells import in_one_item, in_turn
 from tests.helpers.engines import OnEngine, config_of, full_weights, start, train_on_threads
-from tests.helpers.models import ROWS
+from tests.helpers.models import ROWS, features
 from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, squared
-from tests.helpers.training import At, Plan, StackJob, plain_sgd
+from tests.helpers.training import At, Plan, StackJob, adamw, plain_sgd
 
 RANKS = 2
 
@@ -32,12 +34,7 @@ class DividedByTheUser(OnEngine):
 
 @in_turn(
     "session, stage, precision",
-    [
-        (PlainBackward, 3, "fp32"),
-        (PlainBackward, 0, "fp16"),
-        (PlainBackward, 2, "fp16"),
-        (DividedByTheUser, 1, "fp32"),
-    ],
+    [(PlainBackward, 3, "fp32"), (PlainBackward, 2, "fp16"), (DividedByTheUser, 1, "fp32")],
 )
 def test_other_backwards_give_the_same(session, stage, precision):
     job = StackJob()
@@ -67,32 +64,59 @@ def compare(windows, loop, stage, accumulation, **more):
         assert found == pytest.approx(norms, rel=1e-5)
 
 
-@in_turn("stage", (1, 3))
-def test_no_sync_around_all_but_the_last_micro_batch(stage):
-    def loop(engine, rank, step, window):
-        for micro in range(3):
-            with engine.no_sync() if micro < 2 else nullcontext():
-                engine.backward(squared(engine, At(step, micro, rank)))
-            engine.step()
-
-    compare([[(1 / 3, micro) for micro in range(3)]] * 2, loop, stage, 3)
+def without_sync(engine, rank, step, window):
+    """Around all but the last micro-batch."""
+    for _, micro in window:
+        with engine.no_sync() if micro < 2 else nullcontext():
+            engine.backward(squared(engine, At(step, micro, rank)))
+        engine.step()
 
 
-@in_turn("stage, step_every_time", [(1, False), (3, True)])
-def test_the_boundary_set_from_outside_with_a_short_last_window(stage, step_every_time):
+def to_a_boundary(engine, rank, step, window):
     """Accelerate says where a window ends, and may call step() there only."""
+    assert not engine.window_is_open
+    for weight, micro in window:
+        last = micro == len(window) - 1
+        engine.set_gradient_accumulation_boundary(last)
+        assert engine.is_gradient_accumulation_boundary() is last
+        engine.backward(squared(engine, At(step, micro, rank)) * weight, scale_wrt_gas=False)
+        assert engine.window_is_open
+        if last or engine.stage == 3:
+            engine.step()
+        assert engine.window_is_open is not last
+    assert engine.counters.global_steps == step + 1
 
-    def loop(engine, rank, step, window):
-        for weight, micro in window:
-            last = micro == len(window) - 1
-            engine.set_gradient_accumulation_boundary(last)
-            assert engine.is_gradient_accumulation_boundary() is last
-            engine.backward(squared(engine, At(step, micro, rank)) * weight, scale_wrt_gas=False)
-            if last or step_every_time:
-                engine.step()
-        assert engine.counters.global_steps == step + 1
 
-    compare([[(1 / n, micro) for micro in range(n)] for n in (3, 3, 2)], loop, stage, 3)
+def with_zero_grad(engine, rank, step, window):
+    """The optimizer's leaves the engine's window; the engine's drops one."""
+    if step == 1:
+        engine.set_gradient_accumulation_boundary(False)
+        engine.backward(squared(engine, At(9, 9, rank)))
+        with pytest.raises(PartitionError, match="inside an accumulation window"):
+            engine.set_train_batch_size(2 * RANKS * ROWS)
+        engine.zero_grad()
+        assert not engine.window_is_open
+        engine.set_train_batch_size(2 * RANKS * ROWS)
+    for _, micro in window:
+        if step == 1:
+            engine.set_gradient_accumulation_boundary(micro == 1)
+        engine.backward(squared(engine, At(step, micro, rank)))
+        engine.step()
+        engine.optimizer.zero_grad()
+
+
+@in_turn(
+    "loop, sizes, stage",
+    [
+        (without_sync, (3, 3), 3),
+        (to_a_boundary, (3, 3, 2), 1),
+        (to_a_boundary, (3, 3, 2), 3),
+        (with_zero_grad, (2, 2), 1),
+        (with_zero_grad, (2, 2), 3),
+    ],
+)
+def test_where_windows_end(loop, sizes, stage):
+    compare([[(1 / n, micro) for micro in range(n)] for n in sizes], loop, stage, sizes[0])
 
 
 @in_turn("stage, offload", [(1, True), (3, False)])
@@ -119,46 +143,137 @@ def test_windows_that_steps_end(stage, offload, heard):
     assert not any("without engine.step()" in line for line in heard)
 
 
-@in_turn("stage", (1, 3))
-def test_zero_grad_of_optimizer_and_engine(stage):
-    """The optimizer's leaves the engine's window; the engine's drops one."""
+# ---- fp16: the rise and fall of the loss scale, and skipped steps ----
 
-    def loop(engine, rank, step, window):
-        if step == 1:
-            engine.set_gradient_accumulation_boundary(False)
-            engine.backward(squared(engine, At(9, 9, rank)))
-            engine.zero_grad()
-        for micro in range(2):
-            if step == 1:
-                engine.set_gradient_accumulation_boundary(micro == 1)
-            engine.backward(squared(engine, At(step, micro, rank)))
+HALF = torch.float16
+
+
+def fp16(**options):
+    return {
+        "enabled": True,
+        "loss_scale": 0,
+        "initial_scale_power": 4,
+        "loss_scale_window": 1000,
+        "hysteresis": 1,
+        "min_loss_scale": 1,
+    } | options
+
+
+CHECKED = {"bf16": {"enabled": True, "check_grad_overflow": True}}
+
+
+def one_step(engine, rank, step, overflow, overflowing_rank=1):
+    """One micro-batch; an overflow is forced on one rank alone."""
+    dtype = HALF if engine.config.precision == "fp16" else torch.bfloat16
+    loss = squared(engine, At(step, 0, rank), dtype)
+    if overflow and rank == overflowing_rank:
+        loss = loss * float("inf")
+    engine.backward(loss)
+    engine.step()
+
+
+def scales(pattern, stage=2, **options):
+    """The scale after each step of ``pattern``: g is a good step, o one that overflows."""
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(stage, fp16=fp16(**options)))
+        seen = []
+        for step, kind in enumerate(pattern):
+            one_step(engine, rank, step, kind == "o")
+            assert engine.optimizer.overflow is (kind == "o"), f"step {step}"
+            assert engine.optimizer.loss_scale == engine.optimizer.cur_scale
+            seen.append(float(engine.optimizer.cur_scale))
+        assert engine.counters.skipped_steps == pattern.count("o")
+        return seen
+
+    first, *others = on_ranks(RANKS, run)
+    assert others == [first] * (RANKS - 1)
+    return first
+
+
+@in_one_item(
+    [
+        ("oooo", [8, 4, 4, 4], {"min_loss_scale": 4}),  # halves down to the minimum
+        ("googggg", [16, 8, 4, 4, 4, 4, 8], {"loss_scale_window": 3}),  # begins anew
+        # hysteresis forgives the first overflows, and is restored by a full window
+        ("oogoo", [16, 8, 8, 4, 2], {"hysteresis": 2}),
+        ("oogggo", [16, 8, 8, 8, 16, 16], {"hysteresis": 2, "loss_scale_window": 2}),
+        # or by any good step
+        ("ogogoo", [16, 16, 16, 16, 16, 8], {"hysteresis": 2, "consecutive_hysteresis": True}),
+        ("ogogoo", [16, 16, 8, 8, 4, 2], {"hysteresis": 2, "consecutive_hysteresis": False}),
+        ("gogo", [64] * 4, {"loss_scale": 64.0}),  # static
+    ]
+)
+def test_the_scale_rises_and_falls(case):
+    pattern, wanted, options = case
+    assert scales(pattern, **options) == wanted
+
+
+# the update that may begin in the backward waits for the norm
+EARLY = {"stage": 2, "offload_optimizer": {"device": "cpu", "update_in_backward": True}}
+
+
+@in_turn(
+    "stage, keys",
+    [(1, {"fp16": fp16()}), (3, CHECKED), (2, {**CHECKED, "zero_optimization": EARLY})],
+)
+def test_a_skipped_step_leaves_weights_and_scheduler(stage, keys, heard):
+    """The state of the optimizer is a column of ``test_capabilities.py``."""
+    del heard[:]
+
+    def run(rank, model):
+        optimizer = adamw(model)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        engine = start(model, optimizer, config_of(stage, **keys), lr_scheduler=scheduler)
+
+        def seen():
+            weights = full_weights(engine)
+            return weights, copy.deepcopy(scheduler.state_dict()), engine.get_lr()
+
+        one_step(engine, rank, 0, overflow=False)
+        before = seen()
+        one_step(engine, rank, 1, overflow=True, overflowing_rank=0)
+        after = seen()
+        assert not engine.was_step_applied()
+        assert engine.optimizer.overflow is True and engine.skipped_steps == 1
+        assert all(torch.equal(value, after[0][name]) for name, value in before[0].items())
+        assert before[1:] == after[1:]
+        assert all(flat.shard.isfinite().all() for flat in engine.flats)
+        one_step(engine, rank, 2, overflow=False)
+        assert engine.get_lr() != after[2]
+
+    on_ranks(RANKS, run)
+    said = [line for line in heard if "step 2 skipped: its gradients are not finite" in line]
+    assert bool(said) == ("bf16" in keys)
+
+
+def test_a_scale_too_large_finds_its_level():
+    """From 2^32 the first steps overflow by themselves, in the model's own fp16 gradients."""
+
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(3, fp16=fp16(initial_scale_power=32)))
+        losses = []
+        for _ in range(20):
+            loss = squared(engine, At(0, 0, rank), HALF)
+            engine.backward(loss)
             engine.step()
-            engine.optimizer.zero_grad()
+            losses.append(float(loss))
+        assert 5 < engine.counters.skipped_steps < 20
+        assert engine.optimizer.cur_scale == 2.0 ** (32 - engine.counters.skipped_steps)
+        return losses
 
-    compare([[(0.5, 0), (0.5, 1)]] * 2, loop, stage, 2)
+    for losses in on_ranks(RANKS, run):
+        assert losses[-1] < losses[0]
 
 
-@on_each_rank(RANKS)
-def test_a_window_is_open_while_gradients_wait(rank, model):
-    """Whether ``step()`` is called after each micro-batch or at the end alone."""
-    engine = start(model, plain_sgd(model), config_of(2, Plan(accumulation=3)))
-
-    def backward(micro, ends):
-        engine.set_gradient_accumulation_boundary(ends)
-        engine.backward(squared(engine, At(0, micro, rank)))
-
-    for steps_every_time in (True, False):
-        assert not engine.window_is_open
-        for micro in range(3):
-            backward(micro, micro == 2)
-            assert engine.window_is_open
-            if steps_every_time or micro == 2:
-                engine.step()
-            assert engine.window_is_open is (micro < 2)
-    backward(0, False)
-    backward(1, False)
-    with pytest.raises(PartitionError, match="inside an accumulation window"):
-        engine.set_train_batch_size(RANKS * ROWS)
-    engine.zero_grad()
-    assert not engine.window_is_open
-    engine.set_train_batch_size(RANKS * ROWS)
+@on_each_rank(1)
+def test_an_fp16_loss_that_cannot_carry_its_scale(rank, model):
+    engine = start(
+        model, plain_sgd(model), config_of(2, fp16={"enabled": True, "loss_scale": 131072.0})
+    )
+    with pytest.raises(
+        PartitionError,
+        match="an fp16 loss cannot carry a loss_scale of 131072; compute the loss in fp32",
+    ):
+        engine.backward(engine(features(0, 0, rank).half()).pow(2).mean())
+    engine.backward(engine(features(0, 0, rank).half()).float().pow(2).mean() * 1e-3)

@@ -4,8 +4,11 @@ bytes, broken passes. The plain loop at every stage is a row of ``test_capabilit
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,26 +18,13 @@ from hf_zero.activations import policy as activations
 from tests.helpers import oracle
 from tests.helpers.capabilities import RECOMPUTATION, SMALL
 from tests.helpers.cells import in_one_item, in_turn
-from tests.helpers.engines import (
-    config_of,
-    engine_opener,
-    full_grads,
-    start,
-    train_on_threads,
-)
+from tests.helpers.engines import config_of, engine_opener, full_grads, start, train_on_threads
 from tests.helpers.late_transfers import Late
 from tests.helpers.models import seeded
 from tests.helpers.offloads import ended, same
-from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared
+from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, Plan, adamw
 from tests.helpers.ways import WAYS
-
-SOME_WAYS = [
-    "a block called twice, each time under a checkpoint",
-    "reentrant checkpoint around two blocks, another block before and after",
-    "gradient_checkpointing_enable(use_reentrant=False) on t5",
-]
-PLAN = Plan(ranks=2, steps=2, accumulation=2, clip=0.5)
 
 
 @pytest.fixture(autouse=True)
@@ -50,35 +40,50 @@ def moved(monkeypatch):
     yield made
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("way", SOME_WAYS)
-def test_offload_under_the_checkpoints_of_a_model(way, stage):
-    job = WAYS[way]
+OFFLOADED: dict[str, Any] = {"activation_offload": SMALL}
+CHECKPOINTS_OFFLOADED = {
+    "activation_checkpointing": {"cpu_checkpointing": True},
+    "activation_offload": {**SMALL, "enabled": False},
+}
+
+
+@in_turn(
+    "way, stage, config",
+    [
+        ("a block called twice, each time under a checkpoint", 1, OFFLOADED),
+        ("reentrant checkpoint around two blocks, another block before and after", 3, OFFLOADED),
+        ("gradient_checkpointing_enable(use_reentrant=False) on t5", 3, OFFLOADED),
+        ("gradient_checkpointing_enable(use_reentrant=False) on bert", 3, CHECKPOINTS_OFFLOADED),
+    ],
+)
+def test_models_that_checkpoint_by_themselves(way, stage, config, moved):
+    del moved[:]
+    job, plan = WAYS[way], Plan(ranks=2, steps=2, accumulation=2, clip=0.5)
     oracle.compare(
-        train_on_threads(job, PLAN, engine_opener(stage, activation_offload=SMALL)),
-        oracle.kept(job, PLAN),
+        train_on_threads(job, plan, engine_opener(stage, **config)), oracle.kept(job, plan)
     )
+    assert moved[0].sent_bytes > 0
 
 
-@in_one_item([name for name in RECOMPUTATION if "compiled" not in name])
+OWN = "non-reentrant checkpoint around each block"
+
+
+@in_one_item([*(name for name in RECOMPUTATION if "compiled" not in name), OWN])
 def test_no_further_gather(name):
     """A block's backward gathers it once, for the recomputation and for the gradients."""
-    config = RECOMPUTATION[name].keys(3, Path())
+    config = RECOMPUTATION[name].keys(3, Path()) if name != OWN else {}
 
     def run(rank, model):
         engine = start(model, adamw(model), config_of(3, **config))
-        for number in range(4):
+        for number in range(3):
             engine.mesh.stats.counts.clear()
             run_steps(engine, rank, [number])
         counts = Counter(engine.mesh.stats.counts)
         engine.destroy()
-        return counts
-
-    for counts in on_ranks(2, run):
         # four units; the root and the last block stay from forward to backward
-        assert counts["all_gather"] == 6
-        assert counts["reduce_scatter"] == 4
+        assert (counts["all_gather"], counts["reduce_scatter"]) == (6, 4)
+
+    on_ranks(2, run, build=WAYS[OWN].build if name == OWN else stack)
 
 
 def test_cpu_checkpointing_without_checkpoints_says_so(heard, moved):
@@ -94,17 +99,6 @@ def test_cpu_checkpointing_without_checkpoints_says_so(heard, moved):
     assert moved[0].sent_bytes == 0
 
 
-def test_cpu_checkpointing_of_a_model_that_checkpoints_by_itself(moved):
-    job = WAYS["gradient_checkpointing_enable(use_reentrant=False) on bert"]
-    plan = Plan(ranks=1, steps=2)
-    config = {
-        "activation_checkpointing": {"cpu_checkpointing": True},
-        "activation_offload": {**SMALL, "enabled": False},
-    }
-    oracle.compare(train_on_threads(job, plan, engine_opener(3, **config)), oracle.kept(job, plan))
-    assert moved[0].sent_bytes > 0
-
-
 def test_where_the_device_is_the_host_nothing_moves(monkeypatch, heard_in_full):
     monkeypatch.undo()
 
@@ -117,39 +111,33 @@ def test_where_the_device_is_the_host_nothing_moves(monkeypatch, heard_in_full):
     assert any("activations are not offloaded" in line for line in heard_in_full)
 
 
-@in_turn("error", [KeyboardInterrupt, ValueError])
-def test_a_forward_that_is_broken_off(error, moved):
+def test_a_forward_that_is_broken_off():
     on_the_host = RECOMPUTATION["checkpoints on the host"].keys(3, Path())
 
-    def run(rank, model):
-        engine = start(model, adamw(model), config_of(3, **on_the_host))
-        blocks = dict(model.named_modules())
-        inner, times = blocks["blocks.1"].forward, [0]
+    def run(rank, model, **config):
+        engine = start(model, adamw(model), config_of(3, **config))
+        block = model.blocks[1]
+        inner, calls = block.forward, itertools.count()
 
         def once(*args, **kwargs):
-            times[0] += 1
-            if times[0] == 2:
-                raise error
+            if config and next(calls) == 1:
+                raise KeyboardInterrupt
             return inner(*args, **kwargs)
 
-        blocks["blocks.1"].forward = once
-        for number in range(3):
+        block.forward = once
+        for number in (0, 1, 1) if config else (0, 1):
             try:
-                engine.backward(squared(engine, At(number // 2, 0, rank)))
-            except error:
+                engine.backward(squared(engine, At(number, 0, rank)))
+            except KeyboardInterrupt:
                 engine.zero_grad()
                 continue
             engine.step()
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-        blocks["blocks.1"].forward = inner
+        block.forward = inner
         return ended(engine)
 
-    def plain(rank, model):
-        engine = start(model, adamw(model), config_of(3))
-        run_steps(engine, rank, (0, 1))
-        return ended(engine)
-
-    same(on_ranks(1, run)[0], on_ranks(1, plain)[0], exact=True)
+    found, plain = (on_ranks(1, partial(run, **keys))[0] for keys in (on_the_host, {}))
+    same(found, plain, exact=True)
 
 
 @on_each_rank(1)
@@ -185,7 +173,7 @@ class CheckpointsItself(torch.nn.Module):
         return x
 
 
-@in_turn("stage, input_requires_grad", [(0, True), (1, False), (2, True), (3, False), (3, True)])
+@in_turn("stage, input_requires_grad", [(1, True), (3, False), (3, True)])
 def test_selective_checkpoints_in_the_models_own_code(stage, input_requires_grad):
     def batch():
         generator = torch.Generator().manual_seed(1)

@@ -3,7 +3,6 @@ steps, and what runs as it is.
 """
 
 import copy
-from contextlib import contextmanager
 from types import MethodType, SimpleNamespace
 
 import pytest
@@ -17,17 +16,12 @@ from hf_zero.activations import policy as attention
 from hf_zero.errors import ConfigError
 from tests.helpers import oracle
 from tests.helpers.cells import in_one_item, in_turn
-from tests.helpers.engines import (
-    OnEngine,
-    config_of,
-    engine_opener,
-    start,
-    train_on_threads,
-)
+from tests.helpers.engines import OnEngine, config_of, engine_opener, start, train_on_threads
 from tests.helpers.models import ARCHITECTURES, Stack, features, llama, seeded, tokens
-from tests.helpers.training import ArchitectureJob, Plan, StackJob, adamw, plain_sgd
+from tests.helpers.training import ArchitectureJob, Plan, StackJob, plain_sgd
 
 BLOCKS = {"blocks": True, "backend": "aot_eager"}  # what inductor is given too, without a compiler
+TRACED = {"blocks": True, "backend": "eager"}  # runs what was traced as it is
 
 
 def nothing_is_compiled():
@@ -47,48 +41,32 @@ def graphs():
     return counters["stats"]["unique_graphs"]
 
 
-@contextmanager
-def no_compilation():
-    before = graphs()
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        yield
-    assert graphs() == before
+def opened(model, stage, **section):
+    return start(model, plain_sgd(model), config_of(stage, compile=section))
 
 
 class Compiled(ArchitectureJob):
-    """``checkpointed`` recomputes its blocks; ``adapted`` trains the norms alone."""
-
-    def __init__(self, name, checkpointed=False, adapted=False):
-        super().__init__(ARCHITECTURES[name])
-        self.checkpointed, self.adapted = checkpointed, adapted
-        self.name = f"{name} checkpointed={checkpointed} adapted={adapted}"
+    """Recomputes its blocks, and evaluates other shapes before each micro-batch."""
 
     def build(self):
         model = super().build()
-        if self.checkpointed:
-            model.gradient_checkpointing_enable()
-        if self.adapted:
-            for name, parameter in model.named_parameters():
-                parameter.requires_grad_("norm" in name)
+        model.gradient_checkpointing_enable()
         return model
 
     def loss(self, net, at):
+        net.module.eval()
+        with torch.no_grad():
+            net(input_ids=tokens(at.step, at.micro, at.rank)[:1, :4])
+        net.module.train()
         return net(**self.batch(at), use_cache=False).loss
 
 
-@pytest.mark.parametrize(
-    "name, kind, plan, stage",
-    [
-        ("llama", "checkpointed", Plan(2, 2, 2), 3),
-        pytest.param("llama", "adapted", Plan(2, 2, 2), 3, marks=pytest.mark.long),
-        ("gpt2", "checkpointed", Plan(1, 2, precision="bf16"), 3),
-    ],
-)
-def test_equal_to_the_plain_loop(name, kind, plan, stage):
-    job = Compiled(name, **{kind: True})
-    got = train_on_threads(job, plan, engine_opener(stage, compile=BLOCKS))
-    assert graphs() > 0
-    oracle.accept(got, job, plan, stage)
+def test_equal_to_the_plain_loop_with_one_compilation_for_all_blocks_and_steps():
+    job, plan = Compiled(ARCHITECTURES["gpt2"]), Plan(1, 2, 2, "bf16")
+    job.name = "gpt2, evaluated and recomputed"
+    got = train_on_threads(job, plan, engine_opener(3, compile=BLOCKS))
+    assert graphs() == 1
+    oracle.accept(got, job, plan, 3)
 
 
 class Dropping(nn.Module):
@@ -103,11 +81,8 @@ class Dropping(nn.Module):
         self.inside = inside
 
     def __call__(self, x):
-        return (
-            super().__call__(x)
-            if self.inside
-            else checkpoint(super().__call__, x, use_reentrant=False)
-        )
+        call = super().__call__
+        return call(x) if self.inside else checkpoint(call, x, use_reentrant=False)
 
     def work(self, x):
         return self.dropout(self.scale(x))
@@ -128,14 +103,12 @@ def test_dropout_is_recomputed_as_it_was(inside):
         def forward(self, x):
             return [block(x) for block in self.blocks]
 
-    engine = start(model := seeded(Model), plain_sgd(model), config_of(3, compile=BLOCKS))
+    engine = opened(model := seeded(Model), 3, **BLOCKS)
     outputs = engine(torch.rand(32, 16).requires_grad_())
     engine.backward(sum(output.sum() for output in outputs))
     for block, output in zip(model.blocks, outputs):
-        weight, grad = (
-            hf_zero.safe_get_full_fp32_param(block.scale.weight),
-            hf_zero.safe_get_full_grad(block.scale.weight),
-        )
+        weight = hf_zero.safe_get_full_fp32_param(block.scale.weight)
+        grad = hf_zero.safe_get_full_grad(block.scale.weight)
         # The output is linear in each row of the weight, so the gradient gives it back where the
         # same elements were dropped.
         torch.testing.assert_close((weight * grad).sum(1), output.sum(0))
@@ -163,72 +136,31 @@ def test_autocast_around_compiled_blocks():
     assert graphs() == 1
 
 
-@in_turn("checkpointed, stage", [(False, 0), (True, 3)])
-def test_one_compilation_for_all_blocks_and_steps(stage, checkpointed):
+@in_turn(
+    "section, rows_and_graphs",
+    [
+        ({}, [(9, 1), (6, 2), (9, 2), (5, 2), (7, 2), (4, 2)]),
+        ({"dynamic": False}, [(3, 1), (5, 2), (7, 3), (5, 3)]),
+    ],
+)
+def test_other_shapes_share_a_second_graph_unless_none_is_dynamic(section, rows_and_graphs):
     nothing_is_compiled()
-    engine = start(
-        model := Compiled("gpt2", checkpointed).build(),
-        adamw(model),
-        config_of(stage, compile=BLOCKS),
-    )
-
-    def step(number):
-        model.train()
-        engine.backward(engine(**ARCHITECTURES["gpt2"].batch(number, 0, 0), use_cache=False).loss)
-        engine.step()
-
-    step(0)
-    assert graphs() == 1
-    with no_compilation():
-        for number in range(1, 4):
-            step(number)
-            model.eval()
-            with torch.no_grad():
-                engine(input_ids=tokens(number, 0, 0)[:1, :4])
-    engine.destroy()
-
-
-def test_other_shapes_share_a_second_graph():
-    engine = start(model := seeded(Stack), plain_sgd(model), config_of(1, compile=BLOCKS))
-
-    def step(rows):
+    engine = opened(seeded(Stack), 1, **TRACED, **section)
+    for rows, count in rows_and_graphs:
         engine.backward(engine(features(0, 0, 0, rows)).square().mean())
         engine.step()
-
-    step(9)
-    step(6)
-    assert graphs() == 2
-    with no_compilation():
-        for rows in (9, 5, 7, 9, 4):
-            step(rows)
+        assert graphs() == count, rows
     engine.destroy()
 
 
-def test_each_shape_has_its_own_graph_where_none_is_dynamic():
-    engine = start(
-        model := seeded(Stack), plain_sgd(model), config_of(0, compile=BLOCKS | {"dynamic": False})
-    )
-    for count, rows in ((1, 3), (2, 5), (3, 7), (3, 5)):
-        engine(features(0, 0, 0, rows)).sum().backward()
-        assert graphs() == count
-    engine.destroy()
-
-
-@in_turn("stage", [0, 3])
-def test_generation_and_evaluation_are_not_compiled(stage):
-    nothing_is_compiled()
-    engine = start(model := seeded(llama), adamw(model), config_of(stage, compile=BLOCKS))
+def test_generation_evaluation_and_training_with_a_cache_are_not_compiled(heard):
+    engine = opened(model := seeded(llama), 3, **TRACED)
     model.eval()
     want = seeded(llama).eval().generate(tokens(0, 0, 0), max_new_tokens=4, do_sample=False)
     assert torch.equal(model.generate(tokens(0, 0, 0), max_new_tokens=4, do_sample=False), want)
     with torch.no_grad():
         engine(input_ids=tokens(0, 0, 0))
-    assert graphs() == 0
-    engine.destroy()
-
-
-def test_a_training_forward_with_a_cache_runs_uncompiled_and_says_so(heard):
-    engine = start(model := seeded(llama), adamw(model), config_of(0, compile=BLOCKS))
+    model.train()
     for number in range(2):
         engine(input_ids=tokens(number, 0, 0), use_cache=True).logits.sum().backward()
     assert graphs() == 0
@@ -239,9 +171,7 @@ def test_a_training_forward_with_a_cache_runs_uncompiled_and_says_so(heard):
 
 def test_what_transformers_records_inside_blocks_is_recorded(heard):
     plain = seeded(ARCHITECTURES["bert"].make)
-    engine = start(
-        model := seeded(ARCHITECTURES["bert"].make), adamw(model), config_of(3, compile=BLOCKS)
-    )
+    engine = opened(model := seeded(ARCHITECTURES["bert"].make), 3, **TRACED)
     for each in (plain, model):
         each.set_attn_implementation("eager")
     engine(tokens(0, 0, 0)).logits.sum().backward()
@@ -250,59 +180,46 @@ def test_what_transformers_records_inside_blocks_is_recorded(heard):
         net(tokens(0, 0, 0), output_attentions=True, output_hidden_states=True)
         for net in (engine, plain)
     )
-    assert (
-        (len(got.attentions), len(got.hidden_states))
-        == (len(want.attentions), len(want.hidden_states))
-        == (2, 3)
-    )
-    for one, other in zip(
-        (*got.attentions, *got.hidden_states), (*want.attentions, *want.hidden_states)
-    ):
-        torch.testing.assert_close(one, other)
+    assert len(got.attentions) == 2
+    for each in ("attentions", "hidden_states"):
+        torch.testing.assert_close(got[each], want[each])
     assert [message.partition(",")[0] for message in heard] == [
         "BertLayer has hooks on modules inside it"
     ]
     engine.destroy()
 
 
-@in_turn("stage", [0, 3])
-def test_a_reader_inside_gathered_parameters_runs_uncompiled(stage):
-    nothing_is_compiled()
-    engine = start(model := seeded(Stack), plain_sgd(model), config_of(stage, compile=BLOCKS))
+def test_a_reader_inside_gathered_parameters_runs_uncompiled():
+    engine = opened(model := seeded(Stack), 3, **TRACED)
     with hf_zero.GatheredParameters(list(model.parameters())):
         got = engine(features(0, 0, 0))
-    assert graphs() == (1 if stage < 3 else 0)
+    assert graphs() == 0
     torch.testing.assert_close(got, seeded(Stack)(features(0, 0, 0)))
     engine.destroy()
-
-
-def test_blocks_are_given_back():
-    engine = start(model := seeded(Stack), plain_sgd(model), config_of(2, compile=BLOCKS))
-    copied = copy.deepcopy(model)
-    assert all("forward" in block.__dict__ for block in model.blocks)
-    for block in copied.blocks:
-        assert block.forward.__self__ is block
-    torch.testing.assert_close(copied(features(0, 0, 0)), model(features(0, 0, 0)))
-    engine.destroy()
-    assert not any("forward" in block.__dict__ for block in model.blocks)
 
 
 def doubled(self, x):
     return 2 * type(self).forward(self, x)
 
 
-def test_a_forward_that_was_replaced_before_is_compiled_and_given_back():
-    plain, model = seeded(Stack), seeded(Stack)
-    for stack in (plain, model):
-        for block in stack.blocks:
-            block.forward = MethodType(doubled, block)
-    engine = start(model, plain_sgd(model), config_of(2, compile=BLOCKS))
+def test_blocks_are_given_back_with_the_forward_that_they_had():
+    engine = opened(model := seeded(Stack), 2, **TRACED)
+    copied = copy.deepcopy(model)
+    assert all("forward" in vars(block) for block in model.blocks)
+    assert all(block.forward.__self__ is block for block in copied.blocks)
+    torch.testing.assert_close(copied(features(0, 0, 0)), model(features(0, 0, 0)))
+    engine.destroy()
+    assert not any("forward" in vars(block) for block in model.blocks)
+
+    nothing_is_compiled()
+    plain = seeded(Stack)
+    for block in (*plain.blocks, *model.blocks):
+        block.forward = MethodType(doubled, block)
+    engine = opened(model, 2, **TRACED)
     torch.testing.assert_close(engine(features(0, 0, 0)), plain(features(0, 0, 0)))
     assert graphs() == 1
-    with pytest.raises(
-        ConfigError,
-        match=r"a Block whose forward was replaced .* copy the model before hf_zero.initialize",
-    ):
+    said = r"a Block whose forward was replaced .* copy the model before hf_zero.initialize"
+    with pytest.raises(ConfigError, match=said):
         copy.deepcopy(model)
     engine.destroy()
     assert all(block.forward.__func__ is doubled for block in model.blocks)
@@ -315,24 +232,11 @@ def test_blocks_that_read_parameters_of_others_are_left_alone(heard):
             for block in self.blocks:
                 block.down.weight = self.blocks[0].down.weight
 
-    engine = start(model := seeded(Tied), plain_sgd(model), config_of(3, compile=BLOCKS))
+    engine = opened(seeded(Tied), 3, **TRACED)
     torch.testing.assert_close(engine(features(0, 0, 0)), seeded(Tied)(features(0, 0, 0)))
     assert graphs() == 0
     assert any("finds nothing to compile" in message for message in heard)
     engine.destroy()
-
-
-@in_one_item(
-    [
-        ({"backend": "inductr"}, r"compile.backend = 'inductr' .*inductor"),
-        ({"backend": "aot_eager", "mode": "max-autotune-no-cudagraphs"}, "compile.mode = "),
-    ]
-)
-def test_what_torch_cannot_compile_with_is_refused(case):
-    section, said = case
-    model = seeded(Stack)
-    with pytest.raises(ConfigError, match=said):
-        start(model, plain_sgd(model), config_of(0, compile={"blocks": True, **section}))
 
 
 def compiled_before(**asked):
@@ -357,26 +261,33 @@ def captured_before(model):
     model.blocks[1].forward = replay
 
 
+def as_it_is(model): ...
+
+
+MOVES = r".* stage 3 gathers parameters into new memory"
+GRAPHS = f"torch.compile of blocks.1{MOVES}"
+
+
 @in_one_item(
     [
-        (compiled_before(mode="reduce-overhead"), {}, "torch.compile of blocks.1"),
-        (compiled_before(backend="cudagraphs"), {}, "torch.compile of blocks.1"),
-        (compiled_before(options={"triton.cudagraphs": True}), {}, "torch.compile of blocks.1"),
-        (forward_compiled_before, {}, "torch.compile of blocks.1"),
-        (wrapped_before, {}, "torch.compile of blocks.1"),
-        (captured_before, {}, "make_graphed_callables of blocks.1"),
-        (
-            lambda model: None,
-            {"compile": {"blocks": True, "backend": "cudagraphs"}},
-            "backend='cudagraphs'",
-        ),
+        (compiled_before(mode="reduce-overhead"), {}, GRAPHS),
+        (compiled_before(backend="cudagraphs"), {}, GRAPHS),
+        (compiled_before(options={"triton.cudagraphs": True}), {}, GRAPHS),
+        (forward_compiled_before, {}, GRAPHS),
+        (wrapped_before, {}, GRAPHS),
+        (captured_before, {}, f"make_graphed_callables of blocks.1{MOVES}"),
+        (as_it_is, {"backend": "cudagraphs"}, f"backend='cudagraphs'{MOVES}"),
+        (as_it_is, {"backend": "inductr"}, r"compile.backend = 'inductr' .*inductor"),
+        (as_it_is, {"backend": "eager", "mode": "max-autotune-no-cudagraphs"}, "compile.mode = "),
     ]
 )
-def test_cuda_graphs_are_refused_where_parameters_move(case):
-    before, more, said = case
+def test_what_is_refused_where_parameters_move(case):
+    """CUDA graphs, of blocks or of all; and what torch cannot compile with."""
+    before, section, said = case
     model = seeded(Stack)
     before(model)
-    with pytest.raises(ConfigError, match=rf"{said}.* stage 3 gathers parameters into new memory"):
+    more = {"compile": {"blocks": True, **section}} if section else {}
+    with pytest.raises(ConfigError, match=said):
         start(model, plain_sgd(model), config_of(3, **more))
     assert {type(each) for each in model.parameters()} == {nn.Parameter}
     start(model, plain_sgd(model), config_of(2)).destroy()  # their addresses stay
@@ -402,20 +313,30 @@ def test_compile_called_for_cuda_graphs_is_refused_where_parameters_move():
         engine.compile(options={"triton.cudagraphs": False})
     engine.compile(mode="max-autotune-no-cudagraphs")
     engine.destroy()
-    engine = start(model := seeded(Stack), plain_sgd(model), config_of(2))
+    engine = start(model, plain_sgd(model), config_of(2))
     for asked in asking.values():
         engine.compile(**asked)  # nothing is compiled before it is called
     engine.destroy()
 
 
-def test_compile_called_by_a_script():
-    engine = start(model := seeded(Stack), plain_sgd(model), config_of(3))
+def by_the_engine(engine):
     engine.compile(backend="eager")
     engine.compile(backend="aot_eager", compile_kwargs={"dynamic": False})
+
+
+def in_place(engine):
+    engine.module.compile(backend="aot_eager")
+
+
+@in_turn("ask", [by_the_engine, in_place])
+def test_compile_called_by_a_script(ask):
+    nothing_is_compiled()
+    engine = start(model := seeded(Stack), plain_sgd(model), config_of(3))
+    ask(engine)
     engine(features(0, 0, 0)).sum().backward()
     assert graphs() == 1
     engine.destroy()
-    assert not any("forward" in block.__dict__ for block in model.blocks)
+    assert not any({"compile", "forward"} & set(vars(module)) for module in model.modules())
 
 
 def test_modules_compiled_in_place_keep_their_hooks_outside():
@@ -431,23 +352,12 @@ def test_modules_compiled_in_place_keep_their_hooks_outside():
             model.bert.embeddings.LayerNorm,
             model.bert.embeddings.word_embeddings,
         ):
-            module.compile(backend="aot_eager")
+            module.compile(backend="eager")
         return OnEngine(engine, plan)
 
     got = train_on_threads(job, plan, opener)
     assert (graphs(), sum(counters["graph_break"].values())) == (3, 0)
     oracle.compare(got, oracle.kept(job, plan))
-
-
-def test_a_model_compiled_in_place_compiles_its_blocks():
-    engine = start(model := seeded(Stack), plain_sgd(model), config_of(3))
-    model.compile(backend="aot_eager")
-    engine(features(0, 0, 0)).sum().backward()
-    assert graphs() == 1
-    engine.destroy()
-    assert not any(
-        "compile" in module.__dict__ or "forward" in module.__dict__ for module in model.modules()
-    )
 
 
 @pytest.mark.long

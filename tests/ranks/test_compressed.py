@@ -1,14 +1,22 @@
 """Collectives in few bits: what ranks that are threads compute is what the equations of
-helpers/compressed.py give on whole vectors, and what travels is what they say.
+helpers/compressed.py give on whole vectors, and what travels is what they say; ways to call a model
+and offloaded optimizers; errors of gradients in four bits that are fed back (LoCo).
 """
 
 from __future__ import annotations
+
+import copy
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
 import hf_zero
+from hf_zero.compression.error_feedback import ErrorCodec
+from hf_zero.ops.symmetric_blocks import BlockCodec, SymmetricBlocks
+from tests.helpers import oracle
+from tests.helpers.capabilities import ERRORS, FEW, FOUR, in_few_bits
 from tests.helpers.cells import in_turn
 from tests.helpers.compressed import (
     GRADIENTS,
@@ -19,21 +27,23 @@ from tests.helpers.compressed import (
     sent_bytes,
     trained,
 )
-from tests.helpers.engines import start
+from tests.helpers.engines import OnEngine, full_weights, start
 from tests.helpers.models import Stack, seeded
+from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared
-from tests.helpers.training import At, Plan, adamw
+from tests.helpers.training import At, Plan, adamw, plain_sgd, train
+from tests.helpers.ways import WAYS
+
+BLOCK = FEW["block_size"]
 
 
 @in_turn(
     ("stage", "ranks", "plan", "block"),
     [
-        (1, 2, Plan(), None),
-        (1, 3, Plan(accumulation=2, precision="bf16"), 64),
-        (2, 2, Plan(accumulation=2, clip=0.1), 64),
-        (3, 2, Plan(precision="fp16", scale=16.0), 256),
-        (3, 3, Plan(), 32),
-        (2, 1, Plan(), 256),
+        (1, 3, Plan(steps=2, accumulation=2, precision="bf16"), None),
+        (2, 2, Plan(steps=2, accumulation=2, clip=0.1), 64),
+        (3, 3, Plan(steps=2, precision="fp16", scale=16.0), 32),
+        (2, 1, Plan(steps=1), 256),
     ],
 )
 def test_gradients_are_those_of_the_equations(stage, ranks, plan, block):
@@ -83,13 +93,12 @@ def as_gathered(flat, values, block=None):
     return rounded.to(flat.dtype) if compressible(flat.layout, block) else values
 
 
-@in_turn(("ranks", "precision"), [(2, "fp32"), (3, "bf16")])
-@on_each_rank("ranks")
-def test_weights_are_gathered_in_8_bits_and_kept_as_they_are(rank, model, precision):
+@on_each_rank(3)
+def test_weights_are_gathered_in_8_bits_and_kept_as_they_are(rank, model):
     """Every rank, the owner too, computes with C(w); masters, ``safe_get_*`` and whole state dicts
-    have full precision; a script that gathers gets the shards as they are.
+    have full precision; a script that gathers gets the shards as they are, by one gather.
     """
-    plan = Plan(precision=precision)
+    plan = Plan(precision="bf16")
     engine = start(model, adamw(model), config(3, plan, WEIGHTS))
     flats = {name: flat for flat in engine.flats for name in flat.layout.by_name}
     used: dict[str, torch.Tensor] = {}
@@ -100,7 +109,7 @@ def test_weights_are_gathered_in_8_bits_and_kept_as_they_are(rank, model, precis
             )
     for name, module in model.named_modules():
         module.weight_name = f"{name}.weight"
-    for number in range(3):
+    for number in range(2):
         shards = {flat: flat.whole_from_shards() for flat in engine.flats}
         engine.backward(squared(engine, At(number, 0, rank), plan.dtype))
         for name, weight in used.items():
@@ -116,7 +125,9 @@ def test_weights_are_gathered_in_8_bits_and_kept_as_they_are(rank, model, precis
         assert not torch.equal(as_gathered(flat, whole), whole)
         for name, slot in flat.layout.by_name.items():
             exact, parameter = whole[slot.offset : slot.end], flat.parameters[name]
+            engine.mesh.stats.counts.clear()
             with hf_zero.GatheredParameters([parameter]):
+                assert engine.mesh.stats.counts["all_gather"] == 1
                 assert torch.equal(parameter.detach().reshape(-1), exact)
             full = hf_zero.safe_get_full_fp32_param(parameter)
             assert torch.equal(full.reshape(-1).to(flat.dtype), exact)
@@ -146,39 +157,31 @@ def test_a_write_inside_gathered_parameters_keeps_the_rest_exact(rank, model):
     after = hf_zero.safe_get_full_fp32_param(weight)
     before[0, 0] = 3.0
     assert torch.equal(before, after)
-
-
-@on_each_rank(2)
-def test_a_script_gathers_once(rank, model):
-    """The gather sends the exact values, without one in few bits before it."""
-    engine = start(model, adamw(model), config(3, Plan(), WEIGHTS))
-    weight, stats = model.blocks[0].up.weight, engine.mesh.stats
-    for _ in range(2):
-        stats.counts.clear()
-        with hf_zero.GatheredParameters([weight]):
-            assert stats.counts["all_gather"] == 1
-
-
-FOUR = {"compressed_communication": {"bits": 4}}
+    engine.step()
+    with engine.gathered(engine.units[1]):  # a unit that is pinned across a step is exact
+        run_steps(engine, rank, [2])
+        for flat in engine.units[1].sharded:
+            assert torch.equal(flat.full, flat.whole_from_shards())
 
 
 @in_turn(
     ("stage", "ranks", "plan"),
     [
         (1, 2, Plan(accumulation=2)),
-        (2, 3, Plan(precision="bf16")),
-        (2, 2, Plan(precision="fp16", scale=16.0, clip=0.05)),
+        (2, 3, Plan(precision="fp16", scale=16.0, clip=0.05)),
     ],
 )
-def test_updates_are_differences_to_what_all_ranks_have(stage, ranks, plan):
+def test_updates_are_differences_to_what_all_ranks_have(stage, ranks, plan, caplog):
     """xh = round(xh + C(x - xh)) bit for bit on every rank, from the masters of each step; what is
-    lost once is in the next difference.
+    lost once is in the next difference. One line in the log names codecs and bytes.
     """
+    caplog.set_level("INFO", logger="hf_zero")
+    caplog.clear()
 
     def run(rank, model):
         engine = start(model, adamw(model), config(stage, plan, **FOUR))
         steps = []
-        for number in range(4):
+        for number in range(3):
             before = {flat.key: flat.full.clone() for flat in engine.flats}
             for micro in range(plan.accumulation):
                 engine.backward(squared(engine, At(number, micro, rank), plan.dtype))
@@ -197,34 +200,17 @@ def test_updates_are_differences_to_what_all_ranks_have(stage, ranks, plan):
                 assert torch.equal(after[key], others[number][2][key]), (number, key)
             x = torch.cat([other[number][1][key] for _, other in answers])
             xh = before[key].float()
-            if compressible(layout):
-                want = (xh + by_owner(x - xh, ranks, 4)).to(dtype)
+            if compressible(layout, BLOCK):
+                want = (xh + by_owner(x - xh, ranks, 4, BLOCK)).to(dtype)
                 moved += int((after[key] != x.to(dtype)).sum())
                 assert float((after[key].float() - x).norm()) < 0.05 * float(x.norm())
             else:
                 want = x.to(dtype)
             assert torch.equal(after[key], want), (number, key)
     assert moved
-
-
-def test_parameters_approach_their_masters_where_nothing_moves():
-    """With a learning rate of 0 the differences that are left go down the wire, step by step."""
-
-    def run(rank, model):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        engine = start(model, optimizer, config(2, Plan(), **FOUR))
-        left = []
-        for number in range(6):
-            optimizer.param_groups[0]["lr"] = 0.5 if number == 0 else 0.0
-            run_steps(engine, rank, [number])
-            flats = [flat for flat in engine.flats if flat.spec.sends_differences]
-            left.append(
-                sum(float((flat.shard - flat.optimizer_shard.master).norm()) for flat in flats)
-            )
-        return left
-
-    for left in on_ranks(2, run):
-        assert left[0] > 0 and left[-1] < left[0] * 1e-3
+    said = [record.getMessage() for record in caplog.records]
+    (found,) = (text for text in said if text.startswith("compressed communication in "))
+    assert f"differences in int4 blocks of {BLOCK}" in found and "bytes instead of" in found
 
 
 @on_each_rank(3)
@@ -245,34 +231,204 @@ def test_a_unit_that_is_fetched_has_the_values_of_a_gather(rank, model):
     assert any(flat.spec.gather_codec is not None for flat in unit.sharded)
 
 
-@on_each_rank(2)
-def test_a_unit_that_is_pinned_across_a_step_is_exact(rank, model):
-    engine = start(model, adamw(model), config(3, Plan(), WEIGHTS))
-    with engine.gathered(engine.units[1]):
-        run_steps(engine, rank, [0])
-        for flat in engine.units[1].sharded:
-            assert torch.equal(flat.full, flat.whole_from_shards())
-
-
-@in_turn("precision, file", [("fp32", "model.safetensors"), ("bf16", "pytorch_model.bin")])
-def test_whole_weights_are_written_of_the_masters(precision, file, tmp_path):
+def test_whole_weights_and_checkpoints_are_of_the_masters(tmp_path):
     """The weights that all ranks compute with lag behind the masters by the differences still to be
-    sent.
+    sent; a load, on other ranks, rounds the masters.
     """
-    plan = Plan(precision=precision)
+    plan = Plan(precision="bf16")
 
-    def run(rank, model):
+    def save(rank, model):
         engine = start(model, adamw(model), config(2, plan, **FOUR))
         run_steps(engine, rank, range(2))
-        engine.save_16bit_model(str(tmp_path), file)
+        engine.save_16bit_model(str(tmp_path), "model.safetensors")
+        engine.save_checkpoint(str(tmp_path))
         fp32 = engine.consolidated(torch.float32)
         masters = {name: value.to(plan.dtype) for name, value in fp32}
         lagging = {name: value.detach().clone() for name, value in model.named_parameters()}
         return masters, lagging, engine.state_dict(rank0_only=True)
 
-    masters, lagging, whole = on_ranks(2, run)[0]
-    path = tmp_path / file
-    written = load_file(path) if path.suffix == ".safetensors" else torch.load(path)
-    for found in (written, whole):
+    def load(rank, model):
+        engine = start(model, adamw(model), config(2, plan, **FOUR))
+        engine.load_checkpoint(str(tmp_path))
+        for flat in engine.flats:
+            assert torch.equal(flat.shard, flat.optimizer_shard.master.to(flat.dtype))
+
+    masters, lagging, whole = on_ranks(2, save)[0]
+    for found in (load_file(tmp_path / "model.safetensors"), whole):
         assert all(torch.equal(value, found[name]) for name, value in masters.items())
     assert any(not torch.equal(value, lagging[name]) for name, value in masters.items())
+    on_ranks(3, load)
+
+
+# ---- beside dense training ----
+
+PLUS = {**GRADIENTS, **WEIGHTS}
+BLOCKS_OF_32: dict[str, Any] = {"compressed_communication": FEW}
+
+
+@in_turn(
+    ("way", "stage", "zero", "more"),
+    [
+        ("frozen parameters inside blocks, and a block frozen whole", 3, PLUS, {}),
+        ("a block called three times, with others in between", 3, PLUS, {}),
+        ("each rank skips another block, by step", 3, PLUS, {}),
+        ("a part of the model alone: GPT-2's body, then its tied head by hand", 2, {}, FOUR),
+        ("each rank skips another block, by step", 1, {}, FOUR),
+        ("a block never used", 2, {}, {**FOUR, "replicate_size": 2}),
+    ],
+)
+def test_a_run_stays_beside_the_plain_loop(way, stage, zero, more):
+    """Replicas add up what a shard group rounds, and hold the same."""
+    replicas = more.get("replicate_size", 1)
+    plan, job = Plan(ranks=2 * replicas, steps=3, accumulation=2), copy.copy(WAYS[way])
+    job.name, job.optimizer = f"{job.name}, plain SGD", plain_sgd
+
+    def run(rank, models):
+        model = models[rank]
+        engine = start(
+            model, plain_sgd(model), config(stage, plan, zero, **{**BLOCKS_OF_32, **more})
+        )
+        session = OnEngine(engine, plan)
+        train(session, job, plan, rank)
+        weights = full_weights(engine)
+        whole = [flat.full.clone() for flat in engine.flats if not flat.sharded]
+        masters = [flat.optimizer_shard.master.clone() for flat in engine.flats if flat.trainable]
+        session.close()
+        return weights, whole, masters
+
+    answers = run_ranks(plan.ranks, run, [job.build() for _ in range(plan.ranks)])
+    for _, whole, _ in answers[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(whole, answers[0][1])) or stage == 3
+    if replicas == 2:
+        for rank in (0, 1):
+            assert all(torch.equal(a, b) for a, b in zip(answers[rank][2], answers[rank + 2][2]))
+    initial = {name: p.detach() for name, p in job.build().named_parameters()}
+    in_few_bits(answers[0][0], oracle.kept(job, plan).weights, initial)
+
+
+@in_turn("stage", [2, 3])
+def test_the_optimizer_may_be_offloaded(stage):
+    """Gradients go up in few bits; new weights leave the host as they are."""
+    zero = {"offload_optimizer": {"device": "cpu"}, **(GRADIENTS if stage == 3 else {})}
+    more = {} if stage == 3 else FOUR
+
+    def run(rank, model, section, extra):
+        engine = start(
+            model, adamw(model), config(stage, zero=section, **{**BLOCKS_OF_32, **extra})
+        )
+        run_steps(engine, rank, range(3))
+        up = [flat for flat in engine.flats if flat.spec.reduce_codec is not None]
+        assert up and not any(flat.spec.sends_differences for flat in engine.flats)
+        weights = full_weights(engine)  # waits for the update
+        whole = [flat for flat in engine.flats if not flat.sharded]
+        return weights, {n: view.clone() for flat in whole for n, view in flat.views.items()}
+
+    (offloaded, seen), (_, others) = on_ranks(2, run, zero, more)
+    (resident, _), _ = on_ranks(2, run, GRADIENTS, {})
+    for name, weight in resident.items():
+        torch.testing.assert_close(offloaded[name], weight, rtol=1e-4, atol=1e-6)
+        if stage < 3:
+            assert torch.equal(seen[name], others[name])
+            assert torch.equal(seen[name].float(), offloaded[name])
+
+
+# ---- errors that are fed back ----
+
+BETA = ERRORS["err_beta"]
+
+
+def loco(stage, plan=None, up=GRADIENTS, **more):
+    zero = {**up, "zeropp_loco_param": ERRORS}
+    return config(stage, plan, zero, **{**BLOCKS_OF_32, **more})
+
+
+def codecs(engine):
+    found = [flat.spec.reduce_codec for flat in engine.flats]
+    return [codec for codec in found if isinstance(codec, ErrorCodec)]
+
+
+def held(codec, numel):
+    """The error of a codec of ``numel`` elements."""
+    out = torch.zeros(numel)
+    if codec.error is not None:
+        codec._blocks.dequantise(codec.error, out)
+    return out
+
+
+@in_turn("dtype, rows", [(torch.float32, 3), (torch.bfloat16, 1)])
+def test_messages_and_errors_are_those_of_the_equations(dtype, rows):
+    torch.manual_seed(0)
+    plain = BlockCodec(SymmetricBlocks(4, BLOCK))
+    codec, numel = ErrorCodec(plain, BETA), rows * 80
+    sent, wanted, unfed = torch.zeros(numel), torch.zeros(numel), torch.zeros(numel)
+    for _ in range(20):
+        values, before = torch.randn(numel).to(dtype), held(codec, numel)
+        asked = values.to(torch.float32, copy=True)
+        if codec.error is not None:
+            codec._blocks.dequantise(codec.error, asked, add=True)
+        torch.testing.assert_close(asked, values.float() + before)
+        said, alone, without = torch.empty(numel), torch.empty(numel), torch.empty(numel)
+        codec.decode(codec.encode(values, rows), said)
+        plain.decode(plain.encode(asked, rows), alone)
+        plain.decode(plain.encode(values, rows), without)
+        assert torch.equal(said, alone)
+        error = BETA * before + (1 - BETA) * (values.float() + before - said)
+        assert float((held(codec, numel) - error).abs().max()) <= float(error.abs().max()) / 253
+        sent, wanted, unfed = sent + said, wanted + values.float(), unfed + without
+    # but for rounding of errors to int8, twenty times
+    lost = held(codec, numel) / (1 - BETA)
+    assert float((wanted - sent - lost).abs().max()) < 0.1 * float(lost.abs().max())
+    assert float((wanted - sent).norm()) < 0.5 * float((wanted - unfed).norm())
+
+
+def one_step(engine, number, rank, dtype, times=1.0):
+    engine.backward(squared(engine, At(number, 0, rank), dtype) * times)
+    engine.step()
+
+
+@in_turn("stage, up, more", [(1, GRADIENTS, {}), (3, GRADIENTS, {}), (2, {}, FOUR)])
+@on_each_rank(2)
+def test_errors_are_cleared(rank, model, stage, up, more):
+    """By every third step, by a load, whose file has none of them, and on all ranks by an overflow
+    on one.
+    """
+    plan = Plan(precision="fp16", scale=16.0)
+    engine = start(model, adamw(model), loco(stage, plan, up, **more))
+
+    def cleared():
+        found = {codec.error is None for codec in codecs(engine)}
+        assert len(found) == 1
+        return found.pop()
+
+    for number in range(1, 6):
+        one_step(engine, number, rank, plan.dtype)
+        assert cleared() == (number == 3)
+        if number == 4:
+            engine.refresh_params()
+            assert cleared()
+    one_step(engine, 6, rank, plan.dtype, float("inf") if rank else 1.0)
+    assert engine.skipped_steps == 1 and cleared()
+
+
+@on_each_rank(2)
+def test_errors_have_the_scale_of_the_gradients(rank, model):
+    """The loss scale doubles after each step."""
+    section = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1}
+    engine = start(model.half(), adamw(model), loco(2, fp16=section))
+    flats = [flat for flat in engine.flats if isinstance(flat.spec.reduce_codec, ErrorCodec)]
+    seen: list[torch.Tensor] = []
+    for flat in flats:
+        codec: Any = flat.spec.reduce_codec
+
+        def rescale(factor, codec=codec, flat=flat):
+            before = held(codec, flat.layout.padded)
+            ErrorCodec.rescale(codec, factor)
+            assert factor == 2.0 and float(before.abs().max()) > 0
+            assert torch.equal(held(codec, flat.layout.padded), 2 * before)
+            seen.append(before)
+
+        codec.rescale = rescale
+    while engine.loss_scale() == 16.0:
+        assert engine.global_steps < 4
+        one_step(engine, engine.global_steps, rank, torch.float16)
+    assert engine.loss_scale() == 32.0 and len(seen) == len(flats) > 0
