@@ -34,15 +34,6 @@ def deep(make: Callable[[], nn.Module], *counts: str) -> Callable[[], nn.Module]
     return built
 
 
-def roberta() -> nn.Module:
-    config = transformers.RobertaConfig(
-        vocab_size=models.VOCAB, hidden_size=32, num_attention_heads=4, intermediate_size=64,
-        max_position_embeddings=20, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        initializer_range=0.2, pad_token_id=1,
-    )  # fmt: skip
-    return transformers.RobertaForMaskedLM(config)
-
-
 def vit() -> nn.Module:
     config = transformers.ViTConfig(
         hidden_size=32, num_attention_heads=4, intermediate_size=64, image_size=8, patch_size=4,
@@ -70,7 +61,6 @@ def _features(step: int, micro: int, rank: int) -> Batch:
 FAMILIES: dict[str, tuple[Callable[[], nn.Module], Callable[..., Batch], tuple[str, ...]]] = {
     "stack": (lambda: models.Stack(DEPTH, 8), _features, ("blocks",)),
     "bert": (deep(models.bert, "num_hidden_layers"), _OF["bert"].batch, ("bert.encoder.layer",)),
-    "roberta": (deep(roberta, "num_hidden_layers"), _OF["bert"].batch, ("roberta.encoder.layer",)),
     "gpt2": (deep(models.gpt2, "n_layer"), _OF["gpt2"].batch, ("transformer.h",)),
     "llama": (deep(models.llama, "num_hidden_layers"), _OF["llama"].batch, ("model.layers",)),
     "vit": (deep(vit, "num_hidden_layers"), _images, ("vit.layers",)),

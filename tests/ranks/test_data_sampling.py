@@ -23,10 +23,10 @@ from tests.helpers.sampled import BATCH, ROWS, index_in, metric, section
 from tests.helpers.training import adamw
 
 
-def started(config, data=None):
+def started(config, data=()):
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
-    data = sampled.data() if data is None else data
+    data = sampled.data() if data == () else data
     made = hf_zero.initialize(
         model=model, optimizer=adamw(model), training_data=data, config=config
     )
@@ -39,14 +39,12 @@ def train(engine, loader, steps):
     """
     seen: list[list[int]] = [[] for _ in range(steps)]
     end = engine.global_steps + steps
-    while True:
-        for batch in loader:
-            engine.backward(engine(batch["x"]).mean())
-            seen[engine.global_steps - end + steps] += batch["id"].tolist()
-            engine.step()
-            if engine.global_steps == end:
-                engine.destroy()
-                return seen
+    for batch in chain.from_iterable(repeat(loader)):
+        engine.backward(engine(batch["x"]).mean())
+        seen[engine.global_steps - end + steps] += batch["id"].tolist()
+        engine.step()
+        if engine.global_steps == end:
+            return seen
 
 
 def configured(index, ranks, accumulation, **more):
@@ -73,59 +71,31 @@ def together(shares, accumulation):
     ]
 
 
-@in_turn(("ranks", "accumulation"), [(1, 4), (4, 2)])
-def test_ranks_draw_the_one_order(tmp_path, ranks, accumulation):
+def test_ranks_draw_the_one_order_and_go_on_on_other_ranks(tmp_path):
     """Across the ends of epochs, with windows of several micro-batches."""
-    index = index_in(tmp_path)
-    config = configured(index, ranks, accumulation)
-    shares = run_ranks(ranks, lambda rank: train(*started(config), 12))
-    expected = sampled.drawn(index, 12)
-    assert together(shares, accumulation) == expected
-    for step, samples in enumerate(expected, start=1):
-        hardest = ROWS * sampled.at(step) // 100
-        assert max(sampled.VALUES[samples]) < hardest
-
-
-@in_turn("saved", [3, 7])
-def test_a_run_goes_on_on_other_ranks(tmp_path, saved):
-    index = index_in(tmp_path)
+    index, saved = index_in(tmp_path), 7
 
     def first(rank):
         engine, loader = started(configured(index, 2, 2))
-        batches = iter(loader)
-        for number in range(2 * saved + 1):  # the last one begins a window that is lost
-            batch = next(batches, None) or next(batches := iter(loader))
-            engine.backward(engine(batch["x"]).mean())
-            engine.step()
-            if number == 2 * saved - 1:
-                engine.save_checkpoint(str(tmp_path / "saved"))
+        seen = train(engine, loader, saved)
+        engine.save_checkpoint(str(tmp_path / "saved"))
+        engine.backward(engine(next(iter(loader))["x"]).mean())  # of a window that is lost
         engine.destroy()
+        return seen
 
     def second(ranks, accumulation):
         def go_on(rank):
             engine, loader = started(configured(index, ranks, accumulation))
             engine.load_checkpoint(str(tmp_path / "saved"))
-            return train(engine, loader, 12 - saved)
+            seen = train(engine, loader, 12 - saved)
+            engine.destroy()
+            return seen
 
         return together(run_ranks(ranks, go_on), accumulation)
 
-    run_ranks(2, first)
-    expected = sampled.drawn(index, 12)[saved:]
-    assert second(4, 1) == second(1, 2) == expected
-
-
-def test_a_function_as_the_schedule_and_workers_that_load_ahead(tmp_path):
-    """The same draws as the schedule whose numbers it returns, over two iterations of the
-    loader.
-    """
-    index = index_in(tmp_path)
-    config = configured(index, 1, 1, schedule_type="custom")
-    config["data_efficiency"]["data_sampling"]["num_workers"] = 1
-    engine, loader = started(config)
-    assert loader.num_workers == 1
-    loader.multiprocessing_context = forkserver()
-    engine.set_custom_curriculum_learning_schedule({"hard": sampled.at})
-    assert train(engine, loader, 12) == sampled.drawn(index, 12)
+    expected = sampled.drawn(index, 12)
+    assert together(run_ranks(2, first), 2) == expected[:saved]
+    assert second(4, 1) == second(1, 2) == expected[saved:]
 
 
 def tagged(batch, state):
@@ -134,52 +104,60 @@ def tagged(batch, state):
 
 
 @in_turn("workers", [0, 1])
-def test_a_function_makes_the_batches(tmp_path, workers):
-    """A metric that admits every sample has no other visible effect."""
+def test_functions_are_the_schedule_and_make_the_batches(tmp_path, workers):
+    """The same draws as the schedule whose numbers the function returns, over two iterations of
+    the loader, also with workers that load ahead.
+    """
     index = index_in(tmp_path)
-    config = configured(index, 1, 1, clustering_type="single_cluster", index_to_metric_path=None)
+    config = configured(index, 1, 1, schedule_type="custom")
     config["data_efficiency"]["data_sampling"]["num_workers"] = workers
     engine, loader = started(config)
+    assert loader.num_workers == workers
     loader.multiprocessing_context = forkserver() if workers else None
-    seen = {int(row) for batch in loader for row in batch["id"]}
-    assert seen == {*range(ROWS)}, "an epoch is a shuffle of all"
+    engine.set_custom_curriculum_learning_schedule({"hard": sampled.at})
     engine.set_data_post_process_func(tagged)
-    found = []
+    drawn, found = [], []
     for batch in islice(chain.from_iterable(repeat(loader)), 7):
         engine.backward(engine(batch["x"]).mean())
         engine.step()
+        drawn.append(batch["id"].tolist())
         found.append((batch["step"], batch["difficulties"], batch["x"].mean().item()))
     engine.destroy()
+    assert drawn == sampled.drawn(index, 7)
     assert found == [(step, {"hard": sampled.at(step)}, float(step)) for step in range(1, 8)]
+
+
+def test_a_metric_that_admits_every_sample(tmp_path):
+    """An epoch is a shuffle of all; the function sees its numbers."""
+    single = {"clustering_type": "single_cluster", "index_to_metric_path": None}
+    engine, loader = started(configured(index_in(tmp_path), 1, 1, **single))
+    assert {int(row) for batch in loader for row in batch["id"]} == {*range(ROWS)}
+    engine.set_data_post_process_func(tagged)
+    batch = next(iter(loader))
+    assert (batch["step"], batch["difficulties"]) == (1, {"hard": sampled.at(1)})
+    engine.destroy()
 
 
 def test_functions_and_data_that_nothing_draws_are_refused(tmp_path):
     index = index_in(tmp_path)
-    config = configured(index, 1, 1)
-
-    def stepping(config):
-        engine, loader = started(config)
-        engine.backward(engine(next(iter(loader))["x"]).mean())
-        return engine
-
-    engine = stepping(configured(index, 1, 1, clustering_type="single_cluster"))
-    with pytest.raises(ConfigError, match=r"hard\.clustering_type is 'single_cluster', which"):
-        engine.step()
-    engine.destroy()
-    engine = stepping(config)
-    engine.set_data_post_process_func(tagged)
-    with pytest.raises(ConfigError, match="no batch of this step has gone through it"):
-        engine.step()
-    engine.destroy()
+    drawn = configured(index, 1, 1)
+    single = configured(index, 1, 1, clustering_type="single_cluster")
+    for config, loads, function, said in (
+        (single, True, None, r"hard\.clustering_type is 'single_cluster', which"),
+        (drawn, True, tagged, "no batch of this step has gone through it"),
+        (drawn, False, None, "no loader draws by difficulty"),
+    ):
+        engine, loader = started(config, sampled.data() if loads else None)
+        x = next(iter(loader))["x"] if loads else torch.ones(8, 4)
+        engine.backward(engine(x).mean())
+        if function is not None:
+            engine.set_data_post_process_func(function)
+        with pytest.raises(ConfigError, match=said):
+            engine.step()
+        engine.destroy()
     engine, _ = started(config_of(0, train_micro_batch_size_per_gpu=2))
     with pytest.raises(ConfigError, match="set_data_post_process_func"):
         engine.set_data_post_process_func(tagged)
-    engine.destroy()
-    model = nn.Linear(4, 1)
-    engine = hf_zero.initialize(model=model, optimizer=adamw(model), config=config)[0]
-    engine.backward(engine(torch.ones(8, 4)).mean())
-    with pytest.raises(ConfigError, match="no loader draws by difficulty"):
-        engine.step()
     engine.destroy()
 
 
@@ -194,7 +172,7 @@ NONE_AT_FIRST = {
 }
 
 
-def test_configurations_that_are_refused(tmp_path):
+def test_configurations_and_data_that_are_refused(tmp_path):
     index = index_in(tmp_path)
     for changes, error, said in (
         ({"dificulty_type": "value"}, ConfigError, "'dificulty_type'.*'difficulty_type'"),
@@ -207,19 +185,12 @@ def test_configurations_that_are_refused(tmp_path):
         (NONE_AT_FIRST, ConfigError, "no sample is admitted at step 1"),
     ):
         with pytest.raises(error, match=said):
-            engine, loader = started(configured(index, 1, 1, **changes))
-            try:
-                next(iter(loader))
-            finally:
-                engine.destroy()
-
-
-def test_data_that_cannot_be_drawn_from_is_refused(tmp_path):
-    config = configured(index_in(tmp_path), 1, 1)
+            next(iter(started(configured(index, 1, 1, **changes))[1]))
+    config = configured(index, 1, 1)
     grows = {"training_phases": {"phases": [{"steps": 2}, {"train_batch_size": 16}]}}
     for made, data, error, said in (
         (config, sampled.data()[::-1], DifficultyIndexError, "row 0 of the dataset"),
-        (config | grows, None, ConfigError, "training_phases changes how many samples"),
+        (config | grows, sampled.data(), ConfigError, "training_phases changes how many samples"),
         (config, Stream(), ConfigError, "a Stream, which is iterated"),
     ):
         with pytest.raises(error, match=said):

@@ -14,7 +14,6 @@ from torch.func import functional_call
 
 from hf_zero.errors import ConfigError
 from hf_zero.techniques.eigenvalue import direction_of
-from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import ARCHITECTURES, Stack, features, seeded
 from tests.helpers.stacks import on_each_rank, on_ranks, run_steps
@@ -47,10 +46,6 @@ class Losing(Stack):
 
 def losing():
     return seeded(Losing)
-
-
-def wide_without_dropout():
-    return seeded(lambda: Losing(0.0, 64))
 
 
 def without_dropout():
@@ -107,27 +102,22 @@ def train(engine, rank, steps, accumulation=1):
     return bits
 
 
-@in_turn(
-    ("stage", "accumulation", "more"),
-    [
-        (0, 1, {}),
-        (3, 2, {}),
-        (1, 1, {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}),
-    ],
-)
-def test_eigenvalues_are_those_of_the_dense_hessian(stage, accumulation, more):
-    ranks = 2
+def test_eigenvalues_are_those_of_the_dense_hessian_and_set_the_bits():
+    """The next fall of a layer is at 2 (1 + floor(4 λ)) times the step of this one."""
+    ranks, accumulation = 2, 2
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    more = {"gradient_accumulation_steps": accumulation, "zero_optimization": zero}
 
     def run(rank, model):
-        engine = engine_of(model, stage, {"gradient_accumulation_steps": accumulation, **more})
-        train(engine, rank, range(1), accumulation)
+        engine = engine_of(model, 3, more)
+        bits = train(engine, rank, range(1), accumulation)
         before = full_weights(engine)
-        train(engine, rank, range(1, 2), accumulation)
+        bits += train(engine, rank, range(1, 2), accumulation)
         found = engine.techniques.state_dict()["quantize_training"]
-        return found, before, full_weights(engine), engine.micro_steps
+        return found, bits, before, full_weights(engine), engine.micro_steps
 
     answers = on_ranks(ranks, run, build=losing)
-    state, before, weights, micro_steps = answers[0]
+    state, bits, before, weights, micro_steps = answers[0]
     assert all(answer[0] == state for answer in answers)
     assert micro_steps == 2 * accumulation
     wanted = dense(weights, ranks, 1, accumulation - 1)
@@ -135,56 +125,38 @@ def test_eigenvalues_are_those_of_the_dense_hessian(stage, accumulation, more):
     for got, value in zip(state["eigenvalues"], wanted, strict=True):
         assert math.isclose(got, value, rel_tol=2e-2), (state["eigenvalues"], wanted)
     assert any(not torch.equal(before[name], weights[name]) for name in before)
-
-
-def test_bits_follow_from_the_eigenvalues():
-    """The next fall of a layer is at 2 (1 + floor(4 λ)) times the step of this one."""
-
-    def run(rank, model):
-        engine = engine_of(model, 3, {})
-        bits = train(engine, rank, range(3))
-        return bits, engine.techniques.state_dict()["quantize_training"]
-
-    bits, state = on_ranks(2, run, build=losing)[0]
-    assert bits == [[8, 8, 8], [7, 7, 7], [7, 7, 7]]
+    assert bits == [[8, 8, 8], [7, 7, 7]]
     for (_, until, since), value in zip(state["layers"], state["eigenvalues"], strict=True):
         assert (since, until) == (2, 4 * (1 + math.floor(4 * value)))
     assert len({until for _, until, _ in state["layers"]}) > 1
 
 
-@in_turn(("stage", "later"), [(2, 1), (3, 3)])
-def test_goes_on_from_a_checkpoint(stage, later, tmp_path):
+def test_goes_on_from_a_checkpoint(tmp_path):
     """On another number of ranks, the bits and the last eigenvalues being in the manifest."""
 
-    def first(rank, model):
-        engine = engine_of(model, stage, {})
-        train(engine, 0, range(2))
-        engine.save_checkpoint(str(tmp_path))
-        return engine.techniques.state_dict()
+    def run(rank, model, loads, last):
+        engine = engine_of(model, 3, {})
+        if loads:
+            engine.load_checkpoint(str(tmp_path))
+        state = engine.techniques.state_dict()
+        bits = train(engine, 0, range(engine.global_steps, last))
+        if last == 2:
+            engine.save_checkpoint(str(tmp_path))
+            state = engine.techniques.state_dict()
+        return state, bits
 
-    def second(rank, model):
-        engine = engine_of(model, stage, {})
-        engine.load_checkpoint(str(tmp_path))
-        return engine.techniques.state_dict(), train(engine, 0, range(2, 6))
-
-    def whole(rank, model):
-        engine = engine_of(model, stage, {})
-        return train(engine, 0, range(6))
-
-    state = on_ranks(2, first, build=without_dropout)[0]
-    loaded, bits = on_ranks(later, second, build=without_dropout)[0]
+    state, bits = on_ranks(2, run, False, 2, build=without_dropout)[0]
+    loaded, rest = on_ranks(3, run, True, 6, build=without_dropout)[0]
     assert loaded == state
-    assert bits == on_ranks(1, whole, build=without_dropout)[0][2:]
+    assert bits + rest == on_ranks(1, run, False, 6, build=without_dropout)[0][1]
 
 
 def test_a_measurement_changes_nothing_but_bits():
     """Losses and weights are those of a run whose bits fall by the same steps without one."""
 
     def run(rank, model, measures):
-        engine = engine_of(model, 3, {}) if measures else None
-        if engine is None:
-            config = config_of(3, quantize_training=SECTION)
-            engine = start(model, plain_sgd(model), config)
+        plain = config_of(3, quantize_training=SECTION)
+        engine = engine_of(model, 3, {}) if measures else start(model, plain_sgd(model), plain)
         torch.manual_seed(3)
         train(engine, rank, range(2))
         return full_weights(engine), torch.rand(1)
@@ -196,7 +168,7 @@ def test_a_measurement_changes_nothing_but_bits():
     assert torch.equal(with_it[1], without[1])
 
 
-@on_each_rank(2, build=wide_without_dropout)
+@on_each_rank(2, build=lambda: seeded(lambda: Losing(0.0, 64)))
 def test_refuses(rank, model):
     for section, more, said in (
         ({"layer_name": "encoder.layer"}, {}, r"no list of them at 'encoder\.layer'"),
@@ -205,13 +177,9 @@ def test_refuses(rank, model):
     ):
         with pytest.raises(ConfigError, match=said):
             engine_of(model, 1, more, **section)
-
-
-def test_a_model_that_returns_no_loss_is_refused():
-    model = seeded(Stack)
-    engine = engine_of(model, 1, {})
+    engine = engine_of(seeded(Stack), 1, {})
     with pytest.raises(ConfigError, match="returns its loss"):
-        run_steps(engine, 0, range(2))
+        run_steps(engine, rank, range(2))
 
 
 def test_batches_that_phases_have_cut(tmp_path):

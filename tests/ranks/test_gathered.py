@@ -12,7 +12,7 @@ from tests.helpers.engines import config_of, full_grads, full_weights, start
 from tests.helpers.models import Stack, features, seeded
 from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, Plan, adamw, plain_sgd, trainable
-from tests.ranks.cases import expect, values_of
+from tests.ranks.cases import expect, trains_alike, values_of
 
 RANKS = 2
 
@@ -53,7 +53,6 @@ IN_HOST_MEMORY = {"stage": 3, "offload_param": {"device": "cpu"}}
     "zero, writer, precision",
     [
         ({"stage": 1}, 1, "bf16"),
-        ({"stage": 3}, 0, "bf16"),
         ({"stage": 3}, 1, "fp32"),
         (IN_HOST_MEMORY, 1, "fp32"),
     ],
@@ -94,25 +93,34 @@ def test_what_is_not_written_keeps_its_master(rank, model, stage):
     assert any(not torch.equal(each, each.bfloat16().float()) for each in before.values())
 
 
-def test_forwards_and_training_inside():
+@in_turn("summoned, stage", [(False, 3), (True, 1), (True, 3)])
+def test_forwards_and_training_inside(summoned, stage):
     """TRL generates inside, as often as each rank likes: nothing is gathered, so nobody waits."""
 
-    def run(rank, model):
-        engine = start(model, plain_sgd(model), config_of(3))
-        for step in range(2):
-            with hf_zero.GatheredParameters(list(model.parameters())):
-                with torch.no_grad():
-                    before = dict(engine.mesh.stats.counts)
-                    answers = [squared(engine, At(5, 0, rank)) for _ in range(3 * rank)]
-                    assert dict(engine.mesh.stats.counts) == before
-                assert all(torch.equal(answer, answers[0]) for answer in answers)
-                if step == 0:
-                    run_steps(engine, rank, [step])
-            if step == 1:
-                run_steps(engine, rank, [step])
-        return full_weights(engine)
+    def trains(net, at):
+        loss = squared(net, at)
+        net.backward(loss)
+        return loss
 
-    expect(by_hand(plain_sgd, [[(1.0, 0)]] * 2, RANKS)[0], run)
+    def micro(net, at):
+        if not hasattr(net, "engine"):
+            return trains(net, at)
+        stats, whole = net.engine.mesh.stats, list(net.module.parameters())
+        with (
+            hf_zero.summon_full_params(net.engine)
+            if summoned
+            else hf_zero.GatheredParameters(whole)
+        ):
+            before = dict(stats.counts)
+            with torch.no_grad():
+                for turn in range(1 + 2 * at.rank):
+                    squared(net if turn % 2 else net.module, At(5, 0, at.rank))
+            assert dict(stats.counts) == before
+            if at.step == 0 and not summoned:
+                return trains(net, at)
+        return trains(net, at)
+
+    trains_alike(micro, stage, Plan(RANKS, 2))
 
 
 @on_each_rank(RANKS)
@@ -154,40 +162,28 @@ def output(net, step, rank):
     return out.inside if isinstance(out, Box) else out
 
 
-def backwards(net, rank, way):
-    if way == "twice over one graph":
-        one = output(net, 0, rank).pow(2).mean()
-        return [lambda: one.backward(retain_graph=True), lambda: one.backward()]
-    if way == "two losses":
-        out = output(net, 0, rank)
-        one, two = out.pow(2).mean(), out.abs().mean()
-        return [lambda: one.backward(retain_graph=True), lambda: two.backward()]
-    losses = [output(net, step, rank).pow(2).mean() for step in range(2)]
-    return [each.backward for each in (reversed(losses) if way == "last in" else losses)]
+def twice_over_one_graph(net, rank):
+    loss = output(net, 0, rank).pow(2).mean()
+    return [lambda: loss.backward(retain_graph=True), loss.backward]
 
 
-@in_turn(
-    "stage, way, build",
-    [
-        (1, "two losses", Boxed),
-        (3, "twice over one graph", Foreign),
-        (3, "two losses", Boxed),
-        (3, "first in", Boxed),
-        (3, "last in", Boxed),
-    ],
-)
-def test_weights_read_by_other_modules_are_there_for_every_backward(stage, way, build):
+def first_in_first_out(net, rank):
+    return [output(net, step, rank).pow(2).mean().backward for step in range(2)]
+
+
+@in_turn("backwards, build", [(twice_over_one_graph, Foreign), (first_in_first_out, Boxed)])
+def test_weights_read_by_other_modules_are_there_for_every_backward(backwards, build):
     plain = seeded(build)
     for rank in range(RANKS):
-        for backward in backwards(plain, rank, way):
+        for backward in backwards(plain, rank):
             backward()
 
     def run(rank, model):
-        engine = start(model, plain_sgd(model), config_of(stage))
+        engine = start(model, plain_sgd(model), config_of(3))
         for warm in range(2):
             engine.backward(output(engine, warm, rank).pow(2).mean())
             engine.zero_grad()
-        for backward in backwards(engine, rank, way):
+        for backward in backwards(engine, rank):
             backward()
         return full_grads(engine)
 
@@ -206,7 +202,6 @@ RECORDED = {
 @in_turn(
     "what, how, frozen",
     [
-        ("the weight", "inside", False),
         ("a view of it", "nested", True),
         ("a detached copy of its reference", "enabled inside no_grad", False),
         ("its data", "another of the unit gathered", True),
@@ -249,27 +244,6 @@ def test_a_graph_recorded_inside_may_go_backward_outside(what, how, frozen):
         assert weight.ds_status.name == "NOT_AVAILABLE", "held although nothing reads it"
 
     on_ranks(RANKS, run, build=build)
-
-
-@in_turn("stage", (1, 3))
-def test_a_penalty_with_a_backward_of_its_own_is_trained_on(stage):
-    """No hook of a module sees that backward."""
-    model = stack()
-    for rank in range(RANKS):
-        (squared(model, At(0, 0, rank)) / RANKS).backward()
-    model.head.weight.pow(2).sum().backward()
-
-    def run(rank, model):
-        engine = start(model, plain_sgd(model), config_of(stage))
-        engine.backward(squared(engine, At(0, 0, rank)))
-        with hf_zero.GatheredParameters(model.head.weight):
-            penalty = model.head.weight.pow(2).sum()
-        engine.backward(penalty)
-        grads = full_grads(engine)
-        engine.step()
-        return grads
-
-    expect({name: p.grad for name, p in model.named_parameters()}, run)
 
 
 @on_each_rank(RANKS)

@@ -7,97 +7,75 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import transformers
 
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, start
 from tests.helpers.host_syncs import HostSyncs
-from tests.helpers.models import ARCHITECTURES, HEADS, HIDDEN, LAYERS, VOCAB, Architecture, tokens
-from tests.helpers.ranks import run_ranks
+from tests.helpers.models import ARCHITECTURES, Architecture, Stack, tokens
+from tests.helpers.stacks import on_ranks, run_steps, stack
 from tests.helpers.training import Plan
 
 SCALAR = "_local_scalar_dense"
 CPU = {"device": "cpu"}
 OPTIMIZER: dict[str, Any] = {"offload_optimizer": CPU}
 ALL: dict[str, Any] = {"offload_optimizer": CPU, "offload_param": CPU}
-
-
-def mixtral():
-    config = transformers.MixtralConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        num_key_value_heads=2, intermediate_size=48,
-        num_local_experts=4, max_position_embeddings=16, experts_implementation="eager",
-    )  # fmt: skip
-    return transformers.MixtralForCausalLM(config)
+MEASURES = {
+    "metrics": {"enabled": True},
+    "comms_logger": {"enabled": True},
+    "wall_clock_breakdown": True,
+}
 
 
 def with_mask(step, micro, rank):
+    """Given a mask, models of transformers read back whether it masks anything, by their file."""
     ids = tokens(step, micro, rank)
     return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
 
 
-# What the models of transformers read back in a forward of two layers, given a mask that masks
-# nothing: whether it does, by its file; and in the eager experts of Mixtral, layer by layer, which
-# experts were chosen and by which tokens.
-OF_EXPERTS = {f"modeling_mixtral.py: {SCALAR}", "modeling_mixtral.py: nonzero"}
-MASKS = {"t5": 2}
-
-
-def counted(rank, models, batch, config):
+def counted(rank, model, config):
     """The third step of two micro-batches, when orders have been recorded and states made."""
-    model = models[rank]
     engine = start(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
     for step in range(3):
         with HostSyncs() as syncs:
-            for micro in range(config["gradient_accumulation_steps"]):
-                engine.backward(engine(**batch(step, micro, rank)).loss)
+            if isinstance(model, Stack):
+                run_steps(engine, rank, [step], 2)
+                continue
+            for micro in range(2):
+                engine.backward(engine(**with_mask(step, micro, rank)).loss)
                 engine.step()
     engine.destroy()
     return syncs
 
 
-def of_ranks(family, config):
-    make = mixtral if family == "mixtral" else ARCHITECTURES[family].make
-    models = [Architecture(family, make, with_mask).build() for _ in range(2)]
-    return run_ranks(2, counted, models, with_mask, config)
+ONE, TWO = {f"optimizer_step.py: {SCALAR}": 1}, {f"optimizer_step.py: {SCALAR}": 2}
+
+
+BERT = Architecture("bert", ARCHITECTURES["bert"].make, with_mask).build
 
 
 @in_turn(
-    "family, stage, precision, offload, expected",
+    "build, stage, precision, clip, offload, more, expected",
     [  # one: whether the step overflowed, or the divisor for the host's update
-        ("bert", 3, "fp16", {}, 1),
-        ("llama", 2, "bf16", OPTIMIZER, 1),
-        ("llama", 3, "bf16", ALL, 1),
-        ("bert", 1, "fp16", OPTIMIZER, 2),
-        ("t5", 2, "fp32", {}, 0),
-        ("mixtral", 3, "fp32", {}, 0),
+        (BERT, 3, "fp16", 1.0, {}, {}, ONE),
+        (stack, 3, "bf16", 1.0, ALL, {}, ONE),
+        (stack, 1, "fp16", 1.0, OPTIMIZER, {}, TWO),
+        (stack, 2, "fp32", 1.0, {}, {}, {}),
+        (stack, 1, "fp32", 0.0, {}, {}, {}),  # nor is a norm read
+        # on a host figures are read as the step ends, at once
+        (stack, 3, "fp32", 0.0, {}, MEASURES, {"figures.py: tolist": 1}),
     ],
 )
-def test_the_engine_reads_nothing_back(family, stage, precision, offload, expected):
-    config = config_of(stage, Plan(accumulation=2, clip=1.0, precision=precision))
+def test_the_engine_reads_nothing_back(build, stage, precision, clip, offload, more, expected):
+    config = config_of(stage, Plan(accumulation=2, clip=clip, precision=precision), **more)
     config["zero_optimization"].update(offload)
-    for syncs in of_ranks(family, config):
+    theirs = {f"masking_utils.py: {SCALAR}": 2} if build is BERT else {}
+    for syncs in on_ranks(2, counted, config, build=build):
         engine = syncs.of("hf_zero")
         if offload:  # step counters of states that are in host memory
             engine.pop(f"bound_optimizer.py: {SCALAR}", None)
-        assert engine == Counter({f"optimizer_step.py: {SCALAR}": expected} if expected else {})
-        theirs = syncs.of("transformers")
-        assert theirs.pop(f"masking_utils.py: {SCALAR}") // 2 == MASKS.get(family, 1)
-        assert theirs.keys() == (OF_EXPERTS if family == "mixtral" else set())
+        assert engine == Counter(expected)
+        assert syncs.of("transformers") == theirs
         assert {owner for owner, _, _ in syncs.found} <= {"hf_zero", "transformers"}
-
-
-def test_without_clipping_a_norm_is_not_read_either():
-    for syncs in of_ranks("llama", config_of(1)):
-        assert not syncs.of("hf_zero")
-
-
-def test_measures_read_nothing_back_within_a_step():
-    """On a host their figures are read as it ends, at once, in ``figures.py``."""
-    on = {"metrics": {"enabled": True}, "comms_logger": {"enabled": True}}
-    config = config_of(3, Plan(accumulation=2), wall_clock_breakdown=True, **on)
-    for syncs in of_ranks("llama", config):
-        assert dict(syncs.of("hf_zero")) == {"figures.py: tolist": 1}
 
 
 # -- the counter itself ----------------------------------------------------------------------------

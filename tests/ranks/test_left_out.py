@@ -4,8 +4,6 @@ for what was left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
@@ -13,13 +11,13 @@ from torch import nn
 import hf_zero
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
-from tests.helpers.engines import config_of, engine_opener, full_weights, start, train_on_threads
-from tests.helpers.left_out import Dropping, LeftOut, at_random, first_used, on_one
+from tests.helpers.engines import config_of, engine_opener, start, train_on_threads
+from tests.helpers.left_out import Dropping, LeftOut, at_random, first_used
 from tests.helpers.models import features, floats, seeded
 from tests.helpers.plans import APART
-from tests.helpers.stacks import by_hand, on_ranks, squared
-from tests.helpers.training import At, Plan, adamw, plain_sgd
-from tests.ranks.cases import expect
+from tests.helpers.stacks import on_ranks, squared
+from tests.helpers.training import At, Plan, adamw
+from tests.ranks.cases import trains_alike
 
 
 def check(job, ranks=2, accumulation=1, stage=3, steps=3, **more):
@@ -28,26 +26,20 @@ def check(job, ranks=2, accumulation=1, stage=3, steps=3, **more):
     oracle.compare(trace, oracle.run(job, plan), weight_floor=oracle.ROUNDING)
 
 
-LAST, ONE, FIRST = (13, 12, 11, 10, 9), (10,), (0, 1, 2, 3, 4, 5)
+COMPILED = {"compile": {"blocks": True, "backend": "eager"}}
 
 
 @in_turn(
-    "rank, blocks, since, stage",
-    [(0, LAST, 0, 3), (1, ONE, 2, 3), (0, FIRST, 0, 3), (1, LAST, 2, 1)],
+    "ranks, accumulation, checkpoints, more",
+    [
+        (2, 2, True, {}),
+        (3, 1, False, {}),
+        (4, 1, None, {"replicate_size": 2}),
+        (2, 1, None, COMPILED),
+    ],
 )
-def test_one_rank_leaves_out_blocks(rank, blocks, since, stage):
-    check(LeftOut(14, on_one(rank, *blocks, since=since)), stage=stage)
-
-
-@in_turn("ranks, accumulation, checkpoints", [(2, 3, None), (3, 1, False), (4, 1, True)])
-def test_each_rank_leaves_out_its_own_at_random(ranks, accumulation, checkpoints):
-    check(LeftOut(12, at_random(12, 0.3), checkpoints), ranks, accumulation)
-
-
-def test_over_replicas_and_in_compiled_blocks():
-    check(LeftOut(12, at_random(12, 0.5)), 4, replicate_size=2)
-    compiled = {"blocks": True, "backend": "aot_eager"}
-    check(LeftOut(10, at_random(10, 0.4)), steps=2, compile=compiled)
+def test_each_rank_leaves_out_its_own_at_random(ranks, accumulation, checkpoints, more):
+    check(LeftOut(10, at_random(10, 0.4), checkpoints), ranks, accumulation, steps=2, **more)
 
 
 @pytest.mark.long
@@ -57,10 +49,10 @@ def test_at_random_everywhere(ranks, checkpoints, stage):
     check(LeftOut(40, at_random(40, 0.3), checkpoints), ranks, 3, stage, steps=6)
 
 
-@in_turn("ranks, config", [(2, {}), (2, {"replicate_size": 2}), (4, {"replicate_size": 2})])
-def test_blocks_that_the_first_pass_leaves_out_are_used_later(ranks, config):
+@in_turn("config", [{}, {"replicate_size": 2}])
+def test_blocks_that_the_first_pass_leaves_out_are_used_later(config):
     """Whatever the length of the shard axis is: 1 on several ranks, too."""
-    check(LeftOut(6, first_used(1, 2, 3)), ranks, **config)
+    check(LeftOut(6, first_used(1, 2, 3)), **config)
 
 
 class Explained(LeftOut):
@@ -81,61 +73,40 @@ class Explained(LeftOut):
         return loss + slope  # whose value is compared with the oracle's
 
 
-WHEN: dict[str, Callable[[At], bool]] = {
-    "always": lambda at: True,
-    "in the first micro-batch": lambda at: at.micro == 0,
-    "in the last micro-batch": lambda at: at.micro == 1,
-    "from the second step on": lambda at: at.step > 0,
-    "in the first step": lambda at: at.step == 0,
-}
-CHOICES = {
-    "all used": lambda at: set(),
-    "others on each rank": at_random(6, 0.4),
-    "none in the first step": first_used(1, 2, 3),
-}
-
-
 @in_turn(
-    "when, choose, stage, ranks",
+    "choose, when, stage, ranks",
     [
-        ("always", "all used", 1, 2),
-        ("always", "others on each rank", 3, 2),
-        ("in the first micro-batch", "none in the first step", 3, 2),
-        ("in the last micro-batch", "others on each rank", 3, 3),
-        ("from the second step on", "none in the first step", 3, 2),
-        ("in the first step", "others on each rank", 3, 2),
+        (lambda at: set(), lambda at: True, 1, 2),
+        (first_used(1, 2, 3), lambda at: at.micro == 0, 3, 2),
+        (at_random(6, 0.4), lambda at: at.micro == 1, 3, 3),
+        (first_used(1, 2, 3), lambda at: at.step > 0, 3, 2),
     ],
 )
-def test_gradients_asked_of_the_graph_of_a_loss(when, choose, stage, ranks):
+def test_gradients_asked_of_the_graph_of_a_loss(choose, when, stage, ranks):
     """They come in the order in which units are reduced, learned from backwards that reduce."""
     zero = {"stage": stage, **APART}
-    check(Explained(CHOICES[choose], WHEN[when]), ranks, 2, stage, zero_optimization=zero)
+    check(Explained(choose, when), ranks, 2, stage, zero_optimization=zero)
 
 
 @in_turn("place", ["before the forward", "before the backward", "before the step"])
 def test_a_forward_that_one_rank_adds_where_all_is_gathered(place):
     """It concerns no other rank, and the next backward is the same on all."""
 
-    def run(rank, model):
-        zero = {"stage": 3, **APART}
-        engine = start(model, plain_sgd(model), config_of(3, zero_optimization=zero))
+    def micro(net, at):
+        def reach(here):
+            if here == place and hasattr(net, "engine"):
+                with hf_zero.GatheredParameters(list(net.module.parameters())):
+                    if at.rank == 0 and at.step:
+                        squared(net, At(9, 0, 0))
 
-        def reach(at, step):
-            if at == place:
-                with hf_zero.GatheredParameters(list(model.parameters())):
-                    if rank == 0 and step:
-                        squared(engine, At(9, 0, 0))
+        reach("before the forward")
+        loss = squared(net, at)
+        reach("before the backward")
+        net.backward(loss)
+        reach("before the step")
+        return loss
 
-        for step in range(3):
-            reach("before the forward", step)
-            loss = squared(engine, At(step, 0, rank))
-            reach("before the backward", step)
-            engine.backward(loss)
-            reach("before the step", step)
-            engine.step()
-        return full_weights(engine)
-
-    expect(by_hand(plain_sgd, [[(1.0, 0)]] * 3, 2)[0], run)
+    trains_alike(micro, 3, zero_optimization={"stage": 3, **APART})
 
 
 class Masking(Dropping):

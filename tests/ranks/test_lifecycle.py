@@ -1,28 +1,33 @@
-"""Engines one after another; a rank that reads the model alone; requires_grad that changes after
-initialize; keys that decide what a step does; the device of an engine's threads.
+"""Engines and the models that they are given: a rank that reads alone; requires_grad that changes
+after initialize; keys that decide what a step does; models that are sharded before their training
+is configured.
 """
 
+import copy
 import threading
-import time
 
 import pytest
 import torch
 from torch import nn
 
+from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds
 from hf_zero.distributed import rank_requests
-from hf_zero.errors import PartitionError, RankMismatchError, UnusedParameterError
+from hf_zero.errors import PartitionError, ReleasedParameterError, UnusedParameterError
+from hf_zero.loading.shard_only import hold
 from hf_zero.offload.update import Updater
 from hf_zero.zero.access.full import GatheredParameters
+from hf_zero.zero.layout.initial_values import pending
+from hf_zero.zero.layout.parameter import ReleasedParameter
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
-from tests.helpers.engines import config_of, full_grads, full_weights, start
-from tests.helpers.models import ARCHITECTURES
+from tests.helpers.engines import config_of, full_weights, start
+from tests.helpers.models import Stack
 from tests.helpers.offloads import offload
 from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, squared, stack
-from tests.helpers.training import At, Plan, adamw, plain_sgd
-from tests.ranks.cases import expect, values_of
+from tests.helpers.training import At, Plan, adamw, plain_sgd, trainable
+from tests.ranks.cases import expect, trains_alike, values_of
 
 RANKS = 2
 
@@ -72,14 +77,6 @@ def test_buffers_of_every_layout_have_rank_0s_values_and_are_not_cast():
     run_ranks(RANKS, run)
 
 
-@on_each_rank(RANKS, build=ARCHITECTURES["t5"].build)
-def test_t5_keeps_in_fp32_what_transformers_keeps(rank, model):
-    """``wo`` in fp16, as from_pretrained(dtype=float16) has it."""
-    start(model, adamw(model), config_of(3, Plan(precision="fp16")))
-    for name, p in model.named_parameters():
-        assert p.dtype == (torch.float32 if ".wo." in name else torch.float16), name
-
-
 # ---- a rank that reads alone ----
 
 
@@ -107,84 +104,47 @@ def test_others_go_on_with_a_forward(more):
         oracle.compare_tensors("weights", got, want)
 
 
-def test_one_that_ends_its_engine_serves_until_then():
-    def run(rank, model):
-        engine = start(model, adamw(model), config_of(3, timeout=60))
-        run_steps(engine, rank, range(2))
-        want = full_weights(engine)
-        if rank == 0:
-            state = engine.module.state_dict()
-            oracle.compare_tensors("read alone", {name: state[name] for name in want}, want)
-            return
-        while not engine.mesh.consensus.gathers.askers():
-            time.sleep(0.01)
-        engine.destroy()
-
-    on_ranks(RANKS, run)
-
-
-def test_the_reason_is_told_where_the_values_are_gone():
-    gone = threading.Event()
-
-    def run(rank, model):
-        engine = start(model, adamw(model), config_of(3, timeout=60))
-        run_steps(engine, rank, range(1))
-        if rank == 1:
-            engine.destroy()
-            gone.set()
-            return
-        assert gone.wait(60)
-        with pytest.raises(RankMismatchError, match="rank 1 has destroyed its engine"):
-            engine.module.state_dict()
-
-    on_ranks(RANKS, run)
-
-
 # ---- requires_grad ----
 
 
-def partly_frozen():
-    model = stack()
-    model.blocks[1].requires_grad_(False)
-    return model
+class PartlyFrozen(Stack):
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
 
 
 def test_off_for_a_reference_and_on_again():
     """The trained are off and the frozen on during a forward without gradients."""
 
-    def run(rank, model):
-        engine = start(model, plain_sgd(model), config_of(3))
-        trains = [(p, p.requires_grad) for p in model.parameters()]
-        for step in range(3):
-            loss = squared(engine, At(step, 0, rank))
-            for parameter, flag in trains:
-                parameter.requires_grad = not flag
-            assert all(parameter.requires_grad is not flag for parameter, flag in trains)
-            with torch.no_grad():
-                assert torch.equal(squared(engine, At(step, 0, rank)), loss)
-            for parameter, flag in trains:
-                parameter.requires_grad_(flag)
-            engine.backward(loss)
-            engine.step()
-        return full_weights(engine)
+    def micro(net, at):
+        loss = squared(net, at)
+        trains = [(p, p.requires_grad) for p in net.module.parameters()]
+        for parameter, flag in trains:
+            parameter.requires_grad = not flag
+        assert all(parameter.requires_grad is not flag for parameter, flag in trains)
+        with torch.no_grad():
+            assert torch.equal(squared(net, at), loss)
+        for parameter, flag in trains:
+            parameter.requires_grad_(flag)
+        net.backward(loss)
+        return loss
 
-    want, _ = by_hand(plain_sgd, [[(1.0, 0)]] * 3, RANKS, build=partly_frozen)
-    expect(want, run, build=partly_frozen)
+    trains_alike(micro, 3, make=PartlyFrozen)
 
 
 def test_a_backward_refuses_what_was_frozen_at_initialize():
-    def run(rank, model):
-        engine = start(model, plain_sgd(model), config_of(3))
-        model.blocks[1].requires_grad_(True)
-        for backward in (engine.backward, torch.Tensor.backward):
-            with pytest.raises(PartitionError, match=r"requires_grad of blocks\.1\.\w+\.\w+"):
-                backward(squared(engine, At(0, 0, rank)))
-        model.blocks[1].requires_grad_(False)
-        run_steps(engine, rank, [0])
-        return full_weights(engine)
+    def micro(net, at):
+        if hasattr(net, "engine"):
+            net.module.blocks[1].requires_grad_(True)
+            for backward in (net.engine.backward, torch.Tensor.backward):
+                with pytest.raises(PartitionError, match=r"requires_grad of blocks\.1\.\w+\.\w+"):
+                    backward(squared(net, at))
+            net.module.blocks[1].requires_grad_(False)
+        loss = squared(net, at)
+        net.backward(loss)
+        return loss
 
-    want, _ = by_hand(plain_sgd, [[(1.0, 0)]], RANKS, build=partly_frozen)
-    expect(want, run, build=partly_frozen)
+    trains_alike(micro, 3, Plan(RANKS, 1), make=PartlyFrozen)
 
 
 def every_other(model, at):
@@ -204,7 +164,7 @@ def all_but_the_head(model, at):
     model.head.requires_grad_(True)
 
 
-@in_turn("stage, freeze", [(1, a_block), (3, every_other), (3, a_block), (3, all_but_the_head)])
+@in_turn("stage, freeze", [(1, a_block), (3, every_other), (3, all_but_the_head)])
 def test_what_trains_may_be_frozen_for_a_while(stage, freeze):
     places = [At(step, micro, 0) for step in range(4) for micro in range(2)]
     plain = stack()
@@ -229,40 +189,10 @@ def test_what_trains_may_be_frozen_for_a_while(stage, freeze):
     expect(values_of(plain), run)
 
 
-@on_each_rank(RANKS)
-def test_it_may_change_between_engines(rank, model):
-    """This is the remedy that the error names."""
-    start(model, adamw(model), config_of(3)).destroy()
-    model.requires_grad_(False)
-    model.head.requires_grad_(True)
-    engine = start(model, plain_sgd(model.head), config_of(3))
-    run_steps(engine, rank, [0])
-    trained = {name for flat in engine.flats if flat.trainable for name in flat.parameters}
-    assert trained == {"head.weight", "head.bias"}
-
-
 # ---- keys that decide what a step does ----
 
 
-@in_turn("stage, precision, prescale", [(0, "bf16", True), (2, "fp32", True), (3, "fp32", False)])
-def test_gradients_are_summed_over_the_ranks_where_asked(stage, precision, prescale):
-    plan = Plan(precision=precision, accumulation=2)
-
-    def run(rank, model, operation):
-        keys = {"gradient_allreduce_op": operation, "prescale_gradients": prescale}
-        engine = start(model, adamw(model), config_of(stage, plan, **keys))
-        for micro in range(2):
-            engine.backward(squared(engine, At(0, micro, rank), plan.dtype))
-            if micro == 0:
-                engine.step()
-        return full_grads(engine)
-
-    mean, summed = (on_ranks(RANKS, run, operation)[0] for operation in ("mean", "sum"))
-    for name, value in mean.items():
-        torch.testing.assert_close(summed[name], value * RANKS, rtol=1e-2, atol=1e-4)
-
-
-@in_turn("stage, away, lacking", [(0, 0, (0, 1)), (1, 1, (1,)), (3, 0, (1,))])
+@in_turn("stage, away, lacking", [(0, 0, (0, 1)), (3, 1, (1,))])
 def test_a_parameter_without_a_gradient_is_an_error_on_all_ranks_where_asked(stage, away, lacking):
     def run(rank, model, ignore):
         zero = {"stage": stage, "ignore_unused_parameters": ignore}
@@ -305,7 +235,7 @@ def test_modules_that_the_configuration_names_are_units(rank, model, leaf, units
     assert units or "0" in labels
 
 
-@pytest.mark.parametrize(
+@in_turn(
     "stage, where, name, thread",
     [
         (2, Updater, "_run", "hf-zero update"),
@@ -332,3 +262,124 @@ def test_the_device_is_set_first(stage, where, name, thread, tmp_path, monkeypat
     on_ranks(2, run)
     assert len(worked) >= 2
     assert all(who.startswith(thread) and device == "cpu" for who, device in worked), worked
+
+
+# ---- models that are sharded before their training is configured ----
+
+
+@torch.no_grad()
+def answer(net, rank):
+    return squared(net, At(0, 0, rank))
+
+
+@in_turn("stage, bf16", [(1, True), (3, False)])
+def test_a_held_model_keeps_its_dtype_and_is_taken_over(stage, bf16):
+    """In 16 bits nothing of its fp32 values is lost."""
+
+    def run(rank, model):
+        held = hold(model, ZeroConfig(stage=stage), stage)
+        assert (held.stage, {p.dtype for p in model.parameters()}) == (stage, {torch.float32})
+        assert {type(p) is ReleasedParameter for p in model.parameters()} == {stage == 3}
+        assert torch.equal(answer(held, rank), answer(stack(), rank))
+        engine = start(model, plain_sgd(model), config_of(stage, bf16={"enabled": bf16}))
+        for flat in held.flats:
+            assert not any(flat.shard_bytes().values()) and not flat.views, "its memory is kept"
+        assert held.mesh.shard._group is None, "its process groups are left behind"
+        run_steps(engine, rank, range(0 if bf16 else 2))
+        return full_weights(engine)
+
+    want = values_of(stack()) if bf16 else by_hand(plain_sgd, [[(1.0, 0)]] * 2, RANKS)[0]
+    expect(want, run, **({"tolerance": 0.0, "floor": 0.0} if bf16 else {}))
+
+
+@in_turn("serving, training", [(3, 3), (0, 3)])
+def test_a_model_that_has_served_is_trained(serving, training):
+    """Another engine takes it over, and the first, without an optimizer, still answers."""
+
+    def run(rank, model):
+        served = start(model, None, config_of(serving))
+        optimizer, before = plain_sgd(model), answer(served, rank)
+        engine = start(model, optimizer, config_of(training))
+        assert torch.equal(answer(served, rank), before)
+        run_steps(engine, rank, range(2))
+        assert torch.equal(answer(served, rank), answer(engine, rank))
+        for flat in served.flats:
+            kept = flat.full.untyped_storage().nbytes() + sum(flat.shard_bytes().values())
+            assert not kept, "its memory is kept"
+        return full_weights(engine)
+
+    expect(by_hand(plain_sgd, [[(1.0, 0)]] * 2, RANKS)[0], run)
+
+
+@on_each_rank(RANKS)
+def test_it_may_be_frozen_copied_and_read_before_it_is_trained(rank, model):
+    """A view that one rank keeps changes nothing of what all ranks do together."""
+    plain = values_of(model)
+    hold(model, ZeroConfig(stage=3))
+    with GatheredParameters(model.head.weight):
+        kept = model.head.weight.detach() if rank == 0 else plain["head.weight"]
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    whole = copy.deepcopy(model.head)  # as adapters do with modules that are saved whole
+    assert {type(p) for p in whole.parameters()} == {nn.Parameter}
+    assert torch.equal(whole.weight, plain["head.weight"])
+    norm = float(model.blocks[0].up.weight.norm())
+    assert norm == pytest.approx(float(plain["blocks.0.up.weight"].norm()))
+    with pytest.raises(ReleasedParameterError, match=r"blocks\.2\.up\.weight"), torch.no_grad():
+        model.blocks[2].up.weight.zero_()
+    model.extra = whole
+    engine = start(model, torch.optim.SGD(trainable(model), lr=0.1), config_of(3))
+    trained = {name for flat in engine.flats if flat.trainable for name in flat.parameters}
+    assert trained == {"head.weight", "head.bias", "extra.weight", "extra.bias"}
+    assert torch.equal(kept, plain["head.weight"]), "the view lost its memory"
+    found = full_weights(engine)
+    assert all(torch.equal(found[name], value) for name, value in plain.items())
+
+
+class Counted:
+    """A source of elements that knows how many were read."""
+
+    def __init__(self, values, sliceable):
+        self.values, self.sliceable, self.dtype = values, sliceable, values.dtype
+        self.read_elements = 0
+
+    def read(self, start, out):
+        self.read_elements += out.numel()
+        out.copy_(self.values.reshape(-1)[start : start + out.numel()])
+
+    def whole(self):
+        self.read_elements += self.values.numel()
+        return self.values.clone()
+
+
+@in_turn("sliceable, dtype", [(True, torch.float32), (False, torch.bfloat16)])
+def test_each_rank_reads_its_own_elements_of_pending_parameters(sliceable, dtype):
+    sources: list[list[Counted]] = [[] for _ in range(4)]
+    plain = stack().to(dtype).state_dict()
+
+    def run(rank, model):
+        for module in model.modules():
+            for name, parameter in list(module._parameters.items()):
+                source = Counted(parameter.detach().to(dtype), sliceable)
+                sources[rank].append(source)
+                module._parameters[name] = pending(parameter.shape, source)
+        hold(model, ZeroConfig(stage=3))
+        assert {p.dtype for p in model.parameters()} == {dtype}
+        assert all(torch.equal(value, plain[name]) for name, value in model.state_dict().items())
+
+    on_ranks(4, run)
+    read = [sum(source.read_elements for source in mine) for mine in sources]
+    total = sum(value.numel() for value in plain.values())
+    assert sum(read) == total, "something is read twice"
+    assert max(read) < 0.3 * total if sliceable else read == [total, 0, 0, 0]
+
+
+@on_each_rank(RANKS)
+def test_data_of_another_shape_is_told(rank, model):
+    hold(model, ZeroConfig(stage=3))
+    with (
+        pytest.raises(PartitionError, match=r"head\.weight of shape \(5, 32\)"),
+        GatheredParameters(model.head.weight),
+    ):
+        model.head.weight.data = torch.zeros(7, 32)
+    assert model.head.weight.shape == (5, 32) and type(model.head.weight) is ReleasedParameter
