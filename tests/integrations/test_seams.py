@@ -45,15 +45,11 @@ def test_the_least_release_that_pip_installs_is_supported() -> None:
         if asked.name in finder.WATCHED and asked.specifier
     }
     assert {"accelerate", "transformers", "trl", "peft", "lightning"} <= {*least}
+    assert {seam.package for seam in seams.SEAMS} <= set(finder.WATCHED)
+    assert len({seam.target for seam in seams.SEAMS}) == len(seams.SEAMS)
     for seam in seams.SEAMS:
         package = seam.package.replace("pytorch_", "")  # the same release under another name
         assert least[package] in SpecifierSet(seam.versions), seam.target
-
-
-def test_each_target_is_listed_once_and_watched() -> None:
-    targets = [seam.target for seam in seams.SEAMS]
-    assert len(set(targets)) == len(targets)
-    assert {seam.package for seam in seams.SEAMS} <= set(finder.WATCHED)
 
 
 def test_wrappers_live_apart_from_hugging_face() -> None:
@@ -147,20 +143,17 @@ def test_a_hook_puts_the_seams_in_and_the_module_looks_untouched(package: Path) 
     assert module.plain(1) == 300
     seams.apply(module)
     assert module.plain(1) == 300
-
-
-def test_modules_imported_before_get_them_too(package: Path) -> None:
-    module = parts()
-    assert module.plain(1) == 3
-    finder.install_hooks()
-    assert module.plain(1) == 300
+    (package / "parts.py").unlink()
+    del sys.modules["seamed.parts"]
+    with pytest.raises(ModuleNotFoundError, match=r"seamed\.parts"):
+        parts()
 
 
 @pytest.mark.parametrize("later", ["when asked", "by the next import of the library"])
 def test_a_module_that_is_still_running_gets_them_later(package: Path, later: str) -> None:
     (package / "parts.py").write_text(BODY.format(during="seamed.installer"))
     (package / "installer.py").write_text(INSTALLER)
-    module = parts()
+    module = parts()  # in which the hooks are installed
     assert module.plain(1) == 3
     if later == "when asked":
         finder.apply_late()
@@ -169,15 +162,9 @@ def test_a_module_that_is_still_running_gets_them_later(package: Path, later: st
     assert module.plain(1) == 300
 
 
-def test_a_missing_module_is_still_missing(package: Path) -> None:
-    finder.install_hooks()
-    (package / "parts.py").unlink()
-    with pytest.raises(ModuleNotFoundError, match=r"seamed\.parts"):
-        parts()
-
-
 def test_a_static_method_stays_one(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seams, "SEAMS", (seam("Box.still", "(width)"),))
+    parts()  # imported before
     finder.install_hooks()
     assert parts().Box.still(2) == parts().Box().still(2) == 200
     seams.apply(parts())
