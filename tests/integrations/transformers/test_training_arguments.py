@@ -48,6 +48,7 @@ def live(args: Any) -> dict[str, Any]:
 
 
 def test_every_form_of_a_config(make: Make, tmp_path: Path) -> None:
+    """A file of Accelerate may force the CPU."""
     (tmp_path / "zero.json").write_text(json.dumps(STAGE_2))
     yaml = "distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n"
     (tmp_path / "zero.yaml").write_text(yaml)
@@ -57,6 +58,10 @@ def test_every_form_of_a_config(make: Make, tmp_path: Path) -> None:
         args = make(form)
         assert args.deepspeed == STAGE_2, form
         assert live(args)["zero_optimization"]["stage"] == args.deepspeed_plugin.zero_stage == 2
+    (tmp_path / "zero.yaml").write_text(f"use_cpu: true\nmixed_precision: bf16\n{yaml}")
+    args = make(str(tmp_path / "zero.yaml"), use_cpu=False)
+    assert args.use_cpu and args.device.type == "cpu"
+    assert live(args)["bf16"]["enabled"] is True
 
 
 def test_without_a_config_it_is_the_stock_class(make: Make, common: dict[str, Any]) -> None:
@@ -91,6 +96,8 @@ def test_what_the_config_leaves_out_comes_from_the_arguments(make: Make) -> None
 def test_stock_arguments_with_the_same_config_mean_the_same(
     make: Make, common: dict[str, Any]
 ) -> None:
+    """ "auto" means left out; a choice not to gather weights is kept."""
+
     def config() -> dict[str, Any]:
         sgd = {"type": "SGD", "params": {"momentum": 0.9}}
         return {"zero_optimization": {"stage": 3}, "optimizer": sgd}
@@ -103,17 +110,13 @@ def test_stock_arguments_with_the_same_config_mean_the_same(
     assert live(ours)["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
     open_left_out(read(given))
     assert given == config()
-
-
-def test_auto_written_out_means_left_out(make: Make) -> None:
-    """A choice not to gather weights is kept."""
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping")
     autos = {**dict.fromkeys(sizes, "auto"), "bf16": {"enabled": "auto"}}
     assert live(make({"stage": 2, **autos})) == live(make("zero2"))
-    gather = {"stage3_gather_16bit_weights_on_model_save": False}
-    config: dict[str, Any] = {"zero_optimization": {"stage": 3, **gather}}
-    open_left_out(config)
-    assert config["zero_optimization"] == {"stage": 3, **gather}
+    zero = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}
+    opened: dict[str, Any] = {"zero_optimization": {**zero}}
+    open_left_out(opened)
+    assert opened["zero_optimization"] == zero
 
 
 # Keys of the configuration, arguments, and what is said of both.
@@ -149,14 +152,7 @@ def test_a_contradiction_shows_both_values(make: Make) -> None:
     assert live(args)["bf16"]["enabled"] is True
 
 
-def test_a_config_that_cannot_be_used(make: Make) -> None:
-    unusable: list[tuple[Any, str]] = [({"stag": 2}, "stag"), ("zero7", "zero7"), (7, "int")]
-    for config, what in [*unusable, ({"stage": 9}, "9")]:
-        with pytest.raises(HfZeroError, match=what):
-            make(config)
-
-
-def test_it_goes_into_json_and_comes_back(make: Make) -> None:
+def test_json_the_command_line_and_a_config_that_cannot_be_used(make: Make, tmp_path: Path) -> None:
     for form in ("zero3", {"stage": 3, "gradient_clipping": 1.0}):
         args = make(form)
         # written as <HUB_TOKEN>
@@ -167,9 +163,6 @@ def test_it_goes_into_json_and_comes_back(make: Make) -> None:
     args = make(hf_zero.ZeroConfig(stage=1, bf16=True), bf16=True)
     written = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
     assert json.loads(args.to_json_string())["zero_config"] == written
-
-
-def test_the_command_line(tmp_path: Path) -> None:
     common = ["--output_dir", str(tmp_path), "--report_to", "none", "--use_cpu"]
     parse = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses
     for text in ("zero2", json.dumps(STAGE_2)):
@@ -177,37 +170,26 @@ def test_the_command_line(tmp_path: Path) -> None:
         assert live(args)["zero_optimization"]["stage"] == 2
     (args,) = parse(common)
     assert args.zero_config is None and args.deepspeed_plugin is None
+    unusable: list[tuple[Any, str]] = [({"stag": 2}, "stag"), ("zero7", "zero7"), (7, "int")]
+    for config, what in [*unusable, ({"stage": 9}, "9")]:
+        with pytest.raises(HfZeroError, match=what):
+            make(config)
 
 
-def test_an_accelerate_file_that_forces_the_cpu(make: Make, tmp_path: Path) -> None:
-    top = "distributed_type: DEEPSPEED\nuse_cpu: true\nmixed_precision: bf16\n"
-    (tmp_path / "zero.yaml").write_text(f"{top}deepspeed_config:\n  zero_stage: 3\n")
-    args = make(str(tmp_path / "zero.yaml"), use_cpu=False)
-    assert args.use_cpu and args.device.type == "cpu"
-    assert live(args)["bf16"]["enabled"] is True
-
-
-@pytest.mark.parametrize("by", ["stage", "file"])
-def test_a_launcher_with_another_stage(
-    by: str, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_launcher_with_another_stage_or_with_settings_of_its_own(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Refused in our words: Accelerate's name its plugin, and neither the argument nor the file."""
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    if by == "stage":
-        monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
-    else:
-        (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 3}}')
-        monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "zero.json"))
-    assert make("zero3").deepspeed_plugin.zero_stage == 3
+    file = tmp_path / "zero.json"
+    file.write_text('{"zero_optimization": {"stage": 3}}')
     both = r"asks for stage 2, and `accelerate launch.*` for stage 3"
-    with pytest.raises(ConfigError, match=both):
-        make("zero2")
-
-
-def test_settings_of_the_launchers_file_beside_it_are_refused_in_our_words(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Accelerate's own answer names its plugin, and neither the argument nor the file."""
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    for name, value in (("ZERO_STAGE", "3"), ("CONFIG_FILE", str(file))):
+        with monkeypatch.context() as patch:
+            patch.setenv(f"ACCELERATE_DEEPSPEED_{name}", value)
+            assert make("zero3").deepspeed_plugin.zero_stage == 3
+            with pytest.raises(ConfigError, match=both):
+                make("zero2")
     monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "gradient_accumulation_steps,zero_stage")
     monkeypatch.setenv(LAUNCH_FILE, "zero.yaml")
     both = r"zero_config and the file .* both .*gradient_accumulation_steps, zero_stage, in zero.y"

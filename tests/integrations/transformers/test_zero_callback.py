@@ -51,17 +51,13 @@ def accelerates() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE")}
 
 
-@pytest.mark.parametrize("first", ["arguments", "callback"])
 def test_it_routes_a_stock_trainer_and_leaves_nothing_behind(
-    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(zero_callback, "log_rank0", lambda message, level=0: said.append(message))
     before = accelerates()
-    if first == "arguments":
-        args, callback = stock(tmp_path), ZeroCallback("zero3")
-    else:
-        callback, args = ZeroCallback("zero3"), stock(tmp_path)
+    callback, args = ZeroCallback("zero3"), stock(tmp_path)
     run = trainer(args, callbacks=[callback])
     assert accelerates() == before
     assert args.deepspeed is None and args.deepspeed_plugin is None
@@ -76,31 +72,30 @@ def test_it_routes_a_stock_trainer_and_leaves_nothing_behind(
     assert isinstance(run.model_wrapped, Engine) and run.model_wrapped.stage == 3
     assert len(logged(run)) == STEPS
     assert len(said) == 1 and "stage 3 over 1 rank" in said[0] and "whole on every rank" in said[0]
-    again = trainer(args, callbacks=[callback])
-    again.train()
-    assert isinstance(again.model_wrapped, Engine)
 
 
-@pytest.mark.parametrize("arguments", ["shared", "earlier", "later"])
-def test_a_second_trainer_without_it_is_plain(arguments: str, tmp_path: Path) -> None:
-    args, earlier = stock(tmp_path), stock(tmp_path)
-    first = trainer(args, callbacks=[ZeroCallback("zero2")])
+def test_a_second_trainer_without_it_is_plain(tmp_path: Path) -> None:
+    """Whether it shares the arguments, or its own were made earlier or later."""
+    args, earlier, callback = stock(tmp_path), stock(tmp_path), ZeroCallback("zero2")
+    first = trainer(args, callbacks=[callback])
     first.train()
-    given = {"shared": args, "earlier": earlier, "later": stock(tmp_path)}
-    second = trainer(given[arguments])
-    assert is_plain(second)
+    for given in (earlier, stock(tmp_path), args):
+        second = trainer(given)
+        assert is_plain(second)
     second.train()
     assert type(second.model_wrapped) is type(model())
     assert logged(second) == pytest.approx(logged(first), rel=1e-5)
+    assert not is_plain(trainer(args, callbacks=[callback]))
 
 
-@pytest.mark.parametrize("zero", [True, False])
-def test_a_trainer_whose_state_was_replaced_refuses_to_train(zero: bool, tmp_path: Path) -> None:
-    run = trainer(stock(tmp_path), callbacks=[ZeroCallback("zero2")] if zero else None)
-    trainer(stock(tmp_path), callbacks=None if zero else [ZeroCallback("zero2")])
-    for act in (run.train, run.evaluate) if zero else (run.train,):
-        with pytest.raises(ConfigError, match="is not that of this Trainer"):
-            act()
+def test_a_trainer_whose_state_was_replaced_refuses_to_train(tmp_path: Path) -> None:
+    for zero in (True, False):
+        run = trainer(stock(tmp_path), callbacks=[ZeroCallback("zero2")] if zero else None)
+        trainer(stock(tmp_path), callbacks=None if zero else [ZeroCallback("zero2")])
+        for act in (run.train, run.evaluate) if zero else (run.train,):
+            with pytest.raises(ConfigError, match="is not that of this Trainer"):
+                act()
+        forget()
 
 
 def add_too_late(folder: Path) -> None:
@@ -149,8 +144,7 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ZeroCallback("zero2")
 
 
-def test_beside_arguments_that_agree_it_reports(tmp_path: Path) -> None:
-    """And one process drives one device."""
+def test_beside_arguments_that_agree_one_process_drives_one_device(tmp_path: Path) -> None:
     args = ours(tmp_path, {"stage": 2, "gradient_clipping": 0.5})
     args._n_gpu = 2  # as where two GPUs are visible to a plain `python`
     run = trainer(args, callbacks=[ZeroCallback({"stage": 2, "gradient_clipping": "auto"})])
@@ -158,6 +152,9 @@ def test_beside_arguments_that_agree_it_reports(tmp_path: Path) -> None:
     run.train()
     assert isinstance(run.model_wrapped, Engine)
     assert len(logged(run, "memory_mib")) == STEPS
+    held = torch.ones(8 * 2**20)  # 32 MiB
+    found = memory(held.device)
+    assert 32 < found["memory_mib"] <= found["peak_memory_mib"]
 
 
 class Notes(transformers.TrainerCallback):
@@ -197,12 +194,6 @@ def test_what_it_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     throughput._steps, throughput._seconds, throughput._samples_a_step = 3, 2.0, 8
     assert throughput.rates() == {"samples_per_second": 12.0}
     assert throughput.rates() == {}
-
-
-def test_memory_of_a_cpu_rank() -> None:
-    held = torch.ones(8 * 2**20)  # 32 MiB
-    found = memory(held.device)
-    assert 32 < found["memory_mib"] <= found["peak_memory_mib"]
 
 
 def test_another_deepspeed_makes_every_wrapper_inert(
