@@ -139,6 +139,7 @@ def test_every_key_of_fsdp_in_accelerate_is_known() -> None:
 FINDINGS = """
 # -- values that no run takes
 {zero_optimization: {stage: 5}} => zero_optimization.stage: to fix, is not
+{distributed_type: DEEPSPEED, num_processes: two} => num_processes: to fix, is not
 {deepspeed_config: {zero_stage: 7}} => deepspeed_config.zero_stage: to fix, is not
 {optimizer: {type: AdamW8bit}} => optimizer.type: to fix, AdamW8bit' is not built into
 {scheduler: {type: Cosine}} => scheduler.type: to fix, did you mean 'CosineAnnealingLR'
@@ -171,6 +172,8 @@ FSDP {fsdp_config: {fsdp_use_orig_param: true}}
     => fsdp_config.fsdp_use_orig_param: to fix, did you mean 'fsdp_use_orig_params'?
 FSDP {parallelism_config: {parallelism_config_tp_sise: 2}}
     => parallelism_config.parallelism_config_tp_sise: to fix, mean 'parallelism_config_tp_size'?
+FSDP {fsdp_config: {shardin_strategy: FULL_SHARD}}
+    => fsdp_config.shardin_strategy: to fix, did you mean 'fsdp_sharding_strategy'?
 FSDP {fsdp_confg: {}} => fsdp_confg: to fix, did you mean 'fsdp_config'?
 {deepspeed_config: {}, zero_stage: 3} => zero_stage: to fix, put 'zero_stage' under
 {deepspeed_config: {}, bf16: true} => bf16: to fix, write mixed_precision: bf16
@@ -190,6 +193,7 @@ FSDP {unknown: 1} => unknown: left out,
 {activation_checkpointing: {partition_activations: true, blocks: true}}
     => activation_checkpointing.partition_activations: left out, tensor-parallel
 {bf16: {}, autotuning: {enabled: true}} => autotuning: left out, --fit
+{bf16: {}, autotuning: {enabled: false}} => autotuning: no effect, does not provide autotuning
 {bf16: {enabled: true, bf16_optimizer_states: true}}
     => bf16.bf16_optimizer_states: left out, hf-zero does not provide optimizer states
 
@@ -213,6 +217,7 @@ DYNAMO {dynamo_use_dynamic: perhaps}
     => dynamo_config.dynamo_use_dynamic: to fix, "perhaps" is neither true nor false
 DYNAMO {dynamo_mode: reduce-overhead}
     => dynamo_config.dynamo_mode: left out, without CUDA graphs
+DYNAMO {dynamo_mode: null} => dynamo_config.dynamo_mode: no effect, it is empty
 DYNAMO {dynamo_use_dynamc: true}
     => dynamo_config.dynamo_use_dynamc: to fix, did you mean 'dynamo_use_dynamic'?
 DYNAMO {use_fullgraph: true} => dynamo_config.use_fullgraph: left out, several graphs
@@ -304,6 +309,10 @@ def test_sizes_of_a_mesh_are_translated() -> None:
         "gradient_clipping": 0.0,
     }
     assert "parallelism_config" not in migration.after
+    for size in (1, 2):  # settings beside a size of sequences stay with it
+        named = {"parallelism_config_sp_size": size, "parallelism_config_sp_backend": "deepspeed"}
+        after = migrate(FSDP | {"parallelism_config": named}).after
+        assert after.get("parallelism_config") == (named if size == 2 else None)
     found = outcomes(migration.findings)["parallelism_config.parallelism_config_cp_size"]
     assert found[0] == "left out" and "write parallelism_config_sp_size: 4" in found[1]
 
@@ -321,8 +330,11 @@ def test_each_key_of_accelerates_compilation_is_translated() -> None:
 
 def test_a_file_that_a_file_names_is_migrated_on_its_own(tmp_path: Path) -> None:
     path, key = tmp_path / "ds.json", "deepspeed_config.deepspeed_config_file"
+    written = {"deepspeed_config": {"deepspeed_config_file": str(path)}}
+    elsewhere = migrate(written)  # it is not on this machine
+    assert elsewhere.runs and outcomes(elsewhere.findings)[key][0] == "taken"
     path.write_text('{"zero_optimization": {"stages": 3}}')
-    migration = migrate({"deepspeed_config": {"deepspeed_config_file": str(path)}})
+    migration = migrate(written)
     outcome, note = outcomes(migration.findings)[key]
     assert outcome == "to fix" and not migration.runs
     assert "zero_optimization.stages" in note and f"hf-zero migrate {path}" in note

@@ -1,5 +1,5 @@
-"""The keys of offload: every spelling means the same, what they need of one another, and where
-"auto" is a value.
+"""The keys of offload and of activation checkpointing: every spelling means the same, what they
+need of one another, and where "auto" is a value.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 import yaml
 
-from hf_zero.config import AioSection, OffloadOptimizer, OffloadParam, ZeroConfig
+from hf_zero.config import (
+    ActivationCheckpointing,
+    ActivationOffload,
+    AioSection,
+    OffloadOptimizer,
+    OffloadParam,
+    ZeroConfig,
+)
 from hf_zero.errors import ConfigError
 from tests.helpers.cells import in_one_item
 
@@ -140,6 +147,8 @@ def test_auto_is_a_value_of_the_ratio_and_a_hole_elsewhere() -> None:
     written = {"stage": 2, "offload_optimizer": holes, "offload_param": holes}
     early = ZeroConfig.from_dict({"zero_optimization": written}, allow_auto=True)
     assert not early.offload_optimizer.on and len(early.autos) == 4
+    former = ZeroConfig.from_dict({"zero_optimization": {"cpu_offload": "auto"}}, allow_auto=True)
+    assert former.autos == {"zero_optimization.offload_optimizer.device"}
     # Accelerate writes "none" where its own arguments are silent, also for a path
     none = {"device": "none", "nvme_path": "none"}
     filled = {"offload_optimizer": none, "offload_param": none}
@@ -176,3 +185,68 @@ def test_a_key_without_effect_says_why(case: tuple[dict[str, Any], str, str]) ->
     keys, name, why = case
     assert notes(ZeroConfig(2, **keys))[name].startswith(f"no effect: {why}")
     assert set(notes(ZeroConfig(2))) == {"device"}
+
+
+# ---- checkpoints and offload of activations ----
+
+
+def notes_of(values: dict[str, Any]) -> dict[str, str]:
+    return {row.key: row.note for row in ZeroConfig.from_dict(values).explain()}
+
+
+BLOCKS: list[tuple[dict[str, Any], int | None, bool]] = [
+    ({}, 0, False),
+    ({"blocks": True}, None, False),
+    ({"blocks": 3}, 3, False),
+    ({"blocks": "Selective"}, None, True),
+    ({"number_checkpoints": 4}, 4, False),
+    ({"number_checkpoints": None}, 0, False),
+    ({"blocks": True, "number_checkpoints": 0}, None, False),
+    ({"blocks": 4, "number_checkpoints": 4}, 4, False),
+    ({"blocks": "selective", "number_checkpoints": 4}, 4, True),
+    ({"blocks": False, "number_checkpoints": 4}, 0, False),
+]
+
+
+@in_one_item(BLOCKS)
+def test_how_many_blocks(case: tuple[dict[str, Any], int | None, bool]) -> None:
+    section, number, selective = case
+    found = ZeroConfig.from_dict({"activation_checkpointing": section}).activation_checkpointing
+    assert (found.number, found.selective) == (number, selective)
+
+
+def test_offload_is_on_by_a_word_or_by_its_section() -> None:
+    on = ActivationOffload(enabled=True)
+    for given in (True, {"enabled": True}, {"min_bytes": 1 << 20}, on):
+        assert ZeroConfig(2, activation_offload=given).activation_offload == on, given
+    for given in (False, {"enabled": False}, {"enabled": False, "min_bytes": 1}, None):
+        assert not ZeroConfig(2, activation_offload=given).activation_offload.enabled, given
+
+
+def test_offload_that_is_computed_is_computed_anew() -> None:
+    config = ZeroConfig.from_dict({"activation_offload": {"min_bytes": 5}})
+    source = config.sources["activation_offload.enabled"]
+    assert source == "computed: activation_offload.min_bytes is written"
+    assert ZeroConfig.from_dict(config.to_dict()).activation_offload == config.activation_offload
+    off = config.override({"activation_offload": {"enabled": False}}, "script")
+    assert not off.activation_offload.enabled
+
+
+def test_sections_as_objects() -> None:
+    config = ZeroConfig(3, activation_checkpointing=ActivationCheckpointing(blocks=2, profile=True))
+    assert config.activation_checkpointing.number == 2
+    assert config.to_dict()["activation_checkpointing"] == {"blocks": 2, "profile": True}
+
+
+def test_explain_says_what_has_no_effect() -> None:
+    section = {"blocks": False, "number_checkpoints": 3, "partition_activations": True}
+    section["contiguous_memory_optimization"] = True
+    offload = {"enabled": False, "min_bytes": 7}
+    found = notes_of({"activation_checkpointing": section, "activation_offload": offload})
+    name, idle = "activation_checkpointing", "no effect: "
+    assert found[f"{name}.number_checkpoints"] == f"{idle}{name}.blocks is false"
+    assert found["activation_offload.min_bytes"] == f"{idle}activation_offload is off"
+    assert "does not divide saved activations" in found[f"{name}.partition_activations"]
+    assert "expandable_segments" in found[f"{name}.contiguous_memory_optimization"]
+    used = {name: {"cpu_checkpointing": True}, "activation_offload": {"min_bytes": 7}}
+    assert "no effect" not in notes_of(used)["activation_offload.min_bytes"]

@@ -26,6 +26,7 @@ from hf_zero.config.files import parse_hjson
 from hf_zero.config.provenance import SourcedDict
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.logging import in_units, parse_size
+from hf_zero.optim.build import refused
 
 
 def test_keywords() -> None:
@@ -103,6 +104,8 @@ def test_numbers_of_numpy_and_paths_become_plain() -> None:
 
 
 def test_former_spellings() -> None:
+    one = ZeroConfig.from_dict({"bf16": {"enabled": 1}, "prescale_gradients": 0})
+    assert one.bf16.enabled is True and one.prescale_gradients is False
     assert ZeroConfig.from_dict({"bfloat16": {"enabled": True}}).precision == "bf16"
     for kind, precision in (("bfloat16", "bf16"), ("fp16", "fp16")):
         written = {"fp16": {"enabled": True, "type": kind}}
@@ -234,6 +237,12 @@ def test_all_mistakes_are_reported_at_once_of_a_file_that_was_copied() -> None:
     assert len(listed) == len(expected), listed
     assert all(part in line for part, line in zip(expected, listed)), listed
     assert all("config file ds.json: " in line for line in listed[:3])
+    params = {"learning_rate": 0.1, "weight_decy": 0.01}
+    refused_too = {"gradient_clip": 1.0, "optimizer": {"type": "AdamW", "params": params}}
+    with pytest.raises(ConfigError) as caught:
+        ZeroConfig.from_dict(refused_too, check=refused)
+    parts = ("'gradient_clip'", "write lr", "'weight_decay'")
+    assert all(part in str(caught.value) for part in parts)
 
 
 HJSON = """

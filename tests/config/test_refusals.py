@@ -46,6 +46,7 @@ REFUSED = """
 {optimizer: {type: ""}} => optimizer.type = "" is not a non-empty string
 {optimizer: {params: {lr: 0.1}}} => optimizer names no type; write optimizer: {type: …, params: {…}}
 {optimizer: {type: Adam, params: {lr: 2020-01-01}}} => is not a section of keys and plain values
+{optimizer: {type: Adam, params: {1: 0.1}}} => is not a section of keys and plain values
 {optimizer: {type: Adam, params: {max_grad_norm: 1.0}}} => write gradient_clipping: 1.0
 {kernels: norms} => is not 'auto', 'off' or a list of names among norms, activations
 {activation_checkpointing: {blocks: 0}} => blocks = 0 ~ a number of blocks, or 'selective'
@@ -67,6 +68,7 @@ REFUSED = """
 {zero_optimization: {stage: 3, offload_optimizer: {cpuadam_cores_perc: 0}}} => perc = 0 ~ above 0
 {zero_optimization: {stage: 3, offload_optimizer: {device: cpu, buffer_count: auto}}}
     => still 'auto' ~ offload_optimizer.buffer_count
+{zero_optimization: {stage: 3, offload_optimizer: {cores: 1.5}}} => cores = 1.5 ~ at most 1
 {aio: {block_size: 5000}} => block_size = 5000 ~ a multiple of 4096 bytes
 {aio: {thread_count: 2, intra_op_parallelism: 3}} => = 3 contradicts ~ thread_count = 2
 {zero_optimization: {cpu_offload: true, offload_optimizer: {device: nvme, nvme_path: /a}}}

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hf_zero.config import ZeroConfig
 from hf_zero.config.kernels import AUTO, NAMES
+from hf_zero.config.resolving import elastic_batch, elastic_sizes
 from hf_zero.errors import ConfigError, NotBuiltError
 from tests.helpers.cells import in_one_item
 
@@ -171,9 +172,17 @@ def test_kernels_that_are_named_are_the_same_on_every_device() -> None:
     assert config.uses("norms") and not config.uses("rotary")
     assert config.to_dict()["kernels"] == ["norms", "loss"]
     assert not ZeroConfig(stage=0).uses("norms")
+    words = {"auto": ("on", True, "auto"), "off": (False, [], "off")}
+    for meant, written in words.items():
+        assert {ZeroConfig.from_dict({"kernels": each}).kernels for each in written} == {meant}
 
 
 def test_the_mesh() -> None:
+    for ranks in (0, -1, True, 2.0, "2", None):
+        with pytest.raises(ConfigError, match=f"{ranks!r} is not a number of ranks"):
+            ZeroConfig(stage=0).resolve(ranks)  # type: ignore[arg-type]
+    other = ZeroConfig.from_dict({"tensor_parallel": {"tp": {"tp_size": 4}}})
+    assert other.tensor_parallel.size == 4
     assert ZeroConfig(stage=3, replicate_size=2).resolve(4).replicate_size == 2
     mics = ZeroConfig.from_dict({"zero_optimization": {"stage": 3, "mics_shard_size": 2}})
     assert mics.resolve(8).replicate_size == 4
@@ -205,3 +214,65 @@ def test_batch_sizes_are_over_the_groups() -> None:
     assert split(**written, train_batch_size=24).resolve(8).train_batch_size == 12
     with pytest.raises(ConfigError, match="autotp_size; change one"):
         split(**written, train_batch_size=13).resolve(8)
+
+
+# ---- batch sizes by the section elasticity ----
+
+
+BATCH = {"max_train_batch_size": 10_000, "micro_batch_sizes": [8, 12, 16, 17]}
+SECTION = {"enabled": True, **BATCH, "min_gpus": 32, "max_gpus": 1500, "min_time": 20}
+SECTION["version"] = 0.1
+
+
+def test_the_batch_fits_all_the_ranks_that_it_names() -> None:
+    size, ranks = elastic_batch(SECTION)
+    assert (size, len(ranks)) == (9792, 23)
+    for each in ranks:
+        total, micro = elastic_sizes(SECTION, each)
+        assert total == size and micro in SECTION["micro_batch_sizes"]  # type: ignore[operator]
+        assert size % (micro * each) == 0
+    assert elastic_sizes(SECTION, 64)[1] == 17
+    small = {"max_train_batch_size": 48, "micro_batch_sizes": [2, 4]}
+    assert elastic_sizes(small, 2) == (48, 4)
+    assert elastic_sizes({**small, "prefer_larger_batch": False}, 2)[1] == 2
+    with pytest.raises(ConfigError, match="does not fit 128 ranks; start one of the numbers"):
+        elastic_sizes(SECTION, 128)
+
+
+def test_nodes_of_several_ranks() -> None:
+    section = {**SECTION, "version": 0.2, "num_gpus_per_node": 4, "min_gpus": 4, "max_gpus": 64}
+    size, ranks = elastic_batch(section)
+    assert size <= 10_000 and all(each % 4 == 0 for each in ranks)
+    assert all(elastic_sizes(section, each)[0] == size for each in ranks)
+
+
+@in_one_item([1, 6])
+def test_a_configuration_resolves_to_it(ranks: int) -> None:
+    section = {"enabled": True, "max_train_batch_size": 48, "micro_batch_sizes": [2, 4]}
+    config = ZeroConfig.from_dict({"elasticity": section}).resolve(ranks)
+    assert config.train_batch_size == 48
+    micro, steps = config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+    assert micro == (4 if 48 // ranks % 4 == 0 else 2) and micro * (steps or 0) * ranks == 48
+    assert config.sources["train_batch_size"] == f"computed: elasticity on {ranks} ranks"
+    assert config.resolve(1).train_micro_batch_size_per_gpu == 4
+    off = ZeroConfig.from_dict({"elasticity": {**section, "enabled": False}}).resolve(ranks)
+    assert off.train_batch_size == ranks
+    written = {"elasticity": section, "train_batch_size": 7}
+    with pytest.raises(ConfigError, match="train_batch_size is written, too"):
+        ZeroConfig.from_dict(written).resolve(2)
+    written["elasticity"] = {**section, "ignore_non_elastic_batch_info": True}
+    assert ZeroConfig.from_dict(written).resolve(2).train_batch_size == 48
+
+
+def test_what_cannot_be_is_named() -> None:
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"micro_batch_size": [1]}, "unknown key 'elasticity.micro_batch_size'"),
+        ({"micro_batch_sizes": 4}, "a list of micro_batch_sizes"),
+        ({"min_gpus": 0}, "integers of at least 1"),
+        ({"max_train_batch_size": 4, "micro_batch_sizes": [8]}, "no batch of at most 4 samples"),
+    ]
+    for change, said in changes:
+        with pytest.raises(ConfigError, match=said):
+            elastic_batch({**SECTION, **change})
+    with pytest.raises(NotBuiltError, match="model_parallel_size"):
+        elastic_batch({**SECTION, "model_parallel_size": 2})

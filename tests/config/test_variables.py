@@ -1,11 +1,18 @@
-"""The warning about environment variables of hf-zero that are misspelt or have unknown values."""
+"""The warning about environment variables of hf-zero that are misspelt or have unknown values; and
+options of a launch that the script's own configuration would replace.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from typer.testing import CliRunner
 
@@ -13,6 +20,8 @@ import hf_zero
 from hf_zero.cli import doctor
 from hf_zero.cli.app import app
 from hf_zero.config import variables
+from hf_zero.config.launched import LAUNCH_FILE, LAUNCHED_BY, WRITTEN, check_launch
+from hf_zero.errors import ConfigError
 
 UNKNOWN = "hf-zero has no such variable"
 FAULTS = {
@@ -72,3 +81,89 @@ def test_doctor_shows_the_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {each.name: each for each in doctor.examine() if each.part == "environment"}
     assert found["HF_ZERO_LOGLEVEL"].detail == FAULTS["HF_ZERO_LOGLEVEL"][1]
     assert "'loud' is unknown; write debug, info" in found["HF_ZERO_LOG_LEVEL"].detail
+
+
+# ---- options of a launch that the script's own configuration would replace ----
+
+
+NAMES = ("CONFIG_FILE", "ZERO_STAGE", "OFFLOAD_OPTIMIZER_DEVICE", "OFFLOAD_PARAM_DEVICE")
+PRESET = "hf-zero launch --preset zero2 --precision bf16"
+BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
+
+
+@pytest.fixture(autouse=True)
+def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = (f"ACCELERATE_DEEPSPEED_{name}" for name in NAMES)
+    for name in (LAUNCH_FILE, LAUNCHED_BY, WRITTEN, "ACCELERATE_MIXED_PRECISION", "RANK", *names):
+        monkeypatch.delenv(name, raising=False)
+
+
+def launch(
+    monkeypatch: pytest.MonkeyPatch, stage: int, precision: str = "no", by: str = "", **more: str
+) -> None:
+    """Set the variables that `accelerate launch` sets."""
+    variables = {f"ACCELERATE_DEEPSPEED_{name}": value for name, value in more.items()}
+    variables |= {"ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage)}
+    variables |= {"ACCELERATE_MIXED_PRECISION": precision} | ({LAUNCHED_BY: by} if by else {})
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_initialize_refuses_a_preset_of_the_launch_that_it_would_ignore(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launch(monkeypatch, 2, "bf16", PRESET)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    said = rf"`{PRESET}` .*stage 2 \(the script: 3, preset zero3\), precision bf16 .*leave --preset"
+    with pytest.raises(ConfigError, match=said):
+        hf_zero.initialize(model=model, optimizer=optimizer, config="zero3")
+
+
+def test_a_launch_that_agrees_passes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_launch(hf_zero.ZeroConfig(stage=3))
+    launch(monkeypatch, 2, "bf16", PRESET)
+    check_launch(hf_zero.ZeroConfig.from_dict(BF16))
+    launch(monkeypatch, 2, "no", "hf-zero launch --preset zero2")
+    check_launch(hf_zero.ZeroConfig.from_dict(BF16))  # the command names no precision
+    assert caplog.records == []
+
+
+def test_precision_offload_and_keys_of_set_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(config: dict[str, Any], said: str) -> None:
+        with pytest.raises(ConfigError, match=said):
+            check_launch(hf_zero.ZeroConfig.from_dict(config))
+
+    launch(monkeypatch, 2, "no", "hf-zero launch --preset zero2 --precision fp32")
+    refused(BF16, r"asks for precision fp32 .the script: bf16, config dict: bf16.enabled.,")
+    by = "hf-zero launch --config zero3.yaml"
+    launch(monkeypatch, 3, by=by, OFFLOAD_OPTIMIZER_DEVICE="cpu", OFFLOAD_PARAM_DEVICE="none")
+    refused({"stage": 3}, "offload_optimizer cpu .the script: none.*leave the configuration out")
+
+    command = "hf-zero launch --preset zero2 --set metrics.enabled=true --set metrics.path=runs/a"
+    launch(monkeypatch, 2, by=command, OFFLOAD_OPTIMIZER_DEVICE="none")
+    asked = {"metrics": {"enabled": True, "path": "runs/a"}}
+    monkeypatch.setenv(WRITTEN, json.dumps(asked))
+    own: dict[str, Any] = {"zero_optimization": {"stage": 2}}
+    check_launch(hf_zero.ZeroConfig.from_dict(own | {"metrics": asked["metrics"]}))
+    refused(own, r"metrics.enabled True .the script: False\),.*and --set")
+    other = {"metrics": {"enabled": True, "path": "runs/b"}}
+    refused(own | other, "metrics.path runs/a .the script: runs/b, config dict: metrics.path.,")
+
+
+def test_accelerate_launch_gets_a_warning_on_rank_0_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "zero2.json"
+    file.write_text(json.dumps(BF16))
+    launch(monkeypatch, 3, CONFIG_FILE=str(file))  # the file is what Accelerate reads
+    monkeypatch.setenv(LAUNCH_FILE, "zero.yaml")
+    with caplog.at_level(logging.WARNING, "hf_zero"):
+        check_launch(hf_zero.ZeroConfig(stage=3))
+        monkeypatch.setenv("RANK", "1")
+        check_launch(hf_zero.ZeroConfig(stage=3))
+    (record,) = caplog.records
+    assert "`accelerate launch --config_file zero.yaml` asks for zero_opt" in record.getMessage()
+    assert "stage 2 (the script: 3, keyword), precision bf16" in record.getMessage()
