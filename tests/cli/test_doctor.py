@@ -87,16 +87,14 @@ def test_what_turns_the_slot_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "examination" not in found
 
 
-def test_what_moves_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_ZERO_IO", "python")
-    found = kernels()["file transfers"]
-    assert (found.status, found.detail) == ("off", "by python")
-    monkeypatch.setenv("HF_ZERO_IO", "pigeons")
-    found = kernels()["file transfers"]
-    assert found.status == "broken" and "pigeons" in found.detail
+def test_what_moves_files_and_why_the_native_core_does_not_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, status in (("python", "off"), ("pigeons", "broken")):
+        monkeypatch.setenv("HF_ZERO_IO", name)
+        found = kernels()["file transfers"]
+        assert found.status == status and name in found.detail
 
-
-def test_why_the_native_core_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def core() -> doctor.Finding:
         native._loaded.cache_clear()
         return kernels()["native core"]

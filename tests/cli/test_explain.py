@@ -65,18 +65,14 @@ def test_parameters_that_a_run_refuses(tmp_path: Path) -> None:
     optimizer: dict[str, Any] = {"type": "AdamW", "params": {"lr": "auto", "learning_rate": 1e-3}}
     scheduler = {"type": "WarmupLR", "params": {"warmup_step": "auto", "warmup_max_lr": "auto"}}
     file = written(tmp_path, {"optimizer": optimizer, "scheduler": scheduler})
-    for more in ([], ["--ranks", "2"]):
-        found = rows(file, *more, ends_with=1)
-        shown = found["scheduler.params"]["value"]
-        assert shown == scheduler["params"] and list(shown) == list(scheduler["params"])
-        note = found["optimizer.params"]["note"]
-        assert note.startswith("a run refuses it: unknown optimizer.params key")
-        assert "did you mean 'warmup_num_steps'" in found["scheduler.params"]["note"]
+    found = rows(file, "--ranks", "2", ends_with=1)
+    shown = found["scheduler.params"]["value"]
+    assert shown == scheduler["params"] and list(shown) == list(scheduler["params"])
+    note = found["optimizer.params"]["note"]
+    assert note.startswith("a run refuses it: unknown optimizer.params key")
+    assert "did you mean 'warmup_num_steps'" in found["scheduler.params"]["note"]
     said = invoke("explain", file, ends_with=1)
     assert said.endswith("a run refuses optimizer.params, scheduler.params\n")
-    said = invoke("migrate", file, ends_with=1)
-    assert "'learning_rate' for AdamW; write lr" in said
-    assert "did you mean 'warmup_num_steps'" in said
     findings = json.loads(invoke("migrate", file, "--json", ends_with=1))["findings"]
     noted = {row["key"]: row["note"] for row in findings}
     assert "unknown optimizer.params key 'learning_rate'" in noted["optimizer.params"]
@@ -95,17 +91,7 @@ def test_how_two_configurations_differ() -> None:
     assert "zero1 and zero1 mean the same" in invoke("explain", "zero1", "zero1")
 
 
-def test_it_is_as_wide_as_columns_says_and_breaks_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-    for width in (60, 80):
-        monkeypatch.setenv("COLUMNS", str(width))
-        lines = invoke("explain", ZERO3).splitlines()
-        assert max(map(len, lines)) <= max(width, len(f"{key} ="))
-        assert [line for line in lines if line.startswith(key)]
-        assert key in invoke("explain", "zero1", ZERO3).splitlines()
-
-
-def test_columns_counts_where_rich_does_not_read_it(
+def test_columns_counts_where_rich_does_not_read_it_and_no_key_is_broken(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def widths() -> set[int]:
@@ -113,6 +99,10 @@ def test_columns_counts_where_rich_does_not_read_it(
         return {len(line) for line in table if "│" in line}
 
     monkeypatch.setenv("COLUMNS", "60")
+    key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    lines = invoke("explain", ZERO3).splitlines()
+    assert max(map(len, lines)) <= max(60, len(f"{key} ="))
+    assert [line for line in lines if line.startswith(key)]
     with monkeypatch.context() as patch:  # as after `datasets.Dataset.map(num_proc=)`
         patch.setattr(os, "environ", copy.deepcopy(os.environ))
         assert widths() == {60}

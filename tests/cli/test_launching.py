@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from hf_zero.cli import launch
-from hf_zero.config import PRESETS
 from hf_zero.config.launched import LAUNCHED_BY
 from hf_zero.launch.plan import LAUNCHER
 from tests.cli.invoked import ZERO3, invoke, refusal
@@ -33,7 +32,7 @@ def command_of(line: str) -> list[str]:
 def test_presets_are_read_back_as_their_stage() -> None:
     from accelerate.commands.launch import launch_command_parser
 
-    for preset, stage in PRESETS.items():
+    for preset, stage in (("zero0", 0), ("zero3", 3)):
         command = command_of(
             f"--preset {preset} --ranks 3 --precision bf16 --json -- train.py --lr 1"
         )
@@ -78,11 +77,18 @@ def test_a_preset_takes_no_keys_from_the_default_file_of_accelerate_config(
     assert not {"HF_ZERO_LAUNCH_FILE", "HF_ZERO_WRITTEN_KEYS"} & environment.keys()
 
 
-def test_keys_beside_a_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_starts_with_its_file_or_the_keys_beside_its_preset(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from hf_zero.integrations.accelerate.plugin import written_keys
 
-    monkeypatch.setattr(os, "execv", lambda program, arguments: None)
+    started: list[Any] = []
+    monkeypatch.setattr(os, "execv", lambda *given: started.append(given))
     monkeypatch.setattr(os, "environ", dict(os.environ))
+    invoke("launch", "--config", ZERO3, "--", "train.py")
+    ((program, arguments),) = started
+    assert program == sys.executable
+    assert arguments[3:] == ["accelerate.commands.launch", "--config_file", ZERO3, "train.py"]
     sets = "--set metrics.enabled=true --set metrics.path=runs/a --set csv_monitor.enabled=true"
     invoke(f"launch --preset zero2 {sets} train.py")
     assert os.environ[LAUNCHED_BY] == f"hf-zero launch --preset zero2 {sets}"
@@ -108,15 +114,6 @@ def test_keys_and_files_that_launch_does_not_take(tmp_path: Path) -> None:
     file.write_text('{"zero_optimization": {"stage": 3}}')
     said = refusal(f"launch --config {file} -- train.py")
     assert f"deepspeed_config: {{deepspeed_config_file: {file}}}" in said
-
-
-def test_a_file_is_taken_and_the_launch_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Any] = []
-    monkeypatch.setattr(os, "execv", lambda *given: started.append(given))
-    invoke("launch", "--config", ZERO3, "--", "train.py")
-    ((program, arguments),) = started
-    assert program == sys.executable
-    assert arguments[3:] == ["accelerate.commands.launch", "--config_file", ZERO3, "train.py"]
 
 
 def test_without_preset_or_file_it_is_torchrun_and_the_script_s_options_are_its_own() -> None:
