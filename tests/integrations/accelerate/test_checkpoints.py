@@ -144,9 +144,7 @@ def test_folders_that_are_refused(saved: Saved, tmp_path: Path) -> None:
 def test_old_states_go_when_the_new_one_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Accelerate removes first; at limit 1 a job that is killed while it saves would be left
-    with nothing.
-    """
+    """At limit 1 a job that is killed while it saves would be left with nothing."""
     loop = Loop(tmp_path, limit=1)
     seen: list[list[str]] = []
     engine: Any = loop.model
@@ -167,19 +165,7 @@ def test_old_states_go_when_the_new_one_is_whole(
     assert loop.accelerator.project_configuration.total_limit == 1
 
 
-def test_torn_states_are_not_counted(saved: Saved, heard: list[str]) -> None:
-    folder, _ = saved
-    tear("half a shard", folder / "checkpoints" / "checkpoint_2")
-    loop = Loop(folder, limit=2)
-    loop.accelerator.load_state()
-    loop.accelerator.project_configuration.iteration = 3
-    loop.accelerator.save_state()
-    assert names(folder) == ["checkpoint_1", "checkpoint_2", "checkpoint_3"]
-    said = "checkpoint_2 is damaged and is neither counted nor removed"
-    assert any(said in text for text in heard)
-
-
-def test_a_torn_state_is_passed_over(saved: Saved, heard: list[str]) -> None:
+def test_torn_states_are_not_counted_and_passed_over(saved: Saved, heard: list[str]) -> None:
     """For a complete state, Accelerate raises that the folder already exists."""
     folder, losses = saved
     tear("half a shard", folder / "checkpoints" / "checkpoint_2")
@@ -194,8 +180,14 @@ def test_a_torn_state_is_passed_over(saved: Saved, heard: list[str]) -> None:
     for name, why in (("checkpoint_2", "is cut short"), ("checkpoint_3", "does not exist")):
         told = [text for text in heard if f"{name} is not whole and is left as it is" in text]
         assert told and why in told[0], heard
-    loop.accelerator.load_state()
-    assert [loop.step() for _ in range(3)] == losses[4:]
     loop.accelerator.project_configuration.iteration = 1
     with pytest.raises(ValueError, match="already exists"):
         loop.accelerator.save_state()
+    loop.accelerator.load_state()
+    assert [loop.step() for _ in range(3)] == losses[4:]
+    loop.accelerator.project_configuration.total_limit = 2
+    loop.accelerator.project_configuration.iteration = 5
+    loop.accelerator.save_state()
+    assert names(folder) == [f"checkpoint_{number}" for number in (2, 3, 4, 5)]
+    said = "checkpoint_2 is damaged and is neither counted nor removed"
+    assert any(said in text for text in heard)

@@ -113,30 +113,26 @@ def test_cpu_ranks_see_no_gpu_and_keep_zero(
         assert "ACCELERATE_USE_CPU" not in environment
 
 
-def test_gpu_ranks_see_their_gpus(
+def test_other_launches(
     file: Callable[..., str], started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    start("--config", file(use_cpu=False))
-    ((kind, _, environment),) = started
-    assert (kind, environment["CUDA_VISIBLE_DEVICES"]) == ("zero", "2,3")
-
-
-def test_a_plain_launch_stays_plain(file: Callable[..., str], started: Started) -> None:
-    """And ZeRO starts no plain process."""
+    start("--config", file(**MACHINES, machine_rank=1, main_process_port=29512))
+    args = started[-1][1]
+    assert (args.nnodes, args.nproc_per_node, args.node_rank) == ("2", "2", 1)
     start("--config", file(distributed_type="NO", deepspeed_config=None, num_processes=1))
-    ((kind, _, environment),) = started
+    kind, _, environment = started[-1]
     assert (kind, environment["ACCELERATE_USE_CPU"]) == ("simple", "True")
     with pytest.raises(ConfigError, match=r"--cpu beside a DEEPSPEED configuration"):
         launch.prepare_simple_launcher_cmd_env(Namespace(use_deepspeed=True, cpu=True))
-
-
-def test_several_machines_default_to_the_standard_launcher(
-    file: Callable[..., str], started: Started
-) -> None:
-    start("--config", file(**MACHINES, machine_rank=1, main_process_port=29512))
-    ((_, args, _),) = started
-    assert (args.nnodes, args.nproc_per_node, args.node_rank) == ("2", "2", 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    start("--config", file(use_cpu=False))
+    kind, _, environment = started[-1]
+    assert (kind, environment["CUDA_VISIBLE_DEVICES"]) == ("zero", "2,3")
+    monkeypatch.setattr(finder, "chosen", lambda: False)
+    start("--config", file({"zero_stage": 3, "its_own_key": 1}))
+    start("--cpu", "--config", file())
+    assert [kind for kind, _, _ in started[-2:]] == ["zero", "simple"]
+    assert started[-2][1].deepspeed_multinode_launcher == "pdsh"
 
 
 KEYS = {
@@ -182,16 +178,6 @@ def test_keys_that_accelerate_does_not_know_reach_the_plugin(
     assert not KEYS.keys() & given.keys()
     monkeypatch.setattr(finder, "chosen", lambda: False)
     assert not KEYS.keys() & DeepSpeedPlugin().deepspeed_config.keys()
-
-
-def test_another_deepspeed_is_left_alone(
-    file: Callable[..., str], started: Started, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(finder, "chosen", lambda: False)
-    start("--config", file({"zero_stage": 3, "its_own_key": 1}))
-    start("--cpu", "--config", file())
-    assert [kind for kind, _, _ in started] == ["zero", "simple"]
-    assert started[0][1].deepspeed_multinode_launcher == "pdsh"
 
 
 def test_the_ranks_hear_of_the_folders_for_files(

@@ -140,33 +140,27 @@ def test_a_save_of_the_model_gathers_it_whatever_the_key_says(tmp_path: Path) ->
 
 
 def test_optimizer_and_schedule_of_the_configuration() -> None:
-    model, reference = small(), small()
+    """Or a schedule made by a callable."""
     rates = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")
     params = {"lr": "auto", "weight_decay": "auto", "eps": 1e-6}
-    config = {
-        "optimizer": {"type": "AdamW", "params": params},
-        "scheduler": {"type": "WarmupLR", "params": {**rates, "warmup_type": "linear"}},
-    }
-    accelerator = accelerator_with(config)
-    dummy = DummyOptim(model.parameters(), lr=1e-2, weight_decay=0.1)
-    model, optimizer, data, scheduler = accelerator.prepare(
-        model, dummy, loader(), DummyScheduler(dummy, warmup_num_steps=4)
-    )
-    theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-6, weight_decay=0.1)
-    warmup = deepspeed.runtime.lr_schedules.WarmupLR(theirs, 0, 1e-2, 4, "linear")
-    expected = plain(reference, theirs, warmup)
-    assert_close(train(accelerator, model, data, optimizer, scheduler), expected)
-    assert type(optimizer.optimizer) is torch.optim.AdamW
-
-
-def test_a_schedule_made_by_a_callable_for_the_optimizer_of_the_configuration() -> None:
-    model = small()
-    accelerator = accelerator_with({"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}})
-    dummy = DummyOptim(model.parameters(), lr=1e-2)
-    schedule = DummyScheduler(dummy, lr_scheduler_callable=falling)
-    model, optimizer, data, schedule = accelerator.prepare(model, dummy, loader(), schedule)
-    train(accelerator, model, data, optimizer, schedule)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / (1 + STEPS))
+    written = {"type": "WarmupLR", "params": {**rates, "warmup_type": "linear"}}
+    for by in ("configuration", "callable"):
+        model, reference = small(), small()
+        config: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": params}}
+        theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-6, weight_decay=0.1)
+        dummy = DummyOptim(model.parameters(), lr=1e-2, weight_decay=0.1)
+        if by == "callable":
+            schedule, wanted = DummyScheduler(dummy, lr_scheduler_callable=falling), falling(theirs)
+        else:
+            config["scheduler"] = written
+            schedule = DummyScheduler(dummy, warmup_num_steps=4)
+            wanted = deepspeed.runtime.lr_schedules.WarmupLR(theirs, 0, 1e-2, 4, "linear")
+        accelerator = accelerator_with(config)
+        model, optimizer, data, schedule = accelerator.prepare(model, dummy, loader(), schedule)
+        expected = plain(reference, theirs, wanted)
+        assert_close(train(accelerator, model, data, optimizer, schedule), expected)
+        assert type(optimizer.optimizer) is torch.optim.AdamW
+        forget()
 
 
 def test_a_configuration_file_beside_the_script(
@@ -177,19 +171,15 @@ def test_a_configuration_file_beside_the_script(
     file.write_text(json.dumps(config | {"train_micro_batch_size_per_gpu": "auto"}))
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
-    accelerator = Accelerator()
-    model, optimizer, data = prepared(accelerator)
+    model, _, _ = prepared(Accelerator())
     assert model.zero_optimization_stage() == 3
-    assert len(train(accelerator, model, data, optimizer)) == STEPS
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_mixed_precision_of_the_accelerator(precision: str) -> None:
+def test_mixed_precision_of_the_accelerator() -> None:
     reference = small()
-    accelerator = accelerator_with({}, mixed_precision=precision)
+    accelerator = accelerator_with({}, mixed_precision="fp16")
     model, optimizer, data = prepared(accelerator)
-    assert model.bfloat16_enabled() == (precision == "bf16")
-    assert model.fp16_enabled() == (precision == "fp16")
+    assert model.fp16_enabled() and not model.bfloat16_enabled()
     expected = plain(reference, torch.optim.AdamW(reference.parameters(), lr=1e-3))
     assert_close(train(accelerator, model, data, optimizer), expected, rtol=0.02, atol=0.02)
 

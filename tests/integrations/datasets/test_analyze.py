@@ -52,8 +52,7 @@ def shortness(sample: dict[str, Any]) -> float:
     return -len(sample["input_ids"])
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_metrics_are_those_of_plain_python(tmp_path: Path, workers: int) -> None:
+def test_metrics_are_those_of_plain_python(tmp_path: Path) -> None:
     """Of datasets, of what was selected of them, and of datasets of torch."""
     data, squares = tokenised(), Squares()
     chosen = range(50, 10, -3)
@@ -63,8 +62,8 @@ def test_metrics_are_those_of_plain_python(tmp_path: Path, workers: int) -> None
         ("torch", squares, [squares[row]["input_ids"].tolist() for row in range(ROWS)]),
         ("selected", data.select(chosen), [rows[row] for row in chosen]),
     )
-    for name, given, wanted in cases[: 2 if workers > 1 else 3]:
-        where = {"workers": workers, "out": tmp_path / name}
+    for name, given, wanted in cases:
+        where = {"out": tmp_path / name}
         lengths = hf_zero.analyze(given, "seqlen", **where)
         assert lengths.values.tolist() == [len(row) for row in wanted]
         lengths.check(given)
@@ -120,6 +119,8 @@ def test_paths(stored: Path) -> None:
         assert index.folder == stored / beside
         assert index.values.tolist() == [len(row) for row in samples()]
         index.check(tokenised())
+    shared = hf_zero.analyze(stored / "saved", "vocab_rarity", workers=2)
+    assert shared.values == pytest.approx(rarities(samples()), rel=1e-12)
     assert not list((stored / "saved").glob("cache-*"))  # nothing is left in the dataset
 
 
@@ -167,10 +168,10 @@ def test_mistakes(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_what_it_found(stored: Path) -> None:
-    ran = CliRunner().invoke(app, ["analyze", str(stored / "saved"), "--workers", "2"])
+    ran = CliRunner().invoke(app, ["analyze", str(stored / "saved")])
     assert ran.exit_code == 0
     assert f'"index_to_metric_path": "{stored}/saved-difficulty/seqlen"' in ran.stdout
-    assert "seqlen (num_proc=2): 100%" in ran.stderr
+    assert "seqlen: 100%" in ran.stderr
     ran = CliRunner().invoke(app, ["analyze", str(stored / "one.parquet"), "--json"])
     found = json.loads(ran.stdout)
     assert (found["rows"], found["metric"], ran.stderr) == (ROWS, "seqlen", "")
