@@ -17,9 +17,7 @@ VOCABULARY = 67
 
 @dataclass(frozen=True)
 class Animal:
-    """``model`` and ``config`` are names in transformers; ``replaced`` are the kernels that it
-    must get, class by class.
-    """
+    """``replaced``: the kernels that a model must get, class by class."""
 
     model: str
     config: str
@@ -28,13 +26,9 @@ class Animal:
 
 
 _DECODER = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 64,
+}  # fmt: skip
 _ENCODER = _DECODER | {"intermediate_size": 48}
 GROUPED = _DECODER | {"num_key_value_heads": 2}
 
@@ -74,6 +68,21 @@ def _masked(name: str, options: dict[str, Any], replaced: dict[str, tuple[str, .
 
 
 _HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+_RELATIVE = {
+    "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False,
+}  # fmt: skip
+_DISTIL = {
+    "vocab_size": VOCABULARY, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+_T5 = {
+    "vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2,
+    "num_heads": 4, "feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0,
+}  # fmt: skip
+_VIT = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "image_size": 16, "patch_size": 4, "num_labels": 5,
+}  # fmt: skip
 _WINDOW = GROUPED | {"head_dim": 8, "sliding_window": 8}
 ANIMALS = {
     "llama": causal("Llama", GROUPED),
@@ -108,24 +117,12 @@ ANIMALS = {
     "roberta": _masked("Roberta", _ENCODER | {"pad_token_id": 1}, _bert("Roberta")),
     "deberta-v2": _masked(
         "DebertaV2",
-        _ENCODER
-        | {
-            "relative_attention": True,
-            "pos_att_type": ["p2c", "c2p"],
-            "position_biased_input": False,
-        },
+        _ENCODER | _RELATIVE,
         _without(_bert("DebertaV2"), "DebertaV2SelfAttention"),
     ),
     "distilbert": _masked(
         "DistilBert",
-        {
-            "vocab_size": VOCABULARY,
-            "dim": 32,
-            "hidden_dim": 48,
-            "n_layers": 2,
-            "n_heads": 4,
-            "max_position_embeddings": 64,
-        },
+        _DISTIL,
         {
             "LayerNorm": ("norms",),
             "DistilBertSelfAttention": ("qkv",),
@@ -142,16 +139,7 @@ ANIMALS = {
     "t5": Animal(
         "T5ForConditionalGeneration",
         "T5Config",
-        {
-            "vocab_size": VOCABULARY,
-            "d_model": 32,
-            "d_kv": 8,
-            "d_ff": 48,
-            "num_layers": 2,
-            "num_heads": 4,
-            "feed_forward_proj": "gated-gelu",
-            "decoder_start_token_id": 0,
-        },
+        _T5,
         {
             "T5LayerNorm": ("norms",),
             "T5LayerFF": ("residual",),
@@ -163,15 +151,7 @@ ANIMALS = {
     "vit": Animal(
         "ViTForImageClassification",
         "ViTConfig",
-        {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "image_size": 16,
-            "patch_size": 4,
-            "num_labels": 5,
-        },
+        _VIT,
         {
             "LayerNorm": ("norms",),
             "ViTAttention": ("qkv",),

@@ -104,13 +104,6 @@ def test_a_family_trains_and_evaluates_as_the_model(name: str) -> None:
     assert fused(**batch()).logits is not None
 
 
-def test_logits_that_are_read_outside_the_autocast_of_their_forward() -> None:
-    plain, fused = fused_pair("llama")
-    with torch.autocast("cpu", torch.bfloat16):
-        expected, found = plain(**batch()), fused(**batch())
-    assert found.logits.dtype == torch.bfloat16 and torch.equal(found.logits, expected.logits)
-
-
 def test_printing_and_copying_outputs_makes_no_logits() -> None:
     plain, fused = fused_pair("llama")
     outputs = fused(**batch(), use_cache=False)
@@ -124,7 +117,7 @@ def test_printing_and_copying_outputs_makes_no_logits() -> None:
     assert outputs.logits is not None
 
 
-@pytest.mark.parametrize("name", ["llama", "bert", "distilbert", "t5"])
+@pytest.mark.parametrize("name", ["llama", "distilbert"])
 def test_by_the_kernel_in_the_interpreter_too(
     name: str, monkeypatch: pytest.MonkeyPatch, checked_triton: Any
 ) -> None:
@@ -133,7 +126,7 @@ def test_by_the_kernel_in_the_interpreter_too(
     assert_same_step(fused, plain)
 
 
-@in_one_item(["llama", "mixtral, with its routers' loss", "gpt2", "bert", "distilbert", "t5"])
+@in_one_item(["llama", "mixtral, with its routers' loss", "bert", "t5"])
 def test_the_tokens_of_the_whole_step_divide(name: str) -> None:
     for count in (23, torch.tensor(23)):
         plain, fused = fused_pair(name)
@@ -160,7 +153,7 @@ def test_without_any_label_that_counts_the_loss_is_nan_and_no_gradient_is(name: 
     compare(gradients(fused), gradients(plain))
 
 
-@in_one_item(["llama", "bert", "roberta", "t5"])
+@in_one_item(["llama", "bert"])
 def test_under_autocast_the_error_is_no_larger_than_torchs(name: str) -> None:
     """Over several batches: on a single one, a tenth either way is chance."""
     plain, fused = fused_pair(name)
@@ -182,48 +175,51 @@ def test_under_autocast_the_error_is_no_larger_than_torchs(name: str) -> None:
     assert errors[0] ** 0.5 <= 1.1 * errors[1] ** 0.5, errors
 
 
-def test_labels_that_are_shifted_already_and_another_ignored_label() -> None:
+def test_ways_to_call_a_model() -> None:
+    """Labels that are shifted already, another ignored label, without dropping rows, a tuple,
+    positional arguments, checkpointed layers, logits outside the autocast of their forward.
+    """
     plain, fused = fused_pair("llama")
     given = batch()
     given["labels"] = given["labels"].where(given["labels"] != -100, 5)
     for more in ({"ignore_index": 5}, {"shift_labels": given["labels"].roll(3, 1)}):
         found, expected = (model(**given, **more).loss for model in (fused, plain))
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted, outputs = plain(**batch()), fused(**batch())
+    assert outputs.logits.dtype == torch.bfloat16 and torch.equal(outputs.logits, wanted.logits)
+    fused.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_same_step(fused, plain)
 
-
-def test_as_a_tuple_and_with_positional_arguments() -> None:
+    plain, fused = pair("bert")
+    done = fuse_head(fused, sparse=False)
+    assert isinstance(done, Replacement) and done.what == "linear_cross_entropy"
     given = batch()
     asked = {"labels": given["labels"], "output_hidden_states": True, "return_dict": False}
-    expected, found = (
-        model(given["input_ids"], given["attention_mask"], **asked) for model in fused_pair("bert")
-    )
+    ids, mask = given["input_ids"], given["attention_mask"]
+    expected, found = (model(ids, mask, **asked) for model in (plain, fused))
     torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=1e-6)
     # the logits are missing
     assert len(found) == len(expected) - 1 and torch.equal(found[1][-1], expected[2][-1])
 
 
-def test_a_copy_is_fused_by_itself() -> None:
+def test_copies_and_forwards_wrapped_before_and_after_as_accelerate_does() -> None:
     plain, fused = pair("llama")
-    done = fuse(fused)
-    copied = copy.deepcopy(fused)
-    done.undo()
-    assert "logits" in fused(**batch()) and "logits" not in copied(**batch())
-    assert_same_step(copied, plain)
-
-
-def test_a_forward_wrapped_before_and_after_as_accelerate_does() -> None:
-    fused, again = pair("llama")
+    again = copy.deepcopy(fused)
     wrap = torch.autocast("cpu", torch.bfloat16)
     fused.forward = wrap(fused.forward)
     done = fuse(fused)
     assert "logits" not in fused(**batch())
     undo = fuse(again).undo
+    copied = copy.deepcopy(again)
     again.forward = wrap(again.forward)
     assert "logits" not in again(**batch())
     undo()
     assert again(**batch()).logits is not None  # what is wrapped stays, and does nothing of its own
     done.undo()
     assert fused(**batch()).logits is not None and "_hf_zero_head" not in fused.__dict__
+    assert "logits" not in copied(**batch())
+    assert_same_step(copied, plain)
 
 
 @in_one_item([("llama", "q_proj"), ("llama", "lm_head"), ("distilbert", "vocab_transform")])
@@ -245,25 +241,10 @@ def test_with_adapters_inside_and_around(case: tuple[str, str]) -> None:
         assert_same_step(model, models[0], 1e-5)
 
 
-@in_one_item(["llama", "bert"])
-def test_with_checkpointing_of_its_layers(name: str) -> None:
-    plain, fused = fused_pair(name)
-    fused.gradient_checkpointing_enable({"use_reentrant": False})
-    assert_same_step(fused, plain)
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["llama", "bert"])
-def test_the_whole_model_compiles_without_a_break(name: str) -> None:
-    plain, fused = fused_pair(name)
+def test_the_whole_model_compiles_without_a_break() -> None:
+    plain, fused = fused_pair("bert")
     assert_same_step(fused, plain, 1e-5, torch.compile(fused, backend="aot_eager"))
-
-
-def test_without_dropping_rows() -> None:
-    plain, fused = pair("bert")
-    done = fuse_head(fused, sparse=False)
-    assert isinstance(done, Replacement) and done.what == "linear_cross_entropy"
-    torch.testing.assert_close(fused(**batch()).loss, plain(**batch()).loss, rtol=1e-6, atol=1e-6)
 
 
 def test_what_cannot_be_fused_says_why() -> None:
@@ -274,43 +255,31 @@ def test_what_cannot_be_fused_says_why() -> None:
     # as TRL's fused head does: what it wraps is in its name alone
     named.forward = functools.wraps(type(named).forward)(lambda **kwargs: None)
     sizes = {"vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
-    plain_logits = transformers.DebertaV2Config(**sizes, legacy=False)
+    deberta = transformers.DebertaV2ForMaskedLM(transformers.DebertaV2Config(**sizes, legacy=False))
+    classes = transformers.BertForSequenceClassification(build("bert").config)
     replaced = f"the model's forward is another one already, of {__name__}"
-    reasons = [
-        (
-            transformers.BertForSequenceClassification(build("bert").config),
-            "no fused head for BertForSequenceClassification",
-        ),
+    for model, reason in (
+        (classes, "no fused head for BertForSequenceClassification"),
         (own, "the model has a loss function of its own"),
         (twice, "lm_head has a forward of its own already"),
         (another, replaced),
         (named, replaced),
-        (
-            transformers.DebertaV2ForMaskedLM(plain_logits),
-            "DebertaV2ForMaskedLM with legacy=False multiplies by the embedding itself",
-        ),
-    ]
-    assert [fuse_head(model) for model, _ in reasons] == [reason for _, reason in reasons]
+        (deberta, "DebertaV2ForMaskedLM with legacy=False multiplies by the embedding itself"),
+    ):
+        assert fuse_head(model) == reason
 
 
-def test_logits_asked_for_in_part_and_a_loss_of_its_own_run_as_before() -> None:
+def test_forwards_that_run_as_before_or_fail() -> None:
     plain, fused = fused_pair("llama")
     given = batch() | {"logits_to_keep": 4}
     given["labels"] = given["labels"][:, -4:]
     assert torch.equal(fused(**given).logits, plain(**given).logits)
+    with pytest.raises(KernelError, match="label 999"):
+        fused(**{**batch(), "labels": torch.full((2, 9), 999)})
+    assert fused(input_ids=batch()["input_ids"]).logits.shape == (2, 9, VOCABULARY)
     fused.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.sum()
     assert fused(**batch()).logits is not None
-
-
-def test_a_forward_that_never_calls_the_head_is_said() -> None:
-    _, model = fused_pair("llama")
-    model._hf_zero_head.before = lambda **kwargs: {}
+    _, fused = fused_pair("llama")
+    fused._hf_zero_head.before = lambda **kwargs: {}
     with pytest.raises(KernelError, match="LlamaForCausalLM has not called its head lm_head"):
-        model(**batch())
-
-
-def test_after_a_forward_that_raised_the_head_makes_logits_again() -> None:
-    _, model = fused_pair("llama")
-    with pytest.raises(KernelError, match="label 999"):
-        model(**{**batch(), "labels": torch.full((2, 9), 999)})
-    assert model(input_ids=batch()["input_ids"]).logits.shape == (2, 9, VOCABULARY)
+        fused(**batch())

@@ -5,7 +5,6 @@ on ranks as threads.
 from __future__ import annotations
 
 import importlib
-import itertools
 from typing import Any
 
 import peft
@@ -25,9 +24,9 @@ from tests.helpers.cells import fast, in_one_item
 from tests.helpers.engines import engine_opener, start, train_on_threads
 from tests.helpers.training import At, Driver, Job, Plan, plain_sgd
 from tests.integrations.fused.animals import ANIMALS, BLOCKS, build, error, inputs, step
+from tests.integrations.fused.test_restoring import attributes, same_step
 
 ALL = (*BLOCKS, "loss")
-COMPILED = ["llama", "qwen3", "gemma2", "phi", "phi3", "bert", "distilbert", "gpt2", "t5", "vit"]
 
 
 def assert_equal(
@@ -37,10 +36,6 @@ def assert_equal(
     torch.testing.assert_close(loss, right_loss, rtol=bound, atol=0)
     worst = max(error(grads, right_grads).items(), key=lambda item: item[1])
     assert worst[1] < bound, worst
-
-
-def attributes(model: nn.Module) -> dict[str, set[str]]:
-    return {name: set(module.__dict__) for name, module in model.named_modules()}
 
 
 @in_one_item(ANIMALS)
@@ -64,18 +59,15 @@ def test_a_family_is_replaced_trains_and_is_restored(name: str) -> None:
     hf_zero.restore(model.train())
     assert attributes(model) == attributes(right) and not report(model).lines
     assert all(p.untyped_storage().nbytes() == p.numel() * 4 for p in model.parameters())
-    (loss, grads), (right_loss, right_grads) = step(model, batch), step(right.train(), batch)
-    assert torch.equal(loss, right_loss)
-    assert all(torch.equal(grads[key], right_grads[key]) for key in right_grads)
+    assert same_step(model, right.train(), name)
 
 
-@in_one_item(itertools.product(["llama", "bert", "vit"], BLOCKS))
-def test_each_kernel_alone(case: tuple[str, str]) -> None:
-    name, kernel = case
-    assert_equal(hf_zero.optimize(build(name), [kernel]), build(name), inputs(name))
+@in_one_item(BLOCKS)
+def test_each_kernel_alone(kernel: str) -> None:
+    assert_equal(hf_zero.optimize(build("llama"), [kernel]), build("llama"), inputs("llama"))
 
 
-@in_one_item(["llama", "bert", "gpt2", "t5", "vit"])  # kinds of blocks
+@in_one_item(["llama", "bert", "t5"])  # kinds of blocks
 def test_the_error_of_bf16_is_no_larger(name: str) -> None:
     """Squared errors of all gradients against fp32, over weights and batches: of a single one, a
     tenth either way is chance.
@@ -116,7 +108,7 @@ DROPOUTS = {
 }
 
 
-@in_one_item(["llama", "phi3", "mixtral", "bert", "deberta-v2", "distilbert", "gpt2", "t5", "vit"])
+@in_one_item(["llama", "phi3", "bert", "t5", "vit"])
 def test_fused_dropout_is_dropout(name: str) -> None:
     """Without "residual" every mask is still torch's, drawn in the same order."""
     batch, right = inputs(name), build(name, dropout=True)
@@ -134,10 +126,7 @@ def test_fused_dropout_is_dropout(name: str) -> None:
     assert_equal(model, right, batch)
 
 
-REPLAYED = ["llama", "qwen3", "mixtral", "bert", "gpt2", "t5", "vit"]
-
-
-@in_one_item(zip(REPLAYED, itertools.cycle([False, True])))
+@in_one_item([("mixtral", False), ("bert", True), ("t5", False), ("vit", True)])
 def test_checkpointing_replays_the_same_dropout(case: tuple[str, bool]) -> None:
     name, reentrant = case
     models = [hf_zero.optimize(build(name, dropout=True), BLOCKS) for _ in range(2)]
@@ -154,10 +143,7 @@ def with_adapters(model: Any) -> Any:
     return peft.get_peft_model(model, settings)
 
 
-ADAPTED = ["llama", "qwen3", "phi", "phi3", "bert", "gpt2", "t5", "vit"]
-
-
-@in_one_item(zip(ADAPTED, itertools.cycle([False, True])))
+@in_one_item([("llama", False), ("phi", True), ("phi3", False), ("bert", True), ("t5", False)])
 def test_adapters_are_called(case: tuple[str, bool]) -> None:
     name, adapters_first = case
     if adapters_first:
@@ -168,45 +154,33 @@ def test_adapters_are_called(case: tuple[str, bool]) -> None:
     assert_equal(model, with_adapters(build(name)), inputs(name))
 
 
-@pytest.mark.parametrize("name", fast(COMPILED, lambda name: name == "bert"))
+@pytest.mark.parametrize("name", fast(["bert", "llama", "t5"], lambda name: name == "bert"))
 def test_a_compiled_block_is_one_graph(name: str) -> None:
     """A forward asks of its modules nothing that Dynamo stops at."""
     torch._dynamo.reset()
     model, blocks = hf_zero.optimize(build(name), BLOCKS), 0
     for module in model.modules():
         if any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__):
-            module.forward = torch.compile(module.forward, backend="aot_eager", fullgraph=True)
+            module.forward = torch.compile(module.forward, backend="eager", fullgraph=True)
             blocks += 1
     assert blocks >= 2
     assert_equal(model, build(name), inputs(name))
 
 
-@in_one_item(["llama", "bert"])
-def test_under_autocast_the_models_own_code_runs(name: str) -> None:
-    batch, model, right = inputs(name), hf_zero.optimize(build(name), BLOCKS), build(name)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss, grads = step(model, batch)
-        right_loss, right_grads = step(right, batch)
-    assert torch.equal(loss, right_loss)
-    assert all(torch.equal(grads[key], right_grads[key]) for key in right_grads)
-
-
-@in_one_item(["llama", "gpt2"])
-def test_generation_is_that_of_the_model(name: str) -> None:
-    ids = inputs(name)["input_ids"][1:]
+def test_under_autocast_the_models_own_code_runs_and_generation_is_the_models() -> None:
+    model, right = hf_zero.optimize(build("llama"), ALL), build("llama")
+    ids = inputs("llama")["input_ids"][1:]
     wanted = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    right = build(name).eval().generate(ids, **wanted)
-    assert torch.equal(hf_zero.optimize(build(name), ALL).eval().generate(ids, **wanted), right)
+    made = [each.eval().generate(ids, **wanted) for each in (model, right)]
+    assert torch.equal(*made)
+    hf_zero.optimize(model.train(), BLOCKS)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert same_step(model, right.train(), "llama")
 
 
 # -- in engines ------------------------------------------------------------------------------------
 
 PLAN = Plan(ranks=2, steps=2)
-OFTEN = [
-    ("llama", 0), ("bert", 1), ("gpt2", 2), ("llama", 3), ("bert", 3), ("mixtral", 3), ("phi3", 3),
-    ("deberta-v2", 3), ("t5", 3), ("vit", 3),
-]  # fmt: skip
-STAGES = [*OFTEN, *((name, 3) for name in ANIMALS if (name, 3) not in OFTEN)]
 
 
 class Fused(Job):
@@ -244,12 +218,14 @@ def assert_trains(job: Fused, plain: Fused, stage: int, **keys: Any) -> None:
     oracle.compare(trace, oracle.run(plain, PLAN), weight_floor=oracle.ROUNDING)
 
 
-@pytest.mark.parametrize("name, stage", [("llama", 2), ("bert", 3)])
-def test_logits_that_are_read_train_as_the_models(name: str, stage: int) -> None:
-    assert_trains(Read(name), Read(name), stage, kernels=["loss"])
+def test_logits_that_are_read_train_as_the_models() -> None:
+    assert_trains(Read("bert"), Read("bert"), 3, kernels=["loss"])
 
 
-@pytest.mark.parametrize("name, stage", fast(STAGES, lambda *cell: cell in OFTEN))
+STAGES = [("llama", 0), ("gpt2", 2), ("bert", 3), ("t5", 3), ("mixtral", 3), ("vit", 3)]
+
+
+@pytest.mark.parametrize("name, stage", fast(STAGES, lambda name, _: name in ("llama", "t5")))
 def test_a_family_trains_as_one_plain_process(name: str, stage: int) -> None:
     seen: list[int] = []
     assert_trains(Fused(name, seen), Fused(name), stage, kernels=[*BLOCKS, "loss"])
@@ -261,46 +237,34 @@ def started(**more: Any) -> Any:
     return start(model, plain_sgd(model), {"train_micro_batch_size_per_gpu": 3, **more})
 
 
-@pytest.mark.parametrize(
-    ("name", "outside"),
-    [
-        ("llama", {"model.norm"}),
-        pytest.param(
-            "bert",
-            {"bert.embeddings.LayerNorm", "cls.predictions.transform.LayerNorm"},
-            marks=pytest.mark.long,
-        ),
-    ],
-)
 def test_auto_leaves_to_compiled_blocks_what_inductor_fuses(
-    name: str, outside: set[str], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Which blocks will be compiled is known before the engine is made."""
     made = importlib.import_module("hf_zero.initialize")
     monkeypatch.setattr(made, "kind_for_auto", lambda device: "cuda")
-    compiled = {"blocks": True, "backend": "aot_eager"}
-    engine = started(name=name, kernels="auto", compile=compiled)
-    lines = report(engine.module).replaced
-    inductors = {*engine.patches.compiled._blocks}
-    blocks = [name for name, module in engine.module.named_modules() if module in inductors]
-    assert len(blocks) >= 2
-    inside = {line.kernels for line in lines if line.where.startswith(tuple(blocks))}
-    assert inside == {("qkv",)}
-    assert {line.where for line in lines if line.kernels == ("norms",)} == outside
-    engine.destroy()
+    for name, outside in (
+        ("llama", {"model.norm"}),
+        ("bert", {"bert.embeddings.LayerNorm", "cls.predictions.transform.LayerNorm"}),
+    ):
+        compiled = {"blocks": True, "backend": "aot_eager"}
+        plain = build(name)
+        known = {*to_be_compiled(plain)}
+        engine = started(name=name, kernels="auto", compile=compiled)
+        inductors = {*engine.patches.compiled._blocks}
+        blocks = [each for each, module in engine.module.named_modules() if module in inductors]
+        assert blocks == [each for each, module in plain.named_modules() if module in known]
+        assert len(blocks) >= 2
+        lines = report(engine.module).replaced
+        inside = {line.kernels for line in lines if line.where.startswith(tuple(blocks))}
+        assert inside == {("qkv",)}
+        assert {line.where for line in lines if line.kernels == ("norms",)} == outside
+        engine.destroy()
     # who names them has them everywhere
-    engine = started(name=name, kernels=["norms", "residual"], compile=compiled)
+    engine = started(name="llama", kernels=["norms", "residual"], compile=compiled)
     assert {line.kernels for line in report(engine.module).replaced} == {("norms",), ("residual",)}
     engine.destroy()
-    assert_trains(Fused(name), Fused(name), 3, kernels="auto", compile=compiled)
-
-
-@in_one_item(["bert", "llama", "gpt2", "t5", "mixtral", "vit"])
-def test_what_will_be_compiled_is_known_before_the_engine_is_made(name: str) -> None:
-    model = build(name)
-    expected = to_be_compiled(model)
-    engine = start(model, plain_sgd(model), {"train_micro_batch_size_per_gpu": 3})
-    assert expected and engine.patches.compiled._blocks == expected
-    engine.destroy()
+    assert_trains(Fused("llama"), Fused("llama"), 3, kernels="auto", compile=compiled)
 
 
 def test_what_a_configuration_replaces() -> None:
@@ -322,11 +286,9 @@ def test_what_a_configuration_replaces() -> None:
         started(name="llama", pre_layer_norm=True)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@in_one_item([0, 3])
 def test_an_engine_lays_q_k_and_v_side_by_side(stage: int) -> None:
-    """BERT's have biases between them; with the kernels named each kind is one matrix, and one
-    bias.
-    """
+    """BERT's have biases between them."""
     attention = "bert.encoder.layer.0.attention.self"
     layers = ("query", "key", "value")
     parts = [[f"{attention}.{layer}.{part}" for layer in layers] for part in ("weight", "bias")]
@@ -349,5 +311,4 @@ def test_a_model_outlives_its_engine() -> None:
     second = start(model, plain_sgd(model), config)
     assert {line.kernels for line in report(model).lines} == {("activations",)}
     second.destroy()
-    hf_zero.restore(model)
-    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert attributes(hf_zero.restore(model)) == attributes(build("bert"))

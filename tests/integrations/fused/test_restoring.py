@@ -46,30 +46,31 @@ def test_no_class_is_touched_and_restoring_an_untouched_model_is_nothing() -> No
     hf_zero.optimize(model, ALL)
     assert all(cls.forward is forward for cls, forward in before.items())
     hf_zero.optimize(model, ["norms"])  # in place of the first
+    with pytest.raises(KernelError, match=r"call hf_zero.restore\(model\) first"):
+        pickle.dumps(model)
     assert {line.kernels for line in report(model).replaced} == {("norms",)}
     assert same_step(hf_zero.restore(model), build("llama"), "llama")
+    pickle.dumps(model)
 
 
 def test_a_copy_has_fused_kernels_of_its_own() -> None:
-    model = hf_zero.optimize(build("bert"), ALL, pre_layer_norm=True)
+    sparse = {"mode": "fixed", "block": 16}  # the inputs are within one block
+    model = hf_zero.optimize(build("bert"), ALL, sparse, pre_layer_norm=True)
+    assert ("sparse_attention",) in {line.kernels for line in report(model).replaced}
     twin = copy.deepcopy(model)  # its q, k and v lie apart, so it multiplies by each
     right_loss, right = step(model, inputs("bert"))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     hf_zero.restore(model)
+    assert model.config._attn_implementation == "sdpa"
+    assert twin.config._attn_implementation == "hf_zero_sparse"
     loss, grads = step(twin, inputs("bert"))
     assert report(twin).replaced and not report(model).lines
     torch.testing.assert_close(loss, right_loss, rtol=1e-5, atol=0)
     assert max(error(grads, right).values()) < 1e-5
     assert same_step(hf_zero.restore(twin), build("bert"), "bert")
-
-
-def test_pickling_is_refused() -> None:
-    model = hf_zero.optimize(build("gpt2"), ["norms"])
-    with pytest.raises(KernelError, match=r"call hf_zero.restore\(model\) first"):
-        pickle.dumps(model)
-    pickle.dumps(hf_zero.restore(model))
+    assert attributes(twin) == attributes(build("bert"))
 
 
 def test_weights_are_saved_as_before(tmp_path: Path) -> None:
@@ -86,7 +87,8 @@ def test_weights_are_saved_as_before(tmp_path: Path) -> None:
     assert "forward" not in again.model.layers[0].mlp.__dict__
 
 
-def test_a_forward_that_somebody_replaced_is_left() -> None:
+def test_what_somebody_else_replaced_is_left() -> None:
+    """Before, and after, where restoring would undo it."""
     model = build("llama")
     norm = model.model.norm
     norm.forward = own = lambda x: x
@@ -96,16 +98,13 @@ def test_a_forward_that_somebody_replaced_is_left() -> None:
     assert left == [("model.norm", "something else has replaced its forward")]
     hf_zero.restore(model)
     assert norm.forward is own
-
-
-def test_restore_does_not_undo_what_came_later() -> None:
-    model = hf_zero.optimize(build("llama"), ["norms"])
-    ours = model.model.norm.forward
-    model.model.norm.forward = lambda x: x
+    del norm.forward
+    ours = hf_zero.optimize(model, ["norms"]).model.norm.forward
+    norm.forward = own
     later = r"the forward of model\.norm was replaced again after hf_zero\.optimize, by a \w+ of \S"
     with pytest.raises(KernelError, match=later):
         hf_zero.restore(model)
-    model.model.norm.forward = ours
+    norm.forward = ours
     assert same_step(hf_zero.restore(model), build("llama"), "llama")
 
 
@@ -128,47 +127,24 @@ def test_code_that_is_not_known_is_left(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 # Family, kernel, options, the module that is left, and why.
+HEADLESS = "ViTForImageClassification"
+CHUNKED = {"chunk_size_feed_forward": 4}
+UNKNOWN = "its code is not one that hf-zero knows"
+EXPERTS = "experts run through transformers' grouped matrix products"
+UPDATE = "it is the engine's update; hf_zero.initialize has it"
+SUMS = "norms stand before both sums (Gemma2, Gemma3)"
+GELU = "its activation is GELUActivation"
 LEFT: list[tuple[str, str, dict[str, Any], str, str]] = [
     ("bert", "activations", {"hidden_act": "relu"}, "BertIntermediate", "its activation is ReLU"),
-    ("phi3", "activations", {"hidden_act": "gelu"}, "Phi3MLP", "its activation is GELUActivation"),
-    (
-        "distilbert",
-        "activations",
-        {"chunk_size_feed_forward": 4},
-        "FFN",
-        "chunk_size_feed_forward is set",
-    ),
-    (
-        "mixtral",
-        "activations",
-        {},
-        "MixtralExperts",
-        "experts run through transformers' grouped matrix products",
-    ),
+    ("phi3", "activations", {"hidden_act": "gelu"}, "Phi3MLP", GELU),
+    ("distilbert", "activations", CHUNKED, "FFN", "chunk_size_feed_forward is set"),
+    ("mixtral", "activations", {}, "MixtralExperts", EXPERTS),
     ("phi", "rotary", {"qk_layernorm": True}, "PhiAttention", "qk_layernorm is set (Phi)"),
     ("phi", "residual", {}, "PhiDecoderLayer", "attention and MLP are added at once (Phi)"),
-    (
-        "gemma2",
-        "residual",
-        {},
-        "Gemma2DecoderLayer",
-        "norms stand before both sums (Gemma2, Gemma3)",
-    ),
-    (
-        "deberta-v2",
-        "qkv",
-        {},
-        "DisentangledSelfAttention",
-        "its code is not one that hf-zero knows",
-    ),
-    ("bert", "optimizer", {}, "optimizer", "it is the engine's update; hf_zero.initialize has it"),
-    (
-        "vit",
-        "loss",
-        {},
-        "ViTForImageClassification",
-        "no fused head for ViTForImageClassification",
-    ),
+    ("gemma2", "residual", {}, "Gemma2DecoderLayer", SUMS),
+    ("deberta-v2", "qkv", {}, "DisentangledSelfAttention", UNKNOWN),
+    ("bert", "optimizer", {}, "optimizer", UPDATE),
+    ("vit", "loss", {}, HEADLESS, f"no fused head for {HEADLESS}"),
 ]
 
 
@@ -180,16 +156,15 @@ def test_why_not(row: tuple[str, str, dict[str, Any], str, str]) -> None:
     assert why in str(report(model))
 
 
-def test_the_table_counts_like_modules(heard_in_full: list[str]) -> None:
+def test_the_table_and_the_names_of_kernels(
+    heard_in_full: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table counts like modules; without a GPU "auto" is what helps there."""
     model = hf_zero.optimize(build("llama"), ["norms", "qkv"])
     rows = [line.split() for line in str(report(model)).splitlines()]
     assert ["norms", "LlamaRMSNorm", "model.layers.*.input_layernorm", "2", "×"] in rows
     assert ["norms", "LlamaRMSNorm", "model.norm", "1", "×"] in rows
     assert heard_in_full[-1].startswith("fused kernels in LlamaForCausalLM:\n")
-
-
-def test_the_names_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU "auto" is what helps there."""
     play_accelerator(monkeypatch, count=0)
     model = hf_zero.optimize(build("bert"))
     assert {line.kernels for line in report(model).lines} == {(name,) for name in AUTO["cpu"]}
@@ -208,17 +183,3 @@ def test_an_ordinary_module() -> None:
     lines = {(line.where, line.why_not) for line in report(model).lines}
     assert lines == {("1", ""), ("2", "no weight or no bias")}
     torch.testing.assert_close(model(x), right)
-
-
-def test_sparse_attention_is_restored_on_the_copy_it_is_asked_for() -> None:
-    model = hf_zero.optimize(build("bert"), ["norms"], {"mode": "fixed", "block": 16})
-    twin = copy.deepcopy(model)
-    assert ("sparse_attention",) in {line.kernels for line in report(model).replaced}
-    assert model.config._attn_implementation == twin.config._attn_implementation == "hf_zero_sparse"
-    hf_zero.restore(twin)
-    assert model.config._attn_implementation == "hf_zero_sparse"
-    assert twin.config._attn_implementation == "sdpa"
-    assert same_step(twin, build("bert"), "bert")
-    hf_zero.restore(model)
-    assert attributes(model) == attributes(build("bert"))
-    assert same_step(model, build("bert"), "bert")
