@@ -1,6 +1,4 @@
-"""The checked interpreter: each fault it is there for is one that the interpreter alone lets pass.
-On another release of Triton arguments are bound by name, and what a release lacks is named.
-"""
+"""The checked interpreter finds the faults that the interpreter alone lets pass."""
 
 from __future__ import annotations
 
@@ -8,7 +6,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,7 +19,6 @@ from tests.helpers.checked_triton import MemoryFault, checked_triton  # noqa: E4
 from tests.helpers.triton_releases import UnsupportedTriton  # noqa: E402
 
 Checked = Callable[..., Any]
-BUILDER = interpreter.InterpreterBuilder
 REMEDY = r"which the tests of the kernels need; install triton 3\.7\.1, 3\.8\.0 or 3\.9\.0$"
 
 
@@ -34,18 +30,6 @@ def copy(x, y, n, shift, BLOCK: tl.constexpr, POISONED: tl.constexpr):
     else:
         values = tl.load(x + at + shift, mask=at < n, other=0)
     tl.store(y + at, values)
-
-
-@triton.jit
-def pass_on_whole(x, y, shift, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    tl.store(y + at, tl.load(x + at + shift))
-
-
-@triton.jit
-def copy_columns(x, y, stride, WIDTH: tl.constexpr):
-    at = tl.program_id(0) * stride + tl.arange(0, WIDTH)
-    tl.store(y + at, tl.load(x + at))
 
 
 @triton.jit
@@ -75,15 +59,6 @@ def collide(x, y, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def arithmetic(x, y, out, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    a, b = tl.load(x + at), tl.load(y + at)
-    tl.store(out + at, a * b + a)
-    tl.store(out + BLOCK + at, (tl.exp(a.to(tl.float32)) * b).to(tl.bfloat16))
-    tl.store(out + 2 * BLOCK + at, tl.maximum(tl.where(a > b, -a, b), tl.abs(a)))
-
-
-@triton.jit
 def product(x, y, out, PRECISION: tl.constexpr):
     at = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
     tl.store(out + at, tl.dot(tl.load(x + at), tl.load(y + at), input_precision=PRECISION))
@@ -109,11 +84,8 @@ def test_accesses_outside_name_the_argument(checked_triton: Checked) -> None:
         copy[(1,)](buffer[:16], buffer[16:], 16, 4, BLOCK=16, POISONED=False)
     with pytest.raises(MemoryFault, match="store out of bounds of 'y'"):
         copy[(1,)](buffer[:16], buffer[16:24], 16, 0, BLOCK=16, POISONED=False)
-    x, y = torch.ones(3, 16)[:, :8], torch.zeros(3, 16)[:, :8]
-    copy_columns[(3,)](x, y, 16, WIDTH=8)
-    assert torch.equal(x, y)
     with pytest.raises(MemoryFault, match=r"'x'.*gap between rows"):
-        copy_columns[(3,)](x, y, 16, WIDTH=16)
+        copy[(1,)](torch.ones(3, 16)[:, :8], torch.zeros(16), 16, 0, BLOCK=16, POISONED=False)
 
 
 def test_lanes_masked_without_other_and_memory_of_empty_are_nan(checked_triton: Checked) -> None:
@@ -128,7 +100,7 @@ def test_lanes_masked_without_other_and_memory_of_empty_are_nan(checked_triton: 
     assert torch.empty_like(torch.ones(7, dtype=torch.bfloat16)).isnan().all()
 
 
-def test_programs_that_meet_at_an_address_race(checked_triton: Checked) -> None:
+def test_programs_run_in_another_order_and_race_where_they_meet(checked_triton: Checked) -> None:
     x = torch.arange(4.0)
     stores = "race: a store of program 0 and a store of program 1 meet at element 0 of 'total'"
     with pytest.raises(MemoryFault, match=stores):
@@ -143,35 +115,15 @@ def test_programs_that_meet_at_an_address_race(checked_triton: Checked) -> None:
     collide[(1,)](torch.ones(8), torch.zeros(4), BLOCK=8)
     with pytest.raises(MemoryFault, match="two lanes of one store"):
         collide[(1,)](torch.arange(8.0), torch.zeros(4), BLOCK=8)
-
-
-def test_programs_run_in_another_order(checked_triton: Checked) -> None:
-    """What a counter says depends on the programs before: no race, but wrong for a result."""
-
-    def order_of(**settings: Any) -> list[int]:
+    # what a counter says depends on the programs before: no race, but wrong for a result
+    orders = []
+    for settings in ({"order": "forward"}, {"order": "reverse"}, {"seed": 0}, {"seed": 1}):
         seen = torch.zeros(8, dtype=torch.int32)
-        with checked_triton(**settings):
+        with harness.checked_triton(**settings):
             count[(8,)](torch.zeros(1, dtype=torch.int32), seen)
-        return seen.tolist()
-
-    assert order_of(order="forward") == list(range(8))
-    assert order_of(order="reverse") == list(range(7, -1, -1))
-    first, second = order_of(seed=0), order_of(seed=1)
-    assert first != second and sorted(first) == sorted(second) == list(range(8)) != first
-
-
-def test_bf16_is_rounded_as_torch_rounds(checked_triton: Checked) -> None:
-    x, y = torch.randn(2, 1024).bfloat16()
-    x[:4] = torch.tensor([float("inf"), float("nan"), 0.0, 1e-40])
-    out = torch.empty(3, 1024, dtype=torch.bfloat16)
-    with np.errstate(invalid="ignore"):
-        arithmetic[(1,)](x, y, out, BLOCK=1024)
-    torch.testing.assert_close(out[0], x * y + x, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(
-        out[1], (x.float().exp() * y).bfloat16(), rtol=2**-8, atol=0, equal_nan=True
-    )
-    finite = ~x.isnan()
-    assert torch.equal(out[2][finite], torch.maximum(torch.where(x > y, -x, y), x.abs())[finite])
+        orders.append(seen.tolist())
+    assert orders[0] == orders[1][::-1] == [*range(8)]
+    assert orders[2] != orders[3] and all(sorted(each) == orders[0] for each in orders[2:])
 
 
 def test_a_product_of_fp32_is_tf32_unless_told_otherwise(checked_triton: Checked) -> None:
@@ -186,9 +138,7 @@ def test_a_product_of_fp32_is_tf32_unless_told_otherwise(checked_triton: Checked
     torch.testing.assert_close(out, half.float() @ half.float(), rtol=1e-5, atol=1e-5)
 
 
-def test_addresses_from_a_table_lead_only_to_tensors_that_are_named(
-    checked_triton: Checked,
-) -> None:
+def test_addresses_from_a_table_lead_only_to_tensors_that_are_named(checked_triton):
     sources = [torch.full((1,), 2.0), torch.full((1,), 3.0)]
     table, out = torch.tensor([each.data_ptr() for each in sources]), torch.zeros(2)
     with pytest.raises(MemoryFault, match="no tensor named to reachable"):
@@ -199,15 +149,13 @@ def test_addresses_from_a_table_lead_only_to_tensors_that_are_named(
     assert out.tolist() == [2.0, 3.0]
 
 
-def replaced() -> list[Any]:
-    """What the harness replaces of Triton, as it is now."""
-    return [getattr(owner, name) for owner, name in PARTS]
-
-
 PARTS = [(owner, name) for owner, name, _ in harness._replacements()]
 
 
 def test_everything_is_as_before_afterwards() -> None:
+    def replaced() -> list[Any]:
+        return [getattr(owner, name) for owner, name in PARTS]
+
     before = replaced()
     with checked_triton():
         with checked_triton(order="reverse"):
@@ -216,66 +164,14 @@ def test_everything_is_as_before_afterwards() -> None:
     assert replaced() == before and not torch.are_deterministic_algorithms_enabled()
 
 
-# ---- other releases of Triton ----
-
-
-@pytest.fixture
-def hints(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Hints that loads and stores have got in a release where they take one, as the first argument
-    of a load and as a keyword of a store, and take the mask before the pointers.
-    """
-    load, store = BUILDER.create_masked_load, BUILDER.create_masked_store
-    seen: list[str] = []
-
-    def later_load(self: Any, hint: str, mask: Any, ptrs: Any, other: Any, *rest: Any) -> Any:
-        seen.append(hint)
-        return load(self, ptrs, mask, other, *rest)
-
-    def later_store(
-        self: Any, mask: Any, ptrs: Any, value: Any, *rest: Any, hint: str = "store by default"
-    ) -> Any:
-        seen.append(hint)
-        return store(self, ptrs, value, mask, *rest)
-
-    def every(pointers: Any) -> Any:
-        return interpreter.TensorHandle(np.ones_like(pointers.data, dtype=bool), tl.int1)
-
-    def calling_load(self: Any, ptr: Any, *rest: Any) -> Any:
-        return self.create_masked_load("load", every(ptr), ptr, None, *rest)
-
-    def calling_store(self: Any, ptr: Any, val: Any, *rest: Any) -> Any:
-        return self.create_masked_store(every(ptr), ptr, val, *rest)
-
-    for name, function in (
-        ("create_masked_load", later_load),
-        ("create_masked_store", later_store),
-        ("create_load", calling_load),
-        ("create_store", calling_store),
-    ):
-        monkeypatch.setattr(BUILDER, name, function)
-    return seen
-
-
-def test_an_argument_of_a_later_release_passes_through(hints: list[str]) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        hints.clear()
-        x, y = torch.randn(16, dtype=dtype), torch.zeros(16, dtype=dtype)
-        with checked_triton():
-            pass_on_whole[(1,)](x, y, 0, BLOCK=16)
-            assert torch.equal(x, y) and hints == ["load", "store by default"]
-            with pytest.raises(MemoryFault, match="load out of bounds of 'x'"):
-                pass_on_whole[(1,)](x, y, 1, BLOCK=16)
-
-
-def refused(missing: str) -> None:
-    installed = re.escape(f"Triton {triton.__version__}")
-    with pytest.raises(UnsupportedTriton, match=rf"^{installed} lacks {missing}, {REMEDY}"):
-        checked_triton().__enter__()
-
-
 def test_a_release_without_a_part_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def renamed(unknown: Any) -> None:
         raise AssertionError
+
+    def refused(missing: str) -> None:
+        installed = re.escape(f"Triton {triton.__version__}")
+        with pytest.raises(UnsupportedTriton, match=rf"^{installed} lacks {missing}, {REMEDY}"):
+            checked_triton().__enter__()
 
     for owner, name in PARTS:
         full = rf"triton\.runtime\.interpreter\.(\w+\.)?{name}"
@@ -288,16 +184,3 @@ def test_a_release_without_a_part_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     later = type("Later", (), {"INPUT_PRECISION": type("Precisions", (), {"IEEE": 0})})
     monkeypatch.setattr(interpreter, "_ir", later)
     refused(r".*_ir\.INPUT_PRECISION\.TF32")
-
-
-def test_a_launch_without_its_function_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    start: Callable[..., None] = interpreter.GridExecutor.__init__
-
-    def renamed(self: Any, *args: Any, **kwargs: Any) -> None:
-        start(self, *args, **kwargs)
-        del self.fn
-
-    monkeypatch.setattr(interpreter.GridExecutor, "__init__", renamed)
-    said = rf"interpreter\.GridExecutor\.fn, {REMEDY}"
-    with checked_triton(), pytest.raises(UnsupportedTriton, match=said):
-        pass_on[(1,)](torch.zeros(3))

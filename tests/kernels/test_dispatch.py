@@ -4,6 +4,8 @@ doctor's trial of kernels.
 
 from __future__ import annotations
 
+import ast
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,8 +20,6 @@ from hf_zero.device import kinds
 from hf_zero.ops import dispatch
 from hf_zero.ops.dispatch import Kernel
 from tests.helpers.commands import completed
-from tests.helpers.engines import config_of, start
-from tests.helpers.ranks import run_ranks
 
 pytest.importorskip("triton")
 
@@ -61,15 +61,7 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
-def test_a_name_is_declared_once() -> None:
-    Kernel("once", "a:b", doubled)
-    with pytest.raises(ValueError, match="two kernels are called 'once': a:b and c:d"):
-        Kernel("once", "c:d", doubled)
-
-
-def test_the_interpreter_runs_kernels_unless_the_environment_says_no(
-    body: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_interpreter_runs_kernels_unless_the_environment_says_no(body, monkeypatch):
     monkeypatch.setattr(dispatch, "interpreted", lambda: True)
     monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
     kernel = Kernel("made up", body(lambda x: x * 3), doubled)
@@ -87,6 +79,8 @@ def test_the_interpreter_runs_kernels_unless_the_environment_says_no(
     assert dispatch.runs_on(torch.device("cuda"))
     assert not dispatch.runs_on(CPU) and not dispatch.runs_on(torch.device("meta"))
     dispatch._warned_missing.cache_clear()
+    with pytest.raises(ValueError, match="two kernels are called 'made up': made_up:run and c:d"):
+        Kernel("made up", "c:d", doubled)
 
 
 @pytest.fixture
@@ -102,12 +96,9 @@ def no_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(triton.runtime, "driver", NoDriver())
     monkeypatch.setattr(dispatch, "interpreted", lambda: False)
     monkeypatch.delenv("HF_ZERO_TRITON", raising=False)
-    forget_the_driver()
+    dispatch.missing_driver.cache_clear()
+    dispatch._warned_missing.cache_clear()
     yield
-    forget_the_driver()
-
-
-def forget_the_driver() -> None:
     for cached in (dispatch.missing_driver, dispatch._warned_missing):
         cached.cache_clear()
 
@@ -115,6 +106,9 @@ def forget_the_driver() -> None:
 def test_a_gpu_without_a_driver_for_triton_runs_references_and_says_so_once(
     heard: list[str], no_driver: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(kinds, "runs_triton", lambda device: True)
+    hf_zero.optimize(torch.nn.Linear(3, 2), kernels="off")
+    assert not dispatch.wanted("optimizer", "off", torch.device("cuda")) and heard == []
     monkeypatch.setattr(dispatch, "_device", lambda args: torch.device("cuda"))
     for kernel in dispatch.declared().values():
         kernel(*kernel.example(CPU))
@@ -125,43 +119,7 @@ def test_a_gpu_without_a_driver_for_triton_runs_references_and_says_so_once(
     assert "AssertionError: libcuda.so cannot found!)" in said
 
 
-@pytest.mark.parametrize("asked", ["off", "auto"])
-def test_the_driver_is_asked_for_only_where_kernels_are_wanted(
-    asked: str, heard: list[str], no_driver: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kinds, "runs_triton", lambda device: True)
-
-    def on_rank(rank: int) -> None:
-        model = torch.nn.Linear(3, 2)
-        hf_zero.optimize(model, kernels=asked)
-        engine = start(model, torch.optim.AdamW(model.parameters()), config_of(2, kernels=asked))
-        engine.backward(engine(torch.ones(1, 3)).sum())
-        engine.step()
-        engine.destroy()
-
-    run_ranks(1, on_rank)
-    assert len([each for each in heard if "Triton" in each]) == (asked == "auto")
-
-
-def test_lists_of_tensors_tell_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[torch.device] = []
-    monkeypatch.setattr(dispatch, "runs_on", lambda device: bool(seen.append(device)))
-    kernel = Kernel("made up", "nowhere:to_be_found", lambda *args: 5)
-    assert kernel(0, [torch.ones(1, device="meta")]) == kernel(torch.ones(1)) == kernel(0) == 5
-    assert [device.type for device in seen] == ["meta", "cpu", "meta"]
-
-
-def test_what_a_kernel_refuses_goes_to_the_reference(
-    body: Callable[..., str], as_on_a_gpu: None
-) -> None:
-    refuses = lambda x: "too long" if len(x) > 1 else ""  # noqa: E731
-    kernel = Kernel("made up", body(lambda x: x * 3), doubled, refuses=refuses)
-    assert kernel(torch.ones(1)).tolist() == [3] and kernel(torch.ones(2)).tolist() == [2, 2]
-
-
 def failures() -> list[Exception]:
-    import ast
-
     from triton import CompilationError
     from triton.runtime.errors import OutOfResources, PTXASError
 
@@ -175,13 +133,22 @@ def failures() -> list[Exception]:
     ]
 
 
-def an_example(device: torch.device) -> tuple[torch.Tensor]:
-    return (torch.ones(1, device=device),)
+def test_a_kernel_that_cannot_run_is_replaced_and_said_once(body, as_on_a_gpu, heard):
+    """Where it does not compile or refuses; other errors are not hidden."""
+    an_example = lambda device: (torch.ones(1, device=device),)  # noqa: E731
+    refuses = lambda x: "too long" if len(x) > 1 else ""  # noqa: E731
+    kernel = Kernel("made up", body(lambda x: x * 3), doubled, refuses=refuses)
+    assert kernel(torch.ones(1)).tolist() == [3] and kernel(torch.ones(2)).tolist() == [2, 2]
 
+    def illegal(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("an illegal memory access was encountered")
 
-def test_a_kernel_that_does_not_compile_is_said_once(
-    body: Callable[..., str], as_on_a_gpu: None, heard: list[str]
-) -> None:
+    dispatch._load.cache_clear()
+    kernel = Kernel("illegal", body(illegal), doubled, example=an_example)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        kernel(torch.ones(1))
+    assert dispatch.broken() == {}
+    assert dispatch.try_out(kernel, CPU) == "RuntimeError: an illegal memory access was encountered"
     for number, failure in enumerate(failures()):
         heard.clear()
         calls: list[int] = []
@@ -200,9 +167,14 @@ def test_a_kernel_that_does_not_compile_is_said_once(
         assert dispatch.try_out(kernel, CPU).startswith(f"cannot be compiled: {kind}: ")
 
 
-def test_a_launch_is_made_on_the_device_of_its_tensors(
-    body: Callable[..., str], as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launch_is_made_on_the_device_of_its_tensors(body, as_on_a_gpu, monkeypatch):
+    """Also of those in a list."""
+    seen: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch, "runs_on", lambda device: bool(seen.append(device.type)))
+        kernel = Kernel("listed", "nowhere:to_be_found", lambda *args: 5)
+        assert kernel(0, [torch.ones(1, device="meta")]) == kernel(torch.ones(1)) == kernel(0) == 5
+    assert seen == ["meta", "cpu", "meta"]
     chosen: list[torch.device] = []
 
     class Chosen:
@@ -223,17 +195,6 @@ def test_a_launch_is_made_on_the_device_of_its_tensors(
             dispatch, "_device", lambda args, index=index: torch.device("cuda", index)
         )
         assert kernel(torch.ones(1)) == during and chosen == []
-
-
-def test_other_errors_are_not_hidden(body: Callable[..., str], as_on_a_gpu: None) -> None:
-    def fails(x: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("an illegal memory access was encountered")
-
-    kernel = Kernel("made up", body(fails), doubled, example=an_example)
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        kernel(torch.ones(1))
-    assert dispatch.broken() == {}
-    assert dispatch.try_out(kernel, CPU) == "RuntimeError: an illegal memory access was encountered"
 
 
 def test_a_trial_compares_with_the_reference(body: Callable[..., str], as_on_a_gpu: None) -> None:
@@ -271,8 +232,20 @@ def test_every_kernel_passes_its_trial() -> None:
     assert {name: why for name, why in found.items() if why} == {}
 
 
-def test_declared_kernels_are_found_without_triton() -> None:
-    code = "import sys; from hf_zero.ops.dispatch import declared; print(sorted(declared()))"
-    code += "; assert 'triton' not in sys.modules"
-    said = completed([sys.executable, "-c", code])
-    assert said.returncode == 0 and "'sparse_attention'" in said.stdout, said.stderr
+COMPILED = """
+import sys
+from hf_zero.ops.dispatch import declared
+assert 'sparse_attention' in declared() and 'triton' not in sys.modules
+from hf_zero.ops.triton_kernels import sparse_attention as f, sparse_attention_backward as b
+kernels = [f.sparse_attention_forward, f.sparse_attention_combine, b.sparse_attention_dq]
+for kernel in [*kernels, b.sparse_attention_dkdv, b.sparse_attention_sum]:
+    free = {each.name for each in kernel.params if each.do_not_specialize}
+    assert free == {'programs', 'slots'}, (kernel.__name__, free)
+"""
+
+
+def test_kernels_are_found_without_triton_and_lengths_do_not_compile_anew() -> None:
+    """The counts of a plan are not specialised on, where Triton compiles."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = completed([sys.executable, "-c", COMPILED], env=environment)
+    assert done.returncode == 0, done.stderr

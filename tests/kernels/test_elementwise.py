@@ -4,9 +4,7 @@ against its reference, and both against torch's formula or transformers' own.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +17,6 @@ from hf_zero.ops.activations import geglu, geglu_packed, gelu, swiglu, swiglu_pa
 from hf_zero.ops.philox import kept_rows
 from hf_zero.ops.residual import dropout_add
 from hf_zero.ops.rotary import rotary, split_rotary
-from tests.helpers.cells import runs_long
 from tests.helpers.errors_beside_torch import assert_no_worse_than_torch, gradients
 
 pytestmark = pytest.mark.usefixtures("checked_triton")
@@ -46,10 +43,6 @@ def plain_rotary(
         turned = turned * cos.unsqueeze(1) + torch.cat((-second, first), dim=-1) * sin.unsqueeze(1)
         results.append(torch.cat((turned, rest), dim=-1))
     return torch.cat(results, dim=1)
-
-
-def both(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    return torch.cat(rotary(q, k, cos, sin), dim=1)
 
 
 def heads(
@@ -94,14 +87,19 @@ GATES: dict[str, tuple[Function, Function, Function]] = {
 }
 
 
-def alone(approximate: str) -> Row:
-    ours, torchs = (lambda x, of=of: of(x, approximate=approximate) for of in (gelu, F.gelu))
-    return Row(ours, torchs, ((5, 433),))
-
-
 def gated(act: str) -> Row:
     ours, _, plain = GATES[act]
     return Row(ours, lambda gate, up: plain(gate) * up, ((2, 5, 433), (2, 5, 433)))
+
+
+def packed(act: str) -> Row:
+    _, ours, plain = GATES[act]
+    return Row(ours, lambda x: plain(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1], ((2, 3, 2 * 433),))
+
+
+def alone(approximate: str) -> Row:
+    ours, torchs = (lambda x, of=of: of(x, approximate=approximate) for of in (gelu, F.gelu))
+    return Row(ours, torchs, ((5, 433),))
 
 
 FORMS = ("none", "tanh")
@@ -113,6 +111,7 @@ ROWS = {
     },
     **{f"gelu {form}": alone(form) for form in FORMS},
     **{f"gate {act}": gated(act) for act in GATES},
+    **{f"packed gate {act}": packed(act) for act in GATES},
     **{
         f"dropout {dropout}, bias, {shape}": added(shape, dropout)
         for dropout in (0.0, 0.1)
@@ -122,56 +121,26 @@ ROWS = {
 }
 
 
-def types_of(number: int, config: pytest.Config) -> list[torch.dtype]:
-    """The dtypes for row ``number``: all in the long suite, one in turn in the fast one."""
-    return DTYPES if runs_long(config) else [DTYPES[number % len(DTYPES)]]
-
-
-def test_is_no_worse_than_torch(body: str, pytestconfig: pytest.Config) -> None:
+def test_is_no_worse_than_torch(body: str) -> None:
+    """Inputs are contiguous, views of wider tensors, or transposed ones, in turn."""
     for number, (name, row) in enumerate(ROWS.items()):
-        for dtype in types_of(number, pytestconfig):
-            inputs = [torch.randn(shape).to(dtype) for shape in row.shapes]
-            with told(f"{name}, {dtype}"):
-                assert_no_worse_than_torch(row.ours, row.torchs, [3 * inputs[0], *inputs[1:]])
+        dtype = DTYPES[number % len(DTYPES)]
+        inputs = []
+        for shape in row.shapes:
+            wide = torch.randn(*shape[:-1], shape[-1] + 7).to(dtype)[..., 3 : shape[-1] + 3]
+            transposed = wide.t().contiguous().t() if wide.dim() == 2 else wide
+            laid_out = (wide.contiguous(), wide, transposed)
+            inputs.append(laid_out[number // 2 % 3])
+        inputs[0].mul_(3)
+        compared(f"{name}, {dtype}", row.ours, row.torchs, inputs)
 
 
-@contextmanager
-def told(name: str) -> Iterator[None]:
-    """A failure inside says ``name``."""
+def compared(name: str, ours: Any, torchs: Any, inputs: list[torch.Tensor]) -> None:
+    """A failure says ``name``."""
     try:
-        yield
+        assert_no_worse_than_torch(ours, torchs, inputs)
     except AssertionError as error:
         raise AssertionError(f"{name}: {error}") from error
-
-
-# ---- activations ----
-
-
-def test_packed_gates_are_the_gates_of_the_halves(body):
-    for act, (gated, packed, _) in GATES.items():
-        for width in (8, 433):
-            gate_up = torch.randn(2, 3, 2 * width, dtype=torch.bfloat16)
-            whole = gradients(packed, [gate_up])
-            halves = gradients(lambda x, gated=gated: gated(*x.chunk(2, dim=-1)), [gate_up])
-            assert all(torch.equal(one, other) for one, other in zip(whole, halves)), act
-
-
-def test_strided_inputs_and_gradients(body):
-    """Views of a wider tensor, a transposed one, one row expanded; an expanded gradient."""
-    wide = torch.randn(6, 40)
-    row = torch.randn(1, 16).expand(6, 16)
-    for gate, up in (
-        (wide[:, 3:19], wide[:, 20:36]),
-        (torch.randn(16, 6).t(), row),
-        (wide[::2, ::2], wide[1::2, 1::2]),
-    ):
-        assert_no_worse_than_torch(swiglu, lambda gate, up: F.silu(gate) * up, [gate, up])
-        assert_no_worse_than_torch(gelu, lambda x, bias: F.gelu(x + bias), [gate, up[0]])
-        assert_no_worse_than_torch(*added((6, 16), 0.5, bias=False)[:2], [gate, up])
-    x = torch.randn(6, 16, requires_grad=True)
-    gelu(x).sum().backward()
-    (want,) = torch.autograd.grad(F.gelu(x).sum(), x)
-    assert torch.allclose(x.grad, want, atol=1e-6)
 
 
 def test_exact_gelu_everywhere(body):
@@ -185,9 +154,9 @@ def test_exact_gelu_everywhere(body):
     far = torch.tensor([-1e30, -1e4, -50.0, 50.0, 1e4, 1e30])
     assert gelu(far).tolist() == [0, 0, 0, 50, 1e4, float(far[-1])]
     assert gelu(torch.tensor([float("nan")])).isnan().all()
-
-
-def test_sigmoids_far_out(body):
+    x.requires_grad_()
+    gelu(x).sum().backward()  # whose gradient is expanded
+    assert torch.equal(x.grad, slope)
     far = torch.tensor([-1e4, -100.0, -30.0, 0.0, 30.0, 100.0, 1e4])
     for act in ("silu", "gelu_tanh"):
         gated, _, plain = GATES[act]
@@ -195,18 +164,6 @@ def test_sigmoids_far_out(body):
         want, want_slope = gradients(plain, [far], torch.ones(7))
         assert torch.allclose(value, want, atol=1e-11), act
         assert torch.allclose(slope, want_slope, atol=1e-10), act
-
-
-# ---- dropout ----
-
-
-def test_kernel_and_reference_drop_the_same(monkeypatch):
-    x, others = torch.randn(11, 1500), torch.randn(11, 1500)
-    ours = gradients(added(x.shape, 0.3).ours, [x, others])
-    monkeypatch.setenv("HF_ZERO_TRITON", "0")
-    again = gradients(added(x.shape, 0.3).ours, [x, others])
-    assert all(torch.equal(kernel, reference) for kernel, reference in zip(ours, again))
-    assert 0.28 < (ours[1] == 0).float().mean() < 0.33
 
 
 def test_what_is_dropped_and_what_is_kept(body):
@@ -217,6 +174,15 @@ def test_what_is_dropped_and_what_is_kept(body):
     x, others, bias = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
     assert torch.allclose(dropout_add(x, others, bias, dropout=0.5), others + (x + bias))
     assert torch.equal(dropout_add(x, others, dropout=0.5), others + x), "nothing in evaluation"
+    narrow, trained = (
+        x.bfloat16().requires_grad_(),
+        [others.requires_grad_(), bias.requires_grad_()],
+    )
+    y = dropout_add(narrow, *trained, dropout=0.5, training=True, seed=SEED)
+    y.sum().backward()
+    assert narrow.grad.dtype == torch.bfloat16
+    assert {y.dtype, *(each.grad.dtype for each in trained)} == {torch.float32}
+    assert torch.allclose(y, others + dropped(narrow.float() + bias, 0.5))
 
 
 def test_the_seed_comes_from_torchs_generator_and_a_checkpoint_replays_it(body):
@@ -233,71 +199,57 @@ def test_the_seed_comes_from_torchs_generator_and_a_checkpoint_replays_it(body):
     assert not torch.equal(block(x), block(x))
 
 
-def test_dtypes_of_x_and_residual_may_differ(body):
-    x, others = torch.randn(4, 8).bfloat16().requires_grad_(), torch.randn(4, 8, requires_grad=True)
-    bias = torch.randn(8, requires_grad=True)
-    y = dropout_add(x, others, bias, dropout=0.5, training=True, seed=SEED)
-    y.sum().backward()
-    assert x.grad.dtype == torch.bfloat16
-    assert {y.dtype, others.grad.dtype, bias.grad.dtype} == {torch.float32}
-    assert torch.allclose(y, others + dropped(x.float() + bias, 0.5))
-
-
 # ---- rotary embedding ----
 
-# heads, key heads, width, rotary width; the angles' halves are not equal, which no model has and no
-# kernel may rely on
-SHAPES = [(4, 4, 16, 16), (6, 2, 12, 12), (3, 1, 10, 4), (2, 2, 16, 6)]
+# heads, key heads, width, rotary width, rows of angles; the angles' halves are not equal, which no
+# model has and no kernel may rely on
+SHAPES = [(4, 4, 16, 16, 1), (6, 2, 12, 12, 2), (3, 1, 10, 4, 1), (2, 2, 16, 6, 2)]
 
 
-def test_rotary_is_the_formula(body, pytestconfig):
-    for number, (shape, angles) in enumerate(itertools.product(SHAPES, (1, 2))):
-        queries, keys, width, rotated = shape
-        if (number // 2 + number) % 2 and not runs_long(pytestconfig):
-            continue  # one row of angles and two take turns
-        for dtype in types_of(number // 2, pytestconfig):
-            cos, sin = torch.randn(2, angles, 3, rotated).to(dtype)
+def test_rotary_is_the_formula(body):
+    """Of heads apart, and of a packed projection, which is split, too."""
+    for number, (queries, keys, width, rotated, angles) in enumerate(SHAPES):
+        dtype = DTYPES[number % len(DTYPES)]
+        cos, sin = torch.randn(2, angles, 3, rotated).to(dtype)
+        sizes = [queries * width, keys * width, keys * width]
 
-            def widened(q: torch.Tensor, k: torch.Tensor, cos=cos, sin=sin) -> torch.Tensor:
-                return plain_rotary(q, k, cos.to(q.dtype), sin.to(q.dtype))
+        def theirs(q: torch.Tensor, k: torch.Tensor, cos=cos, sin=sin) -> torch.Tensor:
+            return plain_rotary(q, k, cos.to(q.dtype), sin.to(q.dtype))
 
-            def ours(q: torch.Tensor, k: torch.Tensor, cos=cos, sin=sin) -> torch.Tensor:
-                return both(q, k, cos, sin)
+        def ours(q: torch.Tensor, k: torch.Tensor, cos=cos, sin=sin) -> torch.Tensor:
+            return torch.cat(rotary(q, k, cos, sin), dim=1)
 
-            inputs = [heads(2, queries, 3, width, dtype), heads(2, keys, 3, width, dtype)]
-            with told(f"{shape}, {angles} angles, {dtype}"):
-                assert_no_worse_than_torch(ours, widened, inputs)
+        def by_hand(qkv: torch.Tensor, sizes=sizes, width=width, theirs=theirs) -> torch.Tensor:
+            parts = (part.unflatten(2, (-1, width)) for part in qkv.split(sizes, dim=2))
+            q, k, v = (part.transpose(1, 2) for part in parts)
+            return torch.cat((theirs(q, k), v), dim=1)
+
+        def split(qkv: torch.Tensor, cos=cos, sin=sin, queries=queries, keys=keys) -> torch.Tensor:
+            return torch.cat(split_rotary(qkv, cos, sin, queries, keys), dim=1)
+
+        name = f"{queries} + {keys} heads of {width}, {rotated} rotated, {dtype}"
+        inputs = [heads(2, queries, 3, width, dtype), heads(2, keys, 3, width, dtype)]
+        compared(name, ours, theirs, inputs)
+        if angles == 1:
+            qkv = torch.randn(2, 3, sum(sizes)).to(dtype)
+            compared(f"{name}, packed", split, by_hand, [qkv])
 
 
 def test_rotary_over_any_strides(body):
     """Contiguous heads, every second token, a width apart; angles expanded or strided."""
     cos, sin = torch.randn(1, 4, 32)[..., ::2], torch.randn(1, 4, 16).expand(2, 4, 16)
     for q, k in (
-        (torch.randn(2, 4, 4, 16), torch.randn(2, 2, 4, 16)),
         (torch.randn(2, 4, 8, 16)[:, :, ::2], torch.randn(2, 4, 4, 24)[:, 1:3, :, 5:21]),
         (torch.randn(2, 4, 16, 4).transpose(2, 3), torch.randn(1, 1, 4, 16).expand(2, 3, 4, 16)),
     ):
         want = plain_rotary(q, k, cos.expand(2, 4, 16), sin)
-        assert torch.allclose(both(q, k, cos.expand(2, 4, 16), sin), want, atol=1e-6)
         q_out, k_out = rotary(q, k, cos.expand(2, 4, 16), sin)
+        assert torch.allclose(torch.cat((q_out, k_out), dim=1), want, atol=1e-6)
         assert q_out.transpose(1, 2).is_contiguous() and k_out.transpose(1, 2).is_contiguous()
-
-
-def test_a_packed_projection_is_split_and_rotated(body, pytestconfig):
-    for dtype in types_of(1, pytestconfig):
-        qkv = torch.randn(2, 3, 10 * 12).to(dtype)
-        cos, sin = torch.randn(2, 1, 3, 8).to(dtype)
-
-        def by_hand(qkv: torch.Tensor, cos=cos, sin=sin) -> torch.Tensor:
-            parts = qkv.split([72, 24, 24], dim=2)
-            q, k, v = (part.unflatten(2, (-1, 12)).transpose(1, 2) for part in parts)
-            return torch.cat((plain_rotary(q, k, cos.to(q.dtype), sin.to(q.dtype)), v), dim=1)
-
-        def ours(qkv: torch.Tensor, cos=cos, sin=sin) -> torch.Tensor:
-            return torch.cat(split_rotary(qkv, cos, sin, 6, 2), dim=1)
-
-        with told(str(dtype)):
-            assert_no_worse_than_torch(ours, by_hand, [qkv])
+    q, k = heads(1, 2, 3, 8).requires_grad_(), heads(1, 1, 3, 8).requires_grad_()
+    rotary(q, k, torch.randn(1, 3, 8), torch.randn(1, 3, 8))[0].sum().backward()
+    assert q.grad.abs().sum() > 0
+    assert torch.equal(k.grad, torch.zeros_like(k)), "of a result that is not used"
 
 
 def test_heads_further_apart_than_31_bits_are_brought_together(monkeypatch):
@@ -318,6 +270,8 @@ def test_heads_further_apart_than_31_bits_are_brought_together(monkeypatch):
 
 
 # ---- all of them ----
+
+
 def test_what_does_not_train_gets_no_gradient(body):
     """One input alone trains; its gradient is the one it has where all train."""
     whole, bias = torch.randn(2, 5, 8), torch.randn(8)
@@ -362,16 +316,10 @@ def test_nothing_in_nothing_out(body):
         assert swiglu_packed(torch.randn(*shape[:-1], 2 * shape[-1])).shape == x.shape
     for batch, sequence in ((0, 3), (2, 0)):
         q, angle = heads(batch, 2, sequence, 8).requires_grad_(), torch.randn(1, sequence, 8)
-        both(q, q, angle, angle).sum().backward()
+        torch.cat(rotary(q, q, angle, angle), dim=1).sum().backward()
         assert q.grad.shape == q.shape
         parts = split_rotary(torch.randn(batch, sequence, 32), angle, angle, 2, 1)
         assert [t.shape for t in parts] == [(batch, count, sequence, 8) for count in (2, 1, 1)]
-
-
-def test_an_unused_result_of_rotary(body):
-    q, k = heads(1, 2, 3, 8).requires_grad_(), heads(1, 1, 3, 8).requires_grad_()
-    rotary(q, k, torch.randn(1, 3, 8), torch.randn(1, 3, 8))[0].sum().backward()
-    assert q.grad.abs().sum() > 0 and torch.equal(k.grad, torch.zeros_like(k))
 
 
 def test_sums_over_many_rows_are_cut_into_strips(body, monkeypatch):

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 
@@ -15,7 +14,6 @@ from hf_zero.ops import masked_rows, norms
 from hf_zero.ops.activations import gelu, swiglu_packed
 from hf_zero.ops.flat_optimizers import FlatRun, RowSettings, Tiles, settings_table
 from hf_zero.ops.linear_cross_entropy import linear_cross_entropy, linear_log_probs
-from hf_zero.ops.packed_linear import pack_, packed_linear
 from hf_zero.ops.residual import dropout_add
 from hf_zero.ops.rotary import rotary, split_rotary
 from hf_zero.ops.sparse_attention import (
@@ -23,7 +21,7 @@ from hf_zero.ops.sparse_attention import (
     FixedSparsityConfig,
     sparse_attention,
 )
-from tests.helpers.cells import in_one_item, runs_long
+from tests.helpers.cells import in_one_item
 from tests.helpers.errors_beside_torch import gradients
 
 OPS = torch.ops.hf_zero
@@ -129,16 +127,15 @@ def of_flats() -> Rows:
 
 
 EVERY = (of_elements, of_norms, of_heads, of_linear_layers, of_attention, of_flats)
-# What a compiler does with an operator takes a second each: the blocks below compile most of them.
+# "test_aot_dispatch_dynamic" takes a second each: blocks of models are compiled in their own tests.
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
-def test_operators_keep_torchs_rules(pytestconfig: pytest.Config) -> None:
-    checks = (*CHECKS, "test_aot_dispatch_dynamic") if runs_long(pytestconfig) else CHECKS
+def test_operators_keep_torchs_rules() -> None:
     for operator, arguments in (row for rows in EVERY for row in rows()):
         try:
             whole = getattr(operator, "default", operator)
-            torch.library.opcheck(whole, arguments, test_utils=checks)
+            torch.library.opcheck(whole, arguments, test_utils=CHECKS)
         except Exception as error:
             raise AssertionError(f"{operator}: {error}") from error
 
@@ -146,8 +143,6 @@ def test_operators_keep_torchs_rules(pytestconfig: pytest.Config) -> None:
 # ---- one graph ----
 
 ANGLE, LABELS = plain(1, 3, 8), torch.arange(12) % 7
-LAYERS = [torch.nn.Parameter(plain(n, 12)) for n in (8, 4, 6)]
-pack_(LAYERS)
 LAYOUT = BigBirdSparsityConfig(2, 16, attention="unidirectional")
 
 
@@ -158,21 +153,9 @@ def elements(qkv: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return dropout_add(F.relu(x), x, dropout=0.5, training=True, seed=SEED)
 
 
-def normed(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
-) -> torch.Tensor:
-    y, total = norms.add_layer_norm(x, residual, weight, bias, dropout=0.1, training=False)
-    return norms.rms_norm(y + total, weight, invertible=True)
-
-
 def head(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     loss = linear_cross_entropy(hidden * 2, weight, LABELS, bias=bias, chunk=5)
     return loss + linear_log_probs(hidden, weight, LABELS).mean()
-
-
-def layers(x: torch.Tensor) -> torch.Tensor:
-    first, second, third = packed_linear(x, LAYERS)
-    return torch.cat((first * 2, second, third), dim=-1)
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -185,9 +168,7 @@ def drawing(x: torch.Tensor) -> torch.Tensor:
 
 BLOCKS: list[tuple[Callable[..., torch.Tensor], list[torch.Tensor]]] = [
     (elements, [plain(1, 3, 32), plain(8)]),
-    (normed, [plain(4, 8), plain(4, 8), plain(8).abs() + 1, plain(8)]),
     (head, [plain(12, 24), plain(101, 24), plain(101)]),
-    (layers, [plain(5, 12)]),
     (attention, [plain(1, 2, 70, 16) for _ in range(3)]),
 ]
 

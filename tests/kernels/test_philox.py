@@ -12,7 +12,6 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from hf_zero.ops import dispatch, philox  # noqa: E402
-from tests.helpers.cells import in_one_item  # noqa: E402
 from tests.helpers.checked_triton import checked_triton  # noqa: E402
 
 DEVICE = torch.device("cpu") if dispatch.interpreted() else torch.device("cuda")
@@ -42,13 +41,25 @@ def fours_kernel(seed_ptr, out_ptr, width, BLOCK: tl.constexpr, UNIFORM: tl.cons
 STARTS = (0, 77, 2**31 - 50, 2**32 - 50, 2**40 + 3)
 
 
-@in_one_item(itertools.product((0, 1, 2**31 - 2, 0x123456789ABCDEF), STARTS))
-def test_uniform_is_what_triton_draws(cell: tuple[int, int]) -> None:
-    seed, start = cell
-    key = torch.tensor([seed], device=DEVICE)
-    got = torch.empty(100, device=DEVICE)
-    rand_kernel[(1,)](key, got, start, 100, BLOCK=128)
-    assert torch.equal(philox.uniform(key, start, 100, DEVICE), got)
+def test_uniform_is_what_triton_draws() -> None:
+    for seed, start in itertools.product((0, 2**31 - 2, 0x123456789ABCDEF), STARTS):
+        key = torch.tensor([seed], device=DEVICE)
+        got = torch.empty(100, device=DEVICE)
+        rand_kernel[(1,)](key, got, start, 100, BLOCK=128)
+        assert torch.equal(philox.uniform(key, start, 100, DEVICE), got), (seed, start)
+
+
+def test_first_words_are_those_of_the_reference() -> None:
+    for seed, counter in ((0, (3, 1, 5 << 16 | 7)), (2**62 + 12345, (1, 2**31 + 1, 2**32 - 1))):
+        with checked_triton() as settings:
+            got = philox.first_words(seed, counter, 1000, DEVICE)
+        assert settings.launches
+        wanted = torch.empty_like(got)
+        philox.FIRST_WORDS.reference(wanted, seed, *counter)
+        place = torch.arange(1000, dtype=torch.int64)
+        counters: Any = (place, *(torch.full_like(place, each) for each in counter))
+        by_hand = philox.words(counters, torch.tensor(seed))[0]
+        assert torch.equal(got, wanted) and torch.equal(got.cpu(), by_hand)
 
 
 def test_rows_get_the_words_triton_draws_by_fours() -> None:
@@ -73,10 +84,6 @@ def test_numbers_are_spread_evenly_and_seeds_differ() -> None:
     assert (kept.mean(1) - 0.9).abs().max() < 0.0086  # 4.5 standard deviations
     assert torch.corrcoef(kept).fill_diagonal_(0).abs().max() < 0.03
     assert not torch.equal(drawn, philox.uniform(torch.tensor([6]), 0, 100_000))
-
-
-def test_a_seed_comes_from_torchs_generator() -> None:
-    """And there are no numbers for nothing."""
     torch.manual_seed(3)
     first, second = (philox.draw_seed(torch.device("cpu")) for _ in range(2))
     torch.manual_seed(3)
@@ -86,20 +93,3 @@ def test_a_seed_comes_from_torchs_generator() -> None:
     assert philox.uniform(first, 3, 0).shape == (0,)
     assert philox.uniform_rows(first, 0, 5).shape == (0, 5)
     assert philox.kept_rows(first, 0, 5, 0.5).shape == (0, 5)
-
-
-COUNTERS = ((0, 0, 0), (3, 1, 5 << 16 | 7), (1, 2**31 + 1, 2**32 - 1))
-
-
-@in_one_item(itertools.product((0, 7, 2**31 + 5, 2**62 + 12345), COUNTERS))
-def test_first_words_are_those_of_the_reference(cell: tuple[int, tuple[int, int, int]]) -> None:
-    seed, counter = cell
-    with checked_triton() as settings:
-        got = philox.first_words(seed, counter, 1000, DEVICE)
-    assert settings.launches
-    wanted = torch.empty_like(got)
-    philox.FIRST_WORDS.reference(wanted, seed, *counter)
-    place = torch.arange(1000, dtype=torch.int64)
-    counters: Any = (place, *(torch.full_like(place, each) for each in counter))
-    by_hand = philox.words(counters, torch.tensor(seed))[0]
-    assert torch.equal(got, wanted) and torch.equal(got.cpu(), by_hand)

@@ -19,7 +19,7 @@ from hf_zero.ops import sign_blocks_reference as plain
 from hf_zero.ops.sign_blocks import BlockTable, SignBlocks
 from tests.helpers.buffers import Guarded, same_bits
 
-CHUNKS = (8, 32, 40, 256, 264, 2048, 2056, 40_008)
+CHUNKS = (8, 32, 264, 2048, 40_008)
 ONE, CPU = torch.ones(()), torch.device("cpu")
 
 
@@ -55,13 +55,11 @@ def same_messages(table: BlockTable, one: Tensor, other: Tensor, exact: bool) ->
     assert same_bits(a, b) if exact else torch.allclose(a, b, rtol=2e-6, atol=0), table
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_every_body_gives_what_the_reference_gives(every_body, dtype) -> None:
+def test_every_body_gives_what_the_reference_gives(every_body) -> None:
     """Tensors end at multiples of eight, and at any element."""
-    exact = every_body != "triton"
-    chunks = {"triton": (40, 2056), "reference": (8, 40, 2056)}.get(every_body, CHUNKS)
-    for block, chunk in itertools.product((32, 256, 2048), chunks):
+    exact, every = every_body != "triton", every_body not in ("triton", "reference")
+    dtypes = itertools.cycle([torch.float32, torch.bfloat16, torch.float16])
+    for block, chunk in itertools.product((32, 256, 2048), CHUNKS if every else (40, 2056)):
         cases = (
             (2, 0, (0, chunk // 16 * 8, chunk)),
             (3, 5, (0, 7, chunk // 2 + 3, chunk + 1, chunk + 1, 3 * chunk - 6)),
@@ -71,19 +69,23 @@ def test_every_body_gives_what_the_reference_gives(every_body, dtype) -> None:
         for rows, lacking, starts in cases[: 4 if exact else 2]:
             table = SignBlocks(block).cut(starts, rows * chunk - lacking, rows, chunk)
             assert table._form(CPU)[1] == (1 if lacking else 8)
-            agrees(table, starts, dtype, exact)
+            agrees(table, starts, next(dtypes), exact)
 
 
 def agrees(table: BlockTable, starts: tuple[int, ...], dtype: torch.dtype, exact: bool) -> None:
     guarded, chunk, form = Guarded(), table.chunk, table._form(CPU)
     numel = table.rows * chunk
+
+    def same(one: Tensor, other: Tensor) -> None:
+        assert same_bits(one, other) if exact else torch.allclose(one, other, rtol=1e-5, atol=1e-5)
+
     error, grad = guarded(spread(numel)), guarded(spread(numel).to(dtype))
     momentum, factor = messages_of(table), torch.tensor(0.3)
     left, out = error.clone(), table.empty(CPU)
     plain.compress(out, momentum, left, grad, 0.9, factor, *form)
     sent = table.compress(error, grad, momentum, 0.9, factor)
     same_messages(table, sent, out, exact)
-    close(error, left, exact)
+    same(error, left)
 
     own = table.row(table.rows - 1)
     mine, average = momentum[table.rows - 1 :].contiguous(), guarded(spread(chunk))
@@ -91,7 +93,7 @@ def agrees(table: BlockTable, starts: tuple[int, ...], dtype: torch.dtype, exact
     plain.combine(down, out, mine, kept, 0.9, *own._form(CPU))
     result = own.combine(out, average, mine, 0.9)
     same_messages(own, result, down, exact)
-    close(average, kept, exact)
+    same(average, kept)
 
     weights = guarded(spread(numel))
     exponents = torch.randint(-126, 127, (numel,)).to(torch.int8)
@@ -103,16 +105,14 @@ def agrees(table: BlockTable, starts: tuple[int, ...], dtype: torch.dtype, exact
     guarded.check()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.integers(0, 150), min_size=1, max_size=6).filter(any),
     st.integers(1, 4),
     st.sampled_from([32, 64]),
     st.integers(0, 2**31),
 )
-def test_each_tensor_has_scales_of_its_own(
-    sizes: list[int], rows: int, block: int, seed: int
-) -> None:
+def test_each_tensor_has_scales_of_its_own(sizes, rows, block, seed):
     """The message of a tensor in a chunk is that of its elements alone, whatever lies beside."""
     numel, starts = sum(sizes), [0, *accumulate(sizes[:-1])]
     chunk = -(-numel // (8 * rows)) * 8
@@ -139,14 +139,10 @@ def test_each_tensor_has_scales_of_its_own(
     assert seen == numel and not said[numel:].any()
 
 
-def close(one: Tensor, other: Tensor, exact: bool) -> None:
-    assert same_bits(one, other) if exact else torch.allclose(one, other, rtol=1e-5, atol=1e-5)
-
-
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(1, 300), st.integers(0, 2**31), st.sampled_from([32, 64, 256]))
 def test_c_loses_at_most_what_there_is(eights: int, seed: int, block: int) -> None:
-    """|z - C(z)| <= |z|, and z - C(z) is what is kept."""
+    """|z - C(z)| <= |z|, and z - C(z) is what is kept: over steps nothing is lost."""
     table = one(block, 8 * eights)
     generator = torch.Generator().manual_seed(seed)
     z = torch.randn(table.chunk, generator=generator)
@@ -155,21 +151,10 @@ def test_c_loses_at_most_what_there_is(eights: int, seed: int, block: int) -> No
     sent = table.compress(error, torch.zeros_like(z), table.empty(CPU), 0.0, ONE)
     assert torch.equal(error, z - table.values(sent))
     assert float(error.norm()) <= float(z.norm()) * (1 + 1e-6)
-
-
-def test_nothing_is_lost_over_steps(every_body) -> None:
-    """The sum of what was sent and the last error is the sum of what was to be sent."""
-    chunk = 264
-    table = SignBlocks(32).cut((0, 101), chunk - 4, 1, chunk)
-    error, none = torch.zeros(chunk), table.empty(CPU)
-    wanted, sent = torch.zeros(chunk, dtype=torch.float64), torch.zeros(chunk, dtype=torch.float64)
-    for _ in range(20):
-        grad = spread(chunk)
-        message = table.compress(error, grad, none, 0.0, ONE)
-        grad[chunk - 4 :] = 0.0
-        wanted += grad
-        sent += table.values(message)
-    torch.testing.assert_close(sent + error, wanted, rtol=1e-5, atol=1e-4)
+    more = spread(table.chunk)
+    again = table.compress(error, more, table.empty(CPU), 0.0, ONE)
+    total = table.values(sent) + table.values(again)
+    torch.testing.assert_close(total + error, z + more, rtol=1e-5, atol=1e-4)
 
 
 def test_signs_and_scales(every_body) -> None:
@@ -195,9 +180,6 @@ def test_signs_and_scales(every_body) -> None:
     message = table.compress(error, torch.zeros(64), table.empty(CPU), 0.0, ONE)
     assert table.values(message).tolist() == [2.0] * 40 + [0.0] * 24
     assert error.tolist() == [0.0] * 40 + [2.0] * 24  # and is not touched
-
-
-def test_bytes_of_a_message() -> None:
     assert one(2048, 1 << 20).nbytes == (1 << 17) + (1 << 11)
     assert one(2048, 8).nbytes == 256 + 16
     # the second row has three tensors, the first one
