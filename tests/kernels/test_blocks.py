@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_zero.errors import KernelError
 from hf_zero.ops import BLOCK, Blocks, adam
-from hf_zero.optim import CPUAdam, CPULion
 from tests.helpers.buffers import reference
 
 
@@ -53,9 +52,7 @@ def test_codes_are_those_of_the_reference_within_half_a_step(isa: str, signed: b
     assert torch.equal(decoded.view(-1, BLOCK).abs().amax(1), values.view(-1, BLOCK).abs().amax(1))
 
 
-def test_a_second_moment_never_becomes_zero_and_what_is_not_finite_takes_its_block_along(
-    isa: str,
-) -> None:
+def test_a_second_moment_never_becomes_zero_and_what_is_not_finite_takes_its_block_along(isa):
     decoded = blocks_of(torch.logspace(-37, 2, 256), signed=False).decode()
     assert bool((decoded > 0).all())
     assert blocks_of(torch.zeros(256), signed=False).decode().eq(0).all()
@@ -107,39 +104,3 @@ def test_narrow_is_a_view_between_blocks() -> None:
     for start, length in ((1, 10), (256, 10), (0, 1001), (-256, 256)):
         with pytest.raises(KernelError, match=rf"narrow\({start}, {length}\)"):
             blocks.narrow(start, length)
-
-
-def losses(optimizer: type, moments: str) -> list[float]:
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Embedding(64, 32),
-        nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True),
-        nn.Linear(32, 64),
-    )
-    data = torch.randint(0, 64, (8, 17), generator=torch.Generator().manual_seed(1))
-    update = optimizer(
-        model.parameters(),
-        lr=3e-3 if optimizer is CPUAdam else 1.5e-3,
-        weight_decay=0.01,
-        moments=moments,
-    )
-    found = []
-    for _ in range(200):
-        loss = nn.functional.cross_entropy(model(data[:, :-1]).flatten(0, 1), data[:, 1:].flatten())
-        loss.backward()
-        update.step()
-        update.zero_grad()
-        found.append(float(loss.detach()))
-    return found
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("optimizer", [CPUAdam, CPULion])
-def test_training_with_narrow_moments_follows_fp32(optimizer: type) -> None:
-    """A transformer layer learns 128 next tokens by heart, to a fifth of its first loss."""
-    wide = losses(optimizer, "fp32")
-    assert wide[-1] < 0.2 * wide[0]
-    for moments, tolerance in (("bf16", 0.02), ("int8", 0.06)):
-        narrow = losses(optimizer, moments)
-        drop = wide[0] - min(wide)
-        assert max(abs(a - b) for a, b in zip(wide, narrow)) < tolerance * drop, moments

@@ -65,9 +65,6 @@ def attend(
 # Two programs of four warps, or one of eight, are 0.125 of the warps of a multiprocessor; registers
 # and shared memory set that, and what hides latency is that wgmma and the copies of the next tile
 # run while a program computes.
-# Two programs of four warps, or one of eight, are 0.125 of the warps of a multiprocessor; registers
-# and shared memory set that, and what hides latency is that wgmma and the copies of the next tile
-# run while a program computes.
 WAYS: list[tuple[str, Archs, dict[str, Any]]] = [
     (", causal and padded", ARCHS, {"CAUSAL": True, "PADDED": True}),
     (", blocks of 16, ragged", (90,), {"PARTS": 4, "RAGGED": True}),
