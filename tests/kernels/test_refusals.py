@@ -20,7 +20,7 @@ from hf_zero.ops import (
     scatter,
     sgd,
 )
-from hf_zero.ops.activations import geglu, gelu, swiglu, swiglu_packed
+from hf_zero.ops.activations import gelu, swiglu, swiglu_packed
 from hf_zero.ops.flat_optimizers import FlatRun, RowSettings, Tiles, adam_, advance_, lion_
 from hf_zero.ops.flat_optimizers import settings_table as settings_of
 from hf_zero.ops.flat_tiles import squared_norms
@@ -58,19 +58,14 @@ ELEMENTWISE: list[Row] = [
     (lambda: gelu(X, zeros(7)), r"gelu: bias has shape \[7\]"),
     (lambda: gelu(X, zeros(8, on="meta")), "gelu: bias is on meta"),
     (lambda: gelu(X, approximate="fast"), "gelu: approximate='fast'"),
-    (lambda: geglu(X, X, approximate="fast"), "geglu: approximate='fast'"),
-    (lambda: swiglu(X, X[:2]), r"swiglu: gate has shape \[3, 8\] and up \[2, 8\]"),
     (lambda: swiglu(X, X.half()), "swiglu: gate is torch.float32 and up torch.float16"),
     (lambda: swiglu_packed(X[:, :7]), "swiglu_packed: gate_up has width 7"),
     (lambda: dropout_add(X, X[:2]), r"dropout_add: x has shape \[3, 8\] and residual \[2, 8\]"),
-    (lambda: dropout_add(X.long(), X), "dropout_add: x is torch.int64"),
-    (lambda: dropout_add(X, X, zeros(7)), r"bias has shape \[7\]"),
     (lambda: dropout_add(X, X, dropout=1.5), "dropout=1.5"),
     (lambda: dropout_add(X, X, dropout=0.5, seed=torch.tensor(3)), r"seed is torch.int64 \[\]"),
     (lambda: rotary(Q.int(), K, ANGLE, ANGLE), "rotary: q is torch.int32"),
     (lambda: rotary(Q, K.half(), ANGLE, ANGLE), "q is torch.float32 and k torch.float16"),
     (lambda: rotary(Q, K.to("meta"), ANGLE, ANGLE), "k is on meta and q on cpu"),
-    (lambda: rotary(Q[0], K, ANGLE, ANGLE), r"q has shape \[2, 3, 8\]"),
     (lambda: rotary(Q, K[:, :, :2], ANGLE, ANGLE), r"k \[1, 1, 2, 8\]"),
     (lambda: rotary(Q, K, ANGLE[:, :2], ANGLE), r"cos has shape \[1, 2, 8\] and sin \[1, 3, 8\]"),
     (lambda: rotary(Q, K, TWICE, TWICE), "give both as"),
@@ -87,7 +82,6 @@ def normed(**more: Any) -> object:
 
 NORMS: list[Row] = [
     (lambda: normed(x=zeros(2, 4, of=I64)), "x must be floating point"),
-    (lambda: normed(x=zeros()), "x must be floating point"),
     (lambda: normed(weight=zeros(5)), r"weight of a norm is \[5\].*must be \[4\]"),
     (lambda: normed(bias=zeros(4, on="meta")), "bias of a norm is on meta, x on cpu"),
     (lambda: normed(residual=zeros(1, 4)), r"residual of a norm is \[1, 4\]"),
@@ -146,10 +140,8 @@ LINEAR: list[Row] = [
     (lambda: packed_linear(ROWS[:, :7], WEIGHTS), r"weight 0 has shape \[8, 12\] .* \[5, 7\]"),
     (lambda: packed_linear(ROWS, WEIGHTS, [BIASES[0]] * 3), r"bias 1 has shape \[8\]"),
     (lambda: packed_linear(ROWS.half(), WEIGHTS), "weight 0 is torch.float32 .* torch.float16"),
-    (lambda: packed_linear(ROWS, WEIGHTS, [b.double() for b in BIASES]), "bias 0 is .*float64"),
     (lambda: packs(4, 5), r"pack_: parameter 1 is torch.float32 \[4, 5\]"),
     (lambda: packs(4, 6, of=F64), "parameter 1 is torch.float64"),
-    (lambda: packs(4), r"parameter 1 is torch.float32 \[4\]"),
     (lambda: packs(4, 6, on="meta"), "parameter 1 of shape .* has no values here"),
     (lambda: pack_([A, nn.Parameter(zeros(2, 6)), A]), "parameter 2 is given twice"),
     (lambda: pack_([A, VIEW]), "parameter 1 is a view of a larger buffer"),
@@ -197,7 +189,6 @@ def updates(lion: bool, wrong: dict[str, torch.Tensor]) -> None:
 
 OF_UPDATES: list[tuple[dict[str, torch.Tensor], str]] = [
     ({"grad": zeros(64, of=F64)}, "grad is torch.float64"),
-    ({"exp_avg": zeros(64).bfloat16()}, "exp_avg is torch.bfloat16"),
     ({"exp_avg_sq": zeros(63)}, "exp_avg_sq has 63 elements"),
     ({"master": zeros(128)[::2]}, r"master has shape \(64,\) and strides \(2,\)"),
     ({"grad": zeros(64, on="meta")}, "grad is on meta and master on cpu"),
@@ -211,11 +202,8 @@ OF_UPDATES: list[tuple[dict[str, torch.Tensor], str]] = [
 
 META, ONES = zeros(2, on="meta"), torch.ones(2)
 FLAT: list[Row] = [
-    *(
-        (lambda lion=lion, wrong=wrong: updates(lion, wrong), said)
-        for wrong, said in OF_UPDATES
-        for lion in ((False,) if "exp_avg_sq" in wrong else (False, True))
-    ),
+    *((lambda wrong=wrong: updates(False, wrong), said) for wrong, said in OF_UPDATES),
+    (lambda: updates(True, OF_UPDATES[0][0]), OF_UPDATES[0][1]),
     (lambda: Tiles.cut([], "cpu", 24), "a tile of 24 elements"),
     (lambda: Tiles.cut([FlatRun(4, 0, -1, 0, 0)], "cpu"), "negative length, row or place"),
     (lambda: advance_(zeros(2), ONE_ROW), r"settings are torch.float64 \(1, 9\) for 2 rows"),
@@ -225,8 +213,6 @@ FLAT: list[Row] = [
     (lambda: squared_norms([torch.ones(2, 2).t()]), r"tensor 0 has strides \(1, 2\)"),
     (lambda: squared_norms([ONES, META]), "tensor 1 is on meta and tensor 0 on cpu"),
     (lambda: round_to_levels(torch.ones(6), 4, 4), "round_to_levels: .* contiguous ones"),
-    (lambda: round_to_levels(torch.ones(6, 4).T, 4, 1), "round_to_levels: .* contiguous ones"),
-    (lambda: round_to_levels(torch.ones(6).int(), 4, 1), "contiguous ones in floating point"),
 ]
 
 SIGNS = SignBlocks(32).cut((0,), 80, 2, 40)
@@ -237,15 +223,11 @@ NIBBLES = FOUR.quantise(torch.ones(16))
 BLOCKS: list[Row] = [
     (lambda: SignBlocks(100), r"SignBlocks\(100\): there are blocks of 32"),
     (lambda: SIGNS.compress(VALUES.half(), VALUES, MESSAGE, 0.9, UNIT), "error is .*float16"),
-    (lambda: SIGNS.compress(VALUES, VALUES[:72], MESSAGE, 0.9, UNIT), "grad is .*give 80"),
     (lambda: SIGNS.compress(VALUES, VALUES, MESSAGE[:, :16], 0.9, UNIT), "rows of 32 bytes"),
     (lambda: SIGNS.compress(VALUES, VALUES, MESSAGE[:1], 0.9, UNIT), "1 messages for 2 chunks"),
-    (lambda: FIRST.combine(MESSAGE[:, :8], VALUES[:40], MESSAGE[:1], 0.9), "rows of 32"),
     (lambda: SIGNS.apply(VALUES, MESSAGE, VALUES, NUMBERS, NUMBERS), "exponents is .*float32"),
     (lambda: SIGNS.apply(VALUES, MESSAGE, EXPONENTS, UNIT, NUMBERS), "keep is .*for each block"),
-    (lambda: SymmetricBlocks(1), r"SymmetricBlocks\(1, 256\): there are codes of 4 and 8 bits"),
     (lambda: SymmetricBlocks(4, 100), "blocks of 32, 64, 128, 256, 512, 1024"),
-    (lambda: FOUR.quantise(torch.ones(16).double()), "source is torch.float64"),
     (lambda: FOUR.quantise(torch.ones(16), 3), "16 elements, which are not 3 equal rows"),
     (lambda: FOUR.quantise(torch.ones(16), 1, torch.ones(8)), r"minus is .* \(8,\)"),
     (lambda: FOUR.dequantise(NIBBLES, torch.ones(4000)), "contiguous rows of 2032 bytes"),
@@ -275,40 +257,30 @@ def measured(place: int, wrong: torch.Tensor, applies: bool = False) -> None:
         lamb_measure(*given, **LAMB)
 
 
-SIGNED = Blocks.zeros(8, signed=True)
+SIGNED, RATES = Blocks.zeros(8, signed=True), {"lr": 0.1, "eps": 0.0, "weight_decay": 0.0}
 TEN = zeros(10)
 HOST: list[Row] = [
     (lambda: steps(master=zeros(8, on="meta")), "adam: master is on meta"),
     (lambda: steps(grad=zeros(16)[::2]), r"adam: grad has shape \(8,\) and strides \(2,\)"),
-    (lambda: steps(master=zeros(2, 4)), r"adam: master has shape \(2, 4\)"),
     (lambda: steps(grad=zeros(7)), "adam: grad has 7 elements and the others have 8"),
-    (lambda: steps(grad=zeros(8, of=F64)), "adam: grad is torch.float64"),
     (lambda: steps(exp_avg=zeros(8).half()), "adam: exp_avg is torch.float16"),
-    (lambda: steps(exp_avg=Blocks.zeros(8, signed=False)), "adam: exp_avg needs Blocks with a"),
     (lambda: steps(exp_avg_sq=SIGNED), "adam: exp_avg_sq needs Blocks without a sign"),
     (lambda: steps(exp_avg=SIGNED, first=8), "adam: first is 8 and exp_avg is in Blocks"),
     (lambda: steps(first=-1), "adam: first is -1"),
     (lambda: steps(step=0), "adam: step is 0"),
     (lambda: steps(out=zeros(8, of=I8)), "adam: out is torch.int8"),
-    (lambda: steps(max_exp_avg_sq=zeros(9)), "adam: max_exp_avg_sq has 9 elements"),
     (lambda: sgd(zeros(8), zeros(8), None, lr=0.1, momentum=0.9), "no momentum_buffer"),
-    (
-        lambda: adagrad(*[zeros(8)] * 3, step=0, lr=0.1, eps=0.0, weight_decay=0.0),
-        "adagrad: step is 0",
-    ),
+    (lambda: adagrad(*[zeros(8)] * 3, step=0, **RATES), "adagrad: step is 0"),
     (lambda: gather(zeros(4), TEN, [(8, 4)]), r"the run \(8, 4\) lies outside of 10 elements"),
     (lambda: gather(zeros(4), TEN, [(-1, 4)]), r"the run \(-1, 4\) lies outside"),
-    (lambda: gather(zeros(4), TEN, [(2, -4)]), r"the run \(2, -4\) lies outside"),
     (lambda: scatter(TEN, zeros(4), [(8, 4)]), r"the run \(8, 4\) lies outside of 10 elements"),
-    (lambda: gather(zeros(4), TEN, [(0, 3)]), "out has 4 elements and the others have 3"),
-    (lambda: gather(zeros(4, of=F64), TEN, [(0, 4)]), r"out is torch\.float64"),
     (lambda: measured(0, zeros(8, of=F64)), "master"),
-    (lambda: measured(1, zeros(7)), "grad"),
-    (lambda: measured(2, zeros(7)), "exp_avg"),
     (lambda: measured(3, zeros(7)), "sq"),
-    (lambda: measured(2, zeros(7), True), "exp_avg"),
     (lambda: measured(3, zeros(7), True), "sq"),
 ]
+
+
+MODELS = [*ELEMENTWISE, *NORMS, *LOSSES, *LINEAR, *ATTENTION]
 
 
 def is_refused(row: Row) -> None:
@@ -316,15 +288,9 @@ def is_refused(row: Row) -> None:
         row[0]()
 
 
-MODELS = [*ELEMENTWISE, *NORMS, *LOSSES, *LINEAR, *ATTENTION]
-
-
 @in_one_item([*MODELS, *FLAT, *BLOCKS, *HOST], lambda row: row[1])
 def test_what_an_operation_cannot_take_is_named(row: Row) -> None:
     is_refused(row)
-
-
-@in_one_item(HOST, lambda row: row[1])
-def test_without_the_native_core_the_same_is_refused(row: Row) -> None:
-    with reference():
-        is_refused(row)
+    if row in HOST:
+        with reference():  # the same without the native core
+            is_refused(row)
