@@ -79,8 +79,8 @@ def test_updates_and_state_are_those_of_torch(pair):
             torch.testing.assert_close(one.state[a][name], value, rtol=2e-6, atol=2e-7)
 
 
-@in_one_item([(cls, moments) for cls in (CPUAdam, CPULion) for moments in ("fp32", "bf16", "int8")])
-def test_a_resumed_run_goes_on_bit_for_bit(case):
+@in_one_item([(CPUAdam, "fp32"), (CPUAdam, "int8"), (CPULion, "bf16"), (CPULion, "int8")])
+def test_a_resumed_run_or_a_copy_goes_on_bit_for_bit(case):
     cls, settings = case[0], {"lr": 1e-2, "moments": case[1]}
     straight, cut = parameters(), parameters()
     train(cls(straight, **settings), straight, range(6))
@@ -90,6 +90,9 @@ def test_a_resumed_run_goes_on_bit_for_bit(case):
     for index in (0, 1):
         shapes = {tuple(value.shape) for value in saved["state"][index].values() if value.dim()}
         assert shapes == {tuple(cut[index].shape)}
+    other = copy.deepcopy(before)
+    train(other, other.param_groups[0]["params"], range(3, 6))
+    assert all(map(torch.equal, other.param_groups[0]["params"], straight))
     after = cls(cut, **settings)
     after.load_state_dict(saved)
     train(after, cut, range(3, 6))
@@ -118,19 +121,6 @@ def test_a_state_dict_goes_between_settings_and_into_torchs_class():
     assert torch.equal(ours.codes, kept.codes) and torch.equal(ours.scales, kept.scales)
 
 
-def test_a_copy_and_a_pickle_step_alike():
-    params = parameters()
-    optimizer = CPUAdam(params, lr=1e-2, moments="bf16")
-    train(optimizer, params, range(2))
-    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        theirs = other.param_groups[0]["params"]
-        assert other.param_groups[0]["moments"] == "bf16"
-        train(other, theirs, range(2, 3))
-        again = copy.deepcopy(optimizer)
-        train(again, again.param_groups[0]["params"], range(2, 3))
-        assert all(torch.equal(a, b) for a, b in zip(theirs, again.param_groups[0]["params"]))
-
-
 def test_a_schedule_and_a_tensor_as_learning_rate_are_followed():
     """And a closure is called with gradients on."""
     params = [nn.Parameter(torch.ones(2))]
@@ -152,17 +142,11 @@ def test_a_schedule_and_a_tensor_as_learning_rate_are_followed():
     assert float(optimizer.step(closure).detach()) == 2.0 and bool((param < 1).all())
 
 
-def test_they_are_elementwise_until_the_update_is_replaced():
-    for cls in (CPUAdam, CPULion, CPUAdagrad, CPUSGD):
-        check(cls([nn.Parameter(torch.ones(1))]))
-        assert elementwise_base(type("Renamed", (cls,), {})) is cls
-        assert elementwise_base(type("Other", (cls,), {"update": lambda self: None})) is None
-
-
-@in_one_item([(*pair, dtype) for pair in PAIRS for dtype in (torch.bfloat16, torch.float16)])
+@in_one_item(enumerate(PAIRS))
 def test_parameters_in_16_bits_have_masters_of_their_own(case):
     """Also across a state dict, not contiguous, and where the script writes to one."""
-    ours, plain, dtype = case
+    number, (ours, plain) = case
+    dtype = (torch.bfloat16, torch.float16)[number % 2]
     start = torch.randn(3, 5).to(dtype)
     half = nn.Parameter(start.clone().t())
     whole = nn.Parameter(start.float().t().contiguous())
@@ -185,15 +169,6 @@ def test_parameters_in_16_bits_have_masters_of_their_own(case):
         assert torch.equal(half.detach(), master.to(dtype))
 
 
-def test_small_updates_of_bf16_parameters_add_up():
-    param = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    optimizer = CPUAdam([param], lr=1e-4)
-    for _ in range(100):
-        param.grad = torch.ones_like(param)
-        optimizer.step()
-    assert param.detach().float().tolist() == pytest.approx([0.99] * 4, abs=4e-3)
-
-
 def test_adagrad_takes_sparse_gradients():
     ours, plain = (nn.Parameter(torch.linspace(-1, 1, 12).view(6, 2)) for _ in range(2))
     optimizers = CPUAdagrad([ours], lr=0.1), torch.optim.Adagrad([plain], lr=0.1)
@@ -209,6 +184,10 @@ def test_adagrad_takes_sparse_gradients():
 
 def test_state_is_known_before_a_step():
     """One number per element under an engine; of capturable ones before there is a device."""
+    for cls in (CPUAdam, CPULion, CPUAdagrad, CPUSGD):
+        check(cls([nn.Parameter(torch.ones(1))]))
+        assert elementwise_base(type("Renamed", (cls,), {})) is cls
+        assert elementwise_base(type("Other", (cls,), {"update": lambda self: None})) is None
     narrow, blocks = (CPUAdam([nn.Parameter(torch.ones(1))], moments=m) for m in ("bf16", "int8"))
     fresh = fresh_state(narrow, narrow.param_groups[0], torch.zeros(1))
     assert fresh["exp_avg"].dtype == torch.bfloat16

@@ -105,11 +105,7 @@ def test_parameters_without_a_gradient_stay_and_count_by_themselves(kind):
         assert each.step(lambda: 3.0) == 3.0
     for p, q in zip(mine, other.param_groups[0]["params"]):
         assert p is not q and torch.equal(p, q), "a copy goes on alike"
-
-
-def test_a_step_of_ones_own_is_refused_on_shards():
-    check(Lamb(parameters()))
-    own = type("OwnStep", (Lamb,), {"step": lambda self, closure=None: None})
+    own = type("OwnStep", (kind,), {"step": lambda self, closure=None: None})
     with pytest.raises(UnsupportedOptimizerError, match="optimizer OwnStep cannot run"):
         check(own(parameters()))
 
@@ -148,60 +144,41 @@ def test_a_vector_goes_to_adamw_and_a_group_stays_of_its_kind():
         optimizer.step()
 
 
-def bert():
+def test_muon_by_a_configuration():
+    """Hidden matrices are neither embeddings nor the head; groups are parted."""
     sizes = {"vocab_size": 32, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return transformers.BertForMaskedLM(transformers.BertConfig(**sizes, intermediate_size=16))
-
-
-def test_hidden_matrices_are_neither_embeddings_nor_the_head():
-    model = bert()
+    config = transformers.BertConfig(**sizes, intermediate_size=16)
+    model = transformers.BertForMaskedLM(config)
     hidden = hidden_matrices(model)
     found = {name for name, p in model.named_parameters() if any(p is each for each in hidden)}
-    layer = "bert.encoder.layer.0."
-    parts = ("query", "key", "value")
+    parts = ("self.query", "self.key", "self.value", "output.dense")
+    names = [f"attention.{part}" for part in parts] + ["intermediate.dense", "output.dense"]
     assert found == {
-        *(f"{layer}attention.self.{part}.weight" for part in parts),
-        f"{layer}attention.output.dense.weight",
-        f"{layer}intermediate.dense.weight",
-        f"{layer}output.dense.weight",
+        *(f"bert.encoder.layer.0.{name}.weight" for name in names),
         "cls.predictions.transform.dense.weight",
     }
-
-
-def test_groups_of_the_configuration_are_parted():
-    model = bert()
     model.cls.predictions.transform.dense.weight.use_muon = False
-    params = {"lr": 0.5, "muon_lr": 0.1, "adam_lr": 0.2, "momentum": 0.8}
     decayed = [p for p in model.parameters() if p.ndim > 1]
     groups = [
         {"params": decayed, "weight_decay": 0.3},
         {"params": [p for p in model.parameters() if p.ndim < 2], "lr": 0.7},
     ]
+    params = {"lr": 0.5, "muon_lr": 0.1, "adam_lr": 0.2, "momentum": 0.8}
     made = build_optimizer(OptimizerConfig(type="muon", params=params), groups, model)
     assert isinstance(made, Muon)
-    names, parted = ("use_muon", "lr", "weight_decay"), made.param_groups
-    told = [(*(group[name] for name in names), len(group["params"])) for group in parted]
+    keys, parted = ("use_muon", "lr", "weight_decay"), made.param_groups
+    told = [(*(group[key] for key in keys), len(group["params"])) for group in parted]
     assert told == [
         (True, 0.1, 0.3, 6),
         (False, 0.2, 0.3, len(decayed) - 6),
         (False, 0.7, 0.1, len(groups[1]["params"])),
     ]
-
-
-def test_keys_of_the_configuration():
     weight: Any = torch.nn.Parameter(torch.ones(2, 2))
     weight.use_muon = True
-    params: dict[str, Any] = {"adjust_lr_fn": "match_rms_adamw", "nesterov": False}
-    made = build_optimizer(OptimizerConfig(type="Muon", params=params), [weight])
-    assert made.param_groups[0]["use_muon"]
-    assert made.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
-    for method in ("gram", "standard"):
-        made = build_optimizer(OptimizerConfig(type="Muon", params={"ns_method": method}), [weight])
-        assert made.param_groups[0]["ns_steps"] == 5
-    params = {"lr": 0.1, "relative_step": False, "beta1": None, "eps": [0.1, 0.2]}
-    made = build_optimizer(OptimizerConfig(type="adafactor", params=params), of_several_shapes())
-    assert isinstance(made, Adafactor)
-    assert (made.param_groups[0]["lr"], made.param_groups[0]["eps"]) == (0.1, (0.1, 0.2))
+    keys = {"adjust_lr_fn": "match_rms_adamw", "nesterov": False, "ns_method": "gram"}
+    (group,) = build_optimizer(OptimizerConfig("Muon", keys), [weight]).param_groups
+    assert group["use_muon"] and group["ns_steps"] == 5 and not group["nesterov"]
+    assert group["adjust_lr_fn"] == "match_rms_adamw"
 
 
 ADAFACTOR_SHAPES = ((4, 3), (5,), (), (3, 2, 4), (1, 6))
@@ -240,6 +217,17 @@ def test_it_is_transformers_update(settings):
     assert set(ours.state[mine[0]]) == names
     shapes = {name: tuple(each.shape) for name, each in ours.state[mine[3]]["factors"].items()}
     assert shapes == {"exp_avg_sq_row": (3, 2), "exp_avg_sq_col": (3, 4)}
+    params = {"lr": 0.1, "relative_step": False, "beta1": None, "eps": [0.1, 0.2]}
+    group = build_optimizer(OptimizerConfig("adafactor", params), mine).param_groups[0]
+    assert (group["lr"], group["eps"]) == (0.1, (0.1, 0.2))
+    mine, want = of_several_shapes(), of_several_shapes()
+    for each in (mine, want):  # several dtypes, and a state dict
+        each[0].data, each[3].data = each[0].data.double(), each[3].data.double()
+    ours, theirs = Adafactor(mine, **settings), transformers.Adafactor(want, **settings)
+    stepped_alike(ours, mine, theirs, want)
+    fresh = Adafactor(mine, **settings)
+    fresh.load_state_dict(copy.deepcopy(ours.state_dict()))
+    stepped_alike(fresh, mine, theirs, want, 5)
 
 
 ADOPTED = [
@@ -266,17 +254,6 @@ def test_an_object_of_another_library_goes_on_as_it_was(case):
     assert ours.state[mine[0]]["factors"]
     give_back(ours)
     assert type(ours) is kind
-
-
-def test_parameters_of_several_dtypes_and_a_state_dict():
-    mine, want = of_several_shapes(), of_several_shapes()
-    for each in (mine, want):
-        each[0].data, each[3].data = each[0].data.double(), each[3].data.double()
-    ours, theirs = Adafactor(mine), transformers.Adafactor(want)
-    stepped_alike(ours, mine, theirs, want)
-    fresh = Adafactor(mine)
-    fresh.load_state_dict(copy.deepcopy(ours.state_dict()))
-    stepped_alike(fresh, mine, theirs, want, 5)
 
 
 @given(
