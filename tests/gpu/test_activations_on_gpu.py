@@ -8,7 +8,6 @@ as they may.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,10 +20,9 @@ from hf_zero.activations.offload import Offload
 from hf_zero.activations.policy import offload_of
 from hf_zero.config import ActivationOffload
 from hf_zero.deepspeed import activation_checkpointing
-from hf_zero.distributed.init import init_distributed
-from hf_zero.distributed.process_group import destroy_process_group
 from tests.helpers.models import seeded
 
+pytestmark = pytest.mark.usefixtures("process_group")
 ROWS, WIDTH, DEPTH, STEPS = 512, 256, 8, 3
 ACTIVATION = ROWS * WIDTH * 4
 SLOW = 4_000_000  # cycles that a delayed stream sleeps at most: some 2 ms
@@ -44,13 +42,6 @@ SECTIONS: dict[str, dict[str, Any]] = {
         "activation_offload": SMALL,
     },
 }
-
-
-@pytest.fixture(autouse=True)
-def process_group() -> Iterator[None]:
-    init_distributed()
-    yield
-    destroy_process_group()
 
 
 class Block(nn.Module):

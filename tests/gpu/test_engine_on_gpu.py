@@ -8,19 +8,13 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.distributed.init import init_distributed
-from hf_zero.distributed.process_group import destroy_process_group
+from hf_zero.ops import dispatch
 from tests.helpers.engines import STAGES
 from tests.helpers.stacks import stack
 
 STEPS = 5
-
-
-@pytest.fixture(autouse=True)
-def process_group():
-    init_distributed()
-    yield
-    destroy_process_group()
+KERNELS = ["off", pytest.param("auto", id="compiled")]
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def batches() -> list[torch.Tensor]:
@@ -52,9 +46,10 @@ def plain(model, precision: torch.dtype) -> list[float]:
     return losses
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-5), ("bf16", 2e-2)])
 @pytest.mark.parametrize("stage", STAGES)
-def test_losses_equal_the_plain_loop(stage, precision, tolerance):
+def test_losses_equal_the_plain_loop(stage, precision, tolerance, kernels):
     model = stack()
     want = plain(model, torch.bfloat16 if precision == "bf16" else torch.float32)
     config = {
@@ -62,6 +57,7 @@ def test_losses_equal_the_plain_loop(stage, precision, tolerance):
         "zero_optimization": {"stage": stage},
         "gradient_clipping": 1.0,
         "bf16": {"enabled": precision == "bf16"},
+        "kernels": kernels,
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
     engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
@@ -76,17 +72,21 @@ def test_losses_equal_the_plain_loop(stage, precision, tolerance):
         engine.step()
         losses.append(loss.item())
     assert losses == pytest.approx(want, rel=tolerance)
+    if kernels == "auto":
+        assert engine.bound._fused._launches and not dispatch.broken()
     engine.destroy()
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_step_never_waits_for_the_device(stage):
+def test_a_step_never_waits_for_the_device(stage, kernels):
     model = stack()
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "zero_optimization": {"stage": stage},
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
+        "kernels": kernels,
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
@@ -95,6 +95,7 @@ def test_a_step_never_waits_for_the_device(stage):
         if number == 2:  # the first steps record orders and make optimizer state
             torch.cuda.set_sync_debug_mode("error")
         try:
+            optimizer.param_groups[0]["lr"] *= 0.9  # uploaded anew
             engine.backward(engine(inputs).float().square().mean())
             engine.step()
         finally:

@@ -1,17 +1,12 @@
-"""The flat optimizers on a GPU at real sizes: beside torch's fused step and fp64, in engines
-with and without them, and never waiting.
-"""
+"""The flat optimizers on a GPU at real sizes: beside torch's fused step and fp64."""
 
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
 
-from hf_zero.distributed.init import init_distributed
-from hf_zero.distributed.process_group import destroy_process_group
 from hf_zero.ops import dispatch
 from hf_zero.ops.flat_optimizers import (
     FlatRun,
@@ -25,18 +20,9 @@ from hf_zero.ops.flat_optimizers import (
 )
 from hf_zero.ops.lamb import LambSettings, apply_, measure_
 from hf_zero.optim.adam_lion import Lion
-from tests.helpers.engines import STAGES, start
-from tests.helpers.stacks import stack
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEPS = 3
-
-
-@pytest.fixture
-def process_group():
-    init_distributed()
-    yield
-    destroy_process_group()
 
 
 @pytest.fixture(autouse=True)
@@ -145,56 +131,3 @@ def test_the_norm_is_that_of_fp64(dtype, record_property):
     assert squared_norm(parts)[1].item() == 1.0
     small = squared_norm(torch.full((100_000,), 1e-25, device=DEVICE))[0]
     assert small.item() == pytest.approx(1e-45, rel=1e-5)
-
-
-def run_engine(
-    kernels: bool, stage: int, precision: str, monkeypatch: Any, watched: bool = False
-) -> list[float]:
-    """Losses of five steps; ``watched``: an error where one of the later waits for the device."""
-    wanted = lambda name, asked, device: kernels and dispatch.runs_on(device)  # noqa: E731
-    monkeypatch.setattr(dispatch, "wanted", wanted)
-    torch.manual_seed(0)
-    model = stack()
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": {"stage": stage},
-        "gradient_clipping": 1.0,
-        "bf16": {"enabled": precision == "bf16"},
-    }
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
-    engine = start(model, optimizer, config)
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    generator = torch.Generator().manual_seed(3)
-    batches = [torch.randn(4, 7, generator=generator).to(DEVICE, dtype) for _ in range(5)]
-    losses = []
-    for number, inputs in enumerate(batches):
-        if watched and number == 2:  # the first steps make tables and state
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            optimizer.param_groups[0]["lr"] *= 0.9  # uploaded anew
-            loss = engine(inputs).float().square().mean()
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.detach())
-        finally:
-            if watched:
-                torch.cuda.set_sync_debug_mode("default")
-    assert bool(engine.bound._fused._launches) == kernels
-    engine.destroy()
-    return [loss.item() for loss in losses]
-
-
-@pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-5), ("bf16", 1e-2)])
-@pytest.mark.parametrize("stage", STAGES)
-def test_engines_with_and_without_lose_alike(
-    stage, precision, tolerance, process_group, monkeypatch
-):
-    ours, theirs = (run_engine(kernels, stage, precision, monkeypatch) for kernels in (True, False))
-    assert ours == pytest.approx(theirs, rel=tolerance)
-
-
-@pytest.mark.skipif(DEVICE == "cpu", reason="a CPU has nothing to wait for")
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_step_never_waits_for_the_device(stage, precision, process_group, monkeypatch):
-    run_engine(True, stage, precision, monkeypatch, watched=True)

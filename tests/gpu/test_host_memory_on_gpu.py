@@ -13,7 +13,10 @@ GPU = torch.device("cuda", 0)
 def test_memory_is_pinned_and_copies_run_beside_the_host() -> None:
     arena = HostArena(pin=True, device=GPU)
     tensor = arena.take(1 << 26, torch.float32)
-    assert arena.pinned and tensor.is_pinned()
+    others = [arena.take(numel, torch.float32) for numel in (1 << 20, 3_000_001)]
+    asked = sum(each.nbytes for each in (tensor, *others))
+    assert arena.pinned and asked <= arena.nbytes <= 1.05 * asked
+    assert all(each.is_pinned() for each in (tensor, *others))
     tensor.copy_(torch.arange(1 << 26))
     on_gpu = tensor.to(GPU, non_blocking=True)
     back = arena.take(1 << 26, torch.float32)

@@ -36,9 +36,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize(
     "variant", ["layer", "rms", "layer of a sum", "dropout", "dropout, inverted"]
 )
-def test_kernels_are_their_reference(
-    variant: str, shape: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_kernels_are_their_reference(variant, shape, dtype):
     centered, inverted, dropped = variant != "rms", "inverted" in variant, "dropout" in variant
     rows, width = shape
     widest = norms.WIDEST_CENTERED if centered else norms.WIDEST
@@ -153,19 +151,3 @@ def test_nothing_waits_for_the_gpu() -> None:
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def test_a_compiled_block_runs_them() -> None:
-    def block(
-        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
-    ) -> torch.Tensor:
-        y, total = norms.add_layer_norm(F.gelu(x), residual, weight, bias)
-        return F.gelu(y) + total
-
-    inputs = [drawn(64, 1024), drawn(64, 1024), drawn(1024), drawn(1024)]
-    plain = [each.clone().requires_grad_() for each in inputs]
-    compiled = [each.clone().requires_grad_() for each in inputs]
-    block(*plain).sum().backward()
-    torch.compile(block, fullgraph=True)(*compiled).sum().backward()
-    for one, other in zip(compiled, plain, strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-3)

@@ -6,12 +6,8 @@ tests/ranks/test_offload.py shows the same numbers on the CPU, where transfers a
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +15,18 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.distributed.init import init_distributed
-from hf_zero.distributed.process_group import destroy_process_group
 from hf_zero.errors import ConfigError
 from hf_zero.offload.gradient_offload import GradientOffload
 from hf_zero.offload.sub_group_update import Update
-from hf_zero.ops.host_memory import HostArena
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
-from tests.helpers import oracle
-from tests.helpers.engines import config_of, full_weights, start
-from tests.helpers.models import ARCHITECTURES, Stack, seeded
+from tests.helpers.models import Stack, seeded
 from tests.helpers.offloads import WAYS, offload, stages_of
-from tests.helpers.training import ArchitectureJob, Plan, trainable
+from tests.helpers.training import trainable
 
+pytestmark = pytest.mark.usefixtures("process_group")
 STEPS = 5
 CELLS = [(way, stage) for way in WAYS for stage in stages_of(way)]
 SLOW = 20_000_000  # cycles that a delayed stream sleeps: some 10 ms
-
-
-@pytest.fixture(autouse=True)
-def process_group() -> Iterator[None]:
-    init_distributed()
-    yield
-    destroy_process_group()
 
 
 def wide() -> torch.nn.Module:
@@ -104,9 +89,7 @@ def apart(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
 
 @pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-5), ("bf16", 5e-3)])
 @pytest.mark.parametrize("way, stage", CELLS)
-def test_every_way_equals_the_device(
-    way: str, stage: int, precision: str, tolerance: float, tmp_path: Path
-) -> None:
+def test_every_way_equals_the_device(way, stage, precision, tolerance, tmp_path):
     want, losses = train({"stage": stage}, precision)
     got, away = train(offload(way, stage, tmp_path), precision)
     assert apart(got, want) < tolerance
@@ -180,9 +163,7 @@ PLACES += [("all on cpu", 3), ("all in files", 3)]
 
 @pytest.mark.parametrize("make", [adamw, rmsprop])
 @pytest.mark.parametrize("way, stage", PLACES)
-def test_nobody_reads_what_has_not_come(
-    way: str, stage: int, make: Make, slow: str, tmp_path: Path
-) -> None:
+def test_nobody_reads_what_has_not_come(way, stage, make, slow, tmp_path):
     want, _ = train({"stage": stage}, make=make)
     got, _ = train(offload(way, stage, tmp_path), make=make)
     assert apart(got, want) < 1e-5, slow
@@ -206,44 +187,7 @@ def test_evaluation_reads_the_parameters_of_the_last_step(slow: str, tmp_path: P
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-5)
 
 
-ALONE = """
-import json, sys, torch
-from pathlib import Path
-from tests.gpu.test_offload_on_gpu import train
-from hf_zero.distributed import init, process_group
-from tests.helpers.offloads import offload
-init.init_distributed()
-way, stage, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-weights, losses = train(offload(way, stage, folder), "bf16")
-print("@" + json.dumps([losses, sum(float(w.double().abs().sum()) for w in weights.values())]))
-process_group.destroy_process_group()
-"""
-
-
-@pytest.mark.parametrize("way, stage", [("optimizer on cpu", 2), ("all on cpu", 3)])
-def test_blocking_launches_change_nothing(way: str, stage: int, tmp_path: Path) -> None:
-    said = []
-    for blocking in ("0", "1"):
-        env = {**os.environ, "CUDA_LAUNCH_BLOCKING": blocking}
-        env.pop("MASTER_PORT", None)
-        command = [sys.executable, "-c", ALONE, way, str(stage), str(tmp_path)]
-        told: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 300, "check": True}
-        answer = subprocess.run(command, env=env, **told).stdout
-        (line,) = (line for line in answer.splitlines() if line.startswith("@"))
-        said.append(json.loads(line[1:]))
-    assert said[0] == said[1]
-
-
 # ---- bytes ----
-
-
-def test_pinned_memory_is_what_was_asked_for() -> None:
-    arena = HostArena(True, torch.device("cuda", torch.cuda.current_device()))
-    taken = [arena.take(numel, torch.float32) for numel in (1 << 20, 3_000_001, 17_000_000)]
-    asked = sum(tensor.nbytes for tensor in taken)
-    assert arena.pinned
-    assert asked <= arena.nbytes <= 1.05 * asked
-    assert all(tensor.is_pinned() for tensor in taken)
 
 
 def peak_of(section: dict[str, Any]) -> tuple[int, int]:
@@ -276,20 +220,3 @@ def test_offload_takes_its_state_off_the_gpu(tmp_path: Path) -> None:
     assert away < 2 * numel + 2 * 9 * unit + (8 << 20)
     nothing, _ = peak_of(offload("all on cpu", 3, tmp_path, buffer_size=1 << 20))
     assert nothing < 2 * 14 * unit + (8 << 20)
-
-
-def test_weights_after_the_oracle_in_bf16(tmp_path: Path) -> None:
-    """Llama against the plain mixed-precision loop, as on the CPU."""
-    job = ArchitectureJob(ARCHITECTURES["llama"])
-    plan = Plan(ranks=1, steps=4, precision="bf16", clip=1.0)
-    exact, mixed = oracle.kept(job, Plan(ranks=1, steps=4, clip=1.0)), oracle.mixed(job, plan, 2)
-    model, section = job.build(), offload("optimizer on cpu", 2, tmp_path)
-    engine = start(model, job.optimizer(model), config_of(2, plan, zero_optimization=section))
-    for step in range(plan.steps):
-        batch = ARCHITECTURES["llama"].batch(step, 0, 0)
-        batch = {name: value.cuda() for name, value in batch.items()}
-        engine.backward(engine(**batch).loss)
-        engine.step()
-    got = {name: weights.cpu() for name, weights in full_weights(engine).items()}
-    engine.destroy()
-    assert apart(got, exact.weights) < 1.2 * apart(mixed.weights, exact.weights) + 1e-5

@@ -21,12 +21,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import hf_zero
-from hf_zero.distributed.init import init_distributed
-from hf_zero.distributed.process_group import destroy_process_group
 from hf_zero.integrations.trl.rollout_weights import copies
 from hf_zero.ops.host_memory import HostArena
 from tests.helpers.models import Stack, seeded
 
+pytestmark = pytest.mark.usefixtures("process_group")
 SLOW = 20_000_000  # cycles that a delayed stream sleeps: some 10 ms
 AT_ONCE = 3  # tensors packed on one stream: fewer than a bucket has
 PLACES: dict[str, dict[str, Any]] = {
@@ -39,13 +38,6 @@ PLACES: dict[str, dict[str, Any]] = {
         "offload_param": {"device": "cpu"},
     },
 }
-
-
-@pytest.fixture(autouse=True)
-def process_group() -> Iterator[None]:
-    init_distributed()
-    yield
-    destroy_process_group()
 
 
 def batch() -> torch.Tensor:
