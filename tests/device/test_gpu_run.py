@@ -16,7 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from hf_zero.ops import dispatch, philox
+from tests.helpers.cells import in_turn
+from tests.helpers.checked_triton import checked_triton
 from tests.helpers.commands import completed
 
 ROOT = Path(__file__).parents[2]
@@ -52,10 +56,8 @@ def third_party(path: Path) -> set[str]:
     return found - {"tests", "hf_zero"} - sys.stdlib_module_names
 
 
-@pytest.mark.parametrize("minutes", [(), ("--minutes", "9")], ids=["all", "minutes"])
-def test_what_a_bare_machine_lacks_is_installed_first(
-    minutes: tuple[str, ...], tmp_path: Path
-) -> None:
+@in_turn("minutes", [(), ("--minutes", "9")])
+def test_what_a_bare_machine_lacks_is_installed_first(minutes, tmp_path):
     bare, asked = tmp_path / "python", tmp_path / "asked"
     bare.write_text(BARE)
     bare.chmod(0o755)
@@ -92,10 +94,6 @@ def bench() -> Iterator[Any]:
         sys.path.remove(str(BENCH))
 
 
-def gpu_cell(bench: Any, of: str, seconds: int, native: bool = False) -> Any:
-    return bench.cells.Cell("w", of, seconds, lambda tiny: iter(()), "", native)
-
-
 class FakeMachine:
     """A clock that only cells move, and cells that take what ``takes`` says."""
 
@@ -114,19 +112,26 @@ class FakeMachine:
             raise self.bench.run.CellFailed(self.fails[cell.name])
 
 
-def test_cells_run_in_order_while_they_fit_and_what_did_not_is_written(
-    bench: Any, tmp_path: Path
-) -> None:
-    def cell(of: str, seconds: int, needs: str = "") -> Any:
-        return bench.cells.Cell("w", of, seconds, lambda tiny: iter(()), needs)
+def test_cells_run_in_order_while_they_fit_and_what_did_not_is_written(bench, tmp_path):
+    """One that hangs leaves time; the core is built where it is needed."""
+
+    def cell(of: str, seconds: int, native: bool = False) -> Any:
+        needs = "liger_kernel" * (of == "peer")
+        return bench.cells.Cell("w", of, seconds, lambda tiny: iter(()), needs, native)
+
+    built: list[float] = []
+
+    def build(limit: float) -> str:
+        built.append(machine.now)
+        machine.now += 30
+        return "no compiler"
 
     seconds = {"first": 60, "breaks": 30, "peer": 10, "long": 200, "short": 20, "last": 31}
-    cells = [cell(of, each, "liger_kernel" * (of == "peer")) for of, each in seconds.items()]
     takes = {"w first": 70, "w breaks": 10, "w short": 25}
     machine = FakeMachine(bench, takes, {"w breaks": "ended with 1: out of memory"})
     path = tmp_path / "rows.jsonl"
-    run = bench.run.Run(path, machine.execute, 100 + 140, lambda package: False, machine.clock)
-    run.cells(cells)
+    run = bench.run.Run(path, machine.execute, 240, lambda package: False, machine.clock, build)
+    run.cells([cell(of, each) for of, each in seconds.items()])
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert rows == run.rows
     said = [f"{row['of']} {key}" for row in rows for key in row if key not in ("work", "of")]
@@ -136,23 +141,10 @@ def test_cells_run_in_order_while_they_fit_and_what_did_not_is_written(
     assert rows[3]["missing"] == "liger_kernel is not installed"
     assert rows[4]["skipped"] == "expected to take 200 s, 55 s are left" and machine.now <= 240
 
-
-def test_a_cell_that_hangs_leaves_time_and_the_core_is_built_where_it_is_needed(
-    bench: Any, tmp_path: Path
-) -> None:
     machine = FakeMachine(bench, {"w hangs": 9999, "w plain": 5, "w core": 5, "w again": 5}, {})
-    built: list[float] = []
-
-    def build(limit: float) -> str:
-        built.append(machine.now)
-        machine.now += 30
-        return "no compiler"
-
-    path = tmp_path / "rows.jsonl"
-    there = lambda package: True  # noqa: E731
-    run = bench.run.Run(path, machine.execute, 100 + 600, there, machine.clock, build)
+    run = bench.run.Run(path, machine.execute, 700, lambda package: True, machine.clock, build)
     names = ("hangs", "plain", "core", "again")
-    run.cells(gpu_cell(bench, of, 20, of in ("core", "again")) for of in names)
+    run.cells(cell(of, 20, of in ("core", "again")) for of in names)
     assert machine.limits == dict.fromkeys(machine.takes, 60)
     assert built == [100 + 60 + 5]
     said = [row.get("of", row.get("native_core")) for row in run.rows]
@@ -258,9 +250,7 @@ def test_the_table_says_of_each_goal_whether_it_is_met(bench: Any) -> None:
     ]
 
 
-def test_figures_of_references_of_other_losses_and_of_other_devices_do_not_count(
-    bench: Any,
-) -> None:
+def test_figures_of_references_of_other_losses_and_of_other_devices_do_not_count(bench):
     goal = bench.goals.Goal
     h200, steps = {"device": "NVIDIA H200"}, {"steps": 15}
     rows = [
@@ -289,14 +279,9 @@ def test_figures_of_references_of_other_losses_and_of_other_devices_do_not_count
     assert met(elsewhere)[0] == "set for H200" and met(elsewhere)[-1] == "yes"
 
 
-def test_a_row_names_the_kernels_that_ran_and_those_that_were_replaced(
+def test_every_goal_is_about_cells_that_are_measured_and_a_row_names_the_kernels_that_ran(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
-
-    from hf_zero.ops import dispatch, philox
-    from tests.helpers.checked_triton import checked_triton
-
     monkeypatch.setattr(dispatch.Kernel, "launcher", dispatch.Kernel.launcher)  # put back after
     names = bench.cells.launched()
     with checked_triton():
@@ -305,9 +290,6 @@ def test_a_row_names_the_kernels_that_ran_and_those_that_were_replaced(
     monkeypatch.setitem(dispatch._BROKEN, "philox_words", "ptxas: no")
     found = bench.cells.kernels(names, False)
     assert found == {"kernels": [], "replaced": {"philox_words": "ptxas: no"}}
-
-
-def test_every_goal_is_about_cells_that_are_measured(bench: Any) -> None:
     cells = {(cell.work, cell.of) for cell in bench.cells.CELLS}
     assert len(cells) == len(bench.cells.CELLS)
     for goal in bench.goals.GOALS:
