@@ -58,7 +58,7 @@ CHECKPOINTS_OFFLOADED = {
 )
 def test_models_that_checkpoint_by_themselves(way, stage, config, moved):
     del moved[:]
-    job, plan = WAYS[way], Plan(ranks=2, steps=2, accumulation=2, clip=0.5)
+    job, plan = WAYS[way], Plan(ranks=2, steps=2, clip=0.5)
     oracle.compare(
         train_on_threads(job, plan, engine_opener(stage, **config)), oracle.kept(job, plan)
     )

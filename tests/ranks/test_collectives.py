@@ -82,9 +82,7 @@ def test_numbers_and_bytes(stage, accumulation, precision):
 
 
 def test_a_recorded_step_at_stage_3():
-    """Gathers run ahead, beside reductions; a unit that is still there is not gathered; few are
-    whole at once; ranks agree on nothing.
-    """
+    """Gathers run ahead, few units are whole at once, and ranks agree on nothing."""
     depth, seen = 8, []
 
     def run(rank, model):

@@ -70,9 +70,7 @@ def test_equal_to_the_plain_loop_with_one_compilation_for_all_blocks_and_steps()
 
 
 class Dropping(nn.Module):
-    """Checkpoints itself around its call, or inside its forward, as the releases of transformers
-    do.
-    """
+    """Checkpoints itself around its call, or inside its forward, as transformers does."""
 
     def __init__(self, inside):
         super().__init__()
@@ -340,9 +338,7 @@ def test_compile_called_by_a_script(ask):
 
 
 def test_modules_compiled_in_place_keep_their_hooks_outside():
-    """Accelerate's regional compilation calls ``Module.compile`` on every block and on the other
-    modules.
-    """
+    """As Accelerate's regional compilation does, with every block and other modules."""
     job, plan = ArchitectureJob(ARCHITECTURES["bert"]), Plan(steps=2)
 
     def opener(model, optimizer, plan):

@@ -95,9 +95,7 @@ def as_gathered(flat, values, block=None):
 
 @on_each_rank(3)
 def test_weights_are_gathered_in_8_bits_and_kept_as_they_are(rank, model):
-    """Every rank, the owner too, computes with C(w); masters, ``safe_get_*`` and whole state dicts
-    have full precision; a script that gathers gets the shards as they are, by one gather.
-    """
+    """Every rank, the owner too, computes with C(w); whoever asks gets full precision."""
     plan = Plan(precision="bf16")
     engine = start(model, adamw(model), config(3, plan, WEIGHTS))
     flats = {name: flat for flat in engine.flats for name in flat.layout.by_name}
@@ -172,9 +170,7 @@ def test_a_write_inside_gathered_parameters_keeps_the_rest_exact(rank, model):
     ],
 )
 def test_updates_are_differences_to_what_all_ranks_have(stage, ranks, plan, caplog):
-    """xh = round(xh + C(x - xh)) bit for bit on every rank, from the masters of each step; what is
-    lost once is in the next difference. One line in the log names codecs and bytes.
-    """
+    """xh = round(xh + C(x - xh)) bit for bit, from the masters of each step; it is logged once."""
     caplog.set_level("INFO", logger="hf_zero")
     caplog.clear()
 
@@ -215,9 +211,6 @@ def test_updates_are_differences_to_what_all_ranks_have(stage, ranks, plan, capl
 
 @on_each_rank(3)
 def test_a_unit_that_is_fetched_has_the_values_of_a_gather(rank, model):
-    """A rank that needs a unit out of order takes the shards of others as they are, and makes of
-    them what a gather gives.
-    """
     engine = start(model, adamw(model), config(3, Plan(), WEIGHTS))
     unit = engine.units[1]
     unit.launch_gather()
@@ -232,9 +225,7 @@ def test_a_unit_that_is_fetched_has_the_values_of_a_gather(rank, model):
 
 
 def test_whole_weights_and_checkpoints_are_of_the_masters(tmp_path):
-    """The weights that all ranks compute with lag behind the masters by the differences still to be
-    sent; a load, on other ranks, rounds the masters.
-    """
+    """The weights that ranks compute with lag behind them; a load rounds them, on other ranks."""
     plan = Plan(precision="bf16")
 
     def save(rank, model):
@@ -389,9 +380,7 @@ def one_step(engine, number, rank, dtype, times=1.0):
 @in_turn("stage, up, more", [(1, GRADIENTS, {}), (3, GRADIENTS, {}), (2, {}, FOUR)])
 @on_each_rank(2)
 def test_errors_are_cleared(rank, model, stage, up, more):
-    """By every third step, by a load, whose file has none of them, and on all ranks by an overflow
-    on one.
-    """
+    """By every third step, by a load, and on all ranks by an overflow on one."""
     plan = Plan(precision="fp16", scale=16.0)
     engine = start(model, adamw(model), loco(stage, plan, up, **more))
 

@@ -34,9 +34,7 @@ def started(config, data=()):
 
 
 def train(engine, loader, steps):
-    """The samples that this rank sees in each of ``steps`` steps, over as many epochs of the
-    loader as that takes.
-    """
+    """The samples that this rank sees in each step, over as many epochs as that takes."""
     seen: list[list[int]] = [[] for _ in range(steps)]
     end = engine.global_steps + steps
     for batch in chain.from_iterable(repeat(loader)):
@@ -105,9 +103,7 @@ def tagged(batch, state):
 
 @in_turn("workers", [0, 1])
 def test_functions_are_the_schedule_and_make_the_batches(tmp_path, workers):
-    """The same draws as the schedule whose numbers the function returns, over two iterations of
-    the loader, also with workers that load ahead.
-    """
+    """Over two iterations of the loader, also with workers that load ahead."""
     index = index_in(tmp_path)
     config = configured(index, 1, 1, schedule_type="custom")
     config["data_efficiency"]["data_sampling"]["num_workers"] = workers

@@ -53,9 +53,7 @@ def without_dropout():
 
 
 def dense(weights, ranks, step, micro):
-    """Return the eigenvalue that the iteration finds for each block's Hessian, over the largest of
-    all.
-    """
+    """Return the eigenvalue of each block's Hessian by the iteration, over the largest of all."""
     model = losing().eval()
     found = []
     for number in range(3):
@@ -145,10 +143,10 @@ def test_goes_on_from_a_checkpoint(tmp_path):
             state = engine.techniques.state_dict()
         return state, bits
 
-    state, bits = on_ranks(2, run, False, 2, build=without_dropout)[0]
-    loaded, rest = on_ranks(3, run, True, 6, build=without_dropout)[0]
+    state, bits = on_ranks(1, run, False, 2, build=without_dropout)[0]
+    loaded, rest = on_ranks(2, run, True, 5, build=without_dropout)[0]
     assert loaded == state
-    assert bits + rest == on_ranks(1, run, False, 6, build=without_dropout)[0][1]
+    assert bits + rest == on_ranks(1, run, False, 5, build=without_dropout)[0][1]
 
 
 def test_a_measurement_changes_nothing_but_bits():

@@ -164,9 +164,7 @@ def passes_of(stage, plan):
 
 
 def test_passes_over_memory():
-    """The average is one over this rank's chunk; gradients of another dtype are added in one call,
-    since lists of several dtypes are added one parameter, one launch, after the other.
-    """
+    """One over this rank's chunk for the average; sums of other dtypes in one call."""
     for passes, padded in passes_of(3, Plan(ranks=PASSES_RANKS, precision="bf16")):
         assert 0 < passes.multiplied <= padded // PASSES_RANKS
     for passes, _ in passes_of(1, Plan(ranks=2, precision="bf16", accumulation=2)):
