@@ -37,8 +37,8 @@ from scripts import suite  # noqa: E402
 FAULTS = Path(__file__).resolve().parent
 RESULTS = ROOT / ".mutants"
 COPIED = ("hf_zero", "kernels", "tests", "scripts", "recipes", ".github", ".ci")
-FIRST = 40  # tests of the first round, each of another file
-LIMIT = 420.0  # seconds of one fault's tests
+FIRST = 20  # tests of the first round, each of another file
+LIMIT = 150.0  # seconds of one fault's tests
 HANGS = 180  # seconds after which a test fails that has not ended
 
 
@@ -198,8 +198,9 @@ def durations() -> dict[str, float]:
 
 
 def tests_by_fault(rows: Iterable[Fault]) -> dict[str, list[str]]:
-    """Return the tests that execute each fault's statement, the fastest of each file first; for
-    one outside of functions those that import its module or belong to its folder.
+    """Return the tests that execute each fault's statement, of each file the one first that is fast
+    and executes few others; for a fault outside of functions those that import its module or belong
+    to its folder.
     """
     seconds = durations()
     hits: dict[str, set[str]] = defaultdict(set)
@@ -207,10 +208,15 @@ def tests_by_fault(rows: Iterable[Fault]) -> dict[str, list[str]]:
         for line in path.read_text().splitlines():
             name, _, test = line.partition("\t")
             hits[name].add(test)
+    executed = Counter(test for tests in hits.values() for test in tests)
+
+    def cost(test: str) -> float:  # a test that executes few faults is one of their own
+        return executed[test] * (1.0 + seconds.get(test, 0.0))
+
     found: dict[str, list[str]] = {}
     for row in rows:
         tests = list(hits[row.name] - {""}) or suite.tests_of([row.file])
-        found[row.name] = list(_spread(sorted(tests, key=lambda name: seconds.get(name, 0.0))))
+        found[row.name] = list(_spread(sorted(tests, key=cost)))
     return found
 
 
@@ -232,9 +238,7 @@ def copy_of_the_tree(folder: Path) -> Path:
     for name in (*COPIED, *(path.name for path in ROOT.iterdir() if path.is_file())):
         source = ROOT / name
         if source.is_dir():
-            shutil.copytree(
-                source, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
-            )
+            shutil.copytree(source, tree / name, symlinks=True)  # bytecode, too: times are kept
         elif source.is_file():
             shutil.copy(source, tree / name)
     return tree
@@ -290,7 +294,7 @@ def _first_failure(tree: Path, tests: list[str], limit: float) -> str:
 
 
 def run(names: list[str], jobs: int, label: str) -> int:
-    """Print and keep what becomes of each fault."""
+    """Print and keep what becomes of each fault. The test that has caught it before runs first."""
     rows = [row for row in faults() if not names or row.name in names]
     unknown = set(names) - {row.name for row in rows}
     if unknown:
@@ -302,6 +306,11 @@ def run(names: list[str], jobs: int, label: str) -> int:
     results = RESULTS / f"{label}.json"
     known = json.loads(results.read_text()) if results.exists() else {}
     tests = tests_by_fault(rows)
+    for kept in RESULTS.glob("*.json"):
+        for name, result in json.loads(kept.read_text()).items():
+            if result["caught"] in tests.get(name, ()):
+                tests[name].remove(result["caught"])
+                tests[name].insert(0, result["caught"])
     waiting = [row for row in rows if names or row.name not in known]
     with ThreadPoolExecutor(jobs) as pool:
         for row, result in zip(
