@@ -18,7 +18,7 @@ from tests.helpers import oracle
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import STAGES, engine_opener, train_on_threads
 from tests.helpers.models import ARCHITECTURES, floats, seeded, tokens
-from tests.helpers.training import ArchitectureJob, Job, Plan, plain_sgd, sgd
+from tests.helpers.training import ArchitectureJob, Job, Plan, Way, plain_sgd, sgd
 from tests.helpers.ways import WAYS
 from tests.loading.zoo import MORE, ZOO, animal
 
@@ -28,12 +28,12 @@ PRODUCT = list(itertools.product(STAGES, RANKS, ACCUMULATION, PRECISIONS, NAMES)
 TURNS = [
     (
         stage,
-        RANKS[(2 * turn + stage) % 3],
+        (1, 2, 3)[(2 * turn + stage) % 3],
         ACCUMULATION[(turn // 2 + stage) % 2],
         PRECISIONS[(turn + stage) % 3],
-        name,
+        NAMES[(turn + stage) % 4],
     )
-    for stage, (turn, name) in itertools.product(STAGES, enumerate(NAMES))
+    for stage, turn in itertools.product(STAGES, range(3))
 ]
 
 
@@ -52,22 +52,35 @@ def test_the_product(stage, ranks, accumulation, precision, name):
     accept(ArchitectureJob(ARCHITECTURES[name]), Plan(ranks, 5, accumulation, precision), stage)
 
 
-@in_turn("stage, name, ranks", [(0, "t5", 2), (1, "bert", 3), (2, "t5", 2), (3, "bert", 3)])
-def test_sgd_leaves_the_same_weights(stage, name, ranks):
+@in_turn("stage", STAGES)
+def test_sgd_leaves_the_same_weights(stage):
     """Adam forgives gradients off by a factor. Three ranks: an uneven cut."""
-    job = ArchitectureJob(ARCHITECTURES[name], sgd)
-    job.name += " with sgd"
-    plan = Plan(ranks=ranks, steps=3, accumulation=2, clip=2.0)
-    got = train_on_threads(job, plan, engine_opener(stage))
-    oracle.compare(got, oracle.kept(job, plan), weight_floor=oracle.ROUNDING)
+    job, plan = (
+        Way("a stack with sgd", make_optimizer=sgd),
+        Plan(ranks=3, steps=3, accumulation=2, clip=0.1),
+    )
+    got, want = train_on_threads(job, plan, engine_opener(stage)), oracle.kept(job, plan)
+    oracle.compare(got, want, weight_floor=oracle.ROUNDING)
+    assert min(want.norms) > plan.clip
 
 
 PLAN = Plan(ranks=2, steps=2)  # the second in the order that the first has recorded
-# the stage below 3 that a way meets in the fast suite
-BELOW = [(name, index // 8 % 3) for index, name in enumerate(WAYS) if index % 8 == 0]
+# each beside a way that is like it
+LONG = {
+    "gradient_checkpointing_enable(use_reentrant=False) on t5",
+    "gradient_checkpointing_enable(use_reentrant=True) on t5",
+    "a part of the model alone: T5's encoder",
+    "no_grad evaluation between micro-batches and before a backward",
+    "inference_mode of T5 between micro-batches and before a backward",
+    "the raw module of llama instead of the engine",
+    "LoRA over frozen blocks",
+}
+# the stage below 3 that some ways meet in the fast suite
+BELOW = [(name, index // 16 % 3) for index, name in enumerate(WAYS) if index % 16 == 0]
+assert WAYS.keys() > LONG
 
 
-@in_turn("name, stage", [*((name, 3) for name in WAYS), *BELOW])
+@in_turn("name, stage", [*((name, 3) for name in WAYS if name not in LONG), *BELOW])
 def test_way(name, stage):
     accept(WAYS[name], PLAN, stage)
 
@@ -162,10 +175,7 @@ def batch(model, at):
 
 
 # causal ones are in tests/matrix/test_random_programs.py
-FAST = [
-    *("roberta", "resnet", "wav2vec2", "clip", "mamba", "albert", "llava", "swin", "whisper"),
-    *("qwen2_vl", "jamba", "segformer", "deberta-v2", "blip", "marian", "rwkv"),
-]
+FAST = ["resnet", "wav2vec2", "clip", "albert", "swin", "whisper", "jamba", "marian"]
 
 
 def compare_type(name):

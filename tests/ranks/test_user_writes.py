@@ -21,24 +21,13 @@ from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.models import Stack, seeded
 from tests.helpers.oracle import compare_tensors
-from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared, stack
+from tests.helpers.stacks import on_each_rank, on_ranks, run_steps, squared
 from tests.helpers.training import At, Plan, plain_sgd
 from tests.ranks.cases import expect, values_of
 
 STEPS, RANKS = 3, 2
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}
-
-
-def zero(model, memory):
-    with torch.no_grad():
-        model.head.weight.zero_()
-        model.blocks[1].up.weight[3:5] = 0.5
-
-
-def clip(model, memory):
-    for p in model.parameters():
-        p.data.clamp_(-0.1, 0.1)
 
 
 def initialise(model, memory):
@@ -84,21 +73,20 @@ def set_in_place(model, memory):
         model.head.weight.set_(model.head.weight * 0.7)
 
 
-WRITES = [zero, clip, initialise, assign, transpose, vector, add, average, kept_alias, set_in_place]
+WRITES = [initialise, assign, transpose, vector, average, kept_alias, set_in_place, add]
 CPU = {"device": "cpu"}
 WHOLE = {"stage3_param_persistence_threshold": 1_000_000}
 SETTINGS = [
     (0, "fp32", {}),
     (1, "fp32", {}),
     (2, "fp32", {"offload_optimizer": CPU}),
-    (0, "bf16", {}),
     (1, "bf16", {"offload_optimizer": CPU}),
     (2, "bf16", {}),
     (1, "fp16", {}),
     (3, "fp32", WHOLE),
     (3, "bf16", WHOLE | {"offload_optimizer": CPU, "offload_param": CPU}),
 ]
-CELLS = [(write, *SETTINGS[turn % len(SETTINGS)]) for turn, write in enumerate(WRITES)]
+CELLS = [(write, *setting) for write, setting in zip(WRITES, SETTINGS, strict=True)]
 
 
 class Squared(Stack):
@@ -198,10 +186,8 @@ class ForwardWrites(nn.Module):
 @in_turn(
     "stage, more",
     [
-        (0, {}),
         (1, {}),
         (2, {"offload_optimizer": CPU}),
-        (3, {}),
         (3, {"offload_optimizer": CPU, "offload_param": CPU}),
     ],
 )
@@ -251,32 +237,27 @@ def test_what_is_written_is_saved_and_read_before_the_next_step(rank, model, sta
         bias.data.fill_(4.0)
         # of the same buffer
         hf_zero.safe_set_full_fp32_param(weight, torch.full((5, 32), 2.0))
-    engine.save_checkpoint(str(tmp_path), f"now {stage}")
+    engine.save_checkpoint(str(tmp_path), "now")
     with torch.no_grad(), hf_zero.GatheredParameters([bias, weight], modifier_rank=0):
         weight.zero_()
         bias.zero_()
-    engine.load_checkpoint(str(tmp_path), f"now {stage}")
+    engine.load_checkpoint(str(tmp_path), "now")
     assert read(weight).eq(2).all()
-    assert stage == 3 or (bias.eq(4).all() and read(bias).eq(4).all())
+    if stage < 3:
+        assert bias.eq(4).all() and read(bias).eq(4).all()
+    else:  # without a modifier it is dropped
+        with torch.no_grad(), hf_zero.GatheredParameters(model.head):
+            weight.zero_()
+            bias.data.zero_()
+        engine.backward(squared(engine, At(1, 0, rank), torch.bfloat16))
+        assert read(weight).eq(2).all()
 
 
-@on_each_rank(RANKS)
-def test_what_is_written_without_a_modifier_is_dropped_at_stage_3(rank, model):
-    engine = start(model, plain_sgd(model), config_of(3))
-    before = hf_zero.safe_get_full_fp32_param(model.head.weight).clone()
-    with torch.no_grad(), hf_zero.GatheredParameters(model.head):
-        model.head.weight.zero_()
-        model.head.bias.data.zero_()
-    engine.backward(squared(engine, At(0, 0, rank)))
-    assert torch.equal(before, hf_zero.safe_get_full_fp32_param(model.head.weight))
-
-
-@in_turn("stage", (0, 2))
 @on_each_rank(1)
-def test_data_of_another_kind_is_refused_but_of_a_frozen_parameter(rank, model, stage):
+def test_data_of_another_kind_is_refused_but_of_a_frozen_parameter(rank, model):
     """Libraries cast biases of quantised layers in their forward."""
     frozen, bias = model.blocks[0].up.bias.requires_grad_(False), model.head.bias
-    engine = start(model, plain_sgd(model), config_of(stage))
+    engine = start(model, plain_sgd(model), config_of(2))
     engine.backward(squared(engine, At(0, 0, 0)))
     other = [torch.zeros(6), torch.zeros(5).double(), torch.zeros(5, device="meta")]
     for wrong in other:
@@ -303,7 +284,7 @@ def test_a_step_looks_closer_only_where_something_was_written(rank, model, monke
     assert looked == ["head.bias"]
 
 
-@in_turn("stage, offload", [(0, False), (1, True), (2, False), (3, False), (3, True)])
+@in_turn("stage, offload", [(1, True), (2, False), (3, False)])
 def test_a_graph_from_before_a_step_does_not_go_backward_after_it(stage, offload):
     """Plain PyTorch raises as well: weights that the backward reads have changed in place."""
     zero = {"stage": stage} | ({"offload_optimizer": CPU} if offload else {})
@@ -318,11 +299,5 @@ def test_a_graph_from_before_a_step_does_not_go_backward_after_it(stage, offload
             engine.zero_grad()
         return full_weights(engine)
 
-    plain = stack()
-    optimizer, early = plain_sgd(plain), squared(plain, At(0, 1, 0))
-    squared(plain, At(0, 0, 0)).backward()
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        early.backward()
     one, other = on_ranks(RANKS, run)
     compare_tensors("weights", one, other)
