@@ -1,17 +1,28 @@
 """Offloaded optimizer state and parameters bit for bit against the same training on the device;
 windows that no configuration announces, shards of any sizes, waits for an update that is under way.
+Gathers of updated parameters have one place in the order of a rank's collectives, however long
+the updates take, and whoever needs one gets it, also where the others stand still.
 Each place against the plain loop is a row of ``test_capabilities.py``.
 """
 
+from __future__ import annotations
+
 import gc
+import math
+import random
 import threading
+import time
+from collections import defaultdict
 from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import hf_zero.zero.step.optimizer_step as optimizer_step
+from hf_zero.distributed import collectives
+from hf_zero.offload import update_gathers
 from hf_zero.offload.nvme import NvmeStorage
 from hf_zero.offload.sub_group_update import Update
 from hf_zero.offload.update import Updater
@@ -31,6 +42,7 @@ from tests.helpers.models import ARCHITECTURES
 from tests.helpers.offloads import offload, opened, same, trained
 from tests.helpers.stacks import on_ranks, squared
 from tests.helpers.training import ArchitectureJob, At, Plan, trainable
+from tests.ranks.cases import values_of
 
 LLAMA = ARCHITECTURES["llama"]
 
@@ -64,7 +76,7 @@ def test_bit_for_bit_as_on_the_device(way, stage, core, tmp_path):
     for name, make in MAKERS.items():
         if core == "torch" or name != "fused adamw":
             want, got = (
-                trained(section, make, ranks=2, gradient_clipping=1.0)
+                trained(section, make, ranks=2, steps=3, gradient_clipping=1.0)
                 for section in ({"stage": stage}, offload(way, stage, tmp_path))
             )
             same(got, want, exact=True)
@@ -96,8 +108,6 @@ class Watched(OnEngine):
 @in_turn(
     "way, stage, ranks, whole, precision",
     [
-        ("optimizer on cpu", 1, 2, 0, "fp32"),
-        ("optimizer on cpu", 2, 1, 0, "bf16"),
         ("optimizer on cpu", 3, 2, 64, "bf16"),
         ("all on cpu", 3, 2, 0, "fp32"),
     ],
@@ -130,9 +140,14 @@ def test_what_fits_on_the_device_comes_back_after_the_first_step(
 
 
 @in_turn(
-    "way, precision, accumulation", [("optimizer on cpu", "bf16", 2), ("all in files", "fp32", 1)]
+    "way, precision, accumulation, clip",
+    [
+        ("optimizer on cpu", "bf16", 2, 0.0),
+        ("all in files", "fp32", 1, 0.0),
+        ("optimizer on cpu", "fp32", 1, 1.0),
+    ],
 )
-def test_updates_begin_in_the_backward(way, precision, accumulation, tmp_path, monkeypatch):
+def test_updates_begin_in_the_backward(way, precision, accumulation, clip, tmp_path, monkeypatch):
     begun, early = [], Updater.start_early
 
     def noted(updater, update, unit):
@@ -140,17 +155,14 @@ def test_updates_begin_in_the_backward(way, precision, accumulation, tmp_path, m
         return early(updater, update, unit)
 
     monkeypatch.setattr(Updater, "start_early", noted)
-    job = ArchitectureJob(LLAMA)
-    for clip in (0.0, 1.0):
-        plan = Plan(2, 3, accumulation, precision=precision, clip=clip)
-        zero = offload(way, 3, tmp_path, update_in_backward=True)
-        got = train_on_threads(job, plan, engine_opener(3, zero_optimization=zero))
-        oracle.accept(got, job, plan, 3)
-        if clip:
-            assert not begun, "clipping needs the norm first"
-        else:
-            assert len(begun) >= 2 * 2 * 3, "two ranks, the steps after the first, the units"
-        begun.clear()
+    job, plan = ArchitectureJob(LLAMA), Plan(2, 3, accumulation, precision, clip)
+    zero = offload(way, 3, tmp_path, update_in_backward=True)
+    got = train_on_threads(job, plan, engine_opener(3, zero_optimization=zero))
+    oracle.accept(got, job, plan, 3)
+    if clip:
+        assert not begun, "clipping needs the norm first"
+    else:
+        assert len(begun) >= 2 * 2 * 3, "two ranks, the steps after the first, the units"
     gc.collect()  # shards stay as long as the model, so that another engine can take them over
     assert list(tmp_path.iterdir()) == [], "files are left behind"
 
@@ -178,9 +190,7 @@ def gradients(rank, model, section, said):
     return found
 
 
-@in_turn(
-    "stage, ranks, said", [(0, 2, "boundary"), (1, 2, "no_sync"), (2, 1, "backwards"), (3, 2, "")]
-)
+@in_turn("stage, ranks, said", [(0, 2, "boundary"), (1, 2, "no_sync")])
 def test_sums_are_those_of_the_device(stage, ranks, said, tmp_path):
     want = on_ranks(ranks, gradients, {"stage": stage}, said)[0]
     got = on_ranks(ranks, gradients, offload("optimizer on cpu", stage, tmp_path), said)[0]
@@ -208,7 +218,7 @@ class Growing(nn.Module):
         return x
 
 
-@in_turn("prefetch, count", [(0, 1), (5_000_000, 2), (0, 6)])
+@in_turn("prefetch, count", [(0, 1), (5_000_000, 2)])
 def test_shards_are_read_ahead_of_their_gather(prefetch, count, tmp_path, monkeypatch):
     found, fetch = [], NvmeStorage.fetch_into
 
@@ -226,8 +236,8 @@ def test_shards_are_read_ahead_of_their_gather(prefetch, count, tmp_path, monkey
     assert sum(found) >= 3 * 2 * 3
 
 
-def train(engine, step):
-    engine.backward(engine(**LLAMA.batch(step, 0, 0)).loss)
+def train(engine, step, rank=0):
+    engine.backward(engine(**LLAMA.batch(step, 0, rank)).loss)
     engine.step()
 
 
@@ -261,10 +271,9 @@ def test_step_returns_while_units_are_updated_and_a_forward_waits_unit_by_unit(
     engine.destroy()
 
 
-@in_turn("way", ["all on cpu", "optimizer in files"])
-def test_a_thread_that_reads_for_other_ranks_waits_by_itself(way, gate, tmp_path, monkeypatch):
+def test_a_thread_that_reads_for_other_ranks_waits_by_itself(gate, tmp_path, monkeypatch):
     """The thread that trains has to wait all the same: in its stream, and under its watch."""
-    engine = opened(LLAMA.build(), offload(way, 3, tmp_path))
+    engine = opened(LLAMA.build(), offload("all on cpu", 3, tmp_path))
     train(engine, 0)
     engine.updater.finish()
     unit = engine.units[1]
@@ -288,3 +297,126 @@ def test_a_thread_that_reads_for_other_ranks_waits_by_itself(way, gate, tmp_path
     own = b"".join(flat.shard.detach().view(torch.uint8).numpy().tobytes() for flat in unit.sharded)
     assert answers == [own] and own != before
     engine.destroy()
+
+
+# ---- gathers of updated parameters ----
+
+STEPS = 3
+
+
+def on_host(model, stage, folder, **more):
+    return opened(model, offload("optimizer on cpu", stage, folder, **more))
+
+
+@pytest.fixture
+def issued(monkeypatch):
+    """Record the collectives that each rank issues on the axes of its engine, in order; updates are
+    delayed, differently on each rank.
+    """
+    found: dict[int, list[str]] = defaultdict(list)
+    start, run = collectives._Starting.__init__, Update.run
+    pauses = random.Random(3)
+
+    def noted(starting, watchdog, pending, *named):
+        if len(pending.needs) > 1:
+            found[dist.get_rank()].append(pending.what)
+        start(starting, watchdog, pending, *named)
+
+    def slow(update, *args):
+        time.sleep(pauses.uniform(0.0, 0.02) * dist.get_rank())
+        run(update, *args)
+
+    monkeypatch.setattr(collectives._Starting, "__init__", noted)
+    monkeypatch.setattr(Update, "run", slow)
+    # a rank that comes late, as on a machine with much to do, is not taken for one that stays away
+    monkeypatch.setattr(update_gathers, "GRACE_SECONDS", math.inf)
+    return found
+
+
+def _steps(rank, model, stage, folder, more):
+    engine = on_host(model, stage, folder, **more)
+    for step in range(STEPS):
+        train(engine, step, rank)
+    engine.destroy()
+
+
+@in_turn("stage, ranks, more", [(1, 3, {}), (2, 2, {"update_in_backward": True})])
+def test_all_ranks_issue_their_collectives_in_one_order(stage, ranks, more, issued, tmp_path):
+    issued.clear()
+    on_ranks(ranks, _steps, stage, tmp_path, more, build=LLAMA.build)
+    assert len(issued) == ranks
+    assert all(order == issued[0] for order in issued.values())
+    gathers = [place for place, what in enumerate(issued[0]) if " of updated " in what]
+    assert len(gathers) >= 3 * STEPS
+    assert not [each for each in threading.enumerate() if "update gathers" in each.name]
+
+
+def _one_reads(rank, model, folder, how, gate):
+    engine = on_host(model, 2, folder)
+    train(engine, 0, rank)
+    assert set(engine.updater.pending) == {unit for unit in engine.units if unit.trainable}
+    dist.barrier()
+    gate.set()
+    if rank == 0 and how == "a forward":
+        with torch.no_grad():
+            engine(**LLAMA.batch(5, 0, 0))
+    elif rank == 0:
+        engine.module.lm_head.weight.sum()
+    dist.barrier()
+    left = len(engine.updater.pending)
+    train(engine, 1, rank)
+    weights = values_of(engine.module)
+    engine.destroy()
+    return left, weights
+
+
+@in_turn("how", ["a forward", "a parameter"])
+def test_one_rank_reads_while_the_others_stand_in_a_barrier(how, gate, tmp_path):
+    """``step`` returns before any gather; rank 0 continues alone."""
+    gate.clear()
+    seen = on_ranks(2, _one_reads, tmp_path, how, gate, build=LLAMA.build)
+    assert all(left for left, _ in seen[1:]), "the others have not asked for their parameters"
+    for _, weights in seen[1:]:
+        same(weights, seen[0][1], exact=True)
+
+
+def _nobody_asks(rank, model, folder):
+    engine = on_host(model, 2, folder)
+    train(engine, 0, rank)
+    for future, _ in engine.updater._pending.values():
+        future.result()
+    dist.barrier()
+    time.sleep(3 * update_gathers.POLL_SECONDS)
+    sent = [gather.issued.done() for _, gather in engine.updater._pending.values()]
+    dist.barrier()  # who ends needs them, and says so
+    engine.destroy()
+    return sent
+
+
+def test_nothing_leaves_that_no_rank_needs(tmp_path, monkeypatch):
+    """The thread that trains may be about to issue something else."""
+    monkeypatch.setattr(update_gathers, "GRACE_SECONDS", 0.0)
+    for sent in on_ranks(2, _nobody_asks, tmp_path, build=LLAMA.build):
+        assert sent and not any(sent)
+
+
+def _breaks(rank, model, folder):
+    engine = on_host(model, 2, folder)
+    train(engine, 0, rank)
+    with pytest.raises(OSError, match="Input/output error"):
+        engine(**LLAMA.batch(1, 0, rank))
+    with pytest.raises(OSError, match="Input/output error"):  # nor what comes after in the order
+        engine.module.lm_head.weight.sum()
+    if engine.world_size > 1:
+        engine.mesh.shard.all_reduce(torch.zeros(1), "something else").wait()
+    with pytest.raises(OSError, match="Input/output error"):
+        engine.destroy()
+
+
+@in_turn("ranks", [1, 2])
+def test_an_update_that_fails_is_raised_and_holds_up_nothing_else(ranks, tmp_path, monkeypatch):
+    def broken(update, *args):
+        raise OSError(5, "Input/output error", "/disk")
+
+    monkeypatch.setattr(Update, "run", broken)
+    on_ranks(ranks, _breaks, tmp_path, build=LLAMA.build)

@@ -1,6 +1,6 @@
 """Optimizers on ranks: sums over whole tensors and their checkpoints; objects of the user, with
-live groups and state. Each one against the plain loop, in every place, resumed anywhere and by
-name, is a row of ``test_capabilities.py``.
+live groups and state; schedules. Each one against the plain loop, in every place, resumed anywhere
+and by name, is a row of ``test_capabilities.py``.
 """
 
 from __future__ import annotations
@@ -13,21 +13,16 @@ import torch
 import transformers
 
 import hf_zero
-from hf_zero.errors import HfZeroError, UnsupportedOptimizerError
+from hf_zero.errors import HfZeroError
 from hf_zero.optim import Adafactor, Muon
 from tests.helpers import oracle
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_weights, start
 from tests.helpers.offloads import offload
-from tests.helpers.optimizers import (
-    MUON,
-    WHOLE,
-    Row,
-    parted,
-    same_directions,
-)
+from tests.helpers.optimizers import MUON, WHOLE, Row, parted, same_directions
 from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, squared, stack
-from tests.helpers.training import At, adamw, trainable
+from tests.helpers.training import At, Plan, adamw, plain_sgd, trainable
+from tests.ranks.cases import expect, values_of
 
 RANKS = 2
 STEPS = 4
@@ -52,11 +47,10 @@ def trained(row, config, after=lambda step, optimizer: None):
     return on_ranks(RANKS, run)
 
 
-@in_turn("stage", [1, 3])
-def test_the_coefficients_of_lamb_are_those_of_a_plain_run(stage):
+def test_the_coefficients_of_lamb_are_those_of_a_plain_run():
     row, kept = WHOLE["lamb"], []
     by_hand(lambda model: kept.append(row.ours(model)) or kept[0], WINDOWS, RANKS)
-    for _, _, found in trained(row, config_of(stage)):
+    for _, _, found in trained(row, config_of(3)):
         assert found == pytest.approx(row.read(kept[0]), rel=1e-4) and len(found) > 3
 
 
@@ -83,13 +77,12 @@ def test_a_state_dict_of_shards_goes_on(tmp_path):
         oracle.compare_tensors("weights", weights, plainly(row))
 
 
-@in_turn("kind", [transformers.Adafactor, torch.optim.Adafactor])
-def test_an_object_of_another_library(kind):
-    row = Row(lambda model: kind([{"params": each} for each in parted(model)]))
+def test_an_object_of_another_library():
+    row = Row(lambda model: transformers.Adafactor([{"params": each} for each in parted(model)]))
     want = plainly(row)
     for weights, optimizer, _ in trained(row, config_of(2)):
         oracle.compare_tensors("weights", weights, want)
-        assert type(optimizer) is kind
+        assert type(optimizer) is transformers.Adafactor
 
 
 def test_torchs_own_muon_is_taken():
@@ -175,141 +168,141 @@ def test_factors_that_a_manifest_promises_are_looked_for(tmp_path):
 # ---- objects of the user ----
 
 
-def test_model_parameters_as_groups():
-    """Groups handed to initialize beside an optimizer from the config."""
-
-    def groups(model):
-        return [
-            {"params": list(model.head.parameters()), "lr": 0.1},
-            {"params": [p for b in (model.enter, model.blocks) for p in b.parameters()]},
-        ]
-
-    want, _ = by_hand(lambda model: torch.optim.SGD(groups(model), lr=0.01), WINDOWS, RANKS)
-
-    def run(rank, model):
-        config = config_of(3, optimizer={"type": "SGD", "params": {"lr": 0.01}})
-        engine = start(model, None, config, model_parameters=groups(model))
-        assert [group["lr"] for group in engine.optimizer.param_groups] == [0.1, 0.01]
-        run_steps(engine, rank, range(STEPS))
-        return full_weights(engine)
-
-    for weights in on_ranks(RANKS, run):
-        oracle.compare_tensors("weights", weights, want)
-
-
-def live_groups(rank, model, stage):
-    """The object stays, and its groups are read in each step."""
-    mine = adamw(model)
-    groups = list(mine.param_groups)
-    engine, optimizer, loader, scheduler = hf_zero.initialize(
-        model=model, optimizer=mine, config=config_of(stage)
-    )
-    assert optimizer is mine and engine.optimizer is mine
-    assert len(mine.param_groups) == len(groups)
-    assert all(now is before for now, before in zip(mine.param_groups, groups))
-    assert loader is None and scheduler is None
-    run_steps(engine, rank, range(STEPS), after=lambda step: halve(step, None, mine))
-    assert engine.get_lr() == [pytest.approx(1e-3 / 16)]
-    return full_weights(engine)
-
-
-def plain_loop(rank, model, stage):
-    """``loss.backward()``, ``optimizer.step()`` and ``optimizer.zero_grad()`` are the engine's."""
-    optimizer = adamw(model)
-    engine = start(model, optimizer, config_of(stage))
-    for step in range(STEPS):
-        squared(engine, At(step, 0, rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return full_weights(engine)
-
-
-def with_state(rank, model, stage):
-    """The optimizer has made two plain steps with the data of both ranks."""
-    optimizer = adamw(model)
-    for step in range(2):
-        for other in range(RANKS):
-            (squared(model, At(step, 0, other)) / RANKS).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    engine = start(model, optimizer, config_of(stage))
-    run_steps(engine, rank, range(2, STEPS))
-    return full_weights(engine)
-
-
 def halve(step, model, optimizer):
     for group in optimizer.param_groups:
         group["lr"] *= 0.5
 
 
-@in_turn(
-    "run, stage",
-    [
-        (live_groups, 0),
-        (live_groups, 3),
-        (plain_loop, 1),
-        (plain_loop, 3),
-        (with_state, 2),
-        (with_state, 3),
-    ],
-)
-def test_the_users_object(run, stage):
-    after = {"after_step": halve} if run is live_groups else {}
-    want, _ = by_hand(adamw, WINDOWS, RANKS, **after)
-    for weights in on_ranks(RANKS, run, stage):
+@in_turn("stage", [0, 3])
+def test_the_users_object(stage):
+    """It stays, with the state of plain steps before; its groups are read in each step; a plain
+    loop steps the engine.
+    """
+
+    def run(rank, model):
+        optimizer = adamw(model)
+        for step in range(2):
+            for other in range(RANKS):
+                (squared(model, At(step, 0, other)) / RANKS).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            halve(step, model, optimizer)
+        groups = list(optimizer.param_groups)
+        engine, mine, loader, scheduler = hf_zero.initialize(
+            model=model, optimizer=optimizer, config=config_of(stage)
+        )
+        assert mine is optimizer is engine.optimizer and loader is None is scheduler
+        assert len(mine.param_groups) == len(groups)
+        assert all(now is before for now, before in zip(mine.param_groups, groups))
+        for step in range(2, STEPS):
+            squared(engine, At(step, 0, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            halve(step, model, optimizer)
+        assert engine.get_lr() == [pytest.approx(1e-3 / 16)]
+        return full_weights(engine)
+
+    want, _ = by_hand(adamw, WINDOWS, RANKS, after_step=halve)
+    for weights in on_ranks(RANKS, run):
         oracle.compare_tensors("weights", weights, want, floor=oracle.ADAM_ROUNDING)
 
 
-class Mine(torch.optim.SGD):
-    """An element-wise class of the user's own, with a step that is not torch's."""
-
-    def step(self, closure=None):
-        return super().step(closure)
-
-
-def test_a_class_that_is_not_known_is_refused_by_name_and_accepted_when_vouched_for():
-    want, _ = by_hand(lambda model: torch.optim.SGD(trainable(model), lr=0.05), WINDOWS, RANKS)
-
-    def run(rank, model):
-        with pytest.raises(UnsupportedOptimizerError, match="Mine") as caught:
-            start(model, Mine(trainable(model), lr=0.05), config_of(3))
-        assert "elementwise_optimizers" in str(caught.value)
-        with pytest.raises(UnsupportedOptimizerError, match="LBFGS"):
-            start(model, torch.optim.LBFGS(trainable(model)), config_of(3))
-        vouched = config_of(3, elementwise_optimizers=["Mine"])
-        engine = start(model, Mine(trainable(model), lr=0.05), vouched)
-        run_steps(engine, rank, range(STEPS))
-        return full_weights(engine)
-
-    for weights in on_ranks(RANKS, run):
-        oracle.compare_tensors("weights", weights, want)
-
-
-def test_no_optimizer_at_all_evaluates():
-    def run(rank, model):
-        engine = start(model, None, config_of(3))
-        assert engine.optimizer is None
-        engine.eval()
-        with torch.no_grad():
-            return float(squared(engine, At(0, 0, 0)))
-
-    want = float(squared(stack(), At(0, 0, 0)))
-    assert on_ranks(RANKS, run) == pytest.approx([want] * RANKS, rel=1e-6)
-
-
-@in_turn("stage", [1, 3])
-def test_an_optimizer_object_goes_on_under_another_engine(stage):
+def test_an_optimizer_object_goes_on_under_another_engine():
     """What it has learnt is gone."""
 
     def run(rank, model):
         built = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for _ in range(2):
-            weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-            engine = start(model, built, config_of(stage))
+            weights = values_of(model)
+            engine = start(model, built, config_of(3))
             run_steps(engine, rank, [0])
             engine.destroy(gather=True)
-        after = dict(model.named_parameters())
+        after = values_of(model)
         return max(float((after[name] - weights[name]).abs().max()) for name in weights)
 
     for moved in on_ranks(RANKS, run):
         assert moved == pytest.approx(1e-2, rel=0.05)  # Adam's first step
+
+
+# ---- schedules ----
+
+
+def decay(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+def expected():
+    made = {}
+
+    def optimizer_of(model):
+        optimizer = plain_sgd(model)
+        made["scheduler"] = decay(optimizer)
+        return optimizer
+
+    windows = [[(0.5, 0), (0.5, 1)]] * STEPS
+    return by_hand(optimizer_of, windows, RANKS, after_step=lambda *_: made["scheduler"].step())[0]
+
+
+@in_turn("stage, form", [(0, "object"), (3, "callable"), (3, "stepped by hand")])
+def test_once_a_window(stage, form):
+    def run(rank, model):
+        optimizer = plain_sgd(model)
+        scheduler = decay(optimizer) if form != "callable" else None
+        given = {"object": scheduler, "callable": decay, "stepped by hand": None}[form]
+        config = config_of(stage, Plan(accumulation=2))
+        engine, _, _, returned = hf_zero.initialize(
+            model=model, optimizer=optimizer, config=config, lr_scheduler=given
+        )
+        assert returned is engine.lr_scheduler and (form != "object" or returned is scheduler)
+        rates = []
+
+        def after(step):
+            if form == "stepped by hand":
+                scheduler.step()
+            rates.append(engine.get_lr()[0])
+
+        run_steps(engine, rank, range(4), 2, after)
+        assert rates == pytest.approx([0.05 * 0.5**n for n in (1, 2, 3, 4)])
+        return full_weights(engine)
+
+    expect(expected(), run)
+
+
+@on_each_rank(RANKS)
+def test_a_rate_that_a_script_has_written_is_there_after_a_load(rank, model, tmp_path):
+    """Until the schedule's next step, as in the run that was saved."""
+    config = config_of(1, scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}})
+    engine = start(model, plain_sgd(model), config)
+    run_steps(engine, rank, [0])
+    group = engine.optimizer.param_groups[0]
+    assert type(engine.lr_scheduler).__name__ == "WarmupLR"
+    group["lr"] = 0.25
+    engine.save_checkpoint(str(tmp_path))
+    engine.lr_scheduler.step()
+    engine.load_checkpoint(str(tmp_path))
+    assert group["lr"] == 0.25
+    engine.load_checkpoint(str(tmp_path), load_optimizer_states=False)
+    assert group["lr"] == engine.lr_scheduler.get_last_lr()[0] != 0.25
+
+
+@in_turn("as_object", [True, False])
+@on_each_rank(1)
+def test_a_schedule_that_takes_a_metric_is_the_scripts_to_step(rank, model, as_object):
+    """The same losses give the same rates."""
+
+    def plateau(optimizer):
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+
+    optimizer = plain_sgd(model)
+    given = plateau(optimizer) if as_object else plateau
+    engine, _, _, schedule = hf_zero.initialize(
+        model=model, optimizer=optimizer, lr_scheduler=given, config=config_of(2)
+    )
+    theirs = plain_sgd(stack())
+    alone = plateau(theirs)
+    for step, metric in enumerate([1.0, 1.0, 0.5, 0.5]):
+        run_steps(engine, rank, [step])
+        for each in (schedule, alone):
+            each.step(metric)
+        assert engine.get_lr()[0] == theirs.param_groups[0]["lr"]
+    assert engine.get_lr()[0] < 0.05

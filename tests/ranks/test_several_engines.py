@@ -8,8 +8,6 @@ is the input of another. The oracle is the same loop over plain models.
 from __future__ import annotations
 
 import gc
-import itertools
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -44,14 +42,16 @@ def wides(count):
     return models
 
 
-def data(step, micro, rank):
-    return floats(step, micro, rank, 3, 7)
+def data(step, micro=0, rank=None):
+    """The rows of a rank, or of all ranks."""
+    ranks = range(RANKS) if rank is None else [rank]
+    return torch.cat([floats(step, micro, each, 3, 7) for each in ranks])
 
 
 def fed(nets, x):
     """The second is fed by the first."""
     first = nets[0](x)
-    return nets[1](first).float().pow(2).mean() + 0.1 * first.float().sum()
+    return nets[1](first).float().pow(2).mean() + first.float().mean()
 
 
 def beside(nets, x):
@@ -77,31 +77,21 @@ def opened(models, configs):
     ]
 
 
-@dataclass
-class Outcome:
-    losses: list[float]
-    norms: list[list[float]]  # per step, of each model
-    weights: list[dict[str, torch.Tensor]]
-
-
 def plainly(loss_of, count, accumulation=1):
-    models = wides(count)
+    """(losses, norms of each model by step, weights of each) of plain models."""
+    models, losses, norms = wides(count), [], []
     optimizers = [plain_sgd(model) for model in models]
-    found = Outcome([], [], [])
     for step in range(STEPS):
-        total = 0.0
-        for rank, micro in itertools.product(range(RANKS), range(accumulation)):
-            loss = loss_of(models, data(step, micro, rank)) / (RANKS * accumulation)
-            loss.backward()
-            total += float(loss.detach())
-        found.losses.append(total)
+        found = [loss_of(models, data(step, micro)) for micro in range(accumulation)]
+        loss = torch.stack(found).mean()
+        loss.backward()
+        losses.append(loss.item())
         grads = [{n: p.grad for n, p in model.named_parameters()} for model in models]
-        found.norms.append([oracle.total_norm(each) for each in grads])
+        norms.append([oracle.total_norm(each) for each in grads])
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    found.weights = [values_of(model) for model in models]
-    return found
+    return losses, norms, [values_of(model) for model in models]
 
 
 def first(engines, loss):
@@ -120,38 +110,36 @@ def divided_already(engines, loss):
     engines[0].backward(loss / 2, scale_wrt_gas=False)
 
 
-def check(loss_of, configs, accumulation=1, backward=first, tolerance=1e-5):
+def check(loss_of, configs, accumulation=1, backward=first, tolerance=1e-5, before=None):
     """Engines of ``configs``, whose loss is given away by ``backward``, as in a plain loop."""
-    want = plainly(loss_of, len(configs), accumulation)
+    losses, norms, weights = plainly(loss_of, len(configs), accumulation)
 
     def run(rank, models):
         engines, nets = opened(models, configs)
-        found = Outcome([], [], [])
+        if before:
+            before(engines, loss_of(nets, data(9, 0, rank)))
+        found, measured = [], []
         for step in range(STEPS):
             total = 0.0
             for micro in range(accumulation):
                 loss = loss_of(nets, data(step, micro, rank))
                 backward(engines, loss)
-                total += float(loss.detach()) / accumulation
+                total += loss.item() / accumulation
                 for engine in engines:
                     engine.step()
-            found.losses.append(total)
-            found.norms.append([engine.get_global_grad_norm() for engine in engines])
-        found.weights = [full_weights(engine) for engine in engines]
-        return found
+            found.append(total)
+            measured.append([engine.get_global_grad_norm() for engine in engines])
+        return found, measured, [full_weights(engine) for engine in engines]
 
     outcomes = on_ranks(RANKS, run, build=lambda: wides(len(configs)))
-    losses = [sum(each) / RANKS for each in zip(*(other.losses for other in outcomes))]
-    assert losses == pytest.approx(want.losses, rel=tolerance)
-    for found in outcomes:
-        for got, expected in zip(found.norms, want.norms, strict=True):
+    means = [sum(each) / RANKS for each in zip(*(found for found, *_ in outcomes))]
+    assert means == pytest.approx(losses, rel=tolerance)
+    floor = max(oracle.ROUNDING, tolerance / 10)
+    for _, measured, ended in outcomes:
+        for got, expected in zip(measured, norms, strict=True):
             assert got == pytest.approx(expected, rel=tolerance)
-    for number, (got, expected) in enumerate(zip(outcomes[0].weights, want.weights, strict=True)):
-        floor = max(oracle.ROUNDING, tolerance / 10)
-        oracle.compare_tensors(f"weights of model {number}", got, expected, tolerance, floor)
-
-
-LOSSES = (fed, beside, back_and_forth)
+        for number, (got, expected) in enumerate(zip(ended, weights, strict=True)):
+            oracle.compare_tensors(f"model {number}", got, expected, tolerance, floor)
 
 
 def of_stages(*stages, accumulation=2):
@@ -161,11 +149,9 @@ def of_stages(*stages, accumulation=2):
 @in_turn(
     "loss, stages, backward",
     [
-        (fed, (3, 3), first),
-        (beside, (2, 3), first),
-        (back_and_forth, (3, 2), first),
+        (back_and_forth, (3, 3), first),
         (in_a_ring, (3, 2, 0), first),
-        (fed, (3, 2), lastly),
+        (beside, (2, 3), lastly),
         (fed, (0, 3), by_itself),
         (fed, (3, 1), divided_already),
     ],
@@ -174,53 +160,35 @@ def test_a_loss_over_several_engines(loss, stages, backward):
     check(loss, of_stages(*stages), 2, backward)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("stages", itertools.product((0, 1, 2, 3), repeat=2), ids=str)
-def test_a_loss_over_engines_of_all_stages(stages):
-    for loss in LOSSES:
-        check(loss, of_stages(*stages), 2)
-
-
-PRECISIONS = [
-    ("fp16", "fp16", fed, first),
-    ("fp16", "fp32", beside, lastly),
-    ("fp32", "fp16", back_and_forth, first),
-    ("bf16", "fp16", fed, lastly),
-    ("fp16", "bf16", beside, first),
-    ("bf16", "fp32", back_and_forth, lastly),
-]
-
-
 def scaled(precisions, stage=3):
     plans = [Plan(precision=each, scale=scale) for each, scale in zip(precisions, (256.0, 4096.0))]
     return [config_of(stage, plan) for plan in plans]
 
 
-@in_turn("one, other, loss, backward", PRECISIONS)
+@in_turn(
+    "one, other, loss, backward",
+    [
+        ("fp16", "fp16", fed, first),
+        ("fp16", "fp32", beside, lastly),
+        ("fp32", "fp16", back_and_forth, first),
+        ("bf16", "fp16", fed, lastly),
+    ],
+)
 def test_precisions_side_by_side(one, other, loss, backward):
     """A gradient contains a loss scale once, whichever engines it passes through."""
     check(loss, scaled((one, other)), backward=backward, tolerance=3e-2)
 
 
-@in_turn("one, other, loss", [("fp16", "fp16", fed), ("fp32", "fp16", beside)])
-def test_a_plain_backward_through_two_engines_cannot_be_scaled(one, other, loss):
+def refused(engines, loss):
+    with pytest.raises(PartitionError, match="several fp16 forwards or engines"):
+        loss.backward()
+    for engine in engines:
+        engine.zero_grad()
+
+
+def test_a_plain_backward_through_two_engines_cannot_be_scaled():
     """What the refusal has left is forgotten."""
-    want = plainly(loss, 2)
-
-    def run(rank, models):
-        engines, nets = opened(models, scaled((one, other)))
-        with pytest.raises(PartitionError, match="several fp16 forwards or engines"):
-            loss(nets, data(9, 0, rank)).backward()
-        for engine in engines:
-            engine.zero_grad()
-        for step in range(STEPS):
-            engines[0].backward(loss(nets, data(step, 0, rank)))
-            for engine in engines:
-                engine.step()
-        return [full_weights(engine) for engine in engines]
-
-    for number, weights in enumerate(on_ranks(RANKS, run, build=lambda: wides(2))[0]):
-        oracle.compare_tensors(f"model {number}", weights, want.weights[number], 3e-2, 3e-3)
+    check(beside, scaled(("fp32", "fp16")), tolerance=3e-2, before=refused)
 
 
 def test_engines_whose_losses_do_not_meet_are_scaled_by_themselves():
@@ -234,8 +202,7 @@ def test_engines_whose_losses_do_not_meet_are_scaled_by_themselves():
 
     models = wides(2)
     for model in models:
-        for rank in range(RANKS):
-            (model(data(0, 0, rank)).pow(2).mean() / RANKS).backward()
+        model(data(0)).pow(2).mean().backward()
         plain_sgd(model).step()
     for weights, model in zip(on_ranks(RANKS, run, build=lambda: wides(2))[0], models):
         oracle.compare_tensors("weights", weights, values_of(model), 3e-2, 3e-3)
@@ -245,15 +212,15 @@ def dynamic(power):
     return {"enabled": True, "initial_scale_power": power, "hysteresis": 1}
 
 
-@in_turn("precision, given_to", [("fp32", 0), ("bf16", 1), ("fp16", 0), ("fp16", 1)])
+@in_turn("precision, given_to", [("bf16", 1), ("fp16", 0), ("fp16", 1)])
 def test_a_scale_that_is_too_large_falls_whoever_overflows(precision, given_to):
     """What the second engine sends back into the first overflows and spoils no weight."""
     own = {"fp16": dynamic(4)} if precision == "fp16" else {}
-    configs = [config_of(2, Plan(precision=precision), **own), config_of(3, fp16=dynamic(24))]
+    configs = [config_of(2, Plan(precision=precision), **own), config_of(3, fp16=dynamic(20))]
 
     def run(rank, models):
         engines, nets = opened(models, configs)
-        for step in range(30):
+        for step in range(18):
             loss = nets[1](nets[0](data(0, 0, rank))).float().pow(2).mean()
             engines[given_to].backward(loss)
             for engine in engines if step % 2 else reversed(engines):
@@ -263,10 +230,10 @@ def test_a_scale_that_is_too_large_falls_whoever_overflows(precision, given_to):
         skipped = [engine.counters.skipped_steps for engine in engines]
         scales = [engine.scaler.scale for engine in engines]
         if precision == "fp16" and given_to == 0:
-            assert skipped == [0, 0] and scales == [16.0, 2.0**24]
+            assert skipped == [0, 0] and scales == [16.0, 2.0**20]
         else:
-            assert min(skipped) > 0 and max(skipped) < 20
-            assert scales[1] == 2.0 ** (24 - max(skipped))
+            assert min(skipped) > 0 and max(skipped) < 15
+            assert scales[1] == 2.0 ** (20 - max(skipped))
 
     on_ranks(RANKS, run, build=lambda: wides(2))
 
@@ -274,8 +241,7 @@ def test_a_scale_that_is_too_large_falls_whoever_overflows(precision, given_to):
 def test_a_scale_that_fell_in_the_middle_of_a_window_counts_from_the_next():
     """The first engine overflows while the second still holds gradients."""
     model = wides(2)[1]
-    for rank in range(RANKS):
-        (model(data(0, 0, rank)).pow(2).mean() / RANKS).backward()
+    model(data(0)).pow(2).mean().backward()
     want = {name: p.grad for name, p in model.named_parameters()}
 
     def run(rank, models):
@@ -297,54 +263,46 @@ def test_a_scale_that_fell_in_the_middle_of_a_window_counts_from_the_next():
     on_ranks(RANKS, run, build=lambda: wides(2))
 
 
-@in_turn("stages", [(0, 3), (3, 2)])
-def test_a_generator_and_its_critic_in_turn(stages):
+def duel(nets, step, backward, x):
     """The generator's forward waits while the critic is stepped."""
+    generator, critic = nets
+    made = generator(x)
+    backward(1, (critic(x) - 1).pow(2).mean() + critic(made.detach()).pow(2).mean())
+    step(1)
+    backward(0, (critic(made) - 1).pow(2).mean())
+    step(0)
 
-    def judged(critic, made, x):
-        return (critic(x) - 1).pow(2).mean() + critic(made.detach()).pow(2).mean()
 
-    def fooled(critic, made):
-        return (critic(made) - 1).pow(2).mean()
-
-    generator, critic = wides(2)
-    optimizers = [plain_sgd(generator), plain_sgd(critic)]
-    for step in range(STEPS):
-        rows = [data(step, 0, rank) for rank in range(RANKS)]
-        made = [generator(x) for x in rows]
-        (sum(judged(critic, *each) for each in zip(made, rows)) / RANKS).backward()
-        optimizers[1].step()
-        (sum(fooled(critic, each) for each in made) / RANKS).backward()
-        optimizers[0].step()
+def test_a_generator_and_its_critic_in_turn():
+    models = wides(2)
+    optimizers = [plain_sgd(model) for model in models]
+    for number in range(STEPS):
+        duel(models, lambda i: optimizers[i].step(), lambda i, loss: loss.backward(), data(number))
         for optimizer in optimizers:
             optimizer.zero_grad()
 
     def run(rank, models):
-        engines, _ = opened(models, [config_of(stage) for stage in stages])
-        for step in range(STEPS):
-            x = data(step, 0, rank)
-            made = engines[0](x)
-            engines[1].backward(judged(engines[1], made, x))
-            engines[1].step()
-            engines[0].backward(fooled(engines[1], made))
-            engines[0].step()
+        engines, nets = opened(models, [config_of(3), config_of(2)])
+        for number in range(STEPS):
+            step, backward = (
+                lambda i: engines[i].step(),
+                lambda i, loss: engines[i].backward(loss),
+            )
+            duel(nets, step, backward, data(number, 0, rank))
             engines[1].zero_grad()
         return [full_weights(engine) for engine in engines]
 
-    for found, model in zip(on_ranks(RANKS, run, build=lambda: wides(2))[0], (generator, critic)):
+    for found, model in zip(on_ranks(RANKS, run, build=lambda: wides(2))[0], models):
         oracle.compare_tensors("weights", found, values_of(model))
 
 
-@in_turn(
-    "stages, dtype", [((3, 2), torch.float16), ((2, 3), torch.float32), ((3, 3), torch.bfloat16)]
-)
-def test_a_teacher_that_never_learns(stages, dtype):
+def test_a_teacher_that_never_learns():
     """It is asked between the student's forward and its backward, too."""
-    precision = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+    plan = Plan(precision="fp16")
 
     @torch.no_grad()
     def asked(teacher, x):
-        return teacher(x.to(dtype)).float()
+        return teacher(x.to(plan.dtype)).float()
 
     def distil(student, teacher, x):
         goal, answer = asked(teacher, x), student(x)
@@ -353,37 +311,36 @@ def test_a_teacher_that_never_learns(stages, dtype):
 
     def run(rank, model):
         student, teacher = model
-        plan = Plan(precision=precision)
-        knows = start(teacher.requires_grad_(False).eval(), None, config_of(stages[1], plan))
-        learns = start(student, plain_sgd(student), config_of(stages[0]))
+        knows = start(teacher.requires_grad_(False).eval(), None, config_of(3, plan))
+        learns = start(student, plain_sgd(student), config_of(3))
         for step in range(STEPS):
             learns.backward(distil(learns, knows, data(step, 0, rank)))
             learns.step()
         for name, p in wides(2)[1].named_parameters():
-            assert torch.equal(full_weights(knows)[name], p.to(dtype).float()), name
+            assert torch.equal(full_weights(knows)[name], p.to(plan.dtype).float()), name
         return full_weights(learns)
 
     student, teacher = wides(2)
-    teacher.to(dtype)
+    optimizer = plain_sgd(student)
+    teacher.to(plan.dtype)
     for step in range(STEPS):
-        for rank in range(RANKS):
-            (distil(student, teacher, data(step, 0, rank)) / RANKS).backward()
-        torch.optim.SGD(student.parameters(), lr=0.05).step()
-        student.zero_grad()
+        distil(student, teacher, data(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
     for found in on_ranks(RANKS, run, build=lambda: wides(2)):
         oracle.compare_tensors("student", found, values_of(student))
 
 
-def against_half(net, rank):
+def against_half(net, rank=None):
     x = data(0, 0, rank)
     return (net(x).float() - 0.5 * x).pow(2).mean()
 
 
-@in_turn("stage", [0, 1, 2, 3])
+@in_turn("stage", [1, 3])
 def test_an_engine_that_one_rank_still_holds_lends_its_scale_there_alone(stage):
     """It was dropped without ``destroy``, and ranks collect garbage at different times."""
     left, plain = [seeded(Wide) for _ in range(RANKS)], seeded(Wide)
-    (sum(against_half(plain, rank) for rank in range(RANKS)) / RANKS).backward()
+    against_half(plain).backward()
     want = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
 
     def run(rank, model):

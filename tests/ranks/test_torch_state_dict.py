@@ -88,59 +88,42 @@ def resumed(rank, kind, stage, steps, given, options=None):
     return full_weights(engine)
 
 
-TURNS = [(kind, (0, 3)[turn % 2], SAVED_AFTER) for turn, kind in enumerate(OPTIMIZERS)]
-
-
-@in_turn("kind, stage, after", [*TURNS, ("momentum in one", 3, 0)])
-def test_states_are_those_of_torch_and_training_goes_on(kind, stage, after):
+@in_turn(
+    "kind, stage, after, given",
+    [
+        *((kind, (0, 3)[turn % 2], SAVED_AFTER, {}) for turn, kind in enumerate(OPTIMIZERS)),
+        ("momentum in one", 3, 0, {}),
+        ("two groups", 3, SAVED_AFTER, {"flatten_optimizer_state_dict": True}),
+        ("two groups", 0, SAVED_AFTER, WHOLE),
+        ("two groups", 3, SAVED_AFTER, OF_RANK0),
+    ],
+)
+def test_states_are_those_of_torch_and_training_goes_on(kind, stage, after, given):
     want, ended = plain(kind)
+    options = StateDictOptions(**given)
 
     def run(rank, model):
         engine = start(model, OPTIMIZERS[kind](model), config_of(stage))
         run_steps(engine, rank, range(after))
-        given = get_state_dict(model, engine.optimizer)
-        return given[1]["state"], resumed(rank, kind, stage, after, given)
+        state = get_state_dict(model, engine.optimizer, options=options)
+        if options.broadcast_from_rank0 and rank:
+            assert not state[1]
+            state = {}, {}
+        else:
+            first = next(iter(state[0].values()))
+            assert isinstance(first, TensorPart) is not options.full_state_dict
+        return state[1].get("state"), resumed(rank, kind, stage, after, state, options)
 
     found = on_ranks(RANKS, run, build=small)
     compare_tensors("weights", found[0][1], ended)
-    for name, states in want.items():
+    for name, states in want.items() if after and not given else ():
         every = [each[0][name] for each in found]
         assert every[0].keys() == states.keys(), name
         joined = {
             key: whole([each[key] for each in every]) if value.dim() else every[0][key]
             for key, value in states.items()
         }
-        if after:
-            compare_tensors(name, joined, states)
-
-
-@in_turn(
-    "given, stage, after",
-    [
-        ({}, 0, 0),
-        ({"flatten_optimizer_state_dict": True}, 3, SAVED_AFTER),
-        (WHOLE, 0, SAVED_AFTER),
-        (OF_RANK0, 3, SAVED_AFTER),
-        (OF_RANK0, 0, 0),
-    ],
-)
-def test_options(given, stage, after):
-    _, ended = plain("two groups")
-    options = StateDictOptions(**given)
-
-    def run(rank, model):
-        engine = start(model, OPTIMIZERS["two groups"](model), config_of(stage))
-        run_steps(engine, rank, range(after))
-        given = get_state_dict(model, engine.optimizer, options=options)
-        if options.broadcast_from_rank0 and rank:
-            assert not given[1]
-            given = {}, {}
-        else:
-            first = next(iter(given[0].values()))
-            assert isinstance(first, TensorPart) is not options.full_state_dict
-        return resumed(rank, "two groups", stage, after, given, options)
-
-    compare_tensors("weights", on_ranks(RANKS, run, build=small)[0], ended)
+        compare_tensors(name, joined, states)
 
 
 @in_turn("stage, parts", [(0, "weights"), (3, "both"), (3, "states")])

@@ -1,16 +1,18 @@
 """Scripts beside the plain loop: ranks that diverge are named, the rest is computed as in a plain
-loop; warnings about a training that goes wrong without an error, once, of rank 0. Passes that
-raise are in test_endings.py, refusals in one process in tests/zero.
+loop; warnings about a training that goes wrong without an error, once, of rank 0. Transforms of
+``torch.func``. Passes that raise are in test_endings.py, refusals in one process in tests/zero.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 
 from hf_zero.distributed.world_group import raise_on_all_ranks
 from hf_zero.errors import PartitionError, RankMismatchError
@@ -20,9 +22,8 @@ from tests.helpers import oracle
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, full_grads, full_weights, start
 from tests.helpers.host_syncs import HostSyncs
-from tests.helpers.models import features
-from tests.helpers.ranks import run_ranks
-from tests.helpers.stacks import by_hand, on_each_rank, run_steps, squared, stack
+from tests.helpers.models import features, floats
+from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, Plan, adamw, plain_sgd
 from tests.ranks.cases import expect, trains_alike, values_of
 
@@ -79,8 +80,7 @@ def test_parameters_outside_the_optimizer_rest_and_leave_no_gradient_behind(stag
     expect(by_hand(half, [[(1.0, 0)]] * 3, RANKS)[0], run)
 
 
-@in_turn("stage", (1, 3))
-def test_autocast_around_the_engine(stage):
+def test_autocast_around_the_engine():
     """One step, since rounding to bf16 amplifies any difference afterwards."""
 
     def micro(net, at):
@@ -89,43 +89,37 @@ def test_autocast_around_the_engine(stage):
         net.backward(loss)
         return loss
 
-    trains_alike(micro, stage, Plan(RANKS, 1))
+    trains_alike(micro, 3, Plan(RANKS, 1))
 
 
-@in_turn("stage", (0, 3))
 @on_each_rank(RANKS)
-def test_fp16_inputs_are_cast_by_auto_cast(rank, model, stage):
-    config = config_of(stage, fp16={"enabled": True, "loss_scale": 128.0, "auto_cast": True})
+def test_fp16_inputs_are_cast_by_auto_cast(rank, model):
+    config = config_of(3, fp16={"enabled": True, "loss_scale": 128.0, "auto_cast": True})
     engine = start(model, plain_sgd(model), config)
     engine.backward(squared(engine, At(0, 0, rank)))  # fp32 features
     engine.step()
     assert not engine.optimizer.overflow
 
 
-def penalised(net, at):
-    """A penalty on the gradient of the input."""
-    x = features(at.step, at.micro, at.rank).requires_grad_()
-    loss = net(x).pow(2).mean()
-    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-    return loss + slope.pow(2).sum()
+@in_turn("stage", (2, 3))
+def test_gradients_of_gradients(stage):
+    """A penalty on the gradient of the input is refused where weights do not stay whole."""
 
-
-@in_turn("stage", (0, 2))
-def test_gradients_of_gradients_are_right_where_weights_stay_whole(stage):
     def micro(net, at):
-        loss = penalised(net, at)
+        x = features(at.step, at.micro, at.rank).requires_grad_()
+        loss = net(x).pow(2).mean()
+        if stage == 3 and hasattr(net, "engine"):
+            with pytest.raises(PartitionError, match="create_graph=True at stage 3"):
+                torch.autograd.grad(loss, x, create_graph=True)
+            net.engine.zero_grad()
+            loss = net(x).pow(2).mean()
+        elif stage < 3:
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            loss = loss + slope.pow(2).sum()
         net.backward(loss)
         return loss
 
     trains_alike(micro, stage, Plan(RANKS, 2))
-
-
-@on_each_rank(RANKS)
-def test_gradients_of_gradients_are_refused_where_weights_do_not_stay(rank, model):
-    engine = start(model, plain_sgd(model), config_of(3))
-    with pytest.raises(PartitionError, match="create_graph=True at stage 3"):
-        penalised(engine, At(0, 0, rank))
-    run_steps(engine, rank, [0])
 
 
 def two_forwards(model, rank):
@@ -144,8 +138,7 @@ def after_a_part(model, rank):
     return model.blocks[0](inside).float().mean() + squared(model, At(0, 0, rank), torch.float16)
 
 
-@in_turn("stage, loss_of", [(0, two_forwards), (1, beside_a_part), (3, two_forwards),
-(3, beside_a_part), (3, after_a_part)])  # fmt: skip
+@in_turn("stage, loss_of", [(0, two_forwards), (3, beside_a_part), (3, after_a_part)])
 @on_each_rank(RANKS)
 def test_a_plain_fp16_backward_that_cannot_be_scaled_once(rank, model, stage, loss_of):
     """The loss scale is put in where the whole model gives its outputs away."""
@@ -167,8 +160,8 @@ def test_a_plain_fp16_backward_that_cannot_be_scaled_once(rank, model, stage, lo
 # ---- warnings ----
 
 
-def engine_of(model, stage=2, precision="fp32", accumulation=1) -> Any:
-    config = config_of(stage, Plan(accumulation=accumulation, precision=precision))
+def engine_of(model, stage=2, precision="fp32") -> Any:
+    config = config_of(stage, Plan(precision=precision))
     return start(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
 
 
@@ -185,12 +178,12 @@ def of_finite(messages):
     return [message for message in messages if "Look at the learning rate" in message]
 
 
-@in_turn("stage, precision", [(0, "fp32"), (2, "bf16"), (3, "fp32")])
+@in_turn("stage, precision", [(0, "fp32"), (3, "bf16")])
 def test_a_loss_that_is_not_finite_is_named_once(stage, precision, heard):
     heard.clear()
 
-    def diverges(rank, models):
-        engine = engine_of(models[rank], stage, precision)
+    def diverges(rank, model):
+        engine = engine_of(model, stage, precision)
         for step in range(4):
             engine.backward(loss_of(engine) * (1.0 if step < 2 else float("nan")))
             with HostSyncs() as syncs:
@@ -198,19 +191,19 @@ def test_a_loss_that_is_not_finite_is_named_once(stage, precision, heard):
             assert not syncs.of("hf_zero")
         engine.destroy()
 
-    run_ranks(2, diverges, [stack(), stack()])
+    on_ranks(2, diverges)
     (message,) = of_finite(heard)
     assert message.startswith("step 3: the loss of rank 0 is nan and the gradient norm nan")
     assert "set_detect_anomaly(True)" in message and ("bf16" in message) is (precision == "bf16")
 
 
 def test_the_norm_tells_of_the_other_ranks(heard):
-    def diverges(rank, models):
-        engine = engine_of(models[rank])
+    def diverges(rank, model):
+        engine = engine_of(model)
         engine.backward(loss_of(engine) * (float("inf") if rank == 1 else 1.0))
         engine.step()
 
-    run_ranks(2, diverges, [stack(), stack()])
+    on_ranks(2, diverges)
     (message,) = of_finite(heard)
     assert message.startswith("step 1: the gradient norm is ")
 
@@ -231,24 +224,18 @@ def test_labels_that_are_all_ignored_and_an_overflow_in_fp16(heard):
     assert "loss of rank 0 is nan and the gradient norm 0; the weights are still finite" in message
 
 
-def test_backwards_that_no_step_follows(heard):
-    engine = engine_of(stack(), accumulation=2)
+def never_steps(engine):
+    engine.accumulation.steps = 2
     backwards(engine, 12)
-    (message,) = (text for text in heard if "without engine.step()" in text)
-    assert message.startswith("9 backwards") and "inside a window of 2 micro-batches" in message
-    engine.destroy()
 
 
-def test_a_loop_that_collects_micro_batches_by_itself(heard):
+def collects_by_itself(engine):
     """It steps once a window: each step counts one micro-batch, and nothing is updated."""
-    engine = engine_of(stack(), accumulation=3)
+    engine.accumulation.steps = 3
     for _ in range(4):
         backwards(engine, 3)
         engine.step()
     assert engine.global_steps == 1
-    (message,) = (text for text in heard if "has counted one micro-batch of 3" in text)
-    assert message.startswith("engine.step() after 3 backwards") and "steps to 1" in message
-    engine.destroy()
 
 
 def step_after_each(engine):
@@ -290,12 +277,28 @@ def windows_of_a_script(engine):
     engine.step()
 
 
-@in_turn("script", [step_after_each, long_windows, windows_of_a_script])
-def test_loops_without_a_warning(script, heard):
+LOOPS: dict[Any, tuple[str, ...]] = {  # what a warning says, if there is one
+    never_steps: ("9 backwards", "without engine.step()", "inside a window of 2 micro-batches"),
+    collects_by_itself: (
+        "engine.step() after 3 backwards",
+        "has counted one micro-batch of 3",
+        "steps to 1",
+    ),
+    step_after_each: (),
+    long_windows: (),
+    windows_of_a_script: (),
+}
+
+
+@in_turn("script", LOOPS)
+def test_loops_and_their_warnings(script, heard):
+    heard.clear()
     engine = engine_of(stack())
     script(engine)
     engine.destroy()
-    assert not [text for text in heard if "one micro-batch" in text or "engine.step()" in text]
+    said = [text for text in heard if "one micro-batch" in text or "engine.step()" in text]
+    assert len(said) == bool(LOOPS[script])
+    assert all(words in said[0] for words in LOOPS[script])
 
 
 def test_on_a_device_the_norm_is_read_when_its_copy_is_over(monkeypatch, heard):
@@ -316,3 +319,114 @@ def test_on_a_device_the_norm_is_read_when_its_copy_is_over(monkeypatch, heard):
     checks.on_norm(nan, 5)
     (message,) = heard
     assert message.startswith("step 1: the gradient norm is nan") and len(copies) <= 2
+
+
+# ---- torch.func: as in plain torch at stages 0 to 2, refused at stage 3 ----
+
+X = floats(0, 0, 0, 3, 7)
+
+
+def sum_of(model):
+    return lambda parameters, x: functional_call(model, parameters, (x,)).pow(2).sum()
+
+
+TRANSFORMS: dict[str, Callable[..., Any]] = {
+    "grad of the input": lambda net, model: grad(lambda x: net(x).pow(2).sum())(X),
+    "grad of the weights": lambda net, model: grad(sum_of(model))(values_of(model), X),
+    "each sample": lambda net, model: vmap(grad(sum_of(model)), in_dims=(None, 0))(
+        values_of(model), X[:, None]
+    ),
+    "jacrev": lambda net, model: jacrev(net)(X[:1]),
+}
+ALONE: dict[str, Callable[..., Any]] = {  # torch keeps levels of forward mode for all threads
+    "jvp": lambda net, model: jvp(net, (X,), (X,)),
+    "hessian": lambda net, model: hessian(lambda x: net(x).sum())(X[:1]),
+}
+MORE: dict[str, dict[str, Any]] = {
+    "checkpointed": {"activation_checkpointing": {"blocks": True}},
+    "activations on the CPU": {"activation_checkpointing": {"cpu_checkpointing": True}},
+    "fp16": {"fp16": {"enabled": True, "loss_scale": 64.0}},
+}
+
+
+@in_turn(
+    "way, stage",
+    [("grad of the input", 1), ("grad of the weights", 2), ("each sample", 0), ("jacrev", 1)],
+)
+def test_a_transform_gives_what_it_gives_in_plain_torch(way, stage):
+    """Also between a forward and its backward."""
+    want = TRANSFORMS[way](stack(), stack())
+
+    def micro(net, at):
+        loss = None
+        for _ in range(2):
+            if at.step == 0:
+                called = net if at.rank else net.module
+                torch.testing.assert_close(TRANSFORMS[way](called, net.module), want)
+            loss = squared(net, at) if loss is None else loss
+        net.backward(loss)
+        return loss
+
+    trains_alike(micro, stage, Plan(2, 2))
+
+
+@in_turn("way", ALONE)
+@on_each_rank(1)
+def test_forward_mode(rank, model, way):
+    engine = start(model, plain_sgd(model), config_of(1))
+    torch.testing.assert_close(ALONE[way](engine, model), ALONE[way](stack(), stack()))
+    run_steps(engine, rank, range(1))
+
+
+@in_turn("more, way", [*((more, "grad of the input") for more in MORE)])
+@on_each_rank(1)
+def test_a_transform_of_a_model_with_more_around_its_blocks(rank, model, more, way):
+    want = TRANSFORMS[way](stack(), stack())
+    engine = start(model, plain_sgd(model), config_of(2, **MORE[more]))
+    half = more == "fp16"
+    got = TRANSFORMS[way](lambda x: model(x.half()).float() if half else engine(x), model)
+    torch.testing.assert_close(got, want, **({"rtol": 3e-2, "atol": 3e-2} if half else {}))
+    run_steps(engine, rank, range(1))
+
+
+def test_stage_3_refuses_a_transform_before_it_does_anything():
+    def run(rank, model):
+        engine = start(model, plain_sgd(model), config_of(3))
+        with pytest.raises(PartitionError, match=r"torch\.func goes through \(root\)"):
+            TRANSFORMS["jacrev"](engine, model)
+        engine.schedule.check_all_released()
+        run_steps(engine, rank, range(2))
+        return full_weights(engine)
+
+    expect(by_hand(plain_sgd, [[(1.0, 0)], [(1.0, 0)]], 2)[0], run)
+
+
+LOSSES: dict[str, Callable[..., Any]] = {  # the backward goes through what has been recorded
+    "of a gradient": lambda net: grad(lambda x: net(x).pow(2).sum())(X).pow(2).mean(),
+    "of vmap": lambda net: vmap(net)(X).pow(2).mean(),
+}
+
+
+@in_turn("loss, stage", [("of a gradient", 1), ("of vmap", 1), ("of vmap", 3)])
+def test_a_loss_through_a_transform_trains_the_weights(loss, stage):
+    def micro(net, at):
+        found = LOSSES[loss](net)
+        net.backward(found)
+        return found
+
+    trains_alike(micro, stage, Plan(2, 1))
+
+
+def test_first_order_maml_trains_as_in_plain_torch():
+    """A backward without gradients of parameters comes first (arXiv:1703.03400)."""
+
+    def micro(net, at):
+        x, weights = floats(at.step, at.micro, at.rank, 3, 7), dict(net.module.named_parameters())
+        inner = functional_call(net.module, weights, (x,)).pow(2).mean()
+        grads = torch.autograd.grad(inner, list(weights.values()))
+        fast = {name: p - 0.1 * g for (name, p), g in zip(weights.items(), grads)}
+        loss = functional_call(net.module, fast, (x,)).pow(2).mean()
+        net.backward(loss)
+        return loss
+
+    trains_alike(micro, 2, Plan(2, 2, 2))
