@@ -169,10 +169,7 @@ def sent(specs, codec):
 
 
 def test_bytes_between_nodes_and_within(monkeypatch):
-    """Per micro-step and rank, of P bytes of weights (M = 2 nodes): dense 3 P (M - 1) / M between
-    nodes, with hpZ 2, and in few bits what the messages have. In two hops each chunk enters a
-    node once and is forwarded there: half the bytes between nodes.
-    """
+    """Of P bytes of weights: dense 3 P / 2 between two nodes, with hpZ P; in two hops half as many."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     dense, within, specs = traffic({})
     less, more, _ = traffic(HOPS)

@@ -70,9 +70,7 @@ MAKERS = {
     [("optimizer on cpu", 1), ("optimizer in files", 2), ("all on cpu", 3), ("all in files", 3)],
 )
 def test_bit_for_bit_as_on_the_device(way, stage, core, tmp_path):
-    """The same kernel does the update: RMSprop steps itself on both sides, as AdamW does without
-    the native core; CPUAdam is the host kernel on both.
-    """
+    """The same kernel updates on both sides: RMSprop its own, CPUAdam that of the host."""
     for name, make in MAKERS.items():
         if core == "torch" or name != "fused adamw":
             want, got = (
@@ -83,9 +81,7 @@ def test_bit_for_bit_as_on_the_device(way, stage, core, tmp_path):
 
 
 class Watched(OnEngine):
-    """Sees after each step which flats are on the device again, in which allocations, and the
-    bytes that they take there.
-    """
+    """Sees after each step which flats are on the device again, in which allocations and bytes."""
 
     def __init__(self, engine, plan, seen):
         super().__init__(engine, plan)
@@ -115,9 +111,7 @@ class Watched(OnEngine):
 def test_what_fits_on_the_device_comes_back_after_the_first_step(
     way, stage, ranks, whole, precision, tmp_path, monkeypatch
 ):
-    """Device memory that the first step left free takes the first units; training continues as
-    before.
-    """
+    """Device memory that the first step left free takes the first units."""
     # for some of the flats of a rank, not all
     room = {"fp32": 12 * 12_000, "bf16": 16 * 12_000}[precision] * 2 // ranks
     monkeypatch.setattr(optimizer_step, "room_beside_a_step", lambda device: room)
@@ -310,9 +304,7 @@ def on_host(model, stage, folder, **more):
 
 @pytest.fixture
 def issued(monkeypatch):
-    """Record the collectives that each rank issues on the axes of its engine, in order; updates are
-    delayed, differently on each rank.
-    """
+    """Record the collectives of each rank in order; updates are delayed, differently on each."""
     found: dict[int, list[str]] = defaultdict(list)
     start, run = collectives._Starting.__init__, Update.run
     pauses = random.Random(3)

@@ -47,9 +47,7 @@ def after(steps, stage):
 
 
 def test_a_disk_that_is_full_loses_no_step(tmp_path):
-    """On one rank of two: the step is complete, the next one is refused on both, and what is
-    saved goes on elsewhere.
-    """
+    """On one rank of two: the next step is refused on both, and what is saved goes on elsewhere."""
     way, stage, fault = "all in files", 3, "write:2+:ENOSPC"
     disk, saved = tmp_path / "disk", tmp_path / "saved"
     disk.mkdir()
@@ -142,9 +140,7 @@ def test_two_engines_share_a_disk(tmp_path):
 
 
 def trained_by_workers(way, stage, folder, beside):
-    """Return the weights after steps whose batches forked workers load: while an update is under
-    way, which waits until they are forked, or between updates.
-    """
+    """Weights after steps whose batches workers load that are forked beside an update or between."""
     forked = threading.Event()
     run_update = Update.run
 

@@ -60,9 +60,7 @@ def switched_on(step, optimizer):
 
 
 class Own(torch.optim.Optimizer):
-    """A momentum with bias correction; ``counter`` says where steps are counted: in the state,
-    the group, a tensor of it, or on the object.
-    """
+    """A momentum with bias correction that counts steps in its state, the group or the object."""
 
     def __init__(self, params, counter="state"):
         super().__init__(
@@ -139,9 +137,7 @@ class Constant(nn.Module):
 
 @in_turn("make", [Lion, CPUAdam])
 def test_rounding_of_16_bit_moments_does_not_add_up(make, tmp_path):
-    """Each step rounds with numbers of its own: the mean over many elements follows the exact
-    moment.
-    """
+    """The mean over many elements follows the exact moment."""
 
     def run(rank, model, moments):
         section = offload("optimizer on cpu", 2, tmp_path, moments=moments)

@@ -156,9 +156,7 @@ LATER: dict[str, Callable[[Any], torch.Tensor | None]] = {
 
 @in_turn("way", WAYS[:4])
 def test_what_else_may_come_after_a_step(held_up, way, tmp_path):
-    """The same as in an engine that keeps everything on the device, where an update is over when
-    ``step`` returns.
-    """
+    """The same as on the device, where an update is over when ``step`` returns."""
 
     def run(rank, model, section, what):
         engine = opened(model, section, bf16={"enabled": True})

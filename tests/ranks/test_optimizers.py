@@ -111,9 +111,7 @@ def test_torchs_own_muon_is_taken():
 @in_turn("name, stage", [("adafactor", 1), ("lamb", 3)])
 @on_each_rank(RANKS)
 def test_sums_of_whole_tensors_are_few_messages_and_nothing_is_gathered(rank, model, name, stage):
-    """Adafactor: rows, columns and a number for each matrix, then one number. LAMB: two numbers
-    of 64 bits for each tensor, and a row for ranks that own nothing of a group.
-    """
+    """Adafactor: rows, columns and two numbers of a matrix; LAMB: two of a tensor, and a row more."""
     engine = start(model, WHOLE[name].ours(model), config_of(stage))
     shapes = [tuple(p.ds_shape if stage == 3 else p.shape) for p in model.parameters()]
     run_steps(engine, rank, range(1))
@@ -175,9 +173,7 @@ def halve(step, model, optimizer):
 
 @in_turn("stage", [0, 3])
 def test_the_users_object(stage):
-    """It stays, with the state of plain steps before; its groups are read in each step; a plain
-    loop steps the engine.
-    """
+    """It stays, with its state; its groups are read in each step; a plain loop steps the engine."""
 
     def run(rank, model):
         optimizer = adamw(model)

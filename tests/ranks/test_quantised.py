@@ -46,9 +46,7 @@ def base(storage=torch.uint8, width=HIDDEN):
 
 
 def adapted(storage=torch.uint8, width=HIDDEN):
-    """LoRA by the real library over :func:`base`; its B is not zero, so that every adapter has a
-    gradient from the first step.
-    """
+    """LoRA over :func:`base`; its B is not zero, so that each adapter has a gradient at once."""
     model = peft.get_peft_model(
         base(storage, width),
         peft.LoraConfig(r=4, target_modules=["up", "head"], init_lora_weights=False),
@@ -167,9 +165,7 @@ def test_class_name_and_attributes_are_there_in_every_state(rank, model):
 
 @on_each_rank(RANKS, build=build(width=128))
 def test_bytes_are_gathered_never_reduced_and_have_no_optimizer_state(rank, model):
-    """At stage 3 a rank keeps half of the frozen bytes; only adapters are reduced and have
-    moments.
-    """
+    """At stage 3 a rank keeps half of the frozen bytes; adapters alone are reduced."""
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     engine = start(model, adam(model), config_of(3))

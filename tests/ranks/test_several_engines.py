@@ -296,41 +296,6 @@ def test_a_generator_and_its_critic_in_turn():
         oracle.compare_tensors("weights", found, values_of(model))
 
 
-def test_a_teacher_that_never_learns():
-    """It is asked between the student's forward and its backward, too."""
-    plan = Plan(precision="fp16")
-
-    @torch.no_grad()
-    def asked(teacher, x):
-        return teacher(x.to(plan.dtype)).float()
-
-    def distil(student, teacher, x):
-        goal, answer = asked(teacher, x), student(x)
-        assert torch.equal(goal, asked(teacher, x))
-        return (answer - goal).pow(2).mean()
-
-    def run(rank, model):
-        student, teacher = model
-        knows = start(teacher.requires_grad_(False).eval(), None, config_of(3, plan))
-        learns = start(student, plain_sgd(student), config_of(3))
-        for step in range(STEPS):
-            learns.backward(distil(learns, knows, data(step, 0, rank)))
-            learns.step()
-        for name, p in wides(2)[1].named_parameters():
-            assert torch.equal(full_weights(knows)[name], p.to(plan.dtype).float()), name
-        return full_weights(learns)
-
-    student, teacher = wides(2)
-    optimizer = plain_sgd(student)
-    teacher.to(plan.dtype)
-    for step in range(STEPS):
-        distil(student, teacher, data(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for found in on_ranks(RANKS, run, build=lambda: wides(2)):
-        oracle.compare_tensors("student", found, values_of(student))
-
-
 def against_half(net, rank=None):
     x = data(0, 0, rank)
     return (net(x).float() - 0.5 * x).pow(2).mean()

@@ -33,9 +33,7 @@ def deep():
 
 
 def living():
-    """Bytes of the storages behind living tensors that are younger than ``gc.freeze()``,
-    gradients that only autograd knows included.
-    """
+    """Bytes behind living tensors that are younger than ``gc.freeze()``, and their gradients."""
     gc.collect()
     found: dict[int, int] = {}
     tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
@@ -50,9 +48,7 @@ def living():
 
 
 def measured(build, optimizer_of, stage, plan):
-    """Bytes per rank between a backward and its step: of all living tensors, and of state as the
-    engine counts it.
-    """
+    """Bytes per rank between a backward and its step: of living tensors, and as the engine counts."""
 
     def run(rank, model):
         engine = start(model, optimizer_of(model), config_of(stage, plan))
@@ -85,9 +81,7 @@ def measured(build, optimizer_of, stage, plan):
     ],
 )
 def test_state_between_backward_and_step(stage, precision, optimizer_of, moments, frozen):
-    """State is what the formula says, of frozen blocks their own bytes alone; whatever else lives
-    is a few communication buffers, however deep the model.
-    """
+    """State is what the formula says; what else lives is a few buffers, however deep the model."""
 
     def build():
         model = deep()

@@ -157,9 +157,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @on_each_rank(RANKS)
 def test_arguments_memory_of_two_buckets_and_the_end(rank, model):
-    """Wrong arguments, and those that differ between ranks, are refused; ranks that get no buckets
-    take part.
-    """
+    """Wrong arguments and those that differ are refused; ranks without buckets take part."""
     engine = start(model, None, config_of(3))
     for given, message in WRONG:
         with pytest.raises(ConfigError, match=message):
