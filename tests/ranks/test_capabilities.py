@@ -19,14 +19,13 @@ from torch import nn
 from hf_zero.planning.needs import state_bytes
 from hf_zero.zero.state_bytes import held_bytes
 from tests.helpers import oracle
-from tests.helpers.capabilities import COLUMNS, GROUPS, ROWS, Same
-from tests.helpers.engines import config_of, start
+from tests.helpers.capabilities import COLUMNS, GROUPS, ROWS, Same, WithoutGradients
+from tests.helpers.engines import OnEngine, config_of, start
 from tests.helpers.leftovers import await_threads, working
 from tests.helpers.plans import planned
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import At, Plan, Trace, merge, train
 
-SAVED = 2  # steps before a checkpoint, after which there is one more
 HOOKS = (
     "_forward_pre_hooks",
     "_forward_hooks",
@@ -49,9 +48,8 @@ class Case:
         turn = {"resume": 1, "overflow": 2}.get(column, 0)
         return self.row.stages[(self.first + turn) % len(self.row.stages)]
 
-    def plan(self, ranks=0, **more):
-        """``ranks``: how many groups read rows of their own; as the row says, if 0."""
-        return replace(Plan(self.readers(self.row.ranks)), **{**self.row.plan, **more})
+    def plan(self, **more):
+        return replace(Plan(self.readers(self.row.ranks), 2), **{**self.row.plan, **more})
 
     def readers(self, ranks):
         return ranks * (self.row.readers or self.row.ranks) // self.row.ranks
@@ -66,7 +64,8 @@ class Case:
 
     def opened(self, job, model, stage, plan):
         engine = start(model, job.optimizer(model), self.config(stage, plan))
-        return self.row.session(engine, plan)
+        reads = self.row.traced or self.row.session is not OnEngine
+        return (self.row.session if reads else WithoutGradients)(engine, plan)
 
 
 def initial(job):
@@ -163,7 +162,7 @@ def goes_on_elsewhere(case):
     row = case.row
     same = bool(row.elsewhere)
     job, plain = (Same(each) if same else each for each in (row.job, row.by_hand))
-    accumulation = case.plan().accumulation
+    accumulation, saved_at = case.plan().accumulation, min(2, case.plan().steps - 1)
 
     def run(ranks, stage, saves):
         models = [job.build() for _ in range(ranks)]
@@ -183,22 +182,22 @@ def goes_on_elsewhere(case):
                 return session.weights()
 
             if saves:
-                for step in range(SAVED):
+                for step in range(saved_at):
                     train_to(step)
                 engine.save_checkpoint(str(case.folder / "saved"))
                 kept, again = session.weights(), []
                 for begun in (False, accumulation > 1):  # the window that a load ends
                     load()
                     if begun:
-                        session.backward(job.loss(session, At(SAVED, 0, reader)))
+                        session.backward(job.loss(session, At(saved_at, 0, reader)))
                         load()
-                    train_to(SAVED)
+                    train_to(saved_at)
                     again.append(session.weights())
                 session.close()
                 assert alike(*again), "an engine that goes back takes another step than before"
                 return kept, None
             loaded = load()
-            train_to(SAVED)
+            train_to(saved_at)
             found = session.weights()
             session.close()
             return loaded, found
@@ -208,7 +207,7 @@ def goes_on_elsewhere(case):
     (saved, _), *_ = run(row.ranks, case.stage("oracle"), saves=True)
     answers = run(row.elsewhere or row.ranks, case.stage("resume"), saves=False)
     readers = 1 if same else case.plan().ranks
-    plan = replace(case.plan(), ranks=readers, steps=SAVED + 1)
+    plan = replace(case.plan(), ranks=readers, steps=saved_at + 1)
     exact = plan.precision == "fp32"
     want = oracle.kept(plain, plan) if exact else oracle.mixed(plain, plan, case.stage("resume"))
     for loaded, found in answers:

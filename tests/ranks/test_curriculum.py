@@ -116,9 +116,7 @@ def test_a_function_that_was_resumed(tmp_path):
 
 @on_each_rank(1)
 def test_a_loop_that_passes_the_number_of_its_labels(rank):
-    """Unlike a mean: the loss is divided by what the loop says, which is taken for a number of
-    whole sequences' labels; after prepare_batch it is the loop's own.
-    """
+    """Its number is that of whole sequences' labels; after prepare_batch it is the loop's own."""
     model = ARCHITECTURES["llama"].build()
     engine = start(model, adamw(model), config_of(0, **LEGACY))
     batch = ARCHITECTURES["llama"].batch(0, 0, rank)
@@ -151,34 +149,27 @@ def batch_of(**more):
     return {"input_ids": ids, **more}
 
 
-def test_a_width_that_is_the_length_of_the_sequence():
+def test_what_is_cut_and_what_stays_whole():
     made = technique(LEGACY, Words())
-    wide = torch.randn(2, LENGTH, LENGTH)
-    cut = made.prepare_batch({"inputs_embeds": wide, "attention_mask": torch.ones(2, LENGTH)})
-    assert torch.equal(cut["inputs_embeds"], wide[:, :3])
-    masked = made.prepare_batch(batch_of(attention_mask=torch.ones(2, LENGTH, LENGTH)))
-    assert masked["attention_mask"].shape == (2, 3, 3)
-
-
-def test_what_stays_whole():
-    made = technique(LEGACY, Words())
+    wide = torch.randn(2, LENGTH, LENGTH)  # a width that is the length of the sequence
+    found = made.prepare_batch({"inputs_embeds": wide, "attention_mask": torch.ones(2, LENGTH)})
+    assert torch.equal(found["inputs_embeds"], wide[:, :3])
     whole = batch_of(
         labels=torch.zeros(2, dtype=torch.long),
         head_mask=torch.zeros(2, LENGTH),
         position_ids=torch.arange(LENGTH)[None],
+        attention_mask=torch.ones(2, LENGTH, LENGTH),
         start_positions=torch.zeros(2),
         note="a word",
     )
-    shapes = {
-        name: tuple(value.shape)
-        for name, value in made.prepare_batch(whole).items()
-        if isinstance(value, torch.Tensor)
-    }
-    assert shapes == {
+    found = made.prepare_batch(whole)
+    assert found.pop("note") == "a word"
+    assert {name: tuple(value.shape) for name, value in found.items()} == {
         "input_ids": (2, 3),
         "labels": (2,),
         "head_mask": (2, LENGTH),
         "position_ids": (1, 3),
+        "attention_mask": (2, 3, 3),
         "start_positions": (2,),
     }
     several = batch_of(labels=torch.zeros(2, LENGTH))  # a number for each of LENGTH classes
