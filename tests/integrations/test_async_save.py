@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +19,7 @@ import peft
 import pytest
 import torch
 import transformers
+from huggingface_hub.utils import filter_repo_objects
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.strategies import deepspeed as deepspeed_strategy
@@ -28,7 +31,7 @@ from hf_zero.integrations.lightning import ZeroStrategy
 from tests.helpers.trainers import BEST, EVERY_STEP, SPOILED, logged, model, routed, weights
 from tests.integrations.accelerate.test_checkpoints import Loop, names
 from tests.integrations.lightning.test_strategy import Net, trainer_of
-from tests.integrations.transformers.test_trainer_checkpoints import assert_loads, hub  # noqa: F401
+from tests.integrations.transformers.test_trainer_checkpoints import RANK, Tearing
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -79,14 +82,6 @@ class Held(transformers.TrainerCallback):
         self.gate.open.set()
 
 
-def held(
-    gate: Gate, folder: Path, stage: int = 3, **changes: Any
-) -> tuple[transformers.Trainer, Held]:
-    watch = Held(gate)
-    watch.run = beside(folder, stage, **EVERY_STEP, callbacks=[watch], **changes)
-    return watch.run, watch
-
-
 def beside(folder: Path, stage: int = 3, *architecture: str, **changes: Any) -> Any:
     return routed("ours", stage, folder, *architecture, config=BESIDE, **changes)
 
@@ -98,58 +93,44 @@ def left(folder: Path) -> list[str]:
 def test_the_limit_of_the_trainer_waits_for_the_new_one(
     gate: Gate, tmp_path: Path, heard: list[str]
 ) -> None:
-    run, watch = held(gate, tmp_path, save_total_limit=1)
-    run.train()
+    """Where that fails, at the last step, the old one stays."""
+    watch = Held(gate)
+    limit = {"save_total_limit": 1, "callbacks": [watch]}
+    watch.run = beside(tmp_path, **EVERY_STEP, **limit)
+    watch.run.train()
     assert watch.whole == [[], ["checkpoint-1"], ["checkpoint-2"], ["checkpoint-3"]]
     assert left(tmp_path) == ["checkpoint-4"]
     assert trainer_folder_error(tmp_path / "checkpoint-4") == ""
     assert not [text for text in heard if "damaged" in text]
+    gate.fails.append("global_step5")
+    watch.run = beside(tmp_path, **EVERY_STEP, **limit, max_steps=5)
+    with pytest.raises(CheckpointError, match="Nothing was saved as 'global_step5'"):
+        watch.run.train(resume_from_checkpoint=True)
+    assert left(tmp_path) == ["checkpoint-4", "checkpoint-5"]
+    assert trainer_folder_error(tmp_path / "checkpoint-4") == ""
 
 
-def test_where_the_new_one_fails_the_old_one_stays(gate: Gate, tmp_path: Path) -> None:
-    run, _ = held(gate, tmp_path, save_total_limit=1)
-    gate.fails.append("global_step4")
-    with pytest.raises(CheckpointError, match="Nothing was saved as 'global_step4'"):
-        run.train()  # the last step: nothing but the end of the training can say so
-    assert left(tmp_path) == ["checkpoint-3", "checkpoint-4"]
-    assert trainer_folder_error(tmp_path / "checkpoint-3") == ""
-
-
-def test_training_goes_on_from_what_was_saved_beside_it(gate: Gate, tmp_path: Path) -> None:
-    gate.open.set()
-    constant: dict[str, Any] = {"lr_scheduler_type": "constant"}
-    whole = routed("ours", 2, tmp_path / "whole", max_steps=6, **constant)
-    whole.train()
-    beside(tmp_path / "run", **EVERY_STEP, **constant, save_total_limit=1).train()
-    resumed = beside(tmp_path / "run", 2, max_steps=6, **constant)
-    resumed.train(resume_from_checkpoint=True)
-    assert logged(resumed) == pytest.approx(logged(whole), rel=1e-6)
-
-
-@pytest.mark.parametrize("better", [True, False], ids=["last is the best", "first is the best"])
 def test_the_best_model_is_loaded_though_it_is_still_being_written(
-    better: bool, gate: Gate, tmp_path: Path, heard: list[str]
+    gate: Gate, tmp_path: Path, heard: list[str]
 ) -> None:
     gate.open.set()
-    gate.seconds = 0.3
-    best = {**BEST, "learning_rate": 1e-3 if better else 0.5}
-    run = beside(tmp_path, **EVERY_STEP, **best, save_total_limit=1)
+    gate.seconds = 0.1
+    run = beside(tmp_path, **EVERY_STEP, **{**BEST, "learning_rate": 1e-3}, save_total_limit=1)
     run.train()
     losses = logged(run, "eval_loss")
-    assert min(losses) == losses[-1 if better else 0]
-    assert left(tmp_path) == [f"checkpoint-{4 if better else 1}"]
+    assert min(losses) == losses[-1]
+    assert left(tmp_path) == ["checkpoint-4"]
     assert not [text for text in heard if "not whole" in text]
     assert run.evaluate()["eval_loss"] == pytest.approx(min(losses), rel=1e-6)
 
 
 def test_the_best_adapters_are_loaded(gate: Gate, tmp_path: Path) -> None:
     gate.open.set()
-    gate.seconds = 0.1
     lora = peft.LoraConfig(
         r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", init_lora_weights=False
     )
     changes: dict[str, Any] = {**EVERY_STEP, **BEST, "learning_rate": 5.0, "save_total_limit": 1}
-    changes["model"] = peft.get_peft_model(model("gpt2"), lora)
+    changes |= {"model": peft.get_peft_model(model("gpt2"), lora), "max_steps": 2}
     run = beside(tmp_path, 3, "gpt2", **changes)
     run.train()
     losses = logged(run, "eval_loss")
@@ -161,52 +142,93 @@ def test_the_best_adapters_are_loaded(gate: Gate, tmp_path: Path) -> None:
     assert all(torch.equal(loaded.state_dict()[name], value) for name, value in expected.items())
 
 
-class Tearing(transformers.TrainerCallback):
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for shard in (Path(args.output_dir) / "checkpoint-1").rglob("rank-*"):
-            os.truncate(shard, 100)
-
-
 def test_a_torn_best_one_is_no_reason_to_delete_the_last(tmp_path: Path, heard: list[str]) -> None:
     """With a metric and a limit of one the Trainer deletes all but the best at the end, loaded
     or not.
     """
     best = {**SPOILED, "metric_for_best_model": "loss", "save_total_limit": 1}
-    routed("ours", 2, tmp_path, **EVERY_STEP, **best, callbacks=[Tearing()]).train()
-    assert trainer_folder_error(tmp_path / "checkpoint-4") == ""
+    torn = Tearing(["checkpoint-1"])
+    routed("ours", 2, tmp_path, **EVERY_STEP, **best, callbacks=[torn], max_steps=2).train()
+    assert trainer_folder_error(tmp_path / "checkpoint-2") == ""
     told = [text for text in heard if "the best checkpoint" in text]
     assert any("checkpoint-1 is not whole" in text for text in told)
 
 
-PUSHED = {"push_to_hub": True, "hub_model_id": "someone/tiny", "hub_always_push": True}
+class Hub:
+    """The part of the hub's client that the Trainer calls: uploads are copies."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def create_repo(self, repo_id: str, **options: Any) -> Any:
+        return SimpleNamespace(repo_id=repo_id)
+
+    def upload_folder(
+        self, *, folder_path: Any, path_in_repo: str = ".", ignore_patterns: Any = None, **how: Any
+    ) -> Any:
+        source = Path(folder_path)
+        found = [path.relative_to(source) for path in source.rglob("*") if path.is_file()]
+        names = [path.as_posix() for path in found]
+        for name in filter_repo_objects(names, ignore_patterns=ignore_patterns):
+            target = self.folder / path_in_repo / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source / name, target)
+        done: Any = SimpleNamespace(is_done=lambda: True, done=lambda: True)
+        done.result = done.add_done_callback = lambda *given: None
+        return done if how.get("run_as_future") else None
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    client = Hub(tmp_path / "hub")
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda *a, **k: client)
+    monkeypatch.setattr("transformers.trainer.create_repo", client.create_repo, raising=False)
+    return tmp_path / "hub"
+
+
+def assert_loads(folder: Path, trained: dict[str, torch.Tensor]) -> None:
+    """A model folder that loads as it is."""
+    kind = transformers.AutoModelForMaskedLM
+    loaded, info = kind.from_pretrained(folder, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert all(torch.equal(value, trained[name]) for name, value in loaded.state_dict().items())
+
+
 UPLOADED = {
-    "every_save": [],
-    "end": [],
     "checkpoint": ["last-checkpoint"],
     "all_checkpoints": [f"checkpoint-{step}" for step in (1, 2, 3, 4)],
 }
 
 
 @pytest.mark.parametrize("strategy", UPLOADED)
-def test_what_is_pushed_is_whole(strategy: str, gate: Gate, hub: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_what_is_pushed_is_whole(strategy: str, gate: Gate, hub: Path, tmp_path: Path) -> None:
+    """A model folder, and checkpoints, which resume; nothing half done of ours."""
     gate.open.set()
-    gate.seconds = 0.3
-    pushed = {**EVERY_STEP, **PUSHED, "hub_strategy": strategy, "save_total_limit": 1}
-    run = beside(tmp_path / "run", **pushed)
+    gate.seconds = 0.1
+    pushed = {"push_to_hub": True, "hub_model_id": "someone/tiny", "hub_always_push": True}
+    pushed |= {"hub_strategy": strategy, "save_total_limit": 1}
+    run = beside(tmp_path / "run", **EVERY_STEP, **pushed)
     run.train()
-    if strategy == "end":
-        assert not hub.exists()
-        run.push_to_hub()
+    run.push_to_hub()
     assert sorted(item.name for item in hub.iterdir() if item.is_dir()) == UPLOADED[strategy]
     for name in UPLOADED[strategy]:
         assert trainer_folder_error(hub / name) == ""
-    assert not [path for path in hub.rglob("*") if path.name.startswith(find.RESERVED)]
+    names = {path.relative_to(hub).as_posix() for path in hub.rglob("*") if path.is_file()}
+    assert {"config.json", "model.safetensors", "training_args.bin", "README.md"} <= names
+    ours = (find.RESERVED, "dropped")
+    assert not [name for name in names if any(part in name for part in ours)]
     assert_loads(hub, weights(run))
+    last = UPLOADED[strategy][-1]
+    assert {f"{last}/latest", f"{last}/global_step4/{RANK}"} <= names
+    if strategy == "checkpoint":
+        resumed = routed("ours", 1, tmp_path / "again", max_steps=5)
+        resumed.train(resume_from_checkpoint=str(hub / last))
+        assert resumed.state.global_step == 5 and logged(resumed)[:4] == logged(run)
 
 
 def test_a_save_that_is_asked_for_gathers_and_checkpoints_follow_the_key(
     gate: Gate,
-    hub: Path,  # noqa: F811
+    hub: Path,
     tmp_path: Path,
     heard_in_full: list[str],
 ) -> None:
@@ -214,7 +236,7 @@ def test_a_save_that_is_asked_for_gathers_and_checkpoints_follow_the_key(
     weights; with false a checkpoint of the Trainer holds its shards alone.
     """
     gate.open.set()
-    gate.seconds = 0.3
+    gate.seconds = 0.1
     stage = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": False}
     config = {**BESIDE, "zero_optimization": stage}
     given = {"push_to_hub": True, "hub_model_id": "someone/tiny"}
@@ -278,27 +300,19 @@ class HeldFit(Callback):
         trainer.strategy.model.wait_for_checkpoint()
 
 
-ZERO = {"zero_optimization": {"stage": 2}, **BESIDE}
-STRATEGIES: dict[str, Any] = {
-    "ours": lambda: ZeroStrategy(config=ZERO),
-    "Lightning's own": lambda: DeepSpeedStrategy(
-        config={**ZERO, "train_micro_batch_size_per_gpu": 3}
-    ),
-}
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", [ZeroStrategy, DeepSpeedStrategy])
 def test_the_best_of_lightning_waits_for_the_new_one(
-    strategy: str, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: Any, gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Lightning refuses it where there is no CUDA, and knows CPU devices by no index.
+    # Lightning refuses its own where there is no CUDA, and knows CPU devices by no index.
     monkeypatch.setattr(deepspeed_strategy, "CUDAAccelerator", pl.accelerators.CPUAccelerator)
     monkeypatch.setattr(
         deepspeed_strategy, "_validate_device_index_selection", lambda devices: None
     )
+    zero = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 3, **BESIDE}
     keeping = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", save_top_k=1)
     watch = HeldFit(gate, tmp_path)
-    trainer = trainer_of(3, keeping, strategy=STRATEGIES[strategy]())
+    trainer = trainer_of(3, keeping, strategy=kind(config=zero))
     trainer.callbacks.append(watch)
     trainer.fit(Net())
     assert watch.whole == [[], [], ["epoch=0.ckpt"], ["epoch=1.ckpt"]]

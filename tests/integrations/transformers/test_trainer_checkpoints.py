@@ -8,20 +8,18 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from huggingface_hub.utils import filter_repo_objects
 
 import hf_zero
 from hf_zero.checkpoint import find
 from hf_zero.errors import CheckpointError
 from hf_zero.integrations.checkpoint_folders import trainer_folder_error
 from tests.helpers.plain_process import forget
-from tests.helpers.trainers import BEST, EVERY_STEP, SPOILED, logged, routed, weights
+from tests.helpers.trainers import BEST, EVERY_STEP, SPOILED, logged, routed
 from tests.integrations.accelerate.test_loop import accelerator_with, loader, small
 
 RANK = "rank-00000-of-00001.safetensors"
@@ -71,7 +69,6 @@ WAYS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "in our save": (in_our_save, NO_STATE),
     "ours without latest": (lambda f: (f / "latest").unlink(), "latest is missing"),
-    "no state of the Trainer": (lambda f: (f / "trainer_state.json").unlink(), NO_STATE),
     "half a state of the Trainer": (
         lambda f: cut(f / "trainer_state.json"),
         "trainer_state.json is cut short or damaged",
@@ -114,13 +111,10 @@ def test_torn_ones_are_named(whole: Any, tmp_path: Path) -> None:
         assert any(part in found for part in said.split("|")), (way, found)
 
 
-@pytest.mark.parametrize("way", ["in our save", "a shard cut short", "half a state of the Trainer"])
-def test_the_last_whole_one_is_resumed(
-    way: str, whole: Any, tmp_path: Path, heard: list[str]
-) -> None:
+def test_the_last_whole_one_is_resumed(whole: Any, tmp_path: Path, heard: list[str]) -> None:
     folder = copied(whole, tmp_path)
     shutil.rmtree(folder / "checkpoint-4")
-    tear(way, folder / "checkpoint-3")
+    tear("a shard cut short", folder / "checkpoint-3")
     run = routed("ours", 2, folder, **EVERY_STEP)
     run.train(resume_from_checkpoint=True)
     assert logged(run) == whole[1]
@@ -134,19 +128,22 @@ def test_true_and_false_as_text(
     whole: Any, tmp_path: Path, heard_in_full: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``--resume_from_checkpoint True`` of a command line is text: the last checkpoint, or a start
-    from scratch.
+    from scratch. Missing random states are told.
     """
     folder = copied(whole, tmp_path)
     shutil.rmtree(folder / "checkpoint-4")
+    (folder / "checkpoint-3" / "rng_state.pth").unlink()
     monkeypatch.chdir(tmp_path)
     resuming = f"resuming from the last checkpoint in {folder}"
-    for text, said in (("True", resuming), ("False", "not resuming"), ("false", "not resuming")):
+    for text, said in (("True", resuming), ("false", "not resuming")):
         run = routed("ours", 2, folder)
         run.train(resume_from_checkpoint=text)
         assert logged(run) == whole[1]
         assert run.state.global_step == 4 and len(run.state.log_history) == 5  # with the summary
         assert any(f"{text!r} is text" in line and said in line for line in heard_in_full)
         forget()
+    missing = "has no rng_state.pth: the random numbers of this rank do not go on"
+    assert sum(missing in text for text in heard_in_full) == 1
 
 
 def refused(folder: Path, resume: Any, match: str, stage: int = 2) -> str:
@@ -160,9 +157,7 @@ def refused(folder: Path, resume: Any, match: str, stage: int = 2) -> str:
 def test_folders_that_are_not_whole_or_not_there_are_refused(
     whole: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With those that are whole; what storage fails with, too: rank 0 looks alone, and what it
-    meets is an error on every rank.
-    """
+    """And rank 0, which looks alone, raises on every rank what storage fails with."""
     folder = copied(whole, tmp_path)
     absent = r"checkpoint-9': there is no such folder.*holds checkpoint-4, checkpoint-3"
     refused(folder, str(folder / "checkpoint-9"), absent)
@@ -185,11 +180,8 @@ def test_folders_that_are_not_whole_or_not_there_are_refused(
     refused(folder, True, "run: Input/output error; check the storage")
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_what_is_no_checkpoint_of_this_trainer_is_called_by_its_name(
-    named: bool, tmp_path: Path
-) -> None:
-    """A state of Accelerate, and checkpoints of the model alone."""
+def test_what_is_no_checkpoint_of_this_trainer_is_called_by_its_name(tmp_path: Path) -> None:
+    """A state of Accelerate, checkpoints of the model alone, and those of other Trainers."""
     state = tmp_path / "states" / "checkpoint-1"
     accelerator = accelerator_with({"zero_optimization": {"stage": 2}})
     net = small()
@@ -197,27 +189,26 @@ def test_what_is_no_checkpoint_of_this_trainer_is_called_by_its_name(
     accelerator.save_state(str(state))
     forget()
     said = rf"{state} is a state that accelerator\.save_state wrote.*accelerator\.load_state"
-    told = refused(state.parent, str(state) if named else True, said)
-    assert named is ("whole" not in told) and f"convert-checkpoint {state} MODEL" in told
+    for named in (True, False):
+        told = refused(state.parent, str(state) if named else True, said)
+        assert named is ("whole" not in told) and f"convert-checkpoint {state} MODEL" in told
     hf_zero.convert_checkpoint(state, tmp_path / "MODEL")
     type(net).from_pretrained(tmp_path / "MODEL")
 
     folder = tmp_path / "weights"
-    routed("ours", 3, folder, **EVERY_STEP, save_only_model=True).train()
+    routed("ours", 3, folder, **EVERY_STEP, save_only_model=True, max_steps=1).train()
     forget()
-    rest = rf".*\. No other checkpoint in {folder} is whole$" if named else ""
-    nothing = rf"whole weights and nothing that training resumes from{rest}"
-    refused(folder, str(folder / "checkpoint-4") if named else True, nothing, 3)
+    nothing = "whole weights and nothing that training resumes from"
+    rest = rf".*\. No other checkpoint in {folder} is whole$"
+    refused(folder, str(folder / "checkpoint-1"), nothing + rest, 3)
+    refused(folder, True, nothing, 3)
 
-
-def test_a_checkpoint_of_a_trainer_without_zero_is_called_one(tmp_path: Path) -> None:
+    sharded = ["pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata"]
+    converted = "under FSDP, .* weights, which hf-zero convert-checkpoint .* MODEL writes, with"
     for at, (says, files) in enumerate(
         {
             "without ZeRO, .* weights with from_pre": ["model.safetensors", "optimizer.pt"],
-            "under FSDP, .* weights, which hf-zero convert-checkpoint .* MODEL writes, with": [
-                "pytorch_model_fsdp_0/.metadata",
-                "optimizer_0/.metadata",
-            ],
+            converted: sharded,
         }.items()
     ):
         folder = tmp_path / str(at) / "checkpoint-1"
@@ -228,20 +219,12 @@ def test_a_checkpoint_of_a_trainer_without_zero_is_called_one(tmp_path: Path) ->
         assert "whole" not in told
 
 
-def test_missing_random_states_are_said(whole: Any, tmp_path: Path, heard: list[str]) -> None:
-    folder = copied(whole, tmp_path)
-    (folder / "checkpoint-4" / "rng_state.pth").unlink()
-    routed("ours", 2, folder).train(resume_from_checkpoint=True)
-    said = "has no rng_state.pth: the random numbers of this rank do not go on"
-    assert any(said in text for text in heard)
-
-
 def test_a_plain_trainer_is_left_alone(tmp_path: Path) -> None:
-    routed("plain", 0, tmp_path, **EVERY_STEP).train()
-    tear("half a state of the Trainer", tmp_path / "checkpoint-4")
+    """And folders of the model alone rotate as before."""
+    routed("plain", 0, tmp_path, **EVERY_STEP, max_steps=1).train()
+    tear("half a state of the Trainer", tmp_path / "checkpoint-1")
     with pytest.raises(ValueError):
         routed("plain", 0, tmp_path, **EVERY_STEP).train(resume_from_checkpoint=True)
-    # and folders of the model alone rotate as before
     others = tmp_path / "others"
     for step in (1, 2, 3):
         (others / f"checkpoint-{step}").mkdir(parents=True)
@@ -273,13 +256,15 @@ def test_the_limit_counts_whole_ones(whole: Any, tmp_path: Path, heard: list[str
         assert any(said in text for text in heard)
 
 
-@pytest.mark.parametrize("route", ["ours", "stock"])
-def test_the_limit_of_the_trainer(route: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("best", "left"),
+    [({}, ["checkpoint-2", "checkpoint-3"]), (BEST, ["checkpoint-1", "checkpoint-3"])],
+)
+def test_the_limit_of_the_trainer(best: Any, left: list[str], tmp_path: Path) -> None:
     """The newest checkpoints stay, and the best beside the newest, as without hf-zero."""
-    routed(route, 3, tmp_path / "two", **EVERY_STEP, save_total_limit=2).train()
-    assert kept(tmp_path / "two") == ["checkpoint-3", "checkpoint-4"]
-    routed(route, 3, tmp_path / "best", **EVERY_STEP, **BEST, save_total_limit=2).train()
-    assert kept(tmp_path / "best") == ["checkpoint-1", "checkpoint-4"]
+    limit = {"save_total_limit": 2, "max_steps": 3}
+    routed("stock", 3, tmp_path, **EVERY_STEP, **best, **limit).train()
+    assert kept(tmp_path) == left
 
 
 class Tearing(transformers.TrainerCallback):
@@ -294,15 +279,14 @@ class Tearing(transformers.TrainerCallback):
             tear("a shard cut short", *(folder / name for name in self.chosen))
 
 
-@pytest.mark.parametrize("torn", [1, 2, 4])
+@pytest.mark.parametrize("torn", [1, 3])
 def test_the_best_whole_model_is_loaded_at_the_end(
     torn: int, tmp_path: Path, heard: list[str]
 ) -> None:
-    """With a learning rate that spoils the model: the first evaluation is the best. Where no best
-    model is whole, the trained one stays.
-    """
+    """With a learning rate that spoils the model: the first evaluation is the best."""
     names = [f"checkpoint-{step}" for step in range(1, torn + 1)]
-    run = routed("ours", 2, tmp_path, **EVERY_STEP, **BEST, callbacks=[Tearing(names)])
+    tearing = {"callbacks": [Tearing(names)], "max_steps": 3}
+    run = routed("ours", 2, tmp_path, **EVERY_STEP, **BEST, **tearing)
     run.train()
     losses = logged(run, "eval_loss")
     assert min(losses) == losses[0]
@@ -324,79 +308,8 @@ def test_the_best_of_checkpoints_of_the_model_alone_stays_the_best(
     tmp_path: Path, heard: list[str]
 ) -> None:
     best = {**SPOILED, "metric_for_best_model": "loss", "save_total_limit": 1}
-    run = routed("ours", 3, tmp_path, **EVERY_STEP, **best, save_only_model=True)
+    run = routed("ours", 3, tmp_path, **EVERY_STEP, **best, save_only_model=True, max_steps=2)
     run.train()
     assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
     assert kept(tmp_path) == ["checkpoint-1"]
     assert not [text for text in heard if "whole" in text]
-
-
-class Hub:
-    """The part of the hub's client that the Trainer calls: uploads are copies."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def create_repo(self, repo_id: str, **options: Any) -> Any:
-        return SimpleNamespace(repo_id=repo_id)
-
-    def upload_folder(
-        self,
-        *,
-        folder_path: Any,
-        path_in_repo: str = ".",
-        ignore_patterns: Any = None,
-        run_as_future: bool = False,
-        **options: Any,
-    ) -> Any:
-        source = Path(folder_path)
-        found = [path.relative_to(source) for path in source.rglob("*") if path.is_file()]
-        names = [path.as_posix() for path in found]
-        for name in filter_repo_objects(names, ignore_patterns=ignore_patterns):
-            target = self.folder / path_in_repo / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(source / name, target)
-        if not run_as_future:
-            return None
-        done: Any = SimpleNamespace(is_done=lambda: True, done=lambda: True)
-        done.result = done.add_done_callback = lambda *given: None
-        return done
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    client = Hub(tmp_path / "hub")
-    monkeypatch.setattr("transformers.trainer.hf_api", lambda *a, **k: client)
-    monkeypatch.setattr("transformers.trainer.create_repo", client.create_repo, raising=False)
-    return tmp_path / "hub"
-
-
-def assert_loads(folder: Path, trained: dict[str, torch.Tensor]) -> None:
-    """A model folder that loads as it is."""
-    kind = transformers.AutoModelForMaskedLM
-    loaded, info = kind.from_pretrained(folder, output_loading_info=True)
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert all(torch.equal(value, trained[name]) for name, value in loaded.state_dict().items())
-
-
-@pytest.mark.parametrize("stage", (0, 3))
-def test_what_is_pushed_to_the_hub(stage: int, hub: Path, tmp_path: Path) -> None:
-    """A model folder and, where asked for, the last checkpoint, which resumes; nothing half done
-    of ours.
-    """
-    pushed = {"push_to_hub": True, "hub_model_id": "someone/tiny", "hub_always_push": True}
-    pushed |= {"hub_strategy": "checkpoint", "save_total_limit": 1}
-    run = routed("ours", stage, tmp_path / "run", **EVERY_STEP, **pushed)
-    run.train()
-    run.push_to_hub()
-    names = {path.relative_to(hub).as_posix() for path in hub.rglob("*") if path.is_file()}
-    assert {"config.json", "model.safetensors", "training_args.bin", "README.md"} <= names
-    own = {f"last-checkpoint/global_step4/{name}" for name in ("manifest.json", RANK)}
-    assert {*own, "last-checkpoint/latest", "last-checkpoint/trainer_state.json"} <= names
-    ours = (find.RESERVED, "dropped")
-    assert not [name for name in names if any(part in name for part in ours)]
-    assert not [name for name in names if name.startswith("checkpoint-")]
-    assert_loads(hub, weights(run))
-    resumed = routed("ours", 1, tmp_path / "again", max_steps=5)
-    resumed.train(resume_from_checkpoint=str(hub / "last-checkpoint"))
-    assert resumed.state.global_step == 5 and logged(resumed)[:4] == logged(run)

@@ -16,7 +16,7 @@ from hf_zero.checkpoint import save_job
 from hf_zero.checkpoint.memory import saving
 from hf_zero.integrations.checkpoint_folders import trainer_folder_error
 from tests.helpers.plain_process import forget
-from tests.helpers.trainers import ROUTES, logged, routed, rows, weights
+from tests.helpers.trainers import logged, routed, rows, weights
 
 
 class Failing(transformers.TrainerCallback):
@@ -86,52 +86,42 @@ def same(run: transformers.Trainer, whole: Any) -> None:
     assert all(torch.equal(found[name], value) for name, value in whole[1].items())
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_a_run_goes_on_from_memory(route: str, tmp_path: Path, whole: Any) -> None:
-    train(route, tmp_path, fails=5)
-    run = train(route, tmp_path, resume=True)
-    assert run._initial_global_step == 4
-    assert run.deepspeed.memory.by_route
-    same(run, whole)
-
-
-def test_twice_and_across_an_epoch(tmp_path: Path, whole: Any) -> None:
+def test_a_run_goes_on_from_memory_by_every_route_and_across_an_epoch(
+    tmp_path: Path, whole: Any
+) -> None:
     train("ours", tmp_path, fails=3)
-    train("ours", tmp_path, fails=7, resume=True)
-    run = train("ours", tmp_path, resume=True)
+    train("stock", tmp_path, fails=7, resume=True)
+    run = train("callback", tmp_path, resume=True)
     assert run._initial_global_step == 6
+    assert run.deepspeed.memory.by_route
     same(run, whole)
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").glob("checkpoint-*"))
 
 
-@pytest.mark.parametrize(("every", "named", "begins"), [(5, None, 5), (3, 3, 4), (1, 3, 3)])
-def test_the_newer_of_memory_and_disk_is_taken(
-    every: int, named: int | None, begins: int, tmp_path: Path, whole: Any
-) -> None:
-    """One that is not the last is taken from the disk."""
-    saved = {"save_strategy": "steps", "save_steps": every}
+def test_the_newer_of_memory_and_disk_is_taken(tmp_path: Path, whole: Any) -> None:
+    """A folder that is named and not the last is taken from the disk."""
+    saved = {"save_strategy": "steps", "save_steps": 1}
     train("ours", tmp_path, fails=5, **saved)
-    resume = str(tmp_path / "run" / f"checkpoint-{named}") if named else True
-    run = train("ours", tmp_path, resume=resume, **saved)
-    assert run._initial_global_step == begins
-    same(run, whole)
-
-
-def test_the_folder_in_memory_is_that_of_a_checkpoint(tmp_path: Path) -> None:
-    """It has the files that the Trainer saves on disk, but for those of ``save_model``."""
-    saved = {"save_strategy": "steps", "save_steps": 4}
-    train("ours", tmp_path, fails=5, **saved)
-    # the save on disk of the same step would be taken
-    disk = shutil.move(tmp_path / "run" / "checkpoint-4", tmp_path / "kept")
-    train("ours", tmp_path, fails=5, resume=True)
-    folder = next((tmp_path / "memory").rglob("resume"))
+    folder = tmp_path / "run"
+    third = str(folder / "checkpoint-3")
+    for begins, resume in ((3, third), (5, True)):
+        run = train("ours", tmp_path, fails=begins, resume=resume, **saved)
+        assert run._initial_global_step == begins
+    for step in (4, 5):
+        shutil.move(folder / f"checkpoint-{step}", tmp_path / f"kept-{step}")
+    train("ours", tmp_path, fails=4, resume=third)
+    unpacked = next((tmp_path / "memory").rglob("resume"))
 
     def names(root: Path) -> set[str]:
         made = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
         return {name for name in made if "zero_to_fp32" not in name}
 
-    assert names(folder) == names(disk) - {"config.json", "model.safetensors", "training_args.bin"}
-    assert trainer_folder_error(folder) == ""
+    model = {"config.json", "model.safetensors", "training_args.bin"}
+    assert names(unpacked) == names(tmp_path / "kept-4") - model
+    assert trainer_folder_error(unpacked) == ""
+    run = train("ours", tmp_path, resume=third)
+    assert run._initial_global_step == 4
+    same(run, whole)
 
 
 def test_a_save_on_disk_at_the_same_step_shares_the_copy(
