@@ -8,8 +8,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
-import os
-import shutil
+import runpy
 import sys
 from collections.abc import Iterator
 from importlib.metadata import DistributionFinder
@@ -17,7 +16,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import accelerate.utils
 import pytest
+from transformers.dependency_versions_check import dep_version_check
+from transformers.integrations import is_deepspeed_available
 
 import hf_zero
 from hf_zero import _autoload
@@ -26,15 +28,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.integrations import finder
 from tests.helpers.commands import completed
 
-ROOT = Path(__file__).resolve().parents[2]
-FACADE = facade.ORIGIN
-
-
-def in_fresh_process(code: str, *flags: str, **environment: str) -> Any:
-    command, env = [sys.executable, *flags, "-c", code], {**os.environ, **environment}
-    run = completed(command, timeout=300, env=env, cwd="/")
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+ROOT, FACADE = Path(__file__).resolve().parents[2], facade.ORIGIN
 
 
 def deepspeeds() -> dict[str, ModuleType]:
@@ -82,52 +76,54 @@ def installed(bare: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return tmp_path / "deepspeed" / "__init__.py"
 
 
-def test_registering_imports_next_to_nothing() -> None:
-    seen = in_fresh_process(
-        "import sys; before = set(sys.modules); import hf_zero._autoload as a; "
-        "a.register(); import json\n"
-        "print(json.dumps({'new': sorted(set(sys.modules) - before), 'failure': repr(a.failure)}))"
+def test_each_process_of_the_environment_registers_and_imports_next_to_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the line that setup.py writes into site-packages."""
+    monkeypatch.setattr("setuptools.setup", lambda **given: None)
+    monkeypatch.chdir(ROOT)
+    written = runpy.run_path("setup.py")
+    (tmp_path / written["PTH"]).write_text(written["LINE"])
+    code = (
+        f"import sys, site, json; sys.path.append({str(ROOT)!r}); before = set(sys.modules)\n"
+        f"site.addsitedir({str(tmp_path)!r}); new = sorted(set(sys.modules) - before)\n"
+        "import hf_zero._autoload as a, importlib.util as u, importlib.metadata as m\n"
+        "print(json.dumps({'new': new, 'failure': repr(a.failure), 'version': "
+        "m.version('deepspeed'), 'origin': u.find_spec('deepspeed').origin}))"
     )
-    assert seen["failure"] == "None"
-    assert {name for name in seen["new"] if name.startswith("hf_zero")} == {
-        "hf_zero",
-        "hf_zero._autoload",
-        "hf_zero.integrations",
-        "hf_zero.deepspeed",
-        "hf_zero.deepspeed.facade",
-        "hf_zero.integrations.finder",
-    }
+    run = completed([sys.executable, "-S", "-c", code], cwd="/", timeout=300, check=True)
+    seen = json.loads(run.stdout)
+    assert (seen["failure"], seen["origin"], seen["version"]) == ("None", FACADE, facade.VERSION)
+    names = "_autoload integrations deepspeed deepspeed.facade integrations.finder"
+    own = {name for name in seen["new"] if name.startswith("hf_zero")}
+    assert own == {"hf_zero", *(f"hf_zero.{name}" for name in names.split())}
     heavy = {"torch", "importlib.metadata", "dataclasses", "inspect", "accelerate", "transformers"}
     assert not heavy & set(seen["new"])
 
 
-def test_importing_torch_makes_the_libraries_see_deepspeed() -> None:
-    seen = in_fresh_process(
-        "import torch, json, importlib.metadata as m\n"
-        "from accelerate.utils import is_deepspeed_available as a, compare_versions\n"
-        "from transformers.integrations import is_deepspeed_available as t\n"
-        "from transformers.dependency_versions_check import dep_version_check\n"
-        "dep_version_check('deepspeed')\n"
-        "print(json.dumps({'a': a(), 't': t(), 'recent': compare_versions('deepspeed', '>=', "
-        "'0.19'), 'name': m.metadata('deepspeed')['Name']}))"
-    )
-    assert seen == {"a": True, "t": True, "recent": True, "name": "deepspeed"}
+def test_the_libraries_see_deepspeed_where_torch_was_imported() -> None:
+    code = "import torch, importlib.util as u; print(u.find_spec('deepspeed').origin)"
+    assert completed([sys.executable, "-c", code], cwd="/", check=True).stdout.strip() == FACADE
+    assert accelerate.utils.is_deepspeed_available() and is_deepspeed_available()
+    dep_version_check("deepspeed")
+    assert accelerate.utils.compare_versions("deepspeed", ">=", "0.19")
+    assert importlib.metadata.metadata("deepspeed")["Name"] == "deepspeed"
 
 
 def test_a_failure_is_kept_and_not_raised(bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And registering can be turned off."""
+    for value in ("0", "false", "OFF"):
+        monkeypatch.setenv("HF_ZERO_AUTOLOAD", value)
+        _autoload.register()
+        assert not ours() and found() is None
+    monkeypatch.delenv("HF_ZERO_AUTOLOAD")
+
     def broken() -> None:
         raise RuntimeError("broken on purpose")
 
     monkeypatch.setattr(finder, "install", broken)
     _autoload.register()
     assert repr(_autoload.failure) == "RuntimeError('broken on purpose')"
-
-
-def test_it_can_be_turned_off(bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for value in ("0", "false", "OFF"):
-        monkeypatch.setenv("HF_ZERO_AUTOLOAD", value)
-        _autoload.register()
-        assert not ours() and found() is None
 
 
 def test_the_package_and_its_parts_are_found_inside_hf_zero(bare: None) -> None:
@@ -162,20 +158,23 @@ def test_the_metadata_answers(bare: None, tmp_path: Path) -> None:
     assert not list(instance.find_distributions())
 
 
-def test_an_installed_deepspeed_wins(installed: Path) -> None:
+def test_an_installed_deepspeed_wins_unless_ours_is_asked_for(
+    installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a native route, which needs no autoload, or by the variable."""
     _autoload.register()
     assert found() == str(installed)
     assert importlib.util.find_spec("deepspeed.comm") is None  # of which the facade has one
     assert importlib.metadata.version("deepspeed") == "0.99"
     assert not finder.chosen()
-
-
-def test_unless_ours_is_asked_for(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a native route, too."""
-    _autoload.register()
+    del sys.modules["deepspeed"]  # which the search for its module has imported
     finder.choose()
     assert (found(), importlib.metadata.version("deepspeed")) == (FACADE, facade.VERSION)
     assert len(ours()) == 2
+    monkeypatch.setattr(sys, "meta_path", [each for each in sys.meta_path if each not in ours()])
+    assert found() == str(installed)
+    finder.choose()
+    assert found() == FACADE
     monkeypatch.setattr(sys, "meta_path", [each for each in sys.meta_path if each not in ours()])
     monkeypatch.setenv("HF_ZERO_BACKEND", "hf_zero")
     _autoload.register()
@@ -183,9 +182,23 @@ def test_unless_ours_is_asked_for(installed: Path, monkeypatch: pytest.MonkeyPat
     assert finder.chosen()
 
 
-def test_backends_that_the_environment_asks_for(
-    bare: None, monkeypatch: pytest.MonkeyPatch
+def test_another_deepspeed_that_the_environment_asks_for_or_that_is_imported(
+    installed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    importlib.import_module("deepspeed")
+    _autoload.register()
+    assert not ours() and not finder.chosen()
+    other = r"another deepspeed, from '.*deepspeed/__init__.py'.*HF_ZERO_BACKEND=hf_zero"
+    with pytest.raises(ConfigError, match=other):
+        finder.choose()
+    # a folder is not taken for it: it is a namespace package
+    del sys.modules["deepspeed"]
+    installed.unlink()
+    importlib.invalidate_caches()
+    assert found() is None and importlib.util.find_spec("deepspeed") is not None
+    _autoload.register()
+    assert found() == FACADE and finder.chosen()
+    monkeypatch.setattr(sys, "meta_path", [each for each in sys.meta_path if each not in ours()])
     monkeypatch.setenv("HF_ZERO_BACKEND", "deepspeed")
     _autoload.register()
     assert not ours()
@@ -198,58 +211,3 @@ def test_backends_that_the_environment_asks_for(
     for ask in (found, finder.choose):
         with pytest.raises(ConfigError, match="HF_ZERO_BACKEND='hf-zero' is not known"):
             ask()
-
-
-def test_a_native_route_needs_no_autoload(bare: None) -> None:
-    finder.choose()
-    assert found() == FACADE
-
-
-def test_nothing_is_registered_while_another_deepspeed_is_imported(installed: Path) -> None:
-    importlib.import_module("deepspeed")
-    _autoload.register()
-    assert not ours() and not finder.chosen()
-    other = r"another deepspeed, from '.*deepspeed/__init__.py'.*HF_ZERO_BACKEND=hf_zero"
-    with pytest.raises(ConfigError, match=other):
-        finder.choose()
-
-
-def test_a_folder_called_deepspeed_is_not_taken_for_it(
-    bare: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "deepspeed").mkdir()
-    (tmp_path / "deepspeed" / "zero3.json").write_text("{}")
-    monkeypatch.syspath_prepend(tmp_path)
-    # a namespace package
-    assert found() is None and importlib.util.find_spec("deepspeed") is not None
-    _autoload.register()
-    assert found() == FACADE and finder.chosen()
-
-
-def test_the_wheel_carries_the_pth_and_it_registers(tmp_path: Path) -> None:
-    source, site, stub = (tmp_path / name for name in ("source", "site", "stub"))
-    left = (".*", "build", "dist", "*.egg-info", "tests", "runs", "__pycache__")
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*left))
-    # without isolation: the tests' environment has no setuptools-scm, which names the version
-    stub.mkdir()
-    (stub / "setuptools_scm.py").touch()
-    build = f"from setuptools.build_meta import build_wheel; build_wheel({str(tmp_path)!r})"
-    # what a machine without a compiler gets, in seconds
-    env = {**os.environ, "CC": "false", "CXX": "false", "PYTHONPATH": str(stub)}
-    built = completed([sys.executable, "-c", build], cwd=source, env=env, timeout=300)
-    assert built.returncode == 0, built.stderr
-    assert "the native core was not built" in built.stderr + built.stdout
-    (wheel,) = tmp_path.glob("*.whl")
-    shutil.unpack_archive(wheel, site, "zip")
-    (record,) = site.glob("*.dist-info/RECORD")
-    assert any(line.startswith("hf_zero.pth,sha256=") for line in record.read_text().splitlines())
-    seen = in_fresh_process(
-        f"import site, sys, json; site.addsitedir({str(site)!r}); import importlib.util as u, "
-        "importlib.metadata as m\n"
-        "print(json.dumps({'origin': u.find_spec('deepspeed').origin, 'version': "
-        "m.version('deepspeed'), 'torch': 'torch' in sys.modules}))",
-        "-S",
-        PYTHONPATH="",  # else a working copy named there would answer in its place
-    )
-    origin = str(site / "hf_zero/deepspeed/api.py")
-    assert seen == {"origin": origin, "version": facade.VERSION, "torch": False}
