@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gettext
 import json
-import struct
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -18,59 +15,26 @@ from torch.utils.data import TensorDataset
 from hf_zero.config import OffloadOptimizer, ZeroConfig
 from hf_zero.distributed.parallel_dims import check_mpu
 from hf_zero.errors import NotBuiltError
+from tests.helpers.cells import in_turn
 from tests.integrations.test_recipes import RECIPES, module_of, script_of
 
 
-@pytest.fixture
-def translation(monkeypatch: pytest.MonkeyPatch) -> Any:
+def test_phrases_are_different_and_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(RECIPES / "translation"))
-    yield module_of(script_of(RECIPES / "translation"))
+    translation = module_of(script_of(RECIPES / "translation"))
+    pairs = translation.phrases(3000, 1)
+    assert len({source for source, _ in pairs}) == 3000 and pairs == translation.phrases(3000, 1)
+    assert dict(translation.phrases(20_000, 1))["at ten to four"] == "um zehn vor vier"
     sys.modules.pop("phrases", None)
 
 
-def test_phrases_are_different_and_the_same_each_time(translation: Any) -> None:
-    pairs = translation.phrases(3000, 1)
-    assert len({source for source, _ in pairs}) == 3000 and pairs == translation.phrases(3000, 1)
-    some = dict(translation.phrases(20_000, 1))
-    assert some["at half past six"] == "um halb sieben"
-    assert some["at ten to four"] == "um zehn vor vier"
-    date = next(source for source in some if source.startswith("on the third of March"))
-    assert some[date].startswith("am dritten März neunzehnhundert")
-
-
-@pytest.mark.parametrize("order", ["<", ">"])
-def test_catalogues_of_messages(order: str, translation: Any, tmp_path: Path) -> None:
-    messages = {
-        "": "Language: de\n",
-        "a\0as": "ein\0viele",
-        "File not found": "Datei nicht gefunden",
-        "Quit": "Beenden",
-        "two\nlines": "zwei\nZeilen",
-    }
-    names, values = ([text.encode() for text in side] for side in (messages, messages.values()))
-    count, start = len(messages), 28 + 16 * len(messages)
-    tables, content = b"", b""
-    for text in [*names, *values]:
-        tables += struct.pack(f"{order}2I", len(text), start + len(content))
-        content += text + b"\0"
-    header = struct.pack(f"{order}7I", 0x950412DE, 0, count, 28, 28 + 8 * count, 0, 0)
-    path = tmp_path / "made.mo"
-    path.write_bytes(header + tables + content)
-    with open(path, "rb") as file:  # as gettext's own reader wants it
-        assert gettext.GNUTranslations(file).gettext("Quit") == "Beenden"
-    expected = [("File not found", "Datei nicht gefunden"), ("Quit", "Beenden")]
-    assert translation.read_catalogue(path) == expected
-
-
-def test_the_presets_of_hello_bert_need_one_word_for_offload() -> None:
+def test_the_presets_of_hello_bert_and_the_card_of_gpt2() -> None:
+    """Offload needs one word; what is refused is quoted."""
     for preset in sorted((RECIPES / "hello-bert").glob("zero*.json")):
         config = json.loads(preset.read_text())
         assert config["zero_optimization"]["offload_optimizer"] == {"device": "none"}
         config["zero_optimization"]["offload_optimizer"]["device"] = "cpu"
         assert ZeroConfig.from_dict(config).offload_optimizer == OffloadOptimizer("cpu")
-
-
-def test_the_card_of_gpt2_quotes_what_is_refused() -> None:
     with pytest.raises(NotBuiltError) as refused:
         check_mpu(SimpleNamespace(get_model_parallel_world_size=lambda: 2), 2)
     assert str(refused.value) in (RECIPES / "gpt2" / "README.md").read_text()
@@ -127,7 +91,7 @@ def evaluate_hello_bert(script: Any) -> OnMeta:
     return engine
 
 
-@pytest.mark.parametrize("evaluate", [evaluate_cifar10, evaluate_gpt2, evaluate_hello_bert])
+@in_turn("evaluate", [evaluate_cifar10, evaluate_gpt2, evaluate_hello_bert])
 def test_evaluation_puts_nothing_of_the_host_among_what_is_on_the_device(
     evaluate: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,26 +116,27 @@ LOADERS = {
 }
 
 
-@pytest.mark.parametrize("recipe", LOADERS)
-def test_a_data_set_that_is_not_there_is_not_replaced_by_another(
-    recipe: str, monkeypatch: pytest.MonkeyPatch
+def test_a_data_set_that_cannot_be_loaded_is_not_replaced_by_another(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither one whose name is wrong, nor one whose configuration is."""
-    monkeypatch.syspath_prepend(str(RECIPES / recipe))
-    script = module_of(script_of(RECIPES / recipe))
+    texts = {script.parent.name: script.read_text() for script in RECIPES.glob("*/run_*.py")}
+    taking = {name for name, text in texts.items() if "dataset_name" in text}
+    # those that call load_data have the loader of starting.py
+    assert {name for name in taking if "load_data(" not in texts[name]} == set(LOADERS)
     args = SimpleNamespace(dataset_name="nobody/wikitxt", dataset_config_name=None, catalogue=None)
     args.train_images = args.phrases = 8
     unknown = Mock(side_effect=ValueError("BuilderConfig 'wrong' not found"))
-    for configuration in (False, True):
-        if configuration:
-            monkeypatch.setattr("datasets.load_dataset", unknown)
-        with pytest.raises(SystemExit, match=r"nobody/wikitxt cannot be loaded \(.*\); correct"):
-            getattr(script, LOADERS[recipe])(args, *([1] if recipe == "translation" else []))
-    sys.modules.pop("phrases", None)
+    monkeypatch.setattr("datasets.load_dataset", unknown)
+    said = r"nobody/wikitxt cannot be loaded \(.*\); correct"
+    for recipe, loader in LOADERS.items():
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(str(RECIPES / recipe))
+            script = module_of(script_of(RECIPES / recipe))
+        with pytest.raises(SystemExit, match=said):
+            getattr(script, loader)(args, *([1] if recipe == "translation" else []))
+        sys.modules.pop("phrases", None)
+    monkeypatch.syspath_prepend(str(RECIPES))
+    import starting
 
-
-def test_every_recipe_that_takes_a_data_set_is_among_them() -> None:
-    """Or among those of test_recipe_starts.py, which have one loader."""
-    texts = {script.parent.name: script.read_text() for script in RECIPES.glob("*/run_*.py")}
-    taking = {name for name, text in texts.items() if "dataset_name" in text}
-    assert {name for name in taking if "load_data(" not in texts[name]} == set(LOADERS)
+    with pytest.raises(SystemExit, match=said):
+        starting.load_data("nobody/wikitxt", None, list, ("train", "test"))
