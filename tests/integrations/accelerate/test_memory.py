@@ -103,54 +103,39 @@ def resumed(folder: Path, every: int | None = 2, named: bool = True, **how: bool
 
 @pytest.mark.parametrize(("stop", "how"), [(3, "fetched"), (11, "evaluates"), (7, "stateful")])
 def test_a_loop_goes_on_from_memory(stop: int, how: str, tmp_path: Path) -> None:
-    """Every second step is saved, once the next one begins."""
+    """Every second step is saved, once the next one begins; a script may name its folders."""
     if how == "stateful":
         pytest.importorskip("torchdata")
-    options = {how: True}
-    whole = Loop(tmp_path / "other", None, True, **options).train()
-    losses = Loop(tmp_path, 2, True, **options).train(stop)
+    named, options = how != "fetched", {how: True}
+    whole = Loop(tmp_path / "other", None, named, **options).train()
+    losses = Loop(tmp_path, 2, named, **options).train(stop)
     assert losses == {n: whole[n] for n in range(1, stop + 1)}
-    loop = resumed(tmp_path, **options)
+    loop = resumed(tmp_path, named=named, **options)
     assert loop.counter.value == loop.model.global_steps == stop - 1
     assert loop.train() == {n: whole[n] for n in range(stop, STEPS + 1)}
+    if not named:
+        with pytest.raises(ValueError, match="automatic checkpoint naming is disabled"):
+            resumed(tmp_path / "none", named=False)
 
 
-@pytest.mark.parametrize("every", [2, None])
-def test_states_that_a_resumed_loop_saves_have_numbers_of_their_own(
-    every: int | None, tmp_path: Path
-) -> None:
-    """A process counts from 0; what the one before has saved stays as it is."""
-    Loop(tmp_path, every, True).train(5, saves=3)
+def test_the_newer_of_memory_and_disk_is_loaded(tmp_path: Path) -> None:
+    """What a resumed loop saves has numbers of its own: a process counts from 0."""
+    whole = Loop(tmp_path / "other", None, True).train()
+    Loop(tmp_path, 2, True).train(5, saves=3)
     states = tmp_path / "run" / "checkpoints"
     kept = {path: path.stat().st_mtime_ns for path in states.rglob("*") if path.is_file()}
-    loop = resumed(tmp_path, every)
-    assert loop.counter.value == (4 if every else 3)
-    loop.train(8, saves=6)
+    loop = resumed(tmp_path)
+    assert loop.counter.value == 4
+    assert loop.train(7, saves=7) == {n: whole[n] for n in range(5, 8)}
     loop.accelerator.save_state()
     found = sorted(path.name for path in states.iterdir())
     assert found == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
     assert all(path.stat().st_mtime_ns == changed for path, changed in kept.items())
-
-
-@pytest.mark.parametrize(("on_disk", "begins"), [(3, 4), (5, 5)])
-def test_the_newer_of_memory_and_disk_is_loaded(on_disk: int, begins: int, tmp_path: Path) -> None:
-    whole = Loop(tmp_path / "other", None, True).train()
-    Loop(tmp_path, 2, True).train(5, saves=on_disk)
     loop = resumed(tmp_path)
-    assert loop.counter.value == begins
-    assert loop.train() == {n: whole[n] for n in range(begins + 1, STEPS + 1)}
-    named = Loop(tmp_path, 2, True)
-    named.accelerator.load_state(str(tmp_path / "run" / "checkpoints" / "checkpoint_0"))
-    assert named.counter.value == on_disk
-
-
-def test_a_script_that_names_its_folders_loads_from_memory(tmp_path: Path) -> None:
-    whole = Loop(tmp_path / "other", None, False).train()
-    Loop(tmp_path, 2, False).train(5)
-    loop = resumed(tmp_path, named=False)
-    assert loop.train() == {n: whole[n] for n in range(5, STEPS + 1)}
-    with pytest.raises(ValueError, match="automatic checkpoint naming is disabled"):
-        resumed(tmp_path / "none", named=False)
+    assert loop.counter.value == 7
+    assert loop.train() == {n: whole[n] for n in range(8, STEPS + 1)}
+    loop.accelerator.load_state(str(states / "checkpoint_0"))
+    assert loop.counter.value == 3
 
 
 def test_several_models_are_refused(tmp_path: Path) -> None:
