@@ -1,4 +1,6 @@
-"""Monitors: what the engine writes of each step, and what each of them makes of it."""
+"""Monitors and profiles: what the engine writes of each step, what each monitor makes of it, and
+the operations of a forward beside those that its shapes say.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ from typing import Any
 
 import deepspeed
 import pytest
+import torch
 from torch import nn
 
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.measures.step import FORMER
-from tests.helpers.cells import in_one_item
 from tests.helpers.engines import config_of
 from tests.helpers.models import ROWS
 from tests.helpers.stacks import on_ranks, squared
@@ -27,7 +29,6 @@ FIGURES = (
     "grad_norm step_ms samples_per_second device_bytes ram_bytes disk_bytes wire_bytes "
     "gather_wait_ms reduction_wait_ms forward_ms backward_ms update_ms"
 )
-NAMES = ("tensorboard", "wandb", "comet", "csv_monitor")
 EVENTS = [("Train/Samples/lr", 0.5, 8), ("Train/Samples/lr", 0.25, 16)]
 
 
@@ -36,16 +37,14 @@ def rows_of(file: Path) -> list[list[str]]:
         return list(csv.reader(opened))
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_figures_of_each_step_are_written_by_rank_0(stage: int, tmp_path: Path) -> None:
+def test_figures_of_each_step_are_written_by_rank_0(tmp_path: Path) -> None:
     section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
     losses: dict[int, list[float]] = {}
 
     def run(rank: int, model: Any) -> None:
         optimizer = adamw(model)
-        config = config_of(
-            stage, gradient_accumulation_steps=2, csv_monitor=section, wall_clock_breakdown=True
-        )
+        more = {"csv_monitor": section, "wall_clock_breakdown": True}
+        config = config_of(3, gradient_accumulation_steps=2, **more)
         engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
         assert engine.monitor.enabled and engine.monitor.writes == (rank == 0)
         for step in range(2):
@@ -65,19 +64,11 @@ def test_figures_of_each_step_are_written_by_rank_0(stage: int, tmp_path: Path) 
     means = [sum(every[:2]) / 2, sum(every[2:]) / 2]
     assert [float(value) for _, value in rows] == pytest.approx(means, rel=1e-6)
     assert [at for at, _ in files["Train_Samples_lr.csv"][1:]] == samples
-    sent = ("all_gather", "reduce_scatter", "all_reduce") if stage else ("all_reduce",)
+    sent = ("all_gather", "reduce_scatter", "all_reduce")
     wire = [f"{operation}_wire_bytes" for operation in sent]
     names = (*FIGURES.split(), *FORMER, *FORMER.values(), *wire)
     assert set(files) == {f"Train_Samples_{name}.csv" for name in names}
     assert files["Train_Samples_loss.csv"][1:] == rows
-
-
-def test_a_file_is_gone_on_with(tmp_path: Path) -> None:
-    section = deepspeed.monitor.config.CSVConfig(True, str(tmp_path), "job")
-    for event in EVENTS:
-        deepspeed.monitor.csv_monitor.csvMonitor(section).write_events([event])
-    rows = rows_of(tmp_path / "job" / "Train_Samples_lr.csv")
-    assert rows == [["step", "lr"], ["8", "0.5"], ["16", "0.25"]]
 
 
 def test_services_are_told_by_their_own_packages(
@@ -127,26 +118,29 @@ def test_services_are_told_by_their_own_packages(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("tensorboard", "wandb", "comet"):
-        monkeypatch.setitem(sys.modules, {"comet": "comet_ml"}.get(name, name), None)
-        config = {"train_batch_size": 1, name: {"enabled": True}}
-        with pytest.raises(ConfigError, match=f"the monitor {name} is enabled and its package"):
-            deepspeed.initialize(model=nn.Linear(2, 2), config=config)
-
-
-@in_one_item(NAMES)
-def test_sections_have_the_defaults_of_deepspeed(name: str) -> None:
-    sections = deepspeed.monitor.config.DeepSpeedMonitorConfig()
-    written = deepspeed.DeepSpeedConfig({"train_batch_size": 1, name: {}}).monitor_config
-    assert written == sections and not sections.enabled
-    given = deepspeed.monitor.config.get_monitor_config({name: {"enabled": True}, "odd": 1})
-    assert given.enabled and getattr(given, name).enabled
-    module = importlib.import_module(f"deepspeed.monitor.{name}")
+def test_sections_and_monitors_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With the defaults of DeepSpeed; a file is gone on with; a package may be missing."""
     kinds = {"wandb": "WandbMonitor", "comet": "CometMonitor", "csv_monitor": "csvMonitor"}
-    monitor = getattr(module, kinds.get(name, "TensorBoardMonitor"))(getattr(sections, name))
-    monitor.write_events(EVENTS)  # it is off
-    assert not monitor.enabled and monitor.monitor_config == getattr(sections, name)
+    sections = deepspeed.monitor.config.DeepSpeedMonitorConfig()
+    for name in ("tensorboard", "wandb", "comet", "csv_monitor"):
+        written = deepspeed.DeepSpeedConfig({"train_batch_size": 1, name: {}}).monitor_config
+        assert written == sections and not sections.enabled
+        given = deepspeed.monitor.config.get_monitor_config({name: {"enabled": True}, "odd": 1})
+        assert given.enabled and getattr(given, name).enabled
+        module = importlib.import_module(f"deepspeed.monitor.{name}")
+        monitor = getattr(module, kinds.get(name, "TensorBoardMonitor"))(getattr(sections, name))
+        monitor.write_events(EVENTS)  # it is off
+        assert not monitor.enabled and monitor.monitor_config == getattr(sections, name)
+        if name != "csv_monitor":
+            monkeypatch.setitem(sys.modules, {"comet": "comet_ml"}.get(name, name), None)
+            config = {"train_batch_size": 1, name: {"enabled": True}}
+            with pytest.raises(ConfigError, match=f"the monitor {name} is enabled and its package"):
+                deepspeed.initialize(model=nn.Linear(2, 2), config=config)
+    section = deepspeed.monitor.config.CSVConfig(True, str(tmp_path), "job")
+    for event in EVENTS:
+        deepspeed.monitor.csv_monitor.csvMonitor(section).write_events([event])
+    rows = rows_of(tmp_path / "job" / "Train_Samples_lr.csv")
+    assert rows == [["step", "lr"], ["8", "0.5"], ["16", "0.25"]]
 
 
 def test_the_key_of_an_account_is_not_logged() -> None:
@@ -155,3 +149,105 @@ def test_the_key_of_an_account_is_not_logged() -> None:
     shown = {row.key: row.value for row in config.explain()}
     assert (shown["comet.api_key"], shown["comet.project"]) == ("***", "x")
     assert "secret" not in config.describe() and "secret" not in repr(config)
+
+
+profiling: Any = deepspeed.profiling.flops_profiler
+BATCH = 3
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3)
+        self.head = nn.Sequential(nn.Flatten(), nn.Linear(4 * 6 * 6, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(torch.relu(self.conv(x)))
+        return found
+
+
+CONV, HEAD = 2 * BATCH * 6 * 6 * 4 * 2 * 9, 2 * BATCH * 4 * 6 * 6 * 5
+PARAMS = 4 * 2 * 9 + 4 + 4 * 6 * 6 * 5 + 5
+
+
+def test_a_models_profile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    shape = (BATCH, 2, 8, 8)
+    found = profiling.get_model_profile(Two(), shape, as_string=False)
+    assert found == (CONV + HEAD, (CONV + HEAD) // 2, PARAMS)
+    text = capsys.readouterr().out
+    assert "conv: 15.55 Kflops, 78.3%" in text and "  head: 4.32 Kflops, 21.7%" in text
+    file = tmp_path / "made" / "profile.txt"
+    found = profiling.get_model_profile(
+        Two(), args=[torch.ones(shape)], ignore_modules=[nn.Linear], output_file=str(file)
+    )
+    assert found == ("15.55 K", "7.78 KMACs", "801") and PARAMS == 801
+    assert "fwd MACs per GPU" in file.read_text() and not capsys.readouterr().out
+    for mode, how in (("forward", "needs input_shape"), ("backward", "neither 'forward' nor")):
+        with pytest.raises(ValueError, match=how):
+            profiling.get_model_profile(Two(), mode=mode)
+    assert profiling.number_to_string(1.234e9) == "1.23 G" and profiling.number_to_string(0) == "0 "
+    assert profiling.flops_to_string(2e12, "G") == "2000 GFLOPS"
+    assert profiling.macs_to_string(1500) == "1.5 KMACs"
+    assert profiling.params_to_string(7e9) == profiling.params_to_string(7e9, "B") == "7 B"
+    assert profiling.duration_to_string(0.0125) == "12.5 ms"
+
+
+def test_a_profile_of_several_forwards(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Two()
+    sizes = {"world_size": 8, "dp_world_size": None, "seq_dp_world_size": 4, "mp_world_size": 1}
+    engine = SimpleNamespace(**sizes, train_micro_batch_size_per_gpu=lambda: BATCH)
+    profiler = profiling.FlopsProfiler(model, engine)
+    profiler.print_model_profile()
+    assert not capsys.readouterr().out
+    profiler.start_profile()
+    for _ in range(2):
+        model(torch.ones(BATCH, 2, 8, 8))
+    profiler.stop_profile()
+    model(torch.ones(BATCH, 2, 8, 8))
+    assert profiler.get_total_flops() == 2 * (CONV + HEAD)
+    assert profiler.get_total_duration() > 0 and profiler.get_total_duration(True).endswith("s")
+    profiler.print_model_profile(detailed=False)
+    printed = capsys.readouterr().out.splitlines()
+    lines = {line.partition(":")[0]: line.split()[-1] for line in printed if ": " in line}
+    assert lines["data parallel size"] == "4" and lines["batch size per GPU"] == str(BATCH)
+    profiler.end_profile()
+    assert not profiler.started and not model._forward_hooks
+
+
+def test_a_configuration_profiles_one_step(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Into a file, or printed."""
+    file = tmp_path / "profile.txt"
+    section = {"enabled": True, "step": 2, "output_file": str(file), "module_depth": 1}
+    shown = {"enabled": True, "profile_step": 0, "module_depth": 1, "top_modules": 1}
+
+    def started(model: Any, section: dict[str, Any]) -> Any:
+        config = config_of(3, gradient_accumulation_steps=2, flops_profiler=section)
+        return deepspeed.initialize(model=model, optimizer=adamw(model), config=config)[0]
+
+    def step(engine: Any) -> None:
+        for _ in range(2):
+            engine.backward(engine(torch.ones(BATCH, 2, 8, 8)).sum())
+            engine.step()
+
+    def run(rank: int, model: Any) -> None:
+        engine = started(model, section)
+        for number in range(4):
+            step(engine)
+            assert file.exists() == (number == 2)
+            file.unlink(missing_ok=True)
+        assert engine.flops_profiler.flops == CONV + HEAD
+        assert engine.flops_profiler.params == PARAMS
+        engine.destroy()
+        engine = started(model, shown)
+        step(engine), step(engine)
+        engine.destroy()
+
+    on_ranks(1, run, build=Two)
+    printed = capsys.readouterr().out.splitlines()
+    heads = [line for line in printed if line.startswith("Profile Summary")]
+    assert heads == ["Profile Summary at step 0:"]
+    assert "depth 1: Conv2d 15.55 Kflops" in printed
+    names = [line.split(":")[0].strip() for line in printed if line.endswith("%")]
+    assert names == ["Two", "conv", "head"]

@@ -1,11 +1,13 @@
 """Names of the facade that training scripts use and libraries do not: loaders, messages, random
-states, an engine's answers.
+states, an engine's answers, inference.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import pytest
@@ -15,7 +17,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hf_zero.distributed import process_group
 from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.integrations.fused import report
 from hf_zero.zero.layout.sharding import Sharding, set_sharding
+from tests.helpers.cells import in_one_item
+from tests.helpers.models import seeded
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tensor_parallel import HIDDEN, llama
 
 
 @pytest.fixture
@@ -25,21 +32,6 @@ def said(
     monkeypatch.setattr(deepspeed.logger, "propagate", True)
     caplog.set_level(logging.INFO, deepspeed.logger.name)
     return caplog
-
-
-def test_names_at_the_top() -> None:
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.runtime.dataloader import DeepSpeedDataLoader, RepeatingLoader
-    from deepspeed.runtime.utils import see_memory_usage
-    from deepspeed.utils import log_dist, logger
-    from deepspeed.utils.logging import log_dist as same
-
-    assert deepspeed.get_accelerator is get_accelerator and deepspeed.logger is logger
-    assert deepspeed.log_dist is log_dist is same and deepspeed.dist is deepspeed.comm
-    assert deepspeed.DeepSpeedConfigError is ConfigError
-    assert RepeatingLoader is deepspeed.utils.RepeatingLoader
-    assert issubclass(DeepSpeedDataLoader, DataLoader)
-    assert callable(see_memory_usage)
 
 
 def test_a_repeating_loader_begins_again() -> None:
@@ -56,6 +48,7 @@ def test_messages_of_chosen_ranks(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Of memory only when forced."""
     deepspeed.log_dist("before a group everybody speaks")
     monkeypatch.setattr(process_group, "is_initialized", lambda: True)
     monkeypatch.setattr(process_group, "get_rank", lambda: 1)
@@ -65,16 +58,11 @@ def test_messages_of_chosen_ranks(
     told = [record.getMessage() for record in said.records]
     assert told == ["before a group everybody speaks", "to [0, 1]", "to [-1]"]
     assert capsys.readouterr().out.splitlines() == ["to [0, 1]", "to [-1]"]
-
-
-def test_memory_is_told_only_when_forced(
-    said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    said.clear()
     tell = deepspeed.runtime.utils.see_memory_usage
-    tell("quiet")
-    monkeypatch.setattr(process_group, "get_rank", lambda: 1)
     tell("another rank", force=True)
     monkeypatch.setattr(process_group, "get_rank", lambda: 0)
+    tell("quiet")
     tell("after the step", force=True)
     (record,) = said.records
     device = deepspeed.get_accelerator().device_name()
@@ -112,7 +100,7 @@ def test_random_states_apart_from_the_default() -> None:
     tracker.reset()
 
 
-def test_what_an_engine_says_of_itself(plain_process: None) -> None:
+def test_what_an_engine_says_of_itself(plain_process: None, tmp_path: Path) -> None:
     data = TensorDataset(torch.arange(12.0).view(6, 2))
     config = {
         "train_batch_size": 4,
@@ -126,7 +114,8 @@ def test_what_an_engine_says_of_itself(plain_process: None) -> None:
     )
     assert engine.gradient_clipping() == 0.5
     assert engine.training_dataloader is loader and loader.batch_size == 2
-    assert loader.data_sampler is loader.sampler
+    assert issubclass(deepspeed.runtime.dataloader.DeepSpeedDataLoader, DataLoader)
+    assert isinstance(loader, DataLoader) and loader.data_sampler is loader.sampler
     assert engine.get_mom() == [(0.8, 0.9)] and engine.get_lr() == [0.1]
     assert (engine.loss_scale(), engine.dynamic_loss_scale()) == (1.0, False)
     assert engine.zero_optimization_partition_gradients()
@@ -144,11 +133,16 @@ def test_what_an_engine_says_of_itself(plain_process: None) -> None:
     assert (engine.get_mom(), engine.gradient_clipping()) == ([0.7], 0.0)
     assert not engine.zero_optimization_partition_gradients() and engine.training_dataloader is None
     engine.destroy()
-    only, *_ = deepspeed.initialize(
-        model=nn.Linear(2, 1), config={"zero_optimization": {"stage": 3}}
-    )
-    assert only.get_mom() == []
-    only.destroy()
+
+    engine, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config={})
+    assert engine.loaded_checkpoint_tag is engine.losses is None and engine.get_mom() == []
+    assert engine.checkpoint_engine.name == "TorchCheckpointEngine"
+    engine.timers("forward").start()
+    engine.timers("forward").stop()
+    engine.save_checkpoint(str(tmp_path), tag="first")
+    engine.load_checkpoint(str(tmp_path))
+    assert engine.loaded_checkpoint_tag == "first"
+    engine.destroy()
 
 
 def test_names_that_deepspeed_chat_and_others_import(tmp_path: Path) -> None:
@@ -158,40 +152,81 @@ def test_names_that_deepspeed_chat_and_others_import(tmp_path: Path) -> None:
     from deepspeed.module_inject.layers import GatherReplacedLayerParams
     from deepspeed.runtime.activation_checkpointing.checkpointing import _CUDA_RNG_STATE_TRACKER
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+    from deepspeed.utils.logging import log_dist
 
+    assert deepspeed.log_dist is log_dist and deepspeed.dist is deepspeed.comm
+    assert deepspeed.DeepSpeedConfigError is ConfigError
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
-    assert recursive_getattr(model, "0.0") is model[0][0]
+    layer = model[0][0]
+    assert recursive_getattr(model, "0.0") is layer
     recursive_setattr(model, "0.0", nn.Identity())
-    recursive_setattr(model, "1", nn.Tanh())
-    assert isinstance(model[0][0], nn.Identity) and isinstance(model[1], nn.Tanh)
+    assert isinstance(model[0][0], nn.Identity)
     writer = TorchCheckpointEngine()
     writer.save({"a": torch.ones(2)}, str(tmp_path / "file.pt"))
     assert torch.equal(writer.load(str(tmp_path / "file.pt"))["a"], torch.ones(2))
-    with GatherReplacedLayerParams(model.parameters(), model):
+    with GatherReplacedLayerParams(layer.parameters(), model):
+        pass
+    set_sharding(layer.weight, Sharding(("tensor",)))
+    cut = GatherReplacedLayerParams(layer.weight, layer)
+    with pytest.raises(NotBuiltError, match="state_dict"), cut:
         pass
     assert deepspeed.checkpointing.get_cuda_rng_tracker() is _CUDA_RNG_STATE_TRACKER
     assert (CROSS_RANK, DLTS_HOSTFILE) == ("CROSS_RANK", "/job/hostfile") and "UCX" in EXPORT_ENVS
 
 
-def test_parameters_that_are_cut_are_not_whole_in_a_context_of_deepspeeds_layers() -> None:
-    from deepspeed.module_inject.layers import GatherReplacedLayerParams
-
-    layer = nn.Linear(2, 2)
-    set_sharding(layer.weight, Sharding(("tensor",)))
-    with (
-        pytest.raises(NotBuiltError, match="state_dict"),
-        GatherReplacedLayerParams(layer.weight, layer),
-    ):
-        pass
+TOKENS = torch.arange(6).view(1, 6)
 
 
-def test_attributes_of_an_engine_that_scripts_read(tmp_path: Path) -> None:
-    engine, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config={})
-    assert engine.loaded_checkpoint_tag is engine.losses is None
-    assert engine.checkpoint_engine.name == "TorchCheckpointEngine"
-    engine.timers("forward").start()
-    engine.timers("forward").stop()
-    engine.save_checkpoint(str(tmp_path), tag="first")
-    engine.load_checkpoint(str(tmp_path))
-    assert engine.loaded_checkpoint_tag == "first"
-    engine.destroy()
+@pytest.fixture
+def model() -> Any:
+    return seeded(llama).eval()
+
+
+def test_a_model_computes_and_generates_as_before(model: Any) -> None:
+    want = model(TOKENS).logits
+    made = model.generate(TOKENS, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    engine = deepspeed.init_inference(model.train(), dtype=torch.float32)
+    assert isinstance(engine, deepspeed.InferenceEngine) and not model.training
+    assert engine.module is model and engine.config is model.config
+    assert torch.equal(engine(TOKENS).logits, want)
+    again = engine.generate(TOKENS, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert torch.equal(again, made)
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = engine.no_such
+    config = {"dtype": "torch.float32"}
+    engine = deepspeed.init_inference(model, config, replace_with_kernel_inject=True)
+    assert report(engine.module).replaced
+    torch.testing.assert_close(engine(TOKENS).logits, want)
+
+
+@in_one_item([{"tensor_parallel": {"tp_size": 2}}, {"mp_size": 2}])
+def test_layers_are_cut_over_ranks(key: dict[str, Any]) -> None:
+    models = [seeded(llama).eval() for _ in range(2)]
+    want = seeded(llama).eval()(TOKENS).logits
+
+    def run(rank: int) -> tuple[torch.Tensor, int]:
+        engine = deepspeed.init_inference(models[rank], dtype="fp32", **key)
+        with torch.no_grad():
+            return engine(TOKENS).logits, sum(p.numel() for p in engine.module.parameters())
+
+    whole = sum(p.numel() for p in seeded(llama).parameters())
+    for got, elements in run_ranks(2, run):
+        torch.testing.assert_close(got, want)
+        assert elements < whole
+
+
+def test_the_configuration(tmp_path: Path) -> None:
+    """Types by name; sections as booleans and by their former names."""
+    names = {"half": torch.float16, "bf16": torch.bfloat16, "torch.float32": torch.float32}
+    file = tmp_path / "inference.json"
+    for name, want in names.items():
+        file.write_text(json.dumps({"dtype": name}))
+        assert deepspeed.init_inference(nn.Linear(2, 2), str(file)).weight.dtype is want
+    assert deepspeed.init_inference(nn.Linear(2, 2)).weight.dtype is torch.float16
+    linear = nn.Linear(2, 2)
+    assert deepspeed.init_inference(linear, {"dtype": "fp32"}, dtype="fp32").module is linear
+    read = deepspeed.inference.config
+    for enabled in (True, False):
+        config = read.DeepSpeedInferenceConfig(moe=enabled, max_tokens=HIDDEN)
+        assert isinstance(config.moe, read.DeepSpeedMoEConfig)
+        assert config.moe.enabled is enabled and config.max_out_tokens == HIDDEN

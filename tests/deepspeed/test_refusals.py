@@ -13,7 +13,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from hf_zero.deepspeed import activation_checkpointing, optimizers
+from hf_zero.deepspeed.optimizers import DeepSpeedCPUAdagrad
 from hf_zero.errors import ConfigError, LaunchError, NotBuiltError, PartitionError
 from tests.helpers.cells import in_one_item
 
@@ -21,80 +21,50 @@ SPLIT = SimpleNamespace(get_model_parallel_world_size=lambda: 2)
 X = torch.arange(12.0).reshape(2, 6)
 
 
+def calling(path: str, *given: Any, **keys: Any) -> Callable[[], Any]:
+    return lambda: attrgetter(path)(deepspeed)(*given, **keys)
+
+
 def inference(config: Any = None, **keys: Any) -> Callable[[], Any]:
-    return lambda: deepspeed.init_inference(nn.Linear(2, 2), config, **keys)
-
-
-def cores(text: str) -> Callable[[], Any]:
-    return lambda: deepspeed.utils.numa.parse_range_list(text)
+    return calling("init_inference", nn.Linear(2, 2), config, **keys)
 
 
 def tiles(y: Any, reduction: str) -> Callable[[], Any]:
-    apply = deepspeed.runtime.sequence_parallel.ulysses_sp.TiledFusedLogitsLoss.apply
-    return lambda: apply(lambda m, x, y: x.sum(), None, X, y, None, 2, None, reduction)
-
-
-def linear(**options: Any) -> Callable[[], Any]:
-    return lambda: deepspeed.zero.TiledLinear(7, 5, **options)
-
-
-def class_of(path: str) -> Callable[[], Any]:
-    return lambda: attrgetter(path)(deepspeed)()
+    path = "runtime.sequence_parallel.ulysses_sp.TiledFusedLogitsLoss.apply"
+    return calling(path, lambda m, x, y: x.sum(), None, X, y, None, 2, None, reduction)
 
 
 Row = tuple[type[Exception], str, Callable[[], Any]]
-ONE = [nn.Parameter(torch.ones(1))]
+ONE, LAYER = [nn.Parameter(torch.ones(1))], nn.Linear(1, 1)
+BOTH = "dtype is 'fp32' in config and 'bf16' as an argument"
+INSTEAD = "'all_gather_coalesced': call all_reduce or all_gather_into_tensor of each tensor"
+NO_FP32 = "DeepSpeedCPUAdagrad.fp32_optimizer_states=False"
+NO_MPU = r"mpu.get_model_parallel_world_size\(\) is 2"
+TILED, CORES = "zero.TiledLinear", "utils.numa.parse_range_list"
+LEVEL = "utils.logging.get_log_level_from_string"
 REFUSED: list[Row] = [
-    (
-        ModuleNotFoundError,
-        "No module named 'deepspeed.ops.adamw'",
-        lambda: __import__("deepspeed.ops.adamw"),
-    ),
+    (ModuleNotFoundError, "named 'deepspeed.ops.adamw'", lambda: __import__("deepspeed.ops.adamw")),
     # -- names that are not built, or left out
-    (
-        NotBuiltError,
-        "replace_transformer_layer.* is not built",
-        lambda: deepspeed.replace_transformer_layer(None),
-    ),
-    (NotBuiltError, "DeepSpeedCPULamb.* is not built", class_of("ops.lamb.DeepSpeedCPULamb")),
-    (NotBuiltError, "DualPipeVEngine.* is not built", class_of("DualPipeVEngine")),
-    (NotBuiltError, "DualPipeVModule.* is not built", class_of("pipe.DualPipeVModule")),
-    (
-        NotBuiltError,
-        "init_distributed",
-        lambda: deepspeed.comm.TorchBackend("gloo", None, None),
-    ),
+    (NotBuiltError, "replace_.*_layer.* is not built", calling("replace_transformer_layer", None)),
+    (NotBuiltError, "DeepSpeedCPULamb.* is not built", calling("ops.lamb.DeepSpeedCPULamb")),
+    (NotBuiltError, "DualPipeVEngine.* is not built", calling("DualPipeVEngine")),
+    (NotBuiltError, "DualPipeVModule.* is not built", calling("pipe.DualPipeVModule")),
+    (NotBuiltError, "init_distributed", calling("comm.TorchBackend", "gloo", None, None)),
     (
         NotBuiltError,
         "transformer_inference is not built",
         lambda: deepspeed.ops.op_builder.InferenceBuilder().load(),
     ),
-    (
-        NotBuiltError,
-        "DeepSpeedCPUAdagrad.fp32_optimizer_states=False",
-        lambda: optimizers.DeepSpeedCPUAdagrad(ONE, fp32_optimizer_states=False),
-    ),
-    (
-        NotBuiltError,
-        r"mpu.get_model_parallel_world_size\(\) is 2",
-        lambda: activation_checkpointing.configure(SPLIT),
-    ),
-    (
-        AttributeError,
-        "'all_gather_coalesced': call all_reduce or all_gather_into_tensor of each tensor",
-        lambda: deepspeed.comm.all_gather_coalesced,
-    ),
+    (NotBuiltError, NO_FP32, lambda: DeepSpeedCPUAdagrad(ONE, fp32_optimizer_states=False)),
+    (NotBuiltError, NO_MPU, calling("checkpointing.configure", SPLIT)),
+    (AttributeError, INSTEAD, lambda: deepspeed.comm.all_gather_coalesced),
     (
         AttributeError,
         "no 'memory_cached': use memory_reserved",
         lambda: deepspeed.get_accelerator().memory_cached(),
     ),
     # -- inference
-    (
-        ConfigError,
-        "dtype is 'fp32' in config and 'bf16' as an argument",
-        inference({"dtype": "fp32"}, dtype="bf16"),
-    ),
+    (ConfigError, BOTH, inference({"dtype": "fp32"}, dtype="bf16")),
     (ValidationError, "known are fp32", inference(dtype="fp64")),
     (ValidationError, "no_such_key", inference(no_such_key=1)),
     *(
@@ -112,34 +82,37 @@ REFUSED: list[Row] = [
         }.items()
     ),
     # -- arguments
-    (LaunchError, "mpirun", lambda: deepspeed.comm.mpi_discovery()),
+    (LaunchError, "mpirun", calling("comm.mpi_discovery")),
     (
         ConfigError,
         r"no module of Linear is one of \['ReLU'\]",
-        lambda: deepspeed.utils.set_z3_leaf_modules(nn.Linear(1, 1), [nn.ReLU]),
+        calling("utils.set_z3_leaf_modules", LAYER, [nn.ReLU]),
     ),
     (
         ValueError,
         r"no module named \['7'\]",
-        lambda: deepspeed.utils.set_z3_leaf_modules_by_name(nn.Linear(1, 1), ["7"]),
+        calling("utils.set_z3_leaf_modules_by_name", LAYER, ["7"]),
     ),
-    (PartitionError, "in_splits is 8; write 1 to 7", linear(in_splits=8)),
-    (PartitionError, "out_features is 5 here and 6", linear(init_linear=nn.Linear(7, 6))),
+    (PartitionError, "in_splits is 8; write 1 to 7", calling(TILED, 7, 5, in_splits=8)),
+    (
+        PartitionError,
+        "out_features is 5 here and 6",
+        calling(TILED, 7, 5, init_linear=nn.Linear(7, 6)),
+    ),
     (ValueError, "write 'mean' or 'sum'", tiles(X, "none")),
     (ValueError, r"y has the shape \(2, 5\)", tiles(X[:, :5], "sum")),
-    (ConfigError, "needs min_version", lambda: deepspeed.utils.torch.required_torch_version()),
-    (ConfigError, "trim_percent", lambda: deepspeed.utils.timer.trim_mean([1], 0.5)),
-    (
-        ConfigError,
-        "'loud' is not a level",
-        lambda: deepspeed.utils.logging.get_log_level_from_string("loud"),
-    ),
-    (ConfigError, "stge", lambda: deepspeed.runtime.zero.config.DeepSpeedZeroConfig(stge=3)),
+    (ConfigError, "needs min_version", calling("utils.torch.required_torch_version")),
+    (ConfigError, "trim_percent", calling("utils.timer.trim_mean", [1], 0.5)),
+    (ConfigError, "'loud' is not a level", calling(LEVEL, "loud")),
+    (ConfigError, "stge", calling("runtime.zero.config.DeepSpeedZeroConfig", stge=3)),
     *(
-        (ValueError, "does not ascend at", cores(text))
+        (ValueError, "does not ascend at", calling(CORES, text))
         for text in ("0,2-6,5-9", "8,2-6", "1,6-2", "1,1")
     ),
-    *((ValueError, "is not a range", cores(text)) for text in ("", "a", "1-", "-2", "1-x", "1,,2")),
+    *(
+        (ValueError, "is not a range", calling(CORES, text))
+        for text in ("", "a", "1-", "-2", "1-x", "1,,2")
+    ),
 ]
 
 

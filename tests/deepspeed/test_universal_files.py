@@ -36,20 +36,17 @@ def convert(source: Path, target: Path) -> None:
 
 
 def started(model: Any, ranks: int, stage: int, precision: str) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 6 // ranks,
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": precision == "bf16"},
+        # without the key, latest_universal counts where there is no latest
+        "checkpoint": {"load_universal": stage < 3},
+    }
     optimizer = optimizer_of(model)
-    return deepspeed.initialize(
-        model=model,
-        optimizer=optimizer,
-        lr_scheduler=schedule_of(optimizer),
-        config={
-            "train_micro_batch_size_per_gpu": 6 // ranks,
-            "zero_optimization": {"stage": stage},
-            "gradient_clipping": 1.0,
-            "bf16": {"enabled": precision == "bf16"},
-            # without the key, latest_universal counts where there is no latest
-            "checkpoint": {"load_universal": stage < 3},
-        },
-    )[0]
+    given = {"optimizer": optimizer, "lr_scheduler": schedule_of(optimizer)}
+    return deepspeed.initialize(model=model, config=config, **given)[0]
 
 
 def steps(engine: Any, rank: int, ranks: int, numbers: range) -> list[float]:
@@ -84,10 +81,9 @@ def test_what_deepspeed_wrote_goes_on_from_a_universal_folder(tmp_path, name, st
     assert got == pytest.approx(want, rel=2e-6 if precision == "fp32" else 2e-3)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_save_of_ours_goes_on_from_a_universal_folder(tmp_path, stage):
+def test_a_save_of_ours_goes_on_from_a_universal_folder(tmp_path):
     def run(rank: int, models: list[Any]) -> list[float]:
-        engine = started(models[rank], 2, stage, "fp32")
+        engine = started(models[rank], 2, 3, "fp32")
         steps(engine, rank, 2, range(SAVED_AFTER))
         engine.save_checkpoint(tmp_path / "run", client_state={"epoch": 3, "note": "kept"})
         losses = steps(engine, rank, 2, range(SAVED_AFTER, STEPS))
@@ -97,7 +93,7 @@ def test_a_save_of_ours_goes_on_from_a_universal_folder(tmp_path, stage):
     want = run_ranks(2, run, [build(True) for _ in range(2)])
     convert(tmp_path / "run", tmp_path / "out" / "universal")
     assert (tmp_path / "out" / "latest_universal").read_text() == "universal"
-    got = run_ranks(2, go_on, [build(True) for _ in range(2)], tmp_path / "out", 4 - stage, "fp32")
+    got = run_ranks(2, go_on, [build(True) for _ in range(2)], tmp_path / "out", 1, "fp32")
     torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=2e-6, atol=0)
 
 
