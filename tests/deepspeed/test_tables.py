@@ -1,0 +1,161 @@
+"""The tables in the documentation of the facade say what happens: NAMES.md, which accounts for
+DeepSpeed's names, and the retired keys of the README.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+
+from hf_zero.config import ZeroConfig
+from hf_zero.deepspeed.api import API
+from hf_zero.deepspeed.engine import DeepSpeedEngine
+from hf_zero.deepspeed.facade import FOLDER
+from hf_zero.deepspeed.rows import NotBuilt, Provided
+from hf_zero.deepspeed.tables.engine import ENGINE_LEFT_OUT
+from hf_zero.errors import NotBuiltError
+from hf_zero.optim.build import build_optimizer
+from tests.helpers.cells import in_one_item
+
+ENGINE = "Methods and properties of DeepSpeedEngine"
+Account = dict[str, dict[str, dict[str, str]]]
+
+
+def account() -> Account:
+    """By section, by verdict: names and what is said of them."""
+    found: Account = {}
+    for line in (Path(FOLDER) / "NAMES.md").read_text().splitlines():
+        if line.startswith("## "):
+            section = found.setdefault(line[3:], {"There": {}, "Not built": {}, "Left out": {}})
+        elif match := re.fullmatch(
+            r"- (There|Not built|Left out): ((?:`\w+`(?:, )?)+)(?:: (.*))?", line
+        ):
+            verdict, names, said = match.groups()
+            section[verdict].update(dict.fromkeys(re.findall(r"`(\w+)`", names), said or ""))
+        else:
+            assert not line.startswith("- ") or line.startswith("- Used by: "), line
+    return found
+
+
+def test_each_module_is_accounted_for_as_it_is() -> None:
+    found = account()
+    for path, row in API.items():
+        if not row.names and path not in found:
+            continue
+        said = found[path]
+        not_built = {n: i.instead for n, i in row.names.items() if isinstance(i, NotBuilt)}
+        assert said["Not built"] == not_built, path
+        there = said["There"].keys()
+        assert there >= row.names.keys() - not_built.keys(), path
+        for name in there - row.names.keys():
+            assert row.others and hasattr(dist, name), f"{path}.{name}"
+        assert said["Left out"].keys() >= row.left_out.keys() - {"*"}, path
+        for name, why in said["Left out"].items():
+            assert row.why_not(name) == why and name not in row.names, f"{path}.{name}"
+    assert found.keys() - API.keys() == {ENGINE}
+
+
+def test_each_method_of_the_engine_and_each_module_with_a_user() -> None:
+    said = account()[ENGINE]
+    assert said["Left out"] == ENGINE_LEFT_OUT and not said["Not built"]
+    assert not [name for name in said["There"] if not hasattr(DeepSpeedEngine, name)]
+    assert not [name for name in ENGINE_LEFT_OUT if hasattr(DeepSpeedEngine, name)]
+    assert len(said["There"]) > 50
+    used = json.loads((Path(__file__).parent / "names_used.json").read_text())
+    rows = {path: row.names.values() for path, row in API.items()}
+    provided = {path for path, names in rows.items() if any(isinstance(n, Provided) for n in names)}
+    assert used.keys() == provided | {"DeepSpeedEngine"} and all(used.values())
+
+
+VALUES: dict[str, Any] = yaml.safe_load("""
+amp: {enabled: true, opt_level: O1}
+compression_training: {weight_quantization: {shared_parameters: {enabled: true}}}
+curriculum_learning: {enabled: true, curriculum_type: seqlen}
+eigenvalue: {enabled: true}
+elasticity: {enabled: true, max_train_batch_size: 48, micro_batch_sizes: [2, 4]}
+graph_harvesting: true
+nebula: {enabled: true}
+progressive_layer_drop: {enabled: true, theta: 0.5}
+quantize_training: {enabled: true}
+sparse_attention: {mode: fixed, block: 16}
+sparse_gradients: true
+zero_optimization.mics_shard_size: 2
+zero_optimization.mics_hierarchical_params_gather: true
+zero_optimization.zeropp_loco_param: {err_beta: 0.8}
+""")
+OTHERWISE: dict[str, Any] = yaml.safe_load("""
+zero_optimization.zenflow: {topk_ratio: 0.1}
+gradient_clipping: 1.0
+bf16.check_grad_overflow: true
+managed_gradient_accumulation: false
+wall_clock_breakdown: true
+tensorboard: {enabled: true}
+comms_logger: {enabled: true}
+steps_per_print: 10
+dump_state: true
+zero_optimization.zero_quantized_gradients: true
+zero_optimization.zero_quantized_weights: true
+zero_optimization.zero_quantized_nontrainable_weights: true
+""")
+
+
+def rows(heading: str = "Keys that DeepSpeed has retired") -> dict[str, str]:
+    text = (Path(FOLDER) / "README.md").read_text().partition(f"## {heading}")[2]
+    text = text.partition("\n## ")[0]
+    return dict(re.findall(r"^\| `([\w.]+)`[^|]*\|[^|]*\| (.*) \|$", text, re.MULTILINE))
+
+
+def written(key: str, value: Any) -> dict[str, Any]:
+    config: dict[str, Any] = {"zero_optimization": {"stage": 3}, "gradient_clipping": 0.0}
+    section, _, name = key.rpartition(".")
+    (config.setdefault(section, {}) if section else config)[name] = value
+    if name == "zeropp_loco_param":
+        config["zero_optimization"]["zero_quantized_gradients"] = True
+    return config
+
+
+def test_all_of_them_are_in_the_table() -> None:
+    assert rows().keys() == {*VALUES, "optimizer.type"}
+    assert rows("Keys that mean something else here").keys() == OTHERWISE.keys()
+
+
+@in_one_item((VALUES | OTHERWISE).items())
+def test_each_does_what_the_table_says(row: tuple[str, Any]) -> None:
+    key, value = row
+    said = (rows() | rows("Keys that mean something else here"))[key]
+    config = written(key, value)
+    assert said.startswith(("works", "refused: ")) or key in OTHERWISE
+    if not said.startswith("refused: "):
+        ZeroConfig.from_dict(config).resolve(4)
+        return
+    name = "offload_optimizer, whose exact update" if key in OTHERWISE else key.rpartition(".")[2]
+    with pytest.raises(NotBuiltError, match=re.escape(name)):
+        ZeroConfig.from_dict(config)
+
+
+ONE_BIT: dict[str, dict[str, Any]] = yaml.safe_load("""
+OneBitAdam: {freeze_step: 400}
+OneBitLamb: {freeze_step: 1000, bias_correction: false, max_coeff: 0.3, min_coeff: 0.01,
+  coeff_beta: 0.9, factor_max: 4.0, factor_min: 0.5, factor_threshold: 0.1}
+ZeroOneAdam: {var_freeze_step: 1000, var_update_scaler: 16, local_step_scaler: 1000,
+  local_step_clipper: 16}
+""")
+
+
+@in_one_item(ONE_BIT)
+def test_optimizers_of_one_bit_take_deepspeeds_settings(name: str) -> None:
+    params = {"lr": 0.1, "betas": [0.9, 0.99], "eps": 1e-6, "weight_decay": 0.01, **ONE_BIT[name]}
+    params |= {"cuda_aware": False, "comm_backend_name": "nccl"}
+    config = ZeroConfig.from_dict({"optimizer": {"type": name, "params": params}})
+    assert config.optimizer is not None
+    made: Any = build_optimizer(config.optimizer, [torch.nn.Parameter(torch.ones(2))])
+    assert type(made).__name__ == name and made.param_groups[0]["eps"] == 1e-6
+    last = params.get("freeze_step", params.get("var_freeze_step"))
+    assert made.is_dense(1) and not made.is_dense(last + 1)
