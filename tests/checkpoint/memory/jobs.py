@@ -15,7 +15,6 @@ import pytest
 import torch
 from upath import UPath
 
-from hf_zero import sequence_parallel
 from hf_zero.checkpoint.memory import saving
 from tests.checkpoint.setups import WINDOW, Setup, train
 from tests.helpers.engines import full_weights
@@ -60,9 +59,6 @@ class Kept(Setup):
         for step in steps:
             for micro in range(engine.gradient_accumulation_steps()):
                 batch = MODELS[self.model].batch(step, micro, rank // self.together)
-                if "sequence_parallel_size" in self.keys:
-                    even = {name: value[:, :8] for name, value in batch.items()}
-                    batch = sequence_parallel().shard(even)
                 loss = engine(**batch).loss
                 losses.append(float(loss.detach()))
                 engine.backward(loss)

@@ -1,45 +1,49 @@
-"""Generations that stay or go with the way in which their process ends."""
+"""Generations after their processes have ended: by an exit code, at a named point of a save or of a
+resume; what identifies a job, and the command that removes what jobs have left.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from typer.testing import CliRunner
 
+from hf_zero.checkpoint.memory import folders, saving
+from hf_zero.checkpoint.memory.hosts import Hosts
+from hf_zero.cli.app import app
 from hf_zero.ops import native
+from tests.checkpoint.memory.jobs import Kept, firsts, whole
+from tests.helpers.cells import fast
+from tests.helpers.processes import run_processes
+from tests.helpers.ranks import RankFailed
 
-# the end of a script, and whether its generations stay
+# the end of a script, or those of two ranks of one host, and whether the generations stay
 ENDS = {
     "pass": False,
-    "sys.exit()": False,
-    "sys.exit(0)": False,
     "try:\n    sys.exit(0)\nfinally:\n    engine.destroy()": False,
-    "sys.exit(1)": True,
     "sys.exit('no data')": True,
-    "raise SystemExit(3)": True,
     "try:\n    sys.exit(1)\nfinally:\n    engine.destroy()": True,
     "del engine; sys.exit(1)": True,
     "raise RuntimeError('the loss is wrong')": True,
     "os.kill(os.getpid(), signal.SIGTERM)": True,
-    "os.kill(os.getpid(), signal.SIGKILL)": True,
-    "os._exit(1)": True,
-}
-# the ends of two ranks of one host, and whether their generations stay
-TOGETHER = {
-    "pass | pass": False,
     "engine.destroy() | sys.exit(0)": False,
     "pass | time.sleep(1); sys.exit(1)": True,
-    "time.sleep(1); sys.exit(1) | pass": True,
     "engine.destroy() | time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)": True,
-    "raise RuntimeError('the loss is wrong') | pass": True,
 }
 LAUNCHED = """
-import os, signal, sys, time
-import torch
+import gc, os, signal, sys, time
+import torch, torch._dynamo  # which the first optimizer imports
 import hf_zero, hf_zero.engine, hf_zero.launch.hosts
 
+gc.freeze()  # or else the end of each process goes through all that was imported
 base, ends = sys.argv[1], sys.argv[2:]
 ports = [hf_zero.launch.hosts.free_port() for _ in ends]
 ranks = [(number, rank, *each.split(" | ")) for number, each in enumerate(ends)
@@ -70,17 +74,176 @@ exec(end)
 @pytest.mark.skipif(
     not hasattr(native.core(), "release_at_exit"), reason="the native core alone sees exit codes"
 )
-@pytest.mark.parametrize("ends", [ENDS, TOGETHER], ids=["one rank", "two ranks"])
-def test_an_exit_code_of_0_removes_generations_and_no_other(
-    ends: dict[str, bool], tmp_path: Path
-) -> None:
+def test_an_exit_code_of_0_removes_generations_and_no_other(tmp_path: Path) -> None:
     script, base = tmp_path / "train.py", tmp_path / "memory"
     script.write_text(LAUNCHED)
-    launched = [sys.executable, str(script), str(base), *ends]
+    launched = [sys.executable, str(script), str(base), *ENDS]
     done = subprocess.run(launched, capture_output=True, text=True, timeout=600)
     stayed = {
         end: any(base.glob(f"hf-zero-*-{number}/*/engine-0/slot-*/*.json"))
-        for number, end in enumerate(ends)
+        for number, end in enumerate(ENDS)
     }
-    assert stayed == ends, done.stderr
-    assert len(list(base.iterdir())) == sum(ends.values()), "nothing at all is left of the others"
+    assert stayed == ENDS, done.stderr
+    assert len(list(base.iterdir())) == sum(ENDS.values()), "nothing at all is left of the others"
+
+
+# ---- processes that end at named points ----
+
+KILLED, STEPS = 3, 5  # the save at whose point a process ends, and steps in all
+SAVE_POINTS = ("before", "staging", "staged", "hashed", "copied", "recorded", "committing")
+SAVE_POINTS += ("committed",)
+
+
+def attempt(
+    rank: int,
+    setup: Kept,
+    resumes: Path | None = None,
+    ends_at: str = "",
+    who: str = "",
+    number: int = KILLED,
+) -> Any:
+    """Train on this rank's host; a rank of ``who`` ends the ``number``-th time at ``ends_at``."""
+    os.environ["HF_ZERO_HOST"] = setup.hosts[rank]
+    seen = [0]
+
+    def reached(point: str) -> None:
+        seen[0] += point == ends_at
+        if point == ends_at and seen[0] == number and str(rank) in who:
+            os._exit(1)
+
+    saving.reached = reached
+    torch.manual_seed(0)
+    engine = setup.open(setup.models()[rank])
+    if resumes is not None:
+        engine.load_checkpoint(str(resumes))
+    first = engine.global_steps
+    losses = setup.train(engine, rank, range(first, STEPS))
+    engine.destroy()
+    return first, losses
+
+
+def goes_on(setup: Kept, disk: Path) -> set[int]:
+    """Resume, and train as the run that nothing interrupts (on threads, which add up in another
+    order): the step that the ranks have resumed from.
+    """
+    resumed = run_processes(2, attempt, setup, disk)
+    for (_, losses, *_), (_, wanted, *_) in zip(resumed, whole(setup, STEPS), strict=True):
+        assert losses == pytest.approx(wanted[-len(losses) :], rel=1e-5) and losses
+    return firsts(resumed)
+
+
+def killed(*how: Any) -> None:
+    with pytest.raises(RankFailed, match="ended without a word"):
+        run_processes(2, attempt, *how)
+
+
+KILLS = [(point, who) for point in SAVE_POINTS for who in ("1", "0", "01")]
+
+
+@pytest.mark.parametrize("point, who", fast(KILLS, lambda *end: end == ("recorded", "1")))
+def test_a_process_that_ends_anywhere_costs_one_generation_at_most(point, who, tmp_path):
+    """Nothing is left behind by the attempt that ends well."""
+    setup = Kept(stage=2, base=tmp_path / "memory")
+    killed(setup, None, point, who)
+    assert goes_on(setup, tmp_path / "disk") <= {KILLED - 1, KILLED}
+    assert not list((tmp_path / "memory").glob("*"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("point", ["fetching", "fetched"])
+def test_a_resume_that_ends_costs_nothing(point: str, tmp_path: Path) -> None:
+    setup = Kept(stage=2, base=tmp_path / "memory")
+    killed(setup, None, "before", "1", KILLED + 1)
+    shutil.rmtree(setup.folder_of("b"))
+    killed(setup, tmp_path / "disk", point, "1", 1)
+    assert goes_on(setup, tmp_path / "disk") == {KILLED}
+
+
+# ---- folders ----
+
+VARIABLES = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID", "RANK")
+# the key, values of VARIABLES, how the identity begins, and whether it lasts
+JOBS = [
+    ("run/7", ["5", None, None], "run-7", True),
+    (None, ["5", "x", None], "slurm-5", True),
+    (None, [None, "x y", None], "run-x-y", True),
+    (None, [None, "none", "0"], f"launcher-{os.getppid()}-", True),
+    (None, [None, None, None], f"process-{os.getpid()}-", False),
+]
+
+
+def test_a_job_is_known_by_what_its_restarts_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    for asked, values, job, lasting in JOBS:
+        for name, value in zip(VARIABLES, values):
+            monkeypatch.delenv(name, raising=False)
+            if value is not None:
+                monkeypatch.setenv(name, value)
+        found, lasts = folders.job_identity(asked)
+        assert found.startswith(job) and lasts == lasting
+        assert folders.job_identity(asked)[0] == found, "it is the same at each call"
+
+
+PARTNERS = [
+    ("ab", 2, [[1], [0]]),
+    ("ab", 3, [[1], [0]]),
+    ("aa", 2, [[], []]),
+    ("aabb", 2, [[2], [3], [0], [1]]),
+    ("abab", 2, [[1], [0], [3], [2]]),
+    ("aaab", 2, [[3], [3], [3], [0]]),
+    ("abc", 3, [[1, 2], [2, 0], [0, 1]]),
+    ("abc", 1, [[], [], []]),
+]
+
+
+def test_copies_are_on_the_next_hosts() -> None:
+    for hosts, copies, partners in PARTNERS:
+        made, ranks = Hosts(hosts), range(len(hosts))
+        assert [made.partners(rank, copies) for rank in ranks] == partners, hosts
+        pairs = {(rank, peer) for rank, peers in enumerate(partners) for peer in peers}
+        kept = {(rank, peer) for peer in ranks for rank in made.kept_by(peer, copies)}
+        assert kept == pairs, hosts
+
+
+def left(base: Path, job: str) -> Path:
+    folder = folders.job_folder(base, job)
+    slot = folder / "host" / "engine-0" / "slot-0"
+    slot.mkdir(parents=True)
+    (slot / "rank-00000-of-00001.safetensors").write_bytes(bytes(1000))
+    return folder
+
+
+def test_a_file_that_a_resume_links_to_makes_no_room(tmp_path, monkeypatch):
+    folder = left(tmp_path, "job")
+    monkeypatch.setattr(folders, "free", lambda base: 70)
+    resume = folder / "resume"
+    resume.mkdir()
+    for path in folder.rglob("*.safetensors"):
+        (resume / path.name).symlink_to(path)
+    (resume / "fetched").write_bytes(bytes(200))
+    assert folders.room(tmp_path, folder) == 1270
+
+
+def test_clean_names_what_jobs_have_left_and_removes_what_none_uses(tmp_path: Path) -> None:
+    old, live = left(tmp_path, "old"), left(tmp_path, "live")
+    (tmp_path / "hf-zero-other").mkdir()
+    mark = folders.InUse(live)
+
+    def clean(folder: Path, *options: str) -> str:
+        told = CliRunner().invoke(app, ["clean", "--folder", str(folder), *options])
+        assert told.exit_code == 0, told.output
+        return told.output
+
+    def states(*options: str) -> dict[str, str]:
+        rows = json.loads(clean(tmp_path, "--json", *options))
+        assert all(row["bytes"] == 1000 for row in rows)
+        return {Path(row["folder"]).name: row["state"] for row in rows}
+
+    assert states() == {old.name: "left", live.name: "in use"}
+    assert old.exists()
+    assert states("--remove") == {old.name: "removed", live.name: "in use"}
+    assert not old.exists() and live.exists() and (tmp_path / "hf-zero-other").exists()
+    mark.close()
+    assert states() == {live.name: "left"}
+    assert "1 of them can go" in clean(tmp_path)
+    (tmp_path / "empty").mkdir()
+    assert clean(tmp_path / "empty") == f"no checkpoints in memory in {tmp_path / 'empty'}\n"

@@ -1,7 +1,11 @@
-"""``initialize(resume=...)`` and loads of a script whose generations are in memory."""
+"""``initialize(resume=...)`` and loads of a script whose generations are in memory; ranks that
+share layers, experts or shards: resumed bit for bit on the same ranks, and on others as from disk.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -13,17 +17,18 @@ import pytest
 import torch
 
 import hf_zero
-from hf_zero.checkpoint.memory import resume as resume_of
 from hf_zero.checkpoint.memory import saving
 from hf_zero.checkpoint.memory.resume import newest_in_memory
-from hf_zero.checkpoint.tensorfile import TensorFile
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import CheckpointError
 from hf_zero.measures.metrics_file import read_metrics
-from tests.checkpoint.memory.jobs import hosts
+from tests.checkpoint.memory.jobs import Kept, attempt, firsts, hosts, same, whole
 from tests.checkpoint.memory.test_generations import flip
 from tests.checkpoint.test_resume import Rows, config, net, train
+from tests.helpers.engines import full_weights
+from tests.helpers.processes import run_processes
 from tests.helpers.stacks import on_ranks
+from tests.parallel import pipelines
 
 __all__ = ["hosts"]
 
@@ -66,7 +71,7 @@ class WholeBatches(Rows):
     rows = 40
 
 
-CASES = [(None, 1, "a"), (1, 2, "ab"), (1, 4, "abab"), (3, 2, "ab")]
+CASES = [(None, 4, "abab"), (1, 2, "ab"), (3, 2, "ab")]
 
 
 @pytest.mark.parametrize(("on_disk", "after", "names"), CASES)
@@ -114,25 +119,6 @@ def test_a_checkpoint_that_is_named_is_the_one_that_is_resumed(tmp_path: Path) -
     shutil.rmtree(tmp_path / "memory")
     engine = alone(config=settings_of(tmp_path, on_disk=False), resume="latest")
     assert engine.resumed_from is None and engine.global_steps == 0
-
-
-def test_a_resume_hashes_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The choice before there is an engine, the load and the reads share one comparison."""
-    settings = settings_of(tmp_path, on_disk=False)
-    trained(settings, stop=1)
-    hashed, blocks = [], []
-    hash_of_file, compare = resume_of.hash_of_file, TensorFile._compare
-
-    def counted(path: Path, *how: Any) -> str:
-        hashed.append(path)
-        return hash_of_file(path, *how)
-
-    monkeypatch.setattr(resume_of, "hash_of_file", counted)
-    monkeypatch.setattr(TensorFile, "_compare", lambda *each: blocks.append(each) or compare(*each))
-    engine = alone(config=settings, resume="latest")
-    assert engine.global_steps == 1 and len(hashed) == 1 and not blocks
-    engine.load_checkpoint(str(tmp_path / "run"), verify=True)
-    assert blocks, "what the caller asks for is done"
 
 
 def test_the_figures_of_a_run_stay_in_its_folder(tmp_path: Path) -> None:
@@ -186,3 +172,80 @@ def test_buffers_that_ranks_change_by_themselves_are_those_of_rank_0(in_memory, 
 
     on_hosts(2, "ab", first, build)
     assert on_hosts(2, "ab", second, build) == [[1.0, 1.0]] * 2
+
+
+# ---- ranks that share layers, experts or shards ----
+
+
+TENSOR = {"tensor_parallel": {"autotp_size": 2}}
+EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+WHOLE = {"replicate_size": 1}  # no parallel axis, with the models of the others
+
+
+def meshed(keys: dict[str, Any], ranks: int = 2, stage: int = 3) -> Kept:
+    together = 2 if "tensor_parallel" in keys else 1
+    model = "mixtral" if "expert_parallel" in keys else "llama"
+    hosts = "ab" if ranks == 2 else "aabb"
+    return Kept(ranks, stage, model=model, hosts=hosts, keys=keys, together=together)
+
+
+ROWS = {
+    "tensor 2, stage 3": meshed(TENSOR),
+    "experts 2, stage 3": meshed(EXPERTS),
+    "secondary shards": meshed({"zero_optimization": {"zero_hpz_partition_size": 2}}, 4),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_restart_without_a_host_is_exact(row: str, tmp_path: Path) -> None:
+    setup = ROWS[row].at(tmp_path)
+    attempt(setup, range(2))
+    shutil.rmtree(setup.folder_of("b"))
+    resumed = attempt(setup, range(3), tmp_path / "disk")
+    assert firsts(resumed) == {2}
+    same(resumed, whole(setup, 3))
+
+
+def test_other_parallel_sizes_load_as_from_disk(tmp_path: Path) -> None:
+    before, after = (meshed(keys).at(tmp_path) for keys in (TENSOR, WHOLE))
+
+    def to_disk(engine: Any, rank: int) -> None:
+        before.train(engine, rank, range(2))
+        engine.save_checkpoint(str(tmp_path / "saved"))
+
+    attempt(before, range(2), before=to_disk)
+    resumed = attempt(after, range(3), tmp_path / "disk")
+    assert firsts(resumed) == {2}
+    elsewhere = dataclasses.replace(after, base=tmp_path / "other")
+    same(resumed, attempt(elsewhere, range(3), tmp_path / "saved"))
+
+
+def in_stages(rank: int, tmp_path: Path) -> Any:
+    """Three attempts of one job in two stages: uninterrupted, ended, and resumed without a host."""
+    os.environ["HF_ZERO_HOST"] = "ab"[rank]
+    made = []
+    for base, steps, resumes in (("other", 5, False), ("memory", 3, False), ("memory", 5, True)):
+        saving._claimed.clear()  # the engines of the attempt before are gone with its processes
+        memory = {"every": 1, "folder": str(tmp_path / base), "job": "job"}
+        keys = pipelines.config(4, 1, checkpoint={"memory": memory})
+        made_of = {"model": pipelines.pipeline(2, 2), "optimizer": pipelines.sgd}
+        engine = hf_zero.initialize(**made_of, config=keys)[0]
+        if resumes:
+            if rank == 1:
+                shutil.rmtree(engine.memory.folder(engine.memory.base))
+            engine.load_checkpoint(str(tmp_path / "disk"))
+        first = engine.global_steps
+        data = pipelines.batches(4 * 5)
+        windows = [iter(data[4 * step : 4 * step + 4]) for step in range(first, steps)]
+        losses = [float(engine.train_batch(window)) for window in windows]
+        weights = {name: p.detach().clone() for name, p in full_weights(engine).items()}
+        engine.memory.wait()
+        made.append((first, losses, weights, None))
+    return made
+
+
+@pytest.mark.long
+def test_stages_of_a_pipeline_resume(tmp_path: Path) -> None:
+    uninterrupted, _, resumed = zip(*run_processes(2, in_stages, tmp_path))
+    assert firsts(resumed) == {3}
+    same(resumed, uninterrupted)
