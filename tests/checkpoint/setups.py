@@ -14,13 +14,11 @@ import torch
 
 import hf_zero
 from hf_zero.checkpoint import save_job
-from hf_zero.optim import Lion
-from hf_zero.zero.layout.wrap import WHOLE
 from tests.helpers.engines import full_weights, start
 from tests.helpers.models import ARCHITECTURES, ROWS
 from tests.helpers.offloads import offload
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import adamw, trainable
+from tests.helpers.training import adamw
 
 WINDOW = 4  # micro-batches of one global batch, whatever the ranks
 
@@ -89,45 +87,6 @@ class Setup:
         return dataclasses.replace(self, folder=tmp_path / "disk")
 
 
-def grouped(model: torch.nn.Module, turned: bool) -> list[dict[str, Any]]:
-    """Matrices decay, the rest has a learning rate of its own."""
-    groups = [
-        {"params": [p for p in trainable(model) if p.ndim > 1], "lr": 2e-3, "weight_decay": 0.1},
-        {"params": [p for p in trainable(model) if p.ndim < 2], "lr": 1e-3, "weight_decay": 0.0},
-    ]
-    return groups[::-1] if turned else groups
-
-
-OPTIMIZERS = {
-    "adamw": lambda groups: torch.optim.AdamW(groups, eps=1e-6),
-    "sgd": lambda groups: torch.optim.SGD(groups, momentum=0.9),
-    "lion": lambda groups: Lion(groups),
-}
-
-
-@dataclass(frozen=True)
-class Elastic(Setup):
-    """``whole``: all of the model is one unit. ``turned``: the groups in the other order."""
-
-    kind: str = "adamw"
-    window: int = WINDOW
-    whole: bool = False
-    turned: bool = False
-
-    @property
-    def config(self) -> dict[str, Any]:
-        config = super().config | {"gradient_accumulation_steps": self.window // self.ranks}
-        del config["scheduler"]
-        return config
-
-    def open(self, model: torch.nn.Module) -> Any:
-        if self.whole:
-            setattr(model.transformer if hasattr(model, "transformer") else model.bert, WHOLE, True)
-        optimizer = OPTIMIZERS[self.kind](grouped(model, self.turned))
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-        return start(model, optimizer, self.config, lr_scheduler=schedule)
-
-
 def described(setup: Setup) -> str:
     """The fields of ``setup`` that are not the default."""
     fields = dataclasses.fields(setup)
@@ -139,12 +98,10 @@ def described(setup: Setup) -> str:
     return f"{setup.ranks}x{setup.stage} {' '.join(map(str, words))}".strip()
 
 
-def train(
-    engine: Any, rank: int, steps: range, model: str = "gpt2", window: int = WINDOW
-) -> list[float]:
+def train(engine: Any, rank: int, steps: range, model: str = "gpt2") -> list[float]:
     """Losses of this rank's micro-batches. Which ones a window has does not depend on the ranks."""
     losses = []
-    each = window // engine.world_size
+    each = WINDOW // engine.world_size
     for step in steps:
         for micro in range(each):
             loss = engine(**ARCHITECTURES[model].batch(step, rank * each + micro, 0)).loss
@@ -154,11 +111,11 @@ def train(
     return losses
 
 
-def global_losses(results: list[list[float]], ranks: int, window: int = WINDOW) -> list[float]:
+def global_losses(results: list[list[float]], ranks: int) -> list[float]:
     """The mean loss of each step."""
-    each = window // ranks
+    each = WINDOW // ranks
     return [
-        sum(sum(losses[at : at + each]) for losses in results) / window
+        sum(sum(losses[at : at + each]) for losses in results) / WINDOW
         for at in range(0, len(results[0]), each)
     ]
 
@@ -176,25 +133,16 @@ def place(engine: Any) -> dict[str, Any]:
     }
 
 
-State = dict[str, list[torch.Tensor]]
-KINDS = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",), "lion": ("exp_avg",)}
-
-
-def state(engine: Any, kind: str = "adamw") -> State:
+def state(engine: Any) -> dict[str, torch.Tensor]:
     """Whole masters and moments, on the CPU. Collective."""
     kept = {}
     for name, p in engine.module.named_parameters():
         if p.requires_grad:
-            held = [hf_zero.safe_get_full_fp32_param(p)]
-            held += [hf_zero.safe_get_full_optimizer_state(p, each) for each in KINDS[kind]]
-            kept[name] = [each.cpu().clone() for each in held]
+            kept[name] = hf_zero.safe_get_full_fp32_param(p).cpu().clone()
+            for kind in ("exp_avg", "exp_avg_sq"):
+                found = hf_zero.safe_get_full_optimizer_state(p, kind)
+                kept[f"{name} {kind}"] = found.cpu().clone()
     return kept
-
-
-def equal(one: State, other: State) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(a, b) for name in one for a, b in zip(one[name], other[name], strict=True)
-    )
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

@@ -1,5 +1,6 @@
-"""Adapters out of checkpoints: the files that PEFT's own save_pretrained writes of the same
-model, and what loads from them.
+"""Adapters out of checkpoints: the files that PEFT writes of the same model, and what loads from
+them. Adapters over quantised weights: bytes as they are, what stands beside them, and without the
+frozen base.
 """
 
 from __future__ import annotations
@@ -17,14 +18,19 @@ import torch
 from safetensors.torch import load_file
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint import convert_checkpoint
+from hf_zero.checkpoint import convert_checkpoint, load_state_dict_from_zero_checkpoint
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.integrations.peft import adapters
 from tests.checkpoint.jobs import Engine, Job, edit, run, train_some
+from tests.helpers import oracle
 from tests.helpers.adapters import KINDS, llama
 from tests.helpers.cells import fast
-from tests.helpers.engines import config_of, start
+from tests.helpers.engines import config_of, full_weights, start
+from tests.helpers.packed import LinearOfBytes
 from tests.helpers.ranks import run_ranks
+from tests.helpers.stacks import by_hand, on_ranks, run_steps
+from tests.ranks.test_quantised import PACKED, adam, alike, build
+from tests.ranks.test_quantised import adapters as lora_of
 
 FILE = "adapter_model.safetensors"
 
@@ -58,7 +64,7 @@ def saved(folder: Path, model: Any, **options: Any) -> Any:
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
     def action(engine: Engine) -> Path:
-        train_some(engine)
+        train_some(engine, 1)
         return checkpoint.save(engine, folder, **options)
 
     run(Job(2, 3, frozen=lambda name: name in frozen), lambda: copy.deepcopy(model), action)
@@ -128,15 +134,6 @@ def test_the_files_are_those_of_save_pretrained(tmp_path: Path, base: Path, kind
         (tmp_path / "run" / "adapter_config.json").write_bytes(content)
         convert_checkpoint(tmp_path / "run", tmp_path / "by names")
         same_folders(tmp_path / "by names", theirs)
-
-
-@pytest.mark.long
-def test_of_a_compiled_model(tmp_path: Path, base: Path) -> None:
-    model = adapted(base, KINDS["LoRA"]())
-    saved(tmp_path / "run", torch.compile(model, backend="eager"))
-    assert convert_checkpoint(tmp_path / "run", tmp_path / "out").files == (FILE,)
-    model.save_pretrained(tmp_path / "peft")
-    same_folders(tmp_path / "out", tmp_path / "peft")
 
 
 def test_several_adapters_each_in_its_folder(tmp_path: Path, base: Path) -> None:
@@ -252,24 +249,15 @@ def test_a_base_is_not_asked_for_over_the_network(tmp_path, monkeypatch):
     assert adapters._base_configuration("some/model") == {"vocab_size": 5}
 
 
-SHARED = [
-    ("LoRA and a module saved whole", 3, {}),
-    ("LoRA and a module saved whole", 3, {"tensor_parallel": {"autotp_size": 2}}),
-    ("LoRA on the embedding", 1, {"tensor_parallel": {"autotp_size": 2}}),
-    ("LoRA", 0, {"tensor_parallel": {"autotp_size": 2}}),
-    ("LoRA", 2, {"tensor_parallel": {"autotp_size": 2}}),
-]
-
-
-@pytest.mark.parametrize("kind, stage, keys", fast(SHARED, lambda kind, stage, keys: stage % 2))
-def test_ranks_that_share_weights_or_layers_write_whole_adapters(tmp_path, base, kind, stage, keys):
+def test_ranks_that_share_weights_or_layers_write_whole_adapters(tmp_path, base):
     """Rank 0 alone finds out what PEFT would write, and must ask nobody for a part."""
-    models = [adapted(base, KINDS[kind]()) for _ in range(3)]
+    models = [adapted(base, KINDS["LoRA and a module saved whole"]()) for _ in range(3)]
+    config = config_of(3, tensor_parallel={"autotp_size": 2})
     tokens = torch.randint(3, 32, (2, 8), generator=torch.Generator().manual_seed(1))
 
     def train(rank: int) -> None:
         trained = [each for each in models[rank].parameters() if each.requires_grad]
-        engine = start(models[rank], torch.optim.SGD(trained, 0.1), config_of(stage, **keys))
+        engine = start(models[rank], torch.optim.SGD(trained, 0.1), config)
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
         engine.step()
         engine.save_checkpoint(tmp_path / "run")
@@ -285,3 +273,111 @@ def test_ranks_that_share_weights_or_layers_write_whole_adapters(tmp_path, base,
     assert set(got) == set(want)
     for name, value in want.items():
         torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-6)
+
+
+# ---- over quantised weights ----
+
+RANKS = 2
+SCALES = "blocks.0.up.base_layer.weight.absmax"
+
+
+def opened(model, stage=3):
+    return start(model, adam(model), config_of(stage))
+
+
+def saved_over_bytes(folder, stage=3, storage=torch.uint8, **options):
+    """Train for two steps and save."""
+
+    def run(rank, model):
+        engine = opened(model, stage)
+        run_steps(engine, rank, range(2))
+        engine.save_checkpoint(folder, **options)
+
+    on_ranks(RANKS, run, build=build(storage))
+    return build(storage)().state_dict()
+
+
+def bases_alike(state, given):
+    return all(alike(value, given[name]) for name, value in state.items() if "lora_" not in name)
+
+
+@pytest.mark.parametrize(("before", "after", "exclude"), [(3, 3, True), (2, 3, False)])
+def test_training_goes_on_where_it_was(tmp_path, before, after, exclude):
+    """Without the frozen weights the model that has the base takes the adapters."""
+    want, _ = by_hand(adam, [[(1.0, 0)]] * 4, RANKS, build=build())
+    given = saved_over_bytes(tmp_path, before, exclude_frozen_parameters=exclude)
+
+    def run(rank, model):
+        if not exclude:
+            for name in PACKED:
+                model.get_parameter(name).data.zero_()
+            model.get_parameter(PACKED[0]).quant_state.absmax.zero_()
+        engine = opened(model, after)
+        engine.load_checkpoint(tmp_path)
+        assert engine.global_steps == 2
+        run_steps(engine, rank, range(2, 4))
+        assert bases_alike(model.state_dict(), given)
+        return full_weights(engine)
+
+    held = {key for file in tmp_path.glob("*/*.safetensors") for key in load_file(file)}
+    assert exclude != any("frozen" in name or "absmax" in name for name in held)
+    assert exclude or f"buffer::{SCALES}" in held
+
+    for weights in on_ranks(RANKS, run, build=build()):
+        oracle.compare_tensors("weights", lora_of(weights), lora_of(want))
+
+
+def test_what_is_converted_or_written_whole_is_not_cast(tmp_path):
+    """What stands beside the bytes is kept."""
+    storage = torch.bfloat16
+    given = saved_over_bytes(tmp_path / "run", storage=storage)
+    for dtype in (None, "bfloat16", "float32"):
+        convert_checkpoint(tmp_path / "run", tmp_path / "out", dtype, adapters=False)
+        made = load_file(tmp_path / "out" / "model.safetensors")
+        assert set(made) == set(given)
+        packed = [name for name in given if "up.base_layer.weight" in name or "down.weight" in name]
+        assert packed and all(alike(made[name], given[name]) for name in packed)
+        wanted = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+        assert made["enter.weight"].dtype == wanted
+    model = build(storage)()
+    model.get_parameter(PACKED[0]).data.zero_()
+    load_state_dict_from_zero_checkpoint(model, tmp_path / "run")
+    assert bases_alike(model.state_dict(), given)
+
+    def run(rank, model):
+        engine = opened(model)
+        engine.save_16bit_model(tmp_path / "whole")
+        return [dict(engine.consolidated(each)) for each in (None, torch.float32, torch.bfloat16)]
+
+    for whole in on_ranks(RANKS, run, build=build(storage))[0]:
+        assert all(alike(whole[name], given[name]) for name in PACKED)
+    file = load_file(tmp_path / "whole" / "model.safetensors")
+    assert set(file) == set(given) and all(alike(file[name], given[name]) for name in given)
+
+
+def of_another_kind(model):
+    model.blocks[0].down = LinearOfBytes(torch.nn.Linear(64, 32), torch.float8_e4m3fn)
+
+
+def in_other_blocks(model):
+    model.get_parameter(PACKED[0]).quant_state.blocksize = 32
+
+
+REFUSED = {
+    r"blocks\.0\.down\.weight \(checkpoint torch\.int8, model torch\.float8_e4m3fn\)": (
+        of_another_kind
+    ),
+    r"other values of blocks\.0\.up\.base_layer\.weight\.quant_state": in_other_blocks,
+}
+
+
+def test_bytes_of_another_kind_and_facts_that_differ_are_refused(tmp_path):
+    saved_over_bytes(tmp_path)
+    for said, change in REFUSED.items():
+
+        def run(rank, model, said=said, change=change):
+            change(model)
+            with pytest.raises(CheckpointError, match=said):
+                opened(model).load_checkpoint(tmp_path)
+
+        on_ranks(RANKS, run, build=build())

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from hf_zero import checkpoint
 from hf_zero.checkpoint import tensorfile, zero_to_fp32
@@ -24,7 +23,6 @@ from hf_zero.checkpoint.file_writer import write_image, write_tensors
 from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.storage import as_path
 from hf_zero.checkpoint.tensorfile import BlockHashes, TensorFile, plan_file
-from hf_zero.cli.app import app
 from hf_zero.deepspeed import state_dicts
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.jobs import (
@@ -70,10 +68,9 @@ def written(path: Any) -> tuple[Any, BlockHashes]:
 
 
 @pytest.mark.usefixtures("blocks")
-@pytest.mark.parametrize("remote", [False, True])
-def test_ranges_are_what_was_written(remote: bool, tmp_path: Path) -> None:
-    """At any start and of any length, also where a storage gives several blocks at once."""
-    path = as_path("memory://ranges/f") if remote else tmp_path / "f"
+def test_ranges_are_what_was_written() -> None:
+    """At any start and of any length, where a storage gives several blocks at once."""
+    path = as_path("memory://ranges/f")
     _, found = written(path)
     drawn = random.Random(0)
     with TensorFile(path, found) as file:
@@ -150,9 +147,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def load_on(ranks: int, stage: int, folder: Path, verify: bool | None) -> None:
+def load_on(ranks: int, stage: int, folder: Path, **how: bool) -> None:
     def action(engine: Any) -> None:
-        engine.load_checkpoint(str(folder), tag="a", verify=verify)
+        engine.load_checkpoint(str(folder), tag="a", **how)
 
     try:
         run(Job(ranks, stage, units=("first",)), other, action)
@@ -160,60 +157,42 @@ def load_on(ranks: int, stage: int, folder: Path, verify: bool | None) -> None:
         raise failed.results[0] from failed
 
 
-def main_of(folder: Path, target: Path, verify: bool | None) -> None:
-    more = [] if verify is None else ["--no-verify"]
-    result = CliRunner().invoke(app, ["convert-checkpoint", str(folder / "a"), str(target), *more])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    if result.exit_code:
-        raise CheckpointError(result.stderr)
-
-
-def universal(folder: Path, target: Path, verify: bool | None) -> None:
+def universal(folder: Path, target: Path, **how: bool) -> None:
     arguments = ["--input_folder", str(folder / "a"), "--output_folder", str(target)]
-    more = [] if verify is None else ["--no_verify"]
-    state_dicts.main(state_dicts.parse_arguments([*arguments, *more]))
+    state_dicts.main(state_dicts.parse_arguments([*arguments, *["--no_verify"] * len(how)]))
 
 
-def script(folder: Path, target: Path, verify: bool | None) -> None:
-    """Call ``zero_to_fp32.py`` as its command line does (a process of it: test_export.py)."""
-    more = [] if verify is None else ["--no_verify"]
+def script(folder: Path, target: Path, **how: bool) -> None:
+    """Call ``zero_to_fp32.py`` as its command line does."""
+    words = ["zero_to_fp32.py", str(folder / "a"), str(target), *["--no_verify"] * len(how)]
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
-        patch.setattr(sys, "argv", ["zero_to_fp32.py", str(folder / "a"), str(target), *more])
+        patch.setattr(sys, "argv", words)
         code = zero_to_fp32.main()
     if code:
         raise CheckpointError(said.getvalue())
 
 
-def checked(verify: bool | None) -> dict[str, bool]:
-    return {"verify": verify is not False}
-
-
-# each reads what is damaged, with ``verify`` None (the default) or False
-READERS: dict[str, Callable[[Path, Path, bool | None], object]] = {
-    "the same ranks": lambda folder, target, verify: load_on(2, 3, folder, verify),
-    "other ranks": lambda folder, target, verify: load_on(3, 3, folder, verify),
-    "another stage": lambda folder, target, verify: load_on(1, 1, folder, verify),
-    "conversion": lambda folder, target, verify: checkpoint.convert_checkpoint(
-        folder / "a", target, verify=verify
+# each reads what is damaged, by default or with ``verify=False``
+READERS: dict[str, Callable[..., object]] = {
+    "the same ranks": lambda folder, target, **how: load_on(2, 3, folder, **how),
+    "other ranks": lambda folder, target, **how: load_on(3, 1, folder, **how),
+    "conversion": lambda folder, target, **how: checkpoint.convert_checkpoint(
+        folder / "a", target, **how
     ),
-    "its command": main_of,
-    "iterate_state_dict": lambda folder, target, verify: list(
-        checkpoint.iterate_state_dict(folder / "a", **checked(verify))
+    "iterate_state_dict": lambda folder, target, **how: list(
+        checkpoint.iterate_state_dict(folder / "a", **how)
     ),
-    "fp32 state dict": lambda folder, target, verify: (
-        checkpoint.get_fp32_state_dict_from_zero_checkpoint(folder / "a", **checked(verify))
+    "fp32 state dict": lambda folder, target, **how: (
+        checkpoint.get_fp32_state_dict_from_zero_checkpoint(folder / "a", **how)
     ),
-    "into a module": lambda folder, target, verify: checkpoint.load_state_dict_from_zero_checkpoint(
-        small(), folder / "a", **checked(verify)
+    "into a module": lambda folder, target, **how: checkpoint.load_state_dict_from_zero_checkpoint(
+        small(), folder / "a", **how
     ),
     "universal files": universal,
     "zero_to_fp32.py": script,
-    "deepspeed's converter": lambda folder, target, verify: (
-        state_dicts.convert_zero_checkpoint_to_fp32_state_dict(
-            folder / "a", target, **checked(verify)
-        )
+    "deepspeed's converter": lambda folder, target, **how: (
+        state_dicts.convert_zero_checkpoint_to_fp32_state_dict(folder / "a", target, **how)
     ),
 }
 
@@ -232,9 +211,9 @@ def test_each_reader_finds_it(saved: Path, tmp_path: Path) -> None:
     folder = changed(saved, tmp_path / "run", "first|trainable|float32::master")
     for at, (name, reader) in enumerate(READERS.items()):
         with pytest.raises(CheckpointError) as raised:
-            reader(folder, tmp_path / f"out{at}", None)
+            reader(folder, tmp_path / f"out{at}")
         assert raised.match(f"{RANK1}.*not those that were written"), name
-        reader(folder, tmp_path / f"trusted{at}", False)
+        reader(folder, tmp_path / f"trusted{at}", verify=False)
 
 
 def test_loads_name_the_whole_checkpoints_and_go_on_from_one(saved: Path, tmp_path: Path) -> None:
@@ -269,54 +248,55 @@ def test_a_header_that_still_makes_sense(saved: Path, tmp_path: Path) -> None:
     assert content.count(b'"rank":"1"') == 1
     path.write_bytes(content.replace(b'"rank":"1"', b'"rank":"3"'))
     with pytest.raises(CheckpointError, match=r"bytes 0 to .* not those that were written"):
-        load_on(2, 3, folder, None)
-    load_on(2, 3, folder, False)
+        load_on(2, 3, folder)
+    load_on(2, 3, folder, verify=False)
 
 
-def assert_written(engines: list[Any], module: torch.nn.Module) -> None:
-    """Weights and moments have the values of their names."""
-    shapes = {name: tuple(each.shape) for name, each in module.named_parameters()}
-    found = state_of(engines)
-    assert found.keys() == {name for name, shape in shapes.items() if 0 not in shape}
-    for name, kinds in found.items():
-        assert kinds.keys() == {"weights", "exp_avg", "exp_avg_sq"}
-        for kind, tensor in kinds.items():
-            assert torch.equal(tensor, value(kind, name, shapes[name]).reshape(-1)), (name, kind)
+def small_on_ranks(folder: Path, ranks: int, stage: int) -> list[Any]:
+    """Engines that have loaded a checkpoint of the small model."""
 
-
-@pytest.mark.parametrize("version, ranks, stage", [(1, 2, 3), (2, 3, 1)])
-def test_versions_without_hashes_of_blocks(version: int, ranks: int, stage: int) -> None:
-    folder = write.HERE / f"version{version}"
-    assert json.loads((folder / write.TAG / "manifest.json").read_text())["version"] == version
-
-    def action(engine: Any) -> Any:
+    def action(engine: Any) -> None:
         client_state = engine.load_checkpoint(str(folder))[1]
-        assert engine.counters.global_steps == 1
-        return client_state
+        assert engine.counters.global_steps == 1 and client_state == write.CLIENT_STATE
 
-    engines, results = run(Job(ranks, stage, units=("first",)), other, action)
-    assert all(state == write.CLIENT_STATE for state in results)
-    assert_written(engines, small())
+    return run(Job(ranks, stage, units=("first",)), other, action)[0]
 
 
-def test_version_3_without_hashes_of_blocks() -> None:
-    """A checkpoint of two ranks with split layers loads in one process with whole layers."""
-    folder = write.HERE / "version3"
-    assert json.loads((folder / write.TAG / "manifest.json").read_text())["version"] == 3
+def cut_in_one_process(folder: Path) -> list[Any]:
+    """An engine of whole layers that has loaded a checkpoint of two ranks with split layers."""
 
     def on_rank(rank: int, model: Any) -> Any:
         engine = start(model, adamw(model), config_of_split(1))
         engine.load_checkpoint(str(folder))
         return engine
 
-    model = write.cut_model()
-    assert_written(run_ranks(1, on_rank, model), model)
+    return run_ranks(1, on_rank, write.cut_model())
 
 
-def test_they_are_converted_and_verified() -> None:
-    for version, module in ((1, small()), (2, small()), (3, write.cut_model())):
+VERSIONS: dict[int, tuple[Callable[[], torch.nn.Module], Callable[[Path], list[Any]]]] = {
+    1: (small, lambda folder: small_on_ranks(folder, 2, 3)),
+    2: (small, lambda folder: small_on_ranks(folder, 3, 1)),
+    3: (write.cut_model, cut_in_one_process),
+}
+
+
+def test_versions_without_hashes_of_blocks(tmp_path: Path) -> None:
+    """They are loaded, verified and converted; weights and moments have known values."""
+    for version, (make, loaded) in VERSIONS.items():
         folder = write.HERE / f"version{version}"
+        assert json.loads((folder / write.TAG / "manifest.json").read_text())["version"] == version
+        found, whole = state_of(loaded(folder)), {}
+        converted = checkpoint.get_fp32_state_dict_from_zero_checkpoint(folder)
+        for name, parameter in make().named_parameters():
+            whole[name] = tuple(parameter.shape)
+            assert torch.equal(converted[name], value("weights", name, parameter.shape)), name
+        assert found.keys() == {name for name, shape in whole.items() if 0 not in shape}
+        for name, kinds in found.items():
+            assert kinds.keys() == {"weights", "exp_avg", "exp_avg_sq"}
+            for kind, tensor in kinds.items():
+                assert torch.equal(tensor, value(kind, name, whole[name]).reshape(-1)), (name, kind)
         assert checkpoint.verify_checkpoint(folder).whole
-        state = checkpoint.get_fp32_state_dict_from_zero_checkpoint(folder)
-        for name, parameter in module.named_parameters():
-            assert torch.equal(state[name], value("weights", name, parameter.shape)), name
+    copied = shutil.copytree(write.HERE / "version1", tmp_path / "version1")
+    flip(copied / write.TAG / RANK1, -9)
+    (problem,) = checkpoint.verify_checkpoint(copied).problems
+    assert RANK1 in problem and "its hash is sha256:" in problem

@@ -5,13 +5,11 @@ finds what a file has. Any bit, manifest and header: a verdict, and no other exc
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import re
 import shutil
-import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint import reader, tensorfile, verify_checkpoint
+from hf_zero.checkpoint import reader, verify_checkpoint
 from hf_zero.checkpoint.find import LATEST
 from hf_zero.checkpoint.manifest import VERSION
 from hf_zero.errors import CheckpointError
@@ -30,7 +28,6 @@ from tests.checkpoint.jobs import (
     RANK1,
     TWO,
     edit,
-    errors,
     flip,
     load,
     other,
@@ -40,7 +37,6 @@ from tests.checkpoint.jobs import (
     small,
     weights,
 )
-from tests.checkpoint.test_manifest import places
 
 TAG = "global_step1"
 MANIFEST = f"{TAG}/manifest.json"
@@ -242,50 +238,6 @@ def test_verify_finds_what_is_wrong_with_files(whole: Path, tmp_path: Path) -> N
         wanted = [said[0], DAMAGES[kind][2], "restore"] if kind in DAMAGES else said
         failed += [f"{name}: {part!r} is not in {text!r}" for part in wanted if part not in text]
     assert not failed, "\n".join(failed)
-    assert verify_checkpoint(whole / "run" / TAG).whole
-
-
-def test_what_is_mended_is_loaded(whole: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(whole / "run", tmp_path / "run")
-    for _ in range(2):
-        flip(folder / TAG / RANK1, -6000)
-    load(folder, verify=True)
-    replaced('"lr": 0.001', '"lr": 0.009', folder)
-    edit(folder / MANIFEST, ("", ""))
-    load(folder)
-
-
-def as_version_1(folder: Path) -> None:
-    """The checkpoint in ``folder`` as version 1 of the format would have it."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["version"] = 1
-    del manifest["digest"]
-    for entry in [*manifest["files"], *([manifest["objects"]] if manifest["objects"] else [])]:
-        del entry["hash"]
-        entry["sha256"] = hashlib.sha256((folder / entry["name"]).read_bytes()).hexdigest()
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-
-
-def test_version_1_is_read_and_its_hashes_are_compared(whole: Path, tmp_path: Path) -> None:
-    folder = shutil.copytree(whole / "run", tmp_path / "run")
-    as_version_1(folder / TAG)
-    assert same(weights(load(folder, verify=True)), weights(load(whole / "run")))
-    flip(folder / TAG / RANK1, -6000)
-    for text in errors(load, folder, verify=True):
-        assert RANK1 in text and "its hash is sha256:" in text
-
-
-def test_a_read_that_fails_halfway(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = tensorfile.TensorFile.read_into
-
-    def failing(self: Any, name: str, start: int, out: torch.Tensor) -> None:
-        if name.startswith("first"):
-            raise OSError(errno.EIO, "Input/output error")
-        original(self, name, start, out)
-
-    monkeypatch.setattr(tensorfile.TensorFile, "read_into", failing)
-    for text in errors(load, whole / "run"):
-        assert "Input/output error" in text and "partly loaded: load again" in text
 
 
 # ---- verify ----
@@ -306,17 +258,15 @@ def put(files: Files, folder: Path) -> Path:
     return folder
 
 
-def test_a_whole_one(files: Files, tmp_path: Path) -> None:
-    verdict = verify_checkpoint(put(files, tmp_path / "a"))
+def test_everything_that_is_wrong_is_named_at_once(files: Files, tmp_path: Path) -> None:
+    folder = put(files, tmp_path / "a")
+    verdict = verify_checkpoint(folder)
     assert verdict.whole and verdict.files == 3
     assert verdict.nbytes == sum(len(files[name]) for name in (RANK0, RANK1, OBJECTS))
     parameters = [*small().parameters()]
     assert verdict.parameters == len(parameters)
     assert verdict.elements == sum(p.numel() for p in parameters)
-
-
-def test_everything_that_is_wrong_is_named_at_once(files: Files, tmp_path: Path) -> None:
-    folder = put({**files, RANK1: files[RANK1][:-7]}, tmp_path / "a")
+    os.truncate(folder / RANK1, len(files[RANK1]) - 7)
     flip(folder / RANK0, -5)
     (folder / OBJECTS).unlink()
     one, two, three = verify_checkpoint(folder).problems
@@ -326,11 +276,11 @@ def test_everything_that_is_wrong_is_named_at_once(files: Files, tmp_path: Path)
 
 
 def test_no_bit_can_flip_unseen(files: Files, tmp_path: Path) -> None:
-    """In 40 places of each file, the ends included."""
+    """In 24 places of each file, the ends included."""
     for where in ("manifest.json", RANK0, RANK1, OBJECTS):
         folder = put(files, tmp_path / where)
-        for step in range(40):
-            at = step * (len(files[where]) - 1) // 39
+        for step in range(24):
+            at = step * (len(files[where]) - 1) // 23
             flip(folder / where, at, step % 8)
             verdict = verify_checkpoint(folder)
             assert not verdict.whole and where in verdict.problems[0], (where, at)
@@ -357,7 +307,14 @@ def test_a_file_that_cannot_be_read_is_one_of_the_problems(files, tmp_path, monk
     assert "cannot be read" in header and "cannot be read" in content
 
 
-FUZZ = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def places(data: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a JSON value, as a path of keys and indices."""
+    yield at
+    items = data.items() if isinstance(data, dict) else ()
+    for key, value in enumerate(data) if isinstance(data, list) else items:
+        yield from places(value, (*at, key))
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
     lambda inner: (
@@ -367,7 +324,7 @@ JSON = st.recursive(
 )
 
 
-@FUZZ
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_manifest_is_read_or_refused(files: Files, tmp_path: Path, data: st.DataObject) -> None:
     """One field of a manifest replaced by anything."""
@@ -381,15 +338,3 @@ def test_any_manifest_is_read_or_refused(files: Files, tmp_path: Path, data: st.
     changed = json.dumps(document["whole"]).encode()
     verdict = verify_checkpoint(put({**files, "manifest.json": changed}, tmp_path / "a"))
     assert all(re.search("manifest|rank-|objects.pt", each) for each in verdict.problems)
-
-
-@FUZZ
-@given(data=st.data())
-def test_any_header_is_read_or_refused(files: Files, tmp_path: Path, data: st.DataObject) -> None:
-    """Bytes of a rank file's header replaced: refused, and nothing large is allocated."""
-    content = bytearray(files[RANK0])
-    length = struct.unpack("<Q", content[:8])[0]
-    for _ in range(data.draw(st.integers(1, 4))):
-        content[data.draw(st.integers(0, 8 + length - 1))] = data.draw(st.integers(0, 255))
-    verdict = verify_checkpoint(put({**files, RANK0: bytes(content)}, tmp_path / "a"))
-    assert verdict.whole == (bytes(content) == files[RANK0])

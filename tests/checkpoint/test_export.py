@@ -7,7 +7,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import sys
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,8 +30,9 @@ from hf_zero import checkpoint
 from hf_zero.checkpoint import convert_checkpoint, reader
 from hf_zero.checkpoint.convert import export
 from hf_zero.errors import CheckpointError, ConfigError
-from tests.checkpoint.jobs import RANK1, Engine, Job, flip, other, run, small, state_of, train_some
-from tests.helpers.commands import completed
+from tests.checkpoint.jobs import Engine, Job, other, run, small, state_of, train_some
+from tests.checkpoint.setups import Setup, same, train
+from tests.helpers.engines import full_weights
 
 MODEL = "model.safetensors"
 
@@ -52,17 +53,30 @@ def gpt2():
 FROZEN = Job(2, 3, frozen=lambda name: "first" in name)
 
 
-def saved(folder, make=bert, job=None, **options):
+def saved(folder, make=bert, job=None, steps=2, **options):
     """The whole weights that were trained, by name."""
 
     def action(engine: Engine):
-        train_some(engine)
+        train_some(engine, steps)
         return checkpoint.save(engine, folder, **options)
 
     engines, _ = run(job or Job(2, 3), make, action)
     shapes = dict(engines[0].module.named_parameters())
     held = {name: kinds["weights"] for name, kinds in state_of(engines).items()}
     return {name: value.reshape(shapes[name].shape) for name, value in held.items()}
+
+
+@pytest.fixture(scope="module")
+def of_bert(tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A run that no test changes, and its weights."""
+    folder = tmp_path_factory.mktemp("bert") / "run"
+    return folder, saved(folder)
+
+
+@pytest.fixture(scope="module")
+def of_small(tmp_path_factory) -> tuple[Path, dict[str, torch.Tensor]]:
+    folder = tmp_path_factory.mktemp("small") / "run"
+    return folder, saved(folder, small)
 
 
 def loads(auto: Any, folder: Path, weights: dict[str, torch.Tensor]) -> Any:
@@ -85,27 +99,38 @@ def described(folder: Path) -> Any:
     return files, json.loads(index.read_text()) if index.exists() else None
 
 
-@pytest.mark.parametrize(
-    "make, auto, sizes",
-    [(bert, AutoModelForMaskedLM, ["5GB", 30_000]), (gpt2, AutoModelForCausalLM, ["20KB"])],
-)
-def test_the_folder_is_as_save_pretrained_writes_it(tmp_path, make, auto, sizes):
+def test_the_folder_is_as_save_pretrained_writes_it(of_bert, tmp_path):
     """``from_pretrained`` has the trained weights; files, one name for tied weights and the index
     are as Hugging Face's own. An earlier model in the folder is replaced.
     """
-    weights = saved(tmp_path / "run", make)
-    for size in sizes:
-        result = convert_checkpoint(tmp_path / "run", tmp_path / "out", max_shard_size=size)
-        model = loads(auto, tmp_path / "out", weights)
-        assert type(model) is make().__class__ and model.dtype == torch.float32
+    run_folder, weights = of_bert
+    for size in ("5GB", 30_000):
+        result = convert_checkpoint(run_folder, tmp_path / "out", max_shard_size=size)
+        model = loads(AutoModelForMaskedLM, tmp_path / "out", weights)
+        assert type(model) is BertForMaskedLM and model.dtype == torch.float32
         assert result.parameters == sum(parameter.numel() for parameter in model.parameters())
         hf = tmp_path / f"hf {size}"
-        make().save_pretrained(hf, max_shard_size=size)
+        bert().save_pretrained(hf, max_shard_size=size)
         assert described(tmp_path / "out") == described(hf)
         assert set(result.files) == {path.name for path in hf.glob("*.safetensors")}
         for path in hf.glob("*config.json"):
             written = (tmp_path / "out" / path.name).read_text()
             assert json.loads(written) == json.loads(path.read_text()), path.name
+    into_itself = shutil.copytree(run_folder, tmp_path / "run")
+    for _ in range(2):
+        convert_checkpoint(into_itself, into_itself)
+    loads(AutoModelForMaskedLM, into_itself, weights)
+
+
+def test_a_compiled_model_with_tied_weights_is_written_under_its_own_names(tmp_path):
+    weights = saved(tmp_path / "run", lambda: torch.compile(gpt2(), backend="eager"), steps=0)
+    plain = {name.removeprefix("_orig_mod."): value for name, value in weights.items()}
+    convert_checkpoint(tmp_path / "run", tmp_path / "out", max_shard_size="20KB")
+    loads(AutoModelForCausalLM, tmp_path / "out", plain)
+    gpt2().save_pretrained(tmp_path / "hf", max_shard_size="20KB")
+    assert described(tmp_path / "out") == described(tmp_path / "hf")
+    model = checkpoint.load_state_dict_from_zero_checkpoint(gpt2(), tmp_path / "run")
+    assert all(torch.equal(value, plain[name]) for name, value in model.named_parameters())
 
 
 def test_names_that_save_pretrained_keeps_and_leaves_out(tmp_path):
@@ -129,11 +154,11 @@ def test_names_that_save_pretrained_keeps_and_leaves_out(tmp_path):
     assert {"norm.running_var", "second.weight"} < tensors.keys()
 
 
-def test_dtypes(tmp_path, monkeypatch):
+def test_dtypes(of_small, tmp_path, monkeypatch):
     """Also where slices are smaller than tensors; by default the one that training was handed."""
-    weights = saved(tmp_path / "run", small, Job(3, 3))
-    for dtype in ("float32", "bfloat16", "float16", torch.bfloat16):
-        convert_checkpoint(tmp_path / "run", tmp_path / "out", dtype)
+    run_folder, weights = of_small
+    for dtype in ("float32", "float16", torch.bfloat16):
+        convert_checkpoint(run_folder, tmp_path / "out", dtype)
         tensors = load_file(tmp_path / "out" / MODEL)
         wanted = dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype)
         for name, tensor in weights.items():
@@ -152,7 +177,7 @@ def test_dtypes(tmp_path, monkeypatch):
             convert_checkpoint(tmp_path, tmp_path / "out", dtype)
     for size in ("big", "5 parsecs", 0, -3):
         with pytest.raises(ConfigError, match=r"max_shard_size .* is not a size"):
-            convert_checkpoint(tmp_path / "run", tmp_path / "out", max_shard_size=size)
+            convert_checkpoint(run_folder, tmp_path / "out", max_shard_size=size)
 
 
 def test_frozen_parameters(tmp_path, heard):
@@ -167,17 +192,6 @@ def test_frozen_parameters(tmp_path, heard):
     assert set(load_file(tmp_path / "out" / MODEL)) == trained
     model = checkpoint.load_state_dict_from_zero_checkpoint(other(), tmp_path / "part")
     assert not model.first.weight.any() and model.second.weight.any()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("make, auto", [(bert, AutoModelForMaskedLM), (gpt2, AutoModelForCausalLM)])
-def test_a_compiled_model_is_written_under_its_own_names(tmp_path, make, auto):
-    weights = saved(tmp_path / "run", lambda: torch.compile(make(), backend="eager"))
-    plain = {name.removeprefix("_orig_mod."): value for name, value in weights.items()}
-    convert_checkpoint(tmp_path / "run", tmp_path / "out")
-    loads(auto, tmp_path / "out", plain)
-    model = checkpoint.load_state_dict_from_zero_checkpoint(make(), tmp_path / "run")
-    assert all(torch.equal(value, plain[name]) for name, value in model.named_parameters())
 
 
 # ---- where it reads from, what it carries along ----
@@ -235,10 +249,9 @@ FRONTS = {
 }
 
 
-def test_files_beside_it_that_are_of_another_kind(tmp_path):
+def test_files_beside_it_that_are_of_another_kind(of_small, tmp_path):
     """A card without evaluations of the run names none; dtypes of a configuration are nested."""
-    folder, out = tmp_path / "run", tmp_path / "out"
-    saved(folder, small)
+    folder, out = shutil.copytree(of_small[0], tmp_path / "run"), tmp_path / "out"
     for front, kept in FRONTS.items():
         (folder / "README.md").write_text(f"---\n{front}\n---\n# A card\n")
         convert_checkpoint(folder, out)
@@ -263,13 +276,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-def test_into_the_folder_of_the_checkpoint_itself(tmp_path):
-    weights = saved(tmp_path / "run")
-    for _ in range(2):
-        convert_checkpoint(tmp_path / "run", tmp_path / "run")
-    loads(AutoModelForMaskedLM, tmp_path / "run", weights)
-
-
 def test_a_model_folder_is_not_written_over_itself(tmp_path):
     bert().save_pretrained(tmp_path / "model", max_shard_size="20KB")
     before = contents(tmp_path / "model")
@@ -280,10 +286,9 @@ def test_a_model_folder_is_not_written_over_itself(tmp_path):
     assert contents(tmp_path / "model") == before
 
 
-def test_files_in_the_target_are_kept_unless_they_may_be_replaced(tmp_path, heard_in_full):
+def test_files_in_the_target_are_kept_unless_they_may_be_replaced(of_bert, tmp_path, heard_in_full):
     """A file that is read as well, or that an interrupted conversion has made, is no obstacle."""
-    folder, out = tmp_path / "run", tmp_path / "out"
-    saved(folder)
+    folder, out = shutil.copytree(of_bert[0], tmp_path / "run"), tmp_path / "out"
     (folder / "README.md").write_text("# Card")
     out.mkdir()
     (out / "notes.txt").write_text("mine")
@@ -300,10 +305,9 @@ def test_files_in_the_target_are_kept_unless_they_may_be_replaced(tmp_path, hear
     convert_checkpoint(folder, folder, overwrite=False)  # its own card
 
 
-def test_targets_that_are_refused(tmp_path, monkeypatch):
+def test_targets_that_are_refused(of_bert, tmp_path, monkeypatch):
     """An adapter would hide the model; a disk may be full; a file is no folder."""
-    folder, out = tmp_path / "run", tmp_path / "out"
-    saved(folder)
+    folder, out = of_bert[0], tmp_path / "out"
     convert_checkpoint(folder, out)
     before = contents(out)
     count, pwrite = [], os.pwrite
@@ -331,40 +335,12 @@ def test_targets_that_are_refused(tmp_path, monkeypatch):
     assert not list((tmp_path / "none").iterdir())
 
 
-def test_a_checkpoint_that_is_missing_or_damaged(tmp_path):
-    with pytest.raises(CheckpointError, match=r"no checkpoint at .*nothing"):
-        convert_checkpoint(tmp_path / "nothing", tmp_path / "out")
-    saved(tmp_path / "run", small)
-    path = tmp_path / "run" / "global_step2" / RANK1
-    flip(path, -6000)
-    with pytest.raises(CheckpointError, match=f"{RANK1}.* its hash is"):
-        convert_checkpoint(tmp_path / "run", tmp_path / "out", verify=True)
-    os.truncate(path, path.stat().st_size - 1)
-    with pytest.raises(CheckpointError, match=f"{RANK1} is cut short"):
-        convert_checkpoint(tmp_path / "run", tmp_path / "out")
-    assert not (tmp_path / "out" / MODEL).exists()
-
-
-def test_the_bar_is_on_stderr_and_only_when_asked(tmp_path, capsys):
-    saved(tmp_path / "run", small)
-    convert_checkpoint(tmp_path / "run", tmp_path / "out")
+def test_the_bar_is_on_stderr_and_only_when_asked(of_small, tmp_path, capsys):
+    convert_checkpoint(of_small[0], tmp_path / "out")
     assert capsys.readouterr() == ("", "")
-    convert_checkpoint(tmp_path / "run", tmp_path / "out", progress=True, verify=True)
+    convert_checkpoint(of_small[0], tmp_path / "out", progress=True, verify=True)
     shown = capsys.readouterr()
     assert shown.out == "" and "writing" in shown.err
-
-
-@pytest.mark.long
-def test_the_script_in_the_checkpoint_folder(tmp_path):
-    weights = saved(tmp_path / "run", small)
-    command = [sys.executable, "zero_to_fp32.py", ".", "../out"]
-    done = completed(command, cwd=tmp_path / "run", timeout=120)
-    assert done.returncode == 0, done.stderr
-    tensors = load_file(tmp_path / "out" / MODEL)
-    assert all(torch.equal(tensors[name], tensor) for name, tensor in weights.items())
-    done = completed([*command, "-t", "nope"], cwd=tmp_path / "run", timeout=120)
-    assert done.returncode == 2
-    assert "error: no checkpoint 'nope'" in done.stderr and "Traceback" not in done.stderr
 
 
 # ---- the names that scripts for DeepSpeed call ----
@@ -409,20 +385,68 @@ OTHERS = {
 }
 
 
-def test_into_a_model(tmp_path):
-    trained = saved(tmp_path, small)
+def test_into_a_model(of_small):
+    folder, trained = of_small
     load = checkpoint.load_state_dict_from_zero_checkpoint
     model = other()
     model.first.weight.data = torch.zeros(6, 13).t()  # not contiguous
-    assert load(model, tmp_path) is model
+    assert load(model, folder) is model
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, trained.get(name, torch.empty(0, 4))), name
     assert torch.equal(model.norm.running_mean, small().norm.running_mean)
-    half = load(other().bfloat16(), tmp_path)
+    half = load(other().bfloat16(), folder)
     assert torch.equal(half.second.weight, trained["second.weight"].bfloat16())
     for said, change in OTHERS.items():
         model = other()
         change(model)
         with pytest.raises(CheckpointError, match=f"global_step2 .*{said}"):
-            load(model, tmp_path)
+            load(model, folder)
         assert not model.first.weight.any()
+
+
+# ---- the whole model of an engine ----
+
+
+def test_whole_and_converted_it_is_the_model_that_was_trained(tmp_path):
+    """``from_pretrained`` loads both; the state dict and all files hold the engine's weights."""
+    setup = Setup(way="all in files", precision="bf16", frozen="h.0").at(tmp_path)
+
+    def run(engine: Any, rank: int) -> Any:
+        train(engine, rank, range(2))
+        engine.save_checkpoint(str(tmp_path / "run"))
+        earlier = full_weights(engine)
+        train(engine, rank, range(2, 3))
+        engine.save_16bit_model(str(tmp_path / "whole"), "model.safetensors")
+        engine.save_16bit_model(str(tmp_path / "whole"), "pytorch_model.bin")
+        engine.save_16bit_model(str(tmp_path / "whole"), "trained.safetensors", True)
+        state = {name: value.clone() for name, value in engine.state_dict().items()}
+        return earlier, full_weights(engine), state
+
+    earlier, weights, state = setup.run(run)[0]
+    convert_checkpoint(tmp_path / "run", tmp_path / "out")
+    loads(AutoModelForCausalLM, tmp_path / "out", earlier)
+    setup.models()[0].config.save_pretrained(tmp_path / "whole")
+    rounded = {name: value.bfloat16() for name, value in weights.items()}
+    loads(AutoModelForCausalLM, tmp_path / "whole", rounded)
+    pickled = torch.load(tmp_path / "whole" / "pytorch_model.bin", weights_only=True)
+    for found in (state, pickled):
+        assert same({name: found[name] for name in weights}, rounded)
+    head, embedding = pickled["lm_head.weight"], pickled["transformer.wte.weight"]
+    assert head.data_ptr() == embedding.data_ptr()
+    trained = load_file(tmp_path / "whole" / "trained.safetensors")
+    assert set(weights) - set(trained) == {name for name in weights if "h.0" in name}
+
+
+def test_the_whole_model_into_a_folder_that_cannot_be(tmp_path: Path) -> None:
+    """Every rank hears of it, and training goes on."""
+    (tmp_path / "file").write_text("")
+
+    def run(engine: Any, rank: int) -> list[float]:
+        for name in ("model.safetensors", "pytorch_model.bin"):
+            with pytest.raises(CheckpointError, match=r"rank 0: .*file"):
+                engine.save_16bit_model(str(tmp_path / "file"), name)
+        with pytest.raises(CheckpointError, match="one file of the whole model"):
+            engine.save_16bit_model("memory://bucket/model")
+        return train(engine, rank, range(1))
+
+    assert [len(losses) for losses in Setup().run(run)] == [2, 2]

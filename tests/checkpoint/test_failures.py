@@ -4,6 +4,7 @@ lost. Loads into another model, optimizer or schedule are refused before anythin
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import shutil
@@ -17,6 +18,10 @@ import torch
 from hf_zero import checkpoint
 from hf_zero.checkpoint import file_writer, save_sharded, storage
 from hf_zero.checkpoint.commit import CommitTarget
+from hf_zero.distributed.parallel_dims import ParallelDims
+from hf_zero.distributed.parallel_groups import init_parallel
+from hf_zero.errors import CheckpointError
+from hf_zero.zero.layout.sharding import Sharding, set_sharding
 from tests.checkpoint.jobs import (
     RANK1,
     TWO,
@@ -34,6 +39,11 @@ from tests.checkpoint.jobs import (
     state_of,
     weights,
 )
+from tests.helpers.engines import start
+from tests.helpers.models import seeded
+from tests.helpers.ranks import run_ranks
+from tests.helpers.split import Split, config_of_split, split
+from tests.helpers.training import adamw
 
 # ---- saving ----
 
@@ -67,55 +77,45 @@ def small_files_fail(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(storage, "write_file", failing)
 
 
-def files_vanish(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """The folder of the save is gone before it is published."""
+def before_the_end(harm: Callable[[Path], Any]) -> Callable[[pytest.MonkeyPatch, int], None]:
+    """Harm the file of rank 1 in the folder of the save before it is published."""
     check = CommitTarget._check_written
 
-    def vanishing(target: Any, manifest: Any) -> Any:
-        shutil.rmtree(target.path_of(RANK1).parent)
+    def checked(target: Any, manifest: Any) -> Any:
+        harm(target.path_of(RANK1))
         return check(target, manifest)
 
-    monkeypatch.setattr(CommitTarget, "_check_written", vanishing)
+    return lambda patch, _: patch.setattr(CommitTarget, "_check_written", checked)
 
 
-def file_is_cut(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    check = CommitTarget._check_written
-
-    def cutting(target: Any, manifest: Any) -> Any:
-        os.truncate(target.path_of(RANK1), 5000)
-        return check(target, manifest)
-
-    monkeypatch.setattr(CommitTarget, "_check_written", cutting)
-
-
+files_vanish = before_the_end(lambda file: shutil.rmtree(file.parent))
+file_is_cut = before_the_end(lambda file: os.truncate(file, 5000))
 SAVES = {
     "no space": (write_fails, errno.ENOSPC, ["rank 1: ", RANK1, "disk is full: free space"]),
     "read-only": (write_fails, errno.EROFS, ["rank 1: ", RANK1, "read-only: choose another"]),
     "no permission": (write_fails, errno.EACCES, ["rank 1: ", RANK1, "make the folder writable"]),
     "broken": (write_fails, errno.EIO, ["rank 1: ", RANK1, "check the storage"]),
-    "no space beside": (small_files_fail, errno.ENOSPC, ["rank 0: ", ".hf-zero-saving-b."]),
-    "no flush": (flush_fails, errno.ENOSPC, [".hf-zero-saving-b.", "/manifest.json: "]),
-    "vanished": (files_vanish, 0, [".hf-zero-saving-b.", RANK1[:5], "nobody may remove it"]),
+    "no space beside": (small_files_fail, errno.ENOSPC, ["rank 0: ", ".hf-zero-saving-a."]),
+    "no flush": (flush_fails, errno.ENOSPC, [".hf-zero-saving-a.", "/manifest.json: "]),
+    "vanished": (files_vanish, 0, [".hf-zero-saving-a.", RANK1[:5], "nobody may remove it"]),
     "cut": (file_is_cut, 0, [RANK1, "has 5000 bytes"]),
 }
 
 
-@pytest.mark.parametrize("tag", ["a", "b"])
-def test_a_save_that_fails_leaves_the_earlier_one(tmp_path, monkeypatch, tag):
+def test_a_save_that_fails_leaves_the_earlier_one(tmp_path, monkeypatch):
     """Also the one of the same tag; the next save works."""
     before = weights(saved(tmp_path, tag="a"))
     for name, (break_it, number, said) in SAVES.items():
         with monkeypatch.context() as patch:
             break_it(patch, number)
-            for text in errors(saved, tmp_path, steps=3, tag=tag):
-                parts = [part.replace("saving-b", f"saving-{tag}") for part in said]
-                assert [part for part in parts if part not in text] == [], (name, text)
+            for text in errors(saved, tmp_path, steps=3, tag="a"):
+                assert [part for part in said if part not in text] == [], (name, text)
                 assert "earlier checkpoints are as they were" in text, name
         assert run_holds(tmp_path) == ["a"], name
         assert (tmp_path / "latest").read_text() == "a"
     assert same(weights(load(tmp_path, verify=True)), before)
-    saved(tmp_path, steps=3, tag=tag)
-    assert (tmp_path / "latest").read_text() == tag
+    saved(tmp_path, steps=3, tag="b")
+    assert (tmp_path / "latest").read_text() == "b"
 
 
 def test_what_fails_after_the_checkpoint_has_its_name(tmp_path, monkeypatch):
@@ -152,31 +152,31 @@ def test_saves_that_are_refused_write_nothing(tmp_path):
     fails(["rank 1: ", "storage that all ranks share"], folders)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_an_engine_that_was_destroyed(tmp_path, stage):
-    calls: list[Callable[[Engine], Any]] = [
-        lambda engine: engine.save_checkpoint(str(tmp_path), tag="b"),
-        lambda engine: engine.load_checkpoint(str(tmp_path)),
-        lambda engine: engine.save_16bit_model(str(tmp_path)),
-    ]
-    for call in calls:
-        ended = lambda engine, call=call: (engine.destroy(), call(engine))  # noqa: E731
-        fails(["the engine was destroyed"], run, Job(2, stage), small, ended)
+def test_an_engine_that_was_destroyed(tmp_path):
+    def ended(engine: Engine) -> None:
+        engine.destroy()
+        for call in (
+            lambda: engine.save_checkpoint(str(tmp_path), tag="b"),
+            lambda: engine.load_checkpoint(str(tmp_path)),
+            lambda: engine.save_16bit_model(str(tmp_path)),
+        ):
+            with pytest.raises(CheckpointError, match="the engine was destroyed"):
+                call()
+
+    run(TWO, small, ended)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_saving_again_under_the_same_tag(tmp_path):
-    saved(tmp_path, tag="a")
-    (tmp_path / "a" / "notes.txt").write_text("mine")
-    after = weights(saved(tmp_path, tag="a", steps=4, job=Job(3, 3)))
-    ranks = sorted(path.name for path in (tmp_path / "a").glob("rank-*"))
-    assert ranks == [f"rank-{rank:05d}-of-00003.safetensors" for rank in range(3)]
-    assert (tmp_path / "a" / "notes.txt").read_text() == "mine"
-    assert same(weights(load(tmp_path)), after)
-    saved(tmp_path, tag="b", save_latest=False)
-    assert (tmp_path / "latest").read_text() == "a"
-    assert run_holds(tmp_path) == ["a", "b"]
-    assert not any(path.name.startswith(".") for path in (tmp_path / "b").iterdir())
+def test_parts_of_tensors_at_unknown_places_are_not_saved(tmp_path):
+    def on_rank(rank: int, whole: torch.nn.Module) -> None:
+        model = split(copy.deepcopy(whole), init_parallel(ParallelDims.over(2, tensor=2)))
+        set_sharding(model.blocks[0].down.weight, Sharding(("tensor",)))
+        engine = start(model, adamw(model), config_of_split(1))
+        with pytest.raises(CheckpointError, match=r"blocks\.0\.down\.weight are parts of tensors"):
+            engine.save_checkpoint(tmp_path)
+        engine.destroy()
+
+    run_ranks(2, on_rank, seeded(lambda: Split(blocks=1)))
 
 
 # ---- loading into another model, optimizer or schedule ----
@@ -245,19 +245,16 @@ def test_what_does_not_fit_is_refused(tmp_path):
     expected = state_of(saved(tmp_path))
     for job, make, options, said in OTHERS.values():
         refused(tmp_path, said, job, make, **options)
-    load(tmp_path, SGD, load_optimizer_states=False)
-    loaded = state_of(load(tmp_path, make=renamed, **LOOSE))
-    for kind in ("weights", "exp_avg"):
-        assert torch.equal(loaded["first.weight"][kind], expected["first.weight"][kind])
-    assert not loaded["third.weight"]["exp_avg"].any()
-
-
-def test_what_was_left_out_at_the_save(tmp_path):
     job = Job(2, 3, frozen=lambda name: "first" in name)
     saved(tmp_path / "trained", job, exclude_frozen_parameters=True)
     refused(tmp_path / "trained", ["it lacks first.weight, first.bias"])
     run(Job(2, 3, optimizer=None), small, lambda engine: checkpoint.save(engine, tmp_path / "no"))
     refused(tmp_path / "no", ["was saved without an optimizer"])
+    load(tmp_path, SGD, load_optimizer_states=False)
+    loaded = state_of(load(tmp_path, make=renamed, **LOOSE))
+    for kind in ("weights", "exp_avg"):
+        assert torch.equal(loaded["first.weight"][kind], expected["first.weight"][kind])
+    assert not loaded["third.weight"]["exp_avg"].any()
 
 
 def test_another_schedule(tmp_path):
@@ -280,6 +277,29 @@ def test_another_schedule(tmp_path):
     rates = [group["lr"] for group in engines[0].bound.optimizer.param_groups]
     assert rates == pytest.approx([1e-3 / 3] * 2), "a schedule that begins anew has its own rate"
     load(tmp_path)  # an engine without one goes on without
+
+
+CHOICES = (lambda name: "bias" not in name, lambda name: "bias" in name)
+
+
+def test_a_schedule_follows_groups_in_another_order(tmp_path):
+    def two_rates(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        for group, rate in zip(groups, (1e-3, 2e-3)):
+            group["lr"] = rate
+        return torch.optim.AdamW(groups)
+
+    def base_rates(job: Job, make: Any, then: Callable[[Engine], Any]) -> list[Any]:
+        def action(engine: Engine) -> Any:
+            engine.lr_scheduler = torch.optim.lr_scheduler.StepLR(engine.bound.optimizer, 3)
+            then(engine)
+            return engine.lr_scheduler.base_lrs
+
+        return run(job, make, action)[1]
+
+    saving, turned = (Job(2, 3, optimizer=two_rates, decays=chooses) for chooses in CHOICES)
+    base_rates(saving, small, lambda engine: checkpoint.save(engine, tmp_path))
+    loaded = base_rates(turned, other, lambda engine: checkpoint.load(engine, tmp_path))
+    assert loaded == [[2e-3, 1e-3]] * 2
 
 
 def each_loads(where: Callable[[int], Any]) -> None:

@@ -119,12 +119,6 @@ def command(*arguments: Any) -> Any:
     return CliRunner().invoke(app, [*map(str, arguments)])
 
 
-def test_the_converter_takes_a_checkpoint_and_says_which(states: Path, tmp_path: Path) -> None:
-    source = str(states / "step_3" / "pytorch_model")
-    ran = command("convert-checkpoint", states.parent, tmp_path / "out", "--json")
-    assert ran.exit_code == 0 and json.loads(ran.stdout)["source"] == source
-
-
 def test_verify_finds_checkpoints_and_models_at_any_depth(states: Path, tmp_path: Path) -> None:
     def rows() -> dict[str, tuple[str, bool]]:
         ran = command("verify", states.parent, "--all", "--json")
@@ -135,6 +129,8 @@ def test_verify_finds_checkpoints_and_models_at_any_depth(states: Path, tmp_path
     steps = [f"{name}/pytorch_model" for name in ("step_20", "step_100", "step_3")]
     wanted = {**dict.fromkeys(steps, ("checkpoint", True)), "model": ("model", True)}
     assert rows() == wanted
+    ran = command("convert-checkpoint", states.parent, tmp_path / "out", "--json")
+    assert ran.exit_code == 0 and json.loads(ran.stdout)["source"] == str(states / steps[2])
     ran = command("verify", states)
     assert ran.exit_code == 0 and "whole" in ran.stdout and steps[2] in ran.stdout
     damage(states / "step_3")

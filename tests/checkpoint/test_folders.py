@@ -1,5 +1,6 @@
-"""Tags, ``latest``, links, permissions, two jobs in one folder, and what an interrupted save
-leaves.
+"""Tags, ``latest``, links, permissions, two jobs in one folder, what an interrupted save leaves;
+retention: the newest complete checkpoints stay, as do damaged ones, the one that ``latest`` names
+and folders with other names.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint import commit, find
+from hf_zero.checkpoint import commit, find, storage
 from hf_zero.checkpoint.commit import CommitTarget, commit_target
 from hf_zero.checkpoint.find import DROPPED, LATEST, REPLACED, SAVING, find_checkpoint
 from hf_zero.checkpoint.manifest import MANIFEST_NAME
+from hf_zero.config import ZeroConfig
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.jobs import (
     ONE,
@@ -33,7 +35,10 @@ from tests.checkpoint.jobs import (
     weights,
 )
 from tests.checkpoint.setups import Setup, held
+from tests.helpers.engines import start
+from tests.helpers.models import ARCHITECTURES
 from tests.helpers.ranks import run_ranks
+from tests.helpers.training import adamw
 
 __all__ = ["held"]
 
@@ -97,15 +102,14 @@ def test_latest_names_the_checkpoint_and_what_is_missing_is_named(tmp_path: Path
         find.locate(tmp_path / "c")
 
 
-@pytest.mark.parametrize("mask", [0o022, 0o077])
-def test_files_have_the_permissions_that_the_umask_leaves(tmp_path: Path, mask: int) -> None:
-    old = os.umask(mask)
+def test_files_have_the_permissions_that_the_umask_leaves(tmp_path: Path) -> None:
+    old = os.umask(0o027)
     try:
         saved(tmp_path / "run", tag="a", client_state={"pair": (1, 2)})
     finally:
         os.umask(old)
     for path in (tmp_path / "run").rglob("*"):
-        allowed = (0o777 if path.is_dir() else 0o666) & ~mask
+        allowed = (0o777 if path.is_dir() else 0o666) & ~0o027
         assert stat.S_IMODE(path.stat().st_mode) == allowed, path
 
 
@@ -133,48 +137,31 @@ def test_a_tag_that_is_a_link(tmp_path: Path) -> None:
         assert f"{folder / 'b'} exists and is no checkpoint" in text
 
 
-def test_a_run_behind_a_link(tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    os.symlink(tmp_path / "disk", tmp_path / "run")
-    for steps in (1, 2):
-        engines = saved(tmp_path / "run", ONE, tag="a", steps=steps)
-    assert (tmp_path / "run").is_symlink()
-    assert same(weights(load(tmp_path / "disk", ONE)), weights(engines))
-
-
 # ---- what an interrupted save leaves ----
 
 
-def test_temporary_names_are_not_what_trainers_look_for(tmp_path: Path) -> None:
-    commit.begin_folder(tmp_path, "global_step5", ID)
-    commit.begin_folder(tmp_path, "checkpoint-5", ID)
-    assert list(tmp_path.glob("global_step*")) == list(tmp_path.glob("checkpoint-*")) == []
-    assert len(list(tmp_path.iterdir())) == 2
-    for kind in (SAVING, REPLACED, DROPPED):
-        made(tmp_path / f"{kind}z")
-    assert find.tags_in(tmp_path) == []
-
-
-def test_a_save_stopped_between_its_renames(tmp_path: Path) -> None:
-    """The checkpoint that was moved aside is found, and put back by the next save of the tag."""
-    old = made(tmp_path / ".hf-zero-replaced-a", "old")
+def test_a_save_that_was_stopped_around_its_renames(tmp_path: Path) -> None:
+    """The checkpoint that was moved aside is found, and put back by the next save of the tag,
+    unless the new one is there.
+    """
+    old, new = made(tmp_path / ".hf-zero-replaced-a", "old"), tmp_path / "a"
     (tmp_path / "latest").write_text("a")
     assert find.locate(tmp_path) == old
     commit.begin_folder(tmp_path, "a", ID)
-    assert (tmp_path / "a" / MANIFEST_NAME).read_text() == "old" and not old.exists()
-
-
-def test_a_save_stopped_before_it_dropped_the_old_one(tmp_path: Path) -> None:
-    old, new = made(tmp_path / ".hf-zero-replaced-a", "old"), made(tmp_path / "a", "new")
+    assert (new / MANIFEST_NAME).read_text() == "old" and not old.exists()
+    made(old, "older")
     (old / "notes.txt").write_text("mine")
-    (tmp_path / "latest").write_text("a")
     assert find.locate(tmp_path) == new
     commit.begin_folder(tmp_path, "a", ID)
-    assert (new / MANIFEST_NAME).read_text() == "new" and not old.exists()
+    assert (new / MANIFEST_NAME).read_text() == "old" and not old.exists()
     assert (new / "notes.txt").read_text() == "mine"
+    for kind in (SAVING, REPLACED, DROPPED):
+        made(tmp_path / f"{kind}z")
+    assert find.tags_in(tmp_path) == ["a"]
 
 
-def test_leftovers_of_the_same_tag_go_and_of_others_are_named(tmp_path, heard_in_full):
+def test_leftovers_of_the_same_tag_go_and_what_is_replaced_is_named(tmp_path, heard_in_full):
+    """Leftovers of other tags are named. A folder of somebody else is not replaced."""
     (tmp_path / ".hf-zero-saving-a.76543210" / "deep").mkdir(parents=True)
     (tmp_path / ".hf-zero-saving-a").mkdir()
     other = tmp_path / ".hf-zero-saving-a.b.76543210"
@@ -182,11 +169,6 @@ def test_leftovers_of_the_same_tag_go_and_of_others_are_named(tmp_path, heard_in
     assert list(commit.begin_folder(tmp_path, "a", ID).iterdir()) == []
     assert names(tmp_path) == [f".hf-zero-saving-a.{ID[:8]}", other.name]
     assert any(f"{other} was left by an interrupted save" in line for line in heard_in_full)
-
-
-def test_what_is_replaced_is_named_and_a_folder_of_somebody_else_is_not(tmp_path, heard_in_full):
-    commit.begin_folder(tmp_path, "a", ID)
-    assert not heard_in_full
     made(tmp_path / "a", "old")
     commit.begin_folder(tmp_path, "a", ID)
     assert any(f"'a' in {tmp_path} is replaced" in line for line in heard_in_full)
@@ -306,3 +288,112 @@ def test_nothing_is_removed_while_latest_cannot_be_read(tmp_path: Path, heard: l
     saved(tmp_path, ONE, tag="s2", save_latest=False, keep=1)
     assert find.tags_in(tmp_path) == ["s1", "s2"]
     assert any("retention skipped" in text and str(tmp_path / LATEST) in text for text in heard)
+
+
+# ---- retention ----
+
+
+def save(folder: Path, *steps: int, **options):
+    for step in steps:
+        saved(folder, ONE, step, **options)
+
+
+def cut_short(folder: Path) -> None:
+    os.truncate(next(folder.glob("rank-00000*")), 100)
+
+
+def test_the_newest_stay(tmp_path):
+    """The last saved is the newest whatever its number. Without a number all stay."""
+    save(tmp_path, 1, 2)
+    assert find.tags_in(tmp_path) == ["global_step1", "global_step2"]
+    save(tmp_path, 10, keep=2)
+    assert find.tags_in(tmp_path) == ["global_step2", "global_step10"]
+    save(tmp_path, 1, keep=1)
+    assert find.tags_in(tmp_path) == ["global_step1"]
+
+
+def test_other_names_and_what_latest_names_stay(tmp_path):
+    for tag in ("best", "epoch1"):
+        save(tmp_path, 1, tag=tag)
+    (tmp_path / "global_step0").mkdir()
+    (tmp_path / "global_step0" / "notes.txt").write_text("mine")
+    save(tmp_path / "kept", 1)
+    os.symlink(tmp_path / "kept" / "global_step1", tmp_path / "global_step5")
+    save(tmp_path, 2)
+    save(tmp_path, 3, 4, save_latest=False, keep=1)
+    numbered = [f"global_step{step}" for step in (0, 2, 4, 5)]
+    assert run_holds(tmp_path) == ["best", "epoch1", *numbered, "kept"]
+    assert find.is_checkpoint(tmp_path / "global_step5")
+    assert find.locate(tmp_path).name == "global_step2"
+
+
+def test_damaged_ones_are_neither_counted_nor_removed(tmp_path, heard):
+    save(tmp_path, 1, 2, 3)
+    cut_short(tmp_path / "global_step3")
+    save(tmp_path, 4, keep=2)
+    assert sorted(find.tags_in(tmp_path)) == ["global_step2", "global_step3", "global_step4"]
+    assert any("global_step3 is damaged" in text and "cut short" in text for text in heard)
+
+
+def test_nothing_goes_if_the_new_one_is_damaged(tmp_path, monkeypatch, heard):
+    """A disk that loses what it has just been given is not to be trusted with the rest."""
+    save(tmp_path, 1)
+    published = commit.publish_folder
+
+    def losing(temporary, tag):
+        final = published(temporary, tag)
+        cut_short(final)
+        return final
+
+    monkeypatch.setattr(commit, "publish_folder", losing)
+    save(tmp_path, 2, keep=1)
+    assert sorted(find.tags_in(tmp_path)) == ["global_step1", "global_step2"]
+    assert any("global_step2 is damaged" in text for text in heard)
+
+
+def test_one_that_cannot_be_removed_is_a_warning(tmp_path, monkeypatch, heard):
+    save(tmp_path, 1)
+
+    def busy(source, target):
+        raise OSError(errno.EACCES, "Permission denied", str(source))
+
+    monkeypatch.setattr(storage, "rename_durably", busy)
+    save(tmp_path, 2, keep=1)
+    assert sorted(find.tags_in(tmp_path)) == ["global_step1", "global_step2"]
+    assert any("could not delete" in text and "global_step1" in text for text in heard)
+    monkeypatch.undo()
+    save(tmp_path, 3, keep=1)
+    assert find.tags_in(tmp_path) == ["global_step3"]
+
+
+def test_leftovers_of_stopped_saves_go(tmp_path):
+    """Of a removal; and one that was replaced does not come back."""
+    save(tmp_path, 1)
+    os.rename(tmp_path / "global_step1", tmp_path / ".hf-zero-dropped-global_step1")
+    save(tmp_path, 2)
+    assert run_holds(tmp_path) == ["global_step2"]
+    save(tmp_path, 1)
+    os.rename(tmp_path / "global_step2", tmp_path / ".hf-zero-replaced-global_step1")
+    commit.drop(tmp_path / "global_step1")
+    assert run_holds(tmp_path) == []
+
+
+def test_the_key_of_the_configuration(tmp_path):
+    """The key applies to tags that the engine chooses, the argument to tags of the script."""
+    for keep in (0, -1, True, 1.5):
+        for text in errors(saved, tmp_path, ONE, keep=keep):
+            assert f"keep={keep!r} is no number of checkpoints" in text
+        with pytest.raises(ValueError, match=r"checkpoint\.keep"):
+            ZeroConfig.from_dict({"checkpoint": {"keep": keep}})
+    assert not (tmp_path / "latest").exists()
+    model = ARCHITECTURES["gpt2"].build()
+    config = {"train_micro_batch_size_per_gpu": 1, "checkpoint": {"keep": 2}}
+    engine = start(model, adamw(model), config | {"zero_optimization": {"stage": 1}})
+    for step in (1, 2, 3):
+        engine.counters.global_steps = step
+        engine.save_checkpoint(str(tmp_path))
+        engine.save_checkpoint(str(tmp_path / "own"), tag=f"s{step}")
+        engine.save_checkpoint(str(tmp_path / "own"), tag=f"t{step}", keep=1)
+    assert sorted(find.tags_in(tmp_path)) == ["global_step2", "global_step3"]
+    assert sorted(find.tags_in(tmp_path / "own")) == ["s1", "s2", "s3", "t3"]
+    engine.destroy()

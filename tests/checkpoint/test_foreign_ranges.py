@@ -1,10 +1,11 @@
-"""Ranges of what others saved, out of mappings and out of the middle of files: the same values
-however they are come by. The loss scale of DeepSpeed's fp16 checkpoints: after a load it moves as
-it would have there.
+"""Ranges of what others saved, out of mappings and out of the middle of files. The loss scale of
+DeepSpeed's fp16 checkpoints: after a load it moves as it would have there. Model folders of
+``save_pretrained``: their weights go into a live engine, and through the converter.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import hf_zero
 from hf_zero.checkpoint.foreign import torch_files
@@ -23,7 +25,10 @@ from hf_zero.checkpoint.foreign.deepspeed import CLASSES, scaler_of
 from hf_zero.checkpoint.foreign.torch_files import MappedFiles, SavedTensor, load_pickle
 from hf_zero.errors import CheckpointError
 from hf_zero.zero.reduce.losses import Fp16LossScaler
+from tests.checkpoint.setups import Setup
 from tests.helpers.deepspeed_files import write
+from tests.helpers.engines import full_weights
+from tests.helpers.models import ARCHITECTURES
 
 VALUES = torch.arange(5000.0)
 
@@ -211,3 +216,47 @@ def test_a_file_with_the_object_is_loaded(tmp_path: Path, monkeypatch: pytest.Mo
     engine.load_checkpoint(tmp_path)
     assert engine.scaler.state_dict() == {"scale": 512.0, "left": 1, "since": 2}
     engine.destroy()
+
+
+# ---- folders of save_pretrained ----
+
+
+def test_weights_go_into_an_engine_and_through_the_converter(tmp_path: Path) -> None:
+    """Resuming training needs more."""
+    folder = tmp_path / "model"
+    torch.manual_seed(7)
+    model = ARCHITECTURES["gpt2"].build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    model.save_pretrained(folder, max_shard_size="20kB")
+    assert len([*folder.glob("*.safetensors")]) > 1
+
+    def load(engine: Any, rank: int) -> Any:
+        with pytest.raises(CheckpointError, match="was saved without an optimizer"):
+            engine.load_checkpoint(folder)
+        engine.load_checkpoint(folder, load_module_only=True)
+        return full_weights(engine)
+
+    for weights in Setup().run(load):
+        for name, value in model.named_parameters():
+            assert torch.equal(weights[name], value), name
+    done = hf_zero.convert_checkpoint(folder, tmp_path / "out", dtype="bfloat16")
+    state = model.state_dict()
+    for name, tensor in load_file(tmp_path / "out" / done.files[0]).items():
+        assert torch.equal(tensor, state[name].bfloat16()), name
+
+
+INDICES = {
+    b"{": "is damaged",
+    b'{"weight_map": 3}': "is damaged",
+    json.dumps({"weight_map": {"a": "../b.safetensors"}}).encode(): r"out of its folder: \.\./b",
+    json.dumps({"weight_map": {"a": "gone.safetensors"}}).encode(): "gone.safetensors cannot be",
+}
+
+
+def test_an_index_that_leads_nowhere(tmp_path: Path) -> None:
+    for index, says in INDICES.items():
+        (tmp_path / "model.safetensors.index.json").write_bytes(index)
+        with pytest.raises(CheckpointError, match=says):
+            hf_zero.convert_checkpoint(tmp_path, tmp_path / "out")

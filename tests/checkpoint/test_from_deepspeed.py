@@ -24,9 +24,7 @@ from safetensors.torch import load_file
 import hf_zero
 from hf_zero.checkpoint import (
     get_fp32_state_dict_from_zero_checkpoint,
-    load_state_dict_from_zero_checkpoint,
 )
-from hf_zero.checkpoint.foreign import deepspeed
 from hf_zero.checkpoint.foreign.deepspeed import CLASSES
 from hf_zero.checkpoint.foreign.torch_files import load_pickle
 from hf_zero.checkpoint.reader import open_checkpoint, recognise
@@ -40,7 +38,6 @@ from tests.checkpoint.deepspeed_inputs.model import (
     schedule_of,
 )
 from tests.checkpoint.deepspeed_inputs.write import CASES as WRITTEN
-from tests.helpers.cells import fast
 from tests.helpers.ranks import run_ranks
 
 INPUTS = Path(__file__).parent / "deepspeed_inputs"
@@ -86,27 +83,14 @@ def losses_after(folder: Path, name: str, ranks: int, stage: int) -> tuple[Any, 
 
 
 SHAPES = [(3, 3), (2, 1), (1, 0), (2, 3), (3, 2)]
-ALL = [(name, shape) for name in CASES for shape in SHAPES]
 
 
-@pytest.mark.parametrize(
-    "name, shape", fast(ALL, lambda name, shape: [*CASES].index(name) % 5 == SHAPES.index(shape))
-)
-def test_training_goes_on_as_it_went_on_there(name: str, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_training_goes_on_as_it_went_on_there(name: str) -> None:
+    """On other ranks and at other stages, in turns."""
+    shape = SHAPES[[*CASES].index(name) % len(SHAPES)]
     got, want = losses_after(INPUTS / name, name, *shape)
     assert got == want
-
-
-def test_wrong_moments_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison above notices a state that was put in the wrong place."""
-
-    def turned(values: Any, numel: int) -> dict[str, torch.Tensor]:
-        tensors = {k: v for k, v in values if isinstance(v, torch.Tensor) and v.numel() == numel}
-        return {k: v.flip(0) for k, v in tensors.items()}
-
-    monkeypatch.setattr(deepspeed, "states", turned)
-    got, want = losses_after(INPUTS / "stage1", "stage1", 1, 1)
-    assert got != want
 
 
 def test_another_optimizer_is_refused_before_anything_is_loaded() -> None:
@@ -127,7 +111,10 @@ def test_another_optimizer_is_refused_before_anything_is_loaded() -> None:
 
 
 def test_they_convert(tmp_path: Path) -> None:
-    for name in CASES:
+    """In round-robin order, and where a fused optimizer names nothing, masters round to the weights
+    of the module, too.
+    """
+    for name in ("stage0-bf16-fused", "stage2-bf16-round-robin", "stage3-universal"):
         done = hf_zero.convert_checkpoint(INPUTS / name, tmp_path / name, dtype="float32")
         tensors = load_file(tmp_path / name / done.files[0])
         want = get_fp32_state_dict_from_zero_checkpoint(INPUTS / name)
@@ -136,23 +123,12 @@ def test_they_convert(tmp_path: Path) -> None:
         assert unexpected == [] and missing in ([], ["head.weight"]), name  # tied
         for key, tensor in tensors.items():
             assert torch.equal(tensor, want[key].float()), (name, key)
-
-
-def held_in_16_bits(name: str) -> dict[str, torch.Tensor]:
-    path = INPUTS / name / "global_step3" / MODEL
-    return torch.load(path, weights_only=True)["module"]
-
-
-def test_masters_round_to_the_weights_of_the_module() -> None:
-    """In round-robin order, and where a fused optimizer names nothing, too."""
-    for name in ("stage2-bf16-round-robin", "stage0-bf16-fused"):
-        module, found = (
-            held_in_16_bits(name),
-            get_fp32_state_dict_from_zero_checkpoint(INPUTS / name),
-        )
-        for key, master in found.items():
-            assert torch.equal(master.to(module[key].dtype), module[key]), (name, key)
-        assert any(not torch.equal(found[key], module[key].float()) for key in found), name
+        if "bf16" in name:
+            path = INPUTS / name / "global_step3" / MODEL
+            module = torch.load(path, weights_only=True)["module"]
+            for key, master in want.items():
+                assert torch.equal(master.to(module[key].dtype), module[key]), (name, key)
+            assert any(not torch.equal(want[key], module[key].float()) for key in want), name
 
 
 # ---- what is changed in a copy ----
@@ -239,29 +215,6 @@ def test_frozen_weights_that_are_tied_are_read_once(tmp_path: Path) -> None:
     with open_checkpoint(folder) as opened:
         assert opened.manifest.aliases["again.weight"] == "frozen.weight"
         assert "again.weight" not in opened.manifest.parameters
-
-
-def test_names_of_a_compiled_model(tmp_path: Path) -> None:
-    """It loads into the uncompiled model, and converts to a folder that this one loads."""
-    folder = copied(tmp_path)
-
-    def wrapped(names: Any) -> Any:
-        return {f"_orig_mod.{name}": value for name, value in names.items()}
-
-    def compiled(data: dict[str, Any]) -> None:
-        tied = {key: f"_orig_mod.{own}" for key, own in data["shared_params"].items()}
-        data["module"], data["shared_params"] = wrapped(data["module"]), wrapped(tied)
-        data["param_shapes"] = [wrapped(group) for group in data["param_shapes"]]
-        data["buffer_names"] = [f"_orig_mod.{name}" for name in data["buffer_names"]]
-
-    rewritten(folder / MODEL, compiled)
-    got, want = losses_after(folder.parent, "stage1", 2, 3)
-    assert got == want
-    done = hf_zero.convert_checkpoint(folder, tmp_path / "model")
-    tensors = load_file(tmp_path / "model" / done.files[0])
-    assert build(True).load_state_dict(tensors, strict=False) == (["head.weight"], [])
-    load_state_dict_from_zero_checkpoint(build(True), folder)
-    assert {*build(True).state_dict()} == {*get_fp32_state_dict_from_zero_checkpoint(folder)}
 
 
 # ---- what cannot be read ----

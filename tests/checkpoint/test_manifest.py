@@ -1,6 +1,6 @@
-"""The manifest: it comes back as it was written, and whatever breaks FORMAT.md is refused with
-file and field. State that is no tensor: JSON where it is faithful, weights_only where it is not,
-and nothing that executes.
+"""The manifest: it comes back as it was written, and whatever breaks FORMAT.md is refused with file
+and field. State that is no tensor. Matches between a checkpoint and an engine: names, optimizer
+groups; and work that is deferred until saves end.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ import copy
 import json
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint.manifest import Manifest, dtype_of
+from hf_zero.checkpoint import save_job
+from hf_zero.checkpoint.manifest import GroupEntry, Manifest, dtype_of, pair_names, strip_wrappers
+from hf_zero.checkpoint.match import pair_groups, reorder_schedule
 from hf_zero.checkpoint.reader import join, load_objects
 from hf_zero.checkpoint.save_sharded import is_json, split
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.jobs import Job, saved, small
+from tests.checkpoint.written import write
 
 SOURCE = Path("somewhere/manifest.json")
 
@@ -118,6 +118,26 @@ def test_what_is_no_manifest_is_refused(written):
         dtype_of("nn")
 
 
+# of a parameter that is cut over two ranks
+BOXES = {
+    "is held twice": lambda slot: slot.pop("box"),
+    "hold the same elements": lambda slot: slot["box"]["cuts"][0][1].__setitem__(0, [6, 12]),
+    "do not make one of shape": lambda slot: slot["box"].update(whole=[13, 12]),
+    "the layout is damaged": lambda slot: slot["box"]["cuts"][0][1].__setitem__(0, [0, 5]),
+    "a box holds the whole shape": lambda slot: slot["box"].pop("whole"),
+}
+
+
+def test_boxes_that_do_not_fit_are_refused():
+    text = (write.HERE / "version3" / write.TAG / "manifest.json").read_text()
+    for message, change in BOXES.items():
+        data = json.loads(text)
+        data.pop("digest")
+        slots = [slot for flat in data["flats"] for slot in flat["layout"]["slots"]]
+        change(next(slot for slot in slots if slot["name"] == "blocks.0.value.weight"))
+        refused(data, message, message)
+
+
 def test_unreadable_files(tmp_path, written):
     path = tmp_path / "manifest.json"
     with pytest.raises(CheckpointError, match=r"manifest\.json cannot be read"):
@@ -137,38 +157,6 @@ def test_unreadable_files(tmp_path, written):
     path.write_text(json.dumps(written))
     path.write_bytes(Manifest.read(path).dumps())
     assert Manifest.read(path).to_json() == written
-
-
-def places(data: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in a JSON value, as a path of keys and indices."""
-    yield at
-    items = data.items() if isinstance(data, dict) else ()
-    for key, value in enumerate(data) if isinstance(data, list) else items:
-        yield from places(value, (*at, key))
-
-
-leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
-
-
-@settings(max_examples=100)
-@given(st.data())
-def test_no_mutation_gets_past_the_checks(written, data):
-    """Refused by a CheckpointError, or as consistent as before: never another exception."""
-    mutated = copy.deepcopy(written)
-    *path, last = data.draw(st.sampled_from([place for place in places(written) if place]))
-    inner = mutated
-    for key in path:
-        inner = inner[key]
-    if data.draw(st.booleans()):
-        inner[last] = data.draw(leaves | st.just([]) | st.just({}))
-    else:
-        del inner[last]
-    try:
-        manifest = Manifest.from_json(mutated, SOURCE)
-    except CheckpointError as error:
-        assert str(SOURCE) in str(error)
-    else:
-        assert Manifest.from_json(json.loads(manifest.dumps()), SOURCE) is not None
 
 
 # ---- state that is no tensor ----
@@ -218,3 +206,103 @@ def test_objects_that_are_damaged_or_would_execute(tmp_path):
             load_objects(path)
     with pytest.raises(CheckpointError, match=r"o\.pt lacks \['k'\] of client_state"):
         join("client_state", {"json": {}, "objects": ["k"]}, {}, Path("o.pt"))
+
+
+# ---- matches between a checkpoint and an engine ----
+
+# ---- names ----
+
+
+def test_wrappers_are_no_part_of_a_name() -> None:
+    wrapped = "_orig_mod.layers.0._checkpoint_wrapped_module.norm.weight"
+    assert strip_wrappers(wrapped) == "layers.0.norm.weight"
+    assert strip_wrappers("layers._fsdp_wrapped_module.weight") == "layers.weight"
+    assert strip_wrappers("my_orig_mod.weight") == "my_orig_mod.weight"
+    there = ["module.a.weight", "_orig_mod.b.weight"]
+    paired = dict(zip(["a.weight", "b.weight"], there))
+    assert pair_names(["a.weight", "b.weight"], there) == paired
+    assert pair_names(["module.a"], ["a"]) == {"module.a": "a"}
+    both = ["a", "module.a"]
+    assert pair_names(both, both) == {"a": "a", "module.a": "module.a"}, "the same name comes first"
+    assert pair_names(["a"], ["_orig_mod.a", "module.a"]) == {}, "either of two is a guess"
+
+
+# ---- groups ----
+
+
+def paired(saved: tuple[str, ...], *live: str) -> Any:
+    entries = [GroupEntry({}, {}, tuple(names.split())) for names in saved]
+    group_of = {name: index for index, names in enumerate(live) for name in names.split()}
+    return pair_groups(group_of, len(live), entries, {name: name for name in group_of})
+
+
+PAIRS = [
+    (("a b", "c"), ("a b", "c"), [0, 1], []),
+    (("a b", "c"), ("c", "b a"), [1, 0], []),
+    (("a", "b", "c d"), ("c d", "a", "b"), [2, 0, 1], []),
+    (("a", ""), ("", "a"), [1, 0], []),
+    (("a", "", "b"), ("b", "", "a"), [2, 1, 0], []),
+    (("", ""), ("a", "b"), [0, 1], []),  # a writer that does not say where parameters were
+    (("a", "old"), ("a new", ""), [0, 1], []),
+    (("a b c", "d"), ("a b", "d c"), [0, 1], ["c (0 there, 1 here)"]),
+    (("a b", "c d"), ("c", "a b d"), [1, 0], ["d (1 there, 1 here)"]),
+]
+
+
+def test_groups_are_paired_by_their_parameters_and_a_schedule_follows() -> None:
+    for there, live, order, moved in PAIRS:
+        assert paired(there, *live) == (order, moved), (there, live)
+    last = {"_last_lr": (4, 5, 6), "lr_lambdas": [None]}
+    state = {"base_lrs": [1, 2, 3], "last_epoch": 7, "_schedulers": [last]}
+    state["_milestones"] = [1, 2, 3]
+    assert reorder_schedule(state, [2, 0, 1]) == {
+        "base_lrs": [3, 1, 2],
+        "last_epoch": 7,
+        "_milestones": [1, 2, 3],
+        "_schedulers": [{"_last_lr": [6, 4, 5], "lr_lambdas": [None]}],
+    }
+
+
+# ---- work deferred until saves end ----
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(save_job, "_in_flight", {})
+    return []
+
+
+def test_work_runs_once_after_the_last_save_in_its_folder(tmp_path, done, monkeypatch):
+    save_job.started(tmp_path / "other" / "global_step1")
+    save_job.after_commit(tmp_path / "run", lambda: done.append("run"))
+    save_job.after_commit(tmp_path / "other" / "global_step1", lambda: done.append("beside"))
+    assert done == ["run", "beside"], "at once where nothing is written"
+    done.clear()
+    for name in ("model", "model_1"):
+        save_job.started(tmp_path / "state" / name)
+    save_job.after_commit(tmp_path / "state", lambda: done.append("state"))
+    for name in ("model_1", "model"):
+        assert not done
+        save_job.finished(tmp_path / "state" / name, whole=True)
+    save_job.finished(tmp_path / "state" / "model", whole=True)
+    assert done == ["state"]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    save_job.started(Path("run") / "step")
+    save_job.after_commit(tmp_path / "link", lambda: done.append("by another way"))
+    assert done == ["state"]
+    save_job.finished(Path("run") / "step", whole=True)
+    assert done == ["state", "by another way"]
+
+
+def test_work_does_not_run_where_a_save_fails(tmp_path: Path, done: list[str]) -> None:
+    for fails in (0, 1):
+        for index in range(2):
+            save_job.started(tmp_path / str(index))
+        save_job.after_commit(tmp_path, lambda: done.append("run"))
+        for index in range(2):
+            save_job.finished(tmp_path / str(index), whole=index != fails)
+        assert not done
+    save_job.after_commit(tmp_path, lambda: done.append("next"))
+    assert done == ["next"]

@@ -33,11 +33,10 @@ from hf_zero.checkpoint.manifest import Manifest
 from hf_zero.checkpoint.verify import verify_all
 from hf_zero.cli.app import app
 from hf_zero.errors import CheckpointError
-from tests.checkpoint.faults import Killed
 from tests.checkpoint.jobs import (
     TWO,
-    Job,
     errors,
+    flip,
     load,
     names,
     other,
@@ -48,7 +47,7 @@ from tests.checkpoint.jobs import (
     weights,
 )
 from tests.checkpoint.setups import Setup, first_half, global_losses, second_half
-from tests.checkpoint.test_cut_off import ONE, STATE, Reader, step, trained
+from tests.checkpoint.test_cut_off import ONE, STATE, Killed, Reader, step, trained
 from tests.helpers.ranks import run_ranks
 
 __all__ = ["step"]
@@ -72,8 +71,10 @@ def store() -> Iterator[UPath]:
 # ---- what is there ----
 
 
-def test_what_a_save_puts(store: UPath) -> None:
-    """Rank 0's identifier of the save is in all names, though every rank draws one."""
+def test_what_a_save_puts_and_what_reads_it(store: UPath, tmp_path: Path) -> None:
+    """Rank 0's identifier of the save is in all names, though every rank draws one. The converter,
+    the iterator and the command line read it.
+    """
     engines = saved(URL, client_state=STATE)
     assert run_holds(store) == ["global_step1"] == find.tags_in(storage.as_path(URL))
     assert (store / "latest").read_text() == "global_step1"
@@ -84,32 +85,7 @@ def test_what_a_save_puts(store: UPath) -> None:
     again, results = run(TWO, other, lambda engine: checkpoint.load(engine, URL, verify=True))
     assert torch.equal(results[0][1]["seen"], STATE["seen"])
     assert same(weights(again), weights(engines))
-
-
-SETUPS = [
-    (Setup(1, 2, "bf16"), Setup(4, 3, "bf16"), True),
-    (Setup(2, 2, way="optimizer on cpu"), Setup(1, 0), False),
-]
-
-
-@pytest.mark.parametrize("before, after, blocking", SETUPS, ids=["waits", "beside"])
-def test_training_goes_on_elsewhere(before: Setup, after: Setup, blocking: bool) -> None:
-    def first(engine: Any, rank: int) -> Any:
-        losses = first_half(engine, rank, before, URL, blocking=blocking)
-        engine.wait_for_checkpoint()
-        return losses
-
-    whole = before.run(first)
-    resumed = run_ranks(after.ranks, second_half, after.models(), after, UPath(URL))
-    expected = global_losses(whole, before.ranks)[3:]
-    found = global_losses([losses for losses, _ in resumed], after.ranks)
-    assert found == pytest.approx(expected, rel=5e-3 if before.precision == "bf16" else 1e-6)
-    assert verify_checkpoint(URL).whole
-
-
-def test_the_converter_the_iterator_and_the_command_line_read_it(store, tmp_path):
-    saved(tmp_path / "run")
-    saved(URL)
+    saved(tmp_path / "run", client_state=STATE)
     (store / "config.json").write_text('{"model_type": "none"}')
     (store / "tokenizer_config.json").write_text("{}")
     convert_checkpoint(tmp_path / "run", tmp_path / "one")
@@ -129,11 +105,20 @@ def test_the_converter_the_iterator_and_the_command_line_read_it(store, tmp_path
         convert_checkpoint(tmp_path / "run", "memory://bucket/model")
 
 
-def test_a_url_of_files_is_a_folder(tmp_path: Path) -> None:
-    saved(f"file://{tmp_path}/run")
-    ranks = [f"rank-{rank:05d}-of-00002.safetensors" for rank in range(2)]
-    assert names(tmp_path / "run" / "global_step1") == ["manifest.json", *ranks]
-    load(UPath(f"file://{tmp_path}/run"))
+def test_training_goes_on_elsewhere() -> None:
+    before, after = Setup(2, 2, way="optimizer on cpu"), Setup(1, 0)
+
+    def first(engine: Any, rank: int) -> Any:
+        losses = first_half(engine, rank, before, URL, blocking=False)
+        engine.wait_for_checkpoint()
+        return losses
+
+    whole = before.run(first)
+    resumed = run_ranks(after.ranks, second_half, after.models(), after, UPath(URL))
+    expected = global_losses(whole, before.ranks)[3:]
+    found = global_losses([losses for losses, _ in resumed], after.ranks)
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert verify_checkpoint(URL).whole
 
 
 def test_ranges_are_asked_for_in_parts(monkeypatch: pytest.MonkeyPatch, store: UPath) -> None:
@@ -157,28 +142,25 @@ def test_ranges_are_asked_for_in_parts(monkeypatch: pytest.MonkeyPatch, store: U
 # ---- one tag after another ----
 
 
-def test_a_tag_that_is_saved_again(store: UPath) -> None:
+def test_a_tag_that_is_saved_again_and_older_ones_that_go(store: UPath) -> None:
     saved(URL, tag="a")
     (store / "a" / "notes.txt").write_text("mine")
     old = set(names(store / "a"))
-    after = weights(saved(URL, tag="a", steps=4, job=Job(3, 3)))
+    after = weights(saved(URL, tag="a", steps=4, job=ONE))
     new = set(names(store / "a"))
-    assert old & new == {"manifest.json", "notes.txt"} and len(new) == 5
-    assert same(weights(load(URL)), after)
-
-
-def test_older_ones_go_and_others_stay(store: UPath) -> None:
+    assert old & new == {"manifest.json", "notes.txt"} and len(new) == 3
+    assert same(weights(load(URL, ONE)), after)
     for steps in range(1, 4):
         saved(URL, ONE, steps=steps, keep=2)
-    assert run_holds(store) == ["global_step2", "global_step3"]
+    assert run_holds(store) == ["a", "global_step2", "global_step3"]
     (store / "global_step3" / "manifest.json").write_text("{")
     saved(URL, ONE, steps=5, keep=1)
-    assert names(store)[:2] == ["global_step3", "global_step5"], "a damaged one is not thrown away"
-    assert [verdict.whole for verdict in verify_all(URL)] == [False, True]
-    (store / "a" / "precious").write_text("")
-    for text in errors(saved, URL, tag="a"):
-        assert f"{URL}/a holds precious and is no checkpoint" in text
-    assert names(store / "a") == ["precious"]
+    assert run_holds(store) == ["a", "global_step3", "global_step5"], "a damaged one stays"
+    assert [verdict.whole for verdict in verify_all(URL)] == [True, False, True]
+    (store / "b" / "precious").write_text("")
+    for text in errors(saved, URL, tag="b"):
+        assert f"{URL}/b holds precious and is no checkpoint" in text
+    assert names(store / "b") == ["precious"]
 
 
 # ---- whatever happens ----
@@ -220,78 +202,56 @@ class Service:
         return counted
 
 
-def every_request(
-    save: Callable[[], object], check: Callable[[bool, str], None], step: int
-) -> list[str]:
-    """Run ``save``, cut off ``step`` requests later each time; the requests of a whole one."""
+def test_a_save_that_is_cut_off_at_every_request(store: UPath, step: int, monkeypatch: Any) -> None:
+    """Over the old one of its tag, while older ones go."""
+    monkeypatch.setattr(file_writer, "BLOCK_BYTES", 1024)
+    engines = {f"global_step{step}": trained(step) for step in (1, 2, 3)}
+    states = {tag: weights([engine]) for tag, engine in engines.items()}
+    reader, engine, untrained = Reader(), trained(4), trained(0)
+    new, fresh = weights([engine]), weights([untrained])
+    for tag, earlier in engines.items():
+        checkpoint.save(earlier, URL, tag=tag, client_state=STATE)
     contents = {name: file.getvalue() for name, file in MemoryFileSystem.store.items()}
     for point in itertools.count(step=step):
         MemoryFileSystem.store.clear()
         for name, content in contents.items():
             fsspec.filesystem("memory").pipe_file(name, content)
         service = Service(point)
-        done = service.run(save)
-        check(done, f"at request {point}, after {service.made[-3:]}")
+        done = service.run(
+            lambda: checkpoint.save(engine, URL, tag="global_step3", client_state=STATE, keep=2)
+        )
+        where = f"at request {point}, after {service.made[-3:]}"
+        found, held = reader.weights(URL), find.tags_in(store)
+        assert same(found, new) or (same(found, states["global_step3"]) and not done), where
+        assert held[-2:] == ["global_step2", "global_step3"] and (not done or len(held) == 2), where
+        for tag in held:
+            assert not integrity_error(store / tag), where
         if done:
-            return service.made
-    raise AssertionError("never done")
-
-
-@pytest.mark.parametrize("tag", ["a", "b"], ids=["over the old one", "beside it"])
-def test_a_save_that_is_cut_off_at_every_request(tag, store, step, monkeypatch):
-    monkeypatch.setattr(file_writer, "BLOCK_BYTES", 1024)
-    saved(URL, ONE, tag="a", client_state=STATE)
-    reader, engine, untrained = Reader(), trained(4), trained(0)
-    old, new, fresh = reader.weights(URL), weights([engine]), weights([untrained])
-
-    def check(done: bool, where: str) -> None:
-        found = reader.weights(URL)
-        assert same(found, new) or (same(found, old) and not done), where
-        for held in find.tags_in(store):
-            assert not integrity_error(store / held), where
-        checkpoint.save(untrained, URL, tag=tag)
+            assert same(reader.weights(URL, tag="global_step2"), states["global_step2"])
+        checkpoint.save(untrained, URL, tag="global_step3")
         assert same(reader.weights(URL), fresh), where
         # the manifest and one rank: nothing is left over
-        assert len(names(store / tag)) == 2, where
-
-    save = lambda: checkpoint.save(engine, URL, tag=tag, client_state=STATE)  # noqa: E731
-    made = every_request(save, check, step)
+        assert len(names(store / "global_step3")) == 2, where
+        if done:
+            break
     # objects, manifest, script, latest
-    assert made.count("write") > 5 and made.count("pipe_file") == 4, made
-    assert tag == "b" or made.count("rm_file") == 2, made
+    assert service.made.count("write") > 5 and service.made.count("pipe_file") == 4, service.made
+    assert service.made.count("rm_file") == 5, service.made
 
 
-def test_cut_off_while_older_ones_go(store: UPath, step: int) -> None:
-    engines = {f"global_step{step}": trained(step) for step in (1, 2, 3, 4)}
-    states = {tag: weights([engine]) for tag, engine in engines.items()}
-    (*older, newest), reader = engines, Reader()
-    for tag in older:
-        checkpoint.save(engines[tag], URL)
-
-    def check(done: bool, where: str) -> None:
-        held = find.tags_in(store)
-        assert older[-1] in held and (not done or held == [older[-1], newest]), where
-        for tag in held:
-            assert same(reader.weights(URL, tag=tag), states[tag]), where
-
-    made = every_request(lambda: checkpoint.save(engines[newest], URL, keep=2), check, step)
-    assert made.count("rm_file") == 4
-
-
-@pytest.mark.parametrize("kind", [PermissionError, ValueError])
-def test_a_file_that_cannot_be_put(kind, store, monkeypatch):
+def test_a_file_that_cannot_be_put(store, monkeypatch):
     """Of rank 1, and the manifest."""
     before = weights(saved(URL, tag="a"))
     write, pipe = MemoryFile.write, MemoryFileSystem.pipe_file
 
     def failing(self: Any, data: Any) -> int:
         if "rank-00001" in self.path:
-            raise kind("403: Forbidden")
+            raise ValueError("403: Forbidden")
         return write(self, data)
 
     def failing_pipe(self: Any, path: str, value: bytes, **kwargs: Any) -> None:
         if path.endswith("manifest.json"):
-            raise kind("403: Forbidden")
+            raise PermissionError("403: Forbidden")
         pipe(self, path, value, **kwargs)
 
     for owner, call, by, tag, named in (
@@ -338,12 +298,6 @@ def test_a_save_that_is_given_up_after_its_manifest_keeps_its_files(store, monke
     assert same(weights(load(URL, verify=True)), before)
 
 
-def flip(item: UPath) -> None:
-    content = bytearray(item.read_bytes())
-    content[-6000] ^= 1
-    item.write_bytes(content)
-
-
 def test_damage_is_named(store: UPath) -> None:
     for text in errors(load, URL):
         assert f"no checkpoint in {URL}: {URL}/latest is missing" in text
@@ -352,7 +306,7 @@ def test_damage_is_named(store: UPath) -> None:
     saved(URL)
     item = next(each for each in (store / "global_step1").iterdir() if "rank-00001" in each.name)
     for damage, said in (
-        (flip, "its hash is xxh3_128:"),
+        (lambda item: flip(item, -6000), "its hash is xxh3_128:"),
         (lambda item: item.write_bytes(item.read_bytes()[:-1]), "is cut short"),
         (lambda item: item.unlink(), "is missing"),
     ):
@@ -362,9 +316,12 @@ def test_damage_is_named(store: UPath) -> None:
         assert said in verify_checkpoint(URL).problems[0]
 
 
-def test_what_is_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for text in errors(saved, "nosuch://bucket/run"):
         assert "nosuch://bucket/run cannot be opened" in text
+    saved(f"file://{tmp_path}/run", ONE)
+    held = ["manifest.json", "rank-00000-of-00001.safetensors"]
+    assert names(tmp_path / "run" / "global_step1") == held, "a URL of files is a folder"
     for text in errors(saved, Path("s3://bucket/run")):
         assert "s3:/bucket/run looks like a URL that was made a path" in text
     with pytest.raises(CheckpointError, match="3 of type int is not a place"):

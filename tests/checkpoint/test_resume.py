@@ -149,13 +149,12 @@ SOURCES = {
 }
 
 
-@pytest.mark.parametrize("announces", [True, False], ids=["set_epoch", "one-order"])
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source, announces", [("map", True), ("stream", False), ("own", True)])
 def test_the_run_goes_on(tmp_path, source, announces):
     """In the middle of an epoch, at its end and across it; the last is resumed twice."""
     data = SOURCES[source](2)
     whole, samples, _ = everyone(2, config(tmp_path), data, announces=announces)
-    for stop in (1, 3, 4):
+    for stop in (1, 3, 4) if source == "map" else (4,):
         settings = config(tmp_path / f"{stop}")
         everyone(2, settings, data, {stop}, stop + stop % 2, announces=announces)
         rest, seen, engines = everyone(2, settings, data, resume="latest", announces=announces)
@@ -171,7 +170,7 @@ def test_the_run_goes_on(tmp_path, source, announces):
     assert rest == {step: whole[step] for step in range(6, max(whole) + 1)}
 
 
-@pytest.mark.parametrize("before, after", [(1, 2), (2, 4), (4, 1)])
+@pytest.mark.parametrize("before, after", [(2, 4), (4, 1)])
 def test_other_ranks_read_the_same_samples_in_each_step(tmp_path, before, after):
     """Within an epoch: micro-batches of 2 on ``after`` ranks, so that a step keeps 8 samples."""
     settings = config(tmp_path)
@@ -184,7 +183,7 @@ def test_other_ranks_read_the_same_samples_in_each_step(tmp_path, before, after)
     assert {engine.train_batch_size() for engine in engines} == {8}
 
 
-@pytest.mark.parametrize(("rows", "after"), [(22, 1), (22, 2), (24, 1), (24, 4)])
+@pytest.mark.parametrize(("rows", "after"), [(22, 1), (24, 4)])
 def test_epochs_that_end_in_part_of_a_step_are_told_on_other_ranks(tmp_path, heard, rows, after):
     """With whole steps, samples are the same across epochs, too."""
     settings, data = config(tmp_path), Rows()
@@ -308,22 +307,14 @@ def test_what_is_refused(tmp_path):
         find_resumed(True, hf_zero.ZeroConfig(stage=1))
 
 
-def test_a_state_that_needs_a_pickle(tmp_path):
+def test_a_state_that_needs_a_pickle_and_the_folder_by_default(tmp_path):
     class Opaque(OwnLoader):
         def state_dict(self):
             return {"rows": self}
 
     engine, _ = resumed(tmp_path, training_data=[1], resume=None)
+    engine.save_checkpoint()
+    assert engine.load_checkpoint()[0] == str(tmp_path / "global_step0")
     engine.training_dataloader = Opaque(1, 0)
     with pytest.raises(CheckpointError, match="cannot be saved without a pickle"):
         engine.save_checkpoint()
-
-
-def test_folders_by_default(tmp_path):
-    engine, _ = resumed(tmp_path, resume=None)
-    engine.save_checkpoint()
-    assert engine.load_checkpoint()[0] == str(tmp_path / "global_step0")
-    engine, _ = resumed(tmp_path, config=config(tmp_path) | {"checkpoint": {}}, resume=None)
-    for call in (engine.save_checkpoint, engine.load_checkpoint):
-        with pytest.raises(ConfigError, match="was given no folder"):
-            call()

@@ -8,6 +8,8 @@ needs no recording.
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,6 @@ from hf_zero.distributed.parallel_groups import init_parallel
 from hf_zero.engine import Engine
 from hf_zero.zero.layout.sharding import sharding_of
 from tests.checkpoint.jobs import Job, run, small, train_some, value
-from tests.checkpoint.test_damaged import as_version_1
 from tests.helpers.engines import start
 from tests.helpers.models import seeded
 from tests.helpers.ranks import run_ranks
@@ -77,6 +78,17 @@ def write_cut(folder: Path) -> None:
         engine.destroy()
 
     run_ranks(2, on_rank)
+
+
+def as_version_1(folder: Path) -> None:
+    """Change the checkpoint in ``folder`` to what version 1 of the format would have."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["version"] = 1
+    del manifest["digest"]
+    for entry in [*manifest["files"], manifest["objects"]]:
+        del entry["hash"]
+        entry["sha256"] = hashlib.sha256((folder / entry["name"]).read_bytes()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
 def main() -> None:
