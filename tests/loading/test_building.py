@@ -191,7 +191,6 @@ class Plain(nn.Module):
         self.head.weight = self.embed.weight
 
 
-
 def test_the_modules_own_rules_give_values_and_parameters_stay_the_objects_they_are() -> None:
     model = on_meta(Plain)
     parameters = list(model.parameters())
