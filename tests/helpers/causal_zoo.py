@@ -95,13 +95,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Types that those sizes do not make small, or that need more than tokens; none has a plan of tensor
-# parallelism, and of sequence parallelism those with states and convolutions are refused.
-NOT_SMALL = frozenset(
-    {"bamba", "blt", "falcon_h1", "gpt_neo", "mamba2", "plbart", "recurrent_gemma", "reformer"}
-    | {"whisper", "xlnet", "xmod", "zamba"}
-)
-
 
 def model_types(with_plan: bool = False) -> list[str]:
     """Return the causal model types with a single configuration; the text model inside a multimodal

@@ -1,6 +1,4 @@
-"""Sequences that ranks share, against one process: features, dropout, attention of a model's own,
-work of the host once per forward.
-"""
+"""Sequences that ranks share, against one process."""
 
 from __future__ import annotations
 
@@ -22,10 +20,13 @@ from torch import nn
 import hf_zero
 from hf_zero.config import TiledMlpSection
 from hf_zero.errors import ConfigError
+from hf_zero.integrations import fused
+from hf_zero.integrations.transformers.trainer_phases import counting_whole_batches
 from hf_zero.parallel.sequence import attention, batches
 from hf_zero.parallel.sequence.attention import DistributedAttention, Documents
 from hf_zero.parallel.sequence.tiled_mlp import TiledMlps
 from tests.helpers import oracle
+from tests.helpers.causal_zoo import tiny
 from tests.helpers.cells import in_one_item
 from tests.helpers.dropout import dropout_by
 from tests.helpers.host_syncs import HostSyncs
@@ -48,26 +49,36 @@ from tests.helpers.training import Plan
 from tests.parallel.expert_cases import OnSpreadExperts, keys
 
 SP2, SP4, BOTH, TENSOR = Ranks(2), Ranks(4), Ranks(2, 2), Ranks(2, 1, 2)
+
+
+def padded_inside(at):
+    """The padding token among others, which have labels, as where it ends documents."""
+    batch = plain(at)
+    batch["input_ids"][0, [2, 6, 9]] = 0
+    batch["input_ids"][1, 12:] = 0
+    return batch
+
+
 JOBS = {
     "llama": SequenceJob(llama),
-    "one head of keys": SequenceJob(partial(llama, kv_heads=1)),
     "norms of heads, tied": SequenceJob(qwen3),
-    "learned positions": SequenceJob(gpt2),
-    "packed": SequenceJob(partial(llama, use_cache=False), packed),
     "packed, one head of keys": SequenceJob(partial(llama, kv_heads=1, use_cache=False), packed),
-    "padding": SequenceJob(llama, padded),
     "padding, learned positions": SequenceJob(gpt2, padded),
     "a rank without labels": SequenceJob(llama, half_labelled),
+    # positions that the model counts from its padding: in a table, in embeddings
+    "roberta": SequenceJob(partial(tiny, "roberta", pad_token_id=1), padded_inside),
+    "biogpt": SequenceJob(partial(tiny, "biogpt"), padded_inside),
+    "opt": SequenceJob(partial(tiny, "opt"), padded),
 }
-
-
+# name, ranks, stage, accumulation
 CELLS = [
-    ("llama", SP2, 0, 2),
-    ("llama", SP4, 1, 1),
     ("llama", BOTH, 2, 2),
-    ("llama", BOTH, 3, 1),
     ("llama", TENSOR, 3, 2),
-    *((name, SP4 if "keys" in name else SP2, 3, 1) for name in JOBS if name != "llama"),
+    ("norms of heads, tied", SP2, 0, 1),
+    ("packed, one head of keys", SP4, 3, 1),
+    ("padding, learned positions", SP2, 1, 1),
+    ("a rank without labels", SP2, 3, 1),
+    *((name, SP2, 1, 1) for name in ("roberta", "biogpt", "opt")),
 ]
 
 
@@ -84,11 +95,9 @@ def test_as_in_one_process(cell):
 
 
 def test_bytes_along_the_sequence():
-    """The traffic of a step, in each layer: queries, keys and values there, the output back, and as
-    much in the backward; sizes and codes of batches and losses beside them.
-    """
-    ranks, rows, layers, heads, shared, width, tokens = SP2, 2, 2, 4, 2, 8, 16 // 2
-    stats = check("llama", ranks, 3, 1)
+    """Queries, keys, values and output, there and back; sizes and codes of batches and losses."""
+    rows, layers, heads, shared, width, tokens = 2, 2, 4, 2, 8, 16 // 2
+    stats = check("llama", SP2, 3, 1)
     each = rows * tokens * width * 4 * (heads + 2 * shared + heads)
     for found in stats:
         assert found.counts["all_to_all"] == 2 * layers * 2 * 2  # steps, passes, there and back
@@ -104,28 +113,28 @@ def adapted():
     return peft.get_peft_model(llama(), config)  # type: ignore[arg-type, return-value]
 
 
-def checkpointed(reentrant):
+def reentrant():
     model: Any = llama(use_cache=False)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.gradient_checkpointing_enable({"use_reentrant": True})
     return model  # type: ignore[no-any-return]
 
 
 BLOCKS = {"activation_checkpointing": {"blocks": True, "cpu_checkpointing": True}}
-SPARSE = {"mode": "fixed", "block": 16, "attention": "unidirectional"}
+SPARSE = {
+    "mode": "fixed", "block": 16, "attention": "unidirectional", "num_local_blocks": 1,
+    "different_layout_per_head": True,
+}  # fmt: skip
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 CASES: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
-    "adapters": (adapted, plain, {}),
-    "recomputed blocks, offloaded": (llama, plain, BLOCKS),
+    "adapters, offload": (adapted, plain, {"zero_optimization": {"stage": 3, **OFFLOAD}}),
     "recomputed documents": (partial(llama, use_cache=False), packed, BLOCKS),
-    "recomputed by transformers": (partial(checkpointed, False), plain, {}),
-    "recomputed, reentrant": (partial(checkpointed, True), plain, {}),
+    "recomputed, reentrant": (reentrant, plain, {}),
     "no logits, a rank without labels": (llama, half_labelled, {"kernels": ["loss"]}),
     "all kernels, tied": (
         qwen3,
         plain,
         {"kernels": ["loss", "norms", "rotary", "qkv", "activations"]},
     ),
-    "offload": (llama, plain, {"zero_optimization": {"stage": 3, **OFFLOAD}}),
     "MLPs in three stretches": (llama, plain, {"tiled_mlp": {"enabled": True, "shards": 3}}),
     "MLPs in stretches": (gpt2, plain, {"tiled_mlp": {"enabled": True}}),
 }
@@ -142,25 +151,18 @@ def test_features_as_in_one_process(case):
     assert {each.counts["all_to_all"] for each in stats} == {2 * 2 * 2 * passes}
 
 
-@in_one_item((False, True))
-def test_sparse_attention(differ):
+def test_sparse_attention():
     """The layout of a rank's heads is theirs, where heads differ."""
-    section = SPARSE | {"different_layout_per_head": differ, "num_local_blocks": 1}
-    from hf_zero.integrations import fused
-
     make = partial(llama, max_position_embeddings=256)
 
     def sparse():
         model = make()
-        fused.prepare(model, "off", dict(section), False, ())
+        fused.prepare(model, "off", dict(SPARSE), False, ())
         return model
 
     job, plan = SequenceJob(sparse, long_rows), Plan(ranks=1, steps=1)
-    expected = oracle.run(job, plan)
-    found, _ = train_on_threads(
-        SequenceJob(make, long_rows), plan, SP2, 1, sparse_attention=section
-    )
-    oracle.compare(found, expected, 1e-5)
+    found, _ = train_on_threads(SequenceJob(make, long_rows), plan, SP2, 1, sparse_attention=SPARSE)
+    oracle.compare(found, oracle.run(job, plan), 1e-5)
 
 
 def test_experts_of_ranks_that_share_sequences():
@@ -183,12 +185,6 @@ def test_in_16_bits():
     found, _ = train_on_threads(job, plan, SP2, 2)
     exact = oracle.run(job, Plan(ranks=1, steps=2))
     oracle.compare_mixed(found, oracle.run(job, plan), exact, plan.dtype, 1.5)
-
-
-def test_stretches_need_mlps():
-    config = {"tiled_mlp": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
-    with pytest.raises(ConfigError, match="no block of Stack"):
-        hf_zero.initialize(model=Stack(), config=config)
 
 
 def dropping():
@@ -288,9 +284,7 @@ def test_the_place_leaves_out_batches_that_were_not_yielded():
 
 
 def test_documents_of_a_part_are_known_without_its_values():
-    """Positions on the meta device cannot be read. A modified part is unknown, and so is one that
-    the script uses with other rows.
-    """
+    """Positions on the meta device cannot be read; a part that was modified is unknown."""
     ids = torch.zeros(2, 16, dtype=torch.int64, device="meta")
     positions = batches.cut({"input_ids": ids}, 1, 2)["position_ids"]
     assert batches.documents_of(positions) == Documents.one_a_row(16)
@@ -342,7 +336,7 @@ def computed(module, tensors, call):
 
 
 # tokens first, ranks, heads of keys and values, output joined
-OWN = [(True, 2, HEADS, False), (False, 2, 2, True), (True, 4, 2, True), (False, 4, 2, False)]
+OWN = [(True, 2, HEADS, False), (False, 4, 2, True)]
 
 
 @in_one_item(OWN)
@@ -391,3 +385,30 @@ def test_what_is_refused():
             module(q[:, :, :3], k[:, :, :3], v[:, :, :3], 1, None, 1.0)
 
     run_ranks(2, rank)
+    config = {"tiled_mlp": {"enabled": True}, "train_micro_batch_size_per_gpu": 1}
+    with pytest.raises(ConfigError, match="no block of Stack"):
+        hf_zero.initialize(model=Stack(), config=config)
+
+
+def test_tokens_of_whole_batches_are_counted_once():
+    """By TRL's trainer, on four ranks in groups of two."""
+    ids, mask = torch.ones(2, 8, dtype=torch.long), torch.ones(2, 8, dtype=torch.long)
+    mask[1, 5:] = 0
+    labels = ids.where(mask > 0, -100)
+    part = batches.cut({"input_ids": ids, "attention_mask": mask, "labels": labels}, 1, 2)
+    trainer: Any = SimpleNamespace(
+        accelerator=SimpleNamespace(device="cpu", gather=lambda own: own.repeat(4)),
+        get_tp_size=lambda: 1,
+        get_sp_size=lambda: 2,
+        _total_train_tokens=10,
+        _metrics={"train": {}},
+    )
+
+    def count_theirs(inputs):
+        with counting_whole_batches(trainer, inputs):
+            trainer._total_train_tokens += 8
+        return int(trainer._total_train_tokens)
+
+    assert count_theirs(part) == 10 + 2 * 13
+    assert trainer._metrics["train"]["num_tokens"] == [36]
+    assert count_theirs({"input_ids": ids}) == 36 + 8  # whole sequences

@@ -1,12 +1,11 @@
-"""Refusals of sequence parallelism, by key and remedy; models that it leaves alone; state that it
-leaves behind; ranks of one group that are given other batches.
-"""
+"""Refusals of sequence parallelism; models that it leaves alone; ranks with other batches."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +33,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
     "bidirectional": (bert, 2, "attends in both directions"),
     "two sequences": (t5, 2, "it attends across two sequences"),
     "sliding layers": (partial(qwen3, **SLIDING), 2, "layers of sliding_attention"),
-    "a window": (partial(tiny, "mistral"), 2, "config.sliding_window"),
     "soft-capping": (partial(tiny, "gemma2"), 2, "attn_logit_softcapping|sliding_window"),
     "state": (partial(tiny, "mamba"), 2, "layers of linear_attention"),
     "rotary": (partial(llama, rope_parameters=ROPE), 2, "rope_type"),
@@ -94,21 +92,10 @@ def test_batches_that_cannot_be_cut(row):
         cut(batch, 0, parts)
 
 
-def test_positions_of_padding_may_begin_anew_beside_a_mask():
-    """Such positions are ``mask.cumsum(1) - 1``, with any value for padding."""
-    labels = BATCH["labels"].masked_fill(PADDED == 0, -100)
-    positions = torch.where(PADDED == 0, 1, PADDED.cumsum(1) - 1)
-    part = cut(
-        BATCH | {"labels": labels, "attention_mask": PADDED, "position_ids": positions}, 1, 2
-    )
-    assert part["position_ids"].tolist() == positions[:, TOKENS // 2 :].tolist()
-
-
 def test_a_batch_is_cut_after_its_labels_are_shifted():
-    mask = ONES.clone()
-    mask[:, 10:] = 0
-    labels = BATCH["labels"].masked_fill(mask == 0, -100)
-    batch = BATCH | {"attention_mask": mask, "labels": labels, "count": 3}
+    """Beside a mask positions are ``mask.cumsum(1) - 1``, with any value for padding."""
+    labels = BATCH["labels"].masked_fill(PADDED == 0, -100)
+    batch = BATCH | {"attention_mask": PADDED, "labels": labels, "count": 3}
     parts = [cut(batch, part, 2) for part in (0, 1)]
     whole = {
         name: torch.cat([part[name] for part in parts], 1) for name in parts[0] if name != "count"
@@ -118,6 +105,9 @@ def test_a_batch_is_cut_after_its_labels_are_shifted():
     assert bool((whole["shift_labels"][:, -1] == -100).all())
     assert torch.equal(whole["position_ids"], torch.arange(TOKENS).expand(ROWS, -1))
     assert "attention_mask" not in whole and parts[1]["count"] == 3
+    positions = torch.where(PADDED == 0, 1, PADDED.cumsum(1) - 1)
+    part = cut(batch | {"position_ids": positions}, 1, 2)
+    assert part["position_ids"].tolist() == positions[:, TOKENS // 2 :].tolist()
 
 
 SEQLEN = {"curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 16,
@@ -225,7 +215,6 @@ def evaluate_parts(rank, models, change, both):
 
 
 PARTS = {
-    "shard": lambda sequence, batch: sequence.shard(batch),
     "no labels": lambda sequence, batch: {**sequence.shard(batch), "shift_labels": None},
     "batches": lambda sequence, batch: next(iter(sequence.batches([batch]))),
     "copied": lambda sequence, batch: {
@@ -238,13 +227,11 @@ PARTS = {
 def test_parts_of_batches_in_evaluation(kind):
     models = [seeded(llama) for _ in range(2)]
     refused("in_evaluation=True", 2, evaluate_parts, models, PARTS[kind], False)
-
-
-def test_parts_of_batches_where_evaluation_reads_them():
-    models = [seeded(llama) for _ in range(2)]
-    expected = seeded(llama)(**BATCH).loss.detach()
-    for loss in run_ranks(2, evaluate_parts, models, PARTS["batches"], True):
-        torch.testing.assert_close(loss, expected)
+    if kind == "batches":  # where evaluation reads them
+        models = [seeded(llama) for _ in range(2)]
+        expected = seeded(llama)(**BATCH).loss.detach()
+        for loss in run_ranks(2, evaluate_parts, models, PARTS[kind], True):
+            torch.testing.assert_close(loss, expected)
 
 
 # ---- sizes ----
@@ -306,11 +293,9 @@ def test_batch_sizes_count_groups():
 
 
 def test_another_mpu_with_parts_of_sequences():
-    class Other:
-        get_sequence_parallel_world_size = staticmethod(lambda: 2)
-
+    other = SimpleNamespace(get_sequence_parallel_world_size=lambda: 2)
     with pytest.raises(NotBuiltError, match="sequence parallelism"):
-        hf_zero.initialize(model=seeded(llama), mpu=Other(), config="zero1")
+        hf_zero.initialize(model=seeded(llama), mpu=other, config="zero1")
 
 
 SP2 = Ranks(2)
