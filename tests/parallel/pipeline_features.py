@@ -1,6 +1,4 @@
-"""Training features of pipelines of two stages, each as what a rank does and what is checked of the
-answers of all ranks: loaders of several lengths, dropout, 16 bits.
-"""
+"""Training features of pipelines of two stages: what a rank does, and the check of all answers."""
 
 from __future__ import annotations
 
@@ -93,9 +91,7 @@ def with_dropout():
 
 
 def dropping(rank, world, folder="", resumes=False, **keys):
-    """Steps with dropout from one seed: their losses, and the share that was dropped; with a
-    ``folder`` it is saved to before the last step, or resumed from.
-    """
+    """Losses of steps with dropout, saved to ``folder`` or resumed from it; the share."""
     torch.manual_seed(11 + rank)
     readers = world // 2
     module = pipeline(2, world, with_dropout(), seed_layers=False)
@@ -145,7 +141,6 @@ FP16 = {"fp16": {"enabled": True, "initial_scale_power": 6, "hysteresis": 1}, **
 HALVES: dict[str, tuple[torch.dtype, tuple[str, ...], dict[str, Any]]] = {
     "bf16": (torch.bfloat16, (), {"bf16": {"enabled": True}, **WIRE}),
     "fp16": (torch.float16, (), FP16),
-    "fp16, the first stage is frozen": (torch.float16, ("tied", "1.", "3."), FP16),
     "fp16, the last stage is frozen": (torch.float16, ("tied", "5.", "7."), FP16),
 }
 
@@ -155,9 +150,7 @@ def infinite(loss, *given):
 
 
 def halved(case, rank, world, folder):
-    """The master weights after some steps, in fp16 after a further one that overflows, on the last
-    stage alone.
-    """
+    """Master weights after some steps; in fp16 one overflows, on the last stage alone."""
     dtype, frozen, more = HALVES[case]
     module, readers = pipeline(2, world), world // 2
     freeze(module, frozen)
@@ -190,7 +183,6 @@ def plain_halved(case, scale, windows):
         optimizer.zero_grad()
         for ids, labels in window:
             half = copy.deepcopy(whole).to(dtype)
-            half._functions = rebuilt(half)
             (loss_of(half(ids), labels) * scale / len(window)).backward()
             for master, p in zip(whole.parameters(), half.parameters()):
                 if p.grad is not None:
@@ -199,18 +191,6 @@ def plain_halved(case, scale, windows):
         nn.utils.clip_grad_norm_(whole.parameters(), CLIP)
         optimizer.step()
     return whole
-
-
-def rebuilt(copied):
-    """The functions of a copy of the model, over its own modules."""
-    found: list[Callable[[Any], Any]] = []
-    tied = copied.tied_modules["embed"]
-    for index, layer in enumerate(layers()):
-        if index in (0, 9):
-            found.append(tied if index == 0 else lambda x: nn.functional.linear(x, tied.weight))
-        else:
-            found.append(copied._modules.get(str(index)) or layer)
-    return found
 
 
 def check_halved(case, answers, readers):
@@ -233,15 +213,10 @@ def check_halved(case, answers, readers):
     assert 0 < error(ours) <= 1.2 * error(theirs)
 
 
-# what each rank does, given its number, the number of ranks and a folder
-CASES: dict[str, Callable[[int, int, str], Any]] = {
-    "loaders of several lengths": uneven,
-    "dropout": dropout,
-    **{case: partial(halved, case) for case in HALVES},
-}
-# what is checked of the answers of all ranks, given how many read data of their own
-CHECKS: dict[str, Callable[[list[Any], int], None]] = {
-    "loaders of several lengths": check_uneven,
-    "dropout": check_dropout,
-    **{case: partial(check_halved, case) for case in HALVES},
+# what each rank does, given its number, the number of ranks and a folder; and what is checked of
+# the answers of all ranks, given how many read data of their own
+CASES: dict[str, tuple[Callable[[int, int, str], Any], Callable[[list[Any], int], None]]] = {
+    "loaders of several lengths": (uneven, check_uneven),
+    "dropout": (dropout, check_dropout),
+    **{case: (partial(halved, case), partial(check_halved, case)) for case in HALVES},
 }

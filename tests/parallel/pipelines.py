@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -49,9 +47,8 @@ class Joined(nn.Module):
         return torch.tanh(hidden) + counts[:, None]
 
 
-def layers(tied=True):
+def layers():
     """A model whose first and last layer share a weight; activations of all kinds between."""
-    last: Any = TiedLayerSpec("embed", nn.Embedding, VOCAB, WIDTH, forward_fn=unembed)
     return [
         TiedLayerSpec("embed", nn.Embedding, VOCAB, WIDTH),
         LayerSpec(nn.Linear, WIDTH, WIDTH),
@@ -62,7 +59,7 @@ def layers(tied=True):
         LayerSpec(Joined),
         LayerSpec(nn.Linear, WIDTH, WIDTH),
         torch.tanh,
-        last if tied else LayerSpec(nn.Linear, WIDTH, VOCAB),
+        TiedLayerSpec("embed", nn.Embedding, VOCAB, WIDTH, forward_fn=unembed),
     ]
 
 
@@ -82,38 +79,29 @@ def batches(count, seed=5):
 class Whole(nn.Module):
     """``layers`` in one process, under the names that they have in a pipeline."""
 
-    def __init__(self, tied=True):
+    def __init__(self):
         super().__init__()
         self.tied_modules = nn.ModuleDict()
-        self._functions: list[Callable[[Any], Any]] = []
-        for index, layer in enumerate(layers(tied)):
+        for index, layer in enumerate(layers()):
             set_random_seed(1234 + index)
             if isinstance(layer, TiedLayerSpec):
                 if layer.key not in self.tied_modules:
                     self.tied_modules[layer.key] = layer.build()
-                module = self.tied_modules[layer.key]
-                self._functions.append(
-                    module
-                    if layer.forward_fn is None
-                    else lambda x, f=layer.forward_fn, m=module: f(m, x)
-                )
             elif isinstance(layer, LayerSpec):
-                built = layer.build()
-                self.add_module(str(index), built)
-                self._functions.append(built)
-            else:
-                self._functions.append(layer)
+                self.add_module(str(index), layer.build())
 
     def forward(self, value):
-        for function in self._functions:
-            value = function(value)
+        for index, layer in enumerate(layers()):
+            if isinstance(layer, TiedLayerSpec):
+                module = self.tied_modules[layer.key]
+                value = layer.forward_fn(module, value) if layer.forward_fn else module(value)
+            else:
+                value = self._modules.get(str(index), layer)(value)
         return value
 
 
 def plain(model, windows, loss, optimizer=None):
-    """Train ``model`` on the micro-batches of each window: (loss, norm) and the gradients of each
-    step.
-    """
+    """Train on the micro-batches of each window: (loss, norm) and the gradients of each step."""
     parameters = dict(model.named_parameters())
     made = (optimizer or sgd)(parameters.values())
     told, gradients = [], []

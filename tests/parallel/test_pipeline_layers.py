@@ -1,6 +1,4 @@
-"""Layers of a pipeline in one process: which stage holds which, what is built, names and values;
-groups of messages on devices whose communicators the first message makes.
-"""
+"""Layers of a pipeline, the engine on one rank, and messages between stages."""
 
 from __future__ import annotations
 
@@ -47,28 +45,23 @@ from tests.parallel.pipelines import Whole, batches, config, layers, loss_of, pi
 def test_partitions_by_number_by_parameters_and_by_class():
     names = ["Embedding", "Block", "Block", "Block", "Head"]
     numels = [100, 10, 10, 10, 100]
-    assert bounds_of("uniform", 2, names, numels) == [0, 3, 5]
-    assert bounds_of("parameters", 3, names, numels) == [0, 1, 4, 5]
-    assert bounds_of("type:block", 3, names, numels) == [0, 2, 3, 5]
+    for method, parts, bounds in (
+        ("uniform", 2, [0, 3, 5]),
+        ("parameters", 3, [0, 1, 4, 5]),
+        ("type:block", 3, [0, 2, 3, 5]),
+    ):
+        assert bounds_of(method, parts, names, numels) == bounds
     # what weighs nothing leaves no stage empty
-    assert bounds_of("type:head", 4, names, numels) == sorted(
-        {*bounds_of("type:head", 4, names, numels)}
-    )
-
-
-PARTITIONS = [
-    ("type:Conv", 2, "type:Conv"),
-    ("type:", 2, "partition_method is 'type:'"),
-    ("profile", 2, "partition_method is 'profile'"),
-    ("uniform", 6, "leaves stages empty"),
-]
-
-
-@in_one_item(PARTITIONS)
-def test_partitions_that_there_are_not(row):
-    method, parts, said = row
-    with pytest.raises(ConfigError, match=said):
-        bounds_of(method, parts, ["Block"] * 5, [1] * 5)
+    heads = bounds_of("type:head", 4, names, numels)
+    assert heads == sorted({*heads})
+    for method, parts, said in (
+        ("type:Conv", 2, "type:Conv"),
+        ("type:", 2, "partition_method is 'type:'"),
+        ("profile", 2, "partition_method is 'profile'"),
+        ("uniform", 6, "leaves stages empty"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            bounds_of(method, parts, ["Block"] * 5, [1] * 5)
 
 
 def test_a_rank_builds_the_layers_of_its_stages_alone(as_rank):
@@ -97,8 +90,7 @@ def test_a_rank_builds_the_layers_of_its_stages_alone(as_rank):
         module.stage_owner(8)
 
 
-@in_one_item([None, ["Linear", "ReLU"]])
-def test_recomputed_layers_give_the_same(classes):
+def test_recomputed_layers_give_the_same():
     ids, labels = batches(1)[0]
     found = []
     for interval in (0, 2):
@@ -108,7 +100,7 @@ def test_recomputed_layers_give_the_same(classes):
             seed_layers=True,
             loss_fn=loss_of,
             activation_checkpoint_interval=interval,
-            checkpointable_layers=classes,
+            checkpointable_layers=["Linear", "ReLU"],
         )
         saved: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(
@@ -194,11 +186,6 @@ def test_windows_of_the_script_are_refused():
         engine_of(managed_gradient_accumulation=False)
 
 
-def test_specs_are_shown():
-    assert repr(LayerSpec(nn.Linear, 2, 3, bias=False)) == "Linear(2, 3, bias=False)"
-    assert TiedLayerSpec("a", nn.Linear, 2, 3, tied_weight_attr="bias").tied_weight_attr == ["bias"]
-
-
 def test_experts_and_sequences_on_several_ranks_are_refused():
     def rank(number):
         init_parallel(ParallelDims.over(2, pipeline=2))
@@ -221,7 +208,9 @@ def test_experts_and_sequences_on_several_ranks_are_refused():
     run_ranks(2, reads)
 
 
-def test_keys():
+def test_keys_and_specs():
+    assert repr(LayerSpec(nn.Linear, 2, 3, bias=False)) == "Linear(2, 3, bias=False)"
+    assert TiedLayerSpec("a", nn.Linear, 2, 3, tied_weight_attr="bias").tied_weight_attr == ["bias"]
     read = ZeroConfig.from_dict({"pipeline": {"activation_checkpoint_interval": 2}})
     assert read.pipeline.activation_checkpoint_interval == 2
     assert read.pipeline.schedule_for(1) == "1f1b"
@@ -397,10 +386,7 @@ def test_the_communicator_is_made_with_its_group(monkeypatch):
     assert reduced == [((1, DEVICE), (1, 3, 5))]
     # NCCL would make others for messages that are in no batch
     assert bound == [("cpu:gloo,cuda:nccl", DEVICE)] * 2
-
-
-def test_the_host_needs_none(monkeypatch):
-    monkeypatch.setattr(dist, "all_reduce", None)
+    monkeypatch.setattr(dist, "all_reduce", None)  # the host needs none
     flat_mesh.connect(None, (0, 1), torch.device("cpu"), Watchdog(enabled=False), "an axis")
 
 
@@ -420,9 +406,7 @@ def _travel(sent, received):
 
 
 def test_a_message_of_several_tensors_is_one_operation(monkeypatch):
-    """The tensors differ in dtype, strides and shape; one is empty and one is None; there
-    and back.
-    """
+    """They differ in dtype, strides and shape, one is empty and one is None; there and back."""
     monkeypatch.setattr(
         dist, "P2POp", lambda op, tensor, **_: SimpleNamespace(op=op, tensor=tensor)
     )
