@@ -136,8 +136,15 @@ def always(**keys: Any) -> Callable[[int, Path], Keys]:
     return lambda stage, folder: keys
 
 
+def two_blocks() -> nn.Module:
+    return Stack(2)
+
+
 def stack_with(name: str, make: Callable[[Any], Any]) -> Way:
-    return Way(name, make_optimizer=make)
+    return Way(name, two_blocks, make_optimizer=make)
+
+
+TWO_BLOCKS = Way("two blocks", two_blocks)
 
 
 # ---- optimizers ----
@@ -253,7 +260,7 @@ OPTIMIZERS: dict[str, Row] = {
 
 def _placed(way: str, **plan: Any) -> Row:
     stages = (3,) if way.startswith(("all", "parameters")) else STAGES
-    return Row(StackJob(), _away(way), stages=stages, plan=plan)
+    return Row(TWO_BLOCKS, _away(way), stages=stages, plan=plan)
 
 
 def _tied(way: str, architecture: str, stages: tuple[int, ...], **plan: Any) -> Row:
@@ -276,7 +283,7 @@ PLACEMENTS: dict[str, Row] = {
 }
 PRECISIONS: dict[str, Row] = {
     precision: Row(
-        StackJob(), plan={"precision": precision, "accumulation": 2}, compare=in_16_bits
+        TWO_BLOCKS, plan={"precision": precision, "accumulation": 2}, compare=in_16_bits
     ).only("bytes", "destroy", "resume", "overflow")
     for precision in ("bf16", "fp16")
 }
@@ -312,7 +319,7 @@ class SequenceJob(sequences.SequenceJob):
 
 def _replicated(**keys: Any) -> Row:
     return Row(
-        StackJob(), always(**keys), stages=(1, 2, 3), ranks=4, elsewhere=2, plan={"clip": 0.5}
+        TWO_BLOCKS, always(**keys), stages=(1, 2, 3), ranks=4, elsewhere=2, plan={"clip": 0.5}
     )
 
 
@@ -346,7 +353,7 @@ PARALLELISM: dict[str, Row] = {
         readers=2,
         elsewhere=2,
         session=InParts,
-        columns=("oracle", "resume", "overflow"),
+        columns=("oracle", "resume"),  # an overflow is in test_flat_meshes.py
     ),
     "expert parallel": Row(
         TensorJob("mixtral", plain_sgd),
@@ -398,7 +405,7 @@ RECOMPUTATION: dict[str, Row] = {
         activation_offload=SMALL,
     ),
     "compiled blocks": replace(
-        _recomputed("bert", _no_compilation, compile={"blocks": True, "backend": "aot_eager"}),
+        _recomputed("bert", _no_compilation, compile={"blocks": True, "backend": "eager"}),
         stages=(3, 0, 1, 2),
     ),
 }
@@ -548,7 +555,7 @@ ERRORS = {"err_beta": 0.8, "reset_T": 3}
 def _compressed(keys: Keys, stages: tuple[int, ...], **zero: Any) -> Row:
     keys = {"compressed_communication": FEW, "zero_optimization": zero, **keys}
     return Row(
-        Way("4 bits", make_optimizer=plain_sgd),
+        stack_with("4 bits", plain_sgd),
         always(**keys),
         stages=stages,
         plan={"accumulation": 2},
@@ -615,7 +622,7 @@ TECHNIQUES: dict[str, Row] = {
     "token drop": Row(
         TokenDropJob("bert", padded=True),
         always(**TokenDropJob("bert", padded=True).keys),
-        plan={"steps": 3, "accumulation": 2},
+        plan={"accumulation": 2},
         elsewhere=0,
         **DROPS,
     ),
