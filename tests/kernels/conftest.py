@@ -15,12 +15,13 @@ from hf_zero.ops import dispatch, native
 OF_THE_CORE = [
     "test_blocks.py",
     "test_files.py",
-    "test_files_faults.py",
     "test_native.py",
     "test_sweeps.py",
     "test_updates.py",
 ]
 collect_ignore_glob = [] if native.available() else [*OF_THE_CORE, "test_huge.py"]
+ENDS = {*native.instruction_sets()[:1], *native.instruction_sets()[-1:]}
+"""Instruction sets: those between are compiled from the same lines."""
 # A test above 2^31 elements takes 9 GB and a minute: only where it is asked for.
 if os.environ.get("HF_ZERO_TEST_HUGE") != "1":
     collect_ignore_glob.append("test_huge.py")
@@ -38,10 +39,9 @@ def as_before() -> Iterator[None]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "isa" in metafunc.fixturenames:
-        names = native.instruction_sets()
-        ends = {*names[:1], *names[-1:]}  # those between are compiled from the same lines
         cells = [
-            pytest.param(name, marks=() if name in ends else pytest.mark.long) for name in names
+            pytest.param(name, marks=() if name in ENDS else pytest.mark.long)
+            for name in native.instruction_sets()
         ]
         metafunc.parametrize("isa", cells, indirect=True)
 
@@ -92,23 +92,10 @@ def watched_body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         assert settings.launches
 
 
-_SETS = native.instruction_sets()
-
-
-@pytest.fixture(
-    params=[
-        "reference",
-        *(
-            pytest.param(n, marks=() if n in (_SETS[0], _SETS[-1]) else pytest.mark.long)
-            for n in _SETS
-        ),
-        "threads",
-        "triton",
-    ]
-)
+@pytest.fixture(params=["reference", *sorted(ENDS), "threads", "triton"])
 def every_body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Each body there is of an operation of host and GPU: plain torch, C++ on each instruction set
-    and on several threads, and Triton's kernels in the checked interpreter.
+    """The bodies of an operation of host and GPU: plain torch, C++ on an instruction set and on
+    several threads, and Triton's kernels in the checked interpreter.
     """
     from tests.helpers.buffers import reference
     from tests.helpers.checked_triton import checked_triton
@@ -121,9 +108,9 @@ def every_body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         with checked_triton() as settings:
             yield "triton"
             assert settings.launches
-    elif not native.available():
-        pytest.skip("no native core here")
     else:
+        if not native.available():
+            pytest.skip("no native core here")
         if request.param == "threads":
             native.set_threads(3)
         else:

@@ -4,10 +4,9 @@ there is none.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,58 +20,56 @@ from tests.helpers.commands import completed
 LARGE = 1_000_000
 
 
-def in_a_process(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, **environ}
-    return completed([sys.executable, "-c", code], env=environment, timeout=300)
+@pytest.fixture
+def loaded_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Sets variables and forgets the core, which reads them where it is loaded."""
 
-
-TELL = """
-from hf_zero.ops import native
-print(native.available(), native.instruction_set(), native.threads(), native.why_not())
-"""
-
-
-def test_variables_choose_set_and_threads() -> None:
-    for name in (native.instruction_sets()[0], native.instruction_sets()[-1]):
-        told = in_a_process(TELL, HF_ZERO_ISA=name, HF_ZERO_THREADS="3", OMP_NUM_THREADS="1")
-        assert told.stdout.split() == ["True", name, "3"], told.stderr
-    off = in_a_process(TELL, HF_ZERO_NATIVE="0")
-    assert off.stdout.startswith("False torch ")
-    assert "HF_ZERO_NATIVE=0 switches it off" in off.stdout
-    told = in_a_process(TELL, HF_ZERO_ISA="avx1024")
-    assert told.returncode != 0 and "'avx1024' (HF_ZERO_ISA)" in told.stderr
-    assert ", ".join(native.instruction_sets()) in told.stderr
-    with pytest.raises(ConfigError, match="instruction set 'mmx'"):
-        native.set_instruction_set("mmx")
-
-
-def test_a_core_that_does_not_load_leaves_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    native._loaded.cache_clear()
-    monkeypatch.setitem(sys.modules, "hf_zero._cpu", None)
-    try:
-        assert not native.available() and "install hf-zero again" in native.why_not()
-        assert squared_norm(torch.tensor([3.0, 4.0])) == 25.0
-        assert native.instruction_set() == "torch" and native.instruction_sets() == []
-        assert native.threads() == torch.get_num_threads()
-        with pytest.raises(KernelError, match=r"torch\.set_num_threads"):
-            native.set_threads(2)
-    finally:
+    def load(**variables: str) -> None:
+        for name in ("HF_ZERO_ISA", "HF_ZERO_THREADS", "HF_ZERO_NATIVE"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
         native._loaded.cache_clear()
+        native.default_share.cache_clear()
+
+    yield load
+    monkeypatch.undo()
+    native._loaded.cache_clear()
+    native.default_share.cache_clear()
 
 
-def test_threads_are_set_and_refused() -> None:
+def test_variables_choose_set_and_threads(loaded_anew, monkeypatch):
+    """Without a core the reference runs; what there is not is refused."""
+    sets = native.instruction_sets()
+    for name in (sets[0], sets[-1]):
+        loaded_anew(HF_ZERO_ISA=name, HF_ZERO_THREADS="3", OMP_NUM_THREADS="1")
+        assert (native.available(), native.instruction_set(), native.threads()) == (True, name, 3)
     native.set_threads(5)
     assert native.threads() == 5
     with pytest.raises(KernelError, match=r"set_threads\(0\)"):
         native.set_threads(0)
+    with pytest.raises(ConfigError, match="instruction set 'mmx'"):
+        native.set_instruction_set("mmx")
+    loaded_anew(HF_ZERO_ISA="avx1024")
+    with pytest.raises(ConfigError, match=rf"'avx1024' \(HF_ZERO_ISA\).*{', '.join(sets)}"):
+        native.available()
+    loaded_anew(HF_ZERO_NATIVE="0")
+    assert not native.available() and "HF_ZERO_NATIVE=0 switches it off" in native.why_not()
+    loaded_anew()
+    monkeypatch.setitem(sys.modules, "hf_zero._cpu", None)
+    assert not native.available() and "install hf-zero again" in native.why_not()
+    assert squared_norm(torch.tensor([3.0, 4.0])) == 25.0
+    assert native.instruction_set() == "torch" and native.instruction_sets() == []
+    assert native.threads() == torch.get_num_threads()
+    with pytest.raises(KernelError, match=r"torch\.set_num_threads"):
+        native.set_threads(2)
 
 
-def test_threads_are_made_once_and_leave_when_they_are_too_many() -> None:
-    code = """
-import os, time, torch
+PROCESS = """
+import os, threading, time, torch
 from hf_zero.ops import native, squared_norm
 def threads(): return len(os.listdir("/proc/self/task"))
-x = torch.zeros(1_000_000)
+x = torch.ones(1_000_000)
 before = threads()
 native.set_threads(6)
 counts = set()
@@ -82,9 +79,27 @@ for _ in range(3000):
     if threads() - before == 1: break
     time.sleep(0.02)
 print(counts, threads() - before)
+
+native.set_threads(4)
+stop = threading.Event()
+def busy():
+    while not stop.is_set(): squared_norm(x)
+other = threading.Thread(target=busy); other.start()
+codes = []
+for _ in range(5):
+    child = os.fork()
+    if child == 0:
+        ok = squared_norm(x) == 1e6 and native.threads() == 4
+        os._exit(0 if ok and threads() == 4 else 1)
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+stop.set(); other.join()
+print(codes == [0] * 5)
 """
-    told = in_a_process(code)
-    assert told.stdout.split() == ["{5}", "1"], told.stdout + told.stderr
+
+
+def test_threads_are_made_once_and_leave_and_a_child_of_fork_has_its_own() -> None:
+    done = completed([sys.executable, "-c", PROCESS], timeout=300)
+    assert done.stdout.split() == ["{5}", "1", "True"], done.stdout + done.stderr
 
 
 def test_several_callers_at_once_each_get_their_own_result() -> None:
@@ -136,32 +151,6 @@ def test_python_goes_on_while_a_kernel_runs() -> None:
         sys.setswitchinterval(interval)
     thread.join()
     assert seen
-
-
-def test_a_child_of_fork_has_threads_of_its_own() -> None:
-    code = """
-import os, sys, threading, torch
-from hf_zero.ops import native, squared_norm
-native.set_threads(4)
-x = torch.ones(1_000_000)
-assert squared_norm(x) == 1e6
-stop = threading.Event()
-def busy():
-    while not stop.is_set(): squared_norm(x)
-other = threading.Thread(target=busy); other.start()
-codes = []
-for _ in range(10):
-    child = os.fork()
-    if child == 0:
-        ok = squared_norm(x) == 1e6 and native.threads() == 4
-        ok = ok and len(os.listdir("/proc/self/task")) == 4
-        os._exit(0 if ok else 1)
-    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-stop.set(); other.join()
-print(codes == [0] * 10)
-"""
-    told = in_a_process(code)
-    assert told.stdout.strip() == "True", told.stdout + told.stderr
 
 
 # ---- this rank's share ----
