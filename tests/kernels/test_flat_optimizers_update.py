@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_zero.ops import flat_tiles as flat_norm
+from hf_zero.ops import flat_tiles
 from hf_zero.ops.flat_optimizers import (
     FlatRun,
     RowSettings,
@@ -25,7 +25,7 @@ from hf_zero.optim.adam_lion import Lion
 from tests.helpers.cells import in_one_item
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-LENGTHS = (1, 131, 1, 7, 64, 3, 200)  # of segments: single elements, odd ones, one that is a tile
+LENGTHS = (1, 131, 1, 7, 64, 3)  # of segments: single elements, odd ones, one that is a tile
 
 
 class Flats:
@@ -69,68 +69,64 @@ class Flats:
         self.update(advance_(self.steps, table, told.get("found_inf")), lion, **told)
 
 
-def grouped(flats: Flats, rows: int) -> list[list[torch.nn.Parameter]]:
-    parameters = [torch.nn.Parameter(part.clone()) for part in flats.of(flats.master, "master")]
-    return [
-        [p for p, piece in zip(parameters, flats.pieces) if piece.row == row] for row in range(rows)
-    ]
-
-
-def in_order(flats: Flats, groups: list[list[torch.nn.Parameter]]) -> list[torch.nn.Parameter]:
-    lines = [iter(group) for group in groups]
-    return [next(lines[piece.row]) for piece in flats.pieces]
-
-
-Groups = list[dict[str, Any]]
-DECAYED = {"lr": 1e-2, "weight_decay": 0.1}
+DECAYED: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 MAXIMIZED = {"lr": 1e-2, "maximize": True}
-ADAMS: dict[str, tuple[type, Groups]] = {
-    "adamw": (torch.optim.AdamW, [DECAYED, {"lr": 3e-3, "weight_decay": 0.0, "eps": 1e-6}]),
-    "adam": (torch.optim.Adam, [{**DECAYED, "betas": (0.8, 0.95)}, {"lr": 3e-3}]),
-    "maximize": (torch.optim.AdamW, [MAXIMIZED, {"lr": 1e-2, "betas": (0.0, 0.9)}, {"lr": 0.0}]),
-}
+AdamW, LION = torch.optim.AdamW, {"weight_decay": 0.1}
+# class, what its groups set, where master, gradient, moments and copy begin
+CASES: list[tuple[type, list[dict[str, Any]], tuple[int, ...]]] = [
+    (AdamW, [DECAYED, {"lr": 3e-3, "weight_decay": 0.0, "eps": 1e-6}], (0, 0, 0, 0)),
+    (torch.optim.Adam, [{**DECAYED, "betas": (0.8, 0.95)}, {"lr": 3e-3}], (8, 16, 0, 24)),
+    (AdamW, [MAXIMIZED, {"lr": 1e-2, "betas": (0.0, 0.9)}, {"lr": 0.0}], (0, 1, 5, 2)),
+    (Lion, [{"lr": 1e-2, **LION}, {"lr": 3e-3, **LION}], (8, 0, 16, 3)),
+    (Lion, [{"lr": 1e-2}, {"lr": 3e-3}], (3, 3, 3, 3)),
+]
 
 
-def adam_rows(cls: type, groups: Groups) -> list[RowSettings]:
-    decoupled, rows = cls is torch.optim.AdamW, []
-    for group in groups:
-        decay = group.get("weight_decay", 0.01 if decoupled else 0.0)
-        betas, eps = group.get("betas", (0.9, 0.999)), group.get("eps", 1e-8)
-        maximize = group.get("maximize", False)
-        rows.append(RowSettings(group["lr"], *betas, eps, decay, decoupled, maximize))
-    return rows
+def row_of(cls: type, group: dict[str, Any]) -> RowSettings:
+    lion, decoupled = cls is Lion, cls is AdamW
+    betas = group.get("betas", (0.9, 0.99) if lion else (0.9, 0.999))
+    decay = group.get("weight_decay", 0.01 if decoupled else 0.0)
+    more = {"corrected": False} if lion else {"decoupled": decoupled}
+    maximize = group.get("maximize", False)
+    eps = group.get("eps", 1e-8)
+    return RowSettings(group["lr"], *betas, eps, decay, maximize=maximize, **more)
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("phases", [(0, 0, 0, 0), (8, 16, 0, 24), (3, 3, 3, 3), (0, 1, 5, 2)])
-@pytest.mark.parametrize("name", ADAMS)
-def test_adam_is_torch_s(name: str, phases: tuple[int, ...], watched_body: str) -> None:
-    cls, groups = ADAMS[name]
-    flats = Flats(LENGTHS, len(groups), out=torch.bfloat16, phases=phases)
-    before = flats.master.clone()
-    parameters = grouped(flats, len(groups))
-    given = [{"params": group, **own} for group, own in zip(parameters, groups)]
-    whole, states = follow(flats, parameters, cls(given, foreach=False), adam_rows(cls, groups))
-    assert_close(flats, "master", flats.master, whole)
-    for buffer, state in ((flats.mean, "exp_avg"), (flats.square, "exp_avg_sq")):
-        assert_close(flats, "moment", buffer, [each[state] for each in states], 1e-7)
-    assert flats.steps.tolist() == [3.0] * len(groups)
-    for copy, master in zip(flats.of(flats.out, "out"), flats.of(flats.master, "master")):
-        assert torch.equal(copy, master.bfloat16())
-    untouched(flats, before)
-
-
-def follow(
-    flats: Flats, parameters: Any, theirs: Any, rows: list[RowSettings], lion: bool = False
-) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
-    """Three steps of ``flats`` and of ``theirs``; whose parameters, and their states."""
-    for _ in range(3):
-        flats.step(rows, lion)
-        for parameter, grad in zip(in_order(flats, parameters), flats.of(flats.grad, "grad")):
-            parameter.grad = grad.clone()
-        theirs.step()
-    whole = in_order(flats, parameters)
-    return [p.data for p in whole], [theirs.state[p] for p in whole]
+def test_steps_are_those_of_the_class(watched_body: str) -> None:
+    """Torch's Adam, and the Lion of the paper, with gradients and copies of any dtype, which are
+    divided; a step that is skipped moves and counts nothing.
+    """
+    divisor, none, found = torch.tensor(4.0), torch.tensor(0.0), torch.tensor(1.0)
+    for number, (cls, groups, phases) in enumerate(CASES):
+        lion, rows = cls is Lion, [row_of(cls, group) for group in groups]
+        out = FLOATS[-number % 3]
+        flats = Flats(LENGTHS, len(groups), FLOATS[number % 3], out, phases)
+        before = flats.master.clone()
+        whole = [torch.nn.Parameter(part.clone()) for part in flats.of(flats.master, "master")]
+        parted = [
+            [p for p, piece in zip(whole, flats.pieces) if piece.row == row]
+            for row in range(len(groups))
+        ]
+        given = [{"params": each, **own} for each, own in zip(parted, groups)]
+        theirs: Any = cls(given, foreach=False)
+        for _ in range(2):
+            flats.step(rows, lion, divisor=divisor, found_inf=none)
+            for parameter, grad in zip(whole, flats.of(flats.grad, "grad")):
+                parameter.grad = grad.float() / divisor
+            theirs.step()
+        arrays = [flats.master, flats.mean, flats.square, flats.out]
+        kept = [each.clone() for each in arrays]
+        flats.step(rows, lion, divisor=divisor, found_inf=found)
+        assert all(torch.equal(now, was) for now, was in zip(arrays, kept))
+        assert_close(flats, "master", flats.master, [p.data for p in whole])
+        states = [theirs.state[p] for p in whole]
+        moments = [(flats.mean, "exp_avg")] + [(flats.square, "exp_avg_sq")] * (not lion)
+        for buffer, state in moments:
+            assert_close(flats, "moment", buffer, [each[state] for each in states], 1e-7)
+        assert flats.steps.tolist() == [2.0] * len(groups)
+        for copy, master in zip(flats.of(flats.out, "out"), flats.of(flats.master, "master")):
+            assert torch.equal(copy, master.to(out))
+        untouched(flats, before)
 
 
 def assert_close(
@@ -149,60 +145,10 @@ def untouched(flats: Flats, before: Tensor) -> None:
         assert torch.equal(buffer[~inside], was[~inside].to(buffer.dtype))
 
 
-def test_lion_is_the_paper_s(watched_body: str) -> None:
-    for decay in (0.0, 0.1):
-        flats, rates = Flats(LENGTHS, 2, phases=(8, 0, 16, 0)), (1e-2, 3e-3)
-        parameters = grouped(flats, 2)
-        given = [{"params": group, "lr": lr} for group, lr in zip(parameters, rates)]
-        rows = [RowSettings(lr, 0.9, 0.99, weight_decay=decay, corrected=False) for lr in rates]
-        theirs = Lion(given, weight_decay=decay, foreach=False)
-        whole, states = follow(flats, parameters, theirs, rows, lion=True)
-        assert_close(flats, "master", flats.master, whole)
-        assert_close(flats, "moment", flats.mean, [each["exp_avg"] for each in states], 1e-7)
-
-
-@pytest.mark.turns
-@pytest.mark.parametrize("lion", [False, True])
-@pytest.mark.parametrize("out", [None, *FLOATS])
-@pytest.mark.parametrize("grad", FLOATS)
-def test_any_gradient_and_copy_divided_and_skipped(
-    grad: torch.dtype, out: torch.dtype | None, lion: bool, watched_body: str
-) -> None:
-    """As the same numbers in fp32; a step that is skipped moves and counts nothing."""
-    torch.manual_seed(3)
-    flats = Flats((70, 5), 1, grad, out, tile=32)
-    torch.manual_seed(3)
-    wide = Flats((70, 5), 1, torch.float32, out, tile=32)
-    rows = [RowSettings(1e-2, weight_decay=0.1, corrected=not lion)]
-    divisor = torch.tensor(3.7)
-    flats.step(rows, lion, divisor=divisor, found_inf=torch.tensor(0.0))
-    wide.grad.copy_(flats.grad.float() / divisor)
-    wide.update(advance_(wide.steps, settings_table(rows, "cpu")), lion)
-    assert flats.steps.item() == 1.0
-    torch.testing.assert_close(flats.master, wide.master, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(flats.mean, wide.mean, rtol=1e-6, atol=1e-7)
-    arrays = [flats.master, flats.mean, flats.square]
-    if out is not None:
-        arrays.append(flats.out)
-        for copy, master in zip(flats.of(flats.out, "out"), flats.of(flats.master, "master")):
-            assert torch.equal(copy, master.to(out))
-    kept = [each.clone() for each in arrays]
-    flats.step(rows, lion, divisor=divisor, found_inf=torch.tensor(1.0))
-    assert all(torch.equal(now, was) for now, was in zip(arrays, kept))
-    assert flats.steps.item() == 1.0
-
-
-def test_nothing_is_nothing(watched_body: str) -> None:
-    flats = Flats((), 1, tile=16)
-    flats.step([RowSettings(1e-3)])
-    assert flats.tiles.table.shape[0] == 0 and flats.tiles.numel == 0 and flats.steps.item() == 1.0
-    assert advance_(torch.zeros(0), settings_table([], "cpu")).shape[0] == 0
-    rates = [RowSettings(torch.tensor(0.25)), RowSettings(torch.tensor([0.5]))]
-    assert settings_table(rates, "cpu")[:, 0].tolist() == [0.25, 0.5], "a rate may be a tensor"
-
-
-def test_bias_corrections_are_those_of_fp64(watched_body: str) -> None:
-    """The second one is 1e-3 at first: in fp32 its power would be off in the fifth digit."""
+def test_settings_of_rows(watched_body: str) -> None:
+    """Bias corrections are those of fp64: the second one is 1e-3 at first, and in fp32 its power
+    would be off in the fifth digit.
+    """
     steps = torch.tensor([0.0, 9.0, 99_999.0])
     rows = [RowSettings(1e-3, *betas) for betas in ((0.9, 0.999), (0.95, 0.99), (0.9, 0.9999))]
     got = advance_(steps, settings_table(rows, "cpu"))
@@ -210,6 +156,12 @@ def test_bias_corrections_are_those_of_fp64(watched_body: str) -> None:
         assert got[row, 7].item() == pytest.approx(1e-3 / (1 - settings.beta1**count), rel=1e-7)
         assert got[row, 8].item() == pytest.approx((1 - settings.beta2**count) ** -0.5, rel=1e-7)
     assert steps.tolist() == [1.0, 10.0, 100_000.0]
+    rates = [RowSettings(torch.tensor(0.25)), RowSettings(torch.tensor([0.5]))]
+    assert settings_table(rates, "cpu")[:, 0].tolist() == [0.25, 0.5], "a rate may be a tensor"
+    nothing = Flats((), 1, tile=16)
+    nothing.step([RowSettings(1e-3)])
+    assert nothing.tiles.table.shape[0] == nothing.tiles.numel == 0 and nothing.steps.item() == 1.0
+    assert advance_(torch.zeros(0), settings_table([], "cpu")).shape[0] == 0
 
 
 @in_one_item((16, 64, 4096))
@@ -240,7 +192,7 @@ def test_tiles_cover_each_element_once(tile: int) -> None:
 
 
 def test_long_segments_are_whole_tiles_but_for_their_ends() -> None:
-    """And pieces that go on, in each buffer, are one."""
+    """Pieces that go on, in each buffer, are one; tables are made once."""
     table = Tiles.cut([FlatRun(1000, 0, 3, 3, 11, 3)], "cpu", 64).table
     assert table[:, 6].tolist() == [0] + [1] * 15 + [0]
     assert table[:, 4].tolist() == [5] + [64] * 15 + [35]
@@ -249,6 +201,8 @@ def test_long_segments_are_whole_tiles_but_for_their_ends() -> None:
     for second, tiles in (((0, 32, 32, 32), 1), ((1, 32, 32, 32), 2), ((0, 32, 40, 32), 2)):
         pieces = [FlatRun(32, 0, 0, 0, 0), FlatRun(32, *second)]
         assert Tiles.cut(pieces, "cpu", 64).table.shape[0] == tiles
+    places, here = ((0, 40), (40, 24)), torch.device("cpu")
+    assert flat_tiles.run_tables(places, here) is flat_tiles.run_tables(places, here)
 
 
 # ---- norms ----
@@ -272,7 +226,7 @@ def test_many_tensors_of_one_buffer(watched_body: str) -> None:
     assert squared_norms(empty).tolist() == [4.0, 0.0, 0.0]
 
 
-def test_more_accurate_than_one_fp32_sum(watched_body: str) -> None:
+def test_more_accurate_than_one_fp32_sum_and_not_finite_where_an_element_is_not(watched_body):
     x = torch.randn(5 * RUN) + 3
     exact = x.double().square().sum().item()
     ours = abs(squared_norm(x)[0].item() / exact - 1)
@@ -283,17 +237,9 @@ def test_more_accurate_than_one_fp32_sum(watched_body: str) -> None:
         total, found = squared_norm(x)
         assert total.item() == pytest.approx(100 * x[0].double().item() ** 2, rel=1e-9)
         assert found.item() == 0.0
-
-
-def test_what_is_not_finite_is_found(watched_body: str) -> None:
     for dtype in FLOATS:
         for bad in (float("inf"), -float("inf"), float("nan")):
             x = torch.ones(300, dtype=dtype)
             x[-1] = bad
             total, found = squared_norm([torch.ones(3, dtype=dtype), x])
             assert found.item() == 1.0 and not total.isfinite()
-
-
-def test_tables_are_made_once() -> None:
-    places, here = ((0, 40), (40, 24)), torch.device("cpu")
-    assert flat_norm.run_tables(places, here) is flat_norm.run_tables(places, here)

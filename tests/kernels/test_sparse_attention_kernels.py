@@ -4,9 +4,7 @@ softmax: outputs, statistics, gradients, dropout.
 
 from __future__ import annotations
 
-import itertools
-import os
-import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,9 +24,8 @@ from hf_zero.ops.sparse_attention import (
     reference,
 )
 from hf_zero.ops.sparse_attention.attention import BACKWARD, FORWARD
-from tests.helpers.cells import runs_long
+from tests.helpers.cells import in_one_item
 from tests.helpers.checked_triton import checked_triton
-from tests.helpers.commands import completed
 
 pytestmark = pytest.mark.skipif(
     not interpreted(), reason="for the interpreter; tests/gpu runs the kernels themselves"
@@ -36,7 +33,13 @@ pytestmark = pytest.mark.skipif(
 
 
 def inputs(
-    batch: int, heads: int, kv_heads: int, length: int, width: int, dtype: Any, *, strided: bool
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    length: int,
+    width: int,
+    dtype: Any = torch.float32,
+    strided: bool = False,
 ) -> list[torch.Tensor]:
     """Return q, k, v and the gradient of the output, laid out as by projections, or with gaps
     between heads and a last dimension of stride 1.
@@ -81,76 +84,60 @@ def assert_near(kernel: list[torch.Tensor], truth: list[torch.Tensor], dtype: to
 
 
 @pytest.fixture
-def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Lists above the mean are cut, so that sums over parts run at a size of the interpreter's."""
     monkeypatch.setattr(plan, "SHORTEST_SPLIT", 2)
     monkeypatch.setattr(plan, "LONGEST", 1)
     plan.plan_for.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def plans_are_forgotten() -> Any:
     yield
     plan.plan_for.cache_clear()
 
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+Dense, BigBird = DenseSparsityConfig, BigBirdSparsityConfig
+WINDOW = {"num_sliding_window_blocks": 1}
+TWO = {"num_local_blocks": 2, "num_different_global_patterns": 2}
+# layout; batch, heads, key heads, length and width; dtype; causal; gaps between heads; dropout
+CASES: dict[str, tuple[SparsityConfig, tuple[int, ...], Any, bool, bool, float]] = {
+    "fp16, 40 wide": (Dense(2, 64), (1, 2, 2, 100, 40), torch.float16, False, True, 0.0),
+    "bf16, 64 wide": (Dense(2, 64), (1, 2, 2, 70, 64), torch.bfloat16, False, True, 0.0),
+    "16": (BigBird(2, 16, **WINDOW), (1, 2, 2, 70, 16), torch.float32, False, False, 0.0),
+    "32, causal": (BigBird(2, 32, **WINDOW), (1, 2, 2, 100, 16), torch.float32, True, False, 0.0),
+    "128, causal": (BigBird(2, 128, **WINDOW), (1, 2, 2, 140, 16), torch.float32, True, False, 0.0),
+    "shared keys, layouts of their own": (
+        FixedSparsityConfig(4, 32, True, **TWO), (1, 4, 2, 100, 16), torch.float32, False, True, 0.0
+    ),
+    "dropout": (Dense(2, 64), (2, 2, 2, 90, 16), torch.float32, False, False, 0.3),
+}  # fmt: skip
 
 
-def test_dtypes_and_widths(pytestconfig: pytest.Config) -> None:
-    cells = itertools.product((16, 40, 64), FLOATS) if runs_long(pytestconfig) else None
-    for width, dtype in cells or zip((16, 40, 64), FLOATS):
-        tensors = inputs(1, 2, 2, 150, width, dtype, strided=True)
-        assert_near(*both_ways(DenseSparsityConfig(2, block=64), tensors), dtype)
+@in_one_item(CASES)
+def test_kernels_are_the_dense_masked_softmax(name: str) -> None:
+    config, sizes, dtype, causal, strided, dropout = CASES[name]
+    tensors, padding = inputs(*sizes, dtype=dtype, strided=strided), None
+    if dropout:
+        padding = torch.ones(sizes[0], sizes[3], dtype=torch.bool)
+        padding[1, 70:] = False
+    told = {"causal": causal, "padding": padding, "dropout": dropout}
+    assert_near(*both_ways(config, tensors, **told), dtype)
 
 
-@pytest.mark.parametrize("block", (16, 32, 64, 128))
-def test_blocks(block: int, pytestconfig: pytest.Config) -> None:
-    config = BigBirdSparsityConfig(2, block=block, num_random_blocks=1, num_sliding_window_blocks=1)
-    for causal in (False, True) if runs_long(pytestconfig) else (block in (32, 128),):
-        tensors = inputs(1, 2, 2, 257, 16, torch.float32, strided=False)
-        assert_near(*both_ways(config, tensors, causal=causal), torch.float32)
-
-
-@pytest.mark.parametrize("per_head", [pytest.param(False, marks=pytest.mark.long), True])
-def test_global_rows_and_columns_are_cut_into_parts(short_splits: None, per_head: bool) -> None:
-    config = BigBirdSparsityConfig(
-        4, 64, per_head, num_random_blocks=int(per_head), num_sliding_window_blocks=1
-    )
-    compiled = plan.plan_for(config.handle, 330, 4, 2, False, torch.device("cpu"))
-    assert compiled.per_head == per_head and compiled.rows.slots and compiled.columns.slots
-    tensors = inputs(1, 4, 2, 330, 16, torch.float32, strided=False)
-    assert_near(*both_ways(config, tensors), torch.float32)
-
-
-def test_heads_that_share_keys_and_differ_in_layout() -> None:
-    config = FixedSparsityConfig(
-        4, 32, different_layout_per_head=True, num_local_blocks=2, num_different_global_patterns=2
-    )
-    tensors = inputs(2, 4, 2, 130, 16, torch.float32, strided=True)
-    assert_near(*both_ways(config, tensors), torch.float32)
+def test_global_rows_and_columns_are_cut_into_parts(short_splits: None) -> None:
+    config = BigBirdSparsityConfig(2, 64, True, num_random_blocks=1, **WINDOW)
+    compiled = plan.plan_for(config.handle, 270, 2, 2, False, torch.device("cpu"))
+    assert compiled.per_head and compiled.rows.slots and compiled.columns.slots
+    assert_near(*both_ways(config, inputs(1, 2, 1, 270, 16)), torch.float32)
 
 
 def test_padding_rows_without_keys_and_columns_without_rows() -> None:
     layout = torch.tensor([[[1, 0, 1], [0, 0, 0], [1, 0, 0]]])
     padding = torch.ones(2, 180, dtype=torch.bool)
     padding[0, 100:], padding[1, :70] = False, False
-    tensors = inputs(2, 2, 1, 180, 16, torch.float32, strided=False)
+    tensors = inputs(2, 2, 1, 180, 16)
     kernel, truth = both_ways(BlockLayout(layout, 64), tensors, padding=padding)
     assert_near(kernel, truth, torch.float32)
     o, lse, dq, dk, _ = kernel
     assert not o[:, :, 64:128].any() and not dq[:, :, 64:128].any() and not dk[:, :, 64:128].any()
     assert (lse[:, :, 64:128] == torch.inf).all(), "a row without keys has no probabilities"
-
-
-def test_dropout_draws_what_the_reference_draws() -> None:
-    padding = torch.ones(2, 130, dtype=torch.bool)
-    padding[1, 90:] = False
-    config = DenseSparsityConfig(2, block=64)
-    for dropout in (0.1, 0.5):
-        tensors = inputs(2, 2, 2, 130, 16, torch.float32, strided=False)
-        kernel, truth = both_ways(config, tensors, padding=padding, dropout=dropout)
-        assert_near(kernel, truth, torch.float32)
 
 
 def test_dropout_is_fair() -> None:
@@ -168,7 +155,7 @@ def test_rounding_is_no_worse_than_eager_attentions() -> None:
     mask. (torch's fused attention computes in fp32 throughout on a CPU; tests/gpu has it.)
     """
     config = VariableSparsityConfig(2, 64, local_window_blocks=[2], global_block_indices=[1])
-    tensors = inputs(1, 2, 2, 192, 64, torch.bfloat16, strided=False)
+    tensors = inputs(1, 2, 2, 192, 64, torch.bfloat16)
     kernel, truth = both_ways(config, tensors)
     compiled = plan.plan_for(config.handle, 192, 2, 1, False, torch.device("cpu"))
     q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
@@ -181,9 +168,7 @@ def test_rounding_is_no_worse_than_eager_attentions() -> None:
         assert error <= allowed, (name, error, allowed)
 
 
-def test_a_grid_has_one_axis_for_any_number_of_sequences(
-    short_splits: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_grid_has_one_axis_for_any_number_of_sequences(short_splits, monkeypatch):
     """The other two of CUDA's end at 65,535."""
     from hf_zero.ops.triton_kernels import sparse_attention as forward
     from hf_zero.ops.triton_kernels import sparse_attention_backward as backward
@@ -213,7 +198,7 @@ def test_a_grid_has_one_axis_for_any_number_of_sequences(
     assert len(grids) == 7 and all(len(grid) == 1 and grid[0] > 65_535 for grid in grids)
 
 
-def test_tf32_is_asked_for_in_the_way_that_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tf32_is_asked_for_in_the_way_that_never_raises() -> None:
     from hf_zero.ops.triton_kernels.sparse_attention_tiles import precision
 
     products = torch.backends.cuda.matmul
@@ -224,19 +209,3 @@ def test_tf32_is_asked_for_in_the_way_that_never_raises(monkeypatch: pytest.Monk
             assert precision(torch.float32) == asked and precision(torch.bfloat16) == "tf32"
     finally:
         products.fp32_precision = before
-
-
-COMPILED = """
-from hf_zero.ops.triton_kernels import sparse_attention as f, sparse_attention_backward as b
-kernels = [f.sparse_attention_forward, f.sparse_attention_combine, b.sparse_attention_dq]
-for kernel in [*kernels, b.sparse_attention_dkdv, b.sparse_attention_sum]:
-    free = {each.name for each in kernel.params if each.do_not_specialize}
-    assert free == {'programs', 'slots'}, (kernel.__name__, free)
-"""
-
-
-def test_lengths_do_not_compile_anew() -> None:
-    """The counts of a plan are not specialised on, where Triton compiles."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = completed([sys.executable, "-c", COMPILED], env=environment)
-    assert done.returncode == 0, done.stderr

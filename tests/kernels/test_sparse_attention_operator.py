@@ -54,19 +54,24 @@ def test_a_dense_layout_is_attention() -> None:
             torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_gradients_are_derivatives(dropout: float) -> None:
-    q, k, v = qkv(1, 2, 1, 20, 4, dtype=torch.float64)
+def test_gradients_are_derivatives() -> None:
+    q, k, v = qkv(1, 2, 1, 18, 2, dtype=torch.float64)
     config = LocalSlidingWindowSparsityConfig(2, 16)
 
     def attend(*given: torch.Tensor) -> torch.Tensor:
         torch.manual_seed(5)
-        return sparse_attention(*given, config, dropout=dropout)
+        return sparse_attention(*given, config, dropout=0.2)
 
-    assert torch.autograd.gradcheck(attend, (q, k, v))
+    assert torch.autograd.gradcheck(attend, (q, k, v), fast_mode=True)
 
 
-def test_a_unidirectional_configuration_is_causal_within_its_blocks() -> None:
+class Diagonal(SparsityConfig):
+    def make_layout(self, seq_len: int) -> torch.Tensor:
+        return torch.eye(seq_len // self.block, dtype=torch.int64).repeat(self.num_heads, 1, 1)
+
+
+def test_layouts_of_every_kind() -> None:
+    """Causal within its blocks, a tensor, a subclass's own; a plan is made once for equal ones."""
     q, k, v = qkv(length=64)
     config = FixedSparsityConfig(2, attention="unidirectional")
     out = sparse_attention(q, k, v, config)
@@ -75,8 +80,10 @@ def test_a_unidirectional_configuration_is_causal_within_its_blocks() -> None:
     changed[:, :, 40:] = 9
     assert torch.equal(out[:, :, :40], sparse_attention(q, k, changed, config)[:, :, :40])
 
+    out = sparse_attention(q, k, v, Diagonal(2, 16))
+    half = sparse_attention(q[:, :, :16], k[:, :, :16], v[:, :, :16], DenseSparsityConfig(2, 16))
+    torch.testing.assert_close(out[:, :, :16], half)
 
-def test_a_layout_can_be_a_tensor() -> None:
     q, k, v = qkv(length=100)
     layout = torch.tensor([[[1, 0], [1, 1]], [[1, 1], [0, 1]]])
     expected = sparse_attention(q, k, v, BlockLayout(layout, 64))
@@ -85,26 +92,12 @@ def test_a_layout_can_be_a_tensor() -> None:
     again = sparse_attention(q, k, v, layout)
     assert not torch.equal(again, expected), "written to since it was compiled"
 
-
-def test_a_plan_is_made_once_for_equal_configurations() -> None:
-    q, k, v = qkv()
     sparse_attention(q, k, v, BigBirdSparsityConfig(2, seed=3))
     before = plan_for.cache_info().misses
     sparse_attention(q, k, v, copy.deepcopy(BigBirdSparsityConfig(2, seed=3)))
     assert plan_for.cache_info().misses == before
     sparse_attention(q, k, v, BigBirdSparsityConfig(2, seed=4))
     assert plan_for.cache_info().misses == before + 1
-
-
-def test_a_subclass_brings_its_own_layout() -> None:
-    class Diagonal(SparsityConfig):
-        def make_layout(self, seq_len: int) -> torch.Tensor:
-            return torch.eye(seq_len // self.block, dtype=torch.int64).repeat(self.num_heads, 1, 1)
-
-    q, k, v = qkv(length=32)
-    out = sparse_attention(q, k, v, Diagonal(2, 16))
-    half = sparse_attention(q[:, :, :16], k[:, :, :16], v[:, :, :16], DenseSparsityConfig(2, 16))
-    torch.testing.assert_close(out[:, :, :16], half)
 
 
 def test_empty_inputs_give_empty_outputs() -> None:

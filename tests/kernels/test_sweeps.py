@@ -20,7 +20,6 @@ from hf_zero.ops import (
     squared_norm,
 )
 from tests.helpers.buffers import Guarded, reference, same_bits
-from tests.helpers.cells import in_one_item
 
 SIZES = [0, 1, 3, 31, 32, 33, 511, 512, 513, 2**20 + 1]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -43,14 +42,17 @@ def test_squared_norm(isa: str) -> None:
     assert all_finite(torch.empty(0)) and squared_norm(torch.empty(0)) == 0.0
 
 
-def test_squared_norm_is_the_same_on_every_instruction_set_and_thread_count() -> None:
-    x = torch.randn(1_000_003)
-    found = set()
-    for name in native.instruction_sets():
+def test_sums_are_the_same_on_every_instruction_set_and_thread_count() -> None:
+    x, found = torch.randn(1_000_003), set()
+    sizes = (0, 1, 63, 64, 65, 65_535, 65_536, 65_537, 1_000_003)
+    summed = [torch.randint(0, 256, (numel + 1,), dtype=torch.uint8)[1:] for numel in sizes]
+    with reference():
+        expected = [checksum(each.clone()) for each in summed]
+    for name, threads in itertools.product(native.instruction_sets(), (1, 2, 5)):
         native.set_instruction_set(name)
-        for threads in (1, 2, 5):
-            native.set_threads(threads)
-            found.add(squared_norm(x))
+        native.set_threads(threads)
+        found.add(squared_norm(x))
+        assert [checksum(each) for each in summed] == expected
     assert len(found) == 1
 
 
@@ -102,10 +104,10 @@ def test_every_16_bit_number_and_those_beside_it_round_right(isa: str) -> None:
         assert same_bits(out, numbers.to(dtype))
 
 
-@in_one_item([torch.uint8, torch.bfloat16, torch.float32, torch.int64])
-def test_segments_there_and_back(dtype: torch.dtype) -> None:
+def test_segments_there_and_back() -> None:
     draw = random.Random(0)
-    for longest in (3, 50_000):
+    kinds = [(3, torch.uint8), (50_000, torch.bfloat16), (3, torch.float32), (500, torch.int64)]
+    for longest, dtype in kinds:
         runs, at = [], 0
         for _ in range(40):
             at += draw.randrange(5)
@@ -126,17 +128,6 @@ def test_segments_there_and_back(dtype: torch.dtype) -> None:
         assert torch.equal(back, expected)
         guarded.check()
     gather(torch.empty(0, dtype=dtype), whole, [])
-
-
-@in_one_item([0, 1, 63, 64, 65, 65_535, 65_536, 65_537, 1_000_003])
-def test_checksum_is_the_same_everywhere(numel: int) -> None:
-    x = torch.randint(0, 256, (numel + 1,), dtype=torch.uint8)[1:]
-    with reference():
-        expected = checksum(x.clone())
-    for name, threads in itertools.product(native.instruction_sets(), (1, 5)):
-        native.set_instruction_set(name)
-        native.set_threads(threads)
-        assert checksum(x) == expected
 
 
 def test_checksum_sees_a_bit_a_swap_and_a_length() -> None:

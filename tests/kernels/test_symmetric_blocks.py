@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 import torch
 from torch import Tensor
 
 from hf_zero.ops import symmetric_blocks_reference as plain
 from hf_zero.ops.symmetric_blocks import SymmetricBlocks
 from tests.helpers.buffers import Guarded, same_bits
-from tests.helpers.cells import runs_long
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (1, 3, 8, 31, 255, 256, 257, 1000, 2049, 40_001)
@@ -50,14 +48,11 @@ def expected(form: SymmetricBlocks, x: Tensor, rows: int, minus: Tensor | None =
     return out
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_every_body_gives_the_bits_of_the_reference(every_body, form, dtype) -> None:
-    blocks = SymmetricBlocks(*form)
+def test_every_body_gives_the_bits_of_the_reference(every_body) -> None:
     sizes = SIZES if every_body not in ("triton", "reference") else (1, 31, 257, 2049)
-    for numel in sizes:
-        for rows in (1, 3):
+    for number, form in enumerate(FORMS):
+        blocks, dtype = SymmetricBlocks(*form), FLOATS[number % 3]
+        for numel, rows in itertools.product(sizes, (1, 3)):
             guarded = Guarded()
             x, minus = guarded(spread(rows * numel, dtype)), guarded(torch.randn(rows * numel))
             for less in (None, minus):
@@ -78,12 +73,12 @@ def test_every_body_gives_the_bits_of_the_reference(every_body, form, dtype) -> 
             guarded.check()
 
 
-def test_what_comes_back_is_within_half_a_scale(every_body, pytestconfig) -> None:
+def test_what_comes_back_is_within_half_a_scale(every_body) -> None:
     """And zeros are exact; another time round nothing changes; large numbers keep their size."""
-    numel, cells = 2049, list(itertools.product(FORMS, FLOATS))
-    in_turn = [(form, FLOATS[number % 3]) for number, form in enumerate(FORMS)]
-    for form, dtype in cells if runs_long(pytestconfig) else in_turn:
-        blocks, x, back = SymmetricBlocks(*form), spread(numel, dtype), torch.empty(numel)
+    numel = 2049
+    for number, form in enumerate(FORMS):
+        x = spread(numel, FLOATS[number % 3])
+        blocks, back = SymmetricBlocks(*form), torch.empty(numel)
         messages = blocks.quantise(x)
         blocks.dequantise(messages, back)
         _, scales = parts(blocks, messages, numel)
@@ -100,7 +95,7 @@ def test_what_comes_back_is_within_half_a_scale(every_body, pytestconfig) -> Non
         torch.testing.assert_close(back, x, rtol=2.0**-8, atol=0)
 
 
-def test_ties_go_to_the_even_code(every_body) -> None:
+def test_ties_go_to_the_even_code_and_what_is_not_finite_takes_its_block_along(every_body) -> None:
     """The first of two codes is in the lower half of its byte."""
     for bits, top in ((4, 7), (8, 127)):
         x = torch.tensor([top, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, -top, -0.0], dtype=torch.float32)
@@ -109,9 +104,6 @@ def test_ties_go_to_the_even_code(every_body) -> None:
         assert back.tolist() == [top, 0, 2, 2, 0, -2, -2, -top, 0]
     messages = SymmetricBlocks(4, 32).quantise(torch.tensor([7.0, -1.0, 3.0]))
     assert messages[0, :2].tolist() == [7 | (15 << 4), 3] and messages.shape == (1, 32)
-
-
-def test_what_is_not_finite_takes_its_block_along(every_body) -> None:
     form, sevens = SymmetricBlocks(4, 32), torch.full((100,), 7.0)
     for bad in (float("nan"), float("inf"), -float("inf")):
         x, back, total = sevens.clone(), torch.zeros(100), torch.zeros(100)
@@ -121,9 +113,6 @@ def test_what_is_not_finite_takes_its_block_along(every_body) -> None:
         assert bool((back[64:] == 7).all())
         form.dequantise_sum(form.quantise(torch.cat([sevens, x]), 2), total)
         assert bool(total[32:64].isnan().all()) and bool((total[64:] == 14).all())
-
-
-def test_bytes_of_a_message() -> None:
     form = SymmetricBlocks(4)
     assert form.nbytes(1 << 20) == (1 << 19) + (1 << 13) and form.nbytes(8) == 32
     assert SymmetricBlocks(8).nbytes(1 << 20) == (1 << 20) + (1 << 13)
