@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hf_zero.ops import dispatch
+from hf_zero.optim import Adam
 from hf_zero.optim.adam_lion import Lion
 from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.fused import FusedStep
@@ -54,6 +55,10 @@ def adam(groups):
     return torch.optim.Adam(
         [{**groups[0], **own}, groups[1]], lr=1e-2, weight_decay=0.1, maximize=True
     )
+
+
+def uncorrected(groups):
+    return Adam(groups, lr=1e-2, weight_decay=0.1, bias_correction=False)
 
 
 def lion(groups):
@@ -104,101 +109,79 @@ def pair(make=adamw, **more):
     return Bound(make, "auto", **more), Bound(make, "off", **more)
 
 
-@pytest.mark.turns
-@pytest.mark.parametrize("shards, rank", [(1, 0), (2, 0), (2, 1), (4, 3)])
-@pytest.mark.parametrize("together", [True, False])
-@pytest.mark.parametrize("make", [adamw, adam, lion])
+CASES = [(adamw, True, 1, 0), (adam, False, 2, 0), (lion, True, 2, 1), (uncorrected, False, 4, 3)]
+
+
+@pytest.mark.parametrize("make, together, shards, rank", CASES)
 def test_equal_to_the_optimizer_s_own_step(make, together, shards, rank, forced):
-    ours, theirs = pair(make, shards=shards, rank=rank, together=together)
-    for seed in range(3):
-        for each in (ours, theirs):
-            each.optimizer.param_groups[0]["lr"] *= 0.5  # as a scheduler does
-            each.step(seed, grad_scale=torch.tensor(2.5))
-        same(ours, theirs)
-    launches = 3 if together else 3 * len(ours.flats)
-    assert forced.count("lion_" if make is lion else "adam_") == launches
-    assert forced.count("advance_") == 3
+    """Also where steps overflow, schedulers write a rate, and the rate is a tensor."""
 
+    def with_tensor(groups):
+        optimizer = make(groups)
+        for group in optimizer.param_groups[1:]:
+            group["lr"] = torch.tensor(group["lr"])
+        return optimizer
 
-def test_gradients_and_copies_of_16_bits(forced):
-    for dtype in (torch.bfloat16, torch.float16):
-        forced.clear()
-        ours, theirs = pair(grad_dtype=dtype)
-        lengths = [flat.master.numel() for flat in ours.flats]
-        keys = [flat.key for flat in ours.flats]
-        shards = dict(zip(keys, torch.zeros(sum(lengths), dtype=dtype).split(lengths)))
-        told = {"grad_scale": torch.tensor(3.0), "shards": shards}
-        for seed in range(2):
-            assert ours.step(seed, **told) == set(shards)
-            assert theirs.step(seed, **told) == set()
-            for flat in ours.flats:
-                assert torch.equal(shards[flat.key], flat.master.to(dtype))
-        same(ours, theirs)
-        assert forced.count("adam_") == 2
-
-
-def test_a_step_that_overflowed_changes_nothing(forced):
-    ours, theirs = pair()
+    ours, theirs = pair(with_tensor, shards=shards, rank=rank, together=together)
+    called = []
+    ours.optimizer.register_step_post_hook(lambda optimizer, *_: called.append(optimizer))
     for seed, found in enumerate((1.0, 0.0, 3.0, 0.0)):
         before = ours.everything() if found and seed else {}
         for each in (ours, theirs):
-            each.step(seed, found_inf=torch.tensor(found))
+            for group in each.optimizer.param_groups:
+                group["lr"] *= 0.5
+            each.step(seed, grad_scale=torch.tensor(2.5), found_inf=torch.tensor(found))
         assert all(torch.equal(t, ours.everything()[name]) for name, t in before.items())
-    same(ours, theirs)
-    assert ours.bound.scalars()[0]["step"] == 2.0
+        if seed:
+            same(ours, theirs)
+    launches = 4 if together else 4 * len(ours.flats)
+    assert forced.count("lion_" if make is lion else "adam_") == launches
+    assert forced.count("advance_") == 4 and called == [ours.optimizer] * 4
+    assert make is lion or ours.bound.scalars()[0]["step"] == 2.0
 
 
-def test_state_that_is_replaced_is_moved_in(forced):
-    """A state dict, a checkpoint's tensors and its counters go on where they were."""
+def test_state_that_is_replaced_is_moved_in(forced, monkeypatch):
+    """A state dict, a checkpoint's tensors and its counters go on where they were, without a second
+    arena, while the kernel runs or gives way for a while.
+    """
     ours, theirs = pair()
+    for seed in range(4):
+        for each in (ours, theirs):
+            for group in each.optimizer.param_groups:
+                group["fused"] = seed != 2
+            saved = copy.deepcopy(torch.optim.AdamW.state_dict(each.optimizer))
+            each.step(seed)
+        same(ours, theirs)  # shared counters were parted for a while, and not counted once a tensor
+    assert forced.count("adam_") == 3 and ours.bound.scalars()[0]["step"] == 4.0
+    states = [ours.optimizer.state[tensor]["exp_avg"] for _, tensor in ours.bound.segments]
+    assert len({state.untyped_storage().data_ptr() for state in states}) == 1
+    (arena,) = {state.untyped_storage().nbytes() // 4 for state in states}
+    zeros, made = torch.zeros, []
     for each in (ours, theirs):
-        each.step(0)
-    for each in (ours, theirs):
-        saved = copy.deepcopy(torch.optim.AdamW.state_dict(each.optimizer))
-        each.step(1)
-        torch.optim.AdamW.load_state_dict(each.optimizer, saved)
+        torch.optim.AdamW.load_state_dict(each.optimizer, copy.deepcopy(saved))
         each.bound.unpacked()
-        each.step(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", lambda *shape, **m: made.append(shape) or zeros(*shape, **m))
+        ours.bound._fused._homes = {}
+        ours.step(4)
+    assert forced.count("adam_") == 4 and (arena,) not in made
+    theirs.step(4)
+    for each in (ours, theirs):
         flat = each.flats[0]
         each.bound.load_tensor(flat, "exp_avg", torch.full_like(flat.master, 0.25))
         each.bound.load_scalars([{"step": 7.0}, {"step": 7.0}])
-        each.step(3)
+        each.step(5)
     same(ours, theirs)
     assert ours.bound.scalars()[1]["step"] == 8.0
     for each in (ours, theirs):
         each.bound.forget()
-        each.step(4)
+        each.step(6)
     same(ours, theirs)
-
-
-def test_a_switch_to_the_optimizer_s_own_step_and_back(forced):
-    """Shared counters are parted for a while, and not counted once a tensor."""
-    ours, theirs = pair()
-    for seed in range(6):
-        for each in (ours, theirs):
-            for group in each.optimizer.param_groups:
-                group["fused"] = not 2 <= seed < 4
-            each.step(seed)
-        same(ours, theirs)
-    assert forced.count("adam_") == 4
-    assert ours.bound.scalars()[0]["step"] == 6.0
-
-
-def test_state_that_is_moved_in_takes_no_second_arena(forced, monkeypatch):
-    ours = Bound(adamw, "auto")
-    ours.step(0)
-    states = [ours.optimizer.state[tensor]["exp_avg"] for _, tensor in ours.bound.segments]
-    (arena,) = {state.untyped_storage().nbytes() // 4 for state in states}
-    saved = copy.deepcopy(torch.optim.AdamW.state_dict(ours.optimizer))
-    torch.optim.AdamW.load_state_dict(ours.optimizer, saved)
-    ours.bound.unpacked()
-    zeros, made = torch.zeros, []
-    monkeypatch.setattr(
-        torch, "zeros", lambda *shape, **m: made.append(shape) or zeros(*shape, **m)
-    )
-    ours.bound._fused._homes = {}
-    ours.step(1)
-    assert forced.count("adam_") == 2 and (arena,) not in made
+    monkeypatch.setitem(dispatch._BROKEN, "flat_adam", "RuntimeError: PassManager")
+    for each in (ours, theirs):
+        each.step(7)
+    same(ours, theirs)
+    assert forced.count("adam_") == 6
 
 
 def test_a_gradient_at_the_same_place_of_another_storage(forced):
@@ -213,17 +196,6 @@ def test_a_gradient_at_the_same_place_of_another_storage(forced):
         for each in (ours, theirs):
             each.step(seed)
     same(ours, theirs)
-
-
-def test_state_stays_one_view_of_each_flat(forced):
-    ours = Bound(adamw, "auto")
-    ours.step(0)
-    for flat in ours.flats:
-        for name, tensor in ours.bound.tensors(flat).items():
-            tensor.fill_(0.5)
-            assert torch.equal(ours.bound.tensors(flat)[name], torch.full_like(tensor, 0.5))
-    states = [ours.optimizer.state[tensor]["exp_avg"] for _, tensor in ours.bound.segments]
-    assert len({state.untyped_storage().data_ptr() for state in states}) == 1
 
 
 OPTIONS = {"amsgrad": {"amsgrad": True}, "foreach": {"foreach": True}, "unfused": {"fused": False}}
@@ -255,35 +227,6 @@ def test_what_the_kernel_does_not_know_is_left_to_the_optimizer(forced):
             assert ours.step(0) == set(), change
         assert "adam_" not in forced, change
         assert ours.bound.scalars()[0]["step"] == 1.0
-
-
-def test_hooks_schedulers_and_tensor_rates(forced):
-    """Hooks run, a scheduler sees the step, and a rate that is a tensor is read each time."""
-
-    def make(groups):
-        return torch.optim.AdamW(groups, lr=torch.tensor(1e-2))
-
-    ours, theirs = Bound(make, "auto"), Bound(make, "off")
-    called = []
-    ours.optimizer.register_step_post_hook(lambda optimizer, *_: called.append(optimizer))
-    for each in (ours, theirs):
-        scheduler = torch.optim.lr_scheduler.StepLR(each.optimizer, 1, 0.5)
-        for seed in range(3):
-            each.step(seed)
-            scheduler.step()
-    same(ours, theirs)
-    assert called == [ours.optimizer] * 3 and forced.count("adam_") == 3
-
-
-def test_a_kernel_that_cannot_be_compiled_gives_way(forced, monkeypatch):
-    ours, theirs = pair()
-    for each in (ours, theirs):
-        each.step(0)
-    monkeypatch.setitem(dispatch._BROKEN, "flat_adam", "RuntimeError: PassManager")
-    for each in (ours, theirs):
-        each.step(1)
-    same(ours, theirs)
-    assert forced.count("adam_") == 1
 
 
 def test_only_a_scheduler_s_wrapper_is_looked_through():

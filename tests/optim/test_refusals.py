@@ -54,37 +54,23 @@ def schedule(kind: str, params: dict[str, Any] | None = None) -> Any:
 
 NAMES: list[tuple[str, type[Exception], str]] = [
     ("AdmaW", ConfigError, "'AdmaW'; did you mean 'AdamW'"),
-    ("FusedAdm", ConfigError, "'FusedAdm'; did you mean 'FusedAdam'"),
-    ("SGDD", ConfigError, "'SGDD'; did you mean 'SGD'"),
-    ("lions", ConfigError, "'lions'; did you mean 'Lion'"),
     ("zzz", ConfigError, "'zzz'; known here: ASGD, Adadelta"),
     *((name, NotBuiltError, rf"(?i)'{name}'") for name in ("MuonAdamW", "LBFGS", "SparseAdam")),
-    ("muadam", NotBuiltError, "(?i)'muadam'"),
 ]
 PARAMETERS: list[tuple[str, dict[str, Any], str]] = [
     ("AdamW", {"learning_rate": 1}, "'learning_rate' for AdamW"),
     ("AdamW", {"weight_decy": 1}, r"'weight_decy' for AdamW; did you mean 'weight_decay'"),
-    ("SGD", {"adam_w_mode": True}, "'adam_w_mode' for SGD"),
     ("AdamW", {"max_grad_norm": 1.0}, "max_grad_norm .*gradient_clipping"),
     ("AdamW", {"lr": "auto"}, 'lr of AdamW is "auto"'),
     ("AdamW", {"lr": "1e-5"}, "lr of AdamW is '1e-5'; write a number"),
-    ("AdamW", {"lr": True}, "lr of AdamW is True"),
-    ("AdamW", {"amsgrad": 1}, "amsgrad of AdamW is 1"),
     ("AdamW", {"adam_w_mode": "yes"}, "adam_w_mode of AdamW is 'yes'"),
-    ("AdamW", {"foreach": 3}, "foreach of AdamW is 3"),
-    ("AdamW", {"betas": [0.9]}, r"betas of AdamW is \[0.9\]"),
-    ("AdamW", {"betas": 0.9}, "betas of AdamW is 0.9"),
     ("AdamW", {"lr": -1.0}, r"'AdamW' with \{'lr': -1.0\}"),
     ("AdamW", {"fused": True, "foreach": True}, "cannot be `True` together"),
     ("CPUAdam", {"moments": 8}, "moments of CPUAdam is 8"),
     ("Muon", {"ns_method": "svd"}, "ns_method"),
-    ("Muon", {"ns_method": 3}, "ns_method"),
     ("Muon", {"use_muon": False}, "use_muon"),
     ("Muon", {"adjust_lr_fn": True}, "adjust_lr_fn"),
-    ("Muon", {"nesterov": "yes"}, "nesterov"),
     ("Adafactor", {"beta1": "0.9"}, "beta1"),
-    ("Adafactor", {"lr": True}, "lr"),
-    ("Adafactor", {"warmup_init": 1}, "warmup_init"),
     ("Adafactor", {"betas": [0.9, 0.99]}, "betas"),
 ]
 NOT_NARROW = {"fp32_optimizer_states": False}
@@ -98,11 +84,7 @@ BUILT: list[Row] = [
 
 OF_SCHEDULES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("WarmupDecay", {}, ConfigError, "'WarmupDecay'; did you mean .*'WarmupDecayLR'"),
-    ("OneCycel", {}, ConfigError, "'OneCycel'; did you mean .*'OneCycle'"),
-    ("warmup_lr_", {}, ConfigError, "'warmup_lr_'; did you mean .*'WarmupLR'"),
     ("lambdalr", {}, NotBuiltError, "'LambdaLR'.*pass lr_scheduler="),
-    ("sequentiallr", {}, NotBuiltError, "'SequentialLR'.*pass lr_scheduler="),
-    ("reducelronplateau", {}, NotBuiltError, "'ReduceLROnPlateau'.*pass lr_scheduler="),
     ("OneCycleLR", {"max_lr": 0.1}, ConfigError, r"OneCycleLR with \{'max_lr': 0.1\}"),
     ("WarmupLR", {"warmup_steps": 3}, ConfigError, "'warmup_steps' .*'warmup_num_steps'"),
     ("WarmupLR", {"warmup_max_lr": "auto"}, ConfigError, 'warmup_max_lr of WarmupLR is "auto"'),
@@ -110,29 +92,9 @@ OF_SCHEDULES: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("OneCycle", {"cycle_min_lr": 0.1}, ConfigError, "OneCycle needs cycle_max_lr"),
     ("WarmupLR", {"warmup_type": "linaer"}, ConfigError, "'linaer'; did you mean 'linear'"),
     ("WarmupLR", {"warmup_num_steps": -1}, ConfigError, "warmup_num_steps of WarmupLR is -1"),
-    ("WarmupLR", {"warmup_num_steps": 2.5}, ConfigError, "warmup_num_steps of WarmupLR is 2.5"),
     ("WarmupLR", {"warmup_max_lr": "1e-5"}, ConfigError, "warmup_max_lr of WarmupLR is '1e-5'"),
     ("WarmupLR", {"warmup_min_lr": [0.1, 0.2]}, ConfigError, r"warmup_min_lr .*\[0.1, 0.2\]"),
-    (
-        "WarmupCosineLR",
-        {"total_num_steps": 10, "cos_min_ratio": "0"},
-        ConfigError,
-        "cos_min_ratio of WarmupCosineLR is '0'",
-    ),
-    ("LRRangeTest", {"lr_range_test_step_size": 0}, ConfigError, "step_size of LRRangeTest is 0"),
     ("LRRangeTest", {"lr_range_test_step_rate": None}, ConfigError, "step_rate .* is None"),
-    (
-        "OneCycle",
-        {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_first_step_size": 0},
-        ConfigError,
-        "cycle_first_step_size of OneCycle is 0",
-    ),
-    (
-        "OneCycle",
-        {"cycle_min_lr": 0.1, "cycle_max_lr": float("nan")},
-        ConfigError,
-        "cycle_max_lr of OneCycle is nan",
-    ),
 ]
 SCHEDULES: list[Row] = [
     *((lambda row=row: schedule(*row[:2]), row[2], row[3]) for row in OF_SCHEDULES),
@@ -141,15 +103,12 @@ SCHEDULES: list[Row] = [
 
 SETTINGS: list[tuple[Any, dict[str, Any], str]] = [
     (CPUAdam, {"lr": -1.0}, "CPUAdam: lr is -1.0"),
-    (CPUAdam, {"betas": (0.9, 1.0)}, "CPUAdam: betas is 1.0"),
     (CPUAdam, {"eps": float("nan")}, "CPUAdam: eps is nan"),
     (CPUAdam, {"moments": "fp8"}, "CPUAdam: moments is 'fp8'"),
     (CPULion, {"betas": (-0.1, 0.9)}, "CPULion: betas is -0.1"),
-    (CPUAdagrad, {"lr_decay": -1.0}, "CPUAdagrad: lr_decay is -1.0"),
     (CPUSGD, {"nesterov": True}, "CPUSGD: nesterov needs momentum"),
     (Lion, {"lr": -1.0}, "Lion: lr is -1.0"),
     (Lion, {"betas": (0.9, 1.0)}, r"betas is \(0.9, 1.0\)"),
-    (Lion, {"betas": (0.9,)}, "betas"),
     (Lion, {"weight_decay": -0.1}, "weight_decay is -0.1"),
     (Lamb, {"lr": -1.0}, "Lamb: lr is -1.0"),
     (Lamb, {"betas": (0.9, 1.0)}, "Lamb: betas is"),
@@ -158,7 +117,6 @@ SETTINGS: list[tuple[Any, dict[str, Any], str]] = [
     (LARS, {"lr": -1.0}, "LARS: lr is -1.0"),
     (LARS, {"momentum": 1.0}, "LARS: momentum is 1.0"),
     (LARS, {"trust_coefficient": 0.0}, "LARS: .*trust_coefficient 0.0"),
-    (Muon, {"lr": -1.0}, "lr is -1.0"),
     (Muon, {"weight_decay": -1.0}, "weight_decay -1.0"),
     (Muon, {"momentum": 1.0}, "momentum is 1.0"),
     (Muon, {"betas": (0.9, 1.0)}, r"betas \(0.9, 1.0\)"),
@@ -168,33 +126,35 @@ SETTINGS: list[tuple[Any, dict[str, Any], str]] = [
     (Adafactor, {"lr": 0.1}, "lr is 0.1 and relative_step is true"),
     (Adafactor, {"relative_step": False}, "lr is None"),
     (Adafactor, {"lr": 0.1, "relative_step": False, "warmup_init": True}, "warmup_init is True"),
-    (Adafactor, {"lr": -1.0, "relative_step": False}, "lr is -1.0"),
     (Adafactor, {"clip_threshold": 0.0}, "clip_threshold 0.0"),
     (Adafactor, {"decay_rate": 0.8}, "decay_rate 0.8"),
     (Adafactor, {"weight_decay": -1.0}, "weight_decay -1.0"),
     (Adafactor, {"beta1": 1.0}, "beta1 is 1.0"),
-    (OneBitAdam, {"freeze_step": 0}, "OneBitAdam: freeze_step is 0"),
     (ZeroOneAdam, {"var_freeze_step": 2.5}, "var_freeze_step is 2.5"),
     (ZeroOneAdam, {"var_update_scaler": True}, "var_update_scaler is True"),
-    (ZeroOneAdam, {"local_step_clipper": 0}, "local_step_clipper is 0"),
     (OneBitAdam, {"betas": (0.0, 0.9)}, "needs a first one in"),
 ]
 
 
-def stepped(cls: Any, parameter: nn.Parameter, sparse: bool = False) -> None:
-    grad = torch.ones_like(parameter)
-    parameter.grad = grad.to_sparse() if sparse else grad
+def stepped(cls: Any, **kind: Any) -> None:
+    parameter = matrix(**kind)
+    parameter.grad = torch.ones_like(parameter)
     cls([parameter]).step()
 
 
-HOST, WHOLE = (CPUAdam, CPULion, CPUAdagrad, CPUSGD), (Lion, Lamb, LARS)
-TAKEN: list[Row] = []
-for cls in HOST:
-    meta = lambda cls=cls: stepped(cls, matrix(device="meta"))  # noqa: E731
-    wide = lambda cls=cls: stepped(cls, matrix(dtype=torch.float64))  # noqa: E731
-    said = rf"{cls.__name__}: a parameter of shape \(2, 2\) is on meta.*offload_optimizer"
-    TAKEN.append((meta, UnsupportedOptimizerError, said))
-    TAKEN.append((wide, UnsupportedOptimizerError, "is torch.float64"))
+WIDE, META = {"dtype": torch.float64}, {"device": "meta"}
+PLACED = r": a parameter of shape \(2, 2\) is on meta.*offload_optimizer"
+TAKEN: list[Row] = [
+    *(
+        (
+            lambda cls=cls: stepped(cls, **META),
+            UnsupportedOptimizerError,
+            cls.__name__ + PLACED,
+        )
+        for cls in (CPUAdam, CPULion, CPUAdagrad, CPUSGD)
+    ),
+    (lambda: stepped(CPUAdam, **WIDE), UnsupportedOptimizerError, "is torch.float64"),
+]
 
 
 def decayed(cls: Any) -> None:
@@ -206,7 +166,7 @@ def decayed(cls: Any) -> None:
 
 SPARSE: list[Row] = [
     (lambda cls=cls: decayed(cls), UnsupportedOptimizerError, r"shape \(2, 2\) is sparse")
-    for cls in (*HOST, *WHOLE)
+    for cls in (CPUAdam, CPUAdagrad, Lion, Lamb, LARS)
 ]
 
 # ---- momenta in one bit ----
@@ -217,7 +177,6 @@ def config(stage: int = 1, zero: dict[str, Any] | None = None, **more: Any) -> Z
 
 
 ONE = {"bits": 1, "freeze_step": 5}
-NODES = config(zero={"mics_shard_size": 1}).resolve(2)
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 OF_SECTIONS: list[tuple[ZeroConfig, str]] = [
     (config(3), "OneBitAdam in 1 bit does not go with zero_optimization.stage: 3"),
@@ -225,7 +184,6 @@ OF_SECTIONS: list[tuple[ZeroConfig, str]] = [
     (config(zero={"zero_quantized_gradients": True}), "travel twice; remove the key"),
     (config(zero=OFFLOADED), "device: cpu: the update"),
     (config(replicate_size=2), "replicate_size: 2: messages go over one axis"),
-    (NODES, "replicate_size: 2: messages go over one"),
     (config(data_types={"grad_accum_dtype": "bf16"}), "grad_accum_dtype: bf16: the grad"),
 ]
 GROUPS = [{"params": [matrix()]}, {"params": [matrix()], "betas": (0.5, 0.9)}]

@@ -4,12 +4,16 @@ without a change.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 from hf_zero.errors import UnsupportedOptimizerError
 from hf_zero.optim.bound_optimizer import BoundOptimizer
 from hf_zero.optim.state import is_elementwise, is_scalar
+from tests.helpers.cells import in_one_item
 from tests.helpers.flats import shard
 
 SHAPES: dict[str, tuple[int, ...]] = {"w": (4, 5), "b": (3,), "s": ()}
@@ -35,60 +39,53 @@ def bind(optimizer, parameters, known=None):
 
 
 def test_the_states_of_one_step_arrive_in_place_and_the_old_ones_go():
-    parameters = fresh()
-    optimizer = stepped(torch.optim.AdamW, parameters)
-    moments = torch.cat([optimizer.state[p]["exp_avg"].reshape(-1) for p in parameters.values()])
-    bound = bind(optimizer, parameters)
-    [(group, tensor)] = bound.segments
-    assert group == 0 and list(optimizer.state) == [tensor]
-    assert torch.equal(optimizer.state[tensor]["exp_avg"][: moments.numel()], moments)
-    assert bound.scalars() == [{"step": 1.0}]
+    """In fp32, also those of 16 bits."""
+    for dtype in (torch.float32, torch.bfloat16):
+        parameters = {name: torch.nn.Parameter(p.data.to(dtype)) for name, p in fresh().items()}
+        optimizer = stepped(torch.optim.AdamW, parameters)
+        moments = [optimizer.state[p]["exp_avg"].float().reshape(-1) for p in parameters.values()]
+        bound = bind(optimizer, parameters)
+        [(group, tensor)] = bound.segments
+        assert group == 0 and list(optimizer.state) == [tensor]
+        kept = optimizer.state[tensor]["exp_avg"]
+        assert kept.dtype == torch.float32 and torch.equal(kept[:24], torch.cat(moments))
+        assert bound.scalars() == [{"step": 1.0}]
 
 
-def refused(said, optimizer, parameters, known=None):
+Adam, SGD = torch.optim.Adam, torch.optim.SGD
+UNLIKE = r"Adam has state for parameter '\w' that differs .*clear\(\)"
+OWN = r"Adam keeps state 'row_mean' for parameter 'w' .* as "
+NONE = r"parameter 'b' that differs .*\(none against "
+# class; what becomes of the state of one step and of the parameters that are known; the refusal
+SPOILT: list[tuple[Any, Callable[[Any, Any], object], str]] = [
+    (Adam, lambda state, p: state[p["w"]]["step"].add_(1), UNLIKE),
+    (Adam, lambda state, p: state[p["s"]]["step"].add_(1), UNLIKE),
+    (Adam, lambda state, p: state.pop(p["b"]), NONE),
+    (SGD, lambda state, p: state.pop(p["b"]), NONE),
+    (Adam, lambda state, p: state[p["w"]].update(row_mean="text"), OWN + "a str"),
+    (
+        Adam,
+        lambda state, p: state[p["w"]].update(row_mean=torch.zeros(4)),
+        OWN + "a tensor of",
+    ),
+    (Adam, lambda state, p: p.pop("b"), r"a tensor of shape \(3,\), which is not a parameter"),
+    (Adam, lambda state, p: state.update(extra={"x": 1}), "state for 'extra', which is"),
+]
+
+
+@in_one_item(SPOILT, lambda row: row[2])
+def test_state_that_does_not_fit_is_refused_and_nothing_changes(row):
+    cls, spoil, said = row
+    known = fresh()
+    parameters = dict(known)
+    optimizer = stepped(cls, parameters, lr=0.1, **({"momentum": 0.9} if cls is SGD else {}))
+    spoil(optimizer.state, known)
+    before = {key: dict(state) for key, state in optimizer.state.items()}
     with pytest.raises(UnsupportedOptimizerError, match=said):
         bind(optimizer, parameters, known)
-
-
-def test_step_counts_that_differ_in_a_group_are_refused_and_nothing_changes():
-    for name in ("w", "s"):
-        parameters = fresh()
-        optimizer = stepped(torch.optim.Adam, parameters)
-        optimizer.state[parameters[name]]["step"] += 1
-        before = {id(p): dict(state) for p, state in optimizer.state.items()}
-        refused(
-            r"Adam has state for parameter '\w' that differs .*clear\(\)", optimizer, parameters
-        )
-        assert {id(p): dict(state) for p, state in optimizer.state.items()} == before
-        group = optimizer.param_groups[0]["params"]
-        assert [id(p) for p in group] == [id(p) for p in parameters.values()]
-
-
-def test_a_parameter_without_the_state_of_its_group_is_refused():
-    for cls, more in ((torch.optim.Adam, {}), (torch.optim.SGD, {"momentum": 0.9})):
-        parameters = fresh()
-        optimizer = stepped(cls, parameters, lr=0.1, **more)
-        del optimizer.state[parameters["b"]]
-        refused(r"parameter 'b' that differs .*\(none against ", optimizer, parameters)
-
-
-def test_state_that_is_neither_per_element_nor_a_number_is_refused():
-    for value, told in [(torch.zeros(4), r"a tensor of shape \(4,\)"), ("text", "a str")]:
-        parameters = fresh()
-        optimizer = stepped(torch.optim.Adam, parameters)
-        optimizer.state[parameters["w"]]["row_mean"] = value
-        refused(
-            rf"Adam keeps state 'row_mean' for parameter 'w' .* as {told}", optimizer, parameters
-        )
-
-
-def test_state_of_a_stranger_is_refused():
-    parameters = fresh()
-    optimizer = stepped(torch.optim.Adam, parameters)
-    known = {"w": parameters["w"], "s": parameters["s"]}
-    refused(r"a tensor of shape \(3,\), which is not a parameter", optimizer, parameters, known)
-    optimizer.state["extra"] = {"x": 1}  # type: ignore[index]
-    refused("state for 'extra', which is not a parameter", optimizer, parameters)
+    assert {key: dict(state) for key, state in optimizer.state.items()} == before
+    group = optimizer.param_groups[0]["params"]
+    assert [id(p) for p in group] == [id(p) for p in parameters.values()]
 
 
 def test_what_is_empty_frozen_or_none_is_no_state():
@@ -105,16 +102,6 @@ def test_what_is_empty_frozen_or_none_is_no_state():
     for parameter in parameters.values():
         optimizer.state[parameter]["momentum_buffer"] = None
     assert bind(optimizer, parameters).scalars() == [{}] and not optimizer.state
-
-
-def test_16_bit_state_becomes_fp32():
-    parameters = {name: torch.nn.Parameter(p.data.bfloat16()) for name, p in fresh().items()}
-    optimizer = stepped(torch.optim.AdamW, parameters)
-    want = optimizer.state[parameters["w"]]["exp_avg"].float().reshape(-1)
-    [flats] = shard([{name: p.data for name, p in parameters.items()}], 1, together=True)
-    bound = BoundOptimizer(optimizer, flats, dict.fromkeys(parameters, 0), parameters)
-    kept = bound.tensors(flats[0])["exp_avg"]
-    assert kept.dtype == torch.float32 and torch.equal(kept[:20], want)
 
 
 class PythonCounters(torch.optim.Optimizer):
@@ -172,8 +159,7 @@ class RowMeans(PythonCounters):
 
 
 def test_a_class_that_only_claims_to_be_element_wise_is_found_out_at_its_first_step():
-    bound = bind(RowMeans(fresh().values()), {})
-    bound.step()
+    bind(RowMeans(fresh().values()), {}).step()
     parameters = fresh()
     bound = bind(RowMeans(parameters.values()), parameters)
     said = r"RowMeans keeps state 'means' for a "
@@ -181,9 +167,6 @@ def test_a_class_that_only_claims_to_be_element_wise_is_found_out_at_its_first_s
         bound.step()
     with pytest.raises(UnsupportedOptimizerError, match=said + r"parameter of shape \(1,\)"):
         bind(RowMeans(parameters.values()), parameters).load_scalars([{"step": 1.0}])
-
-
-def test_numbers_and_tensors_are_told_apart():
     one = torch.tensor(1.0)
     assert is_scalar("step", one, ()) and not is_elementwise("step", one, ())
     assert is_elementwise("exp_avg", one, ()) and not is_scalar("exp_avg", one, ())
