@@ -18,8 +18,8 @@ import torch
 
 from hf_zero.device import free_memory, kinds, pinned, streams
 from hf_zero.distributed.process_group import backend_for
+from hf_zero.errors import HostMemoryError
 from hf_zero.ops.host_memory import HostArena, numa_node
-from tests.helpers.cells import in_one_item
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINES = [
@@ -37,7 +37,7 @@ def bound_to_a_kind(source: str) -> Iterator[str]:
     """Yield the places where ``source`` names one kind of accelerator: ``torch.cuda``,
     ``tensor.is_cuda``, a comparison with or a call of "cuda".
     """
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(source)) if any(name in source for name in NAMES) else ():
         if isinstance(node, ast.Attribute):
             name = ast.unparse(node) if node.attr in NAMES else ""
             if name and name != "torch.backends.cuda":  # switches of numerics
@@ -46,20 +46,20 @@ def bound_to_a_kind(source: str) -> Iterator[str]:
             yield f"{node.lineno}: {node.value!r}"
 
 
-@in_one_item(MACHINES, named=lambda path: path.relative_to(ROOT))
-def test_no_kind_of_accelerator_is_named_outside_the_package(path: Path) -> None:
-    if str(path.relative_to(ROOT)) not in TABLES:
-        assert not list(bound_to_a_kind(path.read_text())), "go through hf_zero.device"
-
-
-def test_a_kind_that_is_named_is_seen() -> None:
+def test_no_kind_of_accelerator_is_named_outside_the_package() -> None:
     compared = 'if d.type == "cuda":\n    pass'
     others = ("torch.cuda.Stream(d)", "x.is_cuda", "torch.device('cuda', 0)", "torch.version.hip")
-    for source in (compared, *others):
-        assert len(list(bound_to_a_kind(source))) == 1
+    assert [len(list(bound_to_a_kind(source))) for source in (compared, *others)] == [1] * 5
+    found = {
+        path: named
+        for path in MACHINES
+        if str(path.relative_to(ROOT)) not in TABLES
+        and (named := list(bound_to_a_kind(path.read_text())))
+    }
+    assert not found, "go through hf_zero.device"
 
 
-def test_the_host_has_no_streams() -> None:
+def test_the_host_has_no_streams_and_torch_says_what_is_here(monkeypatch):
     for kind in ("cpu", "meta", "mps"):
         assert kinds.is_host(kind)
     host = torch.device("cpu")
@@ -71,8 +71,6 @@ def test_the_host_has_no_streams() -> None:
     tensor = torch.ones(2)
     assert pinned.upload(tensor, host) is tensor and not pinned.registers(host)
 
-
-def test_what_torch_says_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     def here(kind: str | None) -> None:
         found = None if kind is None else torch.device(kind)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
@@ -96,10 +94,9 @@ class _Device(NamedTuple):
 class _Played(ModuleType):
     """``torch.<kind>`` of a made-up kind; ``calls`` in their order."""
 
-    def __init__(self, name: str, calls: list[Any], **made: Any):
+    def __init__(self, name: str, calls: list[Any]):
         super().__init__(name)
         self.calls = calls
-        self.__dict__.update(made)
 
         class Stream:
             def __init__(stream, device: Any):
@@ -113,33 +110,19 @@ class _Played(ModuleType):
         self.Stream, self.Event = Stream, Event
         self.current = Stream(SimpleNamespace(type=name, index=1))
         calls.clear()
-
-    def current_stream(self, device: Any) -> Any:
-        return self.current
+        self.current_stream = lambda device: self.current
+        self.set_device = lambda device: calls.append(("set_device", device.index))
+        self.mem_get_info = lambda device: (100, 200)
+        self.memory_reserved = lambda device: 50
+        self.memory_allocated = lambda device: 30
+        self.max_memory_allocated = lambda device: 45
+        self.get_device_properties = lambda device: SimpleNamespace(name="made up")
 
     @contextlib.contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
         self.calls.append("in")
         yield
         self.calls.append("out")
-
-    def set_device(self, device: Any) -> None:
-        self.calls.append(("set_device", device.index))
-
-    def mem_get_info(self, device: Any) -> tuple[int, int]:
-        return 100, 200
-
-    def memory_reserved(self, device: Any) -> int:
-        return 50
-
-    def memory_allocated(self, device: Any) -> int:
-        return 30
-
-    def max_memory_allocated(self, device: Any) -> int:
-        return 45
-
-    def get_device_properties(self, device: Any) -> Any:
-        return SimpleNamespace(name="made up")
 
 
 @pytest.fixture
@@ -152,9 +135,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[_Played, Any]]:
         cached.cache_clear()
 
 
-def test_a_kind_that_nobody_has_heard_of_has_streams_and_events(
-    made_up: tuple[_Played, Any],
-) -> None:
+def test_a_kind_that_nobody_has_heard_of_has_streams_and_events(made_up):
     played, device = made_up
     assert not kinds.is_host(device)
     stream = streams.side_stream(device, streams.Use.GRADIENTS)
@@ -177,9 +158,17 @@ def test_a_kind_that_nobody_has_heard_of_has_streams_and_events(
     assert free_memory.allocated(device) == 30
 
 
-def test_events_let_a_waiting_thread_sleep_where_they_can(made_up: tuple[_Played, Any]) -> None:
-    played, _ = made_up
+def test_side_streams_are_made_once_of_high_priority(made_up: tuple[_Played, Any]) -> None:
+    """A pool of torch's gives 32 streams in turn, and those of NCCL are from the default one: each
+    use has one stream for good, whichever thread or engine asks, all made together.
+    """
+    played, device = made_up
+    priorities: list[int] = []
     given: list[dict[str, Any]] = []
+
+    class Stream:
+        def __init__(self, device: Any, priority: int = 0):
+            priorities.append(priority)
 
     class Event:
         def __init__(self, **options: Any):
@@ -188,23 +177,9 @@ def test_events_let_a_waiting_thread_sleep_where_they_can(made_up: tuple[_Played
         def record(self, stream: Any) -> None:
             pass
 
-    played.Event = Event
+    played.Stream, played.Event = Stream, Event
     streams.record_event(played.current)
-    assert given[-1] == {"blocking": True}
-
-
-def test_side_streams_are_made_once_of_high_priority(made_up: tuple[_Played, Any]) -> None:
-    """A pool of torch's gives 32 streams in turn, and those of NCCL are from the default one: each
-    use has one stream for good, whichever thread or engine asks, all made together.
-    """
-    played, device = made_up
-    priorities: list[int] = []
-
-    class Stream:
-        def __init__(self, device: Any, priority: int = 0):
-            priorities.append(priority)
-
-    played.Stream = Stream
+    assert given[-1] == {"blocking": True}, "a thread that waits sleeps"
     with ThreadPoolExecutor(4) as pool:
         asked = [use for use in streams.Use for _ in range(40)]
         found = list(pool.map(partial(streams.side_stream, device), asked))
@@ -214,9 +189,7 @@ def test_side_streams_are_made_once_of_high_priority(made_up: tuple[_Played, Any
     assert streams.shard_stream(device) is streams.side_stream(device, streams.Use.SHARDS)
 
 
-def test_host_memory_is_pinned_by_torch_where_pages_cannot_be_registered(
-    made_up: tuple[_Played, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_host_memory_is_pinned_by_torch_where_pages_cannot_be_registered(made_up, monkeypatch):
     _, device = made_up
     asked: list[int] = []
 
@@ -239,15 +212,9 @@ def test_host_memory_is_pinned_by_torch_where_pages_cannot_be_registered(
     del part
     assert arena.nbytes == 0
 
-
-def test_what_torch_does_not_pin_is_refused_by_name(
-    made_up: tuple[_Played, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from hf_zero.errors import HostMemoryError
-
-    def empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def refused(numel: int, dtype: torch.dtype) -> torch.Tensor:
         raise RuntimeError("no pages left\nelsewhere")
 
-    monkeypatch.setattr(pinned, "empty", empty)
+    monkeypatch.setattr(pinned, "empty", refused)
     with pytest.raises(HostMemoryError, match=r"torch says: no pages left\. Offload to nvme"):
-        HostArena(pin=True, device=made_up[1]).take(10, torch.float32)
+        HostArena(pin=True, device=device).take(10, torch.float32)
