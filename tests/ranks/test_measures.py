@@ -19,6 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+import hf_zero
 from hf_zero.distributed import world_group
 from hf_zero.distributed.collectives import Handle
 from hf_zero.errors import ConfigError, RankMismatchError
@@ -38,7 +39,7 @@ from hf_zero.measures.utilisation import flops_per_token
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, start
 from tests.helpers.models import ARCHITECTURES, features, tokens
-from tests.helpers.stacks import by_hand, on_ranks, run_steps, squared, stack
+from tests.helpers.stacks import by_hand, on_each_rank, on_ranks, run_steps, squared, stack
 from tests.helpers.training import At, Plan, adamw
 
 RANKS, MICROS, STEPS = 2, 2, 3
@@ -74,19 +75,13 @@ def losses_by_hand(steps):
 # ---- figures ----
 
 
-@in_turn("stage, opens", [(0, start), (1, start), (2, None), (3, start)])
-def test_figures_of_each_step(stage, opens, tmp_path):
-    """``opens`` None: by DeepSpeed's name."""
-    folder = tmp_path / str(stage)
-
+@in_turn("stage, package", [(0, hf_zero), (2, deepspeed), (3, hf_zero)])
+def test_figures_of_each_step(stage, package, tmp_path):
     def run(rank, model):
         # DeepSpeed's default clips
-        plan, keys = Plan(accumulation=MICROS), {"gradient_clipping": 0.0, **on(folder)}
+        plan, keys = Plan(accumulation=MICROS), {"gradient_clipping": 0.0, **on(tmp_path)}
         config = config_of(stage, plan, **keys)
-        if opens is None:
-            engine = deepspeed.initialize(model=model, optimizer=adamw(model), config=config)[0]
-        else:
-            engine = opens(model, adamw(model), config)
+        engine = package.initialize(model=model, optimizer=adamw(model), config=config)[0]
         sent: list[float] = []
         engine.mesh.stats.keep_log = True
         for step in range(STEPS):
@@ -100,7 +95,7 @@ def test_figures_of_each_step(stage, opens, tmp_path):
         return sent
 
     sent = on_ranks(RANKS, run)[0]
-    rows = list(read_metrics(folder))
+    rows = list(read_metrics(tmp_path))
     losses, norms = losses_by_hand(STEPS)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert [row["loss"] for row in rows] == pytest.approx(losses, rel=1e-5)
@@ -115,7 +110,7 @@ def test_figures_of_each_step(stage, opens, tmp_path):
         assert row["samples_per_second"] * row["step_ms"] == pytest.approx(1e3 * row["samples"])
         assert row["device_bytes"] > 0 and row["gather_wait_ms"] >= 0 < row["reduction_wait_ms"]
         assert not {"loss_scale", "mfu", "tokens_per_second"} & row.keys()
-    (totals,) = [row["totals"]["collectives"] for row in read_rows(folder) if "totals" in row]
+    (totals,) = [row["totals"]["collectives"] for row in read_rows(tmp_path) if "totals" in row]
     assert sum(row["wire_bytes"] for row in totals) == pytest.approx(sum(sent), abs=len(totals))
 
 
@@ -150,10 +145,9 @@ def untold(engine, losses):
 @in_turn("way", [announced, stepped, dropped, untold])
 def test_the_loss_is_a_mean_over_the_micro_batches_that_a_step_has(way, tmp_path):
     """Three are configured; the window at the end of an epoch has two."""
-    folder = tmp_path / way.__name__
 
     def run(rank, model):
-        config = config_of(1, Plan(accumulation=3), **on(folder))
+        config = config_of(1, Plan(accumulation=3), **on(tmp_path))
         engine = start(model, adamw(model), config)
         told: list[list[float]] = []
 
@@ -170,7 +164,7 @@ def test_the_loss_is_a_mean_over_the_micro_batches_that_a_step_has(way, tmp_path
         return told
 
     every = on_ranks(RANKS, run)
-    rows = list(read_metrics(folder))
+    rows = list(read_metrics(tmp_path))
     assert [row["step"] for row in rows] == [1, 2]
     for number, row in enumerate(rows):
         values = [value for own in every for value in own[number]]
@@ -182,7 +176,7 @@ def test_the_loss_is_a_mean_over_the_micro_batches_that_a_step_has(way, tmp_path
     assert [row["samples_seen"] for row in rows] == [3 * each, 5 * each]
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["at once", "a step late"])
+@in_turn("late", [False, True])
 def test_samples_without_a_batch_size_are_those_of_the_batches(late, tmp_path, monkeypatch):
     """Of all ranks, over a resume, and where a save or load comes before the numbers."""
     if late:
@@ -263,16 +257,12 @@ def test_an_evaluation_is_no_part_of_a_step(tmp_path, monkeypatch):
     assert [row["step_ms"] for row in rows] == [1000.0] * 4
 
 
-def test_a_loss_scale_is_that_of_the_step():
-    def run(rank, model):
-        scale = {"enabled": True, "initial_scale_power": 40, "hysteresis": 1}
-        engine, found = start(model, adamw(model), config_of(1, fp16=scale, **on())), []
-        run_steps(
-            engine, rank, range(3), after=lambda step: found.append(engine.figures["loss_scale"])
-        )
-        return found
-
-    assert on_ranks(1, run) == [[2.0**40, 2.0**39, 2.0**38]]
+@on_each_rank(1)
+def test_a_loss_scale_is_that_of_the_step(rank, model):
+    scale = {"enabled": True, "initial_scale_power": 40, "hysteresis": 1}
+    engine, found = start(model, adamw(model), config_of(1, fp16=scale, **on())), []
+    run_steps(engine, rank, range(3), after=lambda _: found.append(engine.figures["loss_scale"]))
+    assert found == [2.0**40, 2.0**39, 2.0**38]
 
 
 # ---- their file ----
@@ -325,14 +315,13 @@ def test_a_resumed_run_continues_one_curve_and_one_with_its_weights_alone_anothe
         assert {row["operation"] for row in each["collectives"]} >= {"reduce_scatter", "all_reduce"}
 
 
-@in_turn("stage", (1, 3))
-def test_the_header_of_a_run(stage, tmp_path, heard_in_full):
+def test_the_header_of_a_run(tmp_path, heard_in_full):
     """Predicted bytes at rest are those measured, also of parameters that stay whole."""
 
     def run(rank, model):
-        small = {"stage": stage, "stage3_param_persistence_threshold": 64}
+        small = {"stage": 3, "stage3_param_persistence_threshold": 64}
         keys = {"steps_per_print": None, "zero_optimization": small}
-        engine = measured(model, stage, **on(tmp_path), **keys)
+        engine = measured(model, 3, **on(tmp_path), **keys)
         if rank == 0:
             logger.warning("mind the %s", "gap")
             logger.warning("mind the gap")
@@ -345,11 +334,11 @@ def test_the_header_of_a_run(stage, tmp_path, heard_in_full):
     assert [row["warning"] for row in rest if "warning" in row] == ["mind the gap"]
     assert [row["step"] for row in rest if "step" in row] == [1, 2]
     header = first["run"]
-    assert header["stage"] == stage and header["ranks"] == RANKS and header["model"] == "Stack"
+    assert header["stage"] == 3 and header["ranks"] == RANKS and header["model"] == "Stack"
     assert [each["ranks"] for each in header["hosts"]] == [[0, 1]]
     assert torch.__version__.startswith(header["versions"]["torch"])
     (key,) = [row for row in header["config"] if row["key"] == "zero_optimization.stage"]
-    assert key["value"] == stage and key["source"] != "default"
+    assert key["value"] == 3 and key["source"] != "default"
     predicted = Counter[tuple[str, str]]()
     for row in header["predicted"]:
         if row["kind"] != BUFFERS:
@@ -402,27 +391,27 @@ def test_records_before_a_load_follow_the_step_that_it_continues(tmp_path):
 @in_turn("cut", [False, True])
 def test_a_disk_that_is_full_for_some_steps_loses_no_line(cut, tmp_path, heard):
     """Whether it takes no byte of a line, or some."""
-    file, folder = MetricsFile(1 << 20, {"ranks": 1}), tmp_path / str(cut)
+    file = MetricsFile(1 << 20, {"ranks": 1})
     warnings = WarningRecords(file)
-    file.keep_in(folder)
+    file.keep_in(tmp_path)
     file.write({"step": 1})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    held = (folder / NAME).stat().st_size
+    held = (tmp_path / NAME).stat().st_size
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (held + 5 * cut, hard))
         file.write({"step": 2})
         logger.warning("of another thread")
         file.sync()
-        assert (folder / NAME).stat().st_size == held
+        assert (tmp_path / NAME).stat().st_size == held
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
     warnings.close()
     assert file.lost_steps == 1
     file.write({"step": 3})
-    assert numbers(folder) == [1, 2, 3]
-    told = [row["warning"] for row in read_rows(folder) if "warning" in row]
+    assert numbers(tmp_path) == [1, 2, 3]
+    told = [row["warning"] for row in read_rows(tmp_path) if "warning" in row]
     assert len(told) == 2 and "cannot be written" in told[0] and file.lost_steps == 0
 
 
@@ -446,26 +435,24 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     on_ranks(RANKS, run)
 
 
-def test_files_that_are_removed_or_refused_end_no_training(tmp_path, heard_in_full):
+@on_each_rank(1)
+def test_files_that_are_removed_or_refused_end_no_training(rank, model, tmp_path, heard_in_full):
     """The folder of the figures is made anew; a monitor and a trace that cannot write say so."""
     metrics, monitors, traces = (tmp_path / name for name in ("metrics", "monitors", "traces"))
     monitor = {"enabled": True, "output_path": str(monitors), "job_name": "job"}
 
-    def run(rank, model):
-        engine = measured(model, 1, **on(metrics), csv_monitor=monitor)
-        run_steps(engine, rank, range(1), MICROS)
-        shutil.rmtree(metrics)
-        shutil.rmtree(monitors)
-        monitors.touch()
-        engine.trace(folder=str(traces))
-        (traces / "trace-steps-2-2.json.gz").mkdir()
-        run_steps(engine, rank, range(1, 3), MICROS)
-        monitors.unlink()
-        run_steps(engine, rank, range(3, 4), MICROS)
-        engine.trace(steps=3)
-        engine.destroy()
-
-    on_ranks(1, run)
+    engine = measured(model, 1, **on(metrics), csv_monitor=monitor)
+    run_steps(engine, rank, range(1), MICROS)
+    shutil.rmtree(metrics)
+    shutil.rmtree(monitors)
+    monitors.touch()
+    engine.trace(folder=str(traces))
+    (traces / "trace-steps-2-2.json.gz").mkdir()
+    run_steps(engine, rank, range(1, 3), MICROS)
+    monitors.unlink()
+    run_steps(engine, rank, range(3, 4), MICROS)
+    engine.trace(steps=3)
+    engine.destroy()
     rows = list(read_rows(metrics))
     assert [row["step"] for row in rows if "step" in row] == [2, 3, 4]
     assert "run" in rows[0] and not any("trace" in row for row in rows)
@@ -476,36 +463,30 @@ def test_files_that_are_removed_or_refused_end_no_training(tmp_path, heard_in_fu
 
 
 @in_turn("ends", [True, False])
-def test_two_engines_have_a_folder_each(ends, tmp_path):
+@on_each_rank(1)
+def test_two_engines_have_a_folder_each(rank, model, ends, tmp_path):
     """Unless the first has ended, whether it was destroyed or just forgotten."""
-    folder = tmp_path / str(ends)
-
-    def run(rank, model):
-        first, second = measured(model, 1, **on(folder)), measured(stack(), 1, **on(folder))
-        for each in (first, second):
-            run_steps(each, rank, range(2), MICROS)
-        assert numbers(folder) == numbers(folder / "model_1") == [1, 2]
-        if ends:
-            first.destroy()
-        del first
-        third = measured(stack(), 1, **on(folder))
-        run_steps(third, rank, range(3), MICROS)
-        assert len(numbers(folder)) == (3 if ends else 2)
-        for each in (second, third):
-            each.destroy()
-
-    on_ranks(1, run)
+    first, second = (measured(each, 1, **on(tmp_path)) for each in (model, stack()))
+    for each in (first, second):
+        run_steps(each, 0, range(2), MICROS)
+    assert numbers(tmp_path) == numbers(tmp_path / "model_1") == [1, 2]
+    if ends:
+        first.destroy()
+    del first
+    third = measured(stack(), 1, **on(tmp_path))
+    run_steps(third, 0, range(3), MICROS)
+    assert len(numbers(tmp_path)) == (3 if ends else 2)
+    for each in (second, third):
+        each.destroy()
 
 
 # ---- collectives, and the log ----
 
 
-@in_turn("stage", (0, 3))
-def test_collectives_are_counted_by_unit_and_group(stage, heard_in_full):
+def test_collectives_are_counted_by_unit_and_group(heard_in_full):
     def run(rank, model):
-        zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
         plan, more = Plan(accumulation=MICROS), {"comms_logger": {"enabled": True}}
-        engine = start(model, adamw(model), config_of(stage, plan, zero_optimization=zero, **more))
+        engine = start(model, adamw(model), config_of(3, plan, **more))
         engine.mesh.stats.keep_log = True
         run_steps(engine, rank, range(STEPS), MICROS)
         assert not engine.figures
@@ -524,13 +505,12 @@ def test_collectives_are_counted_by_unit_and_group(stage, heard_in_full):
         every = [{(row["operation"], row["unit"]) for row in rows} for rows in kept]
         assert not kept or found.keys() in every
 
-    heard_in_full.clear()
     try:
         on_ranks(RANKS, run)
     finally:
         deepspeed.comm.configure(enabled=False)
     said = [line for line in heard_in_full if "collectives of rank 0" in line]
-    assert len(said) == 1 and ("reduce_scatter" in said[0]) is (stage > 0)
+    assert len(said) == 1 and "reduce_scatter" in said[0]
     head, *rows = said[0].splitlines()[1:]
     assert head.split()[:4] == ["operation", "of", "size", "calls"] and "|" not in said[0]
     assert rows and all("over ranks 0, 1" in row for row in rows)
@@ -570,8 +550,9 @@ def test_utilisation_of_a_given_peak(heard_in_full):
     assert figures["mfu"] == pytest.approx(figures["tokens_per_second"] / RANKS * 1e3 / 1e6)
 
 
-@pytest.mark.parametrize("first", [2, 3, 4])
-def test_a_resumed_run_traces_no_later_steps(first, tmp_path, monkeypatch):
+@in_turn("first", [2, 3])
+@on_each_rank(1)
+def test_a_resumed_run_traces_no_later_steps(rank, model, first, tmp_path, monkeypatch):
     """On a CPU the profiler is told to print nothing, unless it was told something."""
     levels: list[str | None] = []
     made = trace.profile
@@ -585,24 +566,21 @@ def test_a_resumed_run_traces_no_later_steps(first, tmp_path, monkeypatch):
 
     monkeypatch.setattr(trace, "profile", noted)
 
-    def run(rank, model):
-        section = {"enabled": True, "first": first, "steps": 1}
-        engine = measured(model, 1, trace={**section, "path": str(tmp_path)})
-        run_steps(engine, rank, range(2), MICROS)
-        engine.save_checkpoint(str(tmp_path / "run"))
-        engine.destroy()
-        engine = measured(stack(), 1, trace={**section, "path": str(tmp_path / "again")})
-        engine.load_checkpoint(str(tmp_path / "run"))
-        run_steps(engine, rank, range(2, 3), MICROS)
-        with pytest.raises(ConfigError, match="traces nothing"):
-            engine.trace(steps=0)
-        if first == 2:  # else a trace may be under way
-            running = profile(activities=[ProfilerActivity.CPU])
-            with running, pytest.raises(ConfigError, match="another profiler"):
-                engine.trace()
-        engine.destroy()
-
-    on_ranks(1, run)
+    section = {"enabled": True, "first": first, "steps": 1}
+    engine = measured(model, 1, trace={**section, "path": str(tmp_path)})
+    run_steps(engine, rank, range(2), MICROS)
+    engine.save_checkpoint(str(tmp_path / "run"))
+    engine.destroy()
+    engine = measured(stack(), 1, trace={**section, "path": str(tmp_path / "again")})
+    engine.load_checkpoint(str(tmp_path / "run"))
+    run_steps(engine, rank, range(2, 3), MICROS)
+    with pytest.raises(ConfigError, match="traces nothing"):
+        engine.trace(steps=0)
+    if first == 2:  # else a trace may be under way
+        running = profile(activities=[ProfilerActivity.CPU])
+        with running, pytest.raises(ConfigError, match="another profiler"):
+            engine.trace()
+    engine.destroy()
     assert len(list(tmp_path.glob("trace-*.gz"))) == (first < 3)
     assert len(list(tmp_path.glob("again/trace-*.gz"))) == (first == 3)
     assert set(levels) == {"5" if first == 2 else "99"}
