@@ -42,8 +42,8 @@ def elements(shapes):
 
 
 @few
-@given(SHAPES, SHARDS)
-def test_the_shards_cover_every_element_once_and_in_order(shapes, shards):
+@given(SHAPES, SHARDS, st.integers(0, 1000), st.integers(0, 1000))
+def test_the_shards_cover_every_element_once_and_in_order(shapes, shards, begin, end):
     layout = laid_out(shapes, shards)
     assert FlatLayout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
     ranges = [layout.rank_range(shard) for shard in range(shards)]
@@ -59,36 +59,13 @@ def test_the_shards_cover_every_element_once_and_in_order(shapes, shards):
             assert piece.offset - slot.offset == piece.start
             found += [(piece.name, at) for at in range(piece.start, piece.stop)]
     assert found == elements(shapes) and len(found) == layout.numel
-
-
-@few
-@given(SHAPES, st.data())
-def test_pieces_of_any_range_are_that_range_without_padding(shapes, data):
-    layout = laid_out(shapes, 3)
-    start = data.draw(st.integers(0, layout.padded))
-    stop = data.draw(st.integers(start, layout.padded))
+    start, stop = sorted((begin % (layout.padded + 1), end % (layout.padded + 1)))
     found = [
         (piece.name, at)
         for piece in layout.pieces(start, stop)
         for at in range(piece.start, piece.stop)
     ]
-    assert found == elements(shapes)[start:stop]
-
-
-def test_parameters_of_no_dimension_and_of_no_element():
-    given = [("none", (0, 4)), ("one", ()), ("also none", (3, 0)), ("four", (2, 2)), ("last", (0,))]
-    layout = FlatLayout.build(given, 2)
-    places = {slot.name: (slot.offset, slot.numel, slot.end) for slot in layout.slots}
-    assert places == {
-        "none": (0, 0, 0), "one": (0, 1, 1), "also none": (1, 0, 1), "four": (1, 4, 5),
-        "last": (5, 0, 5),
-    }  # fmt: skip
-    assert (layout.numel, layout.padded, layout.chunk) == (5, 16, 8)
-    assert [(p.name, p.start, p.stop, p.offset) for p in layout.pieces(0, 3)] == [
-        ("one", 0, 1, 0),
-        ("four", 0, 2, 1),
-    ]
-    assert list(layout.pieces(8, 16)) == []
+    assert found == elements(shapes)[start:stop], "of any range, without padding"
 
 
 def test_what_cannot_be_laid_out_is_refused():
@@ -106,17 +83,11 @@ DAMAGE: dict[str, Callable[[Any], Any]] = {
     "slots overlap": lambda d: d["slots"][1].update(offset=3),
     "a gap": lambda d: d["slots"][1].update(offset=7),
     "another shape": lambda d: d["slots"][0].update(shape=[2, 2]),
-    "a negative size": lambda d: d["slots"][0].update(shape=[-2, -3]),
-    "slots swapped": lambda d: d["slots"].reverse(),
-    "a slot lost": lambda d: d["slots"].pop(0),
     "a slot twice": lambda d: d["slots"].append({"name": "b", "shape": [0], "offset": 9}),
-    "no shards": lambda d: d.update(shards=0),
     "a fraction of an element": lambda d: d["slots"][0].update(shape=[2.5, 3]),
     "an offset that is true": lambda d: d["slots"][0].update(offset=False),
-    "shards as text": lambda d: d.update(shards="2"),
     "a name that is none": lambda d: d["slots"][0].update(name=5),
     "no shape": lambda d: d["slots"][0].pop("shape"),
-    "no slots": lambda d: d.pop("slots"),
     "slots that are none": lambda d: d.update(slots=7),
 }
 
@@ -132,10 +103,8 @@ def test_a_damaged_description_is_refused(damage):
 
 
 BOXES = [
-    Box((8, 3), ((0, ((2, 4),)),)),
     Box((8, 3), ((0, ((0, 2), (4, 6))),)),
     Box((3, 8), ((1, ((2, 4), (6, 7))),)),
-    Box((4, 3, 5), ((0, ((1, 3),)), (2, ((0, 1), (3, 5))))),
     Box((4, 6, 5), ((1, ((0, 1), (3, 5))), (2, ((1, 2), (4, 5))))),
     Box((7,), ((0, ((2, 5),)),)),
     Box((4, 3), ()),
@@ -178,18 +147,13 @@ def test_even_parts_of_packed_matrices_make_the_whole():
         Box.even((12, 4), 0, 0, 4, packed=2)
 
 
-CUTS = [
-    (((2, ((0, 1),)),), r"cut along \[2\]; name dimensions it has"),
-    (((0, ((2, 4), (1, 3))),), "must follow one another within it"),
-    (((0, ((2, 9),)),), "must follow one another within it"),
-]
-
-
-@in_one_item(CUTS)
-def test_boxes_lie_within_their_tensor(case):
-    cuts, message = case
-    with pytest.raises(ValueError, match=message):
-        Box((8, 3), cuts)  # type: ignore[arg-type]
+def test_boxes_lie_within_their_tensor():
+    for dimension, start, stop, message in (
+        (2, 0, 1, r"cut along \[2\]; name dimensions it has"),
+        (0, 2, 9, "must follow one another within it"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Box((8, 3), ((dimension, ((start, stop),)),))
     with pytest.raises(ValueError, match="a box holds the whole shape"):
         Box.from_json({"whole": [2]})
 
@@ -233,13 +197,5 @@ def test_bytes_and_traffic_of_each_stage(stage):
     half = bytes_per_parameter(stage, 64, "float16", gradient="float16")
     published = (120, 31.4, 16.6, 1.9)[stage]
     assert 7.5 * half == pytest.approx(published, abs=0.05)
-    sharded = [policy.shards_parameters, policy.shards_gradients, policy.shards_optimizer]
-    assert (policy.stage, sharded) == (stage, [stage == 3, stage >= 2, stage >= 1])
-    assert policy.reduces_every_backward == (stage >= 2)
-    assert policy.gathers_after_step == (stage in (1, 2))
-    for world, replicas in ((1, 1), (8, 1), (8, 2), (8, 8)):
-        shards = policy.shards(world, replicas)
-        assert shards == (1 if stage == 0 else world // replicas)
-        assert policy.parameter_shards(shards) == (shards if stage == 3 else 1)
     with pytest.raises(ValueError, match="6 ranks cannot be split into 4 equal replicas"):
         policy.shards(6, 4)
