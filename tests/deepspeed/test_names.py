@@ -22,28 +22,15 @@ from hf_zero.distributed import process_group
 from hf_zero.errors import NotBuiltError, OffloadError, UnsupportedOptimizerError
 from hf_zero.optim.adam_lion import Lion
 from hf_zero.optim.elementwise import check
-from hf_zero.zero.layout import wrap
 from tests.helpers.cells import in_one_item
 from tests.helpers.late_transfers import Late
 
 # -- devices ---------------------------------------------------------------------------------------
 
 
-def test_the_device_is_the_one_of_the_engine() -> None:
+def test_the_cpu_under_the_names_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert accelerator.get_accelerator().device_name() == process_group.default_device().type
     assert accelerator.get_accelerator() is accelerator.get_accelerator()
-
-
-def test_the_variable_of_deepspeed_chooses_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    monkeypatch.setattr(process_group.kinds, "accelerator", lambda: "meta")
-    monkeypatch.setattr(process_group.kinds, "device_count", lambda: 1)
-    assert process_group.default_device().type == "meta"
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    assert process_group.default_device().type == "cpu"
-
-
-def test_the_cpu_under_the_names_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_SIZE", "3")
     cpu = accelerator.DeepSpeedAccelerator("cpu")
     assert cpu.device_name("1") == cpu.current_device_name() == "cpu" and cpu.current_device() == 0
@@ -70,11 +57,17 @@ def test_the_cpu_under_the_names_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_gpu_under_the_names_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable of DeepSpeed chooses the CPU beside it."""
     emptied = []
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: False)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    answers: dict[str, Any] = {
+        "current_device": lambda: 3,
+        "is_available": lambda: True,
+        "is_bf16_supported": lambda: False,
+        "empty_cache": lambda: emptied.append(1),
+        "mem_get_info": lambda index=None: (5, 9),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
     gpu = accelerator.DeepSpeedAccelerator("cuda")
     names = (gpu.device_name(), gpu.device_name("1"), gpu.current_device_name())
     assert names == ("cuda", "cuda:1", "cuda:3")
@@ -84,32 +77,16 @@ def test_a_gpu_under_the_names_of_deepspeed(monkeypatch: pytest.MonkeyPatch) -> 
     assert emptied == [1]
     for name in ("memory_allocated", "manual_seed_all"):
         assert getattr(gpu, name) is getattr(torch.cuda, name)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index=None: (5, 9))
     assert (gpu.available_memory(), gpu.total_memory(0)) == (5, 9)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setattr(process_group.kinds, "accelerator", lambda: "meta")
+    monkeypatch.setattr(process_group.kinds, "device_count", lambda: 1)
+    assert process_group.default_device().type == "meta"
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert process_group.default_device().type == "cpu"
 
 
 # -- activation checkpointing ----------------------------------------------------------------------
-
-
-def test_checkpointed_gradients_are_the_gradients() -> None:
-    layer, x = nn.Linear(3, 3), torch.randn(2, 3)
-    calls = []
-
-    def block(a: torch.Tensor, scale: int) -> torch.Tensor:
-        calls.append(scale)
-        return torch.tanh(layer(a)) * scale
-
-    more = {"partition_activations": True, "contiguous_checkpointing": True, "synchronize": True}
-    activation_checkpointing.configure(None, num_checkpoints=2, **more)
-    activation_checkpointing.set_num_layers(2)
-    assert activation_checkpointing.is_configured()
-    activation_checkpointing.checkpoint(block, x, scale=2).sum().backward()
-    assert calls == [2, 2]
-    again = layer.weight.grad
-    layer.weight.grad = None
-    block(x, 2).sum().backward()
-    torch.testing.assert_close(again, layer.weight.grad)
-    activation_checkpointing.reset()
 
 
 @pytest.fixture
@@ -126,14 +103,15 @@ def configured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Late]]:
     activation_checkpointing.configure()
 
 
-def checkpointed_steps(model: nn.Sequential) -> list[torch.Tensor]:
+def checkpointed_steps(model: nn.Sequential, way: Any = None) -> list[torch.Tensor]:
     """Gradients of two windows of two micro-batches, through checkpoints."""
     found = []
+    model.zero_grad()
     for step in range(4):
         torch.manual_seed(step)
         x = torch.randn(5, 8)
         for layer in model:
-            x = activation_checkpointing.checkpoint(
+            x = (way or activation_checkpointing.checkpoint)(
                 lambda y, layer=layer: nn.functional.dropout(torch.tanh(layer(y)), 0.2), x
             )
         x.square().sum().backward()
@@ -141,53 +119,41 @@ def checkpointed_steps(model: nn.Sequential) -> list[torch.Tensor]:
     return found
 
 
-CONFIGURED: dict[str, dict[str, Any]] = {
-    "by argument": {
-        "checkpoint_in_cpu": True,
-        "deepspeed_config": {"activation_offload": {"min_bytes": 1, "in_flight_bytes": 1}},
-    },
-    "by configuration": {
-        "deepspeed_config": {
-            "activation_checkpointing": {"cpu_checkpointing": True},
-            "activation_offload": {"min_bytes": 1, "in_flight_bytes": 1, "enabled": False},
-        }
-    },
-}
-
-
-@pytest.mark.parametrize("how", CONFIGURED)
-def test_inputs_of_checkpoints_wait_in_host_memory(how: str, configured: list[Late]) -> None:
+def test_inputs_of_checkpoints_wait_in_host_memory(
+    configured: list[Late], heard_in_full: list[str]
+) -> None:
+    """By an argument, or by the configuration, which arguments go before."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    activation_checkpointing.configure()
+    profiled = {"activation_checkpointing": {"profile": True}}
+    more = {"partition_activations": True, "contiguous_checkpointing": True, "synchronize": True}
+    activation_checkpointing.configure(None, profiled, num_checkpoints=2, **more)
+    activation_checkpointing.set_num_layers(4)
     plain = checkpointed_steps(model)
-    model.zero_grad()
-    activation_checkpointing.configure(None, **CONFIGURED[how])
-    for got, want in zip(checkpointed_steps(model), plain, strict=True):
-        assert torch.equal(got, want)
-    (late,) = configured
-    assert late.sent_bytes == 4 * 4 * 5 * 8 * 4, "the input of each checkpoint, once"
-    assert [what for what, _ in late.log].count("bring") == 4 * 3, (
-        "the last one of a forward has stayed"
-    )
-    activation_checkpointing.checkpoint(torch.tanh, torch.randn(5, 8, requires_grad=True))
-    activation_checkpointing.reset()  # no backward
-
-
-def test_arguments_go_before_the_configuration(configured: list[Late]) -> None:
-    config = {"activation_checkpointing": {"cpu_checkpointing": True}}
-    activation_checkpointing.configure(None, config, checkpoint_in_cpu=False)
+    parts = ("4 forwards in", "4 recomputations in")
+    assert sum(all(part in line for part in parts) for line in heard_in_full) == 4
+    torch.testing.assert_close(plain, checkpointed_steps(model, lambda run, x: run(x)))
+    small = {"min_bytes": 1, "in_flight_bytes": 1}
+    section = {"activation_checkpointing": {"cpu_checkpointing": True}}
+    for keys, more in (
+        ({"activation_offload": small}, {"checkpoint_in_cpu": True}),
+        ({**section, "activation_offload": {**small, "enabled": False}}, {}),
+    ):
+        configured.clear()
+        activation_checkpointing.configure(None, deepspeed_config=keys, **more)
+        assert activation_checkpointing.is_configured()
+        for got, want in zip(checkpointed_steps(model), plain, strict=True):
+            assert torch.equal(got, want)
+        (late,) = configured
+        assert late.sent_bytes == 4 * 4 * 5 * 8 * 4, "the input of each checkpoint, once"
+        brought = [what for what, _ in late.log].count("bring")
+        assert brought == 4 * 3, "the last one of a forward has stayed"
+        activation_checkpointing.checkpoint(torch.tanh, torch.randn(5, 8, requires_grad=True))
+        activation_checkpointing.reset()  # no backward
+    configured.clear()
+    activation_checkpointing.configure(None, section, checkpoint_in_cpu=False)
     x = torch.randn(5, 8, requires_grad=True)
     activation_checkpointing.checkpoint(torch.tanh, x).sum().backward()
     assert configured == []
-
-
-def test_profile_of_a_script_logs_each_backward(
-    configured: list[Late], heard_in_full: list[str]
-) -> None:
-    activation_checkpointing.configure(None, {"activation_checkpointing": {"profile": True}})
-    checkpointed_steps(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
-    parts = ("2 forwards in", "2 recomputations in")
-    assert sum(all(part in line for part in parts) for line in heard_in_full) == 4
 
 
 def test_blocks_inside_the_checkpoints_of_a_script_are_not_checkpointed_again(
@@ -195,15 +161,12 @@ def test_blocks_inside_the_checkpoints_of_a_script_are_not_checkpointed_again(
 ) -> None:
     ran = []
 
-    class Block(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            ran.append(1)
-            return torch.tanh(super().forward(x))
-
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = nn.ModuleList(Block(8, 8) for _ in range(3))
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+            for block in self.blocks:
+                block.register_forward_pre_hook(lambda *_: ran.append(1))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for block in self.blocks:
@@ -225,11 +188,9 @@ KEPT = ("exp_avg", "exp_avg_sq")
 
 ADAM, ADAMW, ADAGRAD = torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad
 DECAY = {"weight_decay": 0.1}
-# A class by its name in DeepSpeed, its own options, the plain class, options of both.
 PAIRS: list[tuple[Any, dict[str, Any], Any, dict[str, Any]]] = [
     (optimizers.FusedAdam, {}, ADAMW, DECAY),
     (optimizers.FusedAdam, {"adam_w_mode": False}, ADAM, DECAY),
-    (optimizers.DeepSpeedCPUAdam, {"adamw_mode": True}, ADAMW, DECAY),
     (optimizers.DeepSpeedCPUAdam, {"adamw_mode": False}, ADAM, {}),
     (optimizers.DeepSpeedCPUAdagrad, {}, ADAGRAD, DECAY),
     (optimizers.FusedLion, {}, Lion, DECAY),
@@ -254,20 +215,25 @@ def test_optimizers_by_name_update_like_those_of_torch(pair: Any) -> None:
     torch.testing.assert_close(*results, rtol=1e-6, atol=1e-7)
 
 
-def test_fp32_optimizer_states_off_keeps_moments_in_bf16() -> None:
+def test_moments_in_bf16_and_groups_of_the_users_optimizer() -> None:
+    """Accelerate builds DeepSpeedCPUAdam from the groups of the script's optimizer, and schedulers
+    write to those.
+    """
     parameter = nn.Parameter(torch.ones(3))
     for cls in (optimizers.DeepSpeedCPUAdam, optimizers.DeepSpeedCPULion):
         optimizer = cls([parameter], fp32_optimizer_states=False)
         parameter.grad = torch.ones(3)
         optimizer.step()
         assert optimizer.state[parameter]["exp_avg"].dtype == torch.bfloat16
+    users = torch.optim.AdamW([parameter], lr=1e-3, weight_decay=0.1)
+    ours = optimizers.DeepSpeedCPUAdam(users.param_groups, lr=1e-3, adamw_mode=True)
+    users.param_groups[0]["lr"] = 5.0
+    assert ours.param_groups[0]["lr"] == 5.0 and ours.param_groups[0]["weight_decay"] == 0.1
 
 
 @in_one_item([(True, torch.float32), (False, torch.bfloat16)])
 def test_steps_of_sub_groups_and_their_way_back(case: tuple[bool, torch.dtype]) -> None:
-    """Two sub-groups in one optimizer, each as if it had one of its own; steps taken back leave
-    what was before.
-    """
+    """Two sub-groups in one optimizer, each as if it had one of its own."""
     adamw_mode, dtype = case
     options = {"lr": 1e-2, "weight_decay": 0.1, "adamw_mode": adamw_mode}
     starts = [torch.randn(9).to(dtype), torch.randn(4).to(dtype)]
@@ -309,46 +275,20 @@ def test_steps_of_sub_groups_and_their_way_back(case: tuple[bool, torch.dtype]) 
         both.rollback_subgroup(0)
 
 
-def test_groups_of_the_users_optimizer_are_shared() -> None:
-    """Accelerate builds DeepSpeedCPUAdam from the groups of the script's optimizer, and
-    schedulers write to those.
-    """
-    users = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=1e-3, weight_decay=0.1)
-    ours = optimizers.DeepSpeedCPUAdam(users.param_groups, lr=1e-3, adamw_mode=True)
-    users.param_groups[0]["lr"] = 5.0
-    assert ours.param_groups[0]["lr"] == 5.0 and ours.param_groups[0]["weight_decay"] == 0.1
-
-
-# -- leaf modules ----------------------------------------------------------------------------------
-
-
-@in_one_item([nn.ReLU, "ReLU"])
-def test_leaf_modules_are_marked_and_found(wanted: type | str) -> None:
-    model = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
-    assert wrap.set_z3_leaf_modules(model, [wanted]) == [model[1]]
-    assert wrap.get_z3_leaf_modules(model) == [model[1]]
-    assert wrap.z3_leaf_module(model[1]) and not wrap.z3_leaf_module(model[0])
-    assert wrap.unset_z3_leaf_modules(model, [wanted]) == [model[1]]
-    assert wrap.get_z3_leaf_modules(model) == []
-
-
 # -- copies ----------------------------------------------------------------------------------------
 
 
-def test_copies_are_small_whole_and_apart() -> None:
+def test_copies_are_small_whole_apart_and_tied() -> None:
     buffer = torch.arange(1000.0)
     state = OrderedDict(
         a=buffer[:6].view(2, 3), b=[buffer[10:12], (torch.tensor(3), "text")], c=None
     )
     copy = clone_tensors_for_torch_save(state)
     assert type(copy) is OrderedDict and copy["c"] is None and copy["b"][1][1] == "text"
-    assert copy["a"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     assert copy["a"].untyped_storage().nbytes() == 24
     buffer.zero_()
+    assert copy["a"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     assert copy["b"][0].tolist() == [10.0, 11.0]
-
-
-def test_tied_weights_stay_tied_in_a_copy() -> None:
     weight, empty = torch.randn(4, 2), torch.empty(0)
     tied = {"decoder": weight, "embedding": weight.view(4, 2), "part": weight[:2]}
     copy = clone_tensors_for_torch_save({**tied, "e": empty, "f": torch.empty(0)})

@@ -8,6 +8,7 @@ import json
 import re
 import runpy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from hf_zero.errors import ConfigError, HostMemoryError, NotBuiltError
 from hf_zero.measures import comms_log
 from hf_zero.parallel.pipeline import module as partition
 from hf_zero.planning.estimate import estimate
-from hf_zero.zero.layout.wrap import mark_configured
+from hf_zero.zero.layout.wrap import mark_configured, z3_leaf_module
 from tests.helpers.cells import in_one_item
 
 
@@ -36,13 +37,10 @@ def engine_of(model: nn.Module, stage: int, **more: Any) -> Any:
 # -- accelerator and operators ---------------------------------------------------------------------
 
 
-def test_another_accelerator_may_be_set() -> None:
-    class Mine(deepspeed.accelerator.DeepSpeedAccelerator):
-        def device_name(self, device_index: Any = None) -> str:
-            return "mine"
-
+def test_another_accelerator_may_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     before = deepspeed.get_accelerator()
-    mine = Mine()
+    mine = deepspeed.accelerator.DeepSpeedAccelerator()
+    monkeypatch.setattr(mine, "device_name", lambda device_index=None: "mine")
     deepspeed.accelerator.set_accelerator(mine)
     try:
         assert accelerator.get_accelerator() is mine
@@ -111,7 +109,7 @@ def test_hostfiles_and_filters(tmp_path: Path, heard: list[str]) -> None:
 # -- models ----------------------------------------------------------------------------------------
 
 
-@in_one_item(itertools.product((1, 2, 3), (1, 4)))
+@in_one_item([(1, 4), (3, 1), (2, 4)])
 def test_tiles_compute_the_layer(splits: tuple[int, int]) -> None:
     layer, x = nn.Linear(7, 5), torch.randn(3, 7)
     sizes = {"in_splits": splits[0], "out_splits": splits[1]}
@@ -124,15 +122,12 @@ def test_tiles_compute_the_layer(splits: tuple[int, int]) -> None:
     parts = torch.split(x, [p.shape[1] for p in [t.weight for t in apart.linears[0]]], dim=-1)
     assert len(apart(parts if splits[0] > 1 else x)) == splits[1]
 
-
-def test_tiles_that_return_their_bias() -> None:
     class Apart(nn.Linear):
         def forward(self, x: torch.Tensor) -> Any:
             return nn.functional.linear(x, self.weight), self.bias
 
-    layer, x = nn.Linear(6, 4), torch.randn(2, 6)
     tiled = deepspeed.runtime.zero.tiling.TiledLinearReturnBias(
-        6, 4, in_splits=2, out_splits=2, linear_cls=Apart, init_linear=layer
+        7, 5, **sizes, linear_cls=Apart, init_linear=layer
     )
     output, bias = tiled(x)
     torch.testing.assert_close(output + bias, layer(x))
@@ -167,16 +162,19 @@ def test_parameters_made_on_one_rank_have_the_facts(plain_process: None) -> None
     engine.destroy()
 
 
-class Experts(nn.Module):
-    pass
+def test_leaves_by_class_name_suffix_and_configuration(heard: list[str]) -> None:
+    class Experts(nn.Module):
+        pass
 
-
-def test_leaves_by_name_suffix_and_configuration(heard: list[str]) -> None:
+    Experts.__qualname__ = "Experts"
     utils = deepspeed.utils
     model: Any = nn.Sequential(nn.Sequential(Experts(), nn.ReLU()), Experts())
     full = f"{Experts.__module__}.Experts"
     assert utils.set_z3_leaf_modules(model, [full]) == [model[0][0], model[1]]
-    utils.unset_z3_leaf_modules(model, [Experts])
+    assert z3_leaf_module(model[1]) and not z3_leaf_module(model[0])
+    assert utils.unset_z3_leaf_modules(model, [Experts]) == [model[0][0], model[1]]
+    assert utils.set_z3_leaf_modules(model, ["ReLU"]) == [model[0][1]]
+    assert utils.unset_z3_leaf_modules(model, ["ReLU"]) == [model[0][1]]
     assert utils.set_z3_leaf_modules_by_name(model, ["0.1"]) == ([model[0][1]], [])
     unset = utils.set_z3_leaf_modules_by_suffix(model, ["0"], flag=False)
     assert unset == ([model[0], model[0][0]], [])
@@ -187,6 +185,10 @@ def test_leaves_by_name_suffix_and_configuration(heard: list[str]) -> None:
     assert mark_configured(model, section) == [model[0][0], model[1], model[0][1]]
     assert "names ['9'], which the model does not have" in heard[-1]
     assert mark_configured(model, None) == []
+    section = deepspeed.runtime.zero.config.DeepSpeedZeroConfig
+    leaves = section(leaf_module={"classes": "my.Class", "names": ["a"]}).leaf_module
+    assert (leaves.classes, leaves.names, leaves.name_suffixes) == (["my.Class"], ["a"], [])
+    assert section().leaf_module.classes == []
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -230,21 +232,18 @@ def test_clipping_of_parameters_that_no_engine_owns() -> None:
 @in_one_item(range(1, 7))
 def test_partitions_are_the_best_there_are(parts: int) -> None:
     weights = [3, 1, 4, 1, 5, 9, 2, 6]
+
+    def heaviest(bounds: Any) -> int:
+        return max(sum(weights[a:b]) for a, b in itertools.pairwise(bounds))
+
     bounds = partition.partition_balanced(weights, parts)
     assert len(bounds) == parts + 1 and bounds[0] == 0 and bounds[-1] == len(weights)
-    heaviest = max(sum(weights[a:b]) for a, b in itertools.pairwise(bounds))
-    best = min(
-        max(sum(weights[a:b]) for a, b in itertools.pairwise((0, *cuts, len(weights))))
-        for cuts in itertools.combinations_with_replacement(range(len(weights) + 1), parts - 1)
-    )
-    assert heaviest == best
-    if parts <= len(weights):
-        assert all(a < b for a, b in itertools.pairwise(bounds))
-    five = partition.partition_balanced([1] * 5, 4)
-    assert sorted(b - a for a, b in itertools.pairwise(five)) == [1, 1, 1, 2]
-    uniform = partition.partition_uniform(8, parts)
-    sizes = [b - a for a, b in itertools.pairwise(uniform)]
-    assert sum(sizes) == 8 and max(sizes) - min(sizes) <= 1
+    cuts = itertools.combinations(range(1, len(weights)), parts - 1)
+    assert heaviest(bounds) == min(heaviest((0, *each, len(weights))) for each in cuts)
+    assert all(a < b for a, b in itertools.pairwise(bounds))
+    for bounds in (partition.partition_uniform(8, parts), partition.partition_balanced([1] * 8, 5)):
+        sizes = [b - a for a, b in itertools.pairwise(bounds)]
+        assert sum(sizes) == 8 and max(sizes) - min(sizes) <= 1
 
 
 def test_small_helpers() -> None:
@@ -267,6 +266,8 @@ def test_small_helpers() -> None:
     deepspeed.utils.recursive_setattr(model, "0.0", nn.Tanh())
     assert type(deepspeed.utils.recursive_getattr(model, "0.0")) is nn.Tanh
     assert deepspeed.utils.instrument_w_nvtx(lambda a: a + 1)(2) == 3
+    parse = deepspeed.utils.numa.parse_range_list
+    assert parse("0,2-4,6,8-9") == [0, 2, 3, 4, 6, 8, 9] and parse("7") == [7]
 
 
 def test_groups_without_experts_stay_as_they_are() -> None:
@@ -299,25 +300,18 @@ def test_sections_of_precision() -> None:
     assert (section.enabled, section.loss_scale_window, section.hysteresis) == (True, 4, 2)
     fp16 = read.DeepSpeedFP16Config
     assert fp16().initial_dynamic_scale() == 2.0**16 and fp16(loss_scale="3").loss_scale == 3.0
-    wrong: Any
-    for wrong in (-1, float("inf"), float("nan"), True, [], None):
-        with pytest.raises(ValidationError):
-            fp16(loss_scale=wrong)
-    with pytest.raises(ValidationError, match=r"must be a number, not {}"):
-        fp16(loss_scale={})
-    for name in ("loss_scale_window", "min_loss_scale"):
+    names = ("loss_scale_window", "min_loss_scale")
+    for name in names:
         assert getattr(fp16(enabled=True, loss_scale=8, **{name: 0}), name) == 0
         assert getattr(fp16(**{name: -1}), name) == -1
-        for wrong in (0, -1, True, float("inf"), "abc", None):
-            with pytest.raises(ValidationError):
-                fp16(enabled=True, **{name: wrong})
-    with pytest.raises(ValidationError, match="Extra inputs"):
-        fp16(enable=True)
-
-
-def test_lists_of_cores() -> None:
-    parse = deepspeed.utils.numa.parse_range_list
-    assert parse("0,2-4,6,8-9") == [0, 2, 3, 4, 6, 8, 9] and parse("7") == [7]
+    wrong: list[Any] = [-1, True, float("inf"), None]
+    dynamic = [{"enabled": True, name: value} for name in names for value in (0, "abc", *wrong)]
+    scales = [{"loss_scale": value} for value in ([], float("nan"), *wrong)]
+    for keys in (*scales, *dynamic, {"enable": True}):
+        with pytest.raises(ValidationError):
+            fp16(**keys)
+    with pytest.raises(ValidationError, match=r"must be a number, not {}"):
+        fp16(loss_scale={})
 
 
 def test_loss_scales_move_like_those_of_the_engine() -> None:
@@ -358,9 +352,8 @@ def test_samples_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = SimpleNamespace(perf_counter=lambda: float(next(clock)))
     monkeypatch.setattr(logs, "time", counted)  # no other thread looks at it
     told: list[str] = []
-    speed = deepspeed.utils.timer.ThroughputTimer(
-        batch_size=4, start_step=1, steps_per_output=3, logging_fn=told.append
-    )
+    kind = deepspeed.utils.timer.ThroughputTimer
+    speed = kind(batch_size=4, start_step=1, steps_per_output=3, logging_fn=told.append)
     speed.stop()
     assert not speed.initialized and speed.avg_samples_per_sec() == 0.0
     for step in range(3):
@@ -375,14 +368,13 @@ def test_samples_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told == ["step 3: 2.00 samples a second, 2.00 on average"]
     speed.update_epoch_count()
     assert (speed.epoch_count, speed.micro_step_count, speed.global_step_count) == (1, 0, 3)
-    unsynchronized = SimpleNamespace(enabled=True, synchronized=False)
-    off = SimpleNamespace(enabled=False, synchronized=True)
     monkeypatch.setattr(logs.kinds, "synchronize", lambda device: told.append("waited"))
-    for config, counted in ((unsynchronized, 1), (off, 0), (None, 1)):
-        speed = deepspeed.utils.timer.ThroughputTimer(config, start_step=0)
+    for keys, counts in (((True, False), 1), ((False, True), 0), (None, 1)):
+        config = keys and SimpleNamespace(enabled=keys[0], synchronized=keys[1])
+        speed = kind(config, start_step=0)
         speed.start()
         speed.stop(global_step=True)
-        assert speed.global_step_count == counted
+        assert speed.global_step_count == counts
     assert told[1:] == ["waited", "waited"]
 
 
@@ -417,88 +409,82 @@ def test_configurations_as_objects() -> None:
 # -- collectives -----------------------------------------------------------------------------------
 
 
-def test_collectives_are_logged_where_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    comm, log = deepspeed.comm, deepspeed.comm.comms_logger
+@pytest.fixture
+def comm() -> Iterator[Any]:
+    comm = deepspeed.comm
     comm.init_distributed(dist_backend="gloo", verbose=False)
-    try:
-        x = torch.ones(4)
-        out = torch.empty(4)
-        comm.reduce_scatter_fn(out, x)
-        comm.allgather_fn(out, x)
-        comm.inference_all_reduce(x)
-        assert torch.equal(out, x) and not log.comms_dict
-        comm.configure(enabled=True, prof_all=False, prof_ops=["broadcast"])
-        comm.broadcast(x, src=0)
-        comm.all_reduce(x)
-        comm.all_reduce(x, prof=True, log_name="mine")
-        sizes = {op: [*sizes] for op, sizes in log.comms_dict.items()}
-        assert sizes == {"broadcast": [16], "mine": [16]}
-        answer = comm.log_summary(show_straggler=True, return_dict=True)
-        assert answer["summary"]["mine"][16]["count"] == 1
-        assert answer["straggler_analysis"].keys() == {"broadcast", "mine"}
-        head, *rows = capsys.readouterr().out.splitlines()[:3]
-        columns = re.split(r"\s{2,}", head)
-        assert columns[:5] == ["operation", "size", "calls", "total (ms)", "mean (ms)"]
-        assert columns[5:] == ["throughput (Gbit/s)", "bus bandwidth (Gbit/s)"]
-        counts = [row.split()[:4] for row in rows]
-        assert counts == [["broadcast", "16", "B", "1"], ["mine", "16", "B", "1"]]
-        log.reset_data()
-        assert not log.comms_dict and comm.get_global_rank(comm.get_world_group(), 0) == 0
-        assert comm.new_group([0]) is not None and comm.is_available()
-        mesh = comm.initialize_mesh_device((1, 1), ("data", "model"))
-        assert mesh.mesh_dim_names == ("data", "model")
-        groups = deepspeed.utils.groups
-        assert groups.get_data_parallel_group() is comm.get_world_group()
-        assert groups._get_data_parallel_group_ranks() == [0]
-        assert groups._get_sequence_parallel_world_size() == 1
-        assert groups.get_model_parallel_rank() == 0
-        groups.initialize()
-        with pytest.raises(ConfigError, match="ep_size = 2 does not divide the 1 ranks"):
-            groups.initialize(ep_size=2)
-        comm.monitored_barrier(timeout=None)
-        comm.barrier(async_op=True).wait()
-    finally:
-        comm.configure(enabled=False, prof_all=True, prof_ops=[])
-        comm.destroy_process_group()
+    yield comm
+    comm.configure(enabled=False, prof_all=True, prof_ops=[], verbose=False)
+    comm.comms_logger.reset_data()
+    comm.destroy_process_group()
 
 
-def test_a_configuration_switches_the_log_on(heard_in_full: list[str]) -> None:
-    """``comms_logger`` at initialize and in ``comm.configure``; what is recorded stays as it is
-    when it is summed up.
-    """
-    comm, log = deepspeed.comm, deepspeed.comm.comms_logger
+def test_collectives_are_logged_where_asked(comm: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    x, out, log = torch.ones(4), torch.empty(4), comm.comms_logger
+    comm.reduce_scatter_fn(out, x)
+    comm.allgather_fn(out, x)
+    comm.inference_all_reduce(x)
+    assert torch.equal(out, x) and not log.comms_dict
+    comm.configure(enabled=True, prof_all=False, prof_ops=["broadcast"])
+    comm.broadcast(x, src=0)
+    comm.all_reduce(x)
+    comm.all_reduce(x, prof=True, log_name="mine")
+    sizes = {op: [*sizes] for op, sizes in log.comms_dict.items()}
+    assert sizes == {"broadcast": [16], "mine": [16]}
+    answer = comm.log_summary(show_straggler=True, return_dict=True)
+    assert answer["summary"]["mine"][16]["count"] == 1
+    assert answer["straggler_analysis"].keys() == {"broadcast", "mine"}
+    head, *rows = capsys.readouterr().out.splitlines()[:3]
+    columns = re.split(r"\s{2,}", head)
+    assert columns[:5] == ["operation", "size", "calls", "total (ms)", "mean (ms)"]
+    assert columns[5:] == ["throughput (Gbit/s)", "bus bandwidth (Gbit/s)"]
+    counts = [row.split()[:4] for row in rows]
+    assert counts == [["broadcast", "16", "B", "1"], ["mine", "16", "B", "1"]]
+    log.reset_data()
+    assert not log.comms_dict and comm.get_global_rank(comm.get_world_group(), 0) == 0
+    assert comm.new_group([0]) is not None and comm.is_available()
+    mesh = comm.initialize_mesh_device((1, 1), ("data", "model"))
+    assert mesh.mesh_dim_names == ("data", "model")
+    groups = deepspeed.utils.groups
+    assert groups.get_data_parallel_group() is comm.get_world_group()
+    assert groups._get_data_parallel_group_ranks() == [0]
+    assert groups._get_sequence_parallel_world_size() == 1
+    assert groups.get_model_parallel_rank() == 0
+    groups.initialize()
+    with pytest.raises(ConfigError, match="ep_size = 2 does not divide the 1 ranks"):
+        groups.initialize(ep_size=2)
+    comm.monitored_barrier(timeout=None)
+    comm.barrier(async_op=True).wait()
+
+
+def test_a_configuration_switches_the_log_on(comm: Any, heard_in_full: list[str]) -> None:
+    """At initialize and in ``comm.configure``; to sum up leaves what is recorded as it is."""
+    log = comm.comms_logger
     section = {"enabled": True, "prof_all": False, "prof_ops": ["all_reduce"], "verbose": True}
-    model = torch.nn.Linear(2, 2)
-    comm.init_distributed(dist_backend="gloo", verbose=False)
-    try:
-        engine = engine_of(model, 0, train_batch_size=1, comms_logger=section)
-        comm.all_reduce(torch.ones(4))
-        comm.broadcast(torch.ones(4), src=0)
-        assert [*log.comms_dict] == ["all_reduce"]
-        assert any("comm op: all_reduce" in line and "16 B" in line for line in heard_in_full)
-        log.start_profiling_comms()
-        comm.broadcast(torch.ones(4), src=0)
-        assert [*log.comms_dict] == ["all_reduce", "broadcast"]
-        log.stop_profiling_comms()
-        log.stop_profiling_op(["all_reduce"])
-        log.start_profiling_op(["barrier", "barrier"])
-        assert not log.prof_all and log.prof_ops == ["barrier"]
-        log.reset_data()
-        for milliseconds in (3.0, 1.0, 2.0):
-            log.append("all_reduce", "mine", milliseconds, 1 << 20)
-        assert log.get_raw_data()["mine"][1 << 20][1] == [3.0, 1.0, 2.0]
-        row = log.get_operation_summary("mine")[1 << 20]
-        assert (row["count"], row["avg_latency_ms"], row["msg_size_str"]) == (3, 2.0, "1.0 MB")
-        assert log.get_raw_data()["mine"][1 << 20][1] == [3.0, 1.0, 2.0]
-        straggler = log.log_all(False, True, True)["straggler_analysis"]["mine"][1 << 20]
-        assert straggler["total_comm_lat_ms"] == 6.0 and straggler["total_straggler_ms"] == 0.0
-        comm.configure({"comms_logger": {"enabled": True, "prof_all": True}})
-        assert log.prof_all and log.prof_ops == [] and not log.verbose
-        engine.destroy()
-    finally:
-        comm.configure(enabled=False, prof_all=True, prof_ops=[], verbose=False)
-        log.reset_data()
-        comm.destroy_process_group()
+    engine = engine_of(torch.nn.Linear(2, 2), 0, train_batch_size=1, comms_logger=section)
+    comm.all_reduce(torch.ones(4))
+    comm.broadcast(torch.ones(4), src=0)
+    assert [*log.comms_dict] == ["all_reduce"]
+    assert any("comm op: all_reduce" in line and "16 B" in line for line in heard_in_full)
+    log.start_profiling_comms()
+    comm.broadcast(torch.ones(4), src=0)
+    assert [*log.comms_dict] == ["all_reduce", "broadcast"]
+    log.stop_profiling_comms()
+    log.stop_profiling_op(["all_reduce"])
+    log.start_profiling_op(["barrier", "barrier"])
+    assert not log.prof_all and log.prof_ops == ["barrier"]
+    log.reset_data()
+    for milliseconds in (3.0, 1.0, 2.0):
+        log.append("all_reduce", "mine", milliseconds, 1 << 20)
+    assert log.get_raw_data()["mine"][1 << 20][1] == [3.0, 1.0, 2.0]
+    row = log.get_operation_summary("mine")[1 << 20]
+    assert (row["count"], row["avg_latency_ms"], row["msg_size_str"]) == (3, 2.0, "1.0 MB")
+    assert log.get_raw_data()["mine"][1 << 20][1] == [3.0, 1.0, 2.0]
+    straggler = log.log_all(False, True, True)["straggler_analysis"]["mine"][1 << 20]
+    assert straggler["total_comm_lat_ms"] == 6.0 and straggler["total_straggler_ms"] == 0.0
+    comm.configure({"comms_logger": {"enabled": True, "prof_all": True}})
+    assert log.prof_all and log.prof_ops == [] and not log.verbose
+    engine.destroy()
 
 
 def test_the_rates_of_collectives() -> None:
@@ -556,13 +542,6 @@ def test_former_keys_of_a_script_s_configuration(heard: list[str]) -> None:
         Mine(strict=True, count="auto")
     with pytest.raises(AssertionError, match=r"name and part\.names.*remove name"):
         Mine(name="a", part={"names": ["b"]})
-
-
-def test_leaf_modules_of_a_section_are_lists() -> None:
-    section = deepspeed.runtime.zero.config.DeepSpeedZeroConfig
-    leaves = section(leaf_module={"classes": "my.Class", "names": ["a"]}).leaf_module
-    assert (leaves.classes, leaves.names, leaves.name_suffixes) == (["my.Class"], ["a"], [])
-    assert section().leaf_module.classes == []
 
 
 def test_the_module_is_the_deepspeed_command(
