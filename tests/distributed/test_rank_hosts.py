@@ -1,4 +1,6 @@
-"""The hosts of ranks: learnt through the store, named when a peer is lost."""
+"""The hosts of ranks: learnt through the store, named when a peer is lost; the network interface
+that gloo is given.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from hf_zero.distributed import init, process_group, rank_hosts
 from hf_zero.distributed.collective_log import CollectiveLog
 from hf_zero.distributed.collectives import Handle
+from hf_zero.distributed.rank_hosts import VARIABLES, choose_interface, interface_of
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import LaunchError, RankMismatchError
 
@@ -73,12 +76,6 @@ def test_a_collective_that_breaks_names_the_peers_and_their_hosts(known: list[st
         handle.wait()
 
 
-def test_numbers_of_ranks_name_those_alone() -> None:
-    groups = ([0, 1, 2, 3], [0, 2], [4, 5], [0, 1, 2, 8, 10, 9], [7])
-    said = ["0-3", "0, 2", "4, 5", "0-2, 8-10", "7"]
-    assert [rank_hosts.numbers(ranks) for ranks in groups] == said
-
-
 def test_a_name_that_does_not_resolve_is_an_error_that_names_its_variable(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -103,17 +100,16 @@ def test_a_name_that_does_not_resolve_is_an_error_that_names_its_variable(
 
 def test_a_name_that_resolves_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kubernetes publishes the name of a pod only after the pod has started."""
-    answers: list[Exception | None] = [socket.gaierror(-2, "Name or service not known"), None]
+    unknown = iter([socket.gaierror(-2, "Name or service not known")])
 
     def look_up(*_: object, **__: object) -> list[object]:
-        answer = answers.pop(0)
-        if answer is not None:
-            raise answer
+        for error in unknown:
+            raise error
         return []
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     rank_hosts.wait_for_address("pod-0.job", "MASTER_ADDR=pod-0.job", 5.0, 0.01)
-    assert not answers
+    assert not list(unknown)
 
 
 SLURM = {
@@ -144,3 +140,61 @@ def test_init_distributed_looks_the_name_up_before_it_waits_for_ranks(
     with pytest.raises(LaunchError, match=re.escape(source)):
         init.init_distributed(timeout=0.1)
     assert not process_group.is_initialized()
+
+
+# ---- interfaces ----
+
+
+@pytest.fixture
+def unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")  # so that monkeypatch takes back what a test sets
+
+
+def chosen() -> list[str]:
+    return [os.environ[name] for name in VARIABLES]
+
+
+def test_ranks_that_meet_on_loopback_talk_on_loopback(
+    unset: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for address in ("127.0.0.1", "localhost", "127.0.0.2"):
+        monkeypatch.setenv(VARIABLES[0], "")
+        choose_interface(address, several_hosts=True)
+        assert chosen() == ["lo", ""]
+    for address in (None, "no-such-host.invalid"):  # where no way is known the choice is gloo's
+        monkeypatch.setenv(VARIABLES[0], "")
+        choose_interface(address, several_hosts=True)
+        assert chosen() == ["", ""]
+    choose_interface("10.1.2.3", several_hosts=True, asked="lo")  # for gloo and NCCL
+    assert chosen() == ["lo", "lo"]
+    assert interface_of("192.0.2.1") is None and interface_of("127.0.0.1") == "lo"
+
+
+def test_an_interface_that_is_not_there_is_named(
+    unset: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = r"interface=eth99: this host has no network interface eth99; it has .*lo"
+    with pytest.raises(LaunchError, match=said):
+        choose_interface("127.0.0.1", several_hosts=False, asked="eth99")
+    monkeypatch.setenv(VARIABLES[0], "lo,lo")
+    choose_interface("127.0.0.1", several_hosts=False)
+    assert chosen() == ["lo,lo", ""], "what the user set stays"
+    monkeypatch.setenv(VARIABLES[0], "lo,eth98")
+    with pytest.raises(LaunchError, match=r"GLOO_SOCKET_IFNAME=lo,eth98: .* interface eth98;"):
+        choose_interface("127.0.0.1", several_hosts=False)
+
+
+def test_a_name_that_is_loopback_in_etc_hosts_does_not_lead_other_hosts_astray(
+    unset: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many machines know their own name as 127.0.1.1."""
+    ways = {"worker-0": "127.0.0.1", rank_hosts.SOMEWHERE: "10.9.8.7"}
+    monkeypatch.setattr(rank_hosts, "_source", lambda address: ways.get(address))
+    names = {"127.0.0.1": "lo", "10.9.8.7": "eth0"}
+    monkeypatch.setattr(rank_hosts, "interface_of", names.get)
+    choose_interface("worker-0", several_hosts=True)
+    assert os.environ[VARIABLES[0]] == "eth0"
+    monkeypatch.setenv(VARIABLES[0], "")
+    choose_interface("worker-0", several_hosts=False)
+    assert os.environ[VARIABLES[0]] == "lo"

@@ -117,18 +117,19 @@ def test_ranks_that_go_on_alike_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
         assert go_on(script, monkeypatch) == ["went on", "went on"], script
 
 
-def test_ranks_that_go_on_with_different_passes_raise_on_both(
-    monkeypatch: pytest.MonkeyPatch, heard: list[str]
-) -> None:
-    for answer in go_on(with_different_passes, monkeypatch):
-        assert "rank 0 goes on with another forward after an exception" in answer
-        assert "rank 1 has issued gather 1" in answer
+APART = {
+    with_different_passes: ("another forward after an exception", "rank 1 has issued gather 1"),
+    # the next collective of that rank is on another communicator, where its number is the same
+    before_anything_is_issued: (
+        "another norm after an exception",
+        "reduction 0 (number 0 of reductions)",
+    ),
+}
 
 
-def test_a_rank_whose_backward_broke_before_its_first_collective_raises_on_both(
+def test_ranks_that_go_on_apart_raise_on_both(
     monkeypatch: pytest.MonkeyPatch, heard: list[str]
 ) -> None:
-    """The next collective of that rank is on another communicator, where its number is the same."""
-    for answer in go_on(before_anything_is_issued, monkeypatch):
-        assert "rank 0 goes on with another norm after an exception" in answer
-        assert "reduction 0 (number 0 of reductions)" in answer
+    for script, (goes_on, other) in APART.items():
+        for answer in go_on(script, monkeypatch):
+            assert f"rank 0 goes on with {goes_on}" in answer and other in answer

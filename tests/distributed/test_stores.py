@@ -1,15 +1,65 @@
-"""Words through a store: the right one of the right rank, and an end where none will come."""
+"""Stores that may never answer, and words through a store: the right one of the right rank, and an
+end where none will come.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Sequence
 
 import pytest
 import torch.distributed as dist
 
-from hf_zero.distributed.store import StoreMessages
+from hf_zero.distributed.store import StoreMessages, TimeoutStore
 from hf_zero.errors import RankMismatchError
+
+
+def test_it_answers_as_the_store_does_and_its_thread_ends_with_it() -> None:
+    store = TimeoutStore(dist.HashStore(), 60.0)
+    store.set("a", "x")
+    assert (store.get("a"), store.check(["a"]), store.check(["a", "b"])) == (b"x", True, False)
+    assert (store.add("n", 2), store.add("n", 1)) == (2, 3)
+    thread = store._thread
+    assert thread is not None
+    del store
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+class Silent:
+    """A store behind a cable that was cut."""
+
+    def __init__(self) -> None:
+        self.watching = threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        self.watching.wait(60)
+        return True
+
+
+def test_a_store_that_does_not_answer_is_given_up_once() -> None:
+    silent = Silent()
+    store = TimeoutStore(silent, 0.05)
+    with pytest.raises(RuntimeError, match=r"has not answered for 0\.05 s"):
+        store.check(["a"])
+    for call in (lambda: store.set("a", "x"), lambda: store.add("n", 1), lambda: store.get("a")):
+        with pytest.raises(RuntimeError, match="does not answer"):
+            call()
+    silent.watching.set()
+
+
+class Locking:
+    """It keeps the interpreter's lock for longer than an answer may take."""
+
+    def check(self, keys: list[str]) -> bool:
+        ctypes.PyDLL(None).usleep(600_000)
+        return True
+
+
+def test_a_process_that_stood_still_has_not_lost_its_store() -> None:
+    store = TimeoutStore(Locking(), 0.5)
+    assert store.check(["a"]) and store.check(["a"])
 
 
 def test_each_word_replaces_the_last_and_is_told_by_its_number() -> None:
@@ -21,8 +71,6 @@ def test_each_word_replaces_the_last_and_is_told_by_its_number() -> None:
     timer.start()
     assert here.receive("wrote", 2, 1) == "second", "not the first one again"
     timer.join()
-    here.send("verdict", 2, "")
-    assert there.receive("verdict", 2, 0) == ""
 
 
 def test_a_rank_that_is_gone_is_looked_for_once_more() -> None:
@@ -56,5 +104,7 @@ class Lost:
 
 
 def test_a_store_that_is_gone_is_told() -> None:
+    with pytest.raises(RuntimeError, match="Connection reset"):
+        TimeoutStore(Lost(), 60.0).add("a", 1)
     with pytest.raises(RuntimeError, match="Connection reset"):
         StoreMessages(Lost(), 0, 60.0, lambda ranks: {}).receive("wrote", 1, 1)
