@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from scripts import bit_identity as recorder
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = "threads stage1-bf16-none-acc2"
 
 
-@pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    source = ROOT / "scripts" / "bit_identity.py"
-    spec = importlib.util.spec_from_file_location("bit_identity", source)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "bit_identity", module)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_a_second_run_is_equal_and_another_training_is_not(
-    recorder: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = json.loads(recorder.text_of(recorder.measure(RUN)))
     assert list(first["runs"]) == [RUN]
@@ -49,7 +37,7 @@ def test_a_second_run_is_equal_and_another_training_is_not(
     assert f"{RUN} / weights: " in said and f"{RUN} / checkpoint / saved/rank-00000" in said
 
 
-def test_the_record_names_every_run_and_its_machine(recorder: ModuleType) -> None:
+def test_the_record_names_every_run_and_its_machine() -> None:
     record = json.loads((ROOT / "scripts" / "bit_identity.json").read_text())
     threads = {f"threads {run.name}" for run in recorder.RUNS}
     processes = {f"processes {run.name}" for run in recorder.RUNS if run.on_processes}

@@ -16,9 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DRAWINGS = ROOT / "hf_zero" / "docs" / "drawings"
-RESULTS = ROOT / "scripts" / "bench" / "results"
 SVG = "{http://www.w3.org/2000/svg}"
-SCHEMES = ("light", "dark")
 
 
 @pytest.fixture
@@ -40,19 +38,18 @@ def log_of(*lines: str) -> list[dict[str, Any]]:
     return [{"line": line, "seconds": float(second)} for second, line in enumerate(lines)]
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("name", ["quickstart", "measured", "stages"])
-def test_a_picture_is_small_and_asks_for_nothing(name: str, scheme: str) -> None:
-    path = DRAWINGS / f"{name}-{scheme}.svg"
-    source = path.read_text().replace('xmlns="http://www.w3.org/2000/svg"', "")
-    assert len(source.encode()) < 30_000
-    assert not [word for word in ("http", "url(", "@import", "<script", "<image") if word in source]
-    assert ElementTree.parse(path).getroot().find(f"{SVG}title") is not None
+def test_a_picture_is_small_and_asks_for_nothing() -> None:
+    names = ("quickstart", "measured", "stages")
+    for path in (path for name in names for path in DRAWINGS.glob(f"{name}-*.svg")):
+        source = path.read_text().replace('xmlns="http://www.w3.org/2000/svg"', "")
+        assert len(source.encode()) < 30_000
+        asks = ("http", "url(", "@import", "<script", "<image")
+        assert not [word for word in asks if word in source], path
+        assert ElementTree.parse(path).getroot().find(f"{SVG}title") is not None, path
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_each_line_of_the_terminal_is_in_the_log(scripts: Any, scheme: str) -> None:
-    recording = scripts("recording")
+def test_each_line_of_the_terminal_is_in_the_log(scripts: Any) -> None:
+    recording, scheme = scripts("recording"), "light"
     about, *rows = recording.rows_of(recording.latest())
     tree = ElementTree.parse(DRAWINGS / f"quickstart-{scheme}.svg")
     drawn = [node.findall(f"{SVG}text") for node in tree.iter(f"{SVG}g")]
@@ -80,30 +77,13 @@ def test_the_middle_of_a_log_is_elided(scripts: Any) -> None:
     ]  # fmt: skip
     few = recording.lines(log_of(*steps[:6]))
     assert [line.text for line in few] == steps[:6]
-    crowded = log_of(*[f"line {number}" for number in range(24)], *steps)
-    assert [line.text for line in recording.lines(crowded)[24:]] == [
-        *steps[:2], "…", steps[-1],
-    ]  # fmt: skip
+    table = ["┌───┐", "│ a │", "└───┘"]  # whole if it is the last
+    shown = recording.lines(log_of("$ run", *table, "== end", *table, "done"))
+    assert [line.text for line in shown] == ["$ run", "…", "== end", *table, "done"]
     full = log_of(*[f"line {number}" for number in range(26)], *steps)
     assert [line.text for line in recording.lines(full)[26:]] == ["…", steps[-1]]
     with pytest.raises(ValueError, match="40 lines do not fit the 28 of a picture"):
         recording.lines(log_of(*[f"line {number}" for number in range(40)]))
-
-
-def test_a_table_is_whole_if_it_is_the_last(scripts: Any) -> None:
-    recording = scripts("recording")
-    table = ["┌───┐", "│ a │", "└───┘"]
-    shown = recording.lines(log_of("$ run", *table, "== end", *table, "done"))
-    assert [line.text for line in shown] == ["$ run", "…", "== end", *table, "done"]
-
-
-def test_lines_appear_in_the_order_of_the_run_within_five_seconds(scripts: Any) -> None:
-    recording = scripts("recording")
-    lines = [recording.Line("line", seconds) for seconds in (0, 1, 1, 500, 501, 0)]
-    delays = recording.delays(lines)
-    assert delays == sorted(delays) and delays[0] == 0
-    assert delays[-1] <= recording.SECONDS
-    assert 0 < delays[2] - delays[1] < delays[3] - delays[2] < recording.SECONDS
 
 
 def test_a_recording_keeps_lines_and_times(scripts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,10 +100,9 @@ def test_a_recording_keeps_lines_and_times(scripts: Any, monkeypatch: pytest.Mon
         recording.record(["bad"])
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_measurements_show_the_ratios_of_their_rows(scripts: Any, scheme: str) -> None:
+def test_measurements_show_the_ratios_of_their_rows(scripts: Any) -> None:
     """Figures of FSDP2 with offload, which keeps less memory, and of a converted checkpoint."""
-    picture = scripts("bench.picture")
+    picture, scheme = scripts("bench.picture"), "light"
     offload = {
         row["contender"]: row["kept_mb"]
         for row in picture.rows_of(picture.OFFLOAD)
@@ -143,12 +122,3 @@ def test_measurements_show_the_ratios_of_their_rows(scripts: Any, scheme: str) -
         assert (span.get("font-weight") is not None) == better, span.text
     panels = [*picture.STAGES, *(panel for _, pair in picture.groups() for panel in pair)]
     assert len(spans) == sum(len(panel.bars()) - 1 for panel in panels)
-
-
-def test_the_footer_names_machine_versions_and_dates(scripts: Any) -> None:
-    picture = scripts("bench.picture")
-    *_, machine = picture.footer()
-    (about,) = [row for row in picture.rows_of(picture.STEPS) if "best" in row]
-    assert machine.startswith(f"{about['cores']} CPU cores")
-    for part in (about["versions"]["torch"], about["versions"]["deepspeed"], picture.STEPS[-10:]):
-        assert part in machine

@@ -110,12 +110,23 @@ def test_the_ordinary_build_comes_where_there_is_none_for_cpus(
     assert script.Stamp.read(folder / "hf-zero.json").torch == "cuda"
 
 
-def test_changed_files_are_installed_again_with_all_extras(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepare(folder, "test")
+def test_what_is_installed_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in script.ELSEWHERE:  # settings of pip do not count
+        monkeypatch.setenv(name, "/elsewhere")
+    half, whole = packaged(folder, "half"), packaged(folder, "whole")
+    (whole / "INSTALLER").write_text("pip\n")  # which pip writes last
+    prepare(folder, "test", HF_ZERO_TORCH="cuda")
+    assert whole.exists() and not half.exists()
+    assert "-I -m pip" in (folder / "calls").read_text()
+    assert "/elsewhere" not in (folder / "variables").read_text()
+    answer(folder, "editable", "ERROR: no\n")
+    with pytest.raises(script.Refused, match="pip failed: no"):
+        prepare(folder, "lint")
+    answer(folder)
+    torch, package = prepare(folder)  # with the build and the extras of before
+    assert torch.endswith(f"==={script.pinned('torch')}") and package.endswith("[lint,test]")
     monkeypatch.setattr(script, "digest", lambda: "another")
-    assert prepare(folder)[-1].endswith("[test]")
+    assert prepare(folder)[-1].endswith("[lint,test]")
 
 
 def test_an_interrupted_installation_goes_on(
@@ -132,34 +143,10 @@ def test_an_interrupted_installation_goes_on(
         assert script.main() == 130 and "the next call" in capsys.readouterr().err
     answer(folder)
     assert len(prepare(folder)) == 2  # even what was there before has no stamp
-
-
-def test_an_interrupted_installation_keeps_its_build_and_extras(folder: Path) -> None:
-    prepare(folder, "test", HF_ZERO_TORCH="cuda")
-    answer(folder, "editable", "ERROR: no\n")
-    with pytest.raises(script.Refused, match="pip failed: no"):
-        prepare(folder, "lint")
-    answer(folder)
-    torch, package = prepare(folder)
-    assert torch.endswith(f"==={script.pinned('torch')}") and package.endswith("[lint,test]")
-
-
-def test_a_half_written_package_is_installed_again(folder: Path) -> None:
-    """pip writes INSTALLER last, and takes a package with metadata for installed."""
-    half, whole = packaged(folder, "half"), packaged(folder, "whole")
-    (whole / "INSTALLER").write_text("pip\n")
-    prepare(folder)
-    assert whole.exists() and not half.exists()
-
-
-def test_pip_installs_into_the_folder_whatever_the_settings_say(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in script.ELSEWHERE:
-        monkeypatch.setenv(name, "/elsewhere")
-    assert all(call.startswith("-m pip install") for call in prepare(folder))
-    assert "-I -m pip" in (folder / "calls").read_text()
-    assert "/elsewhere" not in (folder / "variables").read_text()
+    (folder / "install.log").unlink()
+    (folder / "install.log").mkdir()
+    monkeypatch.setattr(sys, "argv", ["environment.py", str(folder), "docs"])
+    assert script.main() == 1 and "install.log" in capsys.readouterr().err
 
 
 def test_a_second_call_waits(
@@ -191,22 +178,6 @@ def test_a_driver_is_one_that_answers(
     assert script.has_nvidia_driver() is has
 
 
-def test_a_file_that_cannot_be_written_is_one_line(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "install.log").mkdir()
-    monkeypatch.setattr(sys, "argv", ["environment.py", str(folder)])
-    assert script.main() == 1 and "install.log" in capsys.readouterr().err
-
-
-def spoiled(folder: Path, settings: str) -> None:
-    (folder / "pyvenv.cfg").write_text(settings)
-
-
-def full(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(9e12, 9e12, 10**8))
-
-
 def packaged(folder: Path, name: str) -> Path:
     """Return the metadata of an installed package."""
     made = folder / "lib/python3.11/site-packages" / f"{name}-1.dist-info"
@@ -219,58 +190,51 @@ def gone(folder: Path) -> None:
     (folder / "bin" / "python").symlink_to("nowhere")
 
 
-MACHINES: dict[str, tuple[Callable[[pytest.MonkeyPatch, Path], Any], list[str]]] = {
-    "mac": (lambda patch, _: patch.setattr(sys, "platform", "darwin"), ["darwin", "container"]),
-    "32 bits": (lambda patch, _: patch.setattr(sys, "maxsize", 2**31 - 1), ["32-bit", "PYTHON"]),
-    "musl": (
+def version(patch: pytest.MonkeyPatch, *numbers: int) -> None:
+    patch.setattr(sys, "version_info", (*numbers, "final", 0))
+
+
+MACHINES: list[tuple[Callable[[pytest.MonkeyPatch, Path], Any], str]] = [
+    (lambda patch, _: patch.setattr(sys, "platform", "darwin"), "darwin.*container"),
+    (lambda patch, _: patch.setattr(sys, "maxsize", 2**31 - 1), "32-bit.*PYTHON"),
+    (
         lambda patch, _: patch.setattr(
             script.sysconfig, "get_config_var", lambda name: "x86_64-pc-linux-musl"
         ),
-        ["musl", "Debian"],
+        "musl.*Debian",
     ),
-    "3.14.1": (
-        lambda patch, _: patch.setattr(sys, "version_info", (3, 14, 1, "final", 0)),
-        ["3.14.1", "PYTHON"],
+    (lambda patch, _: version(patch, 3, 14, 1), "3.14.1.*PYTHON"),
+    (lambda patch, _: version(patch, 3, 10, 4), "Python 3.10.4.*3.11 to 3.14"),
+    (
+        lambda _, folder: (folder / "pyvenv.cfg").write_text("version = 3.9.1\n"),
+        "3.9.*rm -r.*HF_ZERO_VENV",
     ),
-    "another Python": (
-        lambda _, folder: spoiled(folder, "version = 3.9.1\n"),
-        ["3.9", "rm -r", "HF_ZERO_VENV"],
-    ),
-    "documents": (
+    (
         lambda _, folder: [(folder / "pyvenv.cfg").unlink(), (folder / "thesis").touch()],
-        ["no virtual environment", "HF_ZERO_VENV"],
+        "no virtual environment.*HF_ZERO_VENV",
     ),
-    "a file": (lambda _, folder: [shutil.rmtree(folder), folder.touch()], ["no folder"]),
-    "packages without pip": (
-        lambda _, folder: [answer(folder, pip=1), packaged(folder, "numpy")],
-        ["no pip", "rm -r"],
-    ),
-    "a copied environment": (
+    (lambda _, folder: [shutil.rmtree(folder), folder.touch()], "no folder"),
+    (lambda _, folder: [answer(folder, pip=1), packaged(folder, "numpy")], "no pip.*rm -r"),
+    (
         lambda _, folder: (folder / "bin" / "activate").write_text("VIRTUAL_ENV='/elsewhere'\n"),
-        ["copied from /elsewhere", "rm -r"],
+        "copied from /elsewhere.*rm -r",
     ),
-    "an old Python": (
-        lambda patch, _: patch.setattr(sys, "version_info", (3, 10, 4, "final", 0)),
-        ["Python 3.10.4", "3.11 to 3.14"],
+    (lambda _, folder: answer(folder, found=1), "target.*pip config list"),
+    (lambda _, folder: gone(folder), "gone.*rm -r"),
+    (
+        lambda patch, _: patch.setattr(shutil, "disk_usage", lambda path: Usage(9e12, 9e12, 10**8)),
+        "0.1 GB free.*HF_ZERO_VENV",
     ),
-    "pip that installs elsewhere": (
-        lambda _, folder: answer(folder, found=1),
-        ["pip config list", "target"],
-    ),
-    "a Python that is gone": (lambda _, folder: gone(folder), ["gone", "rm -r"]),
-    "a full disk": (lambda patch, _: full(patch), ["0.1 GB free", "HF_ZERO_VENV"]),
-}
+]
 
 
-@pytest.mark.parametrize("case", MACHINES)
+@pytest.mark.parametrize(("change", "said"), MACHINES, ids=[said for _, said in MACHINES])
 def test_a_machine_that_cannot_take_it(
-    case: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    change: Any, said: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    change, words = MACHINES[case]
     change(monkeypatch, folder)
-    with pytest.raises(script.Refused) as refused:
+    with pytest.raises(script.Refused, match=said) as refused:
         prepare(folder)
-    assert all(word in str(refused.value) for word in words), refused.value
     assert "\n" not in str(refused.value)
 
 
@@ -280,6 +244,10 @@ def test_a_build_that_does_not_exist(folder: Path) -> None:
     answer(folder, "+cpu", ABSENT)
     with pytest.raises(script.Refused, match=r"no release of torch==\S+\+cpu for Python"):
         prepare(folder, HF_ZERO_TORCH="cpu")
+    # without a network no gigabytes are promised
+    answer(folder, "+cpu", f"WARNING: NameResolutionError\n{ABSENT}", index=1)
+    with pytest.raises(script.Refused, match="cannot be reached"):
+        prepare(folder)
 
 
 OUTPUTS = {
@@ -318,12 +286,6 @@ def test_a_failure_of_pip_is_one_line(output: str, folder: Path) -> None:
     assert not script.Stamp.read(folder / "hf-zero.json").files
 
 
-def test_without_a_network_no_gigabytes_are_promised(folder: Path) -> None:
-    answer(folder, "+cpu", f"WARNING: NameResolutionError\n{ABSENT}", index=1)
-    with pytest.raises(script.Refused, match="cannot be reached"):
-        prepare(folder)
-
-
 # --- the interpreter
 
 
@@ -348,7 +310,6 @@ def chosen(variables: dict[str, str]) -> Any:
 @pytest.mark.parametrize(
     ("versions", "wanted"),
     [
-        ({"python3_11": "3.11.2", "python3_13": "3.13.0", "python3": "3.11.2"}, "python3.13"),
         ({"python3": "3.12.0", "python3_9": "3.9.1"}, "python3"),
         ({"python3_14": "3.14.0!", "python3_12": "3.12.0"}, "python3.12"),
         ({"python3_14": "3.14.1", "python3_13": "3.13.0"}, "python3.13"),
@@ -364,7 +325,6 @@ def test_the_newest_python_that_works_is_taken(
     ("versions", "variables", "words"),
     [
         ({"python3": "3.10.1"}, {}, ["python3 is 3.10.1", "set PYTHON"]),
-        ({"python3": "3.15.0"}, {}, ["python3 is 3.15.0", "3.11 to 3.14"]),
         ({}, {}, ["no Python 3.11 to 3.14", "set PYTHON"]),
         ({"python3": "3.11.2!"}, {}, ["lacks ensurepip", "apt-get install python3.11-venv"]),
         ({"python3": "3.12.0"}, {"PYTHON": "/opt/no such/python"}, ["/opt/no such/python"]),

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,22 +23,24 @@ HEAVY = "transformers accelerate datasets triton peft lightning pytorch_lightnin
 HEAVY += " pydantic"
 
 
-def in_fresh_process(code: str) -> Any:
-    result = completed([sys.executable, "-c", code], timeout=300, check=True)
-    return json.loads(result.stdout.splitlines()[-1])
-
-
-def test_importing_loads_neither_hugging_face_nor_triton_nor_cuda() -> None:
-    seen = in_fresh_process(
+def test_imports_load_no_more_than_they_need() -> None:
+    """Neither Hugging Face, Triton nor CUDA; and the converter no engine."""
+    code = (
         "import sys, json, hf_zero; alone = 'torch' in sys.modules; import torch\n"
-        "print(json.dumps([alone, hf_zero.__version__, torch.cuda.is_initialized(), "
-        "[*sys.modules]]))"
+        "seen = [alone, hf_zero.__version__, torch.cuda.is_initialized(), [*sys.modules]]\n"
+        "from hf_zero.checkpoint import convert_checkpoint\n"
+        "print(json.dumps([*seen, [*sys.modules]]))"
     )
-    with_torch, version, cuda, modules = seen
+    result = completed([sys.executable, "-c", code], timeout=300, check=True)
+    found = json.loads(result.stdout.splitlines()[-1])
+    with_torch, version, cuda, modules, converting = found
     assert with_torch is False and version == hf_zero.__version__ and cuda is False
     assert not {*HEAVY.split()} & {*modules}
     own = tuple(f"hf_zero.{name}" for name in ("zero", "cli", "checkpoint", "optim"))
     assert not [name for name in modules if name.startswith(own)]
+    engine = {name for name in converting if name.startswith(("hf_zero.zero.", "hf_zero.config"))}
+    layout = "hf_zero.zero.layout"
+    assert engine <= {layout, f"{layout}.box", f"{layout}.flat_layout"}
 
 
 def test_registering_loads_little_of_the_standard_library() -> None:
@@ -53,14 +54,6 @@ def test_registering_loads_little_of_the_standard_library() -> None:
     seen = {name.partition(".")[0] for name in json.loads(result.stdout)}
     assert seen <= {*sys.stdlib_module_names, "hf_zero"}
     assert not seen & {"typing", "re", "functools", "collections", "contextlib", "enum", "pathlib"}
-
-
-def test_the_converter_needs_no_engine() -> None:
-    code = "import sys, json; from hf_zero.checkpoint import convert_checkpoint"
-    seen = in_fresh_process(f"{code}\nprint(json.dumps([*sys.modules]))")
-    engine = {name for name in seen if name.startswith(("hf_zero.zero.", "hf_zero.config"))}
-    layout = "hf_zero.zero.layout"
-    assert engine <= {layout, f"{layout}.box", f"{layout}.flat_layout"}
 
 
 def test_version_is_the_one_of_the_installed_distribution(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
-"""Options of ``scripts/test``, the tests it chooses, and what a run leaves behind."""
+"""Options of ``scripts/test``, the tests and cells it chooses, and what a run leaves behind."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -9,12 +10,13 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
 from scripts import suite
-from tests.helpers.cells import parted
+from tests.helpers.cells import off_turn, parted
 
 ROOT = Path(suite.__file__).parent.parent
 
@@ -32,21 +34,17 @@ def test_options_come_in_any_order():
     assert suite.parse(["--durations=3"]).pytest == ["--durations=3"]
 
 
-@pytest.mark.parametrize(
-    "arguments, named",
-    [
+def test_an_impossible_option_is_one_line(capsys):
+    for arguments, named in (
         (["--part", "5/4"], "5/4"),
         (["--part", "0/4"], "0/4"),
         (["--part"], "K/N"),
-        (["--part=half"], "half"),
         (["--changed", "no-such-commit"], "no-such-commit"),
-    ],
-)
-def test_an_impossible_option_is_one_line(arguments, named, capsys):
-    with pytest.raises(SystemExit) as ended:
-        suite.parse(arguments)
-    message = capsys.readouterr().err
-    assert ended.value.code == 2 and named in message and message.count("\n") == 1
+    ):
+        with pytest.raises(SystemExit) as ended:
+            suite.parse(arguments)
+        message = capsys.readouterr().err
+        assert ended.value.code == 2 and named in message and message.count("\n") == 1
 
 
 def test_an_argument_that_pytest_refuses_is_one_line(capsys):
@@ -60,8 +58,8 @@ def test_an_argument_that_pytest_refuses_is_one_line(capsys):
     assert capsys.readouterr().err == "first\nscripts/test: unrecognized arguments: --no\n"
 
 
-@pytest.mark.parametrize("parts", [1, 3, 7])
-def test_parts_are_whole_files_and_together_all(parts):
+def test_parts_are_whole_files_and_together_all():
+    parts = 7
     items = [SimpleNamespace(path=Path(f"test_{at % 11}.py"), name=at) for at in range(200)]
     launches = lambda path: path.name == "test_3.py"  # noqa: E731
     chosen = [parted(items, part, parts, launches) for part in range(1, parts + 1)]
@@ -70,25 +68,18 @@ def test_parts_are_whole_files_and_together_all(parts):
     assert sum(map(len, files)) == 11 and all(files)
 
 
-@pytest.mark.parametrize(
-    "changed, touched",
-    [
+def test_a_change_touches_tests():
+    for changed, touched in (
         ("hf_zero/distributed/attempts.py", "tests/distributed"),
         ("hf_zero/distributed/attempts.py", "tests/distributed/test_attempts.py"),
         ("hf_zero/zero/layout/wrap.py", "tests/ranks"),
         ("tests/helpers/cells.py", "tests/package/test_suite.py"),
-        ("tests/gloo/test_gloo_ways.py", "tests/gloo/test_gloo_ways.py"),
         ("scripts/suite.py", "tests/package/test_suite.py"),
         ("README.md", "tests/docs"),
         ("constraints.txt", "tests/package"),
         ("tests/conftest.py", "tests"),
-    ],
-)
-def test_a_change_touches(changed, touched):
-    assert touched in suite.tests_of([changed])
-
-
-def test_a_change_leaves_other_tests_out():
+    ):
+        assert touched in suite.tests_of([changed]), changed
     touched = suite.tests_of(["hf_zero/distributed/attempts.py", "scripts/suite.py"])
     assert not any(name.startswith(("tests/kernels", "tests/optim")) for name in touched)
 
@@ -143,3 +134,54 @@ def test_files_of_a_run_that_has_ended_are_removed(tmp_path):
         (folder / "file").touch()
     suite._remove_old_folders(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [running.name]
+
+
+# ---- selection of the cells of a product that the fast suite runs ----
+
+
+MARKS = [pytest.mark.parametrize("stage", range(4)), pytest.mark.parametrize("way, size", [])]
+WAYS = [("a", 1), ("a", 2), ("b", 1), ("b", 2), ("c", 1)]
+
+
+class Cell(SimpleNamespace):
+    """The part of a ``pytest.Item`` that the selection reads."""
+
+    def __init__(self, *, marked: bool = True, **params: Any) -> None:
+        super().__init__(nodeid=f"f::t[{params}]", callspec=SimpleNamespace(params=params))
+        self.marked = marked
+
+    __hash__ = object.__hash__
+
+    def get_closest_marker(self, name: str) -> bool:
+        return self.marked and name == "turns"
+
+    def iter_markers(self, name: str) -> list[Any]:
+        asked = [mark.mark for mark in MARKS if name == "parametrize"]
+        return [mark for mark in asked if mark.args[0].partition(",")[0] in self.callspec.params]
+
+
+def test_values_take_turns_at_stage_3_and_each_other_stage_is_met_once() -> None:
+    cells: list[Any] = [
+        Cell(stage=stage, way=way, size=size, core=core)
+        for stage, (way, size), core in itertools.product(range(4), WAYS, ("x", "y"))
+    ]
+    late = off_turn(cells)
+    ran = {tuple(cell.callspec.params.values()) for cell in cells if cell not in late}
+    others = {(0, "a", 1, "x"), (1, "a", 2, "y"), (2, "b", 1, "x")}
+    assert ran == others | {(3, *way, core) for way, core in zip(WAYS, "xyxyx")}
+
+
+def test_without_stages_all_take_turns() -> None:
+    cells: list[Any] = [
+        Cell(kind=kind, way=way, size=size)
+        for kind, (way, size) in itertools.product(("x", "y"), WAYS)
+    ]
+    ran = [cell.callspec.params for cell in cells if cell not in off_turn(cells)]
+    assert {(each["kind"], each["way"], each["size"]) for each in ran} == {
+        (kind, *way) for kind, way in zip("xyxyx", WAYS)
+    }
+
+
+def test_tests_that_do_not_ask_run_whole() -> None:
+    cells: list[Any] = [Cell(marked=False, stage=3, way="a", size=size) for size in (1, 2)]
+    assert off_turn(cells) == set()

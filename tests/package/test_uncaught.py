@@ -7,17 +7,17 @@ from __future__ import annotations
 import socket
 import sys
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed import DistNetworkError, TCPStore
+from torch.distributed import DistNetworkError, HashStore, TCPStore
 
 from hf_zero.distributed import uncaught
 from hf_zero.errors import ConfigError, DiskSpaceError, HfZeroError, RankMismatchError
 from hf_zero.launch import launcher
+from tests.helpers.cells import in_turn
 from tests.helpers.commands import completed
-from tests.helpers.launched import environment
+from tests.helpers.launched import environment, python
 
 
 @pytest.fixture
@@ -45,6 +45,10 @@ def test_a_rank_says_what_is_wrong_and_where(seen, monkeypatch, capsys) -> None:
     assert len(said) == 3
     assert said[1].startswith(f"  at {__file__}:")
     assert said[2] == "  (hf-zero docs ConfigError; HF_ZERO_TRACEBACK=1 shows the traceback)"
+    for set_rank in (lambda: monkeypatch.setenv("RANK", "x"), lambda: monkeypatch.delenv("RANK")):
+        set_rank()  # no number, or no launcher
+        end_with(ConfigError("wrong"))
+        assert capsys.readouterr().err.startswith("hf-zero: ConfigError: wrong\n")
     assert seen == []
 
 
@@ -81,15 +85,6 @@ def test_the_traceback_is_there_if_it_is_asked_for(seen, monkeypatch, capsys) ->
         assert bool(seen) is shown and ("wrong" in capsys.readouterr().err) is not shown
 
 
-def test_a_process_without_a_launcher_or_a_number_says_it_too(seen, monkeypatch, capsys) -> None:
-    for _ in range(2):
-        end_with(ConfigError("config dict: unknown key 'stge'"))
-        said = capsys.readouterr().err.splitlines()
-        assert said[0] == "hf-zero: ConfigError: config dict: unknown key 'stge'"
-        assert len(said) == 3 and seen == []
-        monkeypatch.setenv("RANK", "x")
-
-
 def test_an_interpreter_that_is_typed_into_keeps_its_hook(seen, monkeypatch) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     before = sys.excepthook
@@ -106,6 +101,20 @@ def test_a_hook_that_calls_the_one_it_found_does_not_go_round(seen, monkeypatch,
     ConfigError("after it")
     end_with(ValueError("the script's"))
     assert len(seen) == 1 and capsys.readouterr().err == ""
+
+
+def test_ranks_say_one_mistake_once_and_others_by_each(seen, monkeypatch, capsys) -> None:
+    store = HashStore()
+    monkeypatch.setattr(uncaught, "connect_to_agent_store", lambda timeout: store)
+    monkeypatch.setattr(uncaught, "WAIT_SECONDS", 0.0)
+    for rank, text in (("0", "wrong"), ("1", "wrong"), ("1", "wrong here"), ("2", "wrong here")):
+        monkeypatch.setenv("RANK", rank)
+        end_with(ConfigError(text))
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hf-zero")]
+    assert said == [
+        "hf-zero, rank 0: ConfigError: wrong",
+        "hf-zero, rank 1: ConfigError: wrong here",
+    ]
 
 
 def test_a_cause_is_told_once() -> None:
@@ -130,52 +139,35 @@ def test_a_message_that_the_log_has_is_not_told_again(monkeypatch) -> None:
 
 
 SCRIPT = """
-import os, sys
-from hf_zero.distributed import uncaught
+import os
+from hf_zero.distributed import uncaught, world_group
+from hf_zero.distributed.init import init_distributed
 from hf_zero.errors import ConfigError
 uncaught.WAIT_SECONDS = 60.0  # rank 0 may come late
-if sys.argv[1] == "each":
-    raise ConfigError("the folder of rank " + os.environ["RANK"] + " is not there")
-if sys.argv[1] == "first":
-    from hf_zero.distributed import world_group
-    from hf_zero.distributed.init import init_distributed
-    init_distributed("gloo")
-    with world_group.raise_on_all_ranks("open its files"):
-        if os.environ["RANK"] == "0":
-            raise ConfigError("the file of rank 0 is not there")
-raise ConfigError("wrong on all ranks")
+init_distributed("gloo")
+with world_group.raise_on_all_ranks("open its files"):
+    if os.environ["RANK"] == "0":
+        raise ConfigError("the file of rank 0 is not there")
 """
 
 
-def launched(tmp_path: Path, how: str) -> tuple[int, list[str]]:
+def test_a_mistake_of_rank_0_is_said_by_it_and_the_others_name_it(tmp_path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    program = [sys.executable, "-c", "from hf_zero.cli import main; main()"]
-    command = [*program, "launch", "--num-procs", "2", str(script), how]
-    own = environment()
+    program = [python(), "-c", "from hf_zero.cli import main; main()"]
+    command = [*program, "launch", "--num-procs", "2", str(script)]
+    own = environment() | {"PYTHON_EXEC": python()}
     own.pop("OMP_NUM_THREADS", None)
     done = completed(command, env=own, timeout=300)
-    lines = done.stderr.splitlines()
-    assert lines[0].startswith("hf-zero launch: torch uses one CPU thread in each rank"), lines
-    return done.returncode, lines[1:]
-
-
-def test_two_ranks_and_their_launcher_say_it_once(tmp_path) -> None:
-    code, lines = launched(tmp_path, "all")
-    assert code == 1 and len(lines) == 4, lines
-    assert lines[0] == "hf-zero, rank 0: ConfigError: wrong on all ranks"
-    assert lines[3].startswith("hf-zero launch: rank 0 (pid ")
-    assert "ended with code 1 (ConfigError: wrong on all ranks)" in lines[3]
-
-
-def test_a_mistake_of_rank_0_is_said_by_it_and_the_others_name_it(tmp_path) -> None:
-    code, lines = launched(tmp_path, "first")
-    assert code == 1 and len(lines) == 5, lines
+    threads, *lines = done.stderr.splitlines()
+    assert threads.startswith("hf-zero launch: torch uses one CPU thread in each rank")
+    assert done.returncode == 1 and len(lines) == 5, lines
     assert lines[0] == "hf-zero, rank 0: ConfigError: the file of rank 0 is not there"
-    assert f"at {tmp_path / 'script.py'}:" in lines[1]
+    assert f"at {script}:" in lines[1]
     said = "hf-zero, rank 1: ended because rank 0 has failed; see the error of that rank"
     assert lines[3] == said
-    assert "rank 0 (pid " in lines[4] and "(ConfigError: the file of rank 0 is not" in lines[4]
+    assert lines[4].startswith("hf-zero launch: rank 0 (pid ")
+    assert "(ConfigError: the file of rank 0 is not" in lines[4]
 
 
 def test_a_rank_of_another_host_says_the_reason_itself(monkeypatch) -> None:
@@ -187,13 +179,7 @@ def test_a_rank_of_another_host_says_the_reason_itself(monkeypatch) -> None:
         assert said in uncaught.described(follows, None)
 
 
-@pytest.mark.long
-def test_what_differs_by_rank_is_said_by_each(tmp_path) -> None:
-    code, lines = launched(tmp_path, "each")
-    assert code == 1 and any("the folder of rank 0 is not there" in line for line in lines), lines
-
-
-@pytest.mark.parametrize(
+@in_turn(
     "code, given, said",
     [
         (7, 7, "rank 1 (pid 5) ended with code 7; 1 other ended after it"),

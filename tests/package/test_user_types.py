@@ -1,7 +1,11 @@
-"""Type checking of a user's scripts: mypy and pyright report each mistake, and nothing else."""
+"""Type checking of a user's scripts: mypy and pyright report each mistake, and nothing else. Both
+read all of torch, so they are of the long suite; the names that they see are checked here.
+"""
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
 import shutil
 import sys
@@ -9,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import hf_zero
 from tests.docs.documents import ROOT, blocks
-from tests.helpers.cells import fast
 from tests.helpers.commands import completed
 
 SCRIPT = """
@@ -144,7 +148,24 @@ CHECKERS = {
 }
 
 
-@pytest.mark.parametrize("checker", fast(CHECKERS, often=lambda checker: checker == "mypy"))
+def test_a_checker_sees_each_public_name_where_it_is() -> None:
+    tree = ast.parse(Path(hf_zero.__file__).read_text())
+    guards = [node for node in tree.body if isinstance(node, ast.If)]
+    (block,) = [node for node in guards if ast.unparse(node.test) == "TYPE_CHECKING"]
+    imported = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    seen = {
+        alias.asname: getattr(importlib.import_module(str(node.module)), alias.name)
+        for node in imported
+        for alias in node.names
+        if node.module != "typing"
+    }
+    assert seen.keys() == hf_zero._EXPORTS.keys()
+    assert all(value is getattr(hf_zero, name) for name, value in seen.items())
+    assert (Path(hf_zero.__file__).parent / "py.typed").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("checker", CHECKERS)
 def test_a_checker_reports_each_mistake_and_nothing_else(checker: str, tmp_path: Path) -> None:
     """In a folder of the user's, where hf_zero is found as it is installed."""
     pytest.importorskip(checker, reason="of the extra `test`")
