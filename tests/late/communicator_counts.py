@@ -77,8 +77,9 @@ def main() -> None:
         plain = training.config("stage 1") | training.ONCE | more
         config = {**plain, "zero_optimization": {"stage": stage, **zero}}
         family = "mixtral" if more is EXPERTS else "llama"
-        foreseen = estimate(families.build(family, False), world, config=config).at(stage)
-        engine, *_ = hf_zero.initialize(model=families.build(family, False), config=config)
+        model = families.build(family, False, num_hidden_layers=2)
+        foreseen = estimate(model, world, config=config).at(stage)
+        engine, *_ = hf_zero.initialize(model=model, config=config)
         batch = {"input_ids": torch.arange(64, device=engine.device).view(4, 16)}
         batch["labels"] = batch["input_ids"]
         if more is SEQUENCE:

@@ -62,11 +62,10 @@ def cases(folder: str) -> dict[str, Case]:
         "stage 3, optimizer on the host, LAMB": (3, OPTIMIZER, LAMB),
         "parameters on the host": (3, {"offload_param": HOST}, {}),
         "all on the host, bf16": (3, BOTH, BF16),
-        "all on the host, saved": (3, BOTH, KEPT),
         "all on the host, four micro-batches": (3, BOTH, {"gradient_accumulation_steps": 4}),
         "all on the host, sparse attention": (3, BOTH, SPARSE),
         "all on the host, pretrained": (3, BOTH, {"made": pretrained}),
-        "all and activations on the host": (3, BOTH, ACTIVATIONS),
+        "all and activations on the host, saved": (3, BOTH, ACTIVATIONS | KEPT),
         "all in files, one micro-batch": (3, files, ONCE),
         "all in files, saved": (3, files, KEPT),
     }
@@ -114,14 +113,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build(family: str, checkpointed: bool) -> Any:
+def build(family: str, checkpointed: bool, **sizes: int) -> Any:
     import torch
     import transformers
 
     torch.manual_seed(0)
     name, settings = FAMILIES[family]
     kind = getattr(transformers, name)
-    model = kind(kind.config_class(**settings))
+    model = kind(kind.config_class(**settings | sizes))
     if checkpointed:
         model.gradient_checkpointing_enable()
     return model.train()

@@ -105,7 +105,7 @@ RATES = {
 }
 UPDATE_RATE = 4e9  # bytes a second that the host's update reads and writes
 STATES = 28  # bytes of an element: gradient, master and two moments read, three of them written
-STEPS = 3
+STEPS = 2
 BLOCKS = 6  # deep enough for the first and the last to count little
 
 

@@ -45,9 +45,7 @@ FAST_FAULTS = (
     "a pinned buffer is refilled under its copy",
     "one rank gathers in another order",
     "one rank prefetches one unit less",
-    "updated parameters are gathered on another stream",
     "a stage does not wait for what it receives",
-    "a generation is copied before the update",
 )
 OVER_HOSTS = (
     "a second hop does not wait for the first",
