@@ -91,14 +91,14 @@ def gradients(model: nn.Module, away: Offload | None, steps: int = 3) -> list[to
     return found
 
 
-@in_one_item([(Plain, 1), (Late, 1), (Late, 2 * LAYER), (Late, 1 << 30)])
+@in_one_item([(Plain, 1), (Late, 2 * LAYER)])
 def test_gradients_are_the_same_bits(case: Any) -> None:
     transfers, in_flight = case
     for got, want in zip(gradients(net(), offload(transfers(), in_flight)), gradients(net(), None)):
         assert torch.equal(got, want)
 
 
-@in_one_item((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+@in_one_item((torch.bfloat16, torch.float64))
 def test_any_dtype_and_odd_shapes(dtype: torch.dtype) -> None:
     def run(away: Offload | None) -> torch.Tensor:
         x = torch.arange(1, 3 * 5 * 7 + 1, dtype=dtype).div(100).view(3, 5, 7).requires_grad_()
@@ -136,12 +136,8 @@ def test_parameters_buffers_and_small_tensors_stay() -> None:
     # q, k and v lie in one buffer
     assert {size for what, size in late.log if what == "send"} == {3 * LAYER}
     loss.backward()
-
-
-def test_a_small_part_of_a_large_buffer_stays() -> None:
-    late = Late()
-    away, large = offload(late), torch.randn(64, WIDTH, requires_grad=True)
-    with forward(away):
+    late, large = Late(), torch.randn(64, WIDTH, requires_grad=True)
+    with forward(offload(late)):
         y = (large * 1)[:2].exp()
     # exp keeps its result, not the buffer
     assert [size for what, size in late.log if what == "send"] == [2 * WIDTH * 4]
@@ -240,23 +236,7 @@ def test_a_backward_of_a_part_and_forwards_side_by_side() -> None:
     unused.backward()
 
 
-def test_gradients_inside_a_forward() -> None:
-    def run(away: Offload | None) -> torch.Tensor:
-        x = torch.linspace(-1, 1, WIDTH * ROWS).view(ROWS, WIDTH).requires_grad_()
-        away and away.begin(())
-        y = torch.tanh(torch.tanh(x))
-        (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        z = torch.exp(torch.exp(g) * torch.tanh(y))
-        away and away.end()
-        z.sum().backward()
-        assert x.grad is not None
-        return x.grad
-
-    assert torch.equal(run(offload(in_flight=1)), run(None))
-
-
-@in_one_item((False, True))
-def test_inputs_of_checkpoints_leave(use_reentrant: bool) -> None:
+def test_inputs_of_checkpoints_leave() -> None:
     late = Late()
     away, model = offload(late, in_flight=1), net()
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
@@ -265,7 +245,7 @@ def test_inputs_of_checkpoints_leave(use_reentrant: bool) -> None:
         torch.manual_seed(5)
         y = x
         for _ in range(3):
-            y = checkpoint(model, y * 1, use_reentrant=use_reentrant)
+            y = checkpoint(model, y * 1, use_reentrant=True)
         return y.square().sum()
 
     (want,) = (run().backward(), x.grad)[1:]
@@ -277,17 +257,6 @@ def test_inputs_of_checkpoints_leave(use_reentrant: bool) -> None:
     )
     loss.backward()
     assert x.grad is not None and want is not None and torch.equal(x.grad, want)
-
-
-def test_an_exception_in_the_forward_ends_it() -> None:
-    away = offload()
-    with pytest.raises(ZeroDivisionError), forward(away):
-        torch.exp(torch.randn(ROWS, WIDTH, requires_grad=True))
-        raise ZeroDivisionError
-    y = torch.exp(torch.randn(ROWS, WIDTH, requires_grad=True))
-    assert type(y.grad_fn._saved_result) is torch.Tensor  # type: ignore[union-attr]
-    late = away.transfers
-    assert [kind for kind, _ in late.log].count("send") == 1, "nothing has been sent since"
 
 
 def test_host_memory_is_used_again_over_steps() -> None:
@@ -333,21 +302,6 @@ def test_no_host_memory_is_an_error_that_says_what_to_do() -> None:
         torch.exp(torch.randn(ROWS, WIDTH, requires_grad=True))
 
 
-def test_what_stayed_is_given_back_after_its_copy() -> None:
-    """The end of a forward finds copies under way: nobody reads them, and nobody may write what
-    they read.
-    """
-    late, net = Late(), Net()
-    away = offload(late, in_flight=10**9)
-    with forward(away, net):
-        out = net(torch.randn(ROWS, WIDTH))
-    sent = sum(kind == "send" for kind, _ in late.log)
-    assert sent and not any(kind == "leave" for kind, _ in late.log)
-    out.sum().backward()
-    del out
-    assert sum(kind == "leave" for kind, _ in late.log) == sent and late.under_way == 0
-
-
 def test_a_forward_that_breaks_leaves_no_copy_of_memory_that_is_used_again() -> None:
     late, net = Late(), Net()
     away = offload(late, in_flight=10**9)
@@ -358,6 +312,10 @@ def test_a_forward_that_breaks_leaves_no_copy_of_memory_that_is_used_again() -> 
     kept.clear()
     gc.collect()
     assert late.under_way == 0 and any(kind == "leave" for kind, _ in late.log)
+    sent = [kind for kind, _ in late.log].count("send")
+    y = torch.exp(torch.randn(ROWS, WIDTH, requires_grad=True))
+    assert type(y.grad_fn._saved_result) is torch.Tensor  # type: ignore[union-attr]
+    assert [kind for kind, _ in late.log].count("send") == sent, "it has ended"
 
 
 def test_by_itself_two_blocks_may_be_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
