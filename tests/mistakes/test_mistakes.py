@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import hf_zero
+from hf_zero.cli import main
 from hf_zero.distributed import uncaught
 from hf_zero.errors import HfZeroError
 from tests.helpers.cells import in_one_item
@@ -148,22 +149,34 @@ def test_mistakes_in_a_script_on_two_ranks(mistake: Mistake) -> None:
     mistake.check(first, (str(Path.cwd()), "DIR"))
 
 
+def ended(typed: str) -> tuple[int, str]:
+    """The exit code and the error output of a command; in this process if it starts no other."""
+    words = shlex.split(typed)
+    given = [word for word in words if re.fullmatch(r"[A-Z_]+=.*", word)]
+    program, *arguments = words[len(given) :]
+    if program == "hf-zero" and "--master-port" not in words:
+        with pytest.MonkeyPatch.context() as patch, redirect_stderr(StringIO()) as said:
+            patch.setattr(sys, "argv", [program, *arguments])
+            with pytest.raises(SystemExit) as raised:
+                main()
+        return int(raised.value.code or 0), said.getvalue()
+    if program == "hf-zero":
+        arguments = [str(Path(sys.executable).with_name(program)), *arguments]
+    env = environment() | dict(each.split("=", 1) for each in given)
+    done = completed([python(), *arguments], env=env, timeout=200)
+    return done.returncode, done.stderr
+
+
 @in_one_item(COMMANDS)
 def test_mistakes_in_a_command(mistake: Mistake) -> None:
     with socket.socket() as held:
         held.bind(("", 0))
         held.listen()
         port = str(held.getsockname()[1])
-        words = shlex.split(mistake.typed.replace("TAKEN", port))
-        given = [word for word in words if re.fullmatch(r"[A-Z_]+=.*", word)]
-        program, *arguments = words[len(given) :]
-        if program == "hf-zero":
-            arguments = [str(Path(sys.executable).with_name(program)), *arguments]
-        env = environment() | dict(each.split("=", 1) for each in given)
-        done = completed([python(), *arguments], env=env, timeout=200)
-    assert done.returncode, f"{mistake} ended well: {done.stdout}"
+        code, printed = ended(mistake.typed.replace("TAKEN", port))
+    assert code, f"{mistake} ended well"
     # torchrun's words on threads, and triton's of a process forked from one that has compiled
-    lines = done.stderr.partition("nanobind: ")[0].splitlines()
+    lines = printed.partition("nanobind: ")[0].splitlines()
     said = "\n".join(each for each in lines if "OMP_NUM" not in each and set(each) != {"*"})
     mistake.check(said.strip("\n"), (str(Path.cwd()), "DIR"), (port, "TAKEN"))
 
