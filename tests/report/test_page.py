@@ -185,6 +185,8 @@ def test_long_runs_are_drawn_as_means() -> None:
     rows = values(chart.spec)
     assert len(rows) == charts.POINTS
     assert rows[0] == {"step": 3, "value": 2.0, "run": "long"} and rows[-1]["step"] == count
+    texts = {0: "0", 1.5: "1.5", 1234: "1.23 k", 7.5e9: "7.5 B"}
+    assert {number: in_numbers(number) for number in texts} == texts
 
 
 def test_lines_have_gaps_and_runs_their_colours() -> None:
@@ -271,8 +273,3 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         write_report(tmp_path, output=tmp_path / "no" / "page.html")
     path, _ = write_report(tmp_path)  # figures of an older version, without a header
     assert "no header" in path.read_text()
-
-
-def test_numbers_in_thousands() -> None:
-    texts = {0: "0", 12: "12", 1.5: "1.5", 1234: "1.23 k", 7.5e9: "7.5 B"}
-    assert {number: in_numbers(number) for number in texts} == texts
