@@ -1,6 +1,4 @@
-"""Scripts that call DeepSpeed's API, on two ranks, against the same training done plainly in one
-process.
-"""
+"""Scripts that call DeepSpeed's API on two ranks, against the same training in one process."""
 
 import json
 import sys
@@ -10,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.helpers.cells import fast
 from tests.helpers.commands import completed
 from tests.helpers.launched import beside, environment, torchrun
 from tests.helpers.offloads import offload
@@ -48,11 +47,9 @@ def compare(name, reports, expected):
         assert sorted(place for share in shares for place in share) == sorted(whole)
 
 
-WAYS = [(2, "optimizer in files"), (0, ""), (1, ""), (2, ""), (3, ""), (3, "all on cpu")]
-
-
 @pytest.mark.parametrize(
-    "stage, away", [WAYS[0], *(pytest.param(*way, marks=pytest.mark.long) for way in WAYS[1:])]
+    "stage, away",
+    fast([(2, "optimizer in files"), (0, ""), (3, "all on cpu")], lambda stage, away: stage == 2),
 )
 def test_the_numbers_are_those_of_a_plain_run(stage, away, started, tmp_path):
     config, zero = tmp_path / "ds_config.json", {"stage": stage}

@@ -56,6 +56,7 @@ def test_two_groups_of_two(tmp_path):
     compare(tmp_path, 4, (1, 2, 3))
 
 
+@pytest.mark.long
 def test_two_ranks_share_the_layers_and_two_the_sequences(tmp_path):
     given = ("--cases", "sequences")
     with beside(SCRIPT, tmp_path / "alone", *given) as alone:
@@ -67,9 +68,7 @@ def test_two_ranks_share_the_layers_and_two_the_sequences(tmp_path):
 
 
 def same(found, want):
-    """Assert that both have the same values. None is skipped: the counts of metrics are left out
-    where ranks have parts of sequences.
-    """
+    """None: the counts of metrics are left out where ranks have parts of sequences."""
     assert found.keys() == want.keys()
     for name, row in found.items():
         if name == APART:  # by seeds that are drawn

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from tests.helpers.models import ARCHITECTURES, VOCAB
 
 LENGTH, LIMIT = 9, 0.5
-WIDTH, ROWS = 9, 8  # of the cases with several models
+WIDTH, ROWS = 9, 8  # of the case with two models
 
 
 def rows(count):
@@ -36,10 +36,7 @@ def prepared(accelerator, count=56, batch=8):
 
 
 def train(accelerator, model, optimizer, data, schedule, between=lambda: None):
-    """Losses over all processes of each micro-batch, norms and rates of each step.
-
-    ``between`` runs wherever a script might.
-    """
+    """Losses of micro-batches over all processes, norms and rates; ``between`` runs anywhere."""
     losses, steps = [], []
     for batch in data:
         between()
@@ -71,9 +68,7 @@ def looked_at(accelerator, model):
 
 
 def uneven(accelerator, out):
-    """Seven micro-batches in windows of three: the last window is one; looked at before, between
-    and within them. Then a metric over 21 rows; whole weights, three ways.
-    """
+    """The last of three windows is short; looked at anywhere; a metric; weights, three ways."""
     model, optimizer, data, schedule = prepared(accelerator)
     looks = lambda: looked_at(accelerator, model)  # noqa: E731
     found = train(accelerator, model, optimizer, data, schedule, looks)
@@ -98,9 +93,7 @@ def uneven(accelerator, out):
 
 
 def resumed(accelerator, out):
-    """Saved after the second step, gone on, gone back, gone on again; then once more in new
-    objects.
-    """
+    """Gone on after a save, gone back, gone on again; then once more in new objects."""
     model, optimizer, data, schedule = prepared(accelerator, 72)
     batches = list(data)
     found = train(accelerator, model, optimizer, batches[:6], schedule)
@@ -135,24 +128,13 @@ def fitted(accelerator, out):
     return {**run(), "tried": tried}
 
 
-# ---- several models ----
+# ---- two models ----
 
 
-class Net(nn.Module):
-    def __init__(self, seed, depth=2, width=24):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.enter, self.leave = nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, width))
-            for _ in range(depth)
-        )
-
-    def forward(self, x):
-        x = self.enter(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.leave(x)
+def net(seed):
+    torch.manual_seed(seed)
+    body = (nn.Tanh(), nn.Linear(24, 24), nn.Tanh())
+    return nn.Sequential(nn.Linear(WIDTH, 24), *body, nn.Linear(24, WIDTH))
 
 
 def features(accelerator, batches):
@@ -160,90 +142,40 @@ def features(accelerator, batches):
     return DataLoader(made, batch_size=ROWS // accelerator.num_processes)
 
 
-def adam(model, lr=1e-2):
-    return torch.optim.AdamW(model.parameters(), lr=lr, eps=1e-6)
-
-
-def select(accelerator, name):
-    if accelerator.state.deepspeed_plugins:
-        accelerator.state.select_deepspeed_plugin(name)
-
-
-def step(accelerator, model, optimizer, loss, numbers):
-    """One step of one model; notes its norm and its loss over all processes."""
-    optimizer.zero_grad()
-    accelerator.backward(loss)
-    numbers.append(float(accelerator.clip_grad_norm_(model.parameters(), LIMIT)))
-    optimizer.step()
-    numbers.append(accelerator.gather(loss.detach().reshape(1)).mean().item())
-
-
 def adversarial(accelerator, out):
-    """Two models, two optimizers, one step each in turn, clipped; by a second Accelerator, as in
-    Accelerate's guide, where each model has a plugin.
-    """
+    """One step each in turn, clipped; where each has a plugin, by a second Accelerator."""
     several = accelerator.state.deepspeed_plugins
     other = Accelerator(gradient_accumulation_steps=1) if several else accelerator
-    generator, critic, numbers = Net(1), Net(2), []
-    of_generator, of_critic = adam(generator), adam(critic, 2e-2)
+    generator, critic, numbers = net(1), net(2), []
+    of_generator, of_critic = (
+        torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6) for model in (generator, critic)
+    )
     slower = torch.optim.lr_scheduler.StepLR(of_generator, accelerator.num_processes, gamma=0.8)
-    select(accelerator, "first")
+    if several:
+        accelerator.state.select_deepspeed_plugin("first")
     generator, of_generator, data, slower = accelerator.prepare(
         generator, of_generator, features(accelerator, 5), slower
     )
-    select(other, "second")
+    if several:
+        other.state.select_deepspeed_plugin("second")
     critic, of_critic, _ = other.prepare(critic, of_critic, features(accelerator, 1))
+
+    def step(accelerator, model, optimizer, loss):
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        numbers.append(float(accelerator.clip_grad_norm_(model.parameters(), LIMIT)))
+        optimizer.step()
+        numbers.append(accelerator.gather(loss.detach().reshape(1)).mean().item())
+
     for real in data:
         made = generator(real.roll(1, dims=-1))
         loss = (critic(real) - 1).pow(2).mean() + critic(made.detach()).pow(2).mean()
-        step(other, critic, of_critic, loss, numbers)
-        step(accelerator, generator, of_generator, (critic(made) - 1).pow(2).mean(), numbers)
+        step(other, critic, of_critic, loss)
+        step(accelerator, generator, of_generator, (critic(made) - 1).pow(2).mean())
         slower.step()
         numbers.append(slower.get_last_lr()[0])
-    return {
-        "losses": numbers,
-        "stages": [getattr(each, "stage", 0) for each in (generator, critic)],
-    }
-
-
-def distilled(accelerator, out):
-    """A teacher that is prepared first and never learns."""
-    teacher, student, numbers = Net(3, depth=3).requires_grad_(False), Net(4), []
-    optimizer = adam(student)
-    select(accelerator, "second")
-    teacher, _ = accelerator.prepare(teacher, features(accelerator, 1))
-    select(accelerator, "first")
-    student, optimizer, data = accelerator.prepare(student, optimizer, features(accelerator, 4))
-    for x in data:
-        with torch.no_grad():
-            goal = teacher(x)
-        step(accelerator, student, optimizer, (student(x) - goal).pow(2).mean(), numbers)
-    return {"losses": numbers, "stages": [getattr(each, "stage", 0) for each in (student, teacher)]}
-
-
-def two_halves(accelerator, out):
-    """One loss through two models with an optimizer each, accumulated over three micro-batches
-    with an uneven end.
-    """
-    encoder, decoder, numbers = Net(5), Net(6), []
-    of_encoder = adam(encoder)
-    of_decoder = torch.optim.SGD(decoder.parameters(), lr=0.1, momentum=0.9)
-    data = features(accelerator, 7)
-    encoder, of_encoder, data = accelerator.prepare(encoder, of_encoder, data)
-    decoder, of_decoder = accelerator.prepare(decoder, of_decoder)
-    for x in data:
-        with accelerator.accumulate(encoder, decoder):
-            code = encoder(x)
-            loss = (decoder(code) - x).pow(2).mean() + 0.01 * code.pow(2).mean()
-            accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                for model in (encoder, decoder):
-                    numbers.append(float(accelerator.clip_grad_norm_(model.parameters(), LIMIT)))
-            for optimizer in (of_encoder, of_decoder):
-                optimizer.step()
-                optimizer.zero_grad()
-        numbers.append(accelerator.gather(loss.detach().reshape(1)).mean().item())
-    return {"losses": numbers}
+    stages = [getattr(each, "stage", 0) for each in (generator, critic)]
+    return {"losses": numbers, "stages": stages}
 
 
 def plugin(stage):
@@ -267,7 +199,7 @@ def main():
             first, second = map(int, stages.split(","))
             chosen = {"deepspeed_plugins": {"first": plugin(first), "second": plugin(second)}}
         accelerator = Accelerator(
-            gradient_accumulation_steps=1 if name in ("adversarial", "distilled") else 3,
+            gradient_accumulation_steps=1 if name == "adversarial" else 3,
             project_config=ProjectConfiguration(project_dir=str(args.out)),
             **chosen,
         )

@@ -69,36 +69,11 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(self.head(x), kinds)
 
 
-class Classifier(nn.Module):
-    """Small images through a convolution and a mixture of experts to the loss. No token is dropped,
-    so that rows do not depend on each other.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.inner = nn.Conv2d(1, 4, (1, 3)), nn.Linear(4 * (WIDTH // 2 - 2) * 2, WIDTH)
-        self.mixture = deepspeed.moe.layer.MoE(
-            WIDTH, nn.Linear(WIDTH, WIDTH), 3, drop_tokens=False, use_rts=False
-        )
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x, kinds):
-        x = torch.relu(self.conv(x.view(len(x), 1, 2, WIDTH // 2))).flatten(1)
-        x = self.mixture(torch.relu(self.inner(x)))[0]
-        return nn.functional.cross_entropy(self.head(x), kinds)
-
-
 def groups(model):
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     slow = {"params": vectors, "weight_decay": 0.0, "lr": 0.02}
     return [{"params": matrices, "weight_decay": 0.1}, slow]
-
-
-def groups_of_experts(model):
-    """As DeepSpeed asks for them under ZeRO."""
-    group = {"params": list(model.parameters()), "name": "parameters"}
-    return deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer(group)
 
 
 def falling(optimizer):
@@ -129,26 +104,20 @@ class Unit:
 
 @dataclass
 class Case:
-    """The settings of one training.
-
-    ``batch`` are the batch keys of the config, and ``means`` their effect: (micro-batch,
-    accumulation) on two ranks.
-    """
+    """``batch``: keys of the config; ``means``: (micro-batch, accumulation) on two ranks."""
 
     batch: dict[str, int]
     means: tuple[int, int]
     optimizer: tuple[str, dict[str, Any]] = ("AdamW", ADAMW)
     steps: int = 6
     clip: float = 0.0
-    drop_last: bool = False
     set_epoch: bool = False
     schedule: bool = False
-    model: type[nn.Module] = Model
     parameters: Any = nn.Module.parameters
 
     def build(self, **options):
         torch.manual_seed(7)
-        return self.model(**options)
+        return Model(**options)
 
     def torch_optimizer(self, model):
         name, settings = self.optimizer
@@ -157,21 +126,14 @@ class Case:
 
 
 TOTAL, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
-GROUPED = {"parameters": groups, "schedule": True, "clip": 0.5}
-IMAGES = {"clip": 1.0, "model": Classifier}
 CASES = {
     "file": Case({TOTAL: 16, MICRO: 4}, (4, 2), clip=0.5),
     "total": Case(
         {TOTAL: 16, "gradient_accumulation_steps": 4}, (2, 4), ("SGD", SGD), set_epoch=True
     ),
-    "micro": Case({MICRO: 5}, (5, 1), drop_last=True),
-    "groups": Case({TOTAL: 8}, (4, 1), **GROUPED),
-    "mpu": Case({TOTAL: 16, MICRO: 4}, (4, 2), **GROUPED),
+    "mpu": Case({TOTAL: 16, MICRO: 4}, (4, 2), parameters=groups, schedule=True, clip=0.5),
     "init": Case({TOTAL: 8}, (4, 1), ("SGD", SGD)),
-    "resumed": Case({TOTAL: 16, MICRO: 4}, (4, 2), schedule=True),
-    "cpu_adam": Case({TOTAL: 8}, (4, 1), ("DeepSpeedCPUAdam", ADAMW), schedule=True, clip=0.5),
-    "experts": Case({TOTAL: 16}, (8, 1), **IMAGES),
-    "expert groups": Case({TOTAL: 16}, (8, 1), parameters=groups_of_experts, **IMAGES),
+    "resumed": Case({MICRO: 4}, (4, 1), ("DeepSpeedCPUAdam", ADAMW), schedule=True),
 }
 COUNT = 64  # rows
 HALF = 3  # steps before the checkpoint of "resumed", and before the weights of "init" are changed
@@ -199,8 +161,7 @@ def plainly(name, case, ranks):
     schedule = falling(optimizer) if case.schedule else None
     (micro, accumulation), data = case.means, Rows(COUNT)
     sampler = DistributedSampler(data, 1, 0)
-    drawn = {"sampler": sampler, "collate_fn": collate, "drop_last": case.drop_last}
-    loader = DataLoader(data, micro * ranks, **drawn)
+    loader = DataLoader(data, micro * ranks, sampler=sampler, collate_fn=collate)
 
     def micro_batches():
         for epoch in range(100):
@@ -247,8 +208,6 @@ def config_of(case, zero, named_optimizer=True):
     }
     if named_optimizer:
         config["optimizer"] = dict(zip(("type", "params"), case.optimizer))
-    if case.drop_last:
-        config["dataloader_drop_last"] = True
     return config
 
 
@@ -275,13 +234,9 @@ def start(name, case, args, zero):
         given = {"model_parameters": case.parameters(model), "config": named}
         if name == "file":  # everything from what --deepspeed_config names; an iterator
             given = {"args": args, "model_parameters": trained}
-        elif name == "groups":  # a callable for the schedule
-            given["lr_scheduler"] = falling
-        elif name in ("resumed", "cpu_adam"):
-            kind = getattr(deepspeed.ops.adam, case.optimizer[0], torch.optim.AdamW)
-            optimizer = kind(model.parameters(), **case.optimizer[1])
-            given = {"optimizer": optimizer, "lr_scheduler": falling(optimizer)}
-            given["config_params"] = unnamed
+        elif name == "resumed":  # a callable for the schedule
+            optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), **ADAMW)
+            given = {"optimizer": optimizer, "lr_scheduler": falling, "config_params": unnamed}
     own = {"training_data": Rows(COUNT), "collate_fn": collate}
     engine, optimizer, loader, _ = deepspeed.initialize(model=model, **given, **own)
     assert engine.module is model and optimizer is not None
@@ -296,9 +251,7 @@ def fill(weight, stage):
 
 
 def halve(engine):
-    """Halve the head's weights: under stage 3 the gathered ones, which rank 0 may write, below
-    it the masters.
-    """
+    """Under stage 3 the gathered weights, which rank 0 may write, below it the masters."""
     weight = engine.module.head.weight
     with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
         if engine.zero_optimization_stage() < 3:

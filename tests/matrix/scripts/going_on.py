@@ -1,11 +1,11 @@
-"""Runs that end early and go on: a plain loop, a loop for Accelerate and a Trainer, of seven steps
-of eight rows on any number of ranks. Each rank reports the rows of its micro-batches, the losses of
-the steps and what was said.
+"""Runs that end early and go on: a loop for Accelerate and a Trainer, of seven steps of eight rows
+on any number of ranks. Each rank reports the rows of its micro-batches, the losses of the steps and
+what was said.
 
 ``--resume``: goes on from the newest save, in memory where there is a folder for it, or from the
 save after the first ``--at`` steps. ``--fails N``: the first attempt also trains without an
 interruption, for comparison; then rank 1 is killed in step N, and the memory of its host is lost.
-``--die N``: the last rank is killed within its Nth save. ``--listens``: SIGTERM ends the run.
+``--listens``: SIGTERM ends the run.
 """
 
 import logging
@@ -50,9 +50,7 @@ def build(args):
 
 def zero_config(args, folder):
     memory = {"every": EVERY, "folder": args.memory, "job": "job"}
-    checkpoint = {"checkpoint": {"async_save": args.beside}}
-    if args.memory and folder is not None:
-        checkpoint = {"checkpoint": {"memory": memory}}
+    checkpoint = {"checkpoint": {"memory": memory}} if args.memory and folder is not None else {}
     return {"zero_optimization": {"stage": args.stage}, **checkpoint}
 
 
@@ -78,9 +76,7 @@ def micro_of(args):
 
 
 def saves_on_disk(args):
-    """Whether each third step is saved; else the run saves into memory, once it is told to end, or
-    not at all.
-    """
+    """Else into memory, or once it is told to end, or not at all."""
     return not (args.memory or args.listens or args.at)
 
 
@@ -140,14 +136,12 @@ def accelerated(args, folder, resume):
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, STEPS)
     loader = DataLoader(data(), micro_of(args), shuffle=True, generator=torch.Generator())
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
-    if args.listens:
-        model.stop_on(signal.SIGTERM)
     if resume:
         accelerator.load_state(f"{folder}/checkpoints/checkpoint_0" if args.at else None)
         accelerator.project_configuration.iteration = model.global_steps // EVERY
-    found = {"first": model.global_steps, "rows": [], "losses": [], "stopped": False}
+    found = {"first": model.global_steps, "rows": [], "losses": []}
     per_epoch = len(loader) // args.accumulate
-    while model.global_steps < STEPS and not found["stopped"]:
+    while model.global_steps < STEPS:
         epoch, done = divmod(model.global_steps, per_epoch)
         loader.set_epoch(epoch)
         rest = accelerator.skip_first_batches(loader, done * args.accumulate) if done else loader
@@ -167,86 +161,24 @@ def accelerated(args, folder, resume):
             if not accelerator.sync_gradients:
                 continue
             found["losses"].append(sum(window) / len(window))
-            window, ends = [], model.global_steps == STEPS
-            found["stopped"] = args.listens and model.stop_requested
-            due = model.global_steps % EVERY == 0 and saves_on_disk(args)
-            if folder is not None and (due or found["stopped"]):
+            window = []
+            if folder is not None and model.global_steps % EVERY == 0 and saves_on_disk(args):
                 accelerator.save_state()
-            if ends or found["stopped"]:
+            if model.global_steps == STEPS:
                 break
     return found
-
-
-def loop(args, folder, resume):
-    config = {
-        **zero_config(args, folder),
-        "train_micro_batch_size_per_gpu": micro_of(args),
-        "gradient_accumulation_steps": args.accumulate,
-        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "eps": 1e-6}},
-    }
-    engine, _, loader, _ = hf_zero.initialize(
-        model=build(args), config=config, training_data=data(), resume=folder
-    )
-    if args.listens:
-        engine.stop_on(signal.SIGTERM)
-    found = {"first": engine.global_steps, "rows": [], "losses": [], "stopped": False}
-    for epoch in range(loader.epoch, 2):
-        loader.data_sampler.set_epoch(epoch)
-        for batch in loader:
-            ends = engine.is_gradient_accumulation_boundary()
-            if folder is not None and ends:
-                begin(args, engine, engine.global_steps)
-            found["rows"].append(batch["input_ids"][:, 0].tolist())
-            loss = engine(**batch).loss
-            engine.backward(loss)
-            engine.step()
-            found["losses"].append(loss.item())
-            found["stopped"] = args.listens and engine.stop_requested
-            due = ends and engine.global_steps % EVERY == 0 and saves_on_disk(args)
-            if folder is not None and (due or found["stopped"]):
-                seen = {"seen": engine.global_samples}
-                engine.save_checkpoint(folder, client_state=seen)
-            if engine.global_steps == STEPS or found["stopped"]:
-                break
-        if found["stopped"]:
-            break
-    assert engine.client_state.get("seen") == (A_STEP * found["first"] or None) or args.memory
-    engine.destroy()
-    return found
-
-
-def die_in_a_save(number):
-    from hf_zero.checkpoint import save_job, save_sharded
-
-    saves = iter(range(1, number + 1))
-
-    def dying(write):
-        def written(path, *rest):
-            result = write(path, *rest)
-            if next(saves) == number:
-                os.truncate(path, os.path.getsize(path) // 2)
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
-
-        return written
-
-    save_job.write_image = dying(save_job.write_image)
-    save_sharded.write_tensors = dying(save_sharded.write_tensors)
 
 
 def main():
-    numbers = {"stage": 2, "accumulate": 1, "micro": 0, "fails": -1, "die": 0, "at": 0}
+    numbers = {"stage": 2, "accumulate": 1, "micro": 0, "fails": -1, "at": 0}
     texts = {"routes": ["trainer"], "runs": "", "memory": ""}
-    args = given("resume", "listens", "beside", dropout=0.0, **texts, **numbers)
+    args = given("resume", "listens", dropout=0.0, **texts, **numbers)
     runs = Path(args.runs or args.out / "runs")
     if args.memory:
         os.environ["HF_ZERO_HOST"] = "abcd"[RANK]  # each rank is a host
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("hf_zero").addHandler(handler)
-    (args.out / f"pid-{RANK}").write_text(str(os.getpid()))
-    if args.die and RANK == WORLD - 1:
-        die_in_a_save(args.die)
     seen = {"attempt": ATTEMPT}
     for name in args.routes:
         route, whole = globals()[name], args.out / f"whole-{name}-{RANK}.json"

@@ -1,6 +1,4 @@
-"""Each route to ZeRO in a process that srun or mpirun has started: nothing but the launcher's
-own variables says which rank it is.
-"""
+"""A stock Trainer or a loop for Accelerate, in processes of srun or mpirun."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from hosts_train import GLOBAL_BATCH, STEPS, batch, build, place, share, weights
+from hosts_train import GLOBAL_BATCH, STEPS, batch, build, place, weights
 from torch import nn
 from torch.utils.data import DataLoader, SequentialSampler
 
@@ -56,22 +54,6 @@ def found(losses, model, rank, world):
         return {"losses": losses, "weights": weights(model), "rank": rank, "world": world}
 
 
-def deepspeed(out):
-    import deepspeed
-
-    deepspeed.init_distributed()
-    model, optimizer = build()
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)
-    losses = []
-    for step in range(STEPS):
-        x, y = share(step, engine.global_rank, engine.world_size)
-        loss = nn.functional.mse_loss(engine(x), y)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return found(losses, model, engine.global_rank, engine.world_size)
-
-
 def accelerate(out):
     from accelerate import Accelerator, DeepSpeedPlugin
 
@@ -89,22 +71,16 @@ def accelerate(out):
     return found(losses, model, accelerator.process_index, accelerator.num_processes)
 
 
-def trained(route, out):
-    common = {
-        "output_dir": str(out / "trainer"), "per_device_train_batch_size": 4, "max_steps": STEPS,
-        "max_grad_norm": 0.0, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
-    }  # fmt: skip
+def stock(out):
+    args = transformers.TrainingArguments(
+        output_dir=str(out / "trainer"), per_device_train_batch_size=4, max_steps=STEPS,
+        max_grad_norm=0.0, report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=True,
+        deepspeed=ZERO,
+    )  # fmt: skip
     model, optimizer = build()
-    if route == "ours":
-        args, more = hf_zero.TrainingArguments(**common, zero_config="zero3"), {}
-    elif route == "stock":
-        args, more = transformers.TrainingArguments(**common, use_cpu=True, deepspeed=ZERO), {}
-    else:
-        args = transformers.TrainingArguments(**common, use_cpu=True)
-        more = {"callbacks": [hf_zero.ZeroCallback("zero3")]}
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     both = {"train_dataset": ROWS, "optimizers": (optimizer, schedule)}
-    run = Trainer(WithLoss(model), args, **both, **more)
+    run = Trainer(WithLoss(model), args, **both)
     run.train()
     return found(run.losses, model, run.args.process_index, run.args.world_size)
 
@@ -115,7 +91,6 @@ if __name__ == "__main__":
     parser.add_argument("--route", required=True)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    routes = {"deepspeed": deepspeed, "accelerate": accelerate}
-    route = routes.get(given.route, lambda out: trained(given.route, out))
+    route = {"stock": stock, "accelerate": accelerate}[given.route]
     report = {"cases": {given.route: route(given.out)}, "place": place()}
     (given.out / f"report-{os.environ['RANK']}.json").write_text(json.dumps(report))

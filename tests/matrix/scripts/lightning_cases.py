@@ -202,9 +202,7 @@ def engine_of(module):
 
 
 def loader(samples=arguments.samples):
-    """Rank ``r`` of ``n`` has each n-th row: together the rows of one rank. (Lightning's own
-    sampler would shuffle them.)
-    """
+    """Rank ``r`` of ``n`` has each n-th row; Lightning's own sampler would shuffle them."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(samples, WIDTH, generator=generator)
     return batches_of(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)))
@@ -248,9 +246,7 @@ def shown(module, name, case):
 
 
 def fit(name):
-    """Accumulation with a short last window, clipping, a schedule, validation in between, test
-    and prediction after.
-    """
+    """A short last window, clipping, a schedule, validation in between, test and prediction."""
     module = Net()
     trainer = trainer_of(name, **WINDOWS)
     trainer.fit(module, loader(), loader())
@@ -267,11 +263,6 @@ def trained(name, case, module, **settings):
 
 def callbacks():
     return importlib.import_module(f"{arguments.package}.callbacks")
-
-
-def scheduled_accumulation(name):
-    windows = callbacks().GradientAccumulationScheduler({0: 1, 1: 3})
-    return trained(name, "scheduled_accumulation", Net(), callbacks=[windows])
 
 
 def manual(name):
@@ -304,9 +295,7 @@ def evaluated_first(name):
 
 
 def saved(name):
-    """One epoch, a checkpoint by callback; a second epoch by a new module and Trainer that resume;
-    the files on disk.
-    """
+    """An epoch and a checkpoint by callback; a second epoch by a new module and Trainer."""
     folder = arguments.out / f"{name}-checkpoints"
     checkpoint = callbacks().ModelCheckpoint(
         folder, save_last=True, monitor="val_loss", filename="epoch-{epoch}"
@@ -334,9 +323,7 @@ def resumed(name):
 
 
 def converted(name):
-    """A sharded checkpoint as one file by Lightning's own function, and a module loaded from
-    that file.
-    """
+    """A sharded checkpoint as one file by Lightning's own function, and a module from it."""
     whole = arguments.out / "whole.ckpt"
     utilities = importlib.import_module(f"{arguments.package}.utilities.deepspeed")
     last = Path(arguments.resume).with_name("last.ckpt")

@@ -1,6 +1,4 @@
-"""PEFT in loops for Accelerate, as their users write them: trained, saved, resumed, loaded again
-and merged, case after case.
-"""
+"""PEFT in loops for Accelerate: trained, saved, resumed, loaded again and merged."""
 
 import contextlib
 
@@ -57,9 +55,6 @@ CASES = {
         trainable_token_indices={"embed_tokens": TOKENS},
     ),
     "qlora": lambda: lora(["q_proj", "v_proj", "down_proj"]),
-    "prompt": lambda: peft.PromptTuningConfig(
-        task_type="CAUSAL_LM", num_virtual_tokens=4, prompt_tuning_init="SAMPLE_VOCAB"
-    ),
 }
 
 
@@ -108,23 +103,6 @@ def whole(model):
     return deepspeed.zero.GatheredParameters(list(model.parameters()))
 
 
-def account(engine):
-    """Return the bytes that an engine holds and has sent on this rank; nothing for a plain
-    model.
-    """
-    if not hasattr(engine, "state_bytes"):
-        return {}
-    parameters = list(engine.module.parameters())
-    return {
-        "trained": sum(p.numel() for p in parameters if p.requires_grad),
-        "frozen": sum(p.numel() * p.element_size() for p in parameters if not p.requires_grad),
-        "held": engine.state_bytes(),
-        "flats": len(engine.flats),
-        "moved": dict(engine.mesh.stats.bytes),
-        "steps": engine.global_steps,
-    }
-
-
 def train(accelerator, model, optimizer, batches, save_to=None):
     history = []
     for number, batch in enumerate(batches):
@@ -155,27 +133,20 @@ def run(accelerator, folder, path, case):
     seen, main = {}, {"is_main_process": accelerator.is_main_process}
     model, optimizer, data = prepared(accelerator, adapted(path, case))
     seen["first"] = train(accelerator, model, optimizer, data, folder / "state")
-    seen["account"] = account(model)
     save(accelerator, model, folder / "adapter", **main)
     accelerator.load_state(str(folder / "state"))
     rest = accelerator.skip_first_batches(data, 2)
     seen["resumed"] = train(accelerator, model, optimizer, rest)
     unwrapped = accelerator.unwrap_model(model)
-    if case not in ("prompt", "qlora"):
+    if case != "qlora":
         with whole(unwrapped):
             merged = unwrapped.merge_and_unload().state_dict()
             merged = {name: value.clone() for name, value in merged.items()}
             torch.save(merged, folder / f"merged-{accelerator.process_index}.pt")
     del unwrapped
     model, optimizer, data = accelerator.free_memory(model, optimizer, data)
-    trainable = case != "prompt"  # which PEFT loads for inference alone
     load = peft.PeftModel.from_pretrained
-    again = load(base(path, case), folder / "adapter", is_trainable=trainable)
-    if not trainable:
-        batch = next(iter(accelerator.prepare_data_loader(loader(accelerator, 1))))
-        with torch.no_grad():
-            seen["again"] = [accelerator.gather(again.eval()(**batch).loss).mean().item()]
-        return seen
+    again = load(base(path, case), folder / "adapter", is_trainable=True)
     model, optimizer, data = prepared(accelerator, again)
     seen["again"] = train(accelerator, model, optimizer, data)
     save(accelerator, model, folder / "again")  # as scripts do that were never run on two ranks

@@ -14,9 +14,7 @@ RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1
 
 
 def given(*flags: str, **defaults: Any) -> argparse.Namespace:
-    """The folder ``--out``, flags, and options by name with what they are otherwise; those of which
-    that is a list take several words.
-    """
+    """``--out``, flags, and options with their defaults; a list takes several words."""
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)

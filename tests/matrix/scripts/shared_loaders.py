@@ -70,20 +70,15 @@ def cut_backwards(data, part, process_index=None, num_processes=None):
 APART = "shuffled by ranks that are seeded apart"
 # the loader, and how Accelerate shares it out
 LOADERS = {
-    "in order": (lambda: DataLoader(Rows(), BATCH), {}),
     "shuffled": (shuffled, {}),
     "shuffled by a seed": (
         lambda: DataLoader(Rows(), BATCH, shuffle=True),
         {"use_seedable_sampler": True, "data_seed": 3},
     ),
     APART: (lambda: DataLoader(Rows(), BATCH, shuffle=True), {}),
-    "the rest dropped": (lambda: DataLoader(Rows(), BATCH, drop_last=True), {}),
     "batches of several sizes": (
         lambda: DataLoader(Rows(), batch_sampler=Lengths()), {"even_batches": False}
     ),
-    "by a worker": (lambda: DataLoader(Rows(), BATCH, num_workers=1), {}),
-    "split": (lambda: DataLoader(Rows(), 2 * BATCH), {"split_batches": True}),
-    "dispatched": (lambda: DataLoader(Rows(), BATCH), {"dispatch_batches": True}),
     "dispatched and split": (
         lambda: DataLoader(Rows(), 2 * BATCH), {"dispatch_batches": True, "split_batches": True}
     ),
@@ -93,13 +88,10 @@ LOADERS = {
     "dispatched and cut by the script": (
         lambda: DataLoader(Rows(), BATCH), {"dispatch_batches": True, "cut": cut_backwards}
     ),
-    "iterated": (lambda: DataLoader(Stream(), BATCH), {}),
-    "iterated by each rank": (lambda: DataLoader(Stream(), BATCH), {"dispatch_batches": False}),
     "iterated and split": (
         lambda: DataLoader(Stream(), 2 * BATCH),
         {"dispatch_batches": False, "split_batches": True},
     ),
-    "streamed": (lambda: DataLoader(sharded(), BATCH), {}),
     "streamed by each rank": (lambda: DataLoader(sharded(), BATCH), {"dispatch_batches": False}),
 }  # fmt: skip
 

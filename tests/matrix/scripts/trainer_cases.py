@@ -1,10 +1,7 @@
 """Trainers as scripts write them, one after another. A case is a route to ZeRO with a stage
 (``ours3``, ``ddp0``), or a training that also generates, measures, saves and stops, at each of
-``--stages`` or plainly. ``--interrupted``: the case ``interrupted``, too.
+``--stages`` or plainly.
 """
-
-import gc
-import json
 
 import torch
 import transformers
@@ -13,11 +10,8 @@ from script import RANK, WORLD, given, report
 import hf_zero
 from tests.helpers.models import ARCHITECTURES, VOCAB, seeded
 from tests.helpers.trainers import logged, options, routed, weights
-from tests.helpers.trainers import rows as fixed_rows
 
 LENGTH = 9
-OFFLOAD = {}  # sections of zero_optimization, from the command line
-STEPWISE = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
 WINDOW = {"gradient_accumulation_steps": 4 // WORLD}
 
 
@@ -52,29 +46,6 @@ def route(name, folder):
     return state(run)
 
 
-def interrupted(folder):
-    """An evaluation, a whole run with checkpoints, its weights saved; then a run that resumes from
-    the second step.
-    """
-    before = routed("ddp", 0, folder).evaluate()["eval_loss"]
-    run = routed("ours", 3, folder, **STEPWISE)
-    evaluated = run.evaluate()["eval_loss"]
-    predicted = run.predict(fixed_rows()[:5]).predictions.shape[0]
-    run.train()
-    whole = {**state(run), "evaluated": [before, evaluated], "predicted": predicted}
-    run.save_model(str(folder / "saved"))
-    torch.distributed.barrier()
-    saved = transformers.AutoModelForMaskedLM.from_pretrained(folder / "saved").state_dict()
-    whole["saved"] = all(torch.equal(saved[name], value) for name, value in weights(run).items())
-    del run
-    gc.collect()
-    run = routed("ours", 3, folder, **STEPWISE, load_best_model_at_end=True)
-    run.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-    # The best model is loaded by now, so the curve is compared, and the best loss found again.
-    resumed = {**state(run), "best": run.state.best_metric}
-    return whole, {**resumed, "found again": run.evaluate()["eval_loss"]}
-
-
 # ---- generation, metrics, early stopping ----
 
 
@@ -97,13 +68,9 @@ def padded(features):
 
 
 def settings(out, stage, **changes):
-    """Two windows of four rows make a step: on one process one after the other, on two side by
-    side.
-    """
+    """Two windows of four rows make a step: one after the other, or side by side."""
     window = {"use_cpu": stage is None, "gradient_accumulation_steps": 2 // WORLD}
-    zero = (
-        {} if stage is None else {"deepspeed": {"zero_optimization": {"stage": stage, **OFFLOAD}}}
-    )
+    zero = {} if stage is None else {"deepspeed": {"zero_optimization": {"stage": stage}}}
     return options(out, **{"learning_rate": 3e-3, "warmup_steps": 0, **window, **zero, **changes})
 
 
@@ -117,9 +84,7 @@ def history(trainer, *without):
 
 
 def bart(stage, out):
-    """Encoder and decoder; sequences end where one of several tokens comes, so ranks generate
-    for different numbers of steps.
-    """
+    """Ends at one of several tokens, so that ranks generate for different numbers of steps."""
     pad, start, ends = 1, 2, list(range(20, 26))
     config = transformers.BartConfig(
         vocab_size=VOCAB, d_model=32, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=48,
@@ -181,9 +146,7 @@ def causal(out, stage, callbacks=(), **changes):
 
 
 def stopped(stage, out):
-    """A learning rate that spoils the model: training stops early, and the best model comes
-    back. Evaluated before the first step.
-    """
+    """The rate spoils the model: training stops early, and the best model comes back."""
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "save_total_limit": 2}
     each = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
     spoils = {"learning_rate": 0.5, "max_steps": 12, "warmup_steps": 3, "eval_on_start": True}
@@ -197,17 +160,8 @@ def stopped(stage, out):
     return trainer, {**found, "again": trainer.evaluate()["eval_loss"]}
 
 
-def model_only(stage, out):
-    """Checkpoints without optimizer: the test reads them as a user would."""
-    only = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
-    trainer = causal(out, stage, label_smoothing_factor=0.0, **only)
-    trainer.train()
-    return trainer, {"log": history(trainer)}
-
-
 def main():
-    args, seen = given("interrupted", cases=[], stages=[], offload="{}"), {}
-    OFFLOAD.update(json.loads(args.offload))
+    args, seen = given(cases=[], stages=[]), {}
     for case in args.cases:
         if case[-1].isdigit():
             seen[case] = route(case, args.out / case)
@@ -220,8 +174,6 @@ def main():
             if RANK == 0:
                 torch.save(found_weights, args.out / f"{case}-{stage}.pt")
             seen[f"{case} {stage}"] = found
-    if args.interrupted:
-        seen["whole"], seen["resumed"] = interrupted(args.out / "resumed")
     report(args.out, seen)
 
 

@@ -17,9 +17,7 @@ ENDS = 4.0  # how much likelier the end is than the model believes
 
 
 class Drawn(LogitsProcessor):
-    """A draw from the model's distribution: its noise comes from the tokens of the row and its
-    number in the group.
-    """
+    """A draw whose noise comes from the tokens of the row and its number in the group."""
 
     def __init__(self, pad, end, halves):
         self.pad, self.end, self.halves = pad, end, halves

@@ -51,9 +51,7 @@ def save_tokenizer(folder):
 
 
 def save_models(folder):
-    """Causal models, one with a tied head and two without, and one that rewards; their values
-    are large enough to tell runs apart.
-    """
+    """Values are large enough to tell runs apart."""
     from transformers import (
         LlamaConfig,
         LlamaForCausalLM,

@@ -1,6 +1,4 @@
-"""TRL's trainers that sample from vLLM (a stub), as a server or colocated, if there are several
-ranks; one process samples from the model itself.
-"""
+"""TRL's trainers that sample from vLLM (a stub); one process samples from the model itself."""
 
 from __future__ import annotations
 
@@ -16,9 +14,7 @@ from trl_run import Run  # noqa: E402
 
 
 def even(run):
-    """Prompts of one length. TRL's online DPO trainer pads those of a server before it counts their
-    tokens, so that its losses attend to the padding, and hang on which prompts share a batch.
-    """
+    """Of one length: TRL's online DPO trainer pads those of a server before it counts tokens."""
     tokenizer = plain_tokenizer(run)
 
     def cut(row):
@@ -37,9 +33,7 @@ TRAINERS = {
         vllm_importance_sampling_correction=False, **ADAPTED, **more
     ),
     "rloo": lambda mode, more: sampled(trl.RLOOTrainer, trl.RLOOConfig, **more),
-    "online": lambda mode, more: trl_cases.online(
-        even if mode == "server" else prompts, plain_tokenizer, **more
-    ),
+    "online": lambda mode, more: trl_cases.online(even, plain_tokenizer, **more),
 }
 
 
@@ -63,8 +57,13 @@ def rollout(trainer, mode):
 
 CASES = {
     f"{trainer}.{mode}": rollout(trainer, mode)
-    for trainer in TRAINERS
-    for mode in ("server", "colocate")
+    for trainer, mode in (
+        ("grpo", "server"),
+        ("adapters", "colocate"),
+        ("rloo", "colocate"),
+        ("online", "server"),
+        ("online", "colocate"),
+    )
 }
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""The common part of the TRL scripts: their command line, the options of every trainer, and the
-report of a run.
-"""
+"""The common part of the TRL scripts: the command line, options, and the report."""
 
 from __future__ import annotations
 
@@ -28,17 +26,12 @@ class Run:
         return f"{self.material}/{name}"
 
     def rows(self):
-        """Prompts, and what may and what may not follow them; the ranks of this start share the
-        cache, other starts do not.
-        """
+        """The ranks of this start share the cache, other starts do not."""
         file, cache = f"{self.material}/rows.jsonl", str(self.out / "cache")
         return load_dataset("json", data_files=file, split="train", cache_dir=cache)
 
     def options(self, case, **changes):
-        """Arguments of any of TRL's config classes.
-
-        Everything that TRL chooses by itself and that is not named here stays.
-        """
+        """Arguments of any of TRL's config classes; what is not named here TRL chooses."""
         chosen = {
             "output_dir": str(self.out / case),
             "per_device_train_batch_size": ROWS // self.world,
@@ -61,9 +54,7 @@ class Run:
         return {**chosen, **changes}
 
     def main(self, cases):
-        """Run the cases named on the command line, one after another in this process, and write
-        what they report.
-        """
+        """Run the cases named on the command line, and write what they report."""
         found = {}
         for name in self.cases:
             print(f"== {name}", flush=True)

@@ -28,9 +28,7 @@ Values = types.SimpleNamespace
 
 
 def tokenizer_of(folder: str) -> Any:
-    """The tokenizer without special tokens: TRL's online DPO trainer tokenizes prompts of a server
-    again, without them.
-    """
+    """Without special tokens: TRL's online DPO trainer tokenizes prompts of a server again."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     plain = TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
     tokenizer.backend_tokenizer.post_processor = plain

@@ -1,0 +1,89 @@
+"""A stock Trainer, and TRL's on rows and packed rows; at a ``--stage`` ranks share sequences."""
+
+import torch
+import transformers
+from accelerate import ParallelismConfig
+from datasets import Dataset
+from script import RANK, given, report
+from tokenizers import Tokenizer, models
+from trl import SFTConfig, SFTTrainer
+
+from tests.helpers.models import VOCAB, seeded
+from tests.helpers.sequences import TOKENS, llama
+from tests.helpers.trainers import options, weights
+
+LONGEST = 32  # tokens of a packed row
+LENGTHS = {"sft": [LONGEST, LONGEST - 3] * 8, "packed": [32, 16, 16, 32, 8, 24, 32, 16] * 2}
+
+
+def arguments(out, stage, **changes):
+    parallel = {
+        "deepspeed": {"zero_optimization": {"stage": stage}},
+        "parallelism_config": ParallelismConfig(sp_size=2, sp_backend="deepspeed"),
+    }
+    chosen = {"use_cpu": stage < 0, "per_device_train_batch_size": 2, "adam_epsilon": 1e-4}
+    return options(out, **chosen, **changes, **(parallel if stage >= 0 else {}))
+
+
+def trainer(out, stage):
+    """Rows have as many labels each, so that a mean over micro-batches is one over rows."""
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(3, VOCAB, (16, TOKENS), generator=generator)
+    rows = [
+        {"input_ids": row, "labels": torch.where(torch.arange(TOKENS) < 5, -100, row)}
+        for row in ids
+    ]
+    chosen = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 4}
+    args = transformers.TrainingArguments(
+        **arguments(out, stage, max_steps=4, per_device_eval_batch_size=1, **chosen)
+    )
+    run = transformers.Trainer(
+        seeded(llama),
+        args,
+        train_dataset=rows,
+        eval_dataset=rows[:6],
+        data_collator=transformers.default_data_collator,
+    )
+    run.train()
+    torch.save(weights(run), out / f"weights-{RANK}.pt")
+    kept = ("loss", "grad_norm", "learning_rate", "eval_loss", "epoch")
+    history = run.state.log_history
+    found = {"log": [{key: entry[key] for key in kept if key in entry} for entry in history]}
+    if stage >= 0:
+        engine = run.model_wrapped
+        found["stage"], found["batch"] = engine.zero_optimization_stage(), engine.train_batch_size()
+        found["total"] = run.get_total_train_batch_size(args)
+    return found
+
+
+def tuned(case, out, stage):
+    words = {f"w{number}": number for number in range(VOCAB)}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w1")),
+        pad_token="w0",
+        eos_token="w2",
+        unk_token="w1",
+    )
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCAB, (16, LONGEST), generator=generator).tolist()
+    rows = [row[:length] for row, length in zip(ids, LENGTHS[case])]
+    chosen = {"max_length": LONGEST, "pad_to_multiple_of": 2, "packing": case == "packed"}
+    args = SFTConfig(**arguments(out, stage, max_steps=3, bf16=False, **chosen))
+    data = Dataset.from_dict({"input_ids": rows})
+    run = SFTTrainer(seeded(llama), args, train_dataset=data, processing_class=tokenizer)
+    run.train()
+    kept = ("loss", "grad_norm", "num_tokens")
+    history = [entry for entry in run.state.log_history if "loss" in entry]
+    return {"log": [{key: entry[key] for key in kept} for entry in history]}
+
+
+args = given(cases=["trainer"], stage=-1)
+report(
+    args.out,
+    {
+        case: trainer(args.out, args.stage)
+        if case == "trainer"
+        else tuned(case, args.out, args.stage)
+        for case in args.cases
+    },
+)

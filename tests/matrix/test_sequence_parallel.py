@@ -1,0 +1,38 @@
+"""Trainers on two ranks that share sequences, against the same script in one process."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers import oracle
+from tests.helpers.launched import beside, torchrun
+
+SCRIPT = Path(__file__).parent / "scripts" / "sequence_cases.py"
+
+
+def check(folder, *cases):
+    """The reports of the ranks."""
+    with beside(SCRIPT, folder / "plain", "--cases", *cases) as plain:
+        found = torchrun(SCRIPT, folder / "split", "--cases", *cases, "--stage", "3")
+        expected = plain()
+    for report in found:
+        for case in cases:
+            for entry, plainly in zip(report[case]["log"], expected[case]["log"], strict=True):
+                assert entry == pytest.approx(plainly, rel=1e-5)
+    return found
+
+
+def test_the_trainer(tmp_path):
+    plain = tmp_path / "plain" / "weights-0.pt"
+    for rank, report in enumerate(check(tmp_path, "trainer")):
+        found = report["trainer"]
+        assert (found["stage"], found["batch"], found["total"]) == (3, 4, 4)
+        weights = torch.load(tmp_path / "split" / f"weights-{rank}.pt")
+        oracle.compare_tensors("weights", weights, torch.load(plain), 1e-5, 1e-6)
+
+
+@pytest.mark.long
+def test_supervised_fine_tuning_by_trl(tmp_path):
+    """Plain rows, and packed ones, whose documents do not see each other."""
+    check(tmp_path, "sft", "packed")
