@@ -22,9 +22,7 @@ def as_rank(monkeypatch):
 
 @pytest.fixture
 def loads_at_once(monkeypatch):
-    """Transformers replaces these while it loads, and threads that load at once each put back what
-    they have found: after the test they are as before it.
-    """
+    """Put back what threads that load at once have replaced: each puts back what it has found."""
     kept = transformers.PreTrainedModel.tie_weights
     monkeypatch.setattr(transformers.PreTrainedModel, "tie_weights", kept)
     for name, plain in vars(torch.nn.init).copy().items():
