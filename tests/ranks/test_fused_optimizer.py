@@ -16,8 +16,9 @@ from tests.helpers import oracle
 from tests.helpers.cells import in_turn
 from tests.helpers.checked_triton import checked_triton
 from tests.helpers.engines import config_of, engine_opener, full_weights, start, train_on_threads
+from tests.helpers.models import Stack, seeded
 from tests.helpers.stacks import by_hand, on_ranks, run_steps, squared
-from tests.helpers.training import At, Plan, StackJob, adamw, trainable
+from tests.helpers.training import At, Plan, Way, adamw, trainable
 
 
 @pytest.fixture(autouse=True)
@@ -37,11 +38,14 @@ def launches(monkeypatch):
         yield written
 
 
+def short():
+    return seeded(lambda: Stack(1))
+
+
 @in_turn("stage, precision", [(3, "bf16"), (2, "fp16")])
 def test_against_the_oracle(stage, precision, launches):
     del launches[:]
-    job, plan = StackJob(), Plan(ranks=2, steps=2, precision=precision, clip=1.0)
-    job.name = "plain stack, fused"
+    job, plan = Way("one block", short), Plan(ranks=2, steps=2, precision=precision, clip=1.0)
     got = train_on_threads(job, plan, engine_opener(stage))
     oracle.accept(got, job, plan, stage)
     assert len(launches) == 4 and all(launches)
@@ -118,7 +122,7 @@ def windows(micros, announced=False, **keys):
         engine.destroy()
         return found, weights
 
-    return on_ranks(1, run)
+    return on_ranks(1, run, build=short)
 
 
 WIDE = {"data_types": {"grad_accum_dtype": "fp32"}}
