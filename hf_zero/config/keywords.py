@@ -157,6 +157,10 @@ class Keywords(TypedDict, total=False):
         | None
     )
     """the dtype to which the model's floating-point buffers are cast; null keeps their dtype"""
+    keep_in_fp32_modules: Sequence[str] | None
+    """names of modules or parameters that compute in fp32 under bf16 and fp16, beside those that
+    models of transformers declare
+    """
     elementwise_optimizers: Sequence[str] | None
     """names of optimizer classes that, as you confirm, update each element independently of the
     others

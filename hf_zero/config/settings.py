@@ -169,6 +169,15 @@ class Settings:
         "the dtype to which the model's floating-point buffers are cast; null keeps their dtype",
         name="data_types.buffer_dtype",
     )
+    keep_in_fp32_modules: tuple[str, ...] = key(
+        NAMES,
+        (),
+        (
+            "names of modules or parameters that compute in fp32 under bf16 and fp16, beside those "
+            "that models of transformers declare"
+        ),
+        name="data_types.keep_in_fp32_modules",
+    )
     elementwise_optimizers: tuple[str, ...] = key(
         NAMES,
         (),

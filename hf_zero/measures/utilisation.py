@@ -7,12 +7,11 @@ Recomputed operations do not count.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from hf_zero.device import kinds
+from hf_zero.zero.layout.declared import config_of, text_config_of
 
 # dense TFLOP/s in 16 bits, by the vendors' data sheets; the first name that fits
 PEAKS = (
@@ -53,7 +52,7 @@ def flops_per_token(model: nn.Module, length: float, tensor: int, stages: int) -
     ``tensor`` that share each layer, and of ``stages`` of a pipeline. None for a mixture of
     experts, whose tokens do not use all weights.
     """
-    config: Any = getattr(model, "config", None)
+    config, text = config_of(model), text_config_of(model)
     experts = ("num_local_experts", "num_experts", "n_routed_experts")
     if any(getattr(config, name, 0) for name in experts):
         return None
@@ -63,7 +62,6 @@ def flops_per_token(model: nn.Module, length: float, tensor: int, stages: int) -
         found = tables if isinstance(module, nn.Embedding) else matrices
         found.update({id(p): p for p in module.parameters(recurse=False) if p.dim() > 1})
     dense = sum((6 if p.requires_grad else 4) * p.numel() for p in matrices.values())
-    text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
     layers = getattr(text, "num_hidden_layers", 0) or 0
     width = getattr(text, "hidden_size", 0) or 0
     return dense + 12 * layers * width * length / (tensor * stages)

@@ -25,6 +25,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.techniques.schedules import DifficultySchedule
 from hf_zero.zero.backward import Counters
 from hf_zero.zero.gather.model_patches import Attached
+from hf_zero.zero.layout.declared import config_of
 
 TOKENS = ("input_ids", "inputs_embeds")
 DECODER_TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "labels")
@@ -117,7 +118,7 @@ class SequenceLength:
         """Return a truncated dict, or ``batch`` itself if nothing was truncated."""
         self._refuse(batch)
         model = self._model() if self._model is not None else None
-        config = getattr(model, "config", None)
+        config = config_of(model)
         two_sided = bool(getattr(config, "is_encoder_decoder", False))
         if two_sided and self._reshape:
             raise ConfigError(

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_zero.config import TiledMlpSection, ZeroConfig
 from hf_zero.errors import ConfigError
 from hf_zero.zero.gather.model_patches import Attached, Override, Stateless
+from hf_zero.zero.layout.declared import text_config_of
 from hf_zero.zero.layout.wrap import repeated_blocks
 
 KEY = "tiled_mlp"
@@ -89,9 +90,7 @@ class TiledMlps(Stateless):
             ),
             1,
         )
-        config: Any = getattr(model, "config", None)
-        text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        width = getattr(text, "hidden_size", 0) or tokens
+        width = getattr(text_config_of(model), "hidden_size", 0) or tokens
         self._shards = math.ceil(tokens / width)
         engine = self._engine
         axes = [axis for axis in (engine.mesh.shard, engine.mesh.replicate) if axis.size > 1]

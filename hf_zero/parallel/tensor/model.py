@@ -42,6 +42,7 @@ from hf_zero.parallel.tensor.rehearsal import (
     without_memory,
 )
 from hf_zero.parallel.tensor.verification import Verification
+from hf_zero.zero.layout.declared import text_config_of
 from hf_zero.zero.layout.sharding import Sharding, sharding_of
 
 RECORD = "_hf_zero_tensor_parallel"
@@ -192,9 +193,7 @@ def _without_the_head(model: Any, found: list[Target]) -> list[Target]:
 
 
 def _rotary_width(model: nn.Module) -> int:
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return int(getattr(text, "qk_rope_head_dim", 0) or 0)
+    return int(getattr(text_config_of(model), "qk_rope_head_dim", 0) or 0)
 
 
 def _draws(model: nn.Module) -> bool:

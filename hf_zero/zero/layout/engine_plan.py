@@ -33,7 +33,7 @@ from hf_zero.optim.whole_tensor import moments_by_group
 from hf_zero.zero.layout.codecs import UNCOMPRESSED, Codecs
 from hf_zero.zero.layout.flat_layout import ALIGNMENT, FlatLayout
 from hf_zero.zero.layout.flat_spec import FlatSpec
-from hf_zero.zero.layout.precision import COMPUTE, compute_dtype, is_raw
+from hf_zero.zero.layout.precision import COMPUTE, compute_dtype, is_raw, kept_in_fp32
 from hf_zero.zero.layout.sharding import Sharding, sharding_of
 from hf_zero.zero.layout.stage_policy import POLICIES, Policy
 from hf_zero.zero.layout.wrap import UnitSpec, find_units, persistence, persistent_names
@@ -381,8 +381,8 @@ def plan(
         if id(p) in group_by_id and p.requires_grad
     }
     laying = _Laying(
-        model,
         None if keeps_dtypes else settings.precision,
+        kept_in_fp32(model, settings.precision, settings.keep_in_fp32_modules),
         policy,
         persistent,
         extensions.codecs,
@@ -483,8 +483,8 @@ class FlatKind:
 class _Laying:
     """The layout of the parameters of units in flat buffers."""
 
-    model: nn.Module
     precision: str | None
+    in_fp32: frozenset[str]  # names of the parameters that compute in fp32 whatever the precision
     policy: Policy
     persistent: frozenset[str]
     codecs: Codecs
@@ -514,7 +514,7 @@ class _Laying:
             dtype = (
                 parameter.dtype
                 if self.precision is None
-                else compute_dtype(name, parameter, self.precision, self.model)
+                else compute_dtype(name, parameter, self.precision, self.in_fp32)
             )
             own = self.policy.of_persistent if name in self.persistent else self.policy
             trains, raw = name in self.group_of, is_raw(parameter)

@@ -284,19 +284,16 @@ class FlatBuffer:
                 "write to it between steps, inside GatheredParameters"
             )
 
-    def adopt(self, name: str, loaded: bool = False) -> None:
+    def adopt(self, name: str) -> None:
         """Copy the gathered values of parameter ``name`` into this rank's shard and master weights.
-        Master weights that round to these values stay, unless the values were ``loaded``.
+        Master weights that already round to these values stay.
         """
         self.refuse_changed(name)
         self.count_change()
         first, start, stop = self.spec.own_range(name)
         values = self.views[name].reshape(-1)[first : first + stop - start]
         self.optimizer_shard.wait_for_update()
-        if loaded:
-            self.store_part(start, values)
-            self.optimizer_shard.store_master(values, start)
-        elif start < stop:
+        if start < stop:
             self._take_part(start, stop, values)
 
     def data_of(self, name: str, values: torch.Tensor) -> torch.Tensor:

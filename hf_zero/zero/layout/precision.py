@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container, Iterable
 
 import torch
 from torch import nn
 
 from hf_zero.errors import ConfigError
+from hf_zero.zero.layout.declared import declared
 from hf_zero.zero.layout.parameter import given_class
 
 # smaller floats are quantised weights, handled as raw bytes
@@ -22,11 +24,37 @@ def is_raw(parameter: torch.Tensor) -> bool:
     )
 
 
+def kept_in_fp32(model: nn.Module, precision: str, configured: Iterable[str]) -> frozenset[str]:
+    """Return the names of the parameters that compute in fp32 under ``precision``: those in which
+    the names ``configured``, or declared by the model or one of its submodules, are a part.
+    """
+    parts = {"": set(configured)}
+    attributes = ["_keep_in_fp32_modules_strict"]
+    attributes += ["_keep_in_fp32_modules"] if precision == "fp16" else []
+    for attribute in attributes:
+        for prefix, names in declared(model, attribute).items():
+            parts.setdefault(prefix, set()).update(names)
+    patterns = [
+        re.compile(
+            (re.escape(prefix) + r"\.(.*\.)?" if prefix else r"(.*\.)?")
+            + f"({'|'.join(map(re.escape, sorted(names)))})"
+            + r"(\..*)?"
+        )
+        for prefix, names in parts.items()
+        if names
+    ]
+    return frozenset(
+        name
+        for name, _ in model.named_parameters(remove_duplicate=False)
+        if any(pattern.fullmatch(name) for pattern in patterns)
+    )
+
+
 def compute_dtype(
-    name: str, parameter: torch.Tensor, precision: str, model: nn.Module
+    name: str, parameter: torch.Tensor, precision: str, kept: Container[str]
 ) -> torch.dtype:
-    """Return the dtype that ``parameter`` computes in: the configured one, fp32 where the model
-    keeps it, the own one of raw (quantised) and of frozen fp64 parameters.
+    """Return the dtype that ``parameter`` computes in: the configured one, fp32 for names in
+    ``kept``, the own one of raw (quantised) and of frozen fp64 parameters.
 
     Raises ConfigError for a 16-bit trainable parameter in fp32 training: its updates would vanish
     without a master copy.
@@ -44,9 +72,4 @@ def compute_dtype(
         return parameter.dtype
     if parameter.dtype == torch.float64 and not parameter.requires_grad:
         return parameter.dtype
-    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    if precision == "fp16":
-        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    if any(re.search(rf"(^|\.){re.escape(part)}(\.|$)", name) for part in kept):
-        return torch.float32
-    return COMPUTE[precision]
+    return torch.float32 if name in kept else COMPUTE[precision]

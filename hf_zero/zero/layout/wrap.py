@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +13,7 @@ from torch import nn
 
 from hf_zero.errors import ConfigError, PartitionError
 from hf_zero.logging import log_rank0
+from hf_zero.zero.layout.declared import declared
 
 LARGE_LEAF = 0.25  # of the largest block: an embedding or head of this size is a unit of its own
 PARTS = 16  # a model without blocks is cut into about this many units
@@ -107,9 +108,9 @@ def repeated_blocks(model: nn.Module, sizes: Sizes = OWN) -> list[tuple[str, nn.
         _with_parameters(m for m in modules if "GradientCheckpointingLayer" in _class_names(m)),
     )
     if not blocks:
-        names = getattr(model, "_no_split_modules", None) or ()
+        names = {each for own in declared(model, "_no_split_modules").values() for each in own}
         blocks = _outermost(
-            model, _with_parameters(m for m in modules if type(m).__name__ in set(names))
+            model, _with_parameters(m for m in modules if type(m).__name__ in names)
         )
     if not blocks:
         lists = [
@@ -118,8 +119,17 @@ def repeated_blocks(model: nn.Module, sizes: Sizes = OWN) -> list[tuple[str, nn.
         numels = [_numel(m, sizes) for m in lists]
         largest = max(numels, default=0)
         chosen = [m for m, numel in zip(lists, numels) if numel * 4 >= largest > 0]
-        blocks = _outermost(model, _with_parameters(item for m in chosen for item in m))
+        blocks = _outermost(model, _with_parameters(item for m in chosen for item in _called(m)))
     return blocks
+
+
+def _called(container: nn.Module) -> Iterator[nn.Module]:
+    """Yield the items of ``container``; those of an item that is a container itself."""
+    for item in container.children():
+        if _is_called(item):
+            yield item
+        else:
+            yield from _called(item)
 
 
 def names_in_blocks(model: nn.Module) -> frozenset[str]:

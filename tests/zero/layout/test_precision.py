@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_zero.config import ZeroConfig
 from hf_zero.errors import ConfigError
-from hf_zero.zero.layout.precision import compute_dtype
+from hf_zero.zero.layout.precision import compute_dtype, kept_in_fp32
 from hf_zero.zero.reduce.losses import Fp16LossScaler, Scaling
 from hf_zero.zero.reduce.norm import squared_norm
 from tests.helpers.cells import in_one_item
@@ -37,14 +37,27 @@ DTYPES = [
 @in_one_item(DTYPES)
 def test_compute_dtype(row):
     dtype, trains, precision, want = row
-    assert compute_dtype("w", parameter(dtype, trains), precision, nn.Module()) == want
+    assert compute_dtype("w", parameter(dtype, trains), precision, ()) == want
 
 
 @in_one_item([(BRAIN, "bf16"), (HALF, "fp16")])
 def test_training_16_bit_weights_without_masters_is_refused(row):
     dtype, key = row
     with pytest.raises(ConfigError, match=rf'up\.weight is {dtype}.*"{key}"'):
-        compute_dtype("up.weight", parameter(dtype), "fp32", nn.Module())
+        compute_dtype("up.weight", parameter(dtype), "fp32", ())
+
+
+def with_weight(name, **declared):
+    """Return a model with a parameter of that name."""
+    model = inner = nn.Module()
+    *path, last = name.split(".")
+    for part in path:
+        inner.add_module(part, nn.Module())
+        inner = inner.get_submodule(part)
+    inner.register_parameter(last, parameter(WIDE))
+    for attribute, value in declared.items():
+        setattr(model, attribute, value)
+    return model
 
 
 KEPT = [
@@ -64,12 +77,13 @@ def test_modules_that_a_model_keeps_in_fp32(row):
     Only whole names match.
     """
     name, precision, want = row
-    model = nn.Module()
-    model._keep_in_fp32_modules = model._keep_in_fp32_modules_strict = None
-    assert compute_dtype(name, parameter(WIDE), precision, model).itemsize == 2
-    model._keep_in_fp32_modules = ["wo"]
-    model._keep_in_fp32_modules_strict = {"router.classifier"}
-    assert compute_dtype(name, parameter(WIDE), precision, model) == want
+    declared = {
+        "_keep_in_fp32_modules": ["wo"],
+        "_keep_in_fp32_modules_strict": {"router.classifier"},
+    }
+    kept = kept_in_fp32(with_weight(name, **declared), precision, ())
+    assert compute_dtype(name, parameter(WIDE), precision, kept) == want
+    assert not kept_in_fp32(with_weight(name, **dict.fromkeys(declared)), precision, ())
 
 
 @settings(max_examples=80, deadline=None)

@@ -176,7 +176,7 @@ UNITS = {
     ),
     "lists in lists": (
         lambda: with_parts(stages=nn.ModuleList(blocks(8, 8) for _ in range(2))),
-        ["stages.0", "stages.1"],
+        [f"stages.{stage}.{at}" for stage in range(2) for at in range(2)],
     ),
     "by size, inside": (
         lambda: with_parts(

@@ -1,0 +1,42 @@
+"""Declarations of a model class, read from every submodule: whoever wraps a model of transformers
+(a LightningModule, an actor of reinforcement learning) trains the same model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def declared(model: nn.Module, attribute: str) -> dict[str, tuple[str, ...]]:
+    """Return the names in class attribute ``attribute`` (a list, set or dict of strings) of each
+    submodule that has any, by the submodule's name; "" for ``model`` itself.
+    """
+    found = {}
+    for prefix, module in model.named_modules():
+        names = getattr(module, attribute, None)
+        if isinstance(names, (list, tuple, set, frozenset, dict)) and names:
+            found[prefix] = tuple(map(str, names))
+    return found
+
+
+def is_inside(prefix: str, outer: str) -> bool:
+    """Whether the submodule called ``prefix`` is in the one called ``outer``, and is not that."""
+    return prefix != outer and (not outer or prefix.startswith(f"{outer}."))
+
+
+def config_of(model: nn.Module | None) -> Any:
+    """Return the ``config`` of ``model``, or of its outermost submodule with one of transformers;
+    None without any.
+    """
+    modules = () if model is None else model.modules()
+    configs = (getattr(module, "config", None) for module in modules)
+    found = next((config for config in configs if hasattr(config, "model_type")), None)
+    return getattr(model, "config", None) if found is None else found
+
+
+def text_config_of(model: nn.Module) -> Any:
+    """Return the part of :func:`config_of` that describes the text model; None without any."""
+    config = config_of(model)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
