@@ -17,6 +17,7 @@ import torch
 from hf_zero import checkpoint
 from hf_zero.checkpoint import torch_state_dict
 from hf_zero.checkpoint.load_sharded import load
+from hf_zero.checkpoint.loader_state import WindowStart
 from hf_zero.checkpoint.memory.resume import locate
 from hf_zero.checkpoint.memory.saving import MemoryCheckpoints
 from hf_zero.checkpoint.save_job import AsyncSaver
@@ -121,6 +122,7 @@ class Engine(TrainingEngine):
         self.async_saves = AsyncSaves(mesh, self.schedule.shards)
         self.measures = measures_of(self, plan)
         self.memory = MemoryCheckpoints.of(self, plan)
+        self.window_start = WindowStart()
         installed.callback(self._end_measures)
 
     def _end_measures(self) -> None:
@@ -142,6 +144,8 @@ class Engine(TrainingEngine):
         ends_window = self.accumulation.ends_by_step
         with self.measures.step(self):
             super().step()
+        if ends_window:
+            self.window_start.note(self)
         if ends_window and self.async_saves.writer is not None:
             self.async_saves.raise_failure()
         if ends_window and self.memory is not None:
@@ -280,6 +284,7 @@ class Engine(TrainingEngine):
         CheckpointError on all ranks; earlier checkpoints stay.
         """
         save_dir = self._run_folder(save_dir, "save_checkpoint")
+        self.changes.refuse("save_checkpoint()")
         refuse_half_done(self.updater, "save_checkpoint()")
         self.take_user_writes()
         if keep is None and tag is None:
@@ -368,8 +373,6 @@ class Engine(TrainingEngine):
                 load_loader=load_loader,
                 partial=in_memory,
             )
-        self.restart_window()
-        self.publish_scale()
         if run == answer[0]:  # a checkpoint itself, without its run's folder
             run = str(as_path(run).absolute().parent)
         self.measures.loaded(self, not load_module_only, run)

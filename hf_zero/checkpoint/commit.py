@@ -392,9 +392,7 @@ def retain(final: AnyPath, keep: int) -> list[AnyPath]:
         for folder in final.parent.iterdir()
         if _stem(folder) == _stem(final) and find.is_checkpoint(folder)
     ]
-    newest_first = sorted(
-        family, key=lambda folder: (folder == final, find.age_key(folder)), reverse=True
-    )
+    newest_first = find.oldest_first(family)[::-1]
     protected = {final}
     if (final.parent / find.LATEST).exists():
         try:

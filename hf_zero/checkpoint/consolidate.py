@@ -178,6 +178,7 @@ def save_whole(
         CheckpointError: on all ranks, if rank 0 could not write. An existing file is then kept.
     """
     engine_state.refuse_destroyed(engine, "save")
+    engine.changes.refuse("a save")
     path = local_path(directory, "one file of the whole model") / filename
     temporary = path.with_name(f"{find.NEW}{path.name}")
     failed: list[Exception] = []

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from hf_zero.checkpoint.loader_state import own_state
 from hf_zero.checkpoint.manifest import (
     AXES,
     BUFFER,
@@ -39,6 +38,7 @@ from hf_zero.device import kinds
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed
+from hf_zero.zero.layout.declared import declared, is_inside
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.sharding import WholeNames, persistent_buffers, sharding_of
 
@@ -257,7 +257,16 @@ def export_of(
         sources = [name for name in group if not any(pattern.search(name) for pattern in patterns)]
         if sources and held not in sources:
             names[held] = min(sources)
-    skip = tuple(sorted(getattr(module, "_keys_to_ignore_on_save", None) or ()))
+    ignored = declared(module, "_keys_to_ignore_on_save")
+    skip = tuple(
+        sorted(
+            f"{prefix}.{name}" if prefix else name
+            for prefix, names in ignored.items()
+            # as in save_pretrained of the outermost model, which lists the names of inner ones
+            if not any(is_inside(prefix, outer) for outer in ignored)
+            for name in names
+        )
+    )
     model_class = type(unwrapped(module)).__name__
     return Export(whole_names.pairs(names), skip, model_class, adapters_of(module, aliases))
 
@@ -446,7 +455,7 @@ def plan_save(
             layouts[key] = stage_key(flat), replace(flat.layout, slots=slots)
     if rank == 0:
         tensors |= {BUFFER + name: buffer for name, buffer in buffers.items()}
-    tensors |= rng_states() | own_state(engine)
+    tensors |= rng_states() | engine.window_start.own_state(engine)
     # the state of a whole tensor is written by the rank that has its first element
     whole_states = {} if bound is None else bound.factors.held(firsts=True)
     factors = {name: of for name, of in whole_states.items() if name in params_saved_here}

@@ -4,13 +4,15 @@ newest whole one below a folder that is not itself a run (FORMAT.md section 6).
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from hf_zero.checkpoint.manifest import MANIFEST_NAME
 from hf_zero.checkpoint.reader import Checkpoint, recognise
-from hf_zero.checkpoint.storage import AnyPath, as_path, is_remote, modified_ns, store_errors
+from hf_zero.checkpoint.storage import AnyPath, as_path, is_remote, store_errors
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed, logger
 
@@ -25,6 +27,7 @@ NEW = RESERVED + "new-"
 DROPPED = RESERVED + "dropped-"
 LONGEST_TAG = 230  # bytes; with its temporary prefix and suffix, a name that file systems accept
 LONGEST_LATEST = 4096  # bytes; beyond it is damage, not a tag
+_NUMBER = re.compile(r"(\d+)")
 
 
 def check_tag(tag: object) -> str:
@@ -77,7 +80,7 @@ def tags_in(directory: AnyPath) -> list[str]:
     found = [
         item for item in directory.iterdir() if not item.name.startswith(".") and can_be_read(item)
     ]
-    return [item.name for item in sorted(found, key=age_key)]
+    return [item.name for item in oldest_first(found)]
 
 
 def _recognised_itself(root: AnyPath) -> str:
@@ -90,13 +93,39 @@ def _recognised_itself(root: AnyPath) -> str:
     return program
 
 
-def age_key(folder: AnyPath) -> tuple[int, str]:
-    """Return the sort key by age: modification time of the manifest, or of the folder, and name."""
-    # The folder's own time changes with every file added to it, and an object store has no folders.
+def oldest_first(folders: Iterable[AnyPath]) -> list[AnyPath]:
+    """Return checkpoints in the order of their saves: within one folder by the ``order`` of their
+    manifests, over several by step, equal ones by the numbers in their paths. Checkpoints of other
+    programs are first. No clock is asked: copies and restored backups have new times.
+    """
+    found = [(folder, *_age(folder)) for folder in folders]
+    if len({folder.parent for folder, *_ in found}) > 1:
+        found = [(folder, step, order) for folder, order, step in found]
+    return [
+        folder for folder, *_ in sorted(found, key=lambda one: (*one[1:], _natural(str(one[0]))))
+    ]
+
+
+def next_order(directory: AnyPath) -> int:
+    """Return the ``order`` of the manifest of a new save in ``directory``."""
+    held = [item for item in directory.iterdir() if is_checkpoint(item)]
+    return 1 + max((_age(item)[0] for item in held), default=0)
+
+
+def _age(folder: AnyPath) -> tuple[int, int]:
+    """Return order and step of a checkpoint; 0 for an order that it lacks, and -1 for a step."""
     try:
-        return modified_ns(folder / MANIFEST_NAME), folder.name
-    except FileNotFoundError:  # a checkpoint of another program
-        return modified_ns(folder), folder.name
+        with store_errors(folder), (folder / MANIFEST_NAME).open("rb") as file:
+            manifest = json.load(file)
+        order, step = manifest.get("order", 0), manifest["counters"].get("global_steps", -1)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return 0, -1  # damaged, or of another program
+    return (order, step) if type(order) is type(step) is int else (0, -1)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Return a sort key that compares the numbers in ``name`` by value."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in _NUMBER.split(name)]
 
 
 def locate(directory: str | os.PathLike[str], tag: str | None = None) -> AnyPath:
@@ -286,7 +315,7 @@ def find_checkpoint(
 
 def checkpoints_below(root: AnyPath) -> list[AnyPath]:
     """Return the hf-zero checkpoints in ``root``, at any depth, oldest first."""
-    return sorted((folder for folder in walk(root) if is_checkpoint(folder)), key=age_key)
+    return oldest_first(folder for folder in walk(root) if is_checkpoint(folder))
 
 
 def walk(root: AnyPath) -> Iterator[AnyPath]:

@@ -119,13 +119,20 @@ def load(
                 folder, lambda: loader.apply(load_module_only, load_rng, load_loader)
             )
 
-        with progress_bar(
-            None if engine.global_rank == 0 else False,
-            loader.nbytes,
-            f"loading {folder}",
-        ) as loader.tick:
-            collective_try(engine.mesh.job, apply, folder, partly)
-    engine.refresh_params()
+        whole = load_module_strict and not load_module_only
+        whole &= load_optimizer_states or engine.bound is None
+        with engine.changes.begin(f"the load of {folder}", replaces=whole):
+            with progress_bar(
+                None if engine.global_rank == 0 else False,
+                loader.nbytes,
+                f"loading {folder}",
+            ) as loader.tick:
+                collective_try(engine.mesh.job, apply, folder, partly)
+            engine.refresh_params()
+            engine.restart_window()
+            if not load_loader:
+                engine.window_start.note(engine)
+            engine.publish_scale()
     log_rank0(
         f"loaded {folder}, {_origin(manifest)}: "
         f"{in_units(loader.nbytes)} on this rank in {time.perf_counter() - begun:.2f} s"
@@ -362,14 +369,20 @@ class _Load:
             for values, live in zip(settings, bound.groups):
                 values |= {name: live[name] for name in SCHEDULED if name in live}
         bound.load_hyperparameters(settings)
-        if any(group.scalars or group.apart for group in groups):
+        if any(group.scalars or group.apart for group in groups) or any(
+            flat.states for flat in self.manifest.flats
+        ):
             saved_apart = {
                 name: numbers for group in groups for name, numbers in group.apart.items()
             }
+            stepped = {name for group in groups for name in group.parameters}
             apart: list[dict[str, Any]] = [{} for _ in groups]
             for name, group in bound.group_of.items():
-                if self.match.held.get(name) in saved_apart:
-                    apart[group][name] = saved_apart[self.match.held[name]]
+                held = self.match.held.get(name)
+                if held in saved_apart:
+                    apart[group][name] = saved_apart[held]
+                elif held not in stepped:  # frozen or missing at the save: begins unstepped
+                    apart[group][name] = {}
             bound.load_scalars([group.scalars for group in groups], apart)
             bound.factors.load(
                 {

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,24 +16,105 @@ from hf_zero.checkpoint.manifest import LOADER, Manifest
 from hf_zero.checkpoint.tensorfile import TensorFile
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import counted, log_rank0
+from hf_zero.zero.backward import Counters
 
 if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine
 
-
-def place_of(engine: TrainingEngine) -> dict[str, int]:
-    """Return the place of the engine's loader, equal on all ranks; {} without one."""
-    place: dict[str, int] | None = getattr(engine.training_dataloader, "place", None)
-    return dict(place) if place is not None else {}
+STATEFUL = ("state_dict", "load_state_dict")
 
 
-def own_state(engine: TrainingEngine) -> dict[str, torch.Tensor]:
-    """Return the state of a loader with a ``state_dict`` of its own, as bytes by the name of their
-    tensor; {} for any other. Raises CheckpointError for a state that needs a pickle.
+class WindowStart:
+    """Counters and place in the training data where an accumulation window begins. A save inside
+    the window records these: its gradients are not saved, and a resumed run repeats all of it.
     """
-    loader = engine.training_dataloader
-    if not callable(getattr(type(loader), "state_dict", None)):
-        return {}
+
+    def __init__(self) -> None:
+        self._counters = Counters()
+        self._place: dict[str, int] | None = None
+        # the iterations of the loader that had begun by then, and whether the window's first batch
+        # is that of the next one
+        self._iterations, self._is_between = 0, False
+        # state of a loader with a state of its own: not known, or b"" before its first batch
+        self._own: bytes | CheckpointError | None = b""
+
+    def note(self, engine: TrainingEngine, own: bytes | None = None) -> None:
+        """Record the present as the start of the next window. ``own``: the state that a loader
+        with a state of its own has loaded, b"" if it begins anew.
+        """
+        self._counters = replace(engine.counters)
+        loader: Any = engine.training_dataloader
+        if hasattr(loader, "place"):
+            self._place, self._iterations = loader.place, loader.iterations
+            self._is_between = loader.resumed or _past_the_end(loader, self._place)
+        elif own is not None:
+            self._own = own
+        elif _has_own_state(loader):
+            window = engine.accumulation
+            try:  # a window of one micro-batch is never open at a save
+                several = window.steps > 1 or not window.managed
+                self._own = _serialised(loader) if several else None
+            except CheckpointError as error:
+                self._own = error
+
+    def counters(self, engine: TrainingEngine) -> Counters:
+        """Return the counters without the micro-batches of an open window."""
+        return self._counters if engine.window_is_open else engine.counters
+
+    def place(self, engine: TrainingEngine) -> dict[str, int]:
+        """Return the place in the training data from which a resumed run continues, equal on all
+        ranks; {} for a loader without one.
+        """
+        loader: Any = engine.training_dataloader
+        if not hasattr(loader, "place"):
+            return {}
+        place = loader.place
+        if engine.window_is_open:
+            passed = loader.iterations - self._iterations
+            if self._place is not None and passed <= int(self._is_between):
+                place = self._place
+            else:  # the script has left the loop of the last window, and begun another
+                place = {**place, "samples": 0}
+        return in_next_epoch(loader, place)
+
+    def own_state(self, engine: TrainingEngine) -> dict[str, torch.Tensor]:
+        """Return the state of a loader with a ``state_dict`` of its own, as bytes by the name of
+        their tensor; {} for any other. Raises CheckpointError for a state that needs a pickle.
+        """
+        loader = engine.training_dataloader
+        if not _has_own_state(loader):
+            return {}
+        content = self._own if engine.window_is_open else _serialised(loader)
+        if isinstance(content, CheckpointError):
+            raise content
+        if content is None:
+            raise CheckpointError(
+                f"the state of the loader ({type(loader).__name__}) at the first micro-batch of "
+                "this accumulation window is not known, because the number of micro-batches of a "
+                "step has changed; save after the step that ends the window"
+            )
+        if not content:  # a loader without a saved state begins with its first batch
+            return {}
+        return {LOADER: torch.frombuffer(bytearray(content), dtype=torch.uint8)}
+
+
+def _has_own_state(loader: Any) -> bool:
+    return all(callable(getattr(type(loader), name, None)) for name in STATEFUL)
+
+
+def in_next_epoch(loader: Any, place: dict[str, int]) -> dict[str, int]:
+    """Return ``place``; if no batch of its epoch is left, the start of the next epoch."""
+    if not _past_the_end(loader, place):
+        return dict(place)
+    return {**place, "epoch": place["epoch"] + 1, "samples": 0}
+
+
+def _past_the_end(loader: Any, place: dict[str, int]) -> bool:
+    left = loader.data_sampler.total_size - place["samples"]
+    return bool(left < (loader.samples_of_all_ranks if loader.drop_last else 1))
+
+
+def _serialised(loader: Any) -> bytes:
     buffer = io.BytesIO()
     try:
         torch.save(loader.state_dict(), buffer)
@@ -44,7 +126,7 @@ def own_state(engine: TrainingEngine) -> dict[str, torch.Tensor]:
             f"that runs code when it is loaded ({error}); its state_dict() may hold numbers, "
             "strings, tensors, lists and dicts"
         ) from error
-    return {LOADER: torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)}
+    return buffer.getvalue()
 
 
 def restore(engine: TrainingEngine, manifest: Manifest, file: TensorFile | None) -> None:
@@ -53,14 +135,16 @@ def restore(engine: TrainingEngine, manifest: Manifest, file: TensorFile | None)
     """
     loader: Any = engine.training_dataloader
     if hasattr(loader, "place") and manifest.loader:
-        loader.continue_from(manifest.loader)
+        loader.continue_from(in_next_epoch(loader, manifest.loader))
+        engine.window_start.note(engine)
         _tell_of_other_samples(loader, manifest)
         return
-    stateful = callable(getattr(type(loader), "load_state_dict", None))
-    if stateful and file is not None and LOADER in file.entries:
+    if _has_own_state(loader) and file is not None and LOADER in file.entries:
         content = torch.empty(file.entries[LOADER].numel, dtype=torch.uint8)
         file.read_into(LOADER, 0, content)
-        loader.load_state_dict(torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True))
+        own = content.numpy().tobytes()
+        loader.load_state_dict(torch.load(io.BytesIO(own), weights_only=True))
+        engine.window_start.note(engine, own)
         return
     if loader is None:
         why = "initialize was given no training_data"
@@ -72,6 +156,7 @@ def restore(engine: TrainingEngine, manifest: Manifest, file: TensorFile | None)
         )
     else:
         why = "the checkpoint does not hold it"
+    engine.window_start.note(engine, b"")
     done = counted(manifest.counters.get("global_steps", 0), "step")
     if manifest.batch:
         done += f" of {counted(manifest.batch['samples'], 'sample')}"

@@ -252,6 +252,7 @@ class Manifest:
     techniques: dict[str, Any] = field(default_factory=dict)
     loader: dict[str, int] = field(default_factory=dict)
     batch: dict[str, int] = field(default_factory=dict)
+    order: int = 0  # one more than the largest in its folder; 0: of a version that wrote none
 
     @cached_property
     def slots(self) -> dict[str, tuple[FlatEntry, Slot]]:
@@ -285,6 +286,7 @@ class Manifest:
             "software": self.software,
             "save_id": self.save_id,
             "tag": self.tag,
+            **({"order": self.order} if self.order else {}),
             "world": self.world,
             "stage": self.stage,
             "precision": self.precision,
@@ -555,6 +557,7 @@ def _parse(data: dict[str, Any]) -> Manifest:
         techniques=_get(data, "techniques", dict) if "techniques" in data else {},
         loader=_values(data, "loader", int) if "loader" in data else {},
         batch=_values(data, "batch", int) if "batch" in data else {},
+        order=_size(data, "order") if "order" in data else 0,
         client_state=_state(_get(data, "client_state", dict)),
         objects=_optional(data, "objects", lambda d: read_file_entry(d, data["version"], rank=0)),
         software=_values(data, "software", str),

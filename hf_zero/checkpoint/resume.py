@@ -72,7 +72,9 @@ class Resumed:
             )
         if readers == before:
             return config
-        micro = config.train_micro_batch_size_per_gpu or saved["micro_batch"]
+        micro = config.train_micro_batch_size_per_gpu or _fitting(
+            saved, readers, config.gradient_accumulation_steps
+        )
         steps = micro_batches(saved, micro, readers, str(self))
         return config.override(
             {TOTAL: samples, MICRO: micro, ACCUMULATION: steps}, f"resume of {self}"
@@ -103,6 +105,19 @@ def micro_batches(
         f"{samples} samples, in {counted(steps, 'micro-batch', 'micro-batches')} of {micro} a rank"
     )
     return steps
+
+
+def _fitting(saved: dict[str, int], readers: int, steps: int | None) -> int:
+    """Return the samples of a micro-batch where the configuration leaves them open: those of
+    ``steps`` micro-batches, else the most that divide a rank's share of a step and are no more
+    than before, so that the memory suffices.
+    """
+    share, rest = divmod(saved["samples"], readers)
+    if rest:
+        return saved["micro_batch"]
+    if steps is not None and share % steps == 0:
+        return share // steps
+    return max(size for size in range(1, saved["micro_batch"] + 1) if share % size == 0)
 
 
 def _remedy(samples: int, readers: int, key: str) -> str:

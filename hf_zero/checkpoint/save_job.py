@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hf_zero.checkpoint import find
 from hf_zero.checkpoint.commit import CommitTarget, retain
 from hf_zero.checkpoint.file_writer import copy_to_memory, write_image
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
@@ -136,8 +137,9 @@ class SaveJob:
                 for entry, outcome in zip(entries, outcomes, strict=True)
                 if outcome.hashes is not None
             )
-            manifest = replace(self.shared.manifest, files=files)
             try:
+                order = find.next_order(self.target.directory)
+                manifest = replace(self.shared.manifest, files=files, order=order)
                 self.target.publish(manifest, self.shared.files, self.shared.above)
                 return ""
             except Exception as error:

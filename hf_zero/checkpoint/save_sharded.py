@@ -37,7 +37,6 @@ from hf_zero.checkpoint.engine_state import (
     unwrapped,
 )
 from hf_zero.checkpoint.file_writer import write_tensors
-from hf_zero.checkpoint.loader_state import place_of
 from hf_zero.checkpoint.manifest import (
     Chunk,
     Export,
@@ -271,9 +270,9 @@ def manifest_head(
         optimizer=optimizer,
         scaler=engine.scaler.state_dict() if engine.config.precision == "fp16" else None,
         lr_scheduler=extra.lr_scheduler,
-        counters=asdict(engine.counters),
+        counters=asdict(engine.window_start.counters(engine)),
         techniques=engine.techniques.state_dict(),
-        loader=place_of(engine),
+        loader=engine.window_start.place(engine),
         batch=batch_of(engine),
         client_state=extra.client_state,
         objects=None,

@@ -93,7 +93,7 @@ def verify_all(src: str | os.PathLike[str], progress: bool | None = None) -> lis
     ]
     if not held:
         return [verify_checkpoint(root, progress=progress)]
-    verdicts = [_check_folder(folder, progress) for folder in sorted(held, key=find.age_key)]
+    verdicts = [_check_folder(folder, progress) for folder in find.oldest_first(held)]
     around = sorted(
         {*seen, root, *([] if not is_remote(root) else root.iterdir())} - {*held}, key=str
     )

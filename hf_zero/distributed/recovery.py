@@ -82,6 +82,8 @@ class PassTracker:
         self._broken: _Pass | None = None  # set until another pass begins
         self._serials = itertools.count()
         self._board = board
+        # raises if the state of the engine is half changed
+        self.refuse: Callable[[str], None] | None = None
         if board is not None:
             board.add(self)
 
@@ -94,6 +96,8 @@ class PassTracker:
 
         After a broken pass, return once all ranks begin this one here.
         """
+        if self.refuse is not None:
+            self.refuse(f"a {what}")
         self.end()
         self._open = _Pass(what, kind, joint, self._at())
         self._passes.append(self._open)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -132,6 +133,25 @@ class BoundOptimizer:
     def takes_shards(self) -> bool:
         """Whether the next :meth:`step` can also write the new values into the shards."""
         return self._fused.ready and self._fused.takes(self._table.stepped)
+
+    @contextmanager
+    def without_post_hooks(self) -> Iterator[None]:
+        """Context in which a step runs none of the optimizer's own post hooks: they run once all
+        ranks have the new weights (:meth:`run_post_hooks`).
+        """
+        optimizer: Any = self.optimizer
+        hooks = optimizer._optimizer_step_post_hooks
+        optimizer._optimizer_step_post_hooks = OrderedDict()
+        try:
+            yield
+        finally:
+            optimizer._optimizer_step_post_hooks = hooks
+
+    def run_post_hooks(self) -> None:
+        """Run the optimizer's own post hooks, as a step of torch does at its end."""
+        optimizer: Any = self.optimizer
+        for hook in [*optimizer._optimizer_step_post_hooks.values()]:
+            hook(optimizer, (optimizer,), {})
 
     def step(
         self,
@@ -416,6 +436,15 @@ class BoundOptimizer:
     def fresh(self, group: int) -> dict[str, Any]:
         """Return the state of a parameter of one element in ``group`` before its first step."""
         return self._entries.fresh(group, torch.zeros(1))
+
+    def version(self) -> tuple[Hashable, ...]:
+        """Return values of which one differs once anything but a step has changed the state of a
+        segment: a load, an in-place write, another tensor in its place.
+        """
+        entries = dict.values(self.optimizer.state)  # without the wait for an update under way
+        tensors = [value for held in entries for value in held.values() if torch.is_tensor(value)]
+        versions = tuple((id(tensor), tensor._version) for tensor in tensors)
+        return self.loads, self.numbers.loads, self.numbers.writes, versions
 
     def keeps(self, name: str) -> bool:
         """Whether a group of this optimizer keeps a state ``name``, as far as its class shows

@@ -185,7 +185,7 @@ class OffloadedState:
     def unstep(self, segment: Segment) -> None:
         """Reset ``segment`` as if it had never been stepped."""
         self._entries.optimizer.state.pop(segment.tensor, None)
-        self.create(segment)
+        self._renew(segment)
 
     def renew_all(self) -> None:
         """Reset all segments, whose entries are gone, to before the first step."""

@@ -139,8 +139,8 @@ class OwnStep:
         finally:
             for segment in segments:
                 segment.tensor.grad = None
-            if in_kernel:
-                del optimizer.grad_scale, optimizer.found_inf
+            for name in ("grad_scale", "found_inf") if in_kernel else ():
+                vars(optimizer).pop(name, None)
 
     def _bare(self) -> None:
         """Run the class's own step without hooks, which run once for the whole step."""

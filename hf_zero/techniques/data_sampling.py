@@ -241,6 +241,11 @@ class CurriculumSampler(Sampler[int]):
     def __len__(self) -> int:
         return self._length
 
+    @property
+    def total_size(self) -> int:
+        """The number of samples of an epoch, over all ranks."""
+        return self._length
+
     def __iter__(self) -> Iterator[int]:
         order = self._training.order
         if order is None:

@@ -46,13 +46,14 @@ class TrainingLoader(DataLoader[Any]):
 
     ``epoch``: the epoch that the script has set by ``data_sampler.set_epoch``, else the number of
     whole iterations; after a resume, the epoch to begin the script's loop with. ``samples``:
-    samples that all ranks have read of the current iteration.
+    samples that all ranks have read of the current iteration. ``iterations``: number of iterations
+    begun.
     """
 
     def __init__(self, data: Any, ranks: int, data_sampler: Any, **options: Any):
         super().__init__(data, **options)
         self.data_sampler, self.ranks = data_sampler, ranks  # DeepSpeed's name for the sampler
-        self.epoch = self.samples = 0
+        self.epoch = self.samples = self.iterations = 0
         self.resumed = False
 
     @property
@@ -75,6 +76,7 @@ class TrainingLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         resumed, self.resumed = self.resumed, False
+        self.iterations += 1
         sampler, announced = self.data_sampler, self.data_sampler.announced
         if resumed:
             if announced not in (None, self.epoch):

@@ -27,6 +27,7 @@ from hf_zero.zero.state_bytes import bytes_by_tier, state_bytes
 from hf_zero.zero.step.optimizer_patch import patch_optimizer, restore_optimizer
 from hf_zero.zero.step.optimizer_step import OptimizerStep
 from hf_zero.zero.step.preemption import StopRequests
+from hf_zero.zero.step.state_change import StateChanges
 from hf_zero.zero.step.step_reports import SanityChecks, StepMeasures
 
 _guarding: list[Any] = []  # the one process-wide hook on optimizer steps
@@ -79,12 +80,15 @@ class EngineParts(AroundModel):
         self.optimizer: Any = plan.optimizer
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
+        # the start of the accumulation window, for saves inside it (hf_zero/checkpoint)
+        self.window_start: Any = None
         # names of frozen parameters that whole state dicts keep even with exclude_frozen
         self.kept_when_frozen: frozenset[str] = frozenset()
         # the form in which weights were last sent to another program, and the changes of each flat
         # buffer then
         self.sent_changes: tuple[tuple[Any, ...], tuple[int, ...]] | None = None
         self.counters = Counters()
+        self.changes = StateChanges()
         self.accumulation = AccumulationWindow(
             config.gradient_accumulation_steps or 1, config.managed_gradient_accumulation
         )
@@ -98,6 +102,7 @@ class EngineParts(AroundModel):
         try:
             with ExitStack() as installed:
                 self._build(plan, mesh, installed)
+                mesh.passes.refuse = self.changes.refuse
                 self._installed = installed.pop_all()
         except BaseException as error:
             # Parameters left sharded can be gathered by another engine, over these process groups.

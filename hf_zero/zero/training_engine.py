@@ -12,7 +12,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hf_zero.config import ZeroConfig
-from hf_zero.errors import ConfigError, PartitionError
+from hf_zero.errors import ConfigError, HfZeroError, PartitionError
 from hf_zero.logging import listed, logger
 from hf_zero.zero.access.consolidate import consolidated, whole_state_dict
 from hf_zero.zero.engine_parts import EngineParts
@@ -265,6 +265,7 @@ class TrainingEngine(EngineParts):
                 "step() of an engine that was destroyed; train with another one: "
                 "hf_zero.initialize(model=..., optimizer=...)"
             )
+        self.changes.refuse("step()")
         ends_window, window = self.accumulation.ends_by_step, self.accumulation
         self.backward_pass.reset(counts_only=not ends_window)
         self.backward_pass.take_in_unannounced()
@@ -272,19 +273,41 @@ class TrainingEngine(EngineParts):
         self.backward_pass.refuse_unusable()
         self.optimizer_step.applied = False
         if not ends_window:
-            self._count_micro_batches(window.take_count())
-            window.micro_batches += 1
+            with self.changes.begin(f"a micro-batch of step {self.global_steps + 1}"):
+                self._count_micro_batches(window.take_count())
+                window.micro_batches += 1
             return
         self._refuse_update()
-        self.backward_pass.reduce_for_step()
+        try:
+            self.backward_pass.reduce_for_step()
+        except BaseException as error:
+            if not isinstance(error, HfZeroError):
+                self.backward_pass.reducer.lose_gradients()
+            raise
         if not self.config.zero.ignore_unused_parameters:
             self.backward_pass.refuse_unused()
+        with self.changes.begin(f"step {self.global_steps + 1}"):
+            failure = self._end_window()
+        if failure is not None:
+            raise failure
+
+    def _end_window(self) -> Exception | None:
+        """Update from the reduced gradients of the window, and count the step. Return the exception
+        of a post hook of the optimizer: the step is complete even so, as in torch.
+        """
+        window = self.accumulation
         self._count_micro_batches(window.take_count())
         window.micro_batches = 0
         losses = self.backward_pass.losses
         overflow = self.optimizer_step.update(self.global_steps, losses.may_overflow)
         self._publish_events()
         self.schedule.end_step()
+        failure = None
+        if not overflow:
+            try:
+                self.bound.run_post_hooks()
+            except Exception as error:
+                failure = error
         requests, consensus = self.stop_requests, self.mesh.consensus
         if requests.asked or (consensus is not None and consensus.steps.stopped):
             requests.end_step()
@@ -295,6 +318,7 @@ class TrainingEngine(EngineParts):
         if own and not overflow:
             self.lr_scheduler.step()
         self.techniques.end_step()
+        return failure
 
     def _refuse_update(self) -> None:
         """Raise ConfigError without an optimizer, PartitionError for a part updated before clipping
@@ -396,6 +420,7 @@ class TrainingEngine(EngineParts):
 
         ``rank0_only``: other ranks get None, and hold only one unit at a time.
         """
+        self.changes.refuse("state_dict()")
         if rank0_only:
             return whole_state_dict(self, everywhere=False)
         state: dict[str, Any] = self.module.state_dict(*args, **kwargs)

@@ -5,7 +5,6 @@ one of ours, and never a model that is in the folder as well.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -37,13 +36,20 @@ def model(folder: Path) -> Path:
     return folder
 
 
+def set_step(path: Path, step: int) -> None:
+    manifest = json.loads(path.read_text())
+    del manifest["digest"]
+    manifest["counters"]["global_steps"] = step
+    path.write_text(json.dumps(manifest))
+
+
 @pytest.fixture
 def states(saved: Path, tmp_path: Path) -> Path:
     """The folder of a run: the state of the lowest number is the newest; a model is newer still."""
     folder = tmp_path / "runs" / "quickstart"
     for age, name in enumerate(("step_20", "step_100", "step_3")):
         shutil.copytree(saved, folder / name)
-        os.utime(folder / name / "pytorch_model" / "manifest.json", (1000 + age, 1000 + age))
+        set_step(folder / name / "pytorch_model" / "manifest.json", 1 + age)
     model(folder / "model")
     return folder
 
@@ -93,7 +99,7 @@ def test_a_trainers_output_folder(saved: Path, tmp_path: Path) -> None:
     for step in (9, 10, 100):
         found.append(tmp_path / f"checkpoint-{step}" / "pytorch_model")
         shutil.copytree(saved, found[-1].parent)
-        os.utime(found[-1] / "manifest.json", (step, step))
+        set_step(found[-1] / "manifest.json", step)
     (tmp_path / "checkpoint-100" / "latest").unlink()
     shutil.copytree(saved, tmp_path / ".hf-zero-dropped-state")
     (tmp_path / "checkpoint-9" / "up").symlink_to(tmp_path)

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from copy import deepcopy
@@ -123,7 +123,7 @@ class Staged:
     image: torch.Tensor
     plan: FilePlan
     record: RankRecord
-    changes: tuple[int, ...]
+    changes: tuple[Hashable, ...]
 
     @property
     def save_id(self) -> str:
@@ -148,12 +148,12 @@ class Staged:
         return self.image
 
 
-def changes_of(engine: TrainingEngine) -> tuple[int, ...]:
-    """Return numbers of which one differs once a step, a load or a script has changed a flat buffer
+def changes_of(engine: TrainingEngine) -> tuple[Hashable, ...]:
+    """Return values of which one differs once a step, a load or a script has changed a flat buffer
     or its optimizer state.
     """
-    loads = 0 if engine.bound is None else engine.bound.loads
-    return engine.counters.global_steps, sum(flat.changes for flat in engine.flats), loads
+    state = () if engine.bound is None else engine.bound.version()
+    return engine.counters.global_steps, sum(flat.changes for flat in engine.flats), state
 
 
 def next_folders(settings: MemorySection, ranks: Any, rank: int) -> JobFolders:
@@ -293,6 +293,7 @@ class MemoryCheckpoints(JobFolders):
         before stays, and training goes on.
         """
         refuse_destroyed(engine, "save")
+        engine.changes.refuse("a save in memory")
         self._wait_for_last()
         begun = time.perf_counter()
         reached("before")
@@ -401,7 +402,7 @@ class MemoryCheckpoints(JobFolders):
         self._offered = staged.path, is_read
         return staged
 
-    def _stage(self, record: RankRecord, plan: SavePlan, changes: tuple[int, ...]) -> Staged:
+    def _stage(self, record: RankRecord, plan: SavePlan, changes: tuple[Hashable, ...]) -> Staged:
         """Copy this rank's file into its slot."""
         if self.acts_for_host:
             self._clear_slot()

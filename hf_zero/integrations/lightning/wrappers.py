@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hf_zero.checkpoint import find
 from hf_zero.checkpoint.commit import remove
 from hf_zero.checkpoint.memory import newest
 from hf_zero.checkpoint.save_job import after_commit
@@ -230,7 +231,12 @@ def _beside(parent: Path, extension: str) -> list[Path]:
         for item in parent.glob(f"*{extension}")
         if item.is_dir() and not item.name.startswith(".")
     )
-    return sorted(found, key=lambda item: item.stat().st_mtime, reverse=True)
+    order = {
+        folder: at
+        for at, checkpoint in enumerate(find.checkpoints_below(parent))
+        for folder in (checkpoint, *checkpoint.parents)
+    }
+    return sorted(found, key=lambda item: order.get(item, -1), reverse=True)
 
 
 def _skipped(folder: Path) -> bool:

@@ -182,6 +182,8 @@ class ModuleGuards:
         self._model = model
         self._part = False  # the state_dict call under way is for a part of the model
         self._own: dict[nn.Module, dict[str, OwnedParameter]] = {}
+        # names in the state dict of the load_state_dict call under way, by module
+        self._named: dict[nn.Module, set[str]] = {}
         # Result of the last walk: modules, their numbers of parameters and children, all of these
         # objects, and parameters that the engine does not train.
         self._walked: list[nn.Module] = [model]
@@ -338,17 +340,20 @@ class ModuleGuards:
             )
         for unit in pinned:
             self._schedule.pin(unit)
-        for name, parameter in self._own.get(module, {}).items():
+        own = self._own.get(module, {})
+        self._named[module] = {name for name in own if prefix + name in state}
+        for name, parameter in own.items():
             given = state.get(prefix + name)
             if sharding_of(parameter).axes and isinstance(given, torch.Tensor):
                 state[prefix + name] = own_part(sharding_of(parameter), given)
 
     @torch.no_grad()
     def _after_load(self, pinned: list[Unit], module: nn.Module, incompatible: Any) -> None:
+        named = self._named.pop(module, set())
         with self._schedule.shards.writing():
             for name, parameter in self._own.get(module, {}).items():
-                if module._parameters.get(name) is parameter:
-                    owner_of(parameter).adopt(name_of(parameter), loaded=True)
+                if name in named and module._parameters.get(name) is parameter:
+                    owner_of(parameter).adopt(name_of(parameter))
         for unit in pinned:
             self._schedule.unpin(unit)
 

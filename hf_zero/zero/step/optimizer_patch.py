@@ -75,6 +75,7 @@ def patch_optimizer(optimizer: Any, owner: Any) -> None:
         alive = engine()
         if alive is None:
             return type(optimizer).state_dict(optimizer)
+        alive.changes.refuse("optimizer.state_dict()")
         with alive.optimizer_step.counted_state() as changed:
             packed = alive.bound.packed(type(optimizer).state_dict(optimizer))
             return deepcopy(packed) if changed else packed

@@ -180,7 +180,7 @@ class OptimizerStep:
         with self.changing_state(), self.bound.scaled_rates(self.lr_scale):
             for each in self.extensions:
                 each.before_update()
-            with span("update", "parameters on the device"):
+            with span("update", "parameters on the device"), self.bound.without_post_hooks():
                 written = self.bound.step(divisor, shards=self._shards_to_write())
             for each in self.extensions:
                 resting.update(each.update(divisor))

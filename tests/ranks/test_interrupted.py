@@ -1,0 +1,244 @@
+"""An exception at any line of a step, a save, a load: the change is complete, or undone, or refused
+from then on with the reason. The fast suite takes a sample of the lines, the long one all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_zero
+from hf_zero.checkpoint import verify_all
+from tests.helpers.cells import runs_long
+from tests.helpers.engines import config_of, start
+from tests.helpers.ranks import run_ranks
+
+PACKAGE = os.path.dirname(hf_zero.__file__)
+ROWS, SAMPLE = 4, 9  # rows of a batch; lines of a stage that the fast suite takes
+Weights = Sequence[torch.Tensor]
+
+
+class Injected(Exception):
+    """The exception of the test."""
+
+
+class Lines:
+    """The trace function of a thread: counts the package's lines, and raises at one of them."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.count, self.where = at, 0, ""
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
+        return self.line if frame.f_code.co_filename.startswith(PACKAGE) else None
+
+    def line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        self.count += event == "line"
+        if event == "line" and self.count == self.at:
+            name = os.path.relpath(frame.f_code.co_filename, PACKAGE)
+            self.where = f"{name}:{frame.f_lineno} {frame.f_code.co_name}"
+            sys.settrace(None)
+            raise Injected("injected")
+        return self.line
+
+    @contextmanager
+    def over(self) -> Iterator[None]:
+        """Trace this thread, and catch what the exception becomes."""
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            yield
+        except (Injected, hf_zero.HfZeroError) as error:
+            assert isinstance(error, Injected) or "injected" in str(error), error
+        finally:
+            sys.settrace(before)
+
+
+def layers() -> nn.Sequential:
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)
+    )
+    own = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(-0.3, 0.3, generator=own)
+    return model
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(step))
+
+
+def plainly(windows: Sequence[Sequence[int]]) -> Weights:
+    """Return the weights of torch after a step over the batches of each of ``windows``."""
+    model = layers()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
+    for window in windows:
+        for step in window:
+            model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def engine_at(stage: int) -> Any:
+    zero: dict[str, Any] = {"stage": stage}
+    if stage == 3:
+        zero["stage3_param_persistence_threshold"] = 0
+    model = layers()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
+    keys = config_of(stage, train_micro_batch_size_per_gpu=ROWS, zero_optimization=zero)
+    return start(model, optimizer, keys, lr_scheduler=scheduler)
+
+
+def backward(engine: Any, step: int) -> None:
+    engine.backward(engine(batch(step)).square().mean())
+
+
+def equal(engine: Any, want: Weights, steps: int) -> bool:
+    got = engine.state_dict().values()
+    near = all(torch.allclose(a, b, atol=1e-6) for a, b in zip(got, want, strict=True))
+    return near and engine.global_steps == steps
+
+
+def refused(error: hf_zero.HfZeroError) -> bool:
+    return "half changed" in str(error) or "broken by an exception" in str(error)
+
+
+# ---- what becomes of one line ----
+
+
+def step(lines: Lines, stage: int, folder: Path) -> str:
+    engine = engine_at(stage)
+    try:
+        for number in range(4):
+            backward(engine, number)
+            if number == 1:
+                with lines.over():
+                    engine.step()
+            else:
+                engine.step()
+        if equal(engine, plainly([[0], [1], [2], [3]]), 4):
+            return "complete"
+        return "undone" if equal(engine, plainly([[0], [1, 2], [3]]), 3) else "other weights"
+    except hf_zero.HfZeroError as error:
+        return "refused" if refused(error) else f"raised {error}"
+    finally:
+        engine.destroy()
+
+
+def save(lines: Lines, stage: int, folder: Path) -> str:
+    engine = engine_at(stage)
+    try:
+        for number in range(3):
+            backward(engine, number)
+            engine.step()
+            if number == 0:
+                engine.save_checkpoint(str(folder))
+            if number == 1:
+                with lines.over():
+                    engine.save_checkpoint(str(folder))
+        if not equal(engine, plainly([[0], [1], [2]]), 3):
+            return "other weights"
+        engine.save_checkpoint(str(folder))
+        damaged = [verdict for verdict in verify_all(folder) if verdict.problems]
+        return f"damaged {damaged}" if damaged else "complete"
+    finally:
+        engine.destroy()
+
+
+def load(lines: Lines, stage: int, folder: Path) -> str:
+    engine = engine_at(stage)
+
+    def go_back() -> None:
+        engine.load_checkpoint(str(folder), "global_step1")
+
+    def went_back() -> bool:
+        return equal(engine, plainly([[0], [2]]), 2)
+
+    try:
+        for number in range(3):
+            backward(engine, number)
+            engine.step()
+            if number == 0:
+                engine.save_checkpoint(str(folder))
+            if number == 1:
+                with lines.over():
+                    go_back()
+        if went_back():
+            return "complete"
+        return "undone" if equal(engine, plainly([[0], [1], [2]]), 3) else "other weights"
+    except hf_zero.HfZeroError as error:
+        if not refused(error):
+            return f"raised {error}"
+        go_back()  # a whole load mends it
+        backward(engine, 2)
+        engine.step()
+        return "refused" if went_back() else "other weights after another load"
+    finally:
+        engine.destroy()
+
+
+Change = Callable[[Lines, int, Path], str]
+RIGHT = ("complete", "undone", "refused")
+
+
+@pytest.mark.parametrize("change", [step, save, load], ids=lambda change: change.__name__)
+def test_at_any_line(
+    change: Change, tmp_path: Path, pytestconfig: pytest.Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    def over(rank: int) -> list[str]:
+        wrong = []
+        for stage in (0, 1, 2, 3) if runs_long(pytestconfig) else (1, 3):
+            lines = Lines(-1)
+            assert change(lines, stage, tmp_path / f"{stage}") == "complete"
+            every = range(1, lines.count + 1)
+            chosen = (
+                every if runs_long(pytestconfig) else random.Random(stage).sample(every, SAMPLE)
+            )
+            for at in chosen:
+                lines = Lines(at)
+                became = change(lines, stage, tmp_path / f"{stage}-{at}")
+                if became not in RIGHT:
+                    wrong.append(f"stage {stage}, line {at}, {lines.where}: {became}")
+        return wrong
+
+    with caplog.at_level("CRITICAL"):
+        (wrong,) = run_ranks(1, over, timeout=3000.0)
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_hook_that_raises_leaves_the_step_complete() -> None:
+    def over(rank: int) -> None:
+        for stage in (0, 1, 2, 3):
+            engine, calls = engine_at(stage), []
+
+            def raises(*_: Any, calls: list[int] = calls) -> None:
+                calls.append(len(calls))
+                if len(calls) == 2:
+                    raise Injected("injected")
+
+            engine.optimizer.register_step_post_hook(raises)
+            for number in range(3):
+                engine.backward(engine(batch(number)).square().mean())
+                if number == 1:
+                    with pytest.raises(Injected):
+                        engine.step()
+                else:
+                    engine.step()
+            assert len(calls) == 3 and equal(engine, plainly([[0], [1], [2]]), 3), stage
+            engine.destroy()
+
+    run_ranks(2, over)

@@ -1,0 +1,294 @@
+"""State that is whole: what a source does not name begins as torch's does, a save holds what is
+there at the call, and a partial load changes what it names and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import hf_zero
+from hf_zero.optim import Lion
+from tests.helpers.cells import in_turn
+from tests.helpers.engines import config_of, start
+from tests.helpers.ranks import run_ranks
+
+Make = Callable[[Any], torch.optim.Optimizer]
+ROWS = 4
+OPTIMIZERS: dict[str, Make] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, 1e-2),
+    "NAdam": lambda params: torch.optim.NAdam(params, 1e-2),
+    "RAdam": lambda params: torch.optim.RAdam(params, 1e-2),
+    "Adamax": lambda params: torch.optim.Adamax(params, 1e-2),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, 1e-2, initial_accumulator_value=0.1),
+    "Adadelta": lambda params: torch.optim.Adadelta(params, 1e-1),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, 1e-3, momentum=0.9),
+    "Rprop": lambda params: torch.optim.Rprop(params, 1e-3),
+    "ASGD": lambda params: torch.optim.ASGD(params, 1e-2, t0=1),
+    "SGD with dampening": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9, dampening=0.5),
+    "Lion": lambda params: Lion(params, 1e-3),
+}
+
+
+def layers() -> nn.Sequential:
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)
+    )
+    own = torch.Generator().manual_seed(0)  # ranks that are threads share the default one
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(-0.3, 0.3, generator=own)
+    return model
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(2 * ROWS, 8, generator=torch.Generator().manual_seed(step))
+
+
+def settings(stage: int, offload: bool = False, **more: Any) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": stage}
+    if stage == 3:
+        zero["stage3_param_persistence_threshold"] = 0
+    if offload and stage:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    keys = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    return (
+        config_of(stage, train_micro_batch_size_per_gpu=ROWS, zero_optimization=zero) | keys | more
+    )
+
+
+def train(engine: Any, rank: int, steps: range) -> None:
+    for step in steps:
+        rows = batch(step)[rank * ROWS : (rank + 1) * ROWS]
+        engine.backward(engine(rows).square().mean())
+        engine.step()
+
+
+def plainly(make: Make, frozen_for: int, steps: int) -> list[torch.Tensor]:
+    """Return the weights after ``steps`` steps of torch, whose first layer trains after
+    ``frozen_for`` of them.
+    """
+    model = layers()
+    model[0].requires_grad_(False)
+    optimizer = make(model.parameters())
+    for step in range(steps):
+        model[0].requires_grad_(step >= frozen_for)
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+# ---- what a source does not name ----
+
+
+def unfrozen(rank: int, make: Make, stage: int, offload: bool, way: str, folder: Path) -> Any:
+    model = layers()
+    model[0].requires_grad_(False)
+    engine = start(model, make(model.parameters()), settings(stage, offload))
+    train(engine, rank, range(3))
+    engine.save_checkpoint(str(folder / "run"))
+    engine.destroy()
+    source, keys = folder / "run", settings(stage, offload)
+    if way in ("universal", "dcp"):
+        source = folder / way
+        if rank == 0:
+            hf_zero.convert_checkpoint(folder / "run", source, to=way)
+        torch.distributed.barrier()
+    model = layers()
+    if way == "resume":
+        engine = start(model, make(model.parameters()), keys, resume=str(source))
+    else:
+        engine = start(model, make(model.parameters()), keys)
+        if way == "after steps":  # what the steps have left is in the engine
+            train(engine, rank, range(5, 7))
+        engine.load_checkpoint(str(source))
+    train(engine, rank, range(3, 5))
+    weights = list(engine.state_dict().values())
+    engine.destroy()
+    return weights
+
+
+WAYS = ("resume", "load", "after steps", "universal", "dcp")
+CELLS = [
+    *((name, at % 4, bool(at % 2), WAYS[at % 3]) for at, name in enumerate(OPTIMIZERS)),
+    ("AdamW", 1, False, "universal"),
+    ("AdamW", 2, True, "dcp"),
+    ("AdamW", 3, True, "load"),
+]
+
+
+@in_turn("name, stage, offload, way", CELLS)
+def test_what_was_frozen_begins_as_torchs_does(
+    tmp_path: Path, name: str, stage: int, offload: bool, way: str
+) -> None:
+    make = OPTIMIZERS[name]
+    want = plainly(make, 3, 5)
+    for got in run_ranks(2, unfrozen, make, stage, offload, way, tmp_path):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+# ---- a save holds what is there at the call ----
+
+
+def by_load_state_dict(engine: Any) -> None:
+    state = deepcopy(engine.optimizer.state_dict())
+    for entry in state["state"].values():
+        entry["exp_avg"].fill_(7.0)
+    engine.optimizer.load_state_dict(state)
+
+
+def in_place(engine: Any) -> None:
+    for entry in engine.optimizer.state.values():
+        entry["exp_avg"].fill_(6.0)
+
+
+def by_another_tensor(engine: Any) -> None:
+    for entry in engine.optimizer.state.values():
+        entry["exp_avg"] = torch.full_like(entry["exp_avg"], 5.0)
+
+
+def by_safe_set(engine: Any) -> None:
+    parameter = engine.module[0].weight
+    hf_zero.safe_set_full_optimizer_state(parameter, torch.full((16, 8), 4.0), "exp_avg")
+
+
+def by_weights(engine: Any) -> None:
+    engine.load_state_dict({name: value + 1 for name, value in engine.state_dict().items()})
+
+
+def by_a_master(engine: Any) -> None:
+    hf_zero.safe_set_full_fp32_param(engine.module[0].weight, torch.full((16, 8), 0.3))
+
+
+def by_settings(engine: Any) -> None:
+    engine.optimizer.param_groups[0]["lr"] = 0.125
+
+
+def by_a_buffer(engine: Any) -> None:
+    engine.module[1].seen.fill_(3.0)
+
+
+def by_clearing(engine: Any) -> None:
+    engine.optimizer.state.clear()
+
+
+def by_loading(engine: Any) -> None:
+    engine.load_checkpoint(engine.earlier)
+
+
+CHANGES = (
+    by_load_state_dict,
+    in_place,
+    by_another_tensor,
+    by_safe_set,
+    by_weights,
+    by_a_master,
+    by_settings,
+    by_a_buffer,
+    by_clearing,
+    by_loading,
+)
+
+
+def held(engine: Any) -> dict[str, Any]:
+    """Return all that a checkpoint of ``engine`` has to hold."""
+    own = {name: value.clone() for name, value in engine.state_dict().items()}
+    for name, parameter in engine.module.named_parameters():
+        own[f"{name} fp32"] = hf_zero.safe_get_full_fp32_param(parameter).clone()
+        for key in ("exp_avg", "exp_avg_sq") if engine.optimizer.state else ():
+            own[f"{name} {key}"] = hf_zero.safe_get_full_optimizer_state(parameter, key).clone()
+    own["lr"] = torch.tensor(engine.optimizer.param_groups[0]["lr"])
+    return own
+
+
+def changed_and_saved(
+    rank: int, change: Callable[[Any], None], stage: int, memory: bool, blocking: bool, folder: Path
+) -> None:
+    keys = settings(stage, bf16={"enabled": True})
+    if memory:
+        (folder / "memory").mkdir(exist_ok=True)
+        section = {"every": 1, "copies": 1, "job": "run", "folder": str(folder / "memory")}
+        keys["checkpoint"] = {"memory": section}
+
+    def made() -> Any:
+        model = layers()
+        model[1].register_buffer("seen", torch.zeros(()))
+        return start(model, torch.optim.AdamW(model.parameters(), 1e-2), keys)
+
+    engine = made()
+    engine.earlier = str(folder / "earlier")
+    for step in range(3):
+        rows = batch(step)[rank * ROWS : (rank + 1) * ROWS].bfloat16()
+        engine.backward(engine(rows).float().square().mean())
+        engine.step()
+        if step == 0:
+            engine.save_checkpoint(engine.earlier)
+    change(engine)
+    now = held(engine)
+    engine.save_checkpoint(str(folder / "run"), blocking=blocking)
+    engine.wait_for_checkpoint()
+    engine.destroy()
+    keys.pop("checkpoint", None)
+    engine = made()
+    engine.load_checkpoint(str(folder / "run"))
+    loaded = held(engine)
+    engine.destroy()
+    assert now.keys() == loaded.keys()
+    for name, value in now.items():
+        assert torch.equal(value, loaded[name]), name
+
+
+@in_turn(
+    "change, stage, memory, blocking",
+    [
+        (change, 3 if at % 2 else 1, memory, blocking)
+        for at, change in enumerate(CHANGES)
+        for memory, blocking in ((True, False), *(((False, bool(at % 2)),) if at < 4 else ()))
+    ],
+)
+def test_a_save_holds_what_is_there(
+    tmp_path: Path, change: Callable[[Any], None], stage: int, memory: bool, blocking: bool
+) -> None:
+    run_ranks(2, changed_and_saved, change, stage, memory, blocking, tmp_path)
+
+
+# ---- exactly what was named changes ----
+
+
+def masters(engine: Any) -> dict[str, torch.Tensor]:
+    named = engine.module.named_parameters()
+    return {name: hf_zero.safe_get_full_fp32_param(p).clone() for name, p in named}
+
+
+@in_turn("stage, precision", [(0, "fp16"), (1, "bf16"), (2, "fp16"), (3, "bf16")])
+def test_a_partial_state_dict_changes_what_it_names(stage: int, precision: str) -> None:
+    def over(rank: int) -> None:
+        scale = {"loss_scale": 1.0} if precision == "fp16" else {}
+        model = layers()
+        engine = start(
+            model,
+            torch.optim.AdamW(model.parameters(), 1e-4),
+            settings(stage, **{precision: {"enabled": True} | scale}),
+        )
+        for step in range(3):
+            rows = batch(step)[rank * ROWS : (rank + 1) * ROWS].to(model[0].weight.dtype)
+            engine.backward(engine(rows).float().square().mean())
+            engine.step()
+        before = masters(engine)
+        engine.load_state_dict({"4.bias": torch.full((1,), 0.5)}, strict=False)
+        after = masters(engine)
+        assert after.pop("4.bias") == 0.5
+        for name, value in after.items():
+            assert torch.equal(value, before[name]), name
+        engine.load_state_dict(engine.state_dict())
+        for name, value in masters(engine).items():
+            assert name == "4.bias" or torch.equal(value, before[name]), name
+        engine.destroy()
+
+    run_ranks(2, over)
