@@ -15,6 +15,7 @@ import argparse
 import ast
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -198,9 +199,9 @@ def durations() -> dict[str, float]:
 
 
 def tests_by_fault(rows: Iterable[Fault]) -> dict[str, list[str]]:
-    """Return the tests that execute each fault's statement, of each file the one first that is fast
-    and executes few others; for a fault outside of functions those that import its module or belong
-    to its folder.
+    """Return the tests that execute each fault's statement, or, for one outside of functions, those
+    that import its module or belong to its folder. First come tests whose names have rare words in
+    common with the fault, then of each file the one that is fast and executes few others.
     """
     seconds = durations()
     hits: dict[str, set[str]] = defaultdict(set)
@@ -209,15 +210,26 @@ def tests_by_fault(rows: Iterable[Fault]) -> dict[str, list[str]]:
             name, _, test = line.partition("\t")
             hits[name].add(test)
     executed = Counter(test for tests in hits.values() for test in tests)
+    in_names = Counter(word for test in executed for word in _words(test))
 
     def cost(test: str) -> float:  # a test that executes few faults is one of their own
         return executed[test] * (1.0 + seconds.get(test, 0.0))
 
     found: dict[str, list[str]] = {}
     for row in rows:
-        tests = list(hits[row.name] - {""}) or suite.tests_of([row.file])
-        found[row.name] = list(_spread(sorted(tests, key=cost)))
+        tests = sorted(list(hits[row.name] - {""}) or suite.tests_of([row.file]), key=cost)
+        said = _words(f"{row.name} {row.file} {row.breaks}")
+
+        def kinship(test: str, said: set[str] = said) -> float:  # of rare words in common
+            return sum(1.0 / in_names[word] for word in said & _words(test))
+
+        first = sorted(tests, key=kinship, reverse=True)[: FIRST // 2]
+        found[row.name] = first + [test for test in _spread(tests) if test not in first]
     return found
+
+
+def _words(text: str) -> set[str]:
+    return {word for word in re.split(r"[^a-z0-9]+", text.lower()) if len(word) > 2}
 
 
 def _spread(tests: list[str]) -> Iterator[str]:
