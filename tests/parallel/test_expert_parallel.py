@@ -7,6 +7,7 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import transformers
@@ -19,23 +20,21 @@ from hf_zero.parallel.expert.dispatch import Routes, _Kept, run_experts
 from hf_zero.parallel.expert.marks import expert_axis, is_expert_parameter
 from hf_zero.parallel.expert.moe_layer import MoE
 from hf_zero.zero.layout.sharding import sharding_of
-from tests.helpers import oracle
+from tests.helpers import oracle, tensor_parallel
 from tests.helpers.cells import in_one_item
 from tests.helpers.engines import bytes_along, config_of, start, train_on_threads
-from tests.helpers.models import tokens
+from tests.helpers.models import seeded, tokens
 from tests.helpers.ranks import RankFailed, run_ranks
-from tests.helpers.stacks import on_ranks
 from tests.helpers.training import Plan, plain_sgd
+from tests.loading.counting import counting
 from tests.parallel.expert_cases import keys, spread
 from tests.ranks import test_moe
 from tests.ranks.test_moe import Routed
 
-# ranks, expert ranks, accumulation
-MESHES = [(2, 2, 1), (4, 2, 2), (3, 3, 1)]
+# name, stage, (ranks, expert ranks, accumulation)
 CELLS = [
-    *(("mixtral", stage, MESHES[1]) for stage in (0, 1, 2, 3)),
-    *((name, (at + 1) % 4, MESHES[at % 3]) for at, name in enumerate(test_moe.MODELS)),
-]
+    ("qwen2_moe", 3, (4, 2, 2)), ("deepseek_v3", 2, (2, 2, 1)), ("gpt_oss", 0, (3, 3, 1)),
+]  # fmt: skip
 
 
 def check(job, stage, ranks, size, accumulation, **more):
@@ -51,9 +50,7 @@ def test_models_of_transformers(cell):
 
 
 class Unlike(Routed):
-    """A mixture of eight experts of which routers choose the first two alone, or that trains its
-    experts alone, or all but them.
-    """
+    """Eight experts of which routers choose two, or that train alone, or that are frozen."""
 
     def __init__(self, kind):
         super().__init__("gpt_oss")
@@ -72,10 +69,10 @@ class Unlike(Routed):
         return model
 
 
-@in_one_item([("first", 3, 4), ("first", 0, 2), ("frozen", 3, 2), ("alone", 3, 2)])
+@in_one_item([("first", 3, 4), ("frozen", 3, 2), ("alone", 0, 2)])
 def test_ranks_without_tokens_and_frozen_experts(cell):
     kind, stage, ranks = cell
-    check(Unlike(kind), stage, ranks, ranks, 2)
+    check(Unlike(kind), stage, ranks, ranks, 1)
 
 
 def test_a_rank_that_has_no_tokens():
@@ -109,22 +106,20 @@ def test_a_rank_that_has_no_tokens():
 
 
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
-ZERO: dict[str, dict[str, Any]] = {
-    "all offloaded": {"stage": 3, **OFFLOADED},
-    "optimizer offloaded": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
-    "small ones whole": {"stage": 3, "stage3_param_persistence_threshold": 10_000},
-}
+WHOLE = {"stage": 3, "stage3_param_persistence_threshold": 10_000}
 OTHERS: dict[str, dict[str, Any]] = {
-    "clipping": {"gradient_clipping": 0.05},
-    "checkpointing": {"activation_checkpointing": {"number_checkpoints": 2}},
-    "compiled": {"compile": "blocks"},
-    **{name: {"zero_optimization": section} for name, section in ZERO.items()},
+    "clipped, recomputed, offloaded": {
+        "gradient_clipping": 0.05,
+        "activation_checkpointing": {"number_checkpoints": 2},
+        "zero_optimization": {"stage": 3, **OFFLOADED},
+    },
+    "compiled, small ones whole": {"compile": "blocks", "zero_optimization": WHOLE},
 }
 
 
 @in_one_item(OTHERS)
 def test_with_other_keys(name):
-    check(Routed("mixtral"), 3, 4, 2, 2, **OTHERS[name])
+    check(Routed("mixtral"), 3, 2, 2, 2, **OTHERS[name])
 
 
 def test_bytes_on_the_wire():
@@ -178,19 +173,18 @@ def test_bytes_on_the_wire():
     )
 
 
-@pytest.mark.parametrize("layers", (False, True), ids=("experts", "and layers"))
 @pytest.mark.usefixtures("loads_at_once")
-def test_loaded_in_shards(layers, tmp_path):
-    """Each rank reads the part of the experts, and layers, that it keeps, and nothing is whole."""
-    job = Routed("mixtral")
-    job.options = {**job.options, "vocab_size": 68}
-    whole = job.build()
+@pytest.mark.parametrize("name, experts", [("mixtral", True), ("llama", False)])
+def test_loaded_in_shards(name, experts, tmp_path):
+    """Each rank reads its shards of its part of the layers and experts; nothing is whole."""
+    whole = seeded(getattr(tensor_parallel, name))
     whole.save_pretrained(tmp_path)
-    ranks, more = (4, {"tensor_parallel": {"autotp_size": 2}}) if layers else (2, {})
-    config = config_of(3, **keys(2), **more)
+    section = keys(2) if experts else {}
+    config = config_of(3, **section, tensor_parallel={"autotp_size": 2})
 
     def run(rank):
-        model = hf_zero.from_pretrained(transformers.MixtralForCausalLM, tmp_path, config)
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = type(whole).from_pretrained(tmp_path)
         engine = start(model, plain_sgd(model), config)
         with hf_zero.GatheredParameters(list(model.parameters())):
             found = {
@@ -200,11 +194,15 @@ def test_loaded_in_shards(layers, tmp_path):
         engine.destroy()
         return found
 
-    size = 4 if layers else 2  # parts of the experts
-    for found in run_ranks(ranks, run):
+    with counting() as read:
+        answers = run_ranks(4, run)
+    if name == "llama":
+        # matrices that are cut along columns, which are short here, are read whole for each part
+        assert read.bytes < 2 * sum(p.nbytes for p in whole.parameters())
+    for found in answers:
         for name, p in whole.named_parameters():
             part, box = found[name]
-            assert (".experts." in name) <= (part.numel() * size == p.numel()), name
+            assert (".experts." in name) <= (part.numel() * 4 == p.numel()), name
             assert torch.equal(part, p if box is None else box.take(p)), name
 
 
@@ -218,7 +216,14 @@ def two_sizes():
     start(MoE(4, torch.nn.Linear(4, 4), 3, 3), None, config_of(0))
 
 
+def of_an_engine():
+    model = Routed("mixtral").build()
+    start(model, None, config_of(3))
+    hf_zero.expert_parallel(model, 2)
+
+
 REFUSED = {
+    r"before hf_zero\.initialize": of_an_engine,
     "does not divide the 2 ranks": lambda: hf_zero.expert_parallel(Routed("mixtral").build(), 3),
     "names no experts": lambda: hf_zero.expert_parallel(torch.nn.Linear(2, 2), 2),
     "size stays for the life": two_sizes,
@@ -230,17 +235,8 @@ REFUSED = {
 def test_what_is_refused(words):
     with pytest.raises(RankFailed, match=words) as failed:
         run_ranks(2, lambda rank: REFUSED[words]())
-    assert isinstance(failed.value.__cause__, ConfigError)
-
-
-def test_a_model_of_an_engine_is_refused():
-    def late(rank, model):
-        engine = start(model, None, config_of(3))
-        with pytest.raises(PartitionError, match=r"before hf_zero\.initialize"):
-            hf_zero.expert_parallel(model, 2)
-        engine.destroy()
-
-    on_ranks(2, late, build=Routed("mixtral").build)
+    kind = PartitionError if "before" in words else ConfigError
+    assert isinstance(failed.value.__cause__, kind)
 
 
 def test_names_of_groups():
@@ -266,9 +262,7 @@ def test_names_of_groups():
 
 
 def test_routes_are_those_of_the_forward_that_runs_again():
-    """There are two forwards, in any order; a module that one of them calls twice finds its routes
-    anew.
-    """
+    """Two forwards, in any order; a module that one of them calls twice finds its routes anew."""
     one, other = (SimpleNamespace(drawn={}) for _ in range(2))
     hooks = SimpleNamespace(forward_at_work=one)
     kept, found = _Kept(hooks), list[Routes]()

@@ -20,10 +20,8 @@ from tests.helpers.stacks import on_each_rank, on_ranks
 from tests.helpers.tensor_parallel import train_tensor_parallel
 from tests.helpers.training import At, Plan, adamw, plain_sgd
 from tests.parallel.expert_cases import keys
-from tests.ranks.test_moe import MODELS, Routed
+from tests.ranks.test_moe import Routed
 
-STAGES = (0, 1, 2, 3)
-PLANNED = [name for name in MODELS if name != "gpt_oss"]  # which has no tensor-parallel plan
 BOTH = {**keys(2), "tensor_parallel": {"autotp_size": 2}}
 
 
@@ -35,41 +33,27 @@ class Shared(Routed):
         self.name, self.options = f"{name}, even", {**self.options, "vocab_size": 68}
 
 
-def both(name, stage, accumulation=1, ranks=2, **more):
-    clip = more.get("gradient_clipping", 0.0)
-    plan = Plan(ranks=ranks, steps=2, accumulation=accumulation, clip=clip)
+def by_calls(model):
+    """Before ``initialize``, as the Trainer cuts layers."""
+    hf_zero.expert_parallel(hf_zero.tensor_parallel(model, 2), 2)
+
+
+CELLS = [
+    ("deepseek_v3", 3, {}),
+    ("qwen2_moe", 1, {"prepare": by_calls, "activation_checkpointing": {"number_checkpoints": 2}}),
+]
+
+
+@in_one_item(CELLS)
+def test_layers_and_experts_are_shared(cell):
+    name, stage, more = cell
+    plan = Plan(ranks=2, steps=2, accumulation=2)
     got = train_tensor_parallel(Shared(name), plan, 2, stage, **keys(2), **more)
     oracle.compare(got, oracle.kept(Shared(name), plan), weight_floor=oracle.ROUNDING)
 
 
-@in_one_item([*(("mixtral", stage) for stage in STAGES), *zip(PLANNED[1:], (3, 0, 1, 2))])
-def test_layers_and_experts_are_shared(cell):
-    both(*cell, accumulation=2)
-
-
-def by_calls(model):
-    hf_zero.expert_parallel(hf_zero.tensor_parallel(model, 2), 2)
-
-
-@pytest.mark.parametrize(
-    "prepare", (by_calls, lambda model: hf_zero.tensor_parallel(model, 2)), ids=("both", "one")
-)
-def test_cut_before(prepare):
-    """By calls before ``initialize``, as the Trainer cuts layers."""
-    section = {"activation_checkpointing": {"number_checkpoints": 2}}
-    both("qwen2_moe", 3, prepare=prepare, **section)
-
-
-@pytest.mark.long
-def test_eight_ranks():
-    """Two columns of ranks that hold the same parts of the same experts."""
-    both("qwen3_moe", 0, ranks=4)
-
-
 def test_one_sum_for_a_token(monkeypatch):
-    """Tensor parallelism sums the experts' output once per token, and not per pair of a token and
-    an expert; and its axis stays the one of the layers.
-    """
+    """And not per pair of a token and an expert; the axis stays the one of the layers."""
     monkeypatch.setattr(agreement.Agreement, "compare", lambda *_: None)
     models = [Shared("mixtral").build() for _ in range(4)]
 
@@ -110,9 +94,7 @@ def test_what_is_refused_leaves_the_job_as_it_was(rank, model):
 
 
 def test_whole_tensors(tmp_path):
-    """State dicts and checkpoints are of the whole model; those of both kinds of parallelism are
-    gone on from without any, and the reverse.
-    """
+    """Checkpoints of both kinds of parallelism go on without any, and the reverse."""
     whole = Shared("mixtral").build()
     wanted = {name: value.clone() for name, value in whole.state_dict().items()}
 

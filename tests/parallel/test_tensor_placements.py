@@ -1,6 +1,4 @@
-"""Derivation of the whole parameters that see parts of activations: for every causal model type
-that transformers has a plan for, against the whole model, and cases that cannot be placed.
-"""
+"""Derivation of the whole parameters that see parts of activations, against the whole model."""
 
 from __future__ import annotations
 
@@ -21,22 +19,16 @@ from tests.helpers.models import seeded
 from tests.helpers.oracle import compare_tensors
 from tests.helpers.ranks import RankFailed, run_ranks
 from tests.helpers.tensor_parallel import boxes_of, llama, put_together
+from tests.parallel.test_tensor_layers import loss_and_gradients
 
 # A mechanism each: an activation with parameters, sums of modules and stacked gates that a plan
-# does not call so, latent attention, an index beside it, sinks, convolutions, several streams.
-SOON = {"apertus", "inkling_text", "inkling2_text", "deepseek_v32", "qwen3_next", "doge"}
+# does not call so, latent attention, an index beside it, sinks, convolutions.
+SOON = {"apertus", "inkling_text", "deepseek_v32", "qwen3_next", "doge"}
 REFUSED = {
     "doge": "DogeForCausalLM runs whole, and cut by its tensor-parallel plan it does not",
     "lfm2": "are one parameter, which the tensor-parallel plan leaves whole there",
     "lfm3": "are one parameter, which the tensor-parallel plan leaves whole there",
 }
-
-
-def _gradients(model, batch):
-    loss = model(**batch).loss
-    loss.backward()
-    named = model.named_parameters()
-    return float(loss.detach()), {name: p.grad for name, p in named if p.grad is not None}
 
 
 def _compare(model, batch, **plan):
@@ -45,13 +37,13 @@ def _compare(model, batch, **plan):
 
     def share(rank):
         cut = hf_zero.tensor_parallel(copies[rank], 2, **plan)
-        loss, gradients = _gradients(cut, batch)
+        loss, gradients = loss_and_gradients(cut, batch)
         named = dict(cut.named_parameters())
         partial = {name for name in gradients if sharding_of(named[name]).partial}
         return loss, gradients, boxes_of(cut), partial
 
     parts = run_ranks(2, share, timeout=240)
-    loss, gradients = _gradients(model, batch)
+    loss, gradients = loss_and_gradients(model, batch)
     assert parts[1][0] == pytest.approx(loss, rel=1e-4)
     assert set(parts[0][1]) == set(gradients)
     sums = [

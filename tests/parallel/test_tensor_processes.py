@@ -1,6 +1,4 @@
-"""Tensor parallelism on processes: each has random generators of its own, and transformers can
-split a model there by itself.
-"""
+"""Tensor parallelism on processes: each has random generators of its own."""
 
 from __future__ import annotations
 
@@ -27,8 +25,6 @@ from tests.helpers.tensor_parallel import (
     put_together,
 )
 
-Gradients = dict[str, torch.Tensor]
-
 
 def _model():
     model = seeded(functools.partial(gpt2, 0.25))
@@ -42,12 +38,8 @@ def _run(model):
     return float(loss.detach()), {n: p.grad.clone() for n, p in model.named_parameters()}
 
 
-def dropped(rank):
-    """Loss, gradients, boxes and masks of a forward and backward, without and with checkpoints."""
-    return [_dropped(checkpointed) for checkpointed in (False, True)]
-
-
-def _dropped(checkpointed):
+def dropped():
+    """Loss, gradients, boxes and masks of a forward and a backward that recomputes."""
     masks: list[torch.Tensor] = []
 
     def draw(shape, p):
@@ -55,8 +47,7 @@ def _dropped(checkpointed):
         return masks[-1]
 
     model = hf_zero.tensor_parallel(_model(), 2)
-    if checkpointed:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.gradient_checkpointing_enable({"use_reentrant": False})
     torch.manual_seed(11)
     with dropout_by(draw):
         loss, gradients = _run(model)
@@ -116,7 +107,7 @@ def split_by_transformers(rank, folder):
 
 
 def each(rank, folder):
-    return (dropped(rank), seeded_apart(rank), split_by_transformers(rank, folder), sampled(rank))
+    return (dropped(), seeded_apart(rank), split_by_transformers(rank, folder), sampled(rank))
 
 
 @pytest.fixture(scope="module")
@@ -126,9 +117,8 @@ def ranks(tmp_path_factory):
     return run_processes(2, each, str(folder), timeout=400.0)
 
 
-@pytest.mark.parametrize("checkpointed", (False, True))
-def test_dropout_differs_where_activations_are_parts(ranks, checkpointed):
-    (first, second) = (each[0][checkpointed] for each in ranks)
+def test_dropout_differs_where_activations_are_parts(ranks):
+    first, second = (each[0] for each in ranks)
     masks = []
     for one, other in zip(first[3], second[3], strict=True):
         if one.dim() == 4:  # attention weights: heads / 2 of a rank
