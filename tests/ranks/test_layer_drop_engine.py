@@ -66,8 +66,8 @@ def test_what_all_ranks_leave_out_is_neither_gathered_nor_reduced(rank, model, s
     engine = opened(model, stage, MICRO)
     stats = engine.mesh.stats
     stats.keep_log = True
-    skipped = 0
-    for step in range(6):
+    skipped, engine.counters.global_steps = 0, LATE
+    for step in range(LATE, LATE + 3):
         p, used = probabilities(step, [DEPTH]), [False] * DEPTH
         for micro in range(MICRO):
             stats.log.clear()
@@ -94,7 +94,7 @@ def test_what_all_ranks_leave_out_is_neither_gathered_nor_reduced(rank, model, s
 
 
 class ByItself(LayerDropJob):
-    begins = 0
+    begins, steps = LATE, 4
 
     def __init__(self):
         super().__init__("stack")
@@ -102,9 +102,14 @@ class ByItself(LayerDropJob):
     def optimizer(self, model):
         return adamw(model)
 
+    def by_hand(self, model, at):
+        super().by_hand(model, replace(at, step=self.begins + at.step))
+
 
 class Penalized(ByItself):
     """A penalty on weights brings a gradient to a block that may be left out."""
+
+    begins, steps = 0, 8  # the first backward, which all blocks have a part in, sets the order
 
     def loss_of(self, net, at):
         penalty = sum(p.pow(2).sum() for p in net.module.blocks[DEPTH - 1].parameters())
@@ -147,8 +152,9 @@ def test_which_parameters_are_unused_is_known_without_reading_what_ranks_have_se
     if kind is not Penalized:
         monkeypatch.setattr(Usage, "counts", None)
     job = kind()
-    check(job, stage, 8, units)
-    of_steps = [[job.left_out[step, micro, 0] for micro in range(MICRO)] for step in range(8)]
+    check(job, stage, job.steps, units)
+    steps = range(job.begins, job.begins + job.steps)
+    of_steps = [[job.left_out[step, micro, 0] for micro in range(MICRO)] for step in steps]
     unused = sum(all(of_block) for each in of_steps for of_block in zip(*each))
     assert unused > 3, "blocks that no micro-batch of a step has used"
 
@@ -164,10 +170,8 @@ def test_a_penalty_on_one_rank_alone_is_refused_where_it_would_part_the_ranks():
         on_ranks(2, run, build=small)
 
 
-class Late(ByItself):
-    """Begins where most blocks are left out; ``losses`` yields those of two micro-batches."""
-
-    begins = LATE
+class Several(ByItself):
+    """``losses`` yields those of two micro-batches."""
 
     def __init__(self, losses):
         super().__init__()
@@ -180,7 +184,7 @@ class Late(ByItself):
             for block in net.module.blocks:
                 vars(block).pop("forward", None)
             if micro is not None:
-                self.by_hand(net.module, replace(at[0], step=at[0].step + LATE, micro=micro))
+                self.by_hand(net.module, replace(at[0], micro=micro))
 
         found = []
         for loss in self.losses(net, at[0].rank, draw):
@@ -224,7 +228,7 @@ def alone(net, rank, draw):
 @in_turn("losses, stage", [(older, 1), (evaluated, 3), (alone, 3)])
 def test_a_backward_through_forwards_that_have_left_out_other_blocks(losses, stage):
     """A block that any of them uses is gathered and reduced."""
-    job = Late(losses)
+    job = Several(losses)
     check(job, stage, 2)
     assert any(map(any, job.left_out.values()))
 
@@ -269,7 +273,7 @@ class Beside(ByItself):
 def test_what_one_rank_alone_runs_changes_nothing_for_the_others(stage, extra):
     """Blocks that are left out are those of plain PyTorch with the draws of the micro-batch."""
     job = Beside(extra)
-    check(job, stage, 6)
+    check(job, stage, 3)
     assert sum(map(sum, job.left_out.values())) > 10
 
 
