@@ -52,9 +52,7 @@ def square():
 
 
 def moved_by(engine, gradients, usual):
-    """The move of the one weight in each step, of ``gradients`` that are all alike, as ``usual``
-    sees it.
-    """
+    """The move of the one weight in each step of equal ``gradients``, as ``usual`` sees it."""
     weight, moves = engine.module.weight, []
     for gradient in gradients:
         before = weight.detach().clone()
@@ -86,9 +84,7 @@ def test_steps_are_those_of_the_equations(stage, ranks, plan):
     ],
 )
 def test_a_resumed_run_goes_on_as_the_saved_one(kind, ranks, precision, at, tmp_path):
-    """Bit for bit on as many ranks, momenta in one bit and all: a save synchronises, and brings
-    what ranks have yet to send to the owners. One after the load is what was loaded.
-    """
+    """Bit for bit on as many ranks: a save brings what ranks have yet to send to the owners."""
     plan = Plan(precision=precision, clip=0.5)
 
     def run(rank, model, resumes):
@@ -166,9 +162,7 @@ def test_an_overflow_on_one_rank_leaves_what_is_yet_to_be_sent(kind):
 
 @in_turn("kind, precision", [("1-bit Adam", "bf16"), ("local steps", "fp32")])
 def test_writes_between_steps_count(precision, kind):
-    """By a script to whole parameters, alone, then to master weights, too, and to a rank's own
-    part: at once, and between two synchronisations.
-    """
+    """To whole parameters, to master weights, and to a rank's own part."""
     plan, at = Plan(precision=precision), 9 if kind == "local steps" else 5
 
     def run(rank, model):
@@ -204,9 +198,7 @@ def test_writes_between_steps_count(precision, kind):
 
 @on_each_rank(2)
 def test_unused_and_frozen_parameters_stay(rank, model):
-    """A parameter that no rank has used keeps weights, average and errors; a frozen one is
-    untouched. Gradients cannot be read while they are not averaged.
-    """
+    """An unused one keeps weights, average and errors. Gradients that are not averaged are refused."""
     model.blocks[1].up.weight.requires_grad_(False)
     engine = opened(model)
     run_steps(engine, rank, range(5))
@@ -242,10 +234,7 @@ def without(engine, rank, numbers, unused):
 
 
 def test_parameters_that_come_late(tmp_path):
-    """One is not used in the first dense steps, one before the freeze at all: ranks count the same
-    steps after a load, corrections are each parameter's own, and what had no variance moves no
-    more than others do.
-    """
+    """Corrections are of each parameter; what had no variance moves no more than others do."""
     unused = {"blocks.0.up.weight": 2, "blocks.1.up.weight": 5}
 
     def run(rank, model, resume):
@@ -268,9 +257,7 @@ def test_parameters_that_come_late(tmp_path):
 
 @in_turn("at", [2, FREEZE])
 def test_an_engine_goes_back_to_before_a_parameter_was_used(at, tmp_path):
-    """Its first state comes in a dense step or in the first in one bit, as it did the first time,
-    where other state lies as it has lain.
-    """
+    """Its first state comes in a dense step or in the first in one bit, as it did before."""
     unused = {"blocks.1.down.weight": at}
 
     def run(rank, model):
@@ -311,9 +298,7 @@ def on_rows(engine, rank, steps):
 
 
 def test_dense_steps_after_those_in_one_bit_are_of_the_usual_size(tmp_path):
-    """Also of rows that have no gradient, whose averages are what scales of others make of them:
-    they hardly move themselves, and the run goes on in four ways.
-    """
+    """Also of rows that have no gradient, whose averages come from the scales of others."""
     plan = Plan(precision="bf16")
 
     def save(rank, model):
@@ -342,9 +327,7 @@ def test_dense_steps_after_those_in_one_bit_are_of_the_usual_size(tmp_path):
 
 
 def test_the_variance_of_constant_gradients_is_corrected():
-    """Each step moves by the learning rate, dense or not, however rarely the variance is renewed,
-    and when it is renewed again after a long time.
-    """
+    """Each step moves by the learning rate, however rarely the variance is renewed."""
 
     def run(rank, model, cls, more):
         engine = start(model, cls(model.parameters(), lr=LR, weight_decay=0.0, **more), config())
@@ -358,10 +341,7 @@ def test_the_variance_of_constant_gradients_is_corrected():
 
 
 def test_without_bias_correction_the_moments_stay_small():
-    """Under constant gradients the momentum is 1 - b1^t of one, and the root of the variance that
-    of 1 - b2^t, where t does not go on after the freeze. DeepSpeed never corrects. Under much
-    larger ones a block moves by four learning rates at most.
-    """
+    """Momentum is 1 - b1^t, the variance 1 - b2^t of the freeze; a block moves by 4 rates at most."""
 
     def run(rank, model, cls, more):
         settings = {"lr": LR, "betas": (0.9, 0.99), "bias_correction": False}
@@ -387,9 +367,7 @@ def test_without_bias_correction_the_moments_stay_small():
 def test_gradients_that_outgrow_the_frozen_variance_do_not_make_huge_steps(
     cls, more, least, caplog, tmp_path
 ):
-    """A block moves by four learning rates at most, root mean square (of LAMB times its trust
-    ratio and the correction that it leaves out); rank 0 says why, once. A save leaves the bound.
-    """
+    """A block moves by 4 learning rates at most (of LAMB times its ratio); rank 0 says why, once."""
     caplog.clear()
     usual = 1.0 if more.get("bias_correction", True) else (1.0 - 0.999**5) ** -0.5
     settings = {"lr": LR / usual, "weight_decay": 0.0, "freeze_step": 5, **more}
@@ -434,9 +412,7 @@ def test_state_that_a_script_writes_counts():
 
 
 def test_the_norm_is_close_to_that_of_the_average():
-    """No rank has that norm: each estimates it by its own, with the ratio of the two before the
-    freeze.
-    """
+    """No rank has that norm: each estimates it by its own and the ratio before the freeze."""
 
     def run(rank, model, cls, **more):
         adam = cls(model.parameters(), lr=1e-5, weight_decay=0.0, **more)
