@@ -169,7 +169,7 @@ def sent(specs, codec):
 
 
 def test_bytes_between_nodes_and_within(monkeypatch):
-    """Of P bytes of weights: dense 3 P / 2 between two nodes, with hpZ P; in two hops half as many."""
+    """Of P bytes of weights: dense 3 P / 2 between two nodes, with hpZ P; in two hops half."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     dense, within, specs = traffic({})
     less, more, _ = traffic(HOPS)

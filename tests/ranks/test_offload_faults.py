@@ -140,7 +140,7 @@ def test_two_engines_share_a_disk(tmp_path):
 
 
 def trained_by_workers(way, stage, folder, beside):
-    """Weights after steps whose batches workers load that are forked beside an update or between."""
+    """Weights after steps whose batches workers load, forked beside an update or between."""
     forked = threading.Event()
     run_update = Update.run
 

@@ -198,7 +198,7 @@ def test_writes_between_steps_count(precision, kind):
 
 @on_each_rank(2)
 def test_unused_and_frozen_parameters_stay(rank, model):
-    """An unused one keeps weights, average and errors. Gradients that are not averaged are refused."""
+    """An unused one keeps weights, average and errors. Gradients are not averaged yet: refused."""
     model.blocks[1].up.weight.requires_grad_(False)
     engine = opened(model)
     run_steps(engine, rank, range(5))
@@ -341,7 +341,7 @@ def test_the_variance_of_constant_gradients_is_corrected():
 
 
 def test_without_bias_correction_the_moments_stay_small():
-    """Momentum is 1 - b1^t, the variance 1 - b2^t of the freeze; a block moves by 4 rates at most."""
+    """Momentum is 1 - b1^t, variance 1 - b2^t of the freeze; a block moves by 4 rates at most."""
 
     def run(rank, model, cls, more):
         settings = {"lr": LR, "betas": (0.9, 0.99), "bias_correction": False}
@@ -367,7 +367,7 @@ def test_without_bias_correction_the_moments_stay_small():
 def test_gradients_that_outgrow_the_frozen_variance_do_not_make_huge_steps(
     cls, more, least, caplog, tmp_path
 ):
-    """A block moves by 4 learning rates at most (of LAMB times its ratio); rank 0 says why, once."""
+    """A block moves by 4 learning rates at most (LAMB: times its ratio); rank 0 says so, once."""
     caplog.clear()
     usual = 1.0 if more.get("bias_correction", True) else (1.0 - 0.999**5) ** -0.5
     settings = {"lr": LR / usual, "weight_decay": 0.0, "freeze_step": 5, **more}

@@ -111,7 +111,7 @@ def test_torchs_own_muon_is_taken():
 @in_turn("name, stage", [("adafactor", 1), ("lamb", 3)])
 @on_each_rank(RANKS)
 def test_sums_of_whole_tensors_are_few_messages_and_nothing_is_gathered(rank, model, name, stage):
-    """Adafactor: rows, columns and two numbers of a matrix; LAMB: two of a tensor, and a row more."""
+    """Adafactor: rows, columns and two numbers of a matrix; LAMB: two of a tensor."""
     engine = start(model, WHOLE[name].ours(model), config_of(stage))
     shapes = [tuple(p.ds_shape if stage == 3 else p.shape) for p in model.parameters()]
     run_steps(engine, rank, range(1))

@@ -48,7 +48,7 @@ def living():
 
 
 def measured(build, optimizer_of, stage, plan):
-    """Bytes per rank between a backward and its step: of living tensors, and as the engine counts."""
+    """Bytes per rank between a backward and its step: living ones, and as the engine counts."""
 
     def run(rank, model):
         engine = start(model, optimizer_of(model), config_of(stage, plan))
