@@ -15,7 +15,6 @@ from hf_zero.ops import model_reference as reference
 from hf_zero.ops.chunked_head import CROSS_ENTROPY, Terms, rows_of_a_chunk
 from hf_zero.ops.linear_cross_entropy import linear_cross_entropy, linear_log_probs
 from hf_zero.ops.model_reference import cross_entropy_
-from tests.helpers.cells import in_one_item, runs_long
 
 ALL = {"label_smoothing": 0.1, "z_loss": 1e-2, "softcap": 2.0, "scale": 0.3, "ignore_index": 5}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -29,7 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "divided by a tensor": {"num_items": torch.tensor(11)},
     "all": {**ALL, "num_items": 11},
 }
-TOKENS, WIDTH, VOCABULARY, CHUNK = 37, 24, 101, 10
+TOKENS, WIDTH, VOCABULARY, CHUNK = 23, 24, 101, 10
 
 
 @pytest.fixture(params=["kernel", "host"])
@@ -62,68 +61,46 @@ def grads(loss: torch.Tensor, operands: list[torch.Tensor], **more: Any) -> list
 
 
 def test_loss_and_gradients_are_those_of_whole_logits(form: str) -> None:
-    for name, options in OPTIONS.items():
-        for biased in (True, False):
-            given, labels = operands(ignored=options.get("ignore_index", -100))
-            given = given if biased else given[:2]
-            bias = given[2] if biased else None
-            loss = linear_cross_entropy(*given[:2], labels, bias=bias, chunk=CHUNK, **options)
-            expected = reference.linear_cross_entropy(*given[:2], labels, bias=bias, **options)
-            assert loss.dtype == torch.float32
-            torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6, msg=name)
-            for found, exact in zip(grads(loss, given), grads(expected, given)):
-                limit = 1e-6 * float(exact.abs().max())
-                torch.testing.assert_close(found, exact, rtol=1e-5, atol=limit, msg=name)
+    for number, (name, options) in enumerate(OPTIONS.items()):
+        given, labels = operands(ignored=options.get("ignore_index", -100))
+        bias = None if number % 3 == 1 else given[2]
+        given = given[: 2 if bias is None else 3]
+        told = {"bias": bias, **options}
+        loss = linear_cross_entropy(*given[:2], labels, chunk=(CHUNK, 16, 1000)[number % 3], **told)
+        expected = reference.linear_cross_entropy(*given[:2], labels, **told)
+        assert loss.dtype == torch.float32
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6, msg=name)
+        for found, exact in zip(grads(loss, given), grads(expected, given)):
+            limit = 1e-6 * float(exact.abs().max())
+            torch.testing.assert_close(found, exact, rtol=1e-5, atol=limit, msg=name)
 
 
-@in_one_item(OPTIONS)
-def test_in_double_precision_the_gradients_are_exact(name: str) -> None:
-    options = OPTIONS[name]
-    given, labels = operands(torch.float64, options.get("ignore_index", -100))
-    loss = linear_cross_entropy(*given[:2], labels, bias=given[2], chunk=CHUNK, **options)
-    expected = reference.linear_cross_entropy(*given[:2], labels, bias=given[2], **options)
-    for found, exact in zip([loss, *grads(loss, given)], [expected, *grads(expected, given)]):
-        torch.testing.assert_close(found, exact, rtol=1e-12, atol=1e-14)
-
-
-def test_in_16_bits_the_error_is_no_larger_than_torchs(form: str) -> None:
-    tokens, vocabulary = 256, 512
-    for dtype, spread in ((torch.bfloat16, 0.02), (torch.float16, 0.3)):
-        wide = [torch.randn(tokens, WIDTH), torch.randn(vocabulary, WIDTH) * spread]
-        labels = torch.randint(0, vocabulary, (tokens,))
-        narrow = [each.to(dtype).requires_grad_() for each in wide]
-        exact = [each.detach().double().requires_grad_() for each in narrow]
-        truth = reference.linear_cross_entropy(*exact, labels)
-        ours = linear_cross_entropy(*narrow, labels, chunk=64)
-        torchs = reference.linear_cross_entropy(*narrow, labels)
-        losses = ((truth, exact), (ours, narrow), (torchs, narrow))
-        for true, our, their in zip(*([loss, *grads(loss, given)] for loss, given in losses)):
-            error, bound = (float((x - true).norm() / true.norm()) for x in (our, their))
-            assert error <= 1.1 * bound + 1e-6, (dtype, error, bound)
-
-
-def test_a_small_gradient_does_not_underflow_in_fp16(form: str) -> None:
-    given, labels = operands(torch.float16)
-    wide, many = [each.double() for each in given[:2]], 10_000_000
-    loss = linear_cross_entropy(*given[:2], labels, num_items=many)
-    expected = reference.linear_cross_entropy(*wide, labels, num_items=many)
-    scaled, true = (grads(each * 2.0**20, given[:2]) for each in (loss, expected))
-    for found, exact in zip(scaled, true):
-        assert float((found.double() - exact).norm() / exact.norm()) < 2e-3
-
-
-def test_log_probabilities_and_their_gradients(form: str) -> None:
+def test_graphs_that_are_kept_tied_or_partly_wanted(form: str) -> None:
+    """A second backward gives the same; a tied weight gets both gradients; what nobody asks for is
+    not computed.
+    """
     given, labels = operands()
-    labels, hidden = labels[:36].view(4, 9), given[0][:36].view(4, 9, WIDTH)
-    told: dict[str, Any] = {"bias": given[2], "softcap": 4.0, "scale": 0.5, "chunk": CHUNK}
-    found = linear_log_probs(hidden, given[1], labels, **told)
-    logits = 4.0 * torch.tanh((hidden @ given[1].t() + given[2]) * 0.5 / 4.0)
-    chosen = torch.log_softmax(logits, -1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    exact = chosen.where(labels != -100, 0.0)
-    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-6)
-    above = torch.randn(4, 9)
-    for one, other in zip(*(grads(each, given, grad_outputs=above) for each in (found, exact))):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    loss = linear_cross_entropy(*given[:2], labels, bias=given[2], chunk=CHUNK) * 3
+    first = [each.clone() for each in grads(loss, given, retain_graph=True)]
+    assert all(torch.equal(one, other) for one, other in zip(first, grads(loss, given)))
+
+    (hidden, weight, _), ids = given, torch.randint(0, VOCABULARY, (TOKENS,))
+
+    def loss_by(head: Any, **more: Any) -> torch.Tensor:
+        return head(torch.nn.functional.embedding(ids, weight).tanh(), weight, labels, **more)
+
+    found = grads(loss_by(linear_cross_entropy, chunk=CHUNK), [weight])
+    exact = grads(loss_by(reference.linear_cross_entropy), [weight])
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-7)
+
+    weight.requires_grad_(False)
+    numbers = (-100, 0.0, 0.0, 0.0, 1.0, CHUNK, True, False, False)
+    total = torch.ops.hf_zero.linear_cross_entropy(hidden, weight, None, labels, *numbers)
+    assert [each.numel() for each in total] == [1, hidden.numel(), 0, 0]
+    with torch.no_grad():
+        loss = linear_cross_entropy(hidden, weight, labels, chunk=CHUNK)
+    exact = reference.linear_cross_entropy(hidden, weight, labels).detach()
+    torch.testing.assert_close(loss, exact, rtol=1e-6, atol=1e-6)
 
 
 def test_where_no_label_counts_the_loss_is_nan_and_the_gradients_are_zero(form: str) -> None:
@@ -135,42 +112,52 @@ def test_where_no_label_counts_the_loss_is_nan_and_the_gradients_are_zero(form: 
     given, labels = operands(tokens=0)
     loss = linear_cross_entropy(*given[:2], labels, bias=given[2], reduction="sum")
     assert loss == 0 and all(not each.any() for each in grads(loss, given))
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    sizes = ((16_384, 128_256, 2, cuda), (4096, 30_522, 2, cuda), (0, 50_257, 4, cpu))
+    assert [rows_of_a_chunk(*each) for each in sizes] == [4096, 4096, 1]
+    assert rows_of_a_chunk(2048, 50_257, 4, cpu) <= 512
 
 
-def test_a_gradient_nobody_asks_for_is_not_computed(form: str) -> None:
-    (hidden, weight, _), labels = operands()
-    weight.requires_grad_(False)
-    numbers = (-100, 0.0, 0.0, 0.0, 1.0, CHUNK, True, False, False)
-    total = torch.ops.hf_zero.linear_cross_entropy(hidden, weight, None, labels, *numbers)
-    assert [each.numel() for each in total] == [1, hidden.numel(), 0, 0]
-    with torch.no_grad():
-        loss = linear_cross_entropy(hidden, weight, labels, chunk=CHUNK)
-    expected = reference.linear_cross_entropy(hidden, weight, labels).detach()
-    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+def test_in_16_bits_the_error_is_no_larger_than_torchs(form: str) -> None:
+    """And a small gradient does not underflow in fp16."""
+    tokens, vocabulary = 64, 128
+    for dtype, spread in ((torch.bfloat16, 0.02), (torch.float16, 0.3)):
+        wide = [torch.randn(tokens, WIDTH), torch.randn(vocabulary, WIDTH) * spread]
+        labels = torch.randint(0, vocabulary, (tokens,))
+        narrow = [each.to(dtype).requires_grad_() for each in wide]
+        exact = [each.detach().double().requires_grad_() for each in narrow]
+        truth = reference.linear_cross_entropy(*exact, labels)
+        ours = linear_cross_entropy(*narrow, labels, chunk=16)
+        torchs = reference.linear_cross_entropy(*narrow, labels)
+        losses = ((truth, exact), (ours, narrow), (torchs, narrow))
+        for true, our, their in zip(*([loss, *grads(loss, given)] for loss, given in losses)):
+            error, bound = (float((x - true).norm() / true.norm()) for x in (our, their))
+            assert error <= 1.1 * bound + 1e-6, (dtype, error, bound)
+    given, labels = operands(torch.float16)
+    wide, many = [each.double() for each in given[:2]], 10_000_000
+    loss = linear_cross_entropy(*given[:2], labels, num_items=many)
+    expected = reference.linear_cross_entropy(*wide, labels, num_items=many)
+    scaled, true = (grads(each * 2.0**20, given[:2]) for each in (loss, expected))
+    for found, exact in zip(scaled, true):
+        assert float((found.double() - exact).norm() / exact.norm()) < 2e-3
 
 
-def test_a_second_backward_over_a_kept_graph_gives_the_same(form: str) -> None:
+def test_log_probabilities_and_their_gradients(form: str) -> None:
     given, labels = operands()
-    loss = linear_cross_entropy(*given[:2], labels, bias=given[2], chunk=CHUNK) * 3
-    first = [each.clone() for each in grads(loss, given, retain_graph=True)]
-    for one, other in zip(first, grads(loss, given)):
-        assert torch.equal(one, other)
-
-
-def test_a_tied_weight_gets_both_gradients(form: str) -> None:
-    (_, weight, _), labels = operands()
-    ids = torch.randint(0, VOCABULARY, (TOKENS,))
-
-    def loss_by(head: Any, **more: Any) -> torch.Tensor:
-        return head(torch.nn.functional.embedding(ids, weight).tanh(), weight, labels, **more)
-
-    found = grads(loss_by(linear_cross_entropy, chunk=CHUNK), [weight])
-    exact = grads(loss_by(reference.linear_cross_entropy), [weight])
-    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-7)
+    labels, hidden = labels[:20].view(4, 5), given[0][:20].view(4, 5, WIDTH)
+    told: dict[str, Any] = {"bias": given[2], "softcap": 4.0, "scale": 0.5, "chunk": CHUNK}
+    found = linear_log_probs(hidden, given[1], labels, **told)
+    logits = 4.0 * torch.tanh((hidden @ given[1].t() + given[2]) * 0.5 / 4.0)
+    chosen = torch.log_softmax(logits, -1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    exact = chosen.where(labels != -100, 0.0)
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-6)
+    above = torch.randn(4, 5)
+    for one, other in zip(*(grads(each, given, grad_outputs=above) for each in (found, exact))):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_autocast_casts_as_it_does_for_a_linear_layer(form: str) -> None:
-    given, labels = operands()
+    given, labels = operands(tokens=37)
     with torch.autocast("cpu", torch.bfloat16):
         loss = linear_cross_entropy(*given[:2], labels, bias=given[2], chunk=CHUNK)
     expected = reference.linear_cross_entropy(
@@ -180,23 +167,6 @@ def test_autocast_casts_as_it_does_for_a_linear_layer(form: str) -> None:
     for found, exact in zip(grads(loss, given), grads(expected, given)):
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, exact, rtol=2e-2, atol=2e-3 * float(exact.abs().max()))
-
-
-def test_the_chunk_changes_nothing_but_rounding(form: str) -> None:
-    given, labels = operands()
-    whole = linear_cross_entropy(*given[:2], labels)
-    for chunk in (1, 16, 1000):
-        one = linear_cross_entropy(*given[:2], labels, chunk=chunk)
-        torch.testing.assert_close(one, whole, rtol=1e-6, atol=1e-6)
-
-
-def test_chunks_are_even_and_grow_with_what_the_device_takes() -> None:
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert rows_of_a_chunk(16_384, 128_256, 2, cuda) == 4096
-    assert rows_of_a_chunk(4096, 30_522, 2, cuda) == 4096
-    assert rows_of_a_chunk(2048, 50_257, 4, cpu) <= 512
-    assert rows_of_a_chunk(0, 50_257, 4, cpu) == 1
-    assert rows_of_a_chunk(10**6, 10**7, 2, cuda) >= 1024
 
 
 # ---- the kernel ----
@@ -222,30 +192,26 @@ def both(
     return (*found, logits), (*expected, exact)
 
 
-def test_losses_and_gradients_are_the_references(
-    checked_triton: Any, pytestconfig: pytest.Config
-) -> None:
-    """In the fast suite types take turns."""
+def test_losses_and_gradients_are_the_references(checked_triton: Any) -> None:
+    """Types take turns; rows longer than a block are read twice, in either direction."""
     sizes = [(1, 64), (101, 128), (128, 128), (300, 320)]
     for number, (terms, (vocabulary, width)) in enumerate(itertools.product((PLAIN, EVERY), sizes)):
-        for dtype in DTYPES if runs_long(pytestconfig) else [[*DTYPES][number % 3]]:
-            logits = rows_of_logits(5, width, dtype)
-            logits[:, vocabulary:] = float("nan")  # padding is never looked at
-            labels = torch.randint(0, vocabulary, (5,))
-            labels[2] = terms.ignore_index
-            found, expected = both(logits, vocabulary, labels, torch.full((1,), 0.5), None, terms)
-            for each, exact in zip(found[:2], expected[:2]):
-                torch.testing.assert_close(each.double(), exact, rtol=1e-5, atol=1e-5)
-            grad, exact = (each[2][:, :vocabulary].double() for each in (found, expected))
-            limit = DTYPES[dtype]
-            torch.testing.assert_close(grad, exact, rtol=limit, atol=limit / 4)
-
-
-def test_rows_longer_than_a_block_are_read_twice_in_either_direction(checked_triton: Any) -> None:
+        dtype = [*DTYPES][number % 3]
+        logits = rows_of_logits(5, width, dtype)
+        logits[:, vocabulary:] = float("nan")  # padding is never looked at
+        labels = torch.randint(0, vocabulary, (5,))
+        labels[2] = terms.ignore_index
+        found, expected = both(logits, vocabulary, labels, torch.full((1,), 0.5), None, terms)
+        for each, exact in zip(found[:2], expected[:2]):
+            torch.testing.assert_close(each.double(), exact, rtol=1e-5, atol=1e-5)
+        grad, exact = (each[2][:, :vocabulary].double() for each in (found, expected))
+        limit = DTYPES[dtype]
+        torch.testing.assert_close(grad, exact, rtol=limit, atol=limit / 4)
     logits = rows_of_logits(2, 33_024, torch.float32)
     logits[0, 32_999], logits[1, 0] = 40.0, 40.0  # the largest comes last, and first
-    labels = torch.tensor([32_999, 16_384])
-    found, expected = both(logits, 33_000, labels, torch.ones(1), None, PLAIN)
+    found, expected = both(
+        logits, 33_000, torch.tensor([32_999, 16_384]), torch.ones(1), None, PLAIN
+    )
     for each, exact in zip(found[:2], expected[:2]):
         torch.testing.assert_close(each.double(), exact, rtol=1e-5, atol=1e-5)
     grad, exact = (each[2][:, :33_000].double() for each in (found, expected))
