@@ -59,10 +59,6 @@ def mixtral() -> nn.Module:
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
 
 
-def olmo2() -> nn.Module:
-    return transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**_SIZES | _ENDS))
-
-
 def phi3() -> nn.Module:
     return transformers.Phi3ForCausalLM(transformers.Phi3Config(**_SIZES | _ENDS))
 
@@ -75,14 +71,6 @@ def deepseek() -> nn.Module:
         "topk_group": 1,
     }  # fmt: skip
     return transformers.DeepseekV2ForCausalLM(transformers.DeepseekV2Config(**sizes))
-
-
-def llama4() -> nn.Module:
-    sizes = _SIZES | _ENDS | {
-        "intermediate_size_mlp": 48, "head_dim": 8, "num_key_value_heads": 2,
-        "num_local_experts": 4, "num_experts_per_tok": 1,
-    }  # fmt: skip
-    return transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**sizes))
 
 
 def gpt2(dropout: float = 0.0) -> nn.Module:
@@ -132,10 +120,8 @@ MODELS = {
         Architecture("t5", t5, _pairs),
         Architecture("vit", vit, _images),
         Architecture("mixtral", mixtral, _masked),
-        Architecture("olmo2", olmo2, _masked),
         Architecture("phi3", phi3, _masked),
         Architecture("deepseek", deepseek, _masked),
-        Architecture("llama4", llama4, _masked),
     )
 }
 
