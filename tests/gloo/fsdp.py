@@ -1,6 +1,4 @@
-"""One model trained under FSDP2 and under hf-zero, the same batches of each step on any number of
-ranks, and its checkpoints through ``torch.distributed.checkpoint``.
-"""
+"""One model trained under FSDP2 and under hf-zero, and its checkpoints through torch's DCP."""
 
 from __future__ import annotations
 

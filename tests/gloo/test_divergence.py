@@ -56,10 +56,6 @@ class Job:
         with tempfile.TemporaryDirectory() as folder:
             self.engine.save_checkpoint(folder)
 
-    def evaluate_and_save(self):
-        self.evaluate()
-        self.save()
-
     def raise_and_go_on(self, where):
         self.model.at = where
         with pytest.raises(ArithmeticError):
@@ -97,7 +93,6 @@ PARTED = {
     "more micro-batches": (Job.backward, (0, 2, 3), 1),
     "fewer micro-batches": (Job.end_a_window_early, (0, 2, 3), 2),
     "evaluates": (Job.evaluate, (3,), 1),
-    "evaluates then saves": (Job.evaluate_and_save, (0, 2), 1),
     "saves": (Job.save, (0, 2, 3), 1),
     "looks at a weight": (Job.look_at_weights, (2, 3), 1),
     "sets a weight": (Job.set_a_weight, (0, 2, 3), 1),
@@ -107,24 +102,16 @@ PARTED = {
     "waits elsewhere": (lambda job: hf_zero.distributed.world_group.barrier(), (0, 2, 3), 1),
 }
 FAST = [("more micro-batches", 2, 2), ("saves", 3, 2), ("catches an error in backward", 0, 2)]
-ALL = [(name, stage, 2) for name, (_, stages, _) in PARTED.items() for stage in stages]
-BEFORE_THE_FIRST_STEP = [
+# name, stage, steps before ODD parts
+ALL = [(name, stage, 2) for name, (_, stages, _) in PARTED.items() for stage in stages] + [
     ("fewer micro-batches", 3, 0),
-    ("more micro-batches", 0, 0),
-    ("saves", 0, 0),
     ("sets a weight", 2, 0),
     ("waits elsewhere", 3, 0),
-]
-ONE_OF_THREE = [
-    ("more micro-batches", 0, 2),
-    ("saves", 2, 2),
-    ("evaluates", 3, 2),
-    ("catches an error in backward", 3, 2),
 ]
 
 
 def part(rank, cases):
-    """Run the cases (name, stage, steps before ODD parts); return the text of each one's error."""
+    """The text of each case's error."""
     told = []
     for number, (name, stage, steps) in enumerate(cases):
         say(f"{name} at stage {stage} after {steps} steps")
@@ -156,21 +143,13 @@ def is_named(rank, text, others):
     return text == "RankMismatchError: over" or through or told
 
 
-@pytest.mark.parametrize(
-    "ranks, cases",
-    [
-        (2, FAST),
-        pytest.param(2, [*ALL, *BEFORE_THE_FIRST_STEP], marks=pytest.mark.long),
-        pytest.param(3, ONE_OF_THREE, marks=pytest.mark.long),
-    ],
-    ids=["some", "all", "one of three"],
-)
-def test_ranks_that_part(ranks, cases):
-    answers = run_processes(ranks, part, cases, timeout=590)
+@pytest.mark.parametrize("cases", [FAST, pytest.param(ALL, marks=pytest.mark.long)], ids=len)
+def test_ranks_that_part(cases):
+    answers = run_processes(2, part, cases, timeout=590)
     wrong = [
         f"rank {rank} of {case}: {answers[rank][number]}"
         for number, case in enumerate(cases)
-        for rank in range(ranks)
-        if not is_named(rank, answers[rank][number], answers[0 if rank == ODD else ODD][number])
+        for rank in range(2)
+        if not is_named(rank, answers[rank][number], answers[1 - rank][number])
     ]
     assert not wrong, "\n".join(wrong)

@@ -27,9 +27,7 @@ FULL = r"OffloadError: a write of offloaded state has failed: rank {odd}: \[Errn
 
 @dataclass(frozen=True)
 class Ending:
-    """Patterns of what the rank that ends prints and of what the other one does, what the first
-    does not print, and its exit code.
-    """
+    """Patterns of what either rank prints, what the first does not print, and its exit code."""
 
     own: tuple[str, ...]
     other: tuple[str, ...]
@@ -45,8 +43,6 @@ ENDINGS = {
     "kill": Ending((), ("rank {odd}.* died", WAITS), -9),
     "raise": raised("has failed: ValueError: bad batch$"),
     "shape": raised("has failed: RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
-    "device": raised("has failed: RuntimeError: .*meta"),
-    "dtype": raised("has failed: RuntimeError: .*dtype"),
     "late": raised(
         r"has failed: PartitionError: gradients of \['blocks\.2'\] came after their reduction",
         "PartitionError",  # of this package, and so without a traceback
@@ -57,14 +53,12 @@ ENDINGS = {
         (r"rank {odd} has failed: OSError: \[Errno 5\] Input/output error",),
     ),
     "write": Ending((FULL,), (FULL,)),
-    "no room": Ending(("Error", r"ulimit|RLIMIT_FSIZE|file size"), (r"rank {odd}|does not fit",)),
     "kill, with files": Ending((), ("rank {odd}.* died",), -9),
 }
-WITH_FILES = ("read", "write", "no room", "kill, with files")
+WITH_FILES = ("read", "write", "kill, with files")
 FAST = [("kill", 1, 3), ("raise", 1, 2), ("read", 1, 3)]
 SELDOM = [
-    ("kill", 0, 0), ("raise", 0, 3), ("shape", 1, 3), ("device", 1, 3), ("dtype", 1, 0),
-    ("late", 1, 2), ("finish", 0, 3), ("finish", 1, 2), ("write", 1, 3), ("no room", 0, 2),
+    ("raise", 0, 3), ("shape", 1, 0), ("late", 1, 2), ("finish", 0, 3), ("write", 1, 3),
     ("kill, with files", 1, 3),
 ]  # fmt: skip
 
@@ -87,24 +81,18 @@ def test_a_rank_that_ends_is_named_by_the_other_and_leaves_no_file(way, odd, sta
 
 @pytest.mark.parametrize(
     "way, odd",
-    fast(
-        [("reads alone", 1), ("reads alone", 0), ("reads alone, barrier", 0)],
-        lambda way, odd: odd == 1,
-    ),
+    fast([("reads alone", 1), ("reads alone, barrier", 0)], lambda way, odd: odd == 1),
 )
 def test_a_rank_that_reads_the_model_alone_is_served_by_one_that_is_through(way, odd):
     """The other rank's script is over, or waits in a collective of its own."""
-    outputs = plainly(SCRIPT, way, str(odd), "3", interpreter=sys.executable, limit=LIMIT)
+    outputs = plainly(SCRIPT, way, str(odd), "3", limit=LIMIT)
     assert [code for code, _ in outputs] == [0, 0], outputs
     assert re.findall(r"^read (.*)$", outputs[odd][1], re.MULTILINE) == ["True"] * 2, outputs
 
 
 @pytest.mark.parametrize(
     "way, whole",
-    fast(
-        [("return", True), ("raise", True), ("kill", False), ("full", False)],
-        lambda way, whole: way == "kill",
-    ),
+    fast([("return", True), ("kill", False), ("full", False)], lambda way, whole: way == "kill"),
 )
 def test_a_checkpoint_that_is_being_written_is_whole_or_not_there(way, whole, tmp_path):
     codes, outputs = zip(*plainly(SCRIPT, "saving", way, str(tmp_path), limit=LIMIT))
@@ -120,17 +108,13 @@ def test_a_checkpoint_that_is_being_written_is_whole_or_not_there(way, whole, tm
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "way, said",
-    [("kill", "rank 1 died without a word"), ("raise", "rank 1 has failed: ValueError: bad batch")],
-)
-def test_torchrun_says_who_was_first(way, said, tmp_path):
+def test_torchrun_says_who_was_first():
     """It ends the other rank at once, whose message is printed before."""
-    done = completed([*torchrun_command(SCRIPT), way, "1", "3"], LIMIT, env=environment())
+    done = completed([*torchrun_command(SCRIPT), "kill", "1", "3"], LIMIT, env=environment())
     output = done.stdout + done.stderr
     assert done.returncode != 0, output
     assert re.search(r"hf-zero ERROR rank 0\] rank 0 .* of \(root\), ", output), output
-    assert said in output, output
+    assert "rank 1 died without a word" in output, output
     first = output.partition("Root Cause (first observed failure)")[2]
     assert re.search(r"rank +: 1 ", first), output
 

@@ -1,6 +1,4 @@
-"""Checkpoints that torch.distributed.checkpoint wrote of an FSDP2 model: training continues as it
-did there; damage is reported.
-"""
+"""Checkpoints that torch wrote of an FSDP2 model: training continues; damage is reported."""
 
 from __future__ import annotations
 
@@ -23,13 +21,10 @@ from tests.helpers.ranks import RankFailed, run_ranks
 # the form, ranks, stage, and whether initialize resumes the folder
 GOING_ON = [
     ("one", 1, 0, False),
-    ("two", 2, 3, False),
     ("stateful", 3, 1, False),
-    ("flattened", 3, 3, False),
     ("unnamed", 2, 2, False),
-    ("one", 2, 3, True),
     ("two", 2, 3, True),
-    ("flattened", 2, 3, True),
+    ("flattened", 3, 3, True),
 ]
 
 
@@ -46,10 +41,9 @@ def test_a_folder_without_metadata(written, tmp_path):
     folder = shutil.copytree(written[0] / "one", tmp_path / "one")
     (folder / ".metadata").unlink()
     engine = engine_at(3, ranks=1)
-    with pytest.raises(CheckpointError, match=r"\.metadata, which a save writes last"):
-        engine.load_checkpoint(folder)
-    with pytest.raises(CheckpointError, match=r"\.metadata, which a save writes last"):
-        engine_at(3, ranks=1, resume=folder)
+    for load in (engine.load_checkpoint, lambda folder: engine_at(3, ranks=1, resume=folder)):
+        with pytest.raises(CheckpointError, match=r"\.metadata, which a save writes last"):
+            load(folder)
 
 
 # ---- schedules ----
@@ -99,10 +93,9 @@ def test_schedules_go_on_start_anew_or_are_refused(written, heard):
 
 def test_a_schedule_that_the_engine_does_not_have_is_named(written, heard):
     engine = engine_at(3, ranks=1)
-    for without in ({"load_lr_scheduler_states": False}, {"load_module_only": True}):
-        engine.load_checkpoint(written[0], tag="scheduled", **without)
+    for without in ({"load_lr_scheduler_states": False}, {"load_module_only": True}, {}):
         assert not any("lr scheduler" in said for said in heard)
-    engine.load_checkpoint(written[0], tag="scheduled")
+        engine.load_checkpoint(written[0], tag="scheduled", **without)
     told = [said for said in heard if "this engine has no lr scheduler" in said]
     assert len(told) == 1 and "scheduled" in told[0]
 
@@ -110,19 +103,16 @@ def test_a_schedule_that_the_engine_does_not_have_is_named(written, heard):
 # ---- conversion ----
 
 
-def converted(folder, out):
-    return load_file(out / hf_zero.convert_checkpoint(folder, out).files[0])
-
-
 def test_every_form_converts_to_the_same(written, tmp_path):
-    folder, want = written[0], {"model": build(True).state_dict()}
-    dcp.load(want, checkpoint_id=str(folder / "one"), no_dist=True)
-    first = converted(folder / "one", tmp_path / "one")
-    assert all(torch.equal(tensor, want["model"][name]) for name, tensor in first.items())
-    for form in ("bare", "stateful", "unnamed"):
-        got = converted(folder / form, tmp_path / form)
-        assert got.keys() == first.keys(), form
-        assert all(torch.equal(got[name], first[name]) for name in first), form
+    folder, held = written[0], {"model": build(True).state_dict()}
+    dcp.load(held, checkpoint_id=str(folder / "one"), no_dist=True)
+    names = set()
+    for form in ("one", "bare", "stateful", "unnamed"):
+        out = tmp_path / form
+        got = load_file(out / hf_zero.convert_checkpoint(folder / form, out).files[0])
+        names.add(frozenset(got))
+        assert all(torch.equal(value, held["model"][name]) for name, value in got.items()), form
+    assert len(names) == 1
 
 
 def test_what_lies_beside_the_model_keeps_its_shape(written, heard):
@@ -151,14 +141,6 @@ class Harm:
 
     def __reduce__(self):
         return Harm.done.append, ("run",)
-
-
-def cut_short(path):
-    path.write_bytes(path.read_bytes()[:-3000])
-
-
-def overwritten(content):
-    return lambda path: path.write_bytes(content)
 
 
 def rewritten(change):
@@ -197,13 +179,17 @@ def point_elsewhere(data):
 METADATA = r"\.metadata is damaged, or not what torch.distributed.checkpoint writes"
 # the file, what is done to it, and what the error says
 DAMAGES = [
-    ("__1_0.distcp", cut_short, r"__1_0.distcp is damaged or missing .*restore it"),
+    (
+        "__1_0.distcp",
+        lambda path: path.write_bytes(path.read_bytes()[:-3000]),
+        r"__1_0.distcp is damaged or missing .*restore it",
+    ),
     ("__1_0.distcp", lambda path: path.unlink(), r"__1_0.distcp is damaged or missing"),
     ("__0_0.distcp", lambda path: path.write_bytes(b"x" * path.stat().st_size), r"__0_0.distcp"),
-    (".metadata", overwritten(pickle.dumps(Harm())), METADATA),
-    (".metadata", overwritten(pickle.dumps({"a": 1})), METADATA),
-    (".metadata", overwritten(b""), METADATA),
-    (".metadata", overwritten(b"no pickle"), METADATA),
+    *(
+        (".metadata", lambda path, content=content: path.write_bytes(content), METADATA)
+        for content in (pickle.dumps(Harm()), pickle.dumps({"a": 1}), b"no pickle")
+    ),
     (".metadata", rewritten(lead_out), r"'\.\./elsewhere', which leads out of its folder"),
     (".metadata", rewritten(hold_no_model), r"holds no model: its names begin with \['other'\]"),
     (".metadata", rewritten(cut_columns), "cut along another dimension than the first"),

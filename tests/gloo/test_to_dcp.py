@@ -1,6 +1,4 @@
-"""Checkpoints written for torch.distributed.checkpoint: FSDP2 continues as hf-zero did, and as
-itself after a way through hf-zero, on other numbers of ranks.
-"""
+"""Checkpoints written for torch: FSDP2 continues as hf-zero did, on other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ def on_with_fsdp2(rank, folder, form):
 
 @pytest.fixture(scope="module")
 def back(written, tmp_path_factory):
-    """The checkpoint of FSDP2 through one step of hf-zero on three ranks, ``run``, and that one
-    converted back; the losses of FSDP2 after it.
-    """
+    """FSDP2's checkpoint after a step of hf-zero, that one converted back, and later losses."""
     folder, want = tmp_path_factory.mktemp("dcp"), written[1]
     between, _ = hf_zero_on(3, 3, written[0] / "one", folder / "run", LATER[:1])
     assert between == pytest.approx([want[SAVED_AFTER]], rel=2e-6)

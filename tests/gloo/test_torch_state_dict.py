@@ -1,6 +1,4 @@
-"""``torch.distributed.checkpoint.state_dict`` on an engine's model: DCP saves and loads a training
-under hf-zero, and FSDP2 continues it, on other numbers of ranks and at other stages.
-"""
+"""``torch.distributed.checkpoint.state_dict`` on an engine's model, for hf-zero and FSDP2."""
 
 from __future__ import annotations
 
@@ -34,10 +32,12 @@ from tests.helpers.processes import run_processes
 
 OFFLOADED = "3, offloaded"
 CPU = {"device": "cpu"}
-SECTIONS = {stage: {"stage": stage} for stage in (0, 1, 2, 3)} | {
-    OFFLOADED: {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}
+SECTIONS = {
+    0: {"stage": 0},
+    2: {"stage": 2},
+    OFFLOADED: {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU},
 }
-OTHERS = {0: 3, 1: OFFLOADED, 2: 1, 3: 0, OFFLOADED: 2}
+OTHERS = {0: OFFLOADED, 2: 0, OFFLOADED: 2}
 
 
 def from_hf_zero(rank, folder):
@@ -76,11 +76,10 @@ def on_with_others(rank, folder, fsdp2):
     return found
 
 
-@pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.long)])
-def test_a_training_goes_on_under_either(ranks, written, tmp_path):
+def test_a_training_goes_on_under_either(written, tmp_path):
     fsdp2, want = written
     saved = run_processes(2, from_hf_zero, str(tmp_path))
-    found = run_processes(ranks, on_with_others, str(tmp_path), str(fsdp2 / "one"))
+    found = run_processes(3, on_with_others, str(tmp_path), str(fsdp2 / "one"))
     for stage in SECTIONS:
         assert mean([each[stage] for each in saved]) == pytest.approx(want, rel=2e-6)
     for way in found[0]:
@@ -99,7 +98,11 @@ def in_16_bits(rank, folder):
     whole = get_model_state_dict(engine.module, options=StateDictOptions(full_state_dict=True))
     assert whole.keys() == weights.keys()
     assert not any(isinstance(value, TensorPart) for value in whole.values())
-    in_files_of_hugging_face(get_model_state_dict(engine.module), folder)
+    # a file of safetensors has one box of a tensor, and a rank's part may be several
+    for more in ({}, {"enable_consolidation": True}):
+        writer = dcp.HuggingFaceStorageWriter(f"{folder}/parts", save_distributed=True, **more)
+        with pytest.raises(CheckpointException, match="has room for one of each tensor"):
+            dcp.save(get_model_state_dict(engine.module), storage_writer=writer)
     engine.destroy()
     again = engine_at(3, **keys)
     names = ("model", "optimizer")
@@ -116,14 +119,6 @@ def in_16_bits(rank, folder):
     for wrong in (lacking, {**asked["model"], next(iter(lacking)): torch.zeros(1)}):
         with pytest.raises(CheckpointError, match="state dict"):
             give(wrong)
-
-
-def in_files_of_hugging_face(parts, folder):
-    """A file of safetensors has one box of a tensor, and a rank's part may be several."""
-    for keys in ({}, {"enable_consolidation": True}):
-        writer = dcp.HuggingFaceStorageWriter(f"{folder}/parts", save_distributed=True, **keys)
-        with pytest.raises(CheckpointException, match="has room for one of each tensor"):
-            dcp.save(parts, storage_writer=writer)
 
 
 def test_master_weights_options_and_files_of_safetensors(tmp_path):
