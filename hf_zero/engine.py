@@ -144,7 +144,7 @@ class Engine(TrainingEngine):
         ends_window = self.accumulation.ends_by_step
         with self.measures.step(self):
             super().step()
-        if ends_window:
+        if ends_window and self.training_dataloader is not None:
             self.window_start.note(self)
         if ends_window and self.async_saves.writer is not None:
             self.async_saves.raise_failure()

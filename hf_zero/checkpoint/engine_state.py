@@ -38,7 +38,6 @@ from hf_zero.device import kinds
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import listed
-from hf_zero.zero.layout.declared import declared, is_inside
 from hf_zero.zero.layout.flat_layout import FlatLayout
 from hf_zero.zero.layout.sharding import WholeNames, persistent_buffers, sharding_of
 
@@ -244,7 +243,11 @@ def export_of(
     keeps, and the names it leaves out, read from the model's own lists.
     """
     patterns = []
+    ignored: dict[str, Sequence[str]] = {}  # by prefix: as in save_pretrained, of outermost models
     for prefix, child in module.named_modules():
+        ignores = getattr(child, "_keys_to_ignore_on_save", None)
+        if ignores and not any(f"{prefix}.".startswith(outer) for outer in ignored):
+            ignored[f"{prefix}." if prefix else ""] = tuple(ignores)
         for pattern in getattr(child, "_tied_weights_keys", None) or ():
             patterns.append(re.compile(f"{re.escape(prefix)}\\.{pattern}" if prefix else pattern))
     groups: dict[str, list[str]] = {}
@@ -257,16 +260,7 @@ def export_of(
         sources = [name for name in group if not any(pattern.search(name) for pattern in patterns)]
         if sources and held not in sources:
             names[held] = min(sources)
-    ignored = declared(module, "_keys_to_ignore_on_save")
-    skip = tuple(
-        sorted(
-            f"{prefix}.{name}" if prefix else name
-            for prefix, names in ignored.items()
-            # as in save_pretrained of the outermost model, which lists the names of inner ones
-            if not any(is_inside(prefix, outer) for outer in ignored)
-            for name in names
-        )
-    )
+    skip = tuple(sorted(f"{prefix}{name}" for prefix, names in ignored.items() for name in names))
     model_class = type(unwrapped(module)).__name__
     return Export(whole_names.pairs(names), skip, model_class, adapters_of(module, aliases))
 

@@ -121,7 +121,7 @@ def load(
 
         whole = load_module_strict and not load_module_only
         whole &= load_optimizer_states or engine.bound is None
-        with engine.changes.begin(f"the load of {folder}", replaces=whole):
+        with engine.changes.change(f"the load of {folder}", replaces=whole):
             with progress_bar(
                 None if engine.global_rank == 0 else False,
                 loader.nbytes,
@@ -130,7 +130,7 @@ def load(
                 collective_try(engine.mesh.job, apply, folder, partly)
             engine.refresh_params()
             engine.restart_window()
-            if not load_loader:
+            if not load_loader and engine.training_dataloader is not None:
                 engine.window_start.note(engine)
             engine.publish_scale()
     log_rank0(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import logging
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,12 +24,11 @@ STATEFUL = ("state_dict", "load_state_dict")
 
 
 class WindowStart:
-    """Counters and place in the training data where an accumulation window begins. A save inside
-    the window records these: its gradients are not saved, and a resumed run repeats all of it.
+    """The place in the training data where an accumulation window begins. A save inside
+    the window records it: its gradients are not saved, and a resumed run repeats all of it.
     """
 
     def __init__(self) -> None:
-        self._counters = Counters()
         self._place: dict[str, int] | None = None
         # the iterations of the loader that had begun by then, and whether the window's first batch
         # is that of the next one
@@ -42,7 +40,6 @@ class WindowStart:
         """Record the present as the start of the next window. ``own``: the state that a loader
         with a state of its own has loaded, b"" if it begins anew.
         """
-        self._counters = replace(engine.counters)
         loader: Any = engine.training_dataloader
         if hasattr(loader, "place"):
             self._place, self._iterations = loader.place, loader.iterations
@@ -59,7 +56,9 @@ class WindowStart:
 
     def counters(self, engine: TrainingEngine) -> Counters:
         """Return the counters without the micro-batches of an open window."""
-        return self._counters if engine.window_is_open else engine.counters
+        window = engine.accumulation
+        counted = window.managed and window.micro_batches > 0 and engine.window_is_open
+        return window.before if counted and window.before is not None else engine.counters
 
     def place(self, engine: TrainingEngine) -> dict[str, int]:
         """Return the place in the training data from which a resumed run continues, equal on all

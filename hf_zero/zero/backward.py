@@ -55,6 +55,8 @@ class AccumulationWindow:
         self.managed = managed
         # since the last step: number of step() calls, or of backwards if not managed
         self.micro_batches = 0
+        # the counters before its first micro-batch was counted
+        self.before: Counters | None = None
         self.boundary: bool | None = None  # whether the next backward ends it, if set by the script
         self.syncs = True  # False inside no_sync
         # Backwards since the last step() or zero_grad(): each that was announced not to end the

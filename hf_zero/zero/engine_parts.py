@@ -25,9 +25,8 @@ from hf_zero.zero.reduce.losses import Fp16LossScaler
 from hf_zero.zero.sharded_model import ShardedModel, retire_flats, take_native_threads
 from hf_zero.zero.state_bytes import bytes_by_tier, state_bytes
 from hf_zero.zero.step.optimizer_patch import patch_optimizer, restore_optimizer
-from hf_zero.zero.step.optimizer_step import OptimizerStep
+from hf_zero.zero.step.optimizer_step import OptimizerStep, StateChanges
 from hf_zero.zero.step.preemption import StopRequests
-from hf_zero.zero.step.state_change import StateChanges
 from hf_zero.zero.step.step_reports import SanityChecks, StepMeasures
 
 _guarding: list[Any] = []  # the one process-wide hook on optimizer steps
@@ -88,7 +87,6 @@ class EngineParts(AroundModel):
         # buffer then
         self.sent_changes: tuple[tuple[Any, ...], tuple[int, ...]] | None = None
         self.counters = Counters()
-        self.changes = StateChanges()
         self.accumulation = AccumulationWindow(
             config.gradient_accumulation_steps or 1, config.managed_gradient_accumulation
         )
@@ -101,8 +99,8 @@ class EngineParts(AroundModel):
         mesh = make_mesh(plan)
         try:
             with ExitStack() as installed:
+                self.changes = StateChanges(mesh.passes)
                 self._build(plan, mesh, installed)
-                mesh.passes.refuse = self.changes.refuse
                 self._installed = installed.pop_all()
         except BaseException as error:
             # Parameters left sharded can be gathered by another engine, over these process groups.

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from hf_zero.config import ZeroConfig
-from hf_zero.errors import ConfigError, HfZeroError, PartitionError
+from hf_zero.errors import ConfigError, HfZeroError, OffloadError, PartitionError
 from hf_zero.logging import listed, logger
 from hf_zero.zero.access.consolidate import consolidated, whole_state_dict
 from hf_zero.zero.engine_parts import EngineParts
@@ -265,31 +266,43 @@ class TrainingEngine(EngineParts):
                 "step() of an engine that was destroyed; train with another one: "
                 "hf_zero.initialize(model=..., optimizer=...)"
             )
-        self.changes.refuse("step()")
-        ends_window, window = self.accumulation.ends_by_step, self.accumulation
+        if self.changes.broken:
+            self.changes.refuse("step()")
+        ends_window = self.accumulation.ends_by_step
         self.backward_pass.reset(counts_only=not ends_window)
         self.backward_pass.take_in_unannounced()
         self.sharded_model.guards.check()
         self.backward_pass.refuse_unusable()
         self.optimizer_step.applied = False
-        if not ends_window:
-            with self.changes.begin(f"a micro-batch of step {self.global_steps + 1}"):
-                self._count_micro_batches(window.take_count())
-                window.micro_batches += 1
-            return
-        self._refuse_update()
+        if ends_window:
+            self._refuse_update()
+            try:
+                self.backward_pass.reduce_for_step()
+            except BaseException as error:
+                if not isinstance(error, HfZeroError):
+                    self.backward_pass.reducer.lose_gradients()
+                raise
+            if not self.config.zero.ignore_unused_parameters:
+                self.backward_pass.refuse_unused()
+        failure = None
         try:
-            self.backward_pass.reduce_for_step()
+            if ends_window:
+                failure = self._end_window()
+            else:
+                self._count_in_window()
         except BaseException as error:
-            if not isinstance(error, HfZeroError):
-                self.backward_pass.reducer.lose_gradients()
+            self.changes.note(f"step {self.global_steps + 1}", error)
             raise
-        if not self.config.zero.ignore_unused_parameters:
-            self.backward_pass.refuse_unused()
-        with self.changes.begin(f"step {self.global_steps + 1}"):
-            failure = self._end_window()
         if failure is not None:
             raise failure
+
+    def _count_in_window(self) -> None:
+        """Count a micro-batch that does not end the window."""
+        window = self.accumulation
+        if not window.micro_batches:
+            window.before = replace(self.counters)
+        self._count_micro_batches(window.take_count())
+        window.micro_batches += 1
 
     def _end_window(self) -> Exception | None:
         """Update from the reduced gradients of the window, and count the step. Return the exception
@@ -303,7 +316,7 @@ class TrainingEngine(EngineParts):
         self._publish_events()
         self.schedule.end_step()
         failure = None
-        if not overflow:
+        if not overflow and self.bound.optimizer._optimizer_step_post_hooks:
             try:
                 self.bound.run_post_hooks()
             except Exception as error:
@@ -333,7 +346,13 @@ class TrainingEngine(EngineParts):
             refuse_half_done(
                 self.updater, "gradient clipping that was switched on after the backward"
             )
-        self.optimizer_step.refuse_failed_writes()
+        failed = self.optimizer_step.failed_writes()
+        if failed:
+            raise OffloadError(
+                f"a write of offloaded state has failed: {failed}. The last step is complete, what "
+                "could not be written is in memory: save a checkpoint now, free disk space or fix "
+                "the path, and resume"
+            )
 
     def _end_update(self, overflow: bool, scaler: Fp16LossScaler) -> None:
         """Count the update, publish its outcome and the new loss scale of ``scaler``, and log a

@@ -21,11 +21,6 @@ def declared(model: nn.Module, attribute: str) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def is_inside(prefix: str, outer: str) -> bool:
-    """Whether the submodule called ``prefix`` is in the one called ``outer``, and is not that."""
-    return prefix != outer and (not outer or prefix.startswith(f"{outer}."))
-
-
 def config_of(model: nn.Module | None) -> Any:
     """Return the ``config`` of ``model``, or of its outermost submodule with one of transformers;
     None without any.

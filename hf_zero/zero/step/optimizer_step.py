@@ -13,8 +13,9 @@ import torch
 
 from hf_zero.config import ZeroConfig
 from hf_zero.device import kinds
-from hf_zero.device.spans import span
-from hf_zero.errors import OffloadError, PartitionError
+from hf_zero.device.spans import NOTHING, span
+from hf_zero.distributed.recovery import PassTracker
+from hf_zero.errors import PartitionError
 from hf_zero.logging import logger
 from hf_zero.offload.gradient_offload import GradientOffload
 from hf_zero.offload.placement import ShardSpec, room_beside_a_step
@@ -99,18 +100,6 @@ class OptimizerStep:
         errors = model.mesh.all_gather_object("" if own is None else str(own), "writes that failed")
         return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(errors) if text)
 
-    def refuse_failed_writes(self) -> None:
-        """Raise OffloadError on all ranks if writes of the last update have failed on any: no
-        further update begins (collective).
-        """
-        failed = self.failed_writes()
-        if failed:
-            raise OffloadError(
-                f"a write of offloaded state has failed: {failed}. The last step is complete, what "
-                "could not be written is in memory: save a checkpoint now, free disk space or fix "
-                "the path, and resume"
-            )
-
     def update_early(self, unit: Unit, steps: int) -> None:
         """Begin the update of ``unit`` within the backward, after ``steps`` steps.
 
@@ -180,7 +169,9 @@ class OptimizerStep:
         with self.changing_state(), self.bound.scaled_rates(self.lr_scale):
             for each in self.extensions:
                 each.before_update()
-            with span("update", "parameters on the device"), self.bound.without_post_hooks():
+            hooks = self.bound.optimizer._optimizer_step_post_hooks
+            put_off = self.bound.without_post_hooks() if hooks else NOTHING
+            with span("update", "parameters on the device"), put_off:
                 written = self.bound.step(divisor, shards=self._shards_to_write())
             for each in self.extensions:
                 resting.update(each.update(divisor))
@@ -310,6 +301,46 @@ class OptimizerStep:
         self.bound, self.extensions = None, ()
         if failure is not None:  # the values in the model are not those of the last step
             raise failure
+
+
+class StateChanges:
+    """The change of an engine's state (a step, a load) under way. An exception that breaks it off
+    leaves weights, optimizer state and counters that belong to different steps, possibly on this
+    rank alone: whatever would use them is refused, until a load has replaced all of them.
+    """
+
+    def __init__(self, passes: PassTracker) -> None:
+        self._passes = passes
+        self.broken = ""  # the change that was broken off, and why
+
+    @contextmanager
+    def change(self, what: str, replaces: bool = False) -> Iterator[None]:
+        """Context of a change called ``what`` in messages; ``replaces``: it replaces all of the
+        state.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self.note(what, error)
+            raise
+        if replaces:
+            self.broken, self._passes.refuse = "", None
+
+    def note(self, what: str, error: BaseException) -> None:
+        """Note that ``error`` has broken off the change called ``what``."""
+        said = str(error).partition("\n")[0][:200]
+        cause = type(error).__name__ + (f" ({said})" if said else "")
+        self.broken = self.broken or f"{what} was broken off by {cause}"
+        self._passes.refuse = self.refuse
+
+    def refuse(self, what: str) -> None:
+        """Raise PartitionError for ``what`` if a change was broken off."""
+        if self.broken:
+            raise PartitionError(
+                f"{what} would use a state that is half changed: {self.broken}. Load a whole "
+                "checkpoint (engine.load_checkpoint), or destroy() the engine and resume with "
+                "hf_zero.initialize(resume=...), on all ranks"
+            )
 
 
 def refuse_half_done(updater: Updater, what: str) -> None:
