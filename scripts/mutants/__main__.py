@@ -128,6 +128,8 @@ def record(arguments: list[str]) -> int:
     """Run the suite over a copy of the tree with a probe before each fault's statement, which notes
     the test that executes it, also in processes that the test starts.
     """
+    if check():
+        return 1
     hits = RESULTS / "hits"
     shutil.rmtree(hits, ignore_errors=True)
     hits.mkdir(parents=True)
