@@ -124,9 +124,11 @@ def repeated_blocks(model: nn.Module, sizes: Sizes = OWN) -> list[tuple[str, nn.
 
 
 def _called(container: nn.Module) -> Iterator[nn.Module]:
-    """Yield the items of ``container``; those of an item that is a container itself."""
+    """Yield the items of ``container``; in place of one that is a container of modules itself, and
+    has no forward and no parameters of its own, those of that.
+    """
     for item in container.children():
-        if _is_called(item):
+        if _is_called(item) or item._parameters or not any(map(_is_called, item.modules())):
             yield item
         else:
             yield from _called(item)
