@@ -337,7 +337,9 @@ def _optimizer(
             if even
             else max(own.values(), key=lambda numbers: numbers.get("step", 0.0), default={})
         )
-        apart = {name: numbers for name, numbers in own.items() if numbers != scalars}
+        apart = {
+            name: numbers for name, numbers in own.items() if numbers != scalars or not numbers
+        }
         groups.append(replace(group, scalars=scalars, parameters=names[index], apart=apart))
     factors = {
         parameter: FactorEntry(file, shapes)

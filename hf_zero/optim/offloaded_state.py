@@ -116,6 +116,10 @@ class OffloadedState:
         self._fresh.discard(segment)
         return fresh
 
+    def is_fresh(self, segment: Segment) -> bool:
+        """Whether ``segment`` was not stepped yet."""
+        return segment in self._fresh
+
     def fresh_names(self) -> frozenset[str]:
         """Return the parameters with elements that were not stepped yet."""
         return frozenset[str]().union(*(segment.names for segment in self._fresh))

@@ -122,6 +122,12 @@ class SegmentTable:
         """Return the store that keeps the state of ``segment``."""
         return self.offloaded if segment.offloaded else self.device
 
+    def is_unstepped(self, segment: Segment) -> bool:
+        """Whether ``segment`` was never stepped."""
+        if segment.offloaded:
+            return self.offloaded.is_fresh(segment)
+        return segment.tensor not in self._optimizer.state
+
     def divide(
         self, segments: Iterable[Segment], kind_of: Callable[[str], Hashable]
     ) -> dict[Segment, list[tuple[Hashable, Segment]]]:
@@ -212,12 +218,15 @@ class GroupNumbers:
 
     def apart(self) -> list[dict[str, dict[str, float]]]:
         """Return per group, if its parameters have made different numbers of steps, the numbers of
-        each parameter with elements on this rank; otherwise an empty dict.
+        each parameter with elements on this rank, none for one that was never stepped; otherwise an
+        empty dict. Left out is a stepped parameter whose optimizer keeps no numbers.
         """
         out: list[dict[str, dict[str, float]]] = [{} for _ in self._entries.groups]
         for segment in self._table.segments:
             if segment.group in self._table.parted and segment.parts:
-                out[segment.group] |= dict.fromkeys(segment.names, self._entries.numbers(segment))
+                numbers = self._entries.numbers(segment)
+                if numbers or self._table.is_unstepped(segment):
+                    out[segment.group] |= dict.fromkeys(segment.names, numbers)
         return out
 
     def note_load(

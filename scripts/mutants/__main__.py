@@ -40,7 +40,7 @@ RESULTS = ROOT / ".mutants"
 COPIED = ("hf_zero", "kernels", "tests", "scripts", "recipes", ".github", ".ci")
 FIRST = 20  # tests of the first round, each of another file
 LIMIT = 150.0  # seconds of one fault's tests
-HANGS = 180  # seconds after which a test fails that has not ended
+HANGS = 90  # seconds after which a test fails that has not ended
 
 
 @dataclass(frozen=True)

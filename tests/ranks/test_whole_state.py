@@ -30,6 +30,7 @@ OPTIMIZERS: dict[str, Make] = {
     "RMSprop": lambda params: torch.optim.RMSprop(params, 1e-3, momentum=0.9),
     "Rprop": lambda params: torch.optim.Rprop(params, 1e-3),
     "ASGD": lambda params: torch.optim.ASGD(params, 1e-2, t0=1),
+    "SGD": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
     "SGD with dampening": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9, dampening=0.5),
     "Lion": lambda params: Lion(params, 1e-3),
 }
@@ -108,6 +109,8 @@ def unfrozen(rank: int, make: Make, stage: int, offload: bool, way: str, folder:
         if way == "after steps":  # what the steps have left is in the engine
             train(engine, rank, range(5, 7))
         engine.load_checkpoint(str(source))
+    engine.save_checkpoint(str(folder / "again"))  # before the unfrozen layer has made a step
+    engine.load_checkpoint(str(folder / "again"))
     train(engine, rank, range(3, 5))
     weights = list(engine.state_dict().values())
     engine.destroy()
