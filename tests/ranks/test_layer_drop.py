@@ -6,6 +6,7 @@ rows of ``test_capabilities.py``.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_zero.config import TokenDropSection
+from hf_zero.config import TokenDropSection, ZeroConfig
 from hf_zero.errors import ConfigError, NotBuiltError
+from hf_zero.techniques.layer_drop import LayerDrop
 from hf_zero.techniques.token_drop import sample, tokens_read
 from tests.helpers import oracle
 from tests.helpers.cells import in_one_item, in_turn
@@ -290,3 +292,13 @@ def test_hidden_states_with_tokens_first():
         said = f"batch_first = {batch_first}; write {other}"
         with pytest.raises(ConfigError, match=said):
             run(batch_first, order)
+
+
+@in_one_item(["tensor", "sequence", "expert"])
+def test_ranks_that_compute_a_block_together_must_draw_alike(axis: str) -> None:
+    keys = {"progressive_layer_drop": {"enabled": True, "per_rank": True}}
+    drop = LayerDrop.of(ZeroConfig.from_dict(keys))
+    dims = SimpleNamespace(size=lambda asked: 2 if asked == axis else 1)
+    engine = SimpleNamespace(mesh=SimpleNamespace(dims=dims), module=nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=f"without {axis} parallelism"):
+        drop.install(engine)
