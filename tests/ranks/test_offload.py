@@ -38,8 +38,9 @@ from tests.helpers.engines import (
     start,
     train_on_threads,
 )
-from tests.helpers.models import ARCHITECTURES
+from tests.helpers.models import ARCHITECTURES, Block, seeded
 from tests.helpers.offloads import offload, opened, same, trained
+from tests.helpers.ranks import run_ranks
 from tests.helpers.stacks import on_ranks, squared
 from tests.helpers.training import ArchitectureJob, At, Plan, trainable
 from tests.ranks.cases import values_of
@@ -412,3 +413,45 @@ def test_an_update_that_fails_is_raised_and_holds_up_nothing_else(ranks, tmp_pat
 
     monkeypatch.setattr(Update, "run", broken)
     on_ranks(ranks, _breaks, tmp_path, build=LLAMA.build)
+
+
+class EitherWay(nn.Module):
+    """Two blocks of one size, which a call uses in the order that it names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(8) for _ in range(2))
+
+    def forward(self, rows: torch.Tensor, first: int) -> torch.Tensor:
+        for at in (first, 1 - first):
+            rows = self.blocks[at](rows)
+        return rows.square().mean()
+
+
+def test_ranks_whose_forwards_differ_in_order(tmp_path):
+    models = [seeded(EitherWay) for _ in range(3)]
+    rows = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
+    section = offload("optimizer on cpu", 2, tmp_path)
+    section["stage3_module_granularity_threshold"] = 0
+
+    def over(rank: int) -> dict[str, torch.Tensor]:
+        model = models[rank]
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        engine = start(model, optimizer, config_of(2, zero_optimization=section))
+        for _ in range(4):
+            engine.backward(engine(rows[rank], rank))
+            engine.step()
+        weights: dict[str, torch.Tensor] = engine.state_dict()
+        engine.destroy()
+        return weights
+
+    plain = models[2]
+    optimizer = torch.optim.AdamW(plain.parameters(), 1e-2)
+    for _ in range(4):
+        for rank in range(2):
+            (plain(rows[rank], rank) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for got in run_ranks(2, over):
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-6)
