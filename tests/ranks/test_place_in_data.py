@@ -149,6 +149,19 @@ def test_a_loop_that_is_left_and_begun_again_has_another_place(tmp_path: Path) -
     run_ranks(RANKS, over)
 
 
+def test_a_place_at_the_end_of_an_epoch_is_the_next_one(tmp_path: Path) -> None:
+    def over(rank: int) -> None:
+        engine, loader = initialized("map", rank, window=1)
+        train(engine, loader, 5)
+        engine.save_checkpoint(str(tmp_path))
+        engine.destroy()
+        engine, loader = initialized("map", rank, window=1, resume=str(tmp_path))
+        assert loader.epoch == 1 and next(iter(loader))[1].shape == (ROWS,)
+        engine.destroy()
+
+    run_ranks(RANKS, over)
+
+
 def test_a_loader_whose_state_is_not_known_is_refused(tmp_path: Path) -> None:
     def over(rank: int) -> None:
         engine, loader = initialized("own", rank, window=1)
