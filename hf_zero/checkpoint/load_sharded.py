@@ -338,10 +338,16 @@ class _Load:
 
     def _forget_unsaved(self) -> None:
         """Reset the optimizer to unstepped if it had not stepped when it was saved."""
-        saved = self.manifest.optimizer
-        nothing = saved is not None and not any(group.scalars for group in saved.groups)
-        if nothing and not any(flat.states for flat in self.manifest.flats):
+        if self.manifest.optimizer is not None and not self._has_stepped:
             self.engine.bound.forget()
+
+    @property
+    def _has_stepped(self) -> bool:
+        """Whether the saved optimizer had stepped a parameter."""
+        saved = self.manifest.optimizer
+        groups = () if saved is None else saved.groups
+        numbers = any(group.scalars or any(group.apart.values()) for group in groups)
+        return numbers or any(flat.states for flat in self.manifest.flats)
 
     def _load_states(
         self, flat: FlatBuffer, found: list[CopyRange], saved: dict[str, list[CopyRange]]
@@ -369,9 +375,7 @@ class _Load:
             for values, live in zip(settings, bound.groups):
                 values |= {name: live[name] for name in SCHEDULED if name in live}
         bound.load_hyperparameters(settings)
-        if any(group.scalars or group.apart for group in groups) or any(
-            flat.states for flat in self.manifest.flats
-        ):
+        if self._has_stepped:
             saved_apart = {
                 name: numbers for group in groups for name, numbers in group.apart.items()
             }

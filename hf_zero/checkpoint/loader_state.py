@@ -15,12 +15,10 @@ from hf_zero.checkpoint.manifest import LOADER, Manifest
 from hf_zero.checkpoint.tensorfile import TensorFile
 from hf_zero.errors import CheckpointError
 from hf_zero.logging import counted, log_rank0
-from hf_zero.zero.backward import Counters
 
 if TYPE_CHECKING:
+    from hf_zero.zero.backward import Counters
     from hf_zero.zero.training_engine import TrainingEngine
-
-STATEFUL = ("state_dict", "load_state_dict")
 
 
 class WindowStart:
@@ -46,7 +44,7 @@ class WindowStart:
             self._is_between = loader.resumed or _past_the_end(loader, self._place)
         elif own is not None:
             self._own = own
-        elif _has_own_state(loader):
+        elif is_stateful(loader):
             window = engine.accumulation
             try:  # a window of one micro-batch is never open at a save
                 several = window.steps > 1 or not window.managed
@@ -81,7 +79,7 @@ class WindowStart:
         their tensor; {} for any other. Raises CheckpointError for a state that needs a pickle.
         """
         loader = engine.training_dataloader
-        if not _has_own_state(loader):
+        if not is_stateful(loader):
             return {}
         content = self._own if engine.window_is_open else _serialised(loader)
         if isinstance(content, CheckpointError):
@@ -97,8 +95,12 @@ class WindowStart:
         return {LOADER: torch.frombuffer(bytearray(content), dtype=torch.uint8)}
 
 
-def _has_own_state(loader: Any) -> bool:
-    return all(callable(getattr(type(loader), name, None)) for name in STATEFUL)
+def is_stateful(loader: Any) -> bool:
+    """Whether ``loader`` has its own ``state_dict`` and ``load_state_dict``, like torchdata's
+    ``StatefulDataLoader``.
+    """
+    names = ("state_dict", "load_state_dict")
+    return all(callable(getattr(type(loader), name, None)) for name in names)
 
 
 def in_next_epoch(loader: Any, place: dict[str, int]) -> dict[str, int]:
@@ -138,7 +140,7 @@ def restore(engine: TrainingEngine, manifest: Manifest, file: TensorFile | None)
         engine.window_start.note(engine)
         _tell_of_other_samples(loader, manifest)
         return
-    if _has_own_state(loader) and file is not None and LOADER in file.entries:
+    if is_stateful(loader) and file is not None and LOADER in file.entries:
         content = torch.empty(file.entries[LOADER].numel, dtype=torch.uint8)
         file.read_into(LOADER, 0, content)
         own = content.numpy().tobytes()

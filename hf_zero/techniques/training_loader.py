@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from hf_zero.checkpoint.loader_state import is_stateful
 from hf_zero.config import ZeroConfig
 from hf_zero.config.techniques import METRICS
 from hf_zero.errors import ConfigError
@@ -129,16 +130,6 @@ class StreamLoader(DataLoader[Any]):
         yield from super().__iter__()
         self.epoch += 1
         self._begun = False
-
-
-def is_stateful(loader: Any) -> bool:
-    """Whether ``loader`` has its own ``state_dict`` and ``load_state_dict``, like torchdata's
-    ``StatefulDataLoader``.
-    """
-    return all(callable(getattr(type(loader), name, None)) for name in _STATEFUL)
-
-
-_STATEFUL = ("state_dict", "load_state_dict")
 
 
 def data_loader(data: Any, collate_fn: Collate | None, config: ZeroConfig) -> Any:

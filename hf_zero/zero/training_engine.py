@@ -274,64 +274,49 @@ class TrainingEngine(EngineParts):
         self.sharded_model.guards.check()
         self.backward_pass.refuse_unusable()
         self.optimizer_step.applied = False
-        if ends_window:
-            self._refuse_update()
-            try:
-                self.backward_pass.reduce_for_step()
-            except BaseException as error:
-                if not isinstance(error, HfZeroError):
-                    self.backward_pass.reducer.lose_gradients()
-                raise
-            if not self.config.zero.ignore_unused_parameters:
-                self.backward_pass.refuse_unused()
-        failure = None
+        window = self.accumulation
+        if not ends_window:
+            with self.changes.change(f"a micro-batch of step {self.global_steps + 1}"):
+                if not window.micro_batches:
+                    window.before = replace(self.counters)
+                self._count_micro_batches(window.take_count())
+                window.micro_batches += 1
+            return
+        self._refuse_update()
         try:
-            if ends_window:
-                failure = self._end_window()
-            else:
-                self._count_in_window()
+            self.backward_pass.reduce_for_step()
         except BaseException as error:
-            self.changes.note(f"step {self.global_steps + 1}", error)
+            if not isinstance(error, HfZeroError):
+                self.backward_pass.reducer.lose_gradients()
             raise
+        if not self.config.zero.ignore_unused_parameters:
+            self.backward_pass.refuse_unused()
+        failure = None  # of a post hook: the step is complete even so, as in torch
+        with self.changes.change(f"step {self.global_steps + 1}"):
+            self._count_micro_batches(window.take_count())
+            window.micro_batches = 0
+            losses = self.backward_pass.losses
+            overflow = self.optimizer_step.update(self.global_steps, losses.may_overflow)
+            self._publish_events()
+            self.schedule.end_step()
+            if not overflow and self.bound.optimizer._optimizer_step_post_hooks:
+                try:
+                    self.bound.run_post_hooks()
+                except Exception as error:
+                    failure = error
+            requests, consensus = self.stop_requests, self.mesh.consensus
+            if requests.asked or (consensus is not None and consensus.steps.stopped):
+                requests.end_step()
+            self.backward_pass.reducer.clear()
+            self._end_update(overflow, losses.update_scale(overflow))
+            # a scheduler that takes a metric is stepped by the script
+            scheduler = self.lr_scheduler
+            own = scheduler is not None and not isinstance(scheduler, ReduceLROnPlateau)
+            if own and not overflow:
+                scheduler.step()
+            self.techniques.end_step()
         if failure is not None:
             raise failure
-
-    def _count_in_window(self) -> None:
-        """Count a micro-batch that does not end the window."""
-        window = self.accumulation
-        if not window.micro_batches:
-            window.before = replace(self.counters)
-        self._count_micro_batches(window.take_count())
-        window.micro_batches += 1
-
-    def _end_window(self) -> Exception | None:
-        """Update from the reduced gradients of the window, and count the step. Return the exception
-        of a post hook of the optimizer: the step is complete even so, as in torch.
-        """
-        window = self.accumulation
-        self._count_micro_batches(window.take_count())
-        window.micro_batches = 0
-        losses = self.backward_pass.losses
-        overflow = self.optimizer_step.update(self.global_steps, losses.may_overflow)
-        self._publish_events()
-        self.schedule.end_step()
-        failure = None
-        if not overflow and self.bound.optimizer._optimizer_step_post_hooks:
-            try:
-                self.bound.run_post_hooks()
-            except Exception as error:
-                failure = error
-        requests, consensus = self.stop_requests, self.mesh.consensus
-        if requests.asked or (consensus is not None and consensus.steps.stopped):
-            requests.end_step()
-        self.backward_pass.reducer.clear()
-        self._end_update(overflow, losses.update_scale(overflow))
-        # a scheduler that takes a metric is stepped by the script
-        own = self.lr_scheduler is not None and not isinstance(self.lr_scheduler, ReduceLROnPlateau)
-        if own and not overflow:
-            self.lr_scheduler.step()
-        self.techniques.end_step()
-        return failure
 
     def _refuse_update(self) -> None:
         """Raise ConfigError without an optimizer, PartitionError for a part updated before clipping

@@ -321,17 +321,13 @@ class StateChanges:
         try:
             yield
         except BaseException as error:
-            self.note(what, error)
+            said = str(error).partition("\n")[0][:200]
+            cause = type(error).__name__ + (f" ({said})" if said else "")
+            self.broken = self.broken or f"{what} was broken off by {cause}"
+            self._passes.refuse = self.refuse
             raise
         if replaces:
             self.broken, self._passes.refuse = "", None
-
-    def note(self, what: str, error: BaseException) -> None:
-        """Note that ``error`` has broken off the change called ``what``."""
-        said = str(error).partition("\n")[0][:200]
-        cause = type(error).__name__ + (f" ({said})" if said else "")
-        self.broken = self.broken or f"{what} was broken off by {cause}"
-        self._passes.refuse = self.refuse
 
     def refuse(self, what: str) -> None:
         """Raise PartitionError for ``what`` if a change was broken off."""
