@@ -18,7 +18,7 @@ from hf_zero import checkpoint
 from hf_zero.checkpoint.find import checkpoints_below, find_checkpoint
 from hf_zero.cli.app import app
 from hf_zero.errors import CheckpointError
-from tests.checkpoint.jobs import Job
+from tests.checkpoint.jobs import Job, edit
 from tests.checkpoint.jobs import saved as save
 
 
@@ -37,10 +37,7 @@ def model(folder: Path) -> Path:
 
 
 def set_step(path: Path, step: int) -> None:
-    manifest = json.loads(path.read_text())
-    del manifest["digest"]
-    manifest["counters"]["global_steps"] = step
-    path.write_text(json.dumps(manifest))
+    edit(path, lambda manifest: manifest["counters"].update(global_steps=step))
 
 
 @pytest.fixture

@@ -25,6 +25,15 @@ def stack() -> nn.Module:
     return seeded(Stack)
 
 
+def layers() -> nn.Sequential:
+    """Three linear layers, whose names are 0, 2 and 4."""
+    return seeded(
+        lambda: nn.Sequential(
+            nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)
+        )
+    )
+
+
 def squared(net: Any, at: At, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The loss of one micro-batch."""
     return net(features(at.step, at.micro, at.rank).to(dtype)).float().pow(2).mean()

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import hf_zero
 from hf_zero.checkpoint import verify_all
 from tests.helpers.cells import runs_long
 from tests.helpers.engines import config_of, start
 from tests.helpers.ranks import run_ranks
+from tests.helpers.stacks import layers
 
 PACKAGE = os.path.dirname(hf_zero.__file__)
 ROWS, SAMPLE = 4, 9  # rows of a batch; lines of a stage that the fast suite takes
@@ -61,17 +61,6 @@ class Lines:
             assert isinstance(error, Injected) or "injected" in str(error), error
         finally:
             sys.settrace(before)
-
-
-def layers() -> nn.Sequential:
-    model = nn.Sequential(
-        nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)
-    )
-    own = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.uniform_(-0.3, 0.3, generator=own)
-    return model
 
 
 def batch(step: int) -> torch.Tensor:

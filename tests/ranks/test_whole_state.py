@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import hf_zero
 from hf_zero.optim import Lion
 from tests.helpers.cells import in_turn
 from tests.helpers.engines import config_of, start
 from tests.helpers.ranks import run_ranks
+from tests.helpers.stacks import layers
 
 Make = Callable[[Any], torch.optim.Optimizer]
 ROWS = 4
@@ -34,17 +34,6 @@ OPTIMIZERS: dict[str, Make] = {
     "SGD with dampening": lambda params: torch.optim.SGD(params, 0.1, momentum=0.9, dampening=0.5),
     "Lion": lambda params: Lion(params, 1e-3),
 }
-
-
-def layers() -> nn.Sequential:
-    model = nn.Sequential(
-        nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)
-    )
-    own = torch.Generator().manual_seed(0)  # ranks that are threads share the default one
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.uniform_(-0.3, 0.3, generator=own)
-    return model
 
 
 def batch(step: int) -> torch.Tensor:
