@@ -114,12 +114,14 @@ def next_order(directory: AnyPath) -> int:
 
 def _age(folder: AnyPath) -> tuple[int, int]:
     """Return order and step of a checkpoint; 0 for an order that it lacks, and -1 for a step."""
+    if not is_checkpoint(folder):
+        return 0, -1
     try:
         with store_errors(folder), (folder / MANIFEST_NAME).open("rb") as file:
             manifest = json.load(file)
         order, step = manifest.get("order", 0), manifest["counters"].get("global_steps", -1)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return 0, -1  # damaged, or of another program
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return 0, -1  # damaged
     return (order, step) if type(order) is type(step) is int else (0, -1)
 
 
@@ -156,6 +158,8 @@ def latest_tag(root: AnyPath) -> str:
     """Return the tag that ``latest`` in ``root`` names. Raises CheckpointError if there is none."""
     path = root / LATEST
     try:
+        if not path.is_file():  # a pipe would never answer
+            raise FileNotFoundError(path)
         with store_errors(path), path.open("rb") as file:
             content = file.read(LONGEST_LATEST)
         name = content.decode().strip()

@@ -221,6 +221,7 @@ PARTS_VERSION = 3  # written if the manifest has parts of tensors
 VERSION = 2  # written otherwise
 READ = (1, 2, 3)  # versions that can be read; version 1 has SHA-256 alone
 MANIFEST_NAME = "manifest.json"
+MAX_ELEMENTS = 1 << 56  # of a tensor; its bytes then fit 64 bits
 MAX_MANIFEST = 1 << 30  # bytes; a larger manifest is damage, not a model
 DIGEST = "digest"  # the field with the hash of the whole file
 _BLANK = f"{DEFAULT_HASH}:{'0' * 32}"  # placeholder of the digest while it is computed
@@ -434,9 +435,23 @@ def _size(data: Mapping[str, Any], key: str) -> int:
     return value
 
 
+def _shape(data: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    shape = _items(data, key, int)
+    if not all(0 <= size <= MAX_ELEMENTS for size in shape) or math.prod(shape) > MAX_ELEMENTS:
+        raise ValueError(f"{key} is {list(shape)}, which no tensor has")
+    return shape
+
+
+def _numbers(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+    for name, value in data.items():
+        if not isinstance(value, (int, float)) or not abs(value) < 1 << 63:
+            raise ValueError(f"{name} of {where} is {value!r:.40}, expected a number")
+    return dict(data)
+
+
 def is_plain(name: str) -> bool:
     """Whether ``name`` is one path component that is not hidden."""
-    return bool(name) and Path(name).name == name and not name.startswith(".") and "\0" not in name
+    return Path(name).name == name and name[:1] not in ("", ".") and name.isprintable()
 
 
 def read_file_entry(
@@ -465,7 +480,7 @@ def read_flat(data: dict[str, Any]) -> FlatEntry:
     )
     layout = _get(data, "layout", dict)
     for slot in _items(layout, "slots", dict):
-        _get(slot, "name", str), _size(slot, "offset"), _items(slot, "shape", int)
+        _get(slot, "name", str), _size(slot, "offset"), _shape(slot, "shape")
     _size(layout, "shards")
     return FlatEntry(
         _get(data, "key", str),
@@ -487,16 +502,19 @@ def _optimizer(data: dict[str, Any]) -> OptimizerEntry:
     groups = tuple(
         GroupEntry(
             _get(g, "hyperparameters", dict),
-            _get(g, "scalars", dict),
+            _numbers(_get(g, "scalars", dict), "scalars"),
             _items(g, "parameters", str),
-            _values(g, "apart", dict) if "apart" in g else {},
+            {
+                name: _numbers(of, f"apart[{name!r}]")
+                for name, of in (_values(g, "apart", dict) if "apart" in g else {}).items()
+            },
         )
         for g in _items(data, "groups", dict)
     )
     factors = {
         name: FactorEntry(
             _size(of, "file"),
-            {key: _items(of["shapes"], key, int) for key in _get(of, "shapes", dict)},
+            {key: _shape(of["shapes"], key) for key in _get(of, "shapes", dict)},
         )
         for name, of in (_values(data, "factors", dict) if "factors" in data else {}).items()
     }
@@ -540,7 +558,7 @@ def _parse(data: dict[str, Any]) -> Manifest:
             name: dtype_of(dtype) for name, dtype in _values(data, "parameters", str).items()
         },
         buffers={
-            name: (dtype_of(_get(spec, "dtype", str)), _items(spec, "shape", int))
+            name: (dtype_of(_get(spec, "dtype", str)), _shape(spec, "shape"))
             for name, spec in _values(data, "buffers", dict).items()
         },
         aliases=_values(data, "aliases", str),
@@ -612,6 +630,13 @@ def _check(manifest: Manifest) -> None:
             raise ValueError(
                 f"flat {flat.key!r} has {flat.layout.numel} elements, its chunks end at {at}"
             )
+    for name in (*held, *manifest.buffers, *manifest.aliases):
+        if not name.isprintable():
+            raise ValueError(f"{name!r} is not the name of a tensor")
+    groups = manifest.optimizer.groups if manifest.optimizer else ()
+    known = {*held, *manifest.excluded}
+    if unknown := {name for group in groups for name in group.parameters} - known:
+        raise ValueError(f"optimizer groups name {sorted(unknown)}, which no flat holds")
     for name, of in manifest.optimizer.factors.items() if manifest.optimizer else ():
         if of.file >= len(manifest.files) or name not in manifest.parameters:
             raise ValueError(

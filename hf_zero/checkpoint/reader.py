@@ -8,12 +8,14 @@ from __future__ import annotations
 import bisect
 import heapq
 import importlib
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -511,7 +513,18 @@ def open_checkpoint(
     Raises CheckpointError.
     """
     if not (folder / MANIFEST_NAME).is_file() and (module := recognise(folder)):
+        _refuse_pipes(folder)
         program = importlib.import_module(f"hf_zero.checkpoint.foreign.{module}")
         opened: Checkpoint = program.open_checkpoint(folder, grouped())
         return opened
     return Checkpoint(folder, sizes, hashes)
+
+
+def _refuse_pipes(folder: AnyPath) -> None:
+    """Raise CheckpointError for a pipe, socket or device in ``folder``: a read could wait for ever.
+    Sizes in the manifest refuse them in checkpoints of hf-zero.
+    """
+    for place, _, names in os.walk(folder):
+        for path in (Path(place, name) for name in names):
+            if path.exists() and not path.is_file():
+                raise CheckpointError(f"{path} is not a regular file; remove it, or restore it")

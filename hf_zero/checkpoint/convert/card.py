@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -44,14 +43,24 @@ def places(folder: AnyPath) -> list[AnyPath]:
 
 def companions(folder: AnyPath) -> dict[str, AnyPath]:
     """Return the files to carry along, name -> path. Files nearer to the checkpoint take
-    precedence.
+    precedence; links to files elsewhere are left out.
     """
     found: dict[str, AnyPath] = {}
     for place in places(folder):
         for pattern in PATTERNS:
             for path in sorted(place.glob(pattern)):
-                found.setdefault(path.name, path)
+                if is_remote(path) or ((path.is_file() or path.is_dir()) and _stays(path, place)):
+                    found.setdefault(path.name, path)
     return found
+
+
+def _stays(path: Path, place: AnyPath) -> bool:
+    """Whether ``path`` in ``place`` is a file there, or one of the Hub's cache. A link may lead to
+    any file of this user, which would then be published with the model.
+    """
+    real, root = path.resolve(), Path(str(place)).resolve()
+    cached = root.parent.name == "snapshots" and real.is_relative_to(root.parent.parent / "blobs")
+    return cached or real.is_relative_to(root)
 
 
 def carry(
@@ -75,21 +84,33 @@ def carry(
         if is_remote(path) and name not in (CONFIG, CARD):
             path.fs.get(path.path, str(to), recursive=path.is_dir())
         elif path.is_dir():
-            shutil.copytree(path, to, dirs_exist_ok=True)
+            _copy_folder(path, to)
         elif name == CONFIG:
             _write(to, configured(path, dtype))
         elif name == CARD:
             found = logged(folder)
             text = carded(path.read_text(encoding="utf-8"), facts(manifest, found), found)
             _write(to, text.encode())
-        elif path.resolve() != to.resolve():
-            shutil.copyfile(path, to)
+        elif to.is_symlink() or not (to.exists() and to.samefile(path)):
+            _write(to, path.read_bytes())
         names.append(name)
     return names
 
 
+def _copy_folder(path: Path, to: Path) -> None:
+    """Copy the files of ``path``, but for links to elsewhere, into ``to``; replace a link there."""
+    if to.is_symlink():
+        to.unlink()
+    for place, _, names in os.walk(path):
+        into = to / Path(place).relative_to(path)
+        into.mkdir(parents=True, exist_ok=True)
+        for file in (Path(place, name) for name in names):
+            if file.is_file() and _stays(file, path.parent):
+                _write(into / file.name, file.read_bytes())
+
+
 def _write(path: Path, content: bytes) -> None:
-    """Replace ``path`` by a rename, since it may be the file that was read."""
+    """Replace ``path`` by a rename: it may be the file that was read, or a link."""
     temporary = path.with_name(f".hf-zero-new-{path.name}")
     temporary.write_bytes(content)
     os.replace(temporary, path)

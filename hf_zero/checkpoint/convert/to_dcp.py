@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from hf_zero.checkpoint.convert.outputs import OutputTensor, outputs, tied_names
@@ -91,7 +92,8 @@ class _State:
         for held, name in zip(group.parameters, names):
             optimizer["state"][name] = self._states(held, name, group)
         for name in {*names, *others}:
-            for key in settings:
+            # torch flattens a setting that is a dict, into other names
+            for key in (key for key, value in settings.items() if not isinstance(value, dict)):
                 self.further[("optimizer", f"param_groups.{name}.{key}")] = (
                     f"optimizer.param_groups.{place}.{key}"
                 )
@@ -116,11 +118,16 @@ def _fill(checkpoint: Checkpoint, runs: Any, state: str, out: torch.Tensor) -> N
     checkpoint.fill(out.view(-1), runs, state)
 
 
+# How an optimizer computes: settings that no checkpoint of hf-zero holds, and that a loader of
+# torch asks for where its optimizer has them.
+IMPLEMENTATION = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
+
+
 def _defaults(kind: str) -> dict[str, Any]:
-    """Return the settings that torch's optimizer of this name has beside those of a checkpoint."""
+    """Return the settings that an optimizer of this name has beside those of a checkpoint."""
     found = getattr(torch.optim, kind.rpartition(".")[2], None)
     if found is None:
-        return {}
+        return IMPLEMENTATION
     group = found([torch.zeros(1, 1, requires_grad=True)]).param_groups[0]  # Muon takes matrices
     return {key: value for key, value in group.items() if key != "params"}
 
@@ -142,7 +149,11 @@ def write_dcp(
     held = outputs(checkpoint.manifest, dtype, exclude_frozen)
     state = _State(checkpoint, held)
     writer = dcp.FileSystemWriter(folder, thread_count=1)
-    dcp.save(state.tree, storage_writer=writer, planner=_Planner(state.fills), no_dist=True)
+    try:
+        dcp.save(state.tree, storage_writer=writer, planner=_Planner(state.fills), no_dist=True)
+    except CheckpointException as error:  # torch's, around what was raised here
+        cause, _ = error.failures[0]
+        raise cause from None
     _name_again(folder / METADATA, state.further)
     return held
 

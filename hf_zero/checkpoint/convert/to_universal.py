@@ -15,7 +15,7 @@ import torch
 
 from hf_zero.checkpoint.convert.outputs import OutputTensor, outputs
 from hf_zero.checkpoint.foreign.deepspeed import FOLDER, SETTINGS, STEP, WEIGHTS
-from hf_zero.checkpoint.manifest import strip_wrappers
+from hf_zero.checkpoint.manifest import is_plain, strip_wrappers
 from hf_zero.checkpoint.reader import Checkpoint, parameter_ranges
 from hf_zero.errors import CheckpointError
 
@@ -66,6 +66,11 @@ def _write_states(checkpoint: Checkpoint, folder: Path) -> None:
         if flat.raw:
             continue  # bytes that only their module reads: saved with the model
         place = folder / strip_wrappers(name)
+        if not is_plain(place.name) or place.parent != folder:
+            raise CheckpointError(
+                f"{checkpoint.folder} holds a parameter {name!r}, whose name leads out of a folder "
+                "of its own; convert it to safetensors or dcp"
+            )
         place.mkdir()
         weights = {"param": _whole(checkpoint, name, None)}
         torch.save(weights | ({"cat_dim": 0} if flat.trainable else {}), place / f"{WEIGHTS}.pt")

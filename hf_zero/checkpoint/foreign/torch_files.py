@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import io
+import math
 import os
 import pickle
 import re
@@ -69,18 +70,52 @@ def load_pickle(path: Path, classes: tuple[str, ...]) -> Any:
 
 @cache
 def _of_numpy() -> tuple[Any, ...]:
-    """Return the globals that pickled numpy arrays and scalars refer to, under the module names
-    before and since numpy 2. They hold bytes and run no code.
+    """Return stand-ins for the globals that pickled numpy arrays and scalars refer to, under the
+    module names before and since numpy 2. numpy's own are not used: a dtype takes flags and
+    addresses from the file, and crashes the process if they are wrong.
     """
-    is_old = np.lib.NumpyVersion(np.__version__) < "2.0.0"
-    core: Any = getattr(np, "core" if is_old else "_core")
-    makers = (core.multiarray._reconstruct, core.multiarray.scalar)
     made = [
-        (maker, f"numpy.{place}.multiarray.{maker.__name__}")
-        for maker in makers
+        (maker, f"numpy.{place}.multiarray.{name}")
+        for name, maker in (("_reconstruct", _empty_array), ("scalar", _scalar))
         for place in ("core", "_core")
     ]
-    return (*made, np.ndarray, np.dtype, *{type(np.dtype(kind)) for kind in np.typecodes["All"]})
+    return (*made, (_NumpyArray, "numpy.ndarray"), (_NumpyDtype, "numpy.dtype"))
+
+
+class _NumpyDtype:
+    """A numeric dtype of a pickled numpy array; any other one is refused."""
+
+    def __init__(self, kind: str, align: bool = False, copy: bool = True) -> None:
+        if not re.fullmatch(r"b1|[iu][1248]|f[248]|c(8|16)", kind):
+            raise pickle.UnpicklingError(f"it holds a numpy array of dtype {kind!r}")
+        self.dtype = np.dtype(kind)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        order, plain = state[1], (None, None, None)
+        if order not in ("<", ">", "=", "|") or state[2:5] != plain or len(state) != 8 or state[7]:
+            raise pickle.UnpicklingError(f"it holds a numpy dtype with the state {state}")
+        self.dtype = self.dtype.newbyteorder(order)
+
+
+class _NumpyArray(np.ndarray):  # type: ignore[type-arg]  # numpy's parameters are of no use here
+    """An array of numbers whose bytes are those of its shape and dtype."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:  # type: ignore[override]
+        _, shape, kind, is_fortran, values = state
+        sizes = [type(size) is int and size >= 0 for size in shape]
+        if not isinstance(kind, _NumpyDtype) or not isinstance(values, bytes) or not all(sizes):
+            raise pickle.UnpicklingError("it holds a numpy array that is not one of numbers")
+        if len(values) != math.prod(shape) * kind.dtype.itemsize:
+            raise pickle.UnpicklingError(f"a numpy array of shape {shape} has {len(values)} bytes")
+        super().__setstate__((1, tuple(shape), kind.dtype, bool(is_fortran), values))
+
+
+def _empty_array(*_: Any) -> _NumpyArray:
+    return _NumpyArray(0)
+
+
+def _scalar(kind: _NumpyDtype, values: bytes) -> Any:
+    return np.frombuffer(values, kind.dtype, 1)[0]
 
 
 def _is_zip(path: Path) -> bool:

@@ -1,0 +1,232 @@
+"""Files of a checkpoint that somebody made to do harm: numpy objects that crash, names that leave
+the target, links to other files, pipes, and manifests with any one value changed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import pickle
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hf_zero.checkpoint import reader
+from hf_zero.checkpoint.convert.export import convert_checkpoint
+from hf_zero.checkpoint.find import LATEST, latest_tag, tags_in
+from hf_zero.checkpoint.foreign.torch_files import load_pickle
+from hf_zero.checkpoint.verify import verify_checkpoint
+from hf_zero.errors import CheckpointError, HfZeroError
+from tests.checkpoint.jobs import edit, saved
+from tests.checkpoint.test_damaged import CLIENT_STATE, MANIFEST, TAG, places
+from tests.helpers.cells import fast, in_turn
+
+CONFIG, TOKENIZER, TEMPLATES = "config.json", "tokenizer.json", "additional_chat_templates"
+
+
+# ---- objects of numpy ----
+
+
+def test_plain_arrays_of_numpy_are_read(tmp_path: Path) -> None:
+    values = np.arange(12).reshape(3, 4)
+    kept = [values.astype(kind) for kind in ("?", *"bBhHiIlLqQefdFD", ">f4", ">i8")]
+    kept += [np.asfortranarray(values), np.array(7.5), values[:, ::2]]
+    state = np.random.default_rng(1).bit_generator.state
+    torch.save({"arrays": kept, "scalar": np.float32(1.5), "random": state}, tmp_path / "a.pt")
+    read = load_pickle(tmp_path / "a.pt", ())
+    for old, new in zip(kept, read["arrays"], strict=True):
+        assert old.dtype.newbyteorder("=") == new.dtype and np.array_equal(old, new)
+    assert read["scalar"] == 1.5 and read["random"] == state
+
+
+class Reduced:
+    """Pickled as a call of ``maker`` with ``arguments``, then given ``state``."""
+
+    def __init__(self, maker: Any, arguments: tuple[Any, ...], state: Any) -> None:
+        self._told = (maker, arguments, state)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._told
+
+
+def _array(shape: Any, kind: Any, values: Any) -> Reduced:
+    maker, arguments, _ = np.zeros(1).__reduce__()
+    return Reduced(maker, arguments, (1, shape, kind, False, values))
+
+
+def _dtype(kind: str, state: tuple[Any, ...]) -> Reduced:
+    return Reduced(np.dtype, (kind, False, True), state)
+
+
+PLAIN = (3, "<", None, None, None, -1, -1, 0)
+HOSTILE = {
+    "objects": _dtype("O8", (3, "|", None, None, None, -1, -1, 63)),
+    "fields": _dtype("V8", (3, "|", None, ("a",), {"a": (np.dtype("O"), 0)}, 8, 1, 1)),
+    "bytes of an object": _array((1,), _dtype("O8", PLAIN), b"\xef\xbe\xad\xde\0\0\0\0"),
+    "flags": _array((1,), _dtype("f8", (*PLAIN[:-1], 63)), bytes(8)),
+    "an order": _array((1,), _dtype("f8", (3, "x", *PLAIN[2:])), bytes(8)),
+    "too few bytes": _array((1000,), _dtype("f8", PLAIN), bytes(8)),
+    "a negative size": _array((-1, -1), _dtype("f8", PLAIN), bytes(8)),
+    "a list of objects": _array((1,), _dtype("f8", PLAIN), [1.0]),
+    "no dtype": _array((1,), None, bytes(8)),
+}
+
+
+@in_turn("kind", HOSTILE)
+def test_other_objects_of_numpy_are_refused(kind: str, tmp_path: Path) -> None:
+    class Module:
+        """Pickles as ``torch.save`` does, without looking at what numpy would say."""
+
+        Pickler, dump, dumps = pickle._Pickler, pickle._dump, pickle._dumps  # type: ignore[attr-defined]
+
+    torch.save({"module": HOSTILE[kind]}, tmp_path / "a.pt", pickle_module=Module)
+    with pytest.raises(CheckpointError, match=r"a\.pt"):
+        load_pickle(tmp_path / "a.pt", ())
+
+
+# ---- names, links, pipes ----
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("written") / "run"
+    saved(folder, client_state=CLIENT_STATE)
+    edit(folder / MANIFEST, lambda document: document.pop("digest"))
+    return folder
+
+
+@pytest.fixture
+def run(written: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written, tmp_path / "a" / "run"))
+
+
+def _held(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if not path.is_dir()}
+
+
+def test_no_name_of_a_parameter_leads_out_of_a_universal_folder(run: Path, tmp_path: Path) -> None:
+    content, before = (run / MANIFEST).read_text(), _held(tmp_path)
+    for name in (f"{tmp_path}/victim", "../../victim", "..", "a/../../b", "a/b", ".hidden"):
+        changed = content.replace('"first.weight"', json.dumps(name))
+        assert changed != content
+        (run / MANIFEST).write_text(changed)
+        with pytest.raises(CheckpointError, match="leads out of a folder"):
+            convert_checkpoint(run, tmp_path / "b", to="universal", progress=False)
+    assert _held(tmp_path) == before
+
+
+def test_links_of_a_checkpoint_are_not_followed(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "private").mkdir()
+    (tmp_path / "key").write_text("{}")
+    (tmp_path / "private" / "key").write_text("secret")
+    for place, name in ((run, CONFIG), (run / TAG, TOKENIZER)):
+        (place / name).symlink_to(tmp_path / "key")
+    (run / TAG / TEMPLATES).mkdir()
+    (run / TAG / TEMPLATES / "own").write_text("own")
+    (run / TAG / TEMPLATES / "key").symlink_to(tmp_path / "private" / "key")
+    (run / "vocab.json").symlink_to(run / TAG / "added_tokens.json")
+    (run / TAG / "added_tokens.json").write_text('{"a": 1}')
+    done = convert_checkpoint(run, tmp_path / "out", progress=False)
+    assert set(done.carried) == {"added_tokens.json", TEMPLATES, "vocab.json"}
+    assert os.listdir(tmp_path / "out" / TEMPLATES) == ["own"]
+    (run / TAG / TEMPLATES / "key").unlink()
+    (run / TAG / TEMPLATES).rename(tmp_path / TEMPLATES)
+    (run / TAG / TEMPLATES).symlink_to(tmp_path / TEMPLATES)
+    assert TEMPLATES not in convert_checkpoint(run, tmp_path / "two", progress=False).carried
+
+
+def test_files_of_a_snapshot_are_links_to_blobs(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "models--a" / "blobs", tmp_path / "models--a" / "snapshots" / "1"
+    blobs.mkdir(parents=True), snapshot.mkdir(parents=True)
+    from safetensors.torch import save_file
+
+    save_file({"weight": torch.ones(2)}, blobs / "0", {"format": "pt"})
+    (blobs / "1").write_text("{}")
+    (snapshot / "model.safetensors").symlink_to(Path("../../blobs/0"))
+    (snapshot / TOKENIZER).symlink_to(Path("../../blobs/1"))
+    assert convert_checkpoint(snapshot, tmp_path / "out", progress=False).carried == (TOKENIZER,)
+
+
+def test_links_of_the_target_are_replaced(run: Path, tmp_path: Path) -> None:
+    out, kept = tmp_path / "out", tmp_path / "kept"
+    out.mkdir(), kept.mkdir()
+    (run / TAG / TEMPLATES).mkdir()
+    for name in (TOKENIZER, CONFIG, f"{TEMPLATES}/one"):
+        (run / TAG / name).write_text("{}")
+    for name in (TOKENIZER, CONFIG, "model.safetensors", "README.md"):
+        (kept / name).write_text("kept")
+        (out / name).symlink_to(kept / name)
+    (out / TEMPLATES).symlink_to(kept)
+    convert_checkpoint(run, out, progress=False)
+    assert {path.name: path.read_text() for path in kept.iterdir()} == dict.fromkeys(
+        (TOKENIZER, CONFIG, "model.safetensors", "README.md"), "kept"
+    )
+    assert not (out / TEMPLATES).is_symlink() and (out / TEMPLATES / "one").is_file()
+    assert (out / TOKENIZER).read_text() == "{}"
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    """Nothing writes into it: a read would wait for ever."""
+    for name in ("manifest.json", "mp_rank_00_model_states.pt", ".metadata"):
+        folder = tmp_path / name.strip(".") / TAG
+        folder.mkdir(parents=True)
+        (folder / "mp_rank_00_model_states.pt").write_bytes(b"")
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+        with pytest.raises(CheckpointError, match=f"{name} is not a regular file"):
+            reader.open_checkpoint(folder)
+        assert tags_in(folder.parent) == [TAG]
+    os.mkfifo(folder.parent / LATEST)
+    with pytest.raises(CheckpointError, match="latest is missing or unreadable"):
+        latest_tag(folder.parent)
+
+
+# ---- any value of a manifest ----
+
+VALUES: list[Any] = [
+    *(None, True, -1, 0, 1, 2**31, 2**62, 2**63, 2**70, 10**400, -(2**70), 1.5, math.nan, math.inf),
+    *("", "a", "..", "../x", "/abs", "a/b", "a\0b", "\ud800", "x" * 5000, "float32", "int8"),
+    *([], [[]], {}, {"a": 1}, [-1], [2**40, 2**40], [0, 10**30], ["a"]),
+]
+
+
+STRIDE = 1_000
+STARTS = [range(8), *(range(at, min(at + 50, STRIDE)) for at in range(8, STRIDE, 50))]
+
+
+@pytest.mark.parametrize("starts", fast(STARTS, lambda starts: starts.start == 0))
+def test_a_manifest_with_another_value_is_read_or_refused(
+    starts: range, written: Path, tmp_path: Path
+) -> None:
+    """Every place with every value; nothing is written outside the target."""
+    run = Path(shutil.copytree(written, tmp_path / "run"))
+    good = (written / MANIFEST).read_text()
+    pairs = list(itertools.product([at for at in places(json.loads(good)) if at], VALUES))
+    for path, value in itertools.chain.from_iterable(pairs[at::STRIDE] for at in starts):
+        document = json.loads(good)
+        inner = document
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = value
+        (run / MANIFEST).write_text(json.dumps(document))
+        target = tmp_path / "in" / "side"
+        conversions = [
+            partial(convert_checkpoint, run / TAG, target, to=to, progress=False)
+            for to in ("safetensors", "dcp", "universal")
+        ]
+        for call in (partial(verify_checkpoint, run / TAG), *conversions):
+            try:
+                call()
+            except HfZeroError:
+                pass
+            except BaseException as error:
+                raise AssertionError(f"{path} = {value!r:.40}: {call}") from error
+            shutil.rmtree(tmp_path / "in", ignore_errors=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
