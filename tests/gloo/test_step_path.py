@@ -41,12 +41,14 @@ def way_of(act):
     """Return the way of ``act()`` through the package, on this thread."""
     calls, last, changes, frames = Counter(), "", 0, 0
 
-    def watch(frame, event, called):
+    def watch(frame, event, _):
         nonlocal last, changes, frames
-        if event == "c_call" and getattr(called, "__name__", "") in ("send", "recv"):
-            frames = max(frames, below_hook(frame))
+        if event != "call":
+            return
         name = frame.f_code.co_filename
-        if event == "call" and name.startswith(str(ROOT)):
+        if frame.f_code.co_name in ("isend", "irecv"):  # of torch.distributed
+            frames = max(frames, below_hook(frame))
+        if name.startswith(str(ROOT)):
             calls[name, frame.f_code.co_qualname, frame.f_code.co_firstlineno] += 1
             changes += name != last
             last = name

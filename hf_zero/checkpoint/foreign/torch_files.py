@@ -107,7 +107,8 @@ class _NumpyArray(np.ndarray):  # type: ignore[type-arg]  # numpy's parameters a
             raise pickle.UnpicklingError("it holds a numpy array that is not one of numbers")
         if len(values) != math.prod(shape) * kind.dtype.itemsize:
             raise pickle.UnpicklingError(f"a numpy array of shape {shape} has {len(values)} bytes")
-        super().__setstate__((1, tuple(shape), kind.dtype, bool(is_fortran), values))
+        plain: Any = (1, tuple(shape), kind.dtype, bool(is_fortran), values)
+        super().__setstate__(plain)
 
 
 def _empty_array(*_: Any) -> _NumpyArray:
