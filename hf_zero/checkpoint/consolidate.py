@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,7 +25,7 @@ from hf_zero.checkpoint.convert.outputs import (
 )
 from hf_zero.checkpoint.find import find_checkpoint
 from hf_zero.checkpoint.manifest import pair_names, strip_wrappers
-from hf_zero.checkpoint.reader import open_checkpoint
+from hf_zero.checkpoint.reader import Checkpoint, open_checkpoint
 from hf_zero.checkpoint.storage import collective_try, local_path, write_all
 from hf_zero.checkpoint.tensorfile import bytes_view
 from hf_zero.errors import CheckpointError
@@ -60,18 +61,49 @@ def iterate_state_dict(
             yield output.name, tensor
 
 
+@dataclass(frozen=True, eq=False)
+class LazyTensor:
+    """A tensor of a checkpoint that :meth:`contiguous` reads, anew at each call."""
+
+    _checkpoint: Checkpoint
+    _output: OutputTensor
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self._output.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._output.dtype
+
+    def contiguous(self) -> torch.Tensor:
+        """Return the tensor on the CPU."""
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        self._output.fill(self._checkpoint, tensor)
+        return tensor
+
+
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | os.PathLike[str],
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+    *,
     verify: bool = True,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Any]:
     """Return the consolidated float32 state dict on the CPU. Tied names share a tensor.
 
-    Needs host memory for the whole model. ``verify`` as in :func:`iterate_state_dict`.
+    Needs host memory for the whole model; with ``lazy_mode`` the values are :class:`LazyTensor`,
+    and need none. ``verify`` as in :func:`iterate_state_dict`.
     """
     folder = find_checkpoint(checkpoint_dir, tag)
-    state = dict(
+    if lazy_mode:
+        opened = open_checkpoint(folder, hashes=verify)  # for as long as one of its tensors lives
+        held = outputs(opened.manifest, torch.float32, exclude_frozen_parameters)
+        lazy = {output.name: LazyTensor(opened, output) for output in held}
+        tied = tied_names(opened.manifest)
+        return lazy | {name: lazy[of] for name, of in tied.items() if of in lazy}
+    state: dict[str, Any] = dict(
         iterate_state_dict(folder, None, "float32", exclude_frozen_parameters, verify=verify)
     )
     with open_checkpoint(folder) as checkpoint:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -99,6 +100,9 @@ def load_json(text: str, label: str) -> dict[str, Any]:
     return _mapping(value, label)
 
 
+MOST_VALUES = 100_000  # of a configuration in YAML; nested aliases make exponentially many
+
+
 def load_yaml(text: str, label: str) -> dict[str, Any]:
     """Parse a mapping from YAML. Raises ConfigError."""
     try:
@@ -108,7 +112,24 @@ def load_yaml(text: str, label: str) -> dict[str, Any]:
         where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         said = getattr(error, "problem", None) or error
         raise ConfigError(f"{label} is not valid YAML: {said}{where}; fix that line") from None
+    if _expanded(value, {}) > MOST_VALUES:
+        raise ConfigError(
+            f"{label} holds more than {MOST_VALUES:,} values through its aliases; write them out"
+        )
     return _mapping(value, label)
+
+
+def _expanded(value: Any, known: dict[int, float]) -> float:
+    """Return the number of values in ``value`` with every alias written out; infinite if it holds
+    itself.
+    """
+    if not isinstance(value, (dict, list)):
+        return 1
+    if id(value) not in known:
+        known[id(value)] = math.inf  # until all that it holds is counted
+        inner = value.values() if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_expanded(each, known) for each in inner)
+    return known[id(value)]
 
 
 def load_text(text: str) -> dict[str, Any] | None:
@@ -139,16 +160,16 @@ class _Loader(yaml.SafeLoader):
     as numbers.
     """
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
         seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, str) and key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} occurs twice in one section", key_node.start_mark
+        for key, _ in node.value:
+            if key.value in seen and isinstance(key, yaml.ScalarNode):
+                raise yaml.composer.ComposerError(
+                    None, None, f"the key {key.value!r} occurs twice in one section", key.start_mark
                 )
-            seen.add(key if isinstance(key, str) else repr(key))
-        return super().construct_mapping(node, deep=deep)
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
+        return node
 
 
 _Loader.add_implicit_resolver(

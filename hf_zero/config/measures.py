@@ -129,9 +129,9 @@ class FlopsProfilerSection:
         "step, on rank 0",
     )
     profile_step: int = key(
-        COUNT,
+        integer(-1),
         1,
-        "number of steps before the profiled one",
+        "number of steps before the profiled one; -1 profiles none",
         unit="steps",
         idle=_WITHOUT_PROFILE,
     )

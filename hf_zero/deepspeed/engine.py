@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -46,8 +47,24 @@ class _ScaledLoss(torch.autograd.Function):
         return grads[0], None
 
 
+def _counter(name: str) -> Any:
+    """Return a property for a counter of the engine, which scripts for DeepSpeed set, too."""
+
+    def write(engine: DeepSpeedEngine, value: int) -> None:
+        setattr(engine.counters, name, int(value))
+        if name == "micro_steps":  # DeepSpeed derives the place in the window from it
+            engine.accumulation.micro_batches = int(value) % engine.accumulation.steps
+
+    return property(attrgetter(f"counters.{name}"), write)
+
+
 class DeepSpeedEngine(ReportingEngine):
     """An :class:`hf_zero.Engine` with the methods and properties of DeepSpeed's engine."""
+
+    global_steps: int = _counter("global_steps")
+    global_samples: int = _counter("global_samples")
+    micro_steps: int = _counter("micro_steps")
+    skipped_steps: int = _counter("skipped_steps")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -99,6 +116,8 @@ class DeepSpeedEngine(ReportingEngine):
         self._states_away.refuse("a step")
         ends = self.is_gradient_accumulation_boundary()
         self._step(lr_kwargs)
+        if ends and self.optimizer is not None:
+            self.optimizer._global_grad_norm = self.grad_norm_tensor()
         if "tput_timer" in self.__dict__:
             self.tput_timer.stop(global_step=ends)
 

@@ -357,6 +357,11 @@ def test_state_dicts_of_scripts(tmp_path):
     model = small()
     model.wide = model.wide.clone()
     model.load_state_dict(state, strict=True)
+    lazy = checkpoint.get_fp32_state_dict_from_zero_checkpoint(tmp_path, lazy_mode=True)
+    assert list(lazy) == list(state) and lazy["head.weight"] is lazy["embed.weight"]
+    for name, tensor in state.items():
+        assert (lazy[name].shape, lazy[name].dtype) == (tensor.shape, tensor.dtype)
+        assert torch.equal(lazy[name].contiguous(), tensor)
     only = checkpoint.get_fp32_state_dict_from_zero_checkpoint(
         tmp_path, "global_step2", exclude_frozen_parameters=True
     )

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from hf_zero.config import (
     PRESETS,
@@ -22,7 +23,7 @@ from hf_zero.config import (
     OptimizerConfig,
     ZeroConfig,
 )
-from hf_zero.config.files import parse_hjson
+from hf_zero.config.files import load_yaml, parse_hjson
 from hf_zero.config.provenance import SourcedDict
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.logging import in_units, parse_size
@@ -168,6 +169,28 @@ def test_files(tmp_path: Path) -> None:
         assert ZeroConfig.coerce(str(path)) == ZeroConfig.coerce(path) == config
     optimizer = ZeroConfig.from_file(tmp_path / "zero3.yaml").optimizer
     assert optimizer is not None and optimizer.params == {"lr": 1e-5}
+
+
+def test_yaml_merges_and_shares_sections(tmp_path: Path) -> None:
+    """As ``yaml.safe_load`` does; a merged key does not count as one that is written twice."""
+    text = """
+base: &base {stage: 1, overlap_comm: false}
+more: &more
+  <<: *base
+  stage: 2
+zero_optimization:
+  <<: *more
+  stage: 3
+"""
+    assert load_yaml(text, "a.yaml") == yaml.safe_load(text)
+    with pytest.raises(ConfigError, match="'stage' occurs twice"):
+        load_yaml(text + "  stage: 3\n", "a.yaml")
+    bomb = "a0: &a0 [1, 1]\n" + "".join(
+        f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40)
+    )
+    for many in (bomb, "a: &a [*a]", "a: &a {b: *a}"):
+        with pytest.raises(ConfigError, match=r"more than 100,000 values through its aliases"):
+            load_yaml(many, "b.yaml")
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

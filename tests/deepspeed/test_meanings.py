@@ -351,6 +351,30 @@ def test_the_arguments_of_a_script_name_the_configuration(tmp_path: Path) -> Non
 # -- accumulation ----------------------------------------------------------------------------------
 
 
+def test_scripts_set_counters() -> None:
+    """``micro_steps`` also sets the place in the accumulation window, as in DeepSpeed."""
+
+    def run(rank: int, model: Any) -> None:
+        engine = start(model, 2, gradient_accumulation_steps=3)
+        for _ in range(2):
+            engine.backward(squared(engine, At(0, 0, rank)))
+            engine.step()
+        engine.zero_grad()
+        engine.micro_steps = 0
+        for number in range(3):
+            assert engine.global_steps == 0
+            engine.backward(squared(engine, At(0, number, rank)))
+            engine.step()
+        assert (engine.global_steps, engine.micro_steps) == (1, 3)
+        norm = engine.get_global_grad_norm()
+        assert norm > 0 and float(engine.optimizer._global_grad_norm) == norm
+        for name in ("global_steps", "global_samples", "skipped_steps"):
+            setattr(engine, name, 7)
+            assert getattr(engine, name) == getattr(engine.counters, name) == 7
+
+    on_ranks(RANKS, run)
+
+
 def test_windows_that_the_script_ends() -> None:
     key, more = "managed_gradient_accumulation", {"gradient_accumulation_steps": 3}
     managed, unmanaged = (start(stack(), 2, **more, **{key: each}) for each in (True, False))
