@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hf_zero.config.activations import BLOCKS, ENABLED, NUMBER
 from hf_zero.config.activations import OFFLOAD as ACTIVATION_OFFLOAD
+from hf_zero.config.keys import KEYS
 from hf_zero.config.provenance import shown
 from hf_zero.config.reading import ConfigReading
 from hf_zero.config.techniques import LAYER_DROP
@@ -14,10 +15,12 @@ PARAM = "zero_optimization.offload_param"
 MOMENTS = f"{OPTIMIZER}.moments"
 BF16_STATES = "bf16.bf16_optimizer_states"
 STAGE = "zero_optimization.stage"
+TIMEOUT, HOST_TIMEOUT = "timeout", "host_timeout"
 
 
 def complete(reading: ConfigReading) -> None:
     """Derive, in place, the values that follow from other written keys."""
+    _complete_timeouts(reading)
     _complete_offload(reading)
     _complete_activations(reading)
 
@@ -61,6 +64,7 @@ def check(reading: ConfigReading) -> None:
                 "that a step leaves out have no gradient; remove one of them"
             )
         )
+    _check_timeouts(reading)
     _check_offload(reading)
     _check_activations(reading)
     if mistakes and reading.refusals is not None:
@@ -70,6 +74,33 @@ def check(reading: ConfigReading) -> None:
         with mistakes.collect():
             reading.refuse_autos()
     mistakes.throw()
+
+
+def _complete_timeouts(reading: ConfigReading) -> None:
+    """Derive the silence that a host is allowed, in place: a timeout shorter than the default."""
+    if HOST_TIMEOUT in reading.filled:
+        reading.discard(HOST_TIMEOUT)
+    timeout = reading.values.get(TIMEOUT)
+    unwritten = HOST_TIMEOUT not in reading.values and HOST_TIMEOUT not in reading.autos
+    if unwritten and timeout is not None and timeout < KEYS[HOST_TIMEOUT].default:
+        # a job that ends after less than a second needs no heartbeats
+        reading.fill(HOST_TIMEOUT, timeout if timeout >= 1 else 0.0, f"computed: {TIMEOUT}")
+
+
+def _check_timeouts(reading: ConfigReading) -> None:
+    """Record in ``reading`` a host timeout that is longer than the timeout of all waits."""
+    values, sources = reading.values, reading.sources
+    timeout, silence = (values.get(path) for path in (TIMEOUT, HOST_TIMEOUT))
+    limit = KEYS[TIMEOUT].default if timeout is None else timeout
+    if silence is not None and silence > limit:
+        source = f" ({sources[TIMEOUT]})" if TIMEOUT in sources else ""
+        reading.mistakes.append(
+            ConfigError(
+                f"{HOST_TIMEOUT} = {shown(silence, sources[HOST_TIMEOUT])} "
+                f"({sources[HOST_TIMEOUT]}) is above {TIMEOUT} = {limit:g}{source}, after which "
+                f"ranks end in any case; write at most {limit:g}, or a longer {TIMEOUT}"
+            )
+        )
 
 
 def _complete_offload(reading: ConfigReading) -> None:

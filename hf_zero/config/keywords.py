@@ -181,6 +181,11 @@ class Keywords(TypedDict, total=False):
     """number of copies of the shards; ranks / replicate_size ranks share one copy"""
     timeout: float | None
     """how long a rank waits for others before it raises an error [seconds]"""
+    host_timeout: Literal[0] | float | None
+    """how long a host may be silent before all ranks end with an error that names it; at most
+    timeout, which is the default if it is shorter; 0 disables the heartbeats between hosts
+    [seconds]
+    """
     distributed_backend: Literal["gloo", "nccl"] | None
     """the library for collectives; null uses nccl on GPUs and gloo on CPUs"""
     distributed_port: int | None

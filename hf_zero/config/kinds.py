@@ -94,6 +94,13 @@ def _share(value: Any) -> float:
     return part
 
 
+def _seconds_or_off(value: Any) -> float:
+    seconds = float(number(0).convert(value))
+    if 0 < seconds < 1:
+        raise ValueError(value)
+    return seconds
+
+
 def _some_or_auto(value: Any) -> float | str:
     if value == "auto":
         return "auto"
@@ -318,6 +325,11 @@ BLOCK = Kind(
     "a multiple of 4096 bytes", _block, {"type": "integer", "minimum": 4096, "multipleOf": 4096}
 )
 SHARE = Kind("a number above 0 and at most 1", _share, _SHARE)
+SECONDS_OR_OFF = Kind(
+    "0 or a number of at least 1",
+    _seconds_or_off,
+    {"anyOf": [{"const": 0}, {"type": "number", "minimum": 1}]},
+)
 SOME_OR_AUTO = Kind(
     "a number from 0 to 1, or 'auto'",
     _some_or_auto,

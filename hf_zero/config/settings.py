@@ -17,6 +17,7 @@ from hf_zero.config.kinds import (
     INTERVAL,
     KERNELS,
     NAMES,
+    SECONDS_OR_OFF,
     SECTION,
     TEXT,
     choice,
@@ -208,6 +209,13 @@ class Settings:
         number(above=0),
         1800.0,
         "how long a rank waits for others before it raises an error",
+        unit="seconds",
+    )
+    host_timeout: float = key(
+        SECONDS_OR_OFF,
+        15.0,
+        "how long a host may be silent before all ranks end with an error that names it; at most "
+        "timeout, which is the default if it is shorter; 0 disables the heartbeats between hosts",
         unit="seconds",
     )
     distributed_backend: str | None = key(

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.device import kinds
-from hf_zero.distributed import rank_hosts
 from hf_zero.distributed.collective_log import CollectiveLog, CollectiveStats
 from hf_zero.distributed.collectives import DEFAULT_TIMEOUT, MeshDim
 from hf_zero.distributed.consensus import Consensus
@@ -34,6 +33,7 @@ from hf_zero.distributed.flat_mesh import (
     MeshOptions,
     Sums,
 )
+from hf_zero.distributed.host_heartbeats import HostHeartbeats, learn_hosts
 from hf_zero.distributed.parallel_dims import ParallelDims
 from hf_zero.distributed.parallel_groups import AXES, ParallelGroups
 from hf_zero.distributed.process_group import (
@@ -72,6 +72,7 @@ class MeshResources:
         self._groups: list[RankGroup] = []
         self._logs: list[CollectiveLog] = []
         self._abandoned = self._left = False
+        self.heartbeats: HostHeartbeats | None = None  # of which this engine is a holder
 
     def join(self, store: Any) -> None:
         """Count this rank among the holders of the keys in ``store``, the engine's own."""
@@ -117,6 +118,8 @@ class MeshResources:
         self._unsettled.append(self)
         if self._server is not None:
             self._server.end()
+        if self.heartbeats is not None:
+            self.heartbeats.release()
         if self._store is None:
             return
         try:
@@ -169,6 +172,7 @@ class Mesh:
         timeout: float = DEFAULT_TIMEOUT,
         options: MeshOptions = DATA_PARALLEL,
         parallel: ParallelGroups | None = None,
+        host_timeout: float = 0.0,
     ):
         self.rank = get_rank()
         self.dims = parallel.dims if parallel is not None else ParallelDims(get_world_size())
@@ -192,7 +196,7 @@ class Mesh:
             world.log.timeout = timeout
             self.watchdog, board = world.watchdog, world.recovery_board
             self._resources = MeshResources(self.watchdog.rank_status, world.unsettled)
-            logs["agreements"] = self._meet()
+            logs["agreements"] = self._meet(host_timeout)
             settle_all(world.unsettled)
         making = FlatMeshMaker(
             DimMaker(self.rank, device, backend, self.watchdog, timeout),
@@ -238,8 +242,10 @@ class Mesh:
             mesh = replace(mesh, gain=float(self.dims.tensor))
         return replace(mesh, weight=mesh.weight / stages) if stages > 1 else mesh
 
-    def _meet(self) -> CollectiveLog:
-        """Agree with the peers on the making of an engine; return the log of its agreements."""
+    def _meet(self, host_timeout: float) -> CollectiveLog:
+        """Agree with the peers on the making of an engine, and start the heartbeats of this host;
+        return the log of the engine's agreements.
+        """
         store = dist.distributed_c10d._get_default_store()
         rank_status = self.watchdog.rank_status
         stage = f" of stage {self.dims.coordinate(self.rank, 'pipeline')}"
@@ -257,7 +263,11 @@ class Mesh:
             # Making groups blocks in native code, which cannot name a missing rank.
             self.consensus.gathers.agree("initialize", (0, 0), lambda _: "making of the engine")
         if rank_status is not None:
-            rank_hosts.learn(store, self.rank, self.dims.world)
+            heartbeats = learn_hosts(store, self.rank, self.dims.world, host_timeout, self.timeout)
+            if heartbeats is not None:
+                heartbeats.hold(host_timeout)
+                rank_status.watch_hosts(heartbeats)
+                self._resources.heartbeats = heartbeats
             if rank_status.store_host is not None:
                 rank_status.learn_identity(rank_status.store_host)  # while it can still be asked
         return log

@@ -31,6 +31,7 @@ NAMES = ("HF_ZERO_HOST", "SLURMD_NODENAME")  # names that the user knows: of the
 KEY = "hf_zero/launch"
 
 _hosts: list[str] = []
+_entries: list[str] = []
 
 
 def choose_interface(
@@ -112,6 +113,13 @@ def own_address(master_addr: str | None) -> str | None:
     return _source(master_addr) if master_addr else None
 
 
+def address_of_route(master_addr: str | None) -> str | None:
+    """Return this host's IPv4 address for other hosts, on the route to the master; None if there is
+    none.
+    """
+    return _leading_to(master_addr, True) if master_addr else None
+
+
 def _leading_to(master_addr: str, several_hosts: bool) -> str | None:
     """Return this host's address on the route to the master; None if the host knows no route."""
     source = _source(master_addr)
@@ -144,19 +152,25 @@ def _check(names: str, where: str) -> None:
         )
 
 
-def learn(store: Any, rank: int, world: int) -> None:
-    """Publish this rank's host and read those of all ranks (collective over the store, once per
-    process).
+def learn(store: Any, rank: int, world: int, entry: str = "") -> list[str]:
+    """Publish this rank's host and its ``entry``, a line; read the hosts of all ranks and return
+    their entries (collective over the store, once per process).
 
     Rank 0 collects, by one request, so that n ranks read n keys.
     """
-    if len(_hosts) == world:
-        return
-    store.set(f"{KEY}/{rank}", own_host())
-    if rank == 0:
-        hosts = store.multi_get([f"{KEY}/{each}" for each in range(world)])
-        store.set(KEY, "\n".join(host.decode() for host in hosts))
-    _hosts[:] = store.get(KEY).decode().split("\n")
+    if len(_hosts) != world:
+        store.set(f"{KEY}/{rank}", f"{own_host()}\t{entry}")
+        if rank == 0:
+            hosts = store.multi_get([f"{KEY}/{each}" for each in range(world)])
+            store.set(KEY, "\n".join(host.decode() for host in hosts))
+        lines = [line.split("\t") for line in store.get(KEY).decode().split("\n")]
+        _hosts[:], _entries[:] = [host for host, _ in lines], [entry for _, entry in lines]
+    return list(_entries)
+
+
+def host_of(rank: int) -> str:
+    """Return the host of ``rank`` as :func:`own_host` names it there, after :func:`learn`."""
+    return _hosts[rank]
 
 
 def host_name() -> str:

@@ -9,6 +9,8 @@ for an old post, too.
 - Two ranks whose collectives of one number on one communicator differ never match again.
 - A rank that has ended, or closed the communicator, before it issued a collective will never issue
   it.
+- A rank of a host that is silent (host_heartbeats.py, the note) will never issue anything: the
+  only conclusion here that is no proof.
 - A wait on a communicator that all ranks have left is over. A digest may be older than that.
 - On a device the host does not wait for collectives: a thread follows them, and such a rank posts
   "follows" instead of "waits". Its host may go on, so it is never stuck; the first two proofs hold
@@ -43,6 +45,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective, in_words
+from hf_zero.distributed.host_heartbeats import HostHeartbeats
 from hf_zero.errors import RankMismatchError
 
 StatusPost = dict[str, Any]
@@ -52,6 +55,7 @@ REMEDY = (
 )
 OVER = ("failed", "broken")  # states of a rank that end all other ranks that wait
 DEAD = "dead"  # state of a rank whose process has ended without a post
+LOST = "lost"  # state of a rank whose host is silent
 PATIENCE_SECONDS = 5.0  # wait for the post of a rank whose connection was lost
 # wait of a failing rank until the others have read its post, and of them until it has ended
 WAIT_FOR_PEERS_SECONDS = 4.0
@@ -92,6 +96,7 @@ class RankStatus:
         # version of the last digest that was read, its maker, and looks since that found no newer
         self._digested, self._leader, self._old_looks = 0, "", 0
         self._opened = False
+        self.heartbeats: HostHeartbeats | None = None  # between hosts, if there are several
         self.statements = 0  # of ranks that go on after an exception (recovery.py)
         self._diagnosed: tuple[Any, HangDiagnosis | None] = (None, None)
         self._gone = False  # the store is gone: torch prints a stack for every failing call
@@ -113,6 +118,14 @@ class RankStatus:
             if self.logs.get(log.name) is log:
                 del self.logs[log.name]
                 self._left.add(log.name)
+
+    def watch_hosts(self, heartbeats: HostHeartbeats) -> None:
+        """Count the ranks of hosts that ``heartbeats`` finds lost as ended. A store that does not
+        answer is gone once its host is lost, or after the time for which its process may be
+        stopped.
+        """
+        self.heartbeats = heartbeats
+        self._store.wait_for_host(heartbeats.timeout, lambda: bool(heartbeats.lost()))
 
     # ---- publishing ----
 
@@ -162,7 +175,8 @@ class RankStatus:
                     self._look()
             except RuntimeError:
                 self._gone = True
-            return None if self._gone else self._known()
+            lost = self.heartbeats is not None and self.heartbeats.lost()
+            return None if self._gone and not lost else self._known()
 
     def _known(self) -> dict[int, StatusPost]:
         posts = {
@@ -174,7 +188,12 @@ class RankStatus:
             if rank != self.rank:
                 logs = posts.get(rank, {}).get("logs", {})
                 posts[rank] = {"state": state, "why": why, "logs": logs}
-        return {**posts, **self._last_posts}
+        return {**posts, **self._last_posts, **self._lost_posts()}
+
+    def _lost_posts(self) -> dict[int, StatusPost]:
+        lost = self.heartbeats.lost() if self.heartbeats is not None else []
+        why = self.heartbeats.cause() if self.heartbeats is not None and lost else ""
+        return {rank: {"state": LOST, "why": why, "logs": {}} for rank in lost if rank != self.rank}
 
     def _look(self) -> None:
         """Bring what is known of the other ranks up to date (see the note)."""
@@ -295,7 +314,8 @@ class RankStatus:
         if native:
             posts = {rank: post for rank, post in posts.items() if post["state"] != DEAD}
         own = self.post(pending)
-        key = (own, self._digested, len(self._ends), len(self._last_posts), stuck_in, native)
+        lost = sum(post["state"] == LOST for post in posts.values())
+        key = (own, self._digested, len(self._ends), len(self._last_posts), lost, stuck_in, native)
         if self._diagnosed[0] != key:
             self._diagnosed = (key, diagnose_hang(self.rank, own, posts, stuck_in))
         return self._diagnosed[1]
@@ -310,7 +330,7 @@ class RankStatus:
         return [rank for rank in ranks if self._is_elsewhere(posts.get(rank, {"state": "here"}))]
 
     def _is_elsewhere(self, post: StatusPost) -> bool:
-        if post["state"] in (*OVER, DEAD, "ended", SCRIPT):
+        if post["state"] in (*OVER, DEAD, LOST, "ended", SCRIPT):
             return True
         log, number, _, needs = post.get("wait", ("", 0, "", ()))
         own = self.logs.get(log)
@@ -349,7 +369,7 @@ class RankStatus:
         over = {
             rank: post
             for rank, post in posts.items()
-            if rank in ranks and post["state"] in ("failed", "ended", DEAD)
+            if rank in ranks and post["state"] in ("failed", "ended", DEAD, LOST)
         }
         return {rank: str(end_of({rank: post})) for rank, post in over.items()}
 
@@ -408,7 +428,7 @@ class RankStatus:
             # The launcher ends the other ranks when this one ends: let them read the post first.
             self._wait_for_peers(
                 lambda posts: all(
-                    posts.get(rank, {}).get("state") in (*OVER, DEAD, "ended")
+                    posts.get(rank, {}).get("state") in (*OVER, DEAD, LOST, "ended")
                     for rank in range(self.world)
                     if rank != self.rank
                 )
@@ -477,7 +497,7 @@ def diagnose_hang(
 
     ``stuck_in``: states in which a host is taken to issue nothing before its wait is over.
     """
-    over = {each: post for each, post in posts.items() if post["state"] in OVER}
+    over = {each: post for each, post in posts.items() if post["state"] in (*OVER, LOST)}
     log, number, what, _ = own.get("wait", ("", 0, "the others", ()))
     if over:
         place = f" (number {number} of {log})" if log else ""
@@ -580,6 +600,9 @@ def _lacks(post: StatusPost, stuck: Mapping[int, StatusPost], rank: int) -> bool
 
 def end_of(posts: Mapping[int, StatusPost]) -> str | None:
     """Return the worst end of another rank, in words; None if there is none."""
+    lost = next((str(post["why"]) for post in posts.values() if post["state"] == LOST), None)
+    if lost is not None:
+        return lost
     silent = [rank for rank, post in posts.items() if post["state"] == DEAD]
     if silent:
         names = ", ".join(map(str, silent))
@@ -594,7 +617,7 @@ def end_of(posts: Mapping[int, StatusPost]) -> str | None:
             if post["state"] == state == "broken":
                 return (
                     str(post["why"])
-                    if post["why"].startswith("rank ")
+                    if post["why"].startswith("rank")
                     else f"rank {rank} gave up: {post['why']}"
                 )
             if post["state"] == state:

@@ -62,8 +62,15 @@ class TimeoutStore:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._lost = False
+        self._host_is_lost: Callable[[], bool] = lambda: False
         # the thread ends with this object, unless it is blocked itself
         weakref.finalize(self, self._calls.put, None)
+
+    def wait_for_host(self, seconds: float, is_lost: Callable[[], bool]) -> None:
+        """Wait ``seconds`` more for an answer, and no longer once ``is_lost()``: heartbeats tell a
+        host that is gone from one whose processes are stopped for a while.
+        """
+        self._seconds, self._host_is_lost = TIMEOUT_SECONDS + seconds, is_lost
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask("set", key, value)
@@ -108,7 +115,10 @@ class TimeoutStore:
         self._calls.put(call)
         # In slices: if another thread held the interpreter's lock for longer, or the process was
         # suspended, one slice is over at once, and the others still wait.
-        if not any(call.done.wait(self._seconds / SLICES) for _ in range(SLICES)):
+        for _ in range(SLICES):
+            if call.done.wait(self._seconds / SLICES) or self._host_is_lost():
+                break
+        if not call.done.is_set():
             self._lost = True
             raise RuntimeError(f"the ranks' store has not answered for {self._seconds:g} s")
         if call.error is not None:

@@ -250,6 +250,20 @@ class Watchdog:
         if not self.verdict:
             self._conclude(verdict, verdict)
 
+    def look_at_hosts(self) -> None:
+        """End this rank, whatever it does, once a host is lost."""
+        rank_status = self.rank_status
+        heartbeats = rank_status.heartbeats if rank_status is not None else None
+        if rank_status is None or heartbeats is None or self.verdict:
+            return
+        heartbeats.report_unheard()
+        cause = heartbeats.cause()
+        if cause:
+            heartbeats.sever()
+            current = self.current or self._oldest_followed()
+            waits = f"rank {rank_status.rank} waits for {current[0]}, in vain: " if current else ""
+            self._conclude(waits + cause, cause)
+
     def poll(self) -> None:
         """Call the ``poll`` of the constructor, if it is due: this rank waits, and has looked."""
         rank_status, now = self.rank_status, time.monotonic()
@@ -376,6 +390,7 @@ def _run(owner: weakref.ref[Watchdog], stop: threading.Event) -> None:
         if watchdog is None:
             return
         watchdog.begin_look()
+        watchdog.look_at_hosts()
         watchdog.check_current_wait()
         watchdog.look_at_script()
         watchdog.poll()

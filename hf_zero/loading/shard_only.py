@@ -36,6 +36,7 @@ def hold(model: nn.Module, config: ZeroConfig, stage: int = 3) -> Engine:
         stage=stage,
         replicate_size=config.replicate_size,
         timeout=config.timeout,
+        host_timeout=config.host_timeout,
         offload_param=away,
         aio=config.aio,
         zero=ZeroSection(param_persistence_threshold=0),

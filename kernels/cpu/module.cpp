@@ -7,6 +7,7 @@ namespace py = pybind11;
 void bind_files(py::module_&);
 void bind_dispatch(py::module_&);
 void bind_exits(py::module_&);
+void bind_heartbeats(py::module_&);
 void bind_pool(py::module_&);
 void bind_sweeps(py::module_&);
 void bind_updates(py::module_&);
@@ -16,6 +17,7 @@ PYBIND11_MODULE(_cpu, m) {
     bind_files(m);
     bind_dispatch(m);
     bind_exits(m);
+    bind_heartbeats(m);
     bind_pool(m);
     bind_sweeps(m);
     bind_updates(m);

@@ -63,6 +63,7 @@ VALUES: dict[str, list[Any]] = {
     "a number from 0 to 1, or 'auto'": ["auto", 0.5],
     "a number from 0 to 1": [0.5, 0, 1],
     "a number of elements of at least 1": [1e8, 1],
+    "0 or a number of at least 1": [0],  # others depend on the timeout
     "a number of bytes, such as 80GB (decimal) or 128GiB (binary)": ["40GiB", 1, 1 << 50],
     "a number greater than 0": [2.0, 0.125],
     "true, false, a number of blocks, or 'selective'": ["selective", True, False],

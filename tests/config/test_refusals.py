@@ -52,8 +52,12 @@ REFUSED = """
 {activation_checkpointing: {blocks: 0}} => blocks = 0 ~ a number of blocks, or 'selective'
 {activation_checkpointing: {blocks: some}} => blocks = "some"
 {activation_offload: {in_flight_bytes: 0}} => in_flight_bytes = 0 ~ at least 1
+{host_timeout: 0.5} => host_timeout = 0.5 is not 0 or a number of at least 1
+{host_timeout: -15} => host_timeout = -15 is not 0 or a number of at least 1
 
 # -- what contradicts something else
+{host_timeout: 30, timeout: 20} => host_timeout = 30 ~ is above timeout = 20 ~ write at most 20
+{host_timeout: 2000} => host_timeout = 2000 ~ is above timeout = 1800, after
 {stage: 2, zero_optimization: {stage: 3}} => zero_optimization.stage = 3 contradicts ~ stage = 2
 {bfloat16: {enabled: true}, bf16: {enabled: false}}
     => bf16.enabled = false contradicts ~ bfloat16.enabled = true

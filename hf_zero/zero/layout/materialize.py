@@ -81,7 +81,9 @@ def make_mesh(plan: EnginePlan) -> Mesh:
         _ranks_of_a_host(plan.shards, hierarchical) if hierarchical else 1,
         tuple(sorted(cuts)),
     )
-    return Mesh(plan.shards, plan.device, settings.timeout, options, parallel)
+    return Mesh(
+        plan.shards, plan.device, settings.timeout, options, parallel, settings.host_timeout
+    )
 
 
 def _ranks_of_a_host(shards: int, key: str) -> int:

@@ -1,0 +1,207 @@
+"""Heartbeats between the hosts of a job: a host that goes dark (no power, no network, a kernel that
+hangs) is named on every rank within seconds.
+
+[Note: silence of a host]
+No proof exists that such a host will not answer: its connections stay open, and nothing in the
+store tells of it. The silence of a rank proves nothing, because one that compiles holds the
+interpreter lock for minutes. The silence of a host is another matter: heartbeats come from a native
+thread that takes no lock of the interpreter (kernels/cpu/heartbeats.h), and from another rank of
+the host where the process of the first ends or is stopped. A host is silent only if none of its
+processes runs, or no packet of it arrives. After ``host_timeout`` seconds, a choice of the user,
+all ranks of the job end.
+
+Ranks publish where they listen together with their hosts, so a start costs the store no further
+request. A host is watched once a heartbeat of it has arrived: in a network that drops them, a
+warning says that only ``timeout`` limits waits. A rank whose engines have ended says so, and its
+thread ends; the next engine of the process starts it again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import logging
+import os
+import secrets
+import socket
+import stat
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from hf_zero.config.variables import is_off
+from hf_zero.distributed import rank_hosts
+from hf_zero.logging import log_rank0, logger
+
+SWITCH = "HF_ZERO_NATIVE"
+TOKEN_BYTES = 16
+UNHEARD_SECONDS = 30.0  # after which a host that was never heard is reported, at least
+DESCRIPTORS = "/proc/self/fd"
+ONE_HOST = "all ranks are on one host"  # whatever names they give it
+OFF = "!"  # begins an entry of a rank that has no socket, before the reason
+
+
+class HostHeartbeats:
+    """The heartbeats of this rank's host, and the hosts that are lost.
+
+    ``native``: the socket, opened before the ranks published where they listen; ``contacts``: of
+    each rank, its address and port; ``wait_timeout``: seconds after which a wait is an error in
+    any case.
+    """
+
+    def __init__(
+        self,
+        native: Any,
+        rank: int,
+        token: bytes,
+        contacts: Sequence[tuple[str, int]],
+        wait_timeout: float,
+    ) -> None:
+        self.timeout, self._wait_timeout = 0.0, wait_timeout  # seconds
+        self._native, self._rank, self._token = native, rank, token
+        names = list(dict.fromkeys(map(rank_hosts.host_of, range(len(contacts)))))
+        hosts = [names.index(rank_hosts.host_of(each)) for each in range(len(contacts))]
+        self._members = [(host, *contact) for host, contact in zip(hosts, contacts)]
+        self._ranks = [
+            [rank for rank, host in enumerate(hosts) if host == each] for each in range(len(names))
+        ]
+        self._holders = 0
+        self._unheard_at = 0.0  # when to report hosts that were never heard; 0: never
+
+    def hold(self, timeout: float) -> None:
+        """Count an engine; the first starts the thread. A host is lost after ``timeout`` seconds
+        of silence.
+        """
+        self._holders += 1
+        if self._holders == 1:
+            now = time.monotonic()
+            self.timeout, self._unheard_at = timeout, now + max(timeout, UNHEARD_SECONDS)
+            self._native.join(self._token, self._rank, self._members, timeout, now)
+            self._native.run()
+
+    def release(self) -> None:
+        """Count an engine less; the last ends the thread."""
+        self._holders -= 1
+        if self._holders == 0:
+            self.close()
+
+    def close(self) -> None:
+        """Tell the other hosts that this rank leaves, and end the thread. Idempotent."""
+        self._native.stop()
+
+    def lost(self) -> list[int]:
+        """Return the ranks on hosts that are lost."""
+        return [rank for host in self._native.lost() for rank in self._ranks[host]]
+
+    def cause(self) -> str:
+        """Return why the ranks on lost hosts will not answer; "" if no host is lost."""
+        lost = self.lost()
+        if not lost:
+            return ""
+        one = len({rank_hosts.host_of(rank) for rank in lost}) == 1
+        return (
+            f"{rank_hosts.of(lost)} {'is' if len(lost) == 1 else 'are'} lost: "
+            f"{'the host has' if one else 'these hosts have'} been silent for {self.timeout:g} s "
+            "(host_timeout), because of a crash, a hang or the network, perhaps that of the host "
+            "that reports this. Restart the job; if a host may pause for longer, set a longer "
+            "host_timeout"
+        )
+
+    def report_unheard(self) -> None:
+        """Warn, once, of watched hosts whose heartbeats have never arrived."""
+        if not 0 < self._unheard_at <= time.monotonic():
+            return
+        self._unheard_at = 0.0
+        ranks = [self._ranks[host] for host in self._native.unheard()]
+        first = min(self._ranks[self._members[self._rank][0]])
+        if ranks and first == self._rank:
+            logger.warning(
+                "no heartbeat of %s has arrived: does the network drop UDP between hosts? If such "
+                "a host goes dark, ranks notice only after the timeout of %g s",
+                rank_hosts.of(rank for group in ranks for rank in group),
+                self._wait_timeout,
+            )
+
+    def sever(self) -> None:
+        """Shut down the connections of this process to lost hosts: calls of a store on such a host
+        block in native code, and then raise. An address that another host shares is left alone.
+        """
+        lost = set(self.lost())
+        here = {address for rank, (_, address, _) in enumerate(self._members) if rank not in lost}
+        away = {self._members[rank][1] for rank in lost} - here
+        for descriptor in map(int, os.listdir(DESCRIPTORS) if away else ()):
+            with suppress(OSError, IndexError):  # closed by now, or connected to nothing
+                if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                    continue
+                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                    if str(connection.getpeername()[0]).removeprefix("::ffff:") in away:
+                        connection.shutdown(socket.SHUT_RDWR)
+
+
+# by number of ranks; None: not possible, or switched off. Hosts are learnt once per process
+_started: dict[int, HostHeartbeats | None] = {}
+
+
+@atexit.register
+def _leave() -> None:
+    """Leave last of all: this rank may serve others until its interpreter ends."""
+    for heartbeats in filter(None, _started.values()):
+        heartbeats.close()
+
+
+def learn_hosts(
+    store: Any, rank: int, world: int, host_timeout: float, timeout: float
+) -> HostHeartbeats | None:
+    """Learn the hosts of all ranks (collective over the store, once per process), and return the
+    heartbeats between them; None on one host, if ``host_timeout`` is 0, or without the native core.
+
+    ``timeout``: that of waits, for the warning that heartbeats are not possible.
+    """
+    if world not in _started:
+        _started[world] = _learn(store, rank, world, host_timeout, timeout)
+    return _started[world] if host_timeout else None
+
+
+def _learn(
+    store: Any, rank: int, world: int, host_timeout: float, timeout: float
+) -> HostHeartbeats | None:
+    address, native, reason = _open(world) if host_timeout else ("", None, "host_timeout is 0")
+    token = secrets.token_hex(TOKEN_BYTES) if rank == 0 else ""
+    own = f"{OFF}{reason}" if native is None else f"{address} {native.port} {token}"
+    entries = rank_hosts.learn(store, rank, world, own)
+    if len(set(map(rank_hosts.host_of, range(world)))) == 1 or not host_timeout:
+        return None
+    missing = [each for each, entry in enumerate(entries) if entry.startswith(OFF)]
+    if missing:
+        reason = entries[missing[0]].removeprefix(OFF)
+        if reason != ONE_HOST:
+            log_rank0(
+                f"no heartbeats between hosts: {reason} ({rank_hosts.of(missing[:1])}). If a host "
+                f"goes dark, ranks notice only after the timeout of {timeout:g} s",
+                logging.WARNING,
+            )
+        return None
+    split = [entry.split(" ") for entry in entries]
+    contacts = [(address, int(port)) for address, port, _ in split]
+    return HostHeartbeats(native, rank, bytes.fromhex(split[0][2]), contacts, timeout)
+
+
+def _open(world: int) -> tuple[str, Any, str]:
+    """Return this host's address and a socket there, or ("", None, the reason why not)."""
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(world):
+        return "", None, ONE_HOST
+    if is_off(SWITCH):
+        return "", None, f"{SWITCH}={os.environ[SWITCH]} switches the native core off"
+    core: Any = None
+    with suppress(ImportError):
+        core = importlib.import_module("hf_zero._cpu")
+    if not hasattr(core, "Heartbeats"):
+        return "", None, "the native core is missing or of another version, see hf-zero doctor"
+    address = rank_hosts.address_of_route(os.environ.get("MASTER_ADDR"))
+    if address is None:
+        return "", None, "no IPv4 route leads to MASTER_ADDR"
+    try:
+        return address, core.Heartbeats(address), ""
+    except RuntimeError as error:
+        return "", None, str(error)
