@@ -106,18 +106,21 @@ def test_folders_that_cannot_be(tmp_path):
         convert(tmp_path, tmp_path / "universal")
     assert not [*tmp_path.iterdir()]
 
-    def run(rank: int, model: Any) -> None:
-        optimizer = {"type": "Adafactor", "params": {"lr": 1e-3, "relative_step": False}}
+    def run(rank: int, model: Any, optimizer: Any) -> None:
         config = {"zero_optimization": {"stage": 1}, "optimizer": optimizer}
         engine = deepspeed.initialize(model=model, config=config)[0]
         steps(engine, 0, 1, range(1))
         engine.save_checkpoint(tmp_path / "run")
         engine.destroy()
 
-    run_ranks(1, run, build(False))
-    with pytest.raises(CheckpointError, match="Adafactor's state of whole tensors"):
-        convert(tmp_path / "run", tmp_path / "universal")
-    assert not (tmp_path / "universal").exists()
+    for kind, params, match in (
+        ("Adafactor", {"relative_step": False}, "Adafactor's state of whole tensors"),
+        ("NAdam", {}, r"NAdam's numbers \(mu_product\)"),
+    ):
+        run_ranks(1, run, build(False), {"type": kind, "params": {"lr": 1e-3, **params}})
+        with pytest.raises(CheckpointError, match=match):
+            convert(tmp_path / "run", tmp_path / "universal")
+        assert not (tmp_path / "universal").exists()
 
 
 def test_the_command_line(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import hf_zero
 from hf_zero.optim import Lion
@@ -59,11 +60,22 @@ def train(engine: Any, rank: int, steps: range) -> None:
         engine.step()
 
 
+class Scaled(nn.Sequential):
+    """Layers with a parameter that has no dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__(*layers())
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(rows) * self.scale
+
+
 def plainly(make: Make, frozen_for: int, steps: int) -> list[torch.Tensor]:
     """Return the weights after ``steps`` steps of torch, whose first layer trains after
     ``frozen_for`` of them.
     """
-    model = layers()
+    model = Scaled()
     model[0].requires_grad_(False)
     optimizer = make(model.parameters())
     for step in range(steps):
@@ -77,30 +89,38 @@ def plainly(make: Make, frozen_for: int, steps: int) -> list[torch.Tensor]:
 # ---- what a source does not name ----
 
 
+def by_way(rank: int, folder: Path, way: str) -> str:
+    """Return the source that ``way`` makes of the checkpoint in ``folder``."""
+    if way not in ("universal", "dcp"):
+        return str(folder)
+    target = folder.with_name(f"{folder.name}-{way}")
+    if rank == 0:
+        hf_zero.convert_checkpoint(folder, target, to=way)
+    torch.distributed.barrier()
+    return str(target)
+
+
 def unfrozen(rank: int, make: Make, stage: int, offload: bool, way: str, folder: Path) -> Any:
-    model = layers()
+    model = Scaled()
     model[0].requires_grad_(False)
     engine = start(model, make(model.parameters()), settings(stage, offload))
     train(engine, rank, range(3))
     engine.save_checkpoint(str(folder / "run"))
     engine.destroy()
-    source, keys = folder / "run", settings(stage, offload)
-    if way in ("universal", "dcp"):
-        source = folder / way
-        if rank == 0:
-            hf_zero.convert_checkpoint(folder / "run", source, to=way)
-        torch.distributed.barrier()
-    model = layers()
+    source, keys = by_way(rank, folder / "run", way), settings(stage, offload)
+    model = Scaled()
     if way == "resume":
-        engine = start(model, make(model.parameters()), keys, resume=str(source))
+        engine = start(model, make(model.parameters()), keys, resume=source)
     else:
         engine = start(model, make(model.parameters()), keys)
         if way == "after steps":  # what the steps have left is in the engine
             train(engine, rank, range(5, 7))
-        engine.load_checkpoint(str(source))
-    engine.save_checkpoint(str(folder / "again"))  # before the unfrozen layer has made a step
-    engine.load_checkpoint(str(folder / "again"))
-    train(engine, rank, range(3, 5))
+        engine.load_checkpoint(source)
+    for step in (3, 4):  # before the unfrozen layer has made a step, and with fewer than others
+        engine.save_checkpoint(str(folder / f"{step}"))
+        engine.load_checkpoint(by_way(rank, folder / f"{step}", way))
+        train(engine, rank, range(step, step + 1))
+    assert engine.global_steps == 5
     weights = list(engine.state_dict().values())
     engine.destroy()
     return weights
@@ -110,7 +130,7 @@ WAYS = ("resume", "load", "after steps", "universal", "dcp")
 CELLS = [
     *((name, at % 4, bool(at % 2), WAYS[at % 3]) for at, name in enumerate(OPTIMIZERS)),
     ("AdamW", 1, False, "universal"),
-    ("AdamW", 2, True, "dcp"),
+    *((name, at % 4, at % 3 == 2, "dcp") for at, name in enumerate(OPTIMIZERS)),
     ("AdamW", 3, True, "load"),
 ]
 

@@ -4,7 +4,8 @@ the names of the model's parameters, as FSDP2 and torchtitan load them.
 A folder answers to each of the forms in which they ask. Weights are ``model.<parameter>`` and, the
 same bytes, ``<parameter>``; optimizer state is ``optimizer.state.<parameter>.<state>``. Settings of
 groups are ``optimizer.param_groups.<n>.<setting>`` and, the same bytes again,
-``optimizer.param_groups.<parameter>.<setting>``, for ``flatten_optimizer_state_dict``.
+``optimizer.param_groups.<parameter>.<setting>``, for ``flatten_optimizer_state_dict``. The engine's
+counters are beside them.
 
 torch writes the files; a planner fills one tensor at a time from the chunks of the checkpoint.
 """
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from hf_zero.checkpoint.convert.outputs import OutputTensor, outputs, tied_names
+from hf_zero.checkpoint.foreign.dcp import COUNTERS
 from hf_zero.checkpoint.manifest import GroupEntry, strip_wrappers
 from hf_zero.checkpoint.reader import Checkpoint, parameter_ranges
 from hf_zero.errors import CheckpointError
@@ -73,6 +75,7 @@ class _State:
                 self._add_group(group, manifest.optimizer.class_name, others)
         if manifest.lr_scheduler is not None:
             self.tree["lr_scheduler"] = checkpoint.scheduler_state()
+        self.tree[COUNTERS] = dict(manifest.counters)
 
     def _weights(self, output: OutputTensor) -> torch.Tensor:
         self.further[(output.name,)] = f"model.{output.name}"
@@ -99,6 +102,8 @@ class _State:
                 )
 
     def _states(self, held: str, name: str, group: GroupEntry) -> dict[str, torch.Tensor]:
+        if group.apart.get(held) == {}:  # never stepped: torch's optimizer has no state of it
+            return {}
         checkpoint = self._checkpoint
         flat, slot = checkpoint.manifest.slots[held]
         runs = list(parameter_ranges(checkpoint.manifest, held, 0, torch.Size(slot.whole).numel()))

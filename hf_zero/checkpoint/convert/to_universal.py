@@ -29,9 +29,9 @@ def write_universal(checkpoint: Checkpoint, folder: Path) -> list[OutputTensor]:
     """Write ``checkpoint`` into the empty ``folder`` and return the tensors of the model in it.
 
     Needs memory for the model in its own dtype. Raises CheckpointError for optimizer state of whole
-    tensors (Adafactor's).
+    tensors (Adafactor's), and for numbers beside the step count (NAdam's, ASGD's).
     """
-    _refuse_factors(checkpoint)
+    _refuse_unwritten(checkpoint)
     (folder / FOLDER).mkdir()
     _write_states(checkpoint, folder / FOLDER)
     torch.save(_model_states(checkpoint), folder / MODEL)
@@ -44,12 +44,16 @@ def name_latest(folder: Path) -> None:
     (place.parent / LATEST_UNIVERSAL).write_text(place.name)
 
 
-def _refuse_factors(checkpoint: Checkpoint) -> None:
+def _refuse_unwritten(checkpoint: Checkpoint) -> None:
     optimizer = checkpoint.manifest.optimizer
-    if optimizer is not None and optimizer.factors:
+    if optimizer is None:
+        return
+    numbers = {name for group in optimizer.groups for name in group.scalars} - {STEP}
+    if optimizer.factors or numbers:
+        of = f"numbers ({', '.join(sorted(numbers))})" if numbers else "state of whole tensors"
         raise CheckpointError(
-            f"{checkpoint.folder} holds {optimizer.class_name}'s state of whole tensors, for which "
-            "a universal folder has no place; load the checkpoint as it is"
+            f"{checkpoint.folder} holds {optimizer.class_name}'s {of}, for which a universal "
+            "folder has no place; load the checkpoint as it is"
         )
 
 

@@ -92,13 +92,26 @@ class Parameter:
 
 @dataclass(frozen=True)
 class OptimizerGroup:
-    """An optimizer group: hyper-parameters, scalars that its parameters share (``step``), and its
-    parameters' names.
+    """An optimizer group: hyper-parameters, scalars that its parameters share (``step``), its
+    parameters' names, and the scalars of those that have others, as in a manifest.
     """
 
     hyperparameters: dict[str, Any]
     scalars: dict[str, float]
     parameters: tuple[str, ...]
+    apart: dict[str, dict[str, float]]
+
+    @classmethod
+    def of(
+        cls, hyperparameters: dict[str, Any], numbers: Mapping[str, dict[str, float] | None]
+    ) -> OptimizerGroup:
+        """Return the group of the parameters whose scalars are ``numbers``; None for one that has
+        never been stepped.
+        """
+        stepped = [own for own in numbers.values() if own is not None]
+        shared = max(stepped, key=lambda own: own.get("step", 0.0), default={})
+        apart = {name: own or {} for name, own in numbers.items() if own != shared}
+        return cls(hyperparameters, shared, tuple(numbers), apart)
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,7 +283,7 @@ def _manifest(found: FolderContents, flats: tuple[FlatEntry, ...]) -> Manifest:
         excluded=(),
         export=Export(),
         optimizer=None if groups is None else OptimizerEntry("", tuple(GroupEntry(g.hyperparameters,
-        dict(g.scalars), g.parameters) for g in groups)),
+        dict(g.scalars), g.parameters, g.apart) for g in groups)),
         scaler=found.scaler,
         lr_scheduler=None if found.lr_scheduler is None else {"class": "", "state": {"json": {},
         "objects": []}},

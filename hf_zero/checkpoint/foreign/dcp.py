@@ -42,6 +42,7 @@ METADATA = ".metadata"
 PARTS = ("pytorch_model_fsdp*", "optimizer_*")
 MODEL, OPTIMIZER = ("model", "module", "state_dict"), ("optimizer", "optim", "optimizers")
 SCHEDULER, STEP = ("lr_scheduler", "scheduler"), "step"
+COUNTERS = "hf_zero_counters"  # of an engine: not all optimizers count steps
 # The record classes of torch.distributed.checkpoint and the classes of their fields. Everything
 # else in a pickle is refused.
 ALLOWED = {
@@ -159,6 +160,7 @@ class _Reading:
         )
         beside = {} if model is self.entries else self._beside()
         steps = max((int(group.scalars.get(STEP, 0)) for group in groups or ()), default=0)
+        counters = beside.pop(COUNTERS, None) or ({"global_steps": steps} if steps else {})
         return FolderContents(
             folder=self.folder,
             writer="torch.distributed.checkpoint",
@@ -166,7 +168,7 @@ class _Reading:
             parameters=parameters,
             groups=groups,
             lr_scheduler=next((beside[name] for name in SCHEDULER if beside.get(name)), None),
-            counters={"global_steps": steps} if steps else {},
+            counters=counters,
             client_state=beside,
             world=len({path for places in self.places.values() for _, path, _, _ in places}) or 1,
         )
@@ -319,17 +321,30 @@ class _Reading:
                 self.folder,
             )
             return None, {}
-        made = []
-        for values in groups:
-            names_of = tuple(values.get("params") or ())
-            kept = states.get(names_of[0], {}) if names_of else {}
-            scalars = {
-                key: float(self._value(fqn))
-                for key, (fqn, entry) in kept.items()
-                if not len(getattr(entry, "size", ()))
-            }
-            made.append(OptimizerGroup(plain_settings(values), scalars, names_of))
+        scalars = self._scalars(states, shapes)
+        made = [
+            OptimizerGroup.of(
+                plain_settings(values),
+                {name: scalars.get(name) for name in values.get("params") or ()},
+            )
+            for values in groups
+        ]
         return tuple(made) or None, states
+
+    def _scalars(self, states: States, shapes: Mapping[str, Shape]) -> dict[Any, dict[str, float]]:
+        """Return the scalars of each parameter's state, and take them out of ``states``. In the
+        state of a parameter without dimensions, the names tell them from its moments.
+        """
+        names = {STEP} | {
+            key
+            for name, kept in states.items()
+            for key, (_, entry) in kept.items()
+            if shapes.get(name) and not len(getattr(entry, "size", ()))
+        }
+        return {
+            name: {key: float(self._value(kept.pop(key)[0])) for key in names & kept.keys()}
+            for name, kept in states.items()
+        }
 
     def _value(self, fqn: str) -> Any:
         _, path, offset, length = self.places[fqn][0]

@@ -484,10 +484,13 @@ class Universal(DeepSpeedFolder):
     def _groups(self) -> tuple[OptimizerGroup, ...] | None:
         saved = load_pickle(self.folder / FOLDER / SETTINGS, CLASSES)
         base: Mapping[str, Any] = saved.get("optimizer_state_dict", saved)
-        first = next((name for group in self.shapes() for name in group), "")
-        step = self.folder / FOLDER / first / f"{STEP}.pt"
-        count = load_pickle(step, CLASSES) if step.is_file() else None
-        return groups_of(base, self.shapes(), count)
+        places = {name: self.folder / FOLDER / name for group in self.shapes() for name in group}
+        steps = {
+            name: load_pickle(place / f"{STEP}.pt", CLASSES)
+            for name, place in places.items()
+            if (place / f"{STEP}.pt").is_file()
+        }
+        return groups_of(base, self.shapes(), steps)
 
     @staticmethod
     def _tensor(path: Path) -> torch.Tensor:

@@ -139,10 +139,12 @@ def named(groups: Sequence[Mapping[str, Any]], held: Collection[str]) -> Names |
 
 
 def groups_of(
-    base: Mapping[str, Any], shapes: Sequence[Mapping[str, Any]], step: Any = None
+    base: Mapping[str, Any],
+    shapes: Sequence[Mapping[str, Any]],
+    steps: Mapping[str, Any] | None = None,
 ) -> tuple[OptimizerGroup, ...] | None:
     """Return the groups of ``base``, torch's state dict of an optimizer, with their parameters'
-    names; None if it has none. ``step`` is the step count if it is stored elsewhere.
+    names; None if it has none. ``steps``: step counts by parameter, if they are stored elsewhere.
     """
     if "param_groups" not in base:
         return None
@@ -157,14 +159,20 @@ def groups_of(
     made = []
     for group, names in zip(settings, shapes):
         kept = plain_settings(group)
-        state = state_of(base, group["params"][0]) if group.get("params") else {}
-        # FusedAdam keeps the step count in the group, torch beside the tensors.
-        steps = [
-            value
-            for value in (step, state.get("step"), kept.pop("step", None))
-            if value is not None
-        ]
-        made.append(OptimizerGroup(kept, {"step": float(steps[0])} if steps else {}, tuple(names)))
+        shared = kept.pop("step", None)  # FusedAdam keeps the step count in the group
+        states = [state_of(base, index) for index in group.get("params", ())]
+        counts = [state.get("step", shared) for state in states]
+        if steps:
+            counts = [steps.get(name) for name in names]
+        elif len(counts) != len(names):  # of flat tensors, whose parameters step together
+            counts = [*counts, shared][:1] * len(names)
+        # an optimizer that counts steps has counted those of each parameter that it has stepped
+        none: dict[str, float] | None = None if any(count is not None for count in counts) else {}
+        numbers = {
+            name: none if count is None else {"step": float(count)}
+            for name, count in zip(names, counts)
+        }
+        made.append(OptimizerGroup.of(kept, numbers))
     return tuple(made)
 
 
