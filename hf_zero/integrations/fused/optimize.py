@@ -205,7 +205,11 @@ def _put_in(
             )
         )
     if replacements or lines:
+        # first, because pickle meets the attributes in order: its error names the remedy
+        others = dict(model.__dict__)
+        model.__dict__.clear()
         model.__dict__[RECORD] = Record(replacements, Report(tuple(lines)))
+        model.__dict__.update(others)
         log_rank0(f"fused kernels in {type(model).__name__}:\n{report(model)}")
 
 

@@ -45,9 +45,10 @@ def test_no_class_is_touched_and_restoring_an_untouched_model_is_nothing() -> No
     before = {type(module): type(module).forward for module in model.modules()}
     hf_zero.optimize(model, ALL)
     assert all(cls.forward is forward for cls, forward in before.items())
-    hf_zero.optimize(model, ["norms"])  # in place of the first
-    with pytest.raises(KernelError, match=r"call hf_zero.restore\(model\) first"):
-        pickle.dumps(model)
+    for kernels in (*((kind,) for kind in ALL), ["norms"]):  # each in place of the one before
+        hf_zero.optimize(model, kernels)
+        with pytest.raises(KernelError, match=r"call hf_zero.restore\(model\) first"):
+            pickle.dumps(model)
     assert {line.kernels for line in report(model).replaced} == {("norms",)}
     assert same_step(hf_zero.restore(model), build("llama"), "llama")
     pickle.dumps(model)
