@@ -241,7 +241,9 @@ def scheduler_to_load(engine: Any, checkpoint: Checkpoint, where: str) -> dict[s
         return None
     state = checkpoint.scheduler_state()
     if not saved["class"]:
-        known = engine.lr_scheduler.state_dict().keys() | RETIRED
+        own = engine.lr_scheduler.state_dict()
+        state = _with_keys_of(own, state)
+        known = own.keys() | RETIRED
         unknown = [str(key) for key in state if str(key)[:1] != "_" and key not in known]
         if unknown:
             raise CheckpointError(
@@ -256,6 +258,22 @@ def scheduler_to_load(engine: Any, checkpoint: Checkpoint, where: str) -> dict[s
             "or pass load_lr_scheduler_states=False to restart the schedule"
         )
     return state
+
+
+def _with_keys_of(live: Any, saved: Any) -> Any:
+    """Return ``saved`` with the keys of its dictionaries as numbers where those of ``live`` are:
+    torch.distributed.checkpoint turns all keys into strings (MultiStepLR's milestones).
+    """
+    if isinstance(live, list) and isinstance(saved, list):
+        return [*map(_with_keys_of, live, saved), *saved[len(live) :]]
+    if not (isinstance(live, Mapping) and isinstance(saved, Mapping)):
+        return saved
+    numbered = any(type(key) is int for key in live)
+    made = {
+        int(key) if numbered and type(key) is str else key: _with_keys_of(live.get(key), value)
+        for key, value in saved.items()
+    }
+    return Counter(made) if isinstance(live, Counter) else made
 
 
 # Attributes of torch's schedules that hold one value per group.

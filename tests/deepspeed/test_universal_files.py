@@ -81,11 +81,15 @@ def test_what_deepspeed_wrote_goes_on_from_a_universal_folder(tmp_path, name, st
     assert got == pytest.approx(want, rel=2e-6 if precision == "fp32" else 2e-3)
 
 
+# DeepSpeed's own key of this name is not the user's
+CLIENT_STATE = {"epoch": 3, "note": "kept", "global_steps": 77}
+
+
 def test_a_save_of_ours_goes_on_from_a_universal_folder(tmp_path):
     def run(rank: int, models: list[Any]) -> list[float]:
         engine = started(models[rank], 2, 3, "fp32")
         steps(engine, rank, 2, range(SAVED_AFTER))
-        engine.save_checkpoint(tmp_path / "run", client_state={"epoch": 3, "note": "kept"})
+        engine.save_checkpoint(tmp_path / "run", client_state=CLIENT_STATE)
         losses = steps(engine, rank, 2, range(SAVED_AFTER, STEPS))
         engine.destroy()
         return losses

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import lr_scheduler as schedules
 
 import hf_zero
 from hf_zero.optim import Lion
@@ -143,6 +144,51 @@ def test_what_was_frozen_begins_as_torchs_does(
     want = plainly(make, 3, 5)
     for got in run_ranks(2, unfrozen, make, stage, offload, way, tmp_path):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "MultiStepLR": lambda optimizer: schedules.MultiStepLR(optimizer, [2, 4, 5], 0.5),
+    "LambdaLR": lambda optimizer: schedules.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "OneCycleLR": lambda optimizer: schedules.OneCycleLR(optimizer, 2e-2, total_steps=9),
+    "ChainedScheduler": lambda optimizer: schedules.ChainedScheduler(
+        [schedules.MultiStepLR(optimizer, [2, 5]), schedules.ExponentialLR(optimizer, 0.9)]
+    ),
+    "SequentialLR": lambda optimizer: schedules.SequentialLR(
+        optimizer,
+        [schedules.LinearLR(optimizer, 0.1, 1, 2), schedules.MultiStepLR(optimizer, [1, 2])],
+        [2],
+    ),
+}
+
+
+@in_turn(
+    "way, schedule", [(way, name) for way in ("load", "universal", "dcp") for name in SCHEDULES]
+)
+def test_a_schedule_goes_on_from_every_source(tmp_path: Path, way: str, schedule: str) -> None:
+    def made() -> Any:
+        model = layers()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        return start(model, optimizer, settings(1), lr_scheduler=SCHEDULES[schedule](optimizer))
+
+    def rates(engine: Any, steps: range) -> list[float]:
+        got = []
+        for step in steps:
+            train(engine, 0, range(step, step + 1))
+            got.append(float(engine.optimizer.param_groups[0]["lr"]))
+        return got
+
+    def over(rank: int) -> None:
+        engine = made()
+        rates(engine, range(3))
+        engine.save_checkpoint(str(tmp_path / "run"))
+        want = rates(engine, range(3, 6))
+        engine.destroy()
+        engine = made()
+        engine.load_checkpoint(by_way(rank, tmp_path / "run", way))
+        assert rates(engine, range(3, 6)) == want
+        engine.destroy()
+
+    run_ranks(1, over)
 
 
 # ---- a save holds what is there at the call ----

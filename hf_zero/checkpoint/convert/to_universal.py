@@ -5,6 +5,7 @@ resume on any number of ranks.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -14,10 +15,11 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.convert.outputs import OutputTensor, outputs
-from hf_zero.checkpoint.foreign.deepspeed import FOLDER, SETTINGS, STEP, WEIGHTS
+from hf_zero.checkpoint.foreign.deepspeed import FOLDER, OWN_KEYS, SETTINGS, STEP, WEIGHTS
 from hf_zero.checkpoint.manifest import is_plain, strip_wrappers
 from hf_zero.checkpoint.reader import Checkpoint, parameter_ranges
 from hf_zero.errors import CheckpointError
+from hf_zero.logging import listed, log_rank0
 
 LATEST_UNIVERSAL = "latest_universal"
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
@@ -111,7 +113,15 @@ def _model_states(checkpoint: Checkpoint) -> dict[str, Any]:
     counters = dict.fromkeys(COUNTERS, 0) | manifest.counters
     window = counters.pop("micro_steps") // max(1, counters["global_steps"])
     enabled = {} if manifest.precision == "fp32" else {manifest.precision: {"enabled": True}}
+    client = checkpoint.client_state()
+    if taken := sorted(client.keys() & OWN_KEYS):
+        log_rank0(
+            f"DeepSpeed stores its own state as {listed(taken)}: the client state in a universal "
+            "folder is without these keys",
+            logging.WARNING,
+        )
     return {
+        **client,
         **dict.fromkeys(("optimizer", "data_sampler", "random_ltd")),
         **dict.fromkeys(("frozen_param_shapes", "frozen_param_fragments")),
         "module": module,
@@ -134,7 +144,6 @@ def _model_states(checkpoint: Checkpoint) -> dict[str, Any]:
             **enabled,
         },
         "ds_version": WRITTEN_AS,
-        **checkpoint.client_state(),
     }
 
 
