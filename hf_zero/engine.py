@@ -284,6 +284,7 @@ class Engine(TrainingEngine):
         CheckpointError on all ranks; earlier checkpoints stay.
         """
         save_dir = self._run_folder(save_dir, "save_checkpoint")
+        self.changes.refuse_within("save_checkpoint()")
         self.changes.refuse("save_checkpoint()")
         refuse_half_done(self.updater, "save_checkpoint()")
         self.take_user_writes()
@@ -350,6 +351,7 @@ class Engine(TrainingEngine):
             raise PartitionError(
                 f"load_checkpoint does not know {sorted(unused)}; drop these arguments"
             )
+        self.changes.refuse_within("load_checkpoint()")
         self.wait_for_checkpoint(f"the load of {load_dir}")
         in_memory = False
         if self.memory is not None:

@@ -18,6 +18,7 @@ import torch
 
 import hf_zero
 from hf_zero.checkpoint import verify_all
+from hf_zero.errors import PartitionError
 from tests.helpers.cells import runs_long
 from tests.helpers.engines import config_of, start
 from tests.helpers.ranks import run_ranks
@@ -229,5 +230,25 @@ def test_a_hook_that_raises_leaves_the_step_complete() -> None:
                     engine.step()
             assert len(calls) == 3 and equal(engine, plainly([[0], [1], [2]]), 3), stage
             engine.destroy()
+
+    run_ranks(2, over)
+
+
+def test_a_hook_of_a_step_neither_saves_nor_loads(tmp_path: Path) -> None:
+    """Its weights are those of a step that the counters and the schedule do not count yet."""
+
+    def over(rank: int) -> None:
+        engine = engine_at(1)
+        engine.save_checkpoint(str(tmp_path))
+        for call in (engine.save_checkpoint, engine.load_checkpoint):
+            hook = engine.optimizer.register_step_post_hook(
+                lambda *_, call=call: call(str(tmp_path))
+            )
+            backward(engine, engine.global_steps)
+            with pytest.raises(PartitionError, match="in a hook of step"):
+                engine.step()
+            hook.remove()
+        assert equal(engine, plainly([[0], [1]]), 2)
+        engine.destroy()
 
     run_ranks(2, over)

@@ -312,12 +312,14 @@ class StateChanges:
     def __init__(self, passes: PassTracker) -> None:
         self._passes = passes
         self.broken = ""  # the change that was broken off, and why
+        self._under_way = ""
 
     @contextmanager
     def change(self, what: str, replaces: bool = False) -> Iterator[None]:
         """Context of a change called ``what`` in messages; ``replaces``: it replaces all of the
         state.
         """
+        outer, self._under_way = self._under_way, what
         try:
             yield
         except BaseException as error:
@@ -326,6 +328,8 @@ class StateChanges:
             self.broken = self.broken or f"{what} was broken off by {cause}"
             self._passes.refuse = self.refuse
             raise
+        finally:
+            self._under_way = outer
         if replaces:
             self.broken, self._passes.refuse = "", None
 
@@ -336,6 +340,14 @@ class StateChanges:
                 f"{what} would use a state that is half changed: {self.broken}. Load a whole "
                 "checkpoint (engine.load_checkpoint), or destroy() the engine and resume with "
                 "hf_zero.initialize(resume=...), on all ranks"
+            )
+
+    def refuse_within(self, what: str) -> None:
+        """Raise PartitionError for ``what`` inside a change."""
+        if self._under_way:
+            raise PartitionError(
+                f"{what} in a hook of {self._under_way}, whose weights are changed and whose "
+                "counters and schedule are not; call it after the step"
             )
 
 
