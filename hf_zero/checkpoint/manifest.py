@@ -603,6 +603,11 @@ def _check(manifest: Manifest) -> None:
 
     Raises ValueError.
     """
+    ranks, size = [file.rank for file in manifest.files], manifest.world["size"]
+    if ranks != [*range(size)]:
+        raise ValueError(
+            f"files are listed of ranks {ranks[:8]}, and those of ranks 0 to {size - 1} are due"
+        )
     held = list(manifest.parts)
     for name, parts in manifest.parts.items():
         _check_parts(name, [slot for _, slot in parts])

@@ -138,34 +138,36 @@ def save(
         reports = [report for report, _ in planned]
         return shared_files(engine, target, reports, extra, buffers, save_latest)
 
-    try:
-        (own, _, extra, buffers), planned = collective_try(
-            job_ranks, plan, path, nothing_saved, lambda result: (result[0].report, result[1])
-        )
-        shared, _ = collective_try(job_ranks, describe, path.parent, nothing_saved)
-    except BaseException:
-        if rank == 0:
-            target.abort()
-        raise
-    job = SaveJob(target, path, rank, world, shared, keep)
-    not_staged = [f"rank {at}: {why}" for at, (_, why) in enumerate(planned) if why]
-    if background is not None and not not_staged:
-        background.start(job, own.file)
-        return target.final
-    if not_staged and rank == 0:
-        logger.warning(
-            "%s is written while training waits, because it cannot be copied to "
-            "host memory first: %s",
-            target.tag,
-            not_staged[0],
-        )
-
     def write() -> FileHashes:
         shown = None if rank == 0 else False
         with progress_bar(shown, own.file.size, f"saving {target.directory}") as tick:
             return write_tensors(path, own.file, own.tensors, tick)
 
-    failure, cause = job.run(write, ByCollectives(job_ranks))
+    try:
+        (own, _, extra, buffers), planned = collective_try(
+            job_ranks, plan, path, nothing_saved, lambda result: (result[0].report, result[1])
+        )
+        shared, _ = collective_try(job_ranks, describe, path.parent, nothing_saved)
+        job = SaveJob(target, path, rank, world, shared, keep)
+        not_staged = [f"rank {at}: {why}" for at, (_, why) in enumerate(planned) if why]
+        in_background = background is not None and not not_staged
+        if not_staged and rank == 0:
+            logger.warning(
+                "%s is written while training waits, because it cannot be copied to "
+                "host memory first: %s",
+                target.tag,
+                not_staged[0],
+            )
+        if background is not None and in_background:
+            background.start(job, own.file)
+        else:
+            failure, cause = job.run(write, ByCollectives(job_ranks))
+    except BaseException:
+        if rank == 0:
+            target.abort()
+        raise
+    if in_background:
+        return target.final
     if failure:
         raise CheckpointError(failure) from cause
     if shared is not None:

@@ -290,6 +290,11 @@ class EngineParts(AroundModel):
         """
         if self._installed is None:
             return
+        # where steps send differences in few bits, whole values lag behind the master weights
+        lagging = [flat for flat in self.flats if flat.trainable and flat.spec.sends_differences]
+        if gather and lagging:
+            with torch.no_grad():
+                self.sharded_model.refresh(lagging, lagging)
         installed, self._installed = self._installed, None
         # Values left sharded can be gathered by another engine, over the process groups of this
         # one.

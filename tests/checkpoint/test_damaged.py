@@ -176,7 +176,7 @@ FOLDERS: dict[str, Damage] = {
         partial(edited, ('"exp_avg"', '"momentum"')),
         ["manifest.json", "momentum' is absent"],
     ),
-    "no file of rank 0": (partial(edited, ('"rank": 0', '"rank": 5')), ["no file of rank 0"]),
+    "no file of rank 0": (partial(edited, ('"rank": 0', '"rank": 5')), ["listed of ranks [5, 1]"]),
     "no latest": (lambda run: (run / LATEST).unlink(), NO_LATEST),
     "whole weights beside no latest": (only_weights, NO_LATEST),
     "latest names what is gone": (partial(latest, b"b"), [f"tags that exist: {TAG}", "'b'"]),

@@ -88,6 +88,8 @@ DAMAGES = {
     "no dtype": lambda f, c, s, d: d["parameters"].update({s[0]["name"]: "Tensor"}),
     "objects not listed": lambda f, c, s, d: d.update(objects=None),
     "flag for a number": lambda f, c, s, d: d.update(stage=True),
+    "no file of rank 0": lambda f, c, s, d: d["files"][0].update(rank=5),
+    "files in another order": lambda f, c, s, d: d["files"].reverse(),
     "negative size": lambda f, c, s, d: d["files"][0].update(size=-1),
 }
 

@@ -236,7 +236,11 @@ def test_whole_weights_and_checkpoints_are_of_the_masters(tmp_path):
         fp32 = engine.consolidated(torch.float32)
         masters = {name: value.to(plan.dtype) for name, value in fp32}
         lagging = {name: value.detach().clone() for name, value in model.named_parameters()}
-        return masters, lagging, engine.state_dict(rank0_only=True)
+        whole = engine.state_dict(rank0_only=True)
+        engine.destroy(gather=True)
+        for name, value in model.named_parameters():
+            assert torch.equal(value, masters[name]), name
+        return masters, lagging, whole
 
     def load(rank, model):
         engine = start(model, adamw(model), config(2, plan, **FOUR))

@@ -140,6 +140,9 @@ def save(lines: Lines, stage: int, folder: Path) -> str:
             if number == 1:
                 with lines.over():
                     engine.save_checkpoint(str(folder))
+        left = [path.name for path in folder.glob(".*")]
+        if left:
+            return f"left {left}"
         if not equal(engine, plainly([[0], [1], [2]]), 3):
             return "other weights"
         engine.save_checkpoint(str(folder))
