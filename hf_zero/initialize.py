@@ -228,11 +228,11 @@ def initialize_as(
     )
     follow(techniques, getattr(loader, "data_sampler", None))
     engine, report = _build(engine_class, model, settings, made, techniques)
-    engine.training_dataloader = loader
-    if engine.global_rank == 0:
-        logger.info("%s\n%s", summary(report), _shown(settings))
-        _tell_of_idle_offload(report.plan)
     try:
+        engine.training_dataloader = loader
+        if engine.global_rank == 0:
+            logger.info("%s\n%s", summary(report), _shown(settings))
+            _tell_of_idle_offload(report.plan)
         engine.lr_scheduler = scheduler = _scheduler(lr_scheduler, settings, made)
         if resume is not None and resume != LATEST and (resumed is None or resumed.in_memory):
             engine.measures.keep_in(os.fspath(resume))
