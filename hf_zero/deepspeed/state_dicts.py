@@ -21,6 +21,7 @@ from hf_zero.checkpoint import convert_zero_checkpoint_to_fp32_state_dict as _co
 from hf_zero.checkpoint.convert.export import UNIVERSAL, convert_checkpoint, write_torch_files
 from hf_zero.checkpoint.find import find_checkpoint
 from hf_zero.checkpoint.reader import Checkpoint
+from hf_zero.ops.file_locks import FileLock
 
 
 def clone_tensors_for_torch_save(item: Any, device: str | torch.device = "cpu") -> Any:
@@ -112,6 +113,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     ``max_shard_size`` (None: never). ``verify`` checks the hashes of the blocks that are read.
 
     Of several processes that call it at once one writes, and the others return when it has.
+
+    Raises CheckpointError if the folder is on a file system without locks.
     """
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -130,20 +133,14 @@ def _one_writer(folder: Path) -> Iterator[bool]:
     """Yield whether this process is the one that writes into ``folder``; the others enter when it
     is done.
     """
-    path = folder / ".fp32.lock"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    lock = FileLock(folder / ".fp32.lock", fcntl.LOCK_EX, seconds=None)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if not path.exists():  # the writer before has deleted it, as it was done
-                yield False
-                return
-        yield True
-        os.unlink(path)  # waiting processes hold it open
+        writes = lock.is_current()  # else the writer before has removed it, as it was done
+        yield writes
+        if writes:
+            lock.remove()
     finally:
-        os.close(descriptor)
+        lock.close()
 
 
 # ---- ``python -m deepspeed.checkpoint.ds_to_universal`` ----

@@ -13,7 +13,6 @@ from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 
 from hf_zero.checkpoint import memory
-from hf_zero.checkpoint.memory.folders import make_own
 
 if TYPE_CHECKING:
     from hf_zero.engine import Engine
@@ -26,7 +25,7 @@ def save_with_route(engine: Engine, write: Callable[[Path], Path]) -> None:
     """
     assert engine.memory is not None
     where = engine.memory.folder(engine.memory.base)
-    make_own(engine.memory.job_folder(engine.memory.base))
+    engine.memory.mark_job(engine.memory.base)
     where.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder = Path(mkdtemp(dir=where))
     try:

@@ -129,9 +129,9 @@ def set_threads(count: int) -> None:
 
 def release_at_exit(folder: Path, top: Path, mark: str, own: Path) -> bool:
     """Have the file ``own`` removed when this process ends with code 0, however it comes to end,
-    and with the last file beside it ``folder``, and its parents up to ``top`` that then hold at
-    most a file called ``mark``. Returns whether they will be: the native core alone learns of the
-    code, through glibc.
+    and with the last file beside it ``folder``, unless another process has claimed that; and its
+    parents up to ``top`` that are then empty, under the lock of the file ``mark`` there. Returns
+    whether they will be: the native core alone learns of the code, through glibc.
     """
     register = getattr(core(), "release_at_exit", None)
     if register is not None:

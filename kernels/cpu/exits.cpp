@@ -1,7 +1,10 @@
 // Folders that go when the last of several processes ends with code 0. Python's atexit does not see the code that
 // sys.exit was given; libc's on_exit does.
+#include <fcntl.h>
 #include <pybind11/pybind11.h>
 #include <stdlib.h>
+#include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <filesystem>
@@ -37,19 +40,61 @@ bool holds_only(const fs::path& folder, const std::string& mark) {
     return !failed;
 }
 
+constexpr const char* kClaim = "claim";  // as in checkpoint/memory/folders.py
+constexpr int kTries = 10;              // another process that looks whether a folder is empty is done by then
+constexpr useconds_t kPause = 20'000;
+
+// An exclusive lock on the file at path, if this process gets it on the file that has this name.
+class Lock {
+  public:
+    Lock(const fs::path& path, int tries) : fd_(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666)) {
+        while (fd_ >= 0 && !held_) {
+            if (::flock(fd_, LOCK_EX | LOCK_NB) == 0) {
+                held_ = true;
+            } else {
+                if (--tries <= 0) break;
+                ::usleep(kPause);
+            }
+        }
+        struct stat locked, named;
+        held_ = held_ && ::fstat(fd_, &locked) == 0 && ::lstat(path.c_str(), &named) == 0 && locked.st_ino == named.st_ino &&
+                locked.st_dev == named.st_dev;
+    }
+    ~Lock() {
+        if (fd_ >= 0) ::close(fd_);
+    }
+    Lock(const Lock&) = delete;
+    Lock& operator=(const Lock&) = delete;
+    explicit operator bool() const { return held_; }
+
+  private:
+    int fd_;
+    bool held_ = false;
+};
+
+bool is_kept(const Removal& each) {
+    std::error_code ignored;
+    const fs::path ranks = fs::path(each.own).parent_path();
+    return fs::exists(ranks, ignored) && !holds_only(ranks, "");
+}
+
+// The same as release() in checkpoint/memory/folders.py, with its note.
 void at_exit(int code, void*) {
     if (code != 0 || getpid() != owner) return;  // a fork inherits the handler
     std::error_code ignored;
     for (const Removal& each : removals()) {
         fs::remove(each.own, ignored);
-        const fs::path others = fs::path(each.own).parent_path();
-        if (fs::exists(others, ignored) && !holds_only(others, "")) continue;
-        fs::remove_all(each.folder, ignored);
+        if (fs::exists(each.folder, ignored) && !is_kept(each)) {
+            const Lock claim(fs::path(each.folder) / kClaim, 1);
+            if (claim && !is_kept(each)) fs::remove_all(each.folder, ignored);
+        }
+        const Lock mark(fs::path(each.top) / each.mark, kTries);
+        if (!mark) continue;
         fs::path parent = fs::path(each.folder).parent_path();
-        while (holds_only(parent, each.mark)) {
-            fs::remove_all(parent, ignored);
-            if (parent == each.top || parent == parent.parent_path()) break;
-            parent = parent.parent_path();
+        while (parent != each.top && parent != parent.parent_path() && ::rmdir(parent.c_str()) == 0) parent = parent.parent_path();
+        if (holds_only(each.top, each.mark)) {
+            fs::remove(fs::path(each.top) / each.mark, ignored);
+            ::rmdir(each.top.c_str());
         }
     }
 }
@@ -69,8 +114,9 @@ void release_at_exit(const std::string& folder, const std::string& top, const st
 void bind_exits(py::module_& m) {
 #ifdef __GLIBC__
     m.def("release_at_exit", hfz::release_at_exit, py::arg("folder"), py::arg("top"), py::arg("mark"), py::arg("own"),
-          "Remove the file own when this process ends with code 0, and with the last file beside it folder, and its "
-          "parents up to top that then hold at most a file called mark.");
+          "Remove the file own when this process ends with code 0, and with the last file beside it folder, unless another "
+          "process has the lock of its file claim, and its parents up to top that are then empty, under the lock of the file "
+          "mark in top.");
 #else
     (void)m;
 #endif

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from hf_zero.checkpoint import convert_checkpoint, iterate_state_dict, reader
 from hf_zero.checkpoint.convert import files
 from hf_zero.errors import CheckpointError, ConfigError
+from hf_zero.ops import file_locks
 from tests.checkpoint.jobs import flip, small
 from tests.checkpoint.test_export import saved
 
@@ -247,13 +248,14 @@ def test_two_conversions_into_one_folder(run, tmp_path, monkeypatch, want):
 
 
 def test_a_file_system_without_locks(run, tmp_path, monkeypatch):
-    for code in files.NO_LOCKS:
+    for code in file_locks.NO_LOCKS:
 
         def none(*args, code=code):
             raise OSError(code, os.strerror(code))
 
         monkeypatch.setattr(files.fcntl, "flock", none)
         assert convert_checkpoint(run, tmp_path / "out").files
+        assert not list((tmp_path / "out").glob(files.LOCK))
 
 
 def test_a_lock_that_is_removed_while_it_is_waited_for(tmp_path, monkeypatch):

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -215,6 +217,7 @@ def test_of_several_that_convert_one_writes(
     run, weights = saved
     calls, waits = [], threading.Event()
     convert, flock = state_dicts.write_torch_files, fcntl.flock
+    entered = [0]
 
     def counted(*args: Any) -> Any:
         calls.append(args)
@@ -226,7 +229,8 @@ def test_of_several_that_convert_one_writes(
         return convert(*args)
 
     def locked(descriptor: int, how: int) -> None:
-        if how == fcntl.LOCK_EX:
+        entered[0] += 1
+        if entered[0] == 2:
             waits.set()
         flock(descriptor, how)
 
@@ -239,6 +243,45 @@ def test_of_several_that_convert_one_writes(
     other.join()
     assert _load(out / "pytorch_model.bin").keys() == weights.keys()
     assert not list(out.glob(".*")) and len(calls) == 1 + fails
+
+
+def test_writers_that_come_when_another_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that has opened the lock's file before the writer removes it, and a third one that
+    comes before it looks: of those that hold the lock one writes, none raises.
+    """
+    flock, writers = fcntl.flock, [0]
+
+    def write(inside: Callable[[], None] = lambda: None) -> bool:
+        with state_dicts._one_writer(tmp_path) as writes:
+            writers[0] += writes
+            assert writers[0] <= 1
+            inside()
+            writers[0] -= writes
+            return writes
+
+    def late(descriptor: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        assert write()  # from its open to its end
+        flock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    assert not write()  # the other has written meanwhile
+    assert write() and not list(tmp_path.iterdir())
+    third: list[bool] = []
+
+    def comes(descriptor: int, how: int) -> None:
+        flock(descriptor, how)
+        monkeypatch.setattr(fcntl, "flock", flock)
+        os.unlink(tmp_path / ".fp32.lock")  # the writer before was done
+        third.append(write(lambda: third.append(inside())))
+
+    def inside() -> bool:
+        return (tmp_path / ".fp32.lock").exists()
+
+    monkeypatch.setattr(fcntl, "flock", comes)
+    assert not write() and third == [True, True]
 
 
 def test_files_of_deepspeeds_own_checkpoints_are_found(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import fcntl
 import json
 import mmap
 import os
+import secrets
 import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,47 +31,34 @@ from hf_zero.checkpoint.reader import Checkpoint, Scratch
 from hf_zero.checkpoint.storage import Tick, write_all
 from hf_zero.checkpoint.tensorfile import DATA_ALIGNMENT, FilePlan
 from hf_zero.errors import CheckpointError
+from hf_zero.logging import logger
+from hf_zero.ops.file_locks import FileLock
 
 LOCK = find.NEW + "lock"
-# errors of file systems without locks: there, other processes are not kept out
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
     """Hold the lock of ``folder`` for the ``with`` block.
 
-    Raises CheckpointError if another conversion, in this or another process, holds it.
+    Raises CheckpointError if another conversion, in this or another process, holds it. On a file
+    system without locks, other processes are not kept out, as a warning says.
     """
-    descriptor = _acquire(folder)
+    lock = None
+    try:
+        lock = FileLock.on_current(folder / LOCK, fcntl.LOCK_EX)
+    except BlockingIOError as error:
+        raise CheckpointError(
+            f"{folder} is being written by another conversion; wait until it ends, or "
+            "choose another folder"
+        ) from error
+    except CheckpointError as error:
+        logger.warning("%s; this conversion goes on without a lock", error)
     try:
         yield
     finally:
-        try:
-            with suppress(FileNotFoundError):
-                os.unlink(folder / LOCK)
-        finally:
-            os.close(descriptor)
-
-
-def _acquire(folder: Path) -> int:
-    while True:
-        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            os.close(descriptor)
-            raise CheckpointError(
-                f"{folder} is being written by another conversion; wait until it ends, or "
-                "choose another folder"
-            ) from error
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                os.close(descriptor)
-                raise
-        if os.fstat(descriptor).st_nlink:
-            return descriptor
-        os.close(descriptor)  # the previous holder has ended and has removed this file: try again
+        if lock is not None:
+            lock.remove()
 
 
 @contextmanager
@@ -81,9 +69,9 @@ def new_folder(target: Path) -> Iterator[Path]:
     target = Path(os.path.abspath(target))
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} exists; remove it, or name another folder")
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+    unfinished = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    unfinished.mkdir(parents=True)
     try:
-        unfinished.mkdir(parents=True)
         yield unfinished
         os.replace(unfinished, target)
     finally:

@@ -7,9 +7,16 @@ job's identity, and folders that other jobs have left.
                                                       rank-00000-of-00004.json
                                                slot-1/...
                                                resume/                 what a load reads
-                                               ranks/2                 a process that may yet fail
+                                               ranks/2-6f1c            a process that may yet fail
                                      claim     locked by a process of the engine
                               in-use           locked by the processes of the job
+
+[Note: the end of a job]
+Jobs of one name may follow each other so closely that one ends while the next begins. A process
+that ends gives up its claim and its mark, removes its own file in ``ranks``, and then removes the
+engine's folder only if no file is left there and it gets the claim, under which it removes it; the
+parents likewise under the mark, exclusively. Whoever ends last gets both, unless the next job has
+them: then the folders are that one's. ``kernels/cpu/exits.cpp`` does the same at an exit code of 0.
 """
 
 from __future__ import annotations
@@ -17,10 +24,10 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import stat
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,16 +36,20 @@ from pathlib import Path
 from hf_zero.checkpoint.storage import remove_tree
 from hf_zero.device.host_limits import free_ram
 from hf_zero.errors import CheckpointError
+from hf_zero.ops.file_locks import FileLock
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "hf-zero-"
 IN_USE = "in-use"
 CLAIM = "claim"
+REMOVED = "~"  # ends the name of a job's folder that is being removed: no job has such a name
 PATIENCE = 10.0  # seconds in which a process that is ending gives up its claim
+MOMENT = 0.2  # seconds in which a process that looks whether a folder is empty is done
 SLOTS = ("slot-0", "slot-1")
 RESUME = "resume"
 RANKS = "ranks"
 TMPFS = "tmpfs"
+PROCESS = secrets.token_hex(8)  # of files in RANKS: the next job's ranks have the same numbers
 
 
 def is_in_memory(folder: Path) -> bool:
@@ -112,55 +123,56 @@ def refuse_foreign(folder: Path) -> None:
 
 
 class InUse:
-    """A mark on a job's folder, as long as this process lives or until :meth:`close`."""
+    """A mark on a job's folder, made if it is missing, as long as this process lives or until
+    :meth:`close`. Raises CheckpointError like :func:`refuse_foreign`.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self._fd = os.open(folder / IN_USE, os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(self._fd, fcntl.LOCK_SH)
+        self._lock = _lock(folder, IN_USE, fcntl.LOCK_SH, None)
+
+    def is_current(self) -> bool:
+        """Whether the marked folder has not been removed since."""
+        return self._lock.is_current()
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._lock.close()
 
 
 class Claim(InUse):
-    """The claim of this process on the ``folder`` of an engine, as long as it lives or until
-    :meth:`close`. Processes that it forks do not inherit it.
+    """The claim of this process on the ``folder`` of an engine, made if it is missing, as long as
+    it lives or until :meth:`close`. Processes that it forks do not inherit it.
 
     Raises CheckpointError if another living process has claimed the folder.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._fd = os.open(folder / CLAIM, os.O_RDWR | os.O_CREAT, 0o600)
-        limit = time.monotonic() + PATIENCE
-        while True:
-            try:
-                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except (BlockingIOError, PermissionError):
-                if time.monotonic() < limit:
-                    time.sleep(0.1)
-                    continue
-            self.close()
+        try:
+            self._lock = _lock(folder, CLAIM, fcntl.LOCK_EX, PATIENCE)
+        except BlockingIOError as error:
             raise CheckpointError(
                 f"another job that is running saves into {folder}: both have the same name; name "
                 "each of them (checkpoint.memory.job)"
-            )
+            ) from error
+
+
+def _lock(folder: Path, name: str, how: int, seconds: float | None) -> FileLock:
+    """Return a lock on the file ``name`` of ``folder``, both made if they are missing."""
+    while True:
+        make_own(folder)
+        with suppress(FileNotFoundError):  # each round, another process has removed the folder
+            return FileLock.on_current(folder / name, how, seconds)
 
 
 def is_in_use(folder: Path) -> bool:
     """Whether a living process has marked the job's ``folder``."""
-    try:
-        fd = os.open(folder / IN_USE, os.O_RDWR)
-    except FileNotFoundError:
+    if not (folder / IN_USE).exists():
         return False
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        FileLock(folder / IN_USE, fcntl.LOCK_EX).close()
     except BlockingIOError:
         return True
-    finally:
-        os.close(fd)
+    except FileNotFoundError:
+        pass  # removed meanwhile
     return False
 
 
@@ -190,43 +202,70 @@ def jobs_in(base: Path) -> Iterator[Left]:
 
 def remove_job(folder: Path) -> bool:
     """Remove a job's ``folder`` unless a process uses it; return whether it was removed."""
-    if is_in_use(folder):
+    away = folder.with_name(folder.name + REMOVED)
+    with suppress(FileNotFoundError):  # another process removes it, too
+        remove_tree(away)  # left by a removal that was interrupted
+    try:
+        lock = FileLock.on_current(folder / IN_USE, fcntl.LOCK_EX)
+    except (BlockingIOError, FileNotFoundError):
         return False
-    remove_tree(folder)
+    try:
+        folder.rename(away)  # a job that begins now makes the folder anew
+    except OSError:  # by another process, too
+        return False
+    finally:
+        lock.close()
+    with suppress(FileNotFoundError):
+        remove_tree(away)
     return True
+
+
+def rank_mark(folder: Path, rank: int) -> Path:
+    """Return the file of ``rank``, in this process, in an engine's ``folder``."""
+    return folder / RANKS / f"{rank}-{PROCESS}"
 
 
 def enter(folder: Path, rank: int) -> None:
     """Have an engine's ``folder``, if there is one, stay until ``rank`` calls :func:`release`."""
     if folder.is_dir():
         (folder / RANKS).mkdir(exist_ok=True)
-        (folder / RANKS / str(rank)).touch()
+        rank_mark(folder, rank).touch()
 
 
 def release(folder: Path, top: Path, rank: int) -> None:
     """Remove an engine's ``folder``, and its parents up to ``top`` that are then empty, if no other
-    process than that of ``rank`` keeps it.
+    process than that of ``rank`` keeps it, and none has claimed it since (see the note).
     """
-    (folder / RANKS / str(rank)).unlink(missing_ok=True)
-    with suppress(OSError):  # FileNotFoundError where another rank removes the same
-        if not (folder / RANKS).exists() or not os.listdir(folder / RANKS):
-            remove_tree(folder)
-            remove_empty(folder.parent, top)
+    rank_mark(folder, rank).unlink(missing_ok=True)
+    with suppress(OSError):  # the next job has claimed it, or another rank has removed it
+        if not is_kept(folder):
+            claim = FileLock.on_current(folder / CLAIM, fcntl.LOCK_EX)
+            if not is_kept(folder):
+                remove_tree(folder)
+            claim.close()
+    with suppress(OSError):  # another process has marked it, or it is not empty, or gone
+        mark = FileLock.on_current(top / IN_USE, fcntl.LOCK_EX, MOMENT)
+        remove_empty(folder.parent, top)
+        mark.close()
+
+
+def is_kept(folder: Path) -> bool:
+    """Whether a process keeps an engine's ``folder``."""
+    ranks = folder / RANKS
+    return ranks.exists() and bool(os.listdir(ranks))
 
 
 def remove_empty(folder: Path, top: Path) -> None:
-    """Remove ``folder`` and its parents up to ``top`` that hold nothing but the mark."""
-    while True:
-        try:
-            held = os.listdir(folder)
-        except FileNotFoundError:  # removed, perhaps by another host that has the same folder
-            held = []
-        if set(held) - {IN_USE}:
-            return
-        shutil.rmtree(folder, ignore_errors=True)
-        if folder == top:
-            return
+    """Remove ``folder`` and its parents up to ``top``, which may hold the mark. Raises OSError for
+    the first that holds anything else.
+    """
+    while folder != top:
+        with suppress(FileNotFoundError):  # removed by another host that has the same folder
+            folder.rmdir()
         folder = folder.parent
+    if os.listdir(top) == [IN_USE]:
+        (top / IN_USE).unlink()
+        top.rmdir()
 
 
 def bases(asked: str | None) -> list[Path]:

@@ -183,6 +183,7 @@ class _Taking:
             held.rank: path for held, path in own.items() if held.save_id == generation.save_id
         }
         self._chooses = False  # a load follows
+        self._mark: folders.InUse | None = None  # of the folder that a load reads
 
     def take(self, engine: Any = None, strict: bool = True) -> Newest | None:
         """Return the generation in a folder of this host, with the files that its ranks read for a
@@ -298,7 +299,7 @@ class _Taking:
             if where.acts_for_host:
                 for base in where.bases:
                     remove_tree(where.folder(base) / folders.RESUME)
-                folders.make_own(where.job_folder(where.bases[0]))
+                self._mark = folders.InUse(where.job_folder(where.bases[0]))
                 _write_beside(folder, manifest, records)
 
         collective_try(self._ranks, make)

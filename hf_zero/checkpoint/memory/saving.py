@@ -244,13 +244,25 @@ class MemoryCheckpoints(JobFolders):
 
     def _claim(self) -> None:
         for base in self.bases:
-            folder, own = self.job_folder(base), self.folder(base)
-            if folder.is_dir() and folder not in self._marks:
-                folders.refuse_foreign(folder)
-                self._marks[folder] = folders.InUse(folder)
-            if self.acts_for_host and own.is_dir() and own not in self._marks:
+            own = self.folder(base)
+            if self.job_folder(base).is_dir():
+                self.mark_job(base)
+            if self.acts_for_host and own.is_dir() and not self._holds(own):
                 self._marks[own] = folders.Claim(own)
                 remove_tree(own / folders.RANKS)  # of an attempt before
+
+    def mark_job(self, base: Path) -> None:
+        """Make the job's folder below ``base``, and mark it as in use by this process."""
+        folder = self.job_folder(base)
+        if not self._holds(folder):
+            self._marks[folder] = folders.InUse(folder)
+
+    def _holds(self, folder: Path) -> bool:
+        return folder in self._marks and self._marks[folder].is_current()
+
+    def _make_folder(self) -> None:
+        self.mark_job(self.base)
+        self.folder(self.base).mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def _say(self) -> None:
         if not self.is_lasting:
@@ -613,10 +625,6 @@ class MemoryCheckpoints(JobFolders):
         slots = {path.parent.name for held, path in self.scan().items() if held.save_id == kept}
         self._slot = 1 if folders.SLOTS[0] in slots else 0
 
-    def _make_folder(self) -> None:
-        folders.make_own(self.job_folder(self.base))
-        self.folder(self.base).mkdir(parents=True, exist_ok=True, mode=0o700)
-
     def _choose_base(self, needed: int) -> Path:
         """Return the first base folder on this host with room for ``needed`` bytes."""
         where = self.hosts.names[self.rank]
@@ -678,8 +686,10 @@ class MemoryCheckpoints(JobFolders):
         self.transfers.close()
         self._files.close()
         self._kept.close()
-        for mark in self._marks.values():
-            mark.close()
+        if self._running is None or self._running.done():  # else the thread may still write
+            for mark in self._marks.values():
+                mark.close()
+        self._marks.clear()
         if remove and not failing:
             for base in self.bases:
                 folders.release(self.folder(base), self.job_folder(base), self.rank)
@@ -712,7 +722,7 @@ def _at_exit(made: MemoryCheckpoints) -> None:
     later = False
     for base in made.bases:
         folder, top = made.folder(base), folders.job_folder(base, made.job)
-        own = folder / folders.RANKS / str(made.rank)
+        own = folders.rank_mark(folder, made.rank)
         later = native.release_at_exit(folder, top, folders.IN_USE, own)
 
     def close() -> None:

@@ -247,3 +247,82 @@ def test_clean_names_what_jobs_have_left_and_removes_what_none_uses(tmp_path: Pa
     assert "1 of them can go" in clean(tmp_path)
     (tmp_path / "empty").mkdir()
     assert clean(tmp_path / "empty") == f"no checkpoints in memory in {tmp_path / 'empty'}\n"
+
+
+def test_a_job_that_begins_while_its_folder_is_removed_keeps_or_makes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed, marks = folders.remove_tree, []
+    for moment in (0, 1):  # before the removal has the folder, and while it removes it
+        folder, calls = left(tmp_path, f"job-{moment}"), [0]
+
+        def begins(path: Path, folder=folder, calls=calls, moment=moment) -> None:
+            if calls[0] == moment:
+                marks.append(folders.InUse(folder))
+            calls[0] += 1
+            removed(path)
+
+        monkeypatch.setattr(folders, "remove_tree", begins)
+        assert folders.remove_job(folder) == (moment == 1)
+        assert folders.is_in_use(folder) and marks[-1].is_current()
+        assert any(folder.rglob("*.safetensors")) == (moment == 0)
+        assert not any(
+            job.folder.name.endswith(folders.REMOVED) for job in folders.jobs_in(tmp_path)
+        )
+    interrupted = left(tmp_path, "half")
+    interrupted.rename(interrupted.with_name(interrupted.name + folders.REMOVED))
+    assert [folders.remove_job(job.folder) for job in folders.jobs_in(tmp_path)].count(True) == 1
+
+
+ENDING = """
+import sys
+from pathlib import Path
+from hf_zero.checkpoint.memory import folders
+from hf_zero.ops import native
+folder, top, how = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+folders.enter(folder, 0)
+if how == "native":
+    native.release_at_exit(folder, top, folders.IN_USE, folders.rank_mark(folder, 0))
+print("entered", flush=True)
+sys.stdin.read()
+if how == "python":
+    folders.release(folder, top, 0)
+"""
+WAYS = ["python", *(["native"] if hasattr(native.core(), "release_at_exit") else [])]
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_job_that_ends_leaves_the_next_one_its_folder(how: str, tmp_path: Path) -> None:
+    """The next one has claimed the folder, or only marked the job's, or has not begun."""
+    ending, engines = [], []
+    for name in ("claimed", "entered", "marked", "alone"):
+        top = left(tmp_path, name)
+        engine = top / "host" / "engine-0"
+        launched = [sys.executable, "-c", ENDING, str(engine), str(top), how]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        ending.append(subprocess.Popen(launched, **pipes))
+        engines.append((name, top, engine))
+    kept: list[Any] = []
+    for process, (name, top, engine) in zip(ending, engines, strict=True):
+        assert process.stdout is not None and process.stdout.readline() == "entered\n"
+        if name in ("claimed", "marked"):
+            kept.append(folders.InUse(top))
+        if name == "claimed":
+            kept.append(folders.Claim(engine))
+        if name == "entered":
+            folders.enter(engine, 0)
+    for process, (name, top, engine) in zip(ending, engines, strict=True):
+        process.communicate("")
+        assert process.returncode == 0
+        slots = any(engine.glob("slot-0/*"))
+        assert slots == (name in ("claimed", "entered")), name
+        assert top.exists() == (name != "alone"), name
+    assert all(mark.is_current() for mark in kept)
+
+
+def test_a_claim_that_is_removed_is_taken_again(tmp_path: Path) -> None:
+    engine = left(tmp_path, "job") / "host" / "engine-0"
+    claim = folders.Claim(engine)
+    shutil.rmtree(engine)
+    assert not claim.is_current()
+    assert folders.Claim(engine).is_current()

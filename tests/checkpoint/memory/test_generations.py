@@ -281,7 +281,7 @@ def test_an_attempt_that_does_not_resume_is_told_what_it_overwrites(tmp_path, he
 CLAIMS = """
 import fcntl, sys
 held = open(sys.argv[1], "w")
-fcntl.lockf(held, fcntl.LOCK_EX)
+fcntl.flock(held, fcntl.LOCK_EX)
 print("held", flush=True)
 sys.stdin.read()
 """
