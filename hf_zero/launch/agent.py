@@ -31,6 +31,9 @@ def main() -> int:
     if order is None:
         return CANNOT_START  # standard input is closed: the caller is gone
     _adopt_orphans()
+    ending = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # before there is a child
+        signal.signal(number, lambda *_: ending.set())
     try:
         child = subprocess.Popen(
             order["command"],
@@ -41,9 +44,6 @@ def main() -> int:
     except OSError as error:
         print(f"hf-zero: cannot start {order['command'][0]}: {error}", file=sys.stderr, flush=True)
         return CANNOT_START
-    ending = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: ending.set())
     threading.Thread(target=_watch_input, args=(ending,), daemon=True).start()
     threading.Thread(target=_watch_child, args=(child, ending), daemon=True).start()
     ending.wait()

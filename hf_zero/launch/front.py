@@ -59,6 +59,7 @@ class _Front:
         self._names = [start.host.name for start in starts]
         self._starts = starts
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._ordered: set[int] = set()  # processes that have taken their order
         self._pumps: list[threading.Thread] = []
 
     def run(self) -> int:
@@ -105,6 +106,7 @@ class _Front:
         with suppress(BrokenPipeError, ValueError):
             process.stdin.write(start.order)
             process.stdin.flush()
+            self._ordered.add(process.pid)
         code = process.wait()
         self._news.put(Ended(start.host.name, code if code >= 0 else 128 - code))
 
@@ -125,9 +127,15 @@ class _Front:
         return 0
 
     def _end(self) -> None:
-        """Close the agents' inputs, which makes them end; those that do not are killed later."""
+        """Close the agents' inputs, which makes them end; those that do not are killed later. A
+        process that has not taken its order has started nothing: it is terminated, because closing
+        its input would wait, beyond the reach of signals, for the thread that writes the order.
+        """
         for process in self._processes:
             assert process.stdin is not None
+            if process.pid not in self._ordered:
+                process.terminate()
+                continue
             with suppress(BrokenPipeError):
                 process.stdin.close()
         waiting = threading.Event()

@@ -4,6 +4,7 @@ ours that stays on this machine.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -156,6 +157,61 @@ def test_signals_end_all_and_are_told(number: signal.Signals, tmp_path: Path) ->
         end_group(process)
     assert process.returncode == 128 + number and f"{number.name}, ending all hosts" in err
     assert all(gone(int(path.read_text())) for path in pids)
+
+
+UNREAD = """
+import os, signal, sys, threading, time, types
+from hf_zero.launch import front
+def start(name, size):
+    ssh = ["sh", "-c", f"echo $$ > {sys.argv[1]}/{name}; exec sleep 3600"]
+    host = types.SimpleNamespace(name=name)
+    return types.SimpleNamespace(host=host, order=b"x" * size, reached_by=ssh)
+def interrupt():
+    while not all(os.path.exists(f"{sys.argv[1]}/{name}") for name in "ab"):
+        time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=interrupt, daemon=True).start()
+plan = types.SimpleNamespace(alone=False, starts=[start("a", 1 << 20), start("b", 100)])
+os._exit(front.carry_out(plan, patience=1.0))
+"""
+
+
+def test_an_order_that_nobody_reads_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    """An example is an ssh that is not connected: the order does not fit into its pipe."""
+    done = completed([sys.executable, "-c", UNREAD, str(tmp_path)], timeout=120.0)
+    assert done.returncode == 128 + signal.SIGINT, done.stderr
+    assert all(gone(int((tmp_path / name).read_text())) for name in "ab")
+
+
+SIGNALLED = """
+import os, signal, subprocess, sys
+from hf_zero.launch import agent
+popen = subprocess.Popen
+class Started(popen):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        open(sys.argv[1], "w").write(str(self.pid))
+        os.kill(os.getpid(), signal.SIGTERM)
+agent.subprocess.Popen = Started
+code = agent.main()
+os._exit(code)
+"""
+
+
+def test_a_signal_while_the_agent_starts_its_command_ends_that(tmp_path: Path) -> None:
+    pid, order = tmp_path / "pid", {"command": ["sleep", "3600"], "environment": {}}
+    agent = subprocess.Popen(
+        [sys.executable, "-c", SIGNALLED, str(pid)], stdin=subprocess.PIPE, text=True
+    )
+    assert agent.stdin is not None
+    agent.stdin.write(json.dumps(order) + "\n")
+    agent.stdin.flush()  # and open, as long as whoever gave the order lives
+    assert agent.wait(120.0) == 128 + signal.SIGTERM
+    child = int(pid.read_text())
+    ended = gone(child, 5.0)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+    assert ended
 
 
 def test_output_that_nobody_reads_holds_nobody_up(tmp_path: Path) -> None:
