@@ -299,15 +299,15 @@ class Engine(TrainingEngine):
                 self.held_micro_batches,
             )
         self.wait_for_checkpoint(f"the save of {save_dir}")
-        self.measures.saving(self, save_dir)
-        in_background = self.config.checkpoint.async_save if blocking is None else not blocking
-        writer = self.async_saves.get_writer() if in_background else None
-        if self.memory is not None and client_state is not None:
-            self.memory.client_state = dict(client_state)
-        offered = None
-        if writer is not None and self.memory is not None:
-            offered = self.memory.offer(self, writer.is_writing)
-        with span("save", str(tag or save_dir)):
+        with self.mesh.watchdog.during("save"), span("save", str(tag or save_dir)):
+            self.measures.saving(self, save_dir)
+            in_background = self.config.checkpoint.async_save if blocking is None else not blocking
+            writer = self.async_saves.get_writer() if in_background else None
+            if self.memory is not None and client_state is not None:
+                self.memory.client_state = dict(client_state)
+            offered = None
+            if writer is not None and self.memory is not None:
+                offered = self.memory.offer(self, writer.is_writing)
             save(
                 self,
                 save_dir,
@@ -353,28 +353,31 @@ class Engine(TrainingEngine):
             )
         self.changes.refuse_within("load_checkpoint()")
         self.wait_for_checkpoint(f"the load of {load_dir}")
-        in_memory = False
-        if self.memory is not None:
-            found = locate(self, load_dir, tag, load_module_strict)
-            load_dir, tag, in_memory = found.directory, found.tag, found.in_memory
-            if in_memory and str(load_dir) == run:  # chosen before: of which run, it does not say
-                run = None
-        self.updater.drop_early()
-        self.measures.finish(self)
-        with self.schedule.shards.writing():
-            answer = load(
-                self,
-                load_dir,
-                tag,
-                load_module_strict,
-                load_optimizer_states,
-                load_lr_scheduler_states,
-                load_module_only,
-                verify=False if verify is None and not self.config.checkpoint.verify else verify,
-                load_rng=load_rng,
-                load_loader=load_loader,
-                partial=in_memory,
-            )
+        with self.mesh.watchdog.during("load"):
+            in_memory = False
+            if self.memory is not None:
+                found = locate(self, load_dir, tag, load_module_strict)
+                load_dir, tag, in_memory = found.directory, found.tag, found.in_memory
+                if in_memory and str(load_dir) == run:
+                    run = None  # chosen before: of which run, it does not say
+            self.updater.drop_early()
+            self.measures.finish(self)
+            with self.schedule.shards.writing():
+                answer = load(
+                    self,
+                    load_dir,
+                    tag,
+                    load_module_strict,
+                    load_optimizer_states,
+                    load_lr_scheduler_states,
+                    load_module_only,
+                    verify=False
+                    if verify is None and not self.config.checkpoint.verify
+                    else verify,
+                    load_rng=load_rng,
+                    load_loader=load_loader,
+                    partial=in_memory,
+                )
         if run == answer[0]:  # a checkpoint itself, without its run's folder
             run = str(as_path(run).absolute().parent)
         self.measures.loaded(self, not load_module_only, run)

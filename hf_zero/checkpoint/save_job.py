@@ -240,6 +240,7 @@ class AsyncSaver:
         self._stall = 0.0
         self.number = 0  # sequence number of the last save that was started
         self._running: tuple[SaveJob, Future[None]] | None = None
+        self._thread: threading.Thread | None = None  # of the last save that was started
 
     @property
     def failed(self) -> bool:
@@ -311,16 +312,45 @@ class AsyncSaver:
 
     def start(self, job: SaveJob, plan: FilePlan) -> None:
         """Start the thread that writes the staged file of ``plan`` and commits. Returns at once."""
+        self._thread = None
         self.number += 1
         image = bytes_view(self._image)
         self._image = self._memory  # a file of a generation goes when the thread has written it
         ended: Future[None] = Future()
-        self._running = (job, ended)
-        if job.rank == 0:
-            started(job.target.final)
         exchange = _ByStore(self._mail, self.number, job)
         work = partial(_run, job, image, plan, exchange, self._stall)
-        threading.Thread(target=_set_result, args=(ended, work), name="hf-zero save").start()
+        run = partial(_set_result, ended, work)
+        self._thread = threading.Thread(target=run, name="hf-zero save")
+        if job.rank == 0:
+            started(job.target.final)
+        self._running = (job, ended)
+        self._thread.start()
+
+    def withdraw(
+        self, before: int, target: CommitTarget, error: BaseException, fails: bool
+    ) -> None:
+        """Report ``error``, raised by this rank alone, to threads of other ranks, which may wait
+        for this one in the save after number ``before``. If its thread runs, that reports itself.
+
+        ``fails``: the others have started, so that the save fails on all ranks, this one included.
+        """
+        runs = self._thread is not None and self._thread.ident is not None
+        if self._mail is None or (self.number > before and runs):
+            return
+        why = describe_error(error, target.final)
+        failure = f"{describe_failures({self._rank: why}, self._world)}. "
+        failure += NOTHING_SAVED.format(target.tag)
+        failed: Future[None] = Future()
+        failed.set_exception(CheckpointError(failure))
+        job = SaveJob(target, target.final, self._rank, self._world, None)
+        self.number, self._running = before + 1, (job, failed) if fails else None
+        if self._rank == 0:
+            finished(target.final, whole=False)
+        exchange = _ByStore(self._mail, self.number, job)
+        if self._rank > 0:
+            exchange.gather(Outcome(None, why))
+        else:
+            exchange.broadcast(failure)
 
 
 def _set_result(future: Future[Any], action: Callable[[], Any]) -> None:

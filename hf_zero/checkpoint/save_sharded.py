@@ -143,14 +143,20 @@ def save(
         with progress_bar(shown, own.file.size, f"saving {target.directory}") as tick:
             return write_tensors(path, own.file, own.tensors, tick)
 
+    before, exchanges = 0 if background is None else background.number, 0
     try:
         (own, _, extra, buffers), planned = collective_try(
             job_ranks, plan, path, nothing_saved, lambda result: (result[0].report, result[1])
         )
+        exchanges = 1
         shared, _ = collective_try(job_ranks, describe, path.parent, nothing_saved)
+        exchanges = 2
         job = SaveJob(target, path, rank, world, shared, keep)
         not_staged = [f"rank {at}: {why}" for at, (_, why) in enumerate(planned) if why]
-        in_background = background is not None and not not_staged
+        if background is not None and not not_staged:
+            background.start(job, own.file)
+            return target.final
+        exchanges = 0  # this save is not one in the background
         if not_staged and rank == 0:
             logger.warning(
                 "%s is written while training waits, because it cannot be copied to "
@@ -158,16 +164,14 @@ def save(
                 target.tag,
                 not_staged[0],
             )
-        if background is not None and in_background:
-            background.start(job, own.file)
-        else:
-            failure, cause = job.run(write, ByCollectives(job_ranks))
-    except BaseException:
+        failure, cause = job.run(write, ByCollectives(job_ranks))
+    except BaseException as error:
+        # Any other error has ended the save on this rank alone: others may have started theirs.
+        if background is not None and exchanges and not isinstance(error, CheckpointError):
+            background.withdraw(before, target, error, fails=exchanges == 2)
         if rank == 0:
             target.abort()
         raise
-    if in_background:
-        return target.final
     if failure:
         raise CheckpointError(failure) from cause
     if shared is not None:

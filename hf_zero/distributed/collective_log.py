@@ -103,6 +103,15 @@ class CollectiveLog:
         self.recent.append(what)
         return PendingCollective(what, self, number, self.ranks if needs is None else needs)
 
+    def abandon(self, number: int, what: str) -> None:
+        """Record that an exception has left collective ``number``, perhaps before its messages were
+        sent: to ranks that wait in it, this rank is at another one.
+        """
+        if self.sequence_number > number:
+            if not self.recent or self.recent[-1] is not what:
+                self.recent.append(what)  # the exception came between the two lines of `issue`
+            self.recent[-1] = f"{what}, left by an exception"
+
     def close(self) -> None:
         """Drop the reference to the communicator; the log of issued collectives stays."""
         self.abort = lambda: None

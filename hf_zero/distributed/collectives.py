@@ -225,6 +225,8 @@ class _Starting:
     ) -> None:
         if self._span is not None:
             self._span.__exit__(kind, error, trace)
+        if error is not None and self._pending.log is not None:
+            self._pending.log.abandon(self._pending.number, self._pending.what)
         if isinstance(error, RuntimeError):
             raise self._watchdog.explain_failure(self._pending, error) from error
 

@@ -69,6 +69,8 @@ class Watchdog:
         self.rank_status = rank_status
         self.verdict = ""  # the final reason why this rank ends: communicators are aborted for it
         self._concluded = threading.Event()  # set with the verdict
+        self.operation = ""  # the save or load under way, with its number
+        self._operations = 0
         # what this rank waits for, and since when; a collective's wait sets it, as `watching` does
         self.current: tuple[PendingCollective, float] | None = None
         self.started = not enabled  # whether a thread looks at waits, or none is to
@@ -112,6 +114,18 @@ class Watchdog:
             yield
         finally:
             self.current = outer
+
+    @contextmanager
+    def during(self, operation: str) -> Iterator[None]:
+        """Number the enclosed ``operation``, which all ranks do together: its blocking collectives
+        never match those of another one, which a rank has begun after an exception.
+        """
+        self._operations += 1
+        outer, self.operation = self.operation, f"{operation} {self._operations}"
+        try:
+            yield
+        finally:
+            self.operation = outer
 
     def start(self) -> None:
         """Start the thread, at the first wait."""

@@ -85,13 +85,27 @@ class RankGroup:
         ``source`` of a broadcast.
         """
         needs = None if source is None else () if source == self.rank else (source,)
-        pending = self.log.issue(what, needs)
-        works: list[Any] = [SimpleNamespace(wait=call)]  # the wait for a blocking call is the call
-        if self._agrees:
-            place = None if source is None else self.ranks.index(source)
-            own = self.ranks.index(self.rank)
-            works += tagged_barrier(pending, self.ranks, own, self._group, self.watchdog, place)
-        Handle(works, self.watchdog, pending).wait()
+        if self.watchdog.operation:
+            what = f"{what} in {self.watchdog.operation}"
+        number, done = self.log.sequence_number, False
+
+        def finish() -> None:
+            nonlocal done
+            call()
+            done = True
+
+        try:
+            pending = self.log.issue(what, needs)
+            works: list[Any] = [SimpleNamespace(wait=finish)]  # a blocking call is its own wait
+            if self._agrees:
+                place = None if source is None else self.ranks.index(source)
+                own = self.ranks.index(self.rank)
+                works += tagged_barrier(pending, self.ranks, own, self._group, self.watchdog, place)
+            Handle(works, self.watchdog, pending).wait()
+        except BaseException:
+            if not done:
+                self.log.abandon(number, what)
+            raise
 
     def close(self) -> None:
         """Release the communicator, if it is this group's own."""
