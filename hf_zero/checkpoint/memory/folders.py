@@ -28,6 +28,7 @@ import secrets
 import shutil
 import stat
 import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -140,12 +141,16 @@ class InUse:
 
 class Claim(InUse):
     """The claim of this process on the ``folder`` of an engine, made if it is missing, as long as
-    it lives or until :meth:`close`. Processes that it forks do not inherit it.
+    it lives or until :meth:`close`. Processes that it forks do not inherit it. A later one of this
+    process replaces it.
 
     Raises CheckpointError if another living process has claimed the folder.
     """
 
     def __init__(self, folder: Path) -> None:
+        former = _claims.get(folder)
+        if former is not None:  # of an engine that nobody has destroyed
+            former.close()
         try:
             self._lock = _lock(folder, CLAIM, fcntl.LOCK_EX, PATIENCE)
         except BlockingIOError as error:
@@ -153,6 +158,10 @@ class Claim(InUse):
                 f"another job that is running saves into {folder}: both have the same name; name "
                 "each of them (checkpoint.memory.job)"
             ) from error
+        _claims[folder] = self
+
+
+_claims: weakref.WeakValueDictionary[Path, Claim] = weakref.WeakValueDictionary()
 
 
 def _lock(folder: Path, name: str, how: int, seconds: float | None) -> FileLock:

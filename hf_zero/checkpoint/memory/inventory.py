@@ -101,10 +101,10 @@ def newest_record(slot: Path) -> int:
 
 
 def generations(hosts: Sequence[str], inventories: Sequence[Sequence[Held]]) -> list[Generation]:
-    """Return the generations of all hosts, newest first: of one step that of the last attempt,
-    which may have trained on from an earlier step than the others. ``inventories``: what each rank
-    reports of its host; ``hosts``: the host of each rank. A file whose records differ between hosts
-    is counted for none of them.
+    """Return the generations of all hosts, newest first: those of the last attempt, or load within
+    it, which may have trained on from an earlier step than the others. ``inventories``: what each
+    rank reports of its host; ``hosts``: the host of each rank. A file whose records differ between
+    hosts is counted for none of them.
     """
     found: dict[str, Generation] = {}
     digests: dict[tuple[str, int], set[str]] = {}
@@ -118,4 +118,4 @@ def generations(hosts: Sequence[str], inventories: Sequence[Sequence[Held]]) -> 
         if len(said) > 1:
             logger.warning("the copies of rank %d's file differ between hosts", rank)
             found[save_id].holders.pop(rank)
-    return sorted(found.values(), key=lambda each: (each.step, each.begun), reverse=True)
+    return sorted(found.values(), key=lambda each: (each.begun, each.step), reverse=True)

@@ -28,7 +28,8 @@ SUFFIX = ".json"
 class RankRecord:
     """The record of one rank file.
 
-    begun: start of the attempt that saved, in milliseconds since the epoch, equal on all ranks.
+    begun: start of the attempt that saved, in milliseconds since the epoch, equal on all ranks;
+        one more after each load, and more than in all records of earlier attempts.
     step: optimizer steps at the save. world: number of ranks. report: that rank's, with the hashes
     of its file. head: the manifest without reports, of rank 0. files: contents by name of
     ``objects.pt`` and the model's configuration, of rank 0. beside: contents by relative name of

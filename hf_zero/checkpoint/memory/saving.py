@@ -352,6 +352,7 @@ class MemoryCheckpoints(JobFolders):
             )
             self._take_room(sizes)
             self._choose_slot(step)
+            planned = replace(planned[0], begun=self.begun), planned[1]
         early, self._early = self._early, None
         if self._is_cut_off:
             return None
@@ -613,6 +614,8 @@ class MemoryCheckpoints(JobFolders):
         found, _ = self.exchange_inventories()
         whole = [each for each in found if each.is_whole()]
         kept = self.newest_id or (whole[0].save_id if whole else "")
+        # the clock may have been set back since an attempt before
+        self.begun = max([self.begun, *(each.begun + 1 for each in found)])
         if whole and not self.newest_id and whole[0].step >= step and self.rank == 0:
             logger.warning(
                 "%s: an attempt of this job before has left step %d in memory, and this one has "
@@ -652,6 +655,7 @@ class MemoryCheckpoints(JobFolders):
         """Count a load: steps behind the last save may come again, and what they save prevails."""
         self.wait()
         self._last_step, self._rewound = -1, True
+        self.begun += 1  # a process that ends before `_drop_later` leaves the other branch, too
 
     def protect(self, save_id: str) -> None:
         """Let the next save not overwrite the generation ``save_id``, from which training goes
