@@ -23,11 +23,12 @@ from hf_zero.distributed.process_group import (
     is_initialized,
 )
 from hf_zero.distributed.rank_hosts import RESOLVE_SECONDS, choose_interface, wait_for_address
+from hf_zero.distributed.rank_status import first_line
 from hf_zero.distributed.rendezvous import LOOPBACK, announce
 from hf_zero.distributed.uncaught import connect_to_agent_store
 from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.distributed.world_group import get_world_group
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, LaunchError
 from hf_zero.logging import log_rank0
 
 
@@ -52,8 +53,8 @@ def init_distributed(
         interface: the network interface that gloo and NCCL use.
 
     Raises LaunchError if the launcher's variables are incomplete or contradict each other
-    (``rendezvous.py``), or if the name of rank 0's host does not resolve; ConfigError for a port
-    that is in use.
+    (``rendezvous.py``), if the name of rank 0's host does not resolve, or if the store does not
+    answer; ConfigError for a port that is in use.
     """
     if is_initialized():
         return
@@ -109,7 +110,7 @@ def _join(world_size: int, where: str, join: Callable[[], None]) -> None:
     """Call ``join``, which returns when all ranks have met at ``where``; warn each minute of the
     wait.
 
-    Raises ConfigError for a port that is in use.
+    Raises ConfigError for a port that is in use, LaunchError for a store that cannot be reached.
     """
     watchdog = Watchdog(enabled=world_size > 1)
     try:
@@ -117,7 +118,13 @@ def _join(world_size: int, where: str, join: Callable[[], None]) -> None:
             join()
     except RuntimeError as error:
         if "EADDRINUSE" not in str(error) and "address already in use" not in str(error).lower():
-            raise
+            if not isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
+                raise
+            raise LaunchError(
+                f"the ranks cannot meet at {where}: its store does not answer "
+                f"({first_line(error)}). Look at the output of the launcher, or of rank 0, which "
+                "hosts it, and whether a firewall is between the hosts"
+            ) from error
         raise ConfigError(
             f"the ranks cannot meet at {where}: another program on this machine (another "
             "training?) uses the port. End it, or choose a port that "

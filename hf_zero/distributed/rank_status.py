@@ -100,7 +100,7 @@ class RankStatus:
         self.statements = 0  # of ranks that go on after an exception (recovery.py)
         self._diagnosed: tuple[Any, HangDiagnosis | None] = (None, None)
         self._gone = False  # the store is gone: torch prints a stack for every failing call
-        self._lock = threading.RLock()
+        self._lock, self._posting = threading.RLock(), threading.RLock()
         self._process = os.getpid()
         self._identity = _identity(self._process)
         self._set(str(rank), json.dumps(self.post(None)))
@@ -131,12 +131,13 @@ class RankStatus:
 
     def publish(self, state: str, why: str = "", pending: PendingCollective | None = None) -> None:
         """Post the state of this rank. A failed or broken rank stays so."""
-        if self._state in OVER and state not in OVER:
-            return
-        self._state = state
-        if state in OVER:
-            self._ask("append", "ends", json.dumps([self.rank, state, why]) + "\n")
-        self._set(str(self.rank), json.dumps(self.post(pending, why)))
+        with self._posting:  # the training's thread and the watchdog's
+            if self._state in OVER and state not in OVER:
+                return
+            self._state = state
+            if state in OVER:
+                self._ask("append", "ends", json.dumps([self.rank, state, why]) + "\n")
+            self._set(str(self.rank), json.dumps(self.post(pending, why)))
 
     def _set(self, key: str, value: str) -> None:
         self._ask("set", key, value)

@@ -4,6 +4,7 @@ report of a rank that ends.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -193,6 +194,26 @@ def test_a_lost_connection_of_the_script_itself_is_explained(pair: Any, heard: l
     assert said.startswith("rank 1 lost a connection in a collective of the script's own: rank 0")
     assert "gather of x" in said and "a loop of fewer steps than the others" in said
     assert pair[1].rank_status.publish_exit() is None, "it is said once"
+
+
+def test_a_post_of_another_thread_does_not_replace_the_reason_of_an_end() -> None:
+    """The watchdog's thread gives up while the training's posts that it waits."""
+    store = dist.HashStore()
+    status = RankStatus(store, 0, 2)
+    watchdog = threading.Thread(target=status.publish, args=("broken", "rank 1 has failed"))
+    post = status.post
+
+    def meanwhile(*args: Any) -> StatusPost:
+        if watchdog.ident is None:
+            watchdog.start()
+            watchdog.join(0.2)  # it waits for this post, or has gone before it
+        return post(*args)
+
+    status.post = meanwhile  # type: ignore[method-assign]
+    status.publish("waits")
+    watchdog.join()
+    told = json.loads(store.get("0"))
+    assert (told["state"], told["why"]) == ("broken", "rank 1 has failed")
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:

@@ -7,12 +7,17 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+import hf_zero
+from hf_zero.distributed import uncaught
 from hf_zero.distributed.store import StoreMessages, TimeoutStore
-from hf_zero.errors import RankMismatchError
+from hf_zero.errors import LaunchError, RankMismatchError
+from hf_zero.launch.hosts import free_port
 
 
 def test_it_answers_as_the_store_does_and_its_thread_ends_with_it() -> None:
@@ -108,3 +113,21 @@ def test_a_store_that_is_gone_is_told() -> None:
         TimeoutStore(Lost(), 60.0).add("a", 1)
     with pytest.raises(RuntimeError, match="Connection reset"):
         StoreMessages(Lost(), 0, 60.0, lambda ranks: {}).receive("wrote", 1, 1)
+
+
+def test_a_store_of_the_launcher_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent's store is there before its ranks: they do not wait for it until the timeout."""
+    limits, port = [], free_port()
+
+    def refused(*_: Any, timeout: timedelta, **__: Any) -> None:
+        limits.append(timeout)
+        raise dist.DistNetworkError("connection refused")
+
+    place = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}
+    for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(dist, "TCPStore", refused)
+    with pytest.raises(LaunchError, match=f"at 127.0.0.1:{port}: its store does not answer"):
+        hf_zero.init_distributed()
+    assert limits == [timedelta(seconds=uncaught.AGENT_SECONDS)]
