@@ -196,7 +196,9 @@ def test_a_lost_connection_of_the_script_itself_is_explained(pair: Any, heard: l
     assert pair[1].rank_status.publish_exit() is None, "it is said once"
 
 
-def test_a_post_of_another_thread_does_not_replace_the_reason_of_an_end() -> None:
+def test_a_post_of_another_thread_does_not_replace_the_reason_of_an_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The watchdog's thread gives up while the training's posts that it waits."""
     store = dist.HashStore()
     status = RankStatus(store, 0, 2)
@@ -209,7 +211,7 @@ def test_a_post_of_another_thread_does_not_replace_the_reason_of_an_end() -> Non
             watchdog.join(0.2)  # it waits for this post, or has gone before it
         return post(*args)
 
-    status.post = meanwhile  # type: ignore[method-assign]
+    monkeypatch.setattr(status, "post", meanwhile)
     status.publish("waits")
     watchdog.join()
     told = json.loads(store.get("0"))

@@ -40,7 +40,8 @@ def test_a_lock_is_taken_on_the_file_of_that_name(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The holder before removes or renames the file between another's open and lock."""
-    path, calls, flock = tmp_path / "lock", [], fcntl.flock
+    path, flock = tmp_path / "lock", fcntl.flock
+    calls: list[int] = []
 
     def late(descriptor: int, flags: int) -> None:
         if not calls:
