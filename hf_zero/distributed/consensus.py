@@ -99,23 +99,22 @@ class GatherAgreement:
         if may_leave:
             pending = pending._replace(log=None)  # not a wait that others can be proved to block
         call = self._call(step)
+        publish = partial(self._publish, step, call, name)
         if call.enter(self._rank, f"{where}|{wish[0]}|{wish[1]}|{launched}|{may_leave:d}"):
-            self._store.set(f"{step}/go", self._outcome(call.entries(), name))
-            if step:  # every rank has arrived here, hence has read the last outcome
-                self._store.delete_key(f"{step - 1}/go")
-                self._call(step - 1).delete()
+            publish()
         outcome = None
         while outcome is None:
             outcome = self._waits.wait_or_leave(
                 f"{step}/go",
-                partial(self._missing, call),
+                partial(call.missing, self._ranks, self._rank),
                 what,
                 pending,
                 may_leave,
                 at_once=self._left,
             )
-            if outcome is None and self._withdraw(step):
+            if outcome is None and self._withdraw(step, publish):
                 return None
+            may_leave = False  # all ranks have entered: the outcome binds this one, too
         if outcome == APART:
             return None
         if outcome.startswith("!"):
@@ -130,14 +129,16 @@ class GatherAgreement:
     def _call(self, step: int) -> RollCall:
         return RollCall(self._store, str(step), len(self._ranks))
 
-    def _missing(self, call: RollCall) -> list[int]:
-        come = call.entries()
-        return [rank for rank in self._ranks if rank not in come]
+    def _publish(self, step: int, call: RollCall, name: Callable[[Wish], str]) -> None:
+        """Publish the outcome of agreement ``step``, whose ``call`` is complete."""
+        self._store.set(f"{step}/go", self._outcome(call.entries(), name))
+        if step:  # every rank has arrived here, hence has read the last outcome
+            self._store.delete_key(f"{step - 1}/go")
+            self._call(step - 1).delete()
 
-    def _withdraw(self, step: int) -> bool:
+    def _withdraw(self, step: int, publish: Callable[[], None]) -> bool:
         """Leave agreement ``step``; return False if all ranks have arrived by now."""
-        # once all ranks have arrived, the last one publishes an outcome that binds this one, too
-        if not self._call(step).leave(self._rank):
+        if not self._call(step).leave(self._rank, publish):
             return False
         self._sequence = step
         self._log.withdraw()

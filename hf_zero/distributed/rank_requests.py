@@ -18,7 +18,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from hf_zero.distributed import watchdog
@@ -85,17 +86,20 @@ class StepEvents:
         ``what`` describes the others' task in messages. Raises RankMismatchError if a rank cannot
         do it, or does not answer; the ranks that have answered raise it at the end of their step.
         """
-        number = announce(self._store, self.asked, (self._rank, about, epoch, 0, *peers))
         # await ranks that serve nothing, too: all must know of the request
         others = [rank for rank in self._ranks if rank != self._rank]
-        ring(self._store, others)
+        number = count_request(self._store, self.asked)
         try:
+            announce(self._store, number, (self._rank, about, epoch, 0, *peers))
+            ring(self._store, others)
             answers = await_answers(self._store, self._waits, number, others, what)
-        except RankMismatchError as error:
-            self._store.set(
-                f"fetch/{number}/renew",
-                f"!rank {self._rank} could not make the others {what}: {error}",
-            )
+        except BaseException as error:  # an interrupt, too: the others wait for the step
+            why = str(error) if isinstance(error, RankMismatchError) else type(error).__name__
+            with suppress(RuntimeError):  # the store is gone: the others find that out themselves
+                self._store.set(
+                    f"fetch/{number}/renew",
+                    f"!rank {self._rank} could not make the others {what}: {why}",
+                )
             raise
         steps = [self._step, *map(int, answers)]
         self._store.set(f"fetch/{number}/renew", str(max(steps)))
@@ -156,12 +160,16 @@ class StepEvents:
         self._due.add((int(answer), min(about, RENEW)))
 
 
-def announce(store: Any, asked: set[int], request: Sequence[int]) -> int:
-    """Put ``request`` into the store and return its number, added to ``asked`` before that."""
+def count_request(store: Any, asked: set[int]) -> int:
+    """Return the number of a new request, added to ``asked``."""
     number = int(store.add("fetch/n", 1))
     asked.add(number)
-    store.set(f"fetch/{number}", "|".join(map(str, request)))
     return number
+
+
+def announce(store: Any, number: int, request: Sequence[int]) -> None:
+    """Put request ``number`` into the store."""
+    store.set(f"fetch/{number}", "|".join(map(str, request)))
 
 
 def delete_once_read(store: Any, key: str, readers: int) -> None:
@@ -181,12 +189,7 @@ def await_answers(
     if not ranks:
         return []
     calls = _answers(store, number, len(ranks))
-
-    def missing() -> list[int]:
-        come = calls.entries()
-        return [rank for rank in ranks if rank not in come]
-
-    waits.wait(f"fetch/{number}/all", missing, what)
+    waits.wait(f"fetch/{number}/all", partial(calls.missing, ranks, -1), what)
     answers = calls.entries()
     store.delete_key(f"fetch/{number}/all")
     calls.delete()
@@ -272,8 +275,8 @@ class ShardFetches:
                 self._rank,
                 label,
             )
-        asked = (self._rank, unit, self.epoch, 1, *peers)
-        number = announce(self._store, self._events.asked, asked)
+        number = count_request(self._store, self._events.asked)
+        announce(self._store, number, (self._rank, unit, self.epoch, 1, *peers))
         ring(self._store, peers)
         await_answers(self._store, self._waits, number, peers, f"serve {label}")
         return self._read(number, peers, size)
@@ -379,12 +382,10 @@ class ShardFetches:
         """Number of ranks that read a request: all but the one that asks."""
         return len(self._others)
 
-    def takes_back(self, number: int) -> bool:
-        """Whether request ``number`` is this rank's own; true once."""
-        if number not in self._events.asked:
-            return False
-        self._events.asked.remove(number)
-        return True
+    @property
+    def own_requests(self) -> set[int]:
+        """Numbers of this rank's requests, which its serving thread has not passed over yet."""
+        return self._events.asked
 
     def serve_until_nobody_asks(self) -> None:
         """Return when no other live rank asks alone for values: this rank is about to end its
@@ -513,28 +514,35 @@ def _serve_until_closed(
     ending: threading.Event,
     rung: threading.Event,
 ) -> None:
-    number, last = 1, 0  # the next request to be read, and the last one
+    last, since = 0, 0.0  # number of the last request, and when it was heard of
+    # Requests that are counted, and whose keys are still on their way to the store; for ever if
+    # the asking rank was interrupted or killed between the two.
+    unread: list[int] = []
     # requests from ranks ahead of this one, which is still writing the shards they need
     waiting: list[tuple[int, list[int]]] = []
     while not ending.is_set():
         fetches, reader = owner(), read()
         if fetches is None or reader is None or fetches.closed:
             return
+        own = fetches.own_requests
         try:
             if rung.is_set():
                 rung.clear()
-                last = store.add("fetch/n", 0) if store.check(["fetch/n"]) else 0
-            # a request that is counted may still be on its way to the store
-            while number <= last:
+                counted = store.add("fetch/n", 0) if store.check(["fetch/n"]) else 0
+                unread += range(last + 1, counted + 1)
+                last, since = counted, time.monotonic()
+            for number in list(unread):
                 key = f"fetch/{number}"
-                if fetches.takes_back(number):
-                    number += 1
+                if number not in own and not store.check([key]):
                     continue
-                if not store.check([key]):
-                    break
+                unread.remove(number)
+                # Only now: this rank notes a request before it sets its key, so that a key that is
+                # there and was not noted is another rank's.
+                if number in own:
+                    own.remove(number)
+                    continue
                 waiting.append((number, list(map(int, store.get(key).decode().split("|")))))
                 delete_once_read(store, key, fetches.readers)
-                number += 1
             ready = [entry for entry in waiting if entry[1][2] <= fetches.epoch]
             waiting = [entry for entry in waiting if entry not in ready]
             for each, (requester, unit, epoch, alone, *peers) in ready:
@@ -542,4 +550,5 @@ def _serve_until_closed(
         except RuntimeError:
             return  # the store is gone: the job is over
         del fetches, reader
-        rung.wait(POLL_SECONDS if waiting or number <= last else IDLE_SECONDS)
+        pause = max(POLL_SECONDS, next_pause(time.monotonic() - since)) if unread else IDLE_SECONDS
+        rung.wait(POLL_SECONDS if waiting else min(pause, IDLE_SECONDS))

@@ -155,13 +155,31 @@ class RollCall:
         self._store.append(self._entries, json.dumps([rank, entry]) + "\n")
         return bool(self._store.add(self._count, 1) == self._size)
 
-    def leave(self, rank: int) -> bool:
-        """Withdraw the entry of ``rank``; return False if the roll call is complete: it stays."""
+    def leave(self, rank: int, complete: Callable[[], None] = lambda: None) -> bool:
+        """Withdraw the entry of ``rank``; return False if the roll call is complete: it stays.
+
+        The count alone does not tell: while another rank withdraws, or is about to stay, it is one
+        short. A rank that finds the entries of all therefore counts itself again and stays; if that
+        makes the roll call complete, for which the last one to enter came too early, it calls
+        ``complete``.
+        """
         if self._store.add(self._count, -1) == self._size - 1:
             self._store.add(self._count, 1)
             return False
+        if self._size and len(self.entries()) == self._size:
+            if self._store.add(self._count, 1) == self._size:
+                complete()
+            return False
         self._store.append(self._entries, json.dumps([rank, None]) + "\n")
         return True
+
+    def missing(self, ranks: Sequence[int], rank: int) -> list[int]:
+        """Return those of ``ranks`` without an entry; if there is none, all but ``rank``, which
+        asks: one of them was lost after its entry, and before it was counted.
+        """
+        entered = self.entries()
+        late = [each for each in ranks if each not in entered]
+        return late or [each for each in ranks if each != rank]
 
     def entered(self) -> int:
         """Return the number of entries."""
@@ -295,7 +313,9 @@ class StoreMessages:
             part = came[at : at + AT_ONCE]
             values = self._store.multi_get([f"{topic}/{rank}" for rank in part])
             for rank, value in zip(part, values):
-                found[rank] = value.decode().partition("|")[2]
+                sent, _, found[rank] = value.decode().partition("|")
+                if sent != str(number):  # this rank was held up for longer than the others wait
+                    silent[rank] = f"it has gone on, and its message {sent} has replaced this one"
         for rank, why in silent.items():
             found[rank] = RankMismatchError(
                 f"rank {rank} did not report the result of its write: {why}; its own output says "
@@ -308,13 +328,15 @@ class StoreMessages:
         late = f"nothing was heard of it for {self._timeout:g} s (the timeout of the configuration)"
         begun, gone, over = time.monotonic(), dict[int, str](), False
         while (came := self._store.add(f"{topic}/{number}/n", 0)) < len(ranks):
-            silent = {
-                rank: gone.get(rank, late)
-                for rank in (ranks if over else gone)
-                if not self._has_sent(topic, number, rank)
-            }
-            if silent and came + len(silent) >= len(ranks):
-                return silent
+            if over or (gone and came + len(gone) >= len(ranks)):
+                # not by the count alone: a rank may have ended between its message and the count
+                silent = {
+                    rank: gone.get(rank, late)
+                    for rank in ranks
+                    if not self._has_sent(topic, number, rank)
+                }
+                if over or silent.keys() <= gone.keys():
+                    return silent
             waited = time.monotonic() - begun
             over = waited > self._timeout
             gone = {**self._gone(ranks)} if waited >= SLICE_SECONDS or over else {}

@@ -10,7 +10,7 @@ import pytest
 
 from tests.protocols.stand_ins import installed
 
-LONG = 50_000  # schedules of a case in the long suite
+LONG = 50_000  # schedules of a protocol in the long suite
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +27,8 @@ def virtual_time() -> Iterator[None]:
 
 
 @pytest.fixture(params=["few", pytest.param("many", marks=pytest.mark.long)])
-def schedules(request: pytest.FixtureRequest) -> Callable[[int], int]:
-    """Return how many schedules of a case run: as many as given, in the long suite :data:`LONG`."""
-    return lambda fast: LONG if request.param == "many" else fast
+def schedules(request: pytest.FixtureRequest) -> Callable[..., int]:
+    """Return how many schedules a case has: as many as given; in the long suite :data:`LONG` for
+    all cases of a protocol.
+    """
+    return lambda few, cases=1: -(-LONG // cases) if request.param == "many" else few

@@ -28,12 +28,17 @@ class Walk:
 
     def __init__(self, seed: int, stick: float, rate: float) -> None:
         self._random, self._stick, self._rate = random.Random(seed), stick, rate
+        self._faulty = False
+
+    def deviates(self) -> bool:
+        draw = self._random.random()
+        self._faulty = draw < self._rate
+        return draw < self._rate or draw > self._stick
 
     def choose(self, runs: int, faults: int) -> int:
-        draw = self._random.random
-        if faults and draw() < self._rate:
-            return runs + int(draw() * faults)
-        return 0 if draw() < self._stick else int(draw() * runs)
+        if faults and self._faulty:
+            return runs + int(self._random.random() * faults)
+        return int(self._random.random() * runs)
 
 
 class Few:
@@ -43,9 +48,12 @@ class Few:
         self._random, self._at = random.Random(seed), -1
         self._places = {self._random.randrange(max(1, length)) for _ in range(count)}
 
-    def choose(self, runs: int, faults: int) -> int:
+    def deviates(self) -> bool:
         self._at += 1
-        return 1 + self._random.randrange(runs + faults - 1) if self._at in self._places else 0
+        return self._at in self._places
+
+    def choose(self, runs: int, faults: int) -> int:
+        return 1 + self._random.randrange(runs + faults - 1) if runs + faults > 1 else 0
 
 
 @dataclass(frozen=True)
@@ -70,12 +78,14 @@ class Explorer:
         self.protocol, self.settings = protocol, settings
         self.runs = 0
 
-    def run(self, schedule: Schedule, traced: bool = False) -> tuple[str, Simulation]:
+    def run(
+        self, schedule: Schedule, traced: bool = False, measured: bool = False
+    ) -> tuple[str, Simulation]:
         """Return what is wrong at the end of one schedule, or "", and its simulation."""
         self.runs += 1
         simulation = Simulation(schedule, **self.settings)
-        if traced:
-            simulation.trace = []
+        simulation.trace = [] if traced else None
+        simulation.widths = {} if measured else None
         with entered(simulation):
             judge = self.protocol(simulation)
             return judge(simulation.run()), simulation
@@ -94,16 +104,16 @@ class Explorer:
         return None
 
     def _schedules(self, count: int, seed: int) -> Iterator[Schedule]:
-        _, first = self.run(Replay())
-        widths = list(first.widths)
         yield Replay()
-        singles = [(at, choice) for at, width in enumerate(widths) for choice in range(1, width)]
+        _, first = self.run(Replay(), measured=True)
+        widths = first.widths or {}
+        singles = [(at, choice) for at, width in widths.items() for choice in range(1, width)]
         random.Random(seed).shuffle(singles)
         for at, choice in singles[: count // 3]:
             yield Replay({at: choice})
         for number in itertools.count(seed * 1_000_003):
             if number % 2:
-                yield Few(number, 2 + number // 2 % 2, len(widths))
+                yield Few(number, 2 + number // 2 % 2, first.decisions)
             else:
                 yield Walk(number, STICKS[number // 2 % 3], RATES[number // 6 % 3])
 

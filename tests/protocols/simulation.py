@@ -28,9 +28,14 @@ class Killed(BaseException):
 class Schedule(Protocol):
     """A schedule: the decisions of a simulation, in order."""
 
+    def deviates(self) -> bool:
+        """Whether the next decision is another than to go on with the task that runs, or else with
+        the first that can.
+        """
+
     def choose(self, runs: int, faults: int) -> int:
-        """Return a number below ``runs + faults``; 0 goes on with the task that runs, or else the
-        next one. Those from ``runs`` are delays and deaths.
+        """Return the decision that deviates: a number below ``runs + faults``; those from ``runs``
+        are delays and deaths.
         """
 
 
@@ -40,9 +45,12 @@ class Replay:
     def __init__(self, choices: dict[int, int] | None = None) -> None:
         self._choices, self._at = choices or {}, -1
 
-    def choose(self, runs: int, faults: int) -> int:
+    def deviates(self) -> bool:
         self._at += 1
-        return min(self._choices.get(self._at, 0), runs + faults - 1)
+        return self._at in self._choices
+
+    def choose(self, runs: int, faults: int) -> int:
+        return min(self._choices[self._at], runs + faults - 1)
 
 
 @dataclass(eq=False)
@@ -75,9 +83,8 @@ class Task:
     def can_run(self, now: float) -> bool:
         if now < self.held_until or now < self.process.held_until:
             return False
-        if self.until is not None and now >= self.until:
-            return True
-        return self.ready is not None and self.ready()
+        until, ready = self.until, self.ready
+        return (until is not None and now >= until) or (ready is not None and ready())
 
     def next_time(self) -> float | None:
         """Return when the clock alone lets this task run; None: never."""
@@ -113,7 +120,8 @@ class Simulation:
         self.tasks: list[Task] = []
         self.current: Task | None = None
         self.taken: dict[int, int] = {}  # choices other than 0, by decision
-        self.widths: list[int] = []  # number of choices of each decision
+        self.decisions = 0
+        self.widths: dict[int, int] | None = None  # number of choices of each, if they are asked
         self.trace: list[str] | None = None
         self.clients: list[Any] = []  # of simulated stores, with messages under way
         self.steps = 0
@@ -220,6 +228,8 @@ class Simulation:
                 if task.error is not None and self.trace is not None:
                     self.trace.append(f"{task.name} ends with {task.error!r}")
                 self.ended.append(task)
+                if not task.daemon and all(each.daemon for each in self.tasks):
+                    break
         return self._ends
 
     def close(self) -> None:
@@ -249,43 +259,48 @@ class Simulation:
         while True:
             self.steps += 1
             self.now += OPERATION
-            if all(each.daemon or each.done for each in self.tasks):
-                return None
             if self.steps > STEPS:
                 return self._end("goes on for ever")
             if self.now - START > self._seconds:
                 return self._end("does not end in time")
+            runs = task is not None and task.process.alive and task.can_run(self.now)
+            deviates = self._schedule.deviates()
+            self.decisions += 1
+            if runs and not deviates and self.widths is None:
+                return task
+            options: list[Any] = [client for client in self.clients if client.under_way]
             now = self.now
-            options: list[Any] = [
-                each for each in self.tasks if each.can_run(now) and not each.done
-            ]
-            runs = task is not None and task in options and task.process.alive
-            under_way = [client for client in self.clients if client.under_way]
-            if runs and (len(options) > 1 or under_way):
-                options.remove(task)
-                options = [task, *under_way, *options]
-            else:
-                options = under_way + options
+            options += [each for each in self.tasks if each is not task and each.can_run(now)]
+            if runs:
+                options.insert(0, task)
             if not options:
-                times = [each.next_time() for each in self.tasks if not each.done]
+                if all(each.daemon for each in self.tasks):
+                    return None
+                times = [each.next_time() for each in self.tasks]
                 later = [time for time in times if time is not None]
                 if not later:
                     return self._end("waits for ever")
-                self.now = max(self.now, min(later))
+                self.now = max(now, min(later))
                 continue
-            faults = self._faults(task) if runs else ()
-            chosen = self._choose(len(options), len(faults))
+            faults = self._faults(task) if runs and task is not None else ()
+            chosen = self._schedule.choose(len(options), len(faults)) if deviates else 0
+            if chosen:
+                self.taken[self.decisions - 1] = chosen
+            if self.widths is not None:
+                self.widths[self.decisions - 1] = len(options) + len(faults)
             if chosen < len(options):
                 pick = options[chosen]
                 if not isinstance(pick, Task):
                     pick.deliver()
                     continue
                 if self.trace is not None and pick is not task:
-                    self._note(f"{pick.name} ({pick.what})")
+                    self._note(f"{pick.name} ({pick.what})", chosen)
+                if pick.daemon and all(each.daemon for each in self.tasks):
+                    return None
                 return pick
             kind, seconds = faults[chosen - len(options)]
             assert task is not None
-            self._note(f"{task.name}: {kind} {seconds or ''} at {task.what}")
+            self._note(f"{task.name}: {kind} {seconds or ''} at {task.what}", chosen)
             if kind == "killed":
                 self._deaths -= 1
                 self.kill(task.process)
@@ -300,8 +315,7 @@ class Simulation:
             else:
                 task.process.held_until = self.now + seconds
 
-    def _faults(self, task: Task | None) -> list[tuple[str, float]]:
-        assert task is not None
+    def _faults(self, task: Task) -> list[tuple[str, float]]:
         found = [(kind, seconds) for seconds in self._delays for kind in ("held", "stopped")]
         if self._deaths and task.process.mortal:
             found.append(("killed", 0.0))
@@ -309,19 +323,9 @@ class Simulation:
             found.append(("interrupted", 0.0))
         return found
 
-    def _choose(self, runs: int, faults: int) -> int:
-        if runs + faults == 1:
-            return 0
-        chosen = self._schedule.choose(runs, faults)
-        if chosen:
-            self.taken[len(self.widths)] = chosen
-        self.widths.append(runs + faults)
-        return chosen
-
-    def _note(self, text: str) -> None:
+    def _note(self, text: str, chosen: int) -> None:
         if self.trace is not None:
-            mark = "*" if len(self.widths) - 1 in self.taken else " "
-            self.trace.append(f"{mark} {self.now - START:9.4f} s  {text}")
+            self.trace.append(f"{'*' if chosen else ' '} {self.now - START:9.4f} s  {text}")
 
     def _end(self, why: str) -> Task | None:
         waits = "; ".join(f"{task.name} at {task.what}" for task in self.tasks if not task.daemon)

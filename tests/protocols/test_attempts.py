@@ -65,8 +65,8 @@ def simulated_store(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("world, left", CASES)
-def test_ranks_meet(world: int, left: str, schedules: Callable[[int], int]) -> None:
-    explore(partial(meeting, world, left), schedules(600), **SETTINGS)
+def test_ranks_meet(world: int, left: str, schedules: Callable[..., int]) -> None:
+    explore(partial(meeting, world, left), schedules(600, len(CASES)), **SETTINGS)
 
 
 def test_an_own_confirmation_is_taken_for_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:

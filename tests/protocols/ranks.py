@@ -1,0 +1,99 @@
+"""What the ranks of several protocols share: their store, their collectives, and what is allowed at
+the end of a schedule.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from hf_zero.errors import HfZeroError
+from tests.protocols.simulation import START, Process, Simulation
+from tests.protocols.store import Client, PrefixStore, Server
+
+LOST = "a connection was lost"
+
+
+def named(error: BaseException) -> set[int]:
+    """Return the ranks that ``error`` names."""
+    lists = re.findall(r"ranks? \[?(\d[\d, ]*)", str(error))
+    return {int(number) for each in lists for number in re.findall(r"\d+", each)}
+
+
+class CollectiveFailed(HfZeroError):
+    """A collective of the simulated backend that some rank never joins."""
+
+
+class World:
+    """``size`` ranks of one attempt, on a store that the launcher hosts.
+
+    call(world, rank): what each rank runs. timeout: of each wait, in seconds.
+    """
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        size: int,
+        call: Callable[[World, int], None],
+        timeout: float,
+        hosts: Sequence[str] = (),
+    ) -> None:
+        self.simulation, self.size, self.timeout = simulation, size, timeout
+        self.server = Server(simulation)
+        self.processes = [Process(rank, (hosts or ["host"] * size)[rank]) for rank in range(size)]
+        self.results: dict[int, Any] = {}
+        self.kept: list[Any] = []  # objects that live as long as the run
+        self.fault = ""  # found by a rank
+        self._joined: dict[Any, dict[int, Any]] = {}
+        self._times: dict[tuple[int, str], int] = {}
+        for rank, process in enumerate(self.processes):
+            simulation.spawn(f"rank {rank}", partial(call, self, rank), process)
+
+    def store(self, prefix: str = "engine") -> PrefixStore:
+        return PrefixStore(prefix, Client(self.server))
+
+    def collective(self, name: str, rank: int, what: Any) -> list[Any]:
+        """Return what all ranks give to their next collective on the communicator ``name``. Raises
+        CollectiveFailed if one has died or does not come.
+        """
+        number = self._times[rank, name] = self._times.get((rank, name), 0) + 1
+        joined = self._joined.setdefault((name, number), {})
+        joined[rank] = what
+
+        def over() -> bool:
+            return len(joined) == self.size or any(
+                not process.alive for process in self.processes if process.rank not in joined
+            )
+
+        self.simulation.point(f"{what} ({name})")
+        self.simulation.wait(over, self.timeout, f"{what} ({name})")
+        if len(joined) < self.size:
+            late = [each for each in range(self.size) if each not in joined]
+            raise CollectiveFailed(f"{LOST}: ranks {late} have not come to {what}")
+        return [joined[each] for each in range(self.size)]
+
+    def errors(self) -> dict[str, BaseException]:
+        ended = self.simulation.ended
+        return {task.name: task.error for task in ended if task.error is not None}
+
+    def judge(self, end: str, result: Callable[[], str] = lambda: "", grace: float = 10.0) -> str:
+        """Return what is wrong at the end: a wait without an end, an error that is none of hf-zero
+        or names no rank, an error though all ranks live and none was held up; then ``result()``.
+        """
+        simulation = self.simulation
+        if end or self.fault:
+            return end or self.fault
+        errors = self.errors()
+        for name, error in errors.items():
+            if not isinstance(error, (HfZeroError, KeyboardInterrupt)):
+                return f"{name} raises {error!r}"
+            if isinstance(error, HfZeroError) and named(error) <= {int(name.split()[-1])}:
+                return f"the error of {name} names no rank: {error}"
+        interrupted = any(isinstance(error, KeyboardInterrupt) for error in errors.values())
+        if errors and simulation.untroubled(self.timeout / 2) and not interrupted:
+            return f"an error though nothing has happened: {errors}"
+        if simulation.now - START > 3 * self.timeout + simulation.delayed + grace:
+            return f"the ranks end after {simulation.now - START:.0f} s"
+        return result()
