@@ -13,6 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hf_zero.distributed import uncaught
+
 PREFIX = "hf_zero/attempts"
 RETRY = timedelta(seconds=0.5)  # until a rank looks whether rank 0 of this attempt has come
 
@@ -31,6 +33,7 @@ def store_of_attempt(store: Any, rank: int, world: int, timeout: timedelta) -> A
         if world > 1:
             shared.wait([f"{token}/{other}" for other in range(1, world)], timeout)
         shared.set(f"{token}/all", "")
+        uncaught.attempt = token
         return dist.PrefixStore(token, shared)
     end = time.monotonic() + timeout.total_seconds()
     answered = set[str]()
@@ -43,6 +46,7 @@ def store_of_attempt(store: Any, rank: int, world: int, timeout: timedelta) -> A
         if token in answered:
             try:
                 shared.wait([f"{token}/all"], RETRY)
+                uncaught.attempt = token
                 return dist.PrefixStore(token, shared)
             except dist.DistStoreError:  # timed out: of an earlier attempt, or a rank is late
                 if time.monotonic() > end:

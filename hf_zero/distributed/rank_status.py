@@ -213,11 +213,14 @@ class RankStatus:
             rank, state, why = json.loads(line)
             self._ends.setdefault(rank, (state, why))
         if digested != self._digested:
-            self._old_looks = 0
             head, _, packed = store.get("digest").partition(b"\n")
-            groups = json.loads(zlib.decompress(packed))
-            self._posts = {rank: post for ranks, post in groups for rank in ranks}
-            self._digested = int(head)
+            # Not if it is older: a leader that was held up has overwritten that of the next one.
+            # Then this rank counts its old looks on, and takes the lead.
+            if int(head) > self._digested:
+                self._old_looks = 0
+                groups = json.loads(zlib.decompress(packed))
+                self._posts = {rank: post for ranks, post in groups for rank in ranks}
+                self._digested = int(head)
         if self._digested < version and self._leads(leader):
             self._digest(version)
         self._find_dead()

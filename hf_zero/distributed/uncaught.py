@@ -43,6 +43,7 @@ COMMANDS = Path(sys.executable).parent  # accelerate, torchrun and the like
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 # called with errors of other classes: return an exception to report instead, or None
 explanations: list[Callable[[BaseException], Exception | None]] = []
+attempt = ""  # the token of this attempt (attempts.py), once its ranks have met
 logged: set[str] = set()  # messages that this process has logged as errors before it raised them
 
 
@@ -174,20 +175,28 @@ def _record(error: BaseException, trace: TracebackType | None) -> None:
 
 
 class _Said:
-    """Which texts ranks have printed, recorded in the store of torchrun's agent.
+    """Which texts ranks have printed, recorded in the store of torchrun's agent, which outlives an
+    attempt: a text of an earlier one does not count.
 
+    Before the ranks have met, restarts tell attempts apart. Each agent counts its own, and not all:
+    so a rank that has reported a text before, in this store, takes part in the next round of it.
     Without that store nothing counts as printed.
     """
 
     def __init__(self) -> None:
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._prefix = f"hf_zero/uncaught/{attempt}"
+        self._rounds: dict[str, int] = {}
         self._store: Any = None
         with suppress(Exception):
             self._store = connect_to_agent_store(timedelta(seconds=WAIT_SECONDS))
 
     def _key(self, text: str) -> str:
-        return f"{self._prefix}/{hashlib.sha256(text.encode()).hexdigest()}"
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        if attempt:
+            return f"hf_zero/uncaught/{attempt}/{digest}"
+        key = f"hf_zero/uncaught/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{digest}"
+        if key not in self._rounds:
+            self._rounds[key] = self._store.add(f"{key}/of/{os.environ.get('RANK')}", 1)
+        return f"{key}/{self._rounds[key]}"
 
     def within(self, seconds: float, text: str) -> bool:
         """Whether ``text`` has been printed, or is before ``seconds`` have passed."""

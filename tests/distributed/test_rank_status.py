@@ -357,3 +357,21 @@ def test_a_rank_is_gone_once_its_interpreter_has_ended_and_not_before() -> None:
     assert "rank 1 has ended (its script is over)" in other.exit_reasons([1])[1]
     reasons = RankStatus(Gone(), 1, 2, store_host=0).exit_reasons([0])
     assert reasons[0].startswith("rank 0, which hosts the ranks' store, cannot be reached")
+
+
+def test_a_digest_that_an_earlier_leader_has_overwritten_is_made_again() -> None:
+    """A look finds another digest than before, which is older: it counts as an old look."""
+    store = dist.HashStore()
+    first, second, third = (RankStatus(store, rank, 3) for rank in range(3))
+    first.look()
+    old = store.get("digest")
+    second.publish("here")
+    first.look()
+    third.look()
+    second.publish("here")
+    store.set("digest", old)
+    store.set("digested", store.get("version"))
+    for _ in range(module.PATIENT_LOOKS + 1):
+        third.look()
+    assert store.get("leader") == b"2"
+    assert store.get("digest").partition(b"\n")[0] == store.get("version")

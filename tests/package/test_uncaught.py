@@ -117,6 +117,20 @@ def test_ranks_say_one_mistake_once_and_others_by_each(seen, monkeypatch, capsys
     ]
 
 
+def test_a_text_of_an_earlier_attempt_is_printed_again(seen, monkeypatch, capsys) -> None:
+    """The agents have not counted the restart, or the ranks have met under another token."""
+    store = HashStore()
+    monkeypatch.setattr(uncaught, "connect_to_agent_store", lambda timeout: store)
+    monkeypatch.setattr(uncaught, "WAIT_SECONDS", 0.0)
+    for token in ("", "", "first", "second"):
+        monkeypatch.setattr(uncaught, "attempt", token)
+        for rank in ("0", "1"):
+            monkeypatch.setenv("RANK", rank)
+            end_with(ConfigError("wrong"))
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("hf-zero")]
+    assert said == ["hf-zero, rank 0: ConfigError: wrong"] * 4
+
+
 def test_a_cause_is_told_once() -> None:
     for text in ("nothing is written", "nothing is written: no such disk; mount it"):
         with pytest.raises(DiskSpaceError) as raised:

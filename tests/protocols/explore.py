@@ -111,11 +111,12 @@ class Explorer:
         random.Random(seed).shuffle(singles)
         for at, choice in singles[: count // 3]:
             yield Replay({at: choice})
+        rates = (0.3,) * 3 if self.settings.get("at") else RATES
         for number in itertools.count(seed * 1_000_003):
             if number % 2:
                 yield Few(number, 2 + number // 2 % 2, first.decisions)
             else:
-                yield Walk(number, STICKS[number // 2 % 3], RATES[number // 6 % 3])
+                yield Walk(number, STICKS[number // 2 % 3], rates[number // 6 % 3])
 
     def shrink(self, failure: Failure) -> Failure:
         """Drop choices while the run fails in the same way."""

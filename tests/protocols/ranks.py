@@ -78,9 +78,16 @@ class World:
         ended = self.simulation.ended
         return {task.name: task.error for task in ended if task.error is not None}
 
-    def judge(self, end: str, result: Callable[[], str] = lambda: "", grace: float = 10.0) -> str:
+    def judge(
+        self,
+        end: str,
+        result: Callable[[], str] = lambda: "",
+        grace: float = 10.0,
+        ends_well: bool = True,
+    ) -> str:
         """Return what is wrong at the end: a wait without an end, an error that is none of hf-zero
-        or names no rank, an error though all ranks live and none was held up; then ``result()``.
+        or names no other rank, an error of ranks that should end well, as all live and none was
+        held up; then ``result()``.
         """
         simulation = self.simulation
         if end or self.fault:
@@ -92,7 +99,7 @@ class World:
             if isinstance(error, HfZeroError) and named(error) <= {int(name.split()[-1])}:
                 return f"the error of {name} names no rank: {error}"
         interrupted = any(isinstance(error, KeyboardInterrupt) for error in errors.values())
-        if errors and simulation.untroubled(self.timeout / 2) and not interrupted:
+        if ends_well and errors and simulation.untroubled(self.timeout / 2) and not interrupted:
             return f"an error though nothing has happened: {errors}"
         if simulation.now - START > 3 * self.timeout + simulation.delayed + grace:
             return f"the ranks end after {simulation.now - START:.0f} s"

@@ -102,6 +102,7 @@ class Simulation:
     delays: seconds for which a task or its process may be held up at an operation.
     deaths: number of processes that may be killed.
     interrupts: number of KeyboardInterrupts that main tasks may get.
+    at: part of the names of the operations at which these happen.
     seconds: after which, on the virtual clock, a run counts as endless.
     """
 
@@ -112,10 +113,11 @@ class Simulation:
         deaths: int = 0,
         seconds: float = 500.0,
         interrupts: int = 0,
+        at: str = "",
     ) -> None:
         self._schedule, self._delays = schedule, tuple(delays)
         self._deaths, self._interrupts = deaths, interrupts
-        self._seconds = seconds
+        self._seconds, self._at = seconds, at
         self.now = START
         self.tasks: list[Task] = []
         self.current: Task | None = None
@@ -316,6 +318,8 @@ class Simulation:
                 task.process.held_until = self.now + seconds
 
     def _faults(self, task: Task) -> list[tuple[str, float]]:
+        if self._at not in task.what:
+            return []
         found = [(kind, seconds) for seconds in self._delays for kind in ("held", "stopped")]
         if self._deaths and task.process.mortal:
             found.append(("killed", 0.0))
