@@ -46,6 +46,10 @@ class Generation:
         """Whether some host holds the file of each rank: every rank has committed it."""
         return all(self.holders.get(rank) for rank in range(self.world))
 
+    def least_holders(self) -> int:
+        """Return the number of hosts that hold the file of a rank, the least of all ranks."""
+        return min(len(set(self.holders.get(rank, ()))) for rank in range(self.world))
+
 
 def scan(folders: Sequence[Path]) -> dict[Held, Path]:
     """Return the rank files in the slots of a job's ``folders`` on this host whose records are

@@ -5,7 +5,9 @@ thread beside the training hashes it, exchanges copies with other hosts and comm
 A host has two slots, folders of rank files with a record each. A save removes the records of the
 slot that does not hold the newest generation, overwrites its files in place, and writes each record
 once its file is whole. When all ranks have written theirs (one agreement), the other slot may be
-overwritten. At any moment one whole generation exists on all hosts, wherever a process ends.
+overwritten. At any moment one whole generation exists on all hosts, wherever a process ends. A
+process that dies within a commit may leave a generation that is whole and lacks copies: the first
+save of the next attempt then overwrites that one, and keeps the one before.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from hf_zero.checkpoint.engine_state import (
 )
 from hf_zero.checkpoint.file_writer import copy_to_memory
 from hf_zero.checkpoint.memory import folders
-from hf_zero.checkpoint.memory.inventory import records_in
+from hf_zero.checkpoint.memory.inventory import Generation, records_in
 from hf_zero.checkpoint.memory.job_folders import JobFolders
 from hf_zero.checkpoint.memory.record import RankRecord, record_path, write_record
 from hf_zero.checkpoint.save_sharded import (
@@ -613,7 +615,7 @@ class MemoryCheckpoints(JobFolders):
         """
         found, _ = self.exchange_inventories()
         whole = [each for each in found if each.is_whole()]
-        kept = self.newest_id or (whole[0].save_id if whole else "")
+        kept = self._kept_of(whole)
         # the clock may have been set back since an attempt before
         self.begun = max([self.begun, *(each.begun + 1 for each in found)])
         if whole and not self.newest_id and whole[0].step >= step and self.rank == 0:
@@ -627,6 +629,19 @@ class MemoryCheckpoints(JobFolders):
         self.mark()
         slots = {path.parent.name for held, path in self.scan().items() if held.save_id == kept}
         self._slot = 1 if folders.SLOTS[0] in slots else 0
+
+    def _kept_of(self, whole: Sequence[Generation]) -> str:
+        """Return the save_id of the generation to keep of the ``whole`` ones, newest first: that
+        from which training goes on, by default the newest. If a process died before all its copies
+        counted, the newest of those before that has all of them: the loss of a host would else
+        lose everything until the next save is whole.
+        """
+        start = next((each for each in whole if each.save_id == self.newest_id), None)
+        if start is None and (self.newest_id or not whole):
+            return self.newest_id
+        start, hosts = start or whole[0], min(self.copies, len(self.hosts.ranks))
+        older = whole[whole.index(start) :]
+        return next((each for each in older if each.least_holders() >= hosts), start).save_id
 
     def _choose_base(self, needed: int) -> Path:
         """Return the first base folder on this host with room for ``needed`` bytes."""
@@ -658,8 +673,8 @@ class MemoryCheckpoints(JobFolders):
         self.begun += 1  # a process that ends before `_drop_later` leaves the other branch, too
 
     def protect(self, save_id: str) -> None:
-        """Let the next save not overwrite the generation ``save_id``, from which training goes
-        on.
+        """Let the next save not overwrite the generation ``save_id``, from which training goes on,
+        unless it lacks copies that one before it has.
         """
         self.newest_id, self._slot = save_id, -1
 

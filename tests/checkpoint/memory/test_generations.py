@@ -19,6 +19,8 @@ import pytest
 
 from hf_zero.checkpoint import memory, verify_all, verify_checkpoint
 from hf_zero.checkpoint.memory import folders, job_folders, saving
+from hf_zero.checkpoint.memory.hosts import Hosts
+from hf_zero.checkpoint.memory.inventory import Generation
 from hf_zero.checkpoint.memory.resume import newest_in_memory
 from hf_zero.config import ZeroConfig
 from hf_zero.distributed.host_transfers import HostTransfers
@@ -553,3 +555,27 @@ def test_verify_reads_what_a_host_holds(tmp_path: Path) -> None:
         file.unlink()
     assert {verdict.folder.name for verdict in verify_all(two.base)} == {"slot-0", "slot-1"}
     assert not verify_all(resumed)[0].whole, "where it is asked for"
+
+
+# generations of steps 3 and 4, and the hosts that hold each rank's file; newest_id; what is kept
+KEPT = {
+    "the newest": ({4: ("ab", "ab"), 3: ("ab", "ab")}, "", "4"),
+    "that with its copies": ({4: ("a", "ab"), 3: ("ab", "ab")}, "", "3"),
+    "that from which training goes on": ({4: ("ab", "ab"), 3: ("a", "b")}, "3", "3"),
+    "one before that": ({4: ("a", "a"), 3: ("ab", "ab")}, "4", "3"),
+    "the newest of those without": ({4: ("a", "a"), 3: ("b", "b")}, "", "4"),
+    "one that is not whole here": ({3: ("ab", "ab")}, "4", "4"),
+    "none": ({}, "", ""),
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_a_generation_with_all_copies_is_kept(case: str) -> None:
+    held, newest_id, kept = KEPT[case]
+    made = saving.MemoryCheckpoints.__new__(saving.MemoryCheckpoints)
+    made.number, made.copies, made.newest_id, made.hosts = -1, 2, newest_id, Hosts(["a", "b"])
+    whole = [
+        Generation(str(step), 1, step, 2, {rank: list(hosts) for rank, hosts in enumerate(by_rank)})
+        for step, by_rank in held.items()
+    ]
+    assert made._kept_of(whole) == kept
