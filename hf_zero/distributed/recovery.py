@@ -40,7 +40,7 @@ from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
 from hf_zero.distributed.rank_status import first_line
 from hf_zero.distributed.store import TimeoutStore, next_pause, read_entries
 from hf_zero.distributed.watchdog import Watchdog
-from hf_zero.errors import RankMismatchError
+from hf_zero.errors import HfZeroError, RankMismatchError
 
 BEGINNINGS = 64  # passes that are remembered
 FIRST = 16  # elements of a sample
@@ -223,14 +223,18 @@ class PassTracker:
             "last": self.last(),
             **said,
         }
-        board.state(self.name, self._rank, statement)
         peers = [rank for rank in self._ranks if rank != self._rank]
-        with self._watchdog.watching(
-            PendingCollective(
-                "all ranks to come to where this one goes on after an exception", needs=tuple(peers)
-            )
-        ):
-            self._await_answers(peers, statement)
+        pending = PendingCollective(
+            "all ranks to come to where this one goes on after an exception", needs=tuple(peers)
+        )
+        try:
+            board.state(self.name, self._rank, statement)
+            with self._watchdog.watching(pending):
+                self._await_answers(peers, statement)
+        except RuntimeError as error:
+            if isinstance(error, HfZeroError):
+                raise
+            raise self._watchdog.explain_failure(pending, error) from error  # the store is gone
         board.stated.pop(self.name, None)
 
     def _await_answers(self, peers: Sequence[int], statement: Mapping[str, Any]) -> None:

@@ -54,25 +54,32 @@ class World:
     def store(self, prefix: str = "engine") -> PrefixStore:
         return PrefixStore(prefix, Client(self.server))
 
-    def collective(self, name: str, rank: int, what: Any) -> list[Any]:
-        """Return what all ranks give to their next collective on the communicator ``name``. Raises
-        CollectiveFailed if one has died or does not come.
+    def collective(
+        self, name: str, rank: int, what: Any, aborted: Callable[[], bool] = lambda: False
+    ) -> list[Any]:
+        """Return what all ranks give to their next collective on the communicator ``name``; what
+        those have given that have come, if it is ``aborted``. Raises CollectiveFailed if one has
+        died or does not come.
         """
         number = self._times[rank, name] = self._times.get((rank, name), 0) + 1
         joined = self._joined.setdefault((name, number), {})
         joined[rank] = what
 
         def over() -> bool:
-            return len(joined) == self.size or any(
-                not process.alive for process in self.processes if process.rank not in joined
+            return (
+                len(joined) == self.size
+                or aborted()
+                or any(
+                    not process.alive for process in self.processes if process.rank not in joined
+                )
             )
 
         self.simulation.point(f"{what} ({name})")
         self.simulation.wait(over, self.timeout, f"{what} ({name})")
-        if len(joined) < self.size:
+        if len(joined) < self.size and not aborted():
             late = [each for each in range(self.size) if each not in joined]
             raise CollectiveFailed(f"{LOST}: ranks {late} have not come to {what}")
-        return [joined[each] for each in range(self.size)]
+        return [joined[each] for each in sorted(joined)]
 
     def errors(self) -> dict[str, BaseException]:
         ended = self.simulation.ended

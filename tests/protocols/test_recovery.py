@@ -1,0 +1,99 @@
+"""Ranks that go on after an exception in a pass: at the same place, or with an error on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hf_zero.distributed.collective_log import CollectiveLog
+from hf_zero.distributed.recovery import PassTracker, RecoveryBoard
+from hf_zero.distributed.store import TimeoutStore
+from hf_zero.distributed.watchdog import Watchdog
+from tests.protocols.explore import Judge, explore, find
+from tests.protocols.faults import seed_fault
+from tests.protocols.ranks import World
+from tests.protocols.simulation import Simulation
+
+TIMEOUT = 30.0
+SETTINGS: dict[str, Any] = {"delays": (0.3, 2.0, 70.0), "deaths": 1, "seconds": 900.0}
+Passes = list[tuple[str, int, bool]]  # kind, collectives, whether an exception ends it
+WHOLE: Passes = [("forward", 2, False), ("forward", 2, False)]
+# the passes of each rank, and whether they go on alike
+CASES: dict[str, tuple[list[Passes], bool]] = {
+    "all break alike": ([[("forward", 1, True), ("forward", 2, False)]] * 3, True),
+    "one breaks after its collectives": ([[("forward", 2, True), WHOLE[0]], WHOLE], True),
+    "one breaks early": ([[("forward", 1, True), WHOLE[0]], WHOLE], False),
+    "into different passes": (
+        [[("forward", 1, True), ("evaluation", 1, False)], [("forward", 1, True), WHOLE[0]]],
+        False,
+    ),
+}
+
+
+def passes(scripts: list[Passes], alike: bool, simulation: Simulation) -> Judge:
+    def run(world: World, rank: int) -> None:
+        def gone(ranks: list[int]) -> dict[int, str]:
+            dead = [process.rank for process in world.processes if not process.alive]
+            return {each: f"rank {each} died" for each in ranks if each in dead}
+
+        watchdog = Watchdog(enabled=False)
+        status: Any = SimpleNamespace(
+            exit_reasons=gone,
+            publish=lambda *_: None,
+            logs={},
+            rank=rank,
+            failure_cause=lambda: "rank 9, which hosts the store, does not answer",
+        )
+        watchdog.rank_status = status
+        board = RecoveryBoard(TimeoutStore(world.store()), rank)
+        log = CollectiveLog("gathers", range(world.size), TIMEOUT, native=False)
+        names = range(world.size)
+        tracker = PassTracker("engine", rank, names, {"gathers": log}, watchdog, TIMEOUT, board)
+        world.kept.append(tracker)
+
+        def watch() -> None:  # as the watchdog's thread does while its rank waits
+            store = TimeoutStore(world.store())
+            while not watchdog.verdict:
+                simulation.sleep(0.25)
+                try:
+                    stated = int(store.get("resumes")) if store.check(["resumes"]) else 0
+                    board.answer_statements(stated, watchdog.end)
+                except RuntimeError:
+                    return  # the store does not answer
+
+        simulation.spawn(f"watch of {rank}", watch, daemon=True)
+        for kind, collectives, breaks in scripts[rank]:
+            tracker.begin(kind, kind)
+            for number in range(collectives):
+                what = log.issue(f"{kind} {number}").what
+                said = world.collective("gathers", rank, what, lambda: bool(watchdog.verdict))
+                if len(set(said)) > 1:
+                    world.fault = f"different collectives have matched: {said}"
+                watchdog.check()
+            tracker.broke() if breaks else tracker.end()
+        world.results[rank] = "over"  # its watchdog answers until the others are over, too
+        simulation.wait(lambda: len(world.results) == world.size, 2 * TIMEOUT, "the others")
+
+    def script(world: World, rank: int) -> None:
+        try:
+            run(world, rank)
+        finally:
+            world.results[rank] = "over"
+
+    world = World(simulation, len(scripts), script, TIMEOUT)
+    return partial(world.judge, grace=2 * TIMEOUT, ends_well=alike)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_go_on_alike(case: str, schedules: Callable[..., int]) -> None:
+    explore(partial(passes, *CASES[case]), schedules(30, len(CASES)), **SETTINGS)
+
+
+def test_a_rank_goes_on_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    seed_fault(monkeypatch, PassTracker, "broke", ("broken is not None", "False"))
+    fault = find(partial(passes, *CASES["into different passes"]), 100, **SETTINGS)
+    assert "different collectives" in fault.text
