@@ -331,7 +331,9 @@ class _Reading:
         ]
         return tuple(made) or None, states
 
-    def _scalars(self, states: States, shapes: Mapping[str, Shape]) -> dict[Any, dict[str, float]]:
+    def _scalars(
+        self, states: dict[Any, dict[str, Record]], shapes: Mapping[str, Shape]
+    ) -> dict[Any, dict[str, float]]:
         """Return the scalars of each parameter's state, and take them out of ``states``. In the
         state of a parameter without dimensions, the names tell them from its moments.
         """
