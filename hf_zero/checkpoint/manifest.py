@@ -358,7 +358,13 @@ class Manifest:
                 "restore it, or load another tag of this run (or "
                 "take the field out, if you have changed the file yourself)"
             )
-        return cls.from_json(data, source)
+        manifest = cls.from_json(data, source)
+        if not manifest.files:
+            raise CheckpointError(
+                f"{source} is damaged: no files are listed; restore it, or load another tag of this "
+                "run"
+            )
+        return manifest
 
     @classmethod
     def from_json(cls, data: Any, source: AnyPath) -> Manifest:
@@ -444,7 +450,7 @@ def _shape(data: Mapping[str, Any], key: str) -> tuple[int, ...]:
 
 def _numbers(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     for name, value in data.items():
-        if not isinstance(value, (int, float)) or not abs(value) < 1 << 63:
+        if not isinstance(value, (int, float)) or (type(value) is int and abs(value) >= 1 << 63):
             raise ValueError(f"{name} of {where} is {value!r:.40}, expected a number")
     return dict(data)
 
@@ -604,7 +610,7 @@ def _check(manifest: Manifest) -> None:
     Raises ValueError.
     """
     ranks, size = [file.rank for file in manifest.files], manifest.world["size"]
-    if ranks != [*range(size)]:
+    if ranks and ranks != [*range(size)]:  # none: the common part of records in memory
         raise ValueError(
             f"files are listed of ranks {ranks[:8]}, and those of ranks 0 to {size - 1} are due"
         )

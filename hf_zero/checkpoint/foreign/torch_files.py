@@ -110,6 +110,9 @@ class _NumpyArray(np.ndarray):  # type: ignore[type-arg]  # numpy's parameters a
         plain: Any = (1, tuple(shape), kind.dtype, bool(is_fortran), values)
         super().__setstate__(plain)
 
+    def __reduce__(self) -> Any:  # as numpy's own class, for those who save it again
+        return np.asarray(self).__reduce__()
+
 
 def _empty_array(*_: Any) -> _NumpyArray:
     return _NumpyArray(0)
