@@ -12,13 +12,6 @@ store, and waits. A thread of every other rank finds the statement
 has come as far: yes, if that rank has begun the same pass at the same numbers, or has issued the
 same collective and as much as the other in the pass that broke; else the reason why not, which ends
 both. While nothing breaks, a pass costs one entry in a list.
-
-[Note: a skipped batch]
-Where a forward issues no collectives (stages 0 to 2), a rank that catches an exception and takes
-the next batch misses none: its steps match those of the others, which are a batch behind. It alone
-can notice, by the input of its next forward, and says so in the names of the next step's sums,
-which gloo compares (collectives.py): no message is added. A rank that tries the same batch again,
-or its beginning, has skipped nothing; neither have ranks that all skip the same one.
 """
 
 from __future__ import annotations
@@ -28,13 +21,10 @@ import json
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
-
-import torch
 
 from hf_zero.distributed.collective_log import CollectiveLog, PendingCollective
 from hf_zero.distributed.rank_status import first_line
@@ -43,7 +33,6 @@ from hf_zero.distributed.watchdog import Watchdog
 from hf_zero.errors import HfZeroError, RankMismatchError
 
 BEGINNINGS = 64  # passes that are remembered
-FIRST = 16  # elements of a sample
 REMEDY = (
     "After an exception every rank must go on alike: catch it on all of them at the same "
     "place, or let the job end"
@@ -66,70 +55,6 @@ class _Pass:
 
     def __str__(self) -> str:
         return f"{self.what} {self.kind!r}"
-
-
-class SkippedBatches:
-    """Batches of one engine that this rank has skipped after an exception (see the note)."""
-
-    def __init__(self) -> None:
-        self._number = 0  # of the forward under way, or the last one, of those that record graphs
-        self._input: weakref.ref[torch.Tensor] | None = None
-        self._broken: _Sample | None = None  # of the input of a forward that has raised
-        self.said = ""  # for the names of the next step's sums
-
-    def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Begin a forward that records a graph."""
-        self._number += 1
-        first = _first_tensor(args) or _first_tensor(kwargs.values())
-        self._input = None if first is None else weakref.ref(first[0])
-        if self._broken is not None and first is not None:
-            if _sample(first[0]).is_another(self._broken):
-                self.said = f", having skipped the batch of forward {self._number - 1}"
-            else:
-                self._number -= 1
-            self._broken = None
-
-    def broke(self) -> None:
-        """Note that an exception has ended the forward or its backward."""
-        last = None if self._input is None else self._input()
-        if last is not None and self._broken is None:
-            with suppress(RuntimeError):  # a device that reads nothing any more
-                self._broken = _sample(last)
-
-
-def _first_tensor(values: Iterable[Any]) -> tuple[torch.Tensor] | None:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            return (value,)
-        if isinstance(value, Mapping):
-            return _first_tensor(value.values())
-    return None
-
-
-@dataclass(frozen=True)
-class _Sample:
-    """The shape of a tensor, the sum of its elements, and the first ones of its first row."""
-
-    shape: torch.Size
-    total: str
-    first: tuple[str, ...]
-
-    def is_another(self, other: _Sample) -> bool:
-        """Whether neither batch is the other one, or its beginning."""
-        if self.shape == other.shape:
-            return (self.total, self.first) != (other.total, other.first)
-        count = min(len(self.first), len(other.first))
-        return self.first[:count] != other.first[:count]
-
-
-def _sample(tensor: torch.Tensor) -> _Sample:
-    with torch.no_grad():
-        row = tensor.detach()
-        total = row.sum(dtype=torch.complex128 if row.is_complex() else torch.float64)
-        while row.dim() > 1 and len(row):
-            row = row[0]
-        first = row.reshape(-1)[:FIRST].tolist()
-        return _Sample(tensor.shape, repr(total.item()), tuple(map(repr, first)))
 
 
 class PassTracker:
@@ -159,7 +84,6 @@ class PassTracker:
         self._board = board
         # raises if the state of the engine is half changed
         self.refuse: Callable[[str], None] | None = None
-        self.batches = SkippedBatches()
         if board is not None:
             board.add(self)
 
@@ -189,7 +113,6 @@ class PassTracker:
         """Note that the current pass, if any, has ended with an exception."""
         broken = self._open
         self.end()
-        self.batches.broke()
         if (
             broken is not None
             and (broken.joint or broken.began != broken.ended)

@@ -98,13 +98,10 @@ PARTED = {
     "sets a weight": (Job.set_a_weight, (0, 2, 3), 1),
     "catches an error in forward": (lambda job: job.raise_and_go_on("forward"), (3,), 1),
     "catches an error in backward": (lambda job: job.raise_and_go_on("backward"), (0, 2, 3), 1),
-    "skips a batch": (lambda job: job.raise_and_go_on("forward"), (0, 1, 2), 1),
-    "skips a batch in the loss": (lambda job: job.raise_and_go_on("loss"), (0, 1, 2), 1),
     "destroys its engine": (Job.destroy, (0, 2, 3), 1),
     "waits elsewhere": (lambda job: hf_zero.distributed.world_group.barrier(), (0, 2, 3), 1),
 }
 FAST = [("more micro-batches", 2, 2), ("saves", 3, 2), ("catches an error in backward", 0, 2)]
-FAST += [("skips a batch", 0, 2), ("skips a batch in the loss", 1, 2)]
 # name, stage, steps before ODD parts
 ALL = [(name, stage, 2) for name, (_, stages, _) in PARTED.items() for stage in stages] + [
     ("fewer micro-batches", 3, 0),

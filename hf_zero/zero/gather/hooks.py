@@ -190,9 +190,6 @@ class Hooks:
         handle = loss.register_hook(lambda _: self._tracker.enter()) if loss.requires_grad else None
         try:
             yield
-        except BaseException:
-            self._schedule.batches.broke()  # perhaps before it has reached a module
-            raise
         finally:
             if handle is not None:
                 handle.remove()
@@ -216,7 +213,7 @@ class Hooks:
             tracker.put_away_broken()
         grads = torch.is_grad_enabled()
         if self._nested == 0 and not inside:
-            self._begin_pass(name, module, args, kwargs, grads)
+            self._begin_pass(name, module, kwargs, grads)
         self._nested += 1
         last, self._last = self._last, None
         if unit is None:
@@ -262,9 +259,7 @@ class Hooks:
         call.last_node = _next_node() - 1
         return with_replaced(args, kwargs, dict(zip(inputs, views)))
 
-    def _begin_pass(
-        self, name: str, module: nn.Module, args: Any, kwargs: Any, grads: bool
-    ) -> None:
+    def _begin_pass(self, name: str, module: nn.Module, kwargs: Any, grads: bool) -> None:
         """Begin the forward pass of ``module``, the outermost one, at path ``name`` of the model;
         ``grads``: it records a graph.
         """
@@ -280,7 +275,6 @@ class Hooks:
         self._schedule.begin(kind, left_out=self._outer.left_out)
         if grads:
             self._tracker.add_forward(kind, joint=not self._schedule.between_passes)
-            self._schedule.batches.begin(args, kwargs)
 
     def _pre_forward_transformed(self, unit: Unit | None) -> None:
         """Handle a forward under grad, vmap or another torch.func transform, which has its own

@@ -79,7 +79,6 @@ class Schedule:
         self._mesh = mesh
         self._limits = Limits(ahead_bytes, reads_ahead)
         self.computed = ComputedValues()
-        self.batches = mesh.passes.batches
         self.has_sharded_units = bool(self._sharded)
         self.shards = SharedShards(self._units, mesh)
         self._plans: dict[Hashable, list[Unit]] = {}

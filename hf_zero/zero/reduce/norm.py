@@ -166,8 +166,6 @@ class Usage:
         out.
         """
         sums, repeats, stages = self._mesh.sums
-        batches = self._mesh.passes.batches
-        skipped, batches.said = batches.said, ""
         stages.all_reduce(numbers, "gradient norm of stages").wait()
         complete = _complete(self._flats)
         words = (
@@ -177,13 +175,13 @@ class Usage:
         )
         if sums.size > 1:
             both = torch.cat([numbers, words])
-            sums.all_reduce(both, f"gradient norm{skipped}").wait()
+            sums.all_reduce(both, "gradient norm").wait()
             numbers, words = both[: numbers.numel()], both[numbers.numel() :]
         if repeats.size > 1:
             words = words.clone()
             # The collective's name reveals a rank that is at another micro-batch.
             handle = repeats.verify_same_collective(
-                f"step {step} after {repeats.reductions.sequence_number} reductions{skipped}", words
+                f"step {step} after {repeats.reductions.sequence_number} reductions", words
             )
             if not complete:
                 handle.wait()
