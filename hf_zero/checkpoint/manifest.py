@@ -361,8 +361,8 @@ class Manifest:
         manifest = cls.from_json(data, source)
         if not manifest.files:
             raise CheckpointError(
-                f"{source} is damaged: no files are listed; restore it, or load another tag of this "
-                "run"
+                f"{source} is damaged: no files are listed; restore it, or load another tag of "
+                "this run"
             )
         return manifest
 

@@ -121,11 +121,11 @@ class RankStatus:
 
     def watch_hosts(self, heartbeats: HostHeartbeats) -> None:
         """Count the ranks of hosts that ``heartbeats`` finds lost as ended. A store that does not
-        answer is gone once its host is lost, or after the time for which its process may be
-        stopped.
+        answer is gone once its host, that of rank 0, is lost, or after the time for which its
+        process may be stopped.
         """
         self.heartbeats = heartbeats
-        self._store.wait_for_host(heartbeats.timeout, lambda: bool(heartbeats.lost()))
+        self._store.wait_for_host(heartbeats.timeout, lambda: 0 in heartbeats.lost())
 
     # ---- publishing ----
 

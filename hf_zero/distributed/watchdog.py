@@ -245,15 +245,16 @@ class Watchdog:
             self._conclude(*(found or HangDiagnosis(text, text)))
         return RankMismatchError(self.verdict)
 
-    def _conclude(self, verdict: str, cause: str) -> None:
+    def _conclude(self, verdict: str, cause: str, sever: Callable[[], None] | None = None) -> None:
         self.verdict = verdict
         self._concluded.set()
-        if self.rank_status is not None:
-            self.rank_status.publish("broken", cause)
         logger.error(verdict)  # some launchers never print the exception
         if logger.isEnabledFor(logging.ERROR):
             uncaught.logged.add(verdict)  # the report of the exception refers to this line
+        if sever is not None:  # after the line: the backend may end the process by itself then
+            sever()
         if self.rank_status is not None:
+            self.rank_status.publish("broken", cause)
             # All communicators, not only the current one: freeing a group with operations in flight
             # joins its thread.
             logs = list(self.rank_status.logs.values())
@@ -265,7 +266,9 @@ class Watchdog:
             self._conclude(verdict, verdict)
 
     def look_at_hosts(self) -> None:
-        """End this rank, whatever it does, once a host is lost."""
+        """End the waits of this rank once a host is lost; outside one it raises at its next call of
+        the engine.
+        """
         rank_status = self.rank_status
         heartbeats = rank_status.heartbeats if rank_status is not None else None
         if rank_status is None or heartbeats is None or self.verdict:
@@ -273,10 +276,9 @@ class Watchdog:
         heartbeats.report_unheard()
         cause = heartbeats.cause()
         if cause:
-            heartbeats.sever()
             current = self.current or self._oldest_followed()
-            waits = f"rank {rank_status.rank} waits for {current[0]}, in vain: " if current else ""
-            self._conclude(waits + cause, cause)
+            waits = f"rank {rank_status.rank} cannot finish {current[0]}: " if current else ""
+            self._conclude(waits + cause, cause, heartbeats.sever)
 
     def poll(self) -> None:
         """Call the ``poll`` of the constructor, if it is due: this rank waits, and has looked."""

@@ -42,9 +42,9 @@ class FileLock:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             _take(descriptor, how, seconds)
-        except OSError as error:
+        except BaseException as error:
             os.close(descriptor)
-            if error.errno not in NO_LOCKS:
+            if not isinstance(error, OSError) or error.errno not in NO_LOCKS:
                 raise
             with suppress(FileNotFoundError):
                 os.unlink(path)

@@ -381,7 +381,9 @@ def test_a_rank_that_waits_ends_for_a_lost_host_and_says_so(
     assert status.elsewhere([1]) == [1]
     assert str(status.failure_cause(0)).startswith(cause)
     watchdog.look_at_hosts()
-    with pytest.raises(RankMismatchError, match=r"rank 0 waits for gather of x .*ranks 1, 2 on b"):
+    with pytest.raises(
+        RankMismatchError, match=r"rank 0 cannot finish gather of x .*ranks 1, 2 on b"
+    ):
         watchdog.check()
     assert aborted == ["gathers"] and len(heard) == 1
     found = other.failure_cause(0)  # a rank that UDP does not reach learns it from the store

@@ -708,7 +708,7 @@ class MemoryCheckpoints(JobFolders):
         if self._running is None or self._running.done():  # else the thread may still write
             for mark in self._marks.values():
                 mark.close()
-        self._marks.clear()
+            self._marks.clear()
         if remove and not failing:
             for base in self.bases:
                 folders.release(self.folder(base), self.job_folder(base), self.rank)
