@@ -62,7 +62,7 @@ def iterate_state_dict(
 
 
 @dataclass(frozen=True, eq=False)
-class LazyTensor:
+class UnreadTensor:
     """A tensor of a checkpoint that :meth:`contiguous` reads, anew at each call."""
 
     _checkpoint: Checkpoint
@@ -93,14 +93,14 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, Any]:
     """Return the consolidated float32 state dict on the CPU. Tied names share a tensor.
 
-    Needs host memory for the whole model; with ``lazy_mode`` the values are :class:`LazyTensor`,
+    Needs host memory for the whole model; with ``lazy_mode`` the values are :class:`UnreadTensor`,
     and need none. ``verify`` as in :func:`iterate_state_dict`.
     """
     folder = find_checkpoint(checkpoint_dir, tag)
     if lazy_mode:
         opened = open_checkpoint(folder, hashes=verify)  # for as long as one of its tensors lives
         held = outputs(opened.manifest, torch.float32, exclude_frozen_parameters)
-        lazy = {output.name: LazyTensor(opened, output) for output in held}
+        lazy = {output.name: UnreadTensor(opened, output) for output in held}
         tied = tied_names(opened.manifest)
         return lazy | {name: lazy[of] for name, of in tied.items() if of in lazy}
     state: dict[str, Any] = dict(
