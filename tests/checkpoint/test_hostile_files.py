@@ -4,6 +4,7 @@ the target, links to other files, pipes, and manifests with any one value change
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
@@ -21,7 +22,8 @@ import torch
 from hf_zero.checkpoint import reader
 from hf_zero.checkpoint.convert.export import convert_checkpoint
 from hf_zero.checkpoint.find import LATEST, latest_tag, tags_in
-from hf_zero.checkpoint.foreign.torch_files import load_pickle
+from hf_zero.checkpoint.foreign import dcp
+from hf_zero.checkpoint.foreign.torch_files import Opaque, load_pickle
 from hf_zero.checkpoint.verify import verify_checkpoint
 from hf_zero.errors import CheckpointError, HfZeroError
 from tests.checkpoint.jobs import edit, saved
@@ -89,6 +91,14 @@ def test_other_objects_of_numpy_are_refused(kind: str, tmp_path: Path) -> None:
     torch.save({"module": HOSTILE[kind]}, tmp_path / "a.pt", pickle_module=Module)
     with pytest.raises(CheckpointError, match=r"a\.pt"):
         load_pickle(tmp_path / "a.pt", ())
+
+
+def test_paths_that_any_python_wrote_are_not_made() -> None:
+    for module in ("pathlib", "pathlib._local"):  # before and since Python 3.13
+        written = f"c{module}\nPosixPath\n(S'a'\ntR.".encode()
+        assert isinstance(dcp._Unpickler(io.BytesIO(written)).load(), Opaque)
+    with pytest.raises(pickle.UnpicklingError, match=r"pathlib\.os"):
+        dcp._Unpickler(io.BytesIO(b"cpathlib._local\nos\n.")).load()
 
 
 # ---- names, links, pipes ----

@@ -72,6 +72,7 @@ def open_checkpoint(folder: Path, asked: Asked = ()) -> Assembled:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        module = "pathlib" if module == "pathlib._local" else module  # written on Python 3.13
         if name in ALLOWED.get(module, ()):
             # Paths are not used, and a path class of another system cannot be instantiated here.
             return Opaque if module == "pathlib" else super().find_class(module, name)
