@@ -37,30 +37,6 @@ if TYPE_CHECKING:
     from hf_zero.zero.training_engine import TrainingEngine
 
 
-def iterate_state_dict(
-    checkpoint_dir: str | os.PathLike[str],
-    tag: str | None = None,
-    dtype: DtypeName | torch.dtype | None = "float32",
-    exclude_frozen_parameters: bool = False,
-    only: str | Sequence[str] | None = None,
-    verify: bool = True,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the name and the whole CPU tensor of each parameter and buffer, one at a time. Tied
-    weights are yielded once.
-
-    With ``dtype`` None each parameter has the dtype it had when it was handed to training. ``only``
-    gives patterns for the names (``"*.lora_?.*"``); no other tensor is read. ``verify`` compares
-    what is read with the block hashes. Raises ConfigError for a pattern that matches no tensor.
-    """
-    with open_checkpoint(find_checkpoint(checkpoint_dir, tag), hashes=verify) as checkpoint:
-        for output in choose(
-            outputs(checkpoint.manifest, dtype_option(dtype), exclude_frozen_parameters), only
-        ):
-            tensor = torch.empty(output.shape, dtype=output.dtype)
-            output.fill(checkpoint, tensor)
-            yield output.name, tensor
-
-
 @dataclass(frozen=True, eq=False)
 class UnreadTensor:
     """A tensor of a checkpoint that :meth:`contiguous` reads, anew at each call."""
@@ -83,6 +59,28 @@ class UnreadTensor:
         return tensor
 
 
+def iterate_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    dtype: DtypeName | torch.dtype | None = "float32",
+    exclude_frozen_parameters: bool = False,
+    only: str | Sequence[str] | None = None,
+    verify: bool = True,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and the whole CPU tensor of each parameter and buffer, one at a time. Tied
+    weights are yielded once.
+
+    With ``dtype`` None each parameter has the dtype it had when it was handed to training. ``only``
+    gives patterns for the names (``"*.lora_?.*"``); no other tensor is read. ``verify`` compares
+    what is read with the block hashes. Raises ConfigError for a pattern that matches no tensor.
+    """
+    with open_checkpoint(find_checkpoint(checkpoint_dir, tag), hashes=verify) as checkpoint:
+        for output in choose(
+            outputs(checkpoint.manifest, dtype_option(dtype), exclude_frozen_parameters), only
+        ):
+            yield output.name, UnreadTensor(checkpoint, output).contiguous()
+
+
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | os.PathLike[str],
     tag: str | None = None,
@@ -96,20 +94,14 @@ def get_fp32_state_dict_from_zero_checkpoint(
     Needs host memory for the whole model; with ``lazy_mode`` the values are :class:`UnreadTensor`,
     and need none. ``verify`` as in :func:`iterate_state_dict`.
     """
-    folder = find_checkpoint(checkpoint_dir, tag)
-    if lazy_mode:
-        opened = open_checkpoint(folder, hashes=verify)  # for as long as one of its tensors lives
-        held = outputs(opened.manifest, torch.float32, exclude_frozen_parameters)
-        lazy = {output.name: UnreadTensor(opened, output) for output in held}
-        tied = tied_names(opened.manifest)
-        return lazy | {name: lazy[of] for name, of in tied.items() if of in lazy}
-    state: dict[str, Any] = dict(
-        iterate_state_dict(folder, None, "float32", exclude_frozen_parameters, verify=verify)
-    )
-    with open_checkpoint(folder) as checkpoint:
-        tied = tied_names(checkpoint.manifest)
-    state |= {name: state[held] for name, held in tied.items() if held in state}
-    return state
+    opened = open_checkpoint(find_checkpoint(checkpoint_dir, tag), hashes=verify)
+    held = outputs(opened.manifest, torch.float32, exclude_frozen_parameters)
+    state: dict[str, Any] = {output.name: UnreadTensor(opened, output) for output in held}
+    if not lazy_mode:  # else it stays open for as long as one of its tensors lives
+        with opened:
+            state = {name: tensor.contiguous() for name, tensor in state.items()}
+    tied = tied_names(opened.manifest)
+    return state | {name: state[of] for name, of in tied.items() if of in state}
 
 
 def load_state_dict_from_zero_checkpoint(

@@ -270,7 +270,7 @@ class _Load:
             if self.match.held.get(name) in saved:
                 checkpoint.file(saved[self.match.held[name]].file)
         if any(name in self.manifest.buffers for name in self.match.buffers.values()):
-            checkpoint.file(checkpoint.buffer_file())
+            checkpoint.buffer_file()
         if verify:
             checkpoint.verify(checkpoint.listed()[engine.global_rank :: engine.mesh.dims.world])
 

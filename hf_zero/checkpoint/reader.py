@@ -279,9 +279,9 @@ class Checkpoint(ClosedAtExit):
                     "another tag of this run"
                 )
 
-    def buffer_file(self) -> int:
-        """Return the index of the file that holds the buffers: rank 0's, the first."""
-        return 0
+    def buffer_file(self) -> TensorFile:
+        """Return the file that holds the buffers: rank 0's, the first."""
+        return self.file(0)
 
     def fill(
         self,
@@ -339,7 +339,7 @@ class Checkpoint(ClosedAtExit):
         1-D, of any dtype and device, through a small buffer.
         """
         if name in self.manifest.buffers:
-            file = self.file(self.buffer_file())
+            file = self.buffer_file()
             read_range(file, BUFFER + name, start, out, scratch or Scratch())
             return
         runs = parameter_ranges(self.manifest, name, start, start + out.numel())
