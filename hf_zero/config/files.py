@@ -13,7 +13,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import yaml
@@ -86,49 +87,64 @@ def load_json(text: str, label: str) -> dict[str, Any]:
             )
         return dict(pairs)
 
-    try:
-        value = json.loads(text, object_pairs_hook=unique)
-    except json.JSONDecodeError as error:
+    with _named(label):
         try:
-            value = parse_hjson(text)
-        except HjsonError as other:
-            line = text.count("\n", 0, other.position) + 1
-            raise ConfigError(
-                f"{label} is not valid JSON: {error.msg} in line {error.lineno}, column "
-                f"{error.colno}; nor Hjson: {other} in line {line}; fix that line"
-            ) from None
-    return _mapping(value, label)
+            value = json.loads(text, object_pairs_hook=unique)
+        except json.JSONDecodeError as error:
+            try:
+                value = parse_hjson(text)
+            except HjsonError as other:
+                line = text.count("\n", 0, other.position) + 1
+                raise ConfigError(
+                    f"{label} is not valid JSON: {error.msg} in line {error.lineno}, column "
+                    f"{error.colno}; nor Hjson: {other} in line {line}; fix that line"
+                ) from None
+        return _mapping(value, label)
 
 
-MOST_VALUES = 100_000  # of a configuration in YAML; nested aliases make exponentially many
+MOST_VALUES = 100_000  # of a configuration; nested aliases of YAML make exponentially many
+DEEPEST = 64  # sections in sections
+
+
+@contextmanager
+def _named(label: str) -> Iterator[None]:
+    """Raise ConfigError for what a parser cannot take: too deep, or a number, a date or a character
+    that there is not.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except RecursionError:
+        raise ConfigError(f"{label} has sections too deep in each other; write it flat") from None
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(f"{label} has a value that cannot be read: {error}; fix it") from None
 
 
 def load_yaml(text: str, label: str) -> dict[str, Any]:
     """Parse a mapping from YAML. Raises ConfigError."""
-    try:
-        value = yaml.load(text, Loader=_Loader)  # a SafeLoader
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        said = getattr(error, "problem", None) or error
-        raise ConfigError(f"{label} is not valid YAML: {said}{where}; fix that line") from None
-    if _expanded(value, {}) > MOST_VALUES:
-        raise ConfigError(
-            f"{label} holds more than {MOST_VALUES:,} values through its aliases; write them out"
-        )
-    return _mapping(value, label)
+    with _named(label):
+        try:
+            value = yaml.load(text, Loader=_Loader)  # a SafeLoader
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+            said = getattr(error, "problem", None) or error
+            raise ConfigError(f"{label} is not valid YAML: {said}{where}; fix that line") from None
+        return _mapping(value, label)
 
 
-def _expanded(value: Any, known: dict[int, float]) -> float:
-    """Return the number of values in ``value`` with every alias written out; infinite if it holds
-    itself.
+def _extent(value: Any, known: dict[int, tuple[float, float]]) -> tuple[float, float]:
+    """Return the number of values in ``value`` with every alias of YAML written out, and how deep
+    they lie in each other; both infinite if it holds itself.
     """
     if not isinstance(value, (dict, list)):
-        return 1
+        return 1, 0
     if id(value) not in known:
-        known[id(value)] = math.inf  # until all that it holds is counted
+        known[id(value)] = math.inf, math.inf  # until all that it holds is counted
         inner = value.values() if isinstance(value, dict) else value
-        known[id(value)] = 1 + sum(_expanded(each, known) for each in inner)
+        sizes, depths = zip((0.0, 0.0), *(_extent(each, known) for each in inner))
+        known[id(value)] = 1 + sum(sizes), 1 + max(depths)
     return known[id(value)]
 
 
@@ -152,6 +168,14 @@ def _mapping(value: Any, label: str) -> dict[str, Any]:
             f"{label} {held}, not keys and values; write a mapping such as "
             "zero_optimization: {stage: 3}"
         )
+    size, depth = _extent(value, {})
+    if size > MOST_VALUES:
+        raise ConfigError(
+            f"{label} holds more than {MOST_VALUES:,} values, those of its aliases counted; write "
+            "fewer"
+        )
+    if depth > DEEPEST:
+        raise RecursionError
     return dict(value)
 
 

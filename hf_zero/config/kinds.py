@@ -43,7 +43,8 @@ def integer(low: int | None = None, high: int | None = None) -> Kind:
             whole = int(value)
         else:
             raise ValueError(value)
-        if (low is not None and whole < low) or (high is not None and whole > high):
+        least, most = -(1 << 63) if low is None else low, (1 << 63) - 1 if high is None else high
+        if not least <= whole <= most:
             raise ValueError(value)
         return whole
 
@@ -62,7 +63,10 @@ def number(
     def convert(value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise ValueError(value)
-        real = float(value)
+        try:
+            real = float(value)
+        except OverflowError:
+            raise ValueError(value) from None
         if (
             not math.isfinite(real)
             or (low is not None and real < low)

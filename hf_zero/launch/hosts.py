@@ -23,6 +23,7 @@ from hf_zero.errors import LaunchError
 
 LINE = re.compile(r"(\S+)\s+slots\s*=\s*(\d+)")
 NODE = re.compile(r"([^:@]+)(?::([^:@]*))?")
+SLOT = re.compile(r"[0-9]{1,9}")
 LOCAL = "localhost"
 # BatchMode: no terminal could answer a question. A host that is gone is noticed after a minute.
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=15 -o ServerAliveCountMax=4"
@@ -30,6 +31,7 @@ VARIABLE = "HF_ZERO_SSH"
 ANSWER_SECONDS = 60.0
 PORTS = (20_000, 32_000)  # below Linux's ephemeral ports, which start at 32,768
 ATTEMPTS = 64
+MOST_SLOTS = 4096  # of one host
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,8 @@ def read_hostfile(path: Path) -> list[Host]:
             continue
         found = LINE.fullmatch(text)
         if found is None:
-            raise LaunchError(f"{path}, line {number}: {text!r} is not `host slots=N`")
-        name, slots = found[1], int(found[2])
+            raise LaunchError(f"{path}, line {number}: {text!r:.200} is not `host slots=N`")
+        name, slots = found[1], int(found[2][:9])
         # An ssh option or a user's login: filters could not name such a host.
         if name.startswith("-") or "@" in name:
             raise LaunchError(
@@ -75,6 +77,11 @@ def read_hostfile(path: Path) -> list[Host]:
             raise LaunchError(
                 f"{path}, line {number}: {text!r} gives no slot; write at least "
                 "slots=1, or remove the line"
+            )
+        if slots > MOST_SLOTS:
+            raise LaunchError(
+                f"{path}, line {number}: {text!r:.100} gives more than {MOST_SLOTS:,} slots; write "
+                "the number of the host's GPUs"
             )
         if name in hosts:
             raise LaunchError(
@@ -157,7 +164,7 @@ def _read_filter(option: str, text: str, hosts: dict[str, Host]) -> dict[str, tu
         slots = (
             [slot.strip() for slot in found[2].split(",")] if found and found[2] is not None else []
         )
-        if found is None or not all(slot.isascii() and slot.isdigit() for slot in slots):
+        if found is None or not all(map(SLOT.fullmatch, slots)):
             raise LaunchError(
                 f"{option} {text!r}: {part!r} is not HOST or HOST:SLOT,SLOT; hosts are joined by "
                 "@, as in worker-0@worker-1:0,2"

@@ -29,14 +29,14 @@ REPLACED = "metrics.replaced.jsonl"
 def files_of(folder: Path) -> list[Path]:
     """Return the files of a run's figures, in the order of their steps."""
     numbered, last = _numbered(folder), folder / NAME
-    return [*(numbered[number] for number in sorted(numbered)), *([last] if last.exists() else [])]
+    return [*(numbered[number] for number in sorted(numbered)), *([last] if last.is_file() else [])]
 
 
 def _numbered(folder: Path) -> dict[int, Path]:
     return {
         int(part): path
         for path in folder.glob("metrics.*.jsonl")
-        if (part := path.name.split(".")[1]).isdigit()
+        if (part := path.name.split(".")[1]).isdecimal() and path.is_file()
     }
 
 
@@ -58,7 +58,7 @@ def read_rows(folder: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 def _parsed(line: str) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and isinstance(_place(row), int) else None
 

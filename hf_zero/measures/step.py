@@ -154,6 +154,8 @@ class EngineMeasures(StepMeasures):
             self.profile.step_has_ended()
         if self._trace is not None and self._trace.end_step(engine):
             written, self._trace = self._trace.path, None
+            if self._figures is not None:
+                self._figures.pause()  # the time it took to write
             if self.file is not None and written.is_file():
                 self.file.note("trace", str(written.resolve()))
         if self._due is not None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_zero.measures.run_record import BUFFERS
+from hf_zero.report.rows import TIERS
 from hf_zero.report.run import RecordedRun
 from hf_zero.report.timeline import LANES, Bar, Timeline
 
@@ -46,7 +47,6 @@ BARS = {
     "transfers": "var(--c7)",
     "exposed": "var(--c2)",
 }
-TIERS = {"device": "device", "ram": "host memory", "disk": "disk"}
 PARTS = {"forward_ms": "forward", "backward_ms": "backward", "update_ms": "update"}
 WAITS = {"gather_wait_ms": "gathers", "reduction_wait_ms": "reductions"}
 
@@ -368,7 +368,7 @@ def _drawn(
     points = _points(["step", by] if by == "run" else ["step", by, "run"])
     points["encoding"] |= encoding
     points["encoding"].pop("strokeDash", None)  # filled points would blank the legend's strokes
-    layers = [{"mark": line, "encoding": encoding}, points, *_restarts(runs)]
+    layers = [{"mark": line, "encoding": encoding}, points, *_restarts(runs), *_traces(runs)]
     return {"data": {"values": rows}, "height": HEIGHT, "layer": layers}
 
 
@@ -409,6 +409,27 @@ def _restarts(runs: Sequence[RecordedRun]) -> Iterator[Spec]:
             "mark": rule | {"tooltip": {"content": "data"}},
             "encoding": {"x": {"field": "step", "type": "quantitative"}},
         }
+
+
+def _traces(runs: Sequence[RecordedRun]) -> Iterator[Spec]:
+    """Yield the layer of a band over the steps of each trace, if there are any."""
+    rows = [
+        {
+            "first": first - 0.5,
+            "last": last + 0.5,
+            "run": run.name,
+            "traced": f"steps {first} to {last}, whose speed is left out",
+        }
+        for run in runs
+        for first, last in run.traced
+    ]
+    if rows:
+        yield {
+            "data": {"values": rows},
+            "mark": {"type": "rect", "color": "var(--faint)", "opacity": 0.15,
+                     "tooltip": {"content": "data"}},
+            "encoding": {"x": {"field": "first", "type": "quantitative"}, "x2": {"field": "last"}},
+        }  # fmt: skip
 
 
 def _traffic_rows(run: RecordedRun) -> Iterator[Spec]:

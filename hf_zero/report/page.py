@@ -47,7 +47,7 @@ def write_report(
     to = Path(output) if output is not None else runs[0].folder / NAME
     text = page(runs, [_timeline(each) for each in runs], javascript())
     try:
-        to.write_text(text)
+        to.write_text(text, "utf-8", "replace")
     except OSError as error:
         raise ConfigError(f"the page {to} cannot be written ({error}); pass --output") from error
     return to, [each.summary() for each in runs]
@@ -71,13 +71,13 @@ def page(runs: Sequence[RecordedRun], timelines: Sequence[Timeline | None], scri
     parts = list(_sections(runs, timelines, drawn))
     specs = {chart.name: chart.spec for chart in drawn}
     title = " against ".join(each.name for each in runs)
-    text = (FOLDER / "page.html").read_text()
+    text = (FOLDER / "page.html").read_text("utf-8")
     for name, value in {
         "TITLE": escape(title),
-        "STYLE": (FOLDER / "page.css").read_text(),
+        "STYLE": (FOLDER / "page.css").read_text("utf-8"),
         "BODY": "\n".join(parts),
-        "SPECS": json.dumps(specs, separators=(",", ":")).replace("</", "<\\/"),
-        "DRAW": (FOLDER / "page.js").read_text(),
+        "SPECS": json.dumps(specs, separators=(",", ":")).replace("<", "\\u003c"),
+        "DRAW": (FOLDER / "page.js").read_text("utf-8"),
         "LIBRARY": script,
     }.items():
         text = text.replace(f"<!--{name}-->", value, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -11,10 +12,15 @@ from statistics import median
 from typing import Any
 
 from hf_zero.errors import ConfigError
-from hf_zero.measures.metrics_file import files_of, read_rows
+from hf_zero.measures.metrics_file import NAME, files_of, read_rows
+from hf_zero.report.rows import LEVELS, problem_of
 
 TRACES = "trace-steps-*.json.gz"
-LEVELS = ("warning", "error", "critical")
+TRACE_STEPS = re.compile(r"trace-steps-(\d{1,18})-(\d{1,18})\.json\.gz")
+SPEEDS = (
+    "step_ms", "forward_ms", "backward_ms", "update_ms", "gather_wait_ms", "reduction_wait_ms",
+    "samples_per_second", "tokens_per_second", "mfu",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,8 @@ class RunStart:
 class RecordedRun:
     """The run in ``folder``. ``steps``: figures of each step. ``totals``: collectives and bytes of
     state when a checkpoint was last saved or the engine ended; empty if neither has happened.
-    ``trace``: the file of its last trace.
+    ``trace``: the file of its last trace. ``traced``: the first and the last step of each trace;
+    these steps have no figures of speed, which tracing slows.
     """
 
     name: str
@@ -57,6 +64,7 @@ class RecordedRun:
     messages: Sequence[LoggedMessage] = ()
     totals: Mapping[str, Any] = field(default_factory=dict)
     trace: Path | None = None
+    traced: Sequence[tuple[int, int]] = ()
 
     @property
     def header(self) -> Mapping[str, Any]:
@@ -90,14 +98,20 @@ class RecordedRun:
 def read_run(folder: str | os.PathLike[str], trace: str | None = None) -> RecordedRun:
     """Return the run in ``folder``, with the trace in the file ``trace`` or else its own last one.
 
-    Raises ConfigError if the folder has no figures, or ``trace`` does not exist.
+    Raises ConfigError if the folder has no figures, a row of them is damaged, or ``trace`` does not
+    exist.
     """
     place = Path(folder)
     if not place.is_dir():
         problem = f"{place} is a file" if place.exists() else f"there is no folder {place}"
         raise ConfigError(f"{problem}; name the folder of a run")
     rows = list(read_rows(place))
-    steps = [row for row in rows if "step" in row]
+    for row in rows:
+        if damage := problem_of(row):
+            at = f"of step {row['step']}" if "step" in row else f"after step {row['after_step']}"
+            raise ConfigError(f"{place / NAME}: a row {at} is damaged: {damage}; remove the line")
+    traced = list(_traced(rows))
+    steps = [_without_speeds(row, traced) for row in rows if "step" in row]
     if not steps:
         has = "no steps in" if files_of(place) else "no"
         raise ConfigError(
@@ -118,7 +132,22 @@ def read_run(folder: str | os.PathLike[str], trace: str | None = None) -> Record
         list(_messages(rows)),
         next((row["totals"] for row in reversed(rows) if "totals" in row), {}),
         Path(trace) if trace is not None else _last_trace(place, rows),
+        traced,
     )
+
+
+def _traced(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int]]:
+    """Yield the first and the last step of each trace."""
+    for row in rows:
+        found = TRACE_STEPS.fullmatch(Path(row.get("trace", "")).name)
+        if found is not None:
+            yield int(found[1]), int(found[2])
+
+
+def _without_speeds(row: Mapping[str, Any], traced: Sequence[tuple[int, int]]) -> Mapping[str, Any]:
+    if any(first <= row["step"] <= last for first, last in traced):
+        return {**row, **{name: None for name in SPEEDS if name in row}}
+    return row
 
 
 def _messages(rows: Sequence[Mapping[str, Any]]) -> Iterator[LoggedMessage]:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+import zlib
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,9 +22,12 @@ from typing import Any, NamedTuple
 
 from hf_zero.errors import ConfigError
 from hf_zero.measures.trace import END, PIDS
+from hf_zero.report.rows import EVENT, misfits
 
 RANKS = 4  # ranks that are drawn
 PREFIX = "hf_zero::"
+END_OF_STEP = re.compile(rf"{PREFIX}{END} (\d{{1,18}})")
+CATEGORIES = ("user_annotation", "kernel", "gpu_memcpy")
 LANES = ("compute", "gathers", "reductions", "updates", "transfers")
 COLLECTIVES = ("reduce_scatter", "all_reduce", "all_to_all")
 TRANSFERS = ("copy_to_device", "copy_to_host", "read_file", "write_file")
@@ -52,7 +57,7 @@ class Timeline:
     ``ranks`` ranks are drawn.
     """
 
-    step: str
+    step: int
     length: float
     ranks: int
     shown: int
@@ -77,7 +82,25 @@ class Timeline:
 
 
 def read_timeline(file: Path) -> Timeline:
-    """Return the last step of the trace in ``file``. Raises ConfigError if it has no steps."""
+    """Return the last step of the trace in ``file``. Raises ConfigError if it has no steps, or is
+    damaged.
+    """
+    try:
+        found = _last_step(file)
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"the trace {file} is damaged ({error}); remove it, or name another with --trace"
+        ) from error
+    if found is None or not found.bars:
+        raise ConfigError(
+            f"the trace {file} has no steps of an engine; make it with engine.trace() or the "
+            "section trace"
+        )
+    return found
+
+
+def _last_step(file: Path) -> Timeline | None:
+    """Return the last step of all drawn ranks, None if there is none."""
     spans: dict[int, list[Bar]] = defaultdict(list)
     kernels: dict[int, list[Bar]] = defaultdict(list)
     ranks = set()
@@ -92,17 +115,16 @@ def read_timeline(file: Path) -> Timeline:
         )
         (spans if event["cat"] == "user_annotation" else kernels)[rank].append(bar)
     shown = sorted(spans)[:RANKS]
-    marks = [bar for rank in shown for bar in spans[rank] if bar.name.startswith(PREFIX + END)]
-    if not marks:
-        raise ConfigError(
-            f"the trace {file} has no steps of an engine; make it with engine.trace() or the "
-            "section trace"
-        )
-    step = max((bar.name.split()[1] for bar in marks), key=int)
+    ends = {rank: _ends_of(spans[rank]) for rank in shown}
+    steps = set.intersection(*map(set, ends.values())) if ends else set()
+    if not steps:
+        return None
+    step = max(steps)
     bars: list[Bar] = []
     first = last = 0.0
     for rank in shown:
-        begin, end = _step_of(spans[rank], step)
+        begin = ends[rank].get(step - 1, min(bar.begin for bar in spans[rank]))
+        end = ends[rank][step]
         own = [*_of_host(spans[rank])]
         if kernels[rank]:
             own = [bar for bar in own if bar.lane == "updates"] + [*_of_device(kernels[rank])]
@@ -115,21 +137,24 @@ def read_timeline(file: Path) -> Timeline:
 
 def _events(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the complete events of the engine and of devices, line by line."""
-    with gzip.open(file, "rt") as opened:
+    with gzip.open(file, "rt", encoding="utf-8") as opened:
         for line in opened:
             if PREFIX in line or '"kernel"' in line or '"gpu_mem' in line:
                 event = json.loads(line.strip().rstrip(","))
-                finished = event.get("args", {}).get("finished", True)
-                known = event.get("cat") in ("user_annotation", "kernel", "gpu_memcpy")
-                if event.get("ph") == "X" and known and finished:
+                if not isinstance(event, dict) or event.get("cat") not in CATEGORIES:
+                    continue
+                if event.get("ph") != "X":
+                    continue
+                if problem := next(misfits(event, EVENT), None):
+                    raise ValueError(f"of an event, {problem}")
+                if event.get("args", {}).get("finished", True):
                     yield event
 
 
-def _step_of(spans: Sequence[Bar], step: str) -> Interval:
-    """Return the time of ``step``: from the end of the step before, or from the first span."""
-    ends = {bar.name.split()[1]: bar.begin for bar in spans if bar.name.startswith(PREFIX + END)}
-    begin = min(bar.begin for bar in spans)
-    return Interval(ends.get(str(int(step) - 1), begin), ends[step])
+def _ends_of(spans: Sequence[Bar]) -> dict[int, float]:
+    """Return the time at which each step ended."""
+    found = ((END_OF_STEP.fullmatch(bar.name), bar.begin) for bar in spans)
+    return {int(mark[1]): begin for mark, begin in found if mark is not None}
 
 
 # ---- hosts ----

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from tests.checkpoint.jobs import (
     small,
     weights,
 )
+from tests.fuzz.mutations import places
 
 TAG = "global_step1"
 MANIFEST = f"{TAG}/manifest.json"
@@ -305,14 +306,6 @@ def test_a_file_that_cannot_be_read_is_one_of_the_problems(files, tmp_path, monk
     monkeypatch.setattr(os, "preadv", broken)
     header, content = (text for text in verify_checkpoint(folder).problems if RANK0 in text)
     assert "cannot be read" in header and "cannot be read" in content
-
-
-def places(data: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in a JSON value, as a path of keys and indices."""
-    yield at
-    items = data.items() if isinstance(data, dict) else ()
-    for key, value in enumerate(data) if isinstance(data, list) else items:
-        yield from places(value, (*at, key))
 
 
 JSON = st.recursive(

@@ -23,7 +23,7 @@ from hf_zero.config import (
     OptimizerConfig,
     ZeroConfig,
 )
-from hf_zero.config.files import load_yaml, parse_hjson
+from hf_zero.config.files import load_json, load_yaml, parse_hjson
 from hf_zero.config.provenance import SourcedDict
 from hf_zero.errors import ConfigError, NotBuiltError
 from hf_zero.logging import in_units, parse_size
@@ -200,8 +200,19 @@ zero_optimization:
         f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40)
     )
     for many in (bomb, "a: &a [*a]", "a: &a {b: *a}"):
-        with pytest.raises(ConfigError, match=r"more than 100,000 values through its aliases"):
+        with pytest.raises(ConfigError, match=r"more than 100,000 values"):
             load_yaml(many, "b.yaml")
+    for deep in (70, 5000):
+        for load, text in (
+            (load_yaml, "{a: " * deep + "1" + "}" * deep),
+            (load_json, '{"a": ' * deep + "1" + "}" * deep),
+            (load_json, "a: {" * deep + "b: 1" + "}" * deep),
+        ):
+            with pytest.raises(ConfigError, match=r"c has sections too deep in each other"):
+                load(text, "c")
+    for load, text in ((load_yaml, "a: 2026-13-45"), (load_json, '{"a": ' + "1" * 5000 + "}")):
+        with pytest.raises(ConfigError, match=r"d has a value that cannot be read"):
+            load(text, "d")
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

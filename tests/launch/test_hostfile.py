@@ -38,6 +38,7 @@ def test_a_line_that_is_wrong_is_named(tmp_path: Path) -> None:
         ("a slots=two", ["line 1", "slots=two"]),
         ("a slots=1 max_slots=2", ["line 1", "max_slots"]),
         ("a slots=0", ["line 1", "no slot"]),
+        ("a slots=99999999999999", ["line 1", "more than 4,096 slots"]),
         ("a slots=1\n\nb slots=1\na slots=2\n", ["line 4: a is in line 1 already"]),
         ("-oProxyCommand=x slots=1", ["line 1", "not a host name"]),
         ("me@a slots=1", ["line 1", "not a host name", "--ssh"]),

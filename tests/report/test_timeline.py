@@ -51,7 +51,7 @@ STEP = [
 
 def test_the_spans_of_a_host(tmp_path: Path) -> None:
     found = read_timeline(write(tmp_path / "t.json.gz", [*STEP, event(0, 9, "x", "cpu_op")]))
-    assert (found.step, found.length, found.ranks) == ("5", 505 - 15, 1)
+    assert (found.step, found.length, found.ranks) == (5, 505 - 15, 1)
     at = {(bar.kind, bar.name): (bar.begin + 15, bar.end + 15) for bar in found.bars}
     assert at["gathers", "blocks.0"] == (20, 35) and at["gathers", "blocks.1"] == (22, 81)
     assert at["reductions", "blocks.1|trainable|float32"] == (300, 430)

@@ -1,0 +1,94 @@
+"""The shapes of what a report reads: rows of ``metrics.jsonl`` and events of a trace. Both may be
+damaged, edited by hand, or another program's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hf_zero.measures.run_record import BUFFERS
+from hf_zero.planning.needs import KINDS
+
+COUNT = range(1 << 63)
+TIME = range(253402300800)  # seconds since 1970, until the year 9999
+LARGEST = 1e300  # of a figure, so that sums of a few stay finite
+LEVELS = ("warning", "error", "critical")
+TIERS = {"device": "device", "ram": "host memory", "disk": "disk"}
+STATE = {"tier": frozenset(TIERS), "kind": frozenset({*KINDS.values(), BUFFERS}), "bytes": COUNT}
+COLLECTIVE = {
+    "operation": str, "group": str, "count": COUNT, "bytes": COUNT, "wire_bytes": COUNT,
+    "waited_ms": float,
+}  # fmt: skip
+HEADER = {
+    "started": str,
+    "program": str,
+    "versions": {str: str},
+    "hosts": [{"host": str, "device": str, "ranks": [COUNT]}],
+    "ranks": COUNT,
+    "stage": COUNT,
+    "precision": str,
+    "mesh": {str: COUNT},
+    "model": str,
+    "parameters": COUNT,
+    "config?": [{"key": str, "value": object, "source": str}],
+    "predicted?": [STATE | {"what": str}],
+}
+RECORDS: Mapping[str, Any] = {
+    "run": {"run": HEADER, "repeated_steps": COUNT},
+    "totals": {"totals": {"collectives?": [COLLECTIVE], "state?": [STATE]}},
+    "trace": {"trace": str},
+    **{level: {level: str, "time": TIME} for level in LEVELS},
+}
+EVENT = {"pid": COUNT, "ts": float, "dur": float, "cat": str, "name": str, "args?": {}}
+
+
+def problem_of(row: Mapping[str, Any]) -> str | None:
+    """Return what a report cannot read in a row of ``metrics.jsonl``, None if nothing."""
+    if "step" in row:
+        figures = {name: value for name, value in row.items() if value is not None}
+        return next(misfits(figures, {"step": COUNT} | dict.fromkeys(figures, float)), None)
+    own = {"after_step": COUNT}
+    for kind, shape in RECORDS.items():
+        own |= shape if kind in row else {}
+    return next(misfits(row, own), None)
+
+
+def misfits(value: Any, shape: Any, where: str = "") -> Iterator[str]:
+    """Yield where ``value`` differs from ``shape``: a type, a set of texts, the range of a number,
+    a list with the shape of each item, a mapping with the shapes of its keys (that of all keys
+    under ``str``). A key that ends in "?" may be absent; keys that it does not name are ignored.
+    """
+    if isinstance(shape, Mapping) and isinstance(value, dict):
+        for key, part in shape.items():
+            if key is str:
+                for name, each in value.items():
+                    yield from misfits(each, part, f"{where}.{name:.40}")
+            elif (name := key.removesuffix("?")) in value:
+                yield from misfits(value[name], part, f"{where}.{name}")
+            elif name == key:
+                yield f"{where}.{name}".lstrip(".") + " is absent"
+    elif isinstance(shape, list) and isinstance(value, list):
+        for place, each in enumerate(value):
+            yield from misfits(each, shape[0], f"{where}[{place}]")
+    elif isinstance(shape, (Mapping, list)):
+        yield _told(where, value, "an object" if isinstance(shape, Mapping) else "a list")
+    elif isinstance(shape, frozenset):
+        if not isinstance(value, str) or value not in shape:
+            yield _told(where, value, f"one of {', '.join(sorted(shape))}")
+    elif isinstance(shape, range):
+        if not _is_number(value) or not 0 <= value < shape.stop:
+            yield _told(where, value, f"a number from 0 to {shape.stop:,}")
+    elif shape is float:
+        if not _is_number(value) or not abs(value) <= LARGEST:
+            yield _told(where, value, "a finite number")
+    elif not isinstance(value, shape):
+        yield _told(where, value, "text")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _told(where: str, value: Any, expected: str) -> str:
+    return f"{where.lstrip('.')} is {value!r:.40}, expected {expected}"
