@@ -9,6 +9,7 @@ import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import hf_zero
 from hf_zero.errors import PartitionError
@@ -203,6 +204,26 @@ def test_what_asks_for_gradients_finds_it(rank, model, stage):
     assert model.head.weight.grad is None
     with pytest.raises(PartitionError, match="there was no backward since"):
         engine.step()
+
+
+@on_each_rank(RANKS)
+def test_an_engine_dropped_on_all_ranks_is_collected_on_all(rank, model):
+    """Else a rank that has not collected it reduces a gradient that the others do not see."""
+    gc.disable()
+    try:
+        other = stack()
+        dropped = [start(other, adamw(other), config_of(2, Plan(precision="fp16")))]
+        del other
+        if rank == 1:
+            dropped.clear()
+            gc.collect()
+        dist.barrier()
+        dropped.clear()
+        engine = start(model, adamw(model), config_of(1))
+    finally:
+        gc.enable()
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    engine.destroy()
 
 
 @on_each_rank(RANKS)

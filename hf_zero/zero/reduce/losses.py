@@ -13,6 +13,7 @@ engine.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -245,6 +246,10 @@ class Losses:
         self._overflow_reported = False
         self._rank = _ranks.setdefault(rank, _Rank())
         self._watch = watch
+        if any(each._scales for each in self._rank.engines):
+            # An engine that was dropped without ``destroy`` is collected at different times on
+            # different ranks, and all ranks must watch, or none.
+            gc.collect()
         self._rank.engines.add(self)
         if any(each._scales for each in self._rank.engines):
             for each in list(self._rank.engines):
