@@ -129,6 +129,12 @@ class Engine(TrainingEngine):
         measures, self.measures = self.measures, StepMeasures()
         measures.close(self)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
+        raise PartitionError(
+            "an engine cannot be copied, its process groups and threads are the ranks'; copy the "
+            "model before initialize, or its weights: engine.state_dict()"
+        )
+
     def _publish_events(self) -> None:
         if self.async_saves.writer is not None:
             self.async_saves.publish_failure()

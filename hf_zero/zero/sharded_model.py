@@ -28,7 +28,7 @@ from hf_zero.zero.layout.codecs import report
 from hf_zero.zero.layout.engine_plan import EnginePlan
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.flat_layout import Slot
-from hf_zero.zero.layout.materialize import check_parameters, materialize
+from hf_zero.zero.layout.materialize import check_parameters, check_statistics, materialize
 from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.unit import Unit
 from hf_zero.zero.layout.wrap import packed_elements
@@ -61,6 +61,7 @@ class ShardedModel:
         # maximum number of elements of small units in one message
         self.packed_elements = packed_elements(zero.module_granularity_threshold)
         check_parameters(plan.units, mesh.device)
+        check_statistics(plan, mesh.device)
         self.parameters = {name: p for spec in plan.units for name, p in spec.parameters}
         self.param_dtypes = {
             name: str(p.dtype).removeprefix("torch.") for name, p in self.parameters.items()

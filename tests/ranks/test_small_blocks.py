@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hf_zero
 from hf_zero.zero.layout import wrap
@@ -225,3 +226,38 @@ def test_backwards_that_begin_or_end_between_blocks_of_a_unit(stage):
         optimizer.step()
         optimizer.zero_grad()
     expect(values_of(model), run, build=of_depth(5, Forks), floor=oracle.ADAM_ROUNDING)
+
+
+class Recomputes(Stack):
+    """Recomputes each block, inside the backward."""
+
+    def forward(self, x):
+        x = self.enter(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return x
+
+
+def twice(out, backward):
+    backward(out.pow(2).mean(), retain_graph=True)
+    backward(out.sin().mean())
+
+
+@in_turn("stage", (0, 1, 3))
+def test_two_backwards_that_each_rerun_the_blocks_of_a_unit(stage):
+    def run(rank, model):
+        engine = start(model, adamw(model), config_of(stage, **joined(stage, 5)))
+        for number in range(3):
+            twice(engine(features(number, 0, rank)), engine.backward)
+            engine.step()
+        return full_weights(engine)
+
+    model = of_depth(5, Recomputes)()
+    optimizer = adamw(model)
+    for number in range(3):
+        for rank in range(2):
+            out = model(features(number, 0, rank))
+            twice(out, lambda loss, **more: (loss / 2).backward(**more))
+        optimizer.step()
+        optimizer.zero_grad()
+    expect(values_of(model), run, build=of_depth(5, Recomputes), floor=oracle.ADAM_ROUNDING)

@@ -242,7 +242,38 @@ def test_a_gradient_the_engine_has_taken(stage):
     assert weight.grad is None
 
 
+def test_an_engine_cannot_be_copied():
+    with pytest.raises(PartitionError, match=r"an engine cannot be copied.*engine\.state_dict\(\)"):
+        copy.deepcopy(begun(1)[0])
+
+
+@in_one_item(("bf16", "fp16"))
+def test_a_batch_norm_in_two_dtypes_is_refused(precision):
+    def begin(**types):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        section = {precision: {"enabled": True}, "data_types": types}
+        return start(model, adamw(model), config_of(2) | section)
+
+    with pytest.raises(ConfigError, match=r"BatchNorm1d 1 computes in .*buffer_dtype"):
+        begin()
+    for types in ({"buffer_dtype": precision}, {"keep_in_fp32_modules": ["1"]}):
+        engine = begin(**types)
+        dtype = next(engine.module.parameters()).dtype
+        engine.backward(engine(torch.randn(3, 4, dtype=dtype)).float().sum())
+        engine.step()
+        engine.destroy()
+
+
 # ---- whole values ----
+
+
+@in_one_item(("cpu", "none"))
+def test_there_is_no_state_before_the_first_step(device):
+    offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": device}}}
+    model = stack()
+    start(model, adamw(model), config_of(2) | offload)
+    with pytest.raises(PartitionError, match=r"no state 'exp_avg' .*before the first step"):
+        hf_zero.safe_get_full_optimizer_state(model.blocks[1].up.weight, "exp_avg")
 
 
 def states(name, value):

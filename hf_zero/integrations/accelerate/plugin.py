@@ -112,7 +112,7 @@ def mapping_of(given: Any) -> Any:
     other types are returned unchanged. Raises ConfigError for an invalid configuration.
     """
     if isinstance(given, Mapping):
-        return SourcedDict.of(given, DICT)
+        return _sourced(given, DICT)
     if not isinstance(given, (str, Path)):
         return given
     if isinstance(given, str) and (
@@ -125,6 +125,15 @@ def mapping_of(given: Any) -> Any:
     label = f"config file {given}" if text is None else "config string"
     if is_accelerate(mapping) or "stage" in mapping:
         return ZeroConfig.from_dict(mapping, source=label, allow_auto=True, foreign=True).to_dict()
+    return _sourced(mapping, label)
+
+
+def _sourced(mapping: Mapping[str, Any], label: str) -> SourcedDict:
+    """Return ``mapping`` with its source. Raises ConfigError for a misspelt section or key if it
+    has no ``zero_optimization``, which Accelerate refuses without saying what it has instead.
+    """
+    if "zero_optimization" not in mapping:
+        ZeroConfig.from_dict(mapping, source=label, allow_auto=True, foreign=True)
     return SourcedDict.of(mapping, label)
 
 

@@ -333,7 +333,11 @@ def safe_set_full_grad(parameter: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _state(flat: FlatBuffer, parameter: torch.Tensor, name: str, what: str) -> torch.Tensor:
-    tensors = _engine_of(flat).bound.tensors(flat.optimizer_shard)
+    engine = _engine_of(flat)
+    tensors = engine.bound.tensors(flat.optimizer_shard)
+    if engine.global_steps == engine.skipped_steps and not engine.bound.loads:
+        # in host memory and in files there is state before the first step
+        tensors = {"master": tensors["master"]}
     if name not in tensors:
         raise PartitionError(
             f"{what}: the optimizer keeps no state {name!r} for {name_of(parameter)}; it keeps "

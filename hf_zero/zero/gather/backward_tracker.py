@@ -172,6 +172,7 @@ class BackwardTracker:
         if len(self.tasks) > 1 and call.outer is outstanding.recomputation:
             outstanding.reruns_seen = True
             unit.forwards.reruns = max(0, unit.forwards.reruns - 1)
+            unit.forwards.rerun += 1
         if not outstanding.awaits_calls(unit) and not outstanding.awaits_reruns(unit, False):
             self._reducer.mark_complete(unit)
         self._advance_to(call, call.began)
@@ -276,6 +277,12 @@ class BackwardTracker:
             if forward is not None:
                 kinds.append((forward, min(count, FORWARDS_TOLD_APART)))
         kind = tuple(kinds)
+        follows = not self._forwards and not self._untracked
+        for unit in self._units:
+            if unit.forwards.rerun:
+                if follows:  # another backward over the same graphs
+                    unit.forwards.reruns = max(unit.forwards.reruns, unit.forwards.rerun)
+                unit.forwards.rerun = 0
         self._forwards.clear()
         recomputation = RootForward(True)  # stand-in for forwards recomputed in this backward
         self.outstanding.begin(recomputation)

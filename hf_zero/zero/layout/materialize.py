@@ -12,8 +12,11 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from hf_zero.config import ZeroConfig
+from hf_zero.device import kinds
 from hf_zero.device.host_limits import release_freed
 from hf_zero.distributed.flat_mesh import MeshOptions
 from hf_zero.distributed.mesh import Mesh
@@ -24,7 +27,7 @@ from hf_zero.distributed.world_group import get_world_group, raise_on_all_ranks
 from hf_zero.errors import ConfigError, PartitionError, RankMismatchError
 from hf_zero.offload.placement import Placement
 from hf_zero.zero.layout import attributes, engine_plan
-from hf_zero.zero.layout.engine_plan import EnginePlan, ExtensionsOf
+from hf_zero.zero.layout.engine_plan import SIXTEEN_BITS, EnginePlan, ExtensionsOf
 from hf_zero.zero.layout.flat_buffer import EngineFlats, FlatBuffer
 from hf_zero.zero.layout.flat_memory import FlatMemory
 from hf_zero.zero.layout.initial_values import (
@@ -210,6 +213,25 @@ def check_parameters(specs: Sequence[UnitSpec], device: torch.device) -> None:
             refused = attributes.refusal(parameter, device) if owner is None else None
             if refused is not None:
                 raise PartitionError(f"parameter {name} {refused}")
+
+
+def check_statistics(plan: EnginePlan, device: torch.device) -> None:
+    """Raise ConfigError for a batch norm whose weights compute in 16 bits and whose statistics stay
+    in fp32: torch's kernels for the CPU take both in one dtype.
+    """
+    for name, module in plan.model.named_modules() if kinds.is_host(device) else ():
+        if type(module).forward not in (_BatchNorm.forward, _InstanceNorm.forward):
+            continue
+        held, weight = module._buffers.get("running_mean"), f"{name}.weight".lstrip(".")
+        dtype = plan.dtypes.get(weight)
+        if held is None or dtype not in SIXTEEN_BITS or (plan.buffer_dtype or held.dtype) == dtype:
+            continue
+        short = "bf16" if dtype == torch.bfloat16 else "fp16"
+        raise ConfigError(
+            f"{type(module).__name__} {name or '(the model)'} computes in {short}, and its running "
+            f'statistics are {held.dtype}, which torch does not compute on CPUs; set "data_types": '
+            f'{{"buffer_dtype": "{short}"}}, or "keep_in_fp32_modules": ["{name.split(".")[-1]}"]'
+        )
 
 
 def _check_alike(plan: EnginePlan, mesh: Mesh) -> None:

@@ -121,6 +121,8 @@ class UnitForwards:
         # forwards without a graph in training; a reentrant checkpoint may rerun them in the
         # backward
         self.reruns = 0
+        # those that the last backward has rerun, and a second one over its graph reruns again
+        self.rerun = 0
         # forwards with this unit in ``reads``: it stays gathered for their backward
         self.read_by: weakref.WeakSet[RootForward] = weakref.WeakSet()
 

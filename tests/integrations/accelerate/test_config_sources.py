@@ -197,3 +197,11 @@ def test_the_words_of_an_accelerate_file(monkeypatch: pytest.MonkeyPatch, tmp_pa
         config = ZeroConfig.from_dict(plugin.deepspeed_config).resolve(1)
         found = config.offload_optimizer
         assert (found.device, found.ratio, config.offload_param) == (said, "auto", OffloadParam())
+
+
+def test_a_misspelt_section_is_named_before_accelerate_asks_for_it(tmp_path: Path) -> None:
+    written = {"train_micro_batch_size_per_gpu": "auto", "zero_optimisation": {"stage": 2}}
+    (tmp_path / "typo.json").write_text(json.dumps(written))
+    for given in (written, str(tmp_path / "typo.json")):
+        with pytest.raises(ConfigError, match="'zero_optimisation'; did you mean 'zero_opt"):
+            DeepSpeedPlugin(hf_ds_config=given)
