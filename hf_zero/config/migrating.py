@@ -45,6 +45,17 @@ from hf_zero.config.rows import Status
 from hf_zero.config.spelling import MISSPELT, closest, is_comment
 from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.errors import ConfigError, HfZeroError, NotBuiltError
+from hf_zero.logging import listed
+
+
+# keys that name the program whose file has them, and the file that it has for DeepSpeed, if any
+PROGRAMS = {
+    "GPT-NeoX": (("pipe_parallel_size", "model_parallel_size"), ""),
+    "verl": (("actor_rollout_ref",), ""),
+    "LLaMA-Factory": (("finetuning_type", "cutoff_len"), "deepspeed"),
+    "Axolotl": (("base_model", "micro_batch_size"), "deepspeed"),
+    "Megatron-LM": (("tensor_model_parallel_size", "pipeline_model_parallel_size"), ""),
+}
 
 
 class Migration(NamedTuple):
@@ -68,8 +79,10 @@ def migrate(
     file in notes; ``check`` returns, by key, why ``initialize`` refuses the values of the result.
 
     Raises:
-        ConfigError: no key is one of DeepSpeed, Accelerate or hf-zero.
+        ConfigError: no key is one of DeepSpeed, Accelerate or hf-zero, or the file is of another
+            program.
     """
+    _refuse_programs(before, source)
     known = {*TOP, *(path.partition(".")[0] for path in (*KEYS, *ALIASES))}
     if not any("." in str(name) or closest(str(name), known, least=MISSPELT) for name in before):
         some = ", ".join(map(repr, [*before][:3])) + (", …" if len(before) > 3 else "")
@@ -81,6 +94,25 @@ def migrate(
     translate = _accelerate if is_accelerate(before) else _deepspeed
     after = translate(before, findings, source)
     return Migration(dict(before), _settle(after, findings, source, check), findings)
+
+
+def _refuse_programs(before: Mapping[str, Any], source: str) -> None:
+    names = {str(name).replace("-", "_") for name in before}
+    for program, (keys, other) in PROGRAMS.items():
+        if (found := [key for key in keys if key in names]) and (len(found) > 1 or not other):
+            held = before.get(other)
+            part = (
+                f"pass {held}, which its key {other} names"
+                if isinstance(held, str)
+                else (
+                    "write its sections for DeepSpeed, such as zero_optimization, into a file of "
+                    "their own, and pass that"
+                )
+            )
+            raise ConfigError(
+                f"{source} is a configuration of {program} ({listed(found)}), which also "
+                f"describes models and data; {part}"
+            )
 
 
 def _settle(

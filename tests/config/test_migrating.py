@@ -436,6 +436,23 @@ def test_parameters_of_one_bit_optimizers() -> None:
         assert optimizer.param_groups[0]["bias_correction"] is False
 
 
+PROGRAMS = {
+    "GPT-NeoX": {"pipe-parallel-size": 1, "num-layers": 12, "zero_optimization": {"stage": 1}},
+    "verl": {"actor_rollout_ref": {"actor": {}}, "trainer": {"nnodes": 1}},
+    "LLaMA-Factory": {"finetuning_type": "lora", "cutoff_len": 10, "deepspeed": "ds.json"},
+    "Axolotl": {"base_model": "a/b", "micro_batch_size": 2, "deepspeed": "ds.json"},
+    "Megatron-LM": {"tensor_model_parallel_size": 2, "micro-batch-size": 2},
+}
+
+
+@in_one_item(PROGRAMS)
+def test_files_of_other_programs_are_named(program: str) -> None:
+    with pytest.raises(ConfigError, match=rf"config dict is a configuration of {program}") as ended:
+        migrate(PROGRAMS[program])
+    assert ("pass ds.json" in str(ended.value)) is ("deepspeed" in PROGRAMS[program])
+    assert migrate({"zero_optimization": {"stage": 1}, "micro_batch_size": 2}).findings
+
+
 def test_a_narrow_terminal_breaks_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values are those of the file: JSON, not Python."""
     monkeypatch.setenv("COLUMNS", "80")
