@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -37,6 +37,10 @@ TOKEN = re.compile(r"[\w+]+")
 VOWEL = re.compile(r"[aeiouy]")
 DOUBLED = re.compile(r"([bdgmnprt])\1$")  # planning, embedded; not -ll, -ss and -zz, as in rolling
 COMMENT = re.compile(r"^<!-- .* -->\n", re.M)
+# parts of a docstring: a section, an item of it, code with or without a role of Sphinx
+PART = re.compile(r"(Args|Returns|Raises|Yields|Attributes):")
+ITEM = re.compile(r"    (\*{0,2}[\w.]+(?:, \w+)*): (.*)")
+ROLE = re.compile(r"(?::\w+:`~?|``)([^`]+)``?")
 
 
 class Section(NamedTuple):
@@ -260,7 +264,41 @@ def show(text: str) -> None:
 
 
 def _docstring(directive: re.Match[str]) -> str:
+    """Return the signature and the docstring of what ``directive`` names, as Markdown that wraps:
+    an item for each argument and error.
+    """
     module, _, name = directive[1].rpartition(".")
     value = getattr(importlib.import_module(module), name)
     signature = inspect.signature(value)
-    return f"```python\n{name}{signature}\n```\n\n```text\n{inspect.getdoc(value)}\n```"
+    parameters = "".join(f"    {_parameter(each)},\n" for each in signature.parameters.values())
+    returned = signature.return_annotation
+    ends = "" if returned is signature.empty else f" -> {_annotation(returned)}"
+    shown = [f"```python\n{name}(\n{parameters}){ends}\n```\n"]
+    section = False
+    for line in (inspect.getdoc(value) or "").splitlines():
+        text = ROLE.sub(r"`\1`", line.strip())
+        if PART.fullmatch(text):
+            section = True
+            text = f"\n**{text[:-1]}**\n"
+        elif section and (item := ITEM.fullmatch(ROLE.sub(r"`\1`", line))):
+            text = f"- `{item[1]}`: {item[2]}"
+        elif line and not line.startswith(" "):
+            section = False
+        elif section:
+            text = f"  {text}"
+        elif text:
+            text = f"    {text}"  # an example
+        shown.append(text)
+    return "\n".join(shown)
+
+
+def _parameter(parameter: inspect.Parameter) -> str:
+    """Return a parameter as it is written in a file, its annotation without quotes."""
+    text = str(parameter.replace(annotation=parameter.empty, default=parameter.empty))
+    if parameter.annotation is not parameter.empty:
+        text += f": {_annotation(parameter.annotation)}"
+    return text if parameter.default is parameter.empty else f"{text} = {parameter.default!r}"
+
+
+def _annotation(annotation: Any) -> str:
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)

@@ -47,7 +47,6 @@ from hf_zero.config.zero_config import ZeroConfig
 from hf_zero.errors import ConfigError, HfZeroError, NotBuiltError
 from hf_zero.logging import listed
 
-
 # keys that name the program whose file has them, and the file that it has for DeepSpeed, if any
 PROGRAMS = {
     "GPT-NeoX": (("pipe_parallel_size", "model_parallel_size"), ""),

@@ -102,7 +102,10 @@ def test_headings_are_found_in_any_inflection_and_then_sections_that_mention_a_t
 
 
 def test_docstrings_stand_in_the_reference_and_pictures_do_not_in_the_terminal() -> None:
-    assert "Put ``model`` under ZeRO" in shown("initialize")
+    text = shown("initialize")
+    assert "Put model under ZeRO" in text and "optimizer: None | " not in text
+    assert "    model: Any = None," in text and "'Any'" not in text
+    assert re.search(r"^ • optimizer: an optimizer over the model's parameters, or a", text, re.M)
     assert "<picture>" not in shown("stages") and "<!--" not in shown("stages")
 
 
