@@ -207,6 +207,11 @@ _CHECKPOINT = under(
     ),
 )
 
+_MISPLACED = (
+    inert("optimizer.adam_w_mode", BOOLEAN, "DeepSpeed reads it in optimizer.params alone"),
+    inert("stage3_max_live_parameters", SIZE, "DeepSpeed reads it in zero_optimization alone"),
+)
+
 _REPORTS = (
     inert("$schema", TEXT, "editors read the schema of the keys from it"),
     inert("vocabulary_size", COUNT, "DeepSpeed uses it only for a warning about alignment"),
@@ -316,6 +321,7 @@ _GROUPS = (
     _RANKS,
     _CHECKPOINT,
     ACTIVATIONS,
+    _MISPLACED,
     _REPORTS,
     _COMPILE,
     _FEATURES,
