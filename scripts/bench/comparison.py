@@ -58,7 +58,7 @@ def offload(contenders: Sequence[str], column: str) -> Callable[[Rows], Cells]:
     return measured
 
 
-def loading(column: str, peers: Sequence[str] = ("deepspeed",)) -> Callable[[Rows], Cells]:
+def loading(column: str) -> Callable[[Rows], Cells]:
     """Return the last rank's figure in the best round."""
 
     def measured(rows: Rows) -> Cells:
@@ -70,7 +70,7 @@ def loading(column: str, peers: Sequence[str] = ("deepspeed",)) -> Callable[[Row
             whole = [max(each) for each in rounds.values()]
             return min(whole) if column == "seconds" else max(whole)
 
-        return [of(contender) for contender in ("hf-zero", *peers)]
+        return [of(contender) for contender in ("hf-zero", "deepspeed", "fsdp")]
 
     return measured
 
