@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,12 +30,17 @@ NOTHING_FITS = 1
 
 
 Model = Annotated[
-    str,
+    str | None,
     typer.Argument(
         help="A model folder, a config.json, or the name of a model in the local "
         "cache or on the hub."
     ),
 ]
+Parameters = Annotated[
+    str | None,
+    typer.Option("--params", help="In place of a model: a dense decoder of this size, as 7B."),
+]
+COUNTS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 Ranks = Annotated[int, typer.Option(help="Number of ranks, one per GPU.")]
 Precision = Annotated[
     str,
@@ -146,8 +152,9 @@ Row = tuple["Traffic", float, float | None]
 
 
 def estimate(
-    model: Model,
     ranks: Ranks,
+    model: Model = None,
+    params: Parameters = None,
     precision: Precision = "bf16",
     optimizer: Optimizer = "AdamW",
     stage: Stage = None,
@@ -182,6 +189,7 @@ def estimate(
     from hf_zero.planning.estimate import estimate as compute
     from hf_zero.planning.estimate import propose
 
+    chosen = _chosen(model, params)
     described = {"--device-memory": device_memory, "--ram": ram, "--disk": disk}
     placed = {
         "--offload-optimizer": offload_optimizer,
@@ -210,7 +218,7 @@ def estimate(
             )
         sequences: Any = {"sequence_length": seq[0] if seq else None, "sequence_parallel": sp}
         with ranks_of_a_host(here):
-            found = propose(model, ranks, free, **asked, **wanted, **sequences)
+            found = propose(chosen, ranks, free, **asked, **wanted, **sequences)
         _print_proposal(found, as_json, out)
         return
     _refuse({"--out": out and str(out)}, "it is for what --fit proposes; add --fit")
@@ -227,8 +235,8 @@ def estimate(
     }
     sequences = {"sequence_lengths": seq or (), "sequence_parallel": sp}
     with ranks_of_a_host(here):
-        result = compute(model, ranks, **asked, **wanted, **sections, **sequences)
-    rates = link_rows(model, ranks, stage, link, **asked) if link else {}
+        result = compute(chosen, ranks, **asked, **wanted, **sections, **sequences)
+    rates = link_rows(chosen, ranks, stage, link, **asked) if link else {}
     if as_json:
         print_json(result.to_dict() | ({"link": link_json(rates)} if link else {}))
         return
@@ -241,6 +249,23 @@ def estimate(
         print_table(lengths_table(result.lengths, first.length // first.tokens))
     if link:
         print_table(link_table(rates, ranks, link))
+
+
+def _chosen(model: str | None, params: str | None) -> Any:
+    """Return what describes the model: its name, or the configuration of one of this size."""
+    from hf_zero.planning.estimate import dense_decoder
+
+    if (model is None) == (params is None):
+        raise ConfigError(
+            f"{'a model and --params are' if model else 'no model is'} given; pass a model, or "
+            "--params 7B for a dense decoder of that size"
+        )
+    if params is None:
+        return model
+    found = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)([KMBT])", params.strip().upper())
+    if found is None:
+        raise ConfigError(f"--params {params}: not a number of parameters; write 350M or 7B")
+    return dense_decoder(int(float(found[1]) * COUNTS[found[2]]))
 
 
 def _refuse(options: dict[str, Any], why: str) -> None:
@@ -467,7 +492,7 @@ def lengths_table(rows: Sequence[LengthEstimate], ranks: int) -> Table:
 
 
 def link_rows(
-    model: str,
+    model: Any,
     ranks: int,
     stage: int | None,
     link: str,
