@@ -337,6 +337,12 @@ class CheckpointSection:
     verify: bool = key(
         BOOLEAN, True, "compare the data with the hashes in the manifest while loading"
     )
+    save_on_signal: bool = key(
+        BOOLEAN,
+        True,
+        "in the Trainer and in Lightning: save and end on SIGTERM, and on SIGUSR1 unless something "
+        "handles it; a loop calls engine.stop_on()",
+    )
 
 
 def _without_memory(values: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ from tests.helpers import launched
 from tests.helpers.cells import fast
 
 SCRIPT = Path(__file__).parent / "scripts" / "going_on.py"
+SIGNALLED = SCRIPT.with_name("signalled.py")
 A_STEP, AT, STEPS, PATIENCE = 8, 3, 7, 300.0
 
 
@@ -102,7 +103,7 @@ def test_from_the_memory_of_other_ranks(saved, tmp_path):
     assert reports[0]["trainer"]["losses"] == pytest.approx(losses, rel=1e-5)
 
 
-# ---- SIGTERM ----
+# ---- signals ----
 
 
 def begun(out, rank):
@@ -128,6 +129,25 @@ def test_ranks_that_are_told_to_end_save_one_checkpoint_at_one_step(tmp_path):
     (ended,) = {len(each["losses"]) for each in before}
     assert 0 < ended < STEPS
     for one, other, want in zip(before, after, whole, strict=True):
-        assert one["stopped"] and not other["stopped"] and other["first"] == ended
+        assert one["code"] == 85 and other["code"] is None and other["first"] == ended
         losses = one["losses"] + other["losses"]
         assert losses == pytest.approx(want["trainer"]["losses"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "kind, more",
+    fast(
+        [
+            ("SIGUSR1", ("--to", "1")),
+            ("SIGTERM", ("--to", "0", "--late", "0.4", "--times", "3")),
+            ("SIGTERM", ("--late", "0.4", "--times", "3")),
+        ],
+        lambda kind, more: kind == "SIGUSR1",
+    ),
+)
+def test_every_route_saves_at_one_step_on_a_signal(kind, more, tmp_path):
+    """To one rank, in a forward, or to one or both at random moments; each run is resumed."""
+    reports = launched.torchrun(SIGNALLED, tmp_path, "--kind", kind, *more)
+    for one, other in zip(*(found["runs"] for found in reports), strict=True):
+        assert one == other and one["code"] == 85 and one["step"] >= 3, (one, other)
+        assert one["restored"] and (one["again"], one["after"]) == (None, one["step"] + 1), one

@@ -267,7 +267,7 @@ class StrategyMethods:
                     save_with_route(engine, write)
 
             def on_train_end(self, *args: Any) -> None:
-                trainer.callbacks.remove(self)
+                trainer.callbacks = [each for each in trainer.callbacks if each is not self]
 
             on_exception = on_train_end
 

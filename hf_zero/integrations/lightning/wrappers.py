@@ -14,7 +14,7 @@ from typing import Any
 from hf_zero.checkpoint import find
 from hf_zero.checkpoint.commit import remove
 from hf_zero.checkpoint.memory import newest
-from hf_zero.checkpoint.save_job import after_commit
+from hf_zero.checkpoint.save_job import after_commit, decide_on_rank_0
 from hf_zero.engine import Engine
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.integrations import finder
@@ -32,10 +32,12 @@ from hf_zero.integrations.lightning.strategy import (
     left_in_place,
     register,
 )
+from hf_zero.integrations.signal_saves import end, listen, stop_listening
 from hf_zero.logging import log_rank0
 
 LAST = "_hf_zero_last"  # whether a connector was asked for the last checkpoint, not for a named one
-HPC = "hpc_ckpt_"  # saved by a SLURM job that is asked to end, which resumes from it automatically
+# saved by a job that is asked to end; a SLURM job resumes from it automatically
+HPC = "hpc_ckpt_"
 
 
 def register_stages(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,6 +131,8 @@ def find_whole_ones(original: Callable[..., Any]) -> Callable[..., Any]:
         found: set[str] = original(self, trainer)
         if not _under_zero(trainer.strategy):
             return found
+        root = Path(trainer.default_root_dir)
+        found |= {str(path) for path in numbered_folders(root, HPC, self.FILE_EXTENSION)}
         whole = {path for path in found if not (Path(path).is_dir() and _skipped(Path(path)))}
         if whole or not found:
             return whole
@@ -216,6 +220,57 @@ def resume_from_memory(original: Callable[..., None]) -> Callable[..., None]:
         original(self, checkpoint_path, weights_only)
 
     return resume_start
+
+
+def save_after_a_step(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wraps ``_SignalConnector.register_signal_handlers``: a fit of an engine saves and ends after
+    the same step on all ranks.
+
+    In its handlers Lightning broadcasts, saves and asks SLURM for a requeue, while any collective
+    may be under way.
+    """
+
+    def register_signal_handlers(self: Any) -> None:
+        trainer = self.trainer
+        engine = trainer.strategy.model
+        if not (
+            isinstance(engine, Engine)
+            and trainer.state.fn.value == "fit"
+            and engine.config.checkpoint.save_on_signal
+        ):
+            original(self)
+            return
+        package = type(self).__module__.partition(".trainer.")[0]
+        base: Any = importlib.import_module(f"{package}.callbacks").Callback
+        exceptions = importlib.import_module(f"{package}.utilities.exceptions")
+        slurm = trainer._accelerator_connector.cluster_environment
+        # the signal on which Lightning queues a job of SLURM again
+        requeue = slurm.requeue_signal if getattr(slurm, "auto_requeue", False) else None
+        listen(engine, *filter(None, [requeue]))
+        connector = self
+
+        class SavingOnSignal(base):  # type: ignore[misc]
+            def on_train_batch_end(self, *args: Any) -> None:
+                if not engine.stop_requested:
+                    return
+                if decide_on_rank_0(lambda: requeue in engine.stop_requests.received):
+                    connector._slurm_sigusr_handler_fn(requeue, None)
+                else:
+                    path = trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir)
+                    trainer.save_checkpoint(path)
+                # The launcher's observer kills all processes once it finds that one has failed.
+                getattr(trainer.strategy.launcher, "procs", []).clear()
+                end(engine, exceptions.SIGTERMException)
+
+            def on_train_end(self, *args: Any) -> None:
+                trainer.callbacks = [each for each in trainer.callbacks if each is not self]
+                stop_listening(engine)
+
+            on_exception = on_train_end
+
+        trainer.callbacks.append(SavingOnSignal())
+
+    return register_signal_handlers
 
 
 def _under_zero(strategy: Any) -> bool:

@@ -81,6 +81,13 @@ SEAMS: tuple[Seam, ...] = (
                 "is none where only the memory of the hosts has one",
             ),
             (
+                "trainer.connectors.signal_connector:_SignalConnector.register_signal_handlers",
+                "(self)",
+                "save_after_a_step",
+                "its handler of SIGTERM broadcasts, and that of a SLURM job saves, inside of "
+                "whatever collective is under way: ranks wait for each other without end",
+            ),
+            (
                 "trainer.connectors.accelerator_connector:"
                 "_AcceleratorConnector._check_and_init_precision",
                 "(self)",

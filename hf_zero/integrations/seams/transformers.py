@@ -303,7 +303,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         target="transformers.trainer_jit_checkpoint:JITCheckpointCallback.set_trainer",
         signature="(self, trainer)",
-        wrapper="hf_zero.integrations.transformers.trainer_checkpoints:agree_to_stop",
+        wrapper="hf_zero.integrations.transformers.trainer_checkpoints:leave_signals_to_engine",
         versions=TRANSFORMERS,
         why="ranks that get SIGTERM at different moments save at different steps, or wait for "
         "a rank that got none",

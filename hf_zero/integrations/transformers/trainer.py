@@ -92,7 +92,7 @@ def _refuse_shared_completions(trainer: Any) -> None:
 
 def train_anew(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``Trainer.train``: a second ``train()`` continues with the model of the first, and
-    resuming uses the last complete checkpoint.
+    resuming uses the last complete checkpoint. Signals that save are handled until it ends.
     """
 
     def train(
@@ -117,7 +117,11 @@ def train_anew(original: Callable[..., Any]) -> Callable[..., Any]:
                         "Trainer has it under ZeRO"
                     )
             resume_from_checkpoint = whole_to_resume(self, resume_from_checkpoint)
-        return original(self, resume_from_checkpoint, trial, ignore_keys_for_eval)
+        try:
+            return original(self, resume_from_checkpoint, trial, ignore_keys_for_eval)
+        finally:
+            if under_zero(self):
+                _stop_listening(self)
 
     return train
 
@@ -149,9 +153,22 @@ def prepare_engine(original: Callable[..., Any]) -> Callable[..., Any]:
         self.deepspeed.measures.keep_in(self.args.output_dir)
         self.deepspeed.measures.shown_elsewhere()
         leave_to_trainer(self.accelerator)
+        if self.deepspeed.config.checkpoint.save_on_signal or self.args.enable_jit_checkpoint:
+            from hf_zero.integrations.transformers.stop_callback import StopCallback
+
+            self.pop_callback(StopCallback)  # of an attempt with a larger batch
+            self.add_callback(StopCallback(self))  # the last one, whose choice to save is final
         return result
 
     return _prepare_for_training
+
+
+def _stop_listening(trainer: Any) -> None:
+    from hf_zero.integrations.signal_saves import stop_listening
+    from hf_zero.integrations.transformers.stop_callback import StopCallback
+
+    if trainer.pop_callback(StopCallback) is not None:
+        stop_listening(trainer.deepspeed)
 
 
 def leave_norm_on_device(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -43,6 +43,11 @@ class StopRequests:
         self._shards.serve()
         self._handlers = [_Handler(number, self.request) for number in signals]
 
+    @property
+    def received(self) -> list[int]:
+        """Signals that this rank has received, of those it listens for."""
+        return [handler.number for handler in self._handlers if handler.received]
+
     def request(self) -> None:
         """Ask all ranks to stop after one of the next steps."""
         if not self._listens:
@@ -74,7 +79,8 @@ class _Handler:
     """A signal handler that replaces the previous one of ``number``, and calls it."""
 
     def __init__(self, number: int, request: Callable[[], None]):
-        self._number, self._request, self._pid = number, weakref.WeakMethod(request), os.getpid()
+        self.number, self.received = number, False
+        self._request, self._pid = weakref.WeakMethod(request), os.getpid()
         self._before = signal.signal(number, self)
 
     def __call__(self, number: int, frame: Any) -> None:
@@ -84,11 +90,12 @@ class _Handler:
             signal.signal(number, self._before)
             os.kill(os.getpid(), number)
             return
+        self.received = True
         request()
         if callable(self._before) and self._before is not signal.default_int_handler:
             self._before(number, frame)
 
     def remove(self) -> None:
-        now: Any = signal.getsignal(self._number)
+        now: Any = signal.getsignal(self.number)
         if now is self:
-            signal.signal(self._number, self._before)
+            signal.signal(self.number, self._before)

@@ -1,0 +1,59 @@
+"""Callback of a Trainer under ZeRO that saves a checkpoint when the job is asked to end.
+
+[Note: SIGTERM]
+The stock callback of ``TrainingArguments(enable_jit_checkpoint=True)`` checks a flag of its own
+process at four points of a step: ranks would save at different points, or some not at all, and wait
+for each other. If it saves before ``global_step`` is incremented, the engine has stepped already.
+Under ZeRO the ranks agree on the end of one step.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from hf_zero.distributed import world_group
+from hf_zero.integrations.checkpoint_folders import SENTINEL
+from hf_zero.integrations.signal_saves import end, listen
+from hf_zero.logging import log_rank0
+
+
+class StopCallback(TrainerCallback):
+    """Save one checkpoint when all ranks have agreed to stop, then raise SystemExit.
+
+    The Trainer itself saves, so that the checkpoint includes the losses of the step. An evaluation
+    due at that step is skipped: little time is left before the job is killed.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self._sentinel: Path | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        listen(self.trainer.deepspeed)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not self.trainer.deepspeed.stop_requested:
+            return
+        control.should_save, control.should_evaluate = True, False
+        from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+        name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        self._sentinel = Path(self.trainer._get_output_dir(trial=None), name, SENTINEL)
+        log_rank0(f"asked to end: saving {self._sentinel.parent} and stopping")
+        if state.is_world_process_zero:
+            self._sentinel.parent.mkdir(parents=True, exist_ok=True)
+            self._sentinel.write_text(
+                f"Checkpoint started at step {state.global_step} and in progress...",
+                encoding="utf-8",
+            )
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._sentinel is None:
+            return
+        world_group.barrier()  # every rank has written its files
+        if state.is_world_process_zero:
+            self._sentinel.unlink()
+        end(self.trainer.deepspeed)
