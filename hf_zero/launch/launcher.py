@@ -10,6 +10,7 @@ about that error and are left out.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import runpy
 import signal
@@ -23,6 +24,7 @@ from hf_zero.distributed.uncaught import shows_tracebacks
 # about the ends of ranks, which are reported below, and about files of torchrun's own
 NOISE = ("failed (exitcode", "closing signal", "no error file defined for parent")
 THREADS = "OMP_NUM_THREADS"
+HANDLED = "PET_SIGNALS_TO_HANDLE"  # the default of --signals-to-handle of torchrun
 STOPPED = (-signal.SIGTERM, -signal.SIGABRT)  # ends of ranks that follow another
 LONGEST = 160  # characters of an error that are repeated at the end
 # messages of torchrun and accelerate launch about a rendezvous port in use
@@ -42,6 +44,8 @@ def main() -> int:
     """
     launcher = sys.argv[1]
     sys.argv = sys.argv[1:]
+    # torchrun hands these to the ranks; any other signal ends it and leaves them behind
+    os.environ.setdefault(HANDLED, "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     whole = shows_tracebacks()
     for name in () if whole else LOGGERS:
         logging.getLogger(name).addFilter(_wanted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from types import SimpleNamespace
@@ -74,8 +75,10 @@ def test_a_signal_keeps_its_exit_code_with_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def ends(*_: Any, **__: Any) -> None:
+        assert "SIGUSR1" in os.environ[launcher.HANDLED], "it would end torchrun, not its ranks"
         raise SignalException("got signal: 15", sigval=signal.SIGTERM)
 
+    monkeypatch.setattr(os, "environ", {**os.environ})
     monkeypatch.setattr(launcher.runpy, "run_module", ends)
     for shown in ("0", "1"):
         monkeypatch.setattr(sys, "argv", ["launcher.py", "torch.distributed.run"])
