@@ -1,5 +1,5 @@
-"""Run ``torch.distributed.run`` or ``accelerate.commands.launch`` as ``python -m`` does, and report
-a failing rank in one line.
+"""Run ``torch.distributed.run`` or ``accelerate.commands.launch`` as ``python -m`` does, bind its
+store to the address of the rendezvous, and report a failing rank in one line.
 
     python -m hf_zero.launch.launcher torch.distributed.run --nproc-per-node 2 train.py
 
@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
+from hf_zero.distributed.rendezvous_store import bind_rendezvous
 from hf_zero.distributed.uncaught import shows_tracebacks
 
 # about the ends of ranks, which are reported below, and about files of torchrun's own
@@ -49,6 +50,7 @@ def main() -> int:
     whole = shows_tracebacks()
     for name in () if whole else LOGGERS:
         logging.getLogger(name).addFilter(_wanted)
+    bind_rendezvous()
     try:
         runpy.run_module(launcher, run_name="__main__", alter_sys=True)
     except Exception as error:

@@ -15,6 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hf_zero.distributed.rank_hosts import VARIABLES as INTERFACE_VARIABLES
+from hf_zero.distributed.rank_hosts import interface_of
+from hf_zero.distributed.rendezvous import LOOPBACK, is_loopback
 from hf_zero.errors import LaunchError
 from hf_zero.launch.hosts import (
     LOCAL,
@@ -29,7 +32,6 @@ from hf_zero.launch.hosts import (
 
 AGENT = "hf_zero.launch.agent"
 LAUNCHER = "hf_zero.launch.launcher"
-LOOPBACK = "127.0.0.1"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 NODES = "PET_NNODES"  # the default of --nnodes of torchrun: set by Kubeflow in each pod
 HOST_NAME = "HF_ZERO_HOST"  # variable with the name by which errors refer to a lost rank's host
@@ -166,9 +168,9 @@ def plan(request: Request, default_ranks: Callable[[], int]) -> LaunchPlan:
         if not (only or local):
             environment[HOST_NAME] = host.name
         if request.interface:
-            environment |= dict.fromkeys(
-                ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), request.interface
-            )
+            environment |= dict.fromkeys(INTERFACE_VARIABLES, request.interface)
+        elif len(hosts) == 1 and (meeting is None or is_loopback(meeting[0])):
+            environment = _loopback_of_gloo() | environment
         if host.chosen:
             environment[VISIBLE] = _devices(host, only)
         agent = shlex.join(["cd", os.getcwd()]) + " && exec " + shlex.join(_agent(request.python))
@@ -237,6 +239,12 @@ def _meeting(request: Request, hosts: Sequence[Host], ssh: Sequence[str]) -> tup
         )
     address = request.master_addr or address_of(hosts[0].name, ssh)
     return address, request.master_port or random.choice(PORTS)
+
+
+def _loopback_of_gloo() -> dict[str, str]:
+    """Return the variable by which gloo listens on the loopback interface, unless it is set."""
+    gloo, name = INTERFACE_VARIABLES[0], interface_of(LOOPBACK)
+    return {gloo: name} if name and not os.environ.get(gloo) else {}
 
 
 def _devices(host: Host, only: bool) -> str:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from hf_zero.launch import launcher
@@ -80,6 +81,7 @@ def test_a_signal_keeps_its_exit_code_with_a_traceback(
 
     monkeypatch.setattr(os, "environ", {**os.environ})
     monkeypatch.setattr(launcher.runpy, "run_module", ends)
+    monkeypatch.setattr(dist, "TCPStore", dist.TCPStore)  # which main replaces in its process
     for shown in ("0", "1"):
         monkeypatch.setattr(sys, "argv", ["launcher.py", "torch.distributed.run"])
         monkeypatch.setenv("HF_ZERO_TRACEBACK", shown)

@@ -54,7 +54,7 @@ def test_one_machine_takes_torchrun_at_a_free_port() -> None:
     assert option(start.command, "--nproc-per-node") == "3"
     assert option(start.command, "--rdzv-endpoint") == "127.0.0.1:0"
     assert option(start.command, "--log-dir") == "logs" and option(start.command, "--tee") == "3"
-    assert start.environment == {}
+    assert start.environment.keys() <= {"GLOO_SOCKET_IFNAME"}
 
 
 @in_one_item([{}, {"local_rank_argument": True}, {"module": True}])
@@ -123,9 +123,9 @@ def test_slots_that_were_chosen_are_the_devices(
     name = "CUDA_VISIBLE_DEVICES"
     assert [start.environment.get(name) for start in planned.starts] == ["1,3", None]
     assert option(planned.starts[0].command, "--nproc-per-node") == "2"
-    assert made(include="localhost:2", ranks=4).starts[0].environment == {name: "2"}
+    assert made(include="localhost:2", ranks=4).starts[0].environment[name] == "2"
     monkeypatch.setenv(name, "4,5,6,7")
-    assert made(include="localhost:1,2", ranks=4).starts[0].environment == {name: "5,6"}
+    assert made(include="localhost:1,2", ranks=4).starts[0].environment[name] == "5,6"
 
 
 def test_one_host_of_a_hostfile_that_is_this_machine_needs_no_ssh(tmp_path: Path) -> None:

@@ -1,0 +1,61 @@
+"""The store of a launcher's rendezvous, bound to the address that its clients connect to.
+
+torchrun unpickles values of its store, and the store asks for no password. A server of TCPStore
+listens on all addresses of its host, also if it was made for 127.0.0.1, unless it gets a socket.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from typing import Any
+
+import torch.distributed as dist
+
+from hf_zero.distributed.rendezvous import LOOPBACK
+
+
+class RendezvousStore(dist.TCPStore):
+    """A TCPStore whose server listens on ``host_name`` alone, if that is ``localhost`` or an IP
+    address of this host. It listens on all addresses for another name, because each host may
+    resolve a name differently, and for an address that a router translates.
+    """
+
+    def __init__(
+        self,
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        *args: Any,
+        **options: Any,
+    ) -> None:
+        bound = _bind(host_name, port) if is_master else None
+        if bound is not None:
+            port = bound.getsockname()[1]
+            options["master_listen_fd"] = bound.detach()
+        super().__init__(host_name, port, world_size, is_master, *args, **options)
+
+
+def bind_rendezvous() -> None:
+    """Make the stores of launchers that are imported after this call :class:`RendezvousStore`."""
+    dist.TCPStore = RendezvousStore  # type: ignore[misc]
+
+
+def _bind(host: str, port: int) -> socket.socket | None:
+    """Return a socket that is bound to ``host`` and ``port``. None if ``host`` is a name, or if the
+    socket cannot be bound: TCPStore then shares the server of this process at that port, or raises
+    its error.
+    """
+    try:
+        address = ipaddress.ip_address(LOOPBACK if host == "localhost" else host)
+    except ValueError:
+        return None
+    bound = socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port of a job just ended
+        bound.bind((str(address), port))
+    except OSError:
+        bound.close()
+        return None
+    return bound
