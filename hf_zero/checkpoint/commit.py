@@ -264,13 +264,15 @@ def _tell_of_replacing(final: AnyPath) -> None:
 
 def publish_folder(temporary: Path, tag: str) -> Path:
     """Rename the complete ``temporary`` folder to ``tag``. A checkpoint of that name is kept, under
-    another name. :meth:`FolderTarget.finish` makes both renames durable: an error raised here means
+    another name. :meth:`FolderTarget.finish` makes the renames durable: an error raised here means
     that nothing was saved.
     """
     directory = temporary.parent
     final, replaced = directory / tag, directory / (REPLACED + tag)
     fsync_folder(temporary)
     if final.exists():
+        if _exchange(temporary, replaced, final):
+            return final
         os.rename(final, replaced)
     try:
         os.rename(temporary, final)
@@ -279,6 +281,20 @@ def publish_folder(temporary: Path, tag: str) -> Path:
             os.rename(replaced, final)
         raise
     return final
+
+
+def _exchange(temporary: Path, replaced: Path, final: Path) -> bool:
+    """Rename ``temporary`` to ``final`` and the latter to ``replaced``, with a checkpoint named
+    ``final`` at every moment. Returns False, with no effect, where the system cannot.
+    """
+    os.rename(temporary, replaced)
+    exchanged = False
+    try:
+        exchanged = storage.exchange(replaced, final)
+    finally:
+        if not exchanged:
+            os.rename(replaced, temporary)
+    return exchanged
 
 
 def discard_replaced(final: Path) -> None:

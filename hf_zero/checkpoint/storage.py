@@ -5,7 +5,9 @@ raises an error of one rank on all ranks, with its remedy.
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import functools
 import os
 import re
 import shutil
@@ -220,6 +222,42 @@ def write_all(fd: int, data: memoryview, at: int | None = None) -> None:
         taken = os.write(fd, data) if at is None else os.pwrite(fd, data, at)
         data = data[taken:]
         at = None if at is None else at + taken
+
+
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
+# errors of kernels, file systems and containers without the call
+NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM)
+
+
+def exchange(first: Path, second: Path) -> bool:
+    """Exchange two existing files or folders in one step. Returns False, with no effect, where the
+    system has no such call. Raises OSError.
+    """
+    call = _renameat2()
+    paths = os.fsencode(first), os.fsencode(second)
+    if call is None:
+        return False
+    if call(AT_FDCWD, paths[0], AT_FDCWD, paths[1], RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in NO_EXCHANGE:
+        return False
+    raise OSError(number, os.strerror(number), str(first), None, str(second))
+
+
+@functools.cache
+def _renameat2() -> Any:
+    """Return the function of the C library, None if it has none."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is not None:
+        call.argtypes = [
+            ctypes.c_int,
+            ctypes.c_char_p,
+            ctypes.c_int,
+            ctypes.c_char_p,
+            ctypes.c_uint,
+        ]
+    return call
 
 
 def rename_durably(source: Path, target: Path) -> None:

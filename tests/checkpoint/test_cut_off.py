@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from hf_zero import checkpoint
-from hf_zero.checkpoint import file_writer, find
+from hf_zero.checkpoint import file_writer, find, storage
 from hf_zero.checkpoint.find import integrity_error
 from tests.checkpoint.jobs import (
     ONE,
@@ -55,6 +55,7 @@ class Disk:
         self.made: list[str] = []
         self.ended = False
         self._originals = {call: getattr(os, call) for call in CALLS}
+        self._originals["exchange"] = storage.exchange
         self._paths: dict[int, Path] = {}
         self._unflushed: dict[Path, None] = {}
         self._undo: list[tuple[Path, Callable[[], None]]] = []
@@ -64,6 +65,7 @@ class Disk:
         with pytest.MonkeyPatch.context() as patch:
             for call in CALLS:
                 patch.setattr(os, call, self._counted(call))
+            patch.setattr(storage, "exchange", self._counted("exchange"))
             yield self
 
     def run(self, action: Callable[[], Any]) -> bool:
@@ -127,6 +129,12 @@ class Disk:
         self._unflushed = {_moved(path, source, target): None for path in self._unflushed}
 
     _before_replace = _before_rename
+
+    def _before_exchange(self, first: Path, second: Path) -> None:
+        self._undo.append((second.parent, lambda: self._originals["exchange"](first, second)))
+        aside = first.with_name("exchanged")
+        for source, target in ((first, aside), (second, first), (aside, second)):
+            self._unflushed = {_moved(path, source, target): None for path in self._unflushed}
 
     def power_cut(self) -> None:
         """Simulate a power cut: discard all writes and changes of folders that were not flushed."""
@@ -194,9 +202,20 @@ def every_moment(
     raise AssertionError("never done")
 
 
-@pytest.mark.parametrize("tag, how", [("global_step3", "power"), ("global_step4", "torn")])
-def test_cut_off_at_every_call(tag, how, tmp_path, step, monkeypatch):
-    """Over the old one, or beside it; while older ones go."""
+@pytest.mark.parametrize(
+    "tag, how, exchanges",
+    [
+        ("global_step3", "power", True),
+        ("global_step3", "power", False),
+        ("global_step4", "torn", True),
+    ],
+)
+def test_cut_off_at_every_call(tag, how, exchanges, tmp_path, step, monkeypatch):
+    """Over the old one, or beside it; while older ones go. Also where folders cannot be
+    exchanged.
+    """
+    if not exchanges:
+        monkeypatch.setattr(storage, "_renameat2", lambda: None)
     engines = {f"global_step{step}": trained(step) for step in (1, 2, 3)}
     states = {earlier: weights([engine]) for earlier, engine in engines.items()}
     reader, engine, untrained = Reader(), trained(4), trained(0)
@@ -225,6 +244,7 @@ def test_cut_off_at_every_call(tag, how, tmp_path, step, monkeypatch):
     made = every_moment(tmp_path, save, check, how, step)
     wanted = {"open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir"}
     assert len(made) > 30 and wanted <= {*made}, made
+    assert ("exchange" in made) is (tag == "global_step3")
 
 
 def test_the_first_save_of_a_run_in_a_folder_that_does_not_exist(tmp_path: Path, step: int) -> None:

@@ -67,18 +67,20 @@ def carry(
     folder: AnyPath,
     manifest: Manifest,
     target: Path,
+    into: Path,
     dtype: str | None,
     without: Collection[str] = (),
 ) -> list[str]:
-    """Copy the companions of checkpoint ``folder`` to ``target`` and return their names. Weights
-    are not companions.
+    """Copy the companions of checkpoint ``folder`` to the empty folder ``into`` and return their
+    names. Those that are files of ``target``, where the copies belong, are named and not copied.
+    Weights are not companions.
 
     ``dtype``, that of the weights, is written to the configuration, and the facts of the run to the
     card. Names in ``without`` are not copied.
     """
     names = []
     for name, path in companions(folder).items():
-        to = target / name
+        to, there = into / name, target / name
         if name in without:
             continue
         if is_remote(path) and name not in (CONFIG, CARD):
@@ -86,34 +88,25 @@ def carry(
         elif path.is_dir():
             _copy_folder(path, to)
         elif name == CONFIG:
-            _write(to, configured(path, dtype))
+            to.write_bytes(configured(path, dtype))
         elif name == CARD:
             found = logged(folder)
             text = carded(path.read_text(encoding="utf-8"), facts(manifest, found), found)
-            _write(to, text.encode())
-        elif to.is_symlink() or not (to.exists() and to.samefile(path)):
-            _write(to, path.read_bytes())
+            to.write_bytes(text.encode())
+        elif there.is_symlink() or not (there.exists() and there.samefile(path)):
+            to.write_bytes(path.read_bytes())
         names.append(name)
     return names
 
 
 def _copy_folder(path: Path, to: Path) -> None:
-    """Copy the files of ``path``, but for links to elsewhere, into ``to``; replace a link there."""
-    if to.is_symlink():
-        to.unlink()
+    """Copy the files of ``path``, but for links to elsewhere, into ``to``."""
     for place, _, names in os.walk(path):
         into = to / Path(place).relative_to(path)
         into.mkdir(parents=True, exist_ok=True)
         for file in (Path(place, name) for name in names):
             if file.is_file() and _stays(file, path.parent):
-                _write(into / file.name, file.read_bytes())
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Replace ``path`` by a rename: it may be the file that was read, or a link."""
-    temporary = path.with_name(f".hf-zero-new-{path.name}")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
+                (into / file.name).write_bytes(file.read_bytes())
 
 
 def json_object(path: AnyPath) -> dict[str, Any]:

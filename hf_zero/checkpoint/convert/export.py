@@ -40,6 +40,7 @@ from hf_zero.checkpoint.convert.outputs import (
     outputs,
     plan_outputs,
 )
+from hf_zero.checkpoint.convert.publish import Publication
 from hf_zero.checkpoint.find import find_checkpoint
 from hf_zero.checkpoint.manifest import dtype_name
 from hf_zero.checkpoint.reader import Checkpoint, open_checkpoint
@@ -304,14 +305,16 @@ def _write(
                 named = {output.name: output for output in part}
                 write_part(checkpoint, target, name, plans[name], named, journal, workers, tick)
         dtypes = _dtypes(o for o in layout.chosen if o.dtype.is_floating_point and not o.raw)
-        carried = card.carry(
-            checkpoint.folder,
-            checkpoint.manifest,
-            target,
-            dtypes[0] if dtypes else None,
-            layout.not_carried,
-        )
-        _publish(layout, target)
+        with Publication(target) as publication:
+            carried = card.carry(
+                checkpoint.folder,
+                checkpoint.manifest,
+                target,
+                publication.new,
+                dtypes[0] if dtypes else None,
+                layout.not_carried,
+            )
+            _publish(layout, target, publication)
     except Exception:
         journal.clear()
         raise
@@ -448,22 +451,26 @@ def write_torch_files(
         held = outputs(manifest, torch.float32, exclude_frozen_parameters)
         parts = _split(_of_whole(checkpoint, held), max_shard_size, TORCH_WEIGHTS)
         names = all_names(manifest)
+        written = [*parts, *([TORCH_INDEX] if len(parts) > 1 else [])]
         places: dict[str, str] = {}
-        for file, part in parts.items():
-            state: dict[str, torch.Tensor] = {}
-            for output in part:
-                values = torch.empty(output.shape, dtype=output.dtype)
-                output.fill(checkpoint, values)
-                state |= dict.fromkeys(names.get(output.name, [output.name]), values)
-            places |= dict.fromkeys(state, file)
-            temporary = temporary_path(target, file)
-            try:
-                torch.save(state, temporary)
-                os.replace(temporary, target / file)
-            finally:
-                temporary.unlink(missing_ok=True)
-    if len(parts) > 1:
-        storage.write_file(target / TORCH_INDEX, _index(parts, places))
+        try:
+            for file, part in parts.items():
+                state: dict[str, torch.Tensor] = {}
+                for output in part:
+                    values = torch.empty(output.shape, dtype=output.dtype)
+                    output.fill(checkpoint, values)
+                    state |= dict.fromkeys(names.get(output.name, [output.name]), values)
+                places |= dict.fromkeys(state, file)
+                torch.save(state, temporary_path(target, file))
+            if len(parts) > 1:
+                index = _index(parts, places)
+                storage.write_file(temporary_path(target, TORCH_INDEX), index)
+            with Publication(target) as publication:
+                for file in written:
+                    publication.replace(temporary_path(target, file), file)
+        finally:
+            for file in written:
+                temporary_path(target, file).unlink(missing_ok=True)
     return list(parts)
 
 
@@ -554,18 +561,19 @@ def _dtypes(written: Iterable[OutputTensor]) -> tuple[str, ...]:
     return tuple(dtype_name(dtype) for dtype, _ in sizes.most_common())
 
 
-def _publish(layout: _Layout, target: Path) -> None:
+def _publish(layout: _Layout, target: Path, publication: Publication) -> None:
     """Rename the complete files into place. The index, which makes several files a model, is
     removed first and renamed last.
     """
     for name, content in layout.beside.items():
         storage.write_file(temporary_path(target, name), content)
     if not layout.of_adapters:
-        (target / INDEX).unlink(missing_ok=True)
+        publication.remove(INDEX)
         for old in _replaced(layout, target):
             if old.name not in (*layout.parts, *layout.beside):
-                old.unlink()
+                publication.remove(old.name)
+    publication.replace_all()
     for name in (*layout.parts, *layout.beside):
-        os.replace(temporary_path(target, name), target / name)
+        publication.replace(temporary_path(target, name), name)
     for folder in {(target / name).parent for name in layout.parts} | {target}:
         storage.fsync_folder(folder)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hf_zero.checkpoint import find, storage
 from hf_zero.checkpoint.convert.outputs import OutputTensor, outputs
 from hf_zero.checkpoint.foreign.deepspeed import FOLDER, OWN_KEYS, SETTINGS, STEP, WEIGHTS
 from hf_zero.checkpoint.manifest import is_plain, strip_wrappers
@@ -43,7 +44,9 @@ def write_universal(checkpoint: Checkpoint, folder: Path) -> list[OutputTensor]:
 def name_latest(folder: Path) -> None:
     """Write the name of ``folder`` to ``latest_universal`` beside it, as DeepSpeed reads it."""
     place = Path(os.path.abspath(folder))
-    (place.parent / LATEST_UNIVERSAL).write_text(place.name)
+    new = place.with_name(find.NEW + LATEST_UNIVERSAL)
+    storage.write_file(new, place.name.encode())
+    os.replace(new, place.with_name(LATEST_UNIVERSAL))
 
 
 def _refuse_unwritten(checkpoint: Checkpoint) -> None:
