@@ -21,6 +21,7 @@ from hf_zero.checkpoint.loader_state import WindowStart
 from hf_zero.checkpoint.memory.resume import locate
 from hf_zero.checkpoint.memory.saving import MemoryCheckpoints
 from hf_zero.checkpoint.save_job import AsyncSaver
+from hf_zero.checkpoint.save_log import SaveLog
 from hf_zero.checkpoint.save_sharded import save
 from hf_zero.checkpoint.storage import as_path
 from hf_zero.device.spans import span
@@ -123,6 +124,7 @@ class Engine(TrainingEngine):
         self.measures = measures_of(self, plan)
         self.memory = MemoryCheckpoints.of(self, plan)
         self.window_start = WindowStart()
+        self.save_log = SaveLog()
         installed.callback(self._end_measures)
 
     def _end_measures(self) -> None:
@@ -419,6 +421,7 @@ class Engine(TrainingEngine):
         """
         with ExitStack() as ending:  # callbacks run from the last to the first
             ending.callback(super().destroy, gather)
+            ending.callback(self.save_log.close)
             ending.callback(self.async_saves.close)
             if self.memory is not None:
                 ending.callback(self.memory.close)

@@ -50,6 +50,27 @@ class CommitTarget(ABC):
     def __init__(self, directory: AnyPath, tag: str, save_id: str) -> None:
         self.directory, self.tag, self.save_id = directory, tag, save_id
         self.final = directory / tag
+        self.others: Mapping[tuple[str, str], object] = {}
+
+    def refuse_others(self, others: Mapping[tuple[str, str], object]) -> None:
+        """Raise CheckpointError if this save would replace a checkpoint of ``others``: saves of
+        other running jobs, by id and place, and their jobs. The number of checkpoints to keep does
+        not count these.
+        """
+        self.others, own = others, place_of(self.final)
+        replaced = self._replaced_ids() if others else []
+        for (save_id, place), writer in others.items():
+            if place == own and any(save_id.startswith(each) for each in replaced):
+                raise CheckpointError(
+                    f"{self.final} was written by {writer}, which still runs, and would be "
+                    "replaced; pass another folder or tag, or end that job"
+                )
+
+    def _replaced_ids(self) -> list[str]:
+        """Return the ids, or their first digits, of saves that :meth:`begin` or
+        :meth:`publish` would remove.
+        """
+        return list(filter(None, [_save_id(self.final)]))
 
     @abstractmethod
     def begin(self) -> None:
@@ -117,6 +138,10 @@ class FolderTarget(CommitTarget):
 
     def begin(self) -> None:
         begin_folder(self.directory, self.tag, self.save_id)
+
+    def _replaced_ids(self) -> list[str]:
+        begun = [_save_of(self.tag).fullmatch(e.name) for e in self.directory.glob(f"{SAVING}*")]
+        return super()._replaced_ids() + [each[1] for each in begun if each and each[1]]
 
     def path_of(self, name: str) -> Path:
         return self._temporary / name
@@ -217,6 +242,11 @@ def temporary_folder(directory: Path, tag: str, save_id: str) -> Path:
     return directory / f"{SAVING}{tag}.{save_id[:8]}"
 
 
+def _save_of(tag: str) -> re.Pattern[str]:
+    """Return a pattern for the names of temporary folders of ``tag``, and the id's digits in it."""
+    return re.compile(re.escape(SAVING + tag) + r"(?:\.([0-9a-f]{8}))?")
+
+
 def begin_folder(directory: Path, tag: str, save_id: str) -> Path:
     """Repair what an interrupted save of ``tag`` left, and make the temporary folder of this save.
 
@@ -239,9 +269,8 @@ def begin_folder(directory: Path, tag: str, save_id: str) -> Path:
             discard_replaced(final)
         else:
             os.rename(replaced, final)
-    of_this_tag = re.compile(re.escape(SAVING + tag) + r"(\.[0-9a-f]{8})?")
     for other in directory.glob(f"{SAVING}*"):
-        if of_this_tag.fullmatch(other.name):
+        if _save_of(tag).fullmatch(other.name):
             remove_tree(other)
         else:
             logger.warning(
@@ -252,6 +281,20 @@ def begin_folder(directory: Path, tag: str, save_id: str) -> Path:
     temporary = temporary_folder(directory, tag, save_id)
     temporary.mkdir()
     return temporary
+
+
+def place_of(final: AnyPath) -> str:
+    """Return the path of a checkpoint, which is the same for all processes of a host."""
+    return str(final) if is_remote(final) else str(final.parent.resolve() / final.name)
+
+
+def _save_id(folder: AnyPath) -> str:
+    """Return the id of the save of a checkpoint; "" if there is none, or none that can be read."""
+    try:
+        with store_errors(folder):
+            return Manifest.read(folder / MANIFEST_NAME).save_id
+    except (CheckpointError, OSError):
+        return ""
 
 
 def _tell_of_replacing(final: AnyPath) -> None:
@@ -395,19 +438,29 @@ def check_keep(keep: int | None) -> None:
         )
 
 
-def retain(final: AnyPath, keep: int) -> list[AnyPath]:
+def retain(final: AnyPath, keep: int, others: Mapping[tuple[str, str], object]) -> list[AnyPath]:
     """Keep the new checkpoint ``final`` and the newest whole ones beside it, ``keep`` in all.
     Return the folders that were removed.
 
     Only tags that differ from this one in their numbers alone are considered (``global_step100``
-    and ``global_step200``, but not ``best``); the tag that ``latest`` names always stays. A failed
-    removal is a warning, since the save itself has succeeded.
+    and ``global_step200``, but not ``best``), and no saves of ``others``, which a warning names;
+    the tag that ``latest`` names always stays. A failed removal is a warning, since the save itself
+    has succeeded.
     """
     family = [
         folder
         for folder in final.parent.iterdir()
         if _stem(folder) == _stem(final) and find.is_checkpoint(folder)
     ]
+    for folder in list(family) if others else ():
+        writer = others.get((_save_id(folder), place_of(folder)))
+        if writer is not None:
+            family.remove(folder)
+            logger.warning(
+                "%s was written by %s, which still runs: it is neither counted nor removed",
+                folder,
+                writer,
+            )
     newest_first = find.oldest_first(family)[::-1]
     protected = {final}
     if (final.parent / find.LATEST).exists():

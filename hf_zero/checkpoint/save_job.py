@@ -155,7 +155,7 @@ class SaveJob:
         try:
             self.target.finish(self.shared.above)
             if self.keep is not None:
-                retain(self.target.final, self.keep)
+                retain(self.target.final, self.keep, self.target.others)
             committed()
         except Exception as error:
             causes.append(error)

@@ -22,7 +22,7 @@ import torch
 
 import hf_zero
 from hf_zero.checkpoint import find
-from hf_zero.checkpoint.commit import CommitTarget, check_keep, commit_target
+from hf_zero.checkpoint.commit import CommitTarget, check_keep, commit_target, place_of
 from hf_zero.checkpoint.engine_state import (
     Described,
     RankReport,
@@ -105,8 +105,9 @@ def save(
         offered: written in place of a copy of the state, where it equals that.
 
     Raises:
-        CheckpointError: on all ranks, if anything failed on one. Earlier checkpoints are then
-            untouched. An error in the background is raised by ``background.wait()``.
+        CheckpointError: on all ranks, if anything failed on one, or if another running job of this
+            host has written the checkpoint. Earlier checkpoints are then untouched. An error in the
+            background is raised by ``background.wait()``.
     """
     begun = time.perf_counter()
     refuse_destroyed(engine, "save")
@@ -125,6 +126,8 @@ def save(
             buffers = model_buffers(engine, exclude_frozen_parameters) | elsewhere
             # first: state that cannot be saved must raise before anything is written
             extra = non_tensor_state(engine, client_state or {})
+            target.refuse_others(engine.save_log.others())
+            engine.save_log.note((target.save_id, place_of(target.final)))
             target.begin()
         save_id, left_out = target.save_id, exclude_frozen_parameters
         own = plan_save(engine, path.name, save_id, left_out, names, buffers)

@@ -81,6 +81,8 @@ class EngineParts(AroundModel):
         self.training_dataloader: Any = None
         # the start of the accumulation window, for saves inside it (hf_zero/checkpoint)
         self.window_start: Any = None
+        # the ids of its saves, for other jobs of this host (hf_zero/checkpoint)
+        self.save_log: Any = None
         # names of frozen parameters that whole state dicts keep even with exclude_frozen
         self.kept_when_frozen: frozenset[str] = frozenset()
         # the form in which weights were last sent to another program, and the changes of each flat

@@ -24,6 +24,7 @@ import torch
 from hf_zero import checkpoint
 from hf_zero.checkpoint import file_writer, find, storage
 from hf_zero.checkpoint.find import integrity_error
+from hf_zero.checkpoint.save_log import SaveLog
 from tests.checkpoint.jobs import (
     ONE,
     Engine,
@@ -150,6 +151,13 @@ def _moved(path: Path, source: Path, target: Path) -> Path:
 
 
 STATE = {"seen": torch.arange(3)}  # not JSON: objects.pt is written too
+
+
+@pytest.fixture(autouse=True)
+def without_other_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the file for other jobs of this host, which is not in the folder of the run."""
+    monkeypatch.setattr(SaveLog, "note", lambda self, save: None)
+    monkeypatch.setattr(SaveLog, "others", lambda self: {})
 
 
 def trained(steps: int) -> Engine:

@@ -17,7 +17,7 @@ CLOCK = "monotonic"
 LIMITS = {"waited", "limit", "deadline"}  # names of values that come from a clock
 # what ends the loops that look at none
 ENDS = {
-    "checkpoint/memory/folders.py:_lock": "in each round another process has removed the folder",
+    "checkpoint/memory/folders.py:lock_in": "in each round another process has removed the folder",
     "distributed/rank_requests.py:_serve_until_closed": "its engine is closed or gone",
     "distributed/rank_requests.py:end_step": "StoreWait: each request is answered, or an error",
     "distributed/recovery.py:answer_statements": "the statements that were counted before",

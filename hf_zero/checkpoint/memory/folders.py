@@ -129,7 +129,7 @@ class InUse:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._lock = _lock(folder, IN_USE, fcntl.LOCK_SH, None)
+        self._lock = lock_in(folder, IN_USE, fcntl.LOCK_SH, None)
 
     def is_current(self) -> bool:
         """Whether the marked folder has not been removed since."""
@@ -152,7 +152,7 @@ class Claim(InUse):
         if former is not None:  # of an engine that nobody has destroyed
             former.close()
         try:
-            self._lock = _lock(folder, CLAIM, fcntl.LOCK_EX, PATIENCE)
+            self._lock = lock_in(folder, CLAIM, fcntl.LOCK_EX, PATIENCE)
         except BlockingIOError as error:
             raise CheckpointError(
                 f"another job that is running saves into {folder}: both have the same name; name "
@@ -164,7 +164,7 @@ class Claim(InUse):
 _claims: weakref.WeakValueDictionary[Path, Claim] = weakref.WeakValueDictionary()
 
 
-def _lock(folder: Path, name: str, how: int, seconds: float | None) -> FileLock:
+def lock_in(folder: Path, name: str, how: int, seconds: float | None) -> FileLock:
     """Return a lock on the file ``name`` of ``folder``, both made if they are missing."""
     while True:
         make_own(folder)

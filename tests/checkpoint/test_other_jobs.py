@@ -1,0 +1,168 @@
+"""Saves into a folder in which another running job of this host has saved."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hf_zero import checkpoint
+from hf_zero.checkpoint import find
+from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hf_zero.checkpoint.memory.folders import job_identity
+from hf_zero.checkpoint.save_log import SaveLog
+from hf_zero.engine import Engine
+from hf_zero.errors import CheckpointError
+from tests.checkpoint.jobs import ONE, run, small, train_some
+from tests.helpers.commands import end_group
+
+# another job's file, locked as its engine does
+OTHER = """
+import fcntl, json, os, sys, time
+file = open(sys.argv[1], "w")
+fcntl.flock(file, fcntl.LOCK_EX)
+head = {"job": "other", "host": "here", "pid": os.getpid()}
+print(json.dumps(head), *map(json.dumps, json.loads(sys.argv[2])), sep="\\n", file=file, flush=True)
+print("saved", flush=True)
+sys.stdin.readline()  # then the engine is destroyed
+file.close()
+print("closed", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of this test alone, in place of the one of this host."""
+    monkeypatch.setattr("hf_zero.checkpoint.save_log._folder", lambda: tmp_path / "saves")
+    return tmp_path / "saves"
+
+
+@contextlib.contextmanager
+def other_job(folder: Path, *saves: tuple[str, Path]) -> Iterator[subprocess.Popen[str]]:
+    folder.mkdir(exist_ok=True)
+    given = json.dumps([(save_id, str(final.resolve())) for save_id, final in saves])
+    process = subprocess.Popen(
+        [sys.executable, "-c", OTHER, folder / "other", given],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "saved\n"
+        yield process
+    finally:
+        end_group(process)
+
+
+def trained(steps: int = 1) -> Engine:
+    engines, _ = run(ONE, small, lambda engine: train_some(engine, steps))
+    return engines[0]
+
+
+def save_id(folder: Path) -> str:
+    return Manifest.read(folder / MANIFEST_NAME).save_id
+
+
+def test_a_checkpoint_of_another_running_job_is_not_replaced(
+    tmp_path: Path, own_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nor is one that it is about to write, nor is one removed to keep a number of them. Its own
+    checkpoints, and those of jobs that have ended or destroyed their engine, are.
+    """
+    engine, runs = trained(), tmp_path / "runs"
+    for tag in ("global_step1", "global_step2", "global_step3"):
+        checkpoint.save(engine, runs, tag=tag)
+    theirs, begun = save_id(runs / "global_step1"), "0" * 32
+    (runs / f"{find.SAVING}new.{begun[:8]}").mkdir()
+    before = sorted(runs.rglob("*"))
+    with other_job(own_folder, (theirs, runs / "global_step1"), (begun, runs / "new")) as process:
+        assert process.stdin is not None and process.stdout is not None
+        for tag in ("global_step1", "new"):
+            with pytest.raises(CheckpointError) as raised:
+                checkpoint.save(engine, runs, tag=tag)
+            for part in (str(runs / tag), f"pid {process.pid} on ", "pass another folder or tag"):
+                assert part in str(raised.value)
+        assert sorted(runs.rglob("*")) == before and save_id(runs / "global_step1") == theirs
+        shutil.copytree(runs, tmp_path / "copy")
+        checkpoint.save(engine, tmp_path / "copy", tag="global_step1")
+        checkpoint.save(engine, runs, tag="global_step2")  # of this process
+        checkpoint.save(engine, runs, tag="global_step4", keep=1)
+        assert find.tags_in(runs) == ["global_step1", "global_step4"]
+        assert "global_step1 was written by the job" in caplog.text
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "closed\n"
+        checkpoint.save(engine, runs, tag="global_step1")
+    engine.destroy()
+    assert not list(own_folder.iterdir())
+
+
+def test_a_job_that_was_killed_is_not_in_the_way_of_its_restart(
+    tmp_path: Path, own_folder: Path
+) -> None:
+    engine, runs = trained(), tmp_path / "runs"
+    checkpoint.save(engine, runs, tag="a")
+    with other_job(own_folder, (save_id(runs / "a"), runs / "a")) as process:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        checkpoint.save(engine, runs, tag="a")
+        assert len(list(own_folder.iterdir())) == 1, "of this engine; the other one is removed"
+    engine.destroy()
+
+
+def test_engines_of_one_process_replace_each_other(tmp_path: Path, own_folder: Path) -> None:
+    engines, runs = [trained(), trained()], tmp_path / "runs"
+    for _ in range(2):
+        for engine in engines:
+            checkpoint.save(engine, runs, tag="a")
+    assert len(list(own_folder.iterdir())) == 2 and not engines[0].save_log.others()
+    for engine in engines:
+        engine.destroy()
+    assert not list(own_folder.iterdir())
+
+
+def test_a_host_without_a_place_for_the_file(
+    tmp_path: Path, own_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own_folder.symlink_to(tmp_path)  # as another user could make it
+    log = SaveLog()
+    for each in ("a", "b"):
+        log.note((each, "/a"))
+    assert not log.others() and caplog.text.count("cannot notice saves of this one") == 1
+    log.close()
+
+
+OWN = job_identity(None)[0]
+SAVES = '\n["a", "/a"]\n["b", "/b"]\n'
+FILES = {
+    "": [],  # its process is about to write it
+    "{": [],
+    "[]\n[]\n": [],
+    json.dumps({"job": "other", "host": "h", "pid": -1}) + SAVES: [("a", "/a"), ("b", "/b")],
+    json.dumps({"job": OWN, "host": "h", "pid": -1}) + SAVES: [],
+    json.dumps({"job": "other", "host": "h", "pid": os.getpid()}) + SAVES: [],
+    json.dumps({"job": "driver", "host": "h", "pid": os.getppid()}) + SAVES: [],
+}
+
+
+def test_files_of_this_job_and_of_the_processes_that_started_it_do_not_count(
+    own_folder: Path,
+) -> None:
+    log, other = SaveLog(), SaveLog()
+    log.note(("a", "/a"))
+    (path,) = own_folder.iterdir()
+    for text, ids in FILES.items():
+        path.write_text(text)
+        assert list(other.others()) == ids, text
+    log.close()
+    assert not other.others()
