@@ -54,7 +54,7 @@ def _waits(node: ast.AST) -> bool:
         return False  # or the join of a string
     called = ast.unparse(node.func)
     takes = called.endswith(".get") and not node.args  # of a queue
-    return called.rpartition(".")[2] in {*WAITS, "_lock"} or takes or called == "os.read"
+    return called.rpartition(".")[2] in {*WAITS, "lock_in"} or takes or called == "os.read"
 
 
 def looks_at_a_clock(loop: ast.AST) -> bool:
