@@ -6,11 +6,10 @@ A save that replaces the checkpoint of another running job loses that job's work
 seems to must not end a healthy run. A lock in the folder of a run is no proof: over a network it
 may outlive its host, so that a restart on another one would be refused; a trainer removes folders
 of checkpoints, which NFS refuses while a file in them is open; and several engines may save there
-in turn. So each engine notes its saves in a file of this host, locked until the engine
-is destroyed or its process ends, and only a save in a file that another job has locked is a proof.
-A copy of a run has the ids of its checkpoints, so their places are noted, too.
-Jobs on other hosts, and in containers without the memory or the folder of temporary files of this
-one, are not seen.
+in turn. So each engine notes its saves in a file of this host, locked until the engine is destroyed
+or its process ends, and only a save in a file that another job has locked is a proof. A copy of a
+run has the ids of its checkpoints, so their places are noted, too. Jobs on other hosts, and in
+containers without the memory or the folder of temporary files of this one, are not seen.
 """
 
 from __future__ import annotations
@@ -113,10 +112,15 @@ def _read(path: Path) -> tuple[Writer | None, list[Save]]:
 
 
 def _is_related(writer: Writer) -> bool:
-    """Whether ``writer`` is of this job, this process, or one that has started it."""
+    """Whether ``writer`` is of this job, this process, or one that has started it; also if the
+    system does not tell.
+    """
     import psutil
 
-    started_by = [os.getpid(), *(each.pid for each in psutil.Process().parents())]
+    try:
+        started_by = [os.getpid(), *(each.pid for each in psutil.Process().parents())]
+    except psutil.Error:
+        return True
     return writer.job == _job() or writer.pid in started_by
 
 

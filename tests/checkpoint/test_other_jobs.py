@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hf_zero import checkpoint
@@ -156,13 +157,23 @@ FILES = {
 
 
 def test_files_of_this_job_and_of_the_processes_that_started_it_do_not_count(
-    own_folder: Path,
+    own_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor does any where the system hides processes of other users."""
+
+    def hidden(_: psutil.Process) -> list[psutil.Process]:
+        raise psutil.AccessDenied
+
     log, other = SaveLog(), SaveLog()
     log.note(("a", "/a"))
     (path,) = own_folder.iterdir()
     for text, ids in FILES.items():
         path.write_text(text)
         assert list(other.others()) == ids, text
+    path.write_text(json.dumps({"job": "other", "host": "h", "pid": -1}) + SAVES)
+    with monkeypatch.context() as patch:
+        patch.setattr(psutil.Process, "parents", hidden)
+        assert not other.others()
+    assert other.others()
     log.close()
     assert not other.others()
