@@ -36,11 +36,27 @@ Model = Annotated[
         "cache or on the hub."
     ),
 ]
-Parameters = Annotated[
-    str | None,
-    typer.Option("--params", help="In place of a model: a dense decoder of this size, as 7B."),
+
+
+def _count(text: str) -> float:
+    """Return the number that ``7B``, ``350M`` or ``7.5e9`` stands for."""
+    found = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)([KMBT])", text.strip().upper())
+    try:
+        return float(found[1]) * 1000 ** (1 + "KMBT".index(found[2])) if found else float(text)
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text} is no number of parameters; write 350M, 7B or 7.5e9"
+        ) from None
+
+
+Params = Annotated[
+    float | None,
+    typer.Option(
+        parser=_count,
+        metavar="COUNT",
+        help="In place of a model: a dense decoder with this many parameters, 7B or 7.5e9 say.",
+    ),
 ]
-COUNTS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 Ranks = Annotated[int, typer.Option(help="Number of ranks, one per GPU.")]
 Precision = Annotated[
     str,
@@ -154,7 +170,7 @@ Row = tuple["Traffic", float, float | None]
 def estimate(
     ranks: Ranks,
     model: Model = None,
-    params: Parameters = None,
+    params: Params = None,
     precision: Precision = "bf16",
     optimizer: Optimizer = "AdamW",
     stage: Stage = None,
@@ -251,10 +267,8 @@ def estimate(
         print_table(link_table(rates, ranks, link))
 
 
-def _chosen(model: str | None, params: str | None) -> Any:
-    """Return what describes the model: its name, or the configuration of one of this size."""
-    from hf_zero.planning.estimate import dense_decoder
-
+def _chosen(model: str | None, params: float | None) -> Any:
+    """Return what describes the model: its name, or a module of the size ``params``."""
     if (model is None) == (params is None):
         raise ConfigError(
             f"{'a model and --params are' if model else 'no model is'} given; pass a model, or "
@@ -262,10 +276,9 @@ def _chosen(model: str | None, params: str | None) -> Any:
         )
     if params is None:
         return model
-    found = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)([KMBT])", params.strip().upper())
-    if found is None:
-        raise ConfigError(f"--params {params}: not a number of parameters; write 350M or 7B")
-    return dense_decoder(int(float(found[1]) * COUNTS[found[2]]))
+    from hf_zero.integrations.transformers.sized_model import sized_model
+
+    return sized_model(params)
 
 
 def _refuse(options: dict[str, Any], why: str) -> None:

@@ -16,6 +16,7 @@ from hf_zero.cli.estimate import (
     OffloadOptimizer,
     OffloadParam,
     Optimizer,
+    Params,
     Precision,
     Ranks,
     TensorParallel,
@@ -33,10 +34,6 @@ Model = Annotated[
         help="A model folder, a config.json, or the name of a model in the local "
         "cache or on the hub."
     ),
-]
-Params = Annotated[
-    float | None,
-    typer.Option(help="Instead of a model: a decoder with this many parameters, 7.5e9 say."),
 ]
 Stage = Annotated[
     int | None,

@@ -42,13 +42,15 @@ def _is_handled(number: int) -> bool:
     return native or signal.getsignal(number) is not signal.SIG_DFL
 
 
-def stop_listening(engine: Engine) -> None:
+def stop_listening(engine: Engine, goes_on: bool = False) -> None:
     """Restore the handlers at the end of a run. A signal that was received after the last step
-    acts now, if it has the default action and no exception ends the run.
+    acts now, if it has the default action and no exception ends the run. ``goes_on``: the script
+    goes on after a save on a signal.
     """
-    if engine.stop_requested:
+    stopped = engine.stop_requested
+    if stopped and not goes_on:
         return  # the process is about to end, and no other signal must end it earlier
-    received = engine.stop_requests.received
+    received = [] if stopped else engine.stop_requests.received
     engine.stop_on()
     for number in received:
         if signal.getsignal(number) is signal.SIG_DFL and sys.exc_info()[1] is None:

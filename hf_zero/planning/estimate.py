@@ -68,9 +68,6 @@ PRECISIONS = {
 }
 
 
-MODELED = 10_000_000  # parameters of a decoder that has no other description, at least
-
-
 @dataclass(frozen=True)
 class Tiers:
     """Bytes of one rank in each tier.
@@ -561,32 +558,6 @@ def _largest_row(parts: Sequence[EnginePlan], settings: ZeroConfig) -> StageEsti
         for stage, part in enumerate(parts)
     ]
     return max(rows, key=lambda row: row.state)
-
-
-def dense_decoder(parameters: int) -> dict[str, Any]:
-    """Return a configuration of a Llama with about ``parameters`` parameters: heads of 128
-    elements, a layer for each 128 of the width, 32,000 tied tokens.
-
-    Raises ConfigError for fewer than 10 million.
-    """
-    if parameters < MODELED:
-        raise ConfigError(f"--params: {parameters:,} is too few; pass {MODELED:,} or more")
-    tokens = 32_000
-    width = max(256, 128 * round((parameters * 128 / 12) ** (1 / 3) / 128))
-    while width > 256 and 2 * tokens * width > parameters:
-        width -= 128  # the tokens of a small model would be most of it
-    layers = max(2, width // 128)
-    inner = (parameters - tokens * width) // layers - 4 * width * width
-    return {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": width,
-        "intermediate_size": max(128, round(inner / (3 * width))),
-        "num_hidden_layers": layers,
-        "num_attention_heads": width // 128,
-        "vocab_size": tokens,
-        "tie_word_embeddings": True,
-    }
 
 
 def open_model(model: Any, needs_loss: bool = False) -> tuple[str, nn.Module]:

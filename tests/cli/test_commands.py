@@ -96,7 +96,8 @@ def test_a_stage_that_gathers_nothing_has_no_largest_unit(
 
 
 def test_simulate_prints_the_library_s_figures() -> None:
-    command = "simulate --params 2e6 --ranks 64 --stage 2 --seq 16"
+    assert "2,00" in invoke("estimate --params 2M --ranks 8")
+    command = "simulate --params 2M --ranks 64 --stage 2 --seq 16"
     command += " --network 100Gbit --flops 1e12 --ranks-per-host 8"
     machine = Machine(1e12, network=100e9 / 8, ranks_per_host=8)
     found = hf_zero.simulate(params=2e6, ranks=64, stage=2, sequence_length=16, machine=machine)
@@ -345,8 +346,7 @@ analyze {ZERO3} --metric no.such:thing => 'no.such:thing' cannot be imported
 convert-checkpoint /no/such/run /tmp/never-written => /no/such/run
 estimate --ranks 2 => pass a model, or --params 7B
 estimate m --params 7B --ranks 2 => a model and --params are given
-estimate --params seven --ranks 2 => --params seven: not a number of parameters
-estimate --params 1K --ranks 2 => --params: 1,000 is too few
+estimate --params 1K --ranks 2 => params = 1000 is no size of a model
 verify /no/such/run => no checkpoint at /no/such/run
 verify /no/such/run --all --tag a => leave one of them out
 report /no/such/run => there is no folder /no/such/run
@@ -394,7 +394,13 @@ def test_bad_input_is_one_line_and_code_2(
     assert ended(monkeypatch, "launch no-such.py --json") == BAD_INPUT
     out, err = capsys.readouterr()
     assert out == "" and "the script no-such.py" in err
-    for line in ("estimate", "nonsense", "explain a b c", "estimate m --ranks two"):
+    for line in (
+        "estimate",
+        "nonsense",
+        "explain a b c",
+        "estimate m --ranks two",
+        "estimate --params seven --ranks 2",
+    ):
         assert ended(monkeypatch, line) == 2
 
 

@@ -18,7 +18,7 @@ from hf_zero.config import OptimizerConfig
 from hf_zero.config.kernels import AUTO
 from hf_zero.device.free_memory import Free
 from hf_zero.errors import ConfigError
-from hf_zero.planning.estimate import dense_decoder, traffic
+from hf_zero.planning.estimate import traffic
 from hf_zero.zero.layout.engine_plan import plan
 from hf_zero.zero.layout.flat_layout import ALIGNMENT
 from hf_zero.zero.layout.stage_policy import bytes_per_parameter
@@ -270,9 +270,3 @@ def test_a_proposal_keeps_what_the_configuration_says() -> None:
     assert found.config == {**config, "zero_optimization": {"stage": 2, "overlap_comm": True}}
     only = hf_zero.propose(TINY, 2, Free(1 << 30, 1 << 30), stage=3, config=config)
     assert only.config is not None and only.config["zero_optimization"]["stage"] == 3
-
-
-@in_one_item([10**7, 35 * 10**7, 7 * 10**9, 405 * 10**9])
-def test_a_size_stands_for_a_dense_decoder(parameters: int) -> None:
-    counted = hf_zero.estimate(dense_decoder(parameters), ranks=8).total_parameters
-    assert counted == pytest.approx(parameters, rel=0.01)

@@ -21,7 +21,8 @@ from hf_zero.logging import log_rank0
 
 
 class StopCallback(TrainerCallback):
-    """Save one checkpoint when all ranks have agreed to stop, then raise SystemExit.
+    """Save one checkpoint when all ranks have agreed to stop, then raise SystemExit; with
+    ``enable_jit_checkpoint=True`` let ``train()`` return, as the stock callback does.
 
     The Trainer itself saves, so that the checkpoint includes the losses of the step. An evaluation
     due at that step is skipped: little time is left before the job is killed.
@@ -38,6 +39,7 @@ class StopCallback(TrainerCallback):
         if not self.trainer.deepspeed.stop_requested:
             return
         control.should_save, control.should_evaluate = True, False
+        control.should_training_stop = args.enable_jit_checkpoint
         from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
         name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
@@ -56,4 +58,6 @@ class StopCallback(TrainerCallback):
         world_group.barrier()  # every rank has written its files
         if state.is_world_process_zero:
             self._sentinel.unlink()
-        end(self.trainer.deepspeed)
+        self._sentinel = None
+        if not args.enable_jit_checkpoint:
+            end(self.trainer.deepspeed)

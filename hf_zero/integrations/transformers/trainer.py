@@ -168,7 +168,7 @@ def _stop_listening(trainer: Any) -> None:
     from hf_zero.integrations.transformers.stop_callback import StopCallback
 
     if trainer.pop_callback(StopCallback) is not None:
-        stop_listening(trainer.deepspeed)
+        stop_listening(trainer.deepspeed, trainer.args.enable_jit_checkpoint)
 
 
 def leave_norm_on_device(original: Callable[..., Any]) -> Callable[..., Any]:

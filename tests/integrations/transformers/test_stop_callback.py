@@ -141,3 +141,16 @@ def test_a_signal_after_the_last_step_acts_when_training_returns(
         run.train()
     assert sent == ([] if fails else [signal.SIGUSR1])
     assert run.state.global_step == STEPS
+
+
+def test_enable_jit_checkpoint_lets_train_return(tmp_path: Path, handlers: None) -> None:
+    def act(step: Any) -> None:
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    run = routed("stock", 1, tmp_path, callbacks=[Between(act)], enable_jit_checkpoint=True)
+    run.train()
+    assert run.state.global_step == 2 < STEPS
+    (folder,) = tmp_path.glob("checkpoint-*")
+    assert folder.name == "checkpoint-2" and trainer_folder_error(folder) == ""
+    assert [path.name for path in folder.rglob("*SENTINEL*")] == []
