@@ -276,6 +276,16 @@ SEAMS: tuple[Seam, ...] = (
         why="the one way to all reporters, TRL's too; a callback gets the logs once the history "
         "has a copy",
     ),
+    *(
+        Seam(
+            target=f"transformers.trainer_callback:{callback}.on_log",
+            signature="(self, args, state, control, logs=None, **kwargs)",
+            wrapper="hf_zero.integrations.transformers.trainer:print_without_figures",
+            versions=TRANSFORMERS,
+            why="a line of the terminal has no room for what reporters get",
+        )
+        for callback in ("ProgressCallback", "PrinterCallback")
+    ),
     Seam(
         target="transformers.trainer:deepspeed_init",
         signature="(trainer, num_training_steps, inference=False)",

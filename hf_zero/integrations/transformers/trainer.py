@@ -16,7 +16,7 @@ ZeRO were off, and training finds everything unchanged.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -188,6 +188,12 @@ def leave_norm_on_device(original: Callable[..., Any]) -> Callable[..., Any]:
     return _get_grad_norm
 
 
+class _Logs(dict[str, Any]):
+    """Logs of the Trainer with figures of the engine, which have the names ``figures``."""
+
+    figures: Collection[str] = ()
+
+
 def add_figures(original: Callable[..., None]) -> Callable[..., None]:
     """Wraps ``Trainer.log``: the logs of training have the engine's figures, too, so that every
     reporter gets them. A name that the Trainer has itself keeps the Trainer's value.
@@ -197,11 +203,25 @@ def add_figures(original: Callable[..., None]) -> Callable[..., None]:
         if under_zero(self) and "loss" in logs:
             from hf_zero.measures.figures import tracked
 
-            for name, value in tracked(getattr(self.deepspeed, "figures", {})).items():
-                logs.setdefault(name, value)
+            figures = tracked(getattr(self.deepspeed, "figures", {}))
+            own, logs = logs, _Logs({**figures, **logs})
+            logs.figures = figures.keys() - own.keys()
         original(self, logs, start_time)
 
     return log
+
+
+def print_without_figures(original: Callable[..., None]) -> Callable[..., None]:
+    """Wraps ``on_log`` of the callbacks that print to the terminal: the line is the Trainer's."""
+
+    def on_log(
+        self: Any, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
+    ) -> None:
+        if isinstance(logs, _Logs):
+            logs = {name: value for name, value in logs.items() if name not in logs.figures}
+        original(self, args, state, control, logs=logs, **kwargs)
+
+    return on_log
 
 
 def know_the_tensor_ranks(original: Callable[[Any], int]) -> Callable[[Any], int]:
