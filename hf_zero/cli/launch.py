@@ -32,6 +32,7 @@ Preset = Annotated[
         autocompletion=completion.preset,
     ),
 ]
+Stage = Annotated[int | None, typer.Option(min=0, max=3, help="As --preset zero0 to zero3.")]
 ConfigFile = Annotated[
     Path | None,
     typer.Option(help="Accelerate YAML with the configuration; starts with accelerate launch."),
@@ -151,6 +152,7 @@ SshPort = Annotated[int | None, typer.Option("--ssh-port", help="Port of ssh.")]
 def launch(
     command: Command,
     preset: Preset = None,
+    stage: Stage = None,
     config: ConfigFile = None,
     precision: Precision = None,
     set_keys: Set = None,
@@ -173,9 +175,9 @@ def launch(
     ssh_port: SshPort = None,
     as_json: AsJson = False,
 ) -> None:
-    """Start a script's ranks with torchrun or, with --preset or --config, with accelerate launch.
-    With --json, print the commands without running them; without --master-addr, the first host is
-    asked for its address.
+    """Start a script's ranks with torchrun or, with --stage, --preset or --config, with accelerate
+    launch. With --json, print the commands without running them; without --master-addr, the first
+    host is asked for its address.
 
     The hosts of --hostfile are reached through ssh without a password and need the same folder and
     the same Python. If one fails, and at Ctrl-C, all are ended, and none starts again: for hosts
@@ -190,6 +192,10 @@ def launch(
             "--ranks counts only the ranks of this machine; "
             f"{'with --hostfile' if hostfile else 'in place of it'} use --num-procs"
         )
+    if stage is not None:
+        if preset is not None:
+            raise ConfigError(f"--stage {stage} and --preset {preset}: write one of them")
+        preset = f"zero{stage}"
     warn_once()
     script, *arguments = command
     written = _written(set_keys or [], preset)
