@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 from hf_zero.checkpoint import find, storage
@@ -297,7 +298,9 @@ def _save_id(folder: AnyPath) -> str:
         return ""
 
 
+@cache
 def _tell_of_replacing(final: AnyPath) -> None:
+    """Log once in a process that ``final`` is replaced: some scripts do it in each save."""
     logger.info(
         "the checkpoint %r in %s is replaced; another tag or folder keeps it",
         final.name,

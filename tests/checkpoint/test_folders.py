@@ -171,7 +171,8 @@ def test_leftovers_of_the_same_tag_go_and_what_is_replaced_is_named(tmp_path, he
     assert any(f"{other} was left by an interrupted save" in line for line in heard_in_full)
     made(tmp_path / "a", "old")
     commit.begin_folder(tmp_path, "a", ID)
-    assert any(f"'a' in {tmp_path} is replaced" in line for line in heard_in_full)
+    commit.begin_folder(tmp_path, "a", ID)
+    assert sum(f"'a' in {tmp_path} is replaced" in line for line in heard_in_full) == 1
     (tmp_path / "b").mkdir()
     commit.begin_folder(tmp_path, "b", ID)
     (tmp_path / "b" / "thesis.tex").write_text("years of work")
