@@ -610,7 +610,9 @@ def _check(manifest: Manifest) -> None:
     Raises ValueError.
     """
     ranks, size = [file.rank for file in manifest.files], manifest.world["size"]
-    if ranks and ranks != [*range(size)]:  # none: the common part of records in memory
+    if ranks and (
+        len(ranks) != size or ranks != [*range(size)]
+    ):  # none: the common part of records in memory
         raise ValueError(
             f"files are listed of ranks {ranks[:8]}, and those of ranks 0 to {size - 1} are due"
         )
@@ -641,9 +643,16 @@ def _check(manifest: Manifest) -> None:
             raise ValueError(
                 f"flat {flat.key!r} has {flat.layout.numel} elements, its chunks end at {at}"
             )
-    for name in (*held, *manifest.buffers, *manifest.aliases):
-        if not name.isprintable():
+    renamed = manifest.export.names
+    for name in (*held, *manifest.buffers, *manifest.aliases, *renamed.values()):
+        if not name.isprintable() or name == "__metadata__":  # of safetensors' header
             raise ValueError(f"{name!r} is not the name of a tensor")
+    kept = [name for name in (*held, *manifest.buffers) if name not in manifest.export.skip]
+    if len({renamed.get(name, name) for name in kept}) < len(kept):
+        raise ValueError("export.names gives two tensors one name")
+    for name, value in manifest.counters.items():
+        if not 0 <= value < 1 << 63:
+            raise ValueError(f"{name} is {value:.3g}")
     groups = manifest.optimizer.groups if manifest.optimizer else ()
     known = {*held, *manifest.excluded}
     if unknown := {name for group in groups for name in group.parameters} - known:

@@ -17,7 +17,7 @@ from hf_zero.cli.estimate import estimate
 from hf_zero.cli.explain import explain, schema
 from hf_zero.cli.launch import launch
 from hf_zero.cli.migrate import migrate
-from hf_zero.cli.printing import print_json, replace_unencodable
+from hf_zero.cli.printing import print_json, printable, replace_unencodable
 from hf_zero.cli.recipes import init, recipe
 from hf_zero.cli.report import report
 from hf_zero.cli.simulate import simulate
@@ -93,7 +93,7 @@ def main() -> None:
     try:
         sys.exit(app(standalone_mode=False, prog_name="hf-zero"))
     except HfZeroError as error:
-        print(f"hf-zero: {error}", file=sys.stderr)
+        print(f"hf-zero: {printable(str(error))}", file=sys.stderr)
         sys.exit(BAD_INPUT)
     except typer.Abort:
         sys.exit(1)
@@ -106,5 +106,5 @@ def main() -> None:
         if "--json" in sys.argv and not helps:
             print_json({"error": message, "type": "UsageError"})
         else:
-            print(message, file=sys.stderr)
+            print(printable(message), file=sys.stderr)
         sys.exit(BAD_INPUT)

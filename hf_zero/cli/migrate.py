@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hf_zero.cli.printing import AsJson, entry, print_json
+from hf_zero.cli.printing import AsJson, entry, print_json, printable
 from hf_zero.config.provenance import shown
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def migrate(file: File, out: Out = None, as_json: AsJson = False) -> None:
         print(file, *(_line(found) for found in migration.findings), sep="\n")
         counted = Counter(found.outcome for found in migration.findings)
         print(", ".join(f"{count} {outcome}" for outcome, count in counted.items()))
-        print(_difference(dump(migration.before, suffix), text, file, out))
+        print(printable(_difference(dump(migration.before, suffix), text, file, out)))
         if out is None:
             print("nothing is written; pass -o FILE")
         elif migration.runs:

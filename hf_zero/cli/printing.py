@@ -53,6 +53,15 @@ def _as_ascii(error: UnicodeError) -> tuple[str, int]:
     return "".join(parts), error.end
 
 
+def printable(text: str) -> str:
+    """Return ``text`` with characters that control a terminal as their escapes: names in files may
+    hold any.
+    """
+    return "".join(
+        each if each.isprintable() or each in "\n\t" else repr(each)[1:-1] for each in text
+    )
+
+
 def print_json(value: Any) -> None:
     """Print one JSON document on stdout. Values of types unknown to JSON become strings."""
     print(json.dumps(value, indent=2, default=str))
@@ -70,9 +79,9 @@ def entry(head: str, *notes: str, label: str = "", indent: int = 4) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
-    lines = wrap.wrap(head)
+    lines = wrap.wrap(printable(head))
     wrap.initial_indent = " " * indent
-    return "\n".join([*lines, *(line for note in notes for line in wrap.wrap(note))])
+    return "\n".join([*lines, *(line for note in notes for line in wrap.wrap(printable(note)))])
 
 
 def print_table(table: Table) -> None:

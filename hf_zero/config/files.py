@@ -35,6 +35,8 @@ def load_file(path: str | os.PathLike[str]) -> dict[str, Any]:
             f"config file {name} {what} (looked in {os.path.abspath(name)}); pass the path "
             "of a JSON or YAML file"
         )
+    if os.path.getsize(name) > LARGEST:
+        raise ConfigError(f"config file {name} has more than {LARGEST:,} bytes; pass another")
     with open(name, encoding="utf-8") as file:
         try:
             text = file.read()
@@ -58,14 +60,14 @@ def dump(values: Mapping[str, Any], suffix: str) -> str:
     """
     if suffix in YAML:
         return yaml.safe_dump(dict(values), sort_keys=False)
-    return json.dumps(values, indent=2) + "\n"
+    return json.dumps(values, indent=2, default=str) + "\n"
 
 
 def refuse_existing(path: str | os.PathLike[str]) -> None:
     """Raise ConfigError if there is a file or folder at ``path``, which is to be written, or no
     folder to write it in.
     """
-    if os.path.exists(path):
+    if os.path.lexists(path):
         raise ConfigError(f"{os.fspath(path)} exists; remove it, or pass another path with -o")
     folder = os.path.dirname(os.path.abspath(path))
     if not os.path.isdir(folder):
@@ -104,6 +106,8 @@ def load_json(text: str, label: str) -> dict[str, Any]:
 
 MOST_VALUES = 100_000  # of a configuration; nested aliases of YAML make exponentially many
 DEEPEST = 64  # sections in sections
+LONGEST = 1024  # bits of a number
+LARGEST = 1 << 24  # bytes of a file
 
 
 @contextmanager
@@ -138,6 +142,8 @@ def _extent(value: Any, known: dict[int, tuple[float, float]]) -> tuple[float, f
     """Return the number of values in ``value`` with every alias of YAML written out, and how deep
     they lie in each other; both infinite if it holds itself.
     """
+    if isinstance(value, int) and value.bit_length() > LONGEST:
+        raise ValueError("a number is too long")
     if not isinstance(value, (dict, list)):
         return 1, 0
     if id(value) not in known:
@@ -188,7 +194,7 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_mapping_node(anchor)
         seen = set()
         for key, _ in node.value:
-            if key.value in seen and isinstance(key, yaml.ScalarNode):
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
                 raise yaml.composer.ComposerError(
                     None, None, f"the key {key.value!r} occurs twice in one section", key.start_mark
                 )

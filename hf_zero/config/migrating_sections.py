@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from hf_zero.config.provenance import shown
 from hf_zero.config.spelling import MISSPELT, closest, did_you_mean, is_comment
+from hf_zero.errors import ConfigError
 
 Outcome = Literal["taken", "translated", "no effect", "left out", "to fix"]
 
@@ -134,6 +135,8 @@ def translate_fsdp(
     written: Mapping[str, Any], hosts: int, section: dict[str, Any], findings: list[KeyFinding]
 ) -> None:
     """Translate the section ``fsdp_config`` of a run on ``hosts`` hosts into ``section``."""
+    if not isinstance(written, Mapping):
+        raise ConfigError(f"fsdp_config is {shown(written)}, not keys and values; write a section")
     values = {str(name).removeprefix("fsdp_"): value for name, value in written.items()}
     given = [name for name in ("sharding_strategy", "reshard_after_forward") if name in values]
     strategy = str(values[given[0]]).upper() if given else "FULL_SHARD"

@@ -8,6 +8,7 @@ filter.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import random
@@ -32,6 +33,7 @@ ANSWER_SECONDS = 60.0
 PORTS = (20_000, 32_000)  # below Linux's ephemeral ports, which start at 32,768
 ATTEMPTS = 64
 MOST_SLOTS = 4096  # of one host
+LARGEST = 1 << 24  # bytes of a hostfile
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ def read_hostfile(path: Path) -> list[Host]:
     Raises LaunchError, naming the line, for a malformed file.
     """
     try:
+        if path.exists() and (not path.is_file() or path.stat().st_size > LARGEST):
+            raise OSError(errno.EINVAL, "it is no file of text")
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(

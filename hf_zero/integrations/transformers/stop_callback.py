@@ -9,6 +9,7 @@ Under ZeRO the ranks agree on the end of one step.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ class StopCallback(TrainerCallback):
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self._sentinel: Path | None = None
+        self._only_model = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         listen(self.trainer.deepspeed)
@@ -38,7 +40,15 @@ class StopCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self.trainer.deepspeed.stop_requested:
             return
+        if control.should_evaluate:
+            log_rank0(
+                f"the evaluation due after step {state.global_step} is skipped, as the job is asked"
+                " to end; the best model and early stopping do not know of it",
+                logging.WARNING,
+            )
         control.should_save, control.should_evaluate = True, False
+        # else nothing could be resumed
+        self._only_model, args.save_only_model = args.save_only_model, False
         control.should_training_stop = args.enable_jit_checkpoint
         from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -58,6 +68,6 @@ class StopCallback(TrainerCallback):
         world_group.barrier()  # every rank has written its files
         if state.is_world_process_zero:
             self._sentinel.unlink()
-        self._sentinel = None
+        self._sentinel, args.save_only_model = None, self._only_model
         if not args.enable_jit_checkpoint:
             end(self.trainer.deepspeed)
