@@ -401,6 +401,15 @@ def describe_error(error: BaseException, path: Any = None) -> str:
     return f"{type(error).__name__}: {error}" + (f" ({path})" if path is not None else "")
 
 
+@contextmanager
+def checkpoint_errors(path: Any) -> Iterator[None]:
+    """Convert an OSError into a CheckpointError; ``path`` is the file to name where it has none."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(describe_error(error, path)) from error
+
+
 def describe_failures(failed: Mapping[int, str], world: int) -> str:
     """Return one line for the ranks that failed, out of ``world``: rank -> text in ``failed``. A
     text that all ranks share is given once, without ranks.

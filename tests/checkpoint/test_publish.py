@@ -195,7 +195,7 @@ def _ends(action: Callable[[], object]) -> bool:
     """Whether ``action`` ends without CheckpointError."""
     try:
         action()
-    except (CheckpointError, OSError):
+    except CheckpointError:
         return False
     return True
 

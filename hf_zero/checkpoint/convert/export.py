@@ -25,6 +25,7 @@ from hf_zero.checkpoint.convert.files import (
     lock_folder,
     new_folder,
     temporary_path,
+    torch_save,
     write_part,
 )
 from hf_zero.checkpoint.convert.outputs import CONFIG as ADAPTER
@@ -44,7 +45,7 @@ from hf_zero.checkpoint.convert.publish import Publication
 from hf_zero.checkpoint.find import find_checkpoint
 from hf_zero.checkpoint.manifest import dtype_name
 from hf_zero.checkpoint.reader import Checkpoint, open_checkpoint
-from hf_zero.checkpoint.storage import AnyPath, describe_error, local_path, progress_bar
+from hf_zero.checkpoint.storage import AnyPath, checkpoint_errors, local_path, progress_bar
 from hf_zero.checkpoint.tensorfile import FilePlan
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.logging import in_units, logger
@@ -187,7 +188,10 @@ def convert_checkpoint(
     _refuse(to, [name for name, chosen in given.items() if chosen])
     if to != SAFETENSORS:
         return _for_training(to, src, target, wanted, tag, exclude_frozen_parameters, verify)
-    with open_checkpoint(find_checkpoint(src, tag), hashes=verify is not False) as checkpoint:
+    with (
+        checkpoint_errors(target),
+        open_checkpoint(find_checkpoint(src, tag), hashes=verify is not False) as checkpoint,
+    ):
         manifest = checkpoint.manifest
         held = outputs(manifest, wanted, exclude_frozen_parameters)
         layout = _of_adapters(checkpoint, held, only, adapters) or _of_model(
@@ -195,14 +199,11 @@ def convert_checkpoint(
         )
         plans = {name: plan_outputs(part) for name, part in layout.parts.items()}
         total = sum(output.nbytes for output in layout.chosen)
-        try:
-            _make(target, layout, checkpoint)
-            with lock_folder(target):
-                kept, carried = _write(
-                    checkpoint, target, layout, plans, verify is True, workers, progress, overwrite
-                )
-        except OSError as error:
-            raise CheckpointError(describe_error(error, target)) from error
+        _make(target, layout, checkpoint)
+        with lock_folder(target):
+            kept, carried = _write(
+                checkpoint, target, layout, plans, verify is True, workers, progress, overwrite
+            )
     parameters = sum(output.numel for output in layout.chosen if not output.is_buffer)
     configs = [name for name in layout.beside if name != INDEX]
     return Conversion(
@@ -241,27 +242,29 @@ def _for_training(
     """Write the folder of another format than safetensors, with optimizer state."""
     from hf_zero.checkpoint.convert import to_dcp, to_universal  # import much of torch
 
-    with open_checkpoint(find_checkpoint(src, tag), hashes=verify is not False) as checkpoint:
+    with (
+        checkpoint_errors(target),
+        open_checkpoint(find_checkpoint(src, tag), hashes=verify is not False) as checkpoint,
+    ):
         if verify is True:
             checkpoint.verify(checkpoint.listed())
-        try:
-            with new_folder(target) as folder:
-                if to == DCP:
-                    held = to_dcp.write_dcp(checkpoint, folder, dtype, exclude_frozen)
-                else:
-                    held = to_universal.write_universal(checkpoint, folder)
-            if to == UNIVERSAL:
-                to_universal.name_latest(target)
-        except OSError as error:
-            raise CheckpointError(describe_error(error, target)) from error
-        written = sorted(path for path in target.rglob("*") if path.is_file())
+        with new_folder(target) as folder:
+            if to == DCP:
+                held = to_dcp.write_dcp(checkpoint, folder, dtype, exclude_frozen)
+            else:
+                held = to_universal.write_universal(checkpoint, folder)
+            written = sorted(path for path in folder.rglob("*") if path.is_file())
+            names = tuple(str(path.relative_to(folder)) for path in written)
+            nbytes = sum(path.stat().st_size for path in written)
+        if to == UNIVERSAL:
+            to_universal.name_latest(target)
         return Conversion(
             target,
-            tuple(str(path.relative_to(target)) for path in written),
+            names,
             (),
             len(held),
             sum(each.numel for each in held if not each.is_buffer),
-            sum(path.stat().st_size for path in written),
+            nbytes,
             source=checkpoint.folder,
             dtypes=_dtypes(held),
         )
@@ -446,7 +449,10 @@ def write_torch_files(
     time in memory. Arguments and errors as in :func:`convert_checkpoint`.
     """
     target = local_path(dst, "a converted model")
-    with open_checkpoint(find_checkpoint(src, tag), hashes=verify) as checkpoint:
+    with (
+        checkpoint_errors(target),
+        open_checkpoint(find_checkpoint(src, tag), hashes=verify) as checkpoint,
+    ):
         manifest = checkpoint.manifest
         held = outputs(manifest, torch.float32, exclude_frozen_parameters)
         parts = _split(_of_whole(checkpoint, held), max_shard_size, TORCH_WEIGHTS)
@@ -461,7 +467,7 @@ def write_torch_files(
                     output.fill(checkpoint, values)
                     state |= dict.fromkeys(names.get(output.name, [output.name]), values)
                 places |= dict.fromkeys(state, file)
-                torch.save(state, temporary_path(target, file))
+                torch_save(state, temporary_path(target, file))
             if len(parts) > 1:
                 index = _index(parts, places)
                 storage.write_file(temporary_path(target, TORCH_INDEX), index)

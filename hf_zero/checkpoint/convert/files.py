@@ -78,6 +78,22 @@ def new_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
+def torch_save(value: Any, path: Path) -> None:
+    """Write ``value`` with torch.save. Raises OSError if the file cannot be written."""
+    with open(path, "wb") as file:
+        try:
+            torch.save(value, file)
+        except RuntimeError as error:
+            raise file_error(error) from None
+
+
+def file_error(error: BaseException) -> BaseException:
+    """Return the OSError of the file behind an error of torch, which ends its archive while the
+    former is raised, and fails again; ``error`` itself if there is none.
+    """
+    return error.__context__ if isinstance(error.__context__, OSError) else error
+
+
 JOURNAL = find.NEW + "journal"
 
 

@@ -24,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from hf_zero.checkpoint.convert.files import file_error
 from hf_zero.checkpoint.convert.outputs import OutputTensor, outputs, tied_names
 from hf_zero.checkpoint.foreign.dcp import COUNTERS
 from hf_zero.checkpoint.manifest import GroupEntry, strip_wrappers
@@ -158,7 +159,7 @@ def write_dcp(
         dcp.save(state.tree, storage_writer=writer, planner=_Planner(state.fills), no_dist=True)
     except CheckpointException as error:  # torch's, around what was raised here
         cause, _ = error.failures[0]
-        raise cause from None
+        raise file_error(cause) from None
     _name_again(folder / METADATA, state.further)
     return held
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint import find, storage
+from hf_zero.checkpoint.convert.files import torch_save
 from hf_zero.checkpoint.convert.outputs import OutputTensor, outputs
 from hf_zero.checkpoint.foreign.deepspeed import FOLDER, OWN_KEYS, SETTINGS, STEP, WEIGHTS
 from hf_zero.checkpoint.manifest import is_plain, strip_wrappers
@@ -37,16 +38,25 @@ def write_universal(checkpoint: Checkpoint, folder: Path) -> list[OutputTensor]:
     _refuse_unwritten(checkpoint)
     (folder / FOLDER).mkdir()
     _write_states(checkpoint, folder / FOLDER)
-    torch.save(_model_states(checkpoint), folder / MODEL)
+    torch_save(_model_states(checkpoint), folder / MODEL)
     return outputs(checkpoint.manifest, torch.float32)
 
 
 def name_latest(folder: Path) -> None:
-    """Write the name of ``folder`` to ``latest_universal`` beside it, as DeepSpeed reads it."""
+    """Write the name of ``folder`` to ``latest_universal`` beside it, as DeepSpeed reads it.
+
+    Raises CheckpointError, which says that ``folder`` itself is whole.
+    """
     place = Path(os.path.abspath(folder))
-    new = place.with_name(find.NEW + LATEST_UNIVERSAL)
-    storage.write_file(new, place.name.encode())
-    os.replace(new, place.with_name(LATEST_UNIVERSAL))
+    new, latest = (place.with_name(prefix + LATEST_UNIVERSAL) for prefix in (find.NEW, ""))
+    try:
+        storage.write_file(new, place.name.encode())
+        os.replace(new, latest)
+    except OSError as error:
+        raise CheckpointError(
+            f"{storage.describe_error(error, latest)}. {folder} itself is whole; write "
+            f"{place.name} into {latest}"
+        ) from error
 
 
 def _refuse_unwritten(checkpoint: Checkpoint) -> None:
@@ -82,15 +92,15 @@ def _write_states(checkpoint: Checkpoint, folder: Path) -> None:
             )
         place.mkdir()
         weights = {"param": _whole(checkpoint, name, None)}
-        torch.save(weights | ({"cat_dim": 0} if flat.trainable else {}), place / f"{WEIGHTS}.pt")
+        torch_save(weights | ({"cat_dim": 0} if flat.trainable else {}), place / f"{WEIGHTS}.pt")
         for state in flat.states:
             if (found := _whole(checkpoint, name, state)) is not None:
-                torch.save({"cat_dim": 0, "param": found}, place / f"{state}.pt")
+                torch_save({"cat_dim": 0, "param": found}, place / f"{state}.pt")
         if (step := steps.get(name)) is not None:
-            torch.save(torch.tensor(float(step)), place / f"{STEP}.pt")
+            torch_save(torch.tensor(float(step)), place / f"{STEP}.pt")
     settings = [{**group.hyperparameters, "params": []} for group in groups]
     told = {"param_groups": settings, "zero_stage": 1, "ds_version": WRITTEN_AS}
-    torch.save(told, folder / SETTINGS)
+    torch_save(told, folder / SETTINGS)
 
 
 def _whole(checkpoint: Checkpoint, name: str, state: str | None) -> torch.Tensor | None:
