@@ -171,7 +171,7 @@ class _LocalRanges:
     at_once = 4 << 20  # small enough to be still in the CPU caches when it is hashed
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDONLY)
+        self._path, self._fd = path, os.open(path, os.O_RDONLY)
         try:
             self.size = os.fstat(self._fd).st_size
         except BaseException:
@@ -182,9 +182,15 @@ class _LocalRanges:
         return read_all(self._fd, view, at)
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Close the file, once. An error is logged: it changes nothing of what was read, and raised
+        on one rank it would part that rank from the others.
+        """
+        fd, self._fd = self._fd, -1
+        try:
+            if fd >= 0:
+                os.close(fd)
+        except OSError as error:
+            logger.warning("%s was read, but could not be closed: %s", self._path, error.strerror)
 
 
 class _ObjectRanges:

@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hf_zero import checkpoint
 from hf_zero.checkpoint import convert_checkpoint, storage
 from hf_zero.checkpoint.convert.export import write_torch_files
+from hf_zero.checkpoint.convert.files import torch_save
 from hf_zero.checkpoint.convert.publish import FOLDER
+from hf_zero.checkpoint.convert.to_universal import LATEST_UNIVERSAL
 from hf_zero.checkpoint.find import integrity_error
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.checkpoint.save_log import SaveLog
@@ -254,3 +257,32 @@ def test_folders_that_cannot_be_exchanged(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="first"):
         storage.exchange(tmp_path / "first", tmp_path / "none")
     assert (tmp_path / "first" / "second").exists()
+
+
+def test_a_source_that_cannot_be_looked_at(tmp_path: Path) -> None:
+    for to in ("safetensors", "dcp"):
+        with pytest.raises(CheckpointError, match="name too long"):
+            convert_checkpoint(tmp_path / ("a" * 300), tmp_path / "out", to=to)
+
+
+def test_a_full_disk_under_torch_save(tmp_path: Path) -> None:
+    """torch hides the error of the file behind one of its archive."""
+    for elements in (1, 1 << 18):
+        with pytest.raises(OSError, match="No space left"):
+            torch_save(torch.zeros(elements), Path("/dev/full"))
+
+
+def test_a_universal_folder_that_cannot_be_named(source: Path, tmp_path: Path) -> None:
+    (tmp_path / LATEST_UNIVERSAL).mkdir()
+    with pytest.raises(CheckpointError, match="out itself is whole; write out into"):
+        convert_checkpoint(source, tmp_path / "out", to="universal")
+    assert (tmp_path / "out" / "zero").is_dir()
+
+
+def test_a_file_that_was_read_and_cannot_be_closed(tmp_path: Path, caplog: Any) -> None:
+    (tmp_path / "file").touch()
+    ranges = storage.open_ranges(tmp_path / "file")
+    os.close(ranges._fd)
+    for _ in range(2):
+        ranges.close()
+    assert caplog.text.count("file was read, but could not be closed") == 1

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint import find
+from hf_zero.checkpoint.convert.publish import FOLDER
 from hf_zero.checkpoint.convert.to_universal import LATEST_UNIVERSAL as LATEST
 from hf_zero.checkpoint.find import integrity_error
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
@@ -156,6 +157,12 @@ def conversion(kind: str) -> Operation:
         assert not integrity_error(folder / "source" / "global_step2")
         found = held(folder / "into")
         whole = states.setdefault(True, found)  # the first run has no fault
+        kept = content(folder / "into" / "out" / FOLDER / "old")
+        if kept:  # what an error kept from being put back, on a storage that fails for good
+            assert not ended
+            lost = [k for k, v in states[False].items() if v not in (kept.get(k), found.get(k))]
+            assert not lost, lost
+            return False
         if found and not ended:  # an error at this file says that the folder is whole
             found = {name: whole[name] for name in whole if name == LATEST} | found
         assert found == whole or (found == states[False] and not ended), _compared(found, whole)
