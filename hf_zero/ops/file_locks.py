@@ -59,9 +59,15 @@ class FileLock:
     @classmethod
     def on_current(cls, path: Path, how: int, seconds: float | None = 0.0) -> FileLock:
         """Return a lock on the file that has the name ``path`` once it is held (see the note)."""
-        while not (lock := cls(path, how, seconds)).is_current():
-            lock.close()  # each round, another process has removed the file
-        return lock
+        while True:
+            lock, current = cls(path, how, seconds), False
+            try:
+                current = lock.is_current()
+            finally:
+                if not current:  # another process has removed the file, or it cannot be looked at
+                    lock.close()
+            if current:
+                return lock
 
     def is_current(self) -> bool:
         """Whether the locked file still has its name."""

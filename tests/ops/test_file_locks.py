@@ -101,3 +101,15 @@ def test_other_errors_of_a_lock_stay(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(fcntl, "flock", fails)
     with pytest.raises(OSError, match="broken"):
         FileLock(tmp_path / "lock", fcntl.LOCK_EX)
+
+
+def test_a_file_that_cannot_be_looked_at_is_not_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output") as raised:
+        patch.setattr(os, "lstat", fail)
+        FileLock.on_current(tmp_path / "lock", fcntl.LOCK_EX)
+    assert free(tmp_path / "lock"), raised  # the error is still held, and so are its frames
