@@ -610,9 +610,8 @@ def _check(manifest: Manifest) -> None:
     Raises ValueError.
     """
     ranks, size = [file.rank for file in manifest.files], manifest.world["size"]
-    if ranks and (
-        len(ranks) != size or ranks != [*range(size)]
-    ):  # none: the common part of records in memory
+    # no ranks: the common part of records in memory
+    if ranks and (len(ranks) != size or ranks != [*range(size)]):
         raise ValueError(
             f"files are listed of ranks {ranks[:8]}, and those of ranks 0 to {size - 1} are due"
         )

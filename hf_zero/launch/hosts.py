@@ -53,7 +53,11 @@ def read_hostfile(path: Path) -> list[Host]:
     Raises LaunchError, naming the line, for a malformed file.
     """
     try:
-        if path.exists() and (not path.is_file() or path.stat().st_size > LARGEST):
+        if (
+            path.exists()
+            and not path.is_dir()
+            and (not path.is_file() or path.stat().st_size > LARGEST)
+        ):
             raise OSError(errno.EINVAL, "it is no file of text")
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:

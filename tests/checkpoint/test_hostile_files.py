@@ -128,6 +128,25 @@ def test_no_name_of_a_parameter_leads_out_of_a_universal_folder(run: Path, tmp_p
     assert _held(tmp_path) == before
 
 
+def test_no_two_tensors_get_one_name_and_no_counter_is_absurd(run: Path) -> None:
+    content = (run / MANIFEST).read_text()
+    changes: dict[str, Any] = {
+        "gives two tensors one name": lambda d: d["export"]["names"].update(
+            {"first.weight": "second.weight"}
+        ),
+        "'__metadata__' is not the name": lambda d: d["export"]["names"].update(
+            {"first.weight": "__metadata__"}
+        ),
+        "global_steps is": lambda d: d["counters"].update(global_steps=-3),
+        "files are listed of ranks": lambda d: d["world"].update(size=1 << 40),
+    }
+    for said, change in changes.items():
+        (run / MANIFEST).write_text(content)
+        edit(run / MANIFEST, change)
+        with pytest.raises(CheckpointError, match=said):
+            reader.open_checkpoint(run / TAG)
+
+
 def test_links_of_a_checkpoint_are_not_followed(run: Path, tmp_path: Path) -> None:
     (tmp_path / "private").mkdir()
     (tmp_path / "key").write_text("{}")

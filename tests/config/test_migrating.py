@@ -453,6 +453,15 @@ def test_files_of_other_programs_are_named(program: str) -> None:
     assert migrate({"zero_optimization": {"stage": 1}, "micro_batch_size": 2}).findings
 
 
+def test_names_of_a_file_do_not_control_the_terminal(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"zero_optimization": {}, "\x1b[31m\u202e": 1}))
+    shown = CliRunner().invoke(app, ["migrate", str(tmp_path / "a.json")], catch_exceptions=False)
+    assert "\\x1b[31m\\u202e" in shown.output and not set("\x1b\u202e") & set(shown.output)
+    fsdp = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "fsdp_config": [1]}
+    with pytest.raises(ConfigError, match=r"fsdp_config is .* not keys and values"):
+        migrate(fsdp)
+
+
 def test_a_narrow_terminal_breaks_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values are those of the file: JSON, not Python."""
     monkeypatch.setenv("COLUMNS", "80")

@@ -210,7 +210,11 @@ zero_optimization:
         ):
             with pytest.raises(ConfigError, match=r"c has sections too deep in each other"):
                 load(text, "c")
-    for load, text in ((load_yaml, "a: 2026-13-45"), (load_json, '{"a": ' + "1" * 5000 + "}")):
+    for load, text in (
+        (load_yaml, "a: 2026-13-45"),
+        (load_yaml, f"a: 0x{'1' * 5000}"),
+        (load_json, '{"a": ' + "1" * 5000 + "}"),
+    ):
         with pytest.raises(ConfigError, match=r"d has a value that cannot be read"):
             load(text, "d")
 

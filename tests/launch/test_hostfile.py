@@ -4,6 +4,7 @@ they can be wrong.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,9 @@ def test_a_line_that_is_wrong_is_named(tmp_path: Path) -> None:
     for name, why in (("missing", "No such file"), (".", "Is a directory")):
         with pytest.raises(LaunchError, match=rf"the hostfile .* cannot be read \({why}"):
             read_hostfile(tmp_path / name)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(LaunchError, match="it is no file of text"):
+        read_hostfile(tmp_path / "pipe")
 
 
 @in_one_item(

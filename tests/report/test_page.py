@@ -293,5 +293,8 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ConfigError, match=said):
             read_run(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n' + "[" * 5000)
+    (tmp_path / "victim").write_text("kept")
+    (tmp_path / "report.html").symlink_to(tmp_path / "victim")
     path, _ = write_report(tmp_path)  # figures of an older version, without a header
+    assert not path.is_symlink() and (tmp_path / "victim").read_text() == "kept"
     assert "no header" in path.read_text()

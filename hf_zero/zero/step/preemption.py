@@ -14,14 +14,10 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils.data import get_worker_info
-
 from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
 from hf_zero.logging import log_rank0
 from hf_zero.zero.layout.unit import SharedShards
-
-WORKER_SECONDS = 300  # after which a worker of a data loader ends by a signal that it has ignored
 
 
 class StopRequests:
@@ -89,12 +85,7 @@ class _Handler:
 
     def __call__(self, number: int, frame: Any) -> None:
         request = self._request()
-        if request is not None and os.getppid() == self._pid and get_worker_info() is not None:
-            # A launcher ends the whole group of a rank, and the rank needs its workers for the step
-            # that it saves after.
-            signal.alarm(WORKER_SECONDS)
-            return
-        # another forked child ends as it would without this handler
+        # a forked child ends as it would without this handler
         if request is None or os.getpid() != self._pid:
             signal.signal(number, self._before)
             os.kill(os.getpid(), number)

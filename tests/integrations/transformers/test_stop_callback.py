@@ -154,3 +154,19 @@ def test_enable_jit_checkpoint_lets_train_return(tmp_path: Path, handlers: None)
     (folder,) = tmp_path.glob("checkpoint-*")
     assert folder.name == "checkpoint-2" and trainer_folder_error(folder) == ""
     assert [path.name for path in folder.rglob("*SENTINEL*")] == []
+
+
+def test_what_is_saved_on_a_signal_can_be_resumed(tmp_path: Path, handlers: None) -> None:
+    def act(step: Any) -> None:
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    only = {"save_only_model": True}
+    run = routed("stock", 1, tmp_path, callbacks=[Between(act)], **only)
+    with pytest.raises(SystemExit):
+        run.train()
+    run.deepspeed.destroy()
+    forget()
+    again = routed("stock", 1, tmp_path, **only)
+    again.train(resume_from_checkpoint=True)
+    assert again._initial_global_step == 2
