@@ -22,8 +22,9 @@ from hf_zero.logging import log_rank0
 
 
 class StopCallback(TrainerCallback):
-    """Save one checkpoint when all ranks have agreed to stop, then raise SystemExit; with
-    ``enable_jit_checkpoint=True`` let ``train()`` return, as the stock callback does.
+    """Save one checkpoint when all ranks have agreed to stop, then raise SystemExit. With
+    ``enable_jit_checkpoint=True`` ``train()`` returns, as with the stock callback, and so it does
+    if another callback stops training at that step.
 
     The Trainer itself saves, so that the checkpoint includes the losses of the step. An evaluation
     due at that step is skipped: little time is left before the job is killed.
@@ -33,6 +34,7 @@ class StopCallback(TrainerCallback):
         self.trainer = trainer
         self._sentinel: Path | None = None
         self._only_model = False
+        self.returns = trainer.args.enable_jit_checkpoint  # train() does, after the save
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         listen(self.trainer.deepspeed)
@@ -49,7 +51,9 @@ class StopCallback(TrainerCallback):
         control.should_save, control.should_evaluate = True, False
         # else nothing could be resumed
         self._only_model, args.save_only_model = args.save_only_model, False
-        control.should_training_stop = args.enable_jit_checkpoint
+        # what stops before the last step is another callback
+        stops = control.should_training_stop and state.global_step < state.max_steps
+        self.returns = control.should_training_stop = args.enable_jit_checkpoint or stops
         from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
         name = f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
@@ -69,5 +73,5 @@ class StopCallback(TrainerCallback):
         if state.is_world_process_zero:
             self._sentinel.unlink()
         self._sentinel, args.save_only_model = None, self._only_model
-        if not args.enable_jit_checkpoint:
+        if not self.returns:
             end(self.trainer.deepspeed)

@@ -167,8 +167,9 @@ def _stop_listening(trainer: Any) -> None:
     from hf_zero.integrations.signal_saves import stop_listening
     from hf_zero.integrations.transformers.stop_callback import StopCallback
 
-    if trainer.pop_callback(StopCallback) is not None:
-        stop_listening(trainer.deepspeed, trainer.args.enable_jit_checkpoint)
+    callback = trainer.pop_callback(StopCallback)
+    if callback is not None:
+        stop_listening(trainer.deepspeed, callback.returns)
 
 
 def leave_norm_on_device(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -143,12 +143,21 @@ def test_a_signal_after_the_last_step_acts_when_training_returns(
     assert run.state.global_step == STEPS
 
 
-def test_enable_jit_checkpoint_lets_train_return(tmp_path: Path, handlers: None) -> None:
+class Stopping(transformers.TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == 2
+
+
+@in_turn("jit", [True, False])
+def test_train_returns_if_jit_or_a_callback_asks_for_it(
+    jit: bool, tmp_path: Path, handlers: None
+) -> None:
     def act(step: Any) -> None:
         if step == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    run = routed("stock", 1, tmp_path, callbacks=[Between(act)], enable_jit_checkpoint=True)
+    more = [] if jit else [Stopping()]
+    run = routed("stock", 1, tmp_path, callbacks=[Between(act), *more], enable_jit_checkpoint=jit)
     run.train()
     assert run.state.global_step == 2 < STEPS
     (folder,) = tmp_path.glob("checkpoint-*")
