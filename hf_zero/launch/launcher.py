@@ -15,13 +15,11 @@ import re
 import runpy
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
-from hf_zero.distributed.rendezvous_store import bind_rendezvous
+from hf_zero.distributed.torchrun import bind_rendezvous, signal_ranks_alone
 from hf_zero.distributed.uncaught import shows_tracebacks
 
 # about the ends of ranks, which are reported below, and about files of torchrun's own
@@ -41,31 +39,6 @@ LOGGERS = (
 )
 
 
-def _signal_ranks_alone() -> None:
-    """Make torchrun send a signal to a rank alone, and to what the rank has started once that has
-    ended: a rank that saves on SIGTERM needs the workers of its data loader until then.
-    """
-    from torch.distributed.elastic.multiprocessing import subprocess_handler
-
-    handler = subprocess_handler.SubprocessHandler
-    close = handler.close
-
-    def close_rank(self: Any, death_sig: signal.Signals | None = None) -> None:
-        if death_sig in (None, signal.SIGKILL) or self.proc.poll() is not None:
-            close(self, death_sig)
-            return
-        self.proc.send_signal(death_sig)
-
-        def end_group() -> None:
-            self.proc.wait()
-            with suppress(ProcessLookupError):
-                close(self, death_sig)
-
-        threading.Thread(target=end_group).start()
-
-    handler.close = close_rank  # type: ignore[method-assign]
-
-
 def main() -> int:
     """Run the launcher named by the first argument. Returns the exit code of the rank that failed
     first, as a shell would give it.
@@ -78,7 +51,7 @@ def main() -> int:
     for name in () if whole else LOGGERS:
         logging.getLogger(name).addFilter(_wanted)
     bind_rendezvous()
-    _signal_ranks_alone()
+    signal_ranks_alone()
     try:
         runpy.run_module(launcher, run_name="__main__", alter_sys=True)
     except Exception as error:

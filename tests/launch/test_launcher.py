@@ -5,13 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from hf_zero.distributed.torchrun import signal_ranks_alone
 from hf_zero.launch import launcher
 from tests.helpers.cells import in_one_item
 
@@ -89,3 +96,44 @@ def test_a_signal_keeps_its_exit_code_with_a_traceback(
         said = capsys.readouterr().err
         assert said.endswith("hf-zero launch: this launcher was ended by SIGTERM\n")
         assert ("Traceback" in said) is (shown == "1")
+
+
+RANK = """
+import signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+def end(*_):
+    time.sleep(0.5)  # in which a signal to the group would have ended the child
+    print("alive" if child.poll() is None else "ended", flush=True)
+    sys.exit(85)
+signal.signal(signal.SIGTERM, end)
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_a_rank_has_started_outlives_it_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SubprocessHandler, "close", SubprocessHandler.close)
+    signal_ranks_alone()
+    out = tmp_path / "out"
+    rank = SubprocessHandler(sys.executable, ("-c", RANK), {}, str(out), None, 0, None)
+    child = int(until(lambda: out.read_text().strip()))
+    rank.close(signal.SIGTERM)
+    assert rank.proc.wait(30) == 85 and out.read_text().split()[1] == "alive"
+    assert until(lambda: not psutil.pid_exists(child) or is_zombie(child))
+
+
+def is_zombie(pid: int) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+def until(look: Callable[[], Any]) -> Any:
+    """Return what ``look`` returns once that is true."""
+    for _ in range(600):
+        if found := look():
+            return found
+        time.sleep(0.05)
+    raise AssertionError("not within 30 s")

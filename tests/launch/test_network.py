@@ -20,7 +20,7 @@ import pytest
 import torch.distributed as dist
 
 from hf_zero.distributed.rank_hosts import interface_of
-from hf_zero.distributed.rendezvous_store import RendezvousStore
+from hf_zero.distributed.torchrun import RendezvousStore
 from hf_zero.launch.hosts import free_port
 from hf_zero.launch.plan import Request, plan
 from tests.helpers.cells import in_one_item, in_turn

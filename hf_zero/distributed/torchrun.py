@@ -1,4 +1,5 @@
-"""The store of a launcher's rendezvous, bound to the address that its clients connect to.
+"""Changes of torchrun under ``hf-zero launch``: its store is bound to the address that clients
+connect to, and a signal goes to the ranks alone.
 
 torchrun unpickles values of its store, and the store asks for no password. A server of TCPStore
 listens on all addresses of its host, also if it was made for 127.0.0.1, unless it gets a socket.
@@ -7,7 +8,10 @@ listens on all addresses of its host, also if it was made for 127.0.0.1, unless 
 from __future__ import annotations
 
 import ipaddress
+import signal
 import socket
+import threading
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -59,3 +63,28 @@ def _bind(host: str, port: int) -> socket.socket | None:
         bound.close()
         return None
     return bound
+
+
+def signal_ranks_alone() -> None:
+    """Make torchrun send a signal to a rank alone, and to what the rank has started once that has
+    ended: a rank that saves on SIGTERM needs the workers of its data loader until then.
+    """
+    from torch.distributed.elastic.multiprocessing import subprocess_handler
+
+    handler = subprocess_handler.SubprocessHandler
+    close = handler.close
+
+    def close_rank(self: Any, death_sig: signal.Signals | None = None) -> None:
+        if death_sig in (None, signal.SIGKILL) or self.proc.poll() is not None:
+            close(self, death_sig)
+            return
+        self.proc.send_signal(death_sig)
+
+        def end_group() -> None:
+            self.proc.wait()
+            with suppress(ProcessLookupError):
+                close(self, death_sig)
+
+        threading.Thread(target=end_group).start()
+
+    handler.close = close_rank  # type: ignore[method-assign]
