@@ -150,7 +150,7 @@ def configuration(draw: random.Random, folder: Path) -> Sequence[Call]:
     suffix = draw.choice([".json", ".yaml", ".hjson"])
     text = json.dumps(chosen)
     if suffix == ".yaml":
-        with suppress(yaml.YAMLError):
+        with suppress(yaml.YAMLError, RecursionError):
             text = yaml.safe_dump(chosen)
     content = text.encode("utf-8", "replace")
     path = folder / f"config{suffix}"
