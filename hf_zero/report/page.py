@@ -47,9 +47,9 @@ def write_report(
     to = Path(output) if output is not None else runs[0].folder / NAME
     text = page(runs, [_timeline(each) for each in runs], javascript())
     try:
-        draft = to.with_name(f".{to.name}.new")
-        draft.write_text(text, "utf-8", "replace")
-        draft.replace(to)  # a link there is not written through
+        if to.is_symlink():  # it is not written through
+            to.unlink()
+        to.write_text(text, "utf-8", "replace")
     except OSError as error:
         raise ConfigError(f"the page {to} cannot be written ({error}); pass --output") from error
     return to, [each.summary() for each in runs]

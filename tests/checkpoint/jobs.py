@@ -262,6 +262,11 @@ def small() -> nn.Module:
     return module
 
 
+def trained(steps: int) -> Engine:
+    engines, _ = run(ONE, small, lambda engine: train_some(engine, steps))
+    return engines[0]
+
+
 def other() -> nn.Module:
     """The same model with other values, to load into."""
     module = small()

@@ -24,16 +24,7 @@ import torch
 from hf_zero import checkpoint
 from hf_zero.checkpoint import file_writer, find, storage
 from hf_zero.checkpoint.find import integrity_error
-from hf_zero.checkpoint.save_log import SaveLog
-from tests.checkpoint.jobs import (
-    ONE,
-    Engine,
-    run,
-    same,
-    small,
-    train_some,
-    weights,
-)
+from tests.checkpoint.jobs import same, trained, weights
 from tests.helpers.cells import runs_long
 
 CALLS = ("open", "write", "pwrite", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
@@ -150,19 +141,8 @@ def _moved(path: Path, source: Path, target: Path) -> Path:
     return target / path.relative_to(source) if path.is_relative_to(source) else path
 
 
+pytestmark = pytest.mark.usefixtures("without_other_jobs")
 STATE = {"seen": torch.arange(3)}  # not JSON: objects.pt is written too
-
-
-@pytest.fixture(autouse=True)
-def without_other_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the file for other jobs of this host, which is not in the folder of the run."""
-    monkeypatch.setattr(SaveLog, "note", lambda self, save: None)
-    monkeypatch.setattr(SaveLog, "others", lambda self: {})
-
-
-def trained(steps: int) -> Engine:
-    engines, _ = run(ONE, small, lambda engine: train_some(engine, steps))
-    return engines[0]
 
 
 class Reader:

@@ -34,6 +34,7 @@ from hf_zero.checkpoint.verify import verify_all
 from hf_zero.cli.app import app
 from hf_zero.errors import CheckpointError
 from tests.checkpoint.jobs import (
+    ONE,
     TWO,
     errors,
     flip,
@@ -44,10 +45,11 @@ from tests.checkpoint.jobs import (
     run_holds,
     same,
     saved,
+    trained,
     weights,
 )
 from tests.checkpoint.setups import Setup, first_half, global_losses, second_half
-from tests.checkpoint.test_cut_off import ONE, STATE, Killed, Reader, step, trained
+from tests.checkpoint.test_cut_off import STATE, Killed, Reader, step
 from tests.helpers.ranks import run_ranks
 
 __all__ = ["step"]

@@ -24,11 +24,11 @@ from hf_zero.checkpoint.convert.publish import FOLDER
 from hf_zero.checkpoint.convert.to_universal import LATEST_UNIVERSAL
 from hf_zero.checkpoint.find import integrity_error
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
-from hf_zero.checkpoint.save_log import SaveLog
-from hf_zero.engine import Engine
 from hf_zero.errors import CheckpointError
-from tests.checkpoint.jobs import ONE, run, small, train_some
+from tests.checkpoint.jobs import trained
 from tests.helpers.cells import in_turn
+
+pytestmark = pytest.mark.usefixtures("without_other_jobs")
 
 CALLS = ("rename", "replace", "link", "unlink", "mkdir", "rmdir", "fsync")
 
@@ -73,18 +73,6 @@ def content(folder: Path) -> dict[str, Any]:
         elif path.is_file():  # torch writes its metadata in an order of its own
             found[name] = None if name == ".metadata" else path.read_bytes()
     return found
-
-
-@pytest.fixture(autouse=True)
-def without_other_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the file for other jobs of this host, which is not in the folder of the run."""
-    monkeypatch.setattr(SaveLog, "note", lambda self, save: None)
-    monkeypatch.setattr(SaveLog, "others", lambda self: {})
-
-
-def trained(steps: int) -> Engine:
-    engines, _ = run(ONE, small, lambda engine: train_some(engine, steps))
-    return engines[0]
 
 
 @pytest.fixture(scope="module")

@@ -33,8 +33,8 @@ from hf_zero.checkpoint.convert.to_universal import LATEST_UNIVERSAL as LATEST
 from hf_zero.checkpoint.find import integrity_error
 from hf_zero.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_zero.errors import HfZeroError
-from tests.checkpoint.jobs import same, weights
-from tests.checkpoint.test_cut_off import STATE, Reader, trained
+from tests.checkpoint.jobs import same, trained, weights
+from tests.checkpoint.test_cut_off import STATE, Reader
 from tests.checkpoint.test_publish import TARGETS, content
 
 FOREVER = 10**9

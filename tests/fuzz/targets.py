@@ -84,7 +84,10 @@ def rank_files(draw: random.Random, folder: Path) -> Sequence[Call]:
 
 
 def deepspeed(draw: random.Random, folder: Path) -> Sequence[Call]:
-    return _foreign(draw, folder, draw.choice(["stage0", "stage1", "stage3", "stage1-universal"]))
+    name = draw.choice(["stage0", "stage1", "stage3", "stage1-universal"])
+    if not (folder / name).exists():
+        shutil.copytree(INPUTS / name, folder / name)
+    return _damaged_folder(draw, folder, folder / name)
 
 
 def torch_folder(draw: random.Random, folder: Path) -> Sequence[Call]:
@@ -92,12 +95,6 @@ def torch_folder(draw: random.Random, folder: Path) -> Sequence[Call]:
         tag = _checkpoint(folder / "run")
         convert_checkpoint(tag, folder / "dcp", to="dcp", progress=False)
     return _damaged_folder(draw, folder, folder / "dcp")
-
-
-def _foreign(draw: random.Random, folder: Path, name: str) -> Sequence[Call]:
-    if not (folder / name).exists():
-        shutil.copytree(INPUTS / name, folder / name)
-    return _damaged_folder(draw, folder, folder / name)
 
 
 def _damaged_folder(draw: random.Random, folder: Path, source: Path) -> Sequence[Call]:

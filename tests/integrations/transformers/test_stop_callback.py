@@ -36,6 +36,12 @@ class Between(transformers.TrainerCallback):
         self.act(state.global_step)
 
 
+def terminated(step: Any) -> None:
+    """Send SIGTERM in the second step."""
+    if step == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 @pytest.fixture
 def handlers() -> Iterator[None]:
     """The default handlers of both signals, which must be back at the end of the test."""
@@ -152,12 +158,8 @@ class Stopping(transformers.TrainerCallback):
 def test_train_returns_if_jit_or_a_callback_asks_for_it(
     jit: bool, tmp_path: Path, handlers: None
 ) -> None:
-    def act(step: Any) -> None:
-        if step == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    more = [] if jit else [Stopping()]
-    run = routed("stock", 1, tmp_path, callbacks=[Between(act), *more], enable_jit_checkpoint=jit)
+    callbacks = [Between(terminated), *([] if jit else [Stopping()])]
+    run = routed("stock", 1, tmp_path, callbacks=callbacks, enable_jit_checkpoint=jit)
     run.train()
     assert run.state.global_step == 2 < STEPS
     (folder,) = tmp_path.glob("checkpoint-*")
@@ -166,12 +168,8 @@ def test_train_returns_if_jit_or_a_callback_asks_for_it(
 
 
 def test_what_is_saved_on_a_signal_can_be_resumed(tmp_path: Path, handlers: None) -> None:
-    def act(step: Any) -> None:
-        if step == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
     only = {"save_only_model": True}
-    run = routed("stock", 1, tmp_path, callbacks=[Between(act)], **only)
+    run = routed("stock", 1, tmp_path, callbacks=[Between(terminated)], **only)
     with pytest.raises(SystemExit):
         run.train()
     run.deepspeed.destroy()
