@@ -6,9 +6,8 @@ import time
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from hf_zero.cli.printing import AsJson, in_units, print_json, print_table
+from hf_zero.cli.printing import AsJson, Table, in_units, print_json, print_table
 
 
 def clean(

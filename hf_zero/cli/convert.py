@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-from rich.table import Table
 
 from hf_zero.cli import completion
-from hf_zero.cli.printing import AsJson, in_units, print_json, print_table
+from hf_zero.cli.printing import AsJson, Table, in_units, print_json, print_table
 from hf_zero.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -14,10 +14,9 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from rich.console import Console
 from rich.markdown import Markdown
-from rich.table import Table
 
 from hf_zero.cli.completion import beginning
-from hf_zero.cli.printing import AsJson, print_json, print_table
+from hf_zero.cli.printing import AsJson, Table, print_json, print_table
 from hf_zero.config.keys import ALIASES, SECTIONS
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError

@@ -16,10 +16,9 @@ from urllib.parse import urlparse
 from urllib.request import url2pathname
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
-from hf_zero.cli.printing import AsJson, print_json, print_table
+from hf_zero.cli.printing import AsJson, Table, print_json, print_table
 from hf_zero.config.variables import faults, is_off
 
 Status = Literal["ok", "off", "broken"]

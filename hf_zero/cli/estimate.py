@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from hf_zero.cli import completion
-from hf_zero.cli.printing import AsJson, in_units, print_json, print_table
+from hf_zero.cli.printing import AsJson, Table, in_units, print_json, print_table
 from hf_zero.errors import ConfigError
 from hf_zero.logging import counted, parse_rate, parse_size, rate_in_units
 

@@ -13,12 +13,14 @@ from textwrap import TextWrapper
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
+from rich import table
+from rich.console import Console, RenderableType
 
 from hf_zero.logging import in_units
 
-__all__ = ["AsJson", "entry", "in_units", "print_json", "print_table", "replace_unencodable"]
+__all__ = [
+    "AsJson", "Table", "entry", "in_units", "print_json", "print_table", "replace_unencodable",
+]  # fmt: skip
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -62,6 +64,14 @@ def printable(text: str) -> str:
     )
 
 
+class Table(table.Table):
+    """A table whose cells, title and caption cannot control the terminal."""
+
+    def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
+        shown = (printable(cell) if isinstance(cell, str) else cell for cell in cells)
+        super().add_row(*shown, **options)
+
+
 def print_json(value: Any) -> None:
     """Print one JSON document on stdout. Values of types unknown to JSON become strings."""
     print(json.dumps(value, indent=2, default=str))
@@ -101,7 +111,7 @@ def print_table(table: Table) -> None:
     for column in table.columns:
         column.overflow = "fold"
     if title:
-        console.print(title, style="table.title", soft_wrap=not known)
+        console.print(printable(str(title)), style="table.title", soft_wrap=not known)
     console.print(table)
     if caption:
-        console.print(caption, style="table.caption", soft_wrap=not known)
+        console.print(printable(str(caption)), style="table.caption", soft_wrap=not known)

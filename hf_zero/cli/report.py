@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
-from hf_zero.cli.printing import AsJson, print_json, print_table
+from hf_zero.cli.printing import AsJson, Table, print_json, print_table
 
 
 def report(

@@ -8,7 +8,6 @@ from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
-from rich.table import Table
 
 from hf_zero.cli.estimate import (
     ConfigFile,
@@ -22,7 +21,7 @@ from hf_zero.cli.estimate import (
     TensorParallel,
     section,
 )
-from hf_zero.cli.printing import AsJson, in_units, print_json, print_table
+from hf_zero.cli.printing import AsJson, Table, in_units, print_json, print_table
 from hf_zero.logging import parse_rate, rate_in_units
 
 if TYPE_CHECKING:

@@ -10,9 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
-from hf_zero.cli.printing import print_json, print_table
+from hf_zero.cli.printing import Table, print_json, print_table
 from hf_zero.logging import counted
 
 if TYPE_CHECKING:

@@ -6,10 +6,9 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
-from hf_zero.cli.printing import AsJson, in_units, print_json, print_table
+from hf_zero.cli.printing import AsJson, Table, in_units, print_json, print_table
 
 DAMAGED = 1
 

@@ -34,6 +34,7 @@ PORTS = (20_000, 32_000)  # below Linux's ephemeral ports, which start at 32,768
 ATTEMPTS = 64
 MOST_SLOTS = 4096  # of one host
 LARGEST = 1 << 24  # bytes of a hostfile
+LONGEST_NAME = 253  # characters of a host name (RFC 1035, section 2.3.4, without the lengths)
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,10 @@ def read_hostfile(path: Path) -> list[Host]:
             raise LaunchError(f"{path}, line {number}: {text!r:.200} is not `host slots=N`")
         name, slots = found[1], int(found[2][:9])
         # An ssh option or a user's login: filters could not name such a host.
-        if name.startswith("-") or "@" in name:
+        if name.startswith("-") or "@" in name or not _resolvable(name):
             raise LaunchError(
-                f"{path}, line {number}: {name!r} is not a host name; users and options belong "
-                "in ~/.ssh/config or --ssh"
+                f"{path}, line {number}: {name!r:.100} is not a host name; users and options "
+                "belong in ~/.ssh/config or --ssh"
             )
         if slots < 1:
             raise LaunchError(
@@ -100,6 +101,16 @@ def read_hostfile(path: Path) -> list[Host]:
     if not hosts:
         raise LaunchError(f"the hostfile {path} lists no host; write `host slots=N` lines")
     return list(hosts.values())
+
+
+def _resolvable(name: str) -> bool:
+    """Whether ``name`` has the form of a host name: the resolver takes labels of 63 characters at
+    most, and no character that controls a terminal.
+    """
+    try:
+        return name.isprintable() and len(name.encode("idna")) <= LONGEST_NAME
+    except UnicodeError:
+        return False
 
 
 def select(

@@ -57,6 +57,7 @@ __all__ = [
 ]
 
 Precision = Literal["fp32", "float32", "no", "bf16", "bfloat16", "fp16", "float16"]
+MOST_RANKS = 1 << 20
 PRECISIONS = {
     "fp32": "fp32",
     "float32": "fp32",
@@ -397,9 +398,10 @@ def asked_for(
     """Return the settings that the arguments of :func:`estimate` describe, for a GPU unless
     ``device`` is another kind. Raises ConfigError for sizes that do not divide the ranks.
     """
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MOST_RANKS:
         raise ConfigError(
-            f"ranks = {ranks!r} is not a number of ranks; pass an integer of at least 1"
+            f"ranks = {ranks!r:.40} is not a number of ranks; pass an integer from 1 to "
+            f"{MOST_RANKS:,}"
         )
     wanted = optimizer if isinstance(optimizer, OptimizerConfig) else OptimizerConfig(optimizer, {})
     in_a_stage = ParallelDims.over(ranks, pipeline=pipeline).in_a_stage

@@ -18,11 +18,12 @@ from hf_zero.config import OptimizerConfig
 from hf_zero.config.kernels import AUTO
 from hf_zero.device.free_memory import Free
 from hf_zero.errors import ConfigError
+from hf_zero.integrations.transformers import meta_model
 from hf_zero.planning.estimate import traffic
 from hf_zero.zero.layout.engine_plan import plan
 from hf_zero.zero.layout.flat_layout import ALIGNMENT
 from hf_zero.zero.layout.stage_policy import bytes_per_parameter
-from tests.helpers.cells import in_one_item
+from tests.helpers.cells import in_one_item, runs_long
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
 TINY = BertConfig(vocab_size=512, intermediate_size=128, architectures=["BertForMaskedLM"], **SIZES)
@@ -183,6 +184,7 @@ def test_a_config_decides_precision_optimizer_and_replicas() -> None:
         ({"model": {"model_type": "no-such-type"}}, "no-such-type"),
         ({"model": 3}, "int 3 describes no model"),
         ({"ranks": 0}, "ranks = 0"),
+        ({"ranks": 10**400}, r"ranks = 1000\d* is not a number of ranks; .* to 1,048,576"),
         ({"ranks": 3, "config": {"stage": 3, "replicate_size": 2}}, "does not divide 3 ranks"),
         ({"precision": "int8"}, "precision 'int8' is unknown"),
         ({"stage": 4}, "stage 4 is unknown"),
@@ -194,6 +196,79 @@ def test_bad_input_is_named(case: tuple[dict[str, Any], str]) -> None:
     changes, says = case
     with pytest.raises(hf_zero.HfZeroError, match=says):
         hf_zero.estimate(**{"model": TINY, "ranks": 2, **changes})
+
+
+ABSURD = {
+    "num_hidden_layers": (10**7, 10**400, "a", None, [2]),
+    "hidden_size": (0, -4, 10**19, "64", 65),
+    "vocab_size": (10**18,),
+    "num_attention_heads": (0,),
+    "model_type": ("\u202e", [1]),
+    "architectures": ([1], ["AutoModel"], ["pipeline"]),
+    "rope_parameters": (3, {"rope_type": "none"}),
+    "quantization_config": (3,),
+    "layer_types": (["none"],),
+    "hidden_act": ("none",),
+    "text_config": (3,),
+}
+
+
+def test_a_configuration_that_holds_anything_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {**SMALL, "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    monkeypatch.setattr(meta_model, "MOST_MODULES", 200)
+    for key, values in {**ABSURD, "num_hidden_layers": (50, *ABSURD["num_hidden_layers"])}.items():
+        for value in values:
+            (tmp_path / "config.json").write_text(json.dumps({**sizes, key: value}))
+            for model in (str(tmp_path), {**sizes, key: value}):
+                with pytest.raises(ConfigError, match=r"no model|not a model folder"):
+                    hf_zero.estimate(model, ranks=2)
+
+
+PUBLISHED = {  # the parameters that the models' pages give
+    "openai-community/gpt2": 124_439_808,
+    "FacebookAI/roberta-base": 124_697_433,
+    "google-bert/bert-base-uncased": 109_514_298,
+    "google-bert/bert-large-uncased": 335_174_458,
+    "google-t5/t5-base": 222_903_552,
+    "google/gemma-2-2b": 2_614_341_888,
+    "google/gemma-2-9b": 9_241_705_984,
+    "HuggingFaceTB/SmolLM2-135M": 134_515_008,
+    "meta-llama/Llama-2-7b": 6_738_415_616,
+    "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.1-70B": 70_553_706_496,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B": 3_212_749_824,
+    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+    "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704,
+    "openai/gpt-oss-20b": 20_914_757_184,
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "Qwen/Qwen2.5-14B": 14_770_033_664,
+    "Qwen/Qwen2.5-32B": 32_763_876_352,
+    "Qwen/Qwen2.5-72B": 72_706_203_648,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-14B": 14_768_307_200,
+    "Qwen/Qwen3-32B": 32_762_123_264,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1_100_048_384,
+}
+
+
+def test_models_that_people_train_most_are_known_without_the_hub(
+    heard: list[str], pytestconfig: pytest.Config
+) -> None:
+    chosen = PUBLISHED if runs_long(pytestconfig) else ["openai-community/gpt2", "Qwen/Qwen3-8B"]
+    for name in chosen:
+        assert hf_zero.estimate(name, 1, stage=0).total_parameters == PUBLISHED[name], name
+    tuned = hf_zero.estimate("qwen2.5-0.5B-Instruct", 1, stage=0)
+    assert tuned.total_parameters == PUBLISHED["Qwen/Qwen2.5-0.5B"]
+    assert any("sizes that hf-zero knows" in line for line in heard)
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
+        hf_zero.estimate("Qwen/Qwen2.5-0.6B", 1)
 
 
 # -- tiers, and what fits --------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from hf_zero.cli import main
 from hf_zero.cli.app import app
+from hf_zero.cli.printing import Table, print_table
 from tests.helpers.cells import in_one_item
 
 
@@ -92,3 +93,11 @@ def test_underscores_are_read_as_dashes(tmp_path: Path, monkeypatch: pytest.Monk
     line = ["launch", "--num_gpus", "3", "--master_port=99", "--json", "train.py", "--my_own", "1"]
     shown = CliRunner().invoke(app, line)
     assert '"3"' in shown.output and '"99"' in shown.output and '"--my_own"' in shown.output
+
+
+def test_a_table_does_not_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table("name", title="\x1b[2J", caption="\u202e")
+    table.add_row("a\x1b[31mb")
+    print_table(table)
+    shown = capsys.readouterr().out
+    assert "a\\x1b[31mb" in shown and not set("\x1b\u202e") & set(shown)

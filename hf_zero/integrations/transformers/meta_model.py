@@ -5,26 +5,31 @@ configuration alone.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import socket
 import textwrap
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import resources
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 import transformers
 from huggingface_hub import constants
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import AutoConfig, PreTrainedConfig
 
 from hf_zero.errors import ConfigError
 from hf_zero.logging import listed, logger
 
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+TUNED = re.compile(r"-(instruct|it|chat|base)(-hf)?$", re.IGNORECASE)
+MOST_LAYERS, MOST_MODULES = 100_000, 500_000  # of a model; the largest ones have 100,000 modules
 # Transformers' tables of classes with a head, those of pretraining tasks first
 HEADS = (
     "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_TEXT_TO_TEXT", "MASKED_LM", "CAUSAL_LM",
@@ -37,20 +42,22 @@ def build_on_meta(model: Any, needs_loss: bool = False) -> nn.Module:
     config.json, or a name on the hub.
 
     The class is the one that the configuration names in ``architectures``, else the bare model of
-    its type, with a warning. Raises ConfigError if there is no such model, or if the model
-    ``needs_loss`` and is built without its head.
+    its type, with a warning. Raises ConfigError if there is no such model, if it has more than
+    :data:`MOST_MODULES` modules, or if the model ``needs_loss`` and is built without its head.
     """
     config = _configuration(model)
     names = config.architectures or ()
-    named = [getattr(transformers, name, None) for name in names]
-    build: Any = next((cls._from_config for cls in named if cls is not None), None)
     try:
-        with torch.device("meta"):
+        named = [getattr(transformers, name, None) for name in names]
+        build: Any = next((cls._from_config for cls in named if cls is not None), None)
+        with torch.device("meta"), _few_modules():
             if build is not None:
                 return build(config, dtype=torch.float32)
             bare = transformers.AutoModel.from_config(config, dtype=torch.float32)
-    except ValueError as error:
-        raise ConfigError(f"no model can be built from {_named(model)}: {error}") from error
+    except Exception as error:  # a configuration may hold anything
+        raise ConfigError(
+            f"no model can be built from {_named(model)}: {_described(error)}"
+        ) from error
     head = _with_head(config)
     unknown = f"only architectures that Transformers does not have ({listed(names)})"
     said = f"{_source(model)} names {unknown if names else 'no architectures'}; "
@@ -60,6 +67,30 @@ def build_on_meta(model: Any, needs_loss: bool = False) -> nn.Module:
     without = f" without a head; {remedy}" if head else ""
     _warn_once(f"{said}counted as {type(bare).__name__}{without}")
     return bare
+
+
+@contextmanager
+def _few_modules() -> Iterator[None]:
+    """Raise ValueError when more than :data:`MOST_MODULES` modules are built inside."""
+    built = 0
+
+    def count(*_: Any) -> None:
+        nonlocal built
+        built += 1
+        if built > MOST_MODULES:
+            raise ValueError(f"it has more than {MOST_MODULES:,} modules")
+
+    hook = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _described(error: Exception) -> str:
+    """Return the message of ``error``, with its class unless its message is meant for users."""
+    own = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
+    return textwrap.shorten(f"{own}{error}", 160)
 
 
 def _with_head(config: PreTrainedConfig) -> str:
@@ -89,37 +120,71 @@ def _source(model: Any) -> str:
 def _configuration(model: Any) -> PreTrainedConfig:
     if isinstance(model, PreTrainedConfig):
         return model
-    offline = ""
-    try:
-        if isinstance(model, Mapping):
-            values = dict(model)
-            kind = values.pop("model_type", None)
-            if kind is None:
-                raise ConfigError(
-                    "a dict without model_type describes no model; add it, or pass a "
-                    "folder with a config.json"
-                )
-            return AutoConfig.for_model(kind, **values)
-        if isinstance(model, (str, os.PathLike)):
-            name = os.fspath(model)
-            offline = (
-                _why_offline() if HUB_NAME.fullmatch(name) and not os.path.exists(name) else ""
-            )
-            return AutoConfig.from_pretrained(name, local_files_only=bool(offline))
-    except (OSError, ValueError, StrictDataclassError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        said = textwrap.shorten(str(error), 160)
-        if offline:
-            said = f"it is not in the cache, and the Hub cannot be reached: {offline}"
+    if not isinstance(model, (Mapping, str, os.PathLike)):
         raise ConfigError(
-            f"{_named(model)} is not a model folder, config.json or known model "
-            f"({said}); pass one of these"
+            f"{type(model).__name__} {model!r} describes no model; pass a module, a configuration, "
+            "a dict, a folder or a name"
+        )
+    if isinstance(model, Mapping):
+        if model.get("model_type") is None:
+            raise ConfigError(
+                "a dict without model_type describes no model; add it, or pass a folder with a "
+                "config.json"
+            )
+        return _from_values(model, model)
+    name = os.fspath(model)
+    hub = bool(HUB_NAME.fullmatch(name)) and not os.path.exists(name)
+    offline = _why_offline() if hub else ""
+    try:
+        values, _ = PreTrainedConfig.get_config_dict(name, local_files_only=bool(offline))
+        _refuse_layers(values)
+        return AutoConfig.from_pretrained(name, local_files_only=bool(offline))
+    except Exception as error:  # the file may hold anything
+        why = f"it is not in the cache, and the Hub cannot be reached: {offline}"
+        why = why if offline else _described(error)
+        known = _known_sizes(name) if hub and isinstance(error, OSError) else None
+        if known is not None:
+            _warn_once(f"{name} is estimated by the sizes that hf-zero knows ({why})")
+            return _from_values(model, known)
+        raise ConfigError(
+            f"{_named(model)} is not a model folder, config.json or known model ({why}); pass one "
+            "of these"
         ) from error
-    raise ConfigError(
-        f"{type(model).__name__} {model!r} describes no model; pass a module, a configuration, a "
-        "dict, a folder or a name"
-    )
+
+
+def _from_values(model: Any, values: Mapping[str, Any]) -> PreTrainedConfig:
+    """Return the configuration that ``values`` describe. Raises ConfigError if none is."""
+    kind = values["model_type"]
+    try:
+        _refuse_layers(values)
+        own = {name: value for name, value in values.items() if name != "model_type"}
+        return AutoConfig.for_model(kind, **own)
+    except Exception as error:
+        raise ConfigError(
+            f"{_named(model)} describes no model of Transformers ({_described(error)}); correct it"
+        ) from error
+
+
+def _refuse_layers(values: Mapping[str, Any]) -> None:
+    """Raise ValueError for more than :data:`MOST_LAYERS` layers: a class of Transformers may make a
+    list of them before it checks any.
+    """
+    for name, value in values.items():
+        if "layer" in str(name) and isinstance(value, int) and value > MOST_LAYERS:
+            raise ValueError(f"{name} = {value:.6g} is above {MOST_LAYERS:,}")
+
+
+def _known_sizes(name: str) -> dict[str, Any] | None:
+    """Return the configuration of the model ``name`` among those that people train most, which
+    instruction-tuned versions share; None for another model.
+    """
+    text = resources.files(__package__).joinpath("known_models.json").read_text("utf-8")
+    known = {each.lower(): sizes for each, sizes in json.loads(text).items()}
+    for wanted in (name.lower(), TUNED.sub("", name.lower())):
+        for each, sizes in known.items():
+            if wanted in (each, each.partition("/")[2]):
+                return dict(sizes)
+    return None
 
 
 def _why_offline() -> str:
