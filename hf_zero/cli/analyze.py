@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hf_zero.cli.printing import AsJson, Table, print_json, print_table
+from hf_zero.cli.printing import AsJson, PrintableTable, print_json, print_table
 
 PERCENTILES = (0, 5, 25, 50, 75, 95, 100)
 
@@ -59,7 +59,7 @@ def analyze(
     if as_json:
         print_json({**index.header, "folder": index.folder, "percentiles": values})
         return
-    table = Table("metric", "samples", *(f"{percentile} %" for percentile in PERCENTILES))
+    table = PrintableTable("metric", "samples", *(f"{percentile} %" for percentile in PERCENTILES))
     table.add_row(index.metric, f"{index.rows:,}", *(f"{value:g}" for value in values.values()))
     print_table(table)
     typer.echo(f'"index_to_metric_path": "{index.folder}"')

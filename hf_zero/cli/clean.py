@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hf_zero.cli.printing import AsJson, Table, in_units, print_json, print_table
+from hf_zero.cli.printing import AsJson, PrintableTable, in_units, print_json, print_table
 
 
 def clean(
@@ -46,7 +46,7 @@ def clean(
     if not rows:
         print(f"no checkpoints in memory in {' or '.join(map(str, bases(folder)))}")
         return
-    table = Table("folder", "size", "last change", "state")
+    table = PrintableTable("folder", "size", "last change", "state")
     for job, row in zip(found, rows):
         ago = f"{(time.time() - job.changed) / 60:,.0f} min ago"
         table.add_row(str(job.folder), in_units(job.nbytes), ago, str(row["state"]))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from hf_zero.cli import completion
-from hf_zero.cli.printing import AsJson, Table, in_units, print_json, print_table
+from hf_zero.cli.printing import AsJson, PrintableTable, in_units, print_json, print_table
 from hf_zero.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def convert_checkpoint(
     if as_json:
         print_json(dataclasses.asdict(done))
         return
-    table = Table(title=f"{done.source} -> {done.folder}", show_header=False)
+    table = PrintableTable(title=f"{done.source} -> {done.folder}", show_header=False)
     names = ", ".join(done.files[:FILES]) + (
         f" and {len(done.files) - FILES} more files" if len(done.files) > FILES else ""
     )

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 from hf_zero.cli.completion import beginning
-from hf_zero.cli.printing import AsJson, Table, print_json, print_table
+from hf_zero.cli.printing import AsJson, PrintableTable, print_json, print_table
 from hf_zero.config.keys import ALIASES, SECTIONS
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.errors import ConfigError
@@ -109,7 +109,7 @@ def docs(
         if as_json:
             print_json(descriptions())
             return
-        table = Table("topic", "content")
+        table = PrintableTable("topic", "content")
         for row in descriptions().items():
             table.add_row(*row)
         print_table(table)

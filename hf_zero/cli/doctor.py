@@ -18,7 +18,7 @@ from urllib.request import url2pathname
 import typer
 from rich.text import Text
 
-from hf_zero.cli.printing import AsJson, Table, print_json, print_table
+from hf_zero.cli.printing import AsJson, PrintableTable, print_json, print_table
 from hf_zero.config.variables import faults, is_off
 
 Status = Literal["ok", "off", "broken"]
@@ -54,7 +54,7 @@ def doctor(as_json: AsJson = False) -> None:
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:
-        table = Table("part", "", "status", "detail", title="hf-zero doctor")
+        table = PrintableTable("part", "", "status", "detail", title="hf-zero doctor")
         for finding in findings:
             table.add_row(
                 finding.part,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_zero.cli import completion
-from hf_zero.cli.printing import AsJson, Table, in_units, print_json, print_table
+from hf_zero.cli.printing import AsJson, PrintableTable, in_units, print_json, print_table
 from hf_zero.errors import ConfigError
 from hf_zero.logging import counted, parse_rate, parse_size, rate_in_units
 
@@ -339,7 +339,7 @@ def _mark(stage: int, own: Own) -> str:
     return f"*{stage}" if own is not None and own[0] == stage else str(stage)
 
 
-def _table(result: MemoryEstimate, here: int, own: Own) -> Table:
+def _table(result: MemoryEstimate, here: int, own: Own) -> PrintableTable:
     frozen = result.total_parameters - result.trainable_parameters
     count = f"{result.total_parameters:,} parameters" + (f" ({frozen:,} frozen)" if frozen else "")
     over = f"{result.ranks} rank{'s' if result.ranks > 1 else ''}" + (
@@ -368,7 +368,7 @@ def _table(result: MemoryEstimate, here: int, own: Own) -> Table:
             f"{hosts} of {counted(here, 'rank')}."
         )
     caption += _footnote(own)
-    table = Table(
+    table = PrintableTable(
         title=f"{result.model}: {count}, {over}, {result.precision}, {result.optimizer}{without}",
         caption=caption,
     )
@@ -400,8 +400,8 @@ def _table(result: MemoryEstimate, here: int, own: Own) -> Table:
     return table
 
 
-def _tiers(result: MemoryEstimate, own: Own) -> Table:
-    table = Table(
+def _tiers(result: MemoryEstimate, own: Own) -> PrintableTable:
+    table = PrintableTable(
         title=f"{result.model}: with offload: {', '.join(_places(result))}",
         caption="Per rank, without activations. Pinned is part of RAM. Parameters are "
         f"offloaded at stage 3 alone.{_footnote(own)}",
@@ -462,11 +462,11 @@ def _margin(found: Proposal) -> str:
     return f"Activations are not known: {left} to them."
 
 
-def _tried(found: Proposal) -> Table:
+def _tried(found: Proposal) -> PrintableTable:
     free = found.free
     device = "in RAM" if free.host_device else in_units(free.device)
     disks = "".join(f", {in_units(disk.nbytes)} in {disk.path}" for disk in free.disks)
-    table = Table(
+    table = PrintableTable(
         title=f"{found.model}: what fits one rank, from the fastest; free for each rank: device "
         f"{device}, RAM {in_units(free.ram)}{disks}",
         caption=f"{_margin(found)} A larger batch may need more.",
@@ -483,12 +483,12 @@ def _tried(found: Proposal) -> Table:
     return table
 
 
-def lengths_table(rows: Sequence[LengthEstimate], ranks: int) -> Table:
+def lengths_table(rows: Sequence[LengthEstimate], ranks: int) -> PrintableTable:
     """Return a table with one row per length and one column per way, from the fastest to the
     smallest. ``ranks`` share a sequence.
     """
     shared = f", each shared by {ranks} ranks" if ranks > 1 else ""
-    table = Table(
+    table = PrintableTable(
         title=f"activations of {rows[0].rows} sequence{'s' if rows[0].rows > 1 else ''}{shared}",
         caption="Per rank, at most at once, beside the tables above; in brackets what waits for "
         "the backward. With the kernels of torch.",
@@ -542,8 +542,8 @@ def link_json(rows: dict[int, list[Row]]) -> list[dict[str, Any]]:
     ]
 
 
-def link_table(rows: dict[int, list[Row]], ranks: int, link: str) -> Table:
-    table = Table(
+def link_table(rows: dict[int, list[Row]], ranks: int, link: str) -> PrintableTable:
+    table = PrintableTable(
         title=f"{ranks} ranks, each with a link of {rate_in_units(parse_rate(link))}: a step sends",
         caption="Per rank and step, if nothing is computed meanwhile; with the seconds that "
         "putting elements into few bits takes on this machine. Below the last column's speed a "

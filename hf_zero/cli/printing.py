@@ -19,7 +19,8 @@ from rich.console import Console, RenderableType
 from hf_zero.logging import in_units
 
 __all__ = [
-    "AsJson", "Table", "entry", "in_units", "print_json", "print_table", "replace_unencodable",
+    "AsJson", "PrintableTable", "entry", "in_units", "print_json", "print_table",
+    "replace_unencodable",
 ]  # fmt: skip
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -64,7 +65,7 @@ def printable(text: str) -> str:
     )
 
 
-class Table(table.Table):
+class PrintableTable(table.Table):
     """A table whose cells, title and caption cannot control the terminal."""
 
     def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
@@ -94,7 +95,7 @@ def entry(head: str, *notes: str, label: str = "", indent: int = 4) -> str:
     return "\n".join([*lines, *(line for note in notes for line in wrap.wrap(printable(note)))])
 
 
-def print_table(table: Table) -> None:
+def print_table(table: PrintableTable) -> None:
     """Print ``table`` as wide as the terminal; in a pipe as the variable COLUMNS says, else of 200
     columns. No cell is cut. The title and caption are lines above and below it, which a narrow
     table does not fold.

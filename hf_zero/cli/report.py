@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hf_zero.cli.printing import AsJson, Table, print_json, print_table
+from hf_zero.cli.printing import AsJson, PrintableTable, print_json, print_table
 
 
 def report(
@@ -39,7 +39,7 @@ def report(
         return
     names = list(dict.fromkeys(name for each in found for name in each))
     texts = [dict(summary_lines(each)) for each in found]
-    table = Table(*["", *(each["run"] for each in found)])
+    table = PrintableTable(*["", *(each["run"] for each in found)])
     for name in names[1:]:
         table.add_row(name.replace("_", " "), *(text.get(name, "") for text in texts))
     print_table(table)

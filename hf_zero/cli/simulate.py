@@ -21,7 +21,7 @@ from hf_zero.cli.estimate import (
     TensorParallel,
     section,
 )
-from hf_zero.cli.printing import AsJson, Table, in_units, print_json, print_table
+from hf_zero.cli.printing import AsJson, PrintableTable, in_units, print_json, print_table
 from hf_zero.logging import parse_rate, rate_in_units
 
 if TYPE_CHECKING:
@@ -217,9 +217,9 @@ def _machine(speeds: dict[str, float], **given: Any) -> Machine:
     return Machine(**values, sources=dict.fromkeys(values, "given"))
 
 
-def _bytes(found: Simulation) -> Table:
+def _bytes(found: Simulation) -> PrintableTable:
     bits = 32 if found.precision == "fp32" else 16
-    table = Table(
+    table = PrintableTable(
         title=f"{found.model}: {found.parameters:,} parameters, rank {found.rank} of "
         f"{found.ranks}, stage {found.stage}, {found.precision}, {found.optimizer}; model states "
         f"{in_units(found.model_state_bytes)}",
@@ -237,8 +237,8 @@ def _bytes(found: Simulation) -> Table:
     return table
 
 
-def _stages(found: Simulation) -> Table:
-    table = Table(
+def _stages(found: Simulation) -> PrintableTable:
+    table = PrintableTable(
         title="stages of the pipeline, by a rank of each",
         caption="Sent in a step: by this rank, to neighbours and in collectives. Waiting: for the "
         "other stages and for messages.",
@@ -260,8 +260,8 @@ def _stages(found: Simulation) -> Table:
     return table
 
 
-def _collectives(found: Simulation) -> Table:
-    table = Table(
+def _collectives(found: Simulation) -> PrintableTable:
+    table = PrintableTable(
         title="collectives of a step",
         caption="Sent: bytes that this rank sends, assuming ring algorithms.",
         show_footer=True,
@@ -286,7 +286,7 @@ def _collectives(found: Simulation) -> Table:
     return table
 
 
-def _seconds(found: Simulation) -> Table:
+def _seconds(found: Simulation) -> PrintableTable:
     machine, spent = found.machine, found.seconds
     rates = {
         "flops": f"{machine.flops / 1e12:.3g} TFLOP/s",
@@ -311,7 +311,7 @@ def _seconds(found: Simulation) -> Table:
         caption += (
             f"Assumed: {', '.join(assumed)}, the values of a DGX-2, the machine of the ZeRO paper."
         )
-    table = Table(
+    table = PrintableTable(
         title=f"seconds of a step of {found.micro_batches} x {found.micro_batch} sequences of "
         f"{found.sequence_length} tokens",
         caption=caption,

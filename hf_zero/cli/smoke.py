@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from hf_zero.cli.printing import Table, print_json, print_table
+from hf_zero.cli.printing import PrintableTable, print_json, print_table
 from hf_zero.logging import counted
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _print(rows: list[dict[str, Any]], ranks: int) -> None:
-    table = Table(
+    table = PrintableTable(
         "stage",
         "largest difference of a weight",
         "",

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from hf_zero.cli.printing import AsJson, Table, in_units, print_json, print_table
+from hf_zero.cli.printing import AsJson, PrintableTable, in_units, print_json, print_table
 
 DAMAGED = 1
 
@@ -50,7 +50,7 @@ def verify(
     if as_json:
         print_json([asdict(verdict) | {"whole": verdict.whole} for verdict in verdicts])
     else:
-        table = Table("checkpoint", "verdict", "files", "read", "parameters", "elements")
+        table = PrintableTable("checkpoint", "verdict", "files", "read", "parameters", "elements")
         for found in verdicts:
             said = (
                 Text("whole" if found.kind == "checkpoint" else "whole model", style="green")

@@ -26,10 +26,12 @@ from hf_zero.config.migrating_sections import (
     KeyFinding,
     Outcome,
     add_translated,
+    is_trainer,
     plain,
     translate_dynamo,
     translate_fsdp,
     translate_parallelism,
+    translate_trainer,
 )
 from hf_zero.config.provenance import shown
 from hf_zero.config.reading import AUTO, ConfigReading, Mistakes, canonical, meant, misspelt
@@ -73,9 +75,10 @@ class Migration(NamedTuple):
 def migrate(
     before: Mapping[str, Any], source: str = "config dict", check: Check = refusals
 ) -> Migration:
-    """Translate a configuration: DeepSpeed's JSON, or Accelerate's YAML for DeepSpeed, FSDP 1,
-    FSDP 2 or DDP. Keys without effect and keys unknown here are left out. ``source`` names the
-    file in notes; ``check`` returns, by key, why ``initialize`` refuses the values of the result.
+    """Translate a configuration: DeepSpeed's JSON; Accelerate's YAML for DeepSpeed, FSDP 1, FSDP 2
+    or DDP; the Trainer's file of arguments with FSDP, or its ``fsdp_config``. Keys without effect
+    and keys unknown here are left out. ``source`` names the file in notes; ``check`` returns, by
+    key, why ``initialize`` refuses the values of the result.
 
     Raises:
         ConfigError: no key is one of DeepSpeed, Accelerate or hf-zero, or the file is of another
@@ -90,6 +93,10 @@ def migrate(
             "DeepSpeed, Accelerate or hf-zero; pass a DeepSpeed JSON or an Accelerate YAML"
         )
     findings: list[KeyFinding] = []
+    if is_trainer(before):
+        filled, kept = translate_trainer(before, findings)
+        after = _settle(filled, findings, source, check)
+        return Migration(dict(before), {**kept, "deepspeed": after} if kept else after, findings)
     translate = _accelerate if is_accelerate(before) else _deepspeed
     after = translate(before, findings, source)
     return Migration(dict(before), _settle(after, findings, source, check), findings)

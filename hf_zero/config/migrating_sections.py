@@ -1,5 +1,5 @@
-"""Translation of the sections with which Accelerate configures FSDP, torch.compile and parallel
-dimensions, with a finding for each key.
+"""Translation of the sections with which Accelerate and the Trainer configure FSDP, torch.compile
+and parallel dimensions, with a finding for each key.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
+from hf_zero.config.accelerate_yaml import TRANSLATED
 from hf_zero.config.provenance import shown
 from hf_zero.config.spelling import MISSPELT, closest, did_you_mean, is_comment
 from hf_zero.errors import ConfigError
@@ -57,6 +58,15 @@ _FSDP_NAMES = (
     *(*_WITHOUT_EFFECT, *_SWITCHES),
     *("sharding_strategy", "reshard_after_forward", "state_dict_type", "ignored_modules"),
 )
+_XLA = ("xla", "xla_fsdp_v2", "xla_fsdp_settings", "xla_fsdp_grad_ckpt")  # the Trainer's, for TPUs
+# what the Trainer fills in from its arguments
+_FILLED = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "fp16": {"enabled": "auto"},
+}
 _STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 _DYNAMO = ("backend", "mode", "use_fullgraph", "use_dynamic", "use_regional_compilation")
 _NO_GRAPHS = "without CUDA graphs, because stage 3 gives parameters other addresses in each gather"
@@ -169,6 +179,67 @@ def translate_fsdp(
             findings.append(KeyFinding(key, value, "left out", "hf-zero has no such choice"))
         else:
             findings.append(KeyFinding(key, value, "no effect", note))
+
+
+def is_trainer(mapping: Mapping[str, Any]) -> bool:
+    """Whether ``mapping`` is a file of the Trainer: its arguments with FSDP among them, or the file
+    that its ``fsdp_config`` names.
+    """
+    if mapping.get("fsdp") and not isinstance(mapping["fsdp"], Mapping):
+        return True
+    names = {str(name).removeprefix("fsdp_") for name in mapping}
+    section = isinstance(mapping.get("activation_checkpointing"), Mapping)  # DeepSpeed's
+    return bool(names) and names <= {*_FSDP_NAMES, *_XLA} and not section
+
+
+def translate_trainer(
+    written: Mapping[str, Any], findings: list[KeyFinding]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the configuration for ``deepspeed`` or ``zero_config`` that takes the place of the
+    Trainer's ``fsdp`` and ``fsdp_config``, and the arguments that stay. ``written``: a file of
+    arguments, or the one that ``fsdp_config`` names.
+    """
+    arguments = "fsdp" in written
+    values = written.get("fsdp_config") or {} if arguments else written
+    if not isinstance(values, Mapping):
+        note = f"pass {shown(values)} to hf-zero migrate, and what it writes as deepspeed"
+        findings.append(KeyFinding("fsdp_config", values, "to fix", note))
+        values = {}
+    # the older form: --fsdp "full_shard auto_wrap offload"
+    asked = written.get("fsdp") or ""
+    words = [asked] if isinstance(asked, str) else asked if isinstance(asked, list) else []
+    older: dict[str, Any] = {}
+    for word in " ".join(map(str, words)).replace(",", " ").lower().split():
+        if word.upper() in _STRATEGIES and word not in ("true", "false"):
+            older["sharding_strategy"] = word.upper()
+        elif word == "offload":
+            older["cpu_offload"] = True
+        elif word not in ("auto_wrap", "true"):
+            findings.append(KeyFinding("fsdp", asked, "to fix", f"{word!r} is no option of it"))
+    if asked:
+        note = "deepspeed, the argument by which the Trainer trains with hf-zero"
+        findings.append(KeyFinding("fsdp", asked, "translated", note))
+    for name in [name for name in values if str(name).removeprefix("fsdp_") in _XLA]:
+        note = "hf-zero does not train on TPUs"
+        outcome: Outcome = "left out" if values[name] else "no effect"
+        findings.append(KeyFinding(name, values[name], outcome, note))
+    rest = {name: each for name, each in values.items() if name not in _XLA}
+    section: dict[str, Any] = {}
+    translate_fsdp({**older, **rest}, 1, section, findings)
+    section.pop("zero3_init_flag", None)  # the Trainer loads weights into shards by itself
+    after: dict[str, Any] = {**_FILLED}
+    for name, value in section.items():
+        path = TRANSLATED.get(name, name)
+        findings[:] = [
+            found._replace(note=found.note.replace(f"{name}: ", f"{path}: ")) for found in findings
+        ]
+        *sections, last = path.split(".")
+        inner = after
+        for part in sections:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    kept = {name: each for name, each in written.items() if name not in ("fsdp", "fsdp_config")}
+    return after, kept if arguments else {}
 
 
 def _unknown_below(

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from hf_zero.cli import main
 from hf_zero.cli.app import app
-from hf_zero.cli.printing import Table, print_table
+from hf_zero.cli.printing import PrintableTable, print_table
 from tests.helpers.cells import in_one_item
 
 
@@ -96,7 +96,7 @@ def test_underscores_are_read_as_dashes(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_table_does_not_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    table = Table("name", title="\x1b[2J", caption="\u202e")
+    table = PrintableTable("name", title="\x1b[2J", caption="\u202e")
     table.add_row("a\x1b[31mb")
     print_table(table)
     shown = capsys.readouterr().out

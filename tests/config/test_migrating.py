@@ -453,6 +453,30 @@ def test_files_of_other_programs_are_named(program: str) -> None:
     assert migrate({"zero_optimization": {"stage": 1}, "micro_batch_size": 2}).findings
 
 
+def test_fsdp_of_the_trainer_becomes_a_configuration_for_deepspeed() -> None:
+    config = {
+        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+        "fsdp_version": 2,
+        "reshard_after_forward": False,
+        "activation_checkpointing": True,
+        "xla": False,
+    }
+    own = migrate(config)
+    assert own.runs and ZeroConfig.from_dict(own.after, allow_auto=True).stage == 2
+    assert "xla" not in own.after and own.after["activation_checkpointing"] == {"blocks": True}
+    notes = {found.key: (found.outcome, found.note) for found in own.findings}
+    key = "fsdp_config.reshard_after_forward"
+    assert notes[key] == ("translated", "zero_optimization.stage: 2")
+    arguments = {"output_dir": "out", "fsdp": "full_shard auto_wrap offload", "bf16": True}
+    after = migrate({**arguments, "fsdp_config": {"transformer_layer_cls_to_wrap": ["A"]}}).after
+    on_cpu = {"device": "cpu"}
+    zero = after["deepspeed"].pop("zero_optimization")
+    assert zero == {"stage": 3, "offload_optimizer": on_cpu, "offload_param": on_cpu}
+    assert {*after} == {"output_dir", "bf16", "deepspeed"}
+    for key, wrong in {"fsdp": "full_shard offlaod", "fsdp_config": "fsdp.json"}.items():
+        assert not migrate({**arguments, key: wrong}).runs, key
+
+
 def test_names_of_a_file_do_not_control_the_terminal(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps({"zero_optimization": {}, "\x1b[31m\u202e": 1}))
     shown = CliRunner().invoke(app, ["migrate", str(tmp_path / "a.json")], catch_exceptions=False)

@@ -53,6 +53,11 @@ class TrainingArguments(transformers.TrainingArguments):
                 f"deepspeed={self.deepspeed!r} contradicts zero_config={self.zero_config!r}; "
                 "pass only zero_config"
             )
+        if self.fsdp:
+            raise ConfigError(
+                f"fsdp={self.fsdp!r} and zero_config both shard the model; leave fsdp and "
+                "fsdp_config out (`hf-zero migrate FILE` translates a file with them)"
+            )
         _refuse_other_stage(config.stage)
         if not isinstance(self.zero_config, str):
             # a string or a dict survives serialization to JSON; other objects do not

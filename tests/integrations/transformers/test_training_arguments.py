@@ -146,6 +146,8 @@ def test_a_contradiction_shows_both_values(make: Make) -> None:
         assert all(value in str(raised.value) for value in values), config
     with pytest.raises(ConfigError, match="contradicts zero_config"):
         make("zero2", deepspeed={"zero_optimization": {"stage": 3}})
+    with pytest.raises(ConfigError, match=r"fsdp='full_shard' and zero_config.*hf-zero migrate"):
+        make("zero2", fsdp="full_shard")
     # a precision in the config alone is none
     args = make({"stage": 2, "bf16": {"enabled": True}}, use_cpu=False)
     assert args.deepspeed_plugin.hf_ds_config.dtype().itemsize == 2
