@@ -324,7 +324,8 @@ def checkpoints_below(root: AnyPath) -> list[AnyPath]:
 
 def walk(root: AnyPath) -> Iterator[AnyPath]:
     """Yield ``root`` and the folders below it, without hidden ones and without the content of
-    checkpoints. In an object store, yield the folders that hold a manifest.
+    checkpoints. A link is followed, unless it leads to a folder that holds ``root``. In an object
+    store, yield the folders that hold a manifest.
     """
     if is_remote(root):  # a store has no folders, but names with slashes
         for manifest in sorted(root.glob(f"**/{MANIFEST_NAME}"), key=str):
@@ -332,7 +333,7 @@ def walk(root: AnyPath) -> Iterator[AnyPath]:
             if not any(part.startswith(".") for part in inner.split("/")):
                 yield manifest.parent
         return
-    seen: set[str] = set()  # a link may lead back up
+    seen = set(map(str, Path(os.path.realpath(root)).parents))
     waiting = [root]
     while waiting:
         folder = waiting.pop()

@@ -92,16 +92,18 @@ def test_a_model_folder_is_taken_by_its_own_name_alone(states: Path, tmp_path: P
 
 def test_a_trainers_output_folder(saved: Path, tmp_path: Path) -> None:
     """One without ``latest`` is whole all the same. Links and hidden folders are passed over."""
-    found = []
+    run, found = tmp_path / "run", []
     for step in (9, 10, 100):
-        found.append(tmp_path / f"checkpoint-{step}" / "pytorch_model")
+        found.append(run / f"checkpoint-{step}" / "pytorch_model")
         shutil.copytree(saved, found[-1].parent)
         set_step(found[-1] / "manifest.json", step)
-    (tmp_path / "checkpoint-100" / "latest").unlink()
-    shutil.copytree(saved, tmp_path / ".hf-zero-dropped-state")
-    (tmp_path / "checkpoint-9" / "up").symlink_to(tmp_path)
-    assert checkpoints_below(tmp_path) == found
-    assert find_checkpoint(tmp_path) == found[-1]
+    (run / "checkpoint-100" / "latest").unlink()
+    shutil.copytree(saved, run / ".hf-zero-dropped-state")
+    shutil.copytree(saved, tmp_path / "beside")
+    (run / "checkpoint-9" / "up").symlink_to(run)
+    (run / "checkpoint-9" / "above").symlink_to(tmp_path)
+    assert checkpoints_below(run) == found
+    assert find_checkpoint(run) == found[-1]
 
 
 def test_what_another_program_left_is_taken_where_it_is_alone(tmp_path: Path) -> None:

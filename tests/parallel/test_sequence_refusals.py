@@ -35,6 +35,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
     "sliding layers": (partial(qwen3, **SLIDING), 2, "layers of sliding_attention"),
     "soft-capping": (partial(tiny, "gemma2"), 2, "attn_logit_softcapping|sliding_window"),
     "state": (partial(tiny, "mamba"), 2, "layers of linear_attention"),
+    "dynamic mask": (
+        partial(tiny, "doge", sliding_window=None),
+        2,
+        "self_attn computes a mask of its own",
+    ),
     "rotary": (partial(llama, rope_parameters=ROPE), 2, "rope_type"),
     "heads": (partial(llama, num_attention_heads=2), 4, "does not divide 2 attention heads"),
     "no transformer": (Stack, 2, "not Stack"),

@@ -167,6 +167,10 @@ def _check(model: Any, ranks: int, tensor: int) -> None:
     )
     if both is not None:
         refuse(f"{both} attends in both directions, which needs the masks that are dropped", alone)
+    own = (key for key, each in model.named_modules() if hasattr(each, "prepare_dynamic_mask"))
+    masks = next(own, None)
+    if masks is not None:
+        refuse(f"{masks} computes a mask of its own from the values of all tokens", alone)
     eager = model.config._attn_implementation in (None, "eager")  # replaced by sdpa
     if not model._can_set_attn_implementation() or (eager and not model._supports_sdpa):
         refuse("it computes attention outside transformers' AttentionInterface", alone)
