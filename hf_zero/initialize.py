@@ -10,6 +10,7 @@ import os
 import reprlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from logging import WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -306,7 +307,11 @@ def _resolve(
     step has as many samples as in the checkpoint ``resumed``.
     """
     if made is not None:
-        check_elementwise(made, settings.elementwise_optimizers)
+        warning = check_elementwise(
+            made, settings.elementwise_optimizers, settings.allow_untested_optimizer
+        )
+        if warning:
+            log_rank0(warning, WARNING)
     settings = as_sent(settings, one_bit_of(settings, made))
     ranks = ranks_of_a_stage()
     if resumed is not None:

@@ -162,12 +162,6 @@ _OPTIMIZER = (
     inert("optimizer.torch_adam", BOOLEAN, "DeepSpeed reads this key only in optimizer.params"),
     inert("optimizer.legacy_fusion", BOOLEAN, "concerns DeepSpeed's fp16 LAMB"),
     inert(
-        "zero_allow_untested_optimizer",
-        BOOLEAN,
-        "hf-zero knows which classes update each element by itself; name a class of your own in "
-        "elementwise_optimizers",
-    ),
-    inert(
         "zero_force_ds_cpu_optimizer",
         BOOLEAN,
         "with offload, hf-zero updates on the CPU with an optimizer of any class",

@@ -165,6 +165,10 @@ class Keywords(TypedDict, total=False):
     """names of optimizer classes that, as you confirm, update each element independently of the
     others
     """
+    allow_untested_optimizer: bool | None
+    """whether an optimizer class that hf-zero does not know runs if a probe of a few steps finds
+    no difference between whole tensors and shards; one that fails is refused
+    """
     compressed_communication: CompressedCommunication | Mapping[str, Any] | None
     """The section ``compressed_communication``."""
     tensor_parallel: TensorParallelSection | Mapping[str, Any] | None

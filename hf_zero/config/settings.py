@@ -187,6 +187,15 @@ class Settings:
             "independently of the others"
         ),
     )
+    allow_untested_optimizer: bool = key(
+        BOOLEAN,
+        False,
+        (
+            "whether an optimizer class that hf-zero does not know runs if a probe of a few steps "
+            "finds no difference between whole tensors and shards; one that fails is refused"
+        ),
+        name="zero_allow_untested_optimizer",
+    )
     compressed_communication: CompressedCommunication = section(
         "compressed_communication", CompressedCommunication
     )

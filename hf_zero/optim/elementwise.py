@@ -4,7 +4,8 @@ that combine whole-tensor numbers in rounds (``whole_tensor.py``).
 A shard cuts parameters anywhere, so an update may use the element, its gradient, its own state and
 numbers of the group, but nothing computed over a whole tensor (a norm, a row mean, a matrix
 product), unless it declares the sums that ranks add up for it. The list is exact: a class not on it
-runs only if the user vouches for it by name, because a wrong one would train badly in silence.
+runs only if the user vouches for it by name, or allows untested ones and a probe (``probing.py``)
+finds no difference, because a wrong one would train badly in silence.
 
 Objects of torch's and transformers' classes whose update needs whole tensors are converted to
 classes of this package that make the same update over shards: an object keeps its identity, groups,
@@ -24,6 +25,7 @@ from hf_zero.optim.adafactor import Adafactor, TorchAdafactor
 from hf_zero.optim.adam_lion import Adam, Lion
 from hf_zero.optim.cpu import CPUSGD, CPUAdagrad, CPUAdam, CPULion
 from hf_zero.optim.muon import Muon
+from hf_zero.optim.probing import difference
 from hf_zero.optim.trust_ratio import LARS, Lamb
 from hf_zero.optim.whole_tensor import WholeTensorOptimizer, whole_tensor_base
 
@@ -98,16 +100,18 @@ def vouched_for(cls: type, allowed: Iterable[str]) -> bool:
     return any(name in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}") for name in allowed)
 
 
-def check(optimizer: Any, allowed: Iterable[str] = ()) -> None:
-    """Raise unless ``optimizer`` can run on flat shards.
+def check(optimizer: Any, allowed: Iterable[str] = (), untested: bool = False) -> str:
+    """Raise unless ``optimizer`` can run on flat shards; return a warning, or "".
 
     Args:
         optimizer: the user's optimizer object.
         allowed: class names the user vouches for (the configuration's ``elementwise_optimizers``).
+        untested: whether an unlisted class runs, with a warning, if a probe finds no difference
+            between whole tensors and shards (``zero_allow_untested_optimizer``).
 
     Raises:
-        UnsupportedOptimizerError: its class is neither on the list nor named in ``allowed``, or it
-            is no ``torch.optim.Optimizer`` at all.
+        UnsupportedOptimizerError: its class is neither on the list nor named in ``allowed``, nor
+            passes the probe if it is ``untested``, or it is no ``torch.optim.Optimizer`` at all.
     """
     cls = type(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -116,7 +120,7 @@ def check(optimizer: Any, allowed: Iterable[str] = ()) -> None:
             "optimizer itself, not a wrapper of it"
         )
     if update_base(adopted_class(cls) or cls) is not None or vouched_for(cls, allowed):
-        return
+        return ""
     listed = next((base for base in cls.__mro__ if base in ELEMENTWISE), None)
     reason = next(
         (_WHOLE_TENSOR[base.__name__] for base in cls.__mro__ if base.__name__ in _WHOLE_TENSOR),
@@ -124,6 +128,15 @@ def check(optimizer: Any, allowed: Iterable[str] = ()) -> None:
     )
     if reason is not None:
         why = f"its update needs whole-tensor numbers: {reason}, which is wrong on a shard"
+    elif untested:
+        found = difference(optimizer)
+        if not found:
+            return (
+                f"zero_allow_untested_optimizer: {_name(cls)} is not known to update each element "
+                "by itself; a probe found no difference between whole tensors and shards, which "
+                f'proves nothing. Confirm it with "elementwise_optimizers": ["{cls.__name__}"]'
+            )
+        why = f"it {found}"
     elif listed is not None:
         why = (
             f"it replaces the update of torch.optim.{listed.__name__} by its own, which hf-zero "

@@ -236,7 +236,8 @@ def _check_optimizer(
     """Raise UnsupportedOptimizerError for an optimizer that flat shards cannot run, before the
     model is changed.
     """
-    check(optimizer, plan.settings.elementwise_optimizers)
+    settings = plan.settings
+    check(optimizer, settings.elementwise_optimizers, settings.allow_untested_optimizer)
     _refuse_unknown_params(optimizer, {id(p) for p in parameters.values()})
     # state that cannot be carried over
     slots = {name: Slot(name, tuple(parameters[name].shape), 0) for name in plan.group_of}

@@ -555,6 +555,37 @@ def test_an_optimizer_that_is_not_known_is_an_assertion_too() -> None:
             deepspeed.initialize(model=model, optimizer=optimizer, config=config)
 
 
+def test_an_optimizer_that_is_not_known_trains_if_it_is_allowed_untested(
+    heard: list[str],
+) -> None:
+    class Own(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    def run(rank: int, model: Any) -> dict[str, torch.Tensor]:
+        config = config_of(3, zero_allow_untested_optimizer=True)
+        optimizer = Own(model.parameters(), lr=0.1)
+        engine = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+        for step in range(2):
+            engine.backward(squared(engine, At(step, 0, rank)))
+            engine.step()
+        found = full_weights(engine)
+        engine.destroy()
+        return found
+
+    wanted = stack()
+    optimizer = torch.optim.AdamW(wanted.parameters(), lr=0.1)
+    for step in range(2):
+        for rank in range(2):
+            (squared(wanted, At(step, 0, rank)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in on_ranks(2, run):
+        for name, value in wanted.state_dict().items():
+            torch.testing.assert_close(found[name], value, atol=1e-6, rtol=1e-5)
+    assert any("proves nothing" in line for line in heard)
+
+
 @pytest.mark.parametrize(("first", "stage"), [(0, 3), (3, 0)])
 def test_a_model_is_initialized_again(first: int, stage: int, heard: list[str]) -> None:
     """The second engine continues with the weights of the first, and with its optimizer object."""

@@ -4,6 +4,7 @@ plain loop over Python numbers; messages about momenta in one bit.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -69,6 +70,60 @@ def test_others_are_refused_unless_vouched_for():
     ):
         with pytest.raises(UnsupportedOptimizerError, match=said):
             check(optimizer, vouched)
+
+
+class Signed(Own):
+    """An update of each element by itself, with a momentum."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                momentum.mul_(0.9).add_(p.grad)
+                p.data.add_(self.changed(momentum).sign(), alpha=-group["lr"])
+
+    def changed(self, momentum):
+        return momentum
+
+
+def changing(by):
+    return type("Changing", (Signed,), {"changed": lambda self, momentum: by(momentum)})
+
+
+def holding(params):
+    optimizer = Signed(params)
+    optimizer.base = torch.optim.SGD(params, 0.1)
+    return optimizer
+
+
+def test_a_probe_tells_updates_of_elements_from_those_of_tensors():
+    def means(momentum):
+        return momentum - momentum.mean(-1, keepdim=True) if momentum.dim() > 1 else momentum
+
+    for make, said in (
+        (Signed, ""),
+        (changing(means), "updates shards differently from whole tensors, by"),
+        (changing(lambda momentum: momentum - momentum.mean()), "updates shards differently"),
+        (changing(torch.zeros_like), "changed nothing in a probe"),
+        (changing(lambda momentum: momentum @ momentum.T), "raised RuntimeError in a probe"),
+        (holding, "keeps tensors or an optimizer of its own (base)"),
+    ):
+        optimizer = over(make)
+        optimizer.param_groups[0]["lr"] = 0.0  # that of a warmup
+        calls = []
+        optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append(1))
+        weight, drawn = optimizer.param_groups[0]["params"][0], torch.get_rng_state()
+        warning = None
+        if said:
+            with pytest.raises(UnsupportedOptimizerError, match=re.escape(f"it {said}")):
+                check(optimizer, untested=True)
+        else:
+            warning = check(optimizer, untested=True)
+        assert bool(warning) is not bool(said)
+        assert not weight.any() and not optimizer.state and not calls
+        assert torch.equal(torch.get_rng_state(), drawn)
+        with pytest.raises(UnsupportedOptimizerError, match="cannot run on sharded parameters"):
+            check(optimizer)
 
 
 def slow(values, gradients, lr, betas, decay):

@@ -1,0 +1,138 @@
+"""A probe of an optimizer that is not on the list of ``elementwise.py``: the same steps over whole
+tensors, and over shards that are cut inside rows. It can only refute: equal results of a few steps
+prove nothing about other sizes, steps and gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# torch's own, which the twin gets anew; a scheduler's wrapper of step is bound to the optimizer
+_REPLACED = ("state", "param_groups", "step")
+# Above 128 rows and columns and 4,096 elements libraries factor or quantize what they keep.
+SHAPES = ((160, 130), (130,))
+SHARDS = 3
+STEPS = 5
+MOST_GROUPS = 8
+# of the largest update: what vectorized loops of other lengths round differently stays below
+TOLERANCE = 1e-4
+
+
+def difference(optimizer: torch.optim.Optimizer) -> str:
+    """Return why the update of ``optimizer`` cannot be made over shards: the end of a sentence that
+    begins with its name, or "" if :data:`STEPS` steps show no difference. The optimizer, its
+    parameters and the random generators keep their state.
+    """
+    own = {name: value for name, value in vars(optimizer).items() if name not in _REPLACED}
+    if held := [name for name, value in own.items() if _holds_tensors(value)]:
+        return f"keeps tensors or an optimizer of its own ({', '.join(sorted(held))})"
+    device = next((p.device for group in optimizer.param_groups for p in group["params"]), None)
+    device = torch.device("cpu") if device is None or device.type == "meta" else device
+    draw = torch.Generator().manual_seed(0)
+    options = _distinct(optimizer.param_groups)
+    wholes = [[_drawn(shape, draw).to(device) for shape in SHAPES] for _ in options]
+    gradients = [
+        [[_drawn(shape, draw).to(device) for shape in SHAPES] for _ in options]
+        for _ in range(STEPS)
+    ]
+    try:
+        after = _stepped(optimizer, options, wholes, gradients)
+        shards = [
+            _stepped(
+                optimizer,
+                options,
+                [[_shard(each, place) for each in group] for group in wholes],
+                [[[_shard(each, place) for each in group] for group in step] for step in gradients],
+            )
+            for place in range(SHARDS)
+        ]
+    except Exception as error:  # an update may refuse anything
+        return f"raised {type(error).__name__} in a probe ({error})"
+    worst = 0.0
+    for before, whole, *parts in zip(wholes, after, *shards, strict=True):
+        for index, (old, new) in enumerate(zip(before, whole, strict=True)):
+            joined = torch.cat([part[index] for part in parts]).view_as(new)
+            update = (new - old).abs().max().item()
+            if not update > 0:
+                return "changed nothing in a probe"
+            apart = (joined - new).abs().max().item() / update
+            worst = max(worst, apart if apart == apart else float("inf"))
+    if worst > TOLERANCE:
+        return (
+            f"updates shards differently from whole tensors, by {worst:.2g} of the largest update "
+            f"in {STEPS} steps"
+        )
+    return ""
+
+
+def _holds_tensors(value: Any, depth: int = 2) -> bool:
+    if isinstance(value, (Tensor, nn.Module, torch.optim.Optimizer)):
+        return True
+    if depth and isinstance(value, dict):
+        return any(_holds_tensors(each, depth - 1) for each in (*value.keys(), *value.values()))
+    if depth and isinstance(value, (list, tuple, set)):
+        return any(_holds_tensors(each, depth - 1) for each in value)
+    return False
+
+
+def _distinct(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the different options of ``groups``, with a learning rate that moves something."""
+    found: dict[str, dict[str, Any]] = {}
+    for group in groups:
+        options = {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in group.items()
+            if name not in ("params", "param_names")
+        }
+        if isinstance(options.get("lr"), (int, float)) and not options["lr"]:
+            options["lr"] = 1e-3  # the first step of a warmup
+        found.setdefault(repr(sorted(options.items())), options)
+    return list(found.values())[:MOST_GROUPS]
+
+
+def _drawn(shape: tuple[int, ...], draw: torch.Generator) -> Tensor:
+    """Draw a tensor whose rows have different norms."""
+    rows = torch.logspace(-1, 1, shape[0]).view(-1, *[1] * (len(shape) - 1))
+    return torch.randn(shape, generator=draw) * rows
+
+
+def _shard(whole: Tensor, place: int) -> Tensor:
+    count, flat = whole.numel(), whole.reshape(-1)
+    return flat[place * count // SHARDS : (place + 1) * count // SHARDS]
+
+
+def _stepped(
+    optimizer: torch.optim.Optimizer,
+    options: list[dict[str, Any]],
+    starts: list[list[Tensor]],
+    gradients: list[list[list[Tensor]]],
+) -> list[list[Tensor]]:
+    """Return the parameters ``starts``, one list a group, after a step over each of
+    ``gradients``.
+    """
+    groups = [[nn.Parameter(start.clone()) for start in group] for group in starts]
+    twin = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name not in _REPLACED:  # in an OrderedDict torch keeps hooks, which are the user's
+            own = OrderedDict() if isinstance(value, OrderedDict) else copy.copy(value)
+            vars(twin)[name] = own
+    twin.state = defaultdict(dict)
+    twin.param_groups = [
+        {**copy.deepcopy(each), "params": group}
+        for each, group in zip(options, groups, strict=True)
+    ]
+    devices = {start.device for group in starts for start in group if start.is_cuda}
+    with torch.random.fork_rng(devices=list(devices)), torch.enable_grad():
+        torch.manual_seed(0)
+        for step in gradients:
+            for group, given in zip(groups, step, strict=True):
+                for parameter, gradient in zip(group, given, strict=True):
+                    parameter.grad = gradient.clone()
+            twin.step()
+    return [[parameter.detach() for parameter in group] for group in groups]
