@@ -12,7 +12,7 @@ import functools
 import importlib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,15 @@ def set_threads(count: int) -> None:
     if count < 1:
         raise KernelError(f"set_threads({count}): give a number of at least 1")
     _needed("set_threads, use torch.set_num_threads:").set_threads(count)
+
+
+def end_by_parent_only(signals: Iterable[int]) -> None:
+    """Let ``signals`` end this process only if its parent sends them; those of others do nothing.
+    Without the native core they act as before.
+    """
+    install = getattr(core(), "end_by_parent_only", None)
+    if install is not None:
+        install(sorted(signals))
 
 
 def release_at_exit(folder: Path, top: Path, mark: str, own: Path) -> bool:

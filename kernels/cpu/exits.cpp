@@ -1,7 +1,10 @@
 // Folders that go when the last of several processes ends with code 0. Python's atexit does not see the code that
-// sys.exit was given; libc's on_exit does.
+// sys.exit was given; libc's on_exit does. And signals that end a process only if its parent sends them: Python's
+// handlers do not see the sender.
 #include <fcntl.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <sys/file.h>
 #include <sys/stat.h>
@@ -12,9 +15,26 @@
 #include <string>
 #include <system_error>
 #include <tuple>
+#include <vector>
 
 namespace py = pybind11;
 namespace fs = std::filesystem;
+
+namespace hfz {
+
+void end_if_parent_sent(int, siginfo_t* sent, void*) {
+    if (sent->si_pid == getppid()) _exit(0);
+}
+
+void end_by_parent_only(const std::vector<int>& signals) {
+    struct sigaction action = {};
+    action.sa_sigaction = end_if_parent_sent;
+    action.sa_flags = SA_SIGINFO | SA_RESTART;
+    for (int signal : signals)
+        if (sigaction(signal, &action, nullptr) != 0) throw py::value_error("no such signal: " + std::to_string(signal));
+}
+
+}  // namespace hfz
 
 #ifdef __GLIBC__
 namespace hfz {
@@ -112,6 +132,8 @@ void release_at_exit(const std::string& folder, const std::string& top, const st
 #endif
 
 void bind_exits(py::module_& m) {
+    m.def("end_by_parent_only", hfz::end_by_parent_only, py::arg("signals"),
+          "Let each of signals end this process, with code 0, if its parent sends it, and do nothing if another does.");
 #ifdef __GLIBC__
     m.def("release_at_exit", hfz::release_at_exit, py::arg("folder"), py::arg("top"), py::arg("mark"), py::arg("own"),
           "Remove the file own when this process ends with code 0, and with the last file beside it folder, unless another "

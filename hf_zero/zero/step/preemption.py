@@ -18,6 +18,7 @@ from hf_zero.distributed.mesh import Mesh
 from hf_zero.errors import PartitionError
 from hf_zero.logging import log_rank0
 from hf_zero.zero.layout.unit import SharedShards
+from hf_zero.zero.step import loader_workers
 
 
 class StopRequests:
@@ -42,6 +43,7 @@ class StopRequests:
         self._listens = True
         self._shards.serve()
         self._handlers = [_Handler(number, self.request) for number in signals]
+        loader_workers.keep(signals)
 
     @property
     def received(self) -> list[int]:
@@ -72,6 +74,8 @@ class StopRequests:
         """Restore the previous signal handlers."""
         for handler in self._handlers:
             handler.remove()
+        if self._handlers:
+            loader_workers.keep(())
         self._handlers = []
 
 
