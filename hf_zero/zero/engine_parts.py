@@ -22,6 +22,7 @@ from hf_zero.zero.layout.engine_plan import EnginePlan, ExtensionsOf
 from hf_zero.zero.layout.flat_spec import reading
 from hf_zero.zero.layout.materialize import make_mesh, plan_on_this_rank
 from hf_zero.zero.reduce.losses import Fp16LossScaler
+from hf_zero.zero.rollback import rolled_back
 from hf_zero.zero.sharded_model import ShardedModel, retire_flats, take_native_threads
 from hf_zero.zero.state_bytes import bytes_by_tier, state_bytes
 from hf_zero.zero.step.optimizer_patch import patch_optimizer, restore_optimizer
@@ -100,7 +101,7 @@ class EngineParts(AroundModel):
         kinds.set_device(plan.device)
         mesh = make_mesh(plan)
         try:
-            with ExitStack() as installed:
+            with rolled_back(plan.model, plan.optimizer), ExitStack() as installed:
                 self.changes = StateChanges(mesh.passes)
                 self._build(plan, mesh, installed)
                 self._installed = installed.pop_all()

@@ -1,5 +1,6 @@
-"""An exception at any line of a step, a save, a load: the change is complete, or undone, or refused
-from then on with the reason. The fast suite takes a sample of the lines, the long one all of them.
+"""An exception at any line of a start, a step, a save or a load: the change is complete, or undone,
+or refused from then on with the reason. The fast suite takes a sample of the lines, the long one
+all of them.
 """
 
 from __future__ import annotations
@@ -34,17 +35,25 @@ class Injected(Exception):
 
 
 class Lines:
-    """The trace function of a thread: counts the package's lines, and raises at one of them."""
+    """The trace function of a thread: counts the package's lines, and raises at one of them. With
+    ``folder``, counts the first run of each line of that folder.
+    """
 
-    def __init__(self, at: int) -> None:
+    def __init__(self, at: int, folder: str = "") -> None:
         self.at, self.count, self.where = at, 0, ""
+        self._folder, self._once = os.path.join(PACKAGE, folder), bool(folder)
+        self._seen: set[tuple[str, int]] = set()
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
-        return self.line if frame.f_code.co_filename.startswith(PACKAGE) else None
+        return self.line if frame.f_code.co_filename.startswith(self._folder) else None
 
     def line(self, frame: FrameType, event: str, arg: Any) -> Any:
-        self.count += event == "line"
-        if event == "line" and self.count == self.at:
+        line = (frame.f_code.co_filename, frame.f_lineno)
+        if event != "line" or (self._once and line in self._seen):
+            return self.line
+        self._seen.add(line)
+        self.count += 1
+        if self.count == self.at:
             name = os.path.relpath(frame.f_code.co_filename, PACKAGE)
             self.where = f"{name}:{frame.f_lineno} {frame.f_code.co_name}"
             sys.settrace(None)
@@ -82,15 +91,20 @@ def plainly(windows: Sequence[Sequence[int]]) -> Weights:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def engine_at(stage: int) -> Any:
+def model_with_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = layers()
+    return model, torch.optim.AdamW(model.parameters(), 1e-2)
+
+
+def engine_at(stage: int, given: Any = None, **more: Any) -> Any:
+    """Start an engine over ``given``, a model with its optimizer; None: over new ones."""
     zero: dict[str, Any] = {"stage": stage}
     if stage == 3:
         zero["stage3_param_persistence_threshold"] = 0
-    model = layers()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
+    model, optimizer = given or model_with_optimizer()
     keys = config_of(stage, train_micro_batch_size_per_gpu=ROWS, zero_optimization=zero)
-    return start(model, optimizer, keys, lr_scheduler=scheduler)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
+    return start(model, optimizer, keys, lr_scheduler=scheduler, **more)
 
 
 def backward(engine: Any, step: int) -> None:
@@ -108,6 +122,25 @@ def refused(error: hf_zero.HfZeroError) -> bool:
 
 
 # ---- what becomes of one line ----
+
+
+def begin(lines: Lines, stage: int, folder: Path) -> str:
+    engine = engine_at(stage)
+    backward(engine, 0)
+    engine.step()
+    engine.save_checkpoint(str(folder))
+    engine.destroy()
+    given, engine = model_with_optimizer(), None
+    with lines.over():
+        engine = engine_at(stage, given, resume=str(folder))
+    became = "undone" if engine is None else "complete"
+    if engine is None:
+        engine = engine_at(stage, given, resume=str(folder))
+    backward(engine, 1)
+    engine.step()
+    right = equal(engine, plainly([[0], [1]]), 2)
+    engine.destroy()
+    return became if right else "other weights"
 
 
 def step(lines: Lines, stage: int, folder: Path) -> str:
@@ -185,24 +218,27 @@ def load(lines: Lines, stage: int, folder: Path) -> str:
 
 
 Change = Callable[[Lines, int, Path], str]
+FOLDERS = {begin: "zero"}  # of the lines, by change; all others: those of the package
 RIGHT = ("complete", "undone", "refused")
 
 
-@pytest.mark.parametrize("change", [step, save, load], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", [begin, step, save, load], ids=lambda change: change.__name__)
 def test_at_any_line(
     change: Change, tmp_path: Path, pytestconfig: pytest.Config, caplog: pytest.LogCaptureFixture
 ) -> None:
+    folder = FOLDERS.get(change, "")
+
     def over(rank: int) -> list[str]:
         wrong = []
         for stage in (0, 1, 2, 3) if runs_long(pytestconfig) else (1, 3):
-            lines = Lines(-1)
+            lines = Lines(-1, folder)
             assert change(lines, stage, tmp_path / f"{stage}") == "complete"
             every = range(1, lines.count + 1)
             chosen = (
                 every if runs_long(pytestconfig) else random.Random(stage).sample(every, SAMPLE)
             )
             for at in chosen:
-                lines = Lines(at)
+                lines = Lines(at, folder)
                 became = change(lines, stage, tmp_path / f"{stage}-{at}")
                 if became not in RIGHT:
                     wrong.append(f"stage {stage}, line {at}, {lines.where}: {became}")
