@@ -77,7 +77,7 @@ def check(reading: ConfigReading) -> None:
 
 
 def _complete_timeouts(reading: ConfigReading) -> None:
-    """Derive the silence that a host is allowed, in place: a timeout shorter than the default."""
+    """Derive the timeout of hosts, in place: that of all waits if it is below the default."""
     if HOST_TIMEOUT in reading.filled:
         reading.discard(HOST_TIMEOUT)
     timeout = reading.values.get(TIMEOUT)
@@ -90,13 +90,13 @@ def _complete_timeouts(reading: ConfigReading) -> None:
 def _check_timeouts(reading: ConfigReading) -> None:
     """Record in ``reading`` a host timeout that is longer than the timeout of all waits."""
     values, sources = reading.values, reading.sources
-    timeout, silence = (values.get(path) for path in (TIMEOUT, HOST_TIMEOUT))
+    timeout, of_hosts = (values.get(path) for path in (TIMEOUT, HOST_TIMEOUT))
     limit = KEYS[TIMEOUT].default if timeout is None else timeout
-    if silence is not None and silence > limit:
+    if of_hosts is not None and of_hosts > limit:
         source = f" ({sources[TIMEOUT]})" if TIMEOUT in sources else ""
         reading.mistakes.append(
             ConfigError(
-                f"{HOST_TIMEOUT} = {shown(silence, sources[HOST_TIMEOUT])} "
+                f"{HOST_TIMEOUT} = {shown(of_hosts, sources[HOST_TIMEOUT])} "
                 f"({sources[HOST_TIMEOUT]}) is above {TIMEOUT} = {limit:g}{source}, after which "
                 f"ranks end in any case; write at most {limit:g}, or a longer {TIMEOUT}"
             )

@@ -186,9 +186,9 @@ class Keywords(TypedDict, total=False):
     timeout: float | None
     """how long a rank waits for others before it raises an error [seconds]"""
     host_timeout: Literal[0] | float | None
-    """how long a host may be silent before all ranks end with an error that names it; at most
-    timeout, which is the default if it is shorter; 0 disables the heartbeats between hosts
-    [seconds]
+    """after how long without a heartbeat a host is unreachable, and all ranks end with an error
+    that names it; at most timeout, which is the default if it is shorter; 0: the engine takes
+    no part in heartbeats between hosts [seconds]
     """
     distributed_backend: Literal["gloo", "nccl"] | None
     """the library for collectives; null uses nccl on GPUs and gloo on CPUs"""

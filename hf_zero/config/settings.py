@@ -223,8 +223,9 @@ class Settings:
     host_timeout: float = key(
         SECONDS_OR_OFF,
         15.0,
-        "how long a host may be silent before all ranks end with an error that names it; at most "
-        "timeout, which is the default if it is shorter; 0 disables the heartbeats between hosts",
+        "after how long without a heartbeat a host is unreachable, and all ranks end with an error "
+        "that names it; at most timeout, which is the default if it is shorter; 0: the engine "
+        "takes no part in heartbeats between hosts",
         unit="seconds",
     )
     distributed_backend: str | None = key(

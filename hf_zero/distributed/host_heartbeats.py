@@ -1,19 +1,23 @@
-"""Heartbeats between the hosts of a job: a host that goes dark (no power, no network, a kernel that
+"""Heartbeats between the hosts of a job: an unreachable host (no power, no network, a kernel that
 hangs) is named on every rank within seconds.
 
-[Note: silence of a host]
-No proof exists that such a host will not answer: its connections stay open, and nothing in the
-store tells of it. The silence of a rank proves nothing, because one that compiles holds the
-interpreter lock for minutes. The silence of a host is another matter: heartbeats come from a native
-thread that takes no lock of the interpreter (kernels/cpu/heartbeats.h), and from another rank of
-the host where the process of the first ends or is stopped. A host is silent only if none of its
-processes runs, or no packet of it arrives. After ``host_timeout`` seconds, a choice of the user,
-all ranks of the job end.
+[Note: an unreachable host]
+No proof exists that such a host will not answer: its connections stay open, and no post in the
+store tells of it. A rank that posts nothing may compile, and hold the interpreter lock for minutes.
+Heartbeats come from a native thread that takes no lock of the interpreter
+(kernels/cpu/heartbeats.h), and from another rank of the host where the process of the first ends or
+is stopped. So they are missing only if none of the host's processes runs, or no packet of it
+arrives. After ``host_timeout`` seconds without one, a choice of the user, the host is unreachable,
+and all ranks of the job end.
+
+If the processes have exited, the host refuses packets to their ports: such a host is not
+unreachable, and its ranks count as ended, which ends only the waits that need them.
 
 Ranks publish where they listen together with their hosts, so a start costs the store no further
-request. A host is watched once a heartbeat of it has arrived: in a network that drops them, a
-warning says that only ``timeout`` limits waits. A rank whose engines have ended says so, and its
-thread ends; the next engine of the process starts it again.
+request. A host is judged once its heartbeats have arrived regularly, for ten intervals: in a
+network that drops them, or lets only the first ones pass, a warning says that only ``timeout``
+limits waits. A rank whose engines have ended says so, and its thread ends; the next engine of the
+process starts it again.
 """
 
 from __future__ import annotations
@@ -36,14 +40,15 @@ from hf_zero.logging import log_rank0, logger
 
 SWITCH = "HF_ZERO_NATIVE"
 TOKEN_BYTES = 16
-UNHEARD_SECONDS = 30.0  # after which a host that was never heard is reported, at least
+UNHEARD_SECONDS = 30.0  # after which a host without regular heartbeats is reported, at least
 DESCRIPTORS = "/proc/self/fd"
 ONE_HOST = "all ranks are on one host"  # whatever names they give it
+NOT_ASKED = "host_timeout is 0"
 OFF = "!"  # begins an entry of a rank that has no socket, before the reason
 
 
 class HostHeartbeats:
-    """The heartbeats of this rank's host, and the hosts that are lost.
+    """The heartbeats of this rank's host, and the hosts that are unreachable.
 
     ``native``: the socket, opened before the ranks published where they listen; ``contacts``: of
     each rank, its address and port; ``wait_timeout``: seconds after which a wait is an error in
@@ -67,11 +72,11 @@ class HostHeartbeats:
             [rank for rank, host in enumerate(hosts) if host == each] for each in range(len(names))
         ]
         self._holders = 0
-        self._unheard_at = 0.0  # when to report hosts that were never heard; 0: never
+        self._unheard_at = 0.0  # when to report hosts without regular heartbeats; 0: never
 
     def hold(self, timeout: float) -> None:
-        """Count an engine; the first starts the thread. A host is lost after ``timeout`` seconds
-        of silence.
+        """Count an engine; the first starts the thread. A host is unreachable after ``timeout``
+        seconds without a heartbeat.
         """
         self._holders += 1
         if self._holders == 1:
@@ -90,26 +95,32 @@ class HostHeartbeats:
         """Tell the other hosts that this rank leaves, and end the thread. Idempotent."""
         self._native.stop()
 
-    def lost(self) -> list[int]:
-        """Return the ranks on hosts that are lost."""
-        return [rank for host in self._native.lost() for rank in self._ranks[host]]
+    def unreachable(self) -> list[int]:
+        """Return the ranks on hosts that are unreachable."""
+        return [rank for host in self._native.unreachable() for rank in self._ranks[host]]
+
+    def exited(self) -> list[int]:
+        """Return ranks on other hosts whose processes have exited without a call of
+        :meth:`close`.
+        """
+        return list(self._native.exited())
 
     def cause(self) -> str:
-        """Return why the ranks on lost hosts will not answer; "" if no host is lost."""
-        lost = self.lost()
-        if not lost:
+        """Return why the ranks on unreachable hosts will not answer; "" if there are none."""
+        ranks = self.unreachable()
+        if not ranks:
             return ""
-        one = len({rank_hosts.host_of(rank) for rank in lost}) == 1
+        one = len({rank_hosts.host_of(rank) for rank in ranks}) == 1
         return (
-            f"{rank_hosts.of(lost)} {'is' if len(lost) == 1 else 'are'} lost: "
-            f"{'the host has' if one else 'these hosts have'} been silent for {self.timeout:g} s "
+            f"{rank_hosts.of(ranks)} {'is' if len(ranks) == 1 else 'are'} unreachable: no "
+            f"heartbeat of {'this host' if one else 'these hosts'} for {self.timeout:g} s "
             "(host_timeout), because of a crash, a hang or the network, perhaps that of the host "
             "that reports this. Restart the job; if a host may pause for longer, set a longer "
             "host_timeout"
         )
 
     def report_unheard(self) -> None:
-        """Warn, once, of watched hosts whose heartbeats have never arrived."""
+        """Warn, once, of watched hosts whose heartbeats do not arrive regularly."""
         if not 0 < self._unheard_at <= time.monotonic():
             return
         self._unheard_at = 0.0
@@ -117,19 +128,21 @@ class HostHeartbeats:
         first = min(self._ranks[self._members[self._rank][0]])
         if ranks and first == self._rank:
             logger.warning(
-                "no heartbeat of %s has arrived: does the network drop UDP between hosts? If such "
-                "a host goes dark, ranks notice only after the timeout of %g s",
+                "the heartbeats of %s do not arrive regularly: does the network drop UDP between "
+                "hosts? If such a host becomes unreachable, ranks notice only after the timeout of "
+                "%g s",
                 rank_hosts.of(rank for group in ranks for rank in group),
                 self._wait_timeout,
             )
 
     def sever(self) -> None:
-        """Shut down the connections of this process to lost hosts: calls of a store on such a host
-        block in native code, and then raise. An address that another host shares is left alone.
+        """Shut down the connections of this process to unreachable hosts: calls of a store on such
+        a host block in native code, and then raise. An address that another host shares is left
+        alone.
         """
-        lost = set(self.lost())
-        here = {address for rank, (_, address, _) in enumerate(self._members) if rank not in lost}
-        away = {self._members[rank][1] for rank in lost} - here
+        gone = set(self.unreachable())
+        here = {address for rank, (_, address, _) in enumerate(self._members) if rank not in gone}
+        away = {self._members[rank][1] for rank in gone} - here
         for descriptor in map(int, os.listdir(DESCRIPTORS) if away else ()):
             with suppress(OSError, IndexError):  # closed by now, or connected to nothing
                 if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
@@ -139,7 +152,7 @@ class HostHeartbeats:
                         connection.shutdown(socket.SHUT_RDWR)
 
 
-# by number of ranks; None: not possible, or switched off. Hosts are learnt once per process
+# by number of ranks; None: not possible. Missing while no engine of all ranks has asked for them
 _started: dict[int, HostHeartbeats | None] = {}
 
 
@@ -153,44 +166,52 @@ def _leave() -> None:
 def learn_hosts(
     store: Any, rank: int, world: int, host_timeout: float, timeout: float
 ) -> HostHeartbeats | None:
-    """Learn the hosts of all ranks (collective over the store, once per process), and return the
-    heartbeats between them; None on one host, if ``host_timeout`` is 0, or without the native core.
+    """Learn the hosts of all ranks (collective over the store, until one engine of all ranks has
+    asked for heartbeats), and return the heartbeats between them; None on one host, if
+    ``host_timeout`` is 0, or without the native core.
 
     ``timeout``: that of waits, for the warning that heartbeats are not possible.
     """
     if world not in _started:
-        _started[world] = _learn(store, rank, world, host_timeout, timeout)
+        address, native, reason = _open(world, host_timeout)
+        token = secrets.token_hex(TOKEN_BYTES) if rank == 0 else ""
+        own = f"{OFF}{reason}" if native is None else f"{address} {native.port} {token}"
+        entries = rank_hosts.learn(store, rank, world, own)
+        reasons = [entry.removeprefix(OFF) if entry.startswith(OFF) else "" for entry in entries]
+        if host_timeout:
+            _warn(reasons, world, timeout)
+        if NOT_ASKED in reasons:  # a later engine may ask
+            return None
+        _started[world] = None
+        if not any(reasons) and not _is_one_host(world):
+            split = [entry.split(" ") for entry in entries]
+            contacts = [(address, int(port)) for address, port, _ in split]
+            token = bytes.fromhex(split[0][2])
+            _started[world] = HostHeartbeats(native, rank, token, contacts, timeout)
     return _started[world] if host_timeout else None
 
 
-def _learn(
-    store: Any, rank: int, world: int, host_timeout: float, timeout: float
-) -> HostHeartbeats | None:
-    address, native, reason = _open(world) if host_timeout else ("", None, "host_timeout is 0")
-    token = secrets.token_hex(TOKEN_BYTES) if rank == 0 else ""
-    own = f"{OFF}{reason}" if native is None else f"{address} {native.port} {token}"
-    entries = rank_hosts.learn(store, rank, world, own)
-    if len(set(map(rank_hosts.host_of, range(world)))) == 1 or not host_timeout:
-        return None
-    missing = [each for each, entry in enumerate(entries) if entry.startswith(OFF)]
-    if missing:
-        reason = entries[missing[0]].removeprefix(OFF)
-        if reason != ONE_HOST:
-            log_rank0(
-                f"no heartbeats between hosts: {reason} ({rank_hosts.of(missing[:1])}). If a host "
-                f"goes dark, ranks notice only after the timeout of {timeout:g} s",
-                logging.WARNING,
-            )
-        return None
-    split = [entry.split(" ") for entry in entries]
-    contacts = [(address, int(port)) for address, port, _ in split]
-    return HostHeartbeats(native, rank, bytes.fromhex(split[0][2]), contacts, timeout)
+def _is_one_host(world: int) -> bool:
+    return len(set(map(rank_hosts.host_of, range(world)))) == 1
 
 
-def _open(world: int) -> tuple[str, Any, str]:
+def _warn(reasons: Sequence[str], world: int, timeout: float) -> None:
+    """Warn of the first of ``reasons``, by rank, why there are no heartbeats."""
+    missing = [rank for rank, reason in enumerate(reasons) if reason not in ("", ONE_HOST)]
+    if missing and not _is_one_host(world):
+        log_rank0(
+            f"no heartbeats between hosts: {reasons[missing[0]]} ({rank_hosts.of(missing[:1])}). "
+            f"If a host becomes unreachable, ranks notice only after the timeout of {timeout:g} s",
+            logging.WARNING,
+        )
+
+
+def _open(world: int, host_timeout: float) -> tuple[str, Any, str]:
     """Return this host's address and a socket there, or ("", None, the reason why not)."""
     if os.environ.get("LOCAL_WORLD_SIZE") == str(world):
         return "", None, ONE_HOST
+    if not host_timeout:
+        return "", None, NOT_ASKED
     if is_off(SWITCH):
         return "", None, f"{SWITCH}={os.environ[SWITCH]} switches the native core off"
     core: Any = None

@@ -31,7 +31,6 @@ NAMES = ("HF_ZERO_HOST", "SLURMD_NODENAME")  # names that the user knows: of the
 KEY = "hf_zero/launch"
 
 _hosts: list[str] = []
-_entries: list[str] = []
 
 
 def choose_interface(
@@ -154,18 +153,18 @@ def _check(names: str, where: str) -> None:
 
 def learn(store: Any, rank: int, world: int, entry: str = "") -> list[str]:
     """Publish this rank's host and its ``entry``, a line; read the hosts of all ranks and return
-    their entries (collective over the store, once per process).
+    their entries (collective over the store).
 
     Rank 0 collects, by one request, so that n ranks read n keys.
     """
-    if len(_hosts) != world:
-        store.set(f"{KEY}/{rank}", f"{own_host()}\t{entry}")
-        if rank == 0:
-            hosts = store.multi_get([f"{KEY}/{each}" for each in range(world)])
-            store.set(KEY, "\n".join(host.decode() for host in hosts))
-        lines = [line.split("\t") for line in store.get(KEY).decode().split("\n")]
-        _hosts[:], _entries[:] = [host for host, _ in lines], [entry for _, entry in lines]
-    return list(_entries)
+    key = f"{KEY}/{store.add(f'{KEY}/{rank}/n', 1)}"
+    store.set(f"{key}/{rank}", f"{own_host()}\t{entry}")
+    if rank == 0:
+        hosts = store.multi_get([f"{key}/{each}" for each in range(world)])
+        store.set(key, "\n".join(host.decode() for host in hosts))
+    lines = [line.split("\t") for line in store.get(key).decode().split("\n")]
+    _hosts[:] = [host for host, _ in lines]
+    return [entry for _, entry in lines]
 
 
 def host_of(rank: int) -> str:

@@ -9,8 +9,8 @@ for an old post, too.
 - Two ranks whose collectives of one number on one communicator differ never match again.
 - A rank that has ended, or closed the communicator, before it issued a collective will never issue
   it.
-- A rank of a host that is silent (host_heartbeats.py, the note) will never issue anything: the
-  only conclusion here that is no proof.
+- A rank of an unreachable host (host_heartbeats.py, the note) will never issue anything: the only
+  conclusion here that is no proof.
 - A wait on a communicator that all ranks have left is over. A digest may be older than that.
 - On a device the host does not wait for collectives: a thread follows them, and such a rank posts
   "follows" instead of "waits". Its host may go on, so it is never stuck; the first two proofs hold
@@ -19,7 +19,7 @@ for an old post, too.
   had its wait ended since its post, that other rank would have issued it. If this rank's wait needs
   a stuck rank that has not issued its collective, the wait never ends.
 
-Everything else (a rank that computes, compiles, saves, sleeps) is silence, which proves nothing.
+A rank that computes, compiles, saves or sleeps posts nothing, and that proves nothing.
 
 [Note: the digest]
 Each rank posts under a key of its own and counts its post in "version". Reading all posts on all
@@ -28,8 +28,9 @@ request and writes the "digest", in which ranks with equal posts share one. A lo
 (:meth:`RankStatus._look`) is one request, which tells whether there is a newer digest. A rank that
 looks takes the lead if there is none, or if the digest has stayed old for :data:`PATIENT_LOOKS`
 looks: the leader has left its wait, or has died. Ranks that have failed, given up or died need no
-leader: they are in the list "ends", which is part of a look. Only a rank on the same host can see a
-process die; it reads the last post of that rank itself, and adds it to the list.
+leader: they are in the list "ends", which is part of a look. A rank
+on the same host sees a process die, and the heartbeats between hosts see one exit; who sees it
+reads the last post of that rank itself, and adds it to the list.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ REMEDY = (
 )
 OVER = ("failed", "broken")  # states of a rank that end all other ranks that wait
 DEAD = "dead"  # state of a rank whose process has ended without a post
-LOST = "lost"  # state of a rank whose host is silent
+UNREACHABLE = "unreachable"  # state of a rank whose host is
 PATIENCE_SECONDS = 5.0  # wait for the post of a rank whose connection was lost
 # wait of a failing rank until the others have read its post, and of them until it has ended
 WAIT_FOR_PEERS_SECONDS = 4.0
@@ -120,12 +121,12 @@ class RankStatus:
                 self._left.add(log.name)
 
     def watch_hosts(self, heartbeats: HostHeartbeats) -> None:
-        """Count the ranks of hosts that ``heartbeats`` finds lost as ended. A store that does not
-        answer is gone once its host, that of rank 0, is lost, or after the time for which its
-        process may be stopped.
+        """Count the ranks of hosts that ``heartbeats`` finds unreachable as ended. A store that
+        does not answer is gone once its host, that of rank 0, is unreachable, or after the time for
+        which its process may be stopped.
         """
         self.heartbeats = heartbeats
-        self._store.wait_for_host(heartbeats.timeout, lambda: 0 in heartbeats.lost())
+        self._store.wait_for_host(heartbeats.timeout, lambda: 0 in heartbeats.unreachable())
 
     # ---- publishing ----
 
@@ -176,8 +177,7 @@ class RankStatus:
                     self._look()
             except RuntimeError:
                 self._gone = True
-            lost = self.heartbeats is not None and self.heartbeats.lost()
-            return None if self._gone and not lost else self._known()
+            return None if self._gone and not self._unreachable() else self._known()
 
     def _known(self) -> dict[int, StatusPost]:
         posts = {
@@ -189,12 +189,14 @@ class RankStatus:
             if rank != self.rank:
                 logs = posts.get(rank, {}).get("logs", {})
                 posts[rank] = {"state": state, "why": why, "logs": logs}
-        return {**posts, **self._last_posts, **self._lost_posts()}
+        return {**posts, **self._last_posts, **self._unreachable()}
 
-    def _lost_posts(self) -> dict[int, StatusPost]:
-        lost = self.heartbeats.lost() if self.heartbeats is not None else []
-        why = self.heartbeats.cause() if self.heartbeats is not None and lost else ""
-        return {rank: {"state": LOST, "why": why, "logs": {}} for rank in lost if rank != self.rank}
+    def _unreachable(self) -> dict[int, StatusPost]:
+        """Return the posts of ranks on unreachable hosts."""
+        ranks = self.heartbeats.unreachable() if self.heartbeats is not None else []
+        why = self.heartbeats.cause() if self.heartbeats is not None and ranks else ""
+        post = {"state": UNREACHABLE, "why": why, "logs": {}}
+        return {rank: post for rank in ranks if rank != self.rank}
 
     def _look(self) -> None:
         """Bring what is known of the other ranks up to date (see the note)."""
@@ -272,18 +274,23 @@ class RankStatus:
         return rank in self._identities
 
     def _dead(self, rank: int) -> bool:
-        """Whether the process of ``rank`` is known to be dead: it ran on this host."""
+        """Whether the process of ``rank`` is known to be dead: it ran on this host, or the
+        heartbeats between hosts have found its exit.
+        """
+        if self.heartbeats is not None and rank in self.heartbeats.exited():
+            return True
         if not self.learn_identity(rank) or rank not in self._neighbours:
             return False
         _, process, started = self._identities[rank].split()
         return _identity(int(process)).split()[2] != started
 
     def _find_dead(self) -> None:
-        """Read the last posts of ranks whose processes have died on this host, and tell the others
-        of those that say nothing of an end.
+        """Read the last posts of ranks whose processes are known to be dead, and tell the others of
+        those that say nothing of an end.
         """
         self._learn_identities([self.rank, *self._posts])
-        for rank in self._neighbours:
+        exited = self.heartbeats.exited() if self.heartbeats is not None else ()
+        for rank in (*self._neighbours, *exited):
             if rank in self._last_posts or not self._dead(rank):
                 continue
             post = json.loads(self._store.get(str(rank)))
@@ -318,8 +325,8 @@ class RankStatus:
         if native:
             posts = {rank: post for rank, post in posts.items() if post["state"] != DEAD}
         own = self.post(pending)
-        lost = sum(post["state"] == LOST for post in posts.values())
-        key = (own, self._digested, len(self._ends), len(self._last_posts), lost, stuck_in, native)
+        away = sum(post["state"] == UNREACHABLE for post in posts.values())
+        key = (own, self._digested, len(self._ends), len(self._last_posts), away, stuck_in, native)
         if self._diagnosed[0] != key:
             self._diagnosed = (key, diagnose_hang(self.rank, own, posts, stuck_in))
         return self._diagnosed[1]
@@ -334,7 +341,7 @@ class RankStatus:
         return [rank for rank in ranks if self._is_elsewhere(posts.get(rank, {"state": "here"}))]
 
     def _is_elsewhere(self, post: StatusPost) -> bool:
-        if post["state"] in (*OVER, DEAD, LOST, "ended", SCRIPT):
+        if post["state"] in (*OVER, DEAD, UNREACHABLE, "ended", SCRIPT):
             return True
         log, number, _, needs = post.get("wait", ("", 0, "", ()))
         own = self.logs.get(log)
@@ -373,7 +380,7 @@ class RankStatus:
         over = {
             rank: post
             for rank, post in posts.items()
-            if rank in ranks and post["state"] in ("failed", "ended", DEAD, LOST)
+            if rank in ranks and post["state"] in ("failed", "ended", DEAD, UNREACHABLE)
         }
         return {rank: str(end_of({rank: post})) for rank, post in over.items()}
 
@@ -432,7 +439,7 @@ class RankStatus:
             # The launcher ends the other ranks when this one ends: let them read the post first.
             self._wait_for_peers(
                 lambda posts: all(
-                    posts.get(rank, {}).get("state") in (*OVER, DEAD, LOST, "ended")
+                    posts.get(rank, {}).get("state") in (*OVER, DEAD, UNREACHABLE, "ended")
                     for rank in range(self.world)
                     if rank != self.rank
                 )
@@ -501,7 +508,7 @@ def diagnose_hang(
 
     ``stuck_in``: states in which a host is taken to issue nothing before its wait is over.
     """
-    over = {each: post for each, post in posts.items() if post["state"] in (*OVER, LOST)}
+    over = {each: post for each, post in posts.items() if post["state"] in (*OVER, UNREACHABLE)}
     log, number, what, _ = own.get("wait", ("", 0, "the others", ()))
     if over:
         place = f" (number {number} of {log})" if log else ""
@@ -604,15 +611,15 @@ def _lacks(post: StatusPost, stuck: Mapping[int, StatusPost], rank: int) -> bool
 
 def end_of(posts: Mapping[int, StatusPost]) -> str | None:
     """Return the worst end of another rank, in words; None if there is none."""
-    lost = next((str(post["why"]) for post in posts.values() if post["state"] == LOST), None)
-    if lost is not None:
-        return lost
-    silent = [rank for rank, post in posts.items() if post["state"] == DEAD]
-    if silent:
-        names = ", ".join(map(str, silent))
+    unreachable = (str(post["why"]) for post in posts.values() if post["state"] == UNREACHABLE)
+    for why in unreachable:
+        return why
+    dead = [rank for rank, post in posts.items() if post["state"] == DEAD]
+    if dead:
+        names = ", ".join(map(str, dead))
         return (
-            f"rank{'s' * (len(silent) > 1)} {names} died without a word (killed, out of memory, "
-            "or crashed in native code)"
+            f"rank{'s' * (len(dead) > 1)} {names} exited without reporting why (killed, out of "
+            "memory, crashed in native code, or ended by os._exit)"
         )
     for state in (*OVER, "ended"):
         for rank, post in posts.items():

@@ -266,8 +266,8 @@ class Watchdog:
             self._conclude(verdict, verdict)
 
     def look_at_hosts(self) -> None:
-        """End the waits of this rank once a host is lost; outside one it raises at its next call of
-        the engine.
+        """End the waits of this rank once a host is unreachable; outside one it raises at its next
+        call of the engine.
         """
         rank_status = self.rank_status
         heartbeats = rank_status.heartbeats if rank_status is not None else None

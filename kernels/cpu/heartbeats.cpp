@@ -16,6 +16,7 @@
 #include <memory>
 #include <stdexcept>
 #include <system_error>
+#include <utility>
 
 #include "signals.h"
 
@@ -27,8 +28,9 @@ constexpr uint32_t kFormat = 0x687a6231;
 constexpr double kInterval = 0.5;      // seconds between heartbeats, at most
 constexpr double kPartOfTimeout = 0.1;
 constexpr double kLate = 2.5;          // intervals after which a heartbeat is late
-constexpr int kSuccessors = 2;         // hosts that watch a host: one of them may be lost with it
-constexpr int kRepeats = 3;            // of packets that are sent once; some may be lost
+constexpr int kRegular = 10;           // intervals over which heartbeats arrive before a host is judged
+constexpr int kSuccessors = 2;         // hosts that watch a host: one of them may fail with it
+constexpr int kRepeats = 3;            // of packets that are sent once; the network may drop some
 constexpr int kPacketsAStep = 4096;    // others must not keep this thread from its own heartbeat
 
 double seconds() {
@@ -60,7 +62,13 @@ Heartbeats::Heartbeats(const std::string& address) {
 
 Heartbeats::~Heartbeats() {
     stop();
+    close_probes();
     close(socket_);
+}
+
+void Heartbeats::close_probes() {
+    for (int& probe : probes_)
+        if (probe >= 0) close(std::exchange(probe, -1));
 }
 
 void Heartbeats::join(const Token& token, int rank, const std::vector<Member>& members, double timeout, double now) {
@@ -77,7 +85,8 @@ void Heartbeats::join(const Token& token, int rank, const std::vector<Member>& m
     targets_.clear();
     others_.clear();
     found_.clear();
-    losses_ = 0;
+    close_probes();
+    unreachable_ = exits_ = 0;
     int hosts = 0;
     for (const auto& [host, address, port] : members) {
         host_of_.push_back(host);
@@ -87,6 +96,8 @@ void Heartbeats::join(const Token& token, int rank, const std::vector<Member>& m
     host_ = host_of_[rank];
     hosts_.assign(hosts, Host{});
     heard_.assign(ranks, now);  // the first ranks of the hosts begin
+    probes_.assign(ranks, -1);
+    exited_.assign(ranks, false);
     for (int step = 1; step <= kSuccessors; ++step) hosts_[(host_ + hosts * kSuccessors - step) % hosts].watched = hosts > step;
     hosts_[host_].watched = false;
     for (int other = 0; other < ranks; ++other) {
@@ -101,18 +112,18 @@ void Heartbeats::join(const Token& token, int rank, const std::vector<Member>& m
 void Heartbeats::send(const std::vector<int>& ranks, Kind kind, int host) const {
     const Packet packet{htonl(kFormat), htonl(static_cast<uint32_t>(kind)), htonl(static_cast<uint32_t>(rank_)),
                         htonl(static_cast<uint32_t>(host)), token_};
-    for (int rank : ranks)  // a packet that cannot be sent is one that is lost
+    for (int rank : ranks)  // a packet that cannot be sent is like one that the network drops
         (void)!sendto(socket_, &packet, sizeof packet, MSG_DONTWAIT, reinterpret_cast<const sockaddr*>(&at_[rank]), sizeof at_[rank]);
 }
 
-void Heartbeats::send_losses() const {
-    for (int host : found_) send(others_, Kind::lost, host);
+void Heartbeats::send_unreachable() const {
+    for (int host : found_) send(others_, Kind::unreachable, host);
 }
 
-void Heartbeats::lose(int host) {
-    if (hosts_[host].state == State::lost) return;
-    hosts_[host].state = State::lost;
-    ++losses_;
+void Heartbeats::mark_unreachable(int host) {
+    if (hosts_[host].state == State::unreachable) return;
+    hosts_[host].state = State::unreachable;
+    ++unreachable_;
 }
 
 void Heartbeats::receive(double now) {
@@ -123,19 +134,42 @@ void Heartbeats::receive(double now) {
         if (size != sizeof packet || ntohl(packet.format) != kFormat || packet.token != token_) continue;
         const uint32_t rank = ntohl(packet.rank), subject = ntohl(packet.host);
         if (rank >= host_of_.size() || subject >= hosts_.size()) continue;
-        const int host = host_of_[rank];
-        const bool lost = hosts_[host].state == State::lost;
+        exited_[rank] = false;
+        Host& host = hosts_[host_of_[rank]];
+        const bool reachable = host.state != State::unreachable;
         switch (static_cast<Kind>(ntohl(packet.kind))) {
             case Kind::beat:
-                heard_[rank] = hosts_[host].heard = now;
-                if (!lost) hosts_[host].state = State::heard;
+                if (is_missed(host, now)) host.regular_since = now;
+                heard_[rank] = host.heard = now;
+                if (reachable && now - host.regular_since >= kRegular * interval_) host.state = State::heard;
                 break;
             case Kind::leave:  // a heartbeat of another of its ranks may follow
                 heard_[rank] = -HUGE_VAL;
-                if (!lost) hosts_[host].state = State::left;
+                if (reachable) host.state = State::left;
                 break;
-            case Kind::lost:
-                lose(static_cast<int>(subject));
+            case Kind::unreachable:
+                mark_unreachable(static_cast<int>(subject));
+        }
+    }
+}
+
+bool Heartbeats::is_missed(const Host& host, double now) const { return now - host.heard > kLate * interval_; }
+
+// A connected socket reports at its next packet that the one before was refused.
+void Heartbeats::probe(double now) {
+    for (size_t rank = 0; rank < host_of_.size(); ++rank) {
+        const Host& host = hosts_[host_of_[rank]];
+        if (!host.watched || host.state != State::heard || !is_missed(host, now) || exited_[rank]) continue;
+        int& probe = probes_[rank];
+        if (probe < 0) {
+            probe = socket(AF_INET, SOCK_DGRAM, 0);
+            if (probe < 0 || fcntl(probe, F_SETFD, FD_CLOEXEC) < 0) continue;
+            (void)!connect(probe, reinterpret_cast<const sockaddr*>(&at_[rank]), sizeof at_[rank]);
+        }
+        if (::send(probe, "", 0, MSG_DONTWAIT) < 0 && errno == ECONNREFUSED) {
+            exited_[rank] = true;
+            ++exits_;
+            close(std::exchange(probe, -1));
         }
     }
 }
@@ -145,9 +179,12 @@ void Heartbeats::judge(double now) {
     for (size_t host = 0; host < hosts_.size(); ++host) {
         const Host& each = hosts_[host];
         if (!each.watched || each.state != State::heard || now - each.heard <= timeout_ + kLate * interval_) continue;
-        lose(static_cast<int>(host));
+        bool runs = false;
+        for (size_t rank = 0; rank < host_of_.size(); ++rank) runs |= host_of_[rank] == static_cast<int>(host) && !exited_[rank];
+        if (!runs) continue;
+        mark_unreachable(static_cast<int>(host));
         found_.push_back(static_cast<int>(host));
-        if (sends(now)) send_losses();
+        if (sends(now)) send_unreachable();
     }
 }
 
@@ -162,7 +199,10 @@ double Heartbeats::step(double now) {
     if (!joined_) return kInterval;
     // This process was stopped or had no core: the time proves nothing about the others.
     if (const double gap = now - stepped_; gap > kLate * interval_) {
-        for (Host& each : hosts_) each.heard += gap;
+        for (Host& each : hosts_) {
+            each.heard += gap;
+            each.regular_since += gap;
+        }
         for (double& each : heard_) each += gap;
     }
     stepped_ = now;
@@ -170,9 +210,10 @@ double Heartbeats::step(double now) {
     judge(now);
     if (now >= next_) {
         next_ = now + interval_;
+        probe(now);
         if (sends(now)) {
             send(targets_, Kind::beat);
-            send_losses();
+            send_unreachable();
         }
     }
     return next_ - now;
@@ -197,7 +238,7 @@ void Heartbeats::stop() {
         std::lock_guard<std::mutex> lock(mutex_);
         for (int repeat = 0; joined_ && repeat < kRepeats; ++repeat) {
             send(targets_, Kind::leave);
-            send_losses();
+            send_unreachable();
         }
         joined_ = false;
     }
@@ -209,12 +250,12 @@ void Heartbeats::stop() {
     thread_.join();
 }
 
-std::vector<int> Heartbeats::lost() {
+std::vector<int> Heartbeats::unreachable() {
     std::vector<int> found;
-    if (losses_ == 0 || !in_own_process()) return found;
+    if (unreachable_ == 0 || !in_own_process()) return found;
     std::lock_guard<std::mutex> lock(mutex_);
     for (size_t host = 0; host < hosts_.size(); ++host)
-        if (hosts_[host].state == State::lost) found.push_back(static_cast<int>(host));
+        if (hosts_[host].state == State::unreachable) found.push_back(static_cast<int>(host));
     return found;
 }
 
@@ -224,6 +265,15 @@ std::vector<int> Heartbeats::unheard() {
     std::lock_guard<std::mutex> lock(mutex_);
     for (size_t host = 0; host < hosts_.size(); ++host)
         if (hosts_[host].watched && hosts_[host].state == State::unheard) found.push_back(static_cast<int>(host));
+    return found;
+}
+
+std::vector<int> Heartbeats::exited() {
+    std::vector<int> found;
+    if (exits_ == 0 || !in_own_process()) return found;
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (size_t rank = 0; rank < exited_.size(); ++rank)
+        if (exited_[rank]) found.push_back(static_cast<int>(rank));
     return found;
 }
 
@@ -260,6 +310,7 @@ void bind_heartbeats(py::module_& m) {
         .def("step", &Heartbeats::step, py::arg("now"), unlocked)
         .def("run", &Heartbeats::run, unlocked)
         .def("stop", &Heartbeats::stop, unlocked)
-        .def("lost", &Heartbeats::lost, unlocked)
-        .def("unheard", &Heartbeats::unheard, unlocked);
+        .def("unreachable", &Heartbeats::unreachable, unlocked)
+        .def("unheard", &Heartbeats::unheard, unlocked)
+        .def("exited", &Heartbeats::exited, unlocked);
 }

@@ -1,5 +1,5 @@
 """Heartbeats between hosts: sockets on 127.0.0.x stand for hosts, and a number for the clock, so
-that silence is exact; the thread is started where it is the subject.
+that times are exact; the thread is started where it is the subject.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ core = pytest.importorskip("hf_zero._cpu")
 TOKEN, OTHER = b"0123456789abcdef", b"fedcba9876543210"
 TIMEOUT, INTERVAL = 10.0, 0.5
 SLACK = 2.5 * INTERVAL  # a heartbeat may be this late
-BEAT, LEAVE, LOST = range(3)
+REGULAR = 10 * INTERVAL + SLACK  # after which a host is judged
+BEAT, LEAVE, UNREACHABLE = range(3)
 
 
 class Job:
@@ -61,8 +62,8 @@ class Job:
                     rank.step(self.now)
             self.now += INTERVAL / 2
 
-    def lost(self) -> list[list[int]]:
-        return [rank.lost() for rank in self.ranks]
+    def unreachable(self) -> list[list[int]]:
+        return [rank.unreachable() for rank in self.ranks]
 
     def send(self, to: int, kind: int, rank: int, host: int = 0, token: bytes = TOKEN) -> None:
         """Send a packet to rank ``to`` from elsewhere."""
@@ -71,75 +72,77 @@ class Job:
             other.sendto(packet, self.members[to][1:])
 
 
-def test_a_host_that_is_silent_for_longer_than_the_timeout_is_lost_on_every_rank() -> None:
+def test_a_host_without_heartbeats_for_the_timeout_is_unreachable_on_every_rank() -> None:
     job = Job([0, 0, 1, 1, 2, 2, 3, 3, 4, 4])
     job.run(60)
-    assert job.lost() == [[]] * 10
-    dark = [4, 5]
-    job.run(TIMEOUT + SLACK - INTERVAL, without=dark)
-    assert job.lost() == [[]] * 10, "not yet"
-    job.run(2 * INTERVAL, without=dark)
-    assert job.lost() == [[] if rank in dark else [2] for rank in range(10)]
+    assert job.unreachable() == [[]] * 10
+    cut = [4, 5]
+    job.run(TIMEOUT + SLACK - INTERVAL, without=cut)
+    assert job.unreachable() == [[]] * 10, "not yet"
+    job.run(2 * INTERVAL, without=cut)
+    assert job.unreachable() == [[] if rank in cut else [2] for rank in range(10)]
 
 
 def test_two_hosts_watch_each_other_and_one_watches_nobody() -> None:
     pair = Job([0, 1])
-    pair.run(5)
+    pair.run(REGULAR)
     pair.run(TIMEOUT + 2 * SLACK, without=[0])
-    assert pair.lost() == [[], [0]]
+    assert pair.unreachable() == [[], [0]]
     alone = Job([0, 0])
-    alone.run(5)
+    alone.run(REGULAR)
     alone.run(TIMEOUT + 2 * SLACK, without=[0])
-    assert alone.lost() == [[], []]
+    assert alone.unreachable() == [[], []]
 
 
-def test_neighbouring_hosts_that_go_dark_together_end_the_job() -> None:
+def test_neighbouring_hosts_that_become_unreachable_together_end_the_job() -> None:
     job = Job(range(5))
-    job.run(5)
+    job.run(REGULAR)
     job.run(TIMEOUT + 2 * SLACK, without=[1, 2])
-    assert job.lost()[3:] == [[1, 2], [1, 2]] and job.lost()[0] == [1, 2]
+    assert job.unreachable()[3:] == [[1, 2], [1, 2]] and job.unreachable()[0] == [1, 2]
 
 
-def test_silence_for_less_than_the_timeout_raises_nothing() -> None:
+def test_a_pause_shorter_than_the_timeout_raises_nothing() -> None:
     job = Job([0, 0, 1, 1])
     for stopped in ([0, 1], [2, 3]):
-        job.run(5)
+        job.run(REGULAR)
         job.run(TIMEOUT, without=stopped)
-        job.run(5)
-        assert job.lost() == [[]] * 4
+        job.run(REGULAR)
+        assert job.unreachable() == [[]] * 4
 
 
 def test_a_job_that_is_stopped_as_a_whole_goes_on() -> None:
     """No rank runs, and no packet waits for any."""
     job = Job([0, 1, 2])
-    job.run(5)
+    job.run(REGULAR)
     for rank in job.ranks:
         rank.step(job.now)  # nothing is left in a socket
     job.now += 10 * TIMEOUT
-    job.run(5)
-    assert job.lost() == [[]] * 3
+    job.run(REGULAR)
+    assert job.unreachable() == [[]] * 3
 
 
 def test_a_rank_that_was_stopped_hears_what_has_arrived_before_it_judges() -> None:
     job = Job([0, 1])
-    job.run(5)
+    job.run(REGULAR)
     job.run(5 * TIMEOUT, without=[1])
-    assert job.lost() == [[1], []], "it has been silent"
+    assert job.unreachable() == [[1], []], "it has sent nothing"
     job.run(1)
-    assert job.lost() == [[1], [1]], "and learns that it was lost, but not the other host"
+    assert job.unreachable() == [[1], [1]], (
+        "and learns that it was unreachable, but not the other host"
+    )
 
 
 @pytest.mark.parametrize("stopped", [[0], [0, 1], [1, 2]])
 def test_another_rank_of_the_host_takes_over(stopped: list[int]) -> None:
     job = Job([0, 0, 0, 1])
-    job.run(5)
+    job.run(REGULAR)
     job.run(5 * TIMEOUT, without=stopped)
-    job.run(5)
-    assert job.lost() == [[]] * 4
+    job.run(REGULAR)
+    assert job.unreachable() == [[]] * 4
 
 
 def test_one_rank_of_a_host_sends() -> None:
-    """The others are heard by nobody, unless the first is silent."""
+    """The others are heard by nobody, unless the first sends nothing."""
     job = Job([0, 0, 1])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listens:
         listens.bind(("127.0.0.2", 0))
@@ -163,7 +166,7 @@ def test_one_rank_of_a_host_sends() -> None:
         job.run(2 * INTERVAL)
         senders()
         job.run(5, without=[2])
-        assert senders() == {0}, "it goes on, and the other is silent again"
+        assert senders() == {0}, "it goes on, and the other sends nothing again"
         job.ranks[0].stop()
         senders()
         job.run(2 * INTERVAL, without=[0, 2])
@@ -172,51 +175,118 @@ def test_one_rank_of_a_host_sends() -> None:
 
 def test_packets_without_the_token_of_the_attempt_are_ignored() -> None:
     job = Job([0, 1])
-    job.run(5)
+    job.run(REGULAR)
     for token in (OTHER, b"", TOKEN[:-1]):
-        job.send(0, LOST, 1, host=1, token=token)
+        job.send(0, UNREACHABLE, 1, host=1, token=token)
     for rank, host in ((7, 1), (2**32 - 1, 1), (1, 7)):  # such as an attempt with more hosts has
-        job.send(0, LOST, rank, host)
+        job.send(0, UNREACHABLE, rank, host)
     job.send(0, 99, 1)
     job.run(1)
-    assert job.lost() == [[], []]
+    assert job.unreachable() == [[], []]
     end = job.now + TIMEOUT + 2 * SLACK
     while job.now < end:  # nor do they stand for heartbeats
         job.send(0, BEAT, 1, token=OTHER)
         job.run(INTERVAL, without=[1])
-    assert job.lost() == [[1], []]
+    assert job.unreachable() == [[1], []]
 
 
 def test_what_members_say_of_a_host_is_believed_of_this_one_too() -> None:
     job = Job([0, 1, 2])
-    job.send(1, LOST, 0, host=2)
-    job.send(2, LOST, 0, host=2)
+    job.send(1, UNREACHABLE, 0, host=2)
+    job.send(2, UNREACHABLE, 0, host=2)
     job.run(1, without=[0])
-    assert job.lost() == [[], [2], [2]]
+    assert job.unreachable() == [[], [2], [2]]
 
 
 def test_a_host_whose_ranks_have_left_is_not_missed() -> None:
     job = Job([0, 0, 1])
-    job.run(5)
+    job.run(REGULAR)
     job.ranks[0].stop()
     job.run(3 * TIMEOUT, without=[0])
     job.ranks[1].stop()
     job.run(3 * TIMEOUT, without=[0, 1])
-    assert job.lost() == [[]] * 3
+    assert job.unreachable() == [[]] * 3
     for rank in (0, 1):
         job.join(rank)  # another engine
-    job.run(5)
+    job.run(REGULAR)
     job.run(TIMEOUT + 2 * SLACK, without=[0, 1])
-    assert job.lost() == [[], [], [0]]
+    assert job.unreachable() == [[], [], [0]]
 
 
-def test_a_host_that_was_never_heard_is_not_lost_but_reported() -> None:
+def test_a_host_that_was_never_heard_is_not_unreachable_but_reported() -> None:
     job = Job([0, 1, 2])
     job.run(3 * TIMEOUT, without=[2])
-    assert job.lost() == [[]] * 3
+    assert job.unreachable() == [[]] * 3
     assert [rank.unheard() for rank in job.ranks[:2]] == [[2], [2]]
-    job.run(1)
+    job.run(REGULAR)
     assert [rank.unheard() for rank in job.ranks] == [[], [], []]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_network_that_lets_the_first_heartbeats_pass_ends_no_run(count: int) -> None:
+    """And one that drops most of them, for longer than it takes a host to be judged."""
+    job = Job([0, 1])
+    for _ in range(count):
+        job.send(0, BEAT, 1)
+        job.run(INTERVAL, without=[1])
+    job.run(3 * TIMEOUT, without=[1])
+    for _ in range(10):
+        job.send(0, BEAT, 1)
+        job.run(2 * SLACK, without=[1])
+    job.run(3 * TIMEOUT, without=[1])
+    assert job.unreachable() == [[], []] and job.ranks[0].unheard() == [1]
+    job.run(REGULAR)
+    job.run(TIMEOUT + 2 * SLACK, without=[1])
+    assert job.unreachable() == [[1], []], "it is judged once its heartbeats are regular"
+
+
+class Exiting:
+    """Sockets in place of ranks of a job, whose heartbeats the test sends."""
+
+    def __init__(self, job: Job, ranks: Sequence[int]) -> None:
+        self.job, self.sockets = job, {}
+        for rank in ranks:
+            self.sockets[rank] = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            host, address, _ = job.members[rank]
+            self.sockets[rank].bind((address, 0))
+            job.members[rank] = (host, *self.sockets[rank].getsockname())
+        for rank in range(len(job.ranks)):
+            job.join(rank)
+
+    def beat(self, seconds: float) -> None:
+        end = self.job.now + seconds
+        while self.job.now < end:
+            for to in range(len(self.job.ranks)):
+                self.job.send(to, BEAT, min(self.sockets))
+            self.job.run(INTERVAL, without=list(self.sockets))
+
+
+@pytest.mark.parametrize("exits", [[1], [1, 2]])
+def test_a_host_whose_processes_have_exited_is_not_unreachable(exits: list[int]) -> None:
+    """It runs, and refuses packets to their ports; if one of them is stopped, it is unreachable."""
+    job = Job([0, 1, 1])
+    other = Exiting(job, [1, 2])
+    other.beat(REGULAR)
+    assert job.ranks[0].exited() == []
+    for rank in exits:
+        other.sockets[rank].close()
+    job.run(TIMEOUT + 2 * SLACK, without=[1, 2])
+    assert job.ranks[0].exited() == exits
+    assert job.ranks[0].unreachable() == ([] if exits == [1, 2] else [1])
+    for rank in other.sockets:
+        other.sockets[rank].close()
+
+
+def test_a_rank_that_is_heard_again_has_not_exited() -> None:
+    """A firewall may refuse packets for a while, too."""
+    job = Job([0, 1])
+    other = Exiting(job, [1])
+    other.beat(REGULAR)
+    other.sockets[1].close()
+    job.run(2 * SLACK, without=[1])
+    assert job.ranks[0].exited() == [1]
+    other.beat(INTERVAL)
+    assert job.ranks[0].exited() == []
 
 
 def threads() -> int:
@@ -244,7 +314,8 @@ def test_the_thread_ends_with_its_owner_and_a_child_has_none() -> None:
     child = os.fork()
     if child == 0:
         # it neither waits for a lock or a thread that is not there, nor speaks for its parent
-        quiet = pair.ranks[0].lost() == pair.ranks[0].unheard() == []
+        first = pair.ranks[0]
+        quiet = first.unreachable() == first.unheard() == first.exited() == []
         pair.ranks[0].stop()
         pair.ranks.clear()
         os._exit(threads() + (not quiet))
@@ -264,11 +335,19 @@ def test_the_thread_ends_with_its_owner_and_a_child_has_none() -> None:
 def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process has learnt no hosts."""
     monkeypatch.setattr(rank_hosts, "_hosts", [])
-    monkeypatch.setattr(rank_hosts, "_entries", [])
     monkeypatch.setattr(host_heartbeats, "_started", {})
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     yield
+
+
+def publish(store: Any, names: Sequence[str], number: int, entry: str = "") -> None:
+    """Publish the hosts ``names`` of ranks from 1 on for the ``number``-th engine; ``entry`` in
+    place of their sockets.
+    """
+    for rank, name in enumerate(names[1:], 1):
+        own = entry or f"127.0.0.1 {core.Heartbeats('127.0.0.1').port} "
+        store.set(f"{rank_hosts.KEY}/{number}/{rank}", f"{name}\t{own}")
 
 
 def learnt(
@@ -276,9 +355,7 @@ def learnt(
 ) -> HostHeartbeats | None:
     """What rank 0 of a rank on each host of ``names`` gets."""
     store = dist.HashStore()
-    for rank, name in enumerate(names[1:], 1):
-        other = core.Heartbeats("127.0.0.1")
-        store.set(f"{rank_hosts.KEY}/{rank}", f"{name}\t127.0.0.1 {other.port} ")
+    publish(store, names, 1)
     monkeypatch.setenv("HF_ZERO_HOST", names[0])
     return learn_hosts(store, 0, len(names), host_timeout, 1800.0)
 
@@ -307,7 +384,8 @@ def test_without_the_native_core_one_warning_names_the_consequence(
         assert learnt(monkeypatch, ["a", "b"]) is None
     assert len(heard) == 1
     assert heard[0].startswith("no heartbeats between hosts: HF_ZERO_NATIVE=0 switches")
-    assert heard[0].endswith("If a host goes dark, ranks notice only after the timeout of 1800 s")
+    said = "If a host becomes unreachable, ranks notice only after the timeout of 1800 s"
+    assert heard[0].endswith(said)
 
 
 @pytest.mark.usefixtures("hosts")
@@ -315,6 +393,24 @@ def test_the_key_turns_them_off(monkeypatch: pytest.MonkeyPatch, heard: list[str
     monkeypatch.setattr(core, "Heartbeats", lambda address: SimpleNamespace(port=1))
     assert learnt(monkeypatch, ["a", "b"], host_timeout=0.0) is None
     assert heard == []
+
+
+@pytest.mark.usefixtures("hosts")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_engine_without_heartbeats_leaves_them_to_the_next_one(
+    rank: int, monkeypatch: pytest.MonkeyPatch, heard: list[str]
+) -> None:
+    """``rank`` has asked for none in the first engine."""
+    store, off = dist.HashStore(), f"{host_heartbeats.OFF}{host_heartbeats.NOT_ASKED}"
+    monkeypatch.setenv("HF_ZERO_HOST", "a")
+    publish(store, ["a", "b"], 1, off if rank == 1 else "")
+    assert learn_hosts(store, 0, 2, TIMEOUT * (rank == 1), 1800.0) is None
+    assert [f"{host_heartbeats.NOT_ASKED} (rank 1 on b)" in text for text in heard] == [True] * rank
+    publish(store, ["a", "b"], 2)
+    heartbeats = learn_hosts(store, 0, 2, TIMEOUT, 1800.0)
+    assert heartbeats is not None
+    assert learn_hosts(store, 0, 2, TIMEOUT, 1800.0) is heartbeats
+    assert learn_hosts(store, 0, 2, 0.0, 1800.0) is None
 
 
 @pytest.mark.usefixtures("hosts")
@@ -337,13 +433,17 @@ class Native:
 
     def __init__(self) -> None:
         self.gone: list[int] = []
+        self.ended: list[int] = []
         self.never: list[int] = []
 
-    def lost(self) -> list[int]:
+    def unreachable(self) -> list[int]:
         return self.gone
 
     def unheard(self) -> list[int]:
         return self.never
+
+    def exited(self) -> list[int]:
+        return self.ended
 
     def join(self, *arguments: Any) -> None:
         """Begin."""
@@ -359,7 +459,7 @@ def heartbeats_of(native: Any, names: Sequence[str], monkeypatch: Any) -> HostHe
     return found
 
 
-def test_a_rank_that_waits_ends_for_a_lost_host_and_says_so(
+def test_a_rank_that_waits_ends_for_an_unreachable_host_and_says_so(
     monkeypatch: pytest.MonkeyPatch, heard: list[str]
 ) -> None:
     native, store = Native(), dist.HashStore()
@@ -376,7 +476,7 @@ def test_a_rank_that_waits_ends_for_a_lost_host_and_says_so(
     watchdog.look_at_hosts()
     assert not watchdog.verdict and status.exit_reasons([1]) == {}
     native.gone = [1]
-    cause = "ranks 1, 2 on b are lost: the host has been silent for 15 s (host_timeout)"
+    cause = "ranks 1, 2 on b are unreachable: no heartbeat of this host for 15 s (host_timeout)"
     assert status.exit_reasons([1, 2])[1].startswith(cause), "a save waits no longer"
     assert status.elsewhere([1]) == [1]
     assert str(status.failure_cause(0)).startswith(cause)
@@ -401,11 +501,33 @@ def test_a_rank_that_computes_is_told_at_once(
     turns = iter([False, True])
     once: Any = SimpleNamespace(wait=lambda pause: next(turns))
     watching._run(weakref.ref(watchdog), once)
-    assert [text.startswith("rank 1 on b is lost: ") for text in heard] == [True]
+    assert [text.startswith("rank 1 on b is unreachable: ") for text in heard] == [True]
 
 
-class Silent:
-    """A store that does not answer."""
+def test_the_exit_of_a_process_on_another_host_ends_only_the_waits_that_need_it(
+    monkeypatch: pytest.MonkeyPatch, heard: list[str]
+) -> None:
+    native, store = Native(), dist.HashStore()
+    status, other, gone = (RankStatus(TimeoutStore(store), rank, 3) for rank in range(3))
+    status.watch_hosts(heartbeats_of(native, ["a", "c", "b"], monkeypatch))
+    monkeypatch.setattr(status, "_neighbours", [])
+    native.ended = [2]
+    log = status.register(CollectiveLog("a pair", range(3), 1800.0, native=False))
+    assert status.diagnose(log.issue("gather of x", needs=(0, 1))) is None
+    verdict = status.diagnose(log.issue("gather of y"))
+    assert verdict is not None and verdict.cause.startswith("rank 2 exited without reporting why")
+    assert str(other.failure_cause(0.0)) == verdict.cause, "a rank that is sent no heartbeat of it"
+    watchdog = Watchdog(rank_status=status)
+    watchdog.look_at_hosts()
+    assert not watchdog.verdict and heard == []
+    gone.publish("ended")
+    native.ended = [1]
+    other.publish("ended", "its script has finished")
+    assert status.exit_reasons([1])[1].startswith("rank 1 has ended (its script has finished)")
+
+
+class Unanswering:
+    """A store that answers nothing."""
 
     def __init__(self) -> None:
         self.closed = threading.Event()
@@ -415,18 +537,18 @@ class Silent:
         raise RuntimeError("the connection was closed")
 
 
-def test_a_store_is_waited_for_as_long_as_its_host_may_be_silent() -> None:
-    silent = Silent()
-    store = TimeoutStore(silent)
+def test_a_store_is_waited_for_as_long_as_its_host_may_pause() -> None:
+    unanswering = Unanswering()
+    store = TimeoutStore(unanswering)
     store.wait_for_host(1e6, lambda: False)
     assert store._seconds > 1e6
     store.wait_for_host(-4.9, lambda: True)  # a slice, not the whole time
     with pytest.raises(RuntimeError, match="has not answered"):
         store.get("key")
-    silent.closed.set()
+    unanswering.closed.set()
 
 
-def test_connections_to_a_lost_host_are_shut_down_and_no_others(
+def test_connections_to_an_unreachable_host_are_shut_down_and_no_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A call of a store that blocks in native code ends."""
@@ -468,7 +590,7 @@ def test_a_network_without_udp_is_reported_once(
     for _ in range(2):
         heartbeats.report_unheard()
     (said,) = heard
-    assert said.startswith("no heartbeat of ranks 1, 2 on b has arrived") and "1800 s" in said
+    assert said.startswith("the heartbeats of ranks 1, 2 on b do not arrive") and "1800 s" in said
 
 
 @pytest.mark.usefixtures("hosts")
@@ -486,4 +608,4 @@ def test_a_start_costs_the_store_what_hosts_cost(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(dist, "HashStore", lambda make=dist.HashStore: Counted(make()))
     assert learnt(monkeypatch, ["a", "b", "c"]) is not None
     of_the_test, own = asked[:2], asked[2:]
-    assert of_the_test == ["set", "set"] and own == ["set", "multi_get", "set", "get"]
+    assert of_the_test == ["set", "set"] and own == ["add", "set", "multi_get", "set", "get"]

@@ -40,7 +40,7 @@ def test_every_rank_learns_every_host(known: list[str], monkeypatch: pytest.Monk
         for rank in (2, 1):  # they wait for rank 0, which collects
             monkeypatch.setenv("HF_ZERO_HOST", "worker-1")
             ranks.submit(rank_hosts.learn, store, rank, 3)
-            store.wait([f"{rank_hosts.KEY}/{rank}"], timedelta(seconds=60))
+            store.wait([f"{rank_hosts.KEY}/1/{rank}"], timedelta(seconds=60))
         monkeypatch.setenv("HF_ZERO_HOST", "worker-0")
         rank_hosts.learn(store, 0, 3)
     assert known == ["worker-0 (127.0.0.1)", "worker-1 (127.0.0.1)", "worker-1 (127.0.0.1)"]

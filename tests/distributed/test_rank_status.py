@@ -91,8 +91,8 @@ def test_what_is_a_proof() -> None:
     told(OWN, {1: ended}, "which rank 1 will never join: it has ended (its script is over)")
     closed = post(None, "here", closed="destroyed its engine", a=["gather 1"])
     told(OWN, {1: closed}, "rank 1 will never join: it has destroyed its engine")
-    verdict = diagnose_hang(0, OWN, {1: post(None, "broken", "rank 2 died without a word")})
-    assert verdict is not None and verdict.cause == "rank 2 died without a word", "the first cause"
+    verdict = diagnose_hang(0, OWN, {1: post(None, "broken", "rank 2 exited")})
+    assert verdict is not None and verdict.cause == "rank 2 exited", "the first cause"
     failed = {1: post(None, "here"), 2: post(None, "failed", "ValueError: bad batch")}
     for pending in (("a", 1), None):
         verdict = diagnose_hang(0, post(pending, a=SAME), failed)
@@ -263,6 +263,7 @@ def rank_of(process: int, store: Any, rank: int, monkeypatch: pytest.MonkeyPatch
         return RankStatus(store, rank, 3)
 
 
+SAID = "rank 1 exited without reporting why"
 STATES = ("here", "waits", "follows")  # what a rank has posted last, perhaps long before
 
 
@@ -287,13 +288,12 @@ def test_a_process_that_is_killed_is_known_to_be_dead(monkeypatch: pytest.Monkey
             assert far.failure_cause(0.0) is None, "nothing is known of other hosts"
             verdicts = []
             for status in (here, far):
-                said = "rank 1 died without a word (killed, out of memory, or crashed in native "
-                assert status.failure_cause(0.0) == f"{said}code)"
+                assert str(status.failure_cause(0.0)).startswith(SAID)
                 log = status.register(CollectiveLog("gathers", range(3), 60.0, native=False))
                 verdicts.append(status.diagnose(log.issue("gather 1"), ()))
                 native = CollectiveLog("gathers", range(3), 60.0)
                 assert status.diagnose(native.issue("gather 1"), ()) is None
-            assert all(each and "died without a word" in each.text for each in verdicts)
+            assert all(each and SAID in each.text for each in verdicts)
 
 
 def test_a_rank_that_has_ended_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:

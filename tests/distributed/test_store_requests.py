@@ -166,7 +166,7 @@ def test_dead_ranks_are_named_on_all_ranks(job_of: Callable[[int], Job]) -> None
     job.requests()
     job.kill()
     verdicts = job.look(alive, 5)
-    assert all("died without a word" in each for each in verdicts)
+    assert all("exited without reporting why" in each for each in verdicts)
     named = {at for at in dead for each in verdicts if f" {at}" in each.rpartition("rank")[2]}
     assert named and named <= dead
     assert max(job.requests()) <= 20

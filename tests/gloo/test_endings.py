@@ -114,7 +114,7 @@ def test_torchrun_says_who_was_first():
     output = done.stdout + done.stderr
     assert done.returncode != 0, output
     assert re.search(r"hf-zero ERROR rank 0\] rank 0 .* of \(root\), ", output), output
-    assert "rank 1 died without a word" in output, output
+    assert "rank 1 exited without reporting why" in output, output
     first = output.partition("Root Cause (first observed failure)")[2]
     assert re.search(r"rank +: 1 ", first), output
 

@@ -1,5 +1,5 @@
-"""A training script for test_dark_hosts.py, one rank of several hosts. It trains until it is ended
-by an error, or until the file ``stop`` exists; it says the monotonic time of each step.
+"""A training script for test_unreachable_hosts.py, one rank of several hosts. It trains until it is
+ended by an error, or until the file ``stop`` exists; it says the monotonic time of each step.
 """
 
 from __future__ import annotations
