@@ -104,7 +104,8 @@ class RankStatus:
         self._lock, self._posting = threading.RLock(), threading.RLock()
         self._process = os.getpid()
         self._identity = _identity(self._process)
-        self._set(str(rank), json.dumps(self.post(None)))
+        self._newest = json.dumps(self.post(None))
+        self._set(str(rank), self._newest)
         self._ask("append", "who", json.dumps([rank, self._identity]) + "\n")
 
     def register(self, log: CollectiveLog) -> CollectiveLog:
@@ -132,13 +133,18 @@ class RankStatus:
 
     def publish(self, state: str, why: str = "", pending: PendingCollective | None = None) -> None:
         """Post the state of this rank. A failed or broken rank stays so."""
-        with self._posting:  # the training's thread and the watchdog's
+        # The training's thread and the watchdog's post; neither waits for the other's calls.
+        with self._posting:
             if self._state in OVER and state not in OVER:
                 return
             self._state = state
-            if state in OVER:
-                self._ask("append", "ends", json.dumps([self.rank, state, why]) + "\n")
-            self._set(str(self.rank), json.dumps(self.post(pending, why)))
+            self._newest = json.dumps(self.post(pending, why))
+        if state in OVER:
+            self._ask("append", "ends", json.dumps([self.rank, state, why]) + "\n")
+        written = None
+        while written is not self._newest:  # the other thread's may be newer: it is written last
+            written = self._newest
+            self._set(str(self.rank), written)
 
     def _set(self, key: str, value: str) -> None:
         self._ask("set", key, value)

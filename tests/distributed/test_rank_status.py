@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -310,6 +311,34 @@ def test_a_rank_that_has_ended_is_not_taken_for_dead(monkeypatch: pytest.MonkeyP
     for status in (here, other):
         reason = status.exit_reasons([1])[1]
         assert reason.startswith("rank 1 has ended (its script is over)") and not status.troubled
+
+
+def test_a_post_that_the_store_holds_up_blocks_no_other_and_the_newest_one_stays() -> None:
+    """A post of the watchdog's thread, while the training's ends its engine."""
+    store, held, go_on = dist.HashStore(), threading.Event(), threading.Event()
+
+    class Slow:
+        def set(self, key: str, value: str) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                held.set()
+                assert go_on.wait(60)
+            store.set(key, value)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(store, name)
+
+    status = RankStatus(Slow(), 0, 2)
+    with ThreadPoolExecutor(1) as thread:
+        slow = thread.submit(status.publish, "waits")
+        assert held.wait(60)
+        late = threading.Timer(30, go_on.set)  # ends a wait of the main thread
+        late.start()
+        status.publish("broken", "rank 1 failed")
+        assert not go_on.is_set(), "it has waited for the other thread's call"
+        late.cancel()
+        go_on.set()
+        slow.result(60)
+    assert json.loads(store.get("0"))["state"] == "broken"
 
 
 class Gone:
