@@ -390,7 +390,6 @@ class Engine(TrainingEngine):
             run = str(as_path(run).absolute().parent)
         self.measures.loaded(self, not load_module_only, run)
         if self.memory is not None:
-            self.memory.loaded()
             self.memory.client_state = answer[1]
         return answer
 

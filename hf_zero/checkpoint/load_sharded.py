@@ -133,6 +133,9 @@ def load(
             if not load_loader and engine.training_dataloader is not None:
                 engine.window_start.note(engine)
             engine.publish_scale()
+    memory = getattr(engine, "memory", None)
+    if memory is not None:
+        memory.loaded(manifest.begun)
     log_rank0(
         f"loaded {folder}, {_origin(manifest)}: "
         f"{in_units(loader.nbytes)} on this rank in {time.perf_counter() - begun:.2f} s"

@@ -254,6 +254,7 @@ class Manifest:
     loader: dict[str, int] = field(default_factory=dict)
     batch: dict[str, int] = field(default_factory=dict)
     order: int = 0  # one more than the largest in its folder; 0: of a version that wrote none
+    begun: int = 0  # as in a record in memory; 0: of a run without checkpoints there
 
     @cached_property
     def slots(self) -> dict[str, tuple[FlatEntry, Slot]]:
@@ -288,6 +289,7 @@ class Manifest:
             "save_id": self.save_id,
             "tag": self.tag,
             **({"order": self.order} if self.order else {}),
+            **({"begun": self.begun} if self.begun else {}),
             "world": self.world,
             "stage": self.stage,
             "precision": self.precision,
@@ -582,6 +584,7 @@ def _parse(data: dict[str, Any]) -> Manifest:
         loader=_values(data, "loader", int) if "loader" in data else {},
         batch=_values(data, "batch", int) if "batch" in data else {},
         order=_size(data, "order") if "order" in data else 0,
+        begun=_size(data, "begun") if "begun" in data else 0,
         client_state=_state(_get(data, "client_state", dict)),
         objects=_optional(data, "objects", lambda d: read_file_entry(d, data["version"], rank=0)),
         software=_values(data, "software", str),

@@ -258,9 +258,11 @@ def manifest_head(
             for hyperparameters in engine.bound.hyperparameters()
         ),
     )
+    memory = getattr(engine, "memory", None)
     return Manifest(
         save_id=save_id,
         tag=tag,
+        begun=0 if memory is None else memory.begun,
         world={
             "size": engine.mesh.dims.world,
             "shard": engine.shard_world,

@@ -36,6 +36,23 @@ _compared: set[tuple[Path, str, int, int]] = set()
 
 
 @dataclass(frozen=True)
+class OnDisk:
+    """A checkpoint on disk. step: -1 for one of another program. begun: as in its manifest."""
+
+    tag: str
+    step: int
+    begun: int
+
+    def is_older(self, generation: Generation) -> bool:
+        """Whether ``generation`` was saved later: it belongs to a later attempt, or load within it,
+        or has a later step of the same one. One of the same step precedes the save on disk.
+        """
+        if not self.begun:  # of a run without checkpoints in memory
+            return generation.step > self.step
+        return (generation.begun, generation.step) > (self.begun, self.step)
+
+
+@dataclass(frozen=True)
 class Newest:
     """What to resume from: ``<directory>/<tag>``. ``in_memory``: it is of a generation in memory,
     and ``directory`` on this host has what the route kept beside; valid until the next save there.
@@ -67,7 +84,7 @@ def newest(
             return found
     if on_disk is None or directory is None:
         return None
-    return Newest(as_path(directory), on_disk[0], on_disk[1], in_memory=False)
+    return Newest(as_path(directory), on_disk.tag, on_disk.step, in_memory=False)
 
 
 def newest_in_memory(
@@ -120,46 +137,45 @@ def locate(engine: Any, directory: str | os.PathLike[str], tag: str | None, stri
 
 def _on_disk(
     ranks: Any, rank: int, directory: str | os.PathLike[str] | None, tag: str | None = None
-) -> tuple[str, int] | None:
-    """Return tag and step of the checkpoint ``<directory>/<tag>``, by default the one that
-    ``latest`` names; None without one, and step -1 for one of another program. Collective.
+) -> OnDisk | None:
+    """Return the checkpoint ``<directory>/<tag>``, by default the one that ``latest`` names; None
+    without one. Collective.
     """
 
-    def look() -> tuple[str, int] | None:
+    def look() -> OnDisk | None:
         if rank or directory is None:
             return None
         root = as_path(directory)
         if tag is None and not (root / find.LATEST).exists():
             return None
-        folder, step = find.locate(root, tag), -1
+        folder, step, begun = find.locate(root, tag), -1, 0
         if find.is_checkpoint(folder):
-            step = Manifest.read(folder / MANIFEST_NAME).counters.get("global_steps", -1)
-        return tag or find.latest_tag(root), step
+            manifest = Manifest.read(folder / MANIFEST_NAME)
+            step, begun = manifest.counters.get("global_steps", -1), manifest.begun
+        return OnDisk(tag or find.latest_tag(root), step, begun)
 
-    found: tuple[str, int] | None = collective_try(ranks, look, directory, share=lambda own: own)[
-        1
-    ][0]
+    found: OnDisk | None = collective_try(ranks, look, directory, share=lambda own: own)[1][0]
     return found
 
 
 def _generations(
     where: JobFolders,
     ranks: Any,
-    on_disk: tuple[str, int] | None = None,
+    on_disk: OnDisk | None = None,
     directory: str | os.PathLike[str] | None = None,
 ) -> Iterator[_Taking]:
-    """Yield the generations of steps after that of the checkpoint ``on_disk`` (tag and step) in
-    ``directory``, newest first. Collective.
+    """Yield the generations that were saved after the checkpoint ``on_disk`` in ``directory``,
+    newest first. Collective.
     """
     found, own = where.exchange_inventories()
     if on_disk is not None and not found:
         log_rank0(
             f"the memory of {counted(len(where.hosts.ranks), 'host')} "
             f"({listed(where.hosts.ranks)}) holds nothing of job {where.job}: "
-            f"{directory}/{on_disk[0]} is taken from the disk"
+            f"{directory}/{on_disk.tag} is taken from the disk"
         )
     for each in found:
-        if on_disk is None or each.step > on_disk[1]:  # one of the same step came after it
+        if on_disk is None or on_disk.is_older(each):
             yield _Taking(where, ranks, each, own)
 
 

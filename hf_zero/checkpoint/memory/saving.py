@@ -354,7 +354,9 @@ class MemoryCheckpoints(JobFolders):
             )
             self._take_room(sizes)
             self._choose_slot(step)
-            planned = replace(planned[0], begun=self.begun), planned[1]
+            record, plan = planned
+            head = record.head and replace(record.head, begun=self.begun)
+            planned = replace(record, begun=self.begun, head=head), plan
         early, self._early = self._early, None
         if self._is_cut_off:
             return None
@@ -666,11 +668,14 @@ class MemoryCheckpoints(JobFolders):
 
     # ---- what is there ----
 
-    def loaded(self) -> None:
-        """Count a load: steps behind the last save may come again, and what they save prevails."""
+    def loaded(self, begun: int) -> None:
+        """Count a load of a checkpoint with ``begun``: steps behind the last save may come again,
+        and what they save prevails, on disk and in memory.
+        """
         self.wait()
         self._last_step, self._rewound = -1, True
-        self.begun += 1  # a process that ends before `_drop_later` leaves the other branch, too
+        # a process that ends before `_drop_later` leaves the other branch, too
+        self.begun = max(self.begun, begun) + 1
 
     def protect(self, save_id: str) -> None:
         """Let the next save not overwrite the generation ``save_id``, from which training goes on,

@@ -292,6 +292,37 @@ def test_the_branch_that_was_left_is_not_resumed(tmp_path, monkeypatch):
     assert firsts(attempt(setup, range(2), tmp_path / "none")) == {1}
 
 
+@pytest.mark.parametrize("saves", ["memory", "disk"])
+def test_the_branch_that_was_left_loses_between_memory_and_disk(saves, tmp_path, monkeypatch):
+    """Steps to 6; back to 1, and a save of step 2 in memory or on disk. The clock is set back at
+    the restart, which resumes step 2, and what it saves is newer still.
+    """
+    left_in_memory = 4 if saves == "memory" else 6  # the latest of the other kind is of step 6
+    setup = Kept(1, hosts="a", more={"every": 2}).at(tmp_path)
+
+    def goes_back(engine, rank):
+        train(engine, rank, range(1))
+        engine.save_checkpoint(setup.folder, "early")
+        train(engine, rank, range(1, left_in_memory))
+        if saves == "memory":
+            train(engine, rank, range(left_in_memory, 6))
+            engine.save_checkpoint(setup.folder, "left")
+        engine.memory.wait()
+        engine.load_checkpoint(setup.folder, "early")
+        engine.memory.every = 2 if saves == "memory" else 100
+        train(engine, rank, range(1, 2))
+        engine.memory.wait()
+        if saves == "disk":
+            engine.save_checkpoint(setup.folder, "other")
+
+    attempt(setup, range(0), before=goes_back)
+    monkeypatch.setattr(job_folders.time, "time_ns", lambda: 0)
+    first = attempt(setup, range(3), setup.folder, lambda e, r: e.save_checkpoint(setup.folder))
+    assert firsts(first) == {2}
+    assert firsts(attempt(setup, range(4), setup.folder)) == {2}
+    assert firsts(attempt(setup, range(5), setup.folder)) == {4}
+
+
 def test_an_attempt_that_does_not_resume_is_told_what_it_overwrites(tmp_path, heard_in_full):
     setup = Kept(1, hosts="a").at(tmp_path)
     attempt(setup, range(3))
