@@ -36,7 +36,6 @@ SWITCH = "HF_ZERO_TRACEBACK"
 ERRORS = "hf_zero.errors"  # whose classes the documentation has sections for
 OFF = {"", "0", "false", "off", "no"}
 WAIT_SECONDS = 2.0
-AGENT_SECONDS = 60.0  # in which the store of the launcher's agent accepts a connection
 PACKAGE = Path(__file__).resolve().parents[1]
 STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
 COMMANDS = Path(sys.executable).parent  # accelerate, torchrun and the like
@@ -222,15 +221,12 @@ def connect_to_agent_store(timeout: timedelta) -> Any:
     """Return a client of the store at MASTER_ADDR and MASTER_PORT, or None if torchrun's agent
     hosts none.
 
-    ``timeout`` limits each call; the agent's store is there before its ranks, so that connecting
-    takes :data:`AGENT_SECONDS` at most. Raises torch's error if the store does not answer.
+    ``timeout`` limits the connection, and each call: many ranks connect at once. Raises torch's
+    error if the store does not answer.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() != "true":
         return None
     from torch.distributed import TCPStore
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    limit = min(timeout, timedelta(seconds=AGENT_SECONDS))
-    store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
-    store.set_timeout(timeout)
-    return store
+    return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
