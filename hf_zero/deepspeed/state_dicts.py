@@ -19,6 +19,7 @@ import torch
 
 from hf_zero.checkpoint import convert_zero_checkpoint_to_fp32_state_dict as _convert
 from hf_zero.checkpoint.convert.export import UNIVERSAL, convert_checkpoint, write_torch_files
+from hf_zero.checkpoint.convert.files import lock_if_supported
 from hf_zero.checkpoint.find import find_checkpoint
 from hf_zero.checkpoint.reader import Checkpoint
 from hf_zero.ops.file_locks import FileLock
@@ -112,9 +113,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     ``safe_serialization`` ``model.safetensors``; several files and an index beyond
     ``max_shard_size`` (None: never). ``verify`` checks the hashes of the blocks that are read.
 
-    Of several processes that call it at once one writes, and the others return when it has.
-
-    Raises CheckpointError if the folder is on a file system without locks.
+    Of several processes that call it at once one writes, and the others return when it has. On a
+    file system without locks each of them writes, as a warning says.
     """
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -133,7 +133,10 @@ def _one_writer(folder: Path) -> Iterator[bool]:
     """Yield whether this process is the one that writes into ``folder``; the others enter when it
     is done.
     """
-    lock = FileLock(folder / ".fp32.lock", fcntl.LOCK_EX, seconds=None)
+    lock = lock_if_supported(lambda: FileLock(folder / ".fp32.lock", fcntl.LOCK_EX, seconds=None))
+    if lock is None:
+        yield True
+        return
     try:
         writes = lock.is_current()  # else the writer before has removed it, as it was done
         yield writes

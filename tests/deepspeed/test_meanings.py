@@ -6,6 +6,7 @@ weights.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -282,6 +283,21 @@ def test_writers_that_come_when_another_is_done(
 
     monkeypatch.setattr(fcntl, "flock", comes)
     assert not write() and third == [True, True]
+
+
+def test_the_fp32_writer_goes_on_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard: list[str]
+) -> None:
+    """As all conversions do."""
+
+    def none(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with state_dicts._one_writer(tmp_path) as writes:
+        assert writes
+    assert not list(tmp_path.iterdir())
+    assert [text.endswith("this conversion goes on without a lock") for text in heard] == [True]
 
 
 def test_files_of_deepspeeds_own_checkpoints_are_found(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -44,21 +44,29 @@ def lock_folder(folder: Path) -> Iterator[None]:
     Raises CheckpointError if another conversion, in this or another process, holds it. On a file
     system without locks, other processes are not kept out, as a warning says.
     """
-    lock = None
     try:
-        lock = FileLock.on_current(folder / LOCK, fcntl.LOCK_EX)
+        lock = lock_if_supported(lambda: FileLock.on_current(folder / LOCK, fcntl.LOCK_EX))
     except BlockingIOError as error:
         raise CheckpointError(
             f"{folder} is being written by another conversion; wait until it ends, or "
             "choose another folder"
         ) from error
-    except CheckpointError as error:
-        logger.warning("%s; this conversion goes on without a lock", error)
     try:
         yield
     finally:
         if lock is not None:
             lock.remove()
+
+
+def lock_if_supported(take: Callable[[], FileLock]) -> FileLock | None:
+    """Return the lock that ``take`` returns; None, with a warning, on a file system without locks:
+    there, every conversion goes on without one.
+    """
+    try:
+        return take()
+    except CheckpointError as error:
+        logger.warning("%s; this conversion goes on without a lock", error)
+        return None
 
 
 @contextmanager
