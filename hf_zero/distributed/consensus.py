@@ -96,8 +96,6 @@ class GatherAgreement:
         pending = self._log.issue("agreement on the next gather")._replace(
             what=f"all ranks to {what}", warns=True
         )
-        if may_leave:
-            pending = pending._replace(log=None)  # not a wait that others can be proved to block
         call = self._call(step)
         publish = partial(self._publish, step, call, name)
         if call.enter(self._rank, f"{where}|{wish[0]}|{wish[1]}|{launched}|{may_leave:d}"):
@@ -108,7 +106,8 @@ class GatherAgreement:
                 f"{step}/go",
                 partial(call.missing, self._ranks, self._rank),
                 what,
-                pending,
+                # while this rank may leave, others cannot be proved to block it
+                pending._replace(log=None) if may_leave else pending,
                 may_leave,
                 at_once=self._left,
             )

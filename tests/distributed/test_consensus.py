@@ -51,6 +51,23 @@ def together(
     return on_threads([partial(run, rank) for rank in range(world)])
 
 
+def test_a_rank_that_must_stay_waits_for_something_that_can_be_proved_to_hang() -> None:
+    """It wanted to leave when all had entered."""
+    store, waited = dist.HashStore(), []
+    gathers = Consensus(store, 0, range(2), 60.0).gathers
+    outcomes = iter([None, "0|7|0"])
+
+    def wait(key: str, missing: Any, what: str, pending: Any, leaves: bool, at_once: bool) -> Any:
+        waited.append((leaves, pending.log))
+        if leaves:
+            RollCall(store, "0", 2).enter(1, "state_dict|0|7|0|1")
+        return next(outcomes)
+
+    gathers._waits.wait_or_leave = wait  # type: ignore[method-assign]
+    assert gathers.agree_or_leave("state_dict", (0, 7), say) == (0, 7)
+    assert waited == [(True, None), (False, gathers._log)]
+
+
 def test_the_store_keeps_the_last_agreement_alone() -> None:
     stores: list[Any] = []
 
