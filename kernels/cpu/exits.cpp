@@ -61,6 +61,7 @@ bool holds_only(const fs::path& folder, const std::string& mark) {
 }
 
 constexpr const char* kClaim = "claim";  // as in checkpoint/memory/folders.py
+constexpr const char* kRemoved = "~";
 constexpr int kTries = 10;              // another process that looks whether a folder is empty is done by then
 constexpr useconds_t kPause = 20'000;
 
@@ -106,8 +107,15 @@ void at_exit(int code, void*) {
         fs::remove(each.own, ignored);
         if (fs::exists(each.folder, ignored) && !is_kept(each)) {
             const Lock claim(fs::path(each.folder) / kClaim, 1);
-            if (claim && !is_kept(each)) fs::remove_all(each.folder, ignored);
+            const std::string own = fs::path(each.own).filename();
+            if (claim && !is_kept(each)) fs::rename(each.folder, each.folder + kRemoved + own, ignored);
         }
+        const std::string removed = fs::path(each.folder).filename().string() + kRemoved;
+        std::error_code failed;
+        std::set<fs::path> away;
+        for (fs::directory_iterator at(fs::path(each.folder).parent_path(), failed), end; !failed && at != end; at.increment(failed))
+            if (at->path().filename().string().rfind(removed, 0) == 0) away.insert(at->path());
+        for (const fs::path& path : away) fs::remove_all(path, ignored);
         const Lock mark(fs::path(each.top) / each.mark, kTries);
         if (!mark) continue;
         fs::path parent = fs::path(each.folder).parent_path();

@@ -20,6 +20,7 @@ from tests.protocols.simulation import Replay, Schedule, Simulation, entered
 Judge = Callable[[str], str]
 TOLD = 60  # lines of a trace
 RATES = (0.0, 0.01, 0.05)  # of delays and deaths
+RATES_AT = (0.05, 0.15, 0.3)  # at certain operations alone
 STICKS = (0.0, 0.5, 0.9)  # probability that a task goes on
 
 
@@ -111,7 +112,7 @@ class Explorer:
         random.Random(seed).shuffle(singles)
         for at, choice in singles[: count // 3]:
             yield Replay({at: choice})
-        rates = (0.3,) * 3 if self.settings.get("at") else RATES
+        rates = RATES_AT if self.settings.get("at") else RATES
         for number in itertools.count(seed * 1_000_003):
             if number % 2:
                 yield Few(number, 2 + number // 2 % 2, first.decisions)
@@ -169,8 +170,19 @@ def explore(
     assert failure is None, explorer.told(failure)
 
 
-def find(protocol: Callable[[Simulation], Judge], schedules: int, **settings: Any) -> Failure:
-    """Return the failure that ``schedules`` of a protocol with a fault find."""
-    failure = Explorer(protocol, **settings).search(schedules)
+def find(
+    protocol: Callable[[Simulation], Judge],
+    schedules: int,
+    known: dict[int, int] | None = None,
+    **settings: Any,
+) -> Failure:
+    """Return the failure that ``schedules`` of a protocol with a fault find. ``known``: the choices
+    of a schedule that has found it, tried before the others.
+    """
+    explorer = Explorer(protocol, **settings)
+    text = explorer.run(Replay(known))[0] if known else ""
+    failure = Failure(text, known or {}) if text else explorer.search(schedules)
     assert failure is not None, f"{schedules} schedules of a protocol with a fault end well"
+    if not text:
+        print(f"found by schedule {failure.schedules}: {failure.choices}")
     return failure

@@ -29,7 +29,8 @@ class CollectiveFailed(HfZeroError):
 class World:
     """``size`` ranks of one attempt, on a store that the launcher hosts.
 
-    call(world, rank): what each rank runs. timeout: of each wait, in seconds.
+    call(world, rank): what each rank runs. timeout: of each wait, in seconds. name: of the tasks,
+    before the number of their rank.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class World:
         call: Callable[[World, int], None],
         timeout: float,
         hosts: Sequence[str] = (),
+        name: str = "rank",
     ) -> None:
         self.simulation, self.size, self.timeout = simulation, size, timeout
         self.server = Server(simulation)
@@ -49,17 +51,22 @@ class World:
         self._joined: dict[Any, dict[int, Any]] = {}
         self._times: dict[tuple[int, str], int] = {}
         for rank, process in enumerate(self.processes):
-            simulation.spawn(f"rank {rank}", partial(call, self, rank), process)
+            simulation.spawn(f"{name} {rank}", partial(call, self, rank), process)
 
     def store(self, prefix: str = "engine") -> PrefixStore:
         return PrefixStore(prefix, Client(self.server))
 
     def collective(
-        self, name: str, rank: int, what: Any, aborted: Callable[[], bool] = lambda: False
+        self,
+        name: str,
+        rank: int,
+        what: Any,
+        aborted: Callable[[], bool] = lambda: False,
+        said: str = "",
     ) -> list[Any]:
         """Return what all ranks give to their next collective on the communicator ``name``; what
-        those have given that have come, if it is ``aborted``. Raises CollectiveFailed if one has
-        died or does not come.
+        those have given that have come, if it is ``aborted``. ``said``: the collective in messages,
+        by default ``what``. Raises CollectiveFailed if one has died or does not come.
         """
         number = self._times[rank, name] = self._times.get((rank, name), 0) + 1
         joined = self._joined.setdefault((name, number), {})
@@ -74,11 +81,12 @@ class World:
                 )
             )
 
-        self.simulation.point(f"{what} ({name})")
-        self.simulation.wait(over, self.timeout, f"{what} ({name})")
+        said = f"{said or what} ({name})"
+        self.simulation.point(said)
+        self.simulation.wait(over, self.timeout, said)
         if len(joined) < self.size and not aborted():
             late = [each for each in range(self.size) if each not in joined]
-            raise CollectiveFailed(f"{LOST}: ranks {late} have not come to {what}")
+            raise CollectiveFailed(f"{LOST}: ranks {late} have not come to {said}")
         return [joined[each] for each in sorted(joined)]
 
     def errors(self) -> dict[str, BaseException]:
@@ -111,3 +119,29 @@ class World:
         if simulation.now - START > 3 * self.timeout + simulation.delayed + grace:
             return f"the ranks end after {simulation.now - START:.0f} s"
         return result()
+
+
+def run_attempts(
+    simulation: Simulation, attempts: int, start: Callable[[int], World], ended: Callable[[], None]
+) -> None:
+    """Start all ranks as an agent does, again once one of them was killed or all have ended, when
+    it ends those that are left. ``ended()``: called after each attempt, outside of the simulation.
+    """
+
+    def over(world: World) -> bool:
+        alive = [process.alive for process in world.processes]
+        return not any(alive) or any(process in world.processes for process in simulation.killed)
+
+    def run() -> None:
+        for attempt in range(attempts):
+            world = start(attempt)
+            simulation.wait(partial(over, world), None, "the end of a rank")
+            simulation.sleep(0.1)
+            for process in world.processes:
+                simulation.exit(process)
+            simulation.point("all ranks have ended")
+            current, simulation.current = simulation.current, None
+            ended()
+            simulation.current = current
+
+    simulation.spawn("agent", run, Process(-1, mortal=False))

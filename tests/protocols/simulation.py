@@ -62,7 +62,9 @@ class Process:
     alive: bool = True
     held_until: float = 0.0  # it was stopped
     mortal: bool = True
-    at_death: list[Callable[[], None]] = field(default_factory=list)
+    # by name: values of module variables of which each process has its own (files.py)
+    variables: dict[str, Any] = field(default_factory=dict)
+    at_exit: list[Callable[[], None]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -102,7 +104,7 @@ class Simulation:
     delays: seconds for which a task or its process may be held up at an operation.
     deaths: number of processes that may be killed.
     interrupts: number of KeyboardInterrupts that main tasks may get.
-    at: part of the names of the operations at which these happen.
+    at: parts of names of operations at which these happen.
     seconds: after which, on the virtual clock, a run counts as endless.
     """
 
@@ -113,11 +115,11 @@ class Simulation:
         deaths: int = 0,
         seconds: float = 500.0,
         interrupts: int = 0,
-        at: str = "",
+        at: str | Sequence[str] = "",
     ) -> None:
         self._schedule, self._delays = schedule, tuple(delays)
         self._deaths, self._interrupts = deaths, interrupts
-        self._seconds, self._at = seconds, at
+        self._seconds, self._at = seconds, [at] if isinstance(at, str) else at
         self.now = START
         self.tasks: list[Task] = []
         self.current: Task | None = None
@@ -131,6 +133,7 @@ class Simulation:
         self.delayed = 0.0  # seconds for which tasks and processes were held up
         self.thread = threading.get_ident()
         self.ended: list[Task] = []  # tasks that have ended, in this order
+        self.at_close: list[Callable[[], None]] = []
         self._main = greenlet.getcurrent()
         self._next: Task | None = None
         self._dying: list[Task] = []
@@ -190,11 +193,17 @@ class Simulation:
     def kill(self, process: Process) -> None:
         """Kill ``process``; what it has sent is delivered."""
         if process.alive:
-            process.alive = False
             self.killed.append(process)
+            self.exit(process)
+
+    def exit(self, process: Process) -> None:
+        """End ``process`` with its threads, and with all that it holds, such as locks."""
+        if process.alive:
+            process.alive = False
             self._dying += [task for task in self.tasks if task.process is process]
-            for action in process.at_death:
+            for action in process.at_exit:
                 action()
+            process.variables.clear()
 
     def untroubled(self, seconds: float) -> bool:
         """Whether no process was killed, and all were held up for less than ``seconds``."""
@@ -240,6 +249,8 @@ class Simulation:
             task.process.alive = False
         for task in list(self.tasks):
             self._unwind(task)
+        for action in self.at_close:
+            action()
 
     def _take_dying(self) -> list[Task]:
         dying, self._dying = self._dying, []
@@ -318,7 +329,7 @@ class Simulation:
                 task.process.held_until = self.now + seconds
 
     def _faults(self, task: Task) -> list[tuple[str, float]]:
-        if self._at not in task.what:
+        if not any(part in task.what for part in self._at):
             return []
         found = [(kind, seconds) for seconds in self._delays for kind in ("held", "stopped")]
         if self._deaths and task.process.mortal:

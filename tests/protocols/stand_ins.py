@@ -8,6 +8,7 @@ modules do.
 
 from __future__ import annotations
 
+import fcntl
 import queue
 import random
 import secrets
@@ -20,6 +21,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
+from tests.protocols.files import LOCKS
 from tests.protocols.simulation import START, Task, running
 
 
@@ -85,6 +87,7 @@ class Lock:
         if task is None:
             return True
         if self._owner is not task:
+            simulation.point("a lock")  # type: ignore[union-attr]
             while not self._free():
                 if not blocking:
                     return False
@@ -201,6 +204,7 @@ class Secrets:
 
 
 STAND_INS = {
+    fcntl: LOCKS,
     time: Times(),
     threading: Threads(),
     queue: Queues(),

@@ -133,6 +133,12 @@ def test_a_rank_is_interrupted(job: str, schedules: Callable[..., int]) -> None:
     explore(JOBS[job], schedules(150, 3), **INTERRUPTED)
 
 
+def test_a_rank_is_held_up_as_it_ends_a_step(schedules: Callable[..., int]) -> None:
+    """Its serving thread answers meanwhile with the step that ends."""
+    held = {"delays": (0.02, 1.5), "seconds": 600.0, "at": "a lock"}
+    explore(JOBS["one stops"], schedules(60), **held)
+
+
 def test_a_rank_answers_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
     early = "for number in list(unread):"
     seed_fault(

@@ -13,10 +13,12 @@ job's identity, and folders that other jobs have left.
 
 [Note: the end of a job]
 Jobs of one name may follow each other so closely that one ends while the next begins. A process
-that ends gives up its claim and its mark, removes its own file in ``ranks``, and then removes the
-engine's folder only if no file is left there and it gets the claim, under which it removes it; the
-parents likewise under the mark, exclusively. Whoever ends last gets both, unless the next job has
-them: then the folders are that one's. ``kernels/cpu/exits.cpp`` does the same at an exit code of 0.
+that ends gives up its claim and its mark, removes its own file in ``ranks``, and then renames the
+engine's folder only if no file is left there and it gets the claim, and removes it under its new
+name: a job that begins in the middle of a removal would else claim the rest of a folder. Under the
+mark, exclusively, it removes the parents that are empty. Whoever ends last gets both, unless the
+next job has them: then the folders are that one's. ``kernels/cpu/exits.cpp`` does the same at an
+exit code of 0.
 """
 
 from __future__ import annotations
@@ -34,7 +36,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_zero.checkpoint.storage import remove_tree
 from hf_zero.device.host_limits import free_ram
 from hf_zero.errors import CheckpointError
 from hf_zero.ops.file_locks import FileLock
@@ -43,7 +44,7 @@ SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "hf-zero-"
 IN_USE = "in-use"
 CLAIM = "claim"
-REMOVED = "~"  # ends the name of a job's folder that is being removed: no job has such a name
+REMOVED = "~"  # in the name of a job's folder that is being removed: no job has such a name
 PATIENCE = 10.0  # seconds in which a process that is ending gives up its claim
 MOMENT = 0.2  # seconds in which a process that looks whether a folder is empty is done
 SLOTS = ("slot-0", "slot-1")
@@ -202,31 +203,41 @@ def jobs_in(base: Path) -> Iterator[Left]:
     for folder in sorted(base.glob(f"{PREFIX}{os.getuid()}-*")):
         if not folder.is_dir() or folder.is_symlink():
             continue
-        files = [item.stat() for item in folder.rglob("*") if item.is_file()]
-        # a file that a resume links to counts once
-        sizes = {(held.st_dev, held.st_ino): held.st_size for held in files}
-        changed = max((held.st_mtime for held in files), default=folder.stat().st_mtime)
-        yield Left(folder, sum(sizes.values()), changed, is_in_use(folder))
+        files = list(_files_in(folder))
+        try:
+            changed = max((held.st_mtime for held in files), default=folder.stat().st_mtime)
+        except FileNotFoundError:
+            continue  # removed meanwhile
+        yield Left(folder, sum(held.st_size for held in files), changed, is_in_use(folder))
+
+
+def _files_in(folder: Path) -> Iterator[os.stat_result]:
+    """Yield the status of each file below ``folder``, which other processes may remove meanwhile. A
+    link that a resume has made is none.
+    """
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                found = os.lstat(os.path.join(place, name))
+                if stat.S_ISREG(found.st_mode):
+                    yield found
 
 
 def remove_job(folder: Path) -> bool:
     """Remove a job's ``folder`` unless a process uses it; return whether it was removed."""
-    away = folder.with_name(folder.name + REMOVED)
-    with suppress(FileNotFoundError):  # another process removes it, too
-        remove_tree(away)  # left by a removal that was interrupted
     try:
         lock = FileLock.on_current(folder / IN_USE, fcntl.LOCK_EX)
     except (BlockingIOError, FileNotFoundError):
         return False
     try:
+        away = folder.with_name(f"{folder.name}{REMOVED}{secrets.token_hex(4)}")
         folder.rename(away)  # a job that begins now makes the folder anew
     except OSError:  # by another process, too
         return False
     finally:
         lock.close()
-    with suppress(FileNotFoundError):
-        remove_tree(away)
-    return True
+    shutil.rmtree(away, ignore_errors=True)  # another process may remove it, too
+    return not away.exists()
 
 
 def rank_mark(folder: Path, rank: int) -> Path:
@@ -241,6 +252,13 @@ def enter(folder: Path, rank: int) -> None:
         rank_mark(folder, rank).touch()
 
 
+def forget_ranks(folder: Path) -> None:
+    """Remove the files of ranks of an attempt before from an engine's ``folder``, which is claimed;
+    one of them that ends now removes its own.
+    """
+    shutil.rmtree(folder / RANKS, ignore_errors=True)
+
+
 def release(folder: Path, top: Path, rank: int) -> None:
     """Remove an engine's ``folder``, and its parents up to ``top`` that are then empty, if no other
     process than that of ``rank`` keeps it, and none has claimed it since (see the note).
@@ -250,8 +268,11 @@ def release(folder: Path, top: Path, rank: int) -> None:
         if not is_kept(folder):
             claim = FileLock.on_current(folder / CLAIM, fcntl.LOCK_EX)
             if not is_kept(folder):
-                remove_tree(folder)
+                folder.rename(f"{folder}{REMOVED}{rank_mark(folder, rank).name}")
             claim.close()
+    with suppress(OSError):  # another rank has removed the last of them
+        for away in folder.parent.glob(f"{folder.name}{REMOVED}*"):  # of a killed process, too
+            shutil.rmtree(away, ignore_errors=True)
     with suppress(OSError):  # another process has marked it, or it is not empty, or gone
         mark = FileLock.on_current(top / IN_USE, fcntl.LOCK_EX, MOMENT)
         remove_empty(folder.parent, top)
@@ -300,5 +321,4 @@ def room(base: Path, folder: Path) -> int:
     """Return the bytes that ``folder``, below ``base``, may come to: those that are :func:`free`
     there, and those that it has already.
     """
-    files = (item for item in folder.rglob("*") if item.is_file() and not item.is_symlink())
-    return free(base) + sum(item.stat().st_size for item in files)
+    return free(base) + sum(held.st_size for held in _files_in(folder))

@@ -251,7 +251,7 @@ class MemoryCheckpoints(JobFolders):
                 self.mark_job(base)
             if self.acts_for_host and own.is_dir() and not self._holds(own):
                 self._marks[own] = folders.Claim(own)
-                remove_tree(own / folders.RANKS)  # of an attempt before
+                folders.forget_ranks(own)
 
     def mark_job(self, base: Path) -> None:
         """Make the job's folder below ``base``, and mark it as in use by this process."""

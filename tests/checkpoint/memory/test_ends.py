@@ -249,26 +249,21 @@ def test_clean_names_what_jobs_have_left_and_removes_what_none_uses(tmp_path: Pa
     assert clean(tmp_path / "empty") == f"no checkpoints in memory in {tmp_path / 'empty'}\n"
 
 
-def test_a_job_that_begins_while_its_folder_is_removed_keeps_or_makes_it(
+def test_a_job_that_begins_while_its_folder_is_removed_makes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    removed, marks = folders.remove_tree, []
-    for moment in (0, 1):  # before the removal has the folder, and while it removes it
-        folder, calls = left(tmp_path, f"job-{moment}"), [0]
+    folder, removed, marks = left(tmp_path, "job"), shutil.rmtree, []
 
-        def begins(path: Path, folder=folder, calls=calls, moment=moment) -> None:
-            if calls[0] == moment:
-                marks.append(folders.InUse(folder))
-            calls[0] += 1
-            removed(path)
+    def begins(path: Path, **options: bool) -> None:
+        marks.append(folders.InUse(folder))
+        removed(path, **options)
 
-        monkeypatch.setattr(folders, "remove_tree", begins)
-        assert folders.remove_job(folder) == (moment == 1)
-        assert folders.is_in_use(folder) and marks[-1].is_current()
-        assert any(folder.rglob("*.safetensors")) == (moment == 0)
-        assert not any(
-            job.folder.name.endswith(folders.REMOVED) for job in folders.jobs_in(tmp_path)
-        )
+    monkeypatch.setattr(folders.shutil, "rmtree", begins)
+    assert folders.remove_job(folder)
+    monkeypatch.undo()
+    assert folders.is_in_use(folder) and marks[-1].is_current()
+    assert not any(folder.rglob("*.safetensors"))
+    assert [job.folder for job in folders.jobs_in(tmp_path)] == [folder]
     interrupted = left(tmp_path, "half")
     interrupted.rename(interrupted.with_name(interrupted.name + folders.REMOVED))
     assert [folders.remove_job(job.folder) for job in folders.jobs_in(tmp_path)].count(True) == 1

@@ -1,0 +1,89 @@
+"""Processes that write one folder at once: one of them writes, and the others wait or refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from hf_zero.checkpoint.convert.files import LOCK, lock_folder
+from hf_zero.deepspeed import state_dicts
+from hf_zero.errors import CheckpointError
+from hf_zero.ops.file_locks import FileLock
+from tests.protocols.explore import Judge, explore, find
+from tests.protocols.faults import seed_fault
+from tests.protocols.files import folder_of, scheduled
+from tests.protocols.simulation import Process, Simulation
+
+SETTINGS = {"delays": (0.3,), "deaths": 1, "seconds": 100.0}
+Entry = Callable[[Path], AbstractContextManager[object]]
+
+
+@contextmanager
+def converting(folder: Path) -> Iterator[bool]:
+    with lock_folder(folder):
+        yield True
+
+
+ENTRIES: dict[str, tuple[Entry, str]] = {
+    "one writes for all": (lambda folder: state_dicts._one_writer(folder), ".fp32.lock"),
+    "others are refused": (converting, LOCK),
+}
+
+
+def writers(enter: Entry, lock: str, size: int, simulation: Simulation) -> Judge:
+    """Processes that come one after the other or at once, and write a file in two parts."""
+    folder, writing, faults = folder_of(simulation), list[Process](), list[str]()
+    written: list[Process] = []
+
+    def come(process: Process) -> None:
+        with enter(folder) as writes:
+            if writes:
+                if any(each.alive for each in writing):
+                    faults.append("two write at once")
+                writing.append(process)
+                for part in ("half", "whole"):
+                    (folder / "model").write_text(part)
+                writing.remove(process)
+                written.append(process)
+            elif not written:
+                faults.append("one goes on without the files")
+
+    for number in range(size):
+        process = Process(number)
+        simulation.spawn(f"process {number}", partial(come, process), process)
+
+    def judge(end: str) -> str:
+        errors = [task.error for task in simulation.ended if task.error is not None]
+        unexpected = [error for error in errors if not isinstance(error, CheckpointError)]
+        if end or faults or unexpected:
+            return end or "; ".join(faults) or f"an error: {unexpected}"
+        left = (folder / lock).exists() and not simulation.killed
+        return "the lock is left" if left else ""
+
+    return judge
+
+
+@pytest.fixture(autouse=True)
+def files() -> Iterator[None]:
+    with scheduled():
+        yield
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_one_writes(entry: str, schedules: Callable[..., int]) -> None:
+    explore(partial(writers, *ENTRIES[entry], 3), schedules(400, len(ENTRIES)), **SETTINGS)
+
+
+def test_a_writer_asks_for_the_name_of_its_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    edit = ("writes = lock.is_current()", "writes = (folder / '.fp32.lock').exists()")
+    seed_fault(monkeypatch, state_dicts, "_one_writer", edit)
+    find(partial(writers, *ENTRIES["one writes for all"], 3), 3000, **SETTINGS)
+
+
+def test_a_lock_is_taken_for_that_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FileLock, "is_current", lambda self: True)
+    find(partial(writers, *ENTRIES["one writes for all"], 3), 3000, **SETTINGS)

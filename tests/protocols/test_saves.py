@@ -1,0 +1,229 @@
+"""Saves in the background into a folder: what `latest` names is whole and never older than a save
+that has succeeded, wherever processes end; the agent starts all ranks again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_zero.checkpoint import commit, find, save_job, storage
+from hf_zero.checkpoint.commit import FolderTarget
+from hf_zero.checkpoint.manifest import MANIFEST_NAME
+from hf_zero.checkpoint.save_job import AsyncSaver, SaveJob, SharedFiles
+from hf_zero.checkpoint.tensorfile import BlockHashes, FileHashes
+from hf_zero.distributed.store import StoreMessages
+from hf_zero.errors import CheckpointError
+from tests.protocols import explore
+from tests.protocols.explore import Judge
+from tests.protocols.faults import seed_fault
+from tests.protocols.files import PerProcess, folder_of, scheduled
+from tests.protocols.ranks import CollectiveFailed, World, run_attempts
+from tests.protocols.simulation import Simulation, running
+
+TIMEOUT, ATTEMPTS, SAVES = 30.0, 2, 2
+SETTINGS = {"delays": (0.3, 45.0), "deaths": 2, "seconds": 1500.0}
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a manifest."""
+
+    name: str
+    size: int = 8
+    hash: str = ""
+    blocks: Any = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """In place of the manifest of a model: the files of a save, and their order."""
+
+    save_id: str
+    files: tuple[File, ...]
+    order: int = 0
+
+    def all_files(self) -> tuple[File, ...]:
+        return self.files
+
+    def dumps(self) -> bytes:
+        files = [file.name for file in self.files]
+        counters = {"global_steps": int(self.save_id[:8])}
+        said = {"save_id": self.save_id, "files": files, "order": self.order, "counters": counters}
+        return json.dumps(said).encode()
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest:
+        try:
+            said = json.loads(path.read_bytes())
+        except ValueError as error:
+            raise CheckpointError(f"{path} is damaged") from error
+        return cls(said["save_id"], tuple(map(File, said["files"])), said["order"])
+
+
+def damage(folder: Path) -> str:
+    """Return what is missing in a checkpoint, or ""."""
+    try:
+        manifest = Manifest.read(folder / MANIFEST_NAME)
+        contents = {file.name: (folder / file.name).read_bytes() for file in manifest.files}
+    except (OSError, CheckpointError) as error:
+        return str(error)
+    own = manifest.save_id[:8].encode()
+    return "; ".join(f"{name} is of another save" for name in contents if contents[name] != own)
+
+
+def write_image(path: Path, image: memoryview, plan: Any) -> FileHashes:
+    storage.write_file(path, bytes(image))
+    return FileHashes("hash", BlockHashes(1, ""))
+
+
+class Job:
+    """A job of ``size`` ranks that saves under one tag again and again, or under new ones, of which
+    it keeps some.
+    """
+
+    def __init__(self, size: int, same_tag: bool, keep: int | None) -> None:
+        self.size, self.same_tag, self.keep = size, same_tag, keep
+
+    def __call__(self, simulation: Simulation) -> Judge:
+        folder, faults = folder_of(simulation), list[str]()
+        succeeded, newest = [0], [0]  # numbers of saves, and of what `latest` has named
+
+        def start(attempt: int) -> World:
+            train = partial(self.train, folder, 1 + attempt * SAVES, succeeded)
+            return World(simulation, self.size, train, TIMEOUT, name=f"{attempt} rank")
+
+        def ended() -> None:
+            faults.append(self.wrong(folder, max(succeeded), newest))
+
+        run_attempts(simulation, ATTEMPTS, start, ended)
+
+        def judge(end: str) -> str:
+            errors = [task.error for task in simulation.ended if task.error is not None]
+            expected = (CheckpointError, CollectiveFailed)
+            unexpected = [error for error in errors if not isinstance(error, expected)]
+            if end or any(faults) or unexpected:
+                return end or next(filter(None, faults), "") or f"an error: {unexpected}"
+            if simulation.untroubled(TIMEOUT / 2) and (errors or newest[0] < ATTEMPTS * SAVES):
+                return f"save {newest[0]} is the latest though nothing has happened: {errors}"
+            return ""
+
+        return judge
+
+    def train(
+        self, folder: Path, first: int, succeeded: list[int], world: World, rank: int
+    ) -> None:
+        def gone(ranks: Sequence[int]) -> dict[int, str]:
+            return {each: "it died" for each in ranks if not world.processes[each].alive}
+
+        mesh = SimpleNamespace(
+            store_messages=lambda name: StoreMessages(world.store(name), rank, TIMEOUT, gone)
+        )
+        saver = AsyncSaver(mesh, rank, self.size, torch.device("cpu"))
+        try:
+            for number in range(first, first + SAVES):
+                self.save(saver, folder, number, world, rank)
+                world.collective("training", rank, f"after save {number}")
+            saver.wait()
+            if rank == 0:
+                succeeded.append(number)
+        finally:
+            thread = saver._thread
+            if thread is not None and world.processes[rank].alive:
+                thread.join()  # as at the end of an interpreter
+            world.simulation.exit(world.processes[rank])
+
+    def save(self, saver: AsyncSaver, folder: Path, number: int, world: World, rank: int) -> None:
+        """Begin a save as ``save_checkpoint`` does, without an engine."""
+        saver.wait()
+        tag, save_id = "tag" if self.same_tag else f"step-{number}", f"{number:08d}" + "f" * 24
+        target = FolderTarget(folder, tag, save_id)
+        if rank == 0:
+            target.begin()
+        world.collective("begun", rank, f"save {number}")
+        names = [find.rank_file(each, self.size) for each in range(self.size)]
+        manifest: Any = Manifest(save_id, tuple(map(File, names)))
+        shared = SharedFiles(manifest, {}, {find.LATEST: tag.encode()}) if rank == 0 else None
+        job = SaveJob(target, target.path_of(names[rank]), rank, self.size, shared, self.keep)
+        content = torch.frombuffer(bytearray(save_id[:8].encode()), dtype=torch.uint8)
+        saver._image = content
+        saver.start(job, SimpleNamespace())  # type: ignore[arg-type]
+
+    def wrong(self, folder: Path, least: int, newest: list[int]) -> str:
+        """Return what a restart would find that is wrong, with the save ``least`` or a later one;
+        note which it finds.
+        """
+        if not (folder / find.LATEST).exists():
+            return "`latest` is gone" if newest[0] or least else ""
+        try:
+            latest = find.locate(folder)
+        except CheckpointError as error:
+            return f"`latest` names nothing: {error}"
+        damaged = damage(latest)
+        if damaged:
+            return f"`latest` names a damaged checkpoint: {damaged}"
+        before, newest[0] = newest[0], int(Manifest.read(latest / MANIFEST_NAME).save_id[:8])
+        if newest[0] < max(least, before):
+            return f"`latest` names save {newest[0]}, and {max(least, before)} has succeeded"
+        return ""
+
+
+JOBS = {
+    "one tag": Job(2, True, None),
+    "the newest is kept": Job(2, False, 1),
+    "three ranks": Job(3, False, None),
+}
+
+
+@pytest.fixture(autouse=True)
+def processes() -> Iterator[None]:
+    exchange = storage.exchange
+
+    def exchanged(first: Path, second: Path) -> bool:
+        simulation = running()
+        assert simulation is not None
+        simulation.point("exchange")
+        return exchange(first, second)
+
+    with scheduled() as patch:
+        patch.setattr(storage, "exchange", exchanged)
+        patch.setattr(save_job, "_in_flight", PerProcess("_in_flight", dict))
+        patch.setattr(save_job, "write_image", write_image)
+        for module in (commit, save_job):
+            patch.setattr(module, "Manifest", Manifest)
+        patch.setattr(commit, "integrity_error", damage)
+        yield
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_latest_is_whole(job: str, schedules: Callable[..., int]) -> None:
+    explore.explore(JOBS[job], schedules(60, len(JOBS)), **SETTINGS)
+
+
+def test_latest_is_written_before_the_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    early = (
+        "publish_folder(self._temporary, self.tag)",
+        "os.replace(self.path_of(find.NEW + find.LATEST), self.directory / find.LATEST)\n"
+        "    storage.write_file(self.path_of(find.NEW + find.LATEST), above[find.LATEST])\n"
+        "    publish_folder(self._temporary, self.tag)",
+    )
+    seed_fault(monkeypatch, FolderTarget, "publish", early)
+    fault = explore.find(JOBS["three ranks"], 1000, **SETTINGS)
+    assert "names nothing" in fault.text
+
+
+def test_a_checkpoint_is_replaced_before_the_next_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    edit = ("temporary.mkdir()", "remove_tree(final)\n    temporary.mkdir()")
+    seed_fault(monkeypatch, commit, "begin_folder", edit)
+    fault = explore.find(JOBS["one tag"], 1000, **SETTINGS)
+    assert "names nothing" in fault.text
