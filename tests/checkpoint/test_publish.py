@@ -249,7 +249,7 @@ def test_folders_that_cannot_be_exchanged(tmp_path: Path) -> None:
 
 def test_a_source_that_cannot_be_looked_at(tmp_path: Path) -> None:
     for to in ("safetensors", "dcp"):
-        with pytest.raises(CheckpointError, match="name too long"):
+        with pytest.raises(CheckpointError, match=r"name too long|there is no such folder"):
             convert_checkpoint(tmp_path / ("a" * 300), tmp_path / "out", to=to)
 
 
