@@ -307,6 +307,7 @@ class Mesh:
             axis.gathers.closed = axis.reductions.closed = why
         if self.watchdog.rank_status is not None:
             self.watchdog.rank_status.publish("here")
+        self.passes.close()
         self._resources.leave()
         if groups:
             self._resources.close_groups()

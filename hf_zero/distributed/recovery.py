@@ -11,7 +11,8 @@ store, and waits. A thread of every other rank finds the statement
 (:meth:`RecoveryBoard.answer_statements`, while its rank waits) and answers as soon as its own rank
 has come as far: yes, if that rank has begun the same pass at the same numbers, or has issued the
 same collective and as much as the other in the pass that broke; else the reason why not, which ends
-both. While nothing breaks, a pass costs one entry in a list.
+both. While nothing breaks, a pass costs one entry in a list. An engine that ends takes its broken
+pass with it: no rank could answer for it any more.
 """
 
 from __future__ import annotations
@@ -121,6 +122,15 @@ class PassTracker:
             self._broken = broken
             for log in self._logs.values():
                 log.before_issue = self._resume_with
+
+    def close(self) -> None:
+        """Note that the engine has ended: the ranks go on together in another one, on communicators
+        that engines share, too.
+        """
+        self._broken = None
+        for log in self._logs.values():
+            if log.before_issue == self._resume_with:
+                log.before_issue = None
 
     def record_last_error(self, error: BaseException | None) -> None:
         """Set the exception of the last forward, to be published if this rank ends now; None after

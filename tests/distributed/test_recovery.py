@@ -109,6 +109,29 @@ def go_on(script: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> list[
     return answers
 
 
+def test_an_engine_that_ends_takes_its_broken_pass_with_it() -> None:
+    """The next one issues on communicators that both share; the other ranks have nobody who would
+    answer for the first.
+    """
+    store = dist.HashStore()
+    status = RankStatus(store, 0, 2)
+    watchdog = Watchdog(enabled=False, rank_status=status)
+    shared = CollectiveLog("sequence", (0, 1), 60.0)
+    logs = {"sequence": shared}
+    first, second = (
+        PassTracker(name, 0, range(2), logs, watchdog, 60.0, RecoveryBoard(store, 0))
+        for name in ("engine 1", "engine 2")
+    )
+    for passes in (first, second):
+        passes.begin("forward", "f")
+        passes.broke()
+    first.close()
+    assert shared.before_issue == second._resume_with, "that of another engine stays"
+    second.close()
+    assert shared.issue("sizes of batches").number == 0
+    assert store.add("resumes", 0) == 0, "nothing was stated"
+
+
 ALIKE = [alike, alike_outside_any_pass, at_its_end, again_alone, apart_where_nothing_is_shared]
 
 
