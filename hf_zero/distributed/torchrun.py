@@ -1,5 +1,5 @@
 """Changes of torchrun under ``hf-zero launch``: its store is bound to the address that clients
-connect to, and a signal goes to the ranks alone.
+connect to, a signal goes to the ranks alone, and none leaves ranks behind that are being started.
 
 torchrun unpickles values of its store, and the store asks for no password. A server of TCPStore
 listens on all addresses of its host, also if it was made for 127.0.0.1, unless it gets a socket.
@@ -8,6 +8,7 @@ listens on all addresses of its host, also if it was made for 127.0.0.1, unless 
 from __future__ import annotations
 
 import ipaddress
+import os
 import signal
 import socket
 import threading
@@ -88,3 +89,32 @@ def signal_ranks_alone() -> None:
         threading.Thread(target=end_group).start()
 
     handler.close = close_rank  # type: ignore[method-assign]
+
+
+def start_ranks_whole() -> None:
+    """Make torchrun handle a signal that arrives while it starts ranks when it has started all of
+    them: its handlers raise, and a rank that it does not know yet would be left behind.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+    start = SubprocessContext._start
+
+    def start_all(self: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():  # has no handlers
+            start(self)
+            return
+        arrived: list[int] = []
+        handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+        handlers = {number: each for number, each in handlers.items() if callable(each)}
+        for number in handlers:
+            signal.signal(number, lambda number, _: arrived.append(number))
+        try:
+            start(self)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        if arrived:
+            self.close(signal.Signals(arrived[0]))
+            os.kill(os.getpid(), arrived[0])
+
+    SubprocessContext._start = start_all  # type: ignore[method-assign]

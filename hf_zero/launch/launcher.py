@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
-from hf_zero.distributed.torchrun import bind_rendezvous, signal_ranks_alone
+from hf_zero.distributed.torchrun import bind_rendezvous, signal_ranks_alone, start_ranks_whole
 from hf_zero.distributed.uncaught import shows_tracebacks
 
 # about the ends of ranks, which are reported below, and about files of torchrun's own
@@ -52,6 +52,7 @@ def main() -> int:
         logging.getLogger(name).addFilter(_wanted)
     bind_rendezvous()
     signal_ranks_alone()
+    start_ranks_whole()
     try:
         runpy.run_module(launcher, run_name="__main__", alter_sys=True)
     except Exception as error:

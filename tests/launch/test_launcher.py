@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 import pytest
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from hf_zero.distributed.torchrun import signal_ranks_alone
+from hf_zero.distributed.torchrun import signal_ranks_alone, start_ranks_whole
 from hf_zero.launch import launcher
 from tests.helpers.cells import in_one_item
 
@@ -84,7 +84,7 @@ def test_a_signal_keeps_its_exit_code_with_a_traceback(
 ) -> None:
     def ends(*_: Any, **__: Any) -> None:
         assert "SIGUSR1" in os.environ[launcher.HANDLED], "it would end torchrun, not its ranks"
-        raise SignalException("got signal: 15", sigval=signal.SIGTERM)
+        raise api.SignalException("got signal: 15", sigval=signal.SIGTERM)
 
     monkeypatch.setattr(os, "environ", {**os.environ})
     monkeypatch.setattr(launcher.runpy, "run_module", ends)
@@ -122,6 +122,38 @@ def test_what_a_rank_has_started_outlives_it_for_a_moment(
     rank.close(signal.SIGTERM)
     assert rank.proc.wait(30) == 85 and out.read_text().split()[1] == "alive"
     assert until(lambda: not psutil.pid_exists(child) or is_zombie(child))
+
+
+def test_a_signal_while_ranks_are_started_leaves_none_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It arrives between the start of the first and of the second, as within one."""
+    monkeypatch.setattr(api.SubprocessContext, "_start", api.SubprocessContext._start)
+    start_ranks_whole()
+    started: list[SubprocessHandler] = []
+
+    def start(*args: Any, make: Any = api.get_subprocess_handler, **named: Any) -> Any:
+        started.append(make(*args, **named))
+        if len(started) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return started[-1]
+
+    monkeypatch.setattr(api, "get_subprocess_handler", start)
+    ranks = dict.fromkeys(range(2), ("-c", "import time; time.sleep(600)"))
+    specs = api.DefaultLogsSpecs(str(tmp_path))
+    context = api.SubprocessContext("train", sys.executable, ranks, {0: {}, 1: {}}, specs)
+    handled = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.getsignal(number) for number in handled}
+    try:
+        with pytest.raises(api.SignalException):
+            context.start()
+        assert [rank.proc.poll() for rank in started] == [-signal.SIGTERM] * 2
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for rank in started:
+            rank.proc.kill()
+            rank.proc.wait()
 
 
 def is_zombie(pid: int) -> bool:
