@@ -186,8 +186,8 @@ def learn_hosts(
         if not any(reasons) and not _is_one_host(world):
             split = [entry.split(" ") for entry in entries]
             contacts = [(address, int(port)) for address, port, _ in split]
-            token = bytes.fromhex(split[0][2])
-            _started[world] = HostHeartbeats(native, rank, token, contacts, timeout)
+            of_all = bytes.fromhex(split[0][2])
+            _started[world] = HostHeartbeats(native, rank, of_all, contacts, timeout)
     return _started[world] if host_timeout else None
 
 

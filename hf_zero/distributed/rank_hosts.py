@@ -4,7 +4,7 @@ and address in messages.
 [Note: the interface]
 By default gloo uses the address that the host's own name resolves to, which on many machines is
 127.0.1.1: peers on other hosts would then connect to themselves. The hosts of all ranks are
-published through the store while all ranks are well, for messages about a lost rank.
+published through the store while all ranks run, for messages about one that has exited.
 """
 
 from __future__ import annotations

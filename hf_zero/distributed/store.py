@@ -306,8 +306,8 @@ class StoreMessages:
 
         Raises RuntimeError if the store is gone.
         """
-        silent = self._await(topic, number, ranks)
-        came = [rank for rank in ranks if rank not in silent]
+        missing = self._await(topic, number, ranks)
+        came = [rank for rank in ranks if rank not in missing]
         found: dict[int, str | RankMismatchError] = {}
         for at in range(0, len(came), AT_ONCE):
             part = came[at : at + AT_ONCE]
@@ -315,8 +315,8 @@ class StoreMessages:
             for rank, value in zip(part, values):
                 sent, _, found[rank] = value.decode().partition("|")
                 if sent != str(number):  # this rank was held up for longer than the others wait
-                    silent[rank] = f"it has gone on, and its message {sent} has replaced this one"
-        for rank, why in silent.items():
+                    missing[rank] = f"it has gone on, and its message {sent} has replaced this one"
+        for rank, why in missing.items():
             found[rank] = RankMismatchError(
                 f"rank {rank} did not report the result of its write: {why}; its own output says "
                 "more"
@@ -325,18 +325,18 @@ class StoreMessages:
 
     def _await(self, topic: str, number: int, ranks: Sequence[int]) -> dict[int, str]:
         """Wait for the messages of ``ranks``. Return those that will not come, and why."""
-        late = f"nothing was heard of it for {self._timeout:g} s (the timeout of the configuration)"
+        late = f"no message of it for {self._timeout:g} s (the timeout of the configuration)"
         begun, gone, over = time.monotonic(), dict[int, str](), False
         while (came := self._store.add(f"{topic}/{number}/n", 0)) < len(ranks):
             if over or (gone and came + len(gone) >= len(ranks)):
                 # not by the count alone: a rank may have ended between its message and the count
-                silent = {
+                missing = {
                     rank: gone.get(rank, late)
                     for rank in ranks
                     if not self._has_sent(topic, number, rank)
                 }
-                if over or silent.keys() <= gone.keys():
-                    return silent
+                if over or missing.keys() <= gone.keys():
+                    return missing
             waited = time.monotonic() - begun
             over = waited > self._timeout
             gone = {**self._gone(ranks)} if waited >= SLICE_SECONDS or over else {}

@@ -22,7 +22,7 @@ from hf_zero.launch.plan import LaunchPlan, Start
 # Agents give their ranks GRACE_SECONDS; an agent that needs longer than this is killed.
 PATIENCE_SECONDS = GRACE_SECONDS + 10.0
 LAST_WORDS_SECONDS = 5.0
-LOST = 255
+UNREACHABLE = 255  # the exit code of ssh
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PIECE = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")
 
@@ -116,7 +116,11 @@ class _Front:
             news = self._news.get()
             left -= not news.signalled
             if news.code:
-                hint = "; it could not be reached, or was lost" if news.code == LOST else ""
+                hint = (
+                    "; ssh could not reach it, or its connection broke"
+                    if news.code == UNREACHABLE
+                    else ""
+                )
                 self._say(
                     f"{news.what}, ending all hosts"
                     if news.signalled

@@ -34,7 +34,7 @@ AGENT = "hf_zero.launch.agent"
 LAUNCHER = "hf_zero.launch.launcher"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 NODES = "PET_NNODES"  # the default of --nnodes of torchrun: set by Kubeflow in each pod
-HOST_NAME = "HF_ZERO_HOST"  # variable with the name by which errors refer to a lost rank's host
+HOST_NAME = "HF_ZERO_HOST"  # variable with the name by which errors refer to the host of a rank
 PORTS = range(15000, 29000)  # below Linux's ephemeral ports
 FAMILIES = (
     "NCCL_", "GLOO_", "UCX_", "FI_", "TORCH_", "PYTORCH_", "CUDA_", "OMP_", "MKL_", "TRITON_",

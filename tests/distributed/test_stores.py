@@ -96,7 +96,7 @@ def test_a_rank_that_is_gone_is_looked_for_once_more() -> None:
 
 
 def test_a_word_that_never_comes_is_an_error_at_the_timeout() -> None:
-    said = r"rank 3 did not report .*nothing was heard of it for 0.05 s \(the timeout"
+    said = r"rank 3 did not report .*no message of it for 0.05 s \(the timeout"
     with pytest.raises(RankMismatchError, match=said):
         StoreMessages(dist.HashStore(), 0, 0.05, lambda ranks: {}).receive("wrote", 1, 3)
 

@@ -110,7 +110,7 @@ def test_a_host_that_cannot_be_reached(capfd: pytest.CaptureFixture[str]) -> Non
     assert carry_out(LaunchPlan(starts, None)) == 255
     said = capfd.readouterr().err
     assert "[lost] no route to host" in said
-    assert "lost ended with code 255; it could not be reached, or was lost" in said
+    assert "lost ended with code 255; ssh could not reach it, or its connection broke" in said
     done = completed([sys.executable, "-m", "hf_zero.launch.agent"], timeout=300.0)
     assert done.returncode == 127, "an agent that gets no orders starts nothing"
 
