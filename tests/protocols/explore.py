@@ -20,8 +20,9 @@ from tests.protocols.simulation import Replay, Schedule, Simulation, entered
 Judge = Callable[[str], str]
 TOLD = 60  # lines of a trace
 RATES = (0.0, 0.01, 0.05)  # of delays and deaths
-RATES_AT = (0.05, 0.15, 0.3)  # at certain operations alone
+RATES_AT = (0.1, 0.3, 0.5)  # at certain operations alone
 STICKS = (0.0, 0.5, 0.9)  # probability that a task goes on
+STICKS_AT = (0.7, 0.9, 1.0)
 
 
 class Walk:
@@ -29,17 +30,16 @@ class Walk:
 
     def __init__(self, seed: int, stick: float, rate: float) -> None:
         self._random, self._stick, self._rate = random.Random(seed), stick, rate
-        self._faulty = False
+        self._draw = 0.0
 
     def deviates(self) -> bool:
-        draw = self._random.random()
-        self._faulty = draw < self._rate
-        return draw < self._rate or draw > self._stick
+        self._draw = self._random.random()
+        return self._draw < self._rate or self._draw > self._stick
 
     def choose(self, runs: int, faults: int) -> int:
-        if faults and self._faulty:
+        if faults and self._draw < self._rate:
             return runs + int(self._random.random() * faults)
-        return int(self._random.random() * runs)
+        return int(self._random.random() * runs) if self._draw > self._stick else 0
 
 
 class Few:
@@ -112,12 +112,13 @@ class Explorer:
         random.Random(seed).shuffle(singles)
         for at, choice in singles[: count // 3]:
             yield Replay({at: choice})
-        rates = RATES_AT if self.settings.get("at") else RATES
+        certain = bool(self.settings.get("at"))
+        rates, sticks = (RATES_AT, STICKS_AT) if certain else (RATES, STICKS)
         for number in itertools.count(seed * 1_000_003):
-            if number % 2:
+            if number % 2 and not certain:
                 yield Few(number, 2 + number // 2 % 2, first.decisions)
             else:
-                yield Walk(number, STICKS[number // 2 % 3], rates[number // 6 % 3])
+                yield Walk(number, sticks[number // 2 % 3], rates[number // 6 % 3])
 
     def shrink(self, failure: Failure) -> Failure:
         """Drop choices while the run fails in the same way."""

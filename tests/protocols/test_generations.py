@@ -133,18 +133,22 @@ def processes() -> Iterator[None]:
 @pytest.mark.parametrize("settings", [SETTINGS, COMMITTING], ids=["anywhere", "committing"])
 @pytest.mark.parametrize("job", JOBS)
 def test_what_was_committed_stays(job: str, settings: Any, schedules: Callable[..., int]) -> None:
-    explore(JOBS[job], schedules(90, 2 * len(JOBS)), **settings)
+    explore(JOBS[job], schedules(60, 2 * len(JOBS)), **settings)
+
+
+KNOWN = {168: 1, 174: 1, 178: 2, 264: 1, 267: 1, 277: 1, 293: 1, 295: 1, 298: 1, 299: 1}
+KNOWN |= {300: 1, 302: 1, 303: 1, 326: 1, 327: 1, 329: 1, 331: 1, 332: 1, 342: 1, 351: 2}
 
 
 def test_a_generation_without_its_copies_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is newer than one with copies, which the next save then overwrites."""
     edit = ("each.least_holders() >= hosts", "True")
     seed_fault(monkeypatch, saving.MemoryCheckpoints, "_kept_of", edit)
-    found = find(JOBS["two hosts with copies"], 500, **RECORDING)
+    found = find(JOBS["two hosts with copies"], 500, KNOWN, **RECORDING)
     assert "without host" in found.text
 
 
 def test_a_rank_that_lost_the_others_saves_on(monkeypatch: pytest.MonkeyPatch) -> None:
     edit = ("self._is_cut_off = True", "pass")
     seed_fault(monkeypatch, saving.MemoryCheckpoints, "_run", edit)
-    find(JOBS["three hosts with copies"], 300, **COMMITTING)
+    find(JOBS["three hosts with copies"], 300, {278: 2}, **COMMITTING)

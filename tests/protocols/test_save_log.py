@@ -71,9 +71,11 @@ def files() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("settings", [SETTINGS, HELD], ids=["anywhere", "held"])
-def test_saves_of_running_jobs_are_seen(settings: Any, schedules: Callable[..., int]) -> None:
-    explore(partial(jobs, 2, 2), schedules(300, 2), **settings)
+@pytest.mark.parametrize("size, settings", [(2, SETTINGS), (1, HELD)], ids=["anywhere", "held"])
+def test_saves_of_running_jobs_are_seen(
+    size: int, settings: Any, schedules: Callable[..., int]
+) -> None:
+    explore(partial(jobs, size, size), schedules(500, 2), **settings)
 
 
 def test_a_log_is_removed_without_its_lock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,7 +205,7 @@ def processes() -> Iterator[None]:
 
 @pytest.mark.parametrize("job", JOBS)
 def test_latest_is_whole(job: str, schedules: Callable[..., int]) -> None:
-    explore.explore(JOBS[job], schedules(60, len(JOBS)), **SETTINGS)
+    explore.explore(JOBS[job], schedules(30, len(JOBS)), **SETTINGS)
 
 
 def test_latest_is_written_before_the_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
