@@ -99,7 +99,7 @@ bool is_kept(const Removal& each) {
     return fs::exists(ranks, ignored) && !holds_only(ranks, "");
 }
 
-// The same as release() in checkpoint/memory/folders.py, with its note.
+// The same as release() in checkpoint/memory/folders.py, with its note: what was renamed, also by a killed process, goes.
 void at_exit(int code, void*) {
     if (code != 0 || getpid() != owner) return;  // a fork inherits the handler
     std::error_code ignored;

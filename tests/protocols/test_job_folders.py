@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hf_zero.checkpoint.memory import folders, saving
-from hf_zero.checkpoint.storage import collective_try
+from hf_zero.checkpoint.storage import collective_try, remove_tree
 from hf_zero.errors import CheckpointError
 from tests.protocols import memory
 from tests.protocols.explore import Judge, explore, find
@@ -137,3 +137,15 @@ def test_a_folder_is_cleaned_after_its_lock_was_given_up(monkeypatch: pytest.Mon
     edit = ("    try:\n        away", "    lock.close()\n    try:\n        away")
     seed_fault(monkeypatch, folders, "remove_job", edit)
     find(JOBS["it is cleaned"], 300, **HELD)
+
+
+def test_a_job_that_begins_fails_over_a_rank_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "forget_ranks", lambda folder: remove_tree(folder / folders.RANKS))
+    known = {9: 1, 11: 2, 18: 2, 93: 2, 99: 2}
+    assert "No such file" in find(JOBS["the next one begins"], 1000, known, **HELD).text
+
+
+def test_a_cleaner_fails_over_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    edit = ("shutil.rmtree(away, ignore_errors=True)", "shutil.rmtree(away)")
+    seed_fault(monkeypatch, folders, "remove_job", edit)
+    assert "an error" in find(JOBS["it is cleaned"], 1000, **HELD).text
