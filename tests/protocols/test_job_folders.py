@@ -113,10 +113,12 @@ def processes() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("settings", [SETTINGS, HELD], ids=["anywhere", "held"])
+@pytest.mark.parametrize("settings, few", [(SETTINGS, 40), (HELD, 120)], ids=["anywhere", "held"])
 @pytest.mark.parametrize("jobs", JOBS)
-def test_a_job_keeps_its_folder(jobs: str, settings: Any, schedules: Callable[..., int]) -> None:
-    explore(JOBS[jobs], schedules(120, 2 * len(JOBS)), **settings)
+def test_a_job_keeps_its_folder(
+    jobs: str, settings: Any, few: int, schedules: Callable[..., int]
+) -> None:
+    explore(JOBS[jobs], schedules(few, 2 * len(JOBS)), **settings)
 
 
 def test_an_ending_job_removes_a_folder_without_its_claim(monkeypatch: pytest.MonkeyPatch) -> None:

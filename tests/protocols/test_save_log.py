@@ -71,11 +71,13 @@ def files() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("size, settings", [(2, SETTINGS), (1, HELD)], ids=["anywhere", "held"])
+@pytest.mark.parametrize(
+    "size, few, settings", [(2, 100, SETTINGS), (1, 500, HELD)], ids=["anywhere", "held"]
+)
 def test_saves_of_running_jobs_are_seen(
-    size: int, settings: Any, schedules: Callable[..., int]
+    size: int, few: int, settings: Any, schedules: Callable[..., int]
 ) -> None:
-    explore(partial(jobs, size, size), schedules(500, 2), **settings)
+    explore(partial(jobs, size, size), schedules(few, 2), **settings)
 
 
 def test_a_log_is_removed_without_its_lock(monkeypatch: pytest.MonkeyPatch) -> None:

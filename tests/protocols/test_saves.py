@@ -216,7 +216,8 @@ def test_latest_is_written_before_the_checkpoint(monkeypatch: pytest.MonkeyPatch
         "    publish_folder(self._temporary, self.tag)",
     )
     seed_fault(monkeypatch, FolderTarget, "publish", early)
-    fault = explore.find(JOBS["three ranks"], 1000, **SETTINGS)
+    held = {"deaths": 2, "seconds": 1500.0, "at": "rename"}
+    fault = explore.find(JOBS["three ranks"], 1000, {124: 2}, **held)
     assert "names nothing" in fault.text
 
 
