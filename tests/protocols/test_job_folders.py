@@ -86,7 +86,7 @@ class Jobs:
         collective_try(made._ranks, made._make_folder)
         made.mark()
         own = made.folder(made.base) / "slot-0" / f"{number}-{made.rank}"
-        own.parent.mkdir(exist_ok=True)
+        own.parent.mkdir(parents=True, exist_ok=True)
         own.touch()
         Times().sleep(0.2)  # a step
         made._ranks.all_gather_object("another step")
