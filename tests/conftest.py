@@ -25,7 +25,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests.helpers import stress
+from tests.helpers import cells, stress
 from tests.helpers.cells import off_turn, parted, runs_long
 from tests.helpers.plain_process import plain_process as plain_process
 
@@ -75,6 +75,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    cells.configure(config)
     hypothesis.settings.load_profile("any machine" if config.getoption("--long") else "fast")
 
 

@@ -11,6 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+_with_long = False
+
+
+def configure(config: pytest.Config) -> None:
+    """Note before tests are imported whether this run has the long suite's cells."""
+    global _with_long
+    _with_long = runs_long(config)
+
 
 def runs_long(config: pytest.Config) -> bool:
     """Whether this run has the long suite's tests, too."""
@@ -31,12 +39,12 @@ def fast(cells: Iterable[Any], often: Callable[..., bool]) -> list[Any]:
 
 
 def in_one_item(
-    values: Iterable[Any], named: Callable[[Any], object] = repr
+    values: Iterable[Any], named: Callable[[Any], object] = repr, long: Iterable[Any] = ()
 ) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
     """Makes a test of one argument, which takes less than an item of pytest does, one item over
-    all ``values``. Each that fails is told by its name.
+    all ``values``; the long suite adds those of ``long``. Each that fails is told by its name.
     """
-    values = list(values)  # the test may run again
+    values = [*values, *(long if _with_long else ())]  # a list: the test may run again
 
     def decorate(test: Callable[[Any], None]) -> Callable[[], None]:
         def over_all() -> None:
@@ -49,12 +57,14 @@ def in_one_item(
 
 
 def in_turn(
-    names: str | Sequence[str], cells: Iterable[Any]
+    names: str | Sequence[str], cells: Iterable[Any], long: Iterable[Any] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Like ``pytest.mark.parametrize``, in one item that runs all ``cells`` and names those that
-    fail. Each has the fixed seed, and a ``tmp_path`` and a ``monkeypatch`` of its own.
+    fail; the long suite adds those of ``long``. Each has the fixed seed, and a ``tmp_path`` and a
+    ``monkeypatch`` of its own.
     """
     keys = names.replace(" ", "").split(",") if isinstance(names, str) else names
+    cells = [*cells, *(long if _with_long else ())]
     every = [cell if len(keys) > 1 else (cell,) for cell in cells]
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -44,16 +45,14 @@ from tests.parallel.test_tensor_layers import loss_and_gradients
 RECOMPUTED = {"activation_checkpointing": {"number_checkpoints": 2}}
 WINDOWS = Plan(ranks=2, accumulation=2, steps=2, clip=0.5)  # two groups
 # those with plans of our own, fewer heads of keys than ranks, experts beside a shared one
-MODEL_CELLS = [
+CELLS = [
     ("llama-mqa", 3, WINDOWS),
-    *(
-        (name, at % 4, Plan(steps=1))
-        for at, name in enumerate(("gpt2", "bert", "roberta", "t5", "vit", "deepseek"))
-    ),
+    *((name, at, Plan(steps=1)) for at, name in enumerate(("bert", "t5", "deepseek"))),
 ]
+LIKE_OTHERS = [(name, at, Plan(steps=1)) for at, name in enumerate(("gpt2", "roberta", "vit"))]
 
 
-@in_one_item(MODEL_CELLS, str)
+@in_one_item(CELLS, str, long=LIKE_OTHERS)
 def test_models(cell):
     name, stage, plan = cell
     job = TensorJob(name, plain_sgd)
@@ -71,14 +70,13 @@ OFFLOADED = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param"
 
 
 FEATURES = (
-    (2, {"activation_checkpointing": {"blocks": True}}),
     (3, {"kernels": ["norms", "activations", "rotary", "qkv", "loss"]}),
     (1, {"compile": {"blocks": True, "backend": "aot_eager"}}),
     (3, {"zero_optimization": OFFLOADED}),
 )
 
 
-@in_one_item(FEATURES)
+@in_one_item(FEATURES, long=[(2, {"activation_checkpointing": {"blocks": True}})])
 def test_with_other_features(case):
     stage, keys = case
     # AdamW has a host kernel
@@ -120,7 +118,7 @@ def test_a_steady_step_reads_nothing_back(make, section, wanted, monkeypatch):
     def run(rank):
         engine = start(models[rank], adamw(models[rank]), config)
         for step in range(3):
-            with HostSyncs() as syncs:
+            with HostSyncs() if step == 2 else nullcontext() as syncs:
                 for micro in range(2):
                     batch = MODELS["llama"].batch(step, micro, rank // 2)
                     engine.backward(engine(**batch).loss)

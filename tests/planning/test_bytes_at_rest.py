@@ -85,16 +85,18 @@ PAIRS = {"tensor": 2}
 JOBS = [
     Job(2, place={"way": "optimizer on cpu", "moments": "bf16"}),
     Job(3, place={"way": "all in files", "moments": "int8"}),
-    Job(2, "fp16", place={"way": "optimizer on cpu"}, accumulation=2),
     Job(2, amsgrad=True, keys={"data_types": {"grad_accum_dtype": "bf16"}}),
-    Job(2, keys={"communication_data_type": "fp16"}),
     Job(3, build=partial(llama, key_value_heads=1), dims=PAIRS, keys=TENSOR),
-    Job(3, build=deepseek, dims=PAIRS, keys=TENSOR),
     Job(3, ranks=4, build=mixtral, dims={**PAIRS, "expert": 2}, keys=TENSOR | EXPERT),
+]
+LONG_JOBS = [
+    Job(2, "fp16", place={"way": "optimizer on cpu"}, accumulation=2),
+    Job(2, keys={"communication_data_type": "fp16"}),
+    Job(3, build=deepseek, dims=PAIRS, keys=TENSOR),
 ]
 
 
-@in_turn("job", JOBS)
+@in_turn("job", JOBS, long=LONG_JOBS)
 def test_bytes_are_those_of_the_plan(job: Job, tmp_path: Path) -> None:
     plan = Plan(precision=job.precision, accumulation=job.accumulation)
     how = dict(job.place)

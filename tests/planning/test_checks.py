@@ -329,6 +329,9 @@ def test_the_fastest_that_fits(row: Any) -> None:
     assert result.chosen is not None and result.chosen.name == name
     assert all(trial.why and not trial.verdict.fits for trial in result.trials[:-1])
     assert result.chosen.why == ""
+
+
+def test_parameters_that_memory_has_room_for_stay_in_it() -> None:
     for most, name in ((10_000_000, "in files alone"), (100_000, "in files")):
         plan = searched(param={"buffer_count": 2, "max_in_cpu": most})
         wanted = f"stage 3, optimizer and parameters {name}, fp32 moments, ratio auto"

@@ -81,7 +81,7 @@ def travelled(stage, blocks, depth=9):
     return first
 
 
-@in_turn("stage", STAGES)
+@in_turn("stage", [1, 3], long=[0, 2])
 def test_they_travel_together_and_small_units_share_a_message(stage):
     """A message takes as many elements as four units of that size."""
     with pytest.MonkeyPatch.context() as patch:

@@ -307,8 +307,9 @@ def changed_and_saved(
     [
         (change, 3 if at % 2 else 1, memory, blocking)
         for at, change in enumerate(CHANGES)
-        for memory, blocking in ((True, False), *(((False, bool(at % 2)),) if at < 4 else ()))
+        for memory, blocking in ((True, False), *(((False, bool(at % 2)),) if at < 2 else ()))
     ],
+    long=[(CHANGES[at], 3 if at % 2 else 1, False, bool(at % 2)) for at in (2, 3)],
 )
 def test_a_save_holds_what_is_there(
     tmp_path: Path, change: Callable[[Any], None], stage: int, memory: bool, blocking: bool
