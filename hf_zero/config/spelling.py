@@ -19,7 +19,7 @@ def closest(name: str, known: Iterable[str], limit: int = 3, least: float = 0.7)
     scored = []
     for candidate in known:
         leaf = _bare(candidate.rpartition(".")[2])
-        score = max(_resemblance(bare, leaf), _resemblance(bare, _bare(candidate)))
+        score = max(_resemblance(bare, each, least) for each in {leaf, _bare(candidate)})
         if score >= least:
             scored.append((-score, len(candidate), candidate))
     scored.sort()
@@ -63,8 +63,11 @@ def _bare(name: str) -> str:
     return name.lower().replace("_", "").replace("-", "")
 
 
-def _resemblance(left: str, right: str) -> float:
-    ratio = difflib.SequenceMatcher(None, left, right).ratio()
+def _resemblance(left: str, right: str, least: float) -> float:
+    """Return the similarity of two names, or 0 for one below ``least``."""
+    # a ratio is at most that of the lengths: most of the thousand known names need no comparison
+    most = 2.0 * min(len(left), len(right)) / max(len(left) + len(right), 1)
+    ratio = difflib.SequenceMatcher(None, left, right).ratio() if most >= least else 0.0
     # abbreviations: "zero" for zero_optimization, "bucket_size" for reduce_bucket_size
     if len(left) >= 4 and right.startswith(left):
         return max(ratio, 0.8)
