@@ -118,13 +118,16 @@ def until_lost(out, limit):
 
 
 def place():
-    """Return this rank's address, arguments and launcher variables."""
+    """Return this rank's address, those of all ranks, arguments and launcher variables."""
     from hf_zero.distributed.rank_hosts import own_address
+    from hf_zero.distributed.world_group import get_world_group
 
     of_ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     named = (*of_ranks, "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "MARK")
+    address = own_address(os.environ["MASTER_ADDR"])
     return {
-        "address": own_address(os.environ["MASTER_ADDR"]),
+        "address": address,
+        "addresses": get_world_group().all_gather_object(address),
         "argv": sys.argv[1:],
         **{name: os.environ.get(name) for name in named},
     }
