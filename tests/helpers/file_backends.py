@@ -16,4 +16,3 @@ def _works(backend: str) -> bool:
 
 
 BACKENDS = [backend for backend in KNOWN if _works(backend)]
-NATIVE = [backend for backend in BACKENDS if backend != "python"]

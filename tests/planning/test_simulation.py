@@ -165,7 +165,7 @@ FP16 = [
     for stage in (1, 3)
 ]
 REAL = {  # experts last: they stay spread for the life of the processes
-    2: [STAGES[0], FP16[0], SPLIT[0], SPLIT[2], EXPERTS[1]],
+    2: [STAGES[0], FP16[0], SPLIT[2], EXPERTS[1]],
     4: [*STAGES, *FP16, *SPLIT, *MESHES, *EXPERTS],
 }
 
