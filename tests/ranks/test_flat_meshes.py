@@ -163,7 +163,10 @@ ROWS: dict[str, tuple[Any, ...]] = {
 }
 
 
-@in_turn("name", ROWS)
+LONG = ("turned",)
+
+
+@in_turn("name", [name for name in ROWS if name not in LONG], long=LONG)
 def test_as_in_one_process(name):
     sizes, stage, accumulation, optimizer, clip, more = ROWS[name]
     data = batches(2, accumulation, ParallelDims.over(4, **sizes).data)
