@@ -52,9 +52,9 @@ CHECKPOINTS_OFFLOADED = {
     [
         ("a block called twice, each time under a checkpoint", 1, OFFLOADED),
         ("reentrant checkpoint around two blocks, another block before and after", 3, OFFLOADED),
-        ("gradient_checkpointing_enable(use_reentrant=False) on t5", 3, OFFLOADED),
         ("gradient_checkpointing_enable(use_reentrant=False) on bert", 3, CHECKPOINTS_OFFLOADED),
     ],
+    long=[("gradient_checkpointing_enable(use_reentrant=False) on t5", 3, OFFLOADED)],
 )
 def test_models_that_checkpoint_by_themselves(way, stage, config, moved):
     del moved[:]

@@ -149,12 +149,12 @@ def of_stages(*stages, accumulation=2):
 @in_turn(
     "loss, stages, backward",
     [
-        (back_and_forth, (3, 3), first),
         (in_a_ring, (3, 2, 0), first),
         (beside, (2, 3), lastly),
         (fed, (0, 3), by_itself),
         (fed, (3, 1), divided_already),
     ],
+    long=[(back_and_forth, (3, 3), first)],
 )
 def test_a_loss_over_several_engines(loss, stages, backward):
     check(loss, of_stages(*stages), 2, backward)
@@ -212,7 +212,7 @@ def dynamic(power):
     return {"enabled": True, "initial_scale_power": power, "hysteresis": 1}
 
 
-@in_turn("precision, given_to", [("bf16", 1), ("fp16", 0), ("fp16", 1)])
+@in_turn("precision, given_to", [("bf16", 1), ("fp16", 0)], long=[("fp16", 1)])
 def test_a_scale_that_is_too_large_falls_whoever_overflows(precision, given_to):
     """What the second engine sends back into the first overflows and spoils no weight."""
     own = {"fp16": dynamic(4)} if precision == "fp16" else {}
