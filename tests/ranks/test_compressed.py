@@ -265,11 +265,13 @@ BLOCKS_OF_32: dict[str, Any] = {"compressed_communication": FEW}
     ("way", "stage", "zero", "more"),
     [
         ("frozen parameters inside blocks, and a block frozen whole", 3, PLUS, {}),
-        ("a block called three times, with others in between", 3, PLUS, {}),
         ("each rank skips another block, by step", 3, PLUS, {}),
         ("a part of the model alone: GPT-2's body, then its tied head by hand", 2, {}, FOUR),
-        ("each rank skips another block, by step", 1, {}, FOUR),
         ("a block never used", 2, {}, {**FOUR, "replicate_size": 2}),
+    ],
+    long=[
+        ("a block called three times, with others in between", 3, PLUS, {}),
+        ("each rank skips another block, by step", 1, {}, FOUR),
     ],
 )
 def test_a_run_stays_beside_the_plain_loop(way, stage, zero, more):

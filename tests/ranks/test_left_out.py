@@ -79,8 +79,8 @@ class Explained(LeftOut):
         (lambda at: set(), lambda at: True, 1, 2),
         (first_used(1, 2, 3), lambda at: at.micro == 0, 3, 2),
         (at_random(6, 0.4), lambda at: at.micro == 1, 3, 3),
-        (first_used(1, 2, 3), lambda at: at.step > 0, 3, 2),
     ],
+    long=[(first_used(1, 2, 3), lambda at: at.step > 0, 3, 2)],
 )
 def test_gradients_asked_of_the_graph_of_a_loss(choose, when, stage, ranks):
     """They come in the order in which units are reduced, learned from backwards that reduce."""
