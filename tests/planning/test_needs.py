@@ -85,7 +85,7 @@ cases = st.builds(
     summed=st.sampled_from([None, "fp32", "bf16"]),
     gpu=st.booleans(),
 )
-examples = settings(max_examples=15, deadline=None)
+examples = settings(max_examples=6, deadline=None)
 
 
 def part(parts: Any, what: str) -> int:
