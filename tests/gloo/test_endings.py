@@ -40,7 +40,7 @@ def raised(first_line, shown="Traceback"):
 
 
 ENDINGS = {
-    "kill": Ending((), ("rank {odd}.* died", WAITS), -9),
+    "kill": Ending((), ("rank {odd}.* exited", WAITS), -9),
     "raise": raised("has failed: ValueError: bad batch$"),
     "shape": raised("has failed: RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
     "late": raised(
@@ -53,7 +53,7 @@ ENDINGS = {
         (r"rank {odd} has failed: OSError: \[Errno 5\] Input/output error",),
     ),
     "write": Ending((FULL,), (FULL,)),
-    "kill, with files": Ending((), ("rank {odd}.* died",), -9),
+    "kill, with files": Ending((), ("rank {odd}.* exited",), -9),
 }
 WITH_FILES = ("read", "write", "kill, with files")
 FAST = [("kill", 1, 3), ("raise", 1, 2), ("read", 1, 3)]
