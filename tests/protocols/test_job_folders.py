@@ -96,6 +96,8 @@ class Jobs:
             faults.append(f"what job {number} has saved is removed")
         if not all(mark.is_current() for mark in made._marks.values()):
             faults.append(f"a mark of job {number} is not that of its folder")
+        if made.acts_for_host and not made._holds(made.folder(made.base)):
+            faults.append(f"nobody has claimed the folder of job {number}")
         made._ranks.all_gather_object("the end")
 
 
@@ -151,3 +153,11 @@ def test_a_cleaner_fails_over_another(monkeypatch: pytest.MonkeyPatch) -> None:
     edit = ("shutil.rmtree(away, ignore_errors=True)", "shutil.rmtree(away)")
     seed_fault(monkeypatch, folders, "remove_job", edit)
     assert "an error" in find(JOBS["it is cleaned"], 1000, **HELD).text
+
+
+def test_a_folder_is_made_without_its_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job of its name that ends removes it, and nobody claims the next one."""
+    made = "self.folder(self.base).mkdir(parents=True, exist_ok=True, mode=0o700)"
+    edit = ("self._claim_own(self.base)", made)
+    seed_fault(monkeypatch, saving.MemoryCheckpoints, "_make_folder", edit)
+    find(JOBS["the next one begins as it is cleaned"], 1000, {40: 6}, **SETTINGS)

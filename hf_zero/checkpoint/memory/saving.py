@@ -246,12 +246,17 @@ class MemoryCheckpoints(JobFolders):
 
     def _claim(self) -> None:
         for base in self.bases:
-            own = self.folder(base)
             if self.job_folder(base).is_dir():
                 self.mark_job(base)
-            if self.acts_for_host and own.is_dir() and not self._holds(own):
-                self._marks[own] = folders.Claim(own)
-                folders.forget_ranks(own)
+            if self.acts_for_host and self.folder(base).is_dir():
+                self._claim_own(base)
+
+    def _claim_own(self, base: Path) -> None:
+        """Make this engine's folder below ``base`` if it is missing, and claim it for its host."""
+        own = self.folder(base)
+        if not self._holds(own):
+            self._marks[own] = folders.Claim(own)
+            folders.forget_ranks(own)
 
     def mark_job(self, base: Path) -> None:
         """Make the job's folder below ``base``, and mark it as in use by this process."""
@@ -264,7 +269,10 @@ class MemoryCheckpoints(JobFolders):
 
     def _make_folder(self) -> None:
         self.mark_job(self.base)
-        self.folder(self.base).mkdir(parents=True, exist_ok=True, mode=0o700)
+        if self.acts_for_host:  # an earlier job that ends removes a folder without a claim
+            self._claim_own(self.base)
+        else:
+            self.folder(self.base).mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def _say(self) -> None:
         if not self.is_lasting:
