@@ -447,9 +447,6 @@ class NvmeStorage:
     def entry(self, name: str) -> torch.Tensor:
         return torch.zeros(1, dtype=self._formats[name].dtype).expand(self._numel)
 
-    def in_memory(self, name: str) -> bool:
-        return False
-
     def nbytes(self) -> dict[str, int]:
         disk = sum(offsets[-1] for offsets in self._offsets.values())
         return {"device": 0, "ram": 0, "disk": disk}

@@ -80,9 +80,6 @@ class Storage(Protocol):
         memory and not quantised, else a tensor of its shape without memory.
         """
 
-    def in_memory(self, name: str) -> bool:
-        """Whether :meth:`entry` returns the array itself."""
-
     def nbytes(self) -> dict[str, int]:
         """Return the bytes by tier: ``device``, ``ram`` and ``disk``."""
 
@@ -168,9 +165,6 @@ class DeviceStorage:
     def entry(self, name: str) -> torch.Tensor:
         return self._arrays[name]
 
-    def in_memory(self, name: str) -> bool:
-        return True
-
     def nbytes(self) -> dict[str, int]:
         return {
             "device": sum(array.nbytes for array in self._arrays.values()),
@@ -243,9 +237,6 @@ class HostStorage:
 
     def entry(self, name: str) -> torch.Tensor:
         return self._whole[name] if name in self._whole else torch.zeros(1).expand(self._numel)
-
-    def in_memory(self, name: str) -> bool:
-        return name in self._whole
 
     def nbytes(self) -> dict[str, int]:
         numbers = sum(array.nbytes for array in self._whole.values())

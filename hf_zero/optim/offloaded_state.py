@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zero.errors import ConfigError, HfZeroError, PartitionError, UnsupportedOptimizerError
+from hf_zero.errors import ConfigError, UnsupportedOptimizerError
 from hf_zero.offload.storage import MASTER, StorageFormat, moment_format
 from hf_zero.offload.sub_group_update import Call, Rule
 from hf_zero.ops import native
@@ -26,7 +26,6 @@ from hf_zero.optim.elementwise import update_base
 from hf_zero.optim.segments import Flat, MemoryRegion, Segment, apart
 from hf_zero.optim.state import StateEntries
 from hf_zero.optim.whole_tensor import Parts, WholeTensorOptimizer
-from hf_zero.zero.layout.parameter import ReleasedTensor
 
 # classes whose first step sets the momentum to the gradient
 BEGIN_WITH_GRADIENT = (torch.optim.SGD, CPUSGD)
@@ -50,23 +49,6 @@ def refuse_offload(optimizer: torch.optim.Optimizer) -> None:
             "state is stepped sub-group by sub-group: keep that number in the state of each "
             "parameter, or do not offload the optimizer"
         )
-
-
-class AwayState(ReleasedTensor):
-    """A state that is in files, or in memory in fewer bits: shape and dtype, no values."""
-
-    @classmethod
-    def _refusal(cls, name: str, operation: str) -> HfZeroError:
-        return PartitionError(
-            f"{operation} on {name!r} in optimizer.state: offload_optimizer keeps its values in "
-            "files or in fewer bits, and not in this tensor; read them with "
-            "optimizer.state_dict() or hf_zero.safe_get_full_optimizer_state(parameter, name), and "
-            "write them with optimizer.load_state_dict() or "
-            "hf_zero.safe_set_full_optimizer_state(parameter, value, name)"
-        )
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"AwayState(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 class OffloadedState:
@@ -116,15 +98,6 @@ class OffloadedState:
     @staticmethod
     def _entry(segment: Segment, name: str) -> Tensor:
         return segment.parts[0].flat.storage.entry(name)[segment.start : segment.stop]
-
-    def _state_entry(self, segment: Segment, name: str) -> Tensor:
-        """Return the entry of state ``name`` of ``segment`` in the optimizer's state."""
-        part = self._entry(segment, name)
-        if segment.parts[0].flat.storage.in_memory(name):
-            return part
-        away: Any = part.as_subclass(AwayState)
-        away._hf_zero_name = name
-        return away  # type: ignore[no-any-return]
 
     def bind(self, segment: Segment) -> None:
         """Give ``segment`` a tensor as a placeholder of its master weights."""
@@ -203,7 +176,7 @@ class OffloadedState:
                     self._made.add(key)
                 if key in self._made and bool(value):  # initial values may differ between groups
                     storage.store(name, segment.start, value.expand(segment.stop - segment.start))
-                value = self._state_entry(segment, name)
+                value = self._entry(segment, name)
             self._entries.optimizer.state[segment.tensor][name] = value
         self._fresh.add(segment)
 
@@ -270,7 +243,7 @@ class OffloadedState:
         storage = segment.parts[0].flat.storage
         if name not in storage.names():
             storage.add(name, StorageFormat(values.dtype))
-            self._entries.optimizer.state[segment.tensor][name] = self._state_entry(segment, name)
+            self._entries.optimizer.state[segment.tensor][name] = self._entry(segment, name)
         storage.store(name, segment.start + at, values)
         self._fresh.discard(segment)
 
@@ -309,7 +282,7 @@ class OffloadedState:
             for name, value in given.items():
                 if name in storage.names():
                     storage.store(name, segment.start, value)
-                    given[name] = self._state_entry(segment, name)
+                    given[name] = self._entry(segment, name)
                     self._fresh.discard(segment)
             live[segment.tensor].update(given)
 

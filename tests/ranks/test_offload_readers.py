@@ -236,26 +236,6 @@ def test_the_state_of_the_optimizer_is_read_and_written_behind_the_update(
     engine.destroy()
 
 
-def test_state_that_memory_does_not_hold_is_neither_read_nor_written(tmp_path):
-    """The entries of arrays in files, and of those in fewer bits, have no values."""
-
-    def run(rank, model, way, more):
-        engine = opened(model, offload(way, 2, tmp_path, **more))
-        train(engine, rank, range(1))
-        for entry in engine.optimizer.state.values():
-            held = entry["exp_avg"]
-            assert held.dtype == torch.float32 and str(held.numel()) in repr(held)
-            for use in (torch.sum, torch.Tensor.zero_, copy.deepcopy):
-                with pytest.raises(PartitionError, match=r"'exp_avg' in optimizer\.state"):
-                    use(held)
-        assert engine.optimizer.state_dict()["state"][0]["exp_avg"].any()
-        train(engine, rank, range(1, 2))
-        engine.destroy()
-
-    for way, more in (("optimizer in files", {}), ("optimizer on cpu", {"moments": "int8"})):
-        on_ranks(1, run, way, more)
-
-
 @in_turn("way", [DEVICE, *PLACES])
 def test_state_that_is_cleared_begins_anew(way, tmp_path):
     def told(step, optimizer):

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from hf_zero.device import kinds
-from hf_zero.errors import HfZeroError, PartitionError, ReleasedParameterError
+from hf_zero.errors import PartitionError, ReleasedParameterError
 from hf_zero.zero.layout.tree import tensors_in, transformed
 
 _data: Any = torch.Tensor.data
@@ -350,12 +350,7 @@ class ReleasedTensor(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         tensor = next((a for a in args if isinstance(a, ReleasedTensor)), None)
-        raise cls._refusal(getattr(tensor, "_hf_zero_name", "a released parameter"), name)
-
-    @classmethod
-    def _refusal(cls, name: str, operation: str) -> HfZeroError:
-        """Return the error for ``operation`` on the tensor of ``name``."""
-        return _refuse(name, operation)
+        raise _refuse(getattr(tensor, "_hf_zero_name", "a released parameter"), name)
 
 
 class ReleasedParameter(_Stage3Facts, OwnedParameter):
