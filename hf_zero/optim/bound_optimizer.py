@@ -224,6 +224,7 @@ class BoundOptimizer:
         ``number`` differs between steps and is equal on all ranks: it seeds stochastic rounding.
         """
         self._table.offloaded.start_momentum()
+        self._table.offloaded.begin_first_steps()
         rules = [self._table.offloaded.rule(index) for index in range(len(self.groups))]
         groups = [current_settings(group) for group in self.groups]
         return Update(self, rules, groups, divisor, number, self.sums)

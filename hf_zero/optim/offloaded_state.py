@@ -203,6 +203,25 @@ class OffloadedState:
                 storage.store(name, segment.start, value.expand(segment.stop - segment.start))
         self.create(segment)
 
+    def begin_first_steps(self) -> None:
+        """Give segments that were not stepped yet the state from before a first step of now: that
+        of ASGD and Rprop holds the learning rate, which a schedule or a load may have set since.
+        """
+        found: dict[tuple[int, torch.dtype], dict[str, Any]] = {}
+        for segment in self._fresh:
+            key = segment.group, segment.tensor.dtype
+            if key not in found:
+                begun = self._fresh_state(segment).items()
+                found[key] = {name: value for name, value in begun if bool(value)}
+            if found[key]:
+                self.wait()
+            storage, live = segment.parts[0].flat.storage, self._entries.optimizer.state
+            for name, value in found[key].items():
+                if name in storage.names():
+                    storage.store(name, segment.start, value.expand(segment.stop - segment.start))
+                elif name in live[segment.tensor]:
+                    live[segment.tensor][name] = state.copied(value)
+
     def start_momentum(self) -> None:
         """Create momenta as torch's SGD does in the step after momentum was switched on."""
         new = [

@@ -92,7 +92,20 @@ def own(model):
     return Own(halves(model, {}, {}))
 
 
+# made after the state, and sets the rate of the first step
+WARMUP = {
+    "type": "WarmupLR",
+    "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 5e-2, "warmup_num_steps": 4},
+}
+
+
+def averaged(model):
+    return torch.optim.ASGD(model.parameters(), 1e-1, t0=2)
+
+
 KINDS: dict[str, dict[str, Any]] = {
+    "step sizes that begin with a schedule": {"make": rprop, "scheduler": WARMUP},
+    "rates that begin with a schedule": {"make": averaged, "scheduler": WARMUP},
     "groups of one flat with their own first state": {"make": rprop},
     "groups of one flat with their own sums": {"make": adagrad, "ranks": 2},
     "momentum of torch": {"make": momentum(torch.optim.SGD), "told": switched_on},
