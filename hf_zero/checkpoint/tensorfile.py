@@ -192,6 +192,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 MAX_HEADER = 100_000_000  # the limit of the safetensors library
+MOST_ELEMENTS = 1 << 63  # of a tensor, also one that is empty along another dimension
 DATA_ALIGNMENT = 4096  # of the data in a rank file, for direct I/O
 
 
@@ -335,6 +336,10 @@ class TensorFile(ClosedAtExit):
                 )
                 for name, spec in header.items()
             ]
+            for entry in entries:
+                entry.name.encode()  # no lone surrogate, which no other reader takes
+                if math.prod(max(1, size) for size in entry.shape) >= MOST_ELEMENTS:
+                    raise ValueError(f"{entry.name!r} has the shape {list(entry.shape)}")
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise self._damaged(
                 f"its header is not readable ({type(error).__name__}: {error})"

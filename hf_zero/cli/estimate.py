@@ -428,10 +428,10 @@ def _places(result: MemoryEstimate) -> Iterator[str]:
 
 
 def _print_proposal(found: Proposal, as_json: bool, out: Path | None) -> None:
-    from hf_zero.config.files import dump
+    from hf_zero.config.files import dump, write_new
 
     if out is not None and found.config is not None:
-        out.write_text(dump(found.config, out.suffix), encoding="utf-8")
+        write_new(out, dump(found.config, out.suffix))
     if as_json:
         print_json(found.to_dict())
     else:

@@ -36,7 +36,7 @@ def migrate(file: File, out: Out = None, as_json: AsJson = False) -> None:
 
     Example: hf-zero migrate fsdp.yaml -o zero3.yaml
     """
-    from hf_zero.config.files import dump, load_file, refuse_existing
+    from hf_zero.config.files import dump, load_file, refuse_existing, write_new
     from hf_zero.config.migrating import migrate
     from hf_zero.optim.build import refused
 
@@ -46,7 +46,7 @@ def migrate(file: File, out: Out = None, as_json: AsJson = False) -> None:
     suffix = Path(file).suffix if out is None else out.suffix
     text = dump(migration.after, suffix)
     if out is not None and migration.runs:
-        out.write_text(text, encoding="utf-8")
+        write_new(out, text)
     if as_json:
         print_json(
             {

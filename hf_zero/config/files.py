@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -75,6 +76,17 @@ def refuse_existing(path: str | os.PathLike[str]) -> None:
             f"{os.fspath(path)} cannot be written: there is no folder {folder}; make it, or pass "
             "another path with -o"
         )
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write ``text`` to the new file ``path``. Raises ConfigError if it cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{os.fspath(path)!r:.300} cannot be written ({error.strerror}); pass another path "
+            "with -o"
+        ) from error
 
 
 def load_json(text: str, label: str) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from pathlib import Path
 from hf_zero.errors import LaunchError
 
 LINE = re.compile(r"(\S+)\s+slots\s*=\s*(\d+)")
+NAME = re.compile(r"[\w.:%\[\]-]+")
 NODE = re.compile(r"([^:@]+)(?::([^:@]*))?")
 SLOT = re.compile(r"[0-9]{1,9}")
 LOCAL = "localhost"
@@ -104,11 +105,11 @@ def read_hostfile(path: Path) -> list[Host]:
 
 
 def _resolvable(name: str) -> bool:
-    """Whether ``name`` has the form of a host name: the resolver takes labels of 63 characters at
-    most, and no character that controls a terminal.
+    """Whether ``name`` has the form of a host name or an address: letters, digits and few marks, in
+    labels of 63 characters at most.
     """
     try:
-        return name.isprintable() and len(name.encode("idna")) <= LONGEST_NAME
+        return NAME.fullmatch(name) is not None and len(name.encode("idna")) <= LONGEST_NAME
     except UnicodeError:
         return False
 

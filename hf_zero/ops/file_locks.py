@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import time
 import weakref
 from contextlib import suppress
@@ -21,6 +22,7 @@ from hf_zero.errors import CheckpointError
 
 # errors of file systems without locks
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO)  # of a link, a folder, a socket
 PAUSE_SECONDS = 0.05
 
 _open: set[int] = set()
@@ -33,14 +35,23 @@ class FileLock:
     how: ``fcntl.LOCK_EX`` or ``fcntl.LOCK_SH``. seconds: the wait for other holders; None: until
     they have ended.
 
-    Raises BlockingIOError if another holder stays, CheckpointError on a file system without locks,
-    and FileNotFoundError if the folder is missing.
+    Raises BlockingIOError if another holder stays, CheckpointError on a file system without locks
+    and where ``path`` is no regular file (a link would be written through), and FileNotFoundError
+    if the folder is missing.
     """
 
     def __init__(self, path: Path, how: int, seconds: float | None = 0.0) -> None:
         self.path = path
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
+            descriptor = os.open(path, flags, 0o666)
+        except OSError as error:
+            if error.errno not in NO_FILE:
+                raise
+            raise CheckpointError(f"{path} is no regular file; remove it") from error
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise CheckpointError(f"{path} is no regular file; remove it")
             _take(descriptor, how, seconds)
         except BaseException as error:
             os.close(descriptor)

@@ -167,6 +167,16 @@ def test_links_of_a_checkpoint_are_not_followed(run: Path, tmp_path: Path) -> No
     assert TEMPLATES not in convert_checkpoint(run, tmp_path / "two", progress=False).carried
 
 
+def test_a_pipe_or_a_device_is_no_companion(run: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for hostile in (tmp_path / "fifo", Path("/dev/zero")):
+        (run / CONFIG).symlink_to(hostile)
+        with pytest.raises(CheckpointError, match=rf"{CONFIG} is no regular file; remove it"):
+            convert_checkpoint(run, tmp_path / "out", progress=False)
+        (run / CONFIG).unlink()
+    assert not os.listdir(tmp_path / "out")
+
+
 def test_files_of_a_snapshot_are_links_to_blobs(tmp_path: Path) -> None:
     blobs, snapshot = tmp_path / "models--a" / "blobs", tmp_path / "models--a" / "snapshots" / "1"
     blobs.mkdir(parents=True), snapshot.mkdir(parents=True)

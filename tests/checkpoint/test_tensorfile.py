@@ -177,6 +177,8 @@ DAMAGED = {
     "a float for an offset": raw({"a": entry(0.0, 8)}, bytes(8)),
     "size and shape disagree": raw({"a": entry(0, 8, shape=(3,))}, bytes(8)),
     "huge shape": raw({"a": entry(0, 8, shape=(1 << 62, 1 << 62))}, bytes(8)),
+    "a shape that no other reader takes": raw({"a": entry(0, 0, shape=(1 << 33, 1 << 33, 0))}),
+    "half of a character for a name": raw({"\ud800": entry(0, 8)}, bytes(8)),
     "a gap": raw({"a": entry(0, 8), "b": entry(12, 20)}, bytes(20)),
     "an overlap": raw({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12)),
     "data cut short": raw({"a": entry(0, 8)}, bytes(7)),

@@ -477,6 +477,13 @@ def test_fsdp_of_the_trainer_becomes_a_configuration_for_deepspeed() -> None:
         assert not migrate({**arguments, key: wrong}).runs, key
 
 
+def test_a_name_that_no_file_can_have_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
+    out = tmp_path / f"{'n' * 251}.json"
+    with pytest.raises(ConfigError, match=r"cannot be written \(File name too long\)"):
+        hf_zero("migrate", str(tmp_path / "ds.json"), "-o", str(out))
+
+
 def test_names_of_a_file_do_not_control_the_terminal(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps({"zero_optimization": {}, "\x1b[31m\u202e": 1}))
     shown = CliRunner().invoke(app, ["migrate", str(tmp_path / "a.json")], catch_exceptions=False)

@@ -43,6 +43,7 @@ def test_a_line_that_is_wrong_is_named(tmp_path: Path) -> None:
         ("a slots=1\n\nb slots=1\na slots=2\n", ["line 4: a is in line 1 already"]),
         ("-oProxyCommand=x slots=1", ["line 1", "not a host name"]),
         ("me@a slots=1", ["line 1", "not a host name", "--ssh"]),
+        ("$(touch/x) slots=1", ["line 1", "not a host name"]),
         (f"{'a' * 64} slots=1", ["line 1", "not a host name"]),
         (f"{'a.' * 150}b slots=1", ["line 1", "not a host name"]),
         ("a\u202eb slots=1", ["line 1", r"'a\u202eb' is not a host name"]),

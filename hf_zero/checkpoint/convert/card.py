@@ -43,12 +43,17 @@ def places(folder: AnyPath) -> list[AnyPath]:
 
 def companions(folder: AnyPath) -> dict[str, AnyPath]:
     """Return the files to carry along, name -> path. Files nearer to the checkpoint take
-    precedence; links to files elsewhere are left out.
+    precedence; links to files elsewhere are left out. Raises CheckpointError for a pipe or a device
+    in the place of one.
     """
     found: dict[str, AnyPath] = {}
     for place in places(folder):
         for pattern in PATTERNS:
             for path in sorted(place.glob(pattern)):
+                if not is_remote(path) and (path.is_fifo() or path.is_char_device()):
+                    raise CheckpointError(
+                        f"{path} is no regular file; remove it, then convert again"
+                    )
                 if is_remote(path) or ((path.is_file() or path.is_dir()) and _stays(path, place)):
                     found.setdefault(path.name, path)
     return found

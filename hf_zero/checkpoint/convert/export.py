@@ -283,6 +283,7 @@ def _write(
     """Fill and publish ``target``. Returns the number of bytes kept from an interrupted conversion,
     and the names of the files carried along.
     """
+    card.companions(checkpoint.folder)  # refuses pipes and devices before anything is written
     total = sum(output.nbytes for output in layout.chosen)
     journal = Journal(target, _identity(checkpoint, plans), [*plans, *layout.beside])
     try:

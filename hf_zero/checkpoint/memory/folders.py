@@ -175,7 +175,7 @@ def lock_in(folder: Path, name: str, how: int, seconds: float | None) -> FileLoc
 
 def is_in_use(folder: Path) -> bool:
     """Whether a living process has marked the job's ``folder``."""
-    if not (folder / IN_USE).exists():
+    if not os.path.lexists(folder / IN_USE):
         return False
     try:
         FileLock(folder / IN_USE, fcntl.LOCK_EX).close()
@@ -199,9 +199,15 @@ class Left:
 
 
 def jobs_in(base: Path) -> Iterator[Left]:
-    """Yield the folders of this user's jobs in ``base``, by name."""
+    """Yield the folders of this user's jobs in ``base``, by name. Those of its name that are links
+    or another user's are passed over.
+    """
     for folder in sorted(base.glob(f"{PREFIX}{os.getuid()}-*")):
-        if not folder.is_dir() or folder.is_symlink():
+        try:
+            refuse_foreign(folder)
+        except CheckpointError:
+            continue
+        if not folder.is_dir():
             continue
         files = list(_files_in(folder))
         try:

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from hf_zero.checkpoint.memory import folders, saving
 from hf_zero.checkpoint.memory.hosts import Hosts
 from hf_zero.cli.app import app
+from hf_zero.errors import CheckpointError
 from hf_zero.ops import native
 from tests.checkpoint.memory.jobs import Kept, firsts, whole
 from tests.helpers.cells import fast
@@ -245,6 +246,29 @@ def test_clean_names_what_jobs_have_left_and_removes_what_none_uses(tmp_path: Pa
     assert "1 of them can go" in clean(tmp_path)
     (tmp_path / "empty").mkdir()
     assert clean(tmp_path / "empty") == f"no checkpoints in memory in {tmp_path / 'empty'}\n"
+
+
+def test_clean_takes_no_mark_that_is_not_a_file(tmp_path: Path) -> None:
+    def remove() -> Any:
+        return CliRunner().invoke(app, ["clean", "--folder", str(tmp_path), "--remove"])
+
+    makes = (
+        lambda mark: mark.symlink_to(tmp_path / "made"),
+        os.mkfifo,
+        os.mkdir,
+    )
+    job = left(tmp_path, "a")
+    for make in makes:
+        make(job / folders.IN_USE)
+        done = remove()
+        assert isinstance(done.exception, CheckpointError), done.output
+        assert "in-use is no regular file" in str(done.exception)
+        assert not (tmp_path / "made").exists()
+        mark = job / folders.IN_USE
+        mark.rmdir() if mark.is_dir() else mark.unlink()
+    if os.getuid() == 0:  # another user's folder of this user's name
+        os.chown(job, 65534, 65534)
+        assert remove().exit_code == 0 and job.exists()
 
 
 def test_a_job_that_begins_while_its_folder_is_removed_makes_it(
