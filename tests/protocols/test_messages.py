@@ -65,7 +65,7 @@ def test_messages_arrive(size: int, schedules: Callable[..., int]) -> None:
 def test_a_rank_dies_between_a_message_and_its_count(monkeypatch: pytest.MonkeyPatch) -> None:
     edits = (
         ("(gone and came + len(gone) >= len(ranks))", "gone"),
-        ("if over or silent.keys() <= gone.keys():", "if silent and came + len(silent) >= size:"),
+        ("over or missing.keys() <= gone.keys()", "missing and came + len(missing) >= size"),
         ("begun, gone,", "size = len(ranks)\n    begun, gone,"),
     )
     seed_fault(monkeypatch, StoreMessages, "_await", *edits)
