@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_zero.device import kinds
+
 # torch's own, which the twin gets anew; a scheduler's wrapper of step is bound to the optimizer
 _REPLACED = ("state", "param_groups", "step")
 # Above 128 rows and columns and 4,096 elements libraries factor or quantize what they keep.
@@ -127,7 +129,7 @@ def _stepped(
         {**copy.deepcopy(each), "params": group}
         for each, group in zip(options, groups, strict=True)
     ]
-    devices = {start.device for group in starts for start in group if start.is_cuda}
+    devices = {each.device for group in starts for each in group if not kinds.is_host(each.device)}
     with torch.random.fork_rng(devices=list(devices)), torch.enable_grad():
         torch.manual_seed(0)
         for step in gradients:

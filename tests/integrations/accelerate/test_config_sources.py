@@ -55,7 +55,10 @@ LAUNCHED = {
     "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
 }
 BATCH = dict.fromkeys(
-    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+    (
+        *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+        "zero_allow_untested_optimizer",
+    ),
     "Accelerate",
 )
 KEPT = "zero_optimization.stage3_gather_16bit_weights_on_model_save"

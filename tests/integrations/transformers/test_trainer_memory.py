@@ -68,6 +68,7 @@ def train(
     else:
         with pytest.raises(RuntimeError, match="on purpose"):
             run.train(resume_from_checkpoint=resume)
+        run.deepspeed.wait_for_checkpoint()  # as a process does before it ends
     return run
 
 
