@@ -358,7 +358,8 @@ class _Load:
         bound, wanted = self.engine.bound, elements(found)
         live = dict(bound.tensors(flat.optimizer_shard))
         master = live.pop("master")
-        for name in sorted({*saved, *live}):
+        # offloaded states are there before the first step: one that had not stepped keeps them
+        for name in sorted({*saved, *(live if self._has_stepped else ())}):
             runs, out = saved.get(name, []), live.get(name)
             if out is None:
                 out = torch.zeros_like(master)

@@ -213,18 +213,24 @@ def test_the_share_of_cores_is_of_those_of_the_rank_and_for_as_long_as_the_engin
         on_ranks(1, run, cores, threads)
 
 
-def test_a_checkpoint_from_before_the_first_step_has_no_momentum(tmp_path):
-    """With one of zeros the first gradient would be damped."""
+@pytest.mark.parametrize("make", [dampened, rprop, averaged])
+def test_a_checkpoint_from_before_the_first_step_has_no_state(make, tmp_path):
+    """With a momentum of zeros the first gradient would be damped, and with step sizes of zero no
+    weight would move.
+    """
 
     def run(rank, model):
-        engine = opened(model, offload("all in files", 3, tmp_path), dampened)
-        engine.save_checkpoint(str(tmp_path / "saved"))
+        files = offload("all in files", 3, tmp_path)
+        first = opened(model, files if make is dampened else {"stage": 3}, make)
+        first.save_checkpoint(str(tmp_path / "saved"))
+        first.destroy()
+        engine = opened(stack(), files, make)
         train(engine, rank, range(5, 6))
         engine.load_checkpoint(str(tmp_path / "saved"))
         train(engine, rank, range(2))
         return ended(engine)
 
-    same(on_ranks(2, run)[0], trained({"stage": 3}, dampened, ranks=2, steps=2))
+    same(on_ranks(2, run)[0], trained({"stage": 3}, make, ranks=2, steps=2))
 
 
 @on_each_rank(1)
