@@ -166,8 +166,8 @@ def test_a_rank_that_waits_for_an_unreachable_host_names_it() -> None:
     (counts, own), (_, other) = run_processes(2, train_on_two_hosts)
     assert counts == [0, 1, 0]
     cause = "rank 1 on worker-1 (127.0.0.1) is unreachable: no heartbeat of this host for 30 s"
-    assert own.startswith("rank 0 cannot finish ") and cause in own, own
-    assert cause in other, other
+    for told in (own, other):  # by the wait that it ends, or before that begins
+        assert cause in told, told
 
 
 needs_namespaces = pytest.mark.skipif(bool(namespaces_allowed()), reason="needs network namespaces")

@@ -9,7 +9,7 @@ longer than the timeouts, or kill the process. The clock moves on only if no tas
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -208,6 +208,19 @@ class Simulation:
     def untroubled(self, seconds: float) -> bool:
         """Whether no process was killed, and all were held up for less than ``seconds``."""
         return not self.killed and self.delayed < seconds
+
+    @property
+    def errors(self) -> list[BaseException]:
+        """The errors of tasks that have ended."""
+        return [task.error for task in self.ended if task.error is not None]
+
+    def wrong(self, end: str, faults: Iterable[str], *expected: type[BaseException]) -> str:
+        """Return what is wrong: an ``end`` that is none, what tasks have noted as ``faults``, or
+        errors of other classes than ``expected``; "" if nothing is.
+        """
+        unexpected = [error for error in self.errors if not isinstance(error, expected)]
+        noted = "; ".join(filter(None, faults))
+        return end or noted or (f"an error: {unexpected}" if unexpected else "")
 
     def _give_way(self, task: Task) -> None:
         pick = self._pick(task)

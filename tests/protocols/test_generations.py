@@ -73,11 +73,9 @@ class Job:
         run_attempts(simulation, ATTEMPTS, start, ended)
 
         def judge(end: str) -> str:
-            errors = [task.error for task in simulation.ended if task.error is not None]
-            expected = (CheckpointError, CollectiveFailed)
-            unexpected = [error for error in errors if not isinstance(error, expected)]
-            if end or any(faults) or unexpected:
-                return end or next(filter(None, faults), "") or f"an error: {unexpected}"
+            wrong = simulation.wrong(end, faults, CheckpointError, CollectiveFailed)
+            if wrong:
+                return wrong
             untroubled = simulation.untroubled(TIMEOUT / 2)
             if untroubled and max(committed) < ATTEMPTS * SAVES:
                 return f"generations are not committed though nothing has happened: {committed}"

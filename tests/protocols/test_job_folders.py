@@ -64,11 +64,10 @@ class Jobs:
             World(simulation, RANKS, partial(run, number), TIMEOUT, name=f"job {number} rank")
 
         def judge(end: str) -> str:
-            errors = [task.error for task in simulation.ended if task.error is not None]
-            expected = (CheckpointError, CollectiveFailed)
-            unexpected = [error for error in errors if not isinstance(error, expected)]
-            if end or faults or unexpected:
-                return end or "; ".join(faults) or f"an error: {unexpected}"
+            errors = simulation.errors
+            wrong = simulation.wrong(end, faults, CheckpointError, CollectiveFailed)
+            if wrong:
+                return wrong
             if not simulation.untroubled(PATIENCE / 2):
                 return ""
             if errors:

@@ -57,10 +57,9 @@ def writers(enter: Entry, lock: str, size: int, simulation: Simulation) -> Judge
         simulation.spawn(f"process {number}", partial(come, process), process)
 
     def judge(end: str) -> str:
-        errors = [task.error for task in simulation.ended if task.error is not None]
-        unexpected = [error for error in errors if not isinstance(error, CheckpointError)]
-        if end or faults or unexpected:
-            return end or "; ".join(faults) or f"an error: {unexpected}"
+        wrong = simulation.wrong(end, faults, CheckpointError)
+        if wrong:
+            return wrong
         left = (folder / lock).exists() and not simulation.killed
         return "the lock is left" if left else ""
 

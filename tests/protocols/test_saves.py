@@ -107,11 +107,10 @@ class Job:
         run_attempts(simulation, ATTEMPTS, start, ended)
 
         def judge(end: str) -> str:
-            errors = [task.error for task in simulation.ended if task.error is not None]
-            expected = (CheckpointError, CollectiveFailed)
-            unexpected = [error for error in errors if not isinstance(error, expected)]
-            if end or any(faults) or unexpected:
-                return end or next(filter(None, faults), "") or f"an error: {unexpected}"
+            errors = simulation.errors
+            wrong = simulation.wrong(end, faults, CheckpointError, CollectiveFailed)
+            if wrong:
+                return wrong
             if simulation.untroubled(TIMEOUT / 2) and (errors or newest[0] < ATTEMPTS * SAVES):
                 return f"save {newest[0]} is the latest though nothing has happened: {errors}"
             return ""
