@@ -70,21 +70,22 @@ def _stays(path: Path, place: AnyPath) -> bool:
 
 def carry(
     folder: AnyPath,
+    beside: Mapping[str, AnyPath],
     manifest: Manifest,
     target: Path,
     into: Path,
     dtype: str | None,
     without: Collection[str] = (),
 ) -> list[str]:
-    """Copy the companions of checkpoint ``folder`` to the empty folder ``into`` and return their
-    names. Those that are files of ``target``, where the copies belong, are named and not copied.
-    Weights are not companions.
+    """Copy ``beside``, the companions of checkpoint ``folder``, to the empty folder ``into`` and
+    return their names. Those that are files of ``target``, where the copies belong, are named and
+    not copied. Weights are not companions.
 
     ``dtype``, that of the weights, is written to the configuration, and the facts of the run to the
     card. Names in ``without`` are not copied.
     """
     names = []
-    for name, path in companions(folder).items():
+    for name, path in beside.items():
         to, there = into / name, target / name
         if name in without:
             continue

@@ -283,7 +283,7 @@ def _write(
     """Fill and publish ``target``. Returns the number of bytes kept from an interrupted conversion,
     and the names of the files carried along.
     """
-    card.companions(checkpoint.folder)  # refuses pipes and devices before anything is written
+    beside = card.companions(checkpoint.folder)  # refuses pipes before anything is written
     total = sum(output.nbytes for output in layout.chosen)
     journal = Journal(target, _identity(checkpoint, plans), [*plans, *layout.beside])
     try:
@@ -312,6 +312,7 @@ def _write(
         with Publication(target) as publication:
             carried = card.carry(
                 checkpoint.folder,
+                beside,
                 checkpoint.manifest,
                 target,
                 publication.new,
