@@ -48,10 +48,17 @@ def norm_forward(
     y = values * rstd[:, None] * (_wide(weight)[0] + offset)
     if bias is not None:
         y = y + _wide(bias)[0]
-    kept = total.reshape(x.shape).contiguous() if keep_total else total.new_empty(0)
-    # A copy if the sum is just x: an operator may not return its own input.
-    kept = kept.clone() if kept.data_ptr() == x.data_ptr() and kept.numel() else kept
-    return y.to(dtype).reshape(x.shape), kept, mean.float(), rstd.float()
+    kept = _like(x, total) if keep_total else total.new_empty(0)
+    return _like(x, y.to(dtype)), kept, mean.float(), rstd.float()
+
+
+def _like(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Copy ``rows`` to the shape of ``x``: models write into results of operators, and autograd
+    refuses that for views and for inputs.
+    """
+    out = rows.new_empty(x.shape)
+    out.view(rows.shape).copy_(rows)
+    return out
 
 
 def norm_backward(

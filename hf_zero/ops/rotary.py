@@ -141,9 +141,12 @@ def _run(
 
 
 def _heads_like(x: Tensor) -> Tensor:
-    """Allocate [batch, sequence, heads, width] for [batch, heads, sequence, width]."""
-    batch, heads, sequence, width = x.shape
-    return x.new_empty(batch, sequence, heads, width).transpose(1, 2)
+    """Allocate [batch, heads, sequence, width], laid out as [batch, sequence, heads, width]; no
+    view, because models write into results of operators.
+    """
+    _, heads, sequence, width = x.shape
+    strides = (sequence * heads * width, width, heads * width, 1)
+    return x.new_empty_strided(x.shape, strides)
 
 
 def _split(qkv: Tensor, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +17,12 @@ from hf_zero.config.kernels import IN_COMPILED_BLOCKS, NAMES, auto, in_order
 from hf_zero.config.spelling import did_you_mean
 from hf_zero.device import kinds
 from hf_zero.errors import KernelError
-from hf_zero.integrations.fused import families, sublayers
-from hf_zero.integrations.fused.recognition import replaced
+from hf_zero.integrations.fused import pre_layer_norm as pre_ln
+from hf_zero.integrations.fused import projections
+from hf_zero.integrations.fused.candidates import candidates
 from hf_zero.integrations.fused.replacement import Line, Replacement, Report
-from hf_zero.integrations.fused.residuals import normalise_before
+from hf_zero.integrations.fused.shells import calls_of_model
+from hf_zero.integrations.fused.sublayers import replaced
 from hf_zero.logging import log_rank0
 from hf_zero.ops.dispatch import kind_for_auto
 from hf_zero.ops.packed_linear import adjacent, pack_
@@ -29,6 +31,7 @@ from hf_zero.zero.layout.parameter import owner_of
 from hf_zero.zero.layout.wrap import PACKED
 
 RECORD = "_hf_zero_fused"
+PRE_LN = "pre_layer_norm"
 
 
 class Record:
@@ -172,15 +175,19 @@ def _put_in(
     replacements: list[Replacement] = []
     lines: list[Line] = []
     try:
-        if pre_layer_norm:
-            fused = "residual" in (left_to_them if in_compiled else names)
-            _keep(
-                model, normalise_before(model, fused=fused), replacements, lines, "pre_layer_norm"
-            )
+        moves = pre_ln.plan(model) if pre_layer_norm else None
+        moved = set() if moves is None else moves.norms(model)
         for name, module in list(model.named_modules()):
-            sublayers.learn(module)
             chosen = left_to_them if module in in_compiled else names
-            _replace(model, module, name, chosen, replacements, lines, packs=not engine)
+            if module not in moved:
+                _replace(model, module, name, chosen, replacements, lines, not engine, moved)
+        if "qkv" in names:
+            _project(model, replacements, lines, packs=not engine)
+        if "residual" in names and not any("residual" in line.kernels for line in lines):
+            reason = "no sum of its blocks is one module's; compile: blocks fuses them"
+            lines.append(Line(("residual",), type(model).__name__, "", reason))
+        if moves is not None:
+            _keep(model, moves.install(model, "norms" in names), replacements, lines, PRE_LN)
         if "loss" in names:
             from hf_zero.integrations.fused.heads import fuse_head
 
@@ -236,32 +243,53 @@ def _replace(
     replacements: list[Replacement],
     lines: list[Line],
     packs: bool,
+    moved: Container[nn.Module],
 ) -> None:
-    if replaced(module):
-        return
-    found = families.look(module, names)
-    if found is None:
-        return
     kind = type(module).__name__
-    if found.forward is None:
-        lines.append(Line(found.names, kind, name, found.why_not))
+    for found in () if replaced(module) else candidates(module, names, moved):
+        if found.forward is None:
+            lines.append(Line(found.names, kind, name, found.why_not))
+            continue
+        if "forward" in module.__dict__:
+            lines.append(Line(found.names, kind, name, "something else has replaced its forward"))
+            continue
+        module.forward = types.MethodType(found.forward, module)
+        undo = functools.partial(_put_back, module, name, found.forward)
+        replacements.append(Replacement(", ".join(found.names), name, undo))
+        lines.append(Line(found.names, kind, name))
+        if found.packs:
+            replacements.extend(_together(model, module, name, found.packs, packs))
+
+
+def _project(
+    model: nn.Module, replacements: list[Replacement], lines: list[Line], packs: bool
+) -> None:
+    """Install one matrix product for linear layers of one input, where no forward of ours has it
+    already.
+    """
+    made = calls_of_model(model)
+    if isinstance(made, str):
+        lines.append(Line(("qkv",), type(model).__name__, "", made))
         return
-    if "forward" in module.__dict__:
-        lines.append(Line(found.names, kind, name, "something else has replaced its forward"))
-        return
-    module.forward = types.MethodType(found.forward, module)
-    replacements.append(
-        Replacement(
-            ", ".join(found.names), name, functools.partial(_put_back, module, name, found.forward)
-        )
-    )
-    lines.append(Line(found.names, kind, name))
-    if found.packs:
-        replacements.extend(
-            _pack(model, module, name, found.packs)
-            if packs
-            else _ask_for_pack(module, name, found.packs)
-        )
+    for parent, layers in projections.groups(made, model):
+        module = model.get_submodule(parent)
+        if replaced(module) and any(
+            line.where == parent and "qkv" in line.kernels for line in lines
+        ):
+            continue
+        linears: Any = [model.get_submodule(each) for each in layers]
+        projections.install(linears)
+        undo = functools.partial(projections.remove, linears)
+        replacements.append(Replacement("qkv", parent, undo))
+        lines.append(Line(("qkv",), type(module).__name__, parent))
+        names = tuple(each.rpartition(".")[2] for each in layers)
+        replacements.extend(_together(model, module, parent, names, packs))
+
+
+def _together(
+    model: nn.Module, module: nn.Module, name: str, layers: tuple[str, ...], packs: bool
+) -> Iterator[Replacement]:
+    return _pack(model, module, name, layers) if packs else _ask_for_pack(module, name, layers)
 
 
 def _put_back(module: nn.Module, name: str, ours: Callable[..., Any]) -> None:

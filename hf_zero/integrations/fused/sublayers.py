@@ -1,190 +1,71 @@
-"""Forwards of norms and feed-forward layers, and the fusion of several projections of one input.
+"""Forwards of norms, feed-forward layers and residual sums, for modules of any class that compute
+these expressions.
 
-Norms: RMSNorm of Llama, Gemma (1 + weight) and T5, and torch's LayerNorm. Feed-forward layers: bias
-+ GELU in one pass, gate and up into SwiGLU or GeGLU, optionally one GEMM for gate and up.
+An expression names the parameters and submodules of a module by their role. Forwards read the
+parameters of plain linear layers, and call every other submodule. Where dtypes differ, or under
+autocast, which casts for each operation of torch, the module's own code runs.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from dataclasses import dataclass
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_zero.integrations.fused.recognition import gelu_of, of_class, plain, takes
 from hf_zero.ops import activations, norms
 from hf_zero.ops.packed_linear import packed_linear_whole
+from hf_zero.ops.residual import dropout_add
 
-LLAMA = "9635bcd843f3"  # and Mistral, Qwen2, Qwen3, Mixtral, Phi3
-GEMMA = "2dad5f576075+6dc7d2ba16b4"  # and Gemma2, Gemma3
-T5 = "3152525beceb"
-_CODES: dict[type, str] = {}  # of norms
 Forward = Callable[..., torch.Tensor]
+Part = TypeVar("Part", bound=nn.Module)
+OURS = __name__.rpartition(".")[0]
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "none": F.gelu,
+    "tanh": functools.partial(F.gelu, approximate="tanh"),
+}
+"""SiLU, and GELU by its approximation."""
 
 
-class Rms(NamedTuple):
-    """Parameters of an RMSNorm, x · (offset + weight) / sqrt(mean(x²) + eps)."""
-
-    weight: torch.Tensor
-    eps: float
-    offset: float
-
-
-def learn(module: nn.Module) -> None:
-    """Record the RMSNorm code of the module's class for :func:`rms_of`, which compiled forwards
-    call and which must not read sources.
+def takes(x: torch.Tensor, *parameters: torch.Tensor) -> bool:
+    """Return whether our operations compute the same as the module's own: one dtype, except
+    quantized weights, and no autocast.
     """
-    if (code := of_class(type(module))) in (LLAMA, GEMMA, T5):
-        _CODES[type(module)] = code
+    return all(
+        each.dtype == x.dtype or not each.is_floating_point() for each in parameters
+    ) and not torch.is_autocast_enabled(x.device.type)
 
 
-def rms_of(module: Any) -> Rms | None:
-    """Return the parameters of an RMSNorm whose class :func:`learn` has recorded; None for any
-    other module.
+def plain(module: nn.Module, kind: type[Part]) -> TypeGuard[Part]:
+    """Return whether ``module`` is exactly a ``kind``, so that its parameters determine its
+    forward.
+
+    An adapter, a quantized layer or a module with hooks (also the engine's, if the module is
+    gathered by itself) must be called.
     """
-    code = _CODES.get(type(module))
-    if code is None:
-        return None
-    return (
-        Rms(module.weight, module.eps, 1.0)
-        if code == GEMMA
-        else Rms(module.weight, module.variance_epsilon, 0.0)
-    )
-
-
-def is_layer_norm(module: nn.Module) -> TypeGuard[nn.LayerNorm]:
-    """Return whether the module is torch's LayerNorm over the last dimension, with weight and
-    bias.
-    """
-    return (
-        isinstance(module, nn.LayerNorm)
-        and type(module).forward is nn.LayerNorm.forward
-        and len(module.normalized_shape) == 1
-        and module.weight is not None
-        and module.bias is not None
-    )
-
-
-def rms_norm(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    if not takes(hidden_states, self.weight):
-        return type(self).forward(self, hidden_states)
-    return norms.rms_norm(hidden_states, self.weight, self.variance_epsilon)
-
-
-def gemma_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
-    if not takes(x, self.weight):
-        return type(self).forward(self, x)
-    return norms.rms_norm(x, self.weight, self.eps, offset=1.0)
-
-
-def layer_norm(self: Any, input: torch.Tensor) -> torch.Tensor:
-    if not takes(input, self.weight, self.bias):
-        return type(self).forward(self, input)
-    return norms.layer_norm(input, self.weight, self.bias, self.eps)
-
-
-def gate_and_up(
-    activation: object, x: torch.Tensor, gate: nn.Module, up: nn.Module, packed: bool
-) -> torch.Tensor:
-    """Return activation(gate(x)) · up(x) for SiLU and the two GELUs."""
-    approximate = gelu_of(activation)
-    together = whole(x, (gate, up)) if packed and gate.out_features == up.out_features else None
-    if together is not None:
-        return (
-            activations.geglu_packed(together, approximate=approximate)
-            if approximate
-            else activations.swiglu_packed(together)
-        )
-    first, second = gate(x), up(x)
-    return (
-        activations.geglu(first, second, approximate=approximate)
-        if approximate
-        else activations.swiglu(first, second)
-    )
-
-
-def biased_gelu(linear: nn.Module, x: torch.Tensor, activation: object) -> torch.Tensor:
-    """Return gelu(linear(x)); the activation kernel adds the bias if the layer is a plain matrix
-    and bias.
-    """
-    approximate = gelu_of(activation) or "none"
     if (
-        plain(linear, nn.Linear)
-        and linear.bias is not None
-        and takes(x, linear.weight, linear.bias)
+        type(module) is not kind
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
     ):
-        return activations.gelu(F.linear(x, linear.weight), linear.bias, approximate=approximate)
-    # GPT-2: the weight is [in, out]
-    if plain(linear, Conv1D) and takes(x, linear.weight, linear.bias):
-        return activations.gelu(x @ linear.weight, linear.bias, approximate=approximate)
-    return activations.gelu(linear(x), approximate=approximate)
+        return False
+    return replaced(module) or "forward" not in module.__dict__
 
 
-@functools.cache
-def gated_mlp(packed: bool) -> Forward:
-    """Forward of the MLPs of Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma2, Gemma3."""
-
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        if not takes(x):
-            return type(self).forward(self, x)
-        return self.down_proj(gate_and_up(self.act_fn, x, self.gate_proj, self.up_proj, packed))
-
-    return forward
-
-
-def packed_gate_up(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Forward of Phi3's MLP: gate and up are one parameter."""
-    if not takes(hidden_states):
-        return type(self).forward(self, hidden_states)
-    return self.down_proj(activations.swiglu_packed(self.gate_up_proj(hidden_states)))
-
-
-@functools.cache
-def t5_gated(packed: bool) -> Forward:
-    def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-        if not takes(hidden_states, self.wo.weight):  # transformers may keep wo in fp32
-            return type(self).forward(self, hidden_states)
-        return self.wo(
-            self.dropout(gate_and_up(self.act, hidden_states, self.wi_0, self.wi_1, packed))
-        )
-
-    return forward
-
-
-def t5_plain(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    if not takes(hidden_states, self.wo.weight):
-        return type(self).forward(self, hidden_states)
-    return self.wo(self.dropout(biased_gelu(self.wi, hidden_states, self.act)))
-
-
-def bert_intermediate(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Forward of the intermediate layers of BERT, RoBERTa, ELECTRA, DeBERTa-v2."""
-    if not takes(hidden_states):
-        return type(self).forward(self, hidden_states)
-    return biased_gelu(self.dense, hidden_states, self.intermediate_act_fn)
-
-
-def two_layers(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Forward of the MLPs of Phi and ViT."""
-    if not takes(hidden_states):
-        return type(self).forward(self, hidden_states)
-    return self.fc2(biased_gelu(self.fc1, hidden_states, self.activation_fn))
-
-
-def distilbert(self: Any, input: torch.Tensor) -> torch.Tensor:
-    if not takes(input):
-        return type(self).forward(self, input)
-    return self.dropout(self.lin2(biased_gelu(self.lin1, input, self.activation)))
-
-
-def gpt2(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    if not takes(hidden_states):
-        return type(self).forward(self, hidden_states)
-    return self.dropout(self.c_proj(biased_gelu(self.c_fc, hidden_states, self.act)))
+def replaced(module: nn.Module) -> bool:
+    """Return whether the forward of ``module`` is one of ours."""
+    function = getattr(module.__dict__.get("forward"), "__func__", None)
+    return function is not None and (
+        function.__module__.startswith(OURS) or hasattr(function, "_hf_zero_rotates")
+    )
 
 
 def whole(x: torch.Tensor, linears: Sequence[nn.Module]) -> torch.Tensor | None:
@@ -198,3 +79,166 @@ def whole(x: torch.Tensor, linears: Sequence[nn.Module]) -> torch.Tensor | None:
         weights.append(linear.weight)
         biases.append(linear.bias)
     return packed_linear_whole(x, weights, None if all(bias is None for bias in biases) else biases)
+
+
+def _takes_linears(self: nn.Module, x: torch.Tensor, names: Sequence[str]) -> bool:
+    weights = (getattr(getattr(self, name), "weight", None) for name in names)
+    return takes(x, *(each for each in weights if isinstance(each, torch.Tensor)))
+
+
+def _through(self: nn.Module, names: Sequence[str], x: torch.Tensor) -> torch.Tensor:
+    for name in names:
+        x = getattr(self, name)(x)
+    return x
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm, ``x (offset + weight) / sqrt(mean(x²) + eps)``, or ``centered``, LayerNorm. ``eps``
+    is a number or the attribute that holds it.
+    """
+
+    weight: str
+    bias: str
+    eps: str | float
+    offset: float = 0.0
+    centered: bool = False
+
+    def forward(self) -> Forward:
+        def forward(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            weight = getattr(module, self.weight)
+            bias = getattr(module, self.bias) if self.bias else None
+            if args or kwargs or not takes(x, *(t for t in (weight, bias) if t is not None)):
+                return type(module).forward(module, x, *args, **kwargs)
+            return self.apply(module, x)
+
+        return forward
+
+    def apply(self, module: Any, x: torch.Tensor) -> torch.Tensor:
+        weight = getattr(module, self.weight)
+        eps = getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
+        if self.centered:
+            return norms.layer_norm(
+                x, weight, getattr(module, self.bias) if self.bias else None, eps
+            )
+        return norms.rms_norm(x, weight, eps, offset=self.offset)
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """``after(act(first(x)) · second(x))``, or ``after(act(first(x)))`` without ``second``.
+
+    ``halves``: gate and up are the two halves of ``first(x)``, the gate first, or last if it is -1;
+    0: they are no halves. ``after`` are submodules that are called one after the other.
+    """
+
+    act: str
+    first: str
+    second: str = ""
+    halves: int = 0
+    after: tuple[str, ...] = ()
+
+    @property
+    def gated(self) -> bool:
+        return bool(self.second or self.halves)
+
+    def forward(self, packed: bool) -> Forward:
+        """Return the forward, with one GEMM for gate and up if ``packed``."""
+        linears = tuple(filter(None, (self.first, self.second, *self.after)))
+
+        def forward(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if args or kwargs or not _takes_linears(module, x, linears):
+                return type(module).forward(module, x, *args, **kwargs)
+            first = getattr(module, self.first)
+            if self.second:
+                hidden = self._of_two(x, first, getattr(module, self.second), packed)
+            elif self.halves:
+                hidden = self._of_halves(first(x))
+            else:
+                hidden = self._of_one(x, first)
+            return _through(module, self.after, hidden)
+
+        return forward
+
+    def _of_two(
+        self, x: torch.Tensor, gate: nn.Module, up: nn.Module, packed: bool
+    ) -> torch.Tensor:
+        if packed and gate.out_features == up.out_features:
+            together = whole(x, (gate, up))
+            if together is not None:
+                return self._of_halves(together)
+        return self._gated(gate(x), up(x))
+
+    def _of_halves(self, both: torch.Tensor) -> torch.Tensor:
+        if self.halves < 0:
+            up, gate = both.chunk(2, dim=-1)
+            return self._gated(gate, up)
+        if self.act == "silu":
+            return activations.swiglu_packed(both)
+        return activations.geglu_packed(both, approximate=self.act)
+
+    def _gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        if self.act == "silu":
+            return activations.swiglu(gate, up)
+        return activations.geglu(gate, up, approximate=self.act)
+
+    def _of_one(self, x: torch.Tensor, linear: nn.Module) -> torch.Tensor:
+        """Return gelu(linear(x)); the kernel adds the bias of a plain matrix and bias."""
+        bias = getattr(linear, "bias", None)
+        if bias is not None and takes(x, linear.weight, bias):
+            if plain(linear, nn.Linear):
+                return activations.gelu(F.linear(x, linear.weight), bias, approximate=self.act)
+            if plain(linear, Conv1D):  # GPT-2: the weight is [in, out]
+                return activations.gelu(x @ linear.weight, bias, approximate=self.act)
+        return activations.gelu(linear(x), approximate=self.act)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """``norm(dropout(branch(x)) + residual)`` (post-LN), or without ``norm`` ``dropout(branch(x)) +
+    x``. ``branch`` are submodules that are called one after the other.
+    """
+
+    branch: tuple[str, ...]
+    dropout: str
+    norm: str = ""
+
+    def forward(self) -> Forward:
+        return self._normed() if self.norm else self._added()
+
+    def _added(self) -> Forward:
+        def forward(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            dropout = getattr(module, self.dropout)
+            if args or kwargs or type(dropout) is not nn.Dropout or not takes(x):
+                return type(module).forward(module, x, *args, **kwargs)
+            out = _through(module, self.branch, x)
+            if out.dtype != x.dtype:
+                return x + dropout(out)
+            return dropout_add(out, x, dropout=dropout.p, training=dropout.training)
+
+        return forward
+
+    def _normed(self) -> Forward:
+        def forward(
+            module: Any, x: torch.Tensor, residual: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> torch.Tensor:
+            norm = getattr(module, self.norm)
+            dropout = getattr(module, self.dropout) if self.dropout else None
+            if (
+                args
+                or kwargs
+                or not plain(norm, nn.LayerNorm)
+                or (dropout is not None and type(dropout) is not nn.Dropout)
+                or not takes(x, residual, norm.weight, norm.bias)
+            ):
+                return type(module).forward(module, x, residual, *args, **kwargs)
+            out = _through(module, self.branch, x)
+            p, training = (0.0, False) if dropout is None else (dropout.p, dropout.training)
+            return norms.layer_norm_of_sum(
+                out, residual, norm.weight, norm.bias, norm.eps, dropout=p, training=training
+            )
+
+        return forward
+
+
+Expression = Norm | Mlp | Sum

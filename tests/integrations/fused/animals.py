@@ -37,7 +37,6 @@ def _llama(name: str, **more: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     return {
         f"{name}RMSNorm": ("norms",),
         f"{name}Attention": ("qkv", "rotary"),
-        f"{name}DecoderLayer": ("residual",),
         f"{name}MLP": ("activations", "qkv"),
         **more,
     }
@@ -50,6 +49,7 @@ def _bert(name: str) -> dict[str, tuple[str, ...]]:
         f"{name}SelfOutput": ("residual",),
         f"{name}Output": ("residual",),
         f"{name}Intermediate": ("activations",),
+        f"{name}PredictionHeadTransform": ("activations",),
     }
 
 
@@ -91,13 +91,8 @@ ANIMALS = {
     "qwen2": causal("Qwen2", GROUPED),
     "qwen3": causal("Qwen3", GROUPED | {"head_dim": 8}),
     "gemma": causal("Gemma", GROUPED | {"head_dim": 8}),
-    "gemma2": causal("Gemma2", _WINDOW, _without(_llama("Gemma2"), "Gemma2DecoderLayer")),
-    "gemma3": Animal(
-        "Gemma3ForCausalLM",
-        "Gemma3TextConfig",
-        _WINDOW,
-        _without(_llama("Gemma3"), "Gemma3DecoderLayer"),
-    ),
+    "gemma2": causal("Gemma2", _WINDOW),
+    "gemma3": Animal("Gemma3ForCausalLM", "Gemma3TextConfig", _WINDOW, _llama("Gemma3")),
     "phi": causal(
         "Phi",
         _DECODER | {"rope_parameters": _HALF},
@@ -114,11 +109,20 @@ ANIMALS = {
         _without(_llama("Mixtral"), "MixtralMLP"),
     ),
     "bert": _masked("Bert", _ENCODER, _bert("Bert")),
-    "roberta": _masked("Roberta", _ENCODER | {"pad_token_id": 1}, _bert("Roberta")),
+    "roberta": _masked(
+        "Roberta",
+        _ENCODER | {"pad_token_id": 1},
+        _without(_bert("Roberta"), "RobertaPredictionHeadTransform")
+        | {"RobertaLMHead": ("activations",)},
+    ),
     "deberta-v2": _masked(
         "DebertaV2",
         _ENCODER | _RELATIVE,
-        _without(_bert("DebertaV2"), "DebertaV2SelfAttention"),
+        _without(_bert("DebertaV2"), "DebertaV2SelfAttention", "DebertaV2PredictionHeadTransform")
+        | {
+            "DisentangledSelfAttention": ("qkv",),
+            "LegacyDebertaV2PredictionHeadTransform": ("activations",),
+        },
     ),
     "distilbert": _masked(
         "DistilBert",
@@ -126,7 +130,6 @@ ANIMALS = {
         {
             "LayerNorm": ("norms",),
             "DistilBertSelfAttention": ("qkv",),
-            "TransformerBlock": ("residual",),
             "FFN": ("activations",),
         },
     ),
@@ -134,7 +137,7 @@ ANIMALS = {
         "GPT2LMHeadModel",
         "GPT2Config",
         {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
-        {"LayerNorm": ("norms",), "GPT2Block": ("residual",), "GPT2MLP": ("activations",)},
+        {"LayerNorm": ("norms",), "GPT2MLP": ("activations",)},
     ),
     "t5": Animal(
         "T5ForConditionalGeneration",
@@ -143,8 +146,7 @@ ANIMALS = {
         {
             "T5LayerNorm": ("norms",),
             "T5LayerFF": ("residual",),
-            "T5LayerSelfAttention": ("residual",),
-            "T5LayerCrossAttention": ("residual",),
+            "T5Attention": ("qkv",),
             "T5DenseGatedActDense": ("activations", "qkv"),
         },
     ),
@@ -155,7 +157,6 @@ ANIMALS = {
         {
             "LayerNorm": ("norms",),
             "ViTAttention": ("qkv",),
-            "ViTLayer": ("residual",),
             "ViTMLP": ("activations",),
         },
     ),

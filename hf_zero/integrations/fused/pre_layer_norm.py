@@ -1,0 +1,282 @@
+"""Norms before attention and MLP (pre-LN) in models that have them after the sums (post-LN).
+
+[Note: pre-LN]
+Post-LN, as in BERT, is x = norm(x + f(x)): the gradient passes through a norm in each layer, is
+largest near the output, and needs a small or slowly rising learning rate. Pre-LN is x = x +
+f(norm(x)) with one norm at the end (Xiong et al. 2020, "On Layer Normalization in the Transformer
+Architecture", https://arxiv.org/abs/2002.04745; DeepSpeed's BERT recipes use it). Both have two
+norms in each layer and one more, so no parameter is added or left over: the norm after a sum
+normalizes the input of the sublayer before that sum, and the norm of the embeddings is applied
+last. It is not needed elsewhere: the first layer normalizes the embeddings anyway. Each layer uses
+only its own parameters, so layers remain units of ZeRO. Weights trained as post-LN do not fit
+pre-LN: this is for training from scratch.
+
+[Note: which norms move]
+A forward without values shows which modules of a block are called with which tensor, so classes and
+names do not matter. A block is post-LN if its output is that of a LayerNorm. The first of its norms
+moves to the modules that are called with the block's input and do not contain it, the next one to
+those that are called with the output of the first. A copy of the block whose linear layers are zero
+then returns its input, or the model is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from hf_zero.errors import KernelError
+from hf_zero.integrations.fused.replacement import Replacement
+from hf_zero.integrations.fused.shells import Call, calls_of_model, shell
+from hf_zero.integrations.fused.sublayers import Norm
+from hf_zero.zero.layout.wrap import repeated_blocks
+
+NORM = "_hf_zero_norm"
+FORMER = "_hf_zero_former_forward"
+Keys = tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """A norm of a block, and the modules whose arguments ``keys`` it normalizes instead; names
+    within the block.
+    """
+
+    norm: str
+    takers: tuple[tuple[str, Keys], ...]
+
+
+@dataclass(frozen=True)
+class PreLayerNorm:
+    """What changes in a model: the norms of each block, the last norm, and the module whose output
+    it normalizes.
+    """
+
+    blocks: dict[str, tuple[_Moved, ...]]
+    last: str
+    encoder: str
+
+    def norms(self, model: nn.Module) -> set[nn.Module]:
+        names = [f"{block}.{each.norm}" for block, moved in self.blocks.items() for each in moved]
+        return {model.get_submodule(name) for name in (*names, self.last)}
+
+    def install(self, model: nn.Module, fused: bool) -> list[Replacement]:
+        """Move the norms; ``fused``: they are computed by our kernel."""
+        made: list[Replacement] = []
+        for name, moved in self.blocks.items():
+            made += _install(model.get_submodule(name), moved, fused, f"{name}.")
+        last, encoder = model.get_submodule(self.last), model.get_submodule(self.encoder)
+        made.append(_replace(encoder, self.encoder, _encode(fused), last))
+        made.append(_replace(last, self.last, _pass_by))
+        return made
+
+
+def plan(model: nn.Module) -> PreLayerNorm:
+    """Return how ``model`` becomes pre-LN.
+
+    Raises:
+        KernelError: its blocks do not end with a norm after a sum, or compute something else.
+    """
+    made = calls_of_model(model)
+    if isinstance(made, str):
+        raise KernelError(f"pre_layer_norm: {made}; leave it out")
+    names = [name for name, _ in repeated_blocks(model)]
+    moved: dict[str, tuple[_Moved, ...]] = {}
+    for name in names:
+        moved[name] = _moved(model, name, made)
+    firsts = [i for i, c in enumerate(made) if c.name.startswith(tuple(f"{n}." for n in names))]
+    before = [c for c in made[: firsts[0]] if isinstance(c.module, nn.LayerNorm)] if firsts else []
+    called = {call.name for call in made}
+    encoder = _common(names)
+    while encoder and encoder not in called:
+        encoder = encoder.rpartition(".")[0]
+    if not before or not encoder:
+        raise KernelError(
+            f"pre_layer_norm: {type(model).__name__} has no LayerNorm of its embeddings, which "
+            "would be the last one; leave it out"
+        )
+    for name in names:
+        _prove(model.get_submodule(name), name, moved[name], made)
+    return PreLayerNorm(moved, before[-1].name, encoder)
+
+
+def _common(names: list[str]) -> str:
+    parts = [name.split(".") for name in names]
+    same = 0
+    while all(len(each) > same + 1 and each[same] == parts[0][same] for each in parts):
+        same += 1
+    return ".".join(parts[0][:same]) if parts else ""
+
+
+def _refused(model: nn.Module, name: str, why: str) -> KernelError:
+    kind = type(model.get_submodule(name)).__name__
+    return KernelError(f"pre_layer_norm: {name} ({kind}) {why}; leave it out")
+
+
+def _moved(model: nn.Module, name: str, made: list[Call]) -> tuple[_Moved, ...]:
+    whole = [call for call in made if call.name == name]
+    inside = [call for call in made if call.name.startswith(f"{name}.")]
+    norms = [call for call in inside if isinstance(call.module, nn.LayerNorm)]
+    if len(whole) != 1 or not norms or norms[-1].outputs[0] is not whole[0].outputs[0]:
+        raise _refused(model, name, "does not end with a LayerNorm after a sum, as BERT's layer")
+    unused = {
+        f"{name}.{each}"
+        for each, module in model.get_submodule(name).named_modules()
+        if isinstance(module, nn.LayerNorm)
+    } - {call.name for call in norms}
+    if unused:
+        raise _refused(model, name, f"has a norm that a forward does not use, {min(unused)}")
+    stream, found = whole[0].inputs[0], []
+    for norm in norms:
+        takers = [
+            call
+            for call in inside
+            if any(each is stream for each in call.inputs)
+            and not f"{norm.name}.".startswith(f"{call.name}.")
+        ]
+        outer = {call.name for call in takers}
+        takers = [
+            call for call in takers if not any(call.name.startswith(f"{other}.") for other in outer)
+        ]
+        if not takers:
+            raise _refused(model, name, f"calls no module with the input of {norm.name}'s sum")
+        cut = len(name) + 1
+        found.append(
+            _Moved(
+                norm.name[cut:], tuple((call.name[cut:], _keys(call, stream)) for call in takers)
+            )
+        )
+        stream = norm.outputs[0]
+    return tuple(found)
+
+
+def _keys(call: Call, stream: torch.Tensor) -> Keys:
+    args, kwargs = call.arguments
+    return (
+        *(i for i, each in enumerate(args) if each is stream),
+        *(key for key, each in kwargs.items() if each is stream),
+    )
+
+
+def _prove(block: nn.Module, name: str, moved: tuple[_Moved, ...], made: list[Call]) -> None:
+    """Raise KernelError unless a copy of ``block`` whose linear layers are zero, with its norms
+    moved, returns its input.
+    """
+    call = next(call for call in made if call.name == name)
+    generator = torch.Generator().manual_seed(0)
+
+    def real(each: torch.Tensor) -> torch.Tensor:
+        if each.dtype.is_floating_point:
+            return torch.randn(each.shape, generator=generator)
+        return torch.zeros(each.shape, dtype=each.dtype)
+
+    copied = shell(block, real).eval()
+    for module in copied.modules():
+        if not isinstance(module, nn.LayerNorm):
+            for parameter in module.parameters(recurse=False):
+                parameter.data.zero_()
+    _install(copied, moved, False, "")
+    args, kwargs = tree_map_only(torch.Tensor, real, call.arguments)
+    first = next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor))
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            out = copied(*args, **kwargs)
+        out = out[0] if isinstance(out, tuple) else out
+        same = torch.allclose(out, first, atol=1e-5)
+    except Exception as error:
+        raise KernelError(f"pre_layer_norm: {name} does not run by itself: {error}") from error
+    if not same:
+        raise KernelError(
+            f"pre_layer_norm: {name} ({type(block).__name__}) is not norm(x + f(x)) alone; leave "
+            "it out"
+        )
+
+
+# -- forwards --------------------------------------------------------------------------------------
+
+
+def _install(
+    block: nn.Module, moved: tuple[_Moved, ...], fused: bool, prefix: str
+) -> list[Replacement]:
+    made = []
+    for each in moved:
+        norm = block.get_submodule(each.norm)
+        for name, keys in each.takers:
+            taker = block.get_submodule(name)
+            made.append(_replace(taker, prefix + name, _normed(keys, fused), norm))
+        made.append(_replace(norm, prefix + each.norm, _pass_by))
+    return made
+
+
+def _replace(
+    module: nn.Module, name: str, function: Callable[..., Any], norm: nn.Module | None = None
+) -> Replacement:
+    if norm is not None:
+        module.__dict__[NORM] = norm  # not as a submodule: its parameters keep one name
+    module.__dict__[FORMER] = module.__dict__.get("forward")
+    module.forward = types.MethodType(function, module)
+    return Replacement(type(module).__name__, name, functools.partial(_put_back, module))
+
+
+def _put_back(module: nn.Module) -> None:
+    if FORMER in module.__dict__:
+        module.__dict__.pop("forward", None)
+        former = module.__dict__.pop(FORMER)
+        if former is not None:
+            module.forward = former
+        module.__dict__.pop(NORM, None)
+
+
+def _former(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    former = module.__dict__[FORMER]
+    if former is None:
+        return type(module).forward(module, *args, **kwargs)
+    return former(*args, **kwargs)
+
+
+def _apply(norm: Any, x: torch.Tensor, fused: bool) -> torch.Tensor:
+    if fused and norm.weight is not None:
+        bias = "" if norm.bias is None else "bias"
+        return Norm("weight", bias, "eps", centered=True).apply(norm, x)
+    return nn.LayerNorm.forward(norm, x)
+
+
+@functools.cache
+def _normed(keys: Keys, fused: bool) -> Callable[..., Any]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        norm = self.__dict__[NORM]
+        normed: Any = None
+        given: list[Any] = list(args)
+        for key in keys:
+            held: Any = given if isinstance(key, int) else kwargs
+            if normed is None:
+                normed = _apply(norm, held[key], fused)
+            held[key] = normed
+        return _former(self, *given, **kwargs)
+
+    return forward
+
+
+@functools.cache
+def _encode(fused: bool) -> Callable[..., Any]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Apply the last norm to the output of the module's own forward."""
+        outputs, norm = _former(self, *args, **kwargs), self.__dict__[NORM]
+        if isinstance(outputs, torch.Tensor):
+            return _apply(norm, outputs, fused)
+        if isinstance(outputs, tuple):
+            return (_apply(norm, outputs[0], fused), *outputs[1:])
+        outputs.last_hidden_state = _apply(norm, outputs.last_hidden_state, fused)
+        return outputs
+
+    return forward
+
+
+def _pass_by(self: nn.Module, input: torch.Tensor) -> torch.Tensor:
+    return input

@@ -1,0 +1,105 @@
+"""One matrix product for linear layers that a module calls with one input: q, k and v; gate and up.
+
+Which layers these are is read from a training forward of the model without values
+(:func:`.shells.calls_of_model`), so neither names nor code matter. The first layer of a group that
+is called computes the outputs of all; the others take theirs if they are called with the same
+tensor, and compute it themselves otherwise.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hf_zero.integrations.fused.shells import Call
+from hf_zero.integrations.fused.sublayers import plain, takes, whole
+
+GROUP = "_hf_zero_group"
+
+
+class Projections:
+    """Linear layers of one input, and outputs that have not been asked for yet."""
+
+    def __init__(self, linears: list[nn.Linear]) -> None:
+        self.linears = linears
+        self.input: torch.Tensor | None = None
+        self.version = 0
+        self.outputs: dict[int, torch.Tensor] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Projections:
+        new = Projections([])
+        memo[id(self)] = new
+        new.linears = [copy.deepcopy(each, memo) for each in self.linears]
+        return new
+
+    def output(self, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        number = next(i for i, each in enumerate(self.linears) if each is linear)
+        if self.input is x and number in self.outputs and self.version == _version(x):
+            out = self.outputs.pop(number)
+            if not self.outputs:
+                self.input = None
+            return out
+        self.outputs, self.input = {}, None
+        together = whole(x, self.linears) if takes(x, linear.weight) else None
+        if together is None:
+            return F.linear(x, linear.weight, linear.bias)
+        parts = _parts(together, [each.out_features for each in self.linears])
+        self.input, self.version = x, _version(x)
+        self.outputs = {i: part for i, part in enumerate(parts) if i != number}
+        return parts[number]
+
+
+def _parts(together: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+    """Split the last dimension into views that may be written into, as those of split may not."""
+    starts = itertools.accumulate(sizes, initial=0)
+    return [together.narrow(-1, start, size) for start, size in zip(starts, sizes)]
+
+
+def _version(x: torch.Tensor) -> int:
+    return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
+
+
+def _project(self: Any, input: torch.Tensor) -> torch.Tensor:
+    return self.__dict__[GROUP].output(self, input)  # type: ignore[no-any-return]
+
+
+def install(linears: list[nn.Linear]) -> None:
+    group = Projections(linears)
+    for linear in linears:
+        linear.__dict__[GROUP] = group
+        linear.forward = types.MethodType(_project, linear)  # type: ignore[method-assign]
+
+
+def remove(linears: list[nn.Linear]) -> None:
+    for linear in linears:
+        linear.__dict__.pop(GROUP, None)
+        linear.__dict__.pop("forward", None)
+
+
+def groups(made: list[Call], model: nn.Module) -> Iterator[tuple[str, list[str]]]:
+    """Yield (name of the parent, names of linear layers below it) for each group of plain linear
+    layers that are called with one tensor, once each, and whose outputs are not written into.
+    """
+    linears = {
+        name: each
+        for name, each in model.named_modules()
+        if plain(each, nn.Linear) and "forward" not in each.__dict__
+    }
+    count: dict[str, int] = {}
+    together: dict[tuple[str, int], list[str]] = {}
+    for call in made:
+        if call.name in linears and len(call.inputs) == 1:
+            written = call.outputs[0]._version != call.version
+            count[call.name] = count.get(call.name, 0) + 1 + written
+            parent = call.name.rpartition(".")[0]
+            together.setdefault((parent, id(call.inputs[0])), []).append(call.name)
+    for (parent, _), names in together.items():
+        if len(names) > 1 and all(count[name] == 1 for name in names):
+            yield parent, names

@@ -1,0 +1,193 @@
+"""Copies of modules that run the code of their classes on other tensors: on the meta device, to see
+which module is called with which tensor, and small ones with random values, to see what a module
+computes.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+
+
+def shell(
+    module: nn.Module,
+    tensor: Callable[[torch.Tensor], torch.Tensor],
+    instead: Callable[[nn.Module], nn.Module | None] = lambda module: None,
+) -> nn.Module:
+    """Return a copy of ``module`` with ``tensor`` of each parameter and buffer, the modules of
+    ``instead`` in place of some, and no hooks and no replaced forwards. Everything else is shared.
+    """
+    made: dict[int, Any] = {}
+
+    def copied(value: torch.Tensor | None) -> Any:
+        if value is None:
+            return None
+        if id(value) not in made:
+            new = tensor(value)
+            made[id(value)] = (
+                nn.Parameter(new, new.is_floating_point())
+                if isinstance(value, nn.Parameter)
+                else new
+            )
+        return made[id(value)]
+
+    def build(old: nn.Module) -> nn.Module:
+        if id(old) in made:
+            return made[id(old)]
+        other = instead(old)
+        if other is None:
+            other = old.__class__.__new__(old.__class__)
+            made[id(old)] = other
+            other.__dict__.update(old.__dict__)
+            other.__dict__.pop("forward", None)
+            for name in HOOKS:
+                other.__dict__[name] = OrderedDict()
+            other.__dict__["_parameters"] = {k: copied(v) for k, v in old._parameters.items()}
+            other.__dict__["_buffers"] = {k: copied(v) for k, v in old._buffers.items()}
+            other.__dict__["_modules"] = {
+                k: v if v is None else build(v) for k, v in old._modules.items()
+            }
+        made[id(old)] = other
+        return other
+
+    return build(module)
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of the module ``name``: its (args, kwargs), the tensors among them, and among its
+    results.
+    """
+
+    name: str
+    module: nn.Module
+    arguments: tuple[Any, Any]
+    inputs: tuple[torch.Tensor, ...]
+    outputs: tuple[torch.Tensor, ...]
+
+    def __post_init__(self) -> None:
+        self.version = self.outputs[0]._version if self.outputs else 0  # at its return
+
+
+@contextmanager
+def calls(module: nn.Module, outermost: bool) -> Iterator[list[Call]]:
+    """Record the calls of submodules of ``module``, in the order in which they return; the
+    ``outermost`` alone, or all.
+    """
+    made: list[Call] = []
+    inside = 0
+
+    def enter(*_: Any) -> None:
+        nonlocal inside
+        inside += 1
+
+    def leave(name: str) -> Callable[..., None]:
+        def hook(called: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+            nonlocal inside
+            inside -= 1
+            if not outermost or inside == 0:
+                given = _tensors((args, kwargs))
+                made.append(Call(name, called, (args, kwargs), given, _tensors(out)))
+
+        return hook
+
+    handles = []
+    for name, each in module.named_modules():
+        if each is not module:
+            handles.append(each.register_forward_pre_hook(enter))
+            handles.append(each.register_forward_hook(leave(name), with_kwargs=True))
+    try:
+        yield made
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _tensors(values: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(each for each in tree_leaves(values) if isinstance(each, torch.Tensor))
+
+
+class _Zeros(TorchDispatchMode):
+    """Answer 0 or False where code asks for the value of a tensor that has none."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            return torch.zeros((), dtype=args[0].dtype).item()
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of_model(model: nn.Module) -> list[Call] | str:
+    """Return all calls of a training forward of ``model``, a model of transformers, on the meta
+    device; or the reason why it cannot run there.
+    """
+    base: Any = getattr(model, "get_base_model", lambda: model)()  # inside the adapters of PEFT
+    inputs = _inputs(base)
+    if isinstance(inputs, str):
+        return inputs
+    copied = shell(model, lambda each: torch.empty(each.shape, dtype=each.dtype, device="meta"))
+    copied.train()
+    for module in copied.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.__dict__["gradient_checkpointing"] = False
+        if module is not copied:
+            module.__dict__["forward"] = functools.partial(_call_or_pass, module)
+    try:
+        with calls(copied, outermost=False) as made, torch.no_grad(), _Zeros():
+            copied(**inputs)
+    except Exception as error:  # code of other people, on a device it was not written for
+        return f"its forward does not run without values: {type(error).__name__}: {error}"[:200]
+    return made
+
+
+def _call_or_pass(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call the forward of the module's class. One that needs values, as experts do, which choose
+    rows, returns its first argument instead, of whose shape a sublayer's output is.
+    """
+    try:
+        return type(module).forward(module, *args, **kwargs)
+    except Exception:
+        given = _tensors((args, kwargs))
+        if not given or not given[0].is_floating_point():
+            raise
+        return given[0].clone()
+
+
+def _inputs(model: Any) -> dict[str, Any] | str:
+    config, main = getattr(model, "config", None), getattr(model, "main_input_name", None)
+    if config is None or main is None:
+        return f"{type(model).__name__} is not a model of transformers"
+    ids = torch.zeros(2, 6, dtype=torch.long, device="meta")
+    if main == "input_ids":
+        given: dict[str, Any] = {main: ids}
+    elif main == "pixel_values":
+        size = getattr(config, "image_size", 224)
+        sides = (size, size) if isinstance(size, int) else tuple(size)
+        shape = (1, getattr(config, "num_channels", 3), *sides)
+        given = {main: torch.zeros(shape, device="meta")}
+    else:
+        return f"its input is {main}, of a shape that hf-zero does not know"
+    if getattr(config, "is_encoder_decoder", False):
+        given["decoder_input_ids"] = ids
+    if "use_cache" in inspect.signature(type(model).forward).parameters:
+        given["use_cache"] = False
+    return given

@@ -1,0 +1,245 @@
+#!/usr/bin/env python
+"""Count the model types of transformers in which fused kernels are active, and compare a training
+step of each with the untouched model.
+
+Every type of the auto-classes for causal, masked and sequence-to-sequence language models is built
+with a tiny configuration. ``--json`` prints one object for each type; otherwise a table of counts.
+A type counts for a kernel if every module of the kind has it: modules whose class is named a norm
+or an MLP, and attention layers, for the rotation and the common product of q, k and v.
+
+    python scripts/coverage_of_kernels.py --kind causal --only llama,qwen3
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import logging
+import signal
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+KINDS = {
+    "causal": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
+    "masked": ("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
+    "seq2seq": ("AutoModelForSeq2SeqLM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
+}
+BLOCKS = ("norms", "activations", "rotary", "qkv", "residual")
+SECONDS = 60  # for a type
+LARGEST = 60_000_000  # parameters of a type whose configuration does not become tiny
+# Sizes by the ends of their names in a configuration.
+SIZES = {
+    "num_hidden_layers": 2, "n_layer": 2, "n_layers": 2, "num_layers": 2, "encoder_layers": 2,
+    "decoder_layers": 2, "hidden_size": 64, "n_embd": 64, "d_model": 64, "dim": 64,
+    "intermediate_size": 96, "ffn_dim": 96, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96,
+    "d_ff": 96, "hidden_dim": 96, "num_attention_heads": 4, "n_head": 4, "n_heads": 4,
+    "num_heads": 4, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "d_kv": 16, "vocab_size": 128, "num_experts": 4,
+    "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def tiny_config(model_type: str) -> Any:
+    """Return the configuration of ``model_type`` with small sizes; sizes that depend on others are
+    computed by its class.
+    """
+    from transformers import AutoConfig
+
+    own = AutoConfig.for_model(model_type)
+    nested = {
+        name: _sizes(getattr(own, name))
+        for name in ("text_config", "decoder", "vision_config", "audio_config")
+        if hasattr(getattr(own, name, None), "to_dict")
+    }
+    for sizes in (_sizes(own) | nested, nested, _sizes(own)):
+        try:
+            return AutoConfig.for_model(model_type, **sizes)
+        except Exception:  # two of them contradict each other
+            continue
+    return own
+
+
+def _sizes(config: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, size in SIZES.items():
+        try:
+            if type(getattr(config, name, None)) is int:
+                found[name] = size
+        except Exception:  # a property that differs by layer
+            continue
+    if getattr(config, "is_encoder_decoder", False):
+        found["decoder_start_token_id"] = 0
+    return found
+
+
+def build(kind: str, model_type: str) -> Any:
+    import transformers
+
+    auto = getattr(transformers, KINDS[kind][0])
+    config = tiny_config(model_type)
+    with torch.device("meta"):
+        count = sum(each.numel() for each in auto.from_config(copy.deepcopy(config)).parameters())
+    if count > LARGEST:
+        raise ValueError(f"its smallest configuration has {count / 1e6:.0f} M parameters")
+    torch.manual_seed(0)
+    model = auto.from_config(config).float().train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for each in model.parameters():
+            if each.dim() == 1:  # biases that are not 0, norms that are not 1
+                each.add_(torch.randn(each.shape, generator=generator) * 0.1)
+    return model
+
+
+def step(model: Any, kind: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return the loss and the gradients of a batch."""
+    generator = torch.Generator().manual_seed(2)
+    vocabulary = min(100, model.config.get_text_config().vocab_size)
+    ids = torch.randint(3, vocabulary, (2, 12), generator=generator)
+    more = {"use_cache": False} if kind == "causal" else {}
+    torch.manual_seed(3)
+    model.zero_grad(set_to_none=True)
+    loss = model(input_ids=ids, labels=ids.clone(), **more).loss
+    loss.backward()
+    grads = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return float(loss.detach()), {name: each.clone() for name, each in grads.items()}
+
+
+def row(kind: str, model_type: str) -> dict[str, Any]:
+    """Return what is fused in a type, and how far its step is from the untouched model's."""
+    import hf_zero
+    from hf_zero.integrations.fused import report
+
+    made: dict[str, Any] = {"kind": kind, "type": model_type}
+    try:
+        model = build(kind, model_type)
+        loss, grads = step(model, kind)
+        again, _ = step(model, kind)
+    except TimeoutError:
+        raise
+    except Exception as error:
+        return made | {"left_out": f"{type(error).__name__}: {error}".splitlines()[0][:160]}
+    if abs(loss - again) > 1e-5:
+        return made | {"left_out": "its loss is random"}
+    hf_zero.optimize(model, BLOCKS)
+    lines = report(model)
+    fused: dict[str, set[str]] = {kernel: set() for kernel in BLOCKS}
+    for line in lines.replaced:
+        for kernel in line.kernels:
+            fused[kernel].add(line.where)
+    places: dict[str, set[str]] = {"norms": set(), "activations": set(), "attention": set()}
+    for name, module in model.named_modules():
+        kind_of = type(module).__name__
+        if kind_of.endswith("Norm"):
+            places["norms"].add(name)
+        elif kind_of.endswith("MLP"):
+            places["activations"].add(name)
+        elif kind_of.endswith("Attention") and any(
+            hasattr(each, "weight") for each in module.children()
+        ):
+            places["attention"].add(name)
+    try:
+        new_loss, new_grads = step(model, kind)
+    except Exception as error:
+        return made | {"right": False, "error": f"{type(error).__name__}: {error}"[:200]}
+    largest = max(float(each.abs().max()) for each in grads.values())
+    off = [
+        float((new_grads[name] - each).abs().max()) / (largest * 0.01 + float(each.abs().max()))
+        for name, each in grads.items()
+        if name in new_grads
+    ]
+    right = new_grads.keys() == grads.keys() and max(off) < 1e-4 and abs(new_loss - loss) < 1e-4
+    counts = {
+        kernel: [len(fused[kernel] & places[place]), len(places[place])]
+        for kernel, place in {
+            "norms": "norms", "activations": "activations", "rotary": "attention",
+            "qkv": "attention",
+        }.items()
+    }  # fmt: skip
+    left = sorted({f"{line.what}: {line.why_not}" for line in lines.left})
+    return made | {"right": right, "off": max(off), **counts, "left": left}
+
+
+def rows(kinds: list[str], only: list[str]) -> Iterator[dict[str, Any]]:
+    from tqdm import tqdm
+    from transformers.models.auto import modeling_auto
+
+    chosen = [
+        (kind, name)
+        for kind in kinds
+        for name in getattr(modeling_auto, KINDS[kind][1])
+        if not only or name in only
+    ]
+    signal.signal(signal.SIGALRM, _too_long)
+    for kind, name in tqdm(chosen, disable=None, file=sys.stderr):
+        signal.alarm(SECONDS)
+        try:
+            yield row(kind, name)
+        except TimeoutError:
+            yield {"kind": kind, "type": name, "left_out": f"it takes more than {SECONDS} s"}
+        finally:
+            signal.alarm(0)
+
+
+def _too_long(*_: Any) -> None:
+    raise TimeoutError
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """Return the counts as a table: types in which every module of the kind is fused, of those
+    that have one.
+    """
+    lines = ["| kind | types that train | norms | activations | rotary | qkv | wrong |"]
+    lines.append("| --- | --- | --- | --- | --- | --- | --- |")
+    for kind in KINDS:
+        trained = [each for each in found if each["kind"] == kind and "right" in each]
+        cells = []
+        for kernel in ("norms", "activations", "rotary", "qkv"):
+            having = [each[kernel] for each in trained if each.get(kernel, [0, 0])[1]]
+            all_of = sum(fused == there for fused, there in having)
+            cells.append(f"{all_of} of {len(having)} ({sum(f > 0 for f, _ in having)} in part)")
+        wrong = [each["type"] for each in trained if not each["right"]]
+        cells.append(", ".join(wrong) or "none")
+        lines.append(f"| {kind} | {len(trained)} | {' | '.join(cells)} |")
+    reasons = Counter(each["left_out"] for each in found if "left_out" in each)
+    lines += ["", *(f"- left out {count} ×: {reason}" for reason, count in reasons.items())]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    import transformers
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kind", choices=KINDS, action="append")
+    parser.add_argument("--only", default="", help="types, separated by commas")
+    parser.add_argument("--json", action="store_true", help="one object a line")
+    given = parser.parse_args()
+    logging.getLogger("hf_zero").setLevel("ERROR")
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    found = []
+    for each in rows(given.kind or list(KINDS), [n for n in given.only.split(",") if n]):
+        found.append(each)
+        if given.json:
+            print(json.dumps(each), flush=True)
+    if not given.json:
+        print(table(found))
+    return 1 if any(each.get("right") is False for each in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
