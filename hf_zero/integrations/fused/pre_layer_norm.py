@@ -176,7 +176,7 @@ def _prove(block: nn.Module, name: str, moved: tuple[_Moved, ...], made: list[Ca
             return torch.randn(each.shape, generator=generator)
         return torch.zeros(each.shape, dtype=each.dtype)
 
-    copied = shell(block, real).eval()
+    copied = shell(block, real, real).eval()
     for module in copied.modules():
         if not isinstance(module, nn.LayerNorm):
             for parameter in module.parameters(recurse=False):

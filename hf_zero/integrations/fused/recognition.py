@@ -185,12 +185,13 @@ def _small(module: nn.Module, sizes: dict[int, int]) -> nn.Module:
             parameter.data.normal_(std=0.7, generator=generator)
         return new
 
-    def tensor(old: torch.Tensor) -> torch.Tensor:
-        if not isinstance(old, nn.Parameter):
-            return torch.zeros(old.shape, dtype=old.dtype)
+    def parameter(old: torch.Tensor) -> torch.Tensor:
         return torch.randn(sizes[old.numel()] if old.dim() else (), generator=generator)
 
-    made = shell(module, tensor, instead)
+    def buffer(old: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(old.shape, dtype=old.dtype)
+
+    made = shell(module, parameter, buffer, instead)
     for each in made.modules():
         shape = each.__dict__.get("normalized_shape")
         if isinstance(shape, tuple) and len(shape) == 1:

@@ -31,25 +31,26 @@ HOOKS = (
 
 def shell(
     module: nn.Module,
-    tensor: Callable[[torch.Tensor], torch.Tensor],
+    parameter: Callable[[torch.Tensor], torch.Tensor],
+    buffer: Callable[[torch.Tensor], torch.Tensor],
     instead: Callable[[nn.Module], nn.Module | None] = lambda module: None,
 ) -> nn.Module:
-    """Return a copy of ``module`` with ``tensor`` of each parameter and buffer, the modules of
-    ``instead`` in place of some, and no hooks and no replaced forwards. Everything else is shared.
+    """Return a copy of ``module`` with ``parameter`` of each parameter, ``buffer`` of each buffer,
+    the modules of ``instead`` in place of some, and no hooks and no replaced forwards. Everything
+    else is shared.
     """
     made: dict[int, Any] = {}
 
-    def copied(value: torch.Tensor | None) -> Any:
+    def copied(value: torch.Tensor | None, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         if value is None:
             return None
         if id(value) not in made:
-            new = tensor(value)
-            made[id(value)] = (
-                nn.Parameter(new, new.is_floating_point())
-                if isinstance(value, nn.Parameter)
-                else new
-            )
+            made[id(value)] = make(value)
         return made[id(value)]
+
+    def trained(value: torch.Tensor) -> nn.Parameter:
+        new = parameter(value)
+        return nn.Parameter(new, new.is_floating_point())
 
     def build(old: nn.Module) -> nn.Module:
         if id(old) in made:
@@ -58,12 +59,16 @@ def shell(
         if other is None:
             other = old.__class__.__new__(old.__class__)
             made[id(old)] = other
-            other.__dict__.update(old.__dict__)
-            other.__dict__.pop("forward", None)
+            other.__dict__.update(
+                {k: v for k, v in old.__dict__.items() if not hasattr(type(old), k)}
+                | {"training": old.training}  # methods of an instance, as forward, are bound to it
+            )
             for name in HOOKS:
                 other.__dict__[name] = OrderedDict()
-            other.__dict__["_parameters"] = {k: copied(v) for k, v in old._parameters.items()}
-            other.__dict__["_buffers"] = {k: copied(v) for k, v in old._buffers.items()}
+            other.__dict__["_parameters"] = {
+                k: copied(v, trained) for k, v in old._parameters.items()
+            }
+            other.__dict__["_buffers"] = {k: copied(v, buffer) for k, v in old._buffers.items()}
             other.__dict__["_modules"] = {
                 k: v if v is None else build(v) for k, v in old._modules.items()
             }
@@ -144,7 +149,7 @@ def calls_of_model(model: nn.Module) -> list[Call] | str:
     inputs = _inputs(base)
     if isinstance(inputs, str):
         return inputs
-    copied = shell(model, lambda each: torch.empty(each.shape, dtype=each.dtype, device="meta"))
+    copied = shell(model, _on_meta, _on_meta)
     copied.train()
     for module in copied.modules():
         if getattr(module, "gradient_checkpointing", False):
@@ -157,6 +162,10 @@ def calls_of_model(model: nn.Module) -> list[Call] | str:
     except Exception as error:  # code of other people, on a device it was not written for
         return f"its forward does not run without values: {type(error).__name__}: {error}"[:200]
     return made
+
+
+def _on_meta(each: torch.Tensor) -> torch.Tensor:
+    return torch.empty(each.shape, dtype=each.dtype, device="meta")
 
 
 def _call_or_pass(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,192 @@
+"""Names of other people's classes, functions and arguments, which kernels do not depend on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_zero
+from hf_zero.integrations.fused import candidates, recognition, report, rotations
+from hf_zero.integrations.fused.shells import calls_of_model
+from hf_zero.ops import norms
+from tests.helpers.cells import in_one_item
+from tests.helpers.renamed_models import renamed
+from tests.integrations.fused.animals import ANIMALS, BLOCKS, build, inputs, step
+from tests.integrations.fused.languages import animal_of
+
+FAMILIES = [*ANIMALS, "granite", "cohere", "cohere2"]
+
+
+def active(model: nn.Module) -> set[tuple[str, tuple[str, ...]]]:
+    return {(line.where, line.kernels) for line in report(model).replaced}
+
+
+@in_one_item(FAMILIES)
+def test_a_release_that_renames_everything_has_the_same_kernels(name: str) -> None:
+    model = build(animal_of(name))
+    other = renamed(type(model))(model.config).train()
+    other.load_state_dict(model.state_dict())
+    for each in (model, other):
+        hf_zero.optimize(each, BLOCKS)
+    assert type(other).__name__ != type(model).__name__
+    assert active(other) == active(model) and active(model)
+    (loss, grads), (right, right_grads) = (step(each, inputs(name)) for each in (other, model))
+    assert torch.equal(loss, right)
+    assert all(torch.equal(grads[key], right_grads[key]) for key in right_grads)
+
+
+class Gated(nn.Module):
+    """An MLP whose names say nothing, with a dropout where it likes."""
+
+    def __init__(self, up_first: bool, between: nn.Module) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
+        self.up_first, self.between = up_first, between
+
+    def forward(self, signal: torch.Tensor) -> torch.Tensor:
+        first, second = self.a(signal), self.b(signal)
+        if self.up_first:
+            first, second = second, first
+        return self.c(self.between(nn.functional.gelu(first) * second))
+
+
+class Twisted(Gated):
+    """One that nearly is such an MLP."""
+
+    def forward(self, signal: torch.Tensor) -> torch.Tensor:
+        return super().forward(signal) * 1.01
+
+
+class Scaled(nn.Module):
+    """An RMSNorm with other defaults than any of transformers."""
+
+    def __init__(self, offset: float, power: float = 2.0) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.randn(8))
+        self.tiny, self.offset, self.power = 3e-4, offset, power
+
+    def forward(self, t: torch.Tensor) -> torch.Tensor:
+        size = t.abs().pow(self.power).mean(-1, keepdim=True) + self.tiny
+        return t * size.pow(-1 / self.power) * (self.offset + self.gain)
+
+
+KNOWN: list[tuple[nn.Module, str]] = [
+    (Gated(False, nn.Dropout(0.0)), "activations"),
+    (Gated(True, nn.LayerNorm(12)), "activations"),
+    (Scaled(0.0), "norms"),
+    (Scaled(1.0), "norms"),
+    (nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)), "activations"),
+]
+
+
+@in_one_item(KNOWN)
+def test_a_module_of_any_class_has_the_kernel_of_what_it_computes(
+    case: tuple[nn.Module, str],
+) -> None:
+    module, kernel = case
+    x = torch.randn(3, 5, 8)
+    right = module(x)
+    model = hf_zero.optimize(nn.ModuleList([module]), [kernel])
+    assert ("0", (kernel,)) in active(model)
+    torch.testing.assert_close(module(x), right, rtol=1e-4, atol=1e-5)
+    hf_zero.restore(model)
+    assert torch.equal(module(x), right)
+
+
+@in_one_item([Twisted(False, nn.Dropout(0.0)), Scaled(0.5), Scaled(0.0, power=3.0)])
+def test_what_computes_something_else_is_left(module: nn.Module) -> None:
+    model = hf_zero.optimize(nn.ModuleList([module]), BLOCKS)
+    assert not any(where == "0" for where, _ in active(model))
+
+
+def test_a_kernel_that_disagrees_is_never_active(
+    monkeypatch: pytest.MonkeyPatch, heard_in_full: list[str]
+) -> None:
+    """It is wrong by a thousandth, in the backward alone."""
+    real: Any = norms.rms_norm
+
+    def wrong(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        made: torch.Tensor = real(x, *args, **kwargs)
+        return made + (x - x.detach()) * 1e-3
+
+    monkeypatch.setattr(norms, "rms_norm", wrong)
+    monkeypatch.setattr(recognition, "_verdicts", {})
+    monkeypatch.setattr(candidates, "_warned", set())
+    model = hf_zero.optimize(build("llama"), ["norms", "activations"])
+    assert {kernels for _, kernels in active(model)} == {("activations",)}
+    warned = [each for each in heard_in_full if "stays as it is" in each]
+    assert len(warned) == 1 and "LlamaRMSNorm" in warned[0]
+
+
+def test_random_numbers_are_those_of_a_run_without_kernels() -> None:
+    torch.manual_seed(5)
+    right = torch.rand(3)
+    model = build("bert")
+    torch.manual_seed(5)
+    hf_zero.optimize(model, BLOCKS, pre_layer_norm=True)
+    assert torch.equal(torch.rand(3), right)
+
+
+@in_one_item(["llama", "t5", "bert", "vit", "mixtral", "gemma3"])
+def test_a_forward_without_values_calls_what_a_real_one_calls(name: str) -> None:
+    model = build(name)
+    made = calls_of_model(model)
+    assert not isinstance(made, str)
+    real: list[str] = []
+    for where, module in model.named_modules():
+        if where:
+            module.register_forward_hook(lambda *_, where=where: real.append(where))
+    model(**inputs(name))
+    # what runs among the chosen rows of an expert is not known without values
+    assert {each for each in real if "expert" not in each} <= {each.name for each in made}
+
+
+def rotated_by_pairs(q: Any, k: Any, cos: Any, sin: Any, dim: int = 1) -> Any:
+    def turned(x: Any) -> Any:
+        return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+    cos, sin = cos.unsqueeze(dim), sin.unsqueeze(dim)
+    return q * cos + turned(q) * sin, k * cos + turned(k) * sin
+
+
+def rotated_by_halves(a: Any, b: Any, c: Any, s: Any) -> Any:
+    def turned(x: Any) -> Any:
+        first, second = x.chunk(2, -1)
+        return torch.cat((-second, first), -1)
+
+    c, s = c[:, None], s[:, None]
+    return a * c + turned(a) * s, b * c + turned(b) * s
+
+
+def test_a_function_is_a_rotation_if_it_rotates() -> None:
+    assert rotations.rotates(rotated_by_halves)
+    assert not rotations.rotates(rotated_by_pairs)
+    assert not rotations.rotates(lambda q, k, cos, sin: (q, k))
+    assert not rotations.rotates(lambda q, k, cos, sin: 1 / 0)
+
+
+class InPlace(nn.Module):
+    """An attention that writes into its queries, as Longformer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.LayerNorm(8), nn.Linear(8, 8)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = self.layers[0](x)
+        normed *= 0.5
+        out: torch.Tensor = self.layers[1](normed)
+        return out
+
+
+def test_results_of_kernels_may_be_written_into() -> None:
+    model, x = InPlace(), torch.randn(2, 3, 8)
+    right = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    hf_zero.optimize(model, BLOCKS)
+    assert active(model) == {("layers.0", ("norms",))}
+    found = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    for a, b in zip(found, right):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
