@@ -170,8 +170,11 @@ def row(kind: str, model_type: str) -> dict[str, Any]:
             "qkv": "attention",
         }.items()
     }  # fmt: skip
-    left = sorted({f"{line.what}: {line.why_not}" for line in lines.left})
-    return made | {"right": right, "off": max(off), **counts, "left": left}
+    left = sorted(
+        {f"{line.what}: {line.why_not}" for line in lines.left if line.kernels != ("residual",)}
+    )
+    rotates = any("rotary" in name.lower() for name, _ in model.named_modules())
+    return made | {"right": right, "off": max(off), **counts, "rotates": rotates, "left": left}
 
 
 def rows(kinds: list[str], only: list[str]) -> Iterator[dict[str, Any]]:
@@ -210,6 +213,8 @@ def table(found: list[dict[str, Any]]) -> str:
         cells = []
         for kernel in ("norms", "activations", "rotary", "qkv"):
             having = [each[kernel] for each in trained if each.get(kernel, [0, 0])[1]]
+            if kernel == "rotary":
+                having = [own[kernel] for own in trained if own.get("rotates") and own[kernel][1]]
             all_of = sum(fused == there for fused, there in having)
             cells.append(f"{all_of} of {len(having)} ({sum(f > 0 for f, _ in having)} in part)")
         wrong = [each["type"] for each in trained if not each["right"]]

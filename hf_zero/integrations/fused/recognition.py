@@ -24,6 +24,7 @@ from hf_zero.integrations.fused.shells import Call, calls, shell
 from hf_zero.integrations.fused.sublayers import ACTIVATIONS, Expression, Mlp, Norm, Sum
 
 LARGEST = 12  # submodules of a module that is tried
+ANY = 8  # the width of inputs where a module has none of its own
 BOUND = 1e-4  # of the largest number, in fp32
 
 
@@ -48,7 +49,7 @@ _verdicts: dict[Hashable, Verdict] = {}
 def verdict_on(module: nn.Module) -> Verdict:
     """Return what ``module`` computes; once for each class and configuration in this process."""
     parts = list(module.named_modules())
-    if len(parts) > LARGEST + 1 or not any(each._parameters for _, each in parts):
+    if len(parts) > LARGEST + 1:
         return Verdict()
     key = (type(module).forward, tuple(_description(name, each) for name, each in parts))
     if key not in _verdicts:
@@ -143,17 +144,24 @@ class _Marked(nn.Module):
 
 
 def _sizes(module: nn.Module) -> dict[int, int]:
-    """Return a small even size for each width of ``module``; the double of one stays its double."""
+    """Return a small even size for each width of ``module``; the double of one stays its double. A
+    module without linear layers keeps its widths.
+    """
     widths: set[int] = set()
     for each in module.modules():
         sizes = linear_sizes(each)
         if sizes is not None:
             widths.update(sizes)
             continue
+        shape = getattr(each, "normalized_shape", None)
+        if isinstance(shape, tuple) and len(shape) == 1:
+            widths.add(shape[0])
         for parameter in each.parameters(recurse=False):
             if parameter.dim() > 1:
                 raise _Unfit
             widths.add(parameter.numel())
+    if all(linear_sizes(each) is None for each in module.modules()):
+        return {width: width for width in widths} or {ANY: ANY}
     small: dict[int, int] = {}
     for width in sorted(widths):
         half = width // 2 if width % 2 == 0 else None
@@ -227,32 +235,31 @@ def _expression(
 ) -> Expression | str | None:
     with torch.no_grad():
         if len(inputs) == 1 and not made:
-            return _norm(module)
+            return _norm(module, inputs[0].shape[-1])
         if any("." in call.name or len(call.inputs) != 1 for call in made):
             return None
         return (_mlp(inputs[0], out, made) if len(inputs) == 1 else None) or _sum(inputs, out, made)
 
 
-def _norm(module: nn.Module) -> Norm | None:
+def _norm(module: nn.Module, width: int) -> Norm | None:
     given = {name: each for name, each in module._parameters.items() if each is not None}
-    if len(given) not in (1, 2) or len({each.shape for each in given.values()}) > 1:
+    if len(given) > 2 or len({each.shape for each in given.values()}) > 1:
         return None
-    names = list(given)
-    width = given[names[0]].numel()
+    weight, bias = (*given, "", "")[:2]
     known = [
         (key, value)
         for key, value in module.__dict__.items()
         if isinstance(value, float) and 0 < value < 0.1
     ]
-    for key, eps in (*known, (1e-5, 1e-5), (1e-6, 1e-6)):
-        found = Norm(names[0], names[1] if len(names) > 1 else "", key)
-        kinds_of_norm = (
-            [("centered", True)] if len(names) > 1 else [("offset", 0.0), ("offset", 1.0)]
-        )
-        for field, value in (*kinds_of_norm, ("centered", True)):
-            tried = Norm(found.weight, found.bias, key, **{field: value})  # type: ignore[arg-type]
-            if all(_computes(tried, module, x, given, eps) for x in _norm_inputs(width)):
-                return tried
+    tried = [
+        (Norm(weight, bias, key, offset, centered), eps)
+        for key, eps in (*known, (1e-5, 1e-5), (1e-6, 1e-6))
+        for offset, centered in ((0.0, True), (0.0, False), (1.0, False))
+        if centered or not bias
+    ]
+    for norm, eps in tried:
+        if all(_computes(norm, module, x, given, eps) for x in _norm_inputs(width)):
+            return norm
     return None
 
 
@@ -264,7 +271,7 @@ def _norm_inputs(width: int) -> list[torch.Tensor]:
 def _computes(
     norm: Norm, module: nn.Module, x: torch.Tensor, given: dict[str, Any], eps: float
 ) -> bool:
-    x64, weight = x.double(), given[norm.weight].double()
+    x64, weight = x.double(), given[norm.weight].double() if norm.weight else torch.ones(())
     if norm.centered:
         x64 = x64 - x64.mean(-1, keepdim=True)
     right = x64 * torch.rsqrt(x64.square().mean(-1, keepdim=True) + eps) * (norm.offset + weight)

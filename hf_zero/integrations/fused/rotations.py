@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def rotating_forward(cls: type) -> Function | None:
     it does not rotate, or not in halves as Llama does.
     """
     forward: Any = cls.forward  # type: ignore[attr-defined]
-    found = tuple((name, each) for name, each in _functions_called(forward) if rotates(each))
+    found = tuple((name, each) for name, each in _functions_called(forward) if rotation_of(each))
     return _rebound(forward, found) if found else None
 
 
@@ -65,16 +66,56 @@ def _functions_called(forward: Any) -> Iterator[tuple[str, Function]]:
                 yield name, each
 
 
-@functools.cache
-def rotates(function: Function) -> bool:
-    """Return whether ``function(q, k, cos, sin)`` rotates pairs from the first and second half of
-    each head, of [batch, heads, sequence, width] by [batch, sequence, width].
+@dataclass(frozen=True)
+class Rotation:
+    """How a function rotates pairs from the first and second half of each head: by ``sign`` times
+    the sine; by cosines of half the width if ``doubled``; only the first columns of wider heads if
+    ``partial``.
     """
+
+    sign: int = 1
+    doubled: bool = False
+    partial: bool = False
+
+    def fits(self, q: Any, k: Any, cos: Any, sin: Any) -> bool:
+        if not q.dim() == k.dim() == 4 or cos.dim() != 3 or cos.shape != sin.shape:
+            return False
+        width = cos.shape[2] * (2 if self.doubled else 1)
+        return (
+            cos.shape[0] in (1, q.shape[0])
+            and cos.shape[1] == q.shape[2] == k.shape[2]
+            and (width <= q.shape[3] if self.partial else width == q.shape[3])
+            and q.shape[3] == k.shape[3]
+            and not (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad))
+            and takes(q, k, cos, sin)
+        )
+
+    def apply(self, q: Any, k: Any, cos: Any, sin: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.doubled:
+            cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+        return rotary(q, k, cos, sin if self.sign > 0 else -sin)
+
+
+@functools.cache
+def rotation_of(function: Function) -> Rotation | None:
+    """Return how ``function(q, k, cos, sin)`` rotates [batch, heads, sequence, width] by [batch,
+    sequence, width]; None if it does not.
+    """
+    for doubled in (False, True):
+        for sign in (1, -1):
+            found = Rotation(sign, doubled)
+            if _agrees(function, found, 4 if doubled else 8):
+                partial = Rotation(sign, doubled, partial=True)
+                return partial if _agrees(function, partial, 2 if doubled else 4) else found
+    return None
+
+
+def _agrees(function: Function, rotation: Rotation, width: int) -> bool:
     generator = torch.Generator().manual_seed(0)
     device = torch.device(kinds.accelerator() or "cpu")
     q, k, cos, sin = (
         torch.randn(shape, generator=generator).to(device)
-        for shape in ((2, 4, 3, 8), (2, 2, 3, 8), (2, 3, 8), (2, 3, 8))
+        for shape in ((2, 4, 3, 8), (2, 2, 3, 8), (2, 3, width), (2, 3, width))
     )
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -83,34 +124,23 @@ def rotates(function: Function) -> bool:
         return False
     if not (isinstance(found, tuple) and len(found) == 2):
         return False
-    right = rotary(q, k, cos, sin)
     return all(
         isinstance(a, torch.Tensor) and a.shape == b.shape and float((a - b).abs().max()) < BOUND
-        for a, b in zip(found, right)
+        for a, b in zip(found, rotation.apply(q, k, cos, sin))
     )
 
 
 def _fused(original: Function) -> Function:
+    rotation = rotation_of(original)
+    assert rotation is not None
+
     @functools.wraps(original)
     def rotate(*args: Any, **kwargs: Any) -> Any:
-        if len(args) != 4 or kwargs or not _fits(*args):
+        if len(args) != 4 or kwargs or not rotation.fits(*args):
             return original(*args, **kwargs)
-        return rotary(*args)
+        return rotation.apply(*args)
 
     return rotate
-
-
-def _fits(q: Any, k: Any, cos: Any, sin: Any) -> bool:
-    return (
-        q.dim() == k.dim() == 4
-        and cos.dim() == 3
-        and cos.shape == sin.shape
-        and cos.shape[0] in (1, q.shape[0])
-        and cos.shape[1] == q.shape[2] == k.shape[2]
-        and cos.shape[2] == q.shape[3] == k.shape[3]
-        and not (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad))
-        and takes(q, k, cos, sin)
-    )
 
 
 @functools.cache

@@ -94,8 +94,8 @@ def _through(self: nn.Module, names: Sequence[str], x: torch.Tensor) -> torch.Te
 
 @dataclass(frozen=True)
 class Norm:
-    """RMSNorm, ``x (offset + weight) / sqrt(mean(x²) + eps)``, or ``centered``, LayerNorm. ``eps``
-    is a number or the attribute that holds it.
+    """RMSNorm, ``x (offset + weight) / sqrt(mean(x²) + eps)``, or ``centered``, LayerNorm; "" if
+    there is no weight or no bias. ``eps`` is a number or the attribute that holds it.
     """
 
     weight: str
@@ -106,16 +106,15 @@ class Norm:
 
     def forward(self) -> Forward:
         def forward(module: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            weight = getattr(module, self.weight)
-            bias = getattr(module, self.bias) if self.bias else None
-            if args or kwargs or not takes(x, *(t for t in (weight, bias) if t is not None)):
+            given = [getattr(module, name) for name in (self.weight, self.bias) if name]
+            if args or kwargs or not takes(x, *given):
                 return type(module).forward(module, x, *args, **kwargs)
             return self.apply(module, x)
 
         return forward
 
     def apply(self, module: Any, x: torch.Tensor) -> torch.Tensor:
-        weight = getattr(module, self.weight)
+        weight = getattr(module, self.weight) if self.weight else x.new_ones(x.shape[-1])
         eps = getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
         if self.centered:
             return norms.layer_norm(

@@ -60,6 +60,19 @@ class Twisted(Gated):
         return super().forward(signal) * 1.01
 
 
+class Bare(nn.Module):
+    """A norm without a parameter."""
+
+    def __init__(self, centered: bool) -> None:
+        super().__init__()
+        self.eps, self.centered = 1e-3, centered
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.centered:
+            return nn.functional.layer_norm(x, x.shape[-1:], eps=self.eps)
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
+
 class Scaled(nn.Module):
     """An RMSNorm with other defaults than any of transformers."""
 
@@ -78,6 +91,9 @@ KNOWN: list[tuple[nn.Module, str]] = [
     (Gated(True, nn.LayerNorm(12)), "activations"),
     (Scaled(0.0), "norms"),
     (Scaled(1.0), "norms"),
+    (Bare(True), "norms"),
+    (Bare(False), "norms"),
+    (nn.LayerNorm(8, bias=False), "norms"),
     (nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)), "activations"),
 ]
 
@@ -161,11 +177,29 @@ def rotated_by_halves(a: Any, b: Any, c: Any, s: Any) -> Any:
     return a * c + turned(a) * s, b * c + turned(b) * s
 
 
+def backwards(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    return rotated_by_halves(q, k, cos, -sin)
+
+
+def by_half_widths(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    return rotated_by_halves(q, k, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1))
+
+
+def of_first_columns(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+    width = cos.shape[-1]
+    turned = rotated_by_halves(q[..., :width], k[..., :width], cos, sin)
+    return tuple(torch.cat((a, b[..., width:]), -1) for a, b in zip(turned, (q, k)))
+
+
 def test_a_function_is_a_rotation_if_it_rotates() -> None:
-    assert rotations.rotates(rotated_by_halves)
-    assert not rotations.rotates(rotated_by_pairs)
-    assert not rotations.rotates(lambda q, k, cos, sin: (q, k))
-    assert not rotations.rotates(lambda q, k, cos, sin: 1 / 0)
+    of = rotations.rotation_of
+    assert of(rotated_by_halves) == rotations.Rotation()
+    assert of(backwards) == rotations.Rotation(sign=-1)
+    assert of(by_half_widths) == rotations.Rotation(doubled=True)
+    assert of(of_first_columns) == rotations.Rotation(partial=True)
+    assert of(rotated_by_pairs) is None
+    assert of(lambda q, k, cos, sin: (q, k)) is None
+    assert of(lambda q, k, cos, sin: 1 / 0) is None
 
 
 class InPlace(nn.Module):
