@@ -16,8 +16,10 @@ words in which an engine refuses them without a technique
 from __future__ import annotations
 
 import inspect
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +27,7 @@ import torch
 from torch import nn
 
 from hf_zero.errors import ConfigError
-from hf_zero.zero.gather.model_patches import outside_graphs
+from hf_zero.zero.gather.model_patches import Attached, outside_graphs
 from hf_zero.zero.layout.unit import RootForward
 from hf_zero.zero.layout.wrap import find_blocks, repeated_blocks
 
@@ -154,16 +156,24 @@ def _new(kind: type[nn.Module], *args: Any) -> nn.Module:
     return kind.__new__(kind, *args)
 
 
+def described(block: nn.Module) -> str:
+    """Return the class of ``block``, for messages, with the release of the library that has it."""
+    kind = getattr(type(block), "_hf_zero_plain", type(block))
+    library = kind.__module__.partition(".")[0]
+    release = getattr(sys.modules.get(library), "__version__", None)
+    return f"{kind.__name__} of {library} {release}" if release else kind.__name__
+
+
 def hidden_state(
-    args: Sequence[Any], kwargs: Mapping[str, Any]
+    block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[int | str, torch.Tensor] | None:
-    """Return the input hidden state of a block and its index or name among the arguments: the
-    keyword ``hidden_states``, or the first floating-point tensor; None if there is none.
+    """Return the input hidden state of ``block``, the first floating-point tensor in the order of
+    its signature, and its index or name among the arguments; None if there is none.
     """
-    named = kwargs.get("hidden_states")
-    if isinstance(named, torch.Tensor):
-        return "hidden_states", named
-    every: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    names = list(inspect.signature(type(block).forward).parameters) if kwargs else []
+    order = {name: place for place, name in enumerate(names)}
+    given = sorted(kwargs.items(), key=lambda item: order.get(item[0], len(order)))
+    every: list[tuple[int | str, Any]] = [*enumerate(args), *given]
     for place, value in every:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             return place, value
@@ -209,34 +219,104 @@ class ReturnedBefore:
         self._tuples.clear()
 
 
+class AwaitedCalls:
+    """The blocks whose calls have not been intercepted yet. ``ran(block, path)`` is called when
+    layers of such a block run: a model that calls ``block.forward``, or the layers, never calls the
+    block.
+    """
+
+    def __init__(
+        self, model: nn.Module, blocks: Iterable[nn.Module], ran: Callable[[nn.Module, str], None]
+    ):
+        self._ran = ran
+        self._paths = {each: path for path, each in model.named_modules()}
+        uses = Counter(id(each) for _, each in model.named_modules(remove_duplicate=False))
+        self._hooks = {
+            block: [
+                part.register_forward_pre_hook(Attached(self._before, block))
+                for part in block.modules()
+                # others may call layers that the block shares with them
+                if part is not block and uses[id(part)] == 1 and [*part.parameters(False)]
+            ]
+            for block in blocks
+        }
+
+    def _before(self, block: nn.Module, *_: Any) -> None:
+        self._ran(block, self._paths[block])
+
+    def arrived(self, block: nn.Module) -> None:
+        """Stop waiting for ``block``, whose call is under way."""
+        for hook in self._hooks.pop(block, ()):
+            hook.remove()
+
+    def clear(self) -> None:
+        for block in [*self._hooks]:
+            self.arrived(block)
+
+
 class DrawsForBlocks(ABC):
     """Base of techniques that draw at random for the repeated blocks of a model: a
     :class:`hf_zero.techniques.registry.Technique` but for ``install``.
     """
 
+    key: str  # the section, for messages
+
     def __init__(self) -> None:
         self._before = ReturnedBefore()
         self._calls: BlockCalls | None = None
+        self._awaited: AwaitedCalls | None = None
         self._engine: Any = None
 
-    def _take_over(self, engine: Any, blocks: Sequence[nn.Module]) -> None:
-        """Call :meth:`_draw` for each forward of ``engine``, and :meth:`_call` for each call of
-        ``blocks``.
+    def _take_over(
+        self, engine: Any, blocks: Sequence[nn.Module], chosen: Iterable[nn.Module]
+    ) -> None:
+        """Call :meth:`_draw` for each forward of ``engine``, and :meth:`_change` for each call of
+        ``blocks`` in training. Layers of one of the ``chosen`` that run without a call of their
+        block raise ConfigError.
         """
         self._engine = engine
         self._calls = BlockCalls(blocks, self._call)
+        self._awaited = AwaitedCalls(engine.module, chosen, self._refuse_uncalled)
         engine.backward_pass.hooks.draws.append(self._draw)
+
+    def _call(
+        self, block: nn.Module, run: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        forward = self._engine.backward_pass.hooks.forward_at_work
+        drawn: Any = None if forward is None else forward.drawn.get(self)
+        if drawn is None or not block.training:
+            return run(*args, **kwargs)
+        if self._awaited is not None:
+            self._awaited.arrived(block)
+        return self._change(drawn, block, run, args, kwargs)
+
+    def _refuse_uncalled(self, block: nn.Module, path: str) -> None:
+        forward = self._engine.backward_pass.hooks.forward_at_work
+        if forward is None or self not in forward.drawn or not block.training:
+            return
+        # a script may call a block, or a part of it
+        if not forward.path or path.startswith(f"{forward.path}."):
+            raise ConfigError(
+                f"{self.key} has no effect on {described(block)}: the model runs its layers and "
+                "never calls it (but block.forward, or the layers); call the block itself, or "
+                "remove the section"
+            )
 
     @abstractmethod
     def _draw(self, forward: RootForward) -> Collection[nn.Module]:
         """Draw for ``forward``; return the blocks that all ranks skip."""
 
     @abstractmethod
-    def _call(
-        self, block: nn.Module, run: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _change(
+        self,
+        drawn: Any,
+        block: nn.Module,
+        run: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
-        """Return the result of ``block`` for these arguments; ``run(*args, **kwargs)`` executes the
-        block.
+        """Return the result of ``block`` for these arguments and the draws of the forward;
+        ``run(*args, **kwargs)`` executes the block.
         """
 
     def end_step(self) -> None:  # noqa: B027
@@ -249,7 +329,8 @@ class DrawsForBlocks(ABC):
         """No-op: nothing is saved."""
 
     def remove(self) -> None:
-        if self._calls is not None:
+        if self._calls is not None and self._awaited is not None:
             self._calls.remove()
+            self._awaited.clear()
             self._engine.backward_pass.hooks.draws.remove(self._draw)
-        self._calls, self._engine = None, None
+        self._calls, self._awaited, self._engine = None, None, None

@@ -49,6 +49,7 @@ from hf_zero.techniques.blocks import (
     Call,
     DrawsForBlocks,
     Layer,
+    described,
     first_of,
     hidden_state,
     layers_of,
@@ -85,6 +86,8 @@ def draw(seed: int, step: int, micro_batch: int, blocks: int, rank: int = 0) -> 
 class LayerDrop(DrawsForBlocks):
     """Progressive layer dropping on the model of one engine."""
 
+    key = KEY
+
     def __init__(self, section: LayerDropSection, seed: int):
         super().__init__()
         self._section, self._seed = section, seed
@@ -119,7 +122,7 @@ class LayerDrop(DrawsForBlocks):
         self._layers = layers_of(engine.module, KEY)
         self._training = self._only_trained(engine)
         self._of = {layer.block: layer for layer in self._layers}
-        self._take_over(engine, list(self._of))
+        self._take_over(engine, list(self._of), list(self._of))
 
     def _only_trained(self, engine: Any) -> list[int]:
         trained = {id(p) for unit in engine.units for flat in unit.trainable for p in flat.members}
@@ -159,14 +162,15 @@ class LayerDrop(DrawsForBlocks):
         self._before.clear()
         return {block for block, outs in zip(blocks, zip(*left_out)) if all(outs)}
 
-    def _call(
-        self, block: nn.Module, run: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _change(
+        self,
+        drawn: Any,
+        block: nn.Module,
+        run: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
-        forward = self._engine.backward_pass.hooks.forward_at_work
-        drawn: Any = None if forward is None else forward.drawn.get(self)
-        if drawn is None or not block.training:
-            return run(*args, **kwargs)
-        given = hidden_state(args, kwargs)
+        given = hidden_state(block, args, kwargs)
         p, layer = drawn[block], self._of[block]
         before = self._before.take(layer)
         if p == 0.0 and given is not None:
@@ -176,8 +180,8 @@ class LayerDrop(DrawsForBlocks):
         state = first_of(output)
         if given is None or not isinstance(state, torch.Tensor) or state.shape != given[1].shape:
             raise ConfigError(
-                f"{KEY} cannot leave out a {type(block).__name__}: it does not map a hidden state "
-                "to another of the same shape; remove the key"
+                f"{KEY} cannot leave out {described(block)}: it does not map a hidden state to "
+                "another of the same shape; remove the key"
             )
         if p < 1.0:
             output = with_first(output, torch.lerp(given[1].to(state.dtype), state, 1.0 / p))

@@ -15,7 +15,7 @@ block, rank and position (Philox), so recomputations and resumed runs draw the s
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -30,19 +30,19 @@ from hf_zero.techniques.blocks import (
     Call,
     DrawsForBlocks,
     Layer,
+    described,
     first_of,
+    hidden_state,
     layers_of,
     with_first,
 )
 from hf_zero.techniques.schedules import Growth
 from hf_zero.techniques.sequence_length import DECODER_TOKENS, NOT_TEXT, TOKENS
+from hf_zero.techniques.token_cut import TokenCut
 from hf_zero.zero.gather.model_patches import Attached
 from hf_zero.zero.layout.unit import RootForward
 
 BY_ROW = (*TOKENS, *DECODER_TOKENS, *NOT_TEXT)  # model arguments whose first dimension is rows
-# belong to the encoder's sequence, except for the query dimension of four-dimensional ones
-ELSEWHERE = ("encoder_hidden_states", "encoder_attention_mask", "encoder_decoder_position_bias")
-PACKED = ("cu_seq_lens", "cu_seqlens", "max_length_q", "max_length_k")
 
 
 def tokens_read(section: TokenDropSection) -> Growth:
@@ -89,6 +89,8 @@ class ForwardCount:
 
 class TokenDrop(DrawsForBlocks):
     """Random layerwise token dropping on the model of one engine."""
+
+    key = TOKEN_DROP
 
     def __init__(self, section: TokenDropSection, seed: int):
         super().__init__()
@@ -159,7 +161,7 @@ class TokenDrop(DrawsForBlocks):
         self._watching = engine.module.register_forward_pre_hook(
             Attached(self._watch), with_kwargs=True
         )
-        self._take_over(engine, list(self._layers))
+        self._take_over(engine, list(self._layers), self._chosen)
 
     @property
     def _rows_first(self) -> bool:
@@ -177,36 +179,42 @@ class TokenDrop(DrawsForBlocks):
         }
 
     def _check_call(
-        self, block: nn.Module, arguments: Mapping[str, Any], states: torch.Tensor
-    ) -> None:
-        """Raise ConfigError if ``block`` is called with a hidden state of another dimension order
-        than configured, or lacks the configured mask argument.
+        self, block: nn.Module, kwargs: Collection[str], states: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return ``states``, the hidden state of ``block``. Raise ConfigError if it has another
+        dimension order than configured, or the block lacks the configured mask argument.
         """
         mask = self._section.model_mask_name
-        names = {*inspect.signature(type(block).forward).parameters, *arguments.get("kwargs", ())}
+        names = {*inspect.signature(type(block).forward).parameters, *kwargs}
         if mask != MASK and mask not in names:
             raise ConfigError(
                 f"{TOKEN_DROP}.model_mask_name = {mask!r} is no argument of "
-                f"{type(block).__name__}, whose mask it is to name"
+                f"{described(block)}, whose mask it is to name"
                 f"{did_you_mean(mask, names - {'self', 'kwargs'})}"
             )
-        if states.dim() != 3:
-            raise ConfigError(
-                f"{TOKEN_DROP} cannot draw tokens of {type(block).__name__}: its hidden state has "
-                f"{states.dim()} dimensions instead of rows, tokens and width; remove the section, "
-                "or leave the block out of random_ltd_layer_id"
+        if states is None or states.dim() != 3:
+            has = "no" if states is None else states.dim()
+            raise self._uncut(
+                block, f"its hidden state has {has} dimensions instead of rows, tokens and width"
             )
         rows, tokens = states.shape[:2]
         if rows not in self._rows and tokens in self._rows:
             raise self._other_order(
                 block, f"was called with {rows} rows, and the model with {tokens}"
             )
+        return states
+
+    def _uncut(self, block: nn.Module, why: str) -> ConfigError:
+        return ConfigError(
+            f"{TOKEN_DROP} cannot draw tokens of {described(block)}: {why}; remove the section, or "
+            "leave the block out of random_ltd_layer_id"
+        )
 
     def _other_order(self, block: nn.Module, why: str) -> ConfigError:
         order, other = ORDERS if self._rows_first else ORDERS[::-1]
         return ConfigError(
             f"{TOKEN_DROP}.hidden_state_order = {order!r} is not the order of "
-            f"{type(block).__name__}, which {why}; write {other}"
+            f"{described(block)}, which {why}; write {other}"
         )
 
     def _draw(self, forward: RootForward) -> Collection[nn.Module]:
@@ -218,36 +226,40 @@ class TokenDrop(DrawsForBlocks):
         self._before.clear()
         return ()
 
-    def _call(
-        self, block: nn.Module, run: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _change(
+        self,
+        drawn: Any,
+        block: nn.Module,
+        run: Call,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
-        forward = self._engine.backward_pass.hooks.forward_at_work
-        at: Any = None if forward is None else forward.drawn.get(self)
-        if at is None or not block.training:
-            return run(*args, **kwargs)
         number, layer = self._layers[block]
         before = self._before.take(layer)
         if block not in self._chosen:
             return self._before.note(layer, run(*args, **kwargs))
-        bound = inspect.signature(type(block).forward).bind(block, *args, **kwargs)
-        given = list(bound.arguments)[1]
-        state = bound.arguments[given]
+        place, state = hidden_state(block, args, kwargs) or (None, None)
         first = self._rows_first
-        states = state if first else state.transpose(0, 1)  # [rows, tokens, width]
-        self._check_call(block, bound.arguments, states)
+        if state is not None and state.dim() > 1 and not first:
+            state = state.transpose(0, 1)
+        states = self._check_call(block, kwargs, state)  # [rows, tokens, width]
         rows, tokens = states.shape[:2]
-        read = int(self._tokens_read.at(at[0]))
+        read = int(self._tokens_read.at(drawn[0]))
         if read >= tokens:
             return self._before.note(layer, run(*args, **kwargs))
-        kept = sample(self._seed, at, number, rows, tokens, read, state.device)
-        narrow = _Narrow(kept, tokens, self._section.model_mask_name, block)
-        for name, value in list(bound.arguments.items())[2:]:
-            bound.arguments[name] = narrow.argument(name, value)
+        kept = sample(self._seed, drawn, number, rows, tokens, read, states.device)
         places = kept[..., None].expand(-1, -1, states.shape[2])
         part = states.gather(1, places)
-        bound.arguments[given] = part if first else part.transpose(0, 1)
-        output = run(*bound.args[1:], **bound.kwargs)
+        given = part if first else part.transpose(0, 1)
+        cut = TokenCut(block, kept, tokens, self._section.model_mask_name, self._uncut)
+        args, kwargs = cut.arguments(args, kwargs, place, given)
+        output = run(*args, **kwargs)
         new = first_of(output)
+        if not isinstance(new, torch.Tensor) or new.shape != given.shape:
+            shape = list(new.shape) if isinstance(new, torch.Tensor) else type(new).__name__
+            raise self._uncut(
+                block, f"for a hidden state of shape {list(given.shape)} it returns {shape}"
+            )
         new = states.to(new.dtype).scatter(1, places, new if first else new.transpose(0, 1))
         beside = output if before is None else before
         whole = with_first(beside, new if first else new.transpose(0, 1))
@@ -262,60 +274,3 @@ class TokenDrop(DrawsForBlocks):
         if self._watching is not None:
             self._watching.remove()
         self._watching, self._layers = None, {}
-
-
-class _Narrow:
-    """Narrow the arguments of ``block`` to the tokens ``kept`` [rows, read] of ``tokens``."""
-
-    def __init__(self, kept: torch.Tensor, tokens: int, mask: str, block: nn.Module):
-        self._kept, self._tokens, self._mask, self._block = kept, tokens, mask, block
-
-    def argument(self, name: str, value: Any) -> Any:
-        """Return ``value``, the argument ``name``, narrowed to the kept tokens. Raises ConfigError
-        if it cannot be narrowed.
-        """
-        if name.startswith(PACKED) or type(value).__name__ == "BlockMask":
-            raise self._refusal(name, "of packed sequences, which have no rows to draw from")
-        if name == self._mask and value is None:
-            if any(getattr(part, "sliding_window", None) for part in self._block.modules()):
-                raise self._refusal(name, "None, and its kernel counts a window over what it gets")
-            return None
-        if isinstance(value, Mapping):
-            return {key: self.argument(key, each) for key, each in value.items()}
-        if isinstance(value, tuple):
-            return tuple(self.argument(name, each) for each in value)
-        if hasattr(value, "get_seq_length"):
-            return None  # no key-value cache: it would hold only part of the tokens
-        if not isinstance(value, torch.Tensor):
-            return value
-        sizes = [place for place, size in enumerate(value.shape) if size == self._tokens]
-        last = value.dim() - 1
-        if name in ELSEWHERE:  # [rows, heads, tokens, tokens of the encoder]
-            return self._take(value, [2]) if value.dim() == 4 and 2 in sizes else value
-        if name in (self._mask, "position_bias") and value.dim() in (3, 4):
-            return self._take(value, [place for place in (last - 1, last) if place in sizes])
-        if value.dim() in (2, 3) and 1 in sizes and value.shape[0] in (1, len(self._kept)):
-            return self._take(value, [1])  # masks, positions and their embeddings
-        if sizes:
-            raise self._refusal(name, f"a tensor of shape {list(value.shape)}")
-        return value
-
-    def _take(self, value: torch.Tensor, places: list[int]) -> torch.Tensor:
-        """Return ``value``, whose first dimension is rows or 1, narrowed in the dimensions
-        ``places``.
-        """
-        if places:
-            value = value.expand(len(self._kept), *value.shape[1:])
-        for place in places:
-            shape = [1] * value.dim()
-            shape[0], shape[place] = self._kept.shape
-            sizes = list(value.shape)
-            sizes[place] = self._kept.shape[1]
-            value = value.gather(place, self._kept.view(shape).expand(sizes))
-        return value
-
-    def _refusal(self, name: str, what: str) -> ConfigError:
-        return ConfigError(
-            f"{TOKEN_DROP} cannot draw tokens of {type(self._block).__name__}: its argument {name} "
-            f"is {what}; remove the section, or leave the block out of random_ltd_layer_id"
-        )

@@ -14,6 +14,7 @@ from torch import nn
 
 from hf_zero.config import TokenDropSection
 from hf_zero.techniques.token_drop import sample, tokens_read
+from hf_zero.zero.layout.tree import is_cache
 from tests.helpers.layer_drop import FAMILIES, LayerDropJob
 from tests.helpers.training import At, Driver
 
@@ -100,10 +101,12 @@ class TokenDropJob(LayerDropJob):
 
 def one_row(name: str, value: Any, row: int, own: torch.Tensor, size: int) -> Any:
     """An argument of a block for one sequence and the tokens ``own`` of ``size``."""
-    if isinstance(value, tuple):
+    if isinstance(value, tuple):  # of tensors
         return tuple(one_row(name, each, row, own, size) for each in value)
-    if name == "past_key_values" or not isinstance(value, torch.Tensor) or not value.dim():
-        return None if name == "past_key_values" else value
+    if is_cache(value):
+        return None
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return value
     value = value[row : row + 1] if value.shape[0] > 1 else value
     if name.startswith("encoder"):  # queries alone are of this sequence
         return value[:, :, own] if value.dim() == 4 and value.shape[2] == size else value

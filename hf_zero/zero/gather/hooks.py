@@ -39,16 +39,22 @@ from hf_zero.zero.gather.model_patches import Attached
 from hf_zero.zero.gather.schedule import Schedule
 from hf_zero.zero.layout.flat_buffer import FlatBuffer
 from hf_zero.zero.layout.parameter import any_raw_grad
-from hf_zero.zero.layout.tree import requiring_grad, tensors_in, transformed, with_replaced
+from hf_zero.zero.layout.tree import (
+    is_cache,
+    requiring_grad,
+    tensors_in,
+    transformed,
+    with_replaced,
+)
 from hf_zero.zero.layout.unit import RootForward, Unit, UnitForward
 
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _transforms: Callable[[], bool] = torch._C._are_functorch_transforms_active
 # The sequence number of this thread's next autograd node; a backward runs higher numbers first.
 _next_node: Callable[[], int] = torch.autograd._get_sequence_nr
-# Arguments that make a decoder step of generate take another path than a whole forward. Others may
-# be None on some ranks only.
-PATH_KWARGS = ("past_key_values", "cache_params", "encoder_outputs")
+# With a cache or this argument a decoder step of generate takes another path than a whole forward.
+# Others may be None on some ranks only.
+ENCODED = "encoder_outputs"
 
 
 def _mark(
@@ -264,12 +270,13 @@ class Hooks:
         ``grads``: it records a graph.
         """
         self.take_in_unannounced()
-        given = []
-        for key in PATH_KWARGS if kwargs else ():
-            if kwargs.get(key) is not None:
-                given.append(key)
+        given = [
+            key
+            for key, value in kwargs.items()
+            if is_cache(value) or (key == ENCODED and value is not None)
+        ]
         kind = (name, grads, module.training, *given)
-        self._outer = RootForward(module is self._model, self._tracker.outstanding.moment())
+        self._outer = RootForward(module is self._model, self._tracker.outstanding.moment(), name)
         if grads and self.draws:
             self._draw(self._outer, name)
         self._schedule.begin(kind, left_out=self._outer.left_out)

@@ -79,6 +79,15 @@ def map_tensors(value: Any, visit: Visit, in_place: bool = False) -> Any:
     return value
 
 
+def is_cache(value: Any) -> bool:
+    """Return whether ``value`` is state that a decoder continues from: a cache of keys and values,
+    or of recurrent states, which can be reset, or a tuple of the keys and values of each layer.
+    """
+    if isinstance(value, tuple):
+        return bool(value) and all(isinstance(item, tuple) for item in value)
+    return callable(getattr(value, "reset", None))
+
+
 def requiring_grad(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, torch.Tensor]:
     """Return the tensors in a module's arguments that require grad, by id. Fast: runs in each call
     of each block.

@@ -47,14 +47,16 @@ class RootForward:
         "idle",
         "left_out",
         "of_whole_model",
+        "path",
         "reads",
         "tracked",
     )
 
-    def __init__(self, of_whole_model: bool, began: int = 0):
+    def __init__(self, of_whole_model: bool, began: int = 0, path: str = ""):
         self.began = began  # number of the moment it began, as for a call
         # the outermost module is the whole model, not a part of it
         self.of_whole_model = of_whole_model
+        self.path = path  # of the outermost module in the model
         # units that its backward reads at a point our hooks cannot see
         self.reads: set[Unit] = set()
         self.tracked = False  # a hook on its graph fires when its backward runs

@@ -1,0 +1,116 @@
+"""Arguments of a block, cut to some of the tokens.
+
+An argument is recognised by its shape and its role: caches by their methods, tensors of each token
+by the dimensions that have as many elements as there are tokens, masks and position biases by two
+such dimensions at the end, position embeddings as the items of a tuple. Names decide only where
+shapes cannot: for the mask that the configuration names, packed sequences, and arguments that
+belong to another sequence of perhaps the same length.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.errors import ConfigError
+from hf_zero.zero.layout.tree import is_cache, map_tensors, tensors_in
+
+# Arguments of the other sequence, which have its tokens; their queries are of this one.
+ELSEWHERE = ("encoder_", "cross_", "memory")
+PACKED = ("cu_seq_lens", "cu_seqlens", "max_length_q", "max_length_k")
+
+
+class TokenCut:
+    """Cut the arguments of ``block`` to the tokens ``kept`` [rows, read] of ``tokens``.
+
+    ``mask``: name of the argument that is the attention mask. ``refusal(block, why)`` is the error
+    for an argument that cannot be cut.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        kept: torch.Tensor,
+        tokens: int,
+        mask: str,
+        refusal: Callable[[nn.Module, str], ConfigError],
+    ):
+        self._block, self._kept, self._tokens, self._mask = block, kept, tokens, mask
+        self._refusal = refusal
+
+    def arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str | None, state: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a call, cut, with ``state`` as the one at ``place``."""
+        names = [*inspect.signature(type(self._block).forward).parameters][1:]
+        names += [f"number {number}" for number in range(len(names) + 1, len(args) + 1)]
+        given = [
+            state if at == place else self._argument(name, value)
+            for at, (name, value) in enumerate(zip(names, args))
+        ]
+        return tuple(given), {
+            name: state if name == place else self._argument(name, value)
+            for name, value in kwargs.items()
+        }
+
+    def _argument(self, name: str, value: Any) -> Any:
+        if value is None:
+            sliding = (getattr(part, "sliding_window", None) for part in self._block.modules())
+            if name == self._mask and any(sliding):
+                raise self._wrong(name, "None, and its kernel counts a window over what it gets")
+            return None
+        if name.startswith(PACKED):
+            raise self._wrong(name, "of packed sequences, which have no rows to draw from")
+        if is_cache(value):
+            return None  # it would hold only part of the tokens
+        unknown: list[Any] = []
+        list(tensors_in(value, unknown))
+        held = [each for each in unknown if next(tensors_in(each), None) is not None]
+        if held:
+            raise self._wrong(name, f"a {type(held[0]).__name__}, whose tensors have unknown roles")
+        beside = isinstance(value, (tuple, list))
+        return map_tensors(value, partial(self._tensor, name, beside))
+
+    def _tensor(self, name: str, beside: bool, value: torch.Tensor) -> torch.Tensor:
+        """Return the tensor ``value``, cut; ``beside``: it is an item of a tuple or list, as
+        position embeddings are.
+        """
+        sizes = [place for place, size in enumerate(value.shape) if size == self._tokens]
+        if not sizes:
+            return value
+        if name.startswith(ELSEWHERE):  # [rows, heads, tokens, tokens of the other sequence]
+            return self._take(name, value, [2]) if value.dim() == 4 and 2 in sizes else value
+        last = [place for place in (value.dim() - 2, value.dim() - 1) if place in sizes]
+        masks = name == self._mask or value.dtype == torch.bool
+        if value.dim() == 4 and last and (masks or 1 not in sizes or len(last) == 2):
+            return self._take(name, value, last[:1] if beside and not masks else last)
+        if value.dim() == 4 and sizes == [1]:
+            return self._take(name, value, sizes)  # [rows, tokens, heads, width]
+        if value.dim() == 3 and masks:
+            return self._take(name, value, last)
+        if value.dim() in (2, 3) and 1 in sizes:
+            return self._take(name, value, [1])  # masks, positions and their embeddings
+        raise self._wrong(name, f"a tensor of shape {list(value.shape)}")
+
+    def _take(self, name: str, value: torch.Tensor, places: list[int]) -> torch.Tensor:
+        """Return ``value`` [rows or 1, ...], cut in the dimensions ``places``."""
+        rows, read = self._kept.shape
+        if value.shape[0] not in (1, rows):
+            raise self._wrong(name, f"a tensor of shape {list(value.shape)}")
+        if places:
+            value = value.expand(rows, *value.shape[1:])
+        for place in places:
+            shape = [1] * value.dim()
+            shape[0], shape[place] = rows, read
+            sizes = list(value.shape)
+            sizes[place] = read
+            value = value.gather(place, self._kept.view(shape).expand(sizes))
+        return value
+
+    def _wrong(self, name: str, what: str) -> ConfigError:
+        return self._refusal(self._block, f"its argument {name} is {what}")
